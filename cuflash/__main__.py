@@ -1,0 +1,32 @@
+"""`python -m cuflash info` and `python -m cuflash bench`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import __version__, info
+from .bench import run
+from .errors import UnsupportedError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a subcommand; the exit code is 0 if all is well, 1 if a benchmark found a wrong output, 2 for bad usage."""
+    parser = argparse.ArgumentParser(prog="cuflash", description="FlashAttention for every array library.")
+    parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("info", help="versions, GPUs and the kernel cache", description=info.__doc__)
+    run.add_options(commands.add_parser("bench", help="time cuflash and its peers", description=run.__doc__))
+    options = parser.parse_args(arguments)
+    if options.command == "info":
+        print(info.text())
+        return 0
+    try:
+        return run.main(options)
+    except UnsupportedError as error:
+        print(f"cuflash: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

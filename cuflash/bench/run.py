@@ -1,0 +1,208 @@
+"""Times our kernels and those of the peers found on this machine: the same inputs, in turn, outputs checked beforehand.
+
+Exits with 1 if an output is wrong or one of ours did not run. Without a GPU it times the NumPy path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from .. import info, interop
+from ..problem import ALGORITHMS
+from . import check, measure, peers, table
+from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
+from .cases import Case
+from .peers import Contender
+
+TOKENS = 16384  # batch x seqlen of a cell on a GPU
+HIDDEN = 2048  # heads x head_dim
+ROTATED_BYTES = 1 << 28  # input sets are rotated until they exceed every GPU's L2 cache
+LONG_SEQLENS = (8192, 65536)  # of the float32 section: where the score matrix still fits, and where it does not
+LONG_HEADS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender on one cell. `seconds` is None where it did not run, `note` says why."""
+
+    cell: Case
+    contender: Contender
+    seconds: float | None = None
+    error: float | None = None
+    note: str = ""
+    wrong: bool = False
+
+    @property
+    def tflops(self) -> float | None:
+        """Of the visible pairs: what a mask hides is not counted as work."""
+        return None if self.seconds is None else self.cell.problem().flops / self.seconds * 1e-12
+
+
+@dataclass(slots=True)
+class Report:
+    """All that was measured."""
+
+    machine: dict[str, Any]
+    arrays: str
+    missing: dict[str, str]
+    rows: list[Row] = field(default_factory=list)
+    host_seconds: dict[str, float] = field(default_factory=dict)
+    startup: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """A wrong output of anyone, or nothing at all of ours."""
+        return any(row.wrong or (row.contender.ours and row.seconds is None) for row in self.rows)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
+    parser.add_argument("--head-dims", type=_integers, metavar="N,N", help="default 64,128,256; 64 without a GPU")
+    parser.add_argument("--seqlens", type=_integers, metavar="N,N", help="default 1k,4k,16k; 512,2k without a GPU")
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only this mask; default both")
+    parser.add_argument("--algorithms", type=_names, metavar="A,A", help="default flash2,flash1,flashd; also standard")
+    parser.add_argument("--rounds", type=int, default=30, help="turns of each contender in a cell; default 30")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument("--quick", action="store_true", help="seqlen 4k, flash2 alone, 10 rounds, no start-up times")
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs, prints and writes; 1 if an output is wrong or one of ours did not run."""
+    arrays, no_gpu = find()
+    if no_gpu:
+        print(f"Timing the NumPy path on the CPU, in small cells: {no_gpu}")
+        if options.dtype == "bfloat16":
+            interop.bfloat16()  # says what to install where it is missing
+    report = bench(arrays, options)
+    table.show(report)
+    if options.json:
+        options.json.write_text(table.to_json(report), "utf-8")
+    return int(report.failed)
+
+
+def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
+    """Measures all cells, then host and start-up times on a GPU."""
+    found, missing = peers.find(arrays)
+    report = Report(info.machine(), arrays.name, missing)
+    algorithms = options.algorithms or (("flash2",) if options.quick else ("flash2", "flash1", "flashd"))
+    contenders = [*map(peers.ours, algorithms), *found]
+    rounds = min(options.rounds, 10) if options.quick else options.rounds
+    for cell in cells(arrays, options):
+        report.rows += run_cell(arrays, cell, contenders, rounds)
+    if isinstance(arrays, CupyArrays):
+        for cell in long_cells(options):
+            report.rows += run_cell(arrays, cell, [contenders[0], *found], rounds)
+        report.host_seconds = host_times(arrays, contenders)
+        if not options.quick:
+            report.startup = measure.startup()
+    return report
+
+
+def cells(arrays: NumpyArrays, options: argparse.Namespace) -> list[Case]:
+    """The grid of head dims, masks and lengths."""
+    on_gpu = arrays.on_gpu
+    tokens, hidden = (TOKENS, HIDDEN) if on_gpu else (2048, 256)
+    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
+    seqlens = options.seqlens or ((1024, 4096, 16384) if on_gpu else (512, 2048))
+    if options.quick and not options.seqlens:
+        seqlens = (4096,) if on_gpu else (512,)
+    return [
+        _cell(max(1, tokens // seqlen), seqlen, max(1, hidden // head_dim), head_dim, dtype, causal)
+        for head_dim in options.head_dims or ((64, 128, 256) if on_gpu else (64,))
+        for causal in ((False, True) if options.causal is None else (options.causal,))
+        for seqlen in seqlens
+    ]
+
+
+def long_cells(options: argparse.Namespace) -> list[Case]:
+    """float32, head_dim 64: beside the whole score matrix in memory, and beyond it."""
+    seqlens = LONG_SEQLENS[:1] if options.quick else LONG_SEQLENS
+    return [_cell(1, seqlen, LONG_HEADS, 64, "float32", False) for seqlen in seqlens]
+
+
+def run_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], rounds: int) -> list[Row]:
+    """Checks every contender that takes this dtype, then times in turn those that are right."""
+    present = [contender for contender in contenders if cell.dtype in contender.dtypes]
+    inputs = arrays.inputs(cell)
+    rows = {row.contender.name: row for row in check_cell(arrays, cell, present, inputs)}
+    arrays.release()
+    num_sets = max(1, min(16, -(-ROTATED_BYTES // sum(x.nbytes for x in inputs)))) if arrays.on_gpu else 1
+    input_sets = [inputs, *(arrays.inputs(cell, seed) for seed in range(1, num_sets))]
+    sound = {x.name: x.run(cell.causal) for x in present if rows[x.name].error is not None and not rows[x.name].wrong}
+    seconds = measure.seconds_per_call(arrays, sound, input_sets, rounds) if sound else {}
+    arrays.release()
+    timed = [replace(row, seconds=seconds.get(name)) for name, row in rows.items()]
+    print(table.line(timed), file=sys.stderr, flush=True)
+    return timed
+
+
+def check_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], inputs: Inputs) -> list[Row]:
+    """One call of each contender, held against float64 in sampled rows, and all over against the first right one."""
+    samples = check.sample(arrays, cell, *inputs)
+    bound = check.MAX_ERROR[cell.dtype]
+    rows: list[Row] = []
+    reference: tuple[str, Any] | None = None
+    for contender in contenders:
+        try:
+            with contender.scope():
+                out = contender.call(*inputs, cell.causal)
+            arrays.synchronize()
+        except Exception as error:  # why: a peer that does not run here is a gap in the table, not the end of it
+            text = str(error).strip() or type(error).__name__
+            rows.append(Row(cell, contender, note=text if contender.ours else text.splitlines()[0][:120]))
+            continue
+        off = check.error(arrays, out, samples)
+        wrong = not off <= bound  # why: NaN is wrong too
+        note = f"error {off:.2e} in sampled rows is over {bound:.2e}" if wrong else ""
+        if not wrong and reference is None:
+            reference = contender.name, out
+        elif not wrong and reference is not None:
+            apart = arrays.distance(out, reference[1])
+            wrong = not apart <= 2 * bound
+            note = f"differs from {reference[0]} by {apart:.2e}, more than {2 * bound:.2e}" if wrong else ""
+        rows.append(Row(cell, contender, error=off, note=note, wrong=wrong))
+    return rows
+
+
+def host_times(arrays: CupyArrays, contenders: list[Contender]) -> dict[str, float]:
+    """Seconds to enqueue a repeated call, on a problem whose kernel is shorter than that; ours on CuPy arrays too."""
+    case = _cell(1, 128, 1, 64, "float16", True)
+    timings: dict[str, float] = {}
+    for kind in (CupyArrays(), arrays) if isinstance(arrays, TorchArrays) else (arrays,):
+        inputs = kind.inputs(case)
+        for contender in contenders:
+            if case.dtype in contender.dtypes and (contender.ours or kind is arrays):
+                with contextlib.suppress(Exception):  # why: whoever cannot run stands in the rows with the reason
+                    seconds = measure.host_seconds(kind, contender.run(case.causal), inputs)
+                    timings[f"{contender.name}, {kind.name} arrays"] = seconds
+    return timings
+
+
+def _cell(batch: int, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool) -> Case:
+    name = f"{dtype} d{head_dim} {'causal' if causal else 'full'} seqlen {seqlen} batch {batch} heads {heads}"
+    return Case(name, batch, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """Such as "flash2,flashd"."""
+    names = tuple(text.split(","))
+    if unknown := [name for name in names if name not in ALGORITHMS]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(ALGORITHMS)}")
+    return names
+
+
+def _integers(text: str) -> tuple[int, ...]:
+    """Such as "64,128" or "1k,16k", k being 1024."""
+    try:
+        numbers = tuple(int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in text.split(","))
+    except ValueError:
+        numbers = (0,)
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0 such as 64,128 or 1k,16k")
+    return numbers

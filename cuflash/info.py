@@ -1,0 +1,116 @@
+"""What this installation consists of: versions, GPUs and the kernel cache. Missing parts are named, never an error."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+from importlib import metadata, util
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import __version__, device, jit
+from .errors import INSTALL_HINT, CompileError, UnsupportedError
+
+
+def versions() -> dict[str, str]:
+    """Version of cuflash and of everything it runs on, as far as it is there."""
+    found = {"cuflash": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
+    if (cupy := _distribution("cupy")) is not None:
+        found["CuPy"] = cupy
+    with contextlib.suppress(UnsupportedError):
+        found["NVRTC"] = ".".join(map(str, jit.nvrtc_version()))
+    if driver := _driver():
+        found["driver"] = f"CUDA {driver // 1000}.{driver % 1000 // 10}"
+    for package in ("torch", "jax"):
+        if (version := _distribution(package)) is not None:
+            found[package] = version
+    return found
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name, architecture, multiprocessors and shared memory (bytes) of each GPU; "problem" for one that is too old."""
+    facts: list[dict[str, Any]] = []
+    for ordinal in range(device.count()):
+        try:
+            found = device.query(ordinal)
+        except UnsupportedError as error:
+            facts.append({"name": f"GPU {ordinal}", "problem": str(error)})
+            continue
+        facts.append(
+            {
+                "name": found.name,
+                "arch": found.arch,
+                "num_sms": found.num_sms,
+                "smem_per_block": found.smem_per_block,
+                "smem_per_sm": found.smem_per_sm,
+            }
+        )
+    return facts
+
+
+def machine() -> dict[str, Any]:
+    """What a benchmark's numbers belong to."""
+    return {"versions": versions(), "gpus": gpus(), "platform": f"{platform.system()} {platform.machine()}"}
+
+
+def missing() -> list[str]:
+    """What stands between this installation and running on a GPU; empty if nothing does."""
+    try:
+        jit.nvrtc_version()
+    except UnsupportedError as error:
+        return [str(error)]
+    if not _driver():
+        return ["no NVIDIA driver was found: kernels compile here, but only NumPy arrays run"]
+    if not device.count():
+        return [f"CuPy can use no GPU; if there is one, its driver is too old for this CuPy: {INSTALL_HINT}"]
+    return []
+
+
+def cache() -> tuple[Path, int, int]:
+    """(folder, number of cubins, their bytes)."""
+    folder = jit.cache_dir()
+    sizes = [path.stat().st_size for path in folder.glob("*.cubin")] if folder.is_dir() else []
+    return folder, len(sizes), sum(sizes)
+
+
+def text() -> str:
+    """All of it, for a person."""
+    lines = [f"{name:<9} {version}" for name, version in versions().items()]
+    for ordinal, gpu in enumerate(gpus()):
+        facts = gpu.get("problem") or (
+            f"{gpu['name']}, {gpu['arch']}, {gpu['num_sms']} SMs, shared memory {gpu['smem_per_block'] // 1024} KiB a "
+            f"block, {gpu['smem_per_sm'] // 1024} KiB an SM"
+        )
+        lines.append(f"GPU {ordinal:<5} {facts}")
+    try:
+        lines.append(f"sources   {jit.source_root()}")
+    except CompileError as error:
+        lines.append(f"sources   missing: {error}")
+    folder, count, size = cache()
+    lines.append(f"cache     {folder}: {count} kernels, {size / 1024:.0f} KiB")
+    lines += [f"no GPU    {reason}" for reason in missing()]
+    return "\n".join(lines)
+
+
+def _driver() -> int:
+    """The CUDA version the driver offers, such as 13000; 0 without a driver or CuPy."""
+    try:
+        from cupy.cuda import runtime
+
+        return int(runtime.driverGetVersion())
+    except Exception:  # why: as in device.count(), CuPy has exceptions of its own for this
+        return 0
+
+
+def _distribution(package: str) -> str | None:
+    """Version of an importable package by its metadata: importing torch or jax takes seconds."""
+    if util.find_spec(package) is None:
+        return None
+    for name in (package, f"{package}-cuda13x", f"{package}-cuda12x"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "(unknown version)"

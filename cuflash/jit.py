@@ -1,0 +1,223 @@
+"""`Variant` → cubin → loaded kernel: NVRTC, a disk cache and an in-process cache.
+
+A cubin on disk is found by a digest of its variant, the options, the NVRTC version and the content of every file it
+includes, so an edited header is a new cubin. It ends with a SHA-256 of itself: a truncated or altered file is rebuilt.
+Files are written under a temporary name and renamed, so any number of processes may share the folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import tempfile
+import threading
+import time
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+
+from .errors import INSTALL_HINT, CompileError, UnsupportedError
+from .log import logger
+from .plan import Variant
+
+DIGEST_BYTES = 32
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+_lock = threading.Lock()
+_locks: dict[Any, threading.Lock] = {}
+_kernels: dict[tuple[Variant, int], Any] = {}
+
+
+@cache
+def source_root() -> Path:
+    """The folder `kernels_cu`: inside the package in a wheel, beside it in a checkout or an editable install."""
+    package = Path(__file__).resolve().parent
+    for root in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if (root / "common" / "config.cuh").is_file():
+            return root
+    raise CompileError(f"kernels_cu was found neither in {package} nor beside it; reinstall cuflash")
+
+
+def included_files(source: Path) -> list[Path]:
+    """The source and every file it includes, directly or not, in the order met."""
+    found: dict[Path, None] = {}
+    pending = [source.resolve()]
+    while pending:
+        path = pending.pop(0)
+        if path not in found:
+            found[path] = None
+            pending += [(path.parent / name).resolve() for name in _INCLUDE.findall(path.read_text("utf-8"))]
+    return list(found)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Version of the NVRTC that compiles here; `UnsupportedError` with the way out when it is not installed."""
+    with _lock:  # why: two threads in CuPy's first search for NVRTC leave it without its builtins library
+        return _nvrtc_version()
+
+
+@cache
+def _nvrtc_version() -> tuple[int, int]:
+    try:
+        from cupy.cuda import nvrtc
+
+        return tuple(nvrtc.getVersion())
+    except ImportError as error:
+        raise UnsupportedError(f"GPU arrays need CuPy, which is not installed: {INSTALL_HINT}") from error
+    except Exception as error:
+        # why: CuPy looks for NVRTC when it is first used, and reports its absence by an exception of another package.
+        raise UnsupportedError(f"GPU arrays need NVRTC, which CuPy could not load ({error}): {INSTALL_HINT}") from error
+
+
+def options(variant: Variant) -> tuple[str, ...]:
+    """NVRTC options of a variant, include path aside."""
+    defines = tuple(f"-DCUFLASH_{key}={value}" for key, value in variant.constants.items())
+    return (f"-arch={_supported_arch(variant.arch)}", "-std=c++17", "--ptxas-options=-v", *defines)
+
+
+def compile_variant(variant: Variant) -> tuple[bytes, str]:
+    """(cubin, compiler log). Needs NVRTC but no GPU."""
+    nvrtc_version()
+    from cupy.cuda import nvrtc
+
+    source = source_root() / variant.source
+    started = time.perf_counter()
+    program = nvrtc.createProgram(source.read_text("utf-8"), str(source), (), ())
+    try:
+        nvrtc.compileProgram(program, (*options(variant), f"-I{source.parent}"))
+        # why: CuPy's getCUBIN takes the last byte, which is zero, for a string's end.
+        cubin, log = nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        raise CompileError(
+            f"{variant.name} does not compile for {variant.arch} with NVRTC {'.'.join(map(str, nvrtc_version()))} "
+            f"({error}).\nSource: {source}\n{nvrtc.getProgramLog(program)}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    logger.debug("compiled %s for %s in %.2f s", variant.name, variant.arch, time.perf_counter() - started)
+    return cubin, log
+
+
+def cache_dir() -> Path:
+    """Where cubins are kept: `CUFLASH_CACHE_DIR`, or the user's cache folder."""
+    chosen = os.environ.get("CUFLASH_CACHE_DIR")
+    return Path(chosen) if chosen else user_cache_path("cuflash", appauthor=False)
+
+
+def cubin_path(variant: Variant) -> Path:
+    """A file that holds the variant's cubin, from the disk cache if a sound one is there, else compiled."""
+    name = f"{variant.name}.{_supported_arch(variant.arch)}.{_digest(variant)}.cubin"
+    path = cache_dir() / name
+    if _is_sound(path):
+        return path
+    temporary = _scratch_dir() / name
+    if _is_sound(temporary):
+        return temporary
+    cubin, _ = compile_variant(variant)
+    try:
+        cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        _write(path, cubin)
+        return path
+    except OSError as error:
+        _warn_unwritable(str(cache_dir()), error.strerror or type(error).__name__)
+        _write(temporary, cubin)
+        return temporary
+
+
+def load(variant: Variant, ordinal: int) -> Any:
+    """The kernel as a `cupy.cuda.Function` of the GPU `ordinal`, which must be the current device."""
+    key = (variant, ordinal)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _lock:
+            lock = _locks.setdefault(key, threading.Lock())
+        with lock:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = _load(variant)
+    return kernel
+
+
+def _load(variant: Variant) -> Any:
+    nvrtc_version()
+    import cupy
+
+    module = cupy.RawModule(path=str(cubin_path(variant)))
+    kernel = module.get_function(variant.name)
+    if variant.smem_bytes > 48 * 1024:
+        kernel.max_dynamic_shared_size_bytes = variant.smem_bytes
+    _modules.append(module)
+    return kernel.kernel
+
+
+# why: CuPy unloads a module with its object, and a captured graph may outlive every other name.
+_modules: list[Any] = []
+
+
+@cache
+def _supported_arch(arch: str) -> str:
+    """`arch`, or the newest architecture of the same major version that this NVRTC knows (their code runs on it)."""
+    nvrtc_version()
+    from cupy.cuda import nvrtc
+
+    known = {int(number) for number in nvrtc.getSupportedArchs()}
+    number, suffix = int(arch[3:].rstrip("a")), "a" if arch.endswith("a") else ""
+    if number in known or suffix:
+        return arch
+    older = [n for n in known if n // 10 == number // 10 and n < number]
+    if not older:
+        raise UnsupportedError(
+            f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for {arch}; "
+            f"install a newer one: {INSTALL_HINT}"
+        )
+    return f"sm_{max(older)}"
+
+
+def _digest(variant: Variant) -> str:
+    digest = hashlib.sha256(repr((options(variant), nvrtc_version())).encode())
+    root = source_root()
+    for path in included_files(root / variant.source):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _is_sound(path: Path) -> bool:
+    try:
+        data = path.read_bytes()
+    except OSError:
+        return False
+    return len(data) > DIGEST_BYTES and hashlib.sha256(data[:-DIGEST_BYTES]).digest() == data[-DIGEST_BYTES:]
+
+
+def _write(path: Path, cubin: bytes) -> None:
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin + hashlib.sha256(cubin).digest())
+        os.replace(name, path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@cache
+def _scratch() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="cuflash-")
+
+
+def _scratch_dir() -> Path:
+    """A private folder of this process, for when the cache folder cannot be written."""
+    return Path(_scratch().name)
+
+
+@cache
+def _warn_unwritable(folder: str, reason: str) -> None:
+    warnings.warn(
+        f"the kernel cache {folder} cannot be written ({reason}); kernels are compiled anew in every process. "
+        "Set CUFLASH_CACHE_DIR to a folder that can.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

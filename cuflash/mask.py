@@ -1,0 +1,116 @@
+"""Which keys a query sees. `kernels_cu/common/mask.cuh` mirrors this file; `tests/test_mask.py` compares the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import numpy as np
+
+from .errors import ProblemError
+
+WindowSize = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Key `j` is visible to query `i` iff `i + lo <= j <= i + hi`, both ends inclusive, and `0 <= j < seqlen_k`.
+
+    Bounds are normalised, so that masks which hide the same keys compare equal: an open left side is `-seqlen_q`, an
+    open right side is `seqlen_k`, and both always fit 32 bits when the lengths do.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    lo: int
+    hi: int
+
+    @classmethod
+    def of(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int,
+        *,
+        causal: bool = False,
+        window_size: WindowSize = (-1, -1),
+        diagonal_offset: int | None = None,
+    ) -> Mask:
+        """The mask of the public arguments. The diagonal is bottom-right aligned unless `diagonal_offset` is given."""
+        if not isinstance(causal, (bool, np.bool_)):
+            raise ProblemError(f"causal={causal!r} is a {type(causal).__name__}; give True or False")
+        left, right = _window(window_size)
+        if causal:
+            right = 0
+        offset = seqlen_k - seqlen_q if diagonal_offset is None else _integer("diagonal_offset", diagonal_offset)
+        lo = -seqlen_q if left is None else offset - left
+        hi = seqlen_k if right is None else offset + right
+        # why: a bound that hides nothing is written as the open one, and a far bound is cut to where it hides all.
+        lo = -seqlen_q if lo <= 1 - seqlen_q else min(lo, seqlen_k)
+        hi = seqlen_k if hi >= seqlen_k - 1 else max(hi, -seqlen_q)
+        return cls(seqlen_q, seqlen_k, lo, hi)
+
+    @property
+    def is_full(self) -> bool:
+        """Every query sees every key."""
+        return self.lo == -self.seqlen_q and self.hi == self.seqlen_k
+
+    def visible(self, rows: Any, keys: Any) -> Any:
+        """Boolean `(len(rows), len(keys))`: the predicate for absolute query and key indices (any array library)."""
+        first = rows[:, None] + self.lo
+        last = rows[:, None] + self.hi
+        return (keys >= first) & (keys <= last)
+
+    def key_range(self, row_begin: int, row_end: int) -> tuple[int, int]:
+        """Half-open range of keys that at least one of the queries `row_begin … row_end - 1` sees; (0, 0) if none."""
+        begin = max(0, row_begin + self.lo)
+        end = min(self.seqlen_k, row_end + self.hi)
+        return (begin, end) if self.lo <= self.hi and row_begin < row_end and begin < end else (0, 0)
+
+    def full_range(self, row_begin: int, row_end: int) -> tuple[int, int]:
+        """Half-open range of keys that all of the queries see (tiles inside it need no masking); (0, 0) if none."""
+        begin = max(0, row_end - 1 + self.lo)
+        end = min(self.seqlen_k, row_begin + self.hi + 1)
+        return (begin, end) if begin < end else (0, 0)
+
+    def row_range(self, key_begin: int, key_end: int) -> tuple[int, int]:
+        """Half-open range of queries that see at least one of the keys `key_begin … key_end - 1`; (0, 0) if none."""
+        begin = max(0, key_begin - self.hi)
+        end = min(self.seqlen_q, key_end - self.lo)
+        return (begin, end) if self.lo <= self.hi and key_begin < key_end and begin < end else (0, 0)
+
+    def num_visible(self) -> int:
+        """How many (query, key) pairs are visible: what the FLOPs of a masked problem are counted from."""
+        if self.is_full:
+            return self.seqlen_q * self.seqlen_k
+        rows = np.arange(self.seqlen_q, dtype=np.int64)
+        first, last = np.maximum(rows + self.lo, 0), np.minimum(rows + self.hi, self.seqlen_k - 1)
+        return int(np.maximum(last - first + 1, 0).sum())
+
+
+def _integer(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, (bool, np.bool_)):
+            raise TypeError
+        return index(value)
+    except TypeError:
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give an integer") from None
+
+
+def _window(window_size: Any) -> tuple[int | None, int | None]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ProblemError(
+            f"window_size={window_size!r} is not a pair; give (left, right), each a count of keys >= 0, or -1 or None "
+            "for open"
+        ) from None
+    sides: list[int | None] = []
+    for name, side in (("left", left), ("right", right)):
+        value = None if side is None else _integer(f"window_size {name}", side)
+        if value is not None and value < -1:
+            raise ProblemError(
+                f"window_size={window_size!r}: {name} is {value}; give a count of keys >= 0, or -1 or None for open"
+            )
+        sides.append(None if value == -1 else value)
+    return sides[0], sides[1]

@@ -1,0 +1,75 @@
+"""`cuflash.plan`: what a call would run, without running it."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+from . import device as devices
+from .device import Device
+from .errors import ProblemError
+from .interop import framework_of
+from .mask import WindowSize
+from .plan import Plan
+from .plan import plan as make_plan
+from .problem import Arguments, ArraySpec, Problem
+
+OPS = ("forward", "lse", "backward")
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    op: str = "forward",
+    device: str | None = None,
+    dtype: str | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    diagonal_offset: int | None = None,
+    softcap: float = 0.0,
+    algorithm: str = "flash2",
+    out_dtype: str | None = None,
+) -> Plan:
+    """Kernel, tile, grid and memory of a call; `print` it, or read its fields.
+
+    q, k, v: arrays as in `forward`, or their shapes as tuples together with `dtype` ("float16", "bfloat16", "float32").
+    op: "forward", "lse" (without v) or "backward". device: "cpu", "cuda:0", or an architecture such as "sm_90", which
+    needs no GPU; default: where the arrays are, and for shapes the first GPU, or the CPU where there is none.
+    """
+    if op not in OPS:
+        raise ProblemError(f"op={op!r} is not known; give one of {', '.join(OPS)}")
+    if op == "lse" and v is not None:
+        raise ProblemError("op='lse' takes q and k alone; leave v=None")
+    given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
+    arguments = Arguments(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype)
+    specs = [_spec(name, operand, dtype) for name, operand in given.items()]
+    problem = Problem.of(specs[0], specs[1], specs[2] if len(specs) == 3 else None, **arguments._asdict())
+    return make_plan(problem, op, _device(device, problem, isinstance(q, tuple)))
+
+
+def _spec(name: str, operand: Any, dtype: str | None) -> ArraySpec:
+    if not isinstance(operand, tuple):
+        spec = framework_of(name, operand).spec(name, operand)
+        if dtype is not None:
+            raise ProblemError(f"dtype={dtype!r} goes with shapes; {name} is an array and has its own")
+        return spec
+    if dtype is None:
+        raise ProblemError(f"{name} is the shape {operand}; give dtype= too, such as dtype='bfloat16'")
+    if not all(isinstance(length, Integral) and int(length) >= 0 for length in operand):
+        raise ProblemError(f"{name} has shape {operand}; give lengths that are integers of 0 and more")
+    return ArraySpec.dense(operand, dtype)
+
+
+def _device(device: str | None, problem: Problem, shapes_only: bool) -> Device | None:
+    if device is None:
+        device = problem.device
+        if shapes_only and devices.count():
+            device = "cuda:0"
+    if device == "cpu":
+        return None
+    if isinstance(device, str) and device.removeprefix("cuda:").isdecimal():
+        return devices.query(int(device.removeprefix("cuda:")))
+    return devices.named(device)

@@ -1,0 +1,92 @@
+"""FLASH-D: the division is hidden in a sigmoid (Alexandridis et al. 2025, arXiv 2505.14201).
+
+State of a row: lse = ln Σ exp(s), and o, the attention over the keys so far. There is no running maximum and o is never
+divided: a new part of the keys with its own (o', lse') is blended in with the weight w = σ(lse' - lse).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..problem import Problem
+from .tiles import Array, OnTile, Tile, exp_below, forward_by_tiles
+
+
+class State(NamedTuple):
+    """lse (rows,), o (rows, head_dim_v)."""
+
+    lse: Array
+    o: Array
+
+
+def blend(state: State, part: State) -> State:
+    """The state over both sets of keys, which are disjoint; lse (…), o (…, head_dim_v).
+
+    With x = lse' - lse:  w = σ(x),  o ← o (1 - w) + o' w,  lse ← lse + softplus(x).
+    """
+    # why: -inf is the lse of no keys at all; such a part has weight 0, and what is blended into it weight 1.
+    x = np.where(np.isneginf(part.lse), -np.inf, part.lse - state.lse)
+    lse = np.where(np.isneginf(state.lse), part.lse, state.lse + softplus(x))
+    return State(lse, state.o * sigmoid(-x)[..., None] + part.o * sigmoid(x)[..., None])  # 1 - σ(x) = σ(-x)
+
+
+def start(rows: int, head_dim_v: int, dtype: np.dtype[Any]) -> State:
+    """No key seen: lse = -inf, o = 0."""
+    return State(np.full(rows, -np.inf, dtype), np.zeros((rows, head_dim_v), dtype))
+
+
+def update(state: State, tile: Tile) -> State:
+    """The tile's own attention, blended in. The maximum is the tile's alone and leaves with it."""
+    m_tile = tile.s.max(axis=1)
+    p = exp_below(tile.s, m_tile)
+    lse_tile = m_tile + np.log(p.sum(axis=1))
+    unit = exp_below(m_tile[:, None].copy(), lse_tile)  # (rows, 1): exp(m̃ - lse_tile) makes p sum to 1 (0 for none)
+    return blend(state, State(lse_tile, unit * tile.times_v(p)))
+
+
+def finish(state: State) -> tuple[Array, Array]:
+    """Nothing is left to do."""
+    return state.o, state.lse
+
+
+def forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    on_tile: OnTile | None = None,
+) -> tuple[Array, Array]:
+    """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq)."""
+    return forward_by_tiles(problem, q, k, v, start, update, finish, block_q=block_q, block_k=block_k, on_tile=on_tile)
+
+
+def per_key(s: Array, v: Array) -> Iterator[tuple[Any, Array]]:
+    """`(w_i, o_i)` key after key for one row: s (keys,), v (keys, head_dim_v). The form of the paper, for reading.
+
+    w_1 = 1,  w_i = σ(s_i - s_{i-1} + ln w_{i-1}),  o_i = o_{i-1} + (v_i - o_{i-1}) w_i.
+    """
+    ln_w, o = s.dtype.type(0), v[0]
+    yield np.exp(ln_w), o
+    for i in range(1, len(s)):
+        x = s[i] - s[i - 1] + ln_w
+        o = o + (v[i] - o) * sigmoid(x)
+        ln_w = -softplus(-x)  # ln σ(x), which does not underflow where σ(x) does
+        yield sigmoid(x), o
+
+
+def sigmoid(x: Array) -> Array:
+    """`1 / (1 + exp(-x))`, without overflow and without 1 - w, which loses the digits of a small w."""
+    e = np.exp(-np.abs(x))
+    weight: Array = np.where(x < 0, e, 1) / (1 + e)
+    return weight
+
+
+def softplus(x: Array) -> Array:
+    """`ln(1 + exp(x))` without overflow."""
+    return np.maximum(x, 0) + np.log1p(np.exp(-np.abs(x)))

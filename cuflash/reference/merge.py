@@ -1,0 +1,27 @@
+"""Partial results over disjoint sets of keys, made one: what ring attention and split-KV decoding end with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .flashd import State, blend
+from .tiles import Array
+
+
+def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, Array]:
+    """`(out, lse)` over all keys, from out_i (b, sq, h, dv) and lse_i (b, h, sq), each over its own keys.
+
+    FLASH-D's blend (arXiv 2505.14201) over whole states, from the first to the last, in float32 (float64 if any input
+    is). `out` is of the outs' dtype. A state with lse = -inf saw no keys and adds nothing; if all are, out is 0.
+    """
+    dtype = np.result_type(np.float32, *(x.dtype for x in (*outs, *lses) if x.dtype == np.float64))
+    batch, heads, seqlen_q = lses[0].shape
+    state = State(np.full((batch, seqlen_q, heads), -np.inf, dtype), np.zeros(outs[0].shape, dtype))
+    with np.errstate(all="ignore"):
+        for out, lse in zip(outs, lses, strict=True):
+            lse = lse.astype(dtype).transpose(0, 2, 1)
+            # why: the out of a part that saw nothing is not read: 0 times the NaN it may hold would be NaN.
+            state = blend(state, State(lse, np.where(np.isneginf(lse)[..., None], 0, out.astype(dtype))))
+        return state.o.astype(outs[0].dtype), np.ascontiguousarray(state.lse.transpose(0, 2, 1))

@@ -1,0 +1,54 @@
+"""Standard attention: S and P are whole matrices in memory. What the tiled algorithms are measured against.
+
+s = softmax_scale q kᵀ,  p = softmax(s),  out = p v        (Vaswani et al. 2017, arXiv 1706.03762, eq. 1)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..problem import Problem
+
+
+def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any, Any]:
+    """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq); memory O(b · hq · sq · sk).
+
+    `xp` is the array library of q, k and v: numpy, or cupy, by which the GPU's algorithm="standard" runs here too.
+    """
+    mask, heads_kv = problem.mask, problem.heads_kv
+    group = problem.heads_q // heads_kv
+    dtype = xp.dtype("float64" if problem.dtype == "float64" else "float32")
+    out_dtype = q.dtype if problem.out_dtype == problem.dtype else xp.dtype(problem.out_dtype)
+    out = xp.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
+    lse = xp.full((problem.batch, problem.heads_q, problem.seqlen_q), -xp.inf, dtype)
+    # why: rows that see nothing keep 0 and -inf, and keys that nobody sees stay out of the products (0 * NaN is NaN).
+    row_begin, row_end = mask.row_range(0, problem.seqlen_k)
+    key_begin, key_end = mask.key_range(0, problem.seqlen_q)
+    if problem.batch == 0 or row_begin == row_end:
+        return out, lse
+
+    # (b, hkv, group, rows, d) and (b, hkv, 1, keys, d): query head h uses kv head h // group
+    q = q[:, row_begin:row_end].astype(dtype)
+    q = q.reshape(problem.batch, row_end - row_begin, heads_kv, group, problem.head_dim).transpose(0, 2, 3, 1, 4)
+    k = k[:, key_begin:key_end].astype(dtype).transpose(0, 2, 1, 3)[:, :, None]
+    p_dtype, v = v.dtype, v[:, key_begin:key_end].astype(dtype).transpose(0, 2, 1, 3)[:, :, None]
+
+    with np.errstate(all="ignore"):
+        s = xp.matmul(q, k.swapaxes(3, 4))
+        s *= problem.softmax_scale
+        if problem.softcap:
+            s = xp.tanh(s / problem.softcap) * problem.softcap
+        if not mask.is_full:
+            s = xp.where(mask.visible(xp.arange(row_begin, row_end), xp.arange(key_begin, key_end)), s, -xp.inf)
+        m = s.max(axis=4, keepdims=True)
+        p = xp.exp(s - xp.where(xp.isneginf(m), 0, m))  # why: a row of -inf scores alone gives 0, where it were NaN
+        row_sum = p.sum(axis=4, keepdims=True)
+        p /= xp.where(row_sum == 0, 1, row_sum)
+        o = xp.matmul(p if p_dtype == dtype else p.astype(p_dtype).astype(dtype), v)
+        out[:, row_begin:row_end] = o.transpose(0, 3, 1, 2, 4).reshape(
+            problem.batch, row_end - row_begin, problem.heads_q, v.shape[4]
+        )
+        lse[:, :, row_begin:row_end] = (m + xp.log(row_sum)).reshape(problem.batch, problem.heads_q, -1)
+    return out, lse

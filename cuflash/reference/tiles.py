@@ -1,0 +1,186 @@
+"""The walk over tiles that every path shares: blocks of queries, and for each the tiles of keys that it sees.
+
+A tile of scores is `s = softmax_scale q kᵀ`, capped to `c tanh(s / c)`, then -inf where the mask hides the key. The
+query heads of one kv head are folded into the rows of a block, so that each product is one matrix product. Sums are
+made in float32 (float64 for float64 inputs); 16-bit inputs are cast tile by tile, so nothing grows but the outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..problem import Problem
+
+Array = NDArray[Any]
+State = TypeVar("State")
+
+# why: 512 x 512 float32 scores are 1 MiB and stay in cache from product to product; larger tiles were no faster.
+BLOCK_ROWS = 512
+BLOCK_K = 512
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlock:
+    """Queries `begin … end - 1` of all query heads of one kv head.
+
+    Row `i * group + g` belongs to query `begin + i` of the group's head g; `q` is (rows, head_dim).
+    """
+
+    batch_idx: int
+    head_kv_idx: int
+    group: int
+    begin: int
+    end: int
+    q: Array
+
+    @property
+    def queries(self) -> slice:
+        """The block in the seqlen_q axis."""
+        return slice(self.begin, self.end)
+
+    @property
+    def heads(self) -> slice:
+        """The block in the heads_q axis."""
+        return slice(self.head_kv_idx * self.group, (self.head_kv_idx + 1) * self.group)
+
+    def fold(self, x: Array, dtype: np.dtype[Any]) -> Array:
+        """(batch, seqlen_q, heads_q, n) -> the block's rows (rows, n), contiguous."""
+        return _contiguous(x[self.batch_idx, self.queries, self.heads], dtype).reshape(-1, x.shape[3])
+
+    def fold_lse(self, x: Array, dtype: np.dtype[Any]) -> Array:
+        """(batch, heads_q, seqlen_q) -> the block's rows (rows,)."""
+        return _contiguous(x[self.batch_idx, self.heads, self.queries].T, dtype).reshape(-1)
+
+    def unfold(self, rows: Array) -> Array:
+        """(rows, …) -> (end - begin, group, …)."""
+        return rows.reshape(self.end - self.begin, self.group, *rows.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Keys `begin … end - 1` as a block of queries sees them: k (keys, head_dim), v (keys, head_dim_v), s (rows, keys).
+
+    `s` is scaled, capped and masked. Whoever takes the tile owns it: `exp_below` overwrites it.
+    """
+
+    begin: int
+    end: int
+    s: Array
+    k: Array
+    v: Array
+    dtype: np.dtype[Any]
+
+    def times_v(self, p: Array) -> Array:
+        """`p v`, p rounded to the dtype of the inputs, as the tensor cores take it: (rows, keys) -> (rows, dv)."""
+        return (rounded(p, self.dtype) if self.v.size else p) @ self.v
+
+
+OnTile = Callable[[QueryBlock, Tile, Any], None]
+
+
+def accumulator(problem: Problem) -> np.dtype[Any]:
+    """The dtype that scores, sums and lse are kept in."""
+    return np.dtype("float64" if problem.dtype == "float64" else "float32")
+
+
+def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
+    """`x` with the precision of `dtype`, still in its own dtype; float32 to float16 or bfloat16."""
+    if dtype == x.dtype:
+        return x
+    if dtype == np.float16:
+        # why: NumPy takes 85 ns to cast what becomes an inexact subnormal, and 3 ns otherwise. Adding 0.75, whose
+        # last place is 2⁻²⁴, rounds these to the subnormals' steps beforehand.
+        x = np.where(np.abs(x) < 2.0**-14, (x + 0.75) - 0.75, x)
+    return x.astype(dtype).astype(x.dtype)
+
+
+def exp_below(s: Array, m: Array) -> Array:
+    """`exp(s - m)`, one m for each row, written over s; a row with m = -inf has seen nothing: 0, where it were NaN."""
+    np.subtract(s, np.where(np.isneginf(m), 0, m)[:, None], out=s)
+    return np.exp(s, out=s)
+
+
+def spans(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """`begin … end - 1` cut at the multiples of `size`."""
+    for start in range(begin - begin % size, end, size):
+        yield max(begin, start), min(end, start + size)
+
+
+def query_blocks(
+    problem: Problem, q: Array, batch_idx: int, head_kv_idx: int, block_q: int | None = None
+) -> Iterator[QueryBlock]:
+    """The blocks of one kv head; rows that see nothing are in none of them."""
+    group = problem.heads_q // problem.heads_kv
+    dtype = accumulator(problem)
+    for begin, end in spans(*problem.mask.row_range(0, problem.seqlen_k), block_q or max(16, BLOCK_ROWS // group)):
+        rows = q[batch_idx, begin:end, head_kv_idx * group : (head_kv_idx + 1) * group]
+        yield QueryBlock(
+            batch_idx, head_kv_idx, group, begin, end, _contiguous(rows, dtype).reshape(-1, problem.head_dim)
+        )
+
+
+def key_tiles(problem: Problem, block: QueryBlock, k: Array, v: Array, block_k: int | None = None) -> Iterator[Tile]:
+    """The tiles that at least one query of the block sees; keys that none of them sees are in no tile.
+
+    why: a hidden key has p = 0, but 0 * NaN is NaN, so what nobody sees must not be in the product.
+    """
+    mask, dtype = problem.mask, accumulator(problem)
+    full_begin, full_end = mask.full_range(block.begin, block.end)
+    for begin, end in spans(*mask.key_range(block.begin, block.end), block_k or BLOCK_K):
+        k_tile = _contiguous(k[block.batch_idx, begin:end, block.head_kv_idx], dtype)
+        v_tile = _contiguous(v[block.batch_idx, begin:end, block.head_kv_idx], dtype)
+        s = block.q @ k_tile.T
+        s *= problem.softmax_scale
+        if problem.softcap:
+            s /= problem.softcap
+            np.tanh(s, out=s)
+            s *= problem.softcap
+        if begin < full_begin or full_end < end:
+            visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
+            np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
+        yield Tile(begin, end, s, k_tile, v_tile, k.dtype)
+
+
+def forward_by_tiles(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    start: Callable[[int, int, np.dtype[Any]], State],
+    update: Callable[[State, Tile], State],
+    finish: Callable[[State], tuple[Array, Array]],
+    *,
+    block_q: int | None = None,
+    block_k: int | None = None,
+    on_tile: OnTile | None = None,
+) -> tuple[Array, Array]:
+    """`(out, lse)` by an online algorithm, which is what it starts from, does with a tile, and ends with.
+
+    `start(rows, head_dim_v, dtype)` makes the state, `finish(state)` gives o (rows, head_dim_v) and lse (rows,).
+    `on_tile(block, tile, state)` is told of every tile after its update.
+    """
+    dtype = accumulator(problem)
+    out_dtype = q.dtype if problem.out_dtype == problem.dtype else np.dtype(problem.out_dtype)
+    out = np.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
+    lse = np.full((problem.batch, problem.heads_q, problem.seqlen_q), -np.inf, dtype)
+    with np.errstate(all="ignore"):  # why: NaN and inf that are seen go into the result, and are no surprise
+        for batch_idx, head_kv_idx in np.ndindex(problem.batch, problem.heads_kv):
+            for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
+                state = start(len(block.q), v.shape[3], dtype)
+                for tile in key_tiles(problem, block, k, v, block_k):
+                    state = update(state, tile)
+                    if on_tile is not None:
+                        on_tile(block, tile, state)
+                o_rows, lse_rows = finish(state)
+                out[batch_idx, block.queries, block.heads] = block.unfold(o_rows)
+                lse[batch_idx, block.heads, block.queries] = block.unfold(lse_rows).T
+    return out, lse
+
+
+def _contiguous(x: Array, dtype: np.dtype[Any]) -> Array:
+    return np.ascontiguousarray(x, dtype=dtype)

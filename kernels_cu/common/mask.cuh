@@ -1,0 +1,46 @@
+// Which keys a query sees: cuflash/mask.py in CUDA, with the same names.
+#pragma once
+#include "numeric.cuh"
+#include "params.cuh"
+
+struct KeyRange {
+  int begin, end;  // half-open
+};
+
+struct Mask {
+  int seqlen_q, seqlen_k, lo, hi;
+
+  __device__ explicit Mask(const ForwardParams& p)
+      : seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), lo(p.mask_lo), hi(p.mask_hi) {}
+
+  // Keys that at least one of the queries sees.
+  __device__ KeyRange key_range(int row_begin, int row_end) const {
+    return {max(0, row_begin + lo), min(seqlen_k, row_end + hi)};
+  }
+
+  // Keys that all of the queries see.
+  __device__ KeyRange full_range(int row_begin, int row_end) const {
+    return {max(0, row_end - 1 + lo), min(seqlen_k, row_begin + hi + 1)};
+  }
+
+  // Scores of a 16 x kBlockK fragment that the query does not see become -inf. `row` is the thread's upper row, `key` the
+  // first key of the tile, column_pair = lane % 4.
+  template <int kCount>
+  __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = row + 8 * half;
+      const int first = i + lo - key - 2 * column_pair;
+      const int last = min(i + hi, seqlen_k - 1) - key - 2 * column_pair;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = 8 * j + e;
+          float& score = s[4 * j + 2 * half + e];
+          score = column >= first && column <= last ? score : -infinity();
+        }
+      }
+    }
+  }
+};

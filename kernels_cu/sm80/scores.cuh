@@ -1,0 +1,80 @@
+// Scores of a warp's rows with one key tile: what forward and lse share.
+#pragma once
+#include "../common/mask.cuh"
+#include "../common/scheduler.cuh"
+#include "gemm.cuh"
+#include "tile.cuh"
+
+constexpr int kRowsPerWarp = kBlockQ / kNumWarps;
+constexpr int kTiles = kRowsPerWarp / 16;  // 16-row fragments of a warp
+
+// This lane's first row; its others are 8 and multiples of 16 further.
+__device__ __forceinline__ int lane_row(const Tile& tile) {
+  return tile.row_begin + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
+}
+
+// The key tiles of a block, in units of kBlockK: some row of the block sees keys of [begin, end).
+struct KeyTiles {
+  int begin, end;
+
+  __device__ KeyTiles(const Mask& mask, const Tile& tile) {
+    const KeyRange keys = mask.key_range(tile.row_begin, tile.row_end);
+    begin = keys.begin / kBlockK;
+    end = keys.begin < keys.end ? (keys.end + kBlockK - 1) / kBlockK : begin;
+  }
+};
+
+// Whether some row of the block does not see all keys of tile n.
+__device__ __forceinline__ bool needs_mask(const Mask& mask, const Tile& tile, int n) {
+  const KeyRange full = mask.full_range(tile.row_begin, tile.row_end);
+  return n * kBlockK < full.begin || (n + 1) * kBlockK > full.end;
+}
+
+// The warp's rows of q: held in registers over all tiles, or read from shared memory for each.
+struct QFragments {
+  FragmentA a[kQInRegisters ? kHeadDim / kStepElements : 1][kTiles];
+  unsigned q_lane;
+
+  __device__ explicit QFragments(unsigned q_smem) : q_lane(q_lane_address(q_smem, threadIdx.x / 32 * kRowsPerWarp)) {}
+
+  // Once q has arrived.
+  __device__ __forceinline__ void load() {
+    if constexpr (kQInRegisters) {
+#pragma unroll
+      for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) load_q(a[kk], q_lane, kk);
+    }
+  }
+
+  __device__ __forceinline__ const FragmentA (&step(int kk))[kTiles] {
+    if constexpr (!kQInRegisters) load_q(a[0], q_lane, kk);
+    return a[kQInRegisters ? kk : 0];
+  }
+};
+
+// s = q kᵀ
+__device__ __forceinline__ void compute_scores(float (&s)[kTiles][kBlockK / 2], QFragments& q, unsigned k_smem) {
+  const unsigned k_lane = k_lane_address(k_smem);
+  if constexpr (kIsTf32) {
+#pragma unroll kQkUnroll
+    for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) gemm_qk_step<true>(s, q.step(kk), k_lane, kk);
+    __syncwarp();  // why: or ptxas keeps what it has read for the second pass, in registers that do not exist
+  }
+#pragma unroll kQkUnroll
+  for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) gemm_qk_step<false>(s, q.step(kk), k_lane, kk);
+}
+
+// s = mask(cap(s)), where there is something to do.
+__device__ __forceinline__ void cap_and_mask(float (&s)[kTiles][kBlockK / 2], const ForwardParams& params, const Mask& mask,
+                                             const Tile& tile, int n) {
+  if (params.softcap_scale != 0.0f) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int i = 0; i < kBlockK / 2; ++i) s[m][i] = softcap_tanh(s[m][i] * params.softcap_scale);
+    }
+  }
+  if (needs_mask(mask, tile, n)) {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) mask.apply(s[m], lane_row(tile) + 16 * m, n * kBlockK, threadIdx.x % 4);
+  }
+}

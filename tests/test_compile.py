@@ -1,0 +1,207 @@
+"""Every kernel compiles, keeps to its registers, and agrees with the host: with NVRTC, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from variants import DTYPES, variant_of, variants
+
+from cuflash import jit, tiles_sm80
+from cuflash.device import KNOWN
+from cuflash.errors import CompileError, UnsupportedError
+from cuflash.plan import ALGORITHM_CODES, Variant
+
+try:
+    jit.nvrtc_version()
+except UnsupportedError as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+ALL = ("sm_80", "sm_90")  # every variant is compiled for these with -m exhaustive
+# (op, dtype, head_dim, head_dim_v, changes): one of each kernel, and of each way of building it.
+ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, str]], ...] = (
+    ("forward", "bfloat16", 128, 128, {}),
+    ("forward", "float32", 64, 64, {}),
+    ("lse", "bfloat16", 64, 64, {}),
+    ("merge", "bfloat16", 64, 64, {}),
+)
+ONE_OF_EACH_KIND = (
+    *ONE_OF_EACH_KERNEL,
+    ("forward", "bfloat16", 64, 64, {}),
+    ("forward", "bfloat16", 256, 256, {}),
+    ("forward", "float16", 192, 128, {}),
+    ("forward", "float32", 256, 256, {}),
+    ("forward", "bfloat16", 128, 128, {"algorithm": "flash1"}),
+    ("forward", "bfloat16", 128, 128, {"algorithm": "flashd"}),
+    ("forward", "bfloat16", 128, 128, {"out_dtype": "float32"}),
+)
+
+
+def representatives(arch: str) -> list[Variant]:
+    """What is compiled for this architecture in every test run: most on the two that all variants are checked on."""
+    found = []
+    for op, dtype, head_dim, head_dim_v, changes in ONE_OF_EACH_KIND if arch in ALL else ONE_OF_EACH_KERNEL:
+        variant = variant_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **changes)
+        assert variant is not None
+        found.append(variant)
+    return found
+
+
+def each(*archs: str, of: Any) -> list[Any]:
+    return [pytest.param(variant, id=f"{arch}-{variant.name}") for arch in archs for variant in of(arch)]
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Variant, Future[tuple[bytes, str]]]]:
+    """Results to come of every variant that the chosen tests ask for, compiled on all cores."""
+    chosen: dict[Variant, None] = {}
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        variant = callspec.params.get("variant") if callspec is not None else None
+        skipped = item.get_closest_marker("skip") is not None or item.path != request.path
+        if variant is not None and not skipped and is_known(variant.arch):
+            chosen[variant] = None
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {variant: pool.submit(jit.compile_variant, variant) for variant in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
+def is_known(arch: str) -> bool:
+    """Whether this NVRTC compiles for the architecture itself."""
+    return f"-arch={arch}" in jit.options(replace(MERGE, arch=arch))
+
+
+MERGE = variants("sm_80")[0]
+REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def check(variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]) -> None:
+    if not is_known(variant.arch):
+        pytest.skip(f"NVRTC {'.'.join(map(str, jit.nvrtc_version()))} does not know {variant.arch}")
+    cubin, log = compiled[variant].result()
+    assert cubin[:4] == b"\x7fELF"
+    assert variant.name.encode() in cubin
+    assert f"Compiling entry function '{variant.name}' for '{variant.arch}'" in log
+    reports = REPORT.findall(log)
+    assert reports, log
+    for report in reports:
+        assert report == ("0", "0", "0"), f"(stack frame, spill stores, spill loads) = {report} bytes"
+    assert not re.search(r"\bC7\d{3}\b", log), log  # what ptxas did not do as it was asked to
+    assert "warning" not in log.lower(), log
+
+
+@pytest.mark.parametrize("variant", each(*KNOWN, of=representatives))
+def test_one_of_each_kernel_compiles_without_spills(
+    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+) -> None:
+    check(variant, compiled)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", each(*ALL, of=variants))
+def test_every_variant_compiles_without_spills(
+    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+) -> None:
+    check(variant, compiled)
+
+
+def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
+    built = {(v.op, v.dtype, v.out_dtype, v.algorithm, v.tile) for v in variants("sm_90")}
+    for dtype in DTYPES:
+        rows = tiles_sm80.TILES[dtype]
+        assert set(rows) <= {tile for op, _, _, _, tile in built if op == "forward"}, "no device chooses this row"
+        for row, algorithm, out_dtype in product(rows, ALGORITHM_CODES, (dtype, "float32")):
+            assert [tile for *key, tile in built if key == ["forward", dtype, out_dtype, algorithm]
+                    and (tile.head_dim, tile.head_dim_v) == (row.head_dim, row.head_dim_v)]  # fmt: skip
+        head_dims = {v.tile.head_dim for v in variants("sm_90") if v.tile and (v.op, v.dtype) == ("lse", dtype)}
+        assert head_dims == {row.head_dim for row in rows}
+        assert ("merge", dtype, dtype, "flash2", None) in built
+    sources = {path.relative_to(jit.source_root()).as_posix() for path in jit.source_root().rglob("*.cu")}
+    assert {v.source for v in variants("sm_90")} == sources
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_the_representatives_are_of_every_kernel(arch: str) -> None:
+    assert set(representatives(arch)) <= set(variants(arch))
+    assert {v.source for v in representatives(arch)} == {v.source for v in variants(arch)}
+
+
+WRONG = {
+    "SMEM_BYTES": "the host's formula for shared memory differs",
+    "PARAMS_BYTES": "the host packs other parameters",
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "macro"),
+    [("forward", "SMEM_BYTES"), ("lse", "SMEM_BYTES"), ("forward", "PARAMS_BYTES"), ("lse", "PARAMS_BYTES"),
+     ("merge", "PARAMS_BYTES")],
+)  # fmt: skip
+def test_a_size_that_host_and_kernel_disagree_on_does_not_compile(
+    op: str, macro: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = variant_of(op, "float16", 32, 32, KNOWN["sm_80"])
+    assert variant is not None
+    define, options = f"-DCUFLASH_{macro}=", jit.options(variant)
+    assert any(option.startswith(define) for option in options)
+    wrong = [f"{option}0" if option.startswith(define) else option for option in options]  # ten times as many
+    monkeypatch.setattr(jit, "options", lambda variant: tuple(wrong))
+    with pytest.raises(CompileError, match=re.escape(WRONG[macro])) as caught:
+        jit.compile_variant(variant)
+    assert variant.name in str(caught.value)
+
+
+@pytest.mark.parametrize("macro", sorted(MERGE.constants.keys() - {"KERNEL"}))
+def test_every_constant_is_needed(macro: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [option for option in jit.options(MERGE) if not option.startswith(f"-DCUFLASH_{macro}=")]
+    assert len(options) == len(jit.options(MERGE)) - 1
+    monkeypatch.setattr(jit, "options", lambda variant: tuple(options))
+    with pytest.raises(CompileError, match=f"CUFLASH_{macro}"):
+        jit.compile_variant(MERGE)
+
+
+def ptx_of(variant: Variant) -> str:
+    from cupy.cuda import nvrtc
+
+    source = jit.source_root() / variant.source
+    program = nvrtc.createProgram(source.read_text("utf-8"), str(source), (), ())
+    try:
+        nvrtc.compileProgram(program, (*jit.options(variant), f"-I{source.parent}"))
+        ptx = nvrtc.getPTX(program)
+        return ptx if isinstance(ptx, str) else ptx.decode()
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+COPIES = (
+    r"cp\.async\.cg\.shared\.global[^;]*, 16;",
+    r"cp\.async\.wait_group",
+    r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared",
+)
+INSTRUCTIONS = {
+    ("forward", "float16"): (
+        *COPIES, r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16", r"ldmatrix\S*\.x4\.trans", r"st\.global\.v4",
+        r"ex2\.approx\.ftz\.f32"),
+    ("forward", "bfloat16"): (*COPIES, r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16", r"st\.global\.v4"),
+    ("forward", "float32"): (*COPIES, r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32", r"st\.global\.v4"),
+    ("lse", "bfloat16"): (*COPIES, r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16"),
+    ("merge", "float16"): (r"ld\.global\.v4", r"st\.global\.v4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "dtype"), INSTRUCTIONS)
+def test_the_kernel_is_made_of_the_wide_instructions(op: str, dtype: str) -> None:
+    variant = variant_of(op, dtype, 32, 32, KNOWN["sm_80"])
+    assert variant is not None
+    ptx = ptx_of(variant)
+    for pattern in INSTRUCTIONS[op, dtype]:
+        assert re.search(pattern, ptx), pattern
+    assert "ld.local" not in ptx
+    assert "st.local" not in ptx
+    assert "call.uni" not in ptx  # everything is inlined

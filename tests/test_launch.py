@@ -1,0 +1,202 @@
+"""Launching on a GPU: strides, alignment, streams, threads, graphs, offsets past 2³¹ elements, several GPUs."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from test_forward import bits, poisoned
+
+import cuflash
+from cuflash import device, launch
+from cuflash.bench.cases import Case
+from cuflash.errors import ProblemError
+
+pytestmark = pytest.mark.gpu
+
+
+def arrays(case: Case, seed: int = 0) -> list[Any]:
+    import cupy
+
+    return [cupy.asarray(x) for x in case.arrays(seed)]
+
+
+CASE = Case("launch", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
+
+
+def strided(x: Any, layout: str) -> Any:
+    """The same values in another memory layout."""
+    import cupy
+
+    if layout == "heads_first":
+        return cupy.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    if layout == "packed":
+        return cupy.concatenate([x, x + 1, x], axis=3)[..., : x.shape[3]]
+    if layout == "reversed":
+        return cupy.ascontiguousarray(x[:, ::-1])[:, ::-1]
+    if layout == "gaps":
+        return cupy.stack([x, x + 1], axis=-1)[..., 0]
+    if layout == "odd_rows":
+        wide = cupy.zeros((*x.shape[:3], x.shape[3] + 1), x.dtype)
+        wide[..., :-1] = x
+        return wide[..., :-1]
+    assert layout == "odd_start"
+    flat = cupy.empty(x.size + 1, x.dtype)
+    flat[1:] = x.ravel()
+    return flat[1:].reshape(x.shape)
+
+
+@pytest.mark.parametrize("layout", ["heads_first", "packed", "reversed", "gaps", "odd_rows", "odd_start"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_any_memory_layout_gives_the_same_bits(layout: str, dtype: str) -> None:
+    import cupy
+
+    case = Case("layout", 2, 130, 150, 4, 2, 40, 64, dtype)
+    q, k, v = arrays(case)
+    wanted = cuflash.forward(q, k, v)
+    got = cuflash.forward(strided(q, layout), strided(k, layout), strided(v, layout))
+    assert bool((bits(got) == bits(wanted)).all())
+    out = strided(poisoned(wanted.shape, wanted.dtype), layout)
+    assert cuflash.forward(q, k, v, out=out) is out
+    assert bool((bits(cupy.ascontiguousarray(out)) == bits(wanted)).all())
+    lse = cuflash.lse(strided(q, layout), strided(k, layout))
+    assert bool((lse == cuflash.lse(q, k)).all())
+
+
+def test_a_broadcast_operand_is_read_through_its_zero_strides() -> None:
+    import cupy
+
+    q, k, v = arrays(CASE)
+    k, v = (cupy.broadcast_to(x[:1], x.shape) for x in (k, v))
+    got = cuflash.forward(q, k, v, causal=True)
+    assert bool((got == cuflash.forward(q, k.copy(), v.copy(), causal=True)).all())
+
+
+def test_out_at_the_address_of_an_input_is_refused() -> None:
+    q, k, v = arrays(Case("same", 1, 64, 64, 2, 2, 64, 64, "float16"))
+    before = v.copy()
+    with pytest.raises(ProblemError, match="out shares memory with v"):
+        cuflash.forward(q, k, v, out=v)
+    with pytest.raises(ProblemError, match="out shares memory with k"):
+        cuflash.forward(q[:, :32], k, v, out=k[:, 20:52])
+    assert bool((v == before).all())
+
+
+def test_work_runs_on_the_callers_stream() -> None:
+    import cupy
+
+    q, k, v = arrays(CASE)
+    wanted = cuflash.forward(q, k, v, causal=True)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for stream in streams:
+        with stream:
+            # The inputs are made on this stream just before: on another one they would not be there yet.
+            big = cupy.zeros(1 << 27, "float32")
+            for _ in range(3):
+                big += 1
+            late = [x * (big[0] / 3).astype(x.dtype) for x in (q, k, v)]
+            results.append(cuflash.forward(*late, causal=True))
+    for stream in streams:
+        stream.synchronize()
+    for result in results:
+        assert bool((bits(result) == bits(wanted)).all())
+
+
+def test_threads_do_not_share_parameters() -> None:
+    import cupy
+
+    problems = [Case("thread", 1, 64 + 7 * i, 100 + i, 2, 2, 64, 64, "float16") for i in range(8)]
+    inputs = [arrays(case, i) for i, case in enumerate(problems)]
+    wanted = [cuflash.forward(*x) for x in inputs]
+    cupy.cuda.Device().synchronize()
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for turn in range(100):
+                which = (index + turn) % len(problems)
+                got = cuflash.forward(*inputs[which])
+                stream.synchronize()
+                if not bool((bits(got) == bits(wanted[which])).all()):
+                    wrong.append(which)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_a_captured_graph_replays_on_new_values() -> None:
+    import cupy
+
+    q, k, v = arrays(CASE)
+    out = poisoned((2, 130, 4, 64), q.dtype)
+    cuflash.forward(q, k, v, causal=True, out=out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cuflash.forward(q, k, v, causal=True, out=out)
+        graph = stream.end_capture()
+    q[...], k[...], v[...] = arrays(CASE, seed=5)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert bool((bits(out) == bits(cuflash.forward(q, k, v, causal=True))).all())
+
+
+def test_a_repeated_call_makes_no_new_launcher_and_a_full_cache_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = arrays(CASE)
+    cuflash.forward(q, k, v)
+    made = len(launch._launchers)
+    cuflash.forward(q.copy(), k, v)
+    assert len(launch._launchers) == made
+    monkeypatch.setattr(launch, "MAX_LAUNCHERS", made)
+    cuflash.forward(q[:, :7], k, v)
+    assert len(launch._launchers) == 1
+
+
+def test_offsets_past_2_to_the_31_elements() -> None:
+    import cupy
+
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < 24 << 30:
+        pytest.skip(f"needs 24 GiB of free GPU memory, has {free >> 30}")
+    case = Case("far", 1, 96, 200, 1, 1, 64, 64, "float16")
+    q, k, v = arrays(case)
+    wanted = cuflash.forward(q, k, v)
+    # Rows so far apart that the last ones start past 2³¹ elements.
+    step = (1 << 31) // 150
+    for far in ("k", "v", "q"):
+        x = {"q": q, "k": k, "v": v}[far]
+        rows = x.shape[1]
+        step = (1 << 31) // (rows - 40) // 8 * 8
+        memory = cupy.zeros(step * rows, "float16")
+        view = cupy.lib.stride_tricks.as_strided(memory, x.shape, (0, 2 * step, 0, 2))
+        view[...] = x
+        assert (rows - 1) * step > 1 << 31
+        got = cuflash.forward(*[view if name == far else y for name, y in (("q", q), ("k", k), ("v", v))])
+        assert bool((bits(got) == bits(wanted)).all()), far
+        del memory, view
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_two_gpus() -> None:
+    import cupy
+
+    if device.count() < 2:
+        pytest.skip("needs two GPUs")
+    q, k, v = arrays(CASE)
+    wanted = cuflash.forward(q, k, v, causal=True).get()
+    with cupy.cuda.Device(1):
+        other = [cupy.asarray(x.get()) for x in (q, k, v)]
+    got = cuflash.forward(*other, causal=True)  # while GPU 0 is the current one
+    assert got.data.device_id == 1
+    np.testing.assert_array_equal(got.get(), wanted)
+    with pytest.raises(ProblemError, match="cuda:1"):
+        cuflash.forward(q, other[1], v)

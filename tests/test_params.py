@@ -1,0 +1,184 @@
+"""The bytes of the kernels' parameters: every field stands where the C++ struct has it, told apart by its value.
+
+Each field is packed with a value of its own and found in the packed bytes; NVRTC is then asked by `static_assert`
+whether the struct has the field at that place. Needs NVRTC but no GPU.
+"""
+
+from __future__ import annotations
+
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from variants import variants
+
+from cuflash import jit, params
+from cuflash.errors import UnsupportedError
+from cuflash.plan import PARAMS_BYTES
+
+FORWARD_INTS = ("seqlen_q", "seqlen_k", "heads_q", "heads_per_kv", "head_dim", "head_dim_v", "mask_lo", "mask_hi",
+                "key_begin", "key_end", "num_q_blocks", "num_slices")  # fmt: skip
+STRIDES = ("stride_batch", "stride_seqlen", "stride_head")
+
+
+def place(packed: bytes, layout: str, value: float) -> tuple[int, int]:
+    """(offset, bytes) of the one place in the packed bytes that holds the value."""
+    wanted = struct.pack("<" + layout, value)
+    offsets = [at for at in range(0, len(packed), len(wanted)) if packed[at : at + len(wanted)] == wanted]
+    assert len(offsets) == 1, (value, offsets)
+    return offsets[0], len(wanted)
+
+
+def packed_forward() -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """Packed parameters in which every field has another value, and where each was found."""
+    value = dict(zip(FORWARD_INTS, range(1001, 2000), strict=False)) | {"heads_q": 1003 * 7, "heads_per_kv": 1003}
+    strides = [(*(10**10 * (4 * operand + axis + 1) for axis in range(3)), 1) for operand in range(4)]
+    keys = value["key_begin"], value["key_end"]
+    mask = SimpleNamespace(lo=value["mask_lo"], hi=value["mask_hi"], key_range=lambda begin, end: keys)
+    problem: Any = SimpleNamespace(**value, heads_kv=7, mask=mask, strides=strides[:3], softmax_scale=3.0, softcap=0.5)
+    plan: Any = SimpleNamespace(num_q_blocks=value["num_q_blocks"], num_slices=value["num_slices"])
+    buffer = bytearray(params.pack_forward(problem, plan, strides[3]))
+    pointers = (2**40 + 1, 2**40 + 2, 2**40 + 3, 2**40 + 4, 2**40 + 5)
+    params.write_pointers(buffer, pointers, 0x5A5A5A5A)
+    packed = bytes(buffer)
+    places = {name: place(packed, "i", number) for name, number in value.items()}
+    for name, operand, pointer in zip(("q", "k", "v", "out"), strides, pointers, strict=False):
+        places[f"{name}.pointer"] = place(packed, "Q", pointer)
+        places |= {f"{name}.{axis}": place(packed, "q", n) for axis, n in zip(STRIDES, operand, strict=False)}
+    places["lse"] = place(packed, "Q", pointers[4])
+    places["scale_log2"] = place(packed, "f", 0.5 * params.LOG2_E)
+    places["softcap_scale"] = place(packed, "f", 6.0)
+    places["aligned"] = place(packed, "i", 0x5A5A5A5A)
+    return packed, places
+
+
+def packed_merge() -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The same of `merge_states`, with as many states as there is room for."""
+    count = params.MAX_MERGE_STATES
+    outs, lses = [[base + 16 * i for i in range(count)] for base in (2**40, 2**41)]
+    shape = (10**6, 1003, 1005, 104)
+
+    def pack(head_dim_v: int) -> bytes:
+        return params.pack_merge(outs, lses, 2**42, 2**43, (*shape[:3], head_dim_v), "float16")
+
+    packed = pack(104)
+    places = {
+        "outs[0]": place(packed, "Q", outs[0]),
+        f"outs[{count - 1}]": place(packed, "Q", outs[-1]),
+        "lses[0]": place(packed, "Q", lses[0]),
+        f"lses[{count - 1}]": place(packed, "Q", lses[-1]),
+        "out": place(packed, "Q", 2**42),
+        "lse": place(packed, "Q", 2**43),
+        "num_elements": place(packed, "q", 10**6 * 1003 * 1005 * 104),
+        "head_dim_v": place(packed, "i", 104),
+        "heads": place(packed, "i", 1005),
+        "seqlen": place(packed, "i", 1003),
+        "num_states": place(packed, "i", count),
+    }
+    # `vector` is a flag: what changes, head_dim_v and num_elements aside, when rows are no multiples of 16 bytes
+    fields = range(places["head_dim_v"][0] + 4, len(packed), 4)
+    changed = [at for at in fields if packed[at : at + 4] != pack(103)[at : at + 4]]
+    assert [packed[at : at + 4] for at in changed] == [struct.pack("<i", 1)]
+    places["vector"] = changed[0], 4
+    return packed, places
+
+
+STRUCTS = {"forward": ("ForwardParams", packed_forward), "merge": ("MergeParams", packed_merge)}
+
+
+def asserts(name: str, packed: bytes, places: dict[str, tuple[int, int]]) -> list[str]:
+    """The places as C++."""
+    lines = [f"static_assert(sizeof({name}) == {len(packed)} && alignof({name}) == 8);"]
+    for field, (offset, size) in places.items():
+        # why: NVRTC has no offsetof; __INTADDR__ is what its front end makes of one, in every version.
+        member = f"(({name}*)0)->{field}"
+        lines.append(f'static_assert(__INTADDR__(&{member}) == {offset}, "{field} is elsewhere");')
+        lines.append(f'static_assert(sizeof({member}) == {size}, "{field} has another size");')
+    return lines
+
+
+def compiles(lines: list[str]) -> str:
+    """Compiles lines below `params.cuh`; the compiler's log, empty where it has nothing to say."""
+    from cupy.cuda import nvrtc
+
+    variant = variants("sm_80")[0]
+    options = [option for option in jit.options(variant) if not option.startswith("--ptxas")]
+    program = nvrtc.createProgram("\n".join(['#include "common/params.cuh"', *lines]), "layout.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*options, f"-I{jit.source_root()}"))
+        return ""
+    except nvrtc.NVRTCError:
+        return str(nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def need_nvrtc() -> None:
+    try:
+        jit.nvrtc_version()
+    except UnsupportedError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+
+
+@pytest.mark.parametrize("op", STRUCTS)
+def test_every_field_stands_where_the_kernel_reads_it(op: str) -> None:
+    need_nvrtc()
+    name, pack = STRUCTS[op]
+    packed, places = pack()
+    assert compiles(asserts(name, packed, places)) == ""
+
+
+@pytest.mark.parametrize("op", STRUCTS)
+def test_a_field_elsewhere_would_be_noticed(op: str) -> None:
+    need_nvrtc()
+    name, pack = STRUCTS[op]
+    packed, places = pack()
+    for field, (offset, size) in places.items():
+        if field in ("lse", "num_states", "aligned"):
+            for wrong in ((offset + size, size), (offset, 2 * size)):
+                assert "static assertion failed" in compiles(asserts(name, packed, {field: wrong}))
+
+
+@pytest.mark.parametrize("op", STRUCTS)
+def test_every_field_of_the_struct_is_checked(op: str) -> None:
+    name, pack = STRUCTS[op]
+    packed, places = pack()
+    text = (jit.source_root() / "common" / "params.cuh").read_text("utf-8").split(f"struct {name} {{")[1].split("};")[0]
+    declared = {
+        word.strip(" *").split("[")[0]
+        for line in text.splitlines()
+        if ";" in line
+        for word in line.split(";")[0].replace("const ", "").strip().split(" ", 1)[1].removeprefix("long ").split(",")
+    }
+    checked = {field.split(".")[0].split("[")[0] for field in places}
+    assert declared - {"unused", ""} == {field.removeprefix("void* ").removeprefix("float* ") for field in checked}
+    assert len(packed) == PARAMS_BYTES[op]
+
+
+def test_the_two_ops_of_one_struct_have_one_size() -> None:
+    assert PARAMS_BYTES["lse"] == PARAMS_BYTES["forward"]
+    assert max(PARAMS_BYTES.values()) <= 4096  # what every architecture takes
+
+
+@pytest.mark.parametrize(
+    ("strides", "dtype", "allowed"),
+    [
+        ((640, 64, 8, 1), "float16", True),
+        ((640, 64, 4, 1), "float16", False),
+        ((640, 64, 4, 1), "float32", True),
+        ((641, 64, 8, 1), "bfloat16", False),
+        ((640, 66, 8, 1), "bfloat16", False),
+        ((0, 64, 0, 1), "float16", True),
+    ],
+)
+def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes(
+    strides: tuple[int, ...], dtype: str, allowed: bool
+) -> None:
+    assert params.allows_vectors(strides, dtype) is allowed
+
+
+def test_softcap_and_scale_are_folded_into_two_factors() -> None:
+    packed, places = packed_forward()
+    capped = [struct.unpack_from("<f", packed, places[name][0])[0] for name in ("scale_log2", "softcap_scale")]
+    assert capped == pytest.approx([0.5 * params.LOG2_E, 3.0 / 0.5])
