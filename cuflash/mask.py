@@ -17,8 +17,8 @@ WindowSize = tuple[int | None, int | None]
 class Mask:
     """Key `j` is visible to query `i` iff `i + lo <= j <= i + hi`, both ends inclusive, and `0 <= j < seqlen_k`.
 
-    Bounds are normalised, so that masks which hide the same keys compare equal: an open left side is `-seqlen_q`, an
-    open right side is `seqlen_k`, and both always fit 32 bits when the lengths do.
+    Bounds are normalised: a side that hides nothing is open, written `-seqlen_q` on the left and `seqlen_k` on the
+    right, so that all masks which hide nothing are equal; and both bounds fit 32 bits when the lengths do.
     """
 
     seqlen_q: int

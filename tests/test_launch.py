@@ -161,6 +161,21 @@ def test_a_repeated_call_makes_no_new_launcher_and_a_full_cache_starts_anew(monk
     assert len(launch._launchers) == 1
 
 
+def test_nothing_is_allocated_beyond_the_outputs() -> None:
+    import cupy
+
+    q, k, v = arrays(Case("memory", 1, 2000, 2000, 8, 8, 64, 64, "float16", causal=True))
+    pool = cupy.get_default_memory_pool()
+    cuflash.forward(q, k, v, return_lse=True)
+    for return_lse in (False, True):
+        pool.free_all_blocks()
+        before = pool.total_bytes()
+        result = cuflash.forward(q, k, v, return_lse=return_lse)
+        outputs = result if return_lse else (result,)
+        assert pool.total_bytes() - before == sum(-(-x.nbytes // 512) * 512 for x in outputs)
+        del result, outputs
+
+
 def test_offsets_past_2_to_the_31_elements() -> None:
     import cupy
 

@@ -120,6 +120,8 @@ def test_an_editable_install_finds_the_sources_of_the_checkout(built: Path, tmp_
     hook = "import sys; from hatchling.build import build_editable; print(build_editable(sys.argv[1]))"
     wheel = tmp_path / run("-c", hook, str(tmp_path), cwd=checkout).split()[-1]
     run("-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(target), str(wheel), cwd=tmp_path)
-    start = f"import site; site.addsitedir({str(target)!r}); {WHERE}"
+    # Its paths go first: the environment of this test may hold an install of its own.
+    first = f"import site, sys; old = list(sys.path); site.addsitedir({str(target)!r}); "
+    start = first + f"sys.path[:] = [p for p in sys.path if p not in old] + old; {WHERE}"
     package, root = run("-c", start, cwd=tmp_path).split()
     assert (Path(package).parent, Path(root)) == (checkout / "cuflash", checkout / "kernels_cu")

@@ -18,7 +18,7 @@ constexpr int kChunkElements = 16 / kElementBytes;  // one 128-bit access
 constexpr int kOutBytes = kOutDType == DType::kFloat32 ? 4 : 2;
 static_assert(kOutDType == kDType || kOutDType == DType::kFloat32, "out has the input dtype or float32");
 
-#ifdef CUFLASH_HEAD_DIM  // kernels that work on tiles
+#ifdef CUFLASH_HEAD_DIM                        // kernels that work on tiles
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;     // columns of q and k in shared memory; the caller's may be fewer
 constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;  // columns of v and out that one block owns; 0 without v
 constexpr int kBlockQ = CUFLASH_BLOCK_Q;       // query rows of a block
@@ -26,7 +26,7 @@ constexpr int kBlockK = CUFLASH_BLOCK_K;       // keys of a tile
 constexpr int kStages = CUFLASH_STAGES;        // depth of the ring of key tiles
 constexpr int kBlocksPerSm = CUFLASH_BLOCKS_PER_SM;
 constexpr bool kQInRegisters = CUFLASH_Q_IN_REGISTERS;
-constexpr int kQkUnroll = CUFLASH_QK_UNROLL;   // steps of q kᵀ in one piece
+constexpr int kQkUnroll = CUFLASH_QK_UNROLL;  // steps of q kᵀ in one piece
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded to multiples of 32");
 static_assert(kBlockQ % (16 * kNumWarps) == 0, "each warp owns whole 16-row fragments");
 static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");

@@ -1,10 +1,10 @@
-// Accumulator fragments. A warp holds 16 x N floats as N / 2 registers a lane: register 4 j + 2 h + e is row lane / 4 + 8 h,
-// column 8 j + 2 (lane % 4) + e. mma.sync (m16n8) and wgmma (m64nN, per warp) give the same layout.
+// Accumulator fragments. A warp holds 16 x N floats as N / 2 registers a lane: register 4 j + 2 h + e is row lane / 4 +
+// 8 h, column 8 j + 2 (lane % 4) + e. mma.sync (m16n8) and wgmma (m64nN, per warp) give the same layout.
 #pragma once
 #include "numeric.cuh"
 
-// threadIdx.x. why: volatile, so that addresses derived from it are formed where they are used, not held in registers over
-// a loop whose accumulators need them all.
+// threadIdx.x. why: volatile, so that addresses derived from it are formed where they are used, not held in registers
+// over a loop whose accumulators need them all.
 __device__ __forceinline__ int fresh_thread() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -55,8 +55,8 @@ __device__ __forceinline__ void scale_row(float (&s)[kCount], int h, float facto
   }
 }
 
-// Row h of columns 32 g … 32 g + 31 as 16-bit numbers, 16 bytes a lane: the lanes of a quad exchange pairs, after which lane
-// t holds columns 32 g + 8 t … + 7. A 4x4 transposition by two butterflies.
+// Row h of columns 32 g … 32 g + 31 as 16-bit numbers, 16 bytes a lane: the lanes of a quad exchange pairs, after which
+// lane t holds columns 32 g + 8 t … + 7. A 4x4 transposition by two butterflies.
 template <int kCount>
 __device__ __forceinline__ uint4 gather_row_16bit(const float (&o)[kCount], int g, int h) {
   const int t = threadIdx.x % 4;
@@ -66,17 +66,20 @@ __device__ __forceinline__ uint4 gather_row_16bit(const float (&o)[kCount], int 
 #pragma unroll
   for (int i = 0; i < 4; i += 2) {
     const unsigned got = __shfl_xor_sync(0xffffffffu, t & 1 ? r[i] : r[i + 1], 1);
-    if (t & 1) r[i] = got; else r[i + 1] = got;
+    if (t & 1) r[i] = got;
+    else r[i + 1] = got;
   }
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const unsigned got = __shfl_xor_sync(0xffffffffu, t & 2 ? r[i] : r[i + 2], 2);
-    if (t & 2) r[i] = got; else r[i + 2] = got;
+    if (t & 2) r[i] = got;
+    else r[i + 2] = got;
   }
   return make_uint4(r[0], r[1], r[2], r[3]);
 }
 
-// Row h of columns 16 g … 16 g + 15 as floats, 16 bytes a lane: lane t then holds columns 16 g + 8 (t % 2) + 4 (t / 2) … + 3.
+// Row h of columns 16 g … 16 g + 15 as floats, 16 bytes a lane: lane t then holds columns 16 g + 8 (t % 2) + 4 (t / 2)
+// … + 3.
 template <int kCount>
 __device__ __forceinline__ uint4 gather_row_float(const float (&o)[kCount], int g, int h) {
   const bool odd = threadIdx.x & 1;

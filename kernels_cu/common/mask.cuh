@@ -23,8 +23,8 @@ struct Mask {
     return {max(0, row_end - 1 + lo), min(seqlen_k, row_begin + hi + 1)};
   }
 
-  // Scores of a 16 x kBlockK fragment that the query does not see become -inf. `row` is the thread's upper row, `key` the
-  // first key of the tile, column_pair = lane % 4.
+  // Scores of a 16 x kBlockK fragment that the query does not see become -inf. `row` is the thread's upper row, `key`
+  // the first key of the tile, column_pair = lane % 4.
   template <int kCount>
   __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair) const {
 #pragma unroll

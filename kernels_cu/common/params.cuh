@@ -16,12 +16,12 @@ struct ForwardParams {
   int seqlen_q, seqlen_k;
   int heads_q, heads_per_kv;
   int head_dim, head_dim_v;
-  int mask_lo, mask_hi;      // key j is visible to query i iff i + lo <= j <= i + hi
-  int key_begin, key_end;    // keys that some query sees; all others are read as zeros, whatever they hold
+  int mask_lo, mask_hi;    // key j is visible to query i iff i + lo <= j <= i + hi
+  int key_begin, key_end;  // keys that some query sees; all others are read as zeros, whatever they hold
   int num_q_blocks, num_slices;
-  float scale_log2;          // exponent = score * scale_log2: (softmax_scale or softcap) * log2(e)
-  float softcap_scale;       // softmax_scale / softcap, or 0 without softcap
-  int aligned;               // bit 0, 1, 2, 3: q, k, v, out allow 16-byte accesses
+  float scale_log2;     // exponent = score * scale_log2: (softmax_scale or softcap) * log2(e)
+  float softcap_scale;  // softmax_scale / softcap, or 0 without softcap
+  int aligned;          // bit 0, 1, 2, 3: q, k, v, out allow 16-byte accesses
   int unused;
 };
 

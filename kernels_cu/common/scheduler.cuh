@@ -1,5 +1,5 @@
-// Which tile of the problem a block computes. Blocks start in index order: query blocks of one head are neighbours, so that
-// its keys and values stay in L2, and the last query block, the longest under a causal mask, comes first.
+// Which tile of the problem a block computes. Blocks start in index order: query blocks of one head are neighbours, so
+// that its keys and values stay in L2, and the last query block, the longest under a causal mask, comes first.
 #pragma once
 #include "params.cuh"
 

@@ -1,7 +1,8 @@
 // FlashAttention-2 (Dao 2023, arXiv 2307.08691, algorithm 1): lazy normalisation, one division at the end.
 //   m' = max(m, max s)   l' = l e^(m - m') + sum e^(s - m')   o' = o e^(m - m') + e^(s - m') v   out = o / l
-// The maximum is only a scale that keeps e^(s - m) in range, so it is raised only when it must be: while a row's maximum has
-// grown by less than 2^kSlack the old one stays, and the warp skips the multiplication of o. Exact for every input.
+// The maximum is only a scale that keeps e^(s - m) in range, so it is raised only when it must be: while a row's
+// maximum has grown by less than 2^kSlack the old one stays, and the warp skips the multiplication of o. Exact for
+// every input.
 #pragma once
 #include "fragment.cuh"
 

@@ -1,5 +1,5 @@
-// FLASH-D (Alexandridis et al. 2025, arXiv 2505.14201): no running maximum, the division hidden in a sigmoid. A row's state
-// is one lse; a tile, normalised by itself, is blended in:
+// FLASH-D (Alexandridis et al. 2025, arXiv 2505.14201): no running maximum, the division hidden in a sigmoid. A row's
+// state is one lse; a tile, normalised by itself, is blended in:
 //   w = sigmoid(lse_tile - lse)   o' = o (1 - w) + o_tile w   lse' = lse + softplus(lse_tile - lse)
 #pragma once
 #include "fragment.cuh"
@@ -30,7 +30,8 @@ struct SoftmaxFlashD {
         // lse + softplus(difference) = the larger lse + log2(1 + 2^-|difference|)
         if (!(difference < 0.0f)) base[r] = shift, rest[r] = rest_tile;
         rest[r] += log2_approx(1.0f + exp2_approx(-fabsf(difference)));
-        scale_row(s[r / 2], r % 2, w * rcp_approx(tile_sum));  // w e^(s - lse_tile), as e^(tile_max - lse_tile) = 1 / tile_sum
+        scale_row(s[r / 2], r % 2,
+                  w * rcp_approx(tile_sum));  // w e^(s - lse_tile), as e^(tile_max - lse_tile) = 1 / tile_sum
       }
       o_scale[r] = 1.0f - w;
     }

@@ -1,5 +1,5 @@
-// Shared-memory tiles without bank conflicts: a row of kChunks 16-byte chunks stores chunk c at c ^ phase(row), where the
-// phase walks through the banks that eight consecutive rows would otherwise share.
+// Shared-memory tiles without bank conflicts: a row of kChunks 16-byte chunks stores chunk c at c ^ phase(row), where
+// the phase walks through the banks that eight consecutive rows would otherwise share.
 #pragma once
 
 template <int kChunks>
@@ -16,8 +16,9 @@ struct Swizzle {
     return row * kRowBytes + ((chunk ^ phase(row)) << 4);
   }
 
-  // From the address of (row, chunk) with chunk < 2, that of (row + rows, chunk + even_chunks): one XOR and an immediate.
-  // rows must be a multiple of 8 and even_chunks even, so that neither disturbs phase or the lowest chunk bit.
+  // From the address of (row, chunk) with chunk < 2, that of (row + rows, chunk + even_chunks): one XOR and an
+  // immediate. rows must be a multiple of 8 and even_chunks even, so that neither disturbs phase or the lowest chunk
+  // bit.
   __device__ static __forceinline__ unsigned advance(unsigned address, int rows, int even_chunks) {
     return (address ^ ((even_chunks & (kSpan - 1)) << 4)) + ((even_chunks & ~(kSpan - 1)) << 4) + rows * kRowBytes;
   }

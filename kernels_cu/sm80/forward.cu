@@ -6,8 +6,8 @@
 //
 // Roles: every warp owns kBlockQ / kNumWarps query rows and all keys, so softmax needs no other warp. All threads copy.
 // Ring: kStages tiles of k and of v, filled by cp.async.
-//   1 stage    k of the next tile is fetched once every warp has its scores, v of this tile while the scores are computed;
-//              two barriers a tile.
+//   1 stage    k of the next tile is fetched once every warp has its scores, v of this tile meanwhile; two barriers a
+//              tile.
 //   2 stages   k and v of the next tile are fetched during the whole of this one; one barrier a tile.
 #include "../common/softmax.cuh"
 #include "gemm_pv.cuh"
@@ -23,7 +23,8 @@ static_assert(sizeof(ForwardParams) == kParamsBytes, "the host packs other param
 
 // Normalises and stores this lane's rows; lse once per row.
 template <typename Softmax>
-__device__ __forceinline__ void store_rows(const ForwardParams& params, float (&o)[kTiles][kHeadDimV / 2], Softmax& softmax) {
+__device__ __forceinline__ void store_rows(const ForwardParams& params, float (&o)[kTiles][kHeadDimV / 2],
+                                           Softmax& softmax) {
   const Tile tile(params);
   const int column = tile.slice * kHeadDimV;
   char* const out = static_cast<char*>(params.out.pointer) +
@@ -36,13 +37,14 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, float (&
     float o_scale, row_lse;
     softmax.finish(r, o_scale, row_lse);
     scale_row(o[r / 2], r % 2, o_scale);
-    store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.head_dim_v - column, exists, params.aligned & 8);
+    store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.head_dim_v - column, exists,
+              params.aligned & 8);
     if (params.lse != nullptr && tile.slice == 0 && threadIdx.x % 4 == 0 && exists) lse[i] = row_lse;
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
-CUFLASH_KERNEL(const __grid_constant__ ForwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(128) char smem_bytes[];
   const SharedStorage& storage = *reinterpret_cast<const SharedStorage*>(smem_bytes);
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.k), v_smem = smem_address(storage.v);
@@ -52,7 +54,8 @@ CUFLASH_KERNEL(const __grid_constant__ ForwardParams params) {
   const Mask mask(params);
   const KeyTiles tiles(mask, tile);
   const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, tile.batch, tile.head, 0, params.head_dim, params.aligned & 1);
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, tile.batch, tile.kv_head, 0, params.head_dim, params.aligned & 2);
+  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, tile.batch, tile.kv_head, 0, params.head_dim,
+                                               params.aligned & 2);
   const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, tile.batch, tile.kv_head, tile.slice * kHeadDimV,
                                                 params.head_dim_v, params.aligned & 4);
   // Tiles are taken from the last to the first; none is fetched before the first.

@@ -25,8 +25,8 @@ struct FragmentA {
     }
   }
 
-  // Step kk of a weight fragment. For float32 the summed index is permuted, column t + 4 e standing for key 2 t + e: the
-  // accumulator's pairs are then the operand as they are, and gemm_pv reads v in the same order.
+  // Step kk of a weight fragment. For float32 the summed index is permuted, column t + 4 e standing for key 2 t + e:
+  // the accumulator's pairs are then the operand as they are, and gemm_pv reads v in the same order.
   template <int kCount>
   __device__ __forceinline__ void from_weights(const float (&p)[kCount], int kk) {
     if constexpr (kIsTf32) {
@@ -48,8 +48,9 @@ __device__ __forceinline__ void mma(float* d, const FragmentA& a, unsigned b0, u
   }
 }
 
-// The three products of float32, in two calls: small terms of all steps go first, so that the accumulator stays small while
-// they are added. why: the tensor cores truncate when they accumulate, and each addition to a large sum costs its last bit.
+// The three products of float32, in two calls: small terms of all steps go first, so that the accumulator stays small
+// while they are added. why: the tensor cores truncate when they accumulate, and each addition to a large sum costs its
+// last bit.
 __device__ __forceinline__ void mma_small(float* d, const FragmentA& a, const Tf32Pair& b0, const Tf32Pair& b1) {
   mma_sync_m16n8k8_tf32(d, a.small, b0.big, b1.big);
   mma_sync_m16n8k8_tf32(d, a.big, b0.small, b1.small);
@@ -81,9 +82,11 @@ __device__ __forceinline__ unsigned k_lane_address(unsigned smem) {
   return smem + QSwizzle::offset(lane % 8 + 8 * (lane / 16), lane / 8 % 2);
 }
 
-// s += step kk of q kᵀ over the kBlockK keys of the tile; for float32 either the small terms of the step or the big one.
+// s += step kk of q kᵀ over the kBlockK keys of the tile; for float32 either the small terms of the step or the big
+// one.
 template <bool kSmall, int kTiles>
-__device__ __forceinline__ void gemm_qk_step(float (&s)[kTiles][kBlockK / 2], const FragmentA (&a)[kTiles], unsigned k_lane, int kk) {
+__device__ __forceinline__ void gemm_qk_step(float (&s)[kTiles][kBlockK / 2], const FragmentA (&a)[kTiles],
+                                             unsigned k_lane, int kk) {
 #pragma unroll
   for (int j = 0; j < kBlockK / 16; ++j) {
     unsigned b[4];

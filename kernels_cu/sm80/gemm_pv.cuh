@@ -6,7 +6,8 @@ using VSwizzle = Swizzle<kHeadDimV / kChunkElements>;
 
 // o += p v for 16-bit operands: v is read transposed, 16 keys x 16 columns at a time.
 template <int kTiles>
-__device__ __forceinline__ void gemm_pv_16bit(float (&o)[kTiles][kHeadDimV / 2], const float (&p)[kTiles][kBlockK / 2], unsigned v_smem) {
+__device__ __forceinline__ void gemm_pv_16bit(float (&o)[kTiles][kHeadDimV / 2], const float (&p)[kTiles][kBlockK / 2],
+                                              unsigned v_smem) {
   const int lane = fresh_thread() % 32;
   const unsigned v_lane = v_smem + VSwizzle::offset(lane % 16, lane / 16);
 #pragma unroll
@@ -30,7 +31,8 @@ __device__ __forceinline__ void gemm_pv_16bit(float (&o)[kTiles][kHeadDimV / 2],
 // o += p v for float32, kGroup fragments of 8 columns at a time. The tile's sum is formed apart and added once.
 // why: the tensor cores truncate when they accumulate; over thousands of keys that would cost several bits of o.
 template <int kTiles>
-__device__ __forceinline__ void gemm_pv_tf32(float (&o)[kTiles][kHeadDimV / 2], const float (&p)[kTiles][kBlockK / 2], unsigned v_smem) {
+__device__ __forceinline__ void gemm_pv_tf32(float (&o)[kTiles][kHeadDimV / 2], const float (&p)[kTiles][kBlockK / 2],
+                                             unsigned v_smem) {
   constexpr int kGroup = 4;
   const int lane = fresh_thread() % 32, g = lane / 4, t = lane % 4;
   // Keys 2 t and 2 t + 1 (one row apart, hence their own swizzle phases), column g of an 8-column fragment.
@@ -49,8 +51,10 @@ __device__ __forceinline__ void gemm_pv_tf32(float (&o)[kTiles][kHeadDimV / 2], 
         for (int m = 0; m < kTiles; ++m) a[m].from_weights(p[m], kk);
 #pragma unroll
         for (int i = 0; i < kGroup; ++i) {
-          const Tf32Pair b0 = split_tf32(__uint_as_float(ld_shared_u32(VSwizzle::advance(even_lane, 8 * kk, 2 * (j + i)))));
-          const Tf32Pair b1 = split_tf32(__uint_as_float(ld_shared_u32(VSwizzle::advance(odd_lane, 8 * kk, 2 * (j + i)))));
+          const Tf32Pair b0 =
+              split_tf32(__uint_as_float(ld_shared_u32(VSwizzle::advance(even_lane, 8 * kk, 2 * (j + i)))));
+          const Tf32Pair b1 =
+              split_tf32(__uint_as_float(ld_shared_u32(VSwizzle::advance(odd_lane, 8 * kk, 2 * (j + i)))));
 #pragma unroll
           for (int m = 0; m < kTiles; ++m) {
             if (pass == 0) {
@@ -71,7 +75,8 @@ __device__ __forceinline__ void gemm_pv_tf32(float (&o)[kTiles][kHeadDimV / 2], 
 }
 
 template <int kTiles>
-__device__ __forceinline__ void gemm_pv(float (&o)[kTiles][kHeadDimV / 2], const float (&p)[kTiles][kBlockK / 2], unsigned v_smem) {
+__device__ __forceinline__ void gemm_pv(float (&o)[kTiles][kHeadDimV / 2], const float (&p)[kTiles][kBlockK / 2],
+                                        unsigned v_smem) {
   if constexpr (kIsTf32) {
     gemm_pv_tf32(o, p, v_smem);
   } else {

@@ -14,7 +14,7 @@ static_assert(sizeof(ForwardParams) == kParamsBytes, "the host packs other param
 static_assert(kStages == 2, "the ring of lse is two tiles deep");
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
-CUFLASH_KERNEL(const __grid_constant__ ForwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ ForwardParams params) {
   extern __shared__ __align__(128) char smem_bytes[];
   const SharedStorage& storage = *reinterpret_cast<const SharedStorage*>(smem_bytes);
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.k);
@@ -24,7 +24,8 @@ CUFLASH_KERNEL(const __grid_constant__ ForwardParams params) {
   const Mask mask(params);
   const KeyTiles tiles(mask, tile);
   const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, tile.batch, tile.head, 0, params.head_dim, params.aligned & 1);
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, tile.batch, tile.kv_head, 0, params.head_dim, params.aligned & 2);
+  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, tile.batch, tile.kv_head, 0, params.head_dim,
+                                               params.aligned & 2);
   auto fetch_k = [&](int n, int slot) {
     if (n >= tiles.begin) k_loader.load(k_smem + slot * kBytesK, n * kBlockK, params.key_begin, params.key_end);
   };

@@ -45,7 +45,7 @@ struct QFragments {
     }
   }
 
-  __device__ __forceinline__ const FragmentA (&step(int kk))[kTiles] {
+  __device__ __forceinline__ const FragmentA (&step(int kk)) [kTiles] {
     if constexpr (!kQInRegisters) load_q(a[0], q_lane, kk);
     return a[kQInRegisters ? kk : 0];
   }
@@ -64,8 +64,8 @@ __device__ __forceinline__ void compute_scores(float (&s)[kTiles][kBlockK / 2], 
 }
 
 // s = mask(cap(s)), where there is something to do.
-__device__ __forceinline__ void cap_and_mask(float (&s)[kTiles][kBlockK / 2], const ForwardParams& params, const Mask& mask,
-                                             const Tile& tile, int n) {
+__device__ __forceinline__ void cap_and_mask(float (&s)[kTiles][kBlockK / 2], const ForwardParams& params,
+                                             const Mask& mask, const Tile& tile, int n) {
   if (params.softcap_scale != 0.0f) {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {

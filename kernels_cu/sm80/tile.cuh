@@ -38,9 +38,11 @@ struct TileLoader {
   int num_columns;
   bool aligned;  // 16-byte accesses
 
-  __device__ __forceinline__ TileLoader(const Operand& x, long long batch, int head, int column, int columns, bool is_aligned)
+  __device__ __forceinline__ TileLoader(const Operand& x, long long batch, int head, int column, int columns,
+                                        bool is_aligned)
       : operand(x), num_columns(columns - column), aligned(is_aligned) {
-    gmem = static_cast<const char*>(x.pointer) + (batch * x.stride_batch + head * x.stride_head + column) * kElementBytes;
+    gmem =
+        static_cast<const char*>(x.pointer) + (batch * x.stride_batch + head * x.stride_head + column) * kElementBytes;
   }
 
   __device__ __forceinline__ void load(unsigned smem, int row, int valid_begin, int valid_end) const {
@@ -88,7 +90,8 @@ struct TileLoader {
 
 // Row `half` of a fragment to gmem: the head's row in out from this block's first column; `columns` of them exist.
 template <int kCount>
-__device__ __forceinline__ void store_row(char* gmem, const float (&o)[kCount], int half, int columns, bool visible, bool aligned) {
+__device__ __forceinline__ void store_row(char* gmem, const float (&o)[kCount], int half, int columns, bool visible,
+                                          bool aligned) {
   constexpr bool kWide = kOutDType == DType::kFloat32;
   constexpr int kGroup = kWide ? 16 : 32;  // columns that a quad writes with one 16-byte access a lane
   constexpr int kPerLane = kWide ? 4 : 8;
@@ -113,7 +116,8 @@ __device__ __forceinline__ void store_row(char* gmem, const float (&o)[kCount], 
           if constexpr (kWide) {
             reinterpret_cast<unsigned*>(gmem)[column + i] = words[i];
           } else {
-            reinterpret_cast<unsigned short*>(gmem)[column + i] = static_cast<unsigned short>(words[i / 2] >> (16 * (i % 2)));
+            reinterpret_cast<unsigned short*>(gmem)[column + i] =
+                static_cast<unsigned short>(words[i / 2] >> (16 * (i % 2)));
           }
         }
       }
