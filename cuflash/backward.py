@@ -57,7 +57,7 @@ def backward(
     lses = [None if x is None else framework.to_numpy(x).reshape(lse_shape) for x in (lse, dlse)]
     gradients = reference.backward(problem, *arrays, *lses)
     dq, dk, dv = (
-        framework.from_numpy(gradient.reshape(tuple(like.shape)), like=like)
-        for gradient, like in zip(gradients, (q, k, v), strict=True)
+        framework.from_numpy(gradient.reshape(framework.spec(name, like).shape), like=like)
+        for name, gradient, like in zip("qkv", gradients, (q, k, v), strict=True)
     )
     return dq, dk, dv

@@ -181,13 +181,15 @@ class Torch(GpuFramework):
                 f"{name} requires grad, but no gradient flows through this call; detach it or call under "
                 "torch.no_grad(), and use cuflash.backward for the gradient"
             )
+        if array.is_cuda and array.is_neg():
+            raise UnsupportedError(f"{name} is a view that is yet to be negated; give {name}.resolve_neg()")
         dtype = self._names.get(array.dtype, str(array.dtype).removeprefix("torch."))
-        device = f"cuda:{array.device.index}" if array.is_cuda else "cpu"
+        device = str(array.device)
         return ArraySpec(tuple(array.shape), tuple(array.stride()), dtype, device, self.name)
 
     def key(self, array: Any) -> tuple[Any, ...]:
-        # why: a tensor that requires grad must reach spec(), which judges it.
-        judged = array.requires_grad and self._torch.is_grad_enabled()
+        # why: tensors that require grad, and lazily negated ones, must reach spec(), which judges them.
+        judged = (array.requires_grad and self._torch.is_grad_enabled()) or array.is_neg()
         return array.shape, array.stride(), array.dtype, array.device, judged
 
     def ordinal(self, array: Any) -> int:
@@ -226,7 +228,7 @@ class Torch(GpuFramework):
         return cupy_module().cuda.Stream.from_external(_CudaStream(stream.cuda_stream))  # type: ignore[no-any-return]
 
     def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        array = array.detach()
+        array = array.detach().resolve_neg()
         if array.dtype == self._torch.bfloat16:
             return array.view(self._torch.int16).numpy().view(bfloat16())  # type: ignore[no-any-return]
         return array.numpy()  # type: ignore[no-any-return]
@@ -254,7 +256,19 @@ class Exchanged(Framework):
         self.name = name  # type: ignore[misc]
 
     def on_gpu(self, array: Any) -> bool:
-        return int(array.__dlpack_device__()[0]) != 1  # kDLCPU
+        if self.name == "jax":
+            import jax
+
+            if isinstance(array, jax.core.Tracer):
+                raise UnsupportedError(
+                    "a traced JAX array (jit, grad or vmap) has no memory yet; call cuflash outside the transformation"
+                )
+        kind = int(array.__dlpack_device__()[0])
+        if kind not in (1, 2, 13):  # kDLCPU, kDLCUDA, kDLCUDAManaged
+            raise UnsupportedError(
+                f"{self.name} arrays of DLPack device type {kind} are not supported; move them to cuda or cpu"
+            )
+        return kind != 1
 
     def spec(self, name: str, array: Any) -> ArraySpec:
         spec = cupy().spec(name, self.to_cupy(array)) if self.on_gpu(array) else NUMPY.spec(name, self.to_numpy(array))
@@ -281,7 +295,8 @@ class Exchanged(Framework):
         import jax
 
         # why: XLA may reuse the inputs' memory on its own streams as soon as Python drops them.
-        cupy_module().cuda.get_current_stream().synchronize()
+        with array.device:  # CuPy's current stream is one of each device
+            cupy_module().cuda.get_current_stream().synchronize()
         return jax.dlpack.from_dlpack(array)
 
 
@@ -341,9 +356,14 @@ def framework_of(name: str, array: Any) -> Framework:
 
 
 def _find(name: str, array: Any) -> Framework:
+    if isinstance(array, np.ma.MaskedArray):
+        raise ProblemError(f"{name} is a NumPy masked array, whose mask has no meaning here; give a plain array")
     if isinstance(array, np.ndarray):
         return NUMPY
     if _is_instance(array, "torch", "Tensor"):
+        # why: FakeTensor, DTensor, nested and quantised tensors have no memory of their own: data_ptr() is 0.
+        if type(array).__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__:
+            raise UnsupportedError(f"{name} is a torch {type(array).__name__}; give the plain tensor it stands for")
         return _singleton("torch", Torch)
     if _is_instance(array, "cupy", "ndarray"):
         return cupy()

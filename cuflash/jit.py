@@ -122,6 +122,7 @@ def cubin_path(variant: Variant) -> Path:
         _write(path, cubin)
         return path
     except OSError as error:
+        temporary.parent.mkdir(mode=0o700, exist_ok=True)  # why: what cleans /tmp may have been faster
         _warn_unwritable(str(cache_dir()), error.strerror or type(error).__name__)
         _write(temporary, cubin)
         return temporary

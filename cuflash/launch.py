@@ -7,6 +7,7 @@ the pointers and the launch.
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import threading
 from typing import Any, NamedTuple
@@ -66,7 +67,8 @@ class Launcher:
         self._kernel: Kernel | None = None
         if self.plan.variant is not None and 0 not in self.lse_shape:
             self._kernel = Kernel(self.plan, self.ordinal, params.pack_forward(problem, self.plan, out_strides))
-        logger.debug("%s: %s", op, str(self.plan).replace("\n", "; "))
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("%s: %s", op, str(self.plan).replace("\n", "; "))
 
     def dense(self, framework: GpuFramework, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs, those with gaps in the last dimension copied."""
@@ -96,7 +98,9 @@ def launcher(framework: GpuFramework, op: str, arrays: tuple[Any, ...], out: Any
     """The launcher of a call on GPU arrays; the arguments are judged when it is made, before anything runs."""
     key = framework.key
     try:
-        cache_key = (op, threading.get_ident(), *map(key, arrays), out is not None and key(out), arguments)
+        # why: the types, because 1 and True are equal, but not both are a causal or a scale.
+        types = type(arguments.causal), type(arguments.softmax_scale)
+        cache_key = (op, threading.get_ident(), *map(key, arrays), out is not None and key(out), arguments, types)
         found = _launchers.get(cache_key)
     except TypeError:  # an argument that cannot be hashed is judged anew each time
         return _prepare(framework, op, arrays, out, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from operator import index
 from typing import Any
 
@@ -83,14 +84,22 @@ class Mask:
         """How many (query, key) pairs are visible: what the FLOPs of a masked problem are counted from."""
         if self.is_full:
             return self.seqlen_q * self.seqlen_k
-        rows = np.arange(self.seqlen_q, dtype=np.int64)
-        first, last = np.maximum(rows + self.lo, 0), np.minimum(rows + self.hi, self.seqlen_k - 1)
-        return int(np.maximum(last - first + 1, 0).sum())
+        if self.lo > self.hi:
+            return 0
+        return self._num_up_to(self.hi) - self._num_up_to(self.lo - 1)
+
+    def _num_up_to(self, hi: int) -> int:
+        # Sum of min(max(i + hi + 1, 0), seqlen_k) over the queries i: rows that grow by one, then rows that see all.
+        first = min(max(-hi, 0), self.seqlen_q)  # the first row that sees a key
+        whole = min(max(self.seqlen_k - 1 - hi, first), self.seqlen_q)  # the first that sees all
+        n = whole - first
+        return n * (first + hi + 1) + n * (n - 1) // 2 + (self.seqlen_q - whole) * self.seqlen_k
 
 
 def _integer(name: str, value: Any) -> int:
     try:
-        if isinstance(value, (bool, np.bool_)):
+        # why: an array that is an index is hashed by identity, and a cached launch would not see it change.
+        if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
             raise TypeError
         return index(value)
     except TypeError:

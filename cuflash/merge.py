@@ -48,10 +48,11 @@ def _states(name: str, states: Any) -> list[Any]:
 
 
 def _on_host(framework: Framework, outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
-    b, s, h, _ = check_states(*_specs(framework, outs, lses))
+    specs = _specs(framework, outs, lses)
+    b, s, h, _ = check_states(*specs)
     views = [as_4d(framework.to_numpy(x)) for x in outs]
     out, lse = reference.merge_states(views, [framework.to_numpy(x).reshape(b, h, s) for x in lses])
-    out_shape, lse_shape = tuple(outs[0].shape), tuple(lses[0].shape)
+    out_shape, lse_shape = specs[0][0].shape, specs[1][0].shape
     return (
         framework.from_numpy(np.asarray(out).reshape(out_shape), like=outs[0]),
         framework.from_numpy(np.asarray(lse).reshape(lse_shape), like=lses[0]),

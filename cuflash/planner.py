@@ -43,6 +43,8 @@ def plan(
         raise ProblemError(f"op={op!r} is not known; give one of {', '.join(OPS)}")
     if op == "lse" and v is not None:
         raise ProblemError("op='lse' takes q and k alone; leave v=None")
+    if op != "forward" and (algorithm != "flash2" or out_dtype is not None):
+        raise ProblemError(f"op={op!r} takes neither algorithm nor out_dtype; leave them out")
     given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
     arguments = Arguments(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype)
     specs = [_spec(name, operand, dtype) for name, operand in given.items()]

@@ -134,7 +134,7 @@ class Problem:
             )
         if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
             raise ProblemError(f"seqlen {max(seqlen_q, seqlen_k)} is over the limit of {MAX_SEQLEN}")
-        if algorithm not in ALGORITHMS:
+        if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
             raise ProblemError(f"algorithm={algorithm!r} is not known; give one of {', '.join(ALGORITHMS)}")
         return cls(
             batch=batch,
@@ -186,6 +186,9 @@ class Problem:
             )
         if spec.shape != shape:
             raise ProblemError(f"{name} has shape {spec.shape}; this problem needs {shape}")
+        repeated = any(stride == 0 and length > 1 for length, stride in zip(shape, spec.strides, strict=True))
+        if name == "out" and repeated and 0 not in shape:
+            raise ProblemError(f"out has shape {shape} and strides {spec.strides}: rows share memory; give a dense out")
         if spec.dtype not in dtypes:
             raise ProblemError(f"{name} has dtype {spec.dtype}; this problem needs {' or '.join(dtypes)}")
 
@@ -198,7 +201,7 @@ class Problem:
 
 def check_dtype(name: str, dtype: str) -> str:
     """`dtype` if it is one that attention is defined for here."""
-    if dtype not in ITEMSIZE:
+    if not isinstance(dtype, str) or dtype not in ITEMSIZE:
         raise ProblemError(f"{name} has dtype {dtype}; give one of {', '.join(ITEMSIZE)} (cast with astype or to)")
     return dtype
 
@@ -228,6 +231,8 @@ def check_states(outs: list[ArraySpec], lses: list[ArraySpec]) -> tuple[int, int
     if not 2 <= len(shape) <= 4:
         raise ProblemError(f"outs[0] has shape {shape}, rank {len(shape)}; give {LAYOUT}")
     b, s, h, d = outs[0].as_4d().shape
+    if h < 1 or d < 1:
+        raise ProblemError(f"outs[0] has shape {shape}; heads and head_dim must be at least 1 (others may be 0)")
     lse_shape = {4: (b, h, s), 3: (h, s), 2: (s,)}[len(shape)]
     lse_dtype = "float64" if outs[0].dtype == "float64" else "float32"
     for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
@@ -281,9 +286,10 @@ def _softcap(softcap: Any) -> float:
 
 
 def _out_dtype(out_dtype: str | None, dtype: str) -> str:
-    if out_dtype is None or out_dtype == dtype:
+    named = isinstance(out_dtype, str)
+    if out_dtype is None or (named and out_dtype == dtype):
         return dtype
-    if out_dtype == "float32" and ITEMSIZE[dtype] == 2:
+    if named and out_dtype == "float32" and ITEMSIZE[dtype] == 2:
         return "float32"
     raise ProblemError(
         f"out_dtype={out_dtype!r} with {dtype} inputs; give None for {dtype}"

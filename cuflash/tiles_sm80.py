@@ -38,16 +38,16 @@ class Tile:
 
 # Head dims in rising order; for one head dim the tile that wants the most shared memory first.
 TILES_16BIT = (
-    Tile(32, 32, 128, 64, 2, 4, 2, True),
+    Tile(32, 32, 128, 64, 2, 4, 3, True),
     Tile(64, 64, 128, 128, 2, 4, 2, qk_unroll=1, flash2_only=True),
     Tile(64, 64, 128, 128, 1, 4, 2, qk_unroll=1, flash2_only=True),
-    Tile(64, 64, 128, 64, 2, 4, 2, True),
+    Tile(64, 64, 128, 64, 2, 4, 2),
     Tile(96, 96, 128, 64, 2, 4, 2),
     Tile(96, 96, 64, 64, 1, 4, 2),
     Tile(128, 128, 128, 48, 2, 4, 2),
     Tile(128, 128, 64, 64, 1, 4, 2),
     Tile(192, 128, 64, 64, 1, 4, 3),
-    Tile(192, 192, 64, 96, 1, 4, 2),
+    Tile(192, 192, 64, 96, 1, 4, 2, flash2_only=True),
     Tile(192, 192, 64, 64, 1, 4, 2),
     Tile(256, 256, 64, 64, 1, 4, 2),
     Tile(512, 256, 64, 32, 1, 4, 1, max_slices=2),

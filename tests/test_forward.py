@@ -189,6 +189,22 @@ def test_gpu_large_scores_stay_exact(dtype: str, pattern: str, algorithm: str) -
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [1.0, 30.0, 1e3, 1e5, 1e8])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gpu_softcap_of_any_size_is_exact(dtype: str, softcap: float) -> None:
+    import cupy
+
+    case = Case("cap", 1, 100, 150, 2, 2, 64, 64, dtype, softcap=softcap)
+    arrays = case.arrays()
+    exact, exact_lse = oracle.attention64(case, *arrays)
+    naive, naive_lse = oracle.naive(case, *arrays)
+    out, lse = cuflash.forward(*map(cupy.asarray, arrays), softcap=softcap, return_lse=True)
+    oracle.assert_close("out", out.get(), exact, naive)
+    # lse is a float32 result of 16-bit inputs too: an error of 1e-6 in a score is an error of 1e-6 in lse.
+    oracle.assert_close("lse", lse.get(), exact_lse, naive_lse, ulps=8, unit=8.0)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
 def test_gpu_float32_error_is_at_most_four_times_that_of_float32_matmul_softmax_matmul(head_dim: int) -> None:
     import cupy
