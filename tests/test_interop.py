@@ -199,6 +199,8 @@ def test_subclasses_belong_to_their_framework_and_other_things_to_none() -> None
 
     assert framework_of("q", np.zeros(3).view(Mine)) is NUMPY
     assert frameworks_of("qk", (np.zeros(3), np.zeros(4))) == (NUMPY, False)
+    with pytest.raises(ProblemError, match="masked array"):
+        framework_of("q", np.ma.masked_array(np.zeros(3)))
     for thing in ([1.0], None, 3.0, "q"):
         with pytest.raises(ProblemError, match="q is a"):
             framework_of("q", thing)
