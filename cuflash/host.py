@@ -15,7 +15,7 @@ from .problem import Arguments, Problem
 def judge(framework: Framework, arrays: tuple[Any, ...], arguments: Arguments) -> Problem:
     """The problem of q, k and perhaps v, whatever their strides."""
     specs = [framework.spec(name, array) for name, array in zip("qkv", arrays, strict=False)]
-    return Problem.of(specs[0], specs[1], specs[2] if len(specs) == 3 else None, **arguments._asdict())
+    return Problem.of_call(specs, arguments)
 
 
 def views(framework: Framework, *arrays: Any) -> list[np.ndarray[Any, Any]]:
@@ -29,7 +29,7 @@ def forward(
     """(out, lse) by `run`, a function of (problem, q, k, v) on 4-D NumPy arrays."""
     problem = judge(framework, arrays, arguments)
     if out is not None:
-        problem.check_operand("out", framework.spec("out", out), problem.out_shape, problem.out_dtype)
+        problem.check_out(framework.spec("out", out))
         target = writable(framework, out)
         if any(np.shares_memory(target, framework.to_numpy(x)) for x in arrays):
             raise ProblemError("out shares memory with an input; give an out of its own memory")

@@ -122,7 +122,6 @@ def cubin_path(variant: Variant) -> Path:
         _write(path, cubin)
         return path
     except OSError as error:
-        temporary.parent.mkdir(mode=0o700, exist_ok=True)  # why: what cleans /tmp may have been faster
         _warn_unwritable(str(cache_dir()), error.strerror or type(error).__name__)
         _write(temporary, cubin)
         return temporary
@@ -211,7 +210,9 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 def _scratch_dir() -> Path:
     """A private folder of this process, for when the cache folder cannot be written."""
-    return Path(_scratch().name)
+    folder = Path(_scratch().name)
+    folder.mkdir(mode=0o700, exist_ok=True)  # why: what cleans temporary files may have taken it away
+    return folder
 
 
 @cache

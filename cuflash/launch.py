@@ -116,11 +116,11 @@ def _prepare(framework: GpuFramework, op: str, arrays: tuple[Any, ...], out: Any
     specs = [framework.spec(name, array) for name, array in zip("qkv", arrays, strict=False)]
     copies = [_has_gaps(spec) for spec in specs]
     dense = [_densed(spec) if copy else spec for spec, copy in zip(specs, copies, strict=True)]
-    problem = Problem.of(dense[0], dense[1], dense[2] if len(dense) == 3 else None, **arguments._asdict())
+    problem = Problem.of_call(dense, arguments)
     out_spec = ArraySpec.dense(problem.out_shape, problem.out_dtype)
     if out is not None:
         given = framework.spec("out", out)
-        problem.check_operand("out", given, problem.out_shape, problem.out_dtype)
+        problem.check_out(given)
         specs.append(given)
         copies.append(_has_gaps(given))
         out_spec = out_spec if copies[-1] else given

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -97,13 +96,10 @@ class Mask:
 
 
 def _integer(name: str, value: Any) -> int:
-    try:
-        # why: an array that is an index is hashed by identity, and a cached launch would not see it change.
-        if isinstance(value, (bool, np.bool_)) or not isinstance(value, Integral):
-            raise TypeError
-        return index(value)
-    except TypeError:
-        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give an integer") from None
+    # why: not whatever has __index__: an array is hashed by identity, and a cached launch would not see it change.
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give an integer")
+    return int(value)
 
 
 def _window(window_size: Any) -> tuple[int | None, int | None]:

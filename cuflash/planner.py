@@ -48,7 +48,7 @@ def plan(
     given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
     arguments = Arguments(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype)
     specs = [_spec(name, operand, dtype) for name, operand in given.items()]
-    problem = Problem.of(specs[0], specs[1], specs[2] if len(specs) == 3 else None, **arguments._asdict())
+    problem = Problem.of_call(specs, arguments)
     return make_plan(problem, op, _device(device, problem, isinstance(q, tuple)))
 
 

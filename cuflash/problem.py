@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
@@ -158,6 +159,11 @@ class Problem:
             strides=tuple(spec.strides for spec in operands),
         )
 
+    @classmethod
+    def of_call(cls, specs: Sequence[ArraySpec], arguments: Arguments) -> Problem:
+        """`of` for the operands of a public call: q, k and, but for lse, v."""
+        return cls.of(specs[0], specs[1], specs[2] if len(specs) == 3 else None, **arguments._asdict())
+
     @property
     def out_shape(self) -> tuple[int, ...]:
         """Shape of out in the caller's rank."""
@@ -178,6 +184,15 @@ class Problem:
         """Multiplications and additions of the two products over the visible pairs (one product for lse)."""
         return 2 * self.batch * self.heads_q * self.mask.num_visible() * (self.head_dim + self.head_dim_v)
 
+    def check_out(self, spec: ArraySpec) -> None:
+        """Judges the `out` that a call is to write to."""
+        self.check_operand("out", spec, self.out_shape, self.out_dtype)
+        repeated = any(stride == 0 and length > 1 for length, stride in zip(spec.shape, spec.strides, strict=True))
+        if repeated and 0 not in spec.shape:
+            raise ProblemError(
+                f"out has shape {spec.shape} and strides {spec.strides}: rows share memory; give a dense out"
+            )
+
     def check_operand(self, name: str, spec: ArraySpec, shape: tuple[int, ...], *dtypes: str) -> None:
         """Judges a further array of the call (`out`, `dout`, `lse` …) against this problem."""
         if spec.framework != self.framework or spec.device != self.device:
@@ -186,9 +201,6 @@ class Problem:
             )
         if spec.shape != shape:
             raise ProblemError(f"{name} has shape {spec.shape}; this problem needs {shape}")
-        repeated = any(stride == 0 and length > 1 for length, stride in zip(shape, spec.strides, strict=True))
-        if name == "out" and repeated and 0 not in shape:
-            raise ProblemError(f"out has shape {shape} and strides {spec.strides}: rows share memory; give a dense out")
         if spec.dtype not in dtypes:
             raise ProblemError(f"{name} has dtype {spec.dtype}; this problem needs {' or '.join(dtypes)}")
 

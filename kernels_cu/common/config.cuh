@@ -18,7 +18,8 @@ constexpr int kChunkElements = 16 / kElementBytes;  // one 128-bit access
 constexpr int kOutBytes = kOutDType == DType::kFloat32 ? 4 : 2;
 static_assert(kOutDType == kDType || kOutDType == DType::kFloat32, "out has the input dtype or float32");
 
-#ifdef CUFLASH_HEAD_DIM                        // kernels that work on tiles
+// Kernels that work on tiles.
+#ifdef CUFLASH_HEAD_DIM
 constexpr int kHeadDim = CUFLASH_HEAD_DIM;     // columns of q and k in shared memory; the caller's may be fewer
 constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;  // columns of v and out that one block owns; 0 without v
 constexpr int kBlockQ = CUFLASH_BLOCK_Q;       // query rows of a block

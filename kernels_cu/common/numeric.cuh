@@ -30,7 +30,8 @@ __device__ __forceinline__ float softcap_tanh(float x) {
   if constexpr (kDType == DType::kFloat32) {
     return tanhf(x);
   } else {
-    // why: a large cap multiplies the absolute error of the exp2 form; near 0 three terms of the series are exact enough.
+    // why: a large cap multiplies the absolute error of the exp2 form; near 0 three terms of the series are exact
+    // enough.
     const float square = x * x;
     const float series = x * fmaf(square, fmaf(square, 2.0f / 15.0f, -1.0f / 3.0f), 1.0f);
     const float direct = 1.0f - 2.0f * rcp_approx(1.0f + exp2_approx(x * 2.885390081777926815f));

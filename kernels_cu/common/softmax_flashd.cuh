@@ -30,8 +30,8 @@ struct SoftmaxFlashD {
         // lse + softplus(difference) = the larger lse + log2(1 + 2^-|difference|)
         if (!(difference < 0.0f)) base[r] = shift, rest[r] = rest_tile;
         rest[r] += log2_approx(1.0f + exp2_approx(-fabsf(difference)));
-        scale_row(s[r / 2], r % 2,
-                  w * rcp_approx(tile_sum));  // w e^(s - lse_tile), as e^(tile_max - lse_tile) = 1 / tile_sum
+        // w e^(s - lse_tile), as e^(tile_max - lse_tile) = 1 / tile_sum
+        scale_row(s[r / 2], r % 2, w * rcp_approx(tile_sum));
       }
       o_scale[r] = 1.0f - w;
     }
