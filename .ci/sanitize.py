@@ -22,9 +22,11 @@ from cuflash import device, jit, launch, tiles_sm80
 from cuflash.bench.cases import CASES, Case
 from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
-from cuflash.plan import Variant, merge_plan, plan
+from cuflash.plan import Plan, Variant, merge_plan, plan
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
+BACKWARD = {"backward": False, "backward_deterministic": True}  # and whether it is deterministic
+Call = tuple[Device, Case, str]  # on which GPU, and an algorithm of forward or a key of BACKWARD
 
 
 def devices() -> list[Device]:
@@ -40,58 +42,86 @@ def devices() -> list[Device]:
 
 def tile_cases() -> Iterator[Case]:
     """For each pair of head dims in the tables: aligned and causal, then one less with a window, softcap and GQA."""
-    for dtype, tiles in tiles_sm80.TILES.items():
-        for d, dv in dict.fromkeys((tile.head_dim, tile.head_dim_v * tile.max_slices) for tile in tiles):
+    for dtype, forward in tiles_sm80.TILES.items():
+        pairs = [(tile.head_dim, tile.head_dim_v * tile.max_slices) for tile in forward]
+        pairs += [(t.head_dim, t.head_dim_v) for t in (*tiles_sm80.BACKWARD[dtype], *tiles_sm80.DQ[dtype])]
+        for d, dv in dict.fromkeys(pairs):
             yield Case(f"{dtype}_{d}_{dv}", 1, 131, 197, 1, 1, d, dv, dtype, causal=True)
             yield Case(f"{dtype}_{d - 1}_{dv - 1}", 1, 70, 150, 2, 1, d - 1, dv - 1, dtype, False, (90, 20), 60, 15.0)
 
 
-def work() -> list[tuple[Device, Case, str]]:
-    """(device, case, algorithm) of every call; a device that gets the tile of a larger one adds nothing."""
-    here = device.query(0)
-    calls = [(here, case, "flash2") for case in CASES]
-    seen = set()
+def plans(gpu: Device, case: Case, how: str) -> list[Plan]:
+    """Of the library calls that `call` makes."""
+    if how in BACKWARD:
+        return [plan(case.problem(), "backward", gpu, BACKWARD[how])]
+    ops = ("forward", "lse") if how == "flash2" else ("forward",)
+    return [plan(case.problem(how), op, gpu) for op in ops]
+
+
+def work() -> list[Call]:
+    """All calls; a device that gets the kernels of a larger one adds nothing."""
+    calls = [(device.query(0), case, how) for case in CASES for how in ("flash2", *BACKWARD)]
     for gpu, case in itertools.product(devices(), tile_cases()):
         # why: float16 and bfloat16 differ in single instructions, so one of them stands for both with flashd.
-        for algorithm in ALGORITHMS[:2] if case.dtype == "float16" else ALGORITHMS:
-            with contextlib.suppress(UnsupportedError):  # the largest head dims do not fit the smallest GPUs
-                key = case.name, plan(case.problem(algorithm), "forward", gpu).variant
-                if key not in seen:
-                    seen.add(key)
-                    calls.append((gpu, case, algorithm))
-    return calls
+        algorithms = ALGORITHMS[:2] if case.dtype == "float16" else ALGORITHMS
+        calls += [(gpu, case, how) for how in (*algorithms, *BACKWARD)]
+    found: dict[tuple[Any, ...], Call] = {}
+    for gpu, case, how in calls:
+        with contextlib.suppress(UnsupportedError):  # the largest head dims do not fit the smallest GPUs, or backward
+            variants = [launch.variant for made in plans(gpu, case, how) for launch in made.launches]
+            found.setdefault((case, how, *variants), (gpu, case, how))
+    return list(found.values())
 
 
 def variants() -> list[Variant]:
     """All that `run` launches, but for the few kernels of `merge_and_views`."""
-    found = set()
-    for gpu, case, algorithm in work():
-        found |= {plan(case.problem(algorithm), op, gpu).variant for op in ("forward", "lse")}
-    found |= {merge_plan(dtype, (1, 1, 1, 64), device.query(0)).variant for dtype in tiles_sm80.TILES}
-    return [variant for variant in found if variant is not None]
+    made = [made for call in work() for made in plans(*call)]
+    made += [merge_plan(dtype, (1, 1, 1, 64), device.query(0)) for dtype in tiles_sm80.TILES]
+    return list({launch.variant: None for each in made for launch in each.launches})
+
+
+def unreached(wanted: list[Variant]) -> list[str]:
+    """Rows of the tables that no call gets on this GPU."""
+    reached = {(variant.dtype, variant.tile) for variant in wanted}
+    rows: list[tuple[str, Any]] = []
+    for dtype in tiles_sm80.TILES:
+        rows += [(dtype, row) for row in (*tiles_sm80.TILES[dtype], *tiles_sm80.DQ[dtype])]
+        rows += [(dtype, replace(row, with_dq=dq)) for row in tiles_sm80.BACKWARD[dtype] for dq in (True, False)]
+    return [f"{dtype} {row}" for dtype, row in rows if (dtype, row) not in reached]
 
 
 def run() -> None:
-    """Calls forward and lse for all of `work`, then merge, and reads every result."""
+    """Makes all calls of `work`, then merges, and reads every result."""
     cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
     query = device.query
-    for count, (gpu, case, algorithm) in enumerate(work()):
+    for count, (gpu, case, how) in enumerate(work()):
         device.query = lambda ordinal, gpu=gpu: gpu
         launch._launchers.clear()
-        q, k, v = (cupy.asarray(x) for x in case.arrays())
-        options = case.arguments()
-        check(case, *cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True, **options))
-        if algorithm == "flash2":
-            check(case, cuflash.lse(q, k, **options))
+        call(case, how)
         if count % 20 == 0:
-            print(f"{count}: {case.name} {algorithm}", flush=True)
+            print(f"{count}: {case.name} {how}", flush=True)
     device.query = query
     launch._launchers.clear()
     merge_and_views()
 
 
+def call(case: Case, how: str) -> None:
+    """Forward and lse, or backward of a loss that is half the square of out, and with a window that of lse, too."""
+    q, k, v = (cupy.asarray(x) for x in case.arrays())
+    options = case.arguments()
+    if how not in BACKWARD:
+        check(case, *cuflash.forward(q, k, v, algorithm=how, return_lse=True, **options))
+        if how == "flash2":
+            check(case, cuflash.lse(q, k, **options))
+        return
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **options)
+    dlse = None if case.window_size == (-1, -1) else lse.copy()
+    more = options | {"dlse": dlse, "deterministic": BACKWARD[how]}
+    check(case, *cuflash.backward(out.copy(), q, k, v, out, lse, **more))
+
+
 def merge_and_views() -> None:
-    """Merging in each dtype and alignment, slices of keys, rows that are not aligned, and results in float32."""
+    """Merging in each dtype and alignment, slices of keys, rows that are not aligned, and out in float32."""
     for dtype, head_dim in itertools.product(tiles_sm80.TILES, (64, 33)):
         case = Case("merge", 2, 65, 40, 3, 3, head_dim, head_dim, dtype)
         q, k, v = (cupy.asarray(x) for x in case.arrays())
@@ -100,7 +130,8 @@ def merge_and_views() -> None:
         wide = [cupy.asarray(x) for x in replace(case, head_dim=head_dim + 1, head_dim_v=head_dim + 1).arrays()]
         check(case, cuflash.forward(*(x[..., 1:] for x in wide), causal=True))
         if dtype != "float32":
-            check(case, cuflash.forward(q, k, v, out_dtype="float32"))
+            out, lse = cuflash.forward(q, k, v, return_lse=True, out_dtype="float32")
+            check(case, out, *cuflash.backward(q.copy(), q, k, v, out, lse))
 
 
 def check(case: Case, *results: Any) -> None:
@@ -113,11 +144,8 @@ def check(case: Case, *results: Any) -> None:
 def main() -> None:
     started = time.perf_counter()
     wanted = variants()
-    reached = {(variant.dtype, variant.tile) for variant in wanted}
-    for dtype, tiles in tiles_sm80.TILES.items():
-        for tile in tiles:
-            if (dtype, tile) not in reached:
-                print(f"not reached on this GPU: {dtype} {tile}")
+    for row in unreached(wanted):
+        print(f"not reached on this GPU: {row}")
     if sys.argv[1:] == ["compile"]:
         with ThreadPoolExecutor() as pool:
             list(pool.map(jit.cubin_path, wanted))

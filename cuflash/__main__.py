@@ -1,28 +1,36 @@
-"""`python -m cuflash info` and `python -m cuflash bench`."""
+"""`python -m cuflash info`, `python -m cuflash warmup` and `python -m cuflash bench`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-from . import __version__, info
+from . import __version__, info, warmup
 from .bench import run
-from .errors import UnsupportedError
+from .errors import ProblemError, UnsupportedError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a subcommand; the exit code is 0 if all is well, 1 if a benchmark found a wrong output, 2 for bad usage."""
+    """Runs a subcommand; the exit code is 0 if all is well, 2 for bad usage.
+
+    It is 1 if a benchmark found a wrong output, if a kernel did not compile, or if this machine cannot run the command.
+    """
     parser = argparse.ArgumentParser(prog="cuflash", description="FlashAttention for every array library.")
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("info", help="versions, GPUs and the kernel cache", description=info.__doc__)
+    warmup.add_options(
+        commands.add_parser("warmup", help="compile kernels before they are called", description=warmup.__doc__)
+    )
     run.add_options(commands.add_parser("bench", help="time cuflash and its peers", description=run.__doc__))
     options = parser.parse_args(arguments)
     if options.command == "info":
         print(info.text())
         return 0
     try:
-        return run.main(options)
+        return warmup.main(options) if options.command == "warmup" else run.main(options)
+    except ProblemError as error:
+        parser.error(str(error))
     except UnsupportedError as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return 1

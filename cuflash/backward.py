@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import device, host, reference
+import numpy as np
+
+from . import device, host, params, reference
 from .errors import ProblemError
-from .interop import frameworks_of
+from .interop import Exchanged, Framework, GpuFramework, cupy, frameworks_of
+from .launch import Kernels, cached, densed, has_gaps, log_plan
 from .mask import WindowSize
 from .plan import plan
-from .problem import Arguments
+from .problem import Arguments, ArraySpec, Problem
+
+NAMES = ("q", "k", "v", "dout", "out", "lse", "dlse")
+_BITS = tuple(1 << n for n in range(8))  # of the operands in `BackwardParams.aligned`
 
 
 def backward(
@@ -31,33 +37,108 @@ def backward(
     """Gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`, with nothing of size seqlen_q x seqlen_k kept.
 
     q, k, v and the mask and scale arguments are those of `forward`, out and lse its results (of any `algorithm`, or of
-    `merge_states`); dout has the shape and dtype of out, dlse (optional) of lse. dq, dk, dv have the shapes and dtype
-    of q, k, v. A query that sees no key has gradient 0. `deterministic=True` asks for bitwise repeatable results;
-    NumPy's always are. Runs on arrays in host memory; GPU arrays raise UnsupportedError in this version.
+    `merge_states`); out may be float32 where q is not. dout has the shape of out and the dtype of q, dlse (optional)
+    those of lse. dq, dk, dv have the shapes and dtype of q, k, v. A query that sees no key has gradient 0.
+
+    `deterministic=True` asks for bitwise repeatable results; NumPy's always are. On a GPU dq is otherwise added up in
+    no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and where few keys
+    serve large groups of heads dk and dv are summed from float32 parts; the deterministic kernels compute the scores
+    twice instead and take about a third longer. Head dims up to 256 on a GPU; float16 needs
+    |p (dout vᵀ - delta)| < 65504 there, as it is rounded to the inputs' dtype: scale a large loss down, or take
+    bfloat16. Errors as in `forward`.
 
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     arguments = Arguments(softmax_scale, causal, window_size, diagonal_offset, softcap)
-    if not isinstance(deterministic, bool):
+    if not isinstance(deterministic, (bool, np.bool_)):
         raise ProblemError(f"deterministic={deterministic!r} is a {type(deterministic).__name__}; give True or False")
-    given = {"dout": dout, "out": out, "lse": lse} | ({} if dlse is None else {"dlse": dlse})
-    framework, on_gpu = frameworks_of(("q", "k", "v", *given), (q, k, v, *given.values()))
-    problem = host.judge(framework, (q, k, v), arguments)
-    lse_dtype = "float64" if problem.dtype == "float64" else "float32"
-    for name, array in given.items():
-        shape, dtype = (
-            (problem.lse_shape, lse_dtype) if name in ("lse", "dlse") else (problem.out_shape, problem.out_dtype)
-        )
-        problem.check_operand(name, framework.spec(name, array), shape, dtype)
-    if on_gpu:
-        assert problem.ordinal is not None
-        plan(problem, "backward", device.query(problem.ordinal))  # says what is not supported
-    arrays = host.views(framework, dout, q, k, v, out)
+    arrays = (q, k, v, dout, out, lse) if dlse is None else (q, k, v, dout, out, lse, dlse)
+    framework, on_gpu = frameworks_of(NAMES[: len(arrays)], arrays)
+    if not on_gpu:
+        return _on_host(framework, arrays, arguments)
+    if isinstance(framework, GpuFramework):
+        return _on_gpu(framework, arrays, arguments, bool(deterministic))
+    assert isinstance(framework, Exchanged)
+    exchanged = tuple(map(framework.to_cupy, arrays))
+    dq, dk, dv = map(framework.from_cupy, _on_gpu(cupy(), exchanged, arguments, bool(deterministic)))
+    return dq, dk, dv
+
+
+def _on_host(framework: Framework, arrays: tuple[Any, ...], arguments: Arguments) -> tuple[Any, Any, Any]:
+    specs = {name: framework.spec(name, x) for name, x in zip(NAMES, arrays, strict=False)}
+    problem = Problem.of_gradients(specs, arguments)
+    q, k, v, dout, out = host.views(framework, *arrays[:5])
     lse_shape = (problem.batch, problem.heads_q, problem.seqlen_q)
-    lses = [None if x is None else framework.to_numpy(x).reshape(lse_shape) for x in (lse, dlse)]
-    gradients = reference.backward(problem, *arrays, *lses)
+    lses = [framework.to_numpy(x).reshape(lse_shape) for x in arrays[5:]]
+    gradients = reference.backward(problem, dout, q, k, v, out, *lses)
     dq, dk, dv = (
-        framework.from_numpy(gradient.reshape(framework.spec(name, like).shape), like=like)
-        for name, gradient, like in zip("qkv", gradients, (q, k, v), strict=True)
+        framework.from_numpy(gradient.reshape(specs[name].shape), like=like)
+        for name, gradient, like in zip("qkv", gradients, arrays, strict=False)
     )
+    return dq, dk, dv
+
+
+class BackwardLauncher:
+    """One problem on one GPU, with what a call repeats: kernels, packed parameters and the workspace's layout."""
+
+    def __init__(
+        self, framework: GpuFramework, arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool
+    ) -> None:
+        given = {name: framework.spec(name, x) for name, x in zip(NAMES, arrays, strict=False)}
+        # why: the kernels know no strides of lse and dlse.
+        copied = {name: spec != densed(spec) if "lse" in name else has_gaps(spec) for name, spec in given.items()}
+        self.copies = list(copied.values())
+        specs = {name: densed(spec) if copied[name] else spec for name, spec in given.items()}
+        problem = Problem.of_gradients(specs, arguments)
+        assert problem.ordinal is not None
+        self.ordinal = problem.ordinal
+        self.dtype, self.shapes = problem.dtype, [specs[name].shape for name in "qkv"]
+        self.plan = plan(problem, "backward", device.query(self.ordinal), deterministic)
+        self.workspace = (self.plan.workspace_bytes // 4,)  # floats
+        self._parts = self.plan.workspace
+        operands = [specs[name] for name in NAMES[:5]]
+        operands += [ArraySpec.dense(shape, problem.dtype) for shape in self.shapes]  # dq, dk, dv
+        strides = [spec.as_4d().strides for spec in operands]
+        self._misaligning = [params.misaligning_bits(x, spec.dtype) for x, spec in zip(strides, operands, strict=True)]
+        packed = params.pack_backward(problem, self.plan, strides[3:])
+        self._kernels = Kernels(self.plan.launches, self.ordinal, packed)
+        log_plan("backward", self.plan)
+
+    def run(self, operands: tuple[int, ...], lse: int, dlse: int, workspace: int, stream: int) -> None:
+        """Launches on the current device; `operands` point to q, k, v, dout, out, dq, dk, dv."""
+        aligned = 0
+        for pointer, misaligning, bit in zip(operands, self._misaligning, _BITS, strict=True):
+            if not pointer & misaligning:
+                aligned |= bit
+        parts = [workspace + begin if begin >= 0 else 0 for begin in self._parts]
+        self._kernels.parameters.write(params.BACKWARD, (*operands, lse, dlse, *parts), aligned)
+        self._kernels.launch(stream)
+
+
+def _on_gpu(
+    framework: GpuFramework, arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool
+) -> tuple[Any, Any, Any]:
+    found = cached(
+        framework,
+        ("backward", deterministic),
+        arrays,
+        arguments,
+        lambda: BackwardLauncher(framework, arrays, arguments, deterministic),
+    )
+    ordinal = found.ordinal
+    with framework.device(ordinal):
+        if True in found.copies:
+            arrays = tuple(framework.dense(x) if copy else x for x, copy in zip(arrays, found.copies, strict=True))
+        empty, dtype = framework.empty, found.dtype
+        dq, dk, dv = [empty(shape, dtype, ordinal) for shape in found.shapes]
+        workspace = empty(found.workspace, "float32", ordinal)
+        inputs, gradients = map(framework.pointer, arrays), map(framework.pointer, (dq, dk, dv))
+        q, k, v, dout, out, lse, *dlse = inputs
+        found.run(
+            (q, k, v, dout, out, *gradients),
+            lse,
+            dlse[0] if dlse else 0,
+            framework.pointer(workspace),
+            framework.stream(ordinal),
+        )
     return dq, dk, dv

@@ -46,7 +46,14 @@ def named(arch: str) -> Device:
         return KNOWN[arch]
     except (KeyError, TypeError):
         known = ", ".join(KNOWN)
-        raise ProblemError(f"device={arch!r} is not known; give one of {known}, or pass GPU arrays") from None
+        raise ProblemError(f"device={arch!r} is not known; give a GPU such as cuda:0, or one of {known}") from None
+
+
+def of_name(name: str) -> Device:
+    """The device called "cuda:0", which is queried, or "sm_90", which needs no GPU."""
+    if isinstance(name, str) and name.startswith("cuda:") and name.removeprefix("cuda:").isdecimal():
+        return query(int(name.removeprefix("cuda:")))
+    return named(name)
 
 
 @cache

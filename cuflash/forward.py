@@ -74,7 +74,7 @@ def _on_gpu(
     found = launcher(framework, "forward", arrays, out, arguments)
     ordinal, pointer = found.ordinal, framework.pointer
     with framework.device(ordinal):
-        if found.plan.variant is None:
+        if not found.plan.launches:
             return _standard(framework, found, arrays, out)
         if True in found.copies:
             arrays = found.dense(framework, arrays)

@@ -107,13 +107,17 @@ def cache_dir() -> Path:
     return Path(chosen) if chosen else user_cache_path("cuflash", appauthor=False)
 
 
+def is_cached(variant: Variant) -> bool:
+    """Whether the disk cache holds a sound cubin of the variant, so that no process needs to compile it."""
+    return _is_sound(_cached_path(variant))
+
+
 def cubin_path(variant: Variant) -> Path:
     """A file that holds the variant's cubin, from the disk cache if a sound one is there, else compiled."""
-    name = f"{variant.name}.{_supported_arch(variant.arch)}.{_digest(variant)}.cubin"
-    path = cache_dir() / name
+    path = _cached_path(variant)
     if _is_sound(path):
         return path
-    temporary = _scratch_dir() / name
+    temporary = _scratch_dir() / path.name
     if _is_sound(temporary):
         return temporary
     cubin, _ = compile_variant(variant)
@@ -176,6 +180,10 @@ def _supported_arch(arch: str) -> str:
     return f"sm_{max(older)}"
 
 
+def _cached_path(variant: Variant) -> Path:
+    return cache_dir() / f"{variant.name}.{_supported_arch(variant.arch)}.{_digest(variant)}.cubin"
+
+
 def _digest(variant: Variant) -> str:
     digest = hashlib.sha256(repr((options(variant), nvrtc_version())).encode())
     root = source_root()
@@ -210,7 +218,8 @@ def _scratch() -> tempfile.TemporaryDirectory[str]:
 
 def _scratch_dir() -> Path:
     """A private folder of this process, for when the cache folder cannot be written."""
-    folder = Path(_scratch().name)
+    with _lock:  # why: of two folders made at once, the one that is not kept is removed with what is in it
+        folder = Path(_scratch().name)
     folder.mkdir(mode=0o700, exist_ok=True)  # why: what cleans temporary files may have taken it away
     return folder
 

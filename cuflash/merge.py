@@ -10,7 +10,7 @@ import numpy as np
 from . import device, params, reference
 from .errors import ProblemError, UnsupportedError
 from .interop import Exchanged, Framework, GpuFramework, as_4d, cupy, frameworks_of
-from .launch import Kernel
+from .launch import Kernels
 from .plan import merge_plan
 from .problem import check_states
 
@@ -63,7 +63,7 @@ def _on_gpu(framework: GpuFramework, outs: list[Any], lses: list[Any]) -> tuple[
     specs = _specs(framework, outs, lses)
     shape = check_states(*specs)
     ordinal, dtype = framework.ordinal(outs[0]), specs[0][0].dtype
-    plan = merge_plan(dtype, shape, device.query(ordinal))
+    launches = merge_plan(dtype, shape, device.query(ordinal)).launches
     if len(outs) > params.MAX_MERGE_STATES:
         raise UnsupportedError(
             f"{len(outs)} states; one call merges at most {params.MAX_MERGE_STATES} on a GPU. Merge groups of them, "
@@ -78,7 +78,7 @@ def _on_gpu(framework: GpuFramework, outs: list[Any], lses: list[Any]) -> tuple[
             packed = params.pack_merge(
                 list(map(pointer, outs)), list(map(pointer, lses)), pointer(out), pointer(lse), shape, dtype
             )
-            Kernel(plan, ordinal, packed).launch(framework.stream(ordinal))
+            Kernels(launches, ordinal, packed).launch(framework.stream(ordinal))
     return out, lse
 
 

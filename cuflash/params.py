@@ -5,23 +5,35 @@ Constants of a problem are packed once; per call only pointers, and the alignmen
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
 
-from .plan import PARAMS_BYTES, Plan
+from .plan import PARAMS_BYTES, Plan, stats_rows
 from .problem import ITEMSIZE, Problem
+from .tiles_sm80 import BackwardTile
 
 LOG2_E = 1.4426950408889634
 Strides = tuple[int, ...]
 
+class Layout(NamedTuple):
+    """Where a struct has what changes from call to call."""
+
+    pointers: tuple[int, ...]  # in 8-byte words
+    aligned: int  # in 4-byte words
+
+
 # Operand q, k, v, out (pointer and the strides of batch, seqlen, heads); lse; 12 ints; 2 floats; aligned; padding.
 _FORWARD = struct.Struct("<" + 4 * "Q3q" + "Q" + "12i" + "2f" + "2i")
-_POINTER_OFFSETS = (0, 32, 64, 96, 128)
-_POINTER = struct.Struct("<Q")
-_ALIGNED = struct.Struct("<i")
-_ALIGNED_OFFSET = 192
+FORWARD = Layout((0, 4, 8, 12, 16), 48)
 assert _FORWARD.size == PARAMS_BYTES["forward"]
+
+# Operand q, k, v, dout, out, dq, dk, dv; lse, dlse, stats, dq_acc, dk_acc, dv_acc; 21 ints; 3 floats; aligned; padding.
+_BACKWARD = struct.Struct("<" + 8 * "Q3q" + "6Q" + "21i" + "3f" + "2i")
+BACKWARD = Layout((*range(0, 32, 4), *range(32, 38)), 100)
+assert _BACKWARD.size == PARAMS_BYTES["backward"]
 
 MAX_MERGE_STATES = 248  # the struct stays within the 4 KiB of parameters that every architecture takes
 # Pointers of outs and lses; out, lse; elements of an out; head_dim_v, heads, seqlen, number of states, vector; padding.
@@ -29,17 +41,32 @@ _MERGE = struct.Struct(f"<{2 * MAX_MERGE_STATES}Q" + "2Q" + "q" + "6i")
 assert _MERGE.size == PARAMS_BYTES["merge"]
 
 
+class Parameters:
+    """A packed struct in memory that stays where it is. What changes from call to call is written in place."""
+
+    def __init__(self, packed: bytes) -> None:
+        memory = bytearray(packed)
+        self._owner = (ctypes.c_char * len(memory)).from_buffer(memory)
+        self.address = ctypes.addressof(self._owner)
+        self._words, self._ints = memoryview(memory).cast("Q"), memoryview(memory).cast("i")
+
+    def write(self, layout: Layout, pointers: Sequence[int], aligned: int) -> None:
+        """The pointers in the struct's order, and which operands allow 16-byte accesses (bit 0 is the first)."""
+        words = self._words
+        for at, pointer in zip(layout.pointers, pointers, strict=True):
+            words[at] = pointer
+        self._ints[layout.aligned] = aligned
+
+    def __bytes__(self) -> bytes:
+        return bytes(self._words)
+
+
 def pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
     """The bytes of `ForwardParams` with null pointers; `out_strides` are those of the 4-D out in elements."""
     mask = problem.mask
-    key_begin, key_end = mask.key_range(0, problem.seqlen_q)
     strides = [*problem.strides, *([(0, 0, 0, 1)] * (3 - len(problem.strides))), out_strides]
-    operands: list[int] = []
-    for operand in strides:
-        operands += [0, operand[0], operand[1], operand[2]]
-    capped = problem.softcap > 0.0
     return _FORWARD.pack(
-        *operands,
+        *_operands(strides),
         0,
         problem.seqlen_q,
         problem.seqlen_k,
@@ -49,27 +76,69 @@ def pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
         problem.head_dim_v,
         mask.lo,
         mask.hi,
-        key_begin,
-        key_end,
+        *mask.key_range(0, problem.seqlen_q),
         plan.num_q_blocks,
         plan.num_slices,
-        (problem.softcap if capped else problem.softmax_scale) * LOG2_E,
-        problem.softmax_scale / problem.softcap if capped else 0.0,
+        *_scales(problem),
         0,
         0,
     )
 
 
-def write_pointers(buffer: Any, pointers: tuple[int, int, int, int, int], aligned: int) -> None:
-    """Writes q, k, v, out, lse and which of the first four allow 16-byte accesses (bits 0 to 3) into packed bytes."""
-    for offset, pointer in zip(_POINTER_OFFSETS, pointers, strict=True):
-        _POINTER.pack_into(buffer, offset, pointer)
-    _ALIGNED.pack_into(buffer, _ALIGNED_OFFSET, aligned)
+def pack_backward(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> bytes:
+    """The bytes of `BackwardParams` with null pointers; `strides` of the 4-D dout, out, dq, dk and dv in elements."""
+    mask = problem.mask
+    assert plan.variant is not None
+    tile = plan.variant.tile
+    assert isinstance(tile, BackwardTile)
+    return _BACKWARD.pack(
+        *_operands([*problem.strides, *strides]),
+        *[0] * 6,
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.heads_q,
+        problem.heads_q // problem.heads_kv,
+        problem.head_dim,
+        problem.head_dim_v,
+        mask.lo,
+        mask.hi,
+        *mask.key_range(0, problem.seqlen_q),
+        *mask.row_range(0, problem.seqlen_k),
+        plan.num_q_blocks,
+        plan.num_slices,
+        -(-problem.seqlen_k // tile.block_k),
+        plan.num_splits,
+        plan.heads_together,
+        stats_rows(problem),
+        tile.head_dim,
+        tile.head_dim_v,
+        problem.softmax_scale,
+        *_scales(problem),
+        0,
+        0,
+    )
+
+
+def _operands(strides: Sequence[Strides]) -> list[int]:
+    return [number for operand in strides for number in (0, *operand[:3])]
+
+
+def _scales(problem: Problem) -> tuple[float, float]:
+    """scale_log2 and softcap_scale."""
+    if problem.softcap > 0.0:
+        return problem.softcap * LOG2_E, problem.softmax_scale / problem.softcap
+    return problem.softmax_scale * LOG2_E, 0.0
 
 
 def allows_vectors(strides: Strides, dtype: str) -> bool:
     """Whether every row of an operand starts at a multiple of 16 bytes once its pointer does."""
     return all(stride * ITEMSIZE[dtype] % 16 == 0 for stride in strides[:-1])
+
+
+def misaligning_bits(strides: Strides, dtype: str) -> int:
+    """Bits of a pointer that forbid 16-byte accesses: the low four, or any where the strides forbid them already."""
+    return 15 if allows_vectors(strides, dtype) else -1
 
 
 def pack_merge(

@@ -1,4 +1,7 @@
-"""What would run: `Variant` (what is compiled) and `Plan` (variant, grid, memory). Pure functions of a `Problem`."""
+"""What would run: `Variant` (what is compiled), `Launch` (its grid) and `Plan` (launches, memory).
+
+Pure functions of a `Problem`.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,22 @@ from . import tiles_sm80
 from .device import Device
 from .errors import UnsupportedError
 from .problem import ITEMSIZE, Problem
-from .tiles_sm80 import Tile
+from .tiles_sm80 import BackwardTile, Tile
 
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2}
 DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 ALGORITHM_CODES = {"flash1": 1, "flash2": 2, "flashd": 3}
-PARAMS_BYTES = {"forward": 200, "lse": 200, "merge": 4016}
+BACKWARD_OPS = ("delta", "backward", "backward_dkdv", "backward_dq", "convert")  # kernels with one parameter struct
+PARAMS_BYTES = {"forward": 200, "lse": 200, "merge": 4016} | dict.fromkeys(BACKWARD_OPS, 408)
 MAX_GRID = 2**31 - 1
-MERGE_THREADS = 256
+PORTABLE_THREADS = 256
+DELTA_ROWS = 32  # of a block of the delta kernel
+ACC_ROWS = 16  # of a tile of the accumulators
+ACC_OF_THREAD = 16  # elements that a thread of the convert kernel owns
+# Heads whose key blocks start longest first under a mask; what they read and add to stays in L2 (kernels_cu/TUNING.md).
+HEADS_TOGETHER = 16
+WAVES = 2  # of blocks that a GPU needs to be filled evenly
+STATS_ROWS = 128  # the largest block_q
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +41,7 @@ class Variant:
     dtype: str
     out_dtype: str
     algorithm: str = "flash2"
-    tile: Tile | None = None
+    tile: Tile | BackwardTile | None = None
 
     @property
     def name(self) -> str:
@@ -55,7 +66,7 @@ class Variant:
     @property
     def num_threads(self) -> int:
         """Threads of one block."""
-        return MERGE_THREADS if self.tile is None else 32 * self.tile.warps
+        return PORTABLE_THREADS if self.tile is None else 32 * self.tile.warps
 
     @property
     def constants(self) -> dict[str, int | str]:
@@ -70,46 +81,59 @@ class Variant:
             "WARPS": self.num_threads // 32,
         }
         if self.tile is not None:
-            constants |= {
-                "HEAD_DIM": self.tile.head_dim,
-                "HEAD_DIM_V": self.tile.head_dim_v,
-                "BLOCK_Q": self.tile.block_q,
-                "BLOCK_K": self.tile.block_k,
-                "STAGES": self.tile.stages,
-                "BLOCKS_PER_SM": self.tile.blocks_per_sm,
-                "Q_IN_REGISTERS": int(self.tile.q_in_registers),
-                "QK_UNROLL": self.tile.qk_unroll,
-            }
+            constants |= self.tile.constants
         return constants
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One kernel of a plan."""
+
+    variant: Variant
+    num_blocks: int  # the grid is one-dimensional
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_blocks} blocks of {self.variant.num_threads} threads, "
+            f"{self.variant.smem_bytes} bytes of shared memory each"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a call would launch. Memory is in bytes; `workspace_bytes` is beyond inputs and outputs."""
 
-    kernel: str
+    kernel: str  # the main one of `launches`, or what runs in its place
     device: str
-    variant: Variant | None
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    smem_bytes: int
+    launches: tuple[Launch, ...]  # in order; none on the CPU, and where CuPy computes
     num_q_blocks: int
     num_slices: int
     out_bytes: int
     lse_bytes: int
     workspace_bytes: int
     flops: int
+    heads_together: int = 1  # backward: kv heads, with their splits, whose blocks start longest first
+    num_splits: int = 1  # backward: blocks that share a key block, each with its own query heads of the group
+    workspace: tuple[int, ...] = ()  # backward: where stats and the accumulators of dq, dk and dv begin; -1 for none
+
+    @property
+    def variant(self) -> Variant | None:
+        """That of the main kernel; None without launches."""
+        return next((launch.variant for launch in self.launches if launch.variant.name == self.kernel), None)
 
     def __str__(self) -> str:
-        lines = [f"kernel     {self.kernel}", f"device     {self.device}"]
-        if self.variant is not None and self.variant.tile is not None:
-            tile = self.variant.tile
-            lines += [
-                f"tile       {tile.block_q} queries x {tile.block_k} keys, head dims padded to "
-                f"({tile.head_dim}, {tile.head_dim_v}), {tile.stages} stage(s), {tile.warps} warps",
-                f"launch     {math.prod(self.grid)} blocks of {math.prod(self.block)} threads, "
-                f"{self.smem_bytes} bytes of shared memory each",
-            ]
+        several = len(self.launches) > 1
+        lines = [f"device     {self.device}"] if several else [f"kernel     {self.kernel}", f"device     {self.device}"]
+        for launch in self.launches:
+            if several:
+                lines.append(f"kernel     {launch.variant.name}: {launch}")
+            if (tile := launch.variant.tile) is not None:
+                lines.append(
+                    f"tile       {tile.block_q} queries x {tile.block_k} keys, head dims padded to "
+                    f"({tile.head_dim}, {tile.head_dim_v}), {tile.stages} stage(s), {tile.warps} warps"
+                )
+            if not several:
+                lines.append(f"launch     {launch}")
         lines += [
             f"memory     out {self.out_bytes} bytes, lse {self.lse_bytes} bytes, "
             f"workspace {self.workspace_bytes} bytes",
@@ -124,18 +148,16 @@ def compile_arch(family: str, device: Device) -> str:
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, op: str, device: Device | None) -> Plan:
+def plan(problem: Problem, op: str, device: Device | None, deterministic: bool = False) -> Plan:
     """The plan of `op` ("forward", "lse", "backward") on this device; None stands for NumPy on the CPU."""
     if device is None:
         return _host_plan(problem, op)
-    if op == "backward":
-        raise UnsupportedError(
-            "backward has no GPU kernel in this version; pass NumPy arrays (numpy.asarray, cupy.asnumpy, .cpu())"
-        )
     if problem.dtype not in tiles_sm80.TILES:
         raise UnsupportedError(
             f"{problem.dtype} has no GPU kernel; cast to float32, bfloat16 or float16, or pass NumPy arrays"
         )
+    if op == "backward":
+        return _backward_plan(problem, device, deterministic)
     if problem.algorithm == "standard":
         return _standard_plan(problem, op, device)
     return _tiled_plan(problem, op, device)
@@ -149,16 +171,13 @@ def merge_plan(dtype: str, shape: tuple[int, int, int, int], device: Device) -> 
     variant = Variant(op="merge", source="portable/merge.cu", arch=arch, dtype=dtype, out_dtype=dtype)
     batch, seqlen, heads, head_dim_v = shape
     rows = batch * seqlen * heads
-    num_blocks = -(-rows * -(-head_dim_v * ITEMSIZE[dtype] // 16) // MERGE_THREADS)
+    num_blocks = -(-rows * -(-head_dim_v * ITEMSIZE[dtype] // 16) // PORTABLE_THREADS)
     if num_blocks > MAX_GRID:
         raise UnsupportedError(f"outs of shape {shape} need {num_blocks} blocks; a launch has at most {MAX_GRID}")
     return Plan(
         kernel=variant.name,
         device=device.name,
-        variant=variant,
-        grid=(num_blocks, 1, 1),
-        block=(MERGE_THREADS, 1, 1),
-        smem_bytes=0,
+        launches=(Launch(variant, num_blocks),),
         num_q_blocks=0,
         num_slices=1,
         out_bytes=ITEMSIZE[dtype] * math.prod(shape),
@@ -170,9 +189,8 @@ def merge_plan(dtype: str, shape: tuple[int, int, int, int], device: Device) -> 
 
 def _tiled_plan(problem: Problem, op: str, device: Device) -> Plan:
     itemsize = ITEMSIZE[problem.dtype]
-    tile = tiles_sm80.choose(
-        problem.dtype, itemsize, problem.head_dim, problem.head_dim_v, problem.algorithm, device
-    )
+    rows = tiles_sm80.of_algorithm(problem.dtype, problem.algorithm)
+    tile = tiles_sm80.choose(rows, itemsize, problem.head_dim, problem.head_dim_v, device)
     if tile is None:
         raise UnsupportedError(
             f"head dims ({problem.head_dim}, {problem.head_dim_v}) in {problem.dtype} have no tile on {device.name} "
@@ -201,10 +219,7 @@ def _tiled_plan(problem: Problem, op: str, device: Device) -> Plan:
     return Plan(
         kernel=variant.name,
         device=device.name,
-        variant=variant,
-        grid=(num_blocks, 1, 1),
-        block=(variant.num_threads, 1, 1),
-        smem_bytes=variant.smem_bytes,
+        launches=(Launch(variant, num_blocks),),
         num_q_blocks=num_q_blocks,
         num_slices=num_slices,
         out_bytes=_out_bytes(problem, op),
@@ -214,20 +229,93 @@ def _tiled_plan(problem: Problem, op: str, device: Device) -> Plan:
     )
 
 
+def _backward_plan(problem: Problem, device: Device, deterministic: bool) -> Plan:
+    """delta, then dk and dv with dq added up in float32, then dq converted; or, without atomics, dq by itself."""
+    dims = ITEMSIZE[problem.dtype], problem.head_dim, problem.head_dim_v, device
+    tile = tiles_sm80.choose(tiles_sm80.BACKWARD[problem.dtype], *dims)
+    dq_tile = tiles_sm80.choose(tiles_sm80.DQ[problem.dtype], *dims)
+    if tile is None or dq_tile is None:
+        raise UnsupportedError(
+            f"head dims ({problem.head_dim}, {problem.head_dim_v}) in {problem.dtype} have no backward tile on "
+            f"{device.name} ({device.arch}, {device.smem_per_block} bytes of shared memory a block); 1 to 256 are "
+            "supported. Pass NumPy arrays (numpy.asarray, cupy.asnumpy, .cpu())."
+        )
+
+    def variant(op: str, source: str, tile: Tile | BackwardTile | None = None) -> Variant:
+        out_dtype = problem.out_dtype if op == "delta" else problem.dtype
+        return Variant(op, source, compile_arch("sm80", device), problem.dtype, out_dtype, tile=tile)
+
+    heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
+    num_q_blocks = -(-problem.seqlen_q // (dq_tile if deterministic else tile).block_q)
+    num_k_blocks = -(-problem.seqlen_k // tile.block_k) * heads_kv
+    # why: not when deterministic, or dk and dv would depend on the batch and on the GPU.
+    splits = 1 if deterministic else _num_splits(problem, num_k_blocks, device.num_sms * tile.blocks_per_sm)
+    # The workspace in floats: stats, and the accumulators in whole tiles of rows.
+    rows_q, rows_k = (-(-seqlen // ACC_ROWS) * ACC_ROWS for seqlen in (problem.seqlen_q, problem.seqlen_k))
+    parts = [2 * heads * stats_rows(problem), 0 if deterministic else heads * rows_q * tile.head_dim]
+    parts += [heads_kv * splits * rows_k * dim if splits > 1 else 0 for dim in (tile.head_dim, tile.head_dim_v)]
+    threads = parts[1] // ACC_OF_THREAD + (parts[2] + parts[3]) // (splits * ACC_OF_THREAD)
+
+    launches = [Launch(variant("delta", "portable/delta.cu"), heads * stats_rows(problem) // DELTA_ROWS)]
+    if deterministic:
+        launches += [
+            Launch(variant("backward_dkdv", "sm80/backward.cu", replace(tile, with_dq=False)), num_k_blocks),
+            Launch(variant("backward_dq", "sm80/backward_dq.cu", dq_tile), heads * num_q_blocks),
+        ]
+    else:
+        launches += [
+            Launch(variant("backward", "sm80/backward.cu", tile), num_k_blocks * splits),
+            Launch(variant("convert", "portable/convert.cu"), -(-threads // PORTABLE_THREADS)),
+        ]
+    if (num_blocks := max(launch.num_blocks for launch in launches)) > MAX_GRID:
+        raise UnsupportedError(
+            f"batch {problem.batch} x heads {problem.heads_q} x seqlens {problem.seqlen_q} and {problem.seqlen_k} "
+            f"need {num_blocks} blocks; a launch has at most {MAX_GRID}. Split the batch into several calls."
+        )
+    begins = [4 * sum(parts[:n]) for n in range(4)]
+    return Plan(
+        kernel=launches[1].variant.name,
+        device=device.name,
+        launches=tuple(launches),
+        num_q_blocks=num_q_blocks,
+        num_slices=1,
+        out_bytes=_out_bytes(problem, "backward"),
+        lse_bytes=0,
+        workspace_bytes=4 * sum(parts),
+        flops=_flops(problem, "backward"),
+        heads_together=1 if problem.mask.is_full else HEADS_TOGETHER,
+        num_splits=splits,
+        workspace=tuple(begin if part else -1 for begin, part in zip(begins, parts, strict=True)),
+    )
+
+
+def _num_splits(problem: Problem, num_k_blocks: int, resident: int) -> int:
+    """Among how many blocks the query heads of a kv head are shared out: as many as fill the GPU some times over.
+
+    A block of keys takes all heads of its group, so that dk and dv stay in registers; with few keys most of the GPU
+    would idle. The accumulators this costs are those of few keys: they stay under twice WAVES waves of blocks.
+    """
+    group = problem.heads_q // problem.heads_kv
+    wanted = min(group, -(-WAVES * resident // max(num_k_blocks, 1)))
+    return -(-group // -(-group // wanted))  # each takes as many heads as any other, but perhaps the last
+
+
+def stats_rows(problem: Problem) -> int:
+    """Queries of a head in the workspace of backward, which holds whole tiles of every kernel."""
+    return -(-problem.seqlen_q // STATS_ROWS) * STATS_ROWS
+
+
 def _host_plan(problem: Problem, op: str) -> Plan:
     return Plan(
         kernel=f"reference_{op}_{problem.algorithm}",
         device="cpu",
-        variant=None,
-        grid=(1, 1, 1),
-        block=(1, 1, 1),
-        smem_bytes=0,
+        launches=(),
         num_q_blocks=0,
         num_slices=1,
         out_bytes=_out_bytes(problem, op),
-        lse_bytes=(8 if problem.dtype == "float64" else 4) * math.prod(problem.lse_shape),
+        lse_bytes=0 if op == "backward" else (8 if problem.dtype == "float64" else 4) * math.prod(problem.lse_shape),
         workspace_bytes=0,
-        flops=problem.flops,
+        flops=_flops(problem, op),
     )
 
 
@@ -236,6 +324,13 @@ def _standard_plan(problem: Problem, op: str, device: Device) -> Plan:
     return replace(
         _host_plan(problem, op), kernel="cupy_standard", device=device.name, workspace_bytes=2 * 4 * scores
     )
+
+
+def _flops(problem: Problem, op: str) -> int:
+    # why: backward makes five products, of head_dim s, dq and dk, of head_dim_v dp and dv.
+    if op != "backward":
+        return problem.flops
+    return problem.flops * (3 * problem.head_dim + 2 * problem.head_dim_v) // (problem.head_dim + problem.head_dim_v)
 
 
 def _out_bytes(problem: Problem, op: str) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+
 from . import device as devices
 from .device import Device
 from .errors import ProblemError
@@ -23,6 +25,7 @@ def plan(
     v: Any = None,
     *,
     op: str = "forward",
+    deterministic: bool = False,
     device: str | None = None,
     dtype: str | None = None,
     softmax_scale: float | None = None,
@@ -33,11 +36,12 @@ def plan(
     algorithm: str = "flash2",
     out_dtype: str | None = None,
 ) -> Plan:
-    """Kernel, tile, grid and memory of a call; `print` it, or read its fields.
+    """Kernels, tiles, grids and memory of a call; `print` it, or read its fields.
 
     q, k, v: arrays as in `forward`, or their shapes as tuples together with `dtype` ("float16", "bfloat16", "float32").
-    op: "forward", "lse" (without v) or "backward". device: "cpu", "cuda:0", or an architecture such as "sm_90", which
-    needs no GPU; default: where the arrays are, and for shapes the first GPU, or the CPU where there is none.
+    op: "forward", "lse" (without v) or "backward" (plain or `deterministic`). device: "cpu", "cuda:0", or an
+    architecture such as "sm_90", which needs no GPU; default: where the arrays are, and for shapes the first GPU, or
+    the CPU where there is none.
     """
     if op not in OPS:
         raise ProblemError(f"op={op!r} is not known; give one of {', '.join(OPS)}")
@@ -45,11 +49,13 @@ def plan(
         raise ProblemError("op='lse' takes q and k alone; leave v=None")
     if op != "forward" and (algorithm != "flash2" or out_dtype is not None):
         raise ProblemError(f"op={op!r} takes neither algorithm nor out_dtype; leave them out")
+    if not isinstance(deterministic, (bool, np.bool_)) or (deterministic and op != "backward"):
+        raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
     given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
     arguments = Arguments(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype)
     specs = [_spec(name, operand, dtype) for name, operand in given.items()]
     problem = Problem.of_call(specs, arguments)
-    return make_plan(problem, op, _device(device, problem, isinstance(q, tuple)))
+    return make_plan(problem, op, _device(device, problem, isinstance(q, tuple)), bool(deterministic))
 
 
 def _spec(name: str, operand: Any, dtype: str | None) -> ArraySpec:
@@ -70,8 +76,4 @@ def _device(device: str | None, problem: Problem, shapes_only: bool) -> Device |
         device = problem.device
         if shapes_only and devices.count():
             device = "cuda:0"
-    if device == "cpu":
-        return None
-    if isinstance(device, str) and device.removeprefix("cuda:").isdecimal():
-        return devices.query(int(device.removeprefix("cuda:")))
-    return devices.named(device)
+    return None if device == "cpu" else devices.of_name(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -15,6 +16,12 @@ ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ALGORITHMS = ("standard", "flash1", "flash2", "flashd")
 MAX_SEQLEN = 2**30 - 4096  # the sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels
 LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen, head_dim)"
+
+
+@lru_cache(maxsize=4096)
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a C-contiguous array, in elements."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
 class ArraySpec(NamedTuple):
@@ -29,8 +36,7 @@ class ArraySpec(NamedTuple):
     @classmethod
     def dense(cls, shape: tuple[int, ...], dtype: str, device: str = "cpu", framework: str = "numpy") -> ArraySpec:
         """A C-contiguous array of this shape."""
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        return cls(shape, strides, dtype, device, framework)
+        return cls(shape, dense_strides(shape), dtype, device, framework)
 
     def as_4d(self) -> ArraySpec:
         """The same array seen as (batch, seqlen, heads, head_dim): a missing batch or heads axis has length 1."""
@@ -163,6 +169,21 @@ class Problem:
     def of_call(cls, specs: Sequence[ArraySpec], arguments: Arguments) -> Problem:
         """`of` for the operands of a public call: q, k and, but for lse, v."""
         return cls.of(specs[0], specs[1], specs[2] if len(specs) == 3 else None, **arguments._asdict())
+
+    @classmethod
+    def of_gradients(cls, specs: dict[str, ArraySpec], arguments: Arguments) -> Problem:
+        """`of` for backward: q, k, v, dout, out, lse and perhaps dlse. out may be float32 where the inputs are not."""
+        wide = specs["out"].dtype == "float32" and ITEMSIZE.get(specs["q"].dtype) == 2
+        arguments = arguments._replace(out_dtype="float32" if wide else None)
+        problem = cls.of_call([specs[name] for name in "qkv"], arguments)
+        lse_dtype = "float64" if problem.dtype == "float64" else "float32"
+        problem.check_operand("dout", specs["dout"], problem.out_shape, problem.dtype)
+        out_dtypes = (problem.dtype, "float32") if ITEMSIZE[problem.dtype] == 2 else (problem.dtype,)
+        problem.check_operand("out", specs["out"], problem.out_shape, *out_dtypes)
+        for name in ("lse", "dlse"):
+            if name in specs:
+                problem.check_operand(name, specs[name], problem.lse_shape, lse_dtype)
+        return problem
 
     @property
     def out_shape(self) -> tuple[int, ...]:

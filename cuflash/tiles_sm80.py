@@ -6,7 +6,9 @@ Register use and spills of every row are checked by `tests/test_compile.py`; the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .device import Device
 
@@ -26,7 +28,7 @@ class Tile:
     blocks_per_sm: int
     q_in_registers: bool = False
     max_slices: int = 1  # blocks that may share a query block, each with its own head_dim_v columns of v
-    qk_unroll: int = 16  # steps of q kᵀ in one piece; fewer need fewer registers, and less time to compile
+    qk_unroll: int = 16  # steps of a product in one piece; fewer need fewer registers, and less time to compile
     flash2_only: bool = False  # the registers of flash1 and flashd do not fit
 
     def smem_bytes(self, itemsize: int) -> int:
@@ -35,8 +37,83 @@ class Tile:
             self.block_q * self.head_dim + self.stages * self.block_k * (self.head_dim + self.head_dim_v)
         )
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "Q_IN_REGISTERS": int(self.q_in_registers),
+            "QK_UNROLL": self.qk_unroll,
+        }
 
-# Head dims in rising order; for one head dim the tile that wants the most shared memory first.
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """Compile-time shape of a block that owns `block_k` keys and takes queries `block_q` at a time.
+
+    `warps * warp_keys / block_k` warps form a group: they share `warp_keys` keys, and each takes `piece_q` queries of a
+    tile.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    stages: int
+    warps: int
+    blocks_per_sm: int
+    warp_keys: int
+    piece_q: int
+    qk_unroll: int = 16
+    shared_weights: bool = False  # p and ds take turns in one buffer: less shared memory, two more barriers a tile
+    with_dq: bool = True
+
+    @property
+    def group(self) -> int:
+        """Warps that share their keys."""
+        return self.warps * self.warp_keys // self.block_k
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        rows = self.block_k + self.stages * self.block_q
+        weights = (2 if self.group > 1 and not self.shared_weights else 1) * self.block_k * self.block_q
+        stats = -(-self.stages * self.block_q * 8 // 128) * 128
+        return itemsize * (rows * (self.head_dim + self.head_dim_v) + weights) + stats
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "BLOCKS_PER_SM": self.blocks_per_sm,
+            "Q_IN_REGISTERS": 0,
+            "QK_UNROLL": self.qk_unroll,
+            "WARP_KEYS": self.warp_keys,
+            "PIECE_Q": self.piece_q,
+            "WITH_DQ": int(self.with_dq),
+            "SHARED_WEIGHTS": int(self.shared_weights),
+        }
+
+
+class DqTile(Tile):
+    """`Tile` for dq alone, with dout beside q."""
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        rows = self.block_q + self.stages * self.block_k
+        return itemsize * rows * (self.head_dim + self.head_dim_v)
+
+
+# Head dims in rising order in all tables; for one head dim the tile that wants the most shared memory first.
 TILES_16BIT = (
     Tile(32, 32, 128, 64, 2, 4, 3, True),
     Tile(64, 64, 128, 128, 2, 4, 2, qk_unroll=1, flash2_only=True),
@@ -67,21 +144,73 @@ TILES_32BIT = (
 )
 TILES = {"float16": TILES_16BIT, "bfloat16": TILES_16BIT, "float32": TILES_32BIT}
 
+BACKWARD_16BIT = (
+    BackwardTile(32, 32, 64, 128, 2, 4, 2, 32, 32),
+    BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 32, 2),
+    BackwardTile(64, 64, 64, 64, 1, 4, 2, 16, 32),
+    BackwardTile(96, 96, 64, 64, 1, 4, 2, 32, 32),
+    BackwardTile(128, 128, 64, 64, 1, 4, 2, 32, 32, 4),
+    BackwardTile(192, 192, 64, 64, 2, 8, 1, 32, 16),
+    BackwardTile(192, 192, 64, 32, 1, 4, 1, 16, 32),
+    BackwardTile(256, 256, 64, 64, 1, 8, 1, 32, 16),
+    BackwardTile(256, 256, 32, 32, 1, 4, 1, 16, 16),
+)
+BACKWARD_32BIT = (
+    BackwardTile(32, 32, 32, 64, 2, 4, 2, 16, 32),
+    BackwardTile(64, 64, 64, 64, 1, 4, 2, 32, 32, 4),
+    BackwardTile(96, 96, 32, 64, 1, 4, 2, 32, 16, 4),
+    BackwardTile(128, 128, 32, 64, 1, 4, 2, 32, 16, 2),
+    BackwardTile(128, 128, 32, 32, 1, 4, 1, 16, 16, 4),
+    BackwardTile(192, 192, 32, 32, 1, 4, 1, 16, 16, 4),
+    BackwardTile(192, 192, 32, 16, 1, 2, 1, 16, 16, 4),
+    BackwardTile(256, 256, 32, 64, 1, 8, 1, 16, 16, 2),
+    BackwardTile(256, 256, 32, 32, 1, 4, 1, 16, 16, 2),
+    BackwardTile(256, 256, 32, 16, 1, 2, 1, 16, 16, 2, shared_weights=True),
+)
+BACKWARD = {"float16": BACKWARD_16BIT, "bfloat16": BACKWARD_16BIT, "float32": BACKWARD_32BIT}
+
+DQ_16BIT = (
+    DqTile(32, 32, 128, 64, 2, 4, 2),
+    DqTile(64, 64, 128, 64, 2, 4, 2, qk_unroll=1),
+    DqTile(64, 64, 64, 64, 1, 4, 2),
+    DqTile(96, 96, 64, 64, 2, 4, 2),
+    DqTile(128, 128, 64, 64, 2, 4, 2),
+    DqTile(128, 128, 64, 64, 1, 4, 2),
+    DqTile(192, 192, 64, 32, 2, 4, 1),
+    DqTile(256, 256, 64, 32, 2, 4, 1),
+    DqTile(256, 256, 64, 32, 1, 4, 1),
+)
+DQ_32BIT = (
+    DqTile(32, 32, 64, 32, 2, 4, 2),
+    DqTile(64, 64, 64, 32, 2, 4, 2),
+    DqTile(96, 96, 64, 32, 1, 4, 2, qk_unroll=4),
+    DqTile(128, 128, 64, 32, 1, 4, 1, qk_unroll=4),
+    DqTile(192, 192, 32, 16, 1, 2, 1, qk_unroll=4),
+    DqTile(256, 256, 32, 16, 1, 2, 1, qk_unroll=4),
+)
+DQ = {"float16": DQ_16BIT, "bfloat16": DQ_16BIT, "float32": DQ_32BIT}
+
+AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile)
+
+
+def of_algorithm(dtype: str, algorithm: str) -> list[Tile]:
+    """The rows of forward that an algorithm may take."""
+    return [tile for tile in TILES[dtype] if algorithm == "flash2" or not tile.flash2_only]
+
 
 def choose(
-    dtype: str, itemsize: int, head_dim: int, head_dim_v: int, algorithm: str, device: Device
-) -> Tile | None:
+    tiles: Sequence[AnyTile], itemsize: int, head_dim: int, head_dim_v: int, device: Device
+) -> AnyTile | None:
     """The first row that covers the head dims, fits one block, and leaves room for all the blocks it was tuned for.
 
     Where no row of that head dim leaves that room, the last one that fits one block. None if nothing does.
     """
     fitting = [
         tile
-        for tile in TILES[dtype]
+        for tile in tiles
         if head_dim <= tile.head_dim
-        and head_dim_v <= tile.head_dim_v * tile.max_slices
+        and head_dim_v <= tile.head_dim_v * (tile.max_slices if isinstance(tile, Tile) else 1)
         and tile.smem_bytes(itemsize) <= device.smem_per_block
-        and (algorithm == "flash2" or not tile.flash2_only)
     ]
     if not fitting:
         return None

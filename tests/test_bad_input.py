@@ -1,4 +1,7 @@
-"""The table of bad input: each call gets the right error, told in full, launches nothing and changes no array."""
+"""The table of bad input: each call gets the right error, told in full, launches nothing and changes no array.
+
+That of `backward` stands in `test_bad_gradients`.
+"""
 
 from __future__ import annotations
 
@@ -179,21 +182,6 @@ LSE = rows(
     ("scale_zero", {"softmax_scale": 0.0}, ("softmax_scale=0.0", SCALE)),
     ("window", {"window_size": 3}, ("window_size=3", WINDOW)),
 )
-BACKWARD = rows(
-    backward_with,
-    ("dout_shape", {"dout": zeros(2, 5, 4, 8)}, ("dout has shape (2, 5, 4, 8)", "(2, 5, 4, 6)")),
-    ("dout_dtype", {"dout": zeros(2, 5, 4, 6, dtype=np.float16)}, ("dout", "float16", "float32")),
-    ("dout_none", {"dout": None}, ("dout is a NoneType", "NumPy")),
-    ("out_shape", {"out": zeros(2, 4, 5, 6)}, ("out has shape (2, 4, 5, 6)", "(2, 5, 4, 6)")),
-    ("out_rank", {"out": zeros(5, 4, 6)}, ("out has shape (5, 4, 6)", "(2, 5, 4, 6)")),
-    ("lse_shape", {"lse": zeros(2, 5, 4)}, ("lse has shape (2, 5, 4)", "(2, 4, 5)")),
-    ("lse_dtype", {"lse": zeros(2, 4, 5, dtype=np.float64)}, ("lse", "float64", "float32")),
-    ("lse_producer", {"lse": Producer(zeros(2, 4, 5))}, ("lse is a test_bad_input array", "one framework")),
-    ("dlse_shape", {"dlse": zeros(2, 4)}, ("dlse has shape (2, 4)", "(2, 4, 5)")),
-    ("dlse_number", {"dlse": 1.0}, ("dlse is a float", "NumPy")),
-    ("k_head_dim", {"k": zeros(2, 7, 2, 9)}, ("k has head_dim 9", "q has 8")),
-    ("softcap", {"softcap": -2}, ("softcap=-2", CAP)),
-)
 MERGE = rows(
     merge_with,
     ("empty", {"outs": [], "lses": []}, ("0 outs and 0 lses", "at least one")),
@@ -220,7 +208,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("forward", "lse", "backward", "merge_states"):
         monkeypatch.setattr(reference, name, reached)
-    monkeypatch.setattr(launch.Kernel, "launch", reached)
+    monkeypatch.setattr(launch.Kernels, "launch", reached)
 
 
 def contents(arguments: Any) -> list[bytes]:
@@ -230,7 +218,7 @@ def contents(arguments: Any) -> list[bytes]:
     if isinstance(arguments, (list, tuple)):
         return [data for item in arguments for data in contents(item)]
     array = arguments.array if isinstance(arguments, Producer) else arguments
-    return [array.tobytes()] if isinstance(array, np.ndarray) else []
+    return [array.tobytes()] if hasattr(array, "tobytes") and not isinstance(array, type) else []
 
 
 def check(call: Callable[..., Any], row: Row) -> None:
@@ -254,12 +242,6 @@ def test_forward_refuses(row: Row) -> None:
 @pytest.mark.parametrize("row", LSE)
 def test_lse_refuses(row: Row) -> None:
     check(cuflash.lse, row)
-
-
-@pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize("row", BACKWARD)
-def test_backward_refuses(row: Row) -> None:
-    check(cuflash.backward, row)
 
 
 @pytest.mark.usefixtures("nothing_runs")

@@ -16,7 +16,7 @@ from variants import DTYPES, variant_of, variants
 from cuflash import jit, tiles_sm80
 from cuflash.device import KNOWN
 from cuflash.errors import CompileError, UnsupportedError
-from cuflash.plan import ALGORITHM_CODES, Variant
+from cuflash.plan import ALGORITHM_CODES, BACKWARD_OPS, PARAMS_BYTES, Variant
 
 try:
     jit.nvrtc_version()
@@ -30,6 +30,7 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, str]], ...] = (
     ("forward", "float32", 64, 64, {}),
     ("lse", "bfloat16", 64, 64, {}),
     ("merge", "bfloat16", 64, 64, {}),
+    *((op, "bfloat16", 128, 128, {}) for op in BACKWARD_OPS),
 )
 ONE_OF_EACH_KIND = (
     *ONE_OF_EACH_KERNEL,
@@ -40,17 +41,21 @@ ONE_OF_EACH_KIND = (
     ("forward", "bfloat16", 128, 128, {"algorithm": "flash1"}),
     ("forward", "bfloat16", 128, 128, {"algorithm": "flashd"}),
     ("forward", "bfloat16", 128, 128, {"out_dtype": "float32"}),
+    ("delta", "bfloat16", 128, 128, {"out_dtype": "float32"}),
+    *(
+        (op, dtype, head_dim, head_dim, {})
+        for dtype, head_dim in (("bfloat16", 64), ("bfloat16", 256), ("float32", 64), ("float32", 256))
+        for op in BACKWARD_OPS
+    ),
 )
 
 
 def representatives(arch: str) -> list[Variant]:
     """What is compiled for this architecture in every test run: most on the two that all variants are checked on."""
-    found = []
-    for op, dtype, head_dim, head_dim_v, changes in ONE_OF_EACH_KIND if arch in ALL else ONE_OF_EACH_KERNEL:
-        variant = variant_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **changes)
-        assert variant is not None
-        found.append(variant)
-    return found
+    found: dict[Variant, None] = {}
+    for *what, changes in ONE_OF_EACH_KIND if arch in ALL else ONE_OF_EACH_KERNEL:
+        found[variant_of(*what, KNOWN[arch], **changes)] = None
+    return list(found)
 
 
 def each(*archs: str, of: Any) -> list[Any]:
@@ -121,7 +126,13 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
                     and (tile.head_dim, tile.head_dim_v) == (row.head_dim, row.head_dim_v)]  # fmt: skip
         head_dims = {v.tile.head_dim for v in variants("sm_90") if v.tile and (v.op, v.dtype) == ("lse", dtype)}
         assert head_dims == {row.head_dim for row in rows}
-        assert ("merge", dtype, dtype, "flash2", None) in built
+        for row in tiles_sm80.BACKWARD[dtype]:
+            assert ("backward", dtype, dtype, "flash2", row) in built
+            assert ("backward_dkdv", dtype, dtype, "flash2", replace(row, with_dq=False)) in built
+        for row in tiles_sm80.DQ[dtype]:
+            assert ("backward_dq", dtype, dtype, "flash2", row) in built
+        for op, out_dtype in (("merge", dtype), ("convert", dtype), ("delta", dtype), ("delta", "float32")):
+            assert (op, dtype, out_dtype, "flash2", None) in built
     sources = {path.relative_to(jit.source_root()).as_posix() for path in jit.source_root().rglob("*.cu")}
     assert {v.source for v in variants("sm_90")} == sources
 
@@ -129,7 +140,7 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
 @pytest.mark.parametrize("arch", KNOWN)
 def test_the_representatives_are_of_every_kernel(arch: str) -> None:
     assert set(representatives(arch)) <= set(variants(arch))
-    assert {v.source for v in representatives(arch)} == {v.source for v in variants(arch)}
+    assert {(v.op, v.source) for v in representatives(arch)} == {(v.op, v.source) for v in variants(arch)}
 
 
 WRONG = {
@@ -140,14 +151,15 @@ WRONG = {
 
 @pytest.mark.parametrize(
     ("op", "macro"),
-    [("forward", "SMEM_BYTES"), ("lse", "SMEM_BYTES"), ("forward", "PARAMS_BYTES"), ("lse", "PARAMS_BYTES"),
-     ("merge", "PARAMS_BYTES")],
-)  # fmt: skip
+    [
+        *((op, "SMEM_BYTES") for op in ("forward", "lse", "backward", "backward_dkdv", "backward_dq")),
+        *((op, "PARAMS_BYTES") for op in PARAMS_BYTES),
+    ],
+)
 def test_a_size_that_host_and_kernel_disagree_on_does_not_compile(
     op: str, macro: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     variant = variant_of(op, "float16", 32, 32, KNOWN["sm_80"])
-    assert variant is not None
     define, options = f"-DCUFLASH_{macro}=", jit.options(variant)
     assert any(option.startswith(define) for option in options)
     wrong = [f"{option}0" if option.startswith(define) else option for option in options]  # ten times as many
@@ -184,24 +196,34 @@ COPIES = (
     r"cp\.async\.wait_group",
     r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared",
 )
+FP16, BF16 = (rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{short}" for short in ("f16", "bf16"))
+TF32 = r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32"
+TRANSPOSED, STORE, EXP2 = r"ldmatrix\S*\.x4\.trans", r"st\.global\.v4", r"ex2\.approx\.ftz\.f32"
+ADD = {"sm_80": r"red\.relaxed\.gpu\.global\.add\.f32", "sm_90": r"red\.relaxed\.gpu\.global\.add\.v4\.f32"}
 INSTRUCTIONS = {
-    ("forward", "float16"): (
-        *COPIES, r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16", r"ldmatrix\S*\.x4\.trans", r"st\.global\.v4",
-        r"ex2\.approx\.ftz\.f32"),
-    ("forward", "bfloat16"): (*COPIES, r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16", r"st\.global\.v4"),
-    ("forward", "float32"): (*COPIES, r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32", r"st\.global\.v4"),
-    ("lse", "bfloat16"): (*COPIES, r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.bf16"),
-    ("merge", "float16"): (r"ld\.global\.v4", r"st\.global\.v4"),
-}  # fmt: skip
+    ("sm_80", "forward", "float16"): (*COPIES, FP16, TRANSPOSED, STORE, EXP2),
+    ("sm_80", "forward", "bfloat16"): (*COPIES, BF16, STORE),
+    ("sm_80", "forward", "float32"): (*COPIES, TF32, STORE),
+    ("sm_80", "lse", "bfloat16"): (*COPIES, BF16),
+    ("sm_80", "merge", "float16"): (r"ld\.global\.v4", STORE),
+    ("sm_80", "backward", "float16"): (*COPIES, FP16, TRANSPOSED, STORE, EXP2, ADD["sm_80"]),
+    ("sm_90", "backward", "bfloat16"): (*COPIES, BF16, TRANSPOSED, STORE, ADD["sm_90"]),
+    ("sm_90", "backward", "float32"): (*COPIES, TF32, STORE, ADD["sm_90"]),
+    ("sm_90", "backward_dkdv", "bfloat16"): (*COPIES, BF16, TRANSPOSED, STORE),
+    ("sm_80", "backward_dq", "bfloat16"): (*COPIES, BF16, TRANSPOSED, STORE),
+    ("sm_80", "delta", "bfloat16"): (r"ld\.global\.v4", STORE),
+    ("sm_80", "convert", "float32"): (r"ld\.global\.v4", STORE),
+}
 
 
-@pytest.mark.parametrize(("op", "dtype"), INSTRUCTIONS)
-def test_the_kernel_is_made_of_the_wide_instructions(op: str, dtype: str) -> None:
-    variant = variant_of(op, dtype, 32, 32, KNOWN["sm_80"])
-    assert variant is not None
-    ptx = ptx_of(variant)
-    for pattern in INSTRUCTIONS[op, dtype]:
+@pytest.mark.parametrize(("arch", "op", "dtype"), INSTRUCTIONS)
+def test_the_kernel_is_made_of_the_wide_instructions(arch: str, op: str, dtype: str) -> None:
+    ptx = ptx_of(variant_of(op, dtype, 32, 32, KNOWN[arch]))
+    for pattern in INSTRUCTIONS[arch, op, dtype]:
         assert re.search(pattern, ptx), pattern
+    # what is added in no fixed order: dq alone, and one way of it
+    added = set(re.findall(r"\b(?:red|atom)\.[\w.]+", ptx))
+    assert len(added) == (op == "backward"), added
     assert "ld.local" not in ptx
     assert "st.local" not in ptx
     assert "call.uni" not in ptx  # everything is inlined

@@ -155,6 +155,20 @@ def test_gpu_nan_that_is_seen_comes_out_in_its_rows_alone(dtype: str, algorithm:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gpu_nan_that_is_seen_stays_out_of_rows_beside_it_that_see_nothing(dtype: str, algorithm: str) -> None:
+    import cupy
+
+    q, k, v = map(cupy.asarray, Case("blind", 1, 64, 32, 2, 1, 64, 40, dtype).arrays())
+    k[0, 0] = v[0, 0] = cupy.nan
+    out, lse = cuflash.forward(q, k, v, causal=True, algorithm=algorithm, return_lse=True)
+    assert not out[:, :32].any()
+    assert bool(cupy.isneginf(lse[..., :32]).all())
+    assert bool(cupy.isnan(out[:, 32:]).all())
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("algorithm", ["flash2", "flash1", "flashd"])
 @pytest.mark.parametrize("pattern", ["rising", "falling", "equal", "alternating", "one_large"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])

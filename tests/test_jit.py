@@ -142,6 +142,17 @@ def test_the_options_and_the_compiler_are_part_of_the_key(monkeypatch: pytest.Mo
     assert len(names) == 3
 
 
+def test_a_kernel_is_cached_while_its_file_is_sound(cache_dir: Path, compiles: list[Variant]) -> None:
+    assert not jit.is_cached(MERGE)
+    assert not cache_dir.exists()
+    path = jit.cubin_path(MERGE)
+    assert jit.is_cached(MERGE)
+    assert not jit.is_cached(OTHER)
+    assert compiles == [MERGE]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert not jit.is_cached(MERGE)
+
+
 def test_an_unwritable_folder_works_and_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[Variant]
 ) -> None:

@@ -1,7 +1,11 @@
-"""The mask: its predicate against the contract, and its tile ranges against the predicate, by brute force."""
+"""The mask: its predicate against the contract, its tile ranges against the predicate, by brute force, and those of the
+kernels, read from their header, against them.
+"""
 
 from __future__ import annotations
 
+import re
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -9,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuflash import jit
 from cuflash.errors import ProblemError
 from cuflash.mask import Mask
 
@@ -78,6 +83,50 @@ def test_ranges_are_those_of_the_predicate(seqlen_q: int, seqlen_k: int, given_a
         for end in range(begin + 1, seqlen_k + 1):
             assert mask.row_range(begin, end) == hull(sees[:, begin:end].any(axis=1))
     assert mask.key_range(seqlen_q, seqlen_q) == mask.row_range(seqlen_k, seqlen_k) == (0, 0)
+
+
+@cache
+def expression(method: str) -> str:
+    """What a method of `Mask` in mask.cuh returns: it is Python as it stands."""
+    text = (jit.source_root() / "common" / "mask.cuh").read_text("utf-8")
+    (found,) = re.findall(rf"\b{method}\([^)]*\) const {{\s*return {{([^;]*)}};", text)
+    return f"({found})"
+
+
+def of_the_kernels(method: str, mask: Mask, **arguments: int) -> Any:
+    """The same as numbers."""
+    names = {"seqlen_q": mask.seqlen_q, "seqlen_k": mask.seqlen_k, "lo": mask.lo, "hi": mask.hi, "min": min, "max": max}
+    return eval(expression(method), {}, names | arguments)
+
+
+def transposed(mask: Mask) -> Mask:
+    """The mask of the backward kernel, whose rows are keys."""
+    return Mask(*of_the_kernels("transposed", mask))
+
+
+def kernel_range(method: str, mask: Mask, begin: int, end: int) -> tuple[int, int]:
+    """A range of the kernels, which leave an empty one as it comes."""
+    first, last = of_the_kernels(method, mask, row_begin=begin, row_end=end)
+    return (first, last) if first < last else (0, 0)
+
+
+@SETTINGS
+@given(length, length, arguments)
+def test_ranges_of_the_kernels_are_those_of_the_predicate_for_queries_and_transposed_for_keys(
+    seqlen_q: int, seqlen_k: int, given_arguments: dict[str, Any]
+) -> None:
+    mask = Mask.of(seqlen_q, seqlen_k, **given_arguments)
+    np.testing.assert_array_equal(predicate(transposed(mask)), predicate(mask).T)
+    assert transposed(transposed(mask)) == mask
+    for rows in (mask, transposed(mask)):
+        sees = predicate(rows)
+        for begin in range(rows.seqlen_q):
+            for end in range(begin + 1, rows.seqlen_q + 1):
+                assert kernel_range("key_range", rows, begin, end) == hull(sees[begin:end].any(axis=0))
+                assert kernel_range("full_range", rows, begin, end) == hull(sees[begin:end].all(axis=0))
+    for begin in range(seqlen_k):
+        for end in range(begin + 1, seqlen_k + 1):
+            assert kernel_range("key_range", transposed(mask), begin, end) == mask.row_range(begin, end)
 
 
 @SETTINGS

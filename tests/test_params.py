@@ -7,6 +7,7 @@ whether the struct has the field at that place. Needs NVRTC but no GPU.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,11 +15,16 @@ import pytest
 from variants import variants
 
 from cuflash import jit, params
+from cuflash.device import KNOWN
 from cuflash.errors import UnsupportedError
-from cuflash.plan import PARAMS_BYTES
+from cuflash.plan import BACKWARD_OPS, DELTA_ROWS, PARAMS_BYTES, plan, stats_rows
+from cuflash.problem import ArraySpec, Problem
+from cuflash.tiles_sm80 import BackwardTile
 
 FORWARD_INTS = ("seqlen_q", "seqlen_k", "heads_q", "heads_per_kv", "head_dim", "head_dim_v", "mask_lo", "mask_hi",
                 "key_begin", "key_end", "num_q_blocks", "num_slices")  # fmt: skip
+BACKWARD_INTS = ("batch", *FORWARD_INTS, "row_begin", "row_end")  # and three that follow from seqlens and tile
+OPERANDS = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
 STRIDES = ("stride_batch", "stride_seqlen", "stride_head")
 
 
@@ -38,15 +44,46 @@ def packed_forward() -> tuple[bytes, dict[str, tuple[int, int]]]:
     mask = SimpleNamespace(lo=value["mask_lo"], hi=value["mask_hi"], key_range=lambda begin, end: keys)
     problem: Any = SimpleNamespace(**value, heads_kv=7, mask=mask, strides=strides[:3], softmax_scale=3.0, softcap=0.5)
     plan: Any = SimpleNamespace(num_q_blocks=value["num_q_blocks"], num_slices=value["num_slices"])
-    buffer = bytearray(params.pack_forward(problem, plan, strides[3]))
+    parameters = params.Parameters(params.pack_forward(problem, plan, strides[3]))
     pointers = (2**40 + 1, 2**40 + 2, 2**40 + 3, 2**40 + 4, 2**40 + 5)
-    params.write_pointers(buffer, pointers, 0x5A5A5A5A)
-    packed = bytes(buffer)
+    parameters.write(params.FORWARD, pointers, 0x5A5A5A5A)
+    packed = bytes(parameters)
     places = {name: place(packed, "i", number) for name, number in value.items()}
     for name, operand, pointer in zip(("q", "k", "v", "out"), strides, pointers, strict=False):
         places[f"{name}.pointer"] = place(packed, "Q", pointer)
         places |= {f"{name}.{axis}": place(packed, "q", n) for axis, n in zip(STRIDES, operand, strict=False)}
     places["lse"] = place(packed, "Q", pointers[4])
+    places["scale_log2"] = place(packed, "f", 0.5 * params.LOG2_E)
+    places["softcap_scale"] = place(packed, "f", 6.0)
+    places["aligned"] = place(packed, "i", 0x5A5A5A5A)
+    return packed, places
+
+
+def packed_backward() -> tuple[bytes, dict[str, tuple[int, int]]]:
+    """The same of the kernels of backward."""
+    value = dict(zip(BACKWARD_INTS, range(1001, 2000), strict=False))
+    value |= {"heads_q": value["heads_per_kv"] * 7, "seqlen_k": 10**5}
+    strides = [(*(10**10 * (4 * operand + axis + 1) for axis in range(3)), 1) for operand in range(8)]
+    ranges = {name: (value[f"{name}_begin"], value[f"{name}_end"]) for name in ("key", "row")}
+    bounds = {"lo": value["mask_lo"], "hi": value["mask_hi"]}
+    mask = SimpleNamespace(**bounds, key_range=lambda *_: ranges["key"], row_range=lambda *_: ranges["row"])
+    problem: Any = SimpleNamespace(**value, heads_kv=7, mask=mask, strides=strides[:3], softmax_scale=3.0, softcap=0.5)
+    tile = BackwardTile(2048, 3072, 64, 16, 1, 4, 1, 16, 32)
+    value |= {"num_k_blocks": 10**5 // 16, "splits": 7777, "heads_together": 5555}
+    value |= {"stats_rows": 1024, "padded_dim": 2048, "padded_dim_v": 3072}
+    counts = {name: value[name] for name in ("num_q_blocks", "num_slices")}
+    made: Any = SimpleNamespace(**counts, num_splits=7777, heads_together=5555, variant=SimpleNamespace(tile=tile))
+    parameters = params.Parameters(params.pack_backward(problem, made, strides[3:]))
+    pointers = range(2**40 + 1, 2**40 + 15)
+    parameters.write(params.BACKWARD, pointers, 0x5A5A5A5A)
+    packed = bytes(parameters)
+    places = {name: place(packed, "i", number) for name, number in value.items()}
+    for name, operand, pointer in zip(OPERANDS, strides, pointers, strict=False):
+        places[f"{name}.pointer"] = place(packed, "Q", pointer)
+        places |= {f"{name}.{axis}": place(packed, "q", n) for axis, n in zip(STRIDES, operand, strict=False)}
+    for name, pointer in zip(("lse", "dlse", "stats", "dq_acc", "dk_acc", "dv_acc"), pointers[8:], strict=True):
+        places[name] = place(packed, "Q", pointer)
+    places["softmax_scale"] = place(packed, "f", 3.0)
     places["scale_log2"] = place(packed, "f", 0.5 * params.LOG2_E)
     places["softcap_scale"] = place(packed, "f", 6.0)
     places["aligned"] = place(packed, "i", 0x5A5A5A5A)
@@ -84,7 +121,11 @@ def packed_merge() -> tuple[bytes, dict[str, tuple[int, int]]]:
     return packed, places
 
 
-STRUCTS = {"forward": ("ForwardParams", packed_forward), "merge": ("MergeParams", packed_merge)}
+STRUCTS = {
+    "forward": ("ForwardParams", packed_forward),
+    "backward": ("BackwardParams", packed_backward),
+    "merge": ("MergeParams", packed_merge),
+}
 
 
 def asserts(name: str, packed: bytes, places: dict[str, tuple[int, int]]) -> list[str]:
@@ -156,8 +197,10 @@ def test_every_field_of_the_struct_is_checked(op: str) -> None:
     assert len(packed) == PARAMS_BYTES[op]
 
 
-def test_the_two_ops_of_one_struct_have_one_size() -> None:
+def test_the_ops_of_one_struct_have_one_size() -> None:
     assert PARAMS_BYTES["lse"] == PARAMS_BYTES["forward"]
+    assert {PARAMS_BYTES[op] for op in BACKWARD_OPS} == {PARAMS_BYTES["backward"]}
+    assert set(PARAMS_BYTES) == {"forward", "lse", "merge", *BACKWARD_OPS}
     assert max(PARAMS_BYTES.values()) <= 4096  # what every architecture takes
 
 
@@ -178,7 +221,34 @@ def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes(
     assert params.allows_vectors(strides, dtype) is allowed
 
 
-def test_softcap_and_scale_are_folded_into_two_factors() -> None:
-    packed, places = packed_forward()
+@pytest.mark.parametrize("pack", [packed_forward, packed_backward])
+def test_softcap_and_scale_are_folded_into_two_factors(pack: Callable[[], Any]) -> None:
+    packed, places = pack()
     capped = [struct.unpack_from("<f", packed, places[name][0])[0] for name in ("scale_log2", "softcap_scale")]
     assert capped == pytest.approx([0.5 * params.LOG2_E, 3.0 / 0.5])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_the_counts_that_backward_divides_its_block_index_by_make_up_its_grids(deterministic: bool) -> None:
+    _, places = packed_backward()
+    for dtype, head_dim, dims in (("float16", 40, (3, 300, 500, 6, 2)), ("float32", 256, (1, 1, 129, 7, 7))):
+        batch, seqlen_q, seqlen_k, heads_q, heads_kv = dims
+        q, k = (ArraySpec.dense((batch, s, h, head_dim), dtype) for s, h in ((seqlen_q, heads_q), (seqlen_k, heads_kv)))
+        problem = Problem.of(q, k, k, causal=True)
+        made = plan(problem, "backward", KNOWN["sm_90"], deterministic)
+        packed = params.pack_backward(problem, made, [problem.strides[at] for at in (0, 0, 0, 1, 2)])
+        field = {name: struct.unpack_from("<i", packed, at)[0] for name, (at, size) in places.items() if size == 4}
+        blocks = {launch.variant.op: launch.num_blocks for launch in made.launches}
+        assert blocks["delta"] * DELTA_ROWS == batch * heads_q * field["stats_rows"]
+        assert field["stats_rows"] == stats_rows(problem)
+        key_blocks = batch * heads_kv * field["num_k_blocks"] * field["splits"]
+        assert blocks["backward_dkdv" if deterministic else "backward"] == key_blocks
+        assert field["heads_per_kv"] * heads_kv == field["heads_q"] == heads_q
+        assert (field["row_begin"], field["row_end"]) == problem.mask.row_range(0, seqlen_k)
+        if deterministic:
+            assert blocks["backward_dq"] == batch * heads_q * field["num_q_blocks"] * field["num_slices"]
+        else:
+            assert made.workspace[1] == 8 * batch * heads_q * field["stats_rows"]
+            end = made.workspace[2] if field["splits"] > 1 else made.workspace_bytes
+            accumulator = 4 * batch * heads_q * -(-seqlen_q // 16) * 16 * field["padded_dim"]
+            assert end - made.workspace[1] == accumulator

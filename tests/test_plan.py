@@ -15,7 +15,7 @@ from cuflash import device as devices
 from cuflash import tiles_sm80
 from cuflash.device import KNOWN, Device
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.plan import PARAMS_BYTES, Plan, merge_plan, plan
+from cuflash.plan import PARAMS_BYTES, Launch, Plan, merge_plan, plan
 from cuflash.problem import ITEMSIZE, ArraySpec, Problem
 
 DTYPES = ("float16", "bfloat16", "float32")
@@ -41,7 +41,7 @@ def check_tiled(made: Plan, of: Problem, op: str, device: Device) -> None:
     tile = made.variant.tile
     assert tile is not None
     assert of.head_dim <= tile.head_dim
-    assert made.smem_bytes == made.variant.smem_bytes <= device.smem_per_block
+    assert made.variant.smem_bytes <= device.smem_per_block
     # the last block still owns a query, or a column of v, that no other does
     assert (made.num_q_blocks - 1) * tile.block_q < of.seqlen_q <= made.num_q_blocks * tile.block_q
     if op == "forward":
@@ -49,9 +49,8 @@ def check_tiled(made: Plan, of: Problem, op: str, device: Device) -> None:
         assert made.num_slices <= tile.max_slices
     else:
         assert (made.num_slices, tile.head_dim_v) == (1, 0)
-    assert made.grid == (made.num_q_blocks * made.num_slices * of.heads_q * of.batch, 1, 1)
-    assert made.block == (32 * tile.warps, 1, 1)
-    assert made.block[0] <= 1024
+    assert made.launches == (Launch(made.variant, made.num_q_blocks * made.num_slices * of.heads_q * of.batch),)
+    assert made.variant.num_threads == 32 * tile.warps <= 1024
     assert tile.block_q % (16 * tile.warps) == 0  # what common/config.cuh asserts too
     assert made.variant.arch == device.arch
 
@@ -95,7 +94,7 @@ def test_head_dims_up_to_512_have_a_tile_or_a_way_out(arch: str, dtype: str, hea
             plan(of, "forward", device)
     else:
         check_tiled(plan(of, "forward", device), of, "forward", device)
-    assert plan(replace(of, algorithm="standard"), "forward", device).variant is None
+    assert plan(replace(of, algorithm="standard"), "forward", device).launches == ()
 
 
 @pytest.mark.parametrize("head_dims", [(513, 64), (64, 513)])
@@ -112,7 +111,8 @@ def test_the_grid_covers_every_query(seqlen_q: int) -> None:
 
 def test_an_empty_problem_has_an_empty_grid() -> None:
     for dims in ((0, 5, 7, 4, 2), (2, 0, 7, 4, 2)):
-        assert plan(problem(dims=dims), "forward", KNOWN["sm_90"]).grid == (0, 1, 1)
+        (launch,) = plan(problem(dims=dims), "forward", KNOWN["sm_90"]).launches
+        assert launch.num_blocks == 0
 
 
 def test_a_tile_leaves_room_for_the_blocks_it_was_tuned_for_where_any_does() -> None:
@@ -168,32 +168,29 @@ def test_memory_is_counted_in_bytes() -> None:
     assert (made.out_bytes, made.lse_bytes, made.workspace_bytes) == (2 * 2 * 300 * 4 * 96, 4 * 2 * 4 * 300, 0)
     assert plan(replace(of, out_dtype="float32"), "forward", KNOWN["sm_90"]).out_bytes == 4 * 2 * 300 * 4 * 96
     assert plan(of, "lse", KNOWN["sm_90"]).out_bytes == 0
-    assert plan(of, "backward", None).out_bytes == 2 * 2 * (300 * 4 * 64 + 500 * 2 * (64 + 96))
     assert plan(problem(dtype="float64"), "forward", None).lse_bytes == 8 * 2 * 4 * 300
 
 
 def test_standard_runs_through_cupy_and_says_what_it_materialises() -> None:
     made = plan(problem(algorithm="standard"), "forward", KNOWN["sm_90"])
-    assert (made.kernel, made.device, made.variant) == ("cupy_standard", "H100", None)
+    assert (made.kernel, made.device, made.launches, made.variant) == ("cupy_standard", "H100", (), None)
     assert made.workspace_bytes >= 4 * 2 * 4 * 300 * 500
 
 
 def test_merge_covers_every_element_of_out() -> None:
     for dtype, head_dim_v in itertools.product(DTYPES, (1, 7, 8, 64, 65)):
         shape = (2, 33, 4, head_dim_v)
-        made = merge_plan(dtype, shape, KNOWN["sm_90"])
+        (launch,) = merge_plan(dtype, shape, KNOWN["sm_90"]).launches
         chunks = -(-head_dim_v * ITEMSIZE[dtype] // 16)
-        threads = made.grid[0] * made.block[0]
-        assert threads - made.block[0] < 2 * 33 * 4 * chunks <= threads
-        assert made.variant is not None
-        assert made.variant.constants["PARAMS_BYTES"] == PARAMS_BYTES["merge"]
+        threads = launch.num_blocks * launch.variant.num_threads
+        assert threads - launch.variant.num_threads < 2 * 33 * 4 * chunks <= threads
+        assert launch.variant.constants["PARAMS_BYTES"] == PARAMS_BYTES["merge"]
 
 
 UNSUPPORTED = {
     "float64": (lambda: plan(problem(dtype="float64"), "forward", KNOWN["sm_90"]), "float64.*float32, bfloat16.*NumPy"),
     "float64_lse": (lambda: plan(problem(64, None, dtype="float64"), "lse", KNOWN["sm_90"]), "float64.*cast.*NumPy"),
     "float64_merge": (lambda: merge_plan("float64", (1, 2, 3, 4), KNOWN["sm_90"]), "float64.*cast.*NumPy"),
-    "backward": (lambda: plan(problem(), "backward", KNOWN["sm_90"]), "backward.*NumPy"),
     "too_many_blocks": (
         lambda: plan(problem(dims=(2**20, 2**20, 1, 1, 1)), "forward", KNOWN["sm_90"]),
         r"batch 1048576 .*at most 2147483647.*Split the batch",
@@ -221,7 +218,7 @@ def test_the_public_plan_takes_shapes_and_a_device_name() -> None:
         assert made == plan(problem(64, 96), "forward", KNOWN[arch])
     assert cuflash.plan(*SHAPES[:2], op="lse", dtype="bfloat16", device="sm_80").kernel.startswith("lse_sm80_bf16_d64")
     cpu = cuflash.plan(*SHAPES, op="backward", dtype="bfloat16", device="cpu")
-    assert (cpu.kernel, cpu.device, cpu.variant) == ("reference_backward_flash2", "cpu", None)
+    assert (cpu.kernel, cpu.device, cpu.launches) == ("reference_backward_flash2", "cpu", ())
 
 
 def test_the_public_plan_takes_arrays_and_every_argument_of_forward() -> None:
@@ -247,15 +244,30 @@ def test_shapes_are_planned_on_the_first_gpu_or_else_the_cpu(monkeypatch: pytest
 def test_a_printed_plan_names_kernel_tile_launch_and_memory() -> None:
     text = str(cuflash.plan(*SHAPES, dtype="bfloat16", device="sm_90", causal=True))
     made = cuflash.plan(*SHAPES, dtype="bfloat16", device="sm_90", causal=True)
-    assert made.variant is not None
-    tile = made.variant.tile
+    (launch,) = made.launches
+    tile = launch.variant.tile
     assert tile is not None
     for words in (made.kernel, "H100", f"{tile.block_q} queries x {tile.block_k} keys",
-                  f"({tile.head_dim}, {tile.head_dim_v})", f"{made.grid[0]} blocks of {made.block[0]} threads",
-                  f"{made.smem_bytes} bytes of shared memory", f"out {made.out_bytes} bytes",
+                  f"({tile.head_dim}, {tile.head_dim_v})",
+                  f"launch     {launch.num_blocks} blocks of {launch.variant.num_threads} threads",
+                  f"{launch.variant.smem_bytes} bytes of shared memory", f"out {made.out_bytes} bytes",
                   f"lse {made.lse_bytes} bytes", "workspace 0 bytes", f"{made.flops} FLOPs"):  # fmt: skip
-        assert words in text
-    assert "reference_forward_flash2" in str(cuflash.plan(*SHAPES, dtype="bfloat16", device="cpu"))
+        assert text.count(words) == 1
+    cpu = str(cuflash.plan(*SHAPES, dtype="bfloat16", device="cpu"))
+    assert "reference_forward_flash2" in cpu
+    assert "launch" not in cpu
+
+
+def test_a_printed_plan_of_several_kernels_names_each_in_order() -> None:
+    made = plan(problem(), "forward", KNOWN["sm_90"])
+    (merge,) = merge_plan("float32", (1, 999, 3, 64), KNOWN["sm_90"]).launches
+    lines = str(replace(made, launches=(merge, *made.launches))).splitlines()
+    assert replace(made, launches=(merge, *made.launches)).variant == made.variant
+    assert [line.split()[0] for line in lines] == ["device", "kernel", "kernel", "tile", "memory", "work"]
+    for line, launch in zip(lines[1:3], (merge, *made.launches), strict=True):
+        assert launch.variant.name in line
+        assert f"{launch.num_blocks} blocks of {launch.variant.num_threads} threads" in line
+        assert f"{launch.variant.smem_bytes} bytes of shared memory" in line
 
 
 BAD_PLANS = {

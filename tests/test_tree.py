@@ -11,11 +11,10 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from variants import variants
 
 import cuflash
-from cuflash.device import KNOWN
-from cuflash.plan import DTYPE_CODES, plan
-from cuflash.problem import ArraySpec, Problem
+from cuflash.plan import DTYPE_CODES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
@@ -32,7 +31,7 @@ FLOORS = {
     5: ("launch", "host"),
     6: ("forward", "backward", "lse", "merge", "planner"),
     7: ("__init__",),
-    8: ("info",),
+    8: ("info", "warmup"),
     9: ("bench",),
     10: ("__main__",),
 }
@@ -41,7 +40,8 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 TESTED_ELSEWHERE = {
     "device": ("test_plan", "test_bad_input"),
     "tiles_sm80": ("test_plan", "test_compile"),
-    "planner": ("test_plan",),
+    "plan": ("test_plan", "test_plan_backward"),
+    "planner": ("test_plan", "test_plan_backward"),
     "host": ("test_bad_input", "test_interop"),
     "reference": ("test_reference",),
 }
@@ -151,10 +151,16 @@ def test_macros_are_read_in_one_place_and_are_those_that_the_host_gives() -> Non
     for path, names in read.items():
         if path != config:
             assert names == ({"KERNEL"} if path.suffix == ".cu" else set()), short(path)
-    spec = ArraySpec.dense((1, 8, 1, 64), "float16")
-    variant = plan(Problem.of(spec, spec, spec), "forward", KNOWN["sm_80"]).variant
-    assert variant is not None
-    assert read[config] | {"KERNEL"} == set(variant.constants)
+    given = {variant.op: set(variant.constants) for variant in variants("sm_80")}
+    assert read[config] | {"KERNEL"} == set().union(*given.values())
+    # What a kernel is given beyond the common macros stands in groups: those of tiles, and those of blocks of keys.
+    common, tiled, keyed = (given[op] for op in ("merge", "forward", "backward"))
+    assert common == given["delta"] == given["convert"]
+    assert tiled == given["lse"] == given["backward_dq"]
+    assert keyed == given["backward_dkdv"]
+    for macro, names in (("HEAD_DIM", tiled - common), ("WARP_KEYS", keyed - tiled)):
+        group = code[config].split(f"#ifdef CUFLASH_{macro}\n")[1].split("#endif")[0]
+        assert set(re.findall(r"\bCUFLASH_(\w+)", group)) == names
     for name, number in DTYPE_CODES.items():
         assert re.search(rf"k{name.replace('float', 'Float').replace('bF', 'BF')} = {number}\b", code[config])
 

@@ -5,43 +5,61 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
-from cuflash.plan import ALGORITHM_CODES, Variant, merge_plan, plan
+from cuflash.plan import ALGORITHM_CODES, BACKWARD_OPS, Plan, Variant, merge_plan, plan
 from cuflash.problem import ITEMSIZE, ArraySpec, Problem
-from cuflash.tiles_sm80 import TILES
+from cuflash.tiles_sm80 import BACKWARD, DQ, TILES
 
 DTYPES = tuple(TILES)
 
 
-def variant_of(op: str, dtype: str, head_dim: int, head_dim_v: int, device: Device, **arguments: str) -> Variant | None:
-    """The variant that this device gets for a problem of these head dims; None where it has none."""
+def plan_of(
+    op: str, dtype: str, head_dim: int, head_dim_v: int, device: Device, deterministic: bool = False, **arguments: str
+) -> Plan | None:
+    """What this device launches for a problem of these head dims; None where it has no kernel."""
     if op == "merge":
-        return merge_plan(dtype, (1, 8, 1, head_dim), device).variant
+        return merge_plan(dtype, (1, 8, 1, head_dim), device)
     q, v = (ArraySpec.dense((1, 8, 1, dim), dtype) for dim in (head_dim, head_dim_v))
-    problem = Problem.of(q, q, v if op == "forward" else None, **arguments)  # type: ignore[arg-type]
+    problem = Problem.of(q, q, None if op == "lse" else v, **arguments)  # type: ignore[arg-type]
     try:
-        return plan(problem, op, device).variant
+        return plan(problem, op, device, deterministic)
     except UnsupportedError:
         return None
+
+
+def variant_of(op: str, *arguments: Any, **more: str) -> Variant:
+    """The kernel called `op` in `plan_of` its call: those of `BACKWARD_OPS` are launched by backward."""
+    call, fixed = ("backward", (False, True)) if op in BACKWARD_OPS else (op, (False,))
+    made = [plan_of(call, *arguments, deterministic=deterministic, **more) for deterministic in fixed]
+    launches = [launch for each in made if each is not None for launch in each.launches]
+    return next(launch.variant for launch in launches if launch.variant.op == op)
+
+
+def edges(dtype: str) -> list[int]:
+    """Head dims at which the choice of a tile can change: those of a row, and the next one; and 1."""
+    rows = (*TILES[dtype], *BACKWARD[dtype], *DQ[dtype])
+    dims = {row.head_dim for row in rows} | {row.head_dim_v for row in rows}
+    dims |= {row.head_dim_v * row.max_slices for row in TILES[dtype]}
+    return sorted({dim + step for dim in dims for step in (0, 1)} | {1})
 
 
 @cache
 def variants(arch: str) -> tuple[Variant, ...]:
     """Every variant for `arch`, as a GPU with the shared memory of any known one gets it: all rows."""
     found: dict[Variant, None] = {}
-    for known, dtype in product(KNOWN.values(), DTYPES):
-        device = replace(KNOWN[arch], smem_per_block=known.smem_per_block, smem_per_sm=known.smem_per_sm)
-        # Head dims at which the choice of a tile can change: those of a row, and the next one.
-        dims = {t.head_dim for t in TILES[dtype]} | {t.head_dim_v * t.max_slices for t in TILES[dtype]}
-        dims = {dim + step for dim in dims for step in (0, 1)} | {1}
+    sizes = dict.fromkeys((known.smem_per_block, known.smem_per_sm) for known in KNOWN.values())
+    for (block, whole), dtype in product(sizes, DTYPES):
+        device = replace(KNOWN[arch], smem_per_block=block, smem_per_sm=whole)
         out_dtypes = (dtype, "float32") if ITEMSIZE[dtype] == 2 else (dtype,)
-        made = [variant_of("merge", dtype, 64, 64, device)]
-        for head_dim in sorted(dims):
-            made.append(variant_of("lse", dtype, head_dim, 1, device))
-            for head_dim_v, algorithm, out_dtype in product(sorted(dims), ALGORITHM_CODES, out_dtypes):
-                arguments = {"algorithm": algorithm, "out_dtype": out_dtype}
-                made.append(variant_of("forward", dtype, head_dim, head_dim_v, device, **arguments))
-        found |= dict.fromkeys(variant for variant in made if variant is not None)
+        made = [plan_of("merge", dtype, 64, 64, device)]
+        made += [plan_of("lse", dtype, head_dim, 1, device) for head_dim in edges(dtype)]
+        for *dims, out_dtype in product(edges(dtype), edges(dtype), out_dtypes):
+            for algorithm in ALGORITHM_CODES:
+                made.append(plan_of("forward", dtype, *dims, device, algorithm=algorithm, out_dtype=out_dtype))
+            for deterministic in (False, True):
+                made.append(plan_of("backward", dtype, *dims, device, deterministic, out_dtype=out_dtype))
+        found |= dict.fromkeys(launch.variant for each in made if each is not None for launch in each.launches)
     return tuple(found)

@@ -11,7 +11,7 @@ from .. import device, jit
 from ..errors import UnsupportedError
 from .cases import Case, numpy_dtype
 
-Inputs = tuple[Any, Any, Any]  # q, k, v
+Inputs = tuple[Any, ...]  # q, k, v, and for backward dout
 
 
 class NumpyArrays:
@@ -24,10 +24,10 @@ class NumpyArrays:
         """An array drawn from the standard normal distribution."""
         return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
 
-    def inputs(self, case: Case, seed: int = 0) -> Inputs:
-        """q, k and v of a case."""
-        q, k, v = (self.normal(shape, case.dtype, 3 * seed + n) for n, shape in enumerate(case.shapes()))
-        return q, k, v
+    def inputs(self, op: str, case: Case, seed: int = 0) -> Inputs:
+        """What an op is given on a case."""
+        shapes = case.shapes() if op == "forward" else (*case.shapes(), case.problem().out_shape)
+        return tuple(self.normal(shape, case.dtype, len(shapes) * seed + n) for n, shape in enumerate(shapes))
 
     def head(self, array: Any, batch: int, head: int) -> NDArray[np.float64]:
         """(seqlen, head_dim) of one head of a (batch, seqlen, heads, head_dim) array, in float64."""

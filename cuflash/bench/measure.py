@@ -9,13 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .arrays import Inputs, NumpyArrays
+from .arrays import NumpyArrays
 
 WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU take that long to rise
 ROUND_SECONDS = 1e-3  # a contender's share of a round is at least this long, so that a launch does not count
@@ -24,35 +24,40 @@ CONTENDER_SECONDS = 3.0  # of one cell
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one contender does with an input set, and the context it does it in."""
+    """What one contender does, a call for each input set, and the context it does it in."""
 
-    call: Callable[[Inputs], Any]
+    calls: list[Callable[[], Any]]
     scope: Callable[[], AbstractContextManager[Any]]
 
+    def repeat(self, times: int) -> None:
+        """Makes the calls in turn."""
+        for turn in range(times):
+            self.calls[turn % len(self.calls)]()
 
-def seconds_per_call(
-    arrays: NumpyArrays, runs: dict[str, Run], input_sets: list[Inputs], rounds: int
-) -> dict[str, float]:
+
+def seconds_per_call(arrays: NumpyArrays, runs: dict[str, Run], rounds: int) -> dict[str, float]:
     """Median seconds of a call of each contender; in every round each has its turn, on rotating input sets."""
+    if not runs:
+        return {}
     span = _gpu_span if arrays.on_gpu else _host_span
     repeats = dict.fromkeys(runs, 1)
     for warming in (True, False):  # the second pass measures what a call costs once everything is loaded
         for name, run in runs.items():
-            seconds = span(run, input_sets, 1)()
+            seconds = span(run, 1)()
             if not warming and arrays.on_gpu:
                 repeats[name] = max(1, min(64, math.ceil(ROUND_SECONDS / max(seconds, 1e-6))))
     started, slowest = time.perf_counter(), 0.0
     while True:
-        spans = [span(run, input_sets, repeats[name]) for name, run in runs.items()]
+        spans = [span(run, repeats[name]) for name, run in runs.items()]
         slowest = max(read() for read in spans)
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / slowest)))
-    turns = [{name: span(run, input_sets, repeats[name]) for name, run in runs.items()} for _ in range(rounds)]
+    turns = [{name: span(run, repeats[name]) for name, run in runs.items()} for _ in range(rounds)]
     return {name: median(turn[name]() for turn in turns) / repeats[name] for name in runs}
 
 
-def _gpu_span(run: Run, input_sets: list[Inputs], repeats: int) -> Callable[[], float]:
+def _gpu_span(run: Run, repeats: int) -> Callable[[], float]:
     """Enqueues the calls between two events; the returned function waits for them and gives the seconds.
 
     Torch's default stream and CuPy's are the same legacy stream of the driver, so CuPy's events time both.
@@ -62,8 +67,7 @@ def _gpu_span(run: Run, input_sets: list[Inputs], repeats: int) -> Callable[[], 
     begin, end = cuda.Event(), cuda.Event()
     with run.scope():
         begin.record()
-        for turn in range(repeats):
-            run.call(input_sets[turn % len(input_sets)])
+        run.repeat(repeats)
         end.record()
 
     def seconds() -> float:
@@ -73,30 +77,29 @@ def _gpu_span(run: Run, input_sets: list[Inputs], repeats: int) -> Callable[[], 
     return seconds
 
 
-def _host_span(run: Run, input_sets: list[Inputs], repeats: int) -> Callable[[], float]:
+def _host_span(run: Run, repeats: int) -> Callable[[], float]:
     started = time.perf_counter()
-    for turn in range(repeats):
-        run.call(input_sets[turn % len(input_sets)])
+    with run.scope():
+        run.repeat(repeats)
     elapsed = time.perf_counter() - started
     return lambda: elapsed
 
 
-def host_seconds(arrays: NumpyArrays, run: Run, inputs: Inputs, calls: int = 200, rounds: int = 15) -> float:
+def host_seconds(arrays: NumpyArrays, run: Run, calls: int = 200, rounds: int = 15) -> float:
     """Median time to enqueue one call. The GPU must need less for it, or the full queue would be timed."""
     timings = []
     with run.scope():
         for _ in range(rounds + 3):
             arrays.synchronize()
             started = time.perf_counter()
-            for _ in range(calls):
-                run.call(inputs)
+            run.repeat(calls)
             timings.append((time.perf_counter() - started) / calls)
             arrays.synchronize()
     return median(timings[3:])
 
 
-def startup() -> dict[str, Any]:
-    """What first calls cost in a fresh process: "cold" with an empty cache folder, "disk" with the one that left.
+def startup(ops: Iterable[str]) -> dict[str, Any]:
+    """What first calls cost in a fresh process: "cold" with an empty cache folder, "disk" with what that left in it.
 
     NVRTC keeps a cache of its own beside the driver's; it is turned off, or "cold" would only be so once on a machine.
     """
@@ -104,7 +107,7 @@ def startup() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="cuflash-bench-") as folder:
         for name in ("cold", "disk"):
             done = subprocess.run(
-                [sys.executable, "-m", "cuflash.bench.startup"],
+                [sys.executable, "-m", "cuflash.bench.startup", *ops],
                 env=os.environ | {"CUFLASH_CACHE_DIR": folder, "CUDA_CACHE_DISABLE": "1"},
                 capture_output=True,
                 text=True,

@@ -5,93 +5,145 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ..backward import backward
 from ..forward import forward
-from .arrays import CupyArrays, NumpyArrays, TorchArrays
+from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays
 from .measure import Run
 
 FLOAT16 = ("float16", "bfloat16")
+EVERY_DTYPE = (*FLOAT16, "float32", "float64")
+Prepare = Callable[[Inputs, bool], Callable[[], Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`call(q, k, v, causal)` takes and gives (batch, seqlen, heads, head_dim) without copies."""
+    """`prepare(inputs, causal)` gives the call that is timed; its result is out, or the tuple (dq, dk, dv).
 
+    Arrays are (batch, seqlen, heads, head_dim), taken and given without copies. What backward needs of forward is made
+    in `prepare`, by the contender's own forward. `keywords` are those of our public call, besides inputs and mask.
+    """
+
+    op: str
     name: str
     dtypes: tuple[str, ...]
-    call: Callable[[Any, Any, Any, bool], Any]
+    prepare: Prepare
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext
     ours: bool = False
+    keywords: dict[str, Any] = field(default_factory=dict)
 
-    def run(self, causal: bool) -> Run:
+    def run(self, input_sets: list[Inputs], causal: bool) -> Run:
         """What `measure` times."""
-        return Run(lambda inputs: self.call(*inputs, causal), self.scope)
+        with self.scope():
+            return Run([self.prepare(inputs, causal) for inputs in input_sets], self.scope)
 
 
-def ours(algorithm: str) -> Contender:
-    """`cuflash.forward` by this algorithm."""
+def ours(op: str, arrays: NumpyArrays, algorithms: tuple[str, ...]) -> list[Contender]:
+    """`cuflash.forward` by each of these algorithms, or `cuflash.backward` both ways."""
+    if op == "forward":
+        return [_ours(op, algorithm, _prepare_forward, algorithm=algorithm) for algorithm in algorithms]
+    # why: on NumPy arrays the deterministic way is the only one
+    names = ("backward", "deterministic") if arrays.on_gpu else ("backward",)
+    return [_ours(op, name, _prepare_backward, deterministic=name == "deterministic") for name in names]
 
-    def call(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        return forward(q, k, v, causal=causal, algorithm=algorithm)
 
-    return Contender(f"cuflash {algorithm}", (*FLOAT16, "float32", "float64"), call, ours=True)
+def _ours(op: str, name: str, prepare: Callable[..., Callable[[], Any]], **keywords: Any) -> Contender:
+    prepared = partial(prepare, **keywords)
+    return Contender(op, f"cuflash {name}", EVERY_DTYPE, prepared, ours=True, keywords=keywords)
+
+
+def _prepare_forward(inputs: Inputs, causal: bool, **keywords: Any) -> Callable[[], Any]:
+    return partial(forward, *inputs, causal=causal, **keywords)
+
+
+def _prepare_backward(inputs: Inputs, causal: bool, **keywords: Any) -> Callable[[], Any]:
+    q, k, v, dout = inputs
+    out, lse = forward(q, k, v, causal=causal, return_lse=True)
+    return partial(backward, dout, q, k, v, out, lse, causal=causal, **keywords)
 
 
 def find(arrays: NumpyArrays) -> tuple[list[Contender], dict[str, str]]:
-    """The peers for these arrays, and those that are missing with the reason."""
+    """The peers for these arrays, in every op they have, and those that are missing with the reason."""
     found: list[Contender] = []
     missing: dict[str, str] = {}
     if isinstance(arrays, TorchArrays):
         found += _torch_backends()
         try:
-            found.append(_flash_attention_4())
+            found += _flash_attention_4()
         except Exception as error:  # why: what its import raises depends on the compiler packages below it
             missing["FlashAttention-4"] = str(error) or type(error).__name__
     elif isinstance(arrays, CupyArrays):
         missing["torch, FlashAttention-4"] = "torch with CUDA is not installed"
-    found.append(_matmul_softmax_matmul(arrays))
-    return found, missing
+    return found + _whole_matrix(arrays), missing
 
 
 def _torch_backends() -> list[Contender]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
-    def call(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    def attention(causal: bool, q: Any, k: Any, v: Any) -> Any:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
     # why: torch warns at each call of every backend that it was told to leave out.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|cuflash\.bench")
-    return [
-        Contender("torch flash", FLOAT16, call, partial(sdpa_kernel, SDPBackend.FLASH_ATTENTION)),
-        Contender("torch cuDNN", FLOAT16, call, partial(sdpa_kernel, SDPBackend.CUDNN_ATTENTION)),
-        Contender("torch efficient", ("float32",), call, partial(sdpa_kernel, SDPBackend.EFFICIENT_ATTENTION)),
-    ]
+    found = []
+    for name, dtypes, backend in (
+        ("torch flash", FLOAT16, SDPBackend.FLASH_ATTENTION),
+        ("torch cuDNN", FLOAT16, SDPBackend.CUDNN_ATTENTION),
+        ("torch efficient", ("float32",), SDPBackend.EFFICIENT_ATTENTION),
+    ):
+        found += _both_ops(name, dtypes, attention, partial(sdpa_kernel, backend))
+    return found
 
 
-def _flash_attention_4() -> Contender:
+def _flash_attention_4() -> list[Contender]:
     from flash_attn.cute import flash_attn_func
 
-    def call(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    def attention(causal: bool, q: Any, k: Any, v: Any) -> Any:
         result = flash_attn_func(q, k, v, causal=causal)
         return result[0] if isinstance(result, tuple) else result
 
-    return Contender("FlashAttention-4", FLOAT16, call)
+    return _both_ops("FlashAttention-4", FLOAT16, attention)
 
 
-def _matmul_softmax_matmul(arrays: NumpyArrays) -> Contender:
-    """Attention as it is written on one line of an array library, with the whole score matrix in memory."""
+def _both_ops(
+    name: str,
+    dtypes: tuple[str, ...],
+    attention: Callable[[bool, Any, Any, Any], Any],
+    scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[Contender]:
+    """A function on torch tensors, and its backward alone.
+
+    why: through autograd, which every peer has; on an H200 its spans equal those of torch's own backward functions.
+    """
+    from torch.autograd import grad
+
+    def prepare(inputs: Inputs, causal: bool) -> Callable[[], Any]:
+        return partial(attention, causal, *inputs)
+
+    def prepare_backward(inputs: Inputs, causal: bool) -> Callable[[], Any]:
+        *qkv, dout = inputs
+        leaves = [x.detach().requires_grad_() for x in qkv]
+        return partial(grad, attention(causal, *leaves), leaves, dout, retain_graph=True)
+
+    return [
+        Contender("forward", name, dtypes, prepare, scope),
+        Contender("backward", name, dtypes, prepare_backward, scope),
+    ]
+
+
+def _whole_matrix(arrays: NumpyArrays) -> list[Contender]:
+    """Attention as it is written in a few lines of an array library, with whole score matrices in memory."""
     if not isinstance(arrays, CupyArrays):
         import numpy as xp
     else:
         xp = arrays.cupy
 
-    def attention(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
+    def weights(q: Any, k: Any, causal: bool) -> Any:
         s = xp.matmul(q, k.swapaxes(2, 3))
         s *= q.shape[3] ** -0.5
         if causal:
@@ -99,12 +151,32 @@ def _matmul_softmax_matmul(arrays: NumpyArrays) -> Contender:
         s -= s.max(axis=3, keepdims=True)
         xp.exp(s, out=s)
         s /= s.sum(axis=3, keepdims=True)
-        return xp.matmul(s, v).transpose(0, 2, 1, 3)
+        return s
 
-    def through_torch(q: Any, k: Any, v: Any, causal: bool) -> Any:
-        assert isinstance(arrays, TorchArrays)
-        q, k, v = (xp.from_dlpack(x) for x in (q, k, v))
-        return arrays.torch.from_dlpack(attention(q, k, v, causal))
+    def attention(causal: bool, q: Any, k: Any, v: Any) -> tuple[Any, ...]:
+        return (xp.matmul(weights(q, k, causal), v),)
+
+    def gradients(causal: bool, q: Any, k: Any, v: Any, dout: Any) -> tuple[Any, ...]:
+        p = weights(q, k, causal)
+        dv = xp.matmul(p.swapaxes(2, 3), dout)
+        ds = xp.matmul(dout, v.swapaxes(2, 3))  # dp
+        ds -= (p * ds).sum(axis=3, keepdims=True)
+        ds *= p
+        ds *= q.shape[3] ** -0.5
+        return xp.matmul(ds, k), xp.matmul(ds.swapaxes(2, 3), q), dv
+
+    def prepare(function: Callable[..., tuple[Any, ...]], inputs: Inputs, causal: bool) -> Callable[[], Any]:
+        through_torch = isinstance(arrays, TorchArrays)
+        heads_first = [(xp.from_dlpack(x) if through_torch else x).transpose(0, 2, 1, 3) for x in inputs]
+
+        def call() -> tuple[Any, ...]:
+            results = (x.transpose(0, 2, 1, 3) for x in function(causal, *heads_first))
+            return tuple(arrays.torch.from_dlpack(x) if isinstance(arrays, TorchArrays) else x for x in results)
+
+        return call
 
     name = "CuPy matmul" if arrays.on_gpu else "NumPy matmul"
-    return Contender(name, ("float32",), through_torch if isinstance(arrays, TorchArrays) else attention)
+    return [
+        Contender("forward", name, ("float32",), partial(prepare, attention)),
+        Contender("backward", name, ("float32",), partial(prepare, gradients)),
+    ]

@@ -1,6 +1,6 @@
-"""Times our kernels and those of the peers found on this machine: the same inputs, in turn, outputs checked beforehand.
+"""Times our kernels and those of the peers found on this machine: the same inputs, in turn, results checked beforehand.
 
-Exits with 1 if an output is wrong or one of ours did not run. Without a GPU it times the NumPy path.
+Exits with 1 if a result is wrong or one of ours did not run. Without a GPU it times the NumPy path.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import sys
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ HIDDEN = 2048  # heads x head_dim
 ROTATED_BYTES = 1 << 28  # input sets are rotated until they exceed every GPU's L2 cache
 LONG_SEQLENS = (8192, 65536)  # of the float32 section: where the score matrix still fits, and where it does not
 LONG_HEADS = 16
+OPS = tuple(check.OUTPUTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,13 @@ class Row:
     @property
     def tflops(self) -> float | None:
         """Of the visible pairs: what a mask hides is not counted as work."""
-        return None if self.seconds is None else self.cell.problem().flops / self.seconds * 1e-12
+        return None if self.seconds is None else self.flops / self.seconds * 1e-12
+
+    @property
+    def flops(self) -> int:
+        """Backward has five products of the size of forward's two; one that is computed twice counts once."""
+        forward = self.cell.problem().flops
+        return forward if self.contender.op == "forward" else forward // 2 * 5
 
 
 @dataclass(slots=True)
@@ -62,11 +70,17 @@ class Report:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
+    parser.add_argument("--ops", type=partial(_names, OPS), default=OPS, metavar="O,O", help="default forward,backward")
     parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
     parser.add_argument("--head-dims", type=_integers, metavar="N,N", help="default 64,128,256; 64 without a GPU")
     parser.add_argument("--seqlens", type=_integers, metavar="N,N", help="default 1k,4k,16k; 512,2k without a GPU")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only this mask; default both")
-    parser.add_argument("--algorithms", type=_names, metavar="A,A", help="default flash2,flash1,flashd; also standard")
+    parser.add_argument(
+        "--algorithms",
+        type=partial(_names, ALGORITHMS),
+        metavar="A,A",
+        help="of forward; default flash2,flash1,flashd; also standard",
+    )
     parser.add_argument("--rounds", type=int, default=30, help="turns of each contender in a cell; default 30")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
     parser.add_argument("--quick", action="store_true", help="seqlen 4k, flash2 alone, 10 rounds, no start-up times")
@@ -91,16 +105,17 @@ def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
     found, missing = peers.find(arrays)
     report = Report(info.machine(), arrays.name, missing)
     algorithms = options.algorithms or (("flash2",) if options.quick else ("flash2", "flash1", "flashd"))
-    contenders = [*map(peers.ours, algorithms), *found]
     rounds = min(options.rounds, 10) if options.quick else options.rounds
-    for cell in cells(arrays, options):
-        report.rows += run_cell(arrays, cell, contenders, rounds)
-    if isinstance(arrays, CupyArrays):
-        for cell in long_cells(options):
-            report.rows += run_cell(arrays, cell, [contenders[0], *found], rounds)
-        report.host_seconds = host_times(arrays, contenders)
-        if not options.quick:
-            report.startup = measure.startup()
+    for op in options.ops:
+        ours, others = peers.ours(op, arrays, algorithms), [contender for contender in found if contender.op == op]
+        for cell in cells(arrays, options):
+            report.rows += run_cell(arrays, cell, ours + others, rounds)
+        if isinstance(arrays, CupyArrays):
+            for cell in long_cells(op, options):
+                report.rows += run_cell(arrays, cell, ours[:1] + others, rounds)
+            report.host_seconds |= host_times(arrays, ours + others)
+    if arrays.on_gpu and not options.quick:
+        report.startup = measure.startup(options.ops)
     return report
 
 
@@ -120,22 +135,23 @@ def cells(arrays: NumpyArrays, options: argparse.Namespace) -> list[Case]:
     ]
 
 
-def long_cells(options: argparse.Namespace) -> list[Case]:
-    """float32, head_dim 64: beside the whole score matrix in memory, and beyond it."""
-    seqlens = LONG_SEQLENS[:1] if options.quick else LONG_SEQLENS
+def long_cells(op: str, options: argparse.Namespace) -> list[Case]:
+    """float32, head_dim 64: beside the whole score matrix in memory, and for forward beyond it."""
+    seqlens = LONG_SEQLENS[:1] if options.quick or op == "backward" else LONG_SEQLENS
     return [_cell(1, seqlen, LONG_HEADS, 64, "float32", False) for seqlen in seqlens]
 
 
 def run_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], rounds: int) -> list[Row]:
-    """Checks every contender that takes this dtype, then times in turn those that are right."""
+    """Checks every contender of an op that takes this dtype, then times in turn those that are right."""
     present = [contender for contender in contenders if cell.dtype in contender.dtypes]
-    inputs = arrays.inputs(cell)
+    op = present[0].op
+    inputs = arrays.inputs(op, cell)
     rows = {row.contender.name: row for row in check_cell(arrays, cell, present, inputs)}
     arrays.release()
     num_sets = max(1, min(16, -(-ROTATED_BYTES // sum(x.nbytes for x in inputs)))) if arrays.on_gpu else 1
-    input_sets = [inputs, *(arrays.inputs(cell, seed) for seed in range(1, num_sets))]
-    sound = {x.name: x.run(cell.causal) for x in present if rows[x.name].error is not None and not rows[x.name].wrong}
-    seconds = measure.seconds_per_call(arrays, sound, input_sets, rounds) if sound else {}
+    input_sets = [inputs, *(arrays.inputs(op, cell, seed) for seed in range(1, num_sets))]
+    sound = [x for x in present if rows[x.name].error is not None and not rows[x.name].wrong]
+    seconds = measure.seconds_per_call(arrays, {x.name: x.run(input_sets, cell.causal) for x in sound}, rounds)
     arrays.release()
     timed = [replace(row, seconds=seconds.get(name)) for name, row in rows.items()]
     print(table.line(timed), file=sys.stderr, flush=True)
@@ -144,28 +160,29 @@ def run_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], round
 
 def check_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], inputs: Inputs) -> list[Row]:
     """One call of each contender, held against float64 in sampled rows, and all over against the first right one."""
-    samples = check.sample(arrays, cell, *inputs)
+    samples = check.sample(arrays, contenders[0].op, cell, inputs)
     bound = check.MAX_ERROR[cell.dtype]
     rows: list[Row] = []
-    reference: tuple[str, Any] | None = None
+    reference: tuple[str, dict[str, Any]] | None = None
     for contender in contenders:
         try:
-            with contender.scope():
-                out = contender.call(*inputs, cell.causal)
+            run = contender.run([inputs], cell.causal)
+            with run.scope():
+                found = check.outputs(contender.op, run.calls[0]())
             arrays.synchronize()
         except Exception as error:  # why: a peer that does not run here is a gap in the table, not the end of it
             text = str(error).strip() or type(error).__name__
             rows.append(Row(cell, contender, note=text if contender.ours else text.splitlines()[0][:120]))
             continue
-        off = check.error(arrays, out, samples)
+        output, off = check.error(arrays, found, samples)
         wrong = not off <= bound  # why: NaN is wrong too
-        note = f"error {off:.2e} in sampled rows is over {bound:.2e}" if wrong else ""
+        note = f"error {off:.2e} in sampled rows of {output} is over {bound:.2e}" if wrong else ""
         if not wrong and reference is None:
-            reference = contender.name, out
+            reference = contender.name, found
         elif not wrong and reference is not None:
-            apart = arrays.distance(out, reference[1])
+            output, apart = check.distance(arrays, found, reference[1])
             wrong = not apart <= 2 * bound
-            note = f"differs from {reference[0]} by {apart:.2e}, more than {2 * bound:.2e}" if wrong else ""
+            note = f"{output} differs from {reference[0]} by {apart:.2e}, more than {2 * bound:.2e}" if wrong else ""
         rows.append(Row(cell, contender, error=off, note=note, wrong=wrong))
     return rows
 
@@ -175,12 +192,12 @@ def host_times(arrays: CupyArrays, contenders: list[Contender]) -> dict[str, flo
     case = _cell(1, 128, 1, 64, "float16", True)
     timings: dict[str, float] = {}
     for kind in (CupyArrays(), arrays) if isinstance(arrays, TorchArrays) else (arrays,):
-        inputs = kind.inputs(case)
         for contender in contenders:
             if case.dtype in contender.dtypes and (contender.ours or kind is arrays):
                 with contextlib.suppress(Exception):  # why: whoever cannot run stands in the rows with the reason
-                    seconds = measure.host_seconds(kind, contender.run(case.causal), inputs)
-                    timings[f"{contender.name}, {kind.name} arrays"] = seconds
+                    run = contender.run([kind.inputs(contender.op, case)], case.causal)
+                    name = f"{contender.op}, {contender.name}, {kind.name} arrays"
+                    timings[name] = measure.host_seconds(kind, run)
     return timings
 
 
@@ -189,11 +206,11 @@ def _cell(batch: int, seqlen: int, heads: int, head_dim: int, dtype: str, causal
     return Case(name, batch, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal)
 
 
-def _names(text: str) -> tuple[str, ...]:
+def _names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
     """Such as "flash2,flashd"."""
     names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in ALGORITHMS]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(ALGORITHMS)}")
+    if unknown := [name for name in names if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(known)}")
     return names
 
 

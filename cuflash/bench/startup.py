@@ -1,34 +1,43 @@
-"""`python -m cuflash.bench.startup`: seconds of the first calls in this process, as JSON. `measure.startup` runs it."""
+"""`python -m cuflash.bench.startup OP...`: seconds of the first calls in this process, as JSON; for `measure`."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from .. import jit
+from ..backward import backward
 from ..forward import forward
 
 HEAD_DIMS = (64, 128, 256)
 
 
-def first_calls() -> dict[str, Any]:
-    """Seconds to load NVRTC, and of the first forward of each head dim once that is done."""
+def first_calls(ops: Iterable[str]) -> dict[str, Any]:
+    """Seconds to load NVRTC, and of the first call of each op at each head dim once that is done."""
     import cupy
 
-    inputs = {head_dim: cupy.zeros((1, 128, 2, head_dim), "float16") for head_dim in HEAD_DIMS}
-    cupy.cuda.runtime.deviceSynchronize()
-    started = time.perf_counter()
-    jit.nvrtc_version()
-    nvrtc = time.perf_counter() - started
-    seconds = {}
-    for head_dim, x in inputs.items():
-        started = time.perf_counter()
-        forward(x, x, x, causal=True)
+    def seconds(call: Callable[[], Any]) -> float:
         cupy.cuda.runtime.deviceSynchronize()
-        seconds[f"d{head_dim}"] = time.perf_counter() - started
-    return {"nvrtc": nvrtc, "forward": seconds}
+        started = time.perf_counter()
+        call()
+        cupy.cuda.runtime.deviceSynchronize()
+        return time.perf_counter() - started
+
+    inputs = {f"d{head_dim}": cupy.zeros((1, 128, 2, head_dim), "float16") for head_dim in HEAD_DIMS}
+    timings: dict[str, Any] = {"nvrtc": seconds(jit.nvrtc_version)}
+    for op in ops:
+        timings[op] = {}
+        for name, x in inputs.items():
+            call = partial(forward, x, x, x, causal=True)
+            if op == "backward":
+                call = partial(backward, x, x, x, x, *call(return_lse=True), causal=True)
+            timings[op][name] = seconds(call)
+    return timings
 
 
 if __name__ == "__main__":
-    print(json.dumps(first_calls()))
+    print(json.dumps(first_calls(sys.argv[1:])))

@@ -27,10 +27,10 @@ def show(report: Report) -> None:
     gpus = "; ".join(f"{gpu['name']} ({gpu['arch']}, {gpu['num_sms']} SMs)" for gpu in report.machine["gpus"])
     versions = ", ".join(f"{name} {version}" for name, version in report.machine["versions"].items())
     console.print(f"{gpus or 'CPU'}: {versions}")
-    for rows in _by_dtype(report.rows):
-        dtype, first = rows[0].cell.dtype, rows[0].contender.name
-        console.print(f"\nforward, {dtype}, {report.arrays} arrays, TFLOP/s (in brackets: {first} over it)")
-        console.print(_forward_table(rows))
+    for rows in _sections(report.rows):
+        op, dtype, first = rows[0].contender.op, rows[0].cell.dtype, rows[0].contender.name
+        console.print(f"\n{op}, {dtype}, {report.arrays} arrays, TFLOP/s (in brackets: {first} over it)")
+        console.print(_speeds(rows))
     if report.host_seconds:
         host = {name: f"{seconds * 1e6:.1f} µs" for name, seconds in report.host_seconds.items()}
         console.print("host time of a repeated call", _pairs(host), sep="\n")
@@ -42,7 +42,8 @@ def show(report: Report) -> None:
     for row in report.rows:
         if row.note:
             kind = "WRONG" if row.wrong else "FAILED" if row.contender.ours else "not run"
-            remarks.setdefault(f"{kind}: {row.contender.name}: {row.note}", []).append(row.cell.name)
+            remark = f"{kind}: {row.contender.op}, {row.contender.name}: {row.note}"
+            remarks.setdefault(remark, []).append(row.cell.name)
     for remark, cells in remarks.items():
         others = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         console.print(f"{remark} [{cells[0]}{others}]", markup=False)
@@ -51,15 +52,18 @@ def show(report: Report) -> None:
 def line(rows: list[Row]) -> str:
     """One cell as soon as it is measured."""
     speeds = (f"{row.contender.name} {_speed(row)}" for row in rows)
-    return f"{rows[0].cell.name}: {', '.join(speeds)} TFLOP/s"
+    return f"{rows[0].contender.op} {rows[0].cell.name}: {', '.join(speeds)} TFLOP/s"
 
 
 def ratios(rows: list[Row], row: Row) -> dict[str, float]:
-    """Our speed over each peer's in the same cell."""
+    """Our speed over each peer's in the same op and cell."""
     return {
         other.contender.name: other.seconds / row.seconds
         for other in rows
-        if other.cell == row.cell and not other.contender.ours and other.seconds and row.seconds
+        if (other.contender.op, other.cell) == (row.contender.op, row.cell)
+        and not other.contender.ours
+        and other.seconds
+        and row.seconds
     }
 
 
@@ -67,12 +71,12 @@ def to_json(report: Report) -> str:
     """Machine facts, one object per contender and cell, host seconds and start-up seconds."""
     rows = [
         {
-            "op": "forward",
+            "op": row.contender.op,
             **asdict(row.cell),
             "contender": row.contender.name,
             "ours": row.contender.ours,
             "kernel": _kernel(report, row),
-            "flops": row.cell.problem().flops,
+            "flops": row.flops,
             "seconds": row.seconds,
             "tflops": row.tflops,
             "error": row.error,
@@ -93,12 +97,15 @@ def to_json(report: Report) -> str:
     return json.dumps(content, indent=1) + "\n"
 
 
-def _by_dtype(rows: list[Row]) -> list[list[Row]]:
-    dtypes = dict.fromkeys(row.cell.dtype for row in rows)
-    return [[row for row in rows if row.cell.dtype == dtype] for dtype in dtypes]
+def _sections(rows: list[Row]) -> list[list[Row]]:
+    """Rows of the same op and dtype."""
+    sections: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        sections.setdefault((row.contender.op, row.cell.dtype), []).append(row)
+    return list(sections.values())
 
 
-def _forward_table(rows: list[Row]) -> Table:
+def _speeds(rows: list[Row]) -> Table:
     """A line per cell; beside each peer's speed that of the first of ours over it."""
     names = list(dict.fromkeys(row.contender.name for row in rows))
     table = Table(box=box.SIMPLE_HEAD)
@@ -129,11 +136,11 @@ def _startup(timings: dict[str, Any]) -> dict[str, str]:
     if "failed" in timings:
         return {"not measured": " ".join(timings["failed"])}
     cold, disk = timings["cold"], timings["disk"]
-    return (
-        {"NVRTC loaded": f"{disk['nvrtc'] * 1e3:.0f} ms"}
-        | {f"forward {dim}, compiled": f"{seconds:.2f} s" for dim, seconds in cold["forward"].items()}
-        | {f"forward {dim}, from disk": f"{seconds * 1e3:.1f} ms" for dim, seconds in disk["forward"].items()}
-    )
+    found = {"NVRTC loaded": f"{disk['nvrtc'] * 1e3:.0f} ms"}
+    for op in (name for name in disk if name != "nvrtc"):
+        found |= {f"{op} {dim}, compiled": f"{seconds:.2f} s" for dim, seconds in cold[op].items()}
+        found |= {f"{op} {dim}, from disk": f"{seconds * 1e3:.1f} ms" for dim, seconds in disk[op].items()}
+    return found
 
 
 def _speed(row: Row) -> str:
@@ -148,9 +155,9 @@ def _kernel(report: Report, row: Row) -> str | None:
         return None
     found: Plan = plan(
         *row.cell.shapes(),
+        op=row.contender.op,
         dtype=row.cell.dtype,
         device="cpu" if report.arrays == "numpy" else "cuda:0",
-        algorithm=row.contender.name.split()[-1],
-        **row.cell.arguments(),
+        **(row.cell.arguments() | row.contender.keywords),
     )
     return found.kernel

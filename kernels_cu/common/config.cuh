@@ -27,9 +27,21 @@ constexpr int kBlockK = CUFLASH_BLOCK_K;       // keys of a tile
 constexpr int kStages = CUFLASH_STAGES;        // depth of the ring of key tiles
 constexpr int kBlocksPerSm = CUFLASH_BLOCKS_PER_SM;
 constexpr bool kQInRegisters = CUFLASH_Q_IN_REGISTERS;
-constexpr int kQkUnroll = CUFLASH_QK_UNROLL;  // steps of q kᵀ in one piece
+constexpr int kQkUnroll = CUFLASH_QK_UNROLL;  // steps of q kᵀ, and for float32 of every product, in one piece
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded to multiples of 32");
-static_assert(kBlockQ % (16 * kNumWarps) == 0, "each warp owns whole 16-row fragments");
 static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");
 static_assert(kStages == 1 || kStages == 2, "the ring is one or two tiles deep");
+#endif
+
+// The kernel whose blocks own keys.
+#ifdef CUFLASH_WARP_KEYS
+constexpr int kWarpKeys = CUFLASH_WARP_KEYS;             // keys of a warp
+constexpr int kPieceQ = CUFLASH_PIECE_Q;                 // queries that a warp takes at a time
+constexpr bool kWithDq = CUFLASH_WITH_DQ;                // whether dq is added up too
+constexpr bool kSharedWeights = CUFLASH_SHARED_WEIGHTS;  // p and ds take turns in one buffer
+constexpr int kGroup =
+    kNumWarps * kWarpKeys / kBlockK;  // warps with the same keys: each has its own queries and columns
+static_assert(kWarpKeys % 16 == 0 && kNumWarps * kWarpKeys % kBlockK == 0, "warps own whole 16-key fragments");
+static_assert(kGroup == 1 ? kBlockQ % kPieceQ == 0 : kBlockQ == kGroup * kPieceQ, "pieces cover the tile");
+static_assert(kPieceQ % 16 == 0, "a piece is whole 16-query steps");
 #endif

@@ -55,6 +55,23 @@ __device__ __forceinline__ void scale_row(float (&s)[kCount], int h, float facto
   }
 }
 
+// why: 0 * NaN is NaN, and a row that sees nothing shares products with rows that may see one.
+template <int kCount>
+__device__ __forceinline__ void clear_row(float (&s)[kCount], int h) {
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) s[4 * j + 2 * h] = s[4 * j + 2 * h + 1] = 0.0f;
+}
+
+// Scores become tanh(s softmax_scale / softcap); the softcap itself is part of scale_log2.
+template <int kTiles, int kCount>
+__device__ __forceinline__ void cap(float (&s)[kTiles][kCount], float softcap_scale) {
+#pragma unroll
+  for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) s[m][i] = softcap_tanh(s[m][i] * softcap_scale);
+  }
+}
+
 // Row h of columns 32 g … 32 g + 31 as 16-bit numbers, 16 bytes a lane: the lanes of a quad exchange pairs, after which
 // lane t holds columns 32 g + 8 t … + 7. A 4x4 transposition by two butterflies.
 template <int kCount>

@@ -10,8 +10,14 @@ struct KeyRange {
 struct Mask {
   int seqlen_q, seqlen_k, lo, hi;
 
-  __device__ explicit Mask(const ForwardParams& p)
-      : seqlen_q(p.seqlen_q), seqlen_k(p.seqlen_k), lo(p.mask_lo), hi(p.mask_hi) {}
+  __device__ Mask(int num_queries, int num_keys, int first, int last)
+      : seqlen_q(num_queries), seqlen_k(num_keys), lo(first), hi(last) {}
+
+  template <class Params>
+  __device__ explicit Mask(const Params& p) : Mask(p.seqlen_q, p.seqlen_k, p.mask_lo, p.mask_hi) {}
+
+  // Queries and keys with their parts exchanged: i sees j here iff j sees i there.
+  __device__ Mask transposed() const { return {seqlen_k, seqlen_q, -hi, -lo}; }
 
   // Keys that at least one of the queries sees.
   __device__ KeyRange key_range(int row_begin, int row_end) const {
@@ -24,14 +30,15 @@ struct Mask {
   }
 
   // Scores of a 16 x kBlockK fragment that the query does not see become -inf. `row` is the thread's upper row, `key`
-  // the first key of the tile, column_pair = lane % 4.
-  template <int kCount>
+  // the first key of the tile, column_pair = lane % 4. kEndRows: rows from seqlen_q on see nothing.
+  template <bool kEndRows = false, int kCount>
   __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = row + 8 * half;
       const int first = i + lo - key - 2 * column_pair;
-      const int last = min(i + hi, seqlen_k - 1) - key - 2 * column_pair;
+      const int end = !kEndRows || i < seqlen_q ? min(i + hi, seqlen_k - 1) : -1;
+      const int last = end - key - 2 * column_pair;
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll

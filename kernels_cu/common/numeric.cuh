@@ -3,6 +3,7 @@
 #include "config.cuh"
 
 constexpr float kLn2 = 0.693147180559945309f;
+constexpr float kLog2E = 1.442695040888963407f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 

@@ -25,6 +25,36 @@ struct ForwardParams {
   int unused;
 };
 
+// What the kernels of backward share; each reads its part.
+struct BackwardParams {
+  Operand q, k, v, dout, out;
+  Operand dq, dk, dv;
+  const float* lse;   // (batch, heads_q, seqlen_q), contiguous …
+  const float* dlse;  // … and the same or null
+  float2* stats;      // (batch, heads_q, stats_rows): lse * log2(e), inf where nothing is seen, and delta
+  float* dq_acc;      // dq / softmax_scale in the order of common/fragments.cuh, or null …
+  float* dk_acc;      // … and the same of dk and dv, one for each split of a kv head's query heads, …
+  float* dv_acc;      // … null without splits
+  int batch;
+  int seqlen_q, seqlen_k;
+  int heads_q, heads_per_kv;
+  int head_dim, head_dim_v;
+  int mask_lo, mask_hi;
+  int key_begin, key_end;  // keys that some query sees; all others are read as zeros, whatever they hold …
+  int row_begin, row_end;  // … and the queries that see some key
+  int num_q_blocks, num_slices;
+  int num_k_blocks;
+  int splits;                    // blocks that share a key block, each with its own query heads of the group
+  int heads_together;            // kv heads (with their splits) whose key blocks start by rows, see KeyBlock
+  int stats_rows;                // seqlen_q rounded up to whole tiles
+  int padded_dim, padded_dim_v;  // head dims rounded up to those of the tile
+  float softmax_scale;
+  float scale_log2;     // as in ForwardParams
+  float softcap_scale;  // as in ForwardParams
+  int aligned;          // bits 0 … 7: q, k, v, dout, out, dq, dk, dv allow 16-byte accesses
+  int unused;
+};
+
 constexpr int kMaxMergeStates = 248;
 
 // States over disjoint keys: outs (batch, seqlen, heads, head_dim_v), lses (batch, heads, seqlen), all contiguous.

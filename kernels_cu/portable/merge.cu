@@ -3,41 +3,10 @@
 //   w = sigmoid(lse_i - lse)   out = out + (out_i - out) w   lse = lse + softplus(lse_i - lse)
 //
 // Roles: a thread owns up to 16 bytes of one row of out; the first of a row also owns its lse.
-#include "../common/numeric.cuh"
 #include "../common/params.cuh"
+#include "../common/vector.cuh"
 
 static_assert(sizeof(MergeParams) == kParamsBytes, "the host packs other parameters");
-
-struct alignas(16) Chunk {
-  unsigned words[4];
-};
-
-// Element i of a chunk as float …
-__device__ __forceinline__ float chunk_get(const Chunk& chunk, int i) {
-  if constexpr (kDType == DType::kFloat32) return __uint_as_float(chunk.words[i]);
-  const unsigned bits = chunk.words[i / 2] >> (16 * (i % 2)) & 0xffffu;
-  if constexpr (kDType == DType::kBFloat16) return __uint_as_float(bits << 16);
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<unsigned short>(bits)));
-  return value;
-}
-
-// … and one element from or to memory that is not 16-byte aligned.
-__device__ __forceinline__ void chunk_load_element(Chunk& chunk, const void* row, int column, int i) {
-  if constexpr (kDType == DType::kFloat32) {
-    chunk.words[i] = static_cast<const unsigned*>(row)[column];
-  } else {
-    chunk.words[i / 2] |= static_cast<unsigned>(static_cast<const unsigned short*>(row)[column]) << (16 * (i % 2));
-  }
-}
-
-__device__ __forceinline__ void chunk_store_element(const Chunk& chunk, void* row, int column, int i) {
-  if constexpr (kDType == DType::kFloat32) {
-    static_cast<unsigned*>(row)[column] = chunk.words[i];
-  } else {
-    static_cast<unsigned short*>(row)[column] = static_cast<unsigned short>(chunk.words[i / 2] >> (16 * (i % 2)));
-  }
-}
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ MergeParams params) {
   const int chunks_per_row = (params.head_dim_v + kChunkElements - 1) / kChunkElements;
@@ -58,39 +27,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     const float lse_i = params.lses[i][lse_index];
     if (lse_i == -infinity()) continue;  // saw nothing
     const char* const out_i = static_cast<const char*>(params.outs[i]) + offset;
-    Chunk chunk = {};
-    if (vector) {
-      chunk = *reinterpret_cast<const Chunk*>(out_i + column * kElementBytes);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kChunkElements; ++e) {
-        if (e < count) chunk_load_element(chunk, out_i, column + e, e);
-      }
-    }
+    const Chunk<kDType> chunk = load_chunk<kDType>(out_i, column, count, vector);
     const float difference = lse_i - lse;
     const float w = 1.0f / (1.0f + expf(-difference));
     lse = fmaxf(lse_i, lse) + log1pf(expf(-fabsf(difference)));
 #pragma unroll
-    for (int e = 0; e < kChunkElements; ++e) o[e] += (chunk_get(chunk, e) - o[e]) * w;
+    for (int e = 0; e < kChunkElements; ++e) o[e] += (chunk.get(e) - o[e]) * w;
   }
 
-  Chunk result;
+  Chunk<kDType> result;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if constexpr (kDType == DType::kFloat32) {
-      result.words[i] = __float_as_uint(o[i]);
-    } else {
-      result.words[i] = pack2(o[2 * i], o[2 * i + 1]);
-    }
-  }
-  char* const out = static_cast<char*>(params.out) + offset;
-  if (vector) {
-    *reinterpret_cast<Chunk*>(out + column * kElementBytes) = result;
-  } else {
-#pragma unroll
-    for (int e = 0; e < kChunkElements; ++e) {
-      if (e < count) chunk_store_element(result, out, column + e, e);
-    }
-  }
+  for (int e = 0; e < kChunkElements; e += 2) result.set2(e, o[e], o[e + 1]);
+  store_chunk(static_cast<char*>(params.out) + offset, column, count, vector, result);
   if (column == 0) params.lse[lse_index] = lse;
 }

@@ -23,8 +23,33 @@ __device__ __forceinline__ unsigned ld_shared_u32(unsigned smem_address) {
   return value;
 }
 
-__device__ __forceinline__ void st_shared_v4(unsigned smem_address, uint4 value) {
-  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(smem_address), "r"(value.x), "r"(value.y), "r"(value.z),
-               "r"(value.w)
+__device__ __forceinline__ void st_shared_v4(unsigned smem_address, const unsigned (&x)[4]) {
+  asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(smem_address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
+}
+
+__device__ __forceinline__ void ld_shared_v2(unsigned& x, unsigned& y, unsigned smem_address) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(x), "=r"(y) : "r"(smem_address));
+}
+
+__device__ __forceinline__ float4 ld_shared_v4_f32(unsigned smem_address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(smem_address));
+  return value;
+}
+
+__device__ __forceinline__ void ld_shared_v4(unsigned (&x)[4], unsigned smem_address) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
+               : "r"(smem_address));
+}
+
+__device__ __forceinline__ void st_shared_u32(unsigned smem_address, unsigned value) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem_address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v2(unsigned smem_address, unsigned x, unsigned y) {
+  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(smem_address), "r"(x), "r"(y) : "memory");
 }

@@ -10,7 +10,7 @@
 //              tile.
 //   2 stages   k and v of the next tile are fetched during the whole of this one; one barrier a tile.
 #include "../common/softmax.cuh"
-#include "gemm_pv.cuh"
+#include "gemm_ab.cuh"
 #include "scores.cuh"
 
 struct SharedStorage {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, float (&
     const bool exists = i < tile.row_end;
     float o_scale, row_lse;
     softmax.finish(r, o_scale, row_lse);
-    scale_row(o[r / 2], r % 2, o_scale);
+    row_lse == -infinity() ? clear_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale);
     store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.head_dim_v - column, exists,
               params.aligned & 8);
     if (params.lse != nullptr && tile.slice == 0 && threadIdx.x % 4 == 0 && exists) lse[i] = row_lse;
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 #pragma unroll
       for (int r = 0; r < 2 * kTiles; ++r) scale_row(o[r / 2], r % 2, o_scale[r]);
     }
-    gemm_pv(o, s, v_smem + slot * kBytesV);
+    gemm_weights<VSwizzle>(o, s, v_smem + slot * kBytesV);
     if constexpr (kStages == 2) slot ^= 1;
   }
   cp_async_wait<0>();  // q may still be under way when no key is visible

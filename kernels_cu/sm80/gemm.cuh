@@ -1,5 +1,6 @@
-// The first product of a warp's rows with a tile in shared memory, s = q kᵀ, and the left operands of both products.
-// float32 operands are split into two TF32 numbers and multiplied three times (small·big + big·small + big·big).
+// Products with a tile in shared memory whose rows are the columns of the result, such as s = q kᵀ, and the left
+// operands of all products. float32 operands are split into two TF32 numbers and multiplied three times (small·big +
+// big·small + big·big).
 #pragma once
 #include "../common/fragment.cuh"
 #include "../common/swizzle.cuh"
@@ -7,8 +8,9 @@
 #include "../ptx/mma_sync.cuh"
 
 constexpr bool kIsTf32 = kDType == DType::kFloat32;
-constexpr int kStepElements = 32 / kElementBytes;  // one mma step along the summed dimension: two 16-byte chunks
-using QSwizzle = Swizzle<kHeadDim / kChunkElements>;
+constexpr int kStepElements = 32 / kElementBytes;      // one mma step along the summed dimension: two 16-byte chunks
+using QSwizzle = Swizzle<kHeadDim / kChunkElements>;   // of q and k
+using VSwizzle = Swizzle<kHeadDimV / kChunkElements>;  // of v and dout
 
 // A 16 x kStepElements left operand; `small` is only used for float32.
 struct FragmentA {
@@ -26,7 +28,7 @@ struct FragmentA {
   }
 
   // Step kk of a weight fragment. For float32 the summed index is permuted, column t + 4 e standing for key 2 t + e:
-  // the accumulator's pairs are then the operand as they are, and gemm_pv reads v in the same order.
+  // the accumulator's pairs are then the operand as they are, and gemm_ab reads v in the same order.
   template <int kCount>
   __device__ __forceinline__ void from_weights(const float (&p)[kCount], int kk) {
     if constexpr (kIsTf32) {
@@ -60,38 +62,39 @@ __device__ __forceinline__ void mma_big(float* d, const FragmentA& a, unsigned b
   mma_sync_m16n8k8_tf32(d, a.big, b0, b1);
 }
 
-// Steps of q as left operands, from this lane's address of the warp's first row; kTiles fragments of 16 rows.
-template <int kTiles>
-__device__ __forceinline__ void load_q(FragmentA (&a)[kTiles], unsigned q_lane, int kk) {
+// This lane's address of 16 rows x 2 chunks of a left operand from `row` on (four 8x8 matrices: rows first) …
+template <class S>
+__device__ __forceinline__ unsigned a_lane_address(unsigned smem, int row) {
+  const int lane = fresh_thread() % 32;
+  return smem + S::offset(row + lane % 16, lane / 16);
+}
+
+// … and of 16 rows of a right operand (chunks first).
+template <class S>
+__device__ __forceinline__ unsigned b_lane_address(unsigned smem) {
+  const int lane = fresh_thread() % 32;
+  return smem + S::offset(lane % 8 + 8 * (lane / 16), lane / 8 % 2);
+}
+
+// Step kk of kTiles left operands of 16 rows.
+template <class S, int kTiles>
+__device__ __forceinline__ void load_a(FragmentA (&a)[kTiles], unsigned a_lane, int kk) {
 #pragma unroll
   for (int m = 0; m < kTiles; ++m) {
-    ldmatrix_x4(a[m].big, QSwizzle::advance(q_lane, 16 * m, 2 * kk));
+    ldmatrix_x4(a[m].big, S::advance(a_lane, 16 * m, 2 * kk));
     a[m].split();
   }
 }
 
-// This lane's address for load_q (16 rows x 2 chunks as four 8x8 matrices: rows first) …
-__device__ __forceinline__ unsigned q_lane_address(unsigned smem, int row) {
-  const int lane = threadIdx.x % 32;
-  return smem + QSwizzle::offset(row + lane % 16, lane / 16);
-}
-
-// … and for 16 keys of k (chunks first).
-__device__ __forceinline__ unsigned k_lane_address(unsigned smem) {
-  const int lane = fresh_thread() % 32;
-  return smem + QSwizzle::offset(lane % 8 + 8 * (lane / 16), lane / 8 % 2);
-}
-
-// s += step kk of q kᵀ over the kBlockK keys of the tile; for float32 either the small terms of the step or the big
-// one.
-template <bool kSmall, int kTiles>
-__device__ __forceinline__ void gemm_qk_step(float (&s)[kTiles][kBlockK / 2], const FragmentA (&a)[kTiles],
-                                             unsigned k_lane, int kk) {
+// c += step kk of a bᵀ, a row of b per column of c; for float32 either the small terms of the step or the big one.
+template <bool kSmall, class S, int kTiles, int kCount>
+__device__ __forceinline__ void gemm_abt_step(float (&c)[kTiles][kCount], const FragmentA (&a)[kTiles], unsigned b_lane,
+                                              int kk) {
 #pragma unroll
-  for (int j = 0; j < kBlockK / 16; ++j) {
+  for (int j = 0; j < kCount / 8; ++j) {
     unsigned b[4];
-    ldmatrix_x4(b, QSwizzle::advance(k_lane, 16 * j, 2 * kk));
-    Tf32Pair pair[4];
+    ldmatrix_x4(b, S::advance(b_lane, 16 * j, 2 * kk));
+    [[maybe_unused]] Tf32Pair pair[4];
     if constexpr (kIsTf32) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) pair[i] = split_tf32(__uint_as_float(b[i]));
@@ -99,15 +102,34 @@ __device__ __forceinline__ void gemm_qk_step(float (&s)[kTiles][kBlockK / 2], co
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
       if constexpr (!kIsTf32) {
-        mma(&s[m][8 * j], a[m], b[0], b[1]);
-        mma(&s[m][8 * j + 4], a[m], b[2], b[3]);
+        mma(&c[m][8 * j], a[m], b[0], b[1]);
+        mma(&c[m][8 * j + 4], a[m], b[2], b[3]);
       } else if constexpr (kSmall) {
-        mma_small(&s[m][8 * j], a[m], pair[0], pair[1]);
-        mma_small(&s[m][8 * j + 4], a[m], pair[2], pair[3]);
+        mma_small(&c[m][8 * j], a[m], pair[0], pair[1]);
+        mma_small(&c[m][8 * j + 4], a[m], pair[2], pair[3]);
       } else {
-        mma_big(&s[m][8 * j], a[m], pair[0].big, pair[1].big);
-        mma_big(&s[m][8 * j + 4], a[m], pair[2].big, pair[3].big);
+        mma_big(&c[m][8 * j], a[m], pair[0].big, pair[1].big);
+        mma_big(&c[m][8 * j + 4], a[m], pair[2].big, pair[3].big);
       }
     }
+  }
+}
+
+// c += a bᵀ, both in shared memory, over kSteps steps.
+template <class S, int kSteps, int kTiles, int kCount>
+__device__ __forceinline__ void gemm_abt(float (&c)[kTiles][kCount], unsigned a_lane, unsigned b_lane) {
+  FragmentA a[kTiles];
+  if constexpr (kIsTf32) {
+#pragma unroll kQkUnroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+      load_a<S>(a, a_lane, kk);
+      gemm_abt_step<true, S>(c, a, b_lane, kk);
+    }
+    __syncwarp();  // why: or ptxas keeps what it has read for the second pass, in registers that do not exist
+  }
+#pragma unroll kQkUnroll
+  for (int kk = 0; kk < kSteps; ++kk) {
+    load_a<S>(a, a_lane, kk);
+    gemm_abt_step<false, S>(c, a, b_lane, kk);
   }
 }

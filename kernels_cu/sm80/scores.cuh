@@ -5,6 +5,7 @@
 #include "gemm.cuh"
 #include "tile.cuh"
 
+static_assert(kBlockQ % (16 * kNumWarps) == 0, "each warp owns whole 16-row fragments");
 constexpr int kRowsPerWarp = kBlockQ / kNumWarps;
 constexpr int kTiles = kRowsPerWarp / 16;  // 16-row fragments of a warp
 
@@ -35,44 +36,40 @@ struct QFragments {
   FragmentA a[kQInRegisters ? kHeadDim / kStepElements : 1][kTiles];
   unsigned q_lane;
 
-  __device__ explicit QFragments(unsigned q_smem) : q_lane(q_lane_address(q_smem, threadIdx.x / 32 * kRowsPerWarp)) {}
+  __device__ explicit QFragments(unsigned q_smem)
+      : q_lane(a_lane_address<QSwizzle>(q_smem, threadIdx.x / 32 * kRowsPerWarp)) {}
 
   // Once q has arrived.
   __device__ __forceinline__ void load() {
     if constexpr (kQInRegisters) {
 #pragma unroll
-      for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) load_q(a[kk], q_lane, kk);
+      for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) load_a<QSwizzle>(a[kk], q_lane, kk);
     }
   }
 
   __device__ __forceinline__ const FragmentA (&step(int kk)) [kTiles] {
-    if constexpr (!kQInRegisters) load_q(a[0], q_lane, kk);
+    if constexpr (!kQInRegisters) load_a<QSwizzle>(a[0], q_lane, kk);
     return a[kQInRegisters ? kk : 0];
   }
 };
 
 // s = q kᵀ
 __device__ __forceinline__ void compute_scores(float (&s)[kTiles][kBlockK / 2], QFragments& q, unsigned k_smem) {
-  const unsigned k_lane = k_lane_address(k_smem);
+  const unsigned k_lane = b_lane_address<QSwizzle>(k_smem);
   if constexpr (kIsTf32) {
 #pragma unroll kQkUnroll
-    for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) gemm_qk_step<true>(s, q.step(kk), k_lane, kk);
+    for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) gemm_abt_step<true, QSwizzle>(s, q.step(kk), k_lane, kk);
     __syncwarp();  // why: or ptxas keeps what it has read for the second pass, in registers that do not exist
   }
 #pragma unroll kQkUnroll
-  for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) gemm_qk_step<false>(s, q.step(kk), k_lane, kk);
+  for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) gemm_abt_step<false, QSwizzle>(s, q.step(kk), k_lane, kk);
 }
 
 // s = mask(cap(s)), where there is something to do.
-__device__ __forceinline__ void cap_and_mask(float (&s)[kTiles][kBlockK / 2], const ForwardParams& params,
-                                             const Mask& mask, const Tile& tile, int n) {
-  if (params.softcap_scale != 0.0f) {
-#pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-      for (int i = 0; i < kBlockK / 2; ++i) s[m][i] = softcap_tanh(s[m][i] * params.softcap_scale);
-    }
-  }
+template <class Params>
+__device__ __forceinline__ void cap_and_mask(float (&s)[kTiles][kBlockK / 2], const Params& params, const Mask& mask,
+                                             const Tile& tile, int n) {
+  if (params.softcap_scale != 0.0f) cap(s, params.softcap_scale);
   if (needs_mask(mask, tile, n)) {
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) mask.apply(s[m], lane_row(tile) + 16 * m, n * kBlockK, threadIdx.x % 4);

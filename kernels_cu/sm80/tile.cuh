@@ -3,24 +3,9 @@
 #include "../common/fragment.cuh"
 #include "../common/params.cuh"
 #include "../common/swizzle.cuh"
+#include "../common/vector.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
-
-// Up to 8 elements (16 bytes), one by one, for operands that are not 16-byte aligned; the rest of the chunk is zero.
-__device__ __forceinline__ uint4 load_chunk_by_element(const void* gmem, int count) {
-  unsigned words[4] = {0, 0, 0, 0};
-#pragma unroll
-  for (int i = 0; i < kChunkElements; ++i) {
-    if (i < count) {
-      if constexpr (kElementBytes == 2) {
-        words[i / 2] |= static_cast<unsigned>(static_cast<const unsigned short*>(gmem)[i]) << (16 * (i % 2));
-      } else {
-        words[i] = static_cast<const unsigned*>(gmem)[i];
-      }
-    }
-  }
-  return make_uint4(words[0], words[1], words[2], words[3]);
-}
 
 // One (kRows, kCols) tile of an operand: rows row … row + kRows - 1, starting at column `column` of the head.
 // Rows outside [valid_begin, valid_end) and columns from `num_columns` on are zeros, whatever memory holds there.
@@ -81,12 +66,32 @@ struct TileLoader {
         if (aligned) {
           cp_async_16_zfill(target + c * 16, from, count * kElementBytes);
         } else {
-          st_shared_v4(target + c * 16, load_chunk_by_element(from, count));
+          const Chunk<kDType> chunk = load_chunk<kDType>(from, 0, count, false);
+          st_shared_v4(target + c * 16, chunk.words);
         }
       }
     }
   }
 };
+
+// A (kRows, kCols) tile in the input dtype from swizzled shared memory to rows row … row_end - 1 of an operand. Rows
+// outside [valid_begin, valid_end) become zeros, whatever the tile holds.
+template <int kRows, int kCols>
+__device__ __forceinline__ void store_tile(const Operand& x, long long batch, int head, unsigned smem, int row,
+                                           int row_end, int valid_begin, int valid_end, int num_columns, bool aligned) {
+  constexpr int kChunks = kCols / kChunkElements;
+  char* const gmem = static_cast<char*>(x.pointer) + (batch * x.stride_batch + head * x.stride_head) * kElementBytes;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kRows * kChunks; i += kNumThreads) {
+    const int r = i / kChunks, chunk = i % kChunks, count = num_columns - chunk * kChunkElements;
+    if (row + r >= row_end || count <= 0) continue;
+    Chunk<kDType> value = {};
+    if (row + r >= valid_begin && row + r < valid_end) {
+      ld_shared_v4(value.words, smem + Swizzle<kChunks>::offset(r, chunk));
+    }
+    store_chunk(gmem + (row + r) * x.stride_seqlen * kElementBytes, chunk * kChunkElements, count, aligned, value);
+  }
+}
 
 // Row `half` of a fragment to gmem: the head's row in out from this block's first column; `columns` of them exist.
 template <int kCount>
@@ -94,7 +99,6 @@ __device__ __forceinline__ void store_row(char* gmem, const float (&o)[kCount], 
                                           bool aligned) {
   constexpr bool kWide = kOutDType == DType::kFloat32;
   constexpr int kGroup = kWide ? 16 : 32;  // columns that a quad writes with one 16-byte access a lane
-  constexpr int kPerLane = kWide ? 4 : 8;
   const int t = threadIdx.x % 4;
   const int lane_column = kWide ? 8 * (t % 2) + 4 * (t / 2) : 8 * t;
 #pragma unroll
@@ -105,22 +109,9 @@ __device__ __forceinline__ void store_row(char* gmem, const float (&o)[kCount], 
     } else {
       value = gather_row_16bit(o, g, half);
     }
+    Chunk<kOutDType> chunk;
+    chunk.words[0] = value.x, chunk.words[1] = value.y, chunk.words[2] = value.z, chunk.words[3] = value.w;
     const int column = g * kGroup + lane_column;
-    if (visible && aligned && column + kPerLane <= columns) {
-      *reinterpret_cast<uint4*>(gmem + column * (kWide ? 4 : 2)) = value;
-    } else if (visible) {
-      const unsigned words[4] = {value.x, value.y, value.z, value.w};
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) {
-        if (column + i < columns) {
-          if constexpr (kWide) {
-            reinterpret_cast<unsigned*>(gmem)[column + i] = words[i];
-          } else {
-            reinterpret_cast<unsigned short*>(gmem)[column + i] =
-                static_cast<unsigned short>(words[i / 2] >> (16 * (i % 2)));
-          }
-        }
-      }
-    }
+    if (visible) store_chunk(gmem, column, columns - column, aligned, chunk);
   }
 }

@@ -1,0 +1,69 @@
+// delta: what backward needs of each query, delta = rowsum(dout out) - dlse and lse in the kernels' units; and the
+// accumulator of dq set to zero.
+//
+// Roles: 8 threads own a row, 32 rows of one head a block.
+#include "../common/fragments.cuh"
+#include "../common/params.cuh"
+#include "../common/vector.cuh"
+
+static_assert(sizeof(BackwardParams) == kParamsBytes, "the host packs other parameters");
+
+constexpr int kLanes = 8;
+constexpr int kRows = kNumThreads / kLanes;
+
+// dout · out over the 16 bytes of dout at `column`.
+__device__ __forceinline__ float dot_chunk(const char* dout, const char* out, int column, const BackwardParams& p) {
+  const int count = p.head_dim_v - column;
+  const Chunk<kDType> x = load_chunk<kDType>(dout, column, count, p.aligned & 8);
+  float sum = 0.0f;
+  constexpr int kStep = Chunk<kOutDType>::kElements;
+#pragma unroll
+  for (int i = 0; i < Chunk<kDType>::kElements; i += kStep) {
+    const Chunk<kOutDType> y = load_chunk<kOutDType>(out, column + i, count - i, p.aligned & 16);
+#pragma unroll
+    for (int e = 0; e < kStep; ++e) sum = fmaf(x.get(i + e), y.get(e), sum);
+  }
+  return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ BackwardParams p) {
+  const int blocks = p.stats_rows / kRows;
+  const unsigned index = blockIdx.x / blocks;  // (batch, head)
+  const int row_begin = (blockIdx.x - index * blocks) * kRows;
+  const int batch = index / p.heads_q, head = index - batch * p.heads_q;
+  const int row = row_begin + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
+  const bool sees = row >= p.row_begin && row < p.row_end;
+
+  float delta = 0.0f;
+  if (sees) {
+    const char* const dout =
+        static_cast<const char*>(p.dout.pointer) +
+        (batch * p.dout.stride_batch + row * p.dout.stride_seqlen + head * p.dout.stride_head) * kElementBytes;
+    const char* const out =
+        static_cast<const char*>(p.out.pointer) +
+        (batch * p.out.stride_batch + row * p.out.stride_seqlen + head * p.out.stride_head) * kOutBytes;
+    for (int column = lane * kChunkElements; column < p.head_dim_v; column += kLanes * kChunkElements) {
+      delta += dot_chunk(dout, out, column, p);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
+  if (lane == 0) {
+    float lse = -infinity();
+    if (sees) {
+      const long long at = static_cast<long long>(index) * p.seqlen_q + row;
+      lse = p.lse[at];
+      if (p.dlse != nullptr) delta -= p.dlse[at];
+    }
+    // why: rows that see nothing, and those past the end, weigh nothing: exp2(s - inf) = 0.
+    const bool nothing = lse == -infinity();
+    p.stats[static_cast<long long>(index) * p.stats_rows + row] =
+        nothing ? make_float2(infinity(), 0.0f) : make_float2(lse * kLog2E, delta);
+  }
+
+  if (p.dq_acc != nullptr) {
+    const int tile = row_begin / 16, tiles = min(kRows / 16, (p.seqlen_q + 15) / 16 - tile);
+    float4* const dq = reinterpret_cast<float4*>(fragment_tile(p.dq_acc, index, p.seqlen_q, tile, p.padded_dim));
+    for (int i = threadIdx.x; i < tiles * p.padded_dim * 4; i += kNumThreads) dq[i] = make_float4(0, 0, 0, 0);
+  }
+}

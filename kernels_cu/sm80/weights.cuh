@@ -1,0 +1,96 @@
+// Weights (p or ds) of kBlockK keys x kBlockQ queries in shared memory: how warps hand them to each other.
+#pragma once
+#include "gemm.cuh"
+
+using WeightSwizzle = Swizzle<kBlockQ / kChunkElements>;
+constexpr int kWeightBytes = kBlockK * kBlockQ * kElementBytes;
+
+// A warp's fragments of keys x queries, from (key, query) on.
+template <int kTiles, int kCount>
+__device__ __forceinline__ void store_weights(unsigned smem, const float (&w)[kTiles][kCount], int key, int query) {
+  const int lane = fresh_thread() % 32;
+  key += lane / 4;
+#pragma unroll
+  for (int j = 0; j < kCount / 4; ++j) {
+    const int column = query + 8 * j + lane % 4 * 2;
+    const unsigned target =
+        smem + WeightSwizzle::offset(key, column / kChunkElements) + column % kChunkElements * kElementBytes;
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float x = w[m][4 * j + 2 * h], y = w[m][4 * j + 2 * h + 1];
+        const unsigned address = target + (16 * m + 8 * h) * WeightSwizzle::kRowBytes;
+        if constexpr (kIsTf32) {
+          st_shared_v2(address, __float_as_uint(x), __float_as_uint(y));
+        } else {
+          st_shared_u32(address, pack2(x, y));
+        }
+      }
+    }
+  }
+}
+
+// Left operands whose rows are keys and whose steps are queries, from row `key` on.
+struct KeyRows {
+  unsigned lane_address;
+
+  __device__ __forceinline__ KeyRows(unsigned smem, int key) {
+    const int lane = fresh_thread() % 32;
+    if constexpr (kIsTf32) {
+      lane_address = smem + WeightSwizzle::offset(key + lane / 4, lane % 4 / 2) + lane % 2 * 8;
+    } else {
+      lane_address = smem + WeightSwizzle::offset(key + lane % 16, lane / 16);
+    }
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ void operator()(FragmentA (&a)[kTiles], int kk) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      if constexpr (kIsTf32) {  // queries 2 t and 2 t + 1: the permuted order of gemm_ab
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          ld_shared_v2(a[m].big[h], a[m].big[h + 2], WeightSwizzle::advance(lane_address, 16 * m + 8 * h, 2 * kk));
+        }
+        a[m].split();
+      } else {
+        ldmatrix_x4(a[m].big, WeightSwizzle::advance(lane_address, 16 * m, 2 * kk));
+      }
+    }
+  }
+};
+
+// Left operands whose rows are queries and whose steps are keys, from row `query` on, which is a multiple of the rows
+// that are loaded.
+struct QueryRows {
+  unsigned even_lane, odd_lane;
+
+  __device__ __forceinline__ QueryRows(unsigned smem, int query) {
+    const int lane = fresh_thread() % 32, g = lane / 4, t = lane % 4;
+    if constexpr (kIsTf32) {  // keys 2 t and 2 t + 1
+      const int chunk = query / 4 + g / 4;
+      even_lane = smem + WeightSwizzle::offset(2 * t, chunk) + g % 4 * 4;
+      odd_lane = smem + WeightSwizzle::offset(2 * t + 1, chunk) + g % 4 * 4;
+    } else {
+      even_lane = smem + WeightSwizzle::offset(lane % 8 + 8 * (lane / 16), query / 8 + lane / 8 % 2);
+    }
+  }
+
+  template <int kTiles>
+  __device__ __forceinline__ void operator()(FragmentA (&a)[kTiles], int kk) const {
+#pragma unroll
+    for (int m = 0; m < kTiles; ++m) {
+      if constexpr (kIsTf32) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          a[m].big[h] = ld_shared_u32(WeightSwizzle::advance(even_lane, 8 * kk, 4 * m + 2 * h));
+          a[m].big[h + 2] = ld_shared_u32(WeightSwizzle::advance(odd_lane, 8 * kk, 4 * m + 2 * h));
+        }
+        a[m].split();
+      } else {
+        ldmatrix_x4_trans(a[m].big, WeightSwizzle::advance(even_lane, 16 * kk, 2 * m));
+      }
+    }
+  }
+};

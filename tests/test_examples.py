@@ -1,0 +1,67 @@
+"""The examples run as a user runs them, with and without a GPU; each of them exits with 1 if its result is wrong."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = sorted(FOLDER.glob("*.py"))
+if not EXAMPLES:
+    pytest.skip("needs a checkout", allow_module_level=True)
+
+
+def run(path: Path, **variables: str) -> str:
+    """What an example prints, in a process of its own."""
+    folders = filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
+    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_without_a_gpu(path: Path) -> None:
+    assert "on the CPU with NumPy arrays" in run(path, CUDA_VISIBLE_DEVICES="")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_runs_on_a_gpu(path: Path) -> None:
+    assert "on the GPU" in run(path)
+
+
+def train() -> dict[str, Any]:
+    """The names of examples/train.py."""
+    return runpy.run_path(str(FOLDER / "train.py"))
+
+
+def test_training_that_does_not_come_far_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = train()["main"]
+    monkeypatch.setitem(main.__globals__, "find_library", lambda: np)
+    assert main(steps=1) == 1
+
+
+def test_the_gradients_of_training_are_those_of_its_loss() -> None:
+    """Down a gradient g the loss changes by |g|² a unit: found with one weight at a time, in float64."""
+    names = train()
+    rng = np.random.default_rng(0)
+    x, target = (part.astype(np.float64) for part in names["sequences"](rng))
+    width = names["HEADS"] * names["HEAD_DIM"]
+    shapes = dict.fromkeys("qkv", (x.shape[2], width)) | {"o": (width, target.shape[2])}
+    weights = {name: rng.normal(0, 0.3, shape) for name, shape in shapes.items()}
+    _, gradients = names["loss_and_gradients"](np, weights, x, target)
+    for name, gradient in gradients.items():
+        step = 1e-4 / np.linalg.norm(gradient)
+        up, down = (
+            names["loss_and_gradients"](np, weights | {name: weights[name] + way * step * gradient}, x, target)[0]
+            for way in (1, -1)
+        )
+        np.testing.assert_allclose((up - down) / (2 * step), np.sum(gradient**2), rtol=1e-5)

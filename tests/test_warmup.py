@@ -1,0 +1,372 @@
+"""`python -m cuflash warmup`: what it compiles, what it finds, and what it says. Needs NVRTC but no GPU."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from variants import plan_of
+
+from cuflash import device as devices
+from cuflash import jit, warmup
+from cuflash.__main__ import main
+from cuflash.device import KNOWN
+from cuflash.errors import CompileError, UnsupportedError
+from cuflash.plan import Plan, Variant, plan
+from cuflash.problem import ArraySpec, Problem
+
+try:
+    jit.nvrtc_version()
+except UnsupportedError as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+SMALL = ("--ops", "forward,lse", "--dtypes", "float16", "--head-dims", "32", "--device", "sm_80")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache_dir: Path) -> Path:
+    return cache_dir
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    """What was handed to the compiler, which is fast here and refuses nothing."""
+    seen: list[Variant] = []
+
+    def compile_variant(variant: Variant) -> tuple[bytes, str]:
+        seen.append(variant)
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(jit, "compile_variant", compile_variant)
+    return seen
+
+
+def run(*arguments: str) -> int:
+    return main(["warmup", *arguments])
+
+
+def launched(*cases: tuple[Any, ...], **more: str) -> set[Variant]:
+    """Every kernel in the plans of cases (op, dtype, head_dim, head_dim_v, arch)."""
+    found: set[Variant] = set()
+    for op, dtype, head_dim, head_dim_v, arch in cases:
+        made = plan_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **more)
+        assert made is not None
+        found |= {launch.variant for launch in made.launches}
+    return found
+
+
+def test_kernels_are_compiled_once_and_found_from_then_on(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wanted = launched(*((op, "float16", 32, 32, "sm_80") for op in ("forward", "lse")))
+    assert run(*SMALL) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("2 kernels for sm_80: 2 compiled in ")
+    assert out.endswith(f" s; {cache_dir}\n")
+    assert sorted(line.split()[:4] for line in err.splitlines()) == sorted(
+        ["compiled", variant.name, "for", "sm_80"] for variant in wanted
+    )
+    assert {jit.cubin_path(variant) for variant in wanted} == set(cache_dir.iterdir())
+
+    def refuse(variant: Variant) -> Any:
+        raise AssertionError(f"{variant.name} was compiled again")
+
+    monkeypatch.setattr(jit, "compile_variant", refuse)
+    assert run(*SMALL) == 0
+    assert capsys.readouterr() == (f"2 kernels for sm_80: 2 were there; {cache_dir}\n", "")
+
+
+def test_the_summary_tells_what_was_there_from_what_was_compiled(
+    compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SMALL) == 0
+    capsys.readouterr()
+    assert run(*SMALL, "--ops", "lse,merge") == 0
+    out, err = capsys.readouterr()
+    assert "2 kernels for sm_80: 1 compiled in " in out
+    assert " s, 1 were there; " in out
+    assert [line.split()[1] for line in err.splitlines()] == ["merge_portable_fp16"]
+    assert len(compiled) == 3
+
+
+def test_a_damaged_kernel_is_compiled_again(
+    cache_dir: Path, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SMALL, "--ops", "lse") == 0
+    (path,) = cache_dir.iterdir()
+    path.write_bytes(path.read_bytes()[:-1])
+    assert run(*SMALL, "--ops", "lse") == 0
+    assert "1 kernel for sm_80: 1 compiled" in capsys.readouterr().out.splitlines()[-1]
+    assert len(compiled) == 2
+
+
+def test_dtypes_head_dims_and_ops_are_all_combined(compiled: list[Variant]) -> None:
+    assert run("--dtypes", "bfloat16,float32", "--head-dims", "40,192x128", "--ops", "forward,lse,merge",
+               "--device", "sm_90") == 0  # fmt: skip
+    cases = [
+        (op, dtype, *dims, "sm_90")
+        for op in ("forward", "lse", "merge")
+        for dtype in ("bfloat16", "float32")
+        for dims in ((40, 40), (192, 128))
+    ]
+    assert set(compiled) == launched(*cases)
+    assert len(set(compiled)) == len(compiled) == 10  # merge has one for all head dims
+
+
+def test_algorithms_and_out_dtype_are_those_of_a_call(compiled: list[Variant]) -> None:
+    assert run(*SMALL, "--algorithms", "flash2,flashd", "--out-dtype", "float32") == 0
+    case = "float16", 32, 32, "sm_80"
+    wanted = launched(("lse", *case))
+    for algorithm in ("flash2", "flashd"):
+        wanted |= launched(("forward", *case), algorithm=algorithm, out_dtype="float32")
+    assert set(compiled) == wanted
+    assert len(compiled) == 3
+
+
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_backward_is_served_as_its_plans_say(compiled: list[Variant], out_dtype: str | None) -> None:
+    q = ArraySpec.dense((2, 70, 4, 64), "float16")
+    of = Problem.of(q, q, q, causal=True, out_dtype=out_dtype)
+    more = () if out_dtype is None else ("--out-dtype", out_dtype)
+    assert run(*SMALL, "--ops", "backward", "--head-dims", "64", *more) == 0
+    wanted = {launch.variant for launch in plan(of, "backward", KNOWN["sm_80"]).launches}
+    assert set(compiled) == wanted
+    assert run(*SMALL, "--ops", "backward", "--head-dims", "64", "--deterministic", *more) == 0
+    wanted |= {launch.variant for launch in plan(of, "backward", KNOWN["sm_80"], deterministic=True).launches}
+    assert set(compiled) == wanted
+    assert len(compiled) == len(wanted) > 3
+
+
+def fake_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Replaces plans by some of two kernels; the calls for them, without the problem."""
+    calls: list[tuple[str, dict[str, Any]]] = []
+    made = plan_of("forward", "float16", 32, 32, KNOWN["sm_80"])
+    other = plan_of("merge", "float16", 32, 32, KNOWN["sm_80"])
+    assert made is not None
+    assert other is not None
+
+    def plan(problem: Any, op: str, device: Any, **more: Any) -> Plan:
+        calls.append((op, more))
+        return replace(made, launches=(*other.launches, *made.launches))
+
+    monkeypatch.setattr(warmup, "plan", plan)
+    return calls
+
+
+def test_all_kernels_of_a_plan_are_compiled(monkeypatch: pytest.MonkeyPatch, compiled: list[Variant]) -> None:
+    fake_plans(monkeypatch)
+    assert run(*SMALL, "--ops", "backward") == 0
+    assert {variant.op for variant in compiled} == {"forward", "merge"}
+
+
+def test_deterministic_adds_to_backward_alone(monkeypatch: pytest.MonkeyPatch, compiled: list[Variant]) -> None:
+    calls = fake_plans(monkeypatch)
+    assert run(*SMALL, "--ops", "forward,backward") == 0
+    assert calls == [("forward", {}), ("backward", {"deterministic": False})]
+    calls.clear()
+    assert run(*SMALL, "--ops", "forward,backward", "--deterministic") == 0
+    assert calls == [("forward", {}), ("backward", {"deterministic": False}), ("backward", {"deterministic": True})]
+
+
+def test_what_has_no_kernel_is_one_line_and_the_rest_goes_on(
+    compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SMALL, "--head-dims", "32,600,600x32", "--ops", "lse") == 0
+    out, err = capsys.readouterr()
+    skipped, told = err.splitlines()
+    assert skipped.startswith("left out: lse: head dims (600, 0) in float16 have no tile")
+    assert told.startswith("compiled lse_")
+    assert out.startswith("1 kernel for sm_80: 1 compiled")
+    assert len(compiled) == 1
+
+
+def test_nothing_to_compile_at_all_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*SMALL, "--head-dims", "600") == 1
+    out, err = capsys.readouterr()
+    assert out == "0 kernels for sm_80\n"
+    assert len(err.splitlines()) == 2
+
+
+def test_a_refused_kernel_is_told_in_full_and_the_rest_goes_on(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compile_variant(variant: Variant) -> tuple[bytes, str]:
+        if variant.op == "forward":
+            raise CompileError(f"{variant.name} does not compile\nline 2 of the log")
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(jit, "compile_variant", compile_variant)
+    assert run(*SMALL, "--jobs", "1") == 1
+    out, err = capsys.readouterr()
+    (refused,) = launched(("forward", "float16", 32, 32, "sm_80"))
+    assert f"{refused.name} does not compile\nline 2 of the log\n" in err
+    assert "2 kernels for sm_80: 1 compiled in " in out
+    assert ", 1 failed; " in out
+    assert [path.name.split("_")[0] for path in cache_dir.iterdir()] == ["lse"]
+
+
+def test_an_architecture_that_nvrtc_does_not_know_is_a_failure_told_once(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cupy.cuda import nvrtc
+
+    monkeypatch.setattr(nvrtc, "getSupportedArchs", lambda: [90])
+    assert run(*SMALL) == 1
+    out, err = capsys.readouterr()
+    assert err.count("cannot compile for sm_80") == len(err.splitlines()) == 1
+    assert "2 kernels for sm_80: 2 failed; " in out
+    assert not compiled
+
+
+@pytest.mark.filterwarnings("ignore:the kernel cache")
+def test_a_folder_that_cannot_be_written_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("a folder cannot be made below a file", "utf-8")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file / "cache"))
+    assert run(*SMALL) == 1
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith(f"no kernel was kept: {file / 'cache'} cannot be written; set CUFLASH_CACHE_DIR")
+    assert "2 kernels for sm_80: 2 failed; " in out
+
+
+def test_by_default_each_kind_of_gpu_here_is_served(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def query(ordinal: int) -> Any:
+        if ordinal == 1:
+            raise UnsupportedError("GPU 1 (Tesla T4) is sm_75; the kernels need sm_80 or newer")
+        return KNOWN["sm_80"] if ordinal == 3 else KNOWN["sm_90"]
+
+    monkeypatch.setattr(devices, "count", lambda: 4)
+    monkeypatch.setattr(devices, "query", query)
+    assert run(*SMALL[:-2]) == 0
+    assert set(compiled) == launched(
+        *((op, "float16", 32, 32, arch) for op in ("forward", "lse") for arch in ("sm_80", "sm_90"))
+    )
+    assert len(compiled) == 4
+    out, err = capsys.readouterr()
+    assert out.startswith("4 kernels for sm_90, sm_80: 4 compiled")
+    assert [line for line in err.splitlines() if "Tesla T4" in line] == [
+        "left out: GPU 1 (Tesla T4) is sm_75; the kernels need sm_80 or newer"
+    ]
+    compiled.clear()
+    assert run(*SMALL[:-2], "--device", "cuda:3") == 0
+    assert "2 kernels for sm_80: 2 were there" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("num_gpus", [0, 1])
+def test_without_a_gpu_a_device_has_to_be_named(
+    num_gpus: int, monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def query(ordinal: int) -> Any:
+        raise UnsupportedError("GPU 0 (Tesla T4) is sm_75; the kernels need sm_80 or newer")
+
+    monkeypatch.setattr(devices, "count", lambda: num_gpus)
+    monkeypatch.setattr(devices, "query", query)
+    assert run(*SMALL[:-2]) == 1
+    out, err = capsys.readouterr()
+    assert "give --device, one of sm_80, " in err
+    assert ("Tesla T4" in err) == bool(num_gpus)
+    assert not out
+    assert not compiled
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_as_many_are_compiled_at_once_as_asked_for(jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    running, most, lock, both = 0, 0, threading.Lock(), threading.Barrier(jobs)
+
+    def compile_variant(variant: Variant) -> tuple[bytes, str]:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        both.wait(timeout=30)  # breaks, and fails the test, unless that many are inside
+        with lock:
+            running -= 1
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(jit, "compile_variant", compile_variant)
+    assert run(*SMALL, "--dtypes", "float16,bfloat16", "--jobs", str(jobs)) == 0  # four kernels
+    assert most == jobs
+
+
+def test_an_interrupt_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def compile_variant(variant: Variant) -> tuple[bytes, str]:
+        seen.append(variant)
+        if len(seen) == 1:
+            raise KeyboardInterrupt
+        time.sleep(0.3)
+        return b"\x7fELF", ""
+
+    monkeypatch.setattr(jit, "compile_variant", compile_variant)
+    with pytest.raises(KeyboardInterrupt):
+        run(*SMALL, "--head-dims", "32,64,96,128", "--jobs", "1")  # eight kernels
+    assert len(seen) < 4
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_person_sees_a_bar_and_a_log_does_not(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert run(*SMALL) == 0
+    assert "\x1b[" in terminal.getvalue()
+    assert "2/2" in terminal.getvalue()
+    assert "compiled" not in terminal.getvalue()
+    assert capsys.readouterr().out.startswith("2 kernels for sm_80: 2 compiled")
+
+
+BAD = {
+    "dtype": (("--dtypes", "float16,float64"), "--dtypes: 'float64': give some of float16, bfloat16, float32"),
+    "nothing": (("--ops", ""), "--ops: '': give some of forward, lse, backward, merge"),
+    "op": (("--ops", "forward,standard"), "--ops: 'standard': give some of forward, lse, backward, merge"),
+    "algorithm": (("--algorithms", "standard"), "--algorithms: 'standard': give some of flash1, flash2, flashd"),
+    **{
+        f"head_dims_{text}": (("--head-dims", text), f"--head-dims: {text!r}: give whole numbers above 0")
+        for text in ("0", "64,", "64x", "x64", "64x0", "1x2x3", "-8", "d64", "64, 128")
+    },
+    "jobs": (("--jobs", "0"), "--jobs: '0': give a whole number above 0"),
+    "jobs_text": (("--jobs", "all"), "--jobs: 'all': give a whole number above 0"),
+    "masks": (("--masks", "causal"), "--masks"),
+    "device": (("--device", "sm_75"), "device='sm_75' is not known; give a GPU such as cuda:0, or one of sm_80, "),
+    "cpu": (("--device", "cpu"), "device='cpu' is not known; give a GPU such as cuda:0, or one of sm_80, "),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options_are_refused_by_name(
+    name: str, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, words = BAD[name]
+    options = [f"{arguments[0]}={arguments[1]}"]  # why: "-8" would be an option of its own
+    with pytest.raises(SystemExit) as caught:
+        run(*SMALL, *options)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err
+    assert not compiled
+
+
+def test_the_help_says_that_masks_are_no_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run("--help")
+    text = " ".join(capsys.readouterr().out.split())
+    assert "every mask, softcap" in text
+    for option in ("--dtypes", "--head-dims", "--ops", "--algorithms", "--deterministic", "--device", "--jobs"):
+        assert option in text
