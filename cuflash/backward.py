@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from . import device, host, params, reference
-from .errors import ProblemError
 from .interop import Exchanged, Framework, GpuFramework, cupy, frameworks_of
-from .launch import Kernels, cached, densed, has_gaps, log_plan
-from .mask import WindowSize
+from .launch import Kernels, cached, dense, densed, has_gaps, log_plan
+from .mask import WindowSize, check_flag
 from .plan import plan
 from .problem import Arguments, ArraySpec, Problem
 
 NAMES = ("q", "k", "v", "dout", "out", "lse", "dlse")
-_BITS = tuple(1 << n for n in range(8))  # of the operands in `BackwardParams.aligned`
 
 
 def backward(
@@ -50,17 +46,16 @@ def backward(
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     arguments = Arguments(softmax_scale, causal, window_size, diagonal_offset, softcap)
-    if not isinstance(deterministic, (bool, np.bool_)):
-        raise ProblemError(f"deterministic={deterministic!r} is a {type(deterministic).__name__}; give True or False")
+    deterministic = check_flag("deterministic", deterministic)
     arrays = (q, k, v, dout, out, lse) if dlse is None else (q, k, v, dout, out, lse, dlse)
     framework, on_gpu = frameworks_of(NAMES[: len(arrays)], arrays)
     if not on_gpu:
         return _on_host(framework, arrays, arguments)
     if isinstance(framework, GpuFramework):
-        return _on_gpu(framework, arrays, arguments, bool(deterministic))
+        return _on_gpu(framework, arrays, arguments, deterministic)
     assert isinstance(framework, Exchanged)
     exchanged = tuple(map(framework.to_cupy, arrays))
-    dq, dk, dv = map(framework.from_cupy, _on_gpu(cupy(), exchanged, arguments, bool(deterministic)))
+    dq, dk, dv = map(framework.from_cupy, _on_gpu(cupy(), exchanged, arguments, deterministic))
     return dq, dk, dv
 
 
@@ -95,7 +90,6 @@ class BackwardLauncher:
         self.dtype, self.shapes = problem.dtype, [specs[name].shape for name in "qkv"]
         self.plan = plan(problem, "backward", device.query(self.ordinal), deterministic)
         self.workspace = (self.plan.workspace_bytes // 4,)  # floats
-        self._parts = self.plan.workspace
         operands = [specs[name] for name in NAMES[:5]]
         operands += [ArraySpec.dense(shape, problem.dtype) for shape in self.shapes]  # dq, dk, dv
         strides = [spec.as_4d().strides for spec in operands]
@@ -106,12 +100,8 @@ class BackwardLauncher:
 
     def run(self, operands: tuple[int, ...], lse: int, dlse: int, workspace: int, stream: int) -> None:
         """Launches on the current device; `operands` point to q, k, v, dout, out, dq, dk, dv."""
-        aligned = 0
-        for pointer, misaligning, bit in zip(operands, self._misaligning, _BITS, strict=True):
-            if not pointer & misaligning:
-                aligned |= bit
-        parts = [workspace + begin if begin >= 0 else 0 for begin in self._parts]
-        self._kernels.parameters.write(params.BACKWARD, (*operands, lse, dlse, *parts), aligned)
+        parts = [workspace + begin if begin >= 0 else 0 for begin in self.plan.workspace]
+        self._kernels.parameters.write(params.BACKWARD, (*operands, lse, dlse, *parts), self._misaligning)
         self._kernels.launch(stream)
 
 
@@ -128,7 +118,7 @@ def _on_gpu(
     ordinal = found.ordinal
     with framework.device(ordinal):
         if True in found.copies:
-            arrays = tuple(framework.dense(x) if copy else x for x, copy in zip(arrays, found.copies, strict=True))
+            arrays = dense(framework, arrays, found.copies)
         empty, dtype = framework.empty, found.dtype
         dq, dk, dv = [empty(shape, dtype, ordinal) for shape in found.shapes]
         workspace = empty(found.workspace, "float32", ordinal)

@@ -7,7 +7,7 @@ from typing import Any
 from . import host, reference
 from .errors import ProblemError, UnsupportedError
 from .interop import Exchanged, GpuFramework, as_4d, cupy, cupy_module, frameworks_of
-from .launch import Launcher, launcher
+from .launch import Launcher, dense, launcher
 from .mask import WindowSize
 from .problem import Arguments
 
@@ -77,7 +77,7 @@ def _on_gpu(
         if not found.plan.launches:
             return _standard(framework, found, arrays, out)
         if True in found.copies:
-            arrays = found.dense(framework, arrays)
+            arrays = dense(framework, arrays, found.copies)
         inputs = tuple(map(pointer, arrays))
         if out is None:
             target = framework.empty(found.out_shape, found.out_dtype, ordinal)

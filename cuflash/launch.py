@@ -64,18 +64,14 @@ class Launcher:
         self.out_shape, self.out_dtype, self.lse_shape = problem.out_shape, problem.out_dtype, problem.lse_shape
         self.copies = copies  # of q, k, v, out: whose last dimension has gaps, and which are copied once
         self._extents = extents  # of q, k, v, out: bytes from the first element that are surely its own
-        self._misaligned = [params.misaligning_bits(strides, problem.dtype) for strides in problem.strides]
-        self._misaligned += [-1] * (3 - len(self._misaligned))  # lse has no v
-        self._misaligned.append(params.misaligning_bits(out_strides, problem.out_dtype))
+        self._misaligning = [params.misaligning_bits(strides, problem.dtype) for strides in problem.strides]
+        self._misaligning += [-1] * (3 - len(self._misaligning))  # lse has no v
+        self._misaligning.append(params.misaligning_bits(out_strides, problem.out_dtype))
         self._kernels: Kernels | None = None
         if self.plan.launches and 0 not in self.lse_shape:
             packed = params.pack_forward(problem, self.plan, out_strides)
             self._kernels = Kernels(self.plan.launches, self.ordinal, packed)
         log_plan(op, self.plan)
-
-    def dense(self, framework: GpuFramework, arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs, those with gaps in the last dimension copied."""
-        return tuple(framework.dense(x) if copy else x for x, copy in zip(arrays, self.copies, strict=False))
 
     def check_separate(self, inputs: tuple[int, ...], out: int) -> None:
         """`ProblemError` if the memory of `out` is seen to be that of an input, too."""
@@ -87,10 +83,7 @@ class Launcher:
         """Launches with these pointers (q, k, v first) on the current device; nothing to do where no row exists."""
         if self._kernels is None:
             return
-        q, k, v = inputs
-        at_q, at_k, at_v, at_out = self._misaligned
-        aligned = (not q & at_q) | (not k & at_k) << 1 | (not v & at_v) << 2 | (not out & at_out) << 3
-        self._kernels.parameters.write(params.FORWARD, (q, k, v, out, lse), aligned)
+        self._kernels.parameters.write(params.FORWARD, (*inputs, out, lse), self._misaligning)
         self._kernels.launch(stream)
 
 
@@ -124,6 +117,11 @@ def cached(
     return found
 
 
+def dense(framework: GpuFramework, arrays: tuple[Any, ...], copies: list[bool]) -> tuple[Any, ...]:
+    """The inputs, those that the kernels cannot read as they are copied."""
+    return tuple(framework.dense(x) if copy else x for x, copy in zip(arrays, copies, strict=False))
+
+
 def log_plan(op: str, plan: Plan) -> None:
     """One line of `CUFLASH_LOG`."""
     if logger.isEnabledFor(logging.DEBUG):
@@ -133,8 +131,8 @@ def log_plan(op: str, plan: Plan) -> None:
 def _prepare(framework: GpuFramework, op: str, arrays: tuple[Any, ...], out: Any, arguments: Arguments) -> Launcher:
     specs = [framework.spec(name, array) for name, array in zip("qkv", arrays, strict=False)]
     copies = [has_gaps(spec) for spec in specs]
-    dense = [densed(spec) if copy else spec for spec, copy in zip(specs, copies, strict=True)]
-    problem = Problem.of_call(dense, arguments)
+    read = [densed(spec) if copy else spec for spec, copy in zip(specs, copies, strict=True)]
+    problem = Problem.of_call(read, arguments)
     out_spec = ArraySpec.dense(problem.out_shape, problem.out_dtype)
     if out is not None:
         given = framework.spec("out", out)
@@ -152,8 +150,8 @@ def has_gaps(spec: ArraySpec) -> bool:
 
 def _extent(spec: ArraySpec) -> int:
     # A view with gaps is only known to own its first element: what lies between may be another array's.
-    dense = spec.strides == densed(spec).strides
-    return math.prod(spec.shape) * ITEMSIZE[spec.dtype] if dense else min(1, math.prod(spec.shape))
+    whole = spec.strides == densed(spec).strides
+    return math.prod(spec.shape) * ITEMSIZE[spec.dtype] if whole else min(1, math.prod(spec.shape))
 
 
 def densed(spec: ArraySpec) -> ArraySpec:

@@ -6,7 +6,7 @@ from typing import Any
 
 from . import host, reference
 from .interop import Exchanged, GpuFramework, cupy, frameworks_of
-from .launch import launcher
+from .launch import dense, launcher
 from .mask import WindowSize
 from .problem import Arguments
 
@@ -42,7 +42,7 @@ def _on_gpu(framework: GpuFramework, arrays: tuple[Any, ...], arguments: Argumen
     found = launcher(framework, "lse", arrays, None, arguments)
     with framework.device(found.ordinal):
         if True in found.copies:
-            arrays = found.dense(framework, arrays)
+            arrays = dense(framework, arrays, found.copies)
         result = framework.empty(found.lse_shape, "float32", found.ordinal)
         q, k = map(framework.pointer, arrays)
         found.run((q, k, 0), 0, framework.pointer(result), framework.stream(found.ordinal))

@@ -37,8 +37,7 @@ class Mask:
         diagonal_offset: int | None = None,
     ) -> Mask:
         """The mask of the public arguments. The diagonal is bottom-right aligned unless `diagonal_offset` is given."""
-        if not isinstance(causal, (bool, np.bool_)):
-            raise ProblemError(f"causal={causal!r} is a {type(causal).__name__}; give True or False")
+        causal = check_flag("causal", causal)
         left, right = _window(window_size)
         if causal:
             right = 0
@@ -93,6 +92,13 @@ class Mask:
         whole = min(max(self.seqlen_k - 1 - hi, first), self.seqlen_q)  # the first that sees all
         n = whole - first
         return n * (first + hi + 1) + n * (n - 1) // 2 + (self.seqlen_q - whole) * self.seqlen_k
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value` if it is True or False, and not merely true or false."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
+    return bool(value)
 
 
 def _integer(name: str, value: Any) -> int:

@@ -18,10 +18,11 @@ from .tiles_sm80 import BackwardTile
 LOG2_E = 1.4426950408889634
 Strides = tuple[int, ...]
 
+
 class Layout(NamedTuple):
     """Where a struct has what changes from call to call."""
 
-    pointers: tuple[int, ...]  # in 8-byte words
+    pointers: tuple[int, ...]  # in 8-byte words; the operands first
     aligned: int  # in 4-byte words
 
 
@@ -50,11 +51,19 @@ class Parameters:
         self.address = ctypes.addressof(self._owner)
         self._words, self._ints = memoryview(memory).cast("Q"), memoryview(memory).cast("i")
 
-    def write(self, layout: Layout, pointers: Sequence[int], aligned: int) -> None:
-        """The pointers in the struct's order, and which operands allow 16-byte accesses (bit 0 is the first)."""
+    def write(self, layout: Layout, pointers: Sequence[int], misaligning: Sequence[int]) -> None:
+        """The pointers in the struct's order, and which of the operands, the first, allow 16-byte accesses.
+
+        `misaligning` are the bits of each operand's pointer that forbid them (`misaligning_bits`).
+        """
         words = self._words
         for at, pointer in zip(layout.pointers, pointers, strict=True):
             words[at] = pointer
+        aligned, bit = 0, 1
+        for pointer, bits in zip(pointers, misaligning, strict=False):
+            if not pointer & bits:
+                aligned |= bit
+            bit <<= 1
         self._ints[layout.aligned] = aligned
 
     def __bytes__(self) -> bytes:
@@ -63,20 +72,11 @@ class Parameters:
 
 def pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
     """The bytes of `ForwardParams` with null pointers; `out_strides` are those of the 4-D out in elements."""
-    mask = problem.mask
     strides = [*problem.strides, *([(0, 0, 0, 1)] * (3 - len(problem.strides))), out_strides]
     return _FORWARD.pack(
         *_operands(strides),
         0,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.heads_q,
-        problem.heads_q // problem.heads_kv,
-        problem.head_dim,
-        problem.head_dim_v,
-        mask.lo,
-        mask.hi,
-        *mask.key_range(0, problem.seqlen_q),
+        *_sizes(problem),
         plan.num_q_blocks,
         plan.num_slices,
         *_scales(problem),
@@ -87,7 +87,6 @@ def pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
 
 def pack_backward(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> bytes:
     """The bytes of `BackwardParams` with null pointers; `strides` of the 4-D dout, out, dq, dk and dv in elements."""
-    mask = problem.mask
     assert plan.variant is not None
     tile = plan.variant.tile
     assert isinstance(tile, BackwardTile)
@@ -95,16 +94,8 @@ def pack_backward(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> b
         *_operands([*problem.strides, *strides]),
         *[0] * 6,
         problem.batch,
-        problem.seqlen_q,
-        problem.seqlen_k,
-        problem.heads_q,
-        problem.heads_q // problem.heads_kv,
-        problem.head_dim,
-        problem.head_dim_v,
-        mask.lo,
-        mask.hi,
-        *mask.key_range(0, problem.seqlen_q),
-        *mask.row_range(0, problem.seqlen_k),
+        *_sizes(problem),
+        *problem.mask.row_range(0, problem.seqlen_k),
         plan.num_q_blocks,
         plan.num_slices,
         -(-problem.seqlen_k // tile.block_k),
@@ -122,6 +113,22 @@ def pack_backward(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> b
 
 def _operands(strides: Sequence[Strides]) -> list[int]:
     return [number for operand in strides for number in (0, *operand[:3])]
+
+
+def _sizes(problem: Problem) -> tuple[int, ...]:
+    """seqlen_q up to key_end, which all the structs of a problem have."""
+    mask = problem.mask
+    return (
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.heads_q,
+        problem.heads_q // problem.heads_kv,
+        problem.head_dim,
+        problem.head_dim_v,
+        mask.lo,
+        mask.hi,
+        *mask.key_range(0, problem.seqlen_q),
+    )
 
 
 def _scales(problem: Problem) -> tuple[float, float]:

@@ -282,7 +282,7 @@ def _backward_plan(problem: Problem, device: Device, deterministic: bool) -> Pla
         out_bytes=_out_bytes(problem, "backward"),
         lse_bytes=0,
         workspace_bytes=4 * sum(parts),
-        flops=_flops(problem, "backward"),
+        flops=flops(problem, "backward"),
         heads_together=1 if problem.mask.is_full else HEADS_TOGETHER,
         num_splits=splits,
         workspace=tuple(begin if part else -1 for begin, part in zip(begins, parts, strict=True)),
@@ -315,7 +315,7 @@ def _host_plan(problem: Problem, op: str) -> Plan:
         out_bytes=_out_bytes(problem, op),
         lse_bytes=0 if op == "backward" else (8 if problem.dtype == "float64" else 4) * math.prod(problem.lse_shape),
         workspace_bytes=0,
-        flops=_flops(problem, op),
+        flops=flops(problem, op),
     )
 
 
@@ -326,7 +326,8 @@ def _standard_plan(problem: Problem, op: str, device: Device) -> Plan:
     )
 
 
-def _flops(problem: Problem, op: str) -> int:
+def flops(problem: Problem, op: str) -> int:
+    """Of the products over the visible pairs; one that a kernel makes twice counts once."""
     # why: backward makes five products, of head_dim s, dq and dk, of head_dim_v dp and dv.
     if op != "backward":
         return problem.flops

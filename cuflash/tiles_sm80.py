@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from .device import Device
 
@@ -40,16 +40,7 @@ class Tile:
     @property
     def constants(self) -> dict[str, int]:
         """The macros of `common/config.cuh` that are this tile's."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "HEAD_DIM_V": self.head_dim_v,
-            "BLOCK_Q": self.block_q,
-            "BLOCK_K": self.block_k,
-            "STAGES": self.stages,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
-            "Q_IN_REGISTERS": int(self.q_in_registers),
-            "QK_UNROLL": self.qk_unroll,
-        }
+        return _shape(self) | {"Q_IN_REGISTERS": int(self.q_in_registers)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +63,7 @@ class BackwardTile:
     qk_unroll: int = 16
     shared_weights: bool = False  # p and ds take turns in one buffer: less shared memory, two more barriers a tile
     with_dq: bool = True
+    max_slices: ClassVar[int] = 1  # as in `Tile`
 
     @property
     def group(self) -> int:
@@ -88,15 +80,8 @@ class BackwardTile:
     @property
     def constants(self) -> dict[str, int]:
         """The macros of `common/config.cuh` that are this tile's."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "HEAD_DIM_V": self.head_dim_v,
-            "BLOCK_Q": self.block_q,
-            "BLOCK_K": self.block_k,
-            "STAGES": self.stages,
-            "BLOCKS_PER_SM": self.blocks_per_sm,
+        return _shape(self) | {
             "Q_IN_REGISTERS": 0,
-            "QK_UNROLL": self.qk_unroll,
             "WARP_KEYS": self.warp_keys,
             "PIECE_Q": self.piece_q,
             "WITH_DQ": int(self.with_dq),
@@ -111,6 +96,19 @@ class DqTile(Tile):
         """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
         rows = self.block_q + self.stages * self.block_k
         return itemsize * rows * (self.head_dim + self.head_dim_v)
+
+
+def _shape(tile: Tile | BackwardTile) -> dict[str, int]:
+    """The macros of every tile."""
+    return {
+        "HEAD_DIM": tile.head_dim,
+        "HEAD_DIM_V": tile.head_dim_v,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "STAGES": tile.stages,
+        "BLOCKS_PER_SM": tile.blocks_per_sm,
+        "QK_UNROLL": tile.qk_unroll,
+    }
 
 
 # Head dims in rising order in all tables; for one head dim the tile that wants the most shared memory first.
@@ -209,7 +207,7 @@ def choose(
         tile
         for tile in tiles
         if head_dim <= tile.head_dim
-        and head_dim_v <= tile.head_dim_v * (tile.max_slices if isinstance(tile, Tile) else 1)
+        and head_dim_v <= tile.head_dim_v * tile.max_slices
         and tile.smem_bytes(itemsize) <= device.smem_per_block
     ]
     if not fitting:

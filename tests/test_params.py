@@ -46,7 +46,7 @@ def packed_forward() -> tuple[bytes, dict[str, tuple[int, int]]]:
     plan: Any = SimpleNamespace(num_q_blocks=value["num_q_blocks"], num_slices=value["num_slices"])
     parameters = params.Parameters(params.pack_forward(problem, plan, strides[3]))
     pointers = (2**40 + 1, 2**40 + 2, 2**40 + 3, 2**40 + 4, 2**40 + 5)
-    parameters.write(params.FORWARD, pointers, 0x5A5A5A5A)
+    parameters.write(params.FORWARD, pointers, [0 if 0b1010 >> n & 1 else -1 for n in range(4)])
     packed = bytes(parameters)
     places = {name: place(packed, "i", number) for name, number in value.items()}
     for name, operand, pointer in zip(("q", "k", "v", "out"), strides, pointers, strict=False):
@@ -55,7 +55,7 @@ def packed_forward() -> tuple[bytes, dict[str, tuple[int, int]]]:
     places["lse"] = place(packed, "Q", pointers[4])
     places["scale_log2"] = place(packed, "f", 0.5 * params.LOG2_E)
     places["softcap_scale"] = place(packed, "f", 6.0)
-    places["aligned"] = place(packed, "i", 0x5A5A5A5A)
+    places["aligned"] = place(packed, "i", 0b1010)
     return packed, places
 
 
@@ -75,7 +75,7 @@ def packed_backward() -> tuple[bytes, dict[str, tuple[int, int]]]:
     made: Any = SimpleNamespace(**counts, num_splits=7777, heads_together=5555, variant=SimpleNamespace(tile=tile))
     parameters = params.Parameters(params.pack_backward(problem, made, strides[3:]))
     pointers = range(2**40 + 1, 2**40 + 15)
-    parameters.write(params.BACKWARD, pointers, 0x5A5A5A5A)
+    parameters.write(params.BACKWARD, pointers, [0 if 0b10110110 >> n & 1 else -1 for n in range(8)])
     packed = bytes(parameters)
     places = {name: place(packed, "i", number) for name, number in value.items()}
     for name, operand, pointer in zip(OPERANDS, strides, pointers, strict=False):
@@ -86,7 +86,7 @@ def packed_backward() -> tuple[bytes, dict[str, tuple[int, int]]]:
     places["softmax_scale"] = place(packed, "f", 3.0)
     places["scale_log2"] = place(packed, "f", 0.5 * params.LOG2_E)
     places["softcap_scale"] = place(packed, "f", 6.0)
-    places["aligned"] = place(packed, "i", 0x5A5A5A5A)
+    places["aligned"] = place(packed, "i", 0b10110110)
     return packed, places
 
 

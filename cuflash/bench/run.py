@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import info, interop
+from ..plan import flops
 from ..problem import ALGORITHMS
 from . import check, measure, peers, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
@@ -46,9 +47,8 @@ class Row:
 
     @property
     def flops(self) -> int:
-        """Backward has five products of the size of forward's two; one that is computed twice counts once."""
-        forward = self.cell.problem().flops
-        return forward if self.contender.op == "forward" else forward // 2 * 5
+        """Of one call."""
+        return flops(self.cell.problem(), self.contender.op)
 
 
 @dataclass(slots=True)

@@ -130,28 +130,6 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, unsigned ds
   }
 }
 
-// A warp's accumulator of dk or dv into the tile that k or v leaves, whose columns it shares with its group.
-template <class S, int kCount>
-__device__ __forceinline__ void stage(unsigned smem, const float (&x)[kTiles][kCount], float scale, int key,
-                                      int member) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int j = 0; j < kCount / 4; ++j) {
-    const int column = 16 * (j / 2 * kGroup + member) + 8 * (j % 2) + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      const unsigned target =
-          smem + S::offset(key + 8 * i + lane / 4, column / kChunkElements) + column % kChunkElements * kElementBytes;
-      const float low = x[i / 2][4 * j + i % 2 * 2] * scale, high = x[i / 2][4 * j + i % 2 * 2 + 1] * scale;
-      if constexpr (kIsTf32) {
-        st_shared_v2(target, __float_as_uint(low), __float_as_uint(high));
-      } else {
-        st_shared_u32(target, pack2(low, high));
-      }
-    }
-  }
-}
-
 // A warp's accumulator of dk or dv into that of its split.
 template <int kColumns, int kCount>
 __device__ __forceinline__ void store_split(float* acc, const BackwardParams& params, const KeyBlock& block,
@@ -237,22 +215,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
         const WarpRole role;
         const int query = (kGroup > 1 ? role.member : piece) * kPieceQ;
         Scores s = {}, dp = {};
-        gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, a_lane_address<QSwizzle>(k_smem, role.key),
+        gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, Rows<QSwizzle>(k_smem, role.key),
                                                      b_lane_address<QSwizzle>(q_smem) + query * QSwizzle::kRowBytes);
         gemm_abt<VSwizzle, kHeadDimV / kStepElements>(
-            dp, a_lane_address<VSwizzle>(v_smem, role.key),
-            b_lane_address<VSwizzle>(dout_smem) + query * VSwizzle::kRowBytes);
+            dp, Rows<VSwizzle>(v_smem, role.key), b_lane_address<VSwizzle>(dout_smem) + query * VSwizzle::kRowBytes);
         compute_weights(s, dp, params, mask, smem_address(storage.stats[slot]) + query * 8, block.key_begin + role.key,
                         m * kBlockQ + query);
         if constexpr (kGroup > 1) {
-          store_weights(p_smem, s, role.key, query);
+          store_fragments<WeightSwizzle, 16>(p_smem, s, role.key, query);
           if constexpr (kSharedWeights) {
             __syncthreads();
             gemm_ab<VSwizzle, kBlockQ, 16 * kGroup>(dv, KeyRows(p_smem, role.key), dout_smem, 16 * role.member);
             __syncthreads();
           }
         }
-        if constexpr (kGroup > 1 || kWithDq) store_weights(ds_smem, dp, role.key, query);
+        if constexpr (kGroup > 1 || kWithDq) store_fragments<WeightSwizzle, 16>(ds_smem, dp, role.key, query);
         if constexpr (kGroup == 1) {
           gemm_weights<VSwizzle>(dv, s, dout_smem + query * VSwizzle::kRowBytes);
           gemm_weights<QSwizzle>(dk, dp, q_smem + query * QSwizzle::kRowBytes);
@@ -281,8 +258,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     store_split<kHeadDimV>(params.dv_acc, params, same, dv, role);
     return;
   }
-  stage<QSwizzle>(k_smem, dk, params.softmax_scale, role.key, role.member);
-  stage<VSwizzle>(v_smem, dv, 1.0f, role.key, role.member);
+  // Into the tiles that k and v leave.
+#pragma unroll
+  for (int r = 0; r < 2 * kTiles; ++r) scale_row(dk[r / 2], r % 2, params.softmax_scale);
+  store_fragments<QSwizzle, 16 * kGroup>(k_smem, dk, role.key, 16 * role.member);
+  store_fragments<VSwizzle, 16 * kGroup>(v_smem, dv, role.key, 16 * role.member);
   __syncthreads();
   store_tile<kBlockK, kHeadDim>(params.dk, same.batch, same.kv_head, k_smem, same.key_begin, same.key_end,
                                 params.key_begin, params.key_end, params.head_dim, params.aligned & 64);

@@ -90,9 +90,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     // 2. s = q kᵀ, dp = dout vᵀ
     Scores s = {}, dp = {};
     const int warp_row = fresh_thread() / 32 * kRowsPerWarp;
-    gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, a_lane_address<QSwizzle>(q_smem, warp_row),
-                                                 b_lane_address<QSwizzle>(k_tile));
-    gemm_abt<VSwizzle, kHeadDimV / kStepElements>(dp, a_lane_address<VSwizzle>(dout_smem, warp_row),
+    gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, Rows<QSwizzle>(q_smem, warp_row), b_lane_address<QSwizzle>(k_tile));
+    gemm_abt<VSwizzle, kHeadDimV / kStepElements>(dp, Rows<VSwizzle>(dout_smem, warp_row),
                                                   b_lane_address<VSwizzle>(v_tile));
 
     // 3. ds = p (dp - delta), dq += ds k

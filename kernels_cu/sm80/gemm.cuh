@@ -76,15 +76,22 @@ __device__ __forceinline__ unsigned b_lane_address(unsigned smem) {
   return smem + S::offset(lane % 8 + 8 * (lane / 16), lane / 8 % 2);
 }
 
-// Step kk of kTiles left operands of 16 rows.
-template <class S, int kTiles>
-__device__ __forceinline__ void load_a(FragmentA (&a)[kTiles], unsigned a_lane, int kk) {
+// Left operands of 16 rows in shared memory, from `row` on.
+template <class S>
+struct Rows {
+  unsigned a_lane;
+
+  __device__ __forceinline__ Rows(unsigned smem, int row) : a_lane(a_lane_address<S>(smem, row)) {}
+
+  template <int kTiles>
+  __device__ __forceinline__ void operator()(FragmentA (&a)[kTiles], int kk) const {
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-    ldmatrix_x4(a[m].big, S::advance(a_lane, 16 * m, 2 * kk));
-    a[m].split();
+    for (int m = 0; m < kTiles; ++m) {
+      ldmatrix_x4(a[m].big, S::advance(a_lane, 16 * m, 2 * kk));
+      a[m].split();
+    }
   }
-}
+};
 
 // c += step kk of a bᵀ, a row of b per column of c; for float32 either the small terms of the step or the big one.
 template <bool kSmall, class S, int kTiles, int kCount>
@@ -115,21 +122,21 @@ __device__ __forceinline__ void gemm_abt_step(float (&c)[kTiles][kCount], const 
   }
 }
 
-// c += a bᵀ, both in shared memory, over kSteps steps.
-template <class S, int kSteps, int kTiles, int kCount>
-__device__ __forceinline__ void gemm_abt(float (&c)[kTiles][kCount], unsigned a_lane, unsigned b_lane) {
+// c += a bᵀ over kSteps steps; a comes from `load(a, kk)`, b's rows from shared memory.
+template <class S, int kSteps, int kTiles, int kCount, typename Load>
+__device__ __forceinline__ void gemm_abt(float (&c)[kTiles][kCount], const Load& load, unsigned b_lane) {
   FragmentA a[kTiles];
   if constexpr (kIsTf32) {
 #pragma unroll kQkUnroll
     for (int kk = 0; kk < kSteps; ++kk) {
-      load_a<S>(a, a_lane, kk);
+      load(a, kk);
       gemm_abt_step<true, S>(c, a, b_lane, kk);
     }
     __syncwarp();  // why: or ptxas keeps what it has read for the second pass, in registers that do not exist
   }
 #pragma unroll kQkUnroll
   for (int kk = 0; kk < kSteps; ++kk) {
-    load_a<S>(a, a_lane, kk);
+    load(a, kk);
     gemm_abt_step<false, S>(c, a, b_lane, kk);
   }
 }

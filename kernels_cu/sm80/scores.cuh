@@ -33,36 +33,32 @@ __device__ __forceinline__ bool needs_mask(const Mask& mask, const Tile& tile, i
 
 // The warp's rows of q: held in registers over all tiles, or read from shared memory for each.
 struct QFragments {
-  FragmentA a[kQInRegisters ? kHeadDim / kStepElements : 1][kTiles];
-  unsigned q_lane;
+  FragmentA held[kQInRegisters ? kHeadDim / kStepElements : 1][kTiles];
+  Rows<QSwizzle> rows;
 
-  __device__ explicit QFragments(unsigned q_smem)
-      : q_lane(a_lane_address<QSwizzle>(q_smem, threadIdx.x / 32 * kRowsPerWarp)) {}
+  __device__ explicit QFragments(unsigned q_smem) : rows(q_smem, threadIdx.x / 32 * kRowsPerWarp) {}
 
   // Once q has arrived.
   __device__ __forceinline__ void load() {
     if constexpr (kQInRegisters) {
 #pragma unroll
-      for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) load_a<QSwizzle>(a[kk], q_lane, kk);
+      for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) rows(held[kk], kk);
     }
   }
 
-  __device__ __forceinline__ const FragmentA (&step(int kk)) [kTiles] {
-    if constexpr (!kQInRegisters) load_a<QSwizzle>(a[0], q_lane, kk);
-    return a[kQInRegisters ? kk : 0];
+  __device__ __forceinline__ void operator()(FragmentA (&a)[kTiles], int kk) const {
+    if constexpr (kQInRegisters) {
+#pragma unroll
+      for (int m = 0; m < kTiles; ++m) a[m] = held[kk][m];
+    } else {
+      rows(a, kk);
+    }
   }
 };
 
 // s = q kᵀ
-__device__ __forceinline__ void compute_scores(float (&s)[kTiles][kBlockK / 2], QFragments& q, unsigned k_smem) {
-  const unsigned k_lane = b_lane_address<QSwizzle>(k_smem);
-  if constexpr (kIsTf32) {
-#pragma unroll kQkUnroll
-    for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) gemm_abt_step<true, QSwizzle>(s, q.step(kk), k_lane, kk);
-    __syncwarp();  // why: or ptxas keeps what it has read for the second pass, in registers that do not exist
-  }
-#pragma unroll kQkUnroll
-  for (int kk = 0; kk < kHeadDim / kStepElements; ++kk) gemm_abt_step<false, QSwizzle>(s, q.step(kk), k_lane, kk);
+__device__ __forceinline__ void compute_scores(float (&s)[kTiles][kBlockK / 2], const QFragments& q, unsigned k_smem) {
+  gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, q, b_lane_address<QSwizzle>(k_smem));
 }
 
 // s = mask(cap(s)), where there is something to do.

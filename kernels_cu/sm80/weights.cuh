@@ -5,26 +5,25 @@
 using WeightSwizzle = Swizzle<kBlockQ / kChunkElements>;
 constexpr int kWeightBytes = kBlockK * kBlockQ * kElementBytes;
 
-// A warp's fragments of keys x queries, from (key, query) on.
-template <int kTiles, int kCount>
-__device__ __forceinline__ void store_weights(unsigned smem, const float (&w)[kTiles][kCount], int key, int query) {
+// A warp's accumulator into a swizzled tile, from `row` on, its columns being blocks of 16 as in gemm_ab.cuh.
+template <class S, int kColumnStep, int kTiles, int kCount>
+__device__ __forceinline__ void store_fragments(unsigned smem, const float (&x)[kTiles][kCount], int row, int column) {
   const int lane = fresh_thread() % 32;
-  key += lane / 4;
+  row += lane / 4;
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
-    const int column = query + 8 * j + lane % 4 * 2;
-    const unsigned target =
-        smem + WeightSwizzle::offset(key, column / kChunkElements) + column % kChunkElements * kElementBytes;
+    const int c = column + kColumnStep * (j / 2) + 8 * (j % 2) + lane % 4 * 2;
+    const unsigned target = smem + S::offset(row, c / kChunkElements) + c % kChunkElements * kElementBytes;
 #pragma unroll
     for (int m = 0; m < kTiles; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float x = w[m][4 * j + 2 * h], y = w[m][4 * j + 2 * h + 1];
-        const unsigned address = target + (16 * m + 8 * h) * WeightSwizzle::kRowBytes;
+        const float low = x[m][4 * j + 2 * h], high = x[m][4 * j + 2 * h + 1];
+        const unsigned address = target + (16 * m + 8 * h) * S::kRowBytes;
         if constexpr (kIsTf32) {
-          st_shared_v2(address, __float_as_uint(x), __float_as_uint(y));
+          st_shared_v2(address, __float_as_uint(low), __float_as_uint(high));
         } else {
-          st_shared_u32(address, pack2(x, y));
+          st_shared_u32(address, pack2(low, high));
         }
       }
     }
