@@ -1,7 +1,8 @@
 """Every kernel once on small shapes, for compute-sanitizer: `compile` fills the cache, `run` calls the library.
 
 A GPU gets those rows of the tile tables that suit its shared memory. The other rows are reached by telling the planner
-of a smaller GPU, so one machine runs them all.
+of a smaller GPU, so one machine runs them all; those that Hopper has kernels in place of, by reading q backwards, which
+these cannot. Only Hopper runs its own.
 """
 
 from __future__ import annotations
@@ -18,15 +19,17 @@ from typing import Any
 import cupy
 
 import cuflash
-from cuflash import device, jit, launch, tiles_sm80
+from cuflash import device, jit, launch, tiles_sm80, tiles_sm90
 from cuflash.bench.cases import CASES, Case
 from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
 from cuflash.plan import Plan, Variant, merge_plan, plan
+from cuflash.problem import ArraySpec, Problem
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # and whether it is deterministic
-Call = tuple[Device, Case, str]  # on which GPU, and an algorithm of forward or a key of BACKWARD
+BACKWARDS = "q backwards"  # flash2 by the kernels that take any strides
+Call = tuple[Device, Case, str]  # on which GPU, and an algorithm of forward, BACKWARDS or a key of BACKWARD
 
 
 def devices() -> list[Device]:
@@ -50,26 +53,45 @@ def tile_cases() -> Iterator[Case]:
             yield Case(f"{dtype}_{d - 1}_{dv - 1}", 1, 70, 150, 2, 1, d - 1, dv - 1, dtype, False, (90, 20), 60, 15.0)
 
 
+def hopper_cases() -> Iterator[Case]:
+    """For each row of the Hopper table: causal, and with a window, softcap and GQA; then blocks of several tiles."""
+    for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.TILES):
+        rows = tiles_sm90.TILES[: tiles_sm90.TILES.index(tile)]
+        dims = tile.head_dim, tile.head_dim_v
+        least = max((row.max_keys or 0 for row in rows if (row.head_dim, row.head_dim_v) == dims), default=0)
+        name = f"{dtype}_{tile.head_dim}_{tile.head_dim_v}_{least}"
+        yield Case(name, 1, 200, least + 260, 1, 1, *dims, dtype, causal=True)
+        yield Case(f"{name}_w", 1, 200, least + 260, 2, 1, *dims, dtype, False, (least + 90, 20), None, 15.0)
+    for dim in (64, 128):  # a counter hands out the tiles
+        yield Case(f"counted_{dim}", 2, 70, 130, device.query(0).num_sms, 1, dim, dim, "float16", causal=True)
+
+
 def plans(gpu: Device, case: Case, how: str) -> list[Plan]:
     """Of the library calls that `call` makes."""
     if how in BACKWARD:
         return [plan(case.problem(), "backward", gpu, BACKWARD[how])]
-    ops = ("forward", "lse") if how == "flash2" else ("forward",)
-    return [plan(case.problem(how), op, gpu) for op in ops]
+    if how in ("flash2", BACKWARDS):
+        q, k, v = (ArraySpec.dense(shape, case.dtype) for shape in case.shapes())
+        if how == BACKWARDS:
+            q = q._replace(strides=(q.strides[0], -q.strides[1], *q.strides[2:]))
+        both = {"forward": (q, k, v), "lse": (q, k, None)}
+        return [plan(Problem.of(*specs, **case.arguments()), op, gpu) for op, specs in both.items()]
+    return [plan(case.problem(how), "forward", gpu)]
 
 
 def work() -> list[Call]:
     """All calls; a device that gets the kernels of a larger one adds nothing."""
     calls = [(device.query(0), case, how) for case in CASES for how in ("flash2", *BACKWARD)]
+    calls += [(device.query(0), case, "flash2") for case in hopper_cases()]
     for gpu, case in itertools.product(devices(), tile_cases()):
         # why: float16 and bfloat16 differ in single instructions, so one of them stands for both with flashd.
         algorithms = ALGORITHMS[:2] if case.dtype == "float16" else ALGORITHMS
-        calls += [(gpu, case, how) for how in (*algorithms, *BACKWARD)]
+        calls += [(gpu, case, how) for how in (*algorithms, BACKWARDS, *BACKWARD)]
     found: dict[tuple[Any, ...], Call] = {}
     for gpu, case, how in calls:
         with contextlib.suppress(UnsupportedError):  # the largest head dims do not fit the smallest GPUs, or backward
             variants = [launch.variant for made in plans(gpu, case, how) for launch in made.launches]
-            found.setdefault((case, how, *variants), (gpu, case, how))
+            found.setdefault((case, "flash2" if how == BACKWARDS else how, *variants), (gpu, case, how))
     return list(found.values())
 
 
@@ -82,12 +104,16 @@ def variants() -> list[Variant]:
 
 def unreached(wanted: list[Variant]) -> list[str]:
     """Rows of the tables that no call gets on this GPU."""
-    reached = {(variant.dtype, variant.tile) for variant in wanted}
-    rows: list[tuple[str, Any]] = []
+    reached = {(variant.dtype, variant.tile, variant.softcap) for variant in wanted}
+    rows: list[tuple[str, Any, bool]] = []  # the last: for capped scores alone
     for dtype in tiles_sm80.TILES:
-        rows += [(dtype, row) for row in (*tiles_sm80.TILES[dtype], *tiles_sm80.DQ[dtype])]
-        rows += [(dtype, replace(row, with_dq=dq)) for row in tiles_sm80.BACKWARD[dtype] for dq in (True, False)]
-    return [f"{dtype} {row}" for dtype, row in rows if (dtype, row) not in reached]
+        rows += [(dtype, row, False) for row in (*tiles_sm80.TILES[dtype], *tiles_sm80.DQ[dtype])]
+        rows += [(dtype, replace(row, with_dq=dq), False) for row in tiles_sm80.BACKWARD[dtype] for dq in (True, False)]
+        for row, capped in itertools.product(tiles_sm90.TILES if dtype != "float32" else (), (False, True)):
+            rows += [(dtype, row, capped)] if row.softcap in (None, capped) else []
+            rows.append((dtype, tiles_sm90.choose("lse", row.head_dim, 0, 0.0, capped), capped))
+    missing = [row for row in dict.fromkeys(rows) if row not in reached]
+    return [f"{dtype} {row}{', capped' if capped else ''}" for dtype, row, capped in missing]
 
 
 def run() -> None:
@@ -109,9 +135,12 @@ def call(case: Case, how: str) -> None:
     """Forward and lse, or backward of a loss that is half the square of out, and with a window that of lse, too."""
     q, k, v = (cupy.asarray(x) for x in case.arrays())
     options = case.arguments()
+    if how == BACKWARDS:
+        q = q[:, ::-1]
     if how not in BACKWARD:
-        check(case, *cuflash.forward(q, k, v, algorithm=how, return_lse=True, **options))
-        if how == "flash2":
+        algorithm = "flash2" if how == BACKWARDS else how
+        check(case, *cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True, **options))
+        if algorithm == "flash2":
             check(case, cuflash.lse(q, k, **options))
         return
     out, lse = cuflash.forward(q, k, v, return_lse=True, **options)

@@ -94,14 +94,14 @@ class BackwardLauncher:
         operands += [ArraySpec.dense(shape, problem.dtype) for shape in self.shapes]  # dq, dk, dv
         strides = [spec.as_4d().strides for spec in operands]
         self._misaligning = [params.misaligning_bits(x, spec.dtype) for x, spec in zip(strides, operands, strict=True)]
-        packed = params.pack_backward(problem, self.plan, strides[3:])
-        self._kernels = Kernels(self.plan.launches, self.ordinal, packed)
+        parameters = params.backward_parameters(problem, self.plan, strides[3:])
+        self._kernels = Kernels(self.plan, self.ordinal, parameters)
         log_plan("backward", self.plan)
 
     def run(self, operands: tuple[int, ...], lse: int, dlse: int, workspace: int, stream: int) -> None:
         """Launches on the current device; `operands` point to q, k, v, dout, out, dq, dk, dv."""
         parts = [workspace + begin if begin >= 0 else 0 for begin in self.plan.workspace]
-        self._kernels.parameters.write(params.BACKWARD, (*operands, lse, dlse, *parts), self._misaligning)
+        self._kernels.parameters.write((*operands, lse, dlse, *parts), self._misaligning)
         self._kernels.launch(stream)
 
 

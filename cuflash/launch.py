@@ -12,12 +12,13 @@ import threading
 from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
-from . import device, jit, params
+from . import counters, device, jit, params
 from .errors import ProblemError
 from .interop import GpuFramework, cupy
 from .log import logger
-from .plan import Launch, Plan, plan
+from .plan import Plan, plan
 from .problem import ITEMSIZE, Arguments, ArraySpec, Problem
+from .tiles_sm90 import WarpgroupTile, allows_tma
 
 MAX_LAUNCHERS = 4096  # of all threads; past that the cache starts anew
 
@@ -31,14 +32,15 @@ class Stream(NamedTuple):
 class Kernels:
     """Loaded kernels of a plan with parameters of their own; for one thread at a time."""
 
-    def __init__(self, launches: tuple[Launch, ...], ordinal: int, packed: bytes) -> None:
+    def __init__(self, plan: Plan, ordinal: int, parameters: params.Parameters) -> None:
         from cupy.cuda.function import CPointer
 
-        self.parameters = params.Parameters(packed)
-        self._arguments = (CPointer(self.parameters.address),)
+        self._ordinal, self.parameters = ordinal, parameters
+        self._counted = parameters if plan.counted and isinstance(parameters, params.WarpgroupParameters) else None
+        self._arguments = (CPointer(parameters.address),)
         self._launches = []
         with cupy().device(ordinal):
-            for launch in launches:
+            for launch in plan.launches:
                 if launch.num_blocks:
                     variant = launch.variant
                     shape = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
@@ -46,6 +48,8 @@ class Kernels:
 
     def launch(self, stream: int) -> None:
         """In order, on the current device. The driver copies the parameters before this returns."""
+        if self._counted is not None:
+            self._counted.count_with(counters.counter(self._ordinal, stream))
         on = Stream(stream)
         for function, grid, block, smem_bytes in self._launches:
             function(grid, block, self._arguments, smem_bytes, on)
@@ -54,24 +58,30 @@ class Kernels:
 class Launcher:
     """One problem on one GPU: `run` reads q, k and v there and writes out and lse."""
 
-    def __init__(
-        self, problem: Problem, op: str, out_strides: tuple[int, ...], copies: list[bool], extents: list[int]
-    ) -> None:
+    def __init__(self, problem: Problem, op: str, out_spec: ArraySpec, copies: list[bool], extents: list[int]) -> None:
         self.problem = problem
         assert problem.ordinal is not None
-        self.ordinal = problem.ordinal
-        self.plan = plan(problem, op, device.query(self.ordinal))
+        self._op, self.ordinal = op, problem.ordinal
         self.out_shape, self.out_dtype, self.lse_shape = problem.out_shape, problem.out_dtype, problem.lse_shape
         self.copies = copies  # of q, k, v, out: whose last dimension has gaps, and which are copied once
         self._extents = extents  # of q, k, v, out: bytes from the first element that are surely its own
+        out = out_spec.as_4d()
+        self._out_strides = out.strides
         self._misaligning = [params.misaligning_bits(strides, problem.dtype) for strides in problem.strides]
         self._misaligning += [-1] * (3 - len(self._misaligning))  # lse has no v
-        self._misaligning.append(params.misaligning_bits(out_strides, problem.out_dtype))
-        self._kernels: Kernels | None = None
-        if self.plan.launches and 0 not in self.lse_shape:
-            packed = params.pack_forward(problem, self.plan, out_strides)
-            self._kernels = Kernels(self.plan.launches, self.ordinal, packed)
-        log_plan(op, self.plan)
+        self._misaligning.append(params.misaligning_bits(out.strides, problem.out_dtype))
+        allowed = op == "lse" or allows_tma(out.shape, out.strides, ITEMSIZE[out.dtype])
+        self.plan, self._kernels = self._prepared(aligned=allowed)
+        self._needs_alignment = self.plan.variant is not None and isinstance(self.plan.variant.tile, WarpgroupTile)
+        self._for_any: Kernels | None = None  # alignment, made when first needed
+
+    def _prepared(self, aligned: bool) -> tuple[Plan, Kernels | None]:
+        made = plan(self.problem, self._op, device.query(self.ordinal), aligned=aligned)
+        log_plan(self._op, made)
+        if not made.launches or 0 in self.lse_shape:
+            return made, None
+        parameters = params.forward_parameters(self.problem, made, self._out_strides)
+        return made, Kernels(made, self.ordinal, parameters)
 
     def check_separate(self, inputs: tuple[int, ...], out: int) -> None:
         """`ProblemError` if the memory of `out` is seen to be that of an input, too."""
@@ -81,10 +91,16 @@ class Launcher:
 
     def run(self, inputs: tuple[int, ...], out: int, lse: int, stream: int) -> None:
         """Launches with these pointers (q, k, v first) on the current device; nothing to do where no row exists."""
-        if self._kernels is None:
+        kernels = self._kernels
+        if kernels is None:
             return
-        self._kernels.parameters.write(params.FORWARD, (*inputs, out, lse), self._misaligning)
-        self._kernels.launch(stream)
+        if self._needs_alignment and any(pointer & 15 for pointer in (*inputs, out)):
+            if self._for_any is None:
+                _, self._for_any = self._prepared(aligned=False)
+                assert self._for_any is not None
+            kernels = self._for_any
+        kernels.parameters.write((*inputs, out, lse), self._misaligning)
+        kernels.launch(stream)
 
 
 _launchers: dict[Any, Any] = {}
@@ -140,7 +156,7 @@ def _prepare(framework: GpuFramework, op: str, arrays: tuple[Any, ...], out: Any
         specs.append(given)
         copies.append(has_gaps(given))
         out_spec = out_spec if copies[-1] else given
-    return Launcher(problem, op, out_spec.as_4d().strides, copies, [_extent(spec) for spec in specs])
+    return Launcher(problem, op, out_spec, copies, [_extent(spec) for spec in specs])
 
 
 def has_gaps(spec: ArraySpec) -> bool:

@@ -63,7 +63,7 @@ def _on_gpu(framework: GpuFramework, outs: list[Any], lses: list[Any]) -> tuple[
     specs = _specs(framework, outs, lses)
     shape = check_states(*specs)
     ordinal, dtype = framework.ordinal(outs[0]), specs[0][0].dtype
-    launches = merge_plan(dtype, shape, device.query(ordinal)).launches
+    plan = merge_plan(dtype, shape, device.query(ordinal))
     if len(outs) > params.MAX_MERGE_STATES:
         raise UnsupportedError(
             f"{len(outs)} states; one call merges at most {params.MAX_MERGE_STATES} on a GPU. Merge groups of them, "
@@ -75,10 +75,10 @@ def _on_gpu(framework: GpuFramework, outs: list[Any], lses: list[Any]) -> tuple[
         lse = framework.empty(specs[1][0].shape, "float32", ordinal)
         if 0 not in shape:
             pointer = framework.pointer
-            packed = params.pack_merge(
+            parameters = params.merge_parameters(
                 list(map(pointer, outs)), list(map(pointer, lses)), pointer(out), pointer(lse), shape, dtype
             )
-            Kernels(launches, ordinal, packed).launch(framework.stream(ordinal))
+            Kernels(plan, ordinal, parameters).launch(framework.stream(ordinal))
     return out, lse
 
 

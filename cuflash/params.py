@@ -11,9 +11,11 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .plan import PARAMS_BYTES, Plan, stats_rows
+from .plan import PARAMS_BYTES, WARPGROUP_PARAMS_BYTES, Plan, stats_rows
 from .problem import ITEMSIZE, Problem
+from .tensor_map import MAP_BYTES, TensorMap
 from .tiles_sm80 import BackwardTile
+from .tiles_sm90 import OUT_ROWS, WarpgroupTile
 
 LOG2_E = 1.4426950408889634
 Strides = tuple[int, ...]
@@ -31,6 +33,13 @@ _FORWARD = struct.Struct("<" + 4 * "Q3q" + "Q" + "12i" + "2f" + "2i")
 FORWARD = Layout((0, 4, 8, 12, 16), 48)
 assert _FORWARD.size == PARAMS_BYTES["forward"]
 
+# Tensor maps of q, k, v and out; ForwardParams; counter; 2 ints; padding to 64 bytes.
+_MAPS_BYTES = 4 * MAP_BYTES
+_WARPGROUP = struct.Struct(f"<{_MAPS_BYTES}x{_FORWARD.size}sQ2i40x")
+WARPGROUP = Layout(tuple(_MAPS_BYTES // 8 + at for at in FORWARD.pointers), _MAPS_BYTES // 4 + FORWARD.aligned)
+_COUNTER = (_MAPS_BYTES + _FORWARD.size) // 8
+assert _WARPGROUP.size == WARPGROUP_PARAMS_BYTES
+
 # Operand q, k, v, dout, out, dq, dk, dv; lse, dlse, stats, dq_acc, dk_acc, dv_acc; 21 ints; 3 floats; aligned; padding.
 _BACKWARD = struct.Struct("<" + 8 * "Q3q" + "6Q" + "21i" + "3f" + "2i")
 BACKWARD = Layout((*range(0, 32, 4), *range(32, 38)), 100)
@@ -39,24 +48,32 @@ assert _BACKWARD.size == PARAMS_BYTES["backward"]
 MAX_MERGE_STATES = 248  # the struct stays within the 4 KiB of parameters that every architecture takes
 # Pointers of outs and lses; out, lse; elements of an out; head_dim_v, heads, seqlen, number of states, vector; padding.
 _MERGE = struct.Struct(f"<{2 * MAX_MERGE_STATES}Q" + "2Q" + "q" + "6i")
+MERGE = Layout((), 0)  # nothing: its launches are not repeated
 assert _MERGE.size == PARAMS_BYTES["merge"]
+
+
+_ALIGNMENT = 64  # of a tensor map
 
 
 class Parameters:
     """A packed struct in memory that stays where it is. What changes from call to call is written in place."""
 
-    def __init__(self, packed: bytes) -> None:
-        memory = bytearray(packed)
+    def __init__(self, packed: bytes, layout: Layout) -> None:
+        self._layout = layout
+        memory = bytearray(len(packed) + _ALIGNMENT)
         self._owner = (ctypes.c_char * len(memory)).from_buffer(memory)
-        self.address = ctypes.addressof(self._owner)
-        self._words, self._ints = memoryview(memory).cast("Q"), memoryview(memory).cast("i")
+        begin = -ctypes.addressof(self._owner) % _ALIGNMENT
+        self.address = ctypes.addressof(self._owner) + begin
+        view = memoryview(memory)[begin : begin + len(packed)]
+        view[:] = packed
+        self._words, self._ints = view.cast("Q"), view.cast("i")
 
-    def write(self, layout: Layout, pointers: Sequence[int], misaligning: Sequence[int]) -> None:
+    def write(self, pointers: Sequence[int], misaligning: Sequence[int]) -> None:
         """The pointers in the struct's order, and which of the operands, the first, allow 16-byte accesses.
 
         `misaligning` are the bits of each operand's pointer that forbid them (`misaligning_bits`).
         """
-        words = self._words
+        words, layout = self._words, self._layout
         for at, pointer in zip(layout.pointers, pointers, strict=True):
             words[at] = pointer
         aligned, bit = 0, 1
@@ -70,8 +87,36 @@ class Parameters:
         return bytes(self._words)
 
 
-def pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
-    """The bytes of `ForwardParams` with null pointers; `out_strides` are those of the 4-D out in elements."""
+class WarpgroupParameters(Parameters):
+    """`Parameters` with tensor maps at the front; a map is made anew only where an operand has moved."""
+
+    def __init__(self, packed: bytes, maps: Sequence[TensorMap]) -> None:
+        super().__init__(packed, WARPGROUP)
+        self._maps = maps
+        self._at: list[int] = [0] * len(maps)
+
+    def write(self, pointers: Sequence[int], misaligning: Sequence[int]) -> None:
+        """As in `Parameters`."""
+        super().write(pointers, misaligning)
+        for n, at in enumerate(self._at):
+            if (pointer := pointers[n]) != at and pointer:
+                (self._maps[n].move if at else self._maps[n].encode)(self.address + n * MAP_BYTES, pointer)
+                self._at[n] = pointer
+
+    def count_with(self, counter: int) -> None:
+        """The address of the counter that hands out tiles."""
+        self._words[_COUNTER] = counter
+
+
+def forward_parameters(problem: Problem, plan: Plan, out_strides: Strides) -> Parameters:
+    """What the kernel of this plan takes, with null pointers; `out_strides` are those of the 4-D out in elements."""
+    assert plan.variant is not None
+    if isinstance(plan.variant.tile, WarpgroupTile):
+        return _warpgroup_parameters(problem, plan, plan.variant.tile, out_strides)
+    return Parameters(_pack_forward(problem, plan, out_strides), FORWARD)
+
+
+def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
     strides = [*problem.strides, *([(0, 0, 0, 1)] * (3 - len(problem.strides))), out_strides]
     return _FORWARD.pack(
         *_operands(strides),
@@ -85,12 +130,28 @@ def pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
     )
 
 
-def pack_backward(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> bytes:
-    """The bytes of `BackwardParams` with null pointers; `strides` of the 4-D dout, out, dq, dk and dv in elements."""
+def _warpgroup_parameters(
+    problem: Problem, plan: Plan, tile: WarpgroupTile, out_strides: Strides
+) -> WarpgroupParameters:
+    begin, end = problem.mask.key_range(0, problem.seqlen_q)
+    q, *kv = problem.operand_shapes
+    maps = [TensorMap(problem.dtype, q, problem.strides[0], tile.block_q)]
+    for shape, strides in zip(kv, problem.strides[1:], strict=False):
+        seen = (shape[0], end - begin, *shape[2:])
+        maps.append(TensorMap(problem.dtype, seen, strides, tile.block_k, begin))
+    if len(maps) == 3:
+        maps.append(TensorMap(problem.out_dtype, (*q[:3], problem.head_dim_v), out_strides, OUT_ROWS))
+    num_tiles = plan.num_q_blocks * problem.heads_q * problem.batch
+    forward = _pack_forward(problem, plan, out_strides)
+    return WarpgroupParameters(_WARPGROUP.pack(forward, 0, num_tiles, plan.heads_together), maps)
+
+
+def backward_parameters(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> Parameters:
+    """`BackwardParams` with null pointers; `strides` of the 4-D dout, out, dq, dk and dv in elements."""
     assert plan.variant is not None
     tile = plan.variant.tile
     assert isinstance(tile, BackwardTile)
-    return _BACKWARD.pack(
+    packed = _BACKWARD.pack(
         *_operands([*problem.strides, *strides]),
         *[0] * 6,
         problem.batch,
@@ -109,6 +170,7 @@ def pack_backward(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> b
         0,
         0,
     )
+    return Parameters(packed, BACKWARD)
 
 
 def _operands(strides: Sequence[Strides]) -> list[int]:
@@ -148,13 +210,14 @@ def misaligning_bits(strides: Strides, dtype: str) -> int:
     return 15 if allows_vectors(strides, dtype) else -1
 
 
-def pack_merge(
+def merge_parameters(
     outs: list[int], lses: list[int], out: int, lse: int, shape: tuple[int, int, int, int], dtype: str
-) -> bytes:
-    """The bytes of `MergeParams`: pointers of contiguous states of shape (batch, seqlen, heads, head_dim_v)."""
+) -> Parameters:
+    """`MergeParams`: pointers of contiguous states of shape (batch, seqlen, heads, head_dim_v)."""
     padding = [0] * (MAX_MERGE_STATES - len(outs))
     _, seqlen, heads, head_dim_v = shape
     vector = head_dim_v * ITEMSIZE[dtype] % 16 == 0 and all(pointer % 16 == 0 for pointer in (*outs, out))
-    return _MERGE.pack(
+    packed = _MERGE.pack(
         *outs, *padding, *lses, *padding, out, lse, math.prod(shape), head_dim_v, heads, seqlen, len(outs), vector, 0
     )
+    return Parameters(packed, MERGE)

@@ -9,17 +9,19 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from . import tiles_sm80
+from . import tiles_sm80, tiles_sm90
 from .device import Device
 from .errors import UnsupportedError
 from .problem import ITEMSIZE, Problem
 from .tiles_sm80 import BackwardTile, Tile
+from .tiles_sm90 import WarpgroupTile
 
 DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2}
 DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 ALGORITHM_CODES = {"flash1": 1, "flash2": 2, "flashd": 3}
 BACKWARD_OPS = ("delta", "backward", "backward_dkdv", "backward_dq", "convert")  # kernels with one parameter struct
 PARAMS_BYTES = {"forward": 200, "lse": 200, "merge": 4016} | dict.fromkeys(BACKWARD_OPS, 408)
+WARPGROUP_PARAMS_BYTES = 768
 MAX_GRID = 2**31 - 1
 PORTABLE_THREADS = 256
 DELTA_ROWS = 32  # of a block of the delta kernel
@@ -27,6 +29,7 @@ ACC_ROWS = 16  # of a tile of the accumulators
 ACC_OF_THREAD = 16  # elements that a thread of the convert kernel owns
 # Heads whose key blocks start longest first under a mask; what they read and add to stays in L2 (kernels_cu/TUNING.md).
 HEADS_TOGETHER = 16
+L2_BYTES = 32 * 2**20  # of keys and values of heads whose query blocks start longest first on Hopper
 WAVES = 2  # of blocks that a GPU needs to be filled evenly
 STATS_ROWS = 128  # the largest block_q
 
@@ -41,7 +44,8 @@ class Variant:
     dtype: str
     out_dtype: str
     algorithm: str = "flash2"
-    tile: Tile | BackwardTile | None = None
+    tile: Tile | BackwardTile | WarpgroupTile | None = None
+    softcap: bool = False  # of warpgroups: scores are capped; other kernels look at their arguments
 
     @property
     def name(self) -> str:
@@ -54,6 +58,8 @@ class Variant:
             parts += [dims, f"q{self.tile.block_q}", f"k{self.tile.block_k}", f"s{self.tile.stages}"]
         if self.algorithm != "flash2":
             parts.append(self.algorithm)
+        if self.softcap:
+            parts.append("softcap")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPE_SHORT[self.out_dtype]}")
         return "_".join(parts)
@@ -82,6 +88,8 @@ class Variant:
         }
         if self.tile is not None:
             constants |= self.tile.constants
+        if isinstance(self.tile, WarpgroupTile):
+            constants |= {"SOFTCAP": int(self.softcap), "PARAMS_BYTES": WARPGROUP_PARAMS_BYTES}
         return constants
 
 
@@ -112,7 +120,8 @@ class Plan:
     lse_bytes: int
     workspace_bytes: int
     flops: int
-    heads_together: int = 1  # backward: kv heads, with their splits, whose blocks start longest first
+    heads_together: int = 1  # whose blocks start longest first; in backward kv heads, with their splits
+    counted: bool = False  # Hopper: a counter in memory hands out the tiles
     num_splits: int = 1  # backward: blocks that share a key block, each with its own query heads of the group
     workspace: tuple[int, ...] = ()  # backward: where stats and the accumulators of dq, dk and dv begin; -1 for none
 
@@ -148,8 +157,11 @@ def compile_arch(family: str, device: Device) -> str:
 
 
 @lru_cache(maxsize=4096)
-def plan(problem: Problem, op: str, device: Device | None, deterministic: bool = False) -> Plan:
-    """The plan of `op` ("forward", "lse", "backward") on this device; None stands for NumPy on the CPU."""
+def plan(problem: Problem, op: str, device: Device | None, deterministic: bool = False, aligned: bool = True) -> Plan:
+    """The plan of `op` ("forward", "lse", "backward") on this device; None stands for NumPy on the CPU.
+
+    aligned: every operand starts at a multiple of 16 bytes, and out is one that TMA can write.
+    """
     if device is None:
         return _host_plan(problem, op)
     if problem.dtype not in tiles_sm80.TILES:
@@ -160,6 +172,8 @@ def plan(problem: Problem, op: str, device: Device | None, deterministic: bool =
         return _backward_plan(problem, device, deterministic)
     if problem.algorithm == "standard":
         return _standard_plan(problem, op, device)
+    if aligned and (tile := _warpgroup_tile(problem, op, device)) is not None:
+        return _warpgroup_plan(problem, op, device, tile)
     return _tiled_plan(problem, op, device)
 
 
@@ -211,11 +225,7 @@ def _tiled_plan(problem: Problem, op: str, device: Device) -> Plan:
     num_q_blocks = -(-problem.seqlen_q // tile.block_q)
     num_slices = -(-problem.head_dim_v // tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * problem.batch
-    if num_blocks > MAX_GRID:
-        raise UnsupportedError(
-            f"batch {problem.batch} x heads {problem.heads_q} x seqlen_q {problem.seqlen_q} needs {num_blocks} blocks; "
-            f"a launch has at most {MAX_GRID}. Split the batch into several calls."
-        )
+    _check_grid(problem, num_blocks)
     return Plan(
         kernel=variant.name,
         device=device.name,
@@ -227,6 +237,58 @@ def _tiled_plan(problem: Problem, op: str, device: Device) -> Plan:
         workspace_bytes=0,
         flops=problem.flops,
     )
+
+
+def _warpgroup_tile(problem: Problem, op: str, device: Device) -> WarpgroupTile | None:
+    """The tile of the Hopper kernels for this problem; None where they do not apply."""
+    begin, end = problem.mask.key_range(0, problem.seqlen_q)
+    if (
+        device.capability != (9, 0)
+        or ITEMSIZE[problem.dtype] != 2
+        or problem.algorithm != "flash2"
+        or begin == end
+        or not all(map(tiles_sm90.allows_tma, problem.operand_shapes, problem.strides))
+    ):
+        return None
+    dims, keys = (problem.head_dim, problem.head_dim_v), problem.mask.num_visible() / problem.seqlen_q
+    return tiles_sm90.choose(op, *dims, keys, problem.softcap > 0.0)
+
+
+def _warpgroup_plan(problem: Problem, op: str, device: Device, tile: WarpgroupTile) -> Plan:
+    """As many blocks as there are multiprocessors, each with one query block after the other."""
+    out_dtype = problem.dtype if op == "lse" else problem.out_dtype
+    arch, capped = compile_arch("sm90", device), problem.softcap > 0.0
+    variant = Variant(op, f"sm90/{op}.cu", arch, problem.dtype, out_dtype, tile=tile, softcap=capped)
+    heads = problem.heads_q * problem.batch
+    num_q_blocks = -(-problem.seqlen_q // tile.block_q)
+    num_tiles = num_q_blocks * heads
+    _check_grid(problem, num_tiles)
+    together = 1
+    if not problem.mask.is_full:
+        head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
+        while 2 * together <= heads and 2 * together * head_bytes <= L2_BYTES * problem.heads_q:
+            together *= 2
+    return Plan(
+        kernel=variant.name,
+        device=device.name,
+        launches=(Launch(variant, min(num_tiles, device.num_sms)),),
+        num_q_blocks=num_q_blocks,
+        num_slices=1,
+        out_bytes=_out_bytes(problem, op),
+        lse_bytes=4 * math.prod(problem.lse_shape),
+        workspace_bytes=0,
+        flops=problem.flops,
+        heads_together=together,
+        counted=num_tiles > device.num_sms and not problem.mask.is_full,
+    )
+
+
+def _check_grid(problem: Problem, num_blocks: int) -> None:
+    if num_blocks > MAX_GRID:
+        raise UnsupportedError(
+            f"batch {problem.batch} x heads {problem.heads_q} x seqlens {problem.seqlen_q} and {problem.seqlen_k} "
+            f"need {num_blocks} blocks; a launch has at most {MAX_GRID}. Split the batch into several calls."
+        )
 
 
 def _backward_plan(problem: Problem, device: Device, deterministic: bool) -> Plan:
@@ -267,11 +329,7 @@ def _backward_plan(problem: Problem, device: Device, deterministic: bool) -> Pla
             Launch(variant("backward", "sm80/backward.cu", tile), num_k_blocks * splits),
             Launch(variant("convert", "portable/convert.cu"), -(-threads // PORTABLE_THREADS)),
         ]
-    if (num_blocks := max(launch.num_blocks for launch in launches)) > MAX_GRID:
-        raise UnsupportedError(
-            f"batch {problem.batch} x heads {problem.heads_q} x seqlens {problem.seqlen_q} and {problem.seqlen_k} "
-            f"need {num_blocks} blocks; a launch has at most {MAX_GRID}. Split the batch into several calls."
-        )
+    _check_grid(problem, max(launch.num_blocks for launch in launches))
     begins = [4 * sum(parts[:n]) for n in range(4)]
     return Plan(
         kernel=launches[1].variant.name,
@@ -321,9 +379,7 @@ def _host_plan(problem: Problem, op: str) -> Plan:
 
 def _standard_plan(problem: Problem, op: str, device: Device) -> Plan:
     scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-    return replace(
-        _host_plan(problem, op), kernel="cupy_standard", device=device.name, workspace_bytes=2 * 4 * scores
-    )
+    return replace(_host_plan(problem, op), kernel="cupy_standard", device=device.name, workspace_bytes=2 * 4 * scores)
 
 
 def flops(problem: Problem, op: str) -> int:

@@ -153,9 +153,7 @@ class Problem:
             head_dim_v=head_dim_v,
             dtype=q.dtype,
             out_dtype=_out_dtype(out_dtype, q.dtype),
-            mask=Mask.of(
-                seqlen_q, seqlen_k, causal=causal, window_size=window_size, diagonal_offset=diagonal_offset
-            ),
+            mask=Mask.of(seqlen_q, seqlen_k, causal=causal, window_size=window_size, diagonal_offset=diagonal_offset),
             softmax_scale=_scale(softmax_scale, head_dim),
             softcap=_softcap(softcap),
             algorithm=algorithm,
@@ -184,6 +182,13 @@ class Problem:
             if name in specs:
                 problem.check_operand(name, specs[name], problem.lse_shape, lse_dtype)
         return problem
+
+    @property
+    def operand_shapes(self) -> tuple[tuple[int, int, int, int], ...]:
+        """The 4-D shapes of q, k and, but for lse, v."""
+        q = (self.batch, self.seqlen_q, self.heads_q, self.head_dim)
+        dims = (self.head_dim, self.head_dim_v)[: len(self.strides) - 1]
+        return q, *((self.batch, self.seqlen_k, self.heads_kv, dim) for dim in dims)
 
     @property
     def out_shape(self) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
 """Compiles kernels into the cache on disk, so that no first call waits for the compiler.
 
-A kernel serves every mask, softcap, scale, length, number of heads and stride: these are passed to it when it runs, so
-no option asks for them. What differs is what the options name. With --device no GPU is needed, only NVRTC.
+A kernel serves every mask, scale, length, number of heads and stride: these are passed to it when it runs, so no option
+asks for them. What differs is what the options name; arrays are taken to be dense. With --device no GPU is needed, only
+NVRTC.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from .plan import ALGORITHM_CODES, DTYPE_CODES, Launch, Variant, merge_plan, pla
 from .problem import ArraySpec, Problem
 
 OPS = ("forward", "lse", "backward", "merge")
+SEQLENS = (128, 2**16)  # Hopper has a kernel for few keys and one for many
 COMPILED, THERE, FAILED = "compiled", "there", "failed"
 HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
 
@@ -40,6 +42,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_list("--ops", "forward,backward", _some_of(OPS), "also lse, merge")
     add_list("--algorithms", "flash2", _some_of(ALGORITHM_CODES), "also flash1, flashd; of forward")
     parser.add_argument("--out-dtype", choices=["float32"], help="of out; default the dtype of the inputs")
+    parser.add_argument("--softcap", action="store_true", help="of forward and lse: the kernels of capped scores, too")
     parser.add_argument("--deterministic", action="store_true", help="of backward: the deterministic kernels, too")
     parser.add_argument(
         "--device", help=f"default every GPU of this machine; or cuda:0, or one of {', '.join(devices.KNOWN)}"
@@ -102,10 +105,14 @@ def _variants(options: argparse.Namespace, chosen: list[Device]) -> tuple[dict[V
 
 def _calls(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], dict[str, bool]]]:
     """(op, arguments of its problem, arguments of its plan) of the calls to plan, dtypes and head dims aside."""
+    softcaps = (0.0, 1.0) if options.softcap else (0.0,)
     for op in options.ops:
         if op == "forward":
-            for algorithm in options.algorithms:
-                yield op, {"algorithm": algorithm, "out_dtype": options.out_dtype}, {}
+            for algorithm, softcap in product(options.algorithms, softcaps):
+                yield op, {"algorithm": algorithm, "out_dtype": options.out_dtype, "softcap": softcap}, {}
+        elif op == "lse":
+            for softcap in softcaps:
+                yield op, {"softcap": softcap}, {}
         elif op == "backward":
             for deterministic in (False, True) if options.deterministic else (False,):
                 yield op, {"out_dtype": options.out_dtype}, {"deterministic": deterministic}
@@ -118,8 +125,11 @@ def _launches(
 ) -> tuple[Launch, ...]:
     if op == "merge":
         return merge_plan(dtype, (1, 1, 1, head_dims[1]), device).launches
-    q, v = (ArraySpec.dense((1, 1, 1, dim), dtype) for dim in head_dims)
-    return plan(Problem.of(q, q, None if op == "lse" else v, **of), op, device, **how).launches
+    found: dict[Launch, None] = {}
+    for seqlen in SEQLENS:
+        q, v = (ArraySpec.dense((2, seqlen, 2, dim), dtype) for dim in head_dims)
+        found |= dict.fromkeys(plan(Problem.of(q, q, None if op == "lse" else v, **of), op, device, **how).launches)
+    return tuple(found)
 
 
 def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict[str, None]]:

@@ -11,12 +11,14 @@ from itertools import product
 from typing import Any
 
 import pytest
-from variants import DTYPES, variant_of, variants
+from variants import DTYPES, KEYS, variant_of, variants
 
-from cuflash import jit, tiles_sm80
+from cuflash import jit, tiles_sm80, tiles_sm90
 from cuflash.device import KNOWN
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.plan import ALGORITHM_CODES, BACKWARD_OPS, PARAMS_BYTES, Variant
+from cuflash.problem import ITEMSIZE
+from cuflash.tiles_sm90 import WarpgroupTile
 
 try:
     jit.nvrtc_version()
@@ -24,23 +26,30 @@ except UnsupportedError as error:
     pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
 
 ALL = ("sm_80", "sm_90")  # every variant is compiled for these with -m exhaustive
+GENERIC = {"aligned": False}  # on Hopper, where other calls have kernels of their own
+CAPPED = {"softcap": 30.0}  # the same
 # (op, dtype, head_dim, head_dim_v, changes): one of each kernel, and of each way of building it.
-ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, str]], ...] = (
+ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("forward", "bfloat16", 128, 128, {}),
     ("forward", "float32", 64, 64, {}),
     ("lse", "bfloat16", 64, 64, {}),
     ("merge", "bfloat16", 64, 64, {}),
     *((op, "bfloat16", 128, 128, {}) for op in BACKWARD_OPS),
 )
+SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128)
 ONE_OF_EACH_KIND = (
     *ONE_OF_EACH_KERNEL,
-    ("forward", "bfloat16", 64, 64, {}),
-    ("forward", "bfloat16", 256, 256, {}),
-    ("forward", "float16", 192, 128, {}),
+    *(("forward", *what, changes) for what in SIXTEEN_BIT for changes in ({}, GENERIC)),
+    ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]}),
+    ("forward", "bfloat16", 128, 128, GENERIC),
+    ("lse", "bfloat16", 64, 64, GENERIC),
+    *(("forward", *what, CAPPED) for what in SIXTEEN_BIT),
+    ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]} | CAPPED),
+    ("lse", "bfloat16", 192, 192, CAPPED),
     ("forward", "float32", 256, 256, {}),
     ("forward", "bfloat16", 128, 128, {"algorithm": "flash1"}),
     ("forward", "bfloat16", 128, 128, {"algorithm": "flashd"}),
-    ("forward", "bfloat16", 128, 128, {"out_dtype": "float32"}),
+    *(("forward", "bfloat16", 128, 128, {"out_dtype": "float32"} | changes) for changes in ({}, GENERIC)),
     ("delta", "bfloat16", 128, 128, {"out_dtype": "float32"}),
     *(
         (op, dtype, head_dim, head_dim, {})
@@ -117,14 +126,15 @@ def test_every_variant_compiles_without_spills(
 
 
 def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
-    built = {(v.op, v.dtype, v.out_dtype, v.algorithm, v.tile) for v in variants("sm_90")}
+    made = [v for v in variants("sm_90") if not isinstance(v.tile, WarpgroupTile)]
+    built = {(v.op, v.dtype, v.out_dtype, v.algorithm, v.tile) for v in made}
     for dtype in DTYPES:
         rows = tiles_sm80.TILES[dtype]
         assert set(rows) <= {tile for op, _, _, _, tile in built if op == "forward"}, "no device chooses this row"
         for row, algorithm, out_dtype in product(rows, ALGORITHM_CODES, (dtype, "float32")):
             assert [tile for *key, tile in built if key == ["forward", dtype, out_dtype, algorithm]
                     and (tile.head_dim, tile.head_dim_v) == (row.head_dim, row.head_dim_v)]  # fmt: skip
-        head_dims = {v.tile.head_dim for v in variants("sm_90") if v.tile and (v.op, v.dtype) == ("lse", dtype)}
+        head_dims = {v.tile.head_dim for v in made if v.tile and (v.op, v.dtype) == ("lse", dtype)}
         assert head_dims == {row.head_dim for row in rows}
         for row in tiles_sm80.BACKWARD[dtype]:
             assert ("backward", dtype, dtype, "flash2", row) in built
@@ -133,6 +143,16 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
             assert ("backward_dq", dtype, dtype, "flash2", row) in built
         for op, out_dtype in (("merge", dtype), ("convert", dtype), ("delta", dtype), ("delta", "float32")):
             assert (op, dtype, out_dtype, "flash2", None) in built
+    hopper = [v for v in variants("sm_90") if v not in made]
+    assert {(v.arch, v.algorithm) for v in hopper} == {("sm_90a", "flash2")}
+    wanted = set()
+    halves = [dtype for dtype in DTYPES if ITEMSIZE[dtype] == 2]
+    for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
+        if row.softcap in (None, capped):
+            wanted |= {("forward", dtype, out_dtype, row, capped) for out_dtype in (dtype, "float32")}
+        wanted.add(("lse", dtype, dtype, tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped), capped))
+    assert {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap) for v in hopper} == wanted
+    assert not any(v.softcap for v in made)
     sources = {path.relative_to(jit.source_root()).as_posix() for path in jit.source_root().rglob("*.cu")}
     assert {v.source for v in variants("sm_90")} == sources
 
@@ -150,16 +170,17 @@ WRONG = {
 
 
 @pytest.mark.parametrize(
-    ("op", "macro"),
+    ("arch", "op", "macro"),
     [
-        *((op, "SMEM_BYTES") for op in ("forward", "lse", "backward", "backward_dkdv", "backward_dq")),
-        *((op, "PARAMS_BYTES") for op in PARAMS_BYTES),
+        *(("sm_80", op, "SMEM_BYTES") for op in ("forward", "lse", "backward", "backward_dkdv", "backward_dq")),
+        *(("sm_80", op, "PARAMS_BYTES") for op in PARAMS_BYTES),
+        *(("sm_90", op, macro) for op in ("forward", "lse") for macro in WRONG),
     ],
 )
 def test_a_size_that_host_and_kernel_disagree_on_does_not_compile(
-    op: str, macro: str, monkeypatch: pytest.MonkeyPatch
+    arch: str, op: str, macro: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    variant = variant_of(op, "float16", 32, 32, KNOWN["sm_80"])
+    variant = variant_of(op, "float16", 32, 32, KNOWN[arch])
     define, options = f"-DCUFLASH_{macro}=", jit.options(variant)
     assert any(option.startswith(define) for option in options)
     wrong = [f"{option}0" if option.startswith(define) else option for option in options]  # ten times as many
@@ -200,7 +221,20 @@ FP16, BF16 = (rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{short}" for short
 TF32 = r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32"
 TRANSPOSED, STORE, EXP2 = r"ldmatrix\S*\.x4\.trans", r"st\.global\.v4", r"ex2\.approx\.ftz\.f32"
 ADD = {"sm_80": r"red\.relaxed\.gpu\.global\.add\.f32", "sm_90": r"red\.relaxed\.gpu\.global\.add\.v4\.f32"}
+# Hopper: tiles by the copy engine, both products by wgmma, registers moved between the roles.
+HOPPER = (
+    r"cp\.async\.bulk\.tensor\.4d\.shared::cluster\.global\.mbarrier",
+    r"mbarrier\.try_wait\.parity",
+    r"mbarrier\.arrive\.expect_tx",
+    *(rf"setmaxnreg\.{way}\.sync" for way in ("inc", "dec")),
+    EXP2,
+)
+WGMMA_FP16, WGMMA_BF16 = (rf"wgmma\.mma_async\S*\.m64n128k16\.f32\.{short}\.{short}" for short in ("f16", "bf16"))
+OUT = r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta", r"stmatrix\S*\.x4"
 INSTRUCTIONS = {
+    ("sm_90", "forward", "float16"): (*HOPPER, WGMMA_FP16, WGMMA_FP16.replace("n128", "n64"), FP16, *OUT),
+    ("sm_90", "forward", "bfloat16"): (*HOPPER, WGMMA_BF16, WGMMA_BF16.replace("n128", "n64"), BF16, *OUT),
+    ("sm_90", "lse", "bfloat16"): (*HOPPER, WGMMA_BF16),
     ("sm_80", "forward", "float16"): (*COPIES, FP16, TRANSPOSED, STORE, EXP2),
     ("sm_80", "forward", "bfloat16"): (*COPIES, BF16, STORE),
     ("sm_80", "forward", "float32"): (*COPIES, TF32, STORE),
@@ -221,9 +255,11 @@ def test_the_kernel_is_made_of_the_wide_instructions(arch: str, op: str, dtype: 
     ptx = ptx_of(variant_of(op, dtype, 32, 32, KNOWN[arch]))
     for pattern in INSTRUCTIONS[arch, op, dtype]:
         assert re.search(pattern, ptx), pattern
-    # what is added in no fixed order: dq alone, and one way of it
+    # what is added in no fixed order: dq alone, and one way of it; tiles are counted as they are handed out
     added = set(re.findall(r"\b(?:red|atom)\.[\w.]+", ptx))
-    assert len(added) == (op == "backward"), added
+    counted = {"atom.global.add.u32", "atom.global.exch.b32"} if "wgmma" in ptx else set()
+    assert counted <= added
+    assert len(added - counted) == (op == "backward"), added
     assert "ld.local" not in ptx
     assert "st.local" not in ptx
     assert "call.uni" not in ptx  # everything is inlined

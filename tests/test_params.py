@@ -6,25 +6,29 @@ whether the struct has the field at that place. Needs NVRTC but no GPU.
 
 from __future__ import annotations
 
+import ctypes
 import struct
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from variants import variants
 
-from cuflash import jit, params
+from cuflash import jit, params, tensor_map
 from cuflash.device import KNOWN
 from cuflash.errors import UnsupportedError
-from cuflash.plan import BACKWARD_OPS, DELTA_ROWS, PARAMS_BYTES, plan, stats_rows
+from cuflash.plan import BACKWARD_OPS, DELTA_ROWS, PARAMS_BYTES, WARPGROUP_PARAMS_BYTES, plan, stats_rows
 from cuflash.problem import ArraySpec, Problem
-from cuflash.tiles_sm80 import BackwardTile
+from cuflash.tiles_sm80 import TILES, BackwardTile
+from cuflash.tiles_sm90 import TILES as HOPPER_TILES
 
 FORWARD_INTS = ("seqlen_q", "seqlen_k", "heads_q", "heads_per_kv", "head_dim", "head_dim_v", "mask_lo", "mask_hi",
                 "key_begin", "key_end", "num_q_blocks", "num_slices")  # fmt: skip
 BACKWARD_INTS = ("batch", *FORWARD_INTS, "row_begin", "row_end")  # and three that follow from seqlens and tile
 OPERANDS = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
+STORED = ("q", "k", "v", "out")
 STRIDES = ("stride_batch", "stride_seqlen", "stride_head")
 
 
@@ -36,17 +40,34 @@ def place(packed: bytes, layout: str, value: float) -> tuple[int, int]:
     return offsets[0], len(wanted)
 
 
-def packed_forward() -> tuple[bytes, dict[str, tuple[int, int]]]:
+Packed = tuple[bytes, dict[str, tuple[int, int]]]
+
+
+def packed_forward(tile: Any = TILES["float16"][0], **more: int) -> Packed:
     """Packed parameters in which every field has another value, and where each was found."""
     value = dict(zip(FORWARD_INTS, range(1001, 2000), strict=False)) | {"heads_q": 1003 * 7, "heads_per_kv": 1003}
     strides = [(*(10**10 * (4 * operand + axis + 1) for axis in range(3)), 1) for operand in range(4)]
     keys = value["key_begin"], value["key_end"]
     mask = SimpleNamespace(lo=value["mask_lo"], hi=value["mask_hi"], key_range=lambda begin, end: keys)
-    problem: Any = SimpleNamespace(**value, heads_kv=7, mask=mask, strides=strides[:3], softmax_scale=3.0, softcap=0.5)
-    plan: Any = SimpleNamespace(num_q_blocks=value["num_q_blocks"], num_slices=value["num_slices"])
-    parameters = params.Parameters(params.pack_forward(problem, plan, strides[3]))
+    problem: Any = SimpleNamespace(
+        **value,
+        heads_kv=7,
+        mask=mask,
+        strides=strides[:3],
+        softmax_scale=3.0,
+        softcap=0.5,
+        batch=3,
+        dtype="float16",
+        out_dtype="float16",
+        operand_shapes=3 * [(3, 5, 7, 9)],
+    )
+    counts = {name: value[name] for name in ("num_q_blocks", "num_slices")}
+    plan: Any = SimpleNamespace(**counts, **more, variant=SimpleNamespace(tile=tile))
+    parameters = params.forward_parameters(problem, plan, strides[3])
     pointers = (2**40 + 1, 2**40 + 2, 2**40 + 3, 2**40 + 4, 2**40 + 5)
-    parameters.write(params.FORWARD, pointers, [0 if 0b1010 >> n & 1 else -1 for n in range(4)])
+    parameters.write(pointers, [0 if 0b1010 >> n & 1 else -1 for n in range(4)])
+    if isinstance(parameters, params.WarpgroupParameters):
+        parameters.count_with(2**40 + 6)
     packed = bytes(parameters)
     places = {name: place(packed, "i", number) for name, number in value.items()}
     for name, operand, pointer in zip(("q", "k", "v", "out"), strides, pointers, strict=False):
@@ -59,7 +80,27 @@ def packed_forward() -> tuple[bytes, dict[str, tuple[int, int]]]:
     return packed, places
 
 
-def packed_backward() -> tuple[bytes, dict[str, tuple[int, int]]]:
+def packed_hopper() -> Packed:
+    """The same of the kernels that Hopper has of its own; a tensor map is 128 equal bytes here, made in their order."""
+    made: list[int] = []
+
+    def encode(address: ctypes.c_void_p, *more: Any) -> int:
+        made.append(0xE1 + len(made))
+        ctypes.memset(address.value or 0, made[-1], 128)
+        return 0
+
+    with patch.object(tensor_map, "function", lambda *_: encode):
+        packed, places = packed_forward(HOPPER_TILES[0], heads_together=5555)
+    places = {f"forward.{name}": at for name, at in places.items()}
+    assert made == [0xE1, 0xE2, 0xE3, 0xE4]
+    places |= {name: (packed.index(bytes([byte]) * 128), 128) for name, byte in zip(STORED, made, strict=True)}
+    places["counter"] = place(packed, "Q", 2**40 + 6)
+    places["num_tiles"] = place(packed, "i", 3 * 1003 * 7 * 1011)
+    places["heads_together"] = place(packed, "i", 5555)
+    return packed, places
+
+
+def packed_backward() -> Packed:
     """The same of the kernels of backward."""
     value = dict(zip(BACKWARD_INTS, range(1001, 2000), strict=False))
     value |= {"heads_q": value["heads_per_kv"] * 7, "seqlen_k": 10**5}
@@ -73,9 +114,9 @@ def packed_backward() -> tuple[bytes, dict[str, tuple[int, int]]]:
     value |= {"stats_rows": 1024, "padded_dim": 2048, "padded_dim_v": 3072}
     counts = {name: value[name] for name in ("num_q_blocks", "num_slices")}
     made: Any = SimpleNamespace(**counts, num_splits=7777, heads_together=5555, variant=SimpleNamespace(tile=tile))
-    parameters = params.Parameters(params.pack_backward(problem, made, strides[3:]))
+    parameters = params.backward_parameters(problem, made, strides[3:])
     pointers = range(2**40 + 1, 2**40 + 15)
-    parameters.write(params.BACKWARD, pointers, [0 if 0b10110110 >> n & 1 else -1 for n in range(8)])
+    parameters.write(pointers, [0 if 0b10110110 >> n & 1 else -1 for n in range(8)])
     packed = bytes(parameters)
     places = {name: place(packed, "i", number) for name, number in value.items()}
     for name, operand, pointer in zip(OPERANDS, strides, pointers, strict=False):
@@ -90,14 +131,14 @@ def packed_backward() -> tuple[bytes, dict[str, tuple[int, int]]]:
     return packed, places
 
 
-def packed_merge() -> tuple[bytes, dict[str, tuple[int, int]]]:
+def packed_merge() -> Packed:
     """The same of `merge_states`, with as many states as there is room for."""
     count = params.MAX_MERGE_STATES
     outs, lses = [[base + 16 * i for i in range(count)] for base in (2**40, 2**41)]
     shape = (10**6, 1003, 1005, 104)
 
     def pack(head_dim_v: int) -> bytes:
-        return params.pack_merge(outs, lses, 2**42, 2**43, (*shape[:3], head_dim_v), "float16")
+        return bytes(params.merge_parameters(outs, lses, 2**42, 2**43, (*shape[:3], head_dim_v), "float16"))
 
     packed = pack(104)
     places = {
@@ -121,16 +162,17 @@ def packed_merge() -> tuple[bytes, dict[str, tuple[int, int]]]:
     return packed, places
 
 
-STRUCTS = {
-    "forward": ("ForwardParams", packed_forward),
-    "backward": ("BackwardParams", packed_backward),
-    "merge": ("MergeParams", packed_merge),
+STRUCTS: dict[str, tuple[str, int, Callable[[], Packed]]] = {  # and the alignment
+    "forward": ("ForwardParams", 8, packed_forward),
+    "hopper": ("TiledParams", 64, packed_hopper),
+    "backward": ("BackwardParams", 8, packed_backward),
+    "merge": ("MergeParams", 8, packed_merge),
 }
 
 
-def asserts(name: str, packed: bytes, places: dict[str, tuple[int, int]]) -> list[str]:
+def asserts(name: str, alignment: int, packed: bytes, places: dict[str, tuple[int, int]]) -> list[str]:
     """The places as C++."""
-    lines = [f"static_assert(sizeof({name}) == {len(packed)} && alignof({name}) == 8);"]
+    lines = [f"static_assert(sizeof({name}) == {len(packed)} && alignof({name}) == {alignment});"]
     for field, (offset, size) in places.items():
         # why: NVRTC has no offsetof; __INTADDR__ is what its front end makes of one, in every version.
         member = f"(({name}*)0)->{field}"
@@ -165,25 +207,24 @@ def need_nvrtc() -> None:
 @pytest.mark.parametrize("op", STRUCTS)
 def test_every_field_stands_where_the_kernel_reads_it(op: str) -> None:
     need_nvrtc()
-    name, pack = STRUCTS[op]
-    packed, places = pack()
-    assert compiles(asserts(name, packed, places)) == ""
+    name, alignment, pack = STRUCTS[op]
+    assert compiles(asserts(name, alignment, *pack())) == ""
 
 
 @pytest.mark.parametrize("op", STRUCTS)
 def test_a_field_elsewhere_would_be_noticed(op: str) -> None:
     need_nvrtc()
-    name, pack = STRUCTS[op]
+    name, alignment, pack = STRUCTS[op]
     packed, places = pack()
     for field, (offset, size) in places.items():
-        if field in ("lse", "num_states", "aligned"):
+        if field in ("lse", "num_states", "aligned", "counter", "v", "num_tiles"):
             for wrong in ((offset + size, size), (offset, 2 * size)):
-                assert "static assertion failed" in compiles(asserts(name, packed, {field: wrong}))
+                assert "static assertion failed" in compiles(asserts(name, alignment, packed, {field: wrong}))
 
 
 @pytest.mark.parametrize("op", STRUCTS)
 def test_every_field_of_the_struct_is_checked(op: str) -> None:
-    name, pack = STRUCTS[op]
+    name, _, pack = STRUCTS[op]
     packed, places = pack()
     text = (jit.source_root() / "common" / "params.cuh").read_text("utf-8").split(f"struct {name} {{")[1].split("};")[0]
     declared = {
@@ -194,14 +235,14 @@ def test_every_field_of_the_struct_is_checked(op: str) -> None:
     }
     checked = {field.split(".")[0].split("[")[0] for field in places}
     assert declared - {"unused", ""} == {field.removeprefix("void* ").removeprefix("float* ") for field in checked}
-    assert len(packed) == PARAMS_BYTES[op]
+    assert len(packed) == (WARPGROUP_PARAMS_BYTES if op == "hopper" else PARAMS_BYTES[op])
 
 
 def test_the_ops_of_one_struct_have_one_size() -> None:
     assert PARAMS_BYTES["lse"] == PARAMS_BYTES["forward"]
     assert {PARAMS_BYTES[op] for op in BACKWARD_OPS} == {PARAMS_BYTES["backward"]}
     assert set(PARAMS_BYTES) == {"forward", "lse", "merge", *BACKWARD_OPS}
-    assert max(PARAMS_BYTES.values()) <= 4096  # what every architecture takes
+    assert max(WARPGROUP_PARAMS_BYTES, *PARAMS_BYTES.values()) <= 4096  # what every architecture takes
 
 
 @pytest.mark.parametrize(
@@ -228,6 +269,81 @@ def test_softcap_and_scale_are_folded_into_two_factors(pack: Callable[[], Any]) 
     assert capped == pytest.approx([0.5 * params.LOG2_E, 3.0 / 0.5])
 
 
+class FakeDriver:
+    """In place of the driver's functions for tensor maps: what they were called with, and where to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, tuple[Any, ...]]] = []
+
+    def function(self, name: str, *argtypes: type) -> Callable[..., int]:
+        def called(address: Any, *more: Any) -> int:
+            self.calls.append((name, address.value if isinstance(address, ctypes.c_void_p) else address, more))
+            return 0
+
+        return called
+
+
+def hopper_parameters(monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Any, Problem, list[Any]]:
+    """Parameters of a problem with a window, and what the driver is asked for."""
+    driver = FakeDriver()
+    monkeypatch.setattr(tensor_map, "function", driver.function)
+    q, k, v = (ArraySpec.dense((2, n, h, 64), "float16") for n, h in ((70, 4), (500, 2), (500, 2)))
+    problem = Problem.of(q, k, more.pop("v", v), window_size=(20, 10), diagonal_offset=100, **more)
+    made = plan(problem, "forward" if len(problem.strides) == 3 else "lse", KNOWN["sm_90"])
+    parameters = params.forward_parameters(problem, made, ArraySpec.dense(problem.out_shape, "float16").strides)
+    assert isinstance(parameters, params.WarpgroupParameters)
+    assert parameters.address % 64 == 0
+    return parameters, problem, driver.calls
+
+
+def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, problem, calls = hopper_parameters(monkeypatch)
+    begin, end = problem.mask.key_range(0, 70)
+    assert (begin, end) == (80, 180)
+    pointers = 2**30, 2**31, 2**32, 2**33
+    parameters.write((*pointers, 2**34), [15] * 4)
+    assert [(name, at - parameters.address) for name, at, _ in calls] == [
+        ("cuTensorMapEncodeTiled", offset) for offset in (0, 128, 256, 384)
+    ]
+    first = begin * 2 * 64 * 2  # bytes
+    assert [more[2].value for *_, more in calls] == [2**30, 2**31 + first, 2**32 + first, 2**33]
+    kv = 64, 100, 2, 2
+    assert [tuple(more[3]) for *_, more in calls] == [(64, 70, 4, 2), kv, kv, (64, 70, 4, 2)]
+    tile = HOPPER_TILES[0]
+    rows = tile.block_q, tile.block_k, tile.block_k, 16  # a warp stores 16 rows of out at a time
+    assert [tuple(more[5]) for *_, more in calls] == [(64, n, 1, 1) for n in rows]
+
+
+def test_out_has_a_tensor_map_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, _, calls = hopper_parameters(monkeypatch, out_dtype="float32")
+    parameters.write((2**30, 2**31, 2**32, 2**33, 0), [15] * 4)
+    assert [more[0] for *_, more in calls] == [6, 6, 6, 7]  # float16 and float32 to the driver
+    assert tuple(calls[3][2][5]) == (32, 16, 1, 1)  # 128 bytes
+
+
+def test_a_tensor_map_is_made_once_and_moved_where_its_operand_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, _, calls = hopper_parameters(monkeypatch)
+    pointers = [2**30, 2**31, 2**32, 2**33, 2**34]
+    parameters.write(pointers, [15] * 4)
+    calls.clear()
+    parameters.write(pointers, [15] * 4)
+    assert calls == []
+    parameters.write([2**30, 2**31, 2**32 + 64, 2**33 + 128, 2**35], [15] * 4)  # lse has none
+    v, out = ("cuTensorMapReplaceAddress", parameters.address + 256), (
+        "cuTensorMapReplaceAddress", parameters.address + 384)  # fmt: skip
+    assert calls == [(*v, (2**32 + 64 + 80 * 256,)), (*out, (2**33 + 128,))]
+    calls.clear()
+    parameters.write(pointers, [15] * 4)
+    assert [at for _, at, _ in calls] == [v[1], out[1]]
+
+
+def test_lse_has_tensor_maps_of_q_and_k_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, _, calls = hopper_parameters(monkeypatch, v=None)
+    parameters.write((2**30, 2**31, 0, 0, 2**34), [15, 15, -1, -1])
+    assert [(name, at - parameters.address) for name, at, _ in calls] == [
+        ("cuTensorMapEncodeTiled", 0), ("cuTensorMapEncodeTiled", 128)]  # fmt: skip
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_counts_that_backward_divides_its_block_index_by_make_up_its_grids(deterministic: bool) -> None:
     _, places = packed_backward()
@@ -236,7 +352,7 @@ def test_the_counts_that_backward_divides_its_block_index_by_make_up_its_grids(d
         q, k = (ArraySpec.dense((batch, s, h, head_dim), dtype) for s, h in ((seqlen_q, heads_q), (seqlen_k, heads_kv)))
         problem = Problem.of(q, k, k, causal=True)
         made = plan(problem, "backward", KNOWN["sm_90"], deterministic)
-        packed = params.pack_backward(problem, made, [problem.strides[at] for at in (0, 0, 0, 1, 2)])
+        packed = bytes(params.backward_parameters(problem, made, [problem.strides[at] for at in (0, 0, 0, 1, 2)]))
         field = {name: struct.unpack_from("<i", packed, at)[0] for name, (at, size) in places.items() if size == 4}
         blocks = {launch.variant.op: launch.num_blocks for launch in made.launches}
         assert blocks["delta"] * DELTA_ROWS == batch * heads_q * field["stats_rows"]

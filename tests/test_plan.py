@@ -1,4 +1,7 @@
-"""Plans, made without a GPU: tiles that cover and fit, grids that reach every row, names that never clash."""
+"""Plans, made without a GPU: tiles that cover and fit, grids that reach every row, names that never clash.
+
+Those of the kernels that Hopper has of its own stand in `test_plan_sm90`; without `aligned` there are none.
+"""
 
 from __future__ import annotations
 
@@ -68,11 +71,11 @@ def test_every_pair_of_head_dims_up_to_256_has_a_tile(arch: str, dtype: str) -> 
     device = KNOWN[arch]
     for head_dim, head_dim_v in itertools.product(EDGES, EDGES):
         of = problem(head_dim, head_dim_v, dtype=dtype)
-        check_tiled(plan(of, "forward", device), of, "forward", device)
+        check_tiled(plan(of, "forward", device, aligned=False), of, "forward", device)
     for head_dim in range(1, 257):
         for algorithm in ("flash1", "flash2", "flashd"):
             of = problem(head_dim, head_dim, dtype=dtype, algorithm=algorithm)
-            check_tiled(plan(of, "forward", device), of, "forward", device)
+            check_tiled(plan(of, "forward", device, aligned=False), of, "forward", device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -81,7 +84,7 @@ def test_lse_has_a_tile_without_v_for_every_head_dim(arch: str, dtype: str) -> N
     device = KNOWN[arch]
     for head_dim in EDGES:
         of = problem(head_dim, None, dtype=dtype)
-        check_tiled(plan(of, "lse", device), of, "lse", device)
+        check_tiled(plan(of, "lse", device, aligned=False), of, "lse", device)
 
 
 @pytest.mark.parametrize("head_dims", [(512, 512), (257, 257), (512, 64), (64, 512)])
@@ -106,7 +109,7 @@ def test_head_dims_over_512_are_unsupported_with_a_way_out(head_dims: tuple[int,
 @pytest.mark.parametrize("seqlen_q", [1, 63, 64, 65, 127, 128, 129, 16384, 2**20 + 1])
 def test_the_grid_covers_every_query(seqlen_q: int) -> None:
     of = problem(dims=(3, seqlen_q, 77, 6, 2))
-    check_tiled(plan(of, "forward", KNOWN["sm_90"]), of, "forward", KNOWN["sm_90"])
+    check_tiled(plan(of, "forward", KNOWN["sm_90"], aligned=False), of, "forward", KNOWN["sm_90"])
 
 
 def test_an_empty_problem_has_an_empty_grid() -> None:
@@ -120,10 +123,11 @@ def test_a_tile_leaves_room_for_the_blocks_it_was_tuned_for_where_any_does() -> 
         for row in tiles_sm80.TILES[dtype]:
             if row.head_dim > 256:
                 continue
-            made = plan(problem(row.head_dim, row.head_dim_v, dtype=dtype), "forward", device).variant
+            made = plan(problem(row.head_dim, row.head_dim_v, dtype=dtype), "forward", device, aligned=False).variant
             assert made is not None
             chosen = made.tile
             assert chosen is not None
+            assert isinstance(chosen, tiles_sm80.Tile)
             if (row.head_dim, row.head_dim_v) == (chosen.head_dim, chosen.head_dim_v):
                 roomy = [
                     tile.smem_bytes(ITEMSIZE[dtype]) <= device.smem_per_block
@@ -145,7 +149,7 @@ def test_variants_with_different_constants_never_share_a_name() -> None:
 
 
 def test_no_length_stride_or_mask_is_part_of_what_is_compiled() -> None:
-    device = KNOWN["sm_90"]
+    device = KNOWN["sm_89"]
     wanted = plan(problem(), "forward", device).variant
     assert wanted is not None
     for changes in ({"dims": (1, 1, 1, 2, 1)}, {"dims": (5, 999, 16384, 64, 8)}, {"causal": True}, {"softcap": 3.0},

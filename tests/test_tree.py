@@ -23,10 +23,10 @@ if not KERNELS.is_dir():
 
 # A module or package of cuflash imports lower floors only.
 FLOORS = {
-    0: ("errors", "log"),
-    1: ("mask", "device"),
-    2: ("problem", "tiles_sm80"),
-    3: ("plan", "reference"),
+    0: ("errors", "log", "driver"),
+    1: ("mask", "device", "counters"),
+    2: ("problem", "tiles_sm80", "tiles_sm90"),
+    3: ("plan", "reference", "tensor_map"),
     4: ("jit", "params", "interop"),
     5: ("launch", "host"),
     6: ("forward", "backward", "lse", "merge", "planner"),
@@ -40,7 +40,7 @@ FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 TESTED_ELSEWHERE = {
     "device": ("test_plan", "test_bad_input"),
     "tiles_sm80": ("test_plan", "test_compile"),
-    "plan": ("test_plan", "test_plan_backward"),
+    "plan": ("test_plan", "test_plan_sm90", "test_plan_backward"),
     "planner": ("test_plan", "test_plan_backward"),
     "host": ("test_bad_input", "test_interop"),
     "reference": ("test_reference",),
@@ -101,7 +101,7 @@ def test_a_module_has_a_test_file(name: str) -> None:
 
 
 # Floors of kernels_cu: a source includes headers of its own folder and of lower floors.
-KERNEL_FLOORS = {"ptx": 0, "common": 1, "sm80": 2, "portable": 2}
+KERNEL_FLOORS = {"ptx": 0, "common": 1, "sm80": 2, "sm90": 2, "portable": 2}
 
 
 def included(path: Path) -> list[Path]:
@@ -151,14 +151,20 @@ def test_macros_are_read_in_one_place_and_are_those_that_the_host_gives() -> Non
     for path, names in read.items():
         if path != config:
             assert names == ({"KERNEL"} if path.suffix == ".cu" else set()), short(path)
-    given = {variant.op: set(variant.constants) for variant in variants("sm_80")}
+    given = {(variant.source.split("/")[0], variant.op): set(variant.constants) for variant in variants("sm_90")}
     assert read[config] | {"KERNEL"} == set().union(*given.values())
-    # What a kernel is given beyond the common macros stands in groups: those of tiles, and those of blocks of keys.
-    common, tiled, keyed = (given[op] for op in ("merge", "forward", "backward"))
-    assert common == given["delta"] == given["convert"]
-    assert tiled == given["lse"] == given["backward_dq"]
-    assert keyed == given["backward_dkdv"]
-    for macro, names in (("HEAD_DIM", tiled - common), ("WARP_KEYS", keyed - tiled)):
+    # What a kernel is given beyond the common macros stands in groups: those of tiles, those of the tiles of one family
+    # each, and those of blocks of keys.
+    common, mma, keyed = given["portable", "merge"], given["sm80", "forward"], given["sm80", "backward"]
+    wgmma = given["sm90", "forward"]
+    assert common == given["portable", "delta"] == given["portable", "convert"]
+    assert mma == given["sm80", "lse"] == given["sm80", "backward_dq"]
+    assert keyed == given["sm80", "backward_dkdv"]
+    assert wgmma == given["sm90", "lse"]
+    tiled = mma & wgmma
+    assert tiled > common
+    for macro, names in (("HEAD_DIM", tiled - common), ("QK_UNROLL", mma - tiled), ("Q_STAGES", wgmma - tiled),
+                         ("WARP_KEYS", keyed - mma)):  # fmt: skip
         group = code[config].split(f"#ifdef CUFLASH_{macro}\n")[1].split("#endif")[0]
         assert set(re.findall(r"\bCUFLASH_(\w+)", group)) == names
     for name, number in DTYPE_CODES.items():

@@ -7,11 +7,12 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-from variants import plan_of
+from variants import KEYS, plan_of
 
 from cuflash import device as devices
 from cuflash import jit, warmup
@@ -51,11 +52,11 @@ def run(*arguments: str) -> int:
     return main(["warmup", *arguments])
 
 
-def launched(*cases: tuple[Any, ...], **more: str) -> set[Variant]:
-    """Every kernel in the plans of cases (op, dtype, head_dim, head_dim_v, arch)."""
+def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
+    """Every kernel in the plans of cases (op, dtype, head_dim, head_dim_v, arch), for few keys and for many."""
     found: set[Variant] = set()
-    for op, dtype, head_dim, head_dim_v, arch in cases:
-        made = plan_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **more)
+    for (op, dtype, head_dim, head_dim_v, arch), keys in product(cases, KEYS):
+        made = plan_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], keys=keys, **more)
         assert made is not None
         found |= {launch.variant for launch in made.launches}
     return found
@@ -109,14 +110,37 @@ def test_a_damaged_kernel_is_compiled_again(
 def test_dtypes_head_dims_and_ops_are_all_combined(compiled: list[Variant]) -> None:
     assert run("--dtypes", "bfloat16,float32", "--head-dims", "40,192x128", "--ops", "forward,lse,merge",
                "--device", "sm_90") == 0  # fmt: skip
-    cases = [
-        (op, dtype, *dims, "sm_90")
-        for op in ("forward", "lse", "merge")
-        for dtype in ("bfloat16", "float32")
-        for dims in ((40, 40), (192, 128))
-    ]
-    assert set(compiled) == launched(*cases)
-    assert len(set(compiled)) == len(compiled) == 10  # merge has one for all head dims
+    every = product(("forward", "lse", "merge"), ("bfloat16", "float32"), ((40, 40), (192, 128)))
+    assert set(compiled) == launched(*((op, dtype, *dims, "sm_90") for op, dtype, dims in every))
+    assert len(set(compiled)) == len(compiled) == 11  # merge has one for all head dims, 40 in bfloat16 two of forward
+
+
+HOPPER = ("--dtypes", "float16", "--device", "sm_90")
+
+
+def test_hopper_kernels_for_few_keys_and_for_many_are_compiled(compiled: list[Variant]) -> None:
+    assert run(*HOPPER, "--head-dims", "64", "--ops", "forward") == 0
+    assert sorted((v.tile.block_q, v.arch) for v in compiled if v.tile) == [(128, "sm_90a"), (192, "sm_90a")]
+
+
+def test_head_dims_that_hopper_kernels_cannot_read_get_the_generic_one(compiled: list[Variant]) -> None:
+    assert run(*HOPPER, "--head-dims", "33,64x4", "--ops", "forward,lse") == 0
+    assert {v.source for v in compiled} == {"sm80/forward.cu", "sm80/lse.cu", "sm90/lse.cu"}
+
+
+def test_softcap_adds_the_kernels_of_capped_scores_where_there_are_any(compiled: list[Variant]) -> None:
+    cases = [(op, "float16", *dims, "sm_90") for op in ("forward", "lse") for dims in ((64, 64), (256, 256))]
+    more = "--head-dims", "64,256", "--ops", "forward,lse,backward", "--algorithms", "flash2,flashd"
+    assert run(*HOPPER, *more) == 0
+    assert set(compiled) > launched(*cases)
+    assert not any(variant.softcap for variant in compiled)
+    compiled.clear()
+    assert run(*HOPPER, *more, "--softcap") == 0
+    assert set(compiled) == launched(*cases, softcap=5.0)  # the others were there
+    assert [variant.softcap for variant in compiled] == [True] * 5
+    compiled.clear()
+    assert run(*SMALL, "--softcap") == 0
+    assert set(compiled) == launched(*((op, "float16", 32, 32, "sm_80") for op in ("forward", "lse")))
 
 
 def test_algorithms_and_out_dtype_are_those_of_a_call(compiled: list[Variant]) -> None:
@@ -152,7 +176,8 @@ def fake_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any
     assert other is not None
 
     def plan(problem: Any, op: str, device: Any, **more: Any) -> Plan:
-        calls.append((op, more))
+        if (op, more) not in calls:  # it is asked for several lengths
+            calls.append((op, more))
         return replace(made, launches=(*other.launches, *made.launches))
 
     monkeypatch.setattr(warmup, "plan", plan)
@@ -252,9 +277,9 @@ def test_by_default_each_kind_of_gpu_here_is_served(
     assert set(compiled) == launched(
         *((op, "float16", 32, 32, arch) for op in ("forward", "lse") for arch in ("sm_80", "sm_90"))
     )
-    assert len(compiled) == 4
+    assert len(compiled) == 5
     out, err = capsys.readouterr()
-    assert out.startswith("4 kernels for sm_90, sm_80: 4 compiled")
+    assert out.startswith("5 kernels for sm_90, sm_80: 5 compiled")
     assert [line for line in err.splitlines() if "Tesla T4" in line] == [
         "left out: GPU 1 (Tesla T4) is sm_75; the kernels need sm_80 or newer"
     ]
@@ -367,6 +392,6 @@ def test_the_help_says_that_masks_are_no_matter(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         run("--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "every mask, softcap" in text
-    for option in ("--dtypes", "--head-dims", "--ops", "--algorithms", "--deterministic", "--device", "--jobs"):
-        assert option in text
+    assert "every mask, scale" in text
+    for option in ("dtypes", "head-dims", "ops", "algorithms", "softcap", "deterministic", "device", "jobs"):
+        assert f"--{option}" in text

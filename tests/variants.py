@@ -7,6 +7,7 @@ from functools import cache
 from itertools import product
 from typing import Any
 
+from cuflash import tiles_sm90
 from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
 from cuflash.plan import ALGORITHM_CODES, BACKWARD_OPS, Plan, Variant, merge_plan, plan
@@ -14,23 +15,41 @@ from cuflash.problem import ITEMSIZE, ArraySpec, Problem
 from cuflash.tiles_sm80 import BACKWARD, DQ, TILES
 
 DTYPES = tuple(TILES)
+# Numbers of keys between which the choice of a Hopper tile changes, and more than any of them.
+KEYS = (8, *sorted({tile.max_keys + 1 for tile in tiles_sm90.TILES if tile.max_keys is not None}))
 
 
 def plan_of(
-    op: str, dtype: str, head_dim: int, head_dim_v: int, device: Device, deterministic: bool = False, **arguments: str
+    op: str,
+    dtype: str,
+    head_dim: int,
+    head_dim_v: int,
+    device: Device,
+    deterministic: bool = False,
+    *,
+    keys: int = 8,
+    aligned: bool = True,
+    **arguments: Any,
 ) -> Plan | None:
-    """What this device launches for a problem of these head dims; None where it has no kernel."""
+    """What this device launches for a problem of these head dims and so many keys; None where it has no kernel."""
     if op == "merge":
         return merge_plan(dtype, (1, 8, 1, head_dim), device)
-    q, v = (ArraySpec.dense((1, 8, 1, dim), dtype) for dim in (head_dim, head_dim_v))
-    problem = Problem.of(q, q, None if op == "lse" else v, **arguments)  # type: ignore[arg-type]
+    q, k, v = (ArraySpec.dense((1, n, 1, d), dtype) for n, d in ((8, head_dim), (keys, head_dim), (keys, head_dim_v)))
+    problem = Problem.of(q, k, None if op == "lse" else v, **arguments)
     try:
-        return plan(problem, op, device, deterministic)
+        return plan(problem, op, device, deterministic, aligned)
     except UnsupportedError:
         return None
 
 
-def variant_of(op: str, *arguments: Any, **more: str) -> Variant:
+def ways(device: Device) -> list[dict[str, Any]]:
+    """Calls of one problem that this device may have different kernels of forward and lse for."""
+    if device.capability != (9, 0):
+        return [{}]
+    return [{"aligned": False}, *({"keys": keys, "softcap": cap} for keys, cap in product(KEYS, (0.0, 30.0)))]
+
+
+def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
     """The kernel called `op` in `plan_of` its call: those of `BACKWARD_OPS` are launched by backward."""
     call, fixed = ("backward", (False, True)) if op in BACKWARD_OPS else (op, (False,))
     made = [plan_of(call, *arguments, deterministic=deterministic, **more) for deterministic in fixed]
@@ -43,6 +62,8 @@ def edges(dtype: str) -> list[int]:
     rows = (*TILES[dtype], *BACKWARD[dtype], *DQ[dtype])
     dims = {row.head_dim for row in rows} | {row.head_dim_v for row in rows}
     dims |= {row.head_dim_v * row.max_slices for row in TILES[dtype]}
+    if ITEMSIZE[dtype] == 2:
+        dims |= {dim for row in tiles_sm90.TILES for dim in (row.head_dim, row.head_dim_v)}
     return sorted({dim + step for dim in dims for step in (0, 1)} | {1})
 
 
@@ -55,9 +76,10 @@ def variants(arch: str) -> tuple[Variant, ...]:
         device = replace(KNOWN[arch], smem_per_block=block, smem_per_sm=whole)
         out_dtypes = (dtype, "float32") if ITEMSIZE[dtype] == 2 else (dtype,)
         made = [plan_of("merge", dtype, 64, 64, device)]
-        made += [plan_of("lse", dtype, head_dim, 1, device) for head_dim in edges(dtype)]
+        made += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(edges(dtype), ways(device))]
         for *dims, out_dtype in product(edges(dtype), edges(dtype), out_dtypes):
-            for algorithm in ALGORITHM_CODES:
+            made += [plan_of("forward", dtype, *dims, device, out_dtype=out_dtype, **way) for way in ways(device)]
+            for algorithm in (name for name in ALGORITHM_CODES if name != "flash2"):
                 made.append(plan_of("forward", dtype, *dims, device, algorithm=algorithm, out_dtype=out_dtype))
             for deterministic in (False, True):
                 made.append(plan_of("backward", dtype, *dims, device, deterministic, out_dtype=out_dtype))

@@ -25,12 +25,26 @@ constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;  // columns of v and out that one 
 constexpr int kBlockQ = CUFLASH_BLOCK_Q;       // query rows of a block
 constexpr int kBlockK = CUFLASH_BLOCK_K;       // keys of a tile
 constexpr int kStages = CUFLASH_STAGES;        // depth of the ring of key tiles
+static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded to multiples of 32");
+static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");
+#endif
+
+// Those of them that multiply by mma.sync.
+#ifdef CUFLASH_QK_UNROLL
 constexpr int kBlocksPerSm = CUFLASH_BLOCKS_PER_SM;
 constexpr bool kQInRegisters = CUFLASH_Q_IN_REGISTERS;
 constexpr int kQkUnroll = CUFLASH_QK_UNROLL;  // steps of q kᵀ, and for float32 of every product, in one piece
-static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded to multiples of 32");
-static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");
 static_assert(kStages == 1 || kStages == 2, "the ring is one or two tiles deep");
+#endif
+
+// Those that multiply by wgmma: one warpgroup copies, the others compute. A stage of the ring is a tile of k or of v.
+#ifdef CUFLASH_Q_STAGES
+constexpr int kQStages = CUFLASH_Q_STAGES;        // query tiles in shared memory
+constexpr int kOutPanels = CUFLASH_OUT_PANELS;    // of 128 bytes, of a warp's rows of out that leave at a time
+constexpr bool kSoftcap = CUFLASH_SOFTCAP;        // scores are capped
+constexpr bool kPingPong = CUFLASH_PING_PONG;     // warpgroups issue their products in turn
+constexpr int kNumConsumers = kNumWarps / 4 - 1;  // warpgroups that compute
+static_assert(kBlockQ == 64 * kNumConsumers, "a warpgroup computes 64 queries");
 #endif
 
 // The kernel whose blocks own keys.

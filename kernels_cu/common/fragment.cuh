@@ -63,13 +63,16 @@ __device__ __forceinline__ void clear_row(float (&s)[kCount], int h) {
 }
 
 // Scores become tanh(s softmax_scale / softcap); the softcap itself is part of scale_log2.
+template <int kCount>
+__device__ __forceinline__ void cap(float (&s)[kCount], float softcap_scale) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) s[i] = softcap_tanh(s[i] * softcap_scale);
+}
+
 template <int kTiles, int kCount>
 __device__ __forceinline__ void cap(float (&s)[kTiles][kCount], float softcap_scale) {
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) s[m][i] = softcap_tanh(s[m][i] * softcap_scale);
-  }
+  for (int m = 0; m < kTiles; ++m) cap(s[m], softcap_scale);
 }
 
 // Row h of columns 32 g … 32 g + 31 as 16-bit numbers, 16 bytes a lane: the lanes of a quad exchange pairs, after which

@@ -50,4 +50,38 @@ struct Mask {
       }
     }
   }
+
+  // The same of one side alone: keys after the last that the query sees …
+  template <int kCount>
+  __device__ __forceinline__ void hide_after(float (&s)[kCount], int row, int key, int column_pair) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int last = min(row + 8 * half + hi, seqlen_k - 1) - key - 2 * column_pair;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = s[4 * j + 2 * half + e];
+          score = 8 * j + e <= last ? score : -infinity();
+        }
+      }
+    }
+  }
+
+  // … and keys before the first.
+  template <int kCount>
+  __device__ __forceinline__ void hide_before(float (&s)[kCount], int row, int key, int column_pair) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int first = row + 8 * half + lo - key - 2 * column_pair;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = s[4 * j + 2 * half + e];
+          score = 8 * j + e >= first ? score : -infinity();
+        }
+      }
+    }
+  }
 };

@@ -1,5 +1,6 @@
 // Run-time arguments, one struct by value. cuflash/params.py packs the same bytes; kParamsBytes ties the two.
 #pragma once
+#include "../ptx/tma.cuh"
 #include "config.cuh"
 
 // A (batch, seqlen, heads, dim) operand; strides count elements, the last dimension is contiguous.
@@ -23,6 +24,16 @@ struct ForwardParams {
   float softcap_scale;  // softmax_scale / softcap, or 0 without softcap
   int aligned;          // bit 0, 1, 2, 3: q, k, v, out allow 16-byte accesses
   int unused;
+};
+
+// Forward and lse on sm_90. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at key_begin and
+// end at key_end.
+struct TiledParams {
+  TensorMap q, k, v, out;
+  ForwardParams forward;
+  unsigned* counter;   // of tiles handed out beyond one a block, zero between launches; null: they are dealt in turn
+  int num_tiles;       // query blocks of all heads
+  int heads_together;  // query heads whose blocks start longest first, see Schedule
 };
 
 // What the kernels of backward share; each reads its part.

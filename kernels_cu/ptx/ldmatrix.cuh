@@ -53,3 +53,10 @@ __device__ __forceinline__ void st_shared_u32(unsigned smem_address, unsigned va
 __device__ __forceinline__ void st_shared_v2(unsigned smem_address, unsigned x, unsigned y) {
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(smem_address), "r"(x), "r"(y) : "memory");
 }
+
+// Four 8x8 matrices of 16-bit elements to shared memory; lane 8i + r names row r of matrix i (16 bytes).
+__device__ __forceinline__ void stmatrix_x4(unsigned smem_address, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(smem_address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}

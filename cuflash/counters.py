@@ -1,0 +1,65 @@
+"""Counters in device memory by which the blocks of a launch share out their tiles.
+
+A launch leaves its counter at zero, so launches that follow one another can share one: each stream has its own. A
+launch that is captured into a graph gets one that is never given out again, as nobody knows beside what the graph will
+run. (Beside itself it must not, nor must two graphs made of one capture: they would write the same out, too.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from typing import Any
+
+from .driver import function
+
+PAGE = 4096  # counters of 4 bytes that are allocated together
+_RELAXED = 2  # capture mode: a capture, by whomever, does not forbid the allocation
+
+_lock = threading.RLock()
+_free: dict[int, list[int]] = {}  # by GPU
+# By GPU and the stream's unique number. why: handles are used again, while work still runs.
+_of_stream: dict[tuple[int, int], int] = {}
+
+
+def counter(ordinal: int, stream: int) -> int:
+    """Address of the counter for a launch on this stream of the GPU `ordinal`, the current device."""
+    if _asked("cuStreamIsCapturing", stream, ctypes.c_int()):
+        return _fresh(ordinal)
+    key = ordinal, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
+    found = _of_stream.get(key)
+    if found is None:
+        with _lock:
+            found = _of_stream[key] = _of_stream.get(key) or _fresh(ordinal)
+    return found
+
+
+def _asked(name: str, stream: int, answer: Any) -> int:
+    result = function(name, ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.addressof(answer))
+    if result:
+        raise RuntimeError(f"{name} failed for the stream {stream:#x} (CUresult {result})")
+    return int(answer.value)
+
+
+def _fresh(ordinal: int) -> int:
+    with _lock:
+        free = _free.setdefault(ordinal, [])
+        if not free:
+            free += _page()
+        return free.pop()
+
+
+def _page() -> list[int]:
+    """Addresses of new counters, all zero."""
+    from cupy.cuda import Stream, runtime
+
+    exchange, mode = function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p), ctypes.c_int(_RELAXED)
+    exchange(ctypes.addressof(mode))
+    try:
+        page = runtime.malloc(4 * PAGE)
+        stream = Stream(non_blocking=True)  # why: the default one waits for others, which a capture forbids
+        runtime.memsetAsync(page, 0, 4 * PAGE, stream.ptr)
+        stream.synchronize()
+    finally:
+        exchange(ctypes.addressof(mode))
+    return list(range(page, page + 4 * PAGE, 4))

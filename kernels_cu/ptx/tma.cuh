@@ -1,0 +1,37 @@
+// TMA: tiles of a tensor in global memory, described by a tensor map, to shared memory by the copy engine. Elements
+// outside the tensor arrive as zeros and count as bytes, too.
+#pragma once
+
+struct alignas(64) TensorMap {
+  unsigned long long words[16];  // opaque: made by cuTensorMapEncodeTiled
+};
+
+// One thread; the bytes are counted at the barrier. Coordinates from the innermost dimension on, in elements.
+__device__ __forceinline__ void tma_load_4d(unsigned smem_address, const TensorMap* map, unsigned barrier, int c0,
+                                            int c1, int c2, int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(smem_address),
+      "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+// The same way back; elements outside the tensor are left out. In bulk groups of this thread.
+__device__ __forceinline__ void tma_store_4d(const TensorMap* map, unsigned smem_address, int c0, int c1, int c2,
+                                             int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(smem_address), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all of this thread's groups have read what they store.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Between this thread's own accesses to shared memory and the copy engine's or a product's.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

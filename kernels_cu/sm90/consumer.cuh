@@ -1,0 +1,150 @@
+// What the computing warpgroups of the Hopper kernels share: their tiles, their place in the ring, and scores.
+#pragma once
+#include "../ptx/warpgroup.cuh"
+#include "producer.cuh"
+#include "softmax.cuh"
+
+static_assert(sizeof(TiledParams) == kParamsBytes, "the host packs other parameters");
+
+constexpr int kProducerRegisters = kNumConsumers == 2 ? 24 : 32;
+constexpr int kConsumerRegisters = kNumConsumers == 2 ? 240 : 160;
+
+using Scores = float[kBlockK / 2];
+
+// s = q kᵀ, begun.
+__device__ __forceinline__ void begin_scores(Scores& s, unsigned q_smem, unsigned k_smem) {
+  const unsigned q = wgmma_low(q_smem, 16), k = wgmma_low(k_smem, 16);
+  wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < kHeadDim / 16; ++kk) {
+    Wgmma<kBlockK>::ss<kIsFloat16, false>(s, wgmma_descriptor(q + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2),
+                                          wgmma_descriptor(k + kk / 4 * (kPanelBytesK / 16) + kk % 4 * 2), kk > 0);
+  }
+  wgmma_commit();
+}
+
+// A tile's key tiles as one warpgroup sees them: [begin, end), of which [clear_begin, clear_end) need no mask;
+// `skipped` says that one more comes before.
+struct KeyTiles {
+  int begin, end;
+  bool skipped;
+  int clear_begin, clear_end;
+
+  __device__ __forceinline__ KeyTiles(const ForwardParams& params, const Tile& tile, int group) {
+    const Mask mask(params);
+    const int row_begin = tile.row_begin + 64 * group, row_end = min(row_begin + 64, params.seqlen_q);
+    const KeyRange full = mask.full_range(row_begin, row_end);
+    const int seen_end = (mask.key_range(row_begin, row_end).end + kBlockK - 1) / kBlockK;
+    // why: at most one is skipped: it is passed while the slot of the last v is held, and the ring is short.
+    begin = tile.begin, skipped = !kNextScoresFirst && tile.end - 1 > begin && seen_end < tile.end;
+    end = tile.end - skipped;
+    clear_begin = (full.begin + kBlockK - 1) / kBlockK, clear_end = full.end / kBlockK;
+  }
+};
+
+// One warp's part of a warpgroup. `i` is the number of its tile.
+struct Consumer {
+  const TiledParams& params;
+  const Addresses& smem;
+  const int group, warp;  // of the warpgroups that compute; of the group
+  const bool leads = threadIdx.x % 32 == 0;
+  unsigned i = 0;
+  RingPosition ring;
+  Scores s;
+  Softmax<kBlockK / 2> softmax;
+
+  __device__ __forceinline__ Consumer(const TiledParams& p, const Addresses& addresses, int warp_idx)
+      : params(p), smem(addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
+
+  // Waits for the ring's next tile; its address.
+  __device__ __forceinline__ unsigned await() const {
+    mbarrier_wait(smem.kv_full + 8 * ring.slot, ring.parity);
+    return smem.kv + ring.slot * kBytesSlot;
+  }
+
+  // Goes on in the ring; the slot left.
+  __device__ __forceinline__ unsigned advance() {
+    const unsigned slot = ring.slot;
+    ring.advance();
+    return slot;
+  }
+
+  __device__ __forceinline__ void arrive(unsigned barrier) const {
+    if (leads) mbarrier_arrive(barrier);
+  }
+
+  __device__ __forceinline__ void release(unsigned slot) const { arrive(smem.kv_empty + 8 * slot); }
+
+  __device__ __forceinline__ void skip() {
+    await();
+    release(advance());
+  }
+
+  __device__ __forceinline__ void await_tile(unsigned index) const {
+    mbarrier_wait(smem.tile_full + 8 * (index % kTileSlots), index / kTileSlots & 1);
+  }
+
+  // why: read again where it is needed: registers are few.
+  __device__ __forceinline__ Tile tile(unsigned index) const {
+    const unsigned address = smem.tiles + 32 * (index % kTileSlots);
+    unsigned keys[4], heads[4];
+    ld_shared_v4(keys, address);
+    ld_shared_v4(heads, address + 16);
+    return {int(keys[0]), int(keys[1]), int(keys[2]), int(heads[0]), 0, int(heads[1])};
+  }
+
+  // The warp's first row in the query block, this lane's first of all queries, and the warp's rows of q.
+  __device__ __forceinline__ int block_row() const { return group * 64 + warp * 16; }
+  __device__ __forceinline__ int lane_row() const { return tile(i).row_begin + block_row() + fresh_thread() % 32 / 4; }
+  __device__ __forceinline__ unsigned q_smem() const { return smem.q + i % kQStages * kBytesQ + block_row() * 128; }
+
+  // s = q kᵀ of the ring's next tile, begun; its slot.
+  __device__ __forceinline__ unsigned begin_next_scores() {
+    begin_scores(s, smem.q + i % kQStages * kBytesQ + group * 64 * 128, await());
+    return advance();
+  }
+
+  // The same of the first key tile that this warpgroup sees.
+  __device__ __forceinline__ unsigned begin_first_scores(const KeyTiles& keys) {
+    if (keys.skipped) skip();
+    mbarrier_wait(smem.q_full + 8 * (i % kQStages), i / kQStages & 1);
+    return begin_next_scores();
+  }
+
+  // The scores of key tile n are not needed any more; after the last, nor is q.
+  __device__ __forceinline__ void end_scores(const KeyTiles& keys, int n, unsigned k_slot) const {
+    __syncwarp();
+    release(k_slot);
+    if (n == keys.begin) arrive(smem.q_empty + 8 * (i % kQStages));
+  }
+
+  // s, of key tile n, becomes weights, whatever it takes; o and the sums so far are to be multiplied by o_scale.
+  __device__ __forceinline__ void weigh(const KeyTiles& keys, int n, float (&o_scale)[2]) {
+    const ForwardParams& forward = params.forward;
+    if constexpr (kSoftcap) cap(s, forward.softcap_scale);
+    if (n >= keys.clear_end) Mask(forward).hide_after(s, lane_row(), n * kBlockK, fresh_thread() % 4);
+    if (n < keys.clear_begin) Mask(forward).hide_before(s, lane_row(), n * kBlockK, fresh_thread() % 4);
+    softmax.raise(s, forward.scale_log2, o_scale);
+    float sums[2];
+    softmax.weigh(s, forward.scale_log2, sums);
+    softmax.add(sums);
+  }
+};
+
+// The entry of a kernel whose computing warps run `Computing`.
+template <class Computing>
+__device__ __forceinline__ void run_roles(const TiledParams& params) {
+  extern __shared__ __align__(1024) char smem_bytes[];
+  const Addresses smem(*reinterpret_cast<const SharedStorage*>(smem_bytes));
+  // why: a warp's number is the same for all its lanes, and the compiler must know.
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) smem.init_barriers();
+  __syncthreads();
+  if (warp < 4) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (warp == 0) Producer(params, smem).run();
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    Computing(params, smem, warp - 4).run();
+  }
+}

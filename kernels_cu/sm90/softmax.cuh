@@ -1,0 +1,141 @@
+// FlashAttention-2's softmax (common/softmax_flash2.cuh) with a stale maximum: the exponent's shift is whatever past
+// maximum the row has, and no new one is looked for. It is only a scale that keeps the weights in range, so it is
+// enough to see from the sums, which are made anyway, that they are; a row that has left the range is computed again,
+// by its own warp. Exact for every input, and a row's result does not depend on its neighbours.
+#pragma once
+#include "../common/fragment.cuh"
+#include "../common/mask.cuh"
+#include "../common/swizzle.cuh"
+#include "../ptx/mma_sync.cuh"
+#include "storage.cuh"
+
+constexpr bool kIsFloat16 = kDType == DType::kFloat16;
+// bfloat16 weights are 2^-kBias at a row's maximum when it is found, and a lane's sum stays under kSumLimit: a row's
+// sum is then always under 1, and p v under the largest |v|, whatever that is. float16 weights are 1 at that maximum,
+// and no tile's lane sum is over 2^14: its largest number is under 2^16, but those of v are, too.
+constexpr float kBias = kIsFloat16 ? 0.0f : 28.0f;
+constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
+// Shift of a row that has seen nothing. Finite, so that exp2(-inf - shift) is 0, and a first score overflows.
+constexpr float kUnseen = -1e38f;
+
+template <int kCount>
+struct Softmax {
+  float shift[2];  // a past maximum of score * scale_log2, + kBias
+  float sum[2];    // over this lane's columns
+
+  __device__ __forceinline__ void setup() {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) shift[h] = kUnseen, sum[h] = 0.0f;
+  }
+
+  // Raises the shifts to the maxima of these scores; sums, and the output so far, are to be multiplied by o_scale.
+  __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float (&o_scale)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) raise_row(h, quad_max(lane_row_max(s, h)), scale_log2, o_scale[h]);
+  }
+
+  __device__ __forceinline__ void raise_row(int h, float row_max, float scale_log2, float& o_scale) {
+    const float raised = fmaxf(shift[h], fmaf(row_max, scale_log2, kBias));
+    o_scale = exp2_approx(shift[h] - raised);
+    shift[h] = raised;
+    sum[h] *= o_scale;
+  }
+
+  // Scores become weights; their sums over this lane's columns.
+  __device__ __forceinline__ void weigh(float (&s)[kCount], float scale_log2, float (&sums)[2]) const {
+    float odd[2] = {};
+    sums[0] = sums[1] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[4 * j + i] = exp2_approx(fmaf(s[4 * j + i], scale_log2, -shift[i / 2]));
+      sums[0] += s[4 * j], odd[0] += s[4 * j + 1], sums[1] += s[4 * j + 2], odd[1] += s[4 * j + 3];
+    }
+    sums[0] += odd[0], sums[1] += odd[1];
+  }
+
+  __device__ __forceinline__ void add(const float (&sums)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum[h] += sums[h];
+  }
+
+  // Whether weights of row h with this sum left the range; NaN did not: it is the result.
+  __device__ __forceinline__ bool out_of_range(int h, float tile_sum) const {
+    return (kIsFloat16 ? tile_sum : sum[h] + tile_sum) > kSumLimit;
+  }
+
+  // The factor that turns the accumulated output into the result, and the row's lse.
+  __device__ __forceinline__ void finish(int h, float& o_scale, float& lse) const {
+    constexpr float kUnit = kIsFloat16 ? 1.0f : 268435456.0f;  // 2^kBias
+    const float total = quad_sum(sum[h]);
+    o_scale = total == 0.0f ? 0.0f : rcp_approx(total);
+    lse = total == 0.0f ? -infinity() : (shift[h] - kBias + log2_approx(total * kUnit)) * kLn2;
+  }
+};
+
+// Scores of a warp's 16 rows with 16 keys once more, by mma.sync, whose fragments are those of wgmma: it needs no other
+// warp. q and k: the warp's rows, and the first key, in the first panel.
+__device__ __forceinline__ void scores_again(float (&s)[8], unsigned q_smem, unsigned k_smem) {
+  using Panel = Swizzle<8>;
+  const int lane = fresh_thread() % 32;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) s[i] = 0.0f;
+#pragma unroll 1
+  for (int kk = 0; kk < kHeadDim / 16; ++kk) {
+    const int panel = kk / 4, chunk = kk % 4 * 2;
+    unsigned a[4], b[4];
+    ldmatrix_x4(a, q_smem + panel * kPanelBytesQ + Panel::offset(lane % 16, chunk + lane / 16));
+    ldmatrix_x4(b, k_smem + panel * kPanelBytesK + Panel::offset(lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
+    if constexpr (kIsFloat16) {
+      mma_sync_m16n8k16_f16(s, a, b[0], b[1]);
+      mma_sync_m16n8k16_f16(s + 4, a, b[2], b[3]);
+    } else {
+      mma_sync_m16n8k16_bf16(s, a, b[0], b[1]);
+      mma_sync_m16n8k16_bf16(s + 4, a, b[2], b[3]);
+    }
+  }
+}
+
+// The rows of this warp whose weights are out of range, from their scores; the others stay as they are. Rare, and only
+// where there is neither mask nor cap.
+template <int kCount>
+__device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax<kCount>& softmax, const float (&sums)[2],
+                                            float (&o_scale)[2], float scale_log2, unsigned q_smem, unsigned k_smem) {
+  bool again[2];
+  float row_max[2], fresh[8];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const unsigned lanes = __ballot_sync(0xffffffffu, softmax.out_of_range(h, sums[h]));
+    again[h] = lanes >> (fresh_thread() % 32 & ~3) & 15;
+    row_max[h] = -infinity();
+  }
+#pragma unroll 1
+  for (int j = 0; j < kCount / 8; ++j) {
+    scores_again(fresh, q_smem, k_smem + j * 16 * 128);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) row_max[h] = fmaxf(row_max[h], lane_row_max(fresh, h));
+  }
+  float tile_sum[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    o_scale[h] = 1.0f;
+    const float whole = quad_max(row_max[h]);
+    if (again[h]) softmax.raise_row(h, whole, scale_log2, o_scale[h]);
+    tile_sum[h] = again[h] ? 0.0f : sums[h];
+  }
+#pragma unroll
+  for (int j = 0; j < kCount / 8; ++j) {
+    scores_again(fresh, q_smem, k_smem + j * 16 * 128);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (!again[h]) continue;
+      tile_sum[h] += exponentiate_row(fresh, h, scale_log2, softmax.shift[h]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int at = 4 * (i / 2) + 2 * h + i % 2;
+        s[8 * j + at] = fresh[at];
+      }
+    }
+  }
+  softmax.add(tile_sum);
+}
