@@ -250,8 +250,8 @@ def _warpgroup_tile(problem: Problem, op: str, device: Device) -> WarpgroupTile 
         or not all(map(tiles_sm90.allows_tma, problem.operand_shapes, problem.strides))
     ):
         return None
-    dims, keys = (problem.head_dim, problem.head_dim_v), problem.mask.num_visible() / problem.seqlen_q
-    return tiles_sm90.choose(op, *dims, keys, problem.softcap > 0.0)
+    keys = math.inf if problem.mask.is_full else problem.mask.num_visible() / problem.seqlen_q
+    return tiles_sm90.choose(op, problem.head_dim, problem.head_dim_v, keys, problem.softcap > 0.0)
 
 
 def _warpgroup_plan(problem: Problem, op: str, device: Device, tile: WarpgroupTile) -> Plan:

@@ -31,7 +31,7 @@ class WarpgroupTile:
     q_stages: int
     out_panels: int
     ping_pong: bool = False
-    max_keys: int | None = None  # for queries that see no more keys than this on average
+    max_keys: int | None = None  # for queries that see no more keys than this on average, under a mask
     softcap: bool | None = None  # for scores that are capped, or for those that are not
 
     @property
@@ -66,9 +66,9 @@ def _rounded(size: int, to: int) -> int:
     return -(-size // to) * to
 
 
-# Head dims in rising order; for one head dim the tile for fewer keys, or for capped scores, first.
+# Head dims in rising order; for one head dim the tile for fewer keys under a mask, or for capped scores, first.
 TILES = (
-    WarpgroupTile(64, 64, 128, 128, 10, 2, 1, max_keys=1536),
+    WarpgroupTile(64, 64, 128, 128, 10, 2, 1, max_keys=2560),
     WarpgroupTile(64, 64, 192, 128, 8, 2, 1, ping_pong=True),
     WarpgroupTile(96, 96, 128, 128, 4, 2, 2),
     WarpgroupTile(128, 128, 128, 128, 4, 2, 2),
@@ -82,6 +82,8 @@ TILES = (
 
 def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) -> WarpgroupTile | None:
     """The first row that covers the head dims and queries which see this many keys on average; None if none does.
+
+    Without a mask `keys` is inf: that many keys or few, all query blocks are alike.
 
     That of lse is the row for many keys, without v: its ring holds k alone.
     """

@@ -26,7 +26,7 @@ from .plan import ALGORITHM_CODES, DTYPE_CODES, Launch, Variant, merge_plan, pla
 from .problem import ArraySpec, Problem
 
 OPS = ("forward", "lse", "backward", "merge")
-SEQLENS = (128, 2**16)  # Hopper has a kernel for few keys and one for many
+SEQLEN = 128
 COMPILED, THERE, FAILED = "compiled", "there", "failed"
 HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
 
@@ -126,9 +126,10 @@ def _launches(
     if op == "merge":
         return merge_plan(dtype, (1, 1, 1, head_dims[1]), device).launches
     found: dict[Launch, None] = {}
-    for seqlen in SEQLENS:
-        q, v = (ArraySpec.dense((2, seqlen, 2, dim), dtype) for dim in head_dims)
-        found |= dict.fromkeys(plan(Problem.of(q, q, None if op == "lse" else v, **of), op, device, **how).launches)
+    q, v = (ArraySpec.dense((2, SEQLEN, 2, dim), dtype) for dim in head_dims)
+    for causal in (True, False):  # why: Hopper may have another kernel for few keys under a mask
+        problem = Problem.of(q, q, None if op == "lse" else v, causal=causal, **of)
+        found |= dict.fromkeys(plan(problem, op, device, **how).launches)
     return tuple(found)
 
 

@@ -99,27 +99,27 @@ def test_operands_that_are_not_aligned_get_the_generic_kernel(op: str, head_dim_
     assert plan(of, op, KNOWN["sm_80"], aligned=False) == plan(of, op, KNOWN["sm_80"])
 
 
-def test_the_tile_is_chosen_by_the_keys_that_a_query_sees_on_average() -> None:
+def test_the_tile_is_chosen_by_the_keys_that_a_query_sees_on_average_under_a_mask() -> None:
     def block_q(seqlen_k: int, **more: Any) -> int:
         of = problem(dims=(1, 4096, seqlen_k, 2, 2), **more)
         return check_hopper(plan(of, "forward", H100), of, "forward").block_q
 
-    assert block_q(1536) == block_q(100) == 128
-    assert block_q(1537) == block_q(4096) == 192
-    assert block_q(4096, causal=True) == 192  # 2048.5 keys
-    assert block_q(3000, causal=True, diagonal_offset=0) == 192
-    assert block_q(1600, causal=True, diagonal_offset=0) == 128
+    assert block_q(100) == block_q(4096) == 192  # without a mask
+    assert block_q(4607, causal=True) == 128  # 2559.5 keys
+    assert block_q(4608, causal=True) == 192
+    assert block_q(3000, causal=True, diagonal_offset=0) == 128
     assert block_q(4096, window_size=(700, 700)) == 128
+    assert block_q(4096, window_size=(2000, 2000)) == 192
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])
 def test_what_varies_with_data_is_no_part_of_what_is_compiled_but_whether_there_is_a_softcap(softcap: float) -> None:
-    wanted = plan(problem(softcap=softcap), "forward", H100).variant
+    wanted = plan(problem(128, softcap=softcap), "forward", H100).variant
     assert wanted is not None
     assert wanted.softcap == bool(softcap)
     for changes in ({"dims": (1, 1, 1, 2, 1)}, {"dims": (5, 999, 1000, 64, 8)}, {"causal": True},
                     {"softcap": 2 * softcap}, {"window_size": (5, 6)}, {"softmax_scale": 0.7}):  # fmt: skip
-        assert plan(problem(**{"softcap": softcap} | changes), "forward", H100).variant == wanted
+        assert plan(problem(128, **{"softcap": softcap} | changes), "forward", H100).variant == wanted
 
 
 @pytest.mark.parametrize(("op", "dims"), [("forward", (64, 64)), ("forward", (192, 128)), ("forward", (256, 256)),

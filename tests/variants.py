@@ -16,7 +16,7 @@ from cuflash.tiles_sm80 import BACKWARD, DQ, TILES
 
 DTYPES = tuple(TILES)
 # Numbers of keys between which the choice of a Hopper tile changes, and more than any of them.
-KEYS = (8, *sorted({tile.max_keys + 1 for tile in tiles_sm90.TILES if tile.max_keys is not None}))
+KEYS = (8, *sorted({tile.max_keys + 9 for tile in tiles_sm90.TILES if tile.max_keys is not None}))
 
 
 def plan_of(
@@ -31,11 +31,11 @@ def plan_of(
     aligned: bool = True,
     **arguments: Any,
 ) -> Plan | None:
-    """What this device launches for a problem of these head dims and so many keys; None where it has no kernel."""
+    """What this device launches for a causal problem of these head dims and keys; None where it has no kernel."""
     if op == "merge":
         return merge_plan(dtype, (1, 8, 1, head_dim), device)
     q, k, v = (ArraySpec.dense((1, n, 1, d), dtype) for n, d in ((8, head_dim), (keys, head_dim), (keys, head_dim_v)))
-    problem = Problem.of(q, k, None if op == "lse" else v, **arguments)
+    problem = Problem.of(q, k, None if op == "lse" else v, **{"causal": True} | arguments)
     try:
         return plan(problem, op, device, deterministic, aligned)
     except UnsupportedError:
