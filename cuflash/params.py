@@ -15,7 +15,7 @@ from .plan import PARAMS_BYTES, WARPGROUP_PARAMS_BYTES, Plan, stats_rows
 from .problem import ITEMSIZE, Problem
 from .tensor_map import MAP_BYTES, TensorMap
 from .tiles_sm80 import BackwardTile
-from .tiles_sm90 import OUT_ROWS, WarpgroupTile
+from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 
 LOG2_E = 1.4426950408889634
 Strides = tuple[int, ...]
@@ -73,15 +73,17 @@ class Parameters:
 
         `misaligning` are the bits of each operand's pointer that forbid them (`misaligning_bits`).
         """
-        words, layout = self._words, self._layout
-        for at, pointer in zip(layout.pointers, pointers, strict=True):
-            words[at] = pointer
+        self._write_pointers(pointers)
         aligned, bit = 0, 1
         for pointer, bits in zip(pointers, misaligning, strict=False):
             if not pointer & bits:
                 aligned |= bit
             bit <<= 1
-        self._ints[layout.aligned] = aligned
+        self._ints[self._layout.aligned] = aligned
+
+    def _write_pointers(self, pointers: Sequence[int]) -> None:
+        for at, pointer in zip(self._layout.pointers, pointers, strict=True):
+            self._words[at] = pointer
 
     def __bytes__(self) -> bytes:
         return bytes(self._words)
@@ -96,8 +98,8 @@ class WarpgroupParameters(Parameters):
         self._at: list[int] = [0] * len(maps)
 
     def write(self, pointers: Sequence[int], misaligning: Sequence[int]) -> None:
-        """As in `Parameters`."""
-        super().write(pointers, misaligning)
+        """The pointers; all operands allow 16-byte accesses, or these kernels are not launched."""
+        self._write_pointers(pointers)
         for n, at in enumerate(self._at):
             if (pointer := pointers[n]) != at and pointer:
                 (self._maps[n].move if at else self._maps[n].encode)(self.address + n * MAP_BYTES, pointer)
@@ -116,7 +118,7 @@ def forward_parameters(problem: Problem, plan: Plan, out_strides: Strides) -> Pa
     return Parameters(_pack_forward(problem, plan, out_strides), FORWARD)
 
 
-def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
+def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides, aligned: int = 0) -> bytes:
     strides = [*problem.strides, *([(0, 0, 0, 1)] * (3 - len(problem.strides))), out_strides]
     return _FORWARD.pack(
         *_operands(strides),
@@ -125,7 +127,7 @@ def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
         plan.num_q_blocks,
         plan.num_slices,
         *_scales(problem),
-        0,
+        aligned,
         0,
     )
 
@@ -135,14 +137,14 @@ def _warpgroup_parameters(
 ) -> WarpgroupParameters:
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     q, *kv = problem.operand_shapes
-    maps = [TensorMap(problem.dtype, q, problem.strides[0], tile.block_q)]
+    maps = [TensorMap(problem.dtype, q, problem.strides[0], GROUP_ROWS)]
     for shape, strides in zip(kv, problem.strides[1:], strict=False):
         seen = (shape[0], end - begin, *shape[2:])
         maps.append(TensorMap(problem.dtype, seen, strides, tile.block_k, begin))
     if len(maps) == 3:
         maps.append(TensorMap(problem.out_dtype, (*q[:3], problem.head_dim_v), out_strides, OUT_ROWS))
     num_tiles = plan.num_q_blocks * problem.heads_q * problem.batch
-    forward = _pack_forward(problem, plan, out_strides)
+    forward = _pack_forward(problem, plan, out_strides, aligned=0b1111)
     return WarpgroupParameters(_WARPGROUP.pack(forward, 0, num_tiles, plan.heads_together), maps)
 
 

@@ -226,17 +226,7 @@ def _tiled_plan(problem: Problem, op: str, device: Device) -> Plan:
     num_slices = -(-problem.head_dim_v // tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * problem.batch
     _check_grid(problem, num_blocks)
-    return Plan(
-        kernel=variant.name,
-        device=device.name,
-        launches=(Launch(variant, num_blocks),),
-        num_q_blocks=num_q_blocks,
-        num_slices=num_slices,
-        out_bytes=_out_bytes(problem, op),
-        lse_bytes=4 * math.prod(problem.lse_shape),
-        workspace_bytes=0,
-        flops=problem.flops,
-    )
+    return _one_launch(problem, op, device, Launch(variant, num_blocks), num_q_blocks, num_slices)
 
 
 def _warpgroup_tile(problem: Problem, op: str, device: Device) -> WarpgroupTile | None:
@@ -263,23 +253,31 @@ def _warpgroup_plan(problem: Problem, op: str, device: Device, tile: WarpgroupTi
     num_q_blocks = -(-problem.seqlen_q // tile.block_q)
     num_tiles = num_q_blocks * heads
     _check_grid(problem, num_tiles)
-    together = 1
-    if not problem.mask.is_full:
-        head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
+    full, together = problem.mask.is_full, 1
+    if not full:
+        # why: blocks of other heads take the same queries at about the same time, and read the keys that these see.
+        keys = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + tile.block_q)
+        head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
         while 2 * together <= heads and 2 * together * head_bytes <= L2_BYTES * problem.heads_q:
             together *= 2
+    launch = Launch(variant, min(num_tiles, device.num_sms))
+    made = _one_launch(problem, op, device, launch, num_q_blocks)
+    return replace(made, heads_together=together, counted=num_tiles > device.num_sms and not full)
+
+
+def _one_launch(
+    problem: Problem, op: str, device: Device, launch: Launch, num_q_blocks: int, num_slices: int = 1
+) -> Plan:
     return Plan(
-        kernel=variant.name,
+        kernel=launch.variant.name,
         device=device.name,
-        launches=(Launch(variant, min(num_tiles, device.num_sms)),),
+        launches=(launch,),
         num_q_blocks=num_q_blocks,
-        num_slices=1,
+        num_slices=num_slices,
         out_bytes=_out_bytes(problem, op),
         lse_bytes=4 * math.prod(problem.lse_shape),
         workspace_bytes=0,
         flops=problem.flops,
-        heads_together=together,
-        counted=num_tiles > device.num_sms and not problem.mask.is_full,
     )
 
 

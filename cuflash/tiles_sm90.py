@@ -1,4 +1,4 @@
-"""Tiles of the wgmma kernels (sm_90): one row per head dim, with a second one for short sequences where it pays.
+"""Tiles of the wgmma kernels (sm_90): one row per head dim, or two: few keys under a mask, capped scores.
 
 Registers of every row are checked by `tests/test_compile.py`; the speed of the alternatives stands in
 `kernels_cu/TUNING.md`.
@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # of operands
-TILE_SLOTS = 8  # descriptions of tiles in shared memory, of 32 bytes
+TILE_SLOTS = 16  # descriptions of tiles in shared memory, of 32 bytes
+GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # of out that a warp stores at a time
 
 
@@ -37,14 +38,14 @@ class WarpgroupTile:
     @property
     def warps(self) -> int:
         """Of one block."""
-        return 4 * (self.block_q // 64 + 1)
+        return 4 * (self.block_q // GROUP_ROWS + 1)
 
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of one block; `SharedStorage` in the kernels asserts the same figure."""
         q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
         out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
-        barriers = 8 * (TILE_SLOTS + 2 * self.q_stages + 2 * self.stages)
+        barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * (self.block_q // GROUP_ROWS) + 2 * self.stages)
         return _rounded(tiles * PANEL_BYTES + out + _rounded(barriers, 16) + 32 * TILE_SLOTS, 1024)
 
     @property

@@ -76,7 +76,8 @@ def packed_forward(tile: Any = TILES["float16"][0], **more: int) -> Packed:
     places["lse"] = place(packed, "Q", pointers[4])
     places["scale_log2"] = place(packed, "f", 0.5 * params.LOG2_E)
     places["softcap_scale"] = place(packed, "f", 6.0)
-    places["aligned"] = place(packed, "i", 0b1010)
+    aligned = 0b1111 if isinstance(parameters, params.WarpgroupParameters) else 0b1010
+    places["aligned"] = place(packed, "i", aligned)
     return packed, places
 
 
@@ -310,7 +311,7 @@ def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(monkeypatch
     kv = 64, 100, 2, 2
     assert [tuple(more[3]) for *_, more in calls] == [(64, 70, 4, 2), kv, kv, (64, 70, 4, 2)]
     tile = HOPPER_TILES[0]
-    rows = tile.block_q, tile.block_k, tile.block_k, 16  # a warp stores 16 rows of out at a time
+    rows = 64, tile.block_k, tile.block_k, 16  # q of a warpgroup, out of a warp
     assert [tuple(more[5]) for *_, more in calls] == [(64, n, 1, 1) for n in rows]
 
 

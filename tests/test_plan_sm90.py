@@ -165,6 +165,8 @@ def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2()
     assert together(2**20) == 1
     assert together(8192, (16, 2)) == min(64, 8 * together(8192))  # a group shares its keys
     assert together(256, (3, 3), batch=1) <= 3
+    # of a window those count that a query block sees
+    assert together(2**20, window_size=(1023 - 128, 0)) == together(1024)
 
 
 def test_too_many_query_blocks_are_unsupported() -> None:

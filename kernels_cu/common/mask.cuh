@@ -33,53 +33,40 @@ struct Mask {
   // the first key of the tile, column_pair = lane % 4. kEndRows: rows from seqlen_q on see nothing.
   template <bool kEndRows = false, int kCount>
   __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair) const {
+    keep(s, key, column_pair, [&](int half) {
+      const int i = row + 8 * half;
+      return KeyRange{i + lo, !kEndRows || i < seqlen_q ? min(i + hi + 1, seqlen_k) : 0};
+    });
+  }
+
+  // The same of one side alone: keys after the last that the query sees, and those before the first.
+  template <int kCount>
+  __device__ __forceinline__ void hide_after(float (&s)[kCount], int row, int key, int column_pair) const {
+    keep(s, key, column_pair, [&](int half) { return KeyRange{kAnyKey, min(row + 8 * half + hi + 1, seqlen_k)}; });
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void hide_before(float (&s)[kCount], int row, int key, int column_pair) const {
+    keep(s, key, column_pair, [&](int half) { return KeyRange{row + 8 * half + lo, kAnyKey}; });
+  }
+
+ private:
+  static constexpr int kAnyKey = 0x7fffffff;  // a bound that does not exist
+
+  template <int kCount, class Seen>
+  __device__ __forceinline__ static void keep(float (&s)[kCount], int key, int column_pair, Seen seen) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = row + 8 * half;
-      const int first = i + lo - key - 2 * column_pair;
-      const int end = !kEndRows || i < seqlen_q ? min(i + hi, seqlen_k - 1) : -1;
-      const int last = end - key - 2 * column_pair;
+      const KeyRange keys = seen(half);
+      const int begin = keys.begin - key - 2 * column_pair, end = keys.end - key - 2 * column_pair;
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int column = 8 * j + e;
           float& score = s[4 * j + 2 * half + e];
-          score = column >= first && column <= last ? score : -infinity();
-        }
-      }
-    }
-  }
-
-  // The same of one side alone: keys after the last that the query sees …
-  template <int kCount>
-  __device__ __forceinline__ void hide_after(float (&s)[kCount], int row, int key, int column_pair) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int last = min(row + 8 * half + hi, seqlen_k - 1) - key - 2 * column_pair;
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = s[4 * j + 2 * half + e];
-          score = 8 * j + e <= last ? score : -infinity();
-        }
-      }
-    }
-  }
-
-  // … and keys before the first.
-  template <int kCount>
-  __device__ __forceinline__ void hide_before(float (&s)[kCount], int row, int key, int column_pair) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int first = row + 8 * half + lo - key - 2 * column_pair;
-#pragma unroll
-      for (int j = 0; j < kCount / 4; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& score = s[4 * j + 2 * half + e];
-          score = 8 * j + e >= first ? score : -infinity();
+          const bool visible = (keys.begin == kAnyKey || column >= begin) && (keys.end == kAnyKey || column < end);
+          score = visible ? score : -infinity();
         }
       }
     }

@@ -51,7 +51,7 @@ struct Consumer {
   unsigned i = 0;
   RingPosition ring;
   Scores s;
-  Softmax<kBlockK / 2> softmax;
+  Softmax softmax;
 
   __device__ __forceinline__ Consumer(const TiledParams& p, const Addresses& addresses, int warp_idx)
       : params(p), smem(addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
@@ -80,34 +80,23 @@ struct Consumer {
     release(advance());
   }
 
-  __device__ __forceinline__ void await_tile(unsigned index) const {
-    mbarrier_wait(smem.tile_full + 8 * (index % kTileSlots), index / kTileSlots & 1);
-  }
-
-  // why: read again where it is needed: registers are few.
-  __device__ __forceinline__ Tile tile(unsigned index) const {
-    const unsigned address = smem.tiles + 32 * (index % kTileSlots);
-    unsigned keys[4], heads[4];
-    ld_shared_v4(keys, address);
-    ld_shared_v4(heads, address + 16);
-    return {int(keys[0]), int(keys[1]), int(keys[2]), int(heads[0]), 0, int(heads[1])};
-  }
-
   // The warp's first row in the query block, this lane's first of all queries, and the warp's rows of q.
   __device__ __forceinline__ int block_row() const { return group * 64 + warp * 16; }
-  __device__ __forceinline__ int lane_row() const { return tile(i).row_begin + block_row() + fresh_thread() % 32 / 4; }
-  __device__ __forceinline__ unsigned q_smem() const { return smem.q + i % kQStages * kBytesQ + block_row() * 128; }
+  __device__ __forceinline__ int lane_row() const {
+    return smem.tile(i).row_begin + block_row() + fresh_thread() % 32 / 4;
+  }
+  __device__ __forceinline__ unsigned q_smem() const { return smem.q_rows(i, group) + warp * 16 * 128; }
 
   // s = q kᵀ of the ring's next tile, begun; its slot.
   __device__ __forceinline__ unsigned begin_next_scores() {
-    begin_scores(s, smem.q + i % kQStages * kBytesQ + group * 64 * 128, await());
+    begin_scores(s, smem.q_rows(i, group), await());
     return advance();
   }
 
   // The same of the first key tile that this warpgroup sees.
   __device__ __forceinline__ unsigned begin_first_scores(const KeyTiles& keys) {
     if (keys.skipped) skip();
-    mbarrier_wait(smem.q_full + 8 * (i % kQStages), i / kQStages & 1);
+    mbarrier_wait(smem.q_full(i, group), i / kQStages & 1);
     return begin_next_scores();
   }
 
@@ -115,7 +104,7 @@ struct Consumer {
   __device__ __forceinline__ void end_scores(const KeyTiles& keys, int n, unsigned k_slot) const {
     __syncwarp();
     release(k_slot);
-    if (n == keys.begin) arrive(smem.q_empty + 8 * (i % kQStages));
+    if (n == keys.begin) arrive(smem.q_empty(i, group));
   }
 
   // s, of key tile n, becomes weights, whatever it takes; o and the sums so far are to be multiplied by o_scale.
@@ -128,6 +117,17 @@ struct Consumer {
     float sums[2];
     softmax.weigh(s, forward.scale_log2, sums);
     softmax.add(sums);
+  }
+
+  // lse of this lane's rows of a tile.
+  __device__ __forceinline__ void store_lse(const Tile& of, const float (&lse)[2]) const {
+    const ForwardParams& forward = params.forward;
+    const int lane = fresh_thread() % 32, row = of.row_begin + block_row() + lane / 4;
+    float* const rows = forward.lse + (static_cast<long long>(of.batch) * forward.heads_q + of.head) * forward.seqlen_q;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (lane % 4 == 0 && row + 8 * h < forward.seqlen_q) rows[row + 8 * h] = lse[h];
+    }
   }
 };
 
@@ -142,7 +142,8 @@ __device__ __forceinline__ void run_roles(const TiledParams& params) {
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0) Producer(params, smem).run();
+    if (warp == 0) KeyProducer(params, smem).run();
+    else if (warp <= kQueryWarps) QueryProducer(params, smem, warp - 1).run();
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     Computing(params, smem, warp - 4).run();

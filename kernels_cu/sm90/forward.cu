@@ -5,7 +5,7 @@
 //   p = exp2(s c - shift)    sm90/softmax.cuh
 //   o = o * o_scale + p v    wgmma, p from registers
 //
-// Roles    warpgroup 0: one thread copies (sm90/producer.cuh).
+// Roles    warpgroup 0: one warp copies k and v, others q (sm90/producer.cuh).
 //          the others: 64 queries of the block each, all keys. A step issues s of the next key tile and p v of this
 //          one, then the softmax of that s runs beside p v; the last p v of a block goes with the first s of the next
 //          block, under which the block's rows are stored.
@@ -167,9 +167,8 @@ struct ForwardConsumer : Consumer {
   }
 
   // The warp's rows of the tile before this one: out, by the copy engine from shared memory, and lse.
-  __device__ __forceinline__ void store(const Softmax<kBlockK / 2>& softmax) {
-    const ForwardParams& forward = params.forward;
-    const Tile of = tile(i - 1);
+  __device__ __forceinline__ void store(const Softmax& softmax) {
+    const Tile of = smem.tile(i - 1);
     float lse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) softmax.finish(h, o_scale[h], lse[h]);
@@ -197,15 +196,7 @@ struct ForwardConsumer : Consumer {
       }
     }
     // why: last, because the fence waits for all that was stored before it.
-    if (const int lane = fresh_thread() % 32; forward.lse != nullptr && lane % 4 == 0) {
-      const int row = of.row_begin + block_row() + lane / 4;
-      float* const rows =
-          forward.lse + (static_cast<long long>(of.batch) * forward.heads_q + of.head) * forward.seqlen_q;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (row + 8 * h < forward.seqlen_q) rows[row + 8 * h] = lse[h];
-      }
-    }
+    if (params.forward.lse != nullptr) store_lse(of, lse);
   }
 
   // The first key tile's weights.
@@ -217,8 +208,8 @@ struct ForwardConsumer : Consumer {
 
   __device__ __forceinline__ void run() {
     if (kPingPong && group == kNumConsumers - 1) bar_arrive(kTurnBarrier, 256);
-    await_tile(0);
-    KeyTiles keys(params.forward, tile(0), group);
+    smem.await_tile(0);
+    KeyTiles keys(params.forward, smem.tile(0), group);
     unsigned k_slot = begin_first_scores(keys);
     wgmma_wait<0>();
     wgmma_pin(s);
@@ -231,8 +222,8 @@ struct ForwardConsumer : Consumer {
       const bool accumulate = steps(keys);
 
       // The last p v, with the next tile's first s.
-      await_tile(++i);
-      const Tile next = tile(i);
+      smem.await_tile(++i);
+      const Tile next = smem.tile(i);
       if (next.row_begin == kNoTile) {
         begin_next_output(accumulate);
         wgmma_wait<0>();
@@ -249,7 +240,7 @@ struct ForwardConsumer : Consumer {
         pass_turn();
         wgmma_wait<1>();
         wgmma_pin(s);
-        const Softmax<kBlockK / 2> done = softmax;
+        const Softmax done = softmax;
         weigh_first(keys, k_slot);
         end_output(v_slot);
         store(done);

@@ -5,23 +5,10 @@
 struct LseConsumer : Consumer {
   using Consumer::Consumer;
 
-  // This lane's rows.
-  __device__ __forceinline__ void store(const Tile& of) const {
-    const ForwardParams& forward = params.forward;
-    const int row = of.row_begin + block_row() + threadIdx.x % 32 / 4;
-    float* const rows = forward.lse + (static_cast<long long>(of.batch) * forward.heads_q + of.head) * forward.seqlen_q;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float unused, lse;
-      softmax.finish(h, unused, lse);
-      if (threadIdx.x % 4 == 0 && row + 8 * h < forward.seqlen_q) rows[row + 8 * h] = lse;
-    }
-  }
-
   __device__ __forceinline__ void run() {
     for (;; ++i) {
-      await_tile(i);
-      const Tile of = tile(i);
+      smem.await_tile(i);
+      const Tile of = smem.tile(i);
       if (of.row_begin == kNoTile) break;
       const KeyTiles keys(params.forward, of, group);
       softmax.setup();
@@ -34,7 +21,13 @@ struct LseConsumer : Consumer {
         float unused[2];
         weigh(keys, n, unused);
       }
-      store(tile(i));
+      float lse[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float unused;
+        softmax.finish(h, unused, lse[h]);
+      }
+      store_lse(smem.tile(i), lse);
     }
   }
 };

@@ -1,4 +1,4 @@
-// The producer: one thread deals out tiles and fills q and the ring of k and v by TMA.
+// The producers, which copy by TMA: one warp deals out tiles and fills the ring of k and v, others q.
 #pragma once
 #include "../common/mask.cuh"
 #include "storage.cuh"
@@ -57,9 +57,16 @@ __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned targe
 struct Producer {
   const TiledParams& params;
   const Addresses& smem;
-  RingPosition ring;
+  const bool acts = threadIdx.x % 32 == 0;
 
   __device__ Producer(const TiledParams& p, const Addresses& s) : params(p), smem(s) {}
+};
+
+// Warp 0 deals out tiles and fills the ring.
+struct KeyProducer : Producer {
+  RingPosition ring;
+
+  using Producer::Producer;
 
   // Key tile n of k or v into the ring.
   template <int kPanels>
@@ -67,34 +74,12 @@ struct Producer {
     const unsigned barrier = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
     const int row = n * kBlockK - params.forward.key_begin;
     mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
-    if (threadIdx.x == 0) {
+    if (acts) {
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
       load_panels<kPanels>(map, target, kPanelBytesK, barrier, row, kv_head, batch);
     }
     __syncwarp();
     ring.advance();
-  }
-
-  // Tells the consumers about tile i.
-  __device__ __forceinline__ void describe(unsigned i, const Tile& tile) {
-    const unsigned slot = i % kTileSlots;
-    if (threadIdx.x == 0) {
-      st_shared_v4(smem.tiles + 32 * slot, {unsigned(tile.row_begin), unsigned(tile.begin), unsigned(tile.end), 0});
-      st_shared_v4(smem.tiles + 32 * slot + 16, {unsigned(tile.head), unsigned(tile.batch), 0, 0});
-      mbarrier_arrive(smem.tile_full + 8 * slot);
-    }
-    __syncwarp();
-  }
-
-  __device__ __forceinline__ void load_q(unsigned i, const Tile& tile) {
-    const unsigned slot = i % kQStages, barrier = smem.q_full + 8 * slot;
-    mbarrier_wait(smem.q_empty + 8 * slot, (i / kQStages + 1) & 1);
-    if (threadIdx.x == 0) {
-      mbarrier_arrive_expect_tx(barrier, kBytesQ);
-      load_panels<kPanelsQk>(params.q, smem.q + slot * kBytesQ, kPanelBytesQ, barrier, tile.row_begin, tile.head,
-                             tile.batch);
-    }
-    __syncwarp();
   }
 
   __device__ __forceinline__ void load_k(const Tile& tile, int n) {
@@ -107,24 +92,61 @@ struct Producer {
 
   __device__ __forceinline__ void run() {
     Schedule schedule;
-    Tile last = {kNoTile};
+    Tile tile = schedule.tile(params), last = {kNoTile}, next;
+    if (acts) smem.describe(0, tile);
+    unsigned i = 0;
 #pragma unroll 1
-    for (unsigned i = 0;; ++i, schedule.advance(params)) {
-      const Tile tile = schedule.tile(params);
-      describe(i, tile);
-      if (tile.row_begin != kNoTile) {
-        load_q(i, tile);
-        load_k(tile, tile.end - 1);
-      }
-      if (kNextScoresFirst && i > 0) load_v(last, last.begin);
-      if (tile.row_begin == kNoTile) break;
+    for (; tile.row_begin != kNoTile; last = tile, tile = next) {
+      // why: q of the next block should not come when all blocks begin with new keys, and tiles that are handed out are
+      // taken late.
+      const int claim_at = params.counter == nullptr ? max(tile.begin, tile.end - 4) : tile.begin;
 #pragma unroll 1
-      for (int n = tile.end - 2; n >= tile.begin; --n) {
+      for (int n = tile.end - 1; n >= tile.begin; --n) {
+        if (n == claim_at) {
+          schedule.advance(params);
+          next = schedule.tile(params);
+          ++i;
+          if (acts) smem.describe(i, next);
+        }
         load_k(tile, n);
-        load_v(tile, n + 1);
+        if (n < tile.end - 1) {
+          load_v(tile, n + 1);
+        } else if (kNextScoresFirst && last.row_begin != kNoTile) {
+          load_v(last, last.begin);
+        }
       }
       if (!kNextScoresFirst) load_v(tile, tile.begin);
-      last = tile;
+    }
+    if (kNextScoresFirst) load_v(last, last.begin);
+  }
+};
+
+// Loads q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own: its next rows are on
+// their way as soon as it has its last s.
+constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
+
+struct QueryProducer : Producer {
+  const int first_group;
+
+  __device__ QueryProducer(const TiledParams& p, const Addresses& s, int group) : Producer(p, s), first_group(group) {}
+
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (unsigned i = 0;; ++i) {
+      smem.await_tile(i);
+      const Tile tile = smem.tile(i);
+      if (tile.row_begin == kNoTile) break;
+#pragma unroll 1
+      for (int group = first_group; group < kNumConsumers; group += kQueryWarps) {
+        const unsigned barrier = smem.q_full(i, group);
+        mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
+        if (acts) {
+          mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
+          load_panels<kPanelsQk>(params.q, smem.q_rows(i, group), kPanelBytesQ, barrier, tile.row_begin + 64 * group,
+                                 tile.head, tile.batch);
+        }
+        __syncwarp();
+      }
     }
   }
 };

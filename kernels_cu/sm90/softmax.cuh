@@ -18,7 +18,6 @@ constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
 // Shift of a row that has seen nothing. Finite, so that exp2(-inf - shift) is 0, and a first score overflows.
 constexpr float kUnseen = -1e38f;
 
-template <int kCount>
 struct Softmax {
   float shift[2];  // a past maximum of score * scale_log2, + kBias
   float sum[2];    // over this lane's columns
@@ -29,6 +28,7 @@ struct Softmax {
   }
 
   // Raises the shifts to the maxima of these scores; sums, and the output so far, are to be multiplied by o_scale.
+  template <int kCount>
   __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float (&o_scale)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) raise_row(h, quad_max(lane_row_max(s, h)), scale_log2, o_scale[h]);
@@ -42,6 +42,7 @@ struct Softmax {
   }
 
   // Scores become weights; their sums over this lane's columns.
+  template <int kCount>
   __device__ __forceinline__ void weigh(float (&s)[kCount], float scale_log2, float (&sums)[2]) const {
     float odd[2] = {};
     sums[0] = sums[1] = 0.0f;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void scores_again(float (&s)[8], unsigned q_smem, uns
 // The rows of this warp whose weights are out of range, from their scores; the others stay as they are. Rare, and only
 // where there is neither mask nor cap.
 template <int kCount>
-__device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax<kCount>& softmax, const float (&sums)[2],
+__device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
                                             float (&o_scale)[2], float scale_log2, unsigned q_smem, unsigned k_smem) {
   bool again[2];
   float row_max[2], fresh[8];

@@ -21,8 +21,11 @@ struct Tile {
   int head, kv_head, batch;
 };
 constexpr int kNoTile = -1;
-constexpr int kTileSlots = 8;  // the producer is at most kQStages tiles ahead, and the last one's rows are still stored
-static_assert(kQStages + 2 <= kTileSlots, "a tile's description is read until its rows are stored");
+// why: a tile is described before the ring has its first k, and read until its rows are stored; the ring holds this
+// many tiles if each has one key tile.
+constexpr int kTilesInRing = kHeadDimV > 0 ? kStages / 2 : kStages;
+constexpr int kTileSlots = 16;
+static_assert(kTilesInRing + 3 <= kTileSlots, "a tile's description would be written over while it is needed");
 
 constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 
@@ -36,7 +39,7 @@ struct alignas(1024) SharedStorage {
   char kv[kStages][kBytesSlot];  // ring of k and v tiles in the order of their use
   char out[4 * kNumConsumers][kOutPanels > 0 ? kOutPanels * kWarpPanelBytes : 16];  // on its way to global memory
   unsigned long long tile_full[kTileSlots];
-  unsigned long long q_full[kQStages], q_empty[kQStages];
+  unsigned long long q_full[kQStages][kNumConsumers], q_empty[kQStages][kNumConsumers];
   unsigned long long kv_full[kStages], kv_empty[kStages];
   int4 tiles[kTileSlots][2];
 };
@@ -44,24 +47,57 @@ static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for share
 
 // The same as addresses.
 struct Addresses {
-  unsigned q, kv, out, tile_full, q_full, q_empty, kv_full, kv_empty, tiles;
+  unsigned q, kv, out, tile_full, q_barriers, kv_full, kv_empty, tiles;
 
   __device__ explicit Addresses(const SharedStorage& storage)
       : q(smem_address(storage.q)),
         kv(smem_address(storage.kv)),
         out(smem_address(storage.out)),
         tile_full(smem_address(storage.tile_full)),
-        q_full(smem_address(storage.q_full)),
-        q_empty(smem_address(storage.q_empty)),
+        q_barriers(smem_address(storage.q_full)),
         kv_full(smem_address(storage.kv_full)),
         kv_empty(smem_address(storage.kv_empty)),
         tiles(smem_address(storage.tiles)) {}
+
+  // Of tile i: a warpgroup's rows of q, and their barriers.
+  __device__ __forceinline__ unsigned q_rows(unsigned i, int group) const {
+    return q + i % kQStages * kBytesQ + group * 64 * 128;
+  }
+  __device__ __forceinline__ unsigned q_full(unsigned i, int group) const {
+    return q_barriers + 8 * (i % kQStages * kNumConsumers + group);
+  }
+  __device__ __forceinline__ unsigned q_empty(unsigned i, int group) const {
+    return q_full(i, group) + 8 * kQStages * kNumConsumers;
+  }
+
+  // One thread tells the others about tile i.
+  __device__ __forceinline__ void describe(unsigned i, const Tile& tile) const {
+    const unsigned slot = i % kTileSlots, address = tiles + 32 * slot;
+    st_shared_v4(address, {unsigned(tile.row_begin), unsigned(tile.begin), unsigned(tile.end), unsigned(tile.head)});
+    st_shared_v4(address + 16, {unsigned(tile.kv_head), unsigned(tile.batch), 0, 0});
+    mbarrier_arrive(tile_full + 8 * slot);
+  }
+
+  __device__ __forceinline__ void await_tile(unsigned i) const {
+    mbarrier_wait(tile_full + 8 * (i % kTileSlots), i / kTileSlots & 1);
+  }
+
+  // why: read again where it is needed: registers are few.
+  __device__ __forceinline__ Tile tile(unsigned i) const {
+    const unsigned address = tiles + 32 * (i % kTileSlots);
+    unsigned keys[4], heads[4];
+    ld_shared_v4(keys, address);
+    ld_shared_v4(heads, address + 16);
+    return {int(keys[0]), int(keys[1]), int(keys[2]), int(keys[3]), int(heads[0]), int(heads[1])};
+  }
 
   // One thread, before any other uses them.
   __device__ void init_barriers() const {
     constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
     for (int i = 0; i < kTileSlots; ++i) mbarrier_init(tile_full + 8 * i, 1);
-    for (int i = 0; i < kQStages; ++i) mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, kReleases);
+    for (int i = 0; i < kQStages; ++i) {
+      for (int g = 0; g < kNumConsumers; ++g) mbarrier_init(q_full(i, g), 1), mbarrier_init(q_empty(i, g), 4);
+    }
     for (int i = 0; i < kStages; ++i) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(kv_empty + 8 * i, kReleases);
     mbarrier_init_fence();
   }
