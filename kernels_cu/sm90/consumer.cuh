@@ -107,12 +107,23 @@ struct Consumer {
     if (n == keys.begin) arrive(smem.q_empty(i, group));
   }
 
-  // s, of key tile n, becomes weights, whatever it takes; o and the sums so far are to be multiplied by o_scale.
+  // Until s is there; at most kPending later groups of products are not.
+  template <int kPending>
+  __device__ __forceinline__ void await_scores() {
+    wgmma_wait<kPending>();
+    wgmma_pin(s);
+  }
+
+  // s, of key tile n, is awaited and becomes weights, whatever it takes; o and the sums so far are to be multiplied by
+  // o_scale.
+  template <int kPending>
   __device__ __forceinline__ void weigh(const KeyTiles& keys, int n, float (&o_scale)[2]) {
     const ForwardParams& forward = params.forward;
+    const int row = lane_row();  // why: read while the products run
+    await_scores<kPending>();
     if constexpr (kSoftcap) cap(s, forward.softcap_scale);
-    if (n >= keys.clear_end) Mask(forward).hide_after(s, lane_row(), n * kBlockK, fresh_thread() % 4);
-    if (n < keys.clear_begin) Mask(forward).hide_before(s, lane_row(), n * kBlockK, fresh_thread() % 4);
+    if (n >= keys.clear_end) Mask(forward).hide_after(s, row, n * kBlockK, fresh_thread() % 4);
+    if (n < keys.clear_begin) Mask(forward).hide_before(s, row, n * kBlockK, fresh_thread() % 4);
     softmax.raise(s, forward.scale_log2, o_scale);
     float sums[2];
     softmax.weigh(s, forward.scale_log2, sums);

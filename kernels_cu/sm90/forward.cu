@@ -71,14 +71,12 @@ struct ForwardConsumer : Consumer {
     release(v_slot);
   }
 
-  // s = q kᵀ of the next key tile and o += p v of the one before, begun; s is there.
+  // s = q kᵀ of the next key tile and o += p v of the one before, begun.
   __device__ __forceinline__ void begin_step(bool accumulate, unsigned& k_slot, unsigned& v_slot) {
     take_turn();
     k_slot = begin_next_scores();
     v_slot = begin_next_output(accumulate);
     pass_turn();
-    wgmma_wait<1>();
-    wgmma_pin(s);
   }
 
   // All key tiles of a query block but the first; p is then that of the last. The loop over those that need neither
@@ -96,7 +94,7 @@ struct ForwardConsumer : Consumer {
 #pragma unroll 1
       for (; n >= plain_end; --n) {
         begin_step(accumulate, k_slot, v_slot);
-        weigh(keys, n, o_scale);
+        weigh<1>(keys, n, o_scale);
         end_scores(keys, n, k_slot);
         end_output(v_slot);
         pack();
@@ -108,6 +106,7 @@ struct ForwardConsumer : Consumer {
 #pragma unroll 1
       for (; n >= plain_begin; --n) {
         begin_step(accumulate, k_slot, v_slot);
+        await_scores<1>();
         accumulate = true;
         softmax.weigh(s, forward.scale_log2, sums);
         if (__any_sync(0xffffffffu, softmax.out_of_range(0, sums[0]) | softmax.out_of_range(1, sums[1]))) {
@@ -200,9 +199,10 @@ struct ForwardConsumer : Consumer {
   }
 
   // The first key tile's weights.
+  template <int kPending>
   __device__ __forceinline__ void weigh_first(const KeyTiles& keys, unsigned k_slot) {
     softmax.setup();
-    weigh(keys, keys.end - 1, o_scale);
+    weigh<kPending>(keys, keys.end - 1, o_scale);
     end_scores(keys, keys.end - 1, k_slot);
   }
 
@@ -211,12 +211,10 @@ struct ForwardConsumer : Consumer {
     smem.await_tile(0);
     KeyTiles keys(params.forward, smem.tile(0), group);
     unsigned k_slot = begin_first_scores(keys);
-    wgmma_wait<0>();
-    wgmma_pin(s);
-    if constexpr (kNextScoresFirst) weigh_first(keys, k_slot);
+    if constexpr (kNextScoresFirst) weigh_first<0>(keys, k_slot);
 #pragma unroll 1
     for (;;) {
-      if constexpr (!kNextScoresFirst) weigh_first(keys, k_slot);
+      if constexpr (!kNextScoresFirst) weigh_first<0>(keys, k_slot);
       if (keys.skipped) skip(), take_turn(), pass_turn();
       pack();
       const bool accumulate = steps(keys);
@@ -238,10 +236,8 @@ struct ForwardConsumer : Consumer {
         k_slot = begin_first_scores(keys);
         const unsigned v_slot = begin_next_output(accumulate);
         pass_turn();
-        wgmma_wait<1>();
-        wgmma_pin(s);
         const Softmax done = softmax;
-        weigh_first(keys, k_slot);
+        weigh_first<1>(keys, k_slot);
         end_output(v_slot);
         store(done);
       } else {
@@ -252,8 +248,6 @@ struct ForwardConsumer : Consumer {
         wgmma_pin(o);
         release(v_slot);
         store(softmax);
-        wgmma_wait<0>();
-        wgmma_pin(s);
       }
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 2; ++j) asm volatile("" : "=f"(o[j]));  // why: nothing of it is kept

@@ -15,11 +15,9 @@ struct LseConsumer : Consumer {
 #pragma unroll 1
       for (int n = keys.end - 1; n >= keys.begin; --n) {
         const unsigned k_slot = n == keys.end - 1 ? begin_first_scores(keys) : begin_next_scores();
-        wgmma_wait<0>();
-        wgmma_pin(s);
-        end_scores(keys, n, k_slot);
         float unused[2];
-        weigh(keys, n, unused);
+        weigh<0>(keys, n, unused);
+        end_scores(keys, n, k_slot);
       }
       float lse[2];
 #pragma unroll

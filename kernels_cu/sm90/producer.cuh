@@ -82,6 +82,11 @@ struct KeyProducer : Producer {
     ring.advance();
   }
 
+  __device__ __forceinline__ void describe(unsigned i, const Tile& tile) const {
+    if (acts) smem.describe(i, tile);
+    __syncwarp();
+  }
+
   __device__ __forceinline__ void load_k(const Tile& tile, int n) {
     load<kPanelsQk>(params.k, n, tile.kv_head, tile.batch);
   }
@@ -90,13 +95,21 @@ struct KeyProducer : Producer {
     if constexpr (kPanelsV > 0) load<kPanelsV>(params.v, n, tile.kv_head, tile.batch);
   }
 
+  // The last p v of a query block is made in the one after it.
+  __device__ __forceinline__ void load_last_v(unsigned i) {
+    const Tile tile = smem.tile(i);
+    load_v(tile, tile.begin);
+  }
+
+  // why: tiles are read back from shared memory: registers are few.
   __device__ __forceinline__ void run() {
     Schedule schedule;
-    Tile tile = schedule.tile(params), last = {kNoTile}, next;
-    if (acts) smem.describe(0, tile);
+    describe(0, schedule.tile(params));
     unsigned i = 0;
 #pragma unroll 1
-    for (; tile.row_begin != kNoTile; last = tile, tile = next) {
+    for (;; ++i) {
+      const Tile tile = smem.tile(i);
+      if (tile.row_begin == kNoTile) break;
       // why: q of the next block should not come when all blocks begin with new keys, and tiles that are handed out are
       // taken late.
       const int claim_at = params.counter == nullptr ? max(tile.begin, tile.end - 4) : tile.begin;
@@ -104,20 +117,18 @@ struct KeyProducer : Producer {
       for (int n = tile.end - 1; n >= tile.begin; --n) {
         if (n == claim_at) {
           schedule.advance(params);
-          next = schedule.tile(params);
-          ++i;
-          if (acts) smem.describe(i, next);
+          describe(i + 1, schedule.tile(params));
         }
         load_k(tile, n);
         if (n < tile.end - 1) {
           load_v(tile, n + 1);
-        } else if (kNextScoresFirst && last.row_begin != kNoTile) {
-          load_v(last, last.begin);
+        } else if (kNextScoresFirst && i > 0) {
+          load_last_v(i - 1);
         }
       }
       if (!kNextScoresFirst) load_v(tile, tile.begin);
     }
-    if (kNextScoresFirst) load_v(last, last.begin);
+    if (kNextScoresFirst) load_last_v(i - 1);
   }
 };
 
