@@ -33,10 +33,22 @@ struct Mask {
   // the first key of the tile, column_pair = lane % 4. kEndRows: rows from seqlen_q on see nothing.
   template <bool kEndRows = false, int kCount>
   __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair) const {
-    keep(s, key, column_pair, [&](int half) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
       const int i = row + 8 * half;
-      return KeyRange{i + lo, !kEndRows || i < seqlen_q ? min(i + hi + 1, seqlen_k) : 0};
-    });
+      const int first = i + lo - key - 2 * column_pair;
+      const int end = !kEndRows || i < seqlen_q ? min(i + hi, seqlen_k - 1) : -1;
+      const int last = end - key - 2 * column_pair;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = 8 * j + e;
+          float& score = s[4 * j + 2 * half + e];
+          score = column >= first && column <= last ? score : -infinity();
+        }
+      }
+    }
   }
 
   // The same of one side alone: keys after the last that the query sees, and those before the first.
