@@ -69,7 +69,7 @@ def _rounded(size: int, to: int) -> int:
 
 # Head dims in rising order; for one head dim the tile for fewer keys under a mask, or for capped scores, first.
 TILES = (
-    WarpgroupTile(64, 64, 128, 128, 10, 2, 1, max_keys=2560),
+    WarpgroupTile(64, 64, 128, 128, 10, 2, 1, max_keys=640),
     WarpgroupTile(64, 64, 192, 128, 8, 2, 1, ping_pong=True),
     WarpgroupTile(96, 96, 128, 128, 4, 2, 2),
     WarpgroupTile(128, 128, 128, 128, 4, 2, 2),

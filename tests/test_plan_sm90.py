@@ -105,11 +105,11 @@ def test_the_tile_is_chosen_by_the_keys_that_a_query_sees_on_average_under_a_mas
         return check_hopper(plan(of, "forward", H100), of, "forward").block_q
 
     assert block_q(100) == block_q(4096) == 192  # without a mask
-    assert block_q(4607, causal=True) == 128  # 2559.5 keys
-    assert block_q(4608, causal=True) == 192
-    assert block_q(3000, causal=True, diagonal_offset=0) == 128
-    assert block_q(4096, window_size=(700, 700)) == 128
-    assert block_q(4096, window_size=(2000, 2000)) == 192
+    assert block_q(2289, causal=True) == 128  # 639.9 keys
+    assert block_q(2290, causal=True) == 192
+    assert block_q(3000, causal=True, diagonal_offset=-2000) == 128
+    assert block_q(4096, window_size=(300, 300)) == 128
+    assert block_q(4096, window_size=(700, 700)) == 192
 
 
 @pytest.mark.parametrize("softcap", [0.0, 3.0])

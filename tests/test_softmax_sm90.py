@@ -19,12 +19,10 @@ from test_forward_sm90 import (
     every_dtype,
     every_tile,
     host,
-    only,
     padded,
     run,
 )
 
-import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
 
 pytestmark = ON_HOPPER
@@ -225,37 +223,6 @@ def test_values_at_the_ends_of_the_range(tile: WarpgroupTile, dtype: str, size: 
     check_steered(case, tile, arrays, ulps=2)
 
 
-@every_tile
-@every_dtype
-@pytest.mark.parametrize("mask", ["full", "causal", "causal_window", "offset_negative"])
-def test_more_tiles_than_multiprocessors(tile: WarpgroupTile, dtype: str, mask: str) -> None:
-    case = case_of(tile, dtype, tile.block_q + 30, 2 * tile.block_k - 5, heads=(24, 6), batch=6, **MASKS[mask])
-    arrays = case.arrays()
-    out, lse = run(*arrays, tile=tile, **case.arguments())
-    assert_right(case, arrays, out, lse)
-    for _ in range(3):  # the counter of tiles is as it was
-        for got, wanted in zip(run(*arrays, tile=tile, **case.arguments()), (out, lse), strict=True):
-            assert_same(got, wanted)
-
-
-@every_tile
-def test_many_query_blocks_of_one_key_each(tile: WarpgroupTile) -> None:
-    """More of them than a block describes at a time; a row is v, and its lse the score."""
-    import cupy
-
-    # 18 a block, of 132 blocks
-    shapes = case_of(tile, "float16", 18 * tile.block_q, 1, heads=(44, 11), batch=3).shapes()
-    q, k, v = (cupy.random.standard_normal(shape, "f4").astype("f2") for shape in shapes)
-    out, lse = run(q, k, v, tile=tile)
-    assert (out == cupy.repeat(v, 4, axis=2)).all()
-    with only(tile):
-        alone = cuflash.lse(q, k)
-    for batch in range(3):
-        scores = (q[batch].astype("f4") * cupy.repeat(k, 4, axis=2)[batch]).sum(-1).T / tile.head_dim**0.5
-        for got in (lse, alone):
-            assert cupy.abs(got[batch] - scores).max() < 1e-4
-
-
 @every_dtype
 @pytest.mark.parametrize("mask", ["last_rows_blind", "offset_negative"])
 def test_rows_that_see_nothing_are_exactly_zero(mask: str, dtype: str) -> None:
@@ -289,30 +256,6 @@ def test_a_row_depends_on_no_other_and_not_on_its_place(tile: WarpgroupTile, dty
         got, got_lse = run(*cut, tile=tile, **case.arguments())
         assert_same(got, out[batch, rows, heads])
         assert_same(got_lse, lse[batch, heads, rows])
-
-
-@every_tile
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_1000_repeats_on_two_streams_beside_copies_are_bitwise_equal(tile: WarpgroupTile, mask: str) -> None:
-    import cupy
-
-    case = case_of(tile, "bfloat16", 500, 500, heads=(16, 4), batch=4, **MASKS[mask])
-    q, k, v = map(cupy.asarray, case.arrays())
-    wanted, wanted_lse = run(q, k, v, tile=tile, **case.arguments())
-    source, target = cupy.zeros((2, 2**27), "u1")
-    copying, *streams = (cupy.cuda.Stream(non_blocking=True) for _ in range(3))
-    differ = [cupy.zeros(2, "i8") for _ in streams]
-    cupy.cuda.Device().synchronize()
-    with only(tile):
-        for _ in range(500):
-            target.data.copy_from_device_async(source.data, source.nbytes, copying)
-            for stream, count in zip(streams, differ, strict=True):
-                with stream:
-                    out, lse = cuflash.forward(q, k, v, return_lse=True, **case.arguments())
-                    count[0] += (out.view("u2") != wanted.view("u2")).sum()
-                    count[1] += (lse.view("u4") != wanted_lse.view("u4")).sum()
-    cupy.cuda.Device().synchronize()
-    assert [host(count).tolist() for count in differ] == [[0, 0], [0, 0]]
 
 
 @every_dtype

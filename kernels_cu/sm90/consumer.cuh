@@ -23,22 +23,40 @@ __device__ __forceinline__ void begin_scores(Scores& s, unsigned q_smem, unsigne
   wgmma_commit();
 }
 
-// A tile's key tiles as one warpgroup sees them: [begin, end), of which [clear_begin, clear_end) need no mask;
-// `skipped` says that one more comes before.
+// Whether a warpgroup may pass over the first and the last key tile of its block, of which it sees nothing. why: with
+// tiles no shorter than the block this is rare, and to ask costs more than it saves.
+constexpr bool kSkipsTiles = kBlockQ > kBlockK;
+
+// A block's key tiles as one warpgroup sees them: [begin, end), of which [clear_begin, clear_end) need no mask. One
+// more comes before if it skips_first, and after if it skips_last.
 struct KeyTiles {
   int begin, end;
-  bool skipped;
+  bool skips_first = false, skips_last = false;
   int clear_begin, clear_end;
 
-  __device__ __forceinline__ KeyTiles(const ForwardParams& params, const Tile& tile, int group) {
-    const Mask mask(params);
-    const int row_begin = tile.row_begin + 64 * group, row_end = min(row_begin + 64, params.seqlen_q);
-    const KeyRange full = mask.full_range(row_begin, row_end);
-    const int seen_end = (mask.key_range(row_begin, row_end).end + kBlockK - 1) / kBlockK;
-    // why: at most one is skipped: it is passed while the slot of the last v is held, and the ring is short.
-    begin = tile.begin, skipped = !kNextScoresFirst && tile.end - 1 > begin && seen_end < tile.end;
-    end = tile.end - skipped;
+  // may_skip_first: not after a block whose last key tile was skipped.
+  __device__ __forceinline__ KeyTiles(const ForwardParams& params, const Tile& tile, int group, bool may_skip_first)
+      : begin(tile.begin), end(tile.end) {
+    if constexpr (kSkipsTiles) {
+      const KeyRange seen = Mask(params).key_range(first_row(tile, group), end_row(params, tile, group));
+      // why: at most one on a side: they are passed while the slot of a v is held, and the ring is short.
+      skips_first = may_skip_first && end - begin > 1 && (seen.end + kBlockK - 1) / kBlockK < end;
+      end -= skips_first;
+      skips_last = end - begin > 1 && seen.begin / kBlockK > begin;
+      begin += skips_last;
+    }
+  }
+
+  // why: apart, because there is time for it once the first products are begun.
+  __device__ __forceinline__ void find_clear(const ForwardParams& params, const Tile& tile, int group) {
+    const KeyRange full = Mask(params).full_range(first_row(tile, group), end_row(params, tile, group));
     clear_begin = (full.begin + kBlockK - 1) / kBlockK, clear_end = full.end / kBlockK;
+  }
+
+ private:
+  __device__ static int first_row(const Tile& tile, int group) { return tile.row_begin + 64 * group; }
+  __device__ static int end_row(const ForwardParams& params, const Tile& tile, int group) {
+    return min(first_row(tile, group) + 64, params.seqlen_q);
   }
 };
 
@@ -56,10 +74,10 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const TiledParams& p, const Addresses& addresses, int warp_idx)
       : params(p), smem(addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
 
-  // Waits for the ring's next tile; its address.
-  __device__ __forceinline__ unsigned await() const {
-    mbarrier_wait(smem.kv_full + 8 * ring.slot, ring.parity);
-    return smem.kv + ring.slot * kBytesSlot;
+  // Waits for a tile of the ring; its address.
+  __device__ __forceinline__ unsigned await(const RingPosition& at) const {
+    mbarrier_wait(smem.kv_full + 8 * at.slot, at.parity);
+    return smem.kv + at.slot * kBytesSlot;
   }
 
   // Goes on in the ring; the slot left.
@@ -76,7 +94,7 @@ struct Consumer {
   __device__ __forceinline__ void release(unsigned slot) const { arrive(smem.kv_empty + 8 * slot); }
 
   __device__ __forceinline__ void skip() {
-    await();
+    await(ring);
     release(advance());
   }
 
@@ -89,14 +107,16 @@ struct Consumer {
 
   // s = q kᵀ of the ring's next tile, begun; its slot.
   __device__ __forceinline__ unsigned begin_next_scores() {
-    begin_scores(s, smem.q_rows(i, group), await());
+    begin_scores(s, smem.q_rows(i, group), await(ring));
     return advance();
   }
 
+  __device__ __forceinline__ void await_q() const { mbarrier_wait(smem.q_full(i, group), i / kQStages & 1); }
+
   // The same of the first key tile that this warpgroup sees.
   __device__ __forceinline__ unsigned begin_first_scores(const KeyTiles& keys) {
-    if (keys.skipped) skip();
-    mbarrier_wait(smem.q_full(i, group), i / kQStages & 1);
+    if (keys.skips_first) skip();
+    await_q();
     return begin_next_scores();
   }
 

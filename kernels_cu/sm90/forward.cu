@@ -49,6 +49,9 @@ struct ForwardConsumer : Consumer {
     if constexpr (kPingPong) bar_arrive(kTurnBarrier + (group + 1) % kNumConsumers, 256);
   }
 
+  // The turn of a step that is skipped: all warpgroups take as many.
+  __device__ __forceinline__ void pass_over() const { take_turn(), pass_turn(); }
+
   __device__ __forceinline__ void pack() {
 #pragma unroll
     for (int j = 0; j < kBlockK / 4; ++j) p[j] = pack2(s[2 * j], s[2 * j + 1]);
@@ -61,7 +64,7 @@ struct ForwardConsumer : Consumer {
   }
 
   __device__ __forceinline__ unsigned begin_next_output(bool accumulate) {
-    begin_output(o, p, await(), accumulate);
+    begin_output(o, p, await(ring), accumulate);
     return advance();
   }
 
@@ -71,68 +74,78 @@ struct ForwardConsumer : Consumer {
     release(v_slot);
   }
 
+  // One of the steps of a query block.
+  struct Step {
+    int n;                    // the key tile of s
+    bool accumulate = false;  // o has the p v of a key tile
+    unsigned k_slot, v_slot;
+    float sums[2];  // of the weights
+  };
+
   // s = q kᵀ of the next key tile and o += p v of the one before, begun.
-  __device__ __forceinline__ void begin_step(bool accumulate, unsigned& k_slot, unsigned& v_slot) {
+  __device__ __forceinline__ void begin_step(Step& step) {
     take_turn();
-    k_slot = begin_next_scores();
-    v_slot = begin_next_output(accumulate);
+    step.k_slot = begin_next_scores();
+    step.v_slot = begin_next_output(step.accumulate);
+    step.accumulate = true;
     pass_turn();
   }
 
-  // All key tiles of a query block but the first; p is then that of the last. The loop over those that need neither
-  // mask nor cap stands alone. why: it is longer than the first instruction cache, and nothing may lie in its way.
+  // Steps by the stale maximum down to key tile `begin`; false once weights are out of range, whose step is unfinished.
+  template <bool kHideBefore>
+  __device__ __forceinline__ bool stale_steps(Step& step, const KeyTiles& keys, int begin) {
+    const ForwardParams& forward = params.forward;
+#pragma unroll 1
+    for (; step.n >= begin; --step.n) {
+      begin_step(step);
+      const int row = kHideBefore ? lane_row() : 0;  // why: read while the products run
+      await_scores<1>();
+      if constexpr (kHideBefore) Mask(forward).hide_before(s, row, step.n * kBlockK, fresh_thread() % 4);
+      softmax.weigh(s, forward.scale_log2, step.sums);
+      if (__any_sync(0xffffffffu, softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]))) {
+        wgmma_wait<0>();
+        wgmma_pin(o);
+        return false;
+      }
+      softmax.add(step.sums);
+      end_scores(keys, step.n, step.k_slot);
+      end_output(step.v_slot);
+      pack();
+    }
+    return true;
+  }
+
+  // All key tiles of a query block but the first; p is then that of the last. Whether o has something.
   __device__ __forceinline__ bool steps(const KeyTiles& keys) {
     const ForwardParams& forward = params.forward;
-    bool accumulate = false;
-    int n = keys.end - 2;
-    int plain_end = kSoftcap ? keys.begin : max(keys.begin, keys.clear_end);
-    const int plain_begin = max(keys.begin, keys.clear_begin);
-    unsigned k_slot, v_slot;
-    float sums[2];
+    Step step{keys.end - 2};
+    // why: after a clear tile every row has a maximum; the tiles cut at the left then need none of their own.
+    const bool stale = !kSoftcap && keys.clear_begin < min(keys.clear_end, keys.end);
+    const int exact_end = stale ? max(keys.begin, keys.clear_end) : keys.begin;
 #pragma unroll 1
-    for (;;) {
+    for (; step.n >= exact_end; --step.n) {
+      begin_step(step);
+      weigh<1>(keys, step.n, o_scale);
+      end_scores(keys, step.n, step.k_slot);
+      end_output(step.v_slot);
+      pack();
+      rescale();
+    }
+    if constexpr (!kSoftcap) {
+      // why: the loop over clear tiles stands alone: it is longer than the first instruction cache.
+      const int clear_begin = max(keys.begin, keys.clear_begin);
 #pragma unroll 1
-      for (; n >= plain_end; --n) {
-        begin_step(accumulate, k_slot, v_slot);
-        weigh<1>(keys, n, o_scale);
-        end_scores(keys, n, k_slot);
-        end_output(v_slot);
+      while (!stale_steps<false>(step, keys, clear_begin) || !stale_steps<true>(step, keys, keys.begin)) {
+        weigh_again(s, softmax, step.sums, o_scale, forward, lane_row(), step.n * kBlockK, q_smem(),
+                    smem.kv + step.k_slot * kBytesSlot);
+        end_scores(keys, step.n, step.k_slot);
+        release(step.v_slot);
         pack();
         rescale();
-        accumulate = true;
-      }
-      if constexpr (kSoftcap) return accumulate;
-      bool again = false;
-#pragma unroll 1
-      for (; n >= plain_begin; --n) {
-        begin_step(accumulate, k_slot, v_slot);
-        await_scores<1>();
-        accumulate = true;
-        softmax.weigh(s, forward.scale_log2, sums);
-        if (__any_sync(0xffffffffu, softmax.out_of_range(0, sums[0]) | softmax.out_of_range(1, sums[1]))) {
-          wgmma_wait<0>();
-          wgmma_pin(o);
-          again = true;
-          break;
-        }
-        softmax.add(sums);
-        end_scores(keys, n, k_slot);
-        end_output(v_slot);
-        pack();
-      }
-      if (again) {
-        weigh_again(s, softmax, sums, o_scale, forward.scale_log2, q_smem(), smem.kv + k_slot * kBytesSlot);
-        end_scores(keys, n, k_slot);
-        release(v_slot);
-        pack();
-        rescale();
-        --n;
-      } else if (n >= keys.begin) {
-        plain_end = keys.begin;
-      } else {
-        return accumulate;
+        --step.n;
       }
     }
+    return step.accumulate;
   }
 
   // Where the warp stages panel n of its rows of out, of those that are on their way at a time.
@@ -200,7 +213,8 @@ struct ForwardConsumer : Consumer {
 
   // The first key tile's weights.
   template <int kPending>
-  __device__ __forceinline__ void weigh_first(const KeyTiles& keys, unsigned k_slot) {
+  __device__ __forceinline__ void weigh_first(KeyTiles& keys, unsigned k_slot) {
+    keys.find_clear(params.forward, smem.tile(i), group);
     softmax.setup();
     weigh<kPending>(keys, keys.end - 1, o_scale);
     end_scores(keys, keys.end - 1, k_slot);
@@ -209,19 +223,23 @@ struct ForwardConsumer : Consumer {
   __device__ __forceinline__ void run() {
     if (kPingPong && group == kNumConsumers - 1) bar_arrive(kTurnBarrier, 256);
     smem.await_tile(0);
-    KeyTiles keys(params.forward, smem.tile(0), group);
+    KeyTiles keys(params.forward, smem.tile(0), group, true);
+    bool skips_v = keys.skips_first;  // of a key tile that is skipped
     unsigned k_slot = begin_first_scores(keys);
     if constexpr (kNextScoresFirst) weigh_first<0>(keys, k_slot);
 #pragma unroll 1
     for (;;) {
       if constexpr (!kNextScoresFirst) weigh_first<0>(keys, k_slot);
-      if (keys.skipped) skip(), take_turn(), pass_turn();
+      if (skips_v) skip();
+      if (keys.skips_first) pass_over();
       pack();
       const bool accumulate = steps(keys);
 
       // The last p v, with the next tile's first s.
       smem.await_tile(++i);
       const Tile next = smem.tile(i);
+      const bool skips_last = keys.skips_last;
+      if (skips_last) skip(), pass_over();
       if (next.row_begin == kNoTile) {
         begin_next_output(accumulate);
         wgmma_wait<0>();
@@ -231,10 +249,20 @@ struct ForwardConsumer : Consumer {
         break;
       }
       take_turn();
-      keys = KeyTiles(params.forward, next, group);
       if constexpr (kNextScoresFirst) {
-        k_slot = begin_first_scores(keys);
-        const unsigned v_slot = begin_next_output(accumulate);
+        keys = KeyTiles(params.forward, next, group, !skips_last);
+        if (keys.skips_first) skip();
+        skips_v = skips_last || keys.skips_first;
+        RingPosition k = ring, v;
+        ring.advance();
+        v = ring;
+        ring.advance();
+        if (skips_v) swap(k, v);  // why: v of the key tile that is skipped lies between what was and what comes
+        await_q();
+        begin_scores(s, smem.q_rows(i, group), await(k));
+        begin_output(o, p, await(v), accumulate);
+        k_slot = k.slot;
+        const unsigned v_slot = v.slot;
         pass_turn();
         const Softmax done = softmax;
         weigh_first<1>(keys, k_slot);
@@ -242,6 +270,9 @@ struct ForwardConsumer : Consumer {
         store(done);
       } else {
         const unsigned v_slot = begin_next_output(accumulate);
+        if (skips_last) skip();
+        keys = KeyTiles(params.forward, next, group, true);
+        skips_v = keys.skips_first;
         k_slot = begin_first_scores(keys);
         pass_turn();
         wgmma_wait<1>();

@@ -10,7 +10,8 @@ struct LseConsumer : Consumer {
       smem.await_tile(i);
       const Tile of = smem.tile(i);
       if (of.row_begin == kNoTile) break;
-      const KeyTiles keys(params.forward, of, group);
+      KeyTiles keys(params.forward, of, group, true);
+      keys.find_clear(params.forward, of, group);
       softmax.setup();
 #pragma unroll 1
       for (int n = keys.end - 1; n >= keys.begin; --n) {
@@ -19,6 +20,7 @@ struct LseConsumer : Consumer {
         weigh<0>(keys, n, unused);
         end_scores(keys, n, k_slot);
       }
+      if (keys.skips_last) skip();
       float lse[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {

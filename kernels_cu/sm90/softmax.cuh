@@ -98,10 +98,11 @@ __device__ __forceinline__ void scores_again(float (&s)[8], unsigned q_smem, uns
 }
 
 // The rows of this warp whose weights are out of range, from their scores; the others stay as they are. Rare, and only
-// where there is neither mask nor cap.
+// where there is neither a cap nor a key after the last that the query sees. `row` and `key`: as in Mask.
 template <int kCount>
 __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
-                                            float (&o_scale)[2], float scale_log2, unsigned q_smem, unsigned k_smem) {
+                                            float (&o_scale)[2], const ForwardParams& params, int row, int key,
+                                            unsigned q_smem, unsigned k_smem) {
   bool again[2];
   float row_max[2], fresh[8];
 #pragma unroll
@@ -110,9 +111,13 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
     again[h] = lanes >> (fresh_thread() % 32 & ~3) & 15;
     row_max[h] = -infinity();
   }
+  auto make_scores = [&](int j) {
+    scores_again(fresh, q_smem, k_smem + j * 16 * 128);
+    Mask(params).hide_before(fresh, row, key + 16 * j, fresh_thread() % 4);
+  };
 #pragma unroll 1
   for (int j = 0; j < kCount / 8; ++j) {
-    scores_again(fresh, q_smem, k_smem + j * 16 * 128);
+    make_scores(j);
 #pragma unroll
     for (int h = 0; h < 2; ++h) row_max[h] = fmaxf(row_max[h], lane_row_max(fresh, h));
   }
@@ -121,16 +126,16 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
   for (int h = 0; h < 2; ++h) {
     o_scale[h] = 1.0f;
     const float whole = quad_max(row_max[h]);
-    if (again[h]) softmax.raise_row(h, whole, scale_log2, o_scale[h]);
+    if (again[h]) softmax.raise_row(h, whole, params.scale_log2, o_scale[h]);
     tile_sum[h] = again[h] ? 0.0f : sums[h];
   }
 #pragma unroll
   for (int j = 0; j < kCount / 8; ++j) {
-    scores_again(fresh, q_smem, k_smem + j * 16 * 128);
+    make_scores(j);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (!again[h]) continue;
-      tile_sum[h] += exponentiate_row(fresh, h, scale_log2, softmax.shift[h]);
+      tile_sum[h] += exponentiate_row(fresh, h, params.scale_log2, softmax.shift[h]);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int at = 4 * (i / 2) + 2 * h + i % 2;

@@ -111,3 +111,8 @@ struct RingPosition {
     if (++slot == kStages) slot = 0, parity ^= 1;
   }
 };
+
+__device__ __forceinline__ void swap(RingPosition& a, RingPosition& b) {
+  const RingPosition old = a;
+  a = b, b = old;
+}
