@@ -20,8 +20,8 @@ OUT_ROWS = 16  # of out that a warp stores at a time
 class WarpgroupTile:
     """Compile-time shape of one block: a warpgroup that copies, and one for every 64 queries.
 
-    `head_dim_v` is 0 without v. `stages` counts tiles of k or v in one ring, `q_stages` those of q, `out_panels` the
-    panels of a warp's rows of out that are on their way at a time.
+    `head_dim_v` is 0 without v. `stages` counts tiles of k or v in one ring, `q_stages` those of q. `q_columns`: of
+    q, from the first on, that stay in registers; `out_panels`: of a warp's rows of out that are on their way at a time.
     """
 
     head_dim: int
@@ -30,6 +30,7 @@ class WarpgroupTile:
     block_k: int
     stages: int
     q_stages: int
+    q_columns: int
     out_panels: int
     ping_pong: bool = False
     max_keys: int | None = None  # for queries that see no more keys than this on average, under a mask
@@ -58,6 +59,7 @@ class WarpgroupTile:
             "BLOCK_K": self.block_k,
             "STAGES": self.stages,
             "Q_STAGES": self.q_stages,
+            "Q_COLUMNS": self.q_columns,
             "OUT_PANELS": self.out_panels,
             "PING_PONG": int(self.ping_pong),
         }
@@ -69,15 +71,15 @@ def _rounded(size: int, to: int) -> int:
 
 # Head dims in rising order; for one head dim the tile for fewer keys under a mask, or for capped scores, first.
 TILES = (
-    WarpgroupTile(64, 64, 128, 128, 10, 2, 1, max_keys=640),
-    WarpgroupTile(64, 64, 192, 128, 8, 2, 1, ping_pong=True),
-    WarpgroupTile(96, 96, 128, 128, 4, 2, 2),
-    WarpgroupTile(128, 128, 128, 128, 4, 2, 2),
-    WarpgroupTile(192, 128, 128, 64, 6, 1, 2, softcap=True),
-    WarpgroupTile(192, 128, 128, 96, 4, 1, 2, softcap=False),
-    WarpgroupTile(192, 192, 128, 64, 5, 1, 3),
-    WarpgroupTile(256, 256, 128, 48, 5, 1, 2, softcap=True),
-    WarpgroupTile(256, 256, 128, 64, 4, 1, 2, softcap=False),
+    WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1, max_keys=640),
+    WarpgroupTile(64, 64, 192, 128, 8, 2, 16, 1, ping_pong=True),
+    WarpgroupTile(96, 96, 128, 128, 5, 1, 96, 2),
+    WarpgroupTile(128, 128, 128, 128, 5, 1, 128, 2),
+    WarpgroupTile(192, 128, 128, 64, 6, 1, 192, 2, softcap=True),
+    WarpgroupTile(192, 128, 128, 96, 4, 1, 192, 2, softcap=False),
+    WarpgroupTile(192, 192, 128, 64, 5, 1, 192, 3),
+    WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
+    WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
 )
 
 

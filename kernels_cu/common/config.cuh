@@ -39,12 +39,15 @@ static_assert(kStages == 1 || kStages == 2, "the ring is one or two tiles deep")
 
 // Those that multiply by wgmma: one warpgroup copies, the others compute. A stage of the ring is a tile of k or of v.
 #ifdef CUFLASH_Q_STAGES
-constexpr int kQStages = CUFLASH_Q_STAGES;        // query tiles in shared memory
-constexpr int kOutPanels = CUFLASH_OUT_PANELS;    // of 128 bytes, of a warp's rows of out that leave at a time
-constexpr bool kSoftcap = CUFLASH_SOFTCAP;        // scores are capped
-constexpr bool kPingPong = CUFLASH_PING_PONG;     // warpgroups issue their products in turn
-constexpr int kNumConsumers = kNumWarps / 4 - 1;  // warpgroups that compute
-static_assert(kBlockQ == 64 * kNumConsumers, "a warpgroup computes 64 queries");
+constexpr int kQStages = CUFLASH_Q_STAGES;                // query tiles in shared memory
+constexpr int kQSteps = CUFLASH_Q_COLUMNS / 16;           // steps of q kᵀ whose columns of q stay in registers
+constexpr bool kQInRegisters = 16 * kQSteps == kHeadDim;  // all of them
+constexpr int kOutPanels = CUFLASH_OUT_PANELS;            // of 128 bytes, of a warp's rows of out that leave at a time
+constexpr bool kSoftcap = CUFLASH_SOFTCAP;                // scores are capped
+constexpr bool kPingPong = CUFLASH_PING_PONG;             // warpgroups issue their products in turn
+constexpr int kNumConsumers = kNumWarps / 4 - 1;          // warpgroups that compute
+constexpr int kGroupRows = 64;                            // queries of one of them
+static_assert(kBlockQ == kGroupRows * kNumConsumers, "they share the queries of a block");
 #endif
 
 // The kernel whose blocks own keys.

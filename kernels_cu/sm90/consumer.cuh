@@ -11,14 +11,31 @@ constexpr int kConsumerRegisters = kNumConsumers == 2 ? 240 : 160;
 
 using Scores = float[kBlockK / 2];
 
-// s = q kᵀ, begun.
-__device__ __forceinline__ void begin_scores(Scores& s, unsigned q_smem, unsigned k_smem) {
-  const unsigned q = wgmma_low(q_smem, 16), k = wgmma_low(k_smem, 16);
+// The first columns of a warp's rows of q, as the products take them from registers.
+__device__ __forceinline__ void load_query(Query& q, unsigned q_smem) {
+  using Panel = Swizzle<8>;
+  const int lane = fresh_thread() % 32;
+  const unsigned first = q_smem + Panel::offset(lane % 16, lane / 16);
+#pragma unroll
+  for (int kk = 0; kk < kQSteps; ++kk) {
+    ldmatrix_x4(q[kk], Panel::advance(first + kk / 4 * kPanelBytesQ, 0, kk % 4 * 2));
+  }
+}
+
+// s = q kᵀ, begun. why from registers, as far as they go: from shared memory wgmma reads q again for every key tile, at
+// the cost of bandwidth and of power.
+__device__ __forceinline__ void begin_scores(Scores& s, const Query& q, unsigned q_smem, unsigned k_smem) {
+  const unsigned q_low = wgmma_low(q_smem, 16), k_low = wgmma_low(k_smem, 16);
   wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-    Wgmma<kBlockK>::ss<kIsFloat16, false>(s, wgmma_descriptor(q + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2),
-                                          wgmma_descriptor(k + kk / 4 * (kPanelBytesK / 16) + kk % 4 * 2), kk > 0);
+    const unsigned long long k = wgmma_descriptor(k_low + kk / 4 * (kPanelBytesK / 16) + kk % 4 * 2);
+    if (kk < kQSteps) {
+      Wgmma<kBlockK>::rs<kIsFloat16, false>(s, q[kk], k, kk > 0);
+    } else {
+      Wgmma<kBlockK>::ss<kIsFloat16, false>(s, wgmma_descriptor(q_low + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2), k,
+                                            kk > 0);
+    }
   }
   wgmma_commit();
 }
@@ -54,9 +71,9 @@ struct KeyTiles {
   }
 
  private:
-  __device__ static int first_row(const Tile& tile, int group) { return tile.row_begin + 64 * group; }
+  __device__ static int first_row(const Tile& tile, int group) { return tile.row_begin + kGroupRows * group; }
   __device__ static int end_row(const ForwardParams& params, const Tile& tile, int group) {
-    return min(first_row(tile, group) + 64, params.seqlen_q);
+    return min(first_row(tile, group) + kGroupRows, params.seqlen_q);
   }
 };
 
@@ -68,6 +85,7 @@ struct Consumer {
   const bool leads = threadIdx.x % 32 == 0;
   unsigned i = 0;
   RingPosition ring;
+  Query q;
   Scores s;
   Softmax softmax;
 
@@ -99,7 +117,7 @@ struct Consumer {
   }
 
   // The warp's first row in the query block, this lane's first of all queries, and the warp's rows of q.
-  __device__ __forceinline__ int block_row() const { return group * 64 + warp * 16; }
+  __device__ __forceinline__ int block_row() const { return group * kGroupRows + warp * 16; }
   __device__ __forceinline__ int lane_row() const {
     return smem.tile(i).row_begin + block_row() + fresh_thread() % 32 / 4;
   }
@@ -107,24 +125,28 @@ struct Consumer {
 
   // s = q kᵀ of the ring's next tile, begun; its slot.
   __device__ __forceinline__ unsigned begin_next_scores() {
-    begin_scores(s, smem.q_rows(i, group), await(ring));
+    begin_scores(s, q, smem.q_rows(i, group), await(ring));
     return advance();
   }
 
-  __device__ __forceinline__ void await_q() const { mbarrier_wait(smem.q_full(i, group), i / kQStages & 1); }
+  __device__ __forceinline__ void await_query() {
+    mbarrier_wait(smem.q_full(i, group), i / kQStages & 1);
+    load_query(q, q_smem());
+  }
 
   // The same of the first key tile that this warpgroup sees.
   __device__ __forceinline__ unsigned begin_first_scores(const KeyTiles& keys) {
     if (keys.skips_first) skip();
-    await_q();
+    await_query();
     return begin_next_scores();
   }
 
-  // The scores of key tile n are not needed any more; after the last, nor is q.
+  // The scores of key tile n are not needed any more. q is not after the last; nor after the first, if it is in
+  // registers. why not before: loads that are still on their way do not hold back an arrival.
   __device__ __forceinline__ void end_scores(const KeyTiles& keys, int n, unsigned k_slot) const {
     __syncwarp();
     release(k_slot);
-    if (n == keys.begin) arrive(smem.q_empty(i, group));
+    if (n == (kQInRegisters ? keys.end - 1 : keys.begin)) arrive(smem.q_empty(i, group));
   }
 
   // Until s is there; at most kPending later groups of products are not.

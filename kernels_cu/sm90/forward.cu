@@ -10,7 +10,7 @@
 //          one, then the softmax of that s runs beside p v; the last p v of a block goes with the first s of the next
 //          block, under which the block's rows are stored.
 // Barriers tile_full   the producer has described a tile (or that there is none)
-//          q_full      q has arrived            q_empty   every warp has its last s of the tile
+//          q_full      q has arrived            q_empty   every warp is done with it
 //          kv_full     k or v has arrived       kv_empty  every warp is done with it
 //          turn        (kPingPong) a warpgroup may issue its products: the other's softmax then runs beside them
 #include "consumer.cuh"
@@ -136,7 +136,7 @@ struct ForwardConsumer : Consumer {
       const int clear_begin = max(keys.begin, keys.clear_begin);
 #pragma unroll 1
       while (!stale_steps<false>(step, keys, clear_begin) || !stale_steps<true>(step, keys, keys.begin)) {
-        weigh_again(s, softmax, step.sums, o_scale, forward, lane_row(), step.n * kBlockK, q_smem(),
+        weigh_again(s, softmax, step.sums, o_scale, forward, lane_row(), step.n * kBlockK, q, q_smem(),
                     smem.kv + step.k_slot * kBytesSlot);
         end_scores(keys, step.n, step.k_slot);
         release(step.v_slot);
@@ -258,8 +258,8 @@ struct ForwardConsumer : Consumer {
         v = ring;
         ring.advance();
         if (skips_v) swap(k, v);  // why: v of the key tile that is skipped lies between what was and what comes
-        await_q();
-        begin_scores(s, smem.q_rows(i, group), await(k));
+        await_query();
+        begin_scores(s, q, smem.q_rows(i, group), await(k));
         begin_output(o, p, await(v), accumulate);
         k_slot = k.slot;
         const unsigned v_slot = v.slot;

@@ -153,8 +153,8 @@ struct QueryProducer : Producer {
         mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
         if (acts) {
           mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
-          load_panels<kPanelsQk>(params.q, smem.q_rows(i, group), kPanelBytesQ, barrier, tile.row_begin + 64 * group,
-                                 tile.head, tile.batch);
+          load_panels<kPanelsQk>(params.q, smem.q_rows(i, group), kPanelBytesQ, barrier,
+                                 tile.row_begin + kGroupRows * group, tile.head, tile.batch);
         }
         __syncwarp();
       }

@@ -18,6 +18,8 @@ constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
 // Shift of a row that has seen nothing. Finite, so that exp2(-inf - shift) is 0, and a first score overflows.
 constexpr float kUnseen = -1e38f;
 
+using Query = unsigned[kQSteps > 0 ? kQSteps : 1][4];  // fragments of a warp's rows of q
+
 struct Softmax {
   float shift[2];  // a past maximum of score * scale_log2, + kBias
   float sum[2];    // over this lane's columns
@@ -75,17 +77,22 @@ struct Softmax {
 };
 
 // Scores of a warp's 16 rows with 16 keys once more, by mma.sync, whose fragments are those of wgmma: it needs no other
-// warp. q and k: the warp's rows, and the first key, in the first panel.
-__device__ __forceinline__ void scores_again(float (&s)[8], unsigned q_smem, unsigned k_smem) {
+// warp. q and k: the warp's rows, and the first key, in the first panel; q from registers if it is there.
+__device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsigned q_smem, unsigned k_smem) {
   using Panel = Swizzle<8>;
   const int lane = fresh_thread() % 32;
 #pragma unroll
   for (int i = 0; i < 8; ++i) s[i] = 0.0f;
-#pragma unroll 1
+#pragma unroll(kQInRegisters ? kQSteps : 1)
   for (int kk = 0; kk < kHeadDim / 16; ++kk) {
     const int panel = kk / 4, chunk = kk % 4 * 2;
     unsigned a[4], b[4];
-    ldmatrix_x4(a, q_smem + panel * kPanelBytesQ + Panel::offset(lane % 16, chunk + lane / 16));
+    if constexpr (kQInRegisters) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) a[i] = q[kk][i];
+    } else {
+      ldmatrix_x4(a, q_smem + panel * kPanelBytesQ + Panel::offset(lane % 16, chunk + lane / 16));
+    }
     ldmatrix_x4(b, k_smem + panel * kPanelBytesK + Panel::offset(lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
     if constexpr (kIsFloat16) {
       mma_sync_m16n8k16_f16(s, a, b[0], b[1]);
@@ -102,7 +109,7 @@ __device__ __forceinline__ void scores_again(float (&s)[8], unsigned q_smem, uns
 template <int kCount>
 __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
                                             float (&o_scale)[2], const ForwardParams& params, int row, int key,
-                                            unsigned q_smem, unsigned k_smem) {
+                                            const Query& q, unsigned q_smem, unsigned k_smem) {
   bool again[2];
   float row_max[2], fresh[8];
 #pragma unroll
@@ -112,7 +119,7 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
     row_max[h] = -infinity();
   }
   auto make_scores = [&](int j) {
-    scores_again(fresh, q_smem, k_smem + j * 16 * 128);
+    scores_again(fresh, q, q_smem, k_smem + j * 16 * 128);
     Mask(params).hide_before(fresh, row, key + 16 * j, fresh_thread() % 4);
   };
 #pragma unroll 1

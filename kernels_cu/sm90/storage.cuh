@@ -30,9 +30,9 @@ static_assert(kTilesInRing + 3 <= kTileSlots, "a tile's description would be wri
 constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 
 // Where one query block follows another, its first s is issued before the last p v of the one before, and its first
-// weights are made beside that p v. With one q stage p v goes first: its time is that in which q arrives, and the rows
-// of out are stored beside the first s.
-constexpr bool kNextScoresFirst = kHeadDimV > 0 && kQStages > 1;
+// weights are made beside that p v. Where q stays in its one stage to the end, p v goes first: its time is that in
+// which the next q arrives, and the rows of out are stored beside the first s.
+constexpr bool kNextScoresFirst = kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
 
 struct alignas(1024) SharedStorage {
   char q[kQStages][kBytesQ];
@@ -61,7 +61,7 @@ struct Addresses {
 
   // Of tile i: a warpgroup's rows of q, and their barriers.
   __device__ __forceinline__ unsigned q_rows(unsigned i, int group) const {
-    return q + i % kQStages * kBytesQ + group * 64 * 128;
+    return q + i % kQStages * kBytesQ + group * kGroupRows * 128;
   }
   __device__ __forceinline__ unsigned q_full(unsigned i, int group) const {
     return q_barriers + 8 * (i % kQStages * kNumConsumers + group);
