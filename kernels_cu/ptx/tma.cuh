@@ -6,6 +6,11 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];  // opaque: made by cuTensorMapEncodeTiled
 };
 
+// Has the copy engine read the map ahead of its first use.
+__device__ __forceinline__ void tma_prefetch(const TensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // One thread; the bytes are counted at the barrier. Coordinates from the innermost dimension on, in elements.
 __device__ __forceinline__ void tma_load_4d(unsigned smem_address, const TensorMap* map, unsigned barrier, int c0,
                                             int c1, int c2, int c3) {

@@ -191,11 +191,16 @@ __device__ __forceinline__ void run_roles(const TiledParams& params) {
   const Addresses smem(*reinterpret_cast<const SharedStorage*>(smem_bytes));
   // why: a warp's number is the same for all its lanes, and the compiler must know.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (threadIdx.x == 0) smem.init_barriers();
+  // why shared out: nothing is copied before all of this is done, and of a short call it is a part.
+  Tile first;
+  if (warp == 0) first = Schedule().tile(params);
+  if (threadIdx.x == 32) smem.init_barriers();
+  if (threadIdx.x == 64) tma_prefetch(&params.q), tma_prefetch(&params.k);
+  if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v), tma_prefetch(&params.out);
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0) KeyProducer(params, smem).run();
+    if (warp == 0) KeyProducer(params, smem).run(first);
     else if (warp <= kQueryWarps) QueryProducer(params, smem, warp - 1).run();
   } else {
     setmaxnreg_inc<kConsumerRegisters>();

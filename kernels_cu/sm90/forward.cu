@@ -253,9 +253,9 @@ struct ForwardConsumer : Consumer {
         keys = KeyTiles(params.forward, next, group, !skips_last);
         if (keys.skips_first) skip();
         skips_v = skips_last || keys.skips_first;
-        RingPosition k = ring, v;
+        RingPosition k = ring;
         ring.advance();
-        v = ring;
+        RingPosition v = ring;
         ring.advance();
         if (skips_v) swap(k, v);  // why: v of the key tile that is skipped lies between what was and what comes
         await_query();

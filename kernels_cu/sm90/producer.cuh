@@ -102,9 +102,9 @@ struct KeyProducer : Producer {
   }
 
   // why: tiles are read back from shared memory: registers are few.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run(const Tile& first) {
     Schedule schedule;
-    describe(0, schedule.tile(params));
+    describe(0, first);
     unsigned i = 0;
 #pragma unroll 1
     for (;; ++i) {
@@ -133,7 +133,7 @@ struct KeyProducer : Producer {
 };
 
 // Loads q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own: its next rows are on
-// their way as soon as it has its last s.
+// their way as soon as it has done with these.
 constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
 
 struct QueryProducer : Producer {

@@ -110,43 +110,39 @@ template <int kCount>
 __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
                                             float (&o_scale)[2], const ForwardParams& params, int row, int key,
                                             const Query& q, unsigned q_smem, unsigned k_smem) {
+  constexpr int kPieces = kCount / 8;  // of 16 keys
   bool again[2];
-  float row_max[2], fresh[8];
+  float row_max[2], tile_sum[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     const unsigned lanes = __ballot_sync(0xffffffffu, softmax.out_of_range(h, sums[h]));
     again[h] = lanes >> (fresh_thread() % 32 & ~3) & 15;
-    row_max[h] = -infinity();
-  }
-  auto make_scores = [&](int j) {
-    scores_again(fresh, q, q_smem, k_smem + j * 16 * 128);
-    Mask(params).hide_before(fresh, row, key + 16 * j, fresh_thread() % 4);
-  };
-#pragma unroll 1
-  for (int j = 0; j < kCount / 8; ++j) {
-    make_scores(j);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) row_max[h] = fmaxf(row_max[h], lane_row_max(fresh, h));
-  }
-  float tile_sum[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    o_scale[h] = 1.0f;
-    const float whole = quad_max(row_max[h]);
-    if (again[h]) softmax.raise_row(h, whole, params.scale_log2, o_scale[h]);
+    row_max[h] = -infinity(), o_scale[h] = 1.0f;
     tile_sum[h] = again[h] ? 0.0f : sums[h];
   }
-#pragma unroll
-  for (int j = 0; j < kCount / 8; ++j) {
-    make_scores(j);
+  // why one loop, once for the maxima and once for the weights: it is compiled once.
+#pragma unroll 1
+  for (int n = 0; n < 2 * kPieces; ++n) {
+    const int piece = n % kPieces;
+    float fresh[8];
+    scores_again(fresh, q, q_smem, k_smem + piece * 16 * 128);
+    Mask(params).hide_before(fresh, row, key + 16 * piece, fresh_thread() % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (!again[h]) continue;
-      tile_sum[h] += exponentiate_row(fresh, h, params.scale_log2, softmax.shift[h]);
+      if (n < kPieces) {
+        row_max[h] = fmaxf(row_max[h], lane_row_max(fresh, h));
+        const float whole = quad_max(row_max[h]);
+        if (n == kPieces - 1 && again[h]) softmax.raise_row(h, whole, params.scale_log2, o_scale[h]);
+      } else if (again[h]) {
+        tile_sum[h] += exponentiate_row(fresh, h, params.scale_log2, softmax.shift[h]);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 4 * (i / 2) + 2 * h + i % 2;
-        s[8 * j + at] = fresh[at];
+        for (int j = 0; j < kPieces; ++j) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const int at = 4 * (i / 2) + 2 * h + i % 2;
+            s[8 * j + at] = j == piece ? fresh[at] : s[8 * j + at];
+          }
+        }
       }
     }
   }
