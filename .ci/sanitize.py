@@ -23,13 +23,14 @@ from cuflash import device, jit, launch, tiles_sm80, tiles_sm90
 from cuflash.bench.cases import CASES, Case
 from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
-from cuflash.plan import Plan, Variant, merge_plan, plan
+from cuflash.plan import merge_plan, plan
 from cuflash.problem import ArraySpec, Problem
+from cuflash.variant import Plan, Variant
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # and whether it is deterministic
-BACKWARDS = "q backwards"  # flash2 by the kernels that take any strides
-Call = tuple[Device, Case, str]  # on which GPU, and an algorithm of forward, BACKWARDS or a key of BACKWARD
+BACKWARDS = ", q backwards"  # appended to flash2 and to the keys of BACKWARD: by the kernels that take any strides
+Call = tuple[Device, Case, str]  # on which GPU, and an algorithm of forward or a key of BACKWARD, perhaps q backwards
 
 
 def devices() -> list[Device]:
@@ -62,36 +63,46 @@ def hopper_cases() -> Iterator[Case]:
         name = f"{dtype}_{tile.head_dim}_{tile.head_dim_v}_{least}"
         yield Case(name, 1, 200, least + 260, 1, 1, *dims, dtype, causal=True)
         yield Case(f"{name}_w", 1, 200, least + 260, 2, 1, *dims, dtype, False, (least + 90, 20), None, 15.0)
+    rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]
+    for dtype, dims in itertools.product(("float16", "bfloat16"), dict.fromkeys(rows)):
+        shape, name = (2, 2, *dims, dtype), f"{dtype}_{dims[0]}_{dims[1]}_gradients"
+        yield Case(name, 1, 200, 300, *shape, causal=True)
+        yield Case(f"{name}_w", 1, 270, 300, *shape, False, (150, 20), 10, 15.0)
+    for capped in (0.0, 15.0):  # many queries, and more keys than a block has
+        yield Case(f"queries_{capped}", 1, 4100, 200, 1, 1, 128, 128, "bfloat16", softcap=capped)
+        yield Case(f"queries_{capped}_half", 1, 4100, 200, 1, 1, 128, 128, "float16", softcap=capped)
+    yield Case("key_blocks", 4, 70, 256, device.query(0).num_sms, device.query(0).num_sms, 128, 128, "bfloat16")
     for dim in (64, 128):  # a counter hands out the tiles
         yield Case(f"counted_{dim}", 2, 70, 130, device.query(0).num_sms, 1, dim, dim, "float16", causal=True)
 
 
 def plans(gpu: Device, case: Case, how: str) -> list[Plan]:
     """Of the library calls that `call` makes."""
-    if how in BACKWARD:
-        return [plan(case.problem(), "backward", gpu, BACKWARD[how])]
-    if how in ("flash2", BACKWARDS):
+    op, backwards = how.removesuffix(BACKWARDS), how.endswith(BACKWARDS)
+    if op in BACKWARD:
+        return [plan(case.problem(), "backward", gpu, BACKWARD[op], not backwards)]
+    if op == "flash2":
         q, k, v = (ArraySpec.dense(shape, case.dtype) for shape in case.shapes())
-        if how == BACKWARDS:
-            q = q._replace(strides=(q.strides[0], -q.strides[1], *q.strides[2:]))
         both = {"forward": (q, k, v), "lse": (q, k, None)}
-        return [plan(Problem.of(*specs, **case.arguments()), op, gpu) for op, specs in both.items()]
+        problems = {name: Problem.of(*specs, **case.arguments()) for name, specs in both.items()}
+        return [plan(problem, name, gpu, False, not backwards) for name, problem in problems.items()]
     return [plan(case.problem(how), "forward", gpu)]
 
 
 def work() -> list[Call]:
     """All calls; a device that gets the kernels of a larger one adds nothing."""
     calls = [(device.query(0), case, how) for case in CASES for how in ("flash2", *BACKWARD)]
-    calls += [(device.query(0), case, "flash2") for case in hopper_cases()]
+    calls += [(device.query(0), case, how) for case in hopper_cases() for how in ("flash2", *BACKWARD)]
     for gpu, case in itertools.product(devices(), tile_cases()):
         # why: float16 and bfloat16 differ in single instructions, so one of them stands for both with flashd.
         algorithms = ALGORITHMS[:2] if case.dtype == "float16" else ALGORITHMS
-        calls += [(gpu, case, how) for how in (*algorithms, BACKWARDS, *BACKWARD)]
+        generic = [op + BACKWARDS for op in ("flash2", *BACKWARD)]
+        calls += [(gpu, case, how) for how in (*algorithms, *generic, *BACKWARD)]
     found: dict[tuple[Any, ...], Call] = {}
     for gpu, case, how in calls:
         with contextlib.suppress(UnsupportedError):  # the largest head dims do not fit the smallest GPUs, or backward
             variants = [launch.variant for made in plans(gpu, case, how) for launch in made.launches]
-            found.setdefault((case, "flash2" if how == BACKWARDS else how, *variants), (gpu, case, how))
+            found.setdefault((case, how.removesuffix(BACKWARDS), *variants), (gpu, case, how))
     return list(found.values())
 
 
@@ -112,6 +123,9 @@ def unreached(wanted: list[Variant]) -> list[str]:
         for row, capped in itertools.product(tiles_sm90.TILES if dtype != "float32" else (), (False, True)):
             rows += [(dtype, row, capped)] if row.softcap in (None, capped) else []
             rows.append((dtype, tiles_sm90.choose("lse", row.head_dim, 0, 0.0, capped), capped))
+        gradients = (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS) if dtype != "float32" else ()
+        for gradient, capped in itertools.product(gradients, (False, True)):
+            rows += [(dtype, gradient, capped)] if gradient.softcap in (None, capped) else []
     missing = [row for row in dict.fromkeys(rows) if row not in reached]
     return [f"{dtype} {row}{', capped' if capped else ''}" for dtype, row, capped in missing]
 
@@ -135,17 +149,17 @@ def call(case: Case, how: str) -> None:
     """Forward and lse, or backward of a loss that is half the square of out, and with a window that of lse, too."""
     q, k, v = (cupy.asarray(x) for x in case.arrays())
     options = case.arguments()
-    if how == BACKWARDS:
+    op = how.removesuffix(BACKWARDS)
+    if how != op:
         q = q[:, ::-1]
-    if how not in BACKWARD:
-        algorithm = "flash2" if how == BACKWARDS else how
-        check(case, *cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True, **options))
-        if algorithm == "flash2":
+    if op not in BACKWARD:
+        check(case, *cuflash.forward(q, k, v, algorithm=op, return_lse=True, **options))
+        if op == "flash2":
             check(case, cuflash.lse(q, k, **options))
         return
     out, lse = cuflash.forward(q, k, v, return_lse=True, **options)
     dlse = None if case.window_size == (-1, -1) else lse.copy()
-    more = options | {"dlse": dlse, "deterministic": BACKWARD[how]}
+    more = options | {"dlse": dlse, "deterministic": BACKWARD[op]}
     check(case, *cuflash.backward(out.copy(), q, k, v, out, lse, **more))
 
 

@@ -10,6 +10,7 @@ from .launch import Kernels, cached, dense, densed, has_gaps, log_plan
 from .mask import WindowSize, check_flag
 from .plan import plan
 from .problem import Arguments, ArraySpec, Problem
+from .tiles_sm90 import allows_tma
 
 NAMES = ("q", "k", "v", "dout", "out", "lse", "dlse")
 
@@ -38,10 +39,10 @@ def backward(
 
     `deterministic=True` asks for bitwise repeatable results; NumPy's always are. On a GPU dq is otherwise added up in
     no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and where few keys
-    serve large groups of heads dk and dv are summed from float32 parts; the deterministic kernels compute the scores
-    twice instead and take about a third longer. Head dims up to 256 on a GPU; float16 needs
-    |p (dout vᵀ - delta)| < 65504 there, as it is rounded to the inputs' dtype: scale a large loss down, or take
-    bfloat16. Errors as in `forward`.
+    serve large groups of heads dk and dv are summed from float32 parts. Deterministic, Hopper's kernels add it up in
+    the order of the keys; the others compute the scores twice instead and take about a third longer. Head dims up to
+    256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is rounded to the inputs' dtype: scale a
+    large loss down, or take bfloat16. Errors as in `forward`.
 
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
@@ -77,7 +78,12 @@ class BackwardLauncher:
     """One problem on one GPU, with what a call repeats: kernels, packed parameters and the workspace's layout."""
 
     def __init__(
-        self, framework: GpuFramework, arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool
+        self,
+        framework: GpuFramework,
+        arrays: tuple[Any, ...],
+        arguments: Arguments,
+        deterministic: bool,
+        aligned: bool = True,
     ) -> None:
         given = {name: framework.spec(name, x) for name, x in zip(NAMES, arrays, strict=False)}
         # why: the kernels know no strides of lse and dlse.
@@ -88,11 +94,13 @@ class BackwardLauncher:
         assert problem.ordinal is not None
         self.ordinal = problem.ordinal
         self.dtype, self.shapes = problem.dtype, [specs[name].shape for name in "qkv"]
-        self.plan = plan(problem, "backward", device.query(self.ordinal), deterministic)
-        self.workspace = (self.plan.workspace_bytes // 4,)  # floats
         operands = [specs[name] for name in NAMES[:5]]
         operands += [ArraySpec.dense(shape, problem.dtype) for shape in self.shapes]  # dq, dk, dv
         strides = [spec.as_4d().strides for spec in operands]
+        aligned &= allows_tma(operands[3].as_4d().shape, strides[3])
+        self.plan = plan(problem, "backward", device.query(self.ordinal), deterministic, aligned)
+        self.needs_alignment = self.plan.variant is not None and self.plan.variant.of_warpgroups
+        self.workspace = (self.plan.workspace_bytes // 4,)  # floats
         self._misaligning = [params.misaligning_bits(x, spec.dtype) for x, spec in zip(strides, operands, strict=True)]
         parameters = params.backward_parameters(problem, self.plan, strides[3:])
         self._kernels = Kernels(self.plan, self.ordinal, parameters)
@@ -108,21 +116,29 @@ class BackwardLauncher:
 def _on_gpu(
     framework: GpuFramework, arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool
 ) -> tuple[Any, Any, Any]:
-    found = cached(
-        framework,
-        ("backward", deterministic),
-        arrays,
-        arguments,
-        lambda: BackwardLauncher(framework, arrays, arguments, deterministic),
-    )
+    given = arrays
+
+    def launcher(aligned: bool) -> BackwardLauncher:
+        return cached(
+            framework,
+            ("backward", deterministic, aligned),
+            given,
+            arguments,
+            lambda: BackwardLauncher(framework, given, arguments, deterministic, aligned),
+        )
+
+    found = launcher(aligned=True)
     ordinal = found.ordinal
     with framework.device(ordinal):
         if True in found.copies:
             arrays = dense(framework, arrays, found.copies)
+        inputs = list(map(framework.pointer, arrays))
+        if found.needs_alignment and any(pointer & 15 for pointer in inputs[:4]):
+            found = launcher(aligned=False)
         empty, dtype = framework.empty, found.dtype
         dq, dk, dv = [empty(shape, dtype, ordinal) for shape in found.shapes]
         workspace = empty(found.workspace, "float32", ordinal)
-        inputs, gradients = map(framework.pointer, arrays), map(framework.pointer, (dq, dk, dv))
+        gradients = map(framework.pointer, (dq, dk, dv))
         q, k, v, dout, out, lse, *dlse = inputs
         found.run(
             (q, k, v, dout, out, *gradients),

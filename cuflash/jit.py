@@ -22,7 +22,7 @@ from platformdirs import user_cache_path
 
 from .errors import INSTALL_HINT, CompileError, UnsupportedError
 from .log import logger
-from .plan import Variant
+from .variant import Variant
 
 DIGEST_BYTES = 32
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)

@@ -16,9 +16,10 @@ from . import counters, device, jit, params
 from .errors import ProblemError
 from .interop import GpuFramework, cupy
 from .log import logger
-from .plan import Plan, plan
+from .plan import plan
 from .problem import ITEMSIZE, Arguments, ArraySpec, Problem
-from .tiles_sm90 import WarpgroupTile, allows_tma
+from .tiles_sm90 import allows_tma
+from .variant import Plan
 
 MAX_LAUNCHERS = 4096  # of all threads; past that the cache starts anew
 
@@ -72,7 +73,7 @@ class Launcher:
         self._misaligning.append(params.misaligning_bits(out.strides, problem.out_dtype))
         allowed = op == "lse" or allows_tma(out.shape, out.strides, ITEMSIZE[out.dtype])
         self.plan, self._kernels = self._prepared(aligned=allowed)
-        self._needs_alignment = self.plan.variant is not None and isinstance(self.plan.variant.tile, WarpgroupTile)
+        self._needs_alignment = self.plan.variant is not None and self.plan.variant.of_warpgroups
         self._for_any: Kernels | None = None  # alignment, made when first needed
 
     def _prepared(self, aligned: bool) -> tuple[Plan, Kernels | None]:

@@ -6,16 +6,17 @@ Constants of a problem are packed once; per call only pointers, and the alignmen
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .plan import PARAMS_BYTES, WARPGROUP_PARAMS_BYTES, Plan, stats_rows
 from .problem import ITEMSIZE, Problem
 from .tensor_map import MAP_BYTES, TensorMap
 from .tiles_sm80 import BackwardTile
-from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
+from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile, WarpgroupTile
+from .variant import PARAMS_BYTES, WARPGROUP_PARAMS_BYTES, Plan
 
 LOG2_E = 1.4426950408889634
 Strides = tuple[int, ...]
@@ -38,12 +39,18 @@ _MAPS_BYTES = 4 * MAP_BYTES
 _WARPGROUP = struct.Struct(f"<{_MAPS_BYTES}x{_FORWARD.size}sQ2i40x")
 WARPGROUP = Layout(tuple(_MAPS_BYTES // 8 + at for at in FORWARD.pointers), _MAPS_BYTES // 4 + FORWARD.aligned)
 _COUNTER = (_MAPS_BYTES + _FORWARD.size) // 8
-assert _WARPGROUP.size == WARPGROUP_PARAMS_BYTES
+assert _WARPGROUP.size == WARPGROUP_PARAMS_BYTES["forward"]
 
-# Operand q, k, v, dout, out, dq, dk, dv; lse, dlse, stats, dq_acc, dk_acc, dv_acc; 21 ints; 3 floats; aligned; padding.
-_BACKWARD = struct.Struct("<" + 8 * "Q3q" + "6Q" + "21i" + "3f" + "2i")
-BACKWARD = Layout((*range(0, 32, 4), *range(32, 38)), 100)
+# Operand q, k, v, dout, out, dq, dk, dv; lse, dlse, stats, dq_acc, dk_acc, dv_acc, turns; 22 ints; 3 floats; aligned;
+# deterministic, sm90.
+_BACKWARD = struct.Struct("<" + 8 * "Q3q" + "7Q" + "22i" + "3f" + "3i")
+BACKWARD = Layout((*range(0, 32, 4), *range(32, 39)), 103)
 assert _BACKWARD.size == PARAMS_BYTES["backward"]
+
+# BackwardParams; padding to 64 bytes; tensor maps of q, k, v, dout, dq, dk and dv.
+_GRADIENT_MAPS = {"q": 0, "k": 1, "v": 2, "dout": 3, "dq": 5, "dk": 6, "dv": 7}  # and which operand each is of
+_GRADIENT_MAPS_AT = -(-_BACKWARD.size // 64) * 64
+assert _GRADIENT_MAPS_AT + len(_GRADIENT_MAPS) * MAP_BYTES == WARPGROUP_PARAMS_BYTES["backward"]
 
 MAX_MERGE_STATES = 248  # the struct stays within the 4 KiB of parameters that every architecture takes
 # Pointers of outs and lses; out, lse; elements of an out; head_dim_v, heads, seqlen, number of states, vector; padding.
@@ -73,7 +80,8 @@ class Parameters:
 
         `misaligning` are the bits of each operand's pointer that forbid them (`misaligning_bits`).
         """
-        self._write_pointers(pointers)
+        for at, pointer in zip(self._layout.pointers, pointers, strict=True):
+            self._words[at] = pointer
         aligned, bit = 0, 1
         for pointer, bits in zip(pointers, misaligning, strict=False):
             if not pointer & bits:
@@ -81,28 +89,30 @@ class Parameters:
             bit <<= 1
         self._ints[self._layout.aligned] = aligned
 
-    def _write_pointers(self, pointers: Sequence[int]) -> None:
-        for at, pointer in zip(self._layout.pointers, pointers, strict=True):
-            self._words[at] = pointer
-
     def __bytes__(self) -> bytes:
         return bytes(self._words)
 
 
 class WarpgroupParameters(Parameters):
-    """`Parameters` with tensor maps at the front; a map is made anew only where an operand has moved."""
+    """`Parameters` with tensor maps in a row from byte `first` on; a map is made anew only where its operand has moved.
 
-    def __init__(self, packed: bytes, maps: Sequence[TensorMap]) -> None:
-        super().__init__(packed, WARPGROUP)
-        self._maps = maps
+    `operands`: which one of the pointers each map is of.
+    """
+
+    def __init__(
+        self, packed: bytes, layout: Layout, maps: Sequence[TensorMap], first: int, operands: Iterable[int]
+    ) -> None:
+        super().__init__(packed, layout)
+        addresses = itertools.count(self.address + first, MAP_BYTES)
+        self._maps = list(zip(operands, addresses, maps, strict=False))
         self._at: list[int] = [0] * len(maps)
 
     def write(self, pointers: Sequence[int], misaligning: Sequence[int]) -> None:
-        """The pointers; all operands allow 16-byte accesses, or these kernels are not launched."""
-        self._write_pointers(pointers)
-        for n, at in enumerate(self._at):
-            if (pointer := pointers[n]) != at and pointer:
-                (self._maps[n].move if at else self._maps[n].encode)(self.address + n * MAP_BYTES, pointer)
+        """As of `Parameters`; and the maps."""
+        super().write(pointers, misaligning)
+        for n, (operand, address, tensor_map) in enumerate(self._maps):
+            if (pointer := pointers[operand]) != (at := self._at[n]) and pointer:
+                (tensor_map.move if at else tensor_map.encode)(address, pointer)
                 self._at[n] = pointer
 
     def count_with(self, counter: int) -> None:
@@ -118,7 +128,7 @@ def forward_parameters(problem: Problem, plan: Plan, out_strides: Strides) -> Pa
     return Parameters(_pack_forward(problem, plan, out_strides), FORWARD)
 
 
-def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides, aligned: int = 0) -> bytes:
+def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
     strides = [*problem.strides, *([(0, 0, 0, 1)] * (3 - len(problem.strides))), out_strides]
     return _FORWARD.pack(
         *_operands(strides),
@@ -127,7 +137,7 @@ def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides, aligned: i
         plan.num_q_blocks,
         plan.num_slices,
         *_scales(problem),
-        aligned,
+        0,
         0,
     )
 
@@ -144,35 +154,60 @@ def _warpgroup_parameters(
     if len(maps) == 3:
         maps.append(TensorMap(problem.out_dtype, (*q[:3], problem.head_dim_v), out_strides, OUT_ROWS))
     num_tiles = plan.num_q_blocks * problem.heads_q * problem.batch
-    forward = _pack_forward(problem, plan, out_strides, aligned=0b1111)
-    return WarpgroupParameters(_WARPGROUP.pack(forward, 0, num_tiles, plan.heads_together), maps)
+    forward = _pack_forward(problem, plan, out_strides)
+    packed = _WARPGROUP.pack(forward, 0, num_tiles, plan.heads_together)
+    return WarpgroupParameters(packed, WARPGROUP, maps, 0, itertools.count())
 
 
 def backward_parameters(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> Parameters:
-    """`BackwardParams` with null pointers; `strides` of the 4-D dout, out, dq, dk and dv in elements."""
+    """What this plan's kernels take, with null pointers; `strides` of the 4-D dout, out, dq, dk and dv in elements."""
     assert plan.variant is not None
     tile = plan.variant.tile
-    assert isinstance(tile, BackwardTile)
+    assert isinstance(tile, (BackwardTile, WarpgroupBackwardTile, WarpgroupRowsTile))
+    on_hopper = not isinstance(tile, BackwardTile)
     packed = _BACKWARD.pack(
         *_operands([*problem.strides, *strides]),
-        *[0] * 6,
+        *[0] * 7,
         problem.batch,
         *_sizes(problem),
         *problem.mask.row_range(0, problem.seqlen_k),
         plan.num_q_blocks,
         plan.num_slices,
-        -(-problem.seqlen_k // tile.block_k),
+        plan.num_k_blocks,
         plan.num_splits,
+        plan.key_blocks,
         plan.heads_together,
-        stats_rows(problem),
+        plan.stats_rows,
         tile.head_dim,
         tile.head_dim_v,
         problem.softmax_scale,
         *_scales(problem),
         0,
-        0,
+        plan.deterministic,
+        on_hopper,
     )
-    return Parameters(packed, BACKWARD)
+    if isinstance(tile, BackwardTile):
+        return Parameters(packed, BACKWARD)
+    maps = _gradient_maps(problem, tile.boxes, strides)
+    packed = packed.ljust(_GRADIENT_MAPS_AT + len(maps) * MAP_BYTES, b"\0")
+    return WarpgroupParameters(packed, BACKWARD, maps, _GRADIENT_MAPS_AT, _GRADIENT_MAPS.values())
+
+
+def _gradient_maps(problem: Problem, boxes: tuple[int, int], strides: Sequence[Strides]) -> list[TensorMap]:
+    """Of q and dout the rows that see, of k and v those that are seen, of the gradients all.
+
+    why not of dq the rows that see, too: no store may begin at a row before the first.
+    """
+    rows, keys = problem.mask.row_range(0, problem.seqlen_k), problem.mask.key_range(0, problem.seqlen_q)
+    q, k, v = problem.operand_shapes
+    dout, _, *gradients = strides
+    described = [(q, problem.strides[0], boxes[0], rows), (k, problem.strides[1], boxes[1], keys)]
+    described += [(v, problem.strides[2], boxes[1], keys), ((*q[:3], v[3]), dout, boxes[0], rows)]
+    described += [(shape, of, OUT_ROWS, (0, shape[1])) for shape, of in zip((q, k, v), gradients, strict=True)]
+    return [
+        TensorMap(problem.dtype, (shape[0], end - begin, *shape[2:]), of, box, begin)
+        for shape, of, box, (begin, end) in described
+    ]
 
 
 def _operands(strides: Sequence[Strides]) -> list[int]:

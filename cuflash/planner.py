@@ -12,9 +12,9 @@ from .device import Device
 from .errors import ProblemError
 from .interop import framework_of
 from .mask import WindowSize
-from .plan import Plan
 from .plan import plan as make_plan
 from .problem import Arguments, ArraySpec, Problem
+from .variant import Plan
 
 OPS = ("forward", "lse", "backward")
 

@@ -1,4 +1,4 @@
-"""Tiles of the wgmma kernels (sm_90): one row per head dim, or two: few keys under a mask, capped scores.
+"""Tiles of the wgmma kernels (sm_90): one row per head dim; of forward two for few keys under a mask, or capped scores.
 
 Registers of every row are checked by `tests/test_compile.py`; the speed of the alternatives stands in
 `kernels_cu/TUNING.md`.
@@ -13,7 +13,9 @@ PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # of operands
 TILE_SLOTS = 16  # descriptions of tiles in shared memory, of 32 bytes
 GROUP_ROWS = 64  # queries of a warpgroup
-OUT_ROWS = 16  # of out that a warp stores at a time
+OUT_ROWS = 16  # of out, and of gradients, that a warp stores at a time
+FLOAT_BYTES = 4
+GRADIENTS = ("dq", "dk", "dv")  # as the kernels number them
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,121 @@ class WarpgroupTile:
         }
 
 
+@dataclass(frozen=True, slots=True)
+class WarpgroupBackwardTile:
+    """Compile-time shape of one block of backward: a warpgroup that copies, and two that share `block_k` keys.
+
+    `key_blocks` of a short head are taken by one block, one after the other: half as many under a mask. `k_steps`,
+    `v_steps`: of 16 columns of k or v, from the first on, that stay in registers.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    key_blocks: int
+    k_steps: int = 0
+    v_steps: int = 0
+    softcap: bool | None = None  # for scores that are capped, or for those that are not
+    min_queries: int = 0  # for as many queries and more, without a mask
+    block_k: int = 128
+    stages: int = 2  # tiles of q and of dout in shared memory
+    ds_stages: int = 2
+    warps: int = 12
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
+        rows = (q_panels + v_panels) * (self.block_k + self.stages * self.block_q)  # k, v, q, dout
+        rows += self.ds_stages * self.block_k // PANEL_COLUMNS * self.block_q
+        dq = q_panels * self.block_q * FLOAT_BYTES // itemsize
+        rows += dq
+        sums = 2 * 8 if self.block_q % GROUP_ROWS else dq * PANEL_BYTES  # what it is added to may share its place
+        stats = self.stages * 2 * self.block_q * FLOAT_BYTES
+        barriers, counters = 8 * (4 * self.stages + 4), 4 * 4
+        return _rounded(rows * PANEL_BYTES + sums + stats + barriers + counters, 1024)
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Rows of q and dout, and of k and v, that one copy brings."""
+        return self.block_q, self.block_k
+
+    @property
+    def acc_floats(self) -> int:
+        """Of the accumulator of a tile of dq in global memory."""
+        return self.block_q * _rounded(self.head_dim, PANEL_COLUMNS)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "DS_STAGES": self.ds_stages,
+            "K_STEPS": self.k_steps,
+            "V_STEPS": self.v_steps,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WarpgroupRowsTile:
+    """Compile-time shape of one block of a kernel for one gradient: two warpgroups share 128 rows.
+
+    Rows are queries for dq, keys for dk and dv; `columns` of the others are a tile. `stages` counts tiles of k or q,
+    `second_stages` those of v or dout.
+    """
+
+    gradient: str  # "dq", "dk" or "dv"
+    head_dim: int
+    head_dim_v: int
+    columns: int
+    stages: int
+    second_stages: int
+    softcap: bool | None = None  # for scores that are capped, or for those that are not
+    warps: int = 12
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a block, or of a tile of columns."""
+        return 2 * GROUP_ROWS if self.gradient == "dq" else self.columns
+
+    @property
+    def block_k(self) -> int:
+        """The same of keys."""
+        return self.columns if self.gradient == "dq" else 2 * GROUP_ROWS
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """As of `WarpgroupBackwardTile`: what divides the tiles of all three gradients."""
+        return 32, 32
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        qk_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
+        rows = qk_panels * (2 * GROUP_ROWS + self.stages * self.columns) + v_panels * self.second_stages * self.columns
+        rows += v_panels * 2 * GROUP_ROWS if self.gradient != "dv" else 0
+        nothing = 16 if self.gradient == "dv" else 0
+        # Of lse and delta: dq's own, else of four tiles, or for dv lse alone of eight.
+        queries = 2 * 2 * GROUP_ROWS if self.gradient == "dq" else 8 * self.columns
+        barriers = 16 * (self.stages + self.second_stages)
+        return _rounded(rows * PANEL_BYTES + nothing + queries * FLOAT_BYTES + barriers, 1024)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return {
+            "GRADIENT": GRADIENTS.index(self.gradient),
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "SECOND_STAGES": self.second_stages,
+        }
+
+
 def _rounded(size: int, to: int) -> int:
     return -(-size // to) * to
 
@@ -80,6 +197,24 @@ TILES = (
     WarpgroupTile(192, 192, 128, 64, 5, 1, 192, 3),
     WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
     WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
+)
+
+BACKWARD = (
+    WarpgroupBackwardTile(64, 64, 128, key_blocks=4, softcap=True),
+    WarpgroupBackwardTile(64, 64, 128, key_blocks=4, k_steps=3, softcap=False),
+    WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=6, v_steps=6),
+    WarpgroupBackwardTile(128, 128, 80, key_blocks=2, k_steps=1, min_queries=4096),
+    WarpgroupBackwardTile(128, 128, 64, key_blocks=2, k_steps=4),
+)
+# Beyond that, for each gradient; where 128 keys of dk and dv would not fit the registers side by side.
+ROWS = (
+    *(WarpgroupRowsTile(gradient, 192, 128, 64, 3, 3) for gradient in ("dq", "dk")),
+    WarpgroupRowsTile("dv", 192, 128, 64, 4, 4),
+    *(WarpgroupRowsTile(gradient, 192, 192, 64, 3, 2) for gradient in ("dq", "dk")),
+    WarpgroupRowsTile("dv", 192, 192, 64, 4, 3),
+    *(WarpgroupRowsTile(gradient, 256, 256, 32, 3, 3, softcap=True) for gradient in ("dq", "dk")),
+    *(WarpgroupRowsTile(gradient, 256, 256, 64, 2, 1, softcap=False) for gradient in ("dq", "dk")),
+    WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
 )
 
 
@@ -98,6 +233,21 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
         if covers and keys <= (tile.max_keys or keys):
             return tile
     return None
+
+
+def choose_backward(head_dim: int, head_dim_v: int, queries: int, softcap: bool) -> WarpgroupBackwardTile | None:
+    """The first row that covers the head dims and suits so many queries, 0 under a mask; None if none does."""
+    for tile in BACKWARD:
+        covers = head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
+        if covers and queries >= tile.min_queries:
+            return tile
+    return None
+
+
+def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupRowsTile, ...]:
+    """For each gradient the first row that covers the head dims; empty if none does."""
+    covers = [t for t in ROWS if head_dim <= t.head_dim and head_dim_v <= t.head_dim_v and t.softcap in (None, softcap)]
+    return tuple(next(t for t in covers if t.gradient == gradient) for gradient in GRADIENTS) if covers else ()
 
 
 def allows_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int = 2) -> bool:

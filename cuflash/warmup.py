@@ -22,8 +22,9 @@ from . import device as devices
 from . import jit
 from .device import Device
 from .errors import CompileError, UnsupportedError
-from .plan import ALGORITHM_CODES, DTYPE_CODES, Launch, Variant, merge_plan, plan
+from .plan import merge_plan, plan
 from .problem import ArraySpec, Problem
+from .variant import ALGORITHM_CODES, DTYPE_CODES, Launch, Variant
 
 OPS = ("forward", "lse", "backward", "merge")
 SEQLEN = 128
@@ -42,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_list("--ops", "forward,backward", _some_of(OPS), "also lse, merge")
     add_list("--algorithms", "flash2", _some_of(ALGORITHM_CODES), "also flash1, flashd; of forward")
     parser.add_argument("--out-dtype", choices=["float32"], help="of out; default the dtype of the inputs")
-    parser.add_argument("--softcap", action="store_true", help="of forward and lse: the kernels of capped scores, too")
+    parser.add_argument("--softcap", action="store_true", help="the kernels of capped scores, too, where they differ")
     parser.add_argument("--deterministic", action="store_true", help="of backward: the deterministic kernels, too")
     parser.add_argument(
         "--device", help=f"default every GPU of this machine; or cuda:0, or one of {', '.join(devices.KNOWN)}"
@@ -114,8 +115,8 @@ def _calls(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], d
             for softcap in softcaps:
                 yield op, {"softcap": softcap}, {}
         elif op == "backward":
-            for deterministic in (False, True) if options.deterministic else (False,):
-                yield op, {"out_dtype": options.out_dtype}, {"deterministic": deterministic}
+            for deterministic, softcap in product((False, True) if options.deterministic else (False,), softcaps):
+                yield op, {"out_dtype": options.out_dtype, "softcap": softcap}, {"deterministic": deterministic}
         else:
             yield op, {}, {}
 

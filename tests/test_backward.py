@@ -325,6 +325,9 @@ def laid_out(x: Array, layout: str, xp: Any) -> Any:
     return xp.asarray(memory).transpose(back)[where]
 
 
+TILED = ("vectors", "transposed", "reversed", "gaps")  # for which Hopper has a kernel of its own, if only by a copy
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_any_memory_layout_gives_the_same_bits_and_reads_nothing_else(dtype: str, layout: str, xp: Any) -> None:
@@ -335,11 +338,14 @@ def test_any_memory_layout_gives_the_same_bits_and_reads_nothing_else(dtype: str
     assert strange.lse.strides != made.lse.strides
     assert identical(strange, made)
     wanted = backward(case, made, deterministic=True)
-    assert identical(backward(case, strange, deterministic=True), wanted)
+    generic = backward(case, made._replace(q=laid_out(host(made.q), "surrounded", xp)), deterministic=True)
+    check(case, made, generic)
+    assert identical(backward(case, strange, deterministic=True), wanted if layout in TILED else generic)
     check(case, made, backward(case, strange))
     for name in Given._fields:  # one strange operand among ordinary ones
         mixed = made._replace(**{name: getattr(strange, name)})
-        assert identical(backward(case, mixed, deterministic=True), wanted), name
+        by_copies = layout in TILED or name in ("out", "lse", "dlse")
+        assert identical(backward(case, mixed, deterministic=True), wanted if by_copies else generic), name
 
 
 @st.composite

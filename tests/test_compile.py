@@ -16,9 +16,8 @@ from variants import DTYPES, KEYS, variant_of, variants
 from cuflash import jit, tiles_sm80, tiles_sm90
 from cuflash.device import KNOWN
 from cuflash.errors import CompileError, UnsupportedError
-from cuflash.plan import ALGORITHM_CODES, BACKWARD_OPS, PARAMS_BYTES, Variant
 from cuflash.problem import ITEMSIZE
-from cuflash.tiles_sm90 import WarpgroupTile
+from cuflash.variant import ALGORITHM_CODES, BACKWARD_OPS, PARAMS_BYTES, Variant
 
 try:
     jit.nvrtc_version()
@@ -34,8 +33,10 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("forward", "float32", 64, 64, {}),
     ("lse", "bfloat16", 64, 64, {}),
     ("merge", "bfloat16", 64, 64, {}),
-    *((op, "bfloat16", 128, 128, {}) for op in BACKWARD_OPS),
+    *((op, "bfloat16", 128, 128, {"aligned": False}) for op in BACKWARD_OPS),
+    ("backward", "bfloat16", 128, 128, {}),
 )
+HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
 SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128)
 ONE_OF_EACH_KIND = (
     *ONE_OF_EACH_KERNEL,
@@ -51,8 +52,16 @@ ONE_OF_EACH_KIND = (
     ("forward", "bfloat16", 128, 128, {"algorithm": "flashd"}),
     *(("forward", "bfloat16", 128, 128, {"out_dtype": "float32"} | changes) for changes in ({}, GENERIC)),
     ("delta", "bfloat16", 128, 128, {"out_dtype": "float32"}),
+    *(("backward", "float16", dim, dim, changes) for dim in (64, 96, 128) for changes in ({}, CAPPED)),
+    *(("backward", "float16", 128, 128, {"queries": 2**16, "causal": False} | changes) for changes in ({}, CAPPED)),
     *(
-        (op, dtype, head_dim, head_dim, {})
+        (op, "float16", *dims, changes)
+        for op in HOPPER_GRADIENTS
+        for dims in ((192, 128), (192, 192), (256, 256))
+        for changes in ({}, CAPPED)
+    ),
+    *(
+        (op, dtype, head_dim, head_dim, {"aligned": False})
         for dtype, head_dim in (("bfloat16", 64), ("bfloat16", 256), ("float32", 64), ("float32", 256))
         for op in BACKWARD_OPS
     ),
@@ -63,6 +72,8 @@ def representatives(arch: str) -> list[Variant]:
     """What is compiled for this architecture in every test run: most on the two that all variants are checked on."""
     found: dict[Variant, None] = {}
     for *what, changes in ONE_OF_EACH_KIND if arch in ALL else ONE_OF_EACH_KERNEL:
+        if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
+            continue
         found[variant_of(*what, KNOWN[arch], **changes)] = None
     return list(found)
 
@@ -126,7 +137,7 @@ def test_every_variant_compiles_without_spills(
 
 
 def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
-    made = [v for v in variants("sm_90") if not isinstance(v.tile, WarpgroupTile)]
+    made = [v for v in variants("sm_90") if not v.of_warpgroups]
     built = {(v.op, v.dtype, v.out_dtype, v.algorithm, v.tile) for v in made}
     for dtype in DTYPES:
         rows = tiles_sm80.TILES[dtype]
@@ -151,6 +162,11 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         if row.softcap in (None, capped):
             wanted |= {("forward", dtype, out_dtype, row, capped) for out_dtype in (dtype, "float32")}
         wanted.add(("lse", dtype, dtype, tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped), capped))
+    gradients = [("backward", row) for row in tiles_sm90.BACKWARD]
+    gradients += [(f"backward_{row.gradient}", row) for row in tiles_sm90.ROWS]
+    for dtype, (op, row), capped in product(halves, gradients, (False, True)):
+        if row.softcap in (None, capped):
+            wanted.add((op, dtype, dtype, row, capped))
     assert {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap) for v in hopper} == wanted
     assert not any(v.softcap for v in made)
     sources = {path.relative_to(jit.source_root()).as_posix() for path in jit.source_root().rglob("*.cu")}
@@ -174,7 +190,7 @@ WRONG = {
     [
         *(("sm_80", op, "SMEM_BYTES") for op in ("forward", "lse", "backward", "backward_dkdv", "backward_dq")),
         *(("sm_80", op, "PARAMS_BYTES") for op in PARAMS_BYTES),
-        *(("sm_90", op, macro) for op in ("forward", "lse") for macro in WRONG),
+        *(("sm_90", op, macro) for op in ("forward", "lse", "backward") for macro in WRONG),
     ],
 )
 def test_a_size_that_host_and_kernel_disagree_on_does_not_compile(
@@ -241,9 +257,13 @@ INSTRUCTIONS = {
     ("sm_80", "lse", "bfloat16"): (*COPIES, BF16),
     ("sm_80", "merge", "float16"): (r"ld\.global\.v4", STORE),
     ("sm_80", "backward", "float16"): (*COPIES, FP16, TRANSPOSED, STORE, EXP2, ADD["sm_80"]),
-    ("sm_90", "backward", "bfloat16"): (*COPIES, BF16, TRANSPOSED, STORE, ADD["sm_90"]),
+    ("sm_90", "backward", "float16"): (
+        *HOPPER, WGMMA_FP16, WGMMA_FP16.replace("n128", "n64"), *OUT, r"stmatrix\S*\.x4\.trans",
+        r"cp\.reduce\.async\.bulk\.global\.shared::cta\.bulk_group\.add\.f32",
+    ),
+    ("sm_100", "backward", "bfloat16"): (*COPIES, BF16, TRANSPOSED, STORE, ADD["sm_90"]),
     ("sm_90", "backward", "float32"): (*COPIES, TF32, STORE, ADD["sm_90"]),
-    ("sm_90", "backward_dkdv", "bfloat16"): (*COPIES, BF16, TRANSPOSED, STORE),
+    ("sm_100", "backward_dkdv", "bfloat16"): (*COPIES, BF16, TRANSPOSED, STORE),
     ("sm_80", "backward_dq", "bfloat16"): (*COPIES, BF16, TRANSPOSED, STORE),
     ("sm_80", "delta", "bfloat16"): (r"ld\.global\.v4", STORE),
     ("sm_80", "convert", "float32"): (r"ld\.global\.v4", STORE),
@@ -255,9 +275,12 @@ def test_the_kernel_is_made_of_the_wide_instructions(arch: str, op: str, dtype: 
     ptx = ptx_of(variant_of(op, dtype, 32, 32, KNOWN[arch]))
     for pattern in INSTRUCTIONS[arch, op, dtype]:
         assert re.search(pattern, ptx), pattern
-    # what is added in no fixed order: dq alone, and one way of it; tiles are counted as they are handed out
-    added = set(re.findall(r"\b(?:red|atom)\.[\w.]+", ptx))
-    counted = {"atom.global.add.u32", "atom.global.exch.b32"} if "wgmma" in ptx else set()
+    # what is added in no fixed order: dq alone, and one way of it; Hopper counts tiles that are handed out, and turns
+    added = set(re.findall(r"\b(?:red|atom|cp\.reduce)\.[\w.]+", ptx))
+    counted = set()
+    if "wgmma" in ptx:
+        turns = {"atom.acquire.gpu.global.add.u32", "red.release.gpu.global.add.u32"}
+        counted = turns if op == "backward" else {"atom.global.add.u32", "atom.global.exch.b32"}
     assert counted <= added
     assert len(added - counted) == (op == "backward"), added
     assert "ld.local" not in ptx

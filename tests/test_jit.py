@@ -22,7 +22,8 @@ from variants import variants
 from cuflash import jit
 from cuflash.device import KNOWN
 from cuflash.errors import CompileError, UnsupportedError
-from cuflash.plan import Variant, merge_plan
+from cuflash.plan import merge_plan
+from cuflash.variant import Variant
 
 try:
     NVRTC = jit.nvrtc_version()

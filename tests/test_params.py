@@ -19,10 +19,13 @@ from variants import variants
 from cuflash import jit, params, tensor_map
 from cuflash.device import KNOWN
 from cuflash.errors import UnsupportedError
-from cuflash.plan import BACKWARD_OPS, DELTA_ROWS, PARAMS_BYTES, WARPGROUP_PARAMS_BYTES, plan, stats_rows
+from cuflash.plan import plan
+from cuflash.plan_backward import DELTA_ROWS
 from cuflash.problem import ArraySpec, Problem
 from cuflash.tiles_sm80 import TILES, BackwardTile
 from cuflash.tiles_sm90 import TILES as HOPPER_TILES
+from cuflash.tiles_sm90 import WarpgroupBackwardTile
+from cuflash.variant import BACKWARD_OPS, PARAMS_BYTES, WARPGROUP_PARAMS_BYTES
 
 FORWARD_INTS = ("seqlen_q", "seqlen_k", "heads_q", "heads_per_kv", "head_dim", "head_dim_v", "mask_lo", "mask_hi",
                 "key_begin", "key_end", "num_q_blocks", "num_slices")  # fmt: skip
@@ -76,8 +79,7 @@ def packed_forward(tile: Any = TILES["float16"][0], **more: int) -> Packed:
     places["lse"] = place(packed, "Q", pointers[4])
     places["scale_log2"] = place(packed, "f", 0.5 * params.LOG2_E)
     places["softcap_scale"] = place(packed, "f", 6.0)
-    aligned = 0b1111 if isinstance(parameters, params.WarpgroupParameters) else 0b1010
-    places["aligned"] = place(packed, "i", aligned)
+    places["aligned"] = place(packed, "i", 0b1010)
     return packed, places
 
 
@@ -101,7 +103,10 @@ def packed_hopper() -> Packed:
     return packed, places
 
 
-def packed_backward() -> Packed:
+TILE = BackwardTile(2048, 3072, 64, 16, 1, 4, 1, 16, 32)
+
+
+def packed_backward(tile: Any = TILE) -> Packed:
     """The same of the kernels of backward."""
     value = dict(zip(BACKWARD_INTS, range(1001, 2000), strict=False))
     value |= {"heads_q": value["heads_per_kv"] * 7, "seqlen_k": 10**5}
@@ -109,26 +114,33 @@ def packed_backward() -> Packed:
     ranges = {name: (value[f"{name}_begin"], value[f"{name}_end"]) for name in ("key", "row")}
     bounds = {"lo": value["mask_lo"], "hi": value["mask_hi"]}
     mask = SimpleNamespace(**bounds, key_range=lambda *_: ranges["key"], row_range=lambda *_: ranges["row"])
-    problem: Any = SimpleNamespace(**value, heads_kv=7, mask=mask, strides=strides[:3], softmax_scale=3.0, softcap=0.5)
-    tile = BackwardTile(2048, 3072, 64, 16, 1, 4, 1, 16, 32)
-    value |= {"num_k_blocks": 10**5 // 16, "splits": 7777, "heads_together": 5555}
+    scales = {"softmax_scale": 3.0, "softcap": 0.5}
+    shapes = 3 * [(3, 5, 7, 9)]
+    problem: Any = SimpleNamespace(
+        **value, **scales, heads_kv=7, mask=mask, strides=strides[:3], dtype="float16", operand_shapes=shapes
+    )
+    value |= {"num_k_blocks": 9999, "splits": 7777, "key_blocks": 6666, "heads_together": 5555}
+    value |= {"deterministic": 8888}
     value |= {"stats_rows": 1024, "padded_dim": 2048, "padded_dim_v": 3072}
-    counts = {name: value[name] for name in ("num_q_blocks", "num_slices")}
-    made: Any = SimpleNamespace(**counts, num_splits=7777, heads_together=5555, variant=SimpleNamespace(tile=tile))
+    counted = "num_q_blocks", "num_slices", "num_k_blocks", "key_blocks", "heads_together", "stats_rows"
+    counts = {name: value[name] for name in (*counted, "deterministic")}
+    made: Any = SimpleNamespace(**counts, num_splits=7777, variant=SimpleNamespace(tile=tile))
     parameters = params.backward_parameters(problem, made, strides[3:])
-    pointers = range(2**40 + 1, 2**40 + 15)
+    pointers = range(2**40 + 1, 2**40 + 16)
     parameters.write(pointers, [0 if 0b10110110 >> n & 1 else -1 for n in range(8)])
     packed = bytes(parameters)
     places = {name: place(packed, "i", number) for name, number in value.items()}
     for name, operand, pointer in zip(OPERANDS, strides, pointers, strict=False):
         places[f"{name}.pointer"] = place(packed, "Q", pointer)
         places |= {f"{name}.{axis}": place(packed, "q", n) for axis, n in zip(STRIDES, operand, strict=False)}
-    for name, pointer in zip(("lse", "dlse", "stats", "dq_acc", "dk_acc", "dv_acc"), pointers[8:], strict=True):
-        places[name] = place(packed, "Q", pointer)
+    others = "lse", "dlse", "stats", "dq_acc", "dk_acc", "dv_acc", "turns"
+    places |= {name: place(packed, "Q", pointer) for name, pointer in zip(others, pointers[8:], strict=True)}
     places["softmax_scale"] = place(packed, "f", 3.0)
     places["scale_log2"] = place(packed, "f", 0.5 * params.LOG2_E)
     places["softcap_scale"] = place(packed, "f", 6.0)
     places["aligned"] = place(packed, "i", 0b10110110)
+    places["sm90"] = places["deterministic"][0] + 4, 4  # a flag
+    assert struct.unpack_from("<i", packed, places["sm90"][0])[0] == isinstance(tile, WarpgroupBackwardTile)
     return packed, places
 
 
@@ -163,10 +175,28 @@ def packed_merge() -> Packed:
     return packed, places
 
 
+def packed_hopper_backward() -> Packed:
+    """The same of the backward that Hopper has of its own."""
+    made: list[int] = []
+
+    def encode(address: ctypes.c_void_p, *more: Any) -> int:
+        made.append(0xE1 + len(made))
+        ctypes.memset(address.value or 0, made[-1], 128)
+        return 0
+
+    with patch.object(tensor_map, "function", lambda *_: encode):
+        packed, places = packed_backward(WarpgroupBackwardTile(2048, 3072, 64, 1, 16))
+    places = {f"backward.{name}": at for name, at in places.items()}
+    names = [name for name in OPERANDS if name != "out"]
+    places |= {name: (packed.index(bytes([byte]) * 128), 128) for name, byte in zip(names, made, strict=True)}
+    return packed, places
+
+
 STRUCTS: dict[str, tuple[str, int, Callable[[], Packed]]] = {  # and the alignment
     "forward": ("ForwardParams", 8, packed_forward),
     "hopper": ("TiledParams", 64, packed_hopper),
     "backward": ("BackwardParams", 8, packed_backward),
+    "hopper_backward": ("TiledBackwardParams", 64, packed_hopper_backward),
     "merge": ("MergeParams", 8, packed_merge),
 }
 
@@ -236,14 +266,16 @@ def test_every_field_of_the_struct_is_checked(op: str) -> None:
     }
     checked = {field.split(".")[0].split("[")[0] for field in places}
     assert declared - {"unused", ""} == {field.removeprefix("void* ").removeprefix("float* ") for field in checked}
-    assert len(packed) == (WARPGROUP_PARAMS_BYTES if op == "hopper" else PARAMS_BYTES[op])
+    hopper = {"hopper": "forward", "hopper_backward": "backward"}
+    assert len(packed) == (WARPGROUP_PARAMS_BYTES[hopper[op]] if op in hopper else PARAMS_BYTES[op])
 
 
 def test_the_ops_of_one_struct_have_one_size() -> None:
     assert PARAMS_BYTES["lse"] == PARAMS_BYTES["forward"]
     assert {PARAMS_BYTES[op] for op in BACKWARD_OPS} == {PARAMS_BYTES["backward"]}
     assert set(PARAMS_BYTES) == {"forward", "lse", "merge", *BACKWARD_OPS}
-    assert max(WARPGROUP_PARAMS_BYTES, *PARAMS_BYTES.values()) <= 4096  # what every architecture takes
+    assert WARPGROUP_PARAMS_BYTES["lse"] == WARPGROUP_PARAMS_BYTES["forward"]
+    assert max(*WARPGROUP_PARAMS_BYTES.values(), *PARAMS_BYTES.values()) <= 4096  # what every architecture takes
 
 
 @pytest.mark.parametrize(
@@ -270,81 +302,6 @@ def test_softcap_and_scale_are_folded_into_two_factors(pack: Callable[[], Any]) 
     assert capped == pytest.approx([0.5 * params.LOG2_E, 3.0 / 0.5])
 
 
-class FakeDriver:
-    """In place of the driver's functions for tensor maps: what they were called with, and where to."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, int, tuple[Any, ...]]] = []
-
-    def function(self, name: str, *argtypes: type) -> Callable[..., int]:
-        def called(address: Any, *more: Any) -> int:
-            self.calls.append((name, address.value if isinstance(address, ctypes.c_void_p) else address, more))
-            return 0
-
-        return called
-
-
-def hopper_parameters(monkeypatch: pytest.MonkeyPatch, **more: Any) -> tuple[Any, Problem, list[Any]]:
-    """Parameters of a problem with a window, and what the driver is asked for."""
-    driver = FakeDriver()
-    monkeypatch.setattr(tensor_map, "function", driver.function)
-    q, k, v = (ArraySpec.dense((2, n, h, 64), "float16") for n, h in ((70, 4), (500, 2), (500, 2)))
-    problem = Problem.of(q, k, more.pop("v", v), window_size=(20, 10), diagonal_offset=100, **more)
-    made = plan(problem, "forward" if len(problem.strides) == 3 else "lse", KNOWN["sm_90"])
-    parameters = params.forward_parameters(problem, made, ArraySpec.dense(problem.out_shape, "float16").strides)
-    assert isinstance(parameters, params.WarpgroupParameters)
-    assert parameters.address % 64 == 0
-    return parameters, problem, driver.calls
-
-
-def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, problem, calls = hopper_parameters(monkeypatch)
-    begin, end = problem.mask.key_range(0, 70)
-    assert (begin, end) == (80, 180)
-    pointers = 2**30, 2**31, 2**32, 2**33
-    parameters.write((*pointers, 2**34), [15] * 4)
-    assert [(name, at - parameters.address) for name, at, _ in calls] == [
-        ("cuTensorMapEncodeTiled", offset) for offset in (0, 128, 256, 384)
-    ]
-    first = begin * 2 * 64 * 2  # bytes
-    assert [more[2].value for *_, more in calls] == [2**30, 2**31 + first, 2**32 + first, 2**33]
-    kv = 64, 100, 2, 2
-    assert [tuple(more[3]) for *_, more in calls] == [(64, 70, 4, 2), kv, kv, (64, 70, 4, 2)]
-    tile = HOPPER_TILES[0]
-    rows = 64, tile.block_k, tile.block_k, 16  # q of a warpgroup, out of a warp
-    assert [tuple(more[5]) for *_, more in calls] == [(64, n, 1, 1) for n in rows]
-
-
-def test_out_has_a_tensor_map_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, _, calls = hopper_parameters(monkeypatch, out_dtype="float32")
-    parameters.write((2**30, 2**31, 2**32, 2**33, 0), [15] * 4)
-    assert [more[0] for *_, more in calls] == [6, 6, 6, 7]  # float16 and float32 to the driver
-    assert tuple(calls[3][2][5]) == (32, 16, 1, 1)  # 128 bytes
-
-
-def test_a_tensor_map_is_made_once_and_moved_where_its_operand_moves(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, _, calls = hopper_parameters(monkeypatch)
-    pointers = [2**30, 2**31, 2**32, 2**33, 2**34]
-    parameters.write(pointers, [15] * 4)
-    calls.clear()
-    parameters.write(pointers, [15] * 4)
-    assert calls == []
-    parameters.write([2**30, 2**31, 2**32 + 64, 2**33 + 128, 2**35], [15] * 4)  # lse has none
-    v, out = ("cuTensorMapReplaceAddress", parameters.address + 256), (
-        "cuTensorMapReplaceAddress", parameters.address + 384)  # fmt: skip
-    assert calls == [(*v, (2**32 + 64 + 80 * 256,)), (*out, (2**33 + 128,))]
-    calls.clear()
-    parameters.write(pointers, [15] * 4)
-    assert [at for _, at, _ in calls] == [v[1], out[1]]
-
-
-def test_lse_has_tensor_maps_of_q_and_k_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, _, calls = hopper_parameters(monkeypatch, v=None)
-    parameters.write((2**30, 2**31, 0, 0, 2**34), [15, 15, -1, -1])
-    assert [(name, at - parameters.address) for name, at, _ in calls] == [
-        ("cuTensorMapEncodeTiled", 0), ("cuTensorMapEncodeTiled", 128)]  # fmt: skip
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_counts_that_backward_divides_its_block_index_by_make_up_its_grids(deterministic: bool) -> None:
     _, places = packed_backward()
@@ -352,12 +309,12 @@ def test_the_counts_that_backward_divides_its_block_index_by_make_up_its_grids(d
         batch, seqlen_q, seqlen_k, heads_q, heads_kv = dims
         q, k = (ArraySpec.dense((batch, s, h, head_dim), dtype) for s, h in ((seqlen_q, heads_q), (seqlen_k, heads_kv)))
         problem = Problem.of(q, k, k, causal=True)
-        made = plan(problem, "backward", KNOWN["sm_90"], deterministic)
+        made = plan(problem, "backward", KNOWN["sm_80"], deterministic)
         packed = bytes(params.backward_parameters(problem, made, [problem.strides[at] for at in (0, 0, 0, 1, 2)]))
         field = {name: struct.unpack_from("<i", packed, at)[0] for name, (at, size) in places.items() if size == 4}
         blocks = {launch.variant.op: launch.num_blocks for launch in made.launches}
         assert blocks["delta"] * DELTA_ROWS == batch * heads_q * field["stats_rows"]
-        assert field["stats_rows"] == stats_rows(problem)
+        assert field["stats_rows"] == -(-seqlen_q // 128) * 128
         key_blocks = batch * heads_kv * field["num_k_blocks"] * field["splits"]
         assert blocks["backward_dkdv" if deterministic else "backward"] == key_blocks
         assert field["heads_per_kv"] * heads_kv == field["heads_q"] == heads_q

@@ -18,8 +18,9 @@ from cuflash import device as devices
 from cuflash import tiles_sm80
 from cuflash.device import KNOWN, Device
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.plan import PARAMS_BYTES, Launch, Plan, merge_plan, plan
+from cuflash.plan import merge_plan, plan
 from cuflash.problem import ITEMSIZE, ArraySpec, Problem
+from cuflash.variant import PARAMS_BYTES, Launch, Plan
 
 DTYPES = ("float16", "bfloat16", "float32")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -13,9 +13,10 @@ from cuflash import launch
 from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
 from cuflash.launch import Launcher
-from cuflash.plan import L2_BYTES, Plan, plan
+from cuflash.plan import L2_BYTES, plan
 from cuflash.problem import ArraySpec, Problem
 from cuflash.tiles_sm90 import WarpgroupTile
+from cuflash.variant import Plan
 
 H100 = KNOWN["sm_90"]
 

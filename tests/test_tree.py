@@ -14,7 +14,7 @@ import pytest
 from variants import variants
 
 import cuflash
-from cuflash.plan import DTYPE_CODES
+from cuflash.variant import DTYPE_CODES
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
@@ -26,21 +26,23 @@ FLOORS = {
     0: ("errors", "log", "driver"),
     1: ("mask", "device", "counters"),
     2: ("problem", "tiles_sm80", "tiles_sm90"),
-    3: ("plan", "reference", "tensor_map"),
-    4: ("jit", "params", "interop"),
-    5: ("launch", "host"),
-    6: ("forward", "backward", "lse", "merge", "planner"),
-    7: ("__init__",),
-    8: ("info", "warmup"),
-    9: ("bench",),
-    10: ("__main__",),
+    3: ("variant", "reference", "tensor_map"),
+    4: ("plan_backward", "interop"),
+    5: ("plan", "jit", "params"),
+    6: ("launch", "host"),
+    7: ("forward", "backward", "lse", "merge", "planner"),
+    8: ("__init__",),
+    9: ("info", "warmup"),
+    10: ("bench",),
+    11: ("__main__",),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 # A module without a test file of its own stem, and the file that tests it.
 TESTED_ELSEWHERE = {
     "device": ("test_plan", "test_bad_input"),
     "tiles_sm80": ("test_plan", "test_compile"),
-    "plan": ("test_plan", "test_plan_sm90", "test_plan_backward"),
+    "variant": ("test_plan", "test_compile"),
+    "plan": ("test_plan", "test_plan_sm90"),
     "planner": ("test_plan", "test_plan_backward"),
     "host": ("test_bad_input", "test_interop"),
     "reference": ("test_reference",),

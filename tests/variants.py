@@ -10,9 +10,10 @@ from typing import Any
 from cuflash import tiles_sm90
 from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
-from cuflash.plan import ALGORITHM_CODES, BACKWARD_OPS, Plan, Variant, merge_plan, plan
+from cuflash.plan import merge_plan, plan
 from cuflash.problem import ITEMSIZE, ArraySpec, Problem
 from cuflash.tiles_sm80 import BACKWARD, DQ, TILES
+from cuflash.variant import ALGORITHM_CODES, BACKWARD_OPS, Plan, Variant
 
 DTYPES = tuple(TILES)
 # Numbers of keys between which the choice of a Hopper tile changes, and more than any of them.
@@ -27,6 +28,7 @@ def plan_of(
     device: Device,
     deterministic: bool = False,
     *,
+    queries: int = 8,
     keys: int = 8,
     aligned: bool = True,
     **arguments: Any,
@@ -34,7 +36,8 @@ def plan_of(
     """What this device launches for a causal problem of these head dims and keys; None where it has no kernel."""
     if op == "merge":
         return merge_plan(dtype, (1, 8, 1, head_dim), device)
-    q, k, v = (ArraySpec.dense((1, n, 1, d), dtype) for n, d in ((8, head_dim), (keys, head_dim), (keys, head_dim_v)))
+    shapes = (queries, head_dim), (keys, head_dim), (keys, head_dim_v)
+    q, k, v = (ArraySpec.dense((1, n, 1, d), dtype) for n, d in shapes)
     problem = Problem.of(q, k, None if op == "lse" else v, **{"causal": True} | arguments)
     try:
         return plan(problem, op, device, deterministic, aligned)
@@ -42,16 +45,21 @@ def plan_of(
         return None
 
 
-def ways(device: Device) -> list[dict[str, Any]]:
-    """Calls of one problem that this device may have different kernels of forward and lse for."""
+def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
+    """Calls of one problem that this device may have different kernels for."""
     if device.capability != (9, 0):
         return [{}]
-    return [{"aligned": False}, *({"keys": keys, "softcap": cap} for keys, cap in product(KEYS, (0.0, 30.0)))]
+    lengths: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
+    if op == "backward":
+        lengths = [{"queries": tile.min_queries, "causal": False} for tile in tiles_sm90.BACKWARD if tile.min_queries]
+        lengths.append({})
+    return [{"aligned": False}, *(length | {"softcap": cap} for length, cap in product(lengths, (0.0, 30.0)))]
 
 
 def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
-    """The kernel called `op` in `plan_of` its call: those of `BACKWARD_OPS` are launched by backward."""
-    call, fixed = ("backward", (False, True)) if op in BACKWARD_OPS else (op, (False,))
+    """The kernel called `op` in `plan_of` its call: delta, convert and all of backward's are launched by backward."""
+    of_backward = op in BACKWARD_OPS or op.startswith("backward")
+    call, fixed = ("backward", (False, True)) if of_backward else (op, (False,))
     made = [plan_of(call, *arguments, deterministic=deterministic, **more) for deterministic in fixed]
     launches = [launch for each in made if each is not None for launch in each.launches]
     return next(launch.variant for launch in launches if launch.variant.op == op)
@@ -64,6 +72,8 @@ def edges(dtype: str) -> list[int]:
     dims |= {row.head_dim_v * row.max_slices for row in TILES[dtype]}
     if ITEMSIZE[dtype] == 2:
         dims |= {dim for row in tiles_sm90.TILES for dim in (row.head_dim, row.head_dim_v)}
+        rows_sm90 = *tiles_sm90.BACKWARD, *tiles_sm90.ROWS
+        dims |= {dim for row in rows_sm90 for dim in (row.head_dim, row.head_dim_v)}
     return sorted({dim + step for dim in dims for step in (0, 1)} | {1})
 
 
@@ -81,7 +91,7 @@ def variants(arch: str) -> tuple[Variant, ...]:
             made += [plan_of("forward", dtype, *dims, device, out_dtype=out_dtype, **way) for way in ways(device)]
             for algorithm in (name for name in ALGORITHM_CODES if name != "flash2"):
                 made.append(plan_of("forward", dtype, *dims, device, algorithm=algorithm, out_dtype=out_dtype))
-            for deterministic in (False, True):
-                made.append(plan_of("backward", dtype, *dims, device, deterministic, out_dtype=out_dtype))
+            for deterministic, way in product((False, True), ways(device, "backward")):
+                made.append(plan_of("backward", dtype, *dims, device, deterministic, out_dtype=out_dtype, **way))
         found |= dict.fromkeys(launch.variant for each in made if each is not None for launch in each.launches)
     return tuple(found)

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import info, interop
-from ..plan import flops
 from ..problem import ALGORITHMS
+from ..variant import flops
 from . import check, measure, peers, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case

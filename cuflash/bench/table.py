@@ -10,8 +10,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..plan import Plan
 from ..planner import plan
+from ..variant import Plan
 
 if TYPE_CHECKING:
     from .run import Report, Row

@@ -50,6 +50,27 @@ constexpr int kGroupRows = 64;                            // queries of one of t
 static_assert(kBlockQ == kGroupRows * kNumConsumers, "they share the queries of a block");
 #endif
 
+// Backward by wgmma: one warpgroup copies, two compute.
+#ifdef CUFLASH_DS_STAGES
+constexpr int kDsStages = CUFLASH_DS_STAGES;      // tiles of ds in shared memory
+constexpr int kKSteps = CUFLASH_K_STEPS;          // steps of k qᵀ whose columns of k stay in registers …
+constexpr int kVSteps = CUFLASH_V_STEPS;          // … and of v doutᵀ
+constexpr bool kSoftcap = CUFLASH_SOFTCAP;        // scores are capped
+constexpr int kNumConsumers = kNumWarps / 4 - 1;  // warpgroups that compute
+constexpr int kGroupKeys = 64;                    // keys of one of them
+static_assert(kNumConsumers == 2 && kBlockK == 2 * kGroupKeys, "two warpgroups share the keys of a block");
+#endif
+
+// One gradient by wgmma: one warpgroup copies, the others share the rows of a block.
+#ifdef CUFLASH_GRADIENT
+enum class Gradient { kDq = 0, kDk = 1, kDv = 2 };
+constexpr Gradient kGradient = static_cast<Gradient>(CUFLASH_GRADIENT);
+constexpr int kSecondStages = CUFLASH_SECOND_STAGES;  // tiles of v or dout in shared memory; kStages of k or q
+constexpr bool kSoftcap = CUFLASH_SOFTCAP;            // scores are capped
+constexpr int kNumConsumers = kNumWarps / 4 - 1;      // warpgroups that compute
+constexpr int kGroupRows = 64;                        // rows of one of them
+#endif
+
 // The kernel whose blocks own keys.
 #ifdef CUFLASH_WARP_KEYS
 constexpr int kWarpKeys = CUFLASH_WARP_KEYS;             // keys of a warp

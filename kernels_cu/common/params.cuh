@@ -42,10 +42,12 @@ struct BackwardParams {
   Operand dq, dk, dv;
   const float* lse;   // (batch, heads_q, seqlen_q), contiguous …
   const float* dlse;  // … and the same or null
-  float2* stats;      // (batch, heads_q, stats_rows): lse * log2(e), inf where nothing is seen, and delta
+  float2* stats;      // (batch, heads_q, stats_rows): lse * log2(e), inf where nothing is seen, and delta; on sm_90 it
+                      // is (batch, heads_q, 2, stats_rows) floats
   float* dq_acc;      // dq / softmax_scale in the order of common/fragments.cuh, or null …
   float* dk_acc;      // … and the same of dk and dv, one for each split of a kv head's query heads, …
   float* dv_acc;      // … null without splits
+  unsigned* turns;    // (batch, heads_q, num_q_blocks): see sm90/gradient_dq.cuh; null elsewhere
   int batch;
   int seqlen_q, seqlen_k;
   int heads_q, heads_per_kv;
@@ -56,6 +58,7 @@ struct BackwardParams {
   int num_q_blocks, num_slices;
   int num_k_blocks;
   int splits;                    // blocks that share a key block, each with its own query heads of the group
+  int key_blocks;                // of a head that one block takes, one after the other; sm_90
   int heads_together;            // kv heads (with their splits) whose key blocks start by rows, see KeyBlock
   int stats_rows;                // seqlen_q rounded up to whole tiles
   int padded_dim, padded_dim_v;  // head dims rounded up to those of the tile
@@ -63,7 +66,15 @@ struct BackwardParams {
   float scale_log2;     // as in ForwardParams
   float softcap_scale;  // as in ForwardParams
   int aligned;          // bits 0 … 7: q, k, v, dout, out, dq, dk, dv allow 16-byte accesses
-  int unused;
+  int deterministic;    // sm_90: key blocks add to dq in the order of their keys
+  int sm90;             // whether its kernels follow
+};
+
+// Backward on sm_90. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at key_begin and end at
+// key_end, those of q and dout at row_begin and row_end.
+struct TiledBackwardParams {
+  BackwardParams backward;  // first: delta.cu takes it alone
+  TensorMap q, k, v, dout, dq, dk, dv;
 };
 
 constexpr int kMaxMergeStates = 248;

@@ -1,5 +1,6 @@
 // delta: what backward needs of each query, delta = rowsum(dout out) - dlse and lse in the kernels' units; and the
-// accumulator of dq set to zero.
+// accumulator of dq set to zero or, for the kernels that take turns at it, the counters and the rows of dq that they
+// pass over.
 //
 // Roles: 8 threads own a row, 32 rows of one head a block.
 #include "../common/fragments.cuh"
@@ -57,11 +58,28 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     }
     // why: rows that see nothing, and those past the end, weigh nothing: exp2(s - inf) = 0.
     const bool nothing = lse == -infinity();
-    p.stats[static_cast<long long>(index) * p.stats_rows + row] =
-        nothing ? make_float2(infinity(), 0.0f) : make_float2(lse * kLog2E, delta);
+    const float2 stats = nothing ? make_float2(infinity(), 0.0f) : make_float2(lse * kLog2E, delta);
+    if (!p.sm90) {
+      p.stats[static_cast<long long>(index) * p.stats_rows + row] = stats;
+    } else {
+      float* const at = reinterpret_cast<float*>(p.stats) + static_cast<long long>(index) * 2 * p.stats_rows + row;
+      at[0] = stats.x, at[p.stats_rows] = stats.y;
+    }
   }
 
-  if (p.dq_acc != nullptr) {
+  if (p.turns != nullptr) {
+    if (!sees && row < p.seqlen_q) {
+      char* const dq = static_cast<char*>(p.dq.pointer) +
+                       (batch * p.dq.stride_batch + row * p.dq.stride_seqlen + head * p.dq.stride_head) * kElementBytes;
+      for (int column = lane * kChunkElements; column < p.head_dim; column += kLanes * kChunkElements) {
+        store_chunk(dq, column, p.head_dim - column, p.aligned & 32, Chunk<kDType>{});
+      }
+    }
+    if (row_begin == 0) {
+      unsigned* const turns = p.turns + static_cast<long long>(index) * p.num_q_blocks;
+      for (int i = threadIdx.x; i < p.num_q_blocks; i += kNumThreads) turns[i] = 0;
+    }
+  } else if (p.dq_acc != nullptr) {
     const int tile = row_begin / 16, tiles = min(kRows / 16, (p.seqlen_q + 15) / 16 - tile);
     float4* const dq = reinterpret_cast<float4*>(fragment_tile(p.dq_acc, index, p.seqlen_q, tile, p.padded_dim));
     for (int i = threadIdx.x; i < tiles * p.padded_dim * 4; i += kNumThreads) dq[i] = make_float4(0, 0, 0, 0);

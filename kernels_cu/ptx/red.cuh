@@ -1,4 +1,4 @@
-// red: addition to global memory, with no result.
+// red: addition to global memory, with no result; and counters in memory that blocks tell each other by.
 #pragma once
 
 __device__ __forceinline__ void red_add_f32(float* gmem, float x) {
@@ -9,4 +9,20 @@ __device__ __forceinline__ void red_add_f32(float* gmem, float x) {
 __device__ __forceinline__ void red_add_v4_f32(float* gmem, float x, float y, float z, float w) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1,%2,%3,%4};" ::"l"(gmem), "f"(x), "f"(y), "f"(z), "f"(w)
                : "memory");
+}
+
+__device__ __forceinline__ void red_release_add(unsigned* gmem, unsigned x) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(gmem), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ unsigned atom_acquire_add(unsigned* gmem, unsigned x) {
+  unsigned old;
+  asm volatile("atom.acquire.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(gmem), "r"(x) : "memory");
+  return old;
+}
+
+__device__ __forceinline__ unsigned ld_acquire(const unsigned* gmem) {
+  unsigned x;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(gmem) : "memory");
+  return x;
 }

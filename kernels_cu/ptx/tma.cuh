@@ -31,8 +31,40 @@ __device__ __forceinline__ void tma_store_4d(const TensorMap* map, unsigned smem
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Until all of this thread's groups have read what they store.
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
-
 // Between this thread's own accesses to shared memory and the copy engine's or a product's.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Bytes in a row (multiples of 16) to shared memory, counted at the barrier; and back: stored, or added as floats, in
+// bulk groups of this thread.
+__device__ __forceinline__ void bulk_load(unsigned smem_address, const void* gmem, unsigned bytes, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_address),
+      "l"(gmem), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_store(float* gmem, unsigned smem_address, unsigned bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem), "r"(smem_address), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_add(float* gmem, unsigned smem_address, unsigned bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(gmem),
+               "r"(smem_address), "r"(bytes)
+               : "memory");
+}
+
+// Until all but kPending of this thread's groups, the latest, have read what they store …
+template <int kPending>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// … or have written it.
+template <int kPending>
+__device__ __forceinline__ void bulk_wait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Between accesses to global memory by the copy engine and by threads.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }

@@ -35,9 +35,9 @@ __device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned low) {
 template <int kN>
 struct Wgmma;
 
-#define WGMMA_SS(TYPES, N, REGS, I0, I1, I2, I3)                                                               \
+#define WGMMA_SS(TYPES, N, REGS, I0, I1, I2, I3, I4)                                                           \
   "{.reg .pred p; setp.ne.b32 p, %" #I2 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" REGS \
-  "}, %" #I0 ", %" #I1 ", p, 1, 1, 0, %" #I3 ";}"
+  "}, %" #I0 ", %" #I1 ", p, 1, 1, %" #I4 ", %" #I3 ";}"
 #define WGMMA_RS(TYPES, N, REGS, I0, I1, I2, I3, I4, I5, I6)                                                   \
   "{.reg .pred p; setp.ne.b32 p, %" #I5 ", 0; wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" REGS \
   "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", p, 1, 1, %" #I6 ";}"
@@ -45,17 +45,17 @@ struct Wgmma;
 #define WGMMA_SHAPE(N, REGS, D, I0, I1, I2, I3, I4, I5, I6)                                                          \
   template <>                                                                                                        \
   struct Wgmma<N> {                                                                                                  \
-    template <bool kIsFloat16, bool kTransB>                                                                         \
+    template <bool kIsFloat16, bool kTransB, bool kTransA = false>                                                   \
     __device__ static __forceinline__ void ss(float (&d)[N / 2], unsigned long long a, unsigned long long b,         \
                                               bool accumulate) {                                                     \
       if constexpr (kIsFloat16) {                                                                                    \
-        asm volatile(WGMMA_SS("f16.f16", N, REGS, I0, I1, I2, I3)                                                    \
+        asm volatile(WGMMA_SS("f16.f16", N, REGS, I0, I1, I2, I3, I4)                                                \
                      : D                                                                                             \
-                     : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransB)));                                     \
+                     : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransB)), "n"(int(kTransA)));                  \
       } else {                                                                                                       \
-        asm volatile(WGMMA_SS("bf16.bf16", N, REGS, I0, I1, I2, I3)                                                  \
+        asm volatile(WGMMA_SS("bf16.bf16", N, REGS, I0, I1, I2, I3, I4)                                              \
                      : D                                                                                             \
-                     : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransB)));                                     \
+                     : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kTransB)), "n"(int(kTransA)));                  \
       }                                                                                                              \
     }                                                                                                                \
     template <bool kIsFloat16, bool kTransB>                                                                         \
@@ -76,21 +76,31 @@ struct Wgmma;
 #define WGMMA_D8(i)                                                                                           \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
-#define WGMMA_D24 WGMMA_D8(0), WGMMA_D8(8), WGMMA_D8(16)
+#define WGMMA_D16 WGMMA_D8(0), WGMMA_D8(8)
+#define WGMMA_D24 WGMMA_D16, WGMMA_D8(16)
 #define WGMMA_D32 WGMMA_D24, WGMMA_D8(24)
+#define WGMMA_D40 WGMMA_D32, WGMMA_D8(32)
 #define WGMMA_D48 WGMMA_D32, WGMMA_D8(32), WGMMA_D8(40)
 #define WGMMA_D64 WGMMA_D48, WGMMA_D8(48), WGMMA_D8(56)
 #define WGMMA_D96 WGMMA_D64, WGMMA_D8(64), WGMMA_D8(72), WGMMA_D8(80), WGMMA_D8(88)
 #define WGMMA_D128 WGMMA_D96, WGMMA_D8(96), WGMMA_D8(104), WGMMA_D8(112), WGMMA_D8(120)
-#define WGMMA_R24 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+#define WGMMA_R16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define WGMMA_R24 \
+  WGMMA_R16       \
+  ","             \
+  "%16,%17,%18,%19,%20,%21,%22,%23"
 #define WGMMA_R32 \
   WGMMA_R24       \
   ","             \
   "%24,%25,%26,%27,%28,%29,%30,%31"
-#define WGMMA_R48 \
+#define WGMMA_R40 \
   WGMMA_R32       \
   ","             \
-  "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+  "%32,%33,%34,%35,%36,%37,%38,%39"
+#define WGMMA_R48 \
+  WGMMA_R40       \
+  ","             \
+  "%40,%41,%42,%43,%44,%45,%46,%47"
 #define WGMMA_R64 \
   WGMMA_R48       \
   ","             \
@@ -106,8 +116,10 @@ struct Wgmma;
   "%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%" \
   "118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
+WGMMA_SHAPE(32, WGMMA_R16, WGMMA_D16, 16, 17, 18, 19, 20, 21, 22)
 WGMMA_SHAPE(48, WGMMA_R24, WGMMA_D24, 24, 25, 26, 27, 28, 29, 30)
 WGMMA_SHAPE(64, WGMMA_R32, WGMMA_D32, 32, 33, 34, 35, 36, 37, 38)
+WGMMA_SHAPE(80, WGMMA_R40, WGMMA_D40, 40, 41, 42, 43, 44, 45, 46)
 WGMMA_SHAPE(96, WGMMA_R48, WGMMA_D48, 48, 49, 50, 51, 52, 53, 54)
 WGMMA_SHAPE(128, WGMMA_R64, WGMMA_D64, 64, 65, 66, 67, 68, 69, 70)
 WGMMA_SHAPE(192, WGMMA_R96, WGMMA_D96, 96, 97, 98, 99, 100, 101, 102)

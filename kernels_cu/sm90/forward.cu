@@ -193,7 +193,7 @@ struct ForwardConsumer : Consumer {
 #pragma unroll
     for (int first = 0; first < kPanelsOut; first += kOutPanels) {
       const int last = min(first + kOutPanels, kPanelsOut);
-      if (leads) bulk_wait_read();
+      if (leads) bulk_wait_read<0>();
       __syncwarp();
       stage_rows(first, last);
       fence_proxy_async();
@@ -245,7 +245,7 @@ struct ForwardConsumer : Consumer {
         wgmma_wait<0>();
         wgmma_pin(o);
         store(softmax);
-        if (leads) bulk_wait_read();
+        if (leads) bulk_wait_read<0>();
         break;
       }
       take_turn();

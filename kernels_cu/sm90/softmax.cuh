@@ -131,8 +131,9 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
     for (int h = 0; h < 2; ++h) {
       if (n < kPieces) {
         row_max[h] = fmaxf(row_max[h], lane_row_max(fresh, h));
-        const float whole = quad_max(row_max[h]);
-        if (n == kPieces - 1 && again[h]) softmax.raise_row(h, whole, params.scale_log2, o_scale[h]);
+        if (n < kPieces - 1) continue;
+        row_max[h] = quad_max(row_max[h]);
+        if (again[h]) softmax.raise_row(h, row_max[h], params.scale_log2, o_scale[h]);
       } else if (again[h]) {
         tile_sum[h] += exponentiate_row(fresh, h, params.scale_log2, softmax.shift[h]);
 #pragma unroll

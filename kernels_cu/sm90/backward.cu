@@ -1,0 +1,383 @@
+// Backward on Hopper (FlashAttention-2, arXiv 2307.08691, algorithm 2): dk and dv of blocks of keys over the queries
+// that see them, and their share of dq.
+//
+//   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
+//   p = exp2(s c - lse)       ds = p (dp - delta)
+//   dv += p dout, dk += ds q  wgmma, p and ds from registers
+//   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks: gradient_dq.cuh
+//
+// Roles    warpgroup 0: warp 0 copies q, dout, k, v; warp 1 takes dq to global memory; warp 2 its turns there
+//          the others: 64 keys of the block each, all queries. A step is a tile of queries:
+//          s, dp | p, ds | dv | (both have written ds) | dq | dk, dq to shared memory beside it
+// Barriers q_full, dout_full    has arrived, the first of a block with k, or v    …_empty    every warp is done with it
+//          kv_empty   dk and dv, which leave from where k and v were, have left
+//          kDsBarrier, kDqReadyBarrier, kDqFilledBarrier: gradient.cuh
+#include "gradient_dq.cuh"
+
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+using Scores = float[kBlockQ / 2];
+using Pairs = unsigned[kBlockQ / 4];
+
+// One warp, all lanes in step; the first one acts.
+struct Loader : Role {
+  using Role::Role;
+
+  template <int kPanels>
+  __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned panel_bytes, unsigned barrier,
+                                       int row, int head) const {
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      tma_load_4d(target + panel * panel_bytes, &map, barrier, panel * kPanelColumns, row, head, batch);
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    const BackwardParams& p = params.backward;
+    unsigned step = 0, kv_parity = 1;
+#pragma unroll 1
+    for (int block = block_begin; block < block_end; ++block, kv_parity ^= 1) {
+      const unsigned first_step = step;
+      for_each_step(block, step, [&](int head, int m) {
+        const unsigned slot = step % kStages, empty = (step / kStages + 1) & 1;
+        const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
+        const bool first = step == first_step;
+        const int row = m * kBlockQ, key = block * kBlockK - p.key_begin;
+        const unsigned stats = smem.stats + slot * kBytesStats;
+        const float* const lse = reinterpret_cast<const float*>(p.stats) +
+                                 (static_cast<long long>(batch) * p.heads_q + head) * 2 * p.stats_rows + row;
+        mbarrier_wait(smem.q_empty + 8 * slot, empty);
+        if (leads) {
+          mbarrier_arrive_expect_tx(q_full, kBytesQ + kBytesStats / 2 + (first ? kBytesK : 0));
+          load<kPanelsQk>(params.q, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, row - p.row_begin, head);
+          bulk_load(stats, lse, kBytesStats / 2, q_full);
+        }
+        __syncwarp();
+        if (first) {
+          mbarrier_wait(smem.kv_empty, kv_parity);
+          if (leads) load<kPanelsQk>(params.k, smem.k, kPanelBytesK, q_full, key, kv_head);
+          __syncwarp();
+        }
+        mbarrier_wait(smem.dout_empty + 8 * slot, empty);
+        if (leads) {
+          mbarrier_arrive_expect_tx(dout_full, kBytesDout + kBytesStats / 2 + (first ? kBytesV : 0));
+          if (first) load<kPanelsV>(params.v, smem.v, kPanelBytesK, dout_full, key, kv_head);
+          load<kPanelsV>(params.dout, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full, row - p.row_begin, head);
+          bulk_load(stats + kBytesStats / 2, lse + p.stats_rows, kBytesStats / 2, dout_full);
+        }
+        __syncwarp();
+      });
+      if (step == first_step) mbarrier_wait(smem.kv_empty, kv_parity);
+    }
+  }
+};
+
+struct Consumer : Role {
+  const int group, warp;  // of the warpgroups that compute; of the group
+  float dk[kHeadDim / 2], dv[kHeadDimV / 2];
+  unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is none
+
+  __device__ __forceinline__ Consumer(const TiledBackwardParams& p, const Addresses& addresses, int warp_idx)
+      : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
+
+  __device__ __forceinline__ void arrive(unsigned barrier) const {
+    if (leads) mbarrier_arrive(barrier);
+  }
+
+  // x = a bᵀ, begun: this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
+  template <int kColumns, int kCount>
+  __device__ __forceinline__ void begin_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
+                                               unsigned b_smem) const {
+    const unsigned a_low = wgmma_low(a_smem + group * kGroupKeys * 128, 16), b_low = wgmma_low(b_smem, 16);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < kColumns / 16; ++kk) {
+      const unsigned long long b = wgmma_descriptor(b_low + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2);
+      if (kk + 1 < kCount) {
+        Wgmma<kBlockQ>::template rs<kIsFloat16, false>(x, a[kk], b, kk > 0);
+      } else {
+        const unsigned from = a_low + kk / 4 * (kPanelBytesK / 16) + kk % 4 * 2;
+        Wgmma<kBlockQ>::template ss<kIsFloat16, false>(x, wgmma_descriptor(from), b, kk > 0);
+      }
+    }
+    wgmma_commit();
+  }
+
+  // The first columns of k or v once they have come.
+  template <int kCount>
+  __device__ __forceinline__ void load_keys(unsigned (&a)[kCount][4], unsigned a_smem, unsigned barrier,
+                                            unsigned parity) const {
+    if constexpr (kCount > 1) {
+      const int lane = fresh_thread() % 32;
+      const unsigned from = a_smem + (group * kGroupKeys + warp * 16) * 128 + Swizzle<8>::offset(lane % 16, lane / 16);
+      mbarrier_wait(barrier, parity);
+#pragma unroll
+      for (int kk = 0; kk + 1 < kCount; ++kk) {
+        ldmatrix_x4(a[kk], Swizzle<8>::advance(from + kk / 4 * kPanelBytesK, 0, kk % 4 * 2));
+      }
+    }
+  }
+
+  // x += a b, begun: a in registers, over the queries of a tile.
+  template <int kColumns>
+  __device__ __forceinline__ void begin_gradient(float (&x)[kColumns / 2], const Pairs& a, unsigned b_smem) const {
+    const unsigned b = wgmma_low(b_smem, kPanelBytesQ);
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < kBlockQ / 16; ++kk) {
+      Wgmma<kColumns>::template rs<kIsFloat16, true>(x, a + 4 * kk, wgmma_descriptor(b + kk * 128), true);
+    }
+    wgmma_commit();
+  }
+
+  // dq = dsᵀ k, begun: this warpgroup's columns, or rows.
+  template <int kCount>
+  __device__ __forceinline__ void begin_dq(float (&dq)[kCount], unsigned ds_smem) const {
+    if constexpr (kDqTransposed) {
+      const unsigned k = wgmma_low(smem.k + group * kPanelBytesK, kPanelBytesK), ds = wgmma_low(ds_smem, 16);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < kBlockK / 16; ++kk) {
+        Wgmma<kBlockQ>::template ss<kIsFloat16, false, true>(
+            dq, wgmma_descriptor(k + kk * 128), wgmma_descriptor(ds + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2),
+            kk > 0);
+      }
+      wgmma_commit();
+      return;
+    } else {
+      const unsigned a = wgmma_low(ds_smem + (kDqByRows ? group * 64 * 128 : 0), 16);
+      const unsigned b =
+          wgmma_low(smem.k + (kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK), kPanelBytesK);
+      wgmma_fence();
+#pragma unroll
+      for (int kk = 0; kk < kBlockK / 16; ++kk) {
+        Wgmma<kDqColumns>::template ss<kIsFloat16, true>(
+            dq, wgmma_descriptor(a + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2), wgmma_descriptor(b + kk * 128),
+            kk > 0);
+      }
+      wgmma_commit();
+    }
+  }
+
+  // Scores that are not seen, of keys from `key` on with queries from `query` on, become -inf.
+  __device__ __forceinline__ void hide(Scores& s, int key, int query) const {
+    const BackwardParams& p = params.backward;
+    const Mask mask = Mask(p).transposed();
+    const KeyRange full = mask.full_range(key, key + kGroupKeys);
+    if (query >= full.begin && query + kBlockQ <= full.end && key + kGroupKeys <= p.seqlen_k) return;
+    const int lane = fresh_thread() % 32;
+    mask.apply<true>(s, key + 16 * warp + lane / 4, query, lane % 4);
+  }
+
+  // p of scores, capped ones with kSoftcap.
+  __device__ __forceinline__ void exponentiate(float (&s)[4], unsigned stats) const {
+    const float scale = params.backward.scale_log2;
+    unsigned lse[2];
+    ld_shared_v2(lse[0], lse[1], stats);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = exp2_approx(fmaf(s[i], scale, -__uint_as_float(lse[i % 2])));
+  }
+
+  // s, which are p (with kSoftcap capped scores), and dp become pairs of p and ds.
+  __device__ __forceinline__ void weigh(const Scores& s, const Scores& dp, unsigned stats, Pairs& weights,
+                                        Pairs& ds) const {
+#pragma unroll
+    for (int j = 0; j < kBlockQ / 8; ++j) {
+      float x[4], y[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = s[4 * j + i];
+      if constexpr (kSoftcap) exponentiate(x, stats + j * 32);
+      unsigned delta[2];
+      ld_shared_v2(delta[0], delta[1], stats + kBytesStats / 2 + j * 32);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        y[i] = x[i] * (dp[4 * j + i] - __uint_as_float(delta[i % 2]));
+        // why: the score of a hidden pair is infinite.
+        if constexpr (kSoftcap) y[i] *= fmaxf(fmaf(-s[4 * j + i], s[4 * j + i], 1.0f), 0.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        weights[2 * j + i / 2] = pack2(x[i], x[i + 1]);
+        ds[2 * j + i / 2] = pack2(y[i], y[i + 1]);
+      }
+    }
+  }
+
+  // The warp's 16 keys (or columns of dq) x all queries to a panel whose rows are queries.
+  __device__ __forceinline__ void store_transposed(const Pairs& x, unsigned panel) const {
+    const int lane = fresh_thread() % 32;
+    const unsigned target = panel + Swizzle<8>::offset(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
+#pragma unroll
+    for (int kk = 0; kk < kBlockQ / 16; ++kk) stmatrix_x4_trans(target + kk * 2048, x + 4 * kk);
+  }
+
+  // dq to where it is taken to global memory from: as it is or, with the last block, whole and in the dtype of q.
+  template <int kCount>
+  __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int m) const {
+    const int lane = fresh_thread() % 32;
+    const unsigned own = (group * 4 + warp) * (kBytesDq / 4), target = smem.dq + own;
+    bar_sync(kDqReadyBarrier + group, kDqThreads);
+    const unsigned mode = ld_shared_u32(smem.turn_modes + 4 * (n & 1));
+    if (mode < kDqFinishAlone) {
+#pragma unroll
+      for (int i = 0; i < kDqFloats; i += 4) {
+        st_shared_v4(target + lane * 16 + i * 128, {__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]),
+                                                    __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])});
+      }
+    } else {
+      if (mode >= kDqFinish) {
+        mbarrier_wait(smem.sum_full, mode - kDqFinish);
+#pragma unroll
+        for (int i = 0; i < kDqFloats; i += 4) {
+          const float4 x = ld_shared_v4_f32(smem.dq_sum + own + lane * 16 + i * 128);
+          dq[i] += x.x, dq[i + 1] += x.y, dq[i + 2] += x.z, dq[i + 3] += x.w;
+        }
+      }
+      if constexpr (kDqTransposed) {
+        if (mode >= kDqFinish) bar_sync(kDqSumBarrier + group, 128);
+        const float scale = params.backward.softmax_scale;
+        const int query = m * kBlockQ + lane % 4 * 2, begin = params.backward.row_begin, end = params.backward.row_end;
+        unsigned rounded[kCount / 2];
+#pragma unroll
+        for (int i = 0; i < kCount; i += 2) {
+          const int first = query + i / 4 * 8;
+          rounded[i / 2] = pack2(first >= begin && first < end ? dq[i] * scale : 0.0f,
+                                 first + 1 >= begin && first + 1 < end ? dq[i + 1] * scale : 0.0f);
+        }
+        store_transposed(rounded, smem.dq + group * kBytesDq);
+      } else {
+        const int row = m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4;
+        clear_outside(dq, row, params.backward.row_begin, params.backward.row_end);
+        store_rows<kDqColumns>(dq, params.backward.softmax_scale, target, 2048, lane);
+      }
+    }
+    fence_proxy_async();
+    bar_arrive(kDqFilledBarrier + group, kDqThreads);
+  }
+
+  // Rows that see nothing, or are not seen: zeros, whatever stands there. `row` is the thread's upper one.
+  template <int kCount>
+  __device__ __forceinline__ static void clear_outside(float (&x)[kCount], int row, int begin, int end) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (row + 8 * h < begin || row + 8 * h >= end) clear_row(x, h);
+    }
+  }
+
+  // The warp's 16 rows to shared memory, as 16-bit numbers.
+  template <int kColumns>
+  __device__ __forceinline__ void store_rows(const float (&x)[kColumns / 2], float scale, unsigned target,
+                                             unsigned panel_bytes, int lane) const {
+    target += Swizzle<8>::offset(lane % 16, lane / 16);
+#pragma unroll
+    for (int column = 0; column < kColumns; column += 16) {
+      const float* const y = x + column / 2;
+      stmatrix_x4(Swizzle<8>::advance(target + column / 64 * panel_bytes, 0, column % 64 / 8),
+                  pack2(y[0] * scale, y[1] * scale), pack2(y[2] * scale, y[3] * scale),
+                  pack2(y[4] * scale, y[5] * scale), pack2(y[6] * scale, y[7] * scale));
+    }
+  }
+
+  __device__ __forceinline__ void step(int block, unsigned n, int m) {
+    const unsigned slot = n % kStages, parity = n / kStages & 1;
+    const unsigned q_smem = smem.q + slot * kBytesQ, dout_smem = smem.dout + slot * kBytesDout;
+    const unsigned ds_smem = smem.ds + n % kDsStages * kBytesDs;
+    Scores s, dp;
+    mbarrier_wait(smem.q_full + 8 * slot, parity);
+    begin_scores<kHeadDim>(s, k, smem.k, q_smem);
+    mbarrier_wait(smem.dout_full + 8 * slot, parity);
+    begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
+    wgmma_wait<1>();
+    wgmma_pin(s);
+    if constexpr (kSoftcap) cap(s, params.backward.softcap_scale);
+    hide(s, block * kBlockK + group * kGroupKeys, m * kBlockQ);
+    const unsigned stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8;
+    if constexpr (!kSoftcap) {
+#pragma unroll
+      for (int j = 0; j < kBlockQ / 8; ++j) exponentiate(reinterpret_cast<float (&)[4]>(s[4 * j]), stats + j * 32);
+    }
+    wgmma_wait<0>();
+    wgmma_pin(dp);
+    Pairs weights, ds;
+    weigh(s, dp, stats, weights, ds);
+    store_transposed(ds, ds_smem + group * kPanelBytesQ);
+    fence_proxy_async();
+    begin_gradient<kHeadDimV>(dv, weights, dout_smem);
+    bar_sync(kDsBarrier, 256);
+    float dq[kDqFloats];
+    begin_dq(dq, ds_smem);
+    wgmma_wait<1>();
+    wgmma_pin(dv);
+    arrive(smem.dout_empty + 8 * slot);
+    begin_gradient<kHeadDim>(dk, ds, q_smem);
+    wgmma_wait<1>();
+    wgmma_pin(dq);
+    stage_dq(dq, n, m);
+    wgmma_wait<0>();
+    wgmma_pin(dk);
+    arrive(smem.q_empty + 8 * slot);
+  }
+
+  // The warp's rows of dk or dv, from where k or v was.
+  template <int kColumns>
+  __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale, unsigned target,
+                                        int block) const {
+    const BackwardParams& p = params.backward;
+    const int row = group * kGroupKeys + warp * 16;
+    clear_outside(x, block * kBlockK + row + fresh_thread() % 32 / 4, p.key_begin, p.key_end);
+    target += row * 128;
+    store_rows<kColumns>(x, scale, target, kPanelBytesK, fresh_thread() % 32);
+    fence_proxy_async();
+    __syncwarp();
+    if (leads) {
+#pragma unroll
+      for (int panel = 0; panel < (kColumns + 63) / 64; ++panel) {
+        tma_store_4d(&map, target + panel * kPanelBytesK, panel * kPanelColumns, block * kBlockK + row, kv_head, batch);
+      }
+      bulk_commit();
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    unsigned n = 0;
+#pragma unroll 1
+    for (int block = block_begin; block < block_end; ++block) {
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
+      if (const QueryTiles tiles(params.backward, block); tiles.begin < tiles.end) {
+        const unsigned slot = n % kStages, parity = n / kStages & 1;
+        load_keys(k, smem.k, smem.q_full + 8 * slot, parity);
+        load_keys(v, smem.v, smem.dout_full + 8 * slot, parity);
+      }
+      for_each_step(block, n, [&](int, int m) { step(block, n, m); });
+      bar_sync(kDsBarrier, 256);  // both are done with k and v
+      store<kHeadDimV>(params.dv, dv, 1.0f, smem.v, block);
+      store<kHeadDim>(params.dk, dk, params.backward.softmax_scale, smem.k, block);
+      if (leads) {
+        bulk_wait_read<0>();
+        mbarrier_arrive(smem.kv_empty);
+      }
+      __syncwarp();
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    CUFLASH_KERNEL(const __grid_constant__ TiledBackwardParams params) {
+  extern __shared__ __align__(1024) char smem_bytes[];
+  const Addresses smem(*reinterpret_cast<const SharedStorage*>(smem_bytes));
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (threadIdx.x == 0) smem.init();
+  __syncthreads();
+  if (warp < 4) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (warp == 0) Loader(params, smem).run();
+    else if (warp == 1) DqWarp(params, smem).run();
+    else if (warp == 2) TurnWarp(params, smem).run();
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    Consumer(params, smem, warp - 4).run();
+  }
+}

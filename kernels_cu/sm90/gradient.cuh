@@ -1,0 +1,173 @@
+// Backward on Hopper: shared memory, and what a block has to do.
+#pragma once
+#include "../common/fragment.cuh"
+#include "../common/mask.cuh"
+#include "../common/params.cuh"
+#include "../common/swizzle.cuh"
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "../ptx/red.cuh"
+#include "../ptx/warpgroup.cuh"
+#include "../ptx/wgmma.cuh"
+
+static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
+
+constexpr bool kIsFloat16 = kDType == DType::kFloat16;
+constexpr int kPanelColumns = 64;
+constexpr int kPanelsQk = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
+constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
+constexpr unsigned kPanelBytesQ = kBlockQ * 128;  // of q, dout and ds
+constexpr unsigned kPanelBytesK = kBlockK * 128;  // of k and v
+constexpr unsigned kBytesQ = kPanelsQk * kPanelBytesQ, kBytesDout = kPanelsV * kPanelBytesQ;
+constexpr unsigned kBytesK = kPanelsQk * kPanelBytesK, kBytesV = kPanelsV * kPanelBytesK;
+constexpr unsigned kBytesStats = 2 * kBlockQ * 4;
+constexpr unsigned kBytesDs = 2 * kPanelBytesQ;
+
+// A tile of dq is shared out by panels of columns or, where it has 128 rows, by rows.
+constexpr bool kDqByRows = kBlockQ == 128;
+// Or it is made transposed, where its rows are no multiple of 64: a warpgroup's columns of dq are the product's rows.
+constexpr bool kDqTransposed = kBlockQ % 64 != 0;
+constexpr int kDqColumns = kPanelsQk * kPanelColumns / (kDqByRows ? 1 : 2);  // of a warpgroup
+constexpr int kDqFloats = (kDqTransposed ? kBlockQ : kDqColumns) / 2;        // of a thread
+constexpr unsigned kBytesDq = 128 * kDqFloats * 4;                           // of a warpgroup
+static_assert(kDqByRows || kDqTransposed || kBlockQ == 64, "a warpgroup multiplies 64 rows");
+static_assert(kDqColumns % kPanelColumns == 0 && (!kDqTransposed || kDqColumns == 64), "whole panels of k");
+
+struct alignas(1024) SharedStorage {
+  char k[kBytesK], v[kBytesV];
+  char q[kStages][kBytesQ], dout[kStages][kBytesDout];
+  char ds[kDsStages][kBytesDs];
+  char dq[kNumConsumers][kBytesDq];  // on its way to global memory, as floats in the order of the fragments …
+  char dq_sum[kNumConsumers][kDqTransposed ? 8 : kBytesDq];  // … and what other key blocks have added up there
+  float stats[kStages][2][kBlockQ];                          // lse, delta
+  unsigned long long q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
+  unsigned long long kv_empty, sum_full, turn_full, turn_empty;
+  unsigned turn_modes[2];           // of this step and the next
+  unsigned dq_staged, dq_complete;  // steps whose dq has been written to `dq`; and on, to global memory
+};
+static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
+
+struct Addresses {
+  unsigned k, v, q, dout, ds, dq, dq_sum, stats, q_full, q_empty, dout_full, dout_empty, kv_empty, sum_full, turn_full,
+      turn_empty, turn_modes, dq_staged, dq_complete;
+
+  __device__ explicit Addresses(const SharedStorage& s)
+      : k(smem_address(s.k)),
+        v(smem_address(s.v)),
+        q(smem_address(s.q)),
+        dout(smem_address(s.dout)),
+        ds(smem_address(s.ds)),
+        dq(smem_address(s.dq)),
+        dq_sum(smem_address(kDqTransposed ? s.dq[0] : s.dq_sum[0])),
+        stats(smem_address(s.stats)),
+        q_full(smem_address(s.q_full)),
+        q_empty(smem_address(s.q_empty)),
+        dout_full(smem_address(s.dout_full)),
+        dout_empty(smem_address(s.dout_empty)),
+        kv_empty(smem_address(&s.kv_empty)),
+        sum_full(smem_address(&s.sum_full)),
+        turn_full(smem_address(&s.turn_full)),
+        turn_empty(smem_address(&s.turn_empty)),
+        turn_modes(smem_address(s.turn_modes)),
+        dq_staged(smem_address(&s.dq_staged)),
+        dq_complete(smem_address(&s.dq_complete)) {}
+
+  __device__ void init() const {
+    constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, kReleases);
+      mbarrier_init(dout_full + 8 * i, 1), mbarrier_init(dout_empty + 8 * i, kReleases);
+    }
+    mbarrier_init(kv_empty, kReleases), mbarrier_init(sum_full, 1);
+    mbarrier_init(turn_full, 1), mbarrier_init(turn_empty, 1);
+    st_shared_u32(dq_staged, 0), st_shared_u32(dq_complete, 0);
+    mbarrier_init_fence();
+  }
+};
+
+// Named barriers.
+constexpr int kDsBarrier = 1;        // ds of both warpgroups is written
+constexpr int kDqReadyBarrier = 2;   // and following: a warpgroup may write its dq
+constexpr int kDqFilledBarrier = 4;  // and following: it has
+constexpr int kDqSumBarrier = 6;     // and following: its threads have read what is there
+constexpr int kDqThreads = 128 + 32;
+
+// Query tiles that see some key of a block, and the order of them.
+struct QueryTiles {
+  int begin, end, first;
+  bool down;
+
+  // why: key blocks that start together begin at tiles of their own, the one at their diagonal, so that they are not in
+  // each other's way in dq. In the order of their keys they follow each other through the same tiles.
+  __device__ __forceinline__ QueryTiles(const BackwardParams& p, int block) {
+    const int key_begin = block * kBlockK;
+    const KeyRange rows = Mask(p).transposed().key_range(key_begin, min(key_begin + kBlockK, p.seqlen_k));
+    begin = rows.begin / kBlockQ;
+    end = rows.begin < rows.end ? (rows.end + kBlockQ - 1) / kBlockQ : begin;
+    down = p.deterministic;
+    const int diagonal = static_cast<long long>(block) * p.num_q_blocks / p.num_k_blocks;
+    first = down ? end - 1 : max(begin, min(end - 1, diagonal));
+  }
+
+  __device__ __forceinline__ int next(int m) const {
+    if (down) return m - 1;
+    return m + 1 == end ? begin : m + 1;
+  }
+};
+
+// What every role knows: key blocks [block_begin, block_end) of a kv head, one after the other, over its query heads.
+struct Role {
+  const TiledBackwardParams& params;
+  const Addresses& smem;
+  int block_begin, block_end;
+  int kv_head, batch;
+  const bool leads = threadIdx.x % 32 == 0;
+
+  // Within heads_together heads the first key blocks of all come first, the longest under a causal mask. why: a block
+  // waits for earlier ones alone, which are on the GPU already.
+  __device__ __forceinline__ Role(const TiledBackwardParams& tiled, const Addresses& addresses)
+      : params(tiled), smem(addresses) {
+    const BackwardParams& p = tiled.backward;
+    const unsigned heads_kv = p.heads_q / p.heads_per_kv, all = p.batch * heads_kv, together = p.heads_together;
+    const unsigned parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
+    const unsigned first = blockIdx.x / (together * parts) * together;
+    const unsigned within = blockIdx.x - first * parts, num_heads = min(together, all - first);
+    const unsigned part = within / num_heads, head = first + within - part * num_heads;
+    batch = head / heads_kv, kv_head = head - batch * heads_kv;
+    block_begin = part * p.key_blocks, block_end = min(block_begin + p.key_blocks, p.num_k_blocks);
+  }
+
+  // f(query head, query tile) for every step of a key block; `step` counts on over blocks.
+  template <class F>
+  __device__ __forceinline__ void for_each_step(int block, unsigned& step, F f) const {
+    const BackwardParams& p = params.backward;
+    const QueryTiles tiles(p, block);
+#pragma unroll 1
+    for (int head = kv_head * p.heads_per_kv; head < (kv_head + 1) * p.heads_per_kv; ++head) {
+      int m = tiles.first;
+#pragma unroll 1
+      for (int left = tiles.end - tiles.begin; left > 0; --left, ++step) {
+        f(head, m);
+        m = tiles.next(m);
+      }
+    }
+  }
+
+  // The sum of a tile of dq to shared memory.
+  __device__ __forceinline__ void fetch_sum(unsigned tile) const {
+    if (leads) {
+      mbarrier_arrive_expect_tx(smem.sum_full, 2 * kBytesDq);
+      bulk_load(smem.dq_sum, dq_acc(tile, 0), 2 * kBytesDq, smem.sum_full);
+    }
+  }
+
+  // Of a tile of dq in global memory: its counter, and its accumulator.
+  __device__ __forceinline__ unsigned tile_index(int head, int m) const {
+    const BackwardParams& p = params.backward;
+    return (batch * p.heads_q + head) * p.num_q_blocks + m;
+  }
+
+  __device__ __forceinline__ float* dq_acc(unsigned tile, int group) const {
+    return params.backward.dq_acc + (static_cast<long long>(tile) * kNumConsumers + group) * (kBytesDq / 4);
+  }
+};
