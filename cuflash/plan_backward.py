@@ -27,7 +27,7 @@ ACC_ROWS = 16  # of a tile of the accumulators
 ACC_OF_THREAD = 16  # elements that a thread of the convert kernel owns
 # Heads whose key blocks start longest first under a mask; what they read and add to stays in L2 (kernels_cu/TUNING.md).
 HEADS_TOGETHER = 16
-ORDERED_HEADS_TOGETHER = 32  # the same of Hopper's, when key blocks wait for each other
+ORDERED_HEADS_TOGETHER = 32  # the same of Hopper's, when key blocks wait for each other; 16 without a mask
 # Up to this seqlen_k a block of Hopper's takes several key blocks, where SHORT_WAVES of blocks are left.
 SHORT_KEYS = 2**14
 SHORT_WAVES = 4
@@ -128,7 +128,10 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     # The workspace in floats: stats, dq, and a counter for each tile of it.
     parts = [2 * heads * stats_rows, heads * num_q_blocks * tile.acc_floats, 0, 0, heads * num_q_blocks]
     check_grid(problem, parts[4])
-    together = ORDERED_HEADS_TOGETHER if deterministic else 1 if problem.mask.is_full else HEADS_TOGETHER
+    if deterministic:
+        together = HEADS_TOGETHER if problem.mask.is_full else ORDERED_HEADS_TOGETHER
+    else:
+        together = 1 if problem.mask.is_full else HEADS_TOGETHER
     return replace(
         _gradients(problem, device, launches, num_q_blocks, parts),
         stats_rows=stats_rows,

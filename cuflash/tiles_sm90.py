@@ -78,7 +78,7 @@ class WarpgroupBackwardTile:
     head_dim: int
     head_dim_v: int
     block_q: int
-    key_blocks: int
+    key_blocks: int = 1
     k_steps: int = 0
     v_steps: int = 0
     softcap: bool | None = None  # for scores that are capped, or for those that are not
@@ -203,8 +203,8 @@ BACKWARD = (
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, softcap=True),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, k_steps=3, softcap=False),
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=6, v_steps=6),
-    WarpgroupBackwardTile(128, 128, 80, key_blocks=2, k_steps=1, min_queries=4096),
-    WarpgroupBackwardTile(128, 128, 64, key_blocks=2, k_steps=4),
+    WarpgroupBackwardTile(128, 128, 80, k_steps=1, min_queries=8192),
+    WarpgroupBackwardTile(128, 128, 64, k_steps=4),
 )
 # Beyond that, for each gradient; where 128 keys of dk and dv would not fit the registers side by side.
 ROWS = (

@@ -68,7 +68,7 @@ def check_hopper(of: Problem, deterministic: bool = False, device: Device = H100
     assert made.workspace_bytes == turns + 4 * tiles
     assert dq % 128 == turns % 4 == 0  # of whole tiles the copy engine wants 16
     assert made.deterministic == deterministic
-    assert made.heads_together == (32 if deterministic else 1 if of.mask.is_full else 16)
+    assert made.heads_together == ((1, 16), (16, 32))[deterministic][not of.mask.is_full]
     return made
 
 
@@ -132,17 +132,18 @@ def test_large_groups_with_few_keys_are_split_by_the_generic_kernel_unless_deter
 
 
 def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough() -> None:
-    of = problem(128, 128, dims=(64, 1024, 1024, 16, 16))
+    of = problem(96, 96, dims=(64, 1024, 1024, 16, 16))
     assert check_hopper(of).key_blocks == 2
     assert check_hopper(of, deterministic=True).key_blocks == 1
     small = problem(64, 64, dims=(64, 1024, 1024, 16, 16))
     assert check_hopper(small).key_blocks == 4
     assert check_hopper(problem(64, 64, dims=(64, 1024, 1024, 16, 16), causal=True)).key_blocks == 2
-    assert check_hopper(problem(128, 128, dims=(64, 1024, 1024, 16, 16), causal=True)).key_blocks == 1
-    assert check_hopper(problem(128, 128, dims=(64, 1024, SHORT_KEYS + 1, 16, 16))).key_blocks == 1
+    assert check_hopper(problem(96, 96, dims=(64, 1024, 1024, 16, 16), causal=True)).key_blocks == 1
+    assert check_hopper(problem(96, 96, dims=(64, 1024, SHORT_KEYS + 1, 16, 16))).key_blocks == 1
     least = -(-SHORT_WAVES * H100.num_sms // 4)  # heads of 8 key blocks, two a block
     for heads, key_blocks in ((least, 2), (least - 1, 1)):
-        assert check_hopper(problem(128, 128, dims=(1, 1024, 1024, heads, heads))).key_blocks == key_blocks
+        assert check_hopper(problem(96, 96, dims=(1, 1024, 1024, heads, heads))).key_blocks == key_blocks
+    assert check_hopper(problem(128, 128, dims=(64, 1024, 1024, 16, 16))).key_blocks == 1
 
 
 @DETERMINISTIC
@@ -181,11 +182,11 @@ def test_rows_stand_in_order_and_the_first_that_covers_is_chosen() -> None:
 
 def test_few_queries_or_a_mask_have_their_own_tile() -> None:
     tiles = {}
-    for seqlen_q, causal in ((4096, False), (4095, False), (4096, True)):
+    for seqlen_q, causal in ((8192, False), (8191, False), (8192, True)):
         tile = check_hopper(problem(128, 128, dims=(2, seqlen_q, 500, 2, 2), causal=causal)).launches[1].variant.tile
         assert isinstance(tile, WarpgroupBackwardTile)
         tiles[seqlen_q, causal] = tile.block_q
-    assert tiles == {(4096, False): 80, (4095, False): 64, (4096, True): 64}
+    assert tiles == {(8192, False): 80, (8191, False): 64, (8192, True): 64}
 
 
 def check_rows(of: Problem, deterministic: bool = False) -> Plan:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -53,7 +54,10 @@ def seconds_per_call(arrays: NumpyArrays, runs: dict[str, Run], rounds: int) -> 
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / slowest)))
-    turns = [{name: span(run, repeats[name]) for name, run in runs.items()} for _ in range(rounds)]
+    # why in another order every time: after a contender that needs less power the clocks are higher.
+    shuffled = random.Random(0)
+    orders = [shuffled.sample(list(runs), len(runs)) for _ in range(rounds)]
+    turns = [{name: span(runs[name], repeats[name]) for name in order} for order in orders]
     return {name: median(turn[name]() for turn in turns) / repeats[name] for name in runs}
 
 

@@ -35,8 +35,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   const int row = row_begin + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const bool sees = row >= p.row_begin && row < p.row_end;
 
-  float delta = 0.0f;
+  float delta = 0.0f, lse = -infinity(), dlse = 0.0f;
   if (sees) {
+    const long long at = static_cast<long long>(index) * p.seqlen_q + row;
+    lse = p.lse[at];  // why so early: it comes beside what follows
+    if (p.dlse != nullptr) dlse = p.dlse[at];
     const char* const dout =
         static_cast<const char*>(p.dout.pointer) +
         (batch * p.dout.stride_batch + row * p.dout.stride_seqlen + head * p.dout.stride_head) * kElementBytes;
@@ -50,15 +53,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
   if (lane == 0) {
-    float lse = -infinity();
-    if (sees) {
-      const long long at = static_cast<long long>(index) * p.seqlen_q + row;
-      lse = p.lse[at];
-      if (p.dlse != nullptr) delta -= p.dlse[at];
-    }
     // why: rows that see nothing, and those past the end, weigh nothing: exp2(s - inf) = 0.
     const bool nothing = lse == -infinity();
-    const float2 stats = nothing ? make_float2(infinity(), 0.0f) : make_float2(lse * kLog2E, delta);
+    const float2 stats = nothing ? make_float2(infinity(), 0.0f) : make_float2(lse * kLog2E, delta - dlse);
     if (!p.sm90) {
       p.stats[static_cast<long long>(index) * p.stats_rows + row] = stats;
     } else {

@@ -301,8 +301,8 @@ struct Consumer : Role {
     Pairs weights, ds;
     weigh(s, dp, stats, weights, ds);
     store_transposed(ds, ds_smem + group * kPanelBytesQ);
-    fence_proxy_async();
     begin_gradient<kHeadDimV>(dv, weights, dout_smem);
+    fence_proxy_async();  // why not before: it waits until ds is there
     bar_sync(kDsBarrier, 256);
     float dq[kDqFloats];
     begin_dq(dq, ds_smem);

@@ -97,16 +97,17 @@ struct QueryTiles {
   int begin, end, first;
   bool down;
 
-  // why: key blocks that start together begin at tiles of their own, the one at their diagonal, so that they are not in
-  // each other's way in dq. In the order of their keys they follow each other through the same tiles.
+  // why: key blocks that start together begin at tiles of their own, so that they are not in each other's way in dq:
+  // under a mask at the first one that they see; without, as if there were a diagonal. In the order of their keys they
+  // follow each other through the same tiles.
   __device__ __forceinline__ QueryTiles(const BackwardParams& p, int block) {
     const int key_begin = block * kBlockK;
     const KeyRange rows = Mask(p).transposed().key_range(key_begin, min(key_begin + kBlockK, p.seqlen_k));
     begin = rows.begin / kBlockQ;
     end = rows.begin < rows.end ? (rows.end + kBlockQ - 1) / kBlockQ : begin;
     down = p.deterministic;
-    const int diagonal = static_cast<long long>(block) * p.num_q_blocks / p.num_k_blocks;
-    first = down ? end - 1 : max(begin, min(end - 1, diagonal));
+    const bool all = begin < end && end - begin == p.num_q_blocks;
+    first = down ? end - 1 : all ? unsigned(block) * (kBlockK / 16) / (kBlockQ / 16) % p.num_q_blocks : begin;
   }
 
   __device__ __forceinline__ int next(int m) const {
