@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -83,8 +83,8 @@ def packed_forward(tile: Any = TILES["float16"][0], **more: int) -> Packed:
     return packed, places
 
 
-def packed_hopper() -> Packed:
-    """The same of the kernels that Hopper has of its own; a tensor map is 128 equal bytes here, made in their order."""
+def packed_with_maps(inner: str, pack: Callable[[], Packed], stored: Sequence[str]) -> Packed:
+    """The same of a struct that has another one as `inner`; a tensor map is 128 equal bytes here, in the order made."""
     made: list[int] = []
 
     def encode(address: ctypes.c_void_p, *more: Any) -> int:
@@ -93,10 +93,16 @@ def packed_hopper() -> Packed:
         return 0
 
     with patch.object(tensor_map, "function", lambda *_: encode):
-        packed, places = packed_forward(HOPPER_TILES[0], heads_together=5555)
-    places = {f"forward.{name}": at for name, at in places.items()}
-    assert made == [0xE1, 0xE2, 0xE3, 0xE4]
-    places |= {name: (packed.index(bytes([byte]) * 128), 128) for name, byte in zip(STORED, made, strict=True)}
+        packed, places = pack()
+    assert made == list(range(0xE1, 0xE1 + len(stored)))
+    places = {f"{inner}.{name}": at for name, at in places.items()}
+    places |= {name: (packed.index(bytes([byte]) * 128), 128) for name, byte in zip(stored, made, strict=True)}
+    return packed, places
+
+
+def packed_hopper() -> Packed:
+    """The same of the kernels that Hopper has of its own."""
+    packed, places = packed_with_maps("forward", lambda: packed_forward(HOPPER_TILES[0], heads_together=5555), STORED)
     places["counter"] = place(packed, "Q", 2**40 + 6)
     places["num_tiles"] = place(packed, "i", 3 * 1003 * 7 * 1011)
     places["heads_together"] = place(packed, "i", 5555)
@@ -177,19 +183,8 @@ def packed_merge() -> Packed:
 
 def packed_hopper_backward() -> Packed:
     """The same of the backward that Hopper has of its own."""
-    made: list[int] = []
-
-    def encode(address: ctypes.c_void_p, *more: Any) -> int:
-        made.append(0xE1 + len(made))
-        ctypes.memset(address.value or 0, made[-1], 128)
-        return 0
-
-    with patch.object(tensor_map, "function", lambda *_: encode):
-        packed, places = packed_backward(WarpgroupBackwardTile(2048, 3072, 64, 1, 16))
-    places = {f"backward.{name}": at for name, at in places.items()}
-    names = [name for name in OPERANDS if name != "out"]
-    places |= {name: (packed.index(bytes([byte]) * 128), 128) for name, byte in zip(names, made, strict=True)}
-    return packed, places
+    tile, stored = WarpgroupBackwardTile(2048, 3072, 64, 1, 16), [name for name in OPERANDS if name != "out"]
+    return packed_with_maps("backward", lambda: packed_backward(tile), stored)
 
 
 STRUCTS: dict[str, tuple[str, int, Callable[[], Packed]]] = {  # and the alignment
