@@ -38,11 +38,11 @@ def backward(
     those of lse. dq, dk, dv have the shapes and dtype of q, k, v. A query that sees no key has gradient 0.
 
     `deterministic=True` asks for bitwise repeatable results; NumPy's always are. On a GPU dq is otherwise added up in
-    no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and where few keys
-    serve large groups of heads dk and dv are summed from float32 parts. Deterministic, Hopper's kernels add it up in
-    the order of the keys; the others compute the scores twice instead and take about a third longer. Head dims up to
-    256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is rounded to the inputs' dtype: scale a
-    large loss down, or take bfloat16. Errors as in `forward`.
+    no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and so are dk and dv
+    of keys that several blocks share. Deterministic, Hopper's kernels add dq up in the order of the keys (over head dim
+    128 nothing is added up, and all calls are deterministic); the others compute the scores twice instead and take
+    about a third longer. Head dims up to 256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is
+    rounded to the inputs' dtype: scale a large loss down, or take bfloat16. Errors as in `forward`.
 
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """

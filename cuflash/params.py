@@ -10,6 +10,7 @@ import itertools
 import math
 import struct
 from collections.abc import Iterable, Sequence
+from dataclasses import astuple
 from typing import NamedTuple
 
 from .problem import ITEMSIZE, Problem
@@ -42,8 +43,8 @@ _COUNTER = (_MAPS_BYTES + _FORWARD.size) // 8
 assert _WARPGROUP.size == WARPGROUP_PARAMS_BYTES["forward"]
 
 # Operand q, k, v, dout, out, dq, dk, dv; lse, dlse, stats, dq_acc, dk_acc, dv_acc, turns; 22 ints; 3 floats; aligned;
-# deterministic, sm90.
-_BACKWARD = struct.Struct("<" + 8 * "Q3q" + "7Q" + "22i" + "3f" + "3i")
+# deterministic, sm90; those of SharedKeys.
+_BACKWARD = struct.Struct("<" + 8 * "Q3q" + "7Q" + "22i" + "3f" + "7i")
 BACKWARD = Layout((*range(0, 32, 4), *range(32, 39)), 103)
 assert _BACKWARD.size == PARAMS_BYTES["backward"]
 
@@ -185,6 +186,7 @@ def backward_parameters(problem: Problem, plan: Plan, strides: Sequence[Strides]
         0,
         plan.deterministic,
         on_hopper,
+        *(astuple(plan.shared) if plan.shared is not None else (plan.launches[1].num_blocks, 0, 0, 0)),
     )
     if isinstance(tile, BackwardTile):
         return Parameters(packed, BACKWARD)

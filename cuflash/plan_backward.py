@@ -14,6 +14,7 @@ from .variant import (
     PORTABLE_THREADS,
     Launch,
     Plan,
+    SharedKeys,
     Variant,
     check_grid,
     compile_arch,
@@ -28,22 +29,32 @@ ACC_OF_THREAD = 16  # elements that a thread of the convert kernel owns
 # Heads whose key blocks start longest first under a mask; what they read and add to stays in L2 (kernels_cu/TUNING.md).
 HEADS_TOGETHER = 16
 ORDERED_HEADS_TOGETHER = 32  # the same of Hopper's, when key blocks wait for each other; 16 without a mask
+# Of Hopper's fewer, so that what they touch stays near two L2 caches, but as many as make up some waves of blocks.
+L2_BYTES = 96 * 2**20
+WAVES_TOGETHER = 3
 # Up to this seqlen_k a block of Hopper's takes several key blocks, where SHORT_WAVES of blocks are left.
 SHORT_KEYS = 2**14
 SHORT_WAVES = 4
 KEY_ROWS = 128  # of a block of Hopper's
 MAX_TURNS = 2**16 - 1  # key blocks that Hopper's counter of a tile of dq counts
+SHARED_STEPS = 4  # of query tiles: the fewest of a block that shares key blocks
 WAVES = 2  # of blocks that a GPU needs to be filled evenly
 STATS_ROWS = 128  # the largest block_q
 
 
 def backward_plan(problem: Problem, device: Device, deterministic: bool, aligned: bool) -> Plan:
     """The plan of backward on this GPU; arguments as of `plan.plan`."""
-    if aligned and _suits_warpgroups(problem, device, deterministic):
-        queries, capped = problem.seqlen_q if problem.mask.is_full else 0, problem.softcap > 0.0
-        if (tile := tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)) is not None:
+    if aligned and _suits_warpgroups(problem, device):
+        queries, capped = problem.mask.num_visible() / max(problem.seqlen_k, 1), problem.softcap > 0.0
+        # why: a block of keys takes all query heads of its group; the generic kernel shares them out where most of the
+        # GPU would idle. Not when deterministic, as in `_num_splits`, nor where Hopper's blocks share key blocks.
+        grouped = not deterministic and problem.heads_q > problem.heads_kv
+        splits = grouped and 2 * -(-problem.seqlen_k // KEY_ROWS) * problem.heads_kv * problem.batch < device.num_sms
+        tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)
+        if tile is not None and not (splits and not problem.mask.is_full):
             return _warpgroup_plan(problem, device, tile, deterministic)
-        if tiles := tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped):
+        tiles = tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped) if tile is None else ()
+        if tiles and not splits:
             return _rows_plan(problem, device, tiles, deterministic)
     return _generic_plan(problem, device, deterministic)
 
@@ -97,18 +108,13 @@ def _generic_plan(problem: Problem, device: Device, deterministic: bool) -> Plan
     )
 
 
-def _suits_warpgroups(problem: Problem, device: Device, deterministic: bool) -> bool:
+def _suits_warpgroups(problem: Problem, device: Device) -> bool:
     """Whether Hopper's own kernels apply, head dims over 256 aside."""
     if not suits_warpgroups(problem, device) or problem.batch == 0:
         return False
     if any(dim % 8 for dim in (problem.head_dim, problem.head_dim_v)):  # gradients are contiguous
         return False
-    # why: a block of keys takes all query heads of its group; the generic kernel shares them out where most of the GPU
-    # would idle. Not when deterministic, as in `_num_splits`.
-    num_k_blocks = -(-problem.seqlen_k // KEY_ROWS)
-    few = 2 * num_k_blocks * problem.heads_kv * problem.batch < device.num_sms
-    splits = few and not deterministic and problem.heads_q > problem.heads_kv
-    return not splits and num_k_blocks <= MAX_TURNS
+    return -(-problem.seqlen_k // KEY_ROWS) <= MAX_TURNS
 
 
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, deterministic: bool) -> Plan:
@@ -120,31 +126,73 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     if problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, num_k_blocks * heads_kv
     stats_rows = _stats_rows(problem, tile.block_q)
+    check_grid(problem, num_k_blocks * heads_kv)
+    shared = None if deterministic else _shared_keys(problem, device, key_blocks, num_q_blocks, num_k_blocks)
+    floats = 0
+    if shared is not None:
+        steps = shared.count * num_q_blocks * (problem.heads_q // problem.heads_kv)
+        blocks = shared.whole_blocks + -(-steps // shared.steps)
+        floats = shared.count * tile.block_k
     launches = (
         _delta(problem, device, stats_rows),
         Launch(_warpgroup_variant(problem, device, "backward", tile), blocks),
     )
     check_grid(problem, max(launch.num_blocks for launch in launches))
-    # The workspace in floats: stats, dq, and a counter for each tile of it.
-    parts = [2 * heads * stats_rows, heads * num_q_blocks * tile.acc_floats, 0, 0, heads * num_q_blocks]
-    check_grid(problem, parts[4])
+    # The workspace in floats: stats, dq, shared dk and dv, and a counter for each tile of dq and each shared key block.
+    parts = [2 * heads * stats_rows, heads * num_q_blocks * tile.acc_floats]
+    parts += [floats * tile.head_dim, floats * tile.head_dim_v]
+    parts.append(heads * num_q_blocks + (shared.count if shared is not None else 0))
     if deterministic:
         together = HEADS_TOGETHER if problem.mask.is_full else ORDERED_HEADS_TOGETHER
     else:
-        together = 1 if problem.mask.is_full else HEADS_TOGETHER
+        together = 1 if problem.mask.is_full else _heads_together(problem, device, num_k_blocks)
     return replace(
         _gradients(problem, device, launches, num_q_blocks, parts),
         stats_rows=stats_rows,
         num_k_blocks=num_k_blocks,
         heads_together=together,
         key_blocks=key_blocks,
+        shared=shared,
         deterministic=deterministic,
     )
 
 
+def _heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
+    """Kv heads, a power of two, whose key blocks start longest first."""
+    row, group = ITEMSIZE[problem.dtype] * (problem.head_dim + problem.head_dim_v), problem.heads_q // problem.heads_kv
+    acc = tiles_sm90.FLOAT_BYTES * problem.head_dim
+    head_bytes = problem.seqlen_k * row + group * problem.seqlen_q * (row + acc)  # k, v; q, dout, dq
+    together = 1
+    while together < HEADS_TOGETHER and (
+        2 * together * head_bytes <= L2_BYTES or together * num_k_blocks < WAVES_TOGETHER * device.num_sms
+    ):
+        together *= 2
+    return together
+
+
+def _shared_keys(
+    problem: Problem, device: Device, key_blocks: int, num_q_blocks: int, num_k_blocks: int
+) -> SharedKeys | None:
+    """The blocks of the last wave where it leaves much of the GPU idle: as many blocks as multiprocessors share them.
+
+    Without a mask alone, where every key block has the same number of steps.
+    """
+    if not problem.mask.is_full:
+        return None
+    parts, heads_kv = -(-num_k_blocks // key_blocks), problem.batch * problem.heads_kv
+    whole = parts * heads_kv // device.num_sms * device.num_sms
+    first = whole // parts * num_k_blocks + whole % parts * key_blocks
+    count, of_one = heads_kv * num_k_blocks - first, num_q_blocks * (problem.heads_q // problem.heads_kv)
+    steps = max(-(-count * of_one // device.num_sms), SHARED_STEPS)
+    # why: to add up dk and dv costs about as much as SHARED_STEPS.
+    if count == 0 or steps + SHARED_STEPS > min(key_blocks, num_k_blocks) * of_one or count * of_one >= 2**31:
+        return None
+    return SharedKeys(whole, first, count, steps)
+
+
 def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], deterministic: bool) -> Plan:
     """delta, then dq, dk and dv one after the other; the same whether it is to be deterministic, as they always are."""
-    num_q_blocks, num_k_blocks = (-(-seqlen // KEY_ROWS) for seqlen in (problem.seqlen_q, problem.seqlen_k))
+    num_q_blocks, num_k_blocks = -(-problem.seqlen_q // tiles[0].block_q), -(-problem.seqlen_k // tiles[1].block_k)
     blocks = problem.batch * problem.heads_q * num_q_blocks, problem.batch * problem.heads_kv * num_k_blocks
     stats_rows = _stats_rows(problem)
     launches = [_delta(problem, device, stats_rows)]

@@ -82,7 +82,7 @@ class WarpgroupBackwardTile:
     k_steps: int = 0
     v_steps: int = 0
     softcap: bool | None = None  # for scores that are capped, or for those that are not
-    min_queries: int = 0  # for as many queries and more, without a mask
+    min_queries: int = 0  # for keys that as many queries and more see, on average
     block_k: int = 128
     stages: int = 2  # tiles of q and of dout in shared memory
     ds_stages: int = 2
@@ -97,8 +97,8 @@ class WarpgroupBackwardTile:
         rows += dq
         sums = 2 * 8 if self.block_q % GROUP_ROWS else dq * PANEL_BYTES  # what it is added to may share its place
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
-        barriers, counters = 8 * (4 * self.stages + 4), 4 * 4
-        return _rounded(rows * PANEL_BYTES + sums + stats + barriers + counters, 1024)
+        barriers, modes = 8 * (4 * self.stages + 9), 3 * 4
+        return _rounded(rows * PANEL_BYTES + sums + stats + barriers + modes, 1024)
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -201,9 +201,9 @@ TILES = (
 
 BACKWARD = (
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, softcap=True),
-    WarpgroupBackwardTile(64, 64, 128, key_blocks=4, k_steps=3, softcap=False),
-    WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=6, v_steps=6),
-    WarpgroupBackwardTile(128, 128, 80, k_steps=1, min_queries=8192),
+    WarpgroupBackwardTile(64, 64, 128, key_blocks=4, k_steps=2, softcap=False),
+    WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=5, v_steps=6),
+    WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
 )
 # Beyond that, for each gradient; where 128 keys of dk and dv would not fit the registers side by side.
@@ -235,8 +235,8 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
     return None
 
 
-def choose_backward(head_dim: int, head_dim_v: int, queries: int, softcap: bool) -> WarpgroupBackwardTile | None:
-    """The first row that covers the head dims and suits so many queries, 0 under a mask; None if none does."""
+def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: bool) -> WarpgroupBackwardTile | None:
+    """The first row that covers the head dims and keys which so many queries see on average; None if none does."""
     for tile in BACKWARD:
         covers = head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
         if covers and queries >= tile.min_queries:

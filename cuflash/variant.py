@@ -16,7 +16,7 @@ DTYPE_CODES = {"float16": 0, "bfloat16": 1, "float32": 2}
 DTYPE_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 ALGORITHM_CODES = {"flash1": 1, "flash2": 2, "flashd": 3}
 BACKWARD_OPS = ("delta", "backward", "backward_dkdv", "backward_dq", "convert")  # kernels with one parameter struct
-PARAMS_BYTES = {"forward": 200, "lse": 200, "merge": 4016} | dict.fromkeys(BACKWARD_OPS, 424)
+PARAMS_BYTES = {"forward": 200, "lse": 200, "merge": 4016} | dict.fromkeys(BACKWARD_OPS, 440)
 WARPGROUP_PARAMS_BYTES = {"forward": 768, "lse": 768, "backward": 1344}
 WARPGROUP_PARAMS_BYTES |= {f"backward_{gradient}": 1344 for gradient in GRADIENTS}
 MAX_GRID = 2**31 - 1
@@ -102,6 +102,16 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class SharedKeys:
+    """The key blocks, counted over batch and kv heads, that would not fill Hopper's multiprocessors once more."""
+
+    whole_blocks: int  # of the grid, which take key blocks by themselves; the others share
+    first: int
+    count: int
+    steps: int  # query tiles of a block
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a call would launch. Memory is in bytes; `workspace_bytes` is beyond inputs and outputs."""
 
@@ -120,6 +130,7 @@ class Plan:
     num_k_blocks: int = 0  # backward
     stats_rows: int = 0  # backward: queries of a head in the workspace, in whole tiles
     key_blocks: int = 1  # backward: of a head that one block takes
+    shared: SharedKeys | None = None  # backward: what the blocks share that are left when all others have run
     deterministic: bool = False  # backward
     workspace: tuple[int, ...] = ()  # backward: where stats, the accumulators of dq, dk, dv and the turns begin; or -1
 

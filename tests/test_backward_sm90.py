@@ -54,7 +54,8 @@ def dims(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     if isinstance(request.param, tuple):
         yield request.param
         return
-    capped = [tile for tile in tiles_sm90.BACKWARD if tile.softcap]
+    shape = request.param.head_dim, request.param.block_q
+    capped = [tile for tile in tiles_sm90.BACKWARD if tile.softcap and (tile.head_dim, tile.block_q) == shape]
     table = *capped, replace(request.param, min_queries=0)
     with mock.patch.object(tiles_sm90, "BACKWARD", table), planned_with():
         yield request.param.head_dim, request.param.head_dim_v
@@ -131,15 +132,42 @@ def test_many_blocks_under_every_mask(mask: str, dims: tuple[int, int], determin
 def test_blocks_that_take_several_key_blocks_give_the_same(mask: str, head_dim: int) -> None:
     import cupy
 
-    case = Case(mask, 2, 300, 700, 2, 2, head_dim, head_dim, "bfloat16", **MASKS[mask])
+    case = Case(mask, 6, 300, 700, 4, 2, head_dim, head_dim, "bfloat16", **MASKS[mask])
     made = given_for(case, cupy)
     _, dk, dv = run(case, made)
-    with planned_with(SHORT_WAVES=0):
-        planned = make_plan(case.problem(), "backward", launch.device.query(0))
-        assert planned.key_blocks > 1 or head_dim > 64
+    table = tuple(replace(tile, key_blocks=4) for tile in tiles_sm90.BACKWARD)
+    with mock.patch.object(tiles_sm90, "BACKWARD", table), planned_with(SHORT_WAVES=0):
+        assert make_plan(case.problem(), "backward", launch.device.query(0)).key_blocks > 1
         got = run(case, made)
         check(case, made, got)
-        assert identical(got[1:], (dk, dv))  # dq alone is added up in another order
+        assert mask == "full" or identical(got[1:], (dk, dv))  # dq alone is added up in another order
+
+
+SHARED = {
+    "all": (1, 1000, 300, 2, 2),
+    "one_key_block": (1, 4000, 100, 1, 1),
+    "groups": (2, 700, 200, 6, 2),
+    "after_a_wave": (1, 1300, 150 * 128 - 5, 1, 1),
+    "after_two": (3, 400, 1500, 32, 8),
+}
+
+
+@pytest.mark.parametrize("dims", FUSED, indirect=True)
+@pytest.mark.parametrize("shape", SHARED)
+def test_blocks_that_share_key_blocks_add_up_dk_and_dv(shape: str, dims: tuple[int, int]) -> None:
+    import cupy
+
+    case = Case(shape, *SHARED[shape], *dims, "bfloat16")
+    assert make_plan(case.problem(), "backward", launch.device.query(0)).shared is not None
+    made = given_for(case, cupy)
+    first = run(case, made)
+    check(case, made, first)
+    alike = cupy.ones((), bool)
+    for _ in range(100):
+        for got, wanted in zip(backward(case, made), first, strict=True):
+            x, y = got.astype("f4"), wanted.astype("f4")
+            alike &= (abs(x - y) <= 2.0**-6 * abs(y) + 1e-3 * abs(y).max()).all()  # other orders, then rounded
+    assert bool(alike)
 
 
 @DETERMINISTIC

@@ -245,6 +245,7 @@ FP16, BF16 = (rf"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.{short}" for short
 TF32 = r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32"
 TRANSPOSED, STORE, EXP2 = r"ldmatrix\S*\.x4\.trans", r"st\.global\.v4", r"ex2\.approx\.ftz\.f32"
 ADD = {"sm_80": r"red\.relaxed\.gpu\.global\.add\.f32", "sm_90": r"red\.relaxed\.gpu\.global\.add\.v4\.f32"}
+SHARED = "red.relaxed.gpu.global.add.v4.f32"
 # Hopper: tiles by the copy engine, both products by wgmma, registers moved between the roles.
 HOPPER = (
     r"cp\.async\.bulk\.tensor\.4d\.shared::cluster\.global\.mbarrier",
@@ -286,12 +287,12 @@ def test_the_kernel_is_made_of_the_wide_instructions(arch: str, op: str, dtype: 
     ptx = ptx_of(small_variant(arch, op, dtype))
     for pattern in INSTRUCTIONS[arch, op, dtype]:
         assert re.search(pattern, ptx), pattern
-    # what is added in no fixed order: dq alone, and one way of it; Hopper counts tiles that are handed out, and turns,
-    # but nothing where each gradient has a kernel
+    # what is added in no fixed order: dq alone, and one way of it, on Hopper dk and dv of shared keys, too; and Hopper
+    # counts tiles that are handed out, and turns, but not where each gradient has a kernel
     added = set(re.findall(r"\b(?:red|atom|cp\.reduce)\.[\w.]+", ptx))
     counted = set()
     if "wgmma" in ptx and op not in BY_ROWS:
-        turns = {"atom.acquire.gpu.global.add.u32", "red.release.gpu.global.add.u32"}
+        turns = {"atom.acquire.gpu.global.add.u32", "red.release.gpu.global.add.u32", SHARED}
         counted = turns if op == "backward" else {"atom.global.add.u32", "atom.global.exch.b32"}
     assert counted <= added
     assert len(added - counted) == (op == "backward"), added

@@ -25,7 +25,7 @@ from cuflash.problem import ArraySpec, Problem
 from cuflash.tiles_sm80 import TILES, BackwardTile
 from cuflash.tiles_sm90 import TILES as HOPPER_TILES
 from cuflash.tiles_sm90 import WarpgroupBackwardTile
-from cuflash.variant import BACKWARD_OPS, PARAMS_BYTES, WARPGROUP_PARAMS_BYTES
+from cuflash.variant import BACKWARD_OPS, PARAMS_BYTES, WARPGROUP_PARAMS_BYTES, SharedKeys
 
 FORWARD_INTS = ("seqlen_q", "seqlen_k", "heads_q", "heads_per_kv", "head_dim", "head_dim_v", "mask_lo", "mask_hi",
                 "key_begin", "key_end", "num_q_blocks", "num_slices")  # fmt: skip
@@ -130,7 +130,10 @@ def packed_backward(tile: Any = TILE) -> Packed:
     value |= {"stats_rows": 1024, "padded_dim": 2048, "padded_dim_v": 3072}
     counted = "num_q_blocks", "num_slices", "num_k_blocks", "key_blocks", "heads_together", "stats_rows"
     counts = {name: value[name] for name in (*counted, "deterministic")}
-    made: Any = SimpleNamespace(**counts, num_splits=7777, variant=SimpleNamespace(tile=tile))
+    shared = {"whole_blocks": 4441, "shared_first": 4442, "shared_keys": 4443, "shared_steps": 4444}
+    value |= shared
+    variant = SimpleNamespace(tile=tile)
+    made: Any = SimpleNamespace(**counts, num_splits=7777, variant=variant, shared=SharedKeys(*shared.values()))
     parameters = params.backward_parameters(problem, made, strides[3:])
     pointers = range(2**40 + 1, 2**40 + 16)
     parameters.write(pointers, [0 if 0b10110110 >> n & 1 else -1 for n in range(8)])

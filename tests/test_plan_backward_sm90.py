@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from cuflash.tiles_sm90 import (
     choose_backward,
     choose_rows,
 )
-from cuflash.variant import MAX_GRID, Plan
+from cuflash.variant import MAX_GRID, Plan, SharedKeys
 
 H100 = KNOWN["sm_90"]
 
@@ -56,19 +56,39 @@ def check_hopper(of: Problem, deterministic: bool = False, device: Device = H100
     stats_rows = rounded_up(rounded_up(of.seqlen_q, tile.block_q), STATS_ROWS)
     assert (delta.variant.op, delta.variant.out_dtype) == ("delta", of.out_dtype)
     assert delta.num_blocks * DELTA_ROWS == heads * stats_rows
-    assert main.num_blocks == -(-of.seqlen_k // (tile.block_k * made.key_blocks)) * heads_kv
+    assert made.num_k_blocks == -(-of.seqlen_k // tile.block_k)
+    parts, whole_blocks, count = -(-made.num_k_blocks // made.key_blocks), main.num_blocks, 0
+    if made.shared is not None:
+        assert of.mask.is_full
+        assert not deterministic
+        whole_blocks, first, count, steps = astuple(made.shared)
+        assert first == whole_blocks // parts * made.num_k_blocks + whole_blocks % parts * made.key_blocks
+        assert first + count == heads_kv * made.num_k_blocks
+        of_one = made.num_q_blocks * of.heads_q // of.heads_kv
+        assert 0 < count * of_one - (main.num_blocks - whole_blocks - 1) * steps <= steps  # none is without
+        assert main.num_blocks - whole_blocks <= device.num_sms
+        assert steps < made.key_blocks * of_one
+        assert whole_blocks % device.num_sms == 0
+        assert 0 < heads_kv * parts - whole_blocks < device.num_sms
+    else:
+        assert whole_blocks == heads_kv * parts
     assert (made.num_q_blocks - 1) * tile.block_q < of.seqlen_q <= made.num_q_blocks * tile.block_q
     assert (made.num_k_blocks - 1) * tile.block_k < of.seqlen_k <= made.num_k_blocks * tile.block_k
     assert (made.num_splits, made.num_slices, made.lse_bytes) == (1, 1, 0)
-    # the workspace: stats, then dq in float32 by whole tiles and panels, then a counter for each tile
+    # the workspace: stats, then dq in float32 by whole tiles and panels, shared dk and dv, then a counter for each
     tiles = heads * made.num_q_blocks
     dq = 8 * heads * stats_rows
-    turns = dq + 4 * tiles * tile.block_q * rounded_up(tile.head_dim, PANEL_COLUMNS)
-    assert made.workspace == (0, dq, -1, -1, turns)
-    assert made.workspace_bytes == turns + 4 * tiles
-    assert dq % 128 == turns % 4 == 0  # of whole tiles the copy engine wants 16
+    dk = dq + 4 * tiles * tile.block_q * rounded_up(tile.head_dim, PANEL_COLUMNS)
+    dv = dk + 4 * count * tile.block_k * tile.head_dim
+    turns = dv + 4 * count * tile.block_k * tile.head_dim_v
+    assert made.workspace == (0, dq, *((dk, dv) if count else (-1, -1)), turns)
+    assert made.workspace_bytes == turns + 4 * (tiles + count)
+    assert dq % 128 == dk % 128 == dv % 16 == turns % 4 == 0  # of whole tiles the copy engine wants 16
     assert made.deterministic == deterministic
-    assert made.heads_together == ((1, 16), (16, 32))[deterministic][not of.mask.is_full]
+    if deterministic:
+        assert made.heads_together == (16 if of.mask.is_full else 32)
+    else:
+        assert 1 <= made.heads_together <= (1 if of.mask.is_full else 16)
     return made
 
 
@@ -125,10 +145,24 @@ def test_the_grids_cover_every_query_and_key(length: int, deterministic: bool) -
 
 def test_large_groups_with_few_keys_are_split_by_the_generic_kernel_unless_deterministic() -> None:
     for seqlen_k, generic in ((128 * 65, True), (128 * 66, False)):  # half of the GPU
-        of = problem(dims=(1, 300, seqlen_k, 8, 1))
-        assert (tile_of(plan(of, "backward", H100)) is None) == generic
-        check_hopper(of, deterministic=True)
+        dims = 1, 300, seqlen_k, 8, 1
+        for of in (problem(dims=dims, causal=True), problem(256, 256, dims=dims)):
+            assert (tile_of(plan(of, "backward", H100)) is None) == generic
+            assert tile_of(plan(of, "backward", H100, True)) is not None
     check_hopper(problem(dims=(1, 300, 128, 1, 1)))
+    assert check_hopper(problem(dims=(1, 300, 128, 8, 1))).shared is not None  # by blocks that share key blocks
+
+
+def test_as_many_blocks_as_multiprocessors_share_what_the_last_wave_has() -> None:
+    made = check_hopper(problem(128, 128, dims=(4, 4096, 4096, 16, 16)))
+    assert made.shared == SharedKeys(15 * 132, 15 * 132, 68, 33)  # of 2048 key blocks of 64 tiles
+    assert made.launches[1].num_blocks == 16 * 132
+    made = check_hopper(problem(128, 128, dims=(1, 512, 512, 16, 16)))
+    assert made.shared == SharedKeys(0, 0, 64, 4)
+    # a whole wave, almost one, and a short one
+    for dims in ((1, 4096, 128 * 132, 1, 1), (1, 4096, 128 * 131, 1, 1), (1, 256, 512, 16, 16)):
+        assert check_hopper(problem(128, 128, dims=dims)).shared is None
+    assert check_hopper(problem(128, 128, dims=(1, 512, 512, 16, 16)), deterministic=True).shared is None
 
 
 def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough() -> None:
@@ -180,13 +214,25 @@ def test_rows_stand_in_order_and_the_first_that_covers_is_chosen() -> None:
     assert choose_backward(129, 64, 0, False) is choose_backward(64, 129, 0, False) is None
 
 
-def test_few_queries_or_a_mask_have_their_own_tile() -> None:
+def test_keys_that_few_queries_see_have_their_own_tile() -> None:
     tiles = {}
-    for seqlen_q, causal in ((8192, False), (8191, False), (8192, True)):
-        tile = check_hopper(problem(128, 128, dims=(2, seqlen_q, 500, 2, 2), causal=causal)).launches[1].variant.tile
+    for seqlen_q, causal in ((8192, False), (8191, False), (8192, True), (16384, True)):
+        of = problem(128, 128, dims=(2, seqlen_q, seqlen_q, 16, 16), causal=causal)
+        tile = check_hopper(of).launches[1].variant.tile
         assert isinstance(tile, WarpgroupBackwardTile)
         tiles[seqlen_q, causal] = tile.block_q
-    assert tiles == {(8192, False): 80, (8191, False): 64, (8192, True): 64}
+    assert tiles == {(8192, False): 80, (8191, False): 64, (8192, True): 64, (16384, True): 80}
+
+
+def test_what_heads_that_start_together_touch_stays_in_l2() -> None:
+    def together(seqlen: int, heads: tuple[int, int] = (32, 32), head_dim: int = 128) -> int:
+        of = problem(head_dim, head_dim, dims=(4, seqlen, seqlen, *heads), causal=True)
+        return check_hopper(of).heads_together
+
+    assert [together(seqlen) for seqlen in (1024, 4096, 8192, 16384, 2**17)] == [16, 16, 8, 4, 1]
+    assert [together(seqlen, head_dim=64) for seqlen in (4096, 16384)] == [16, 8]
+    # a kv head has four query heads, but one of 64 key blocks does not fill the GPU
+    assert [together(seqlen, (32, 8)) for seqlen in (4096, 8192, 2**17)] == [16, 8, 1]
 
 
 def check_rows(of: Problem, deterministic: bool = False) -> Plan:

@@ -1,4 +1,4 @@
-// The only reader of -D macros (cuflash/plan.py, Variant.constants): typed constants and static checks.
+// The only reader of -D macros (cuflash/variant.py, Variant.constants): typed constants and static checks.
 #pragma once
 
 enum class DType { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2 };
@@ -24,7 +24,7 @@ constexpr int kHeadDim = CUFLASH_HEAD_DIM;     // columns of q and k in shared m
 constexpr int kHeadDimV = CUFLASH_HEAD_DIM_V;  // columns of v and out that one block owns; 0 without v
 constexpr int kBlockQ = CUFLASH_BLOCK_Q;       // query rows of a block
 constexpr int kBlockK = CUFLASH_BLOCK_K;       // keys of a tile
-constexpr int kStages = CUFLASH_STAGES;        // depth of the ring of key tiles
+constexpr int kStages = CUFLASH_STAGES;        // depth of the ring of tiles that come
 static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded to multiples of 32");
 static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");
 #endif

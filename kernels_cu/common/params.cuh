@@ -44,10 +44,10 @@ struct BackwardParams {
   const float* dlse;  // … and the same or null
   float2* stats;      // (batch, heads_q, stats_rows): lse * log2(e), inf where nothing is seen, and delta; on sm_90 it
                       // is (batch, heads_q, 2, stats_rows) floats
-  float* dq_acc;      // dq / softmax_scale in the order of common/fragments.cuh, or null …
-  float* dk_acc;      // … and the same of dk and dv, one for each split of a kv head's query heads, …
-  float* dv_acc;      // … null without splits
-  unsigned* turns;    // (batch, heads_q, num_q_blocks): see sm90/gradient_dq.cuh; null elsewhere
+  float* dq_acc;      // dq / softmax_scale in the order of common/fragments.cuh (on sm_90 of its fragments), or null …
+  float* dk_acc;      // … and the same of dk and dv, one for each split of a kv head's query heads (on sm_90 for each of
+  float* dv_acc;      // the shared_keys), null without splits
+  unsigned* turns;    // (batch, heads_q, num_q_blocks): see sm90/gradient_dq.cuh; then shared_keys of them for dk and dv
   int batch;
   int seqlen_q, seqlen_k;
   int heads_q, heads_per_kv;
@@ -59,7 +59,7 @@ struct BackwardParams {
   int num_k_blocks;
   int splits;                    // blocks that share a key block, each with its own query heads of the group
   int key_blocks;                // of a head that one block takes, one after the other; sm_90
-  int heads_together;            // kv heads (with their splits) whose key blocks start by rows, see KeyBlock
+  int heads_together;            // kv heads (with their splits) whose key blocks start by rows, see KeyBlock; sm90: Role
   int stats_rows;                // seqlen_q rounded up to whole tiles
   int padded_dim, padded_dim_v;  // head dims rounded up to those of the tile
   float softmax_scale;
@@ -68,6 +68,9 @@ struct BackwardParams {
   int aligned;          // bits 0 … 7: q, k, v, dout, out, dq, dk, dv allow 16-byte accesses
   int deterministic;    // sm_90: key blocks add to dq in the order of their keys
   int sm90;             // whether its kernels follow
+  // On sm_90 those beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over batch and
+  // kv heads: shared_steps of their query tiles each.
+  int whole_blocks, shared_first, shared_keys, shared_steps;
 };
 
 // Backward on sm_90. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at key_begin and end at

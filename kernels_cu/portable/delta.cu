@@ -12,17 +12,29 @@ static_assert(sizeof(BackwardParams) == kParamsBytes, "the host packs other para
 constexpr int kLanes = 8;
 constexpr int kRows = kNumThreads / kLanes;
 
-// dout · out over the 16 bytes of dout at `column`.
+// dout · out over the 16 bytes of dout at `column`; kWhole: all of them exist, and are aligned.
+template <bool kWhole>
 __device__ __forceinline__ float dot_chunk(const char* dout, const char* out, int column, const BackwardParams& p) {
-  const int count = p.head_dim_v - column;
-  const Chunk<kDType> x = load_chunk<kDType>(dout, column, count, p.aligned & 8);
+  const int count = kWhole ? Chunk<kDType>::kElements : p.head_dim_v - column;
+  const Chunk<kDType> x = load_chunk<kDType>(dout, column, count, kWhole || p.aligned & 8);
   float sum = 0.0f;
   constexpr int kStep = Chunk<kOutDType>::kElements;
 #pragma unroll
   for (int i = 0; i < Chunk<kDType>::kElements; i += kStep) {
-    const Chunk<kOutDType> y = load_chunk<kOutDType>(out, column + i, count - i, p.aligned & 16);
+    const Chunk<kOutDType> y = load_chunk<kOutDType>(out, column + i, count - i, kWhole || p.aligned & 16);
 #pragma unroll
     for (int e = 0; e < kStep; ++e) sum = fmaf(x.get(i + e), y.get(e), sum);
+  }
+  return sum;
+}
+
+// The thread's share of a row. why twice as many columns at a time: so many loads are under way.
+template <bool kWhole>
+__device__ __forceinline__ float dot_row(const char* dout, const char* out, int lane, const BackwardParams& p) {
+  float sum = 0.0f;
+#pragma unroll(kWhole ? 2 : 1)
+  for (int column = lane * kChunkElements; column < p.head_dim_v; column += kLanes * kChunkElements) {
+    sum += dot_chunk<kWhole>(dout, out, column, p);
   }
   return sum;
 }
@@ -46,9 +58,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     const char* const out =
         static_cast<const char*>(p.out.pointer) +
         (batch * p.out.stride_batch + row * p.out.stride_seqlen + head * p.out.stride_head) * kOutBytes;
-    for (int column = lane * kChunkElements; column < p.head_dim_v; column += kLanes * kChunkElements) {
-      delta += dot_chunk(dout, out, column, p);
-    }
+    const bool whole = (p.aligned & 24) == 24 && p.head_dim_v % kChunkElements == 0;
+    delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
   }
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
@@ -75,6 +86,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     if (row_begin == 0) {
       unsigned* const turns = p.turns + static_cast<long long>(index) * p.num_q_blocks;
       for (int i = threadIdx.x; i < p.num_q_blocks; i += kNumThreads) turns[i] = 0;
+      if (index == p.batch * p.heads_q - 1) {
+        for (int i = threadIdx.x; i < p.shared_keys; i += kNumThreads) turns[p.num_q_blocks + i] = 0;
+      }
     }
   } else if (p.dq_acc != nullptr) {
     const int tile = row_begin / 16, tiles = min(kRows / 16, (p.seqlen_q + 15) / 16 - tile);

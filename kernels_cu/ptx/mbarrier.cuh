@@ -31,14 +31,3 @@ __device__ __forceinline__ void mbarrier_wait(unsigned barrier, unsigned parity)
       "r"(parity)
       : "memory");
 }
-
-// A counter in shared memory: what its writer did before is seen by who reads it.
-__device__ __forceinline__ void st_shared_release(unsigned smem_address, unsigned value) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(smem_address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ unsigned ld_shared_acquire(unsigned smem_address) {
-  unsigned value;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem_address) : "memory");
-  return value;
-}

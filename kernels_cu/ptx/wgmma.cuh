@@ -21,15 +21,20 @@ __device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 }
 
 // Operands in shared memory are panels of 64 columns: [rows][64] 16-bit numbers, swizzled over 128 bytes, the base
-// aligned to 1024 bytes. The lower word of a descriptor is the address and, for transposed operands wider than a panel,
-// the distance of panels, both in units of 16 bytes; the upper one: 8 rows are 1024 bytes, 128-byte swizzle.
-__device__ __forceinline__ unsigned wgmma_low(unsigned smem_address, unsigned panel_bytes) {
-  return smem_address >> 4 | panel_bytes >> 4 << 16;
+// aligned to 1024 bytes. A descriptor's lower word is the address and, for transposed operands wider than a panel, the
+// distance of panels, both in units of 16 bytes; the upper one: 8 rows are 1024 bytes, 128-byte swizzle. Steps are added
+// to the whole. why: in uniform registers that is one instruction, a word joined to a constant is two.
+__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned smem_address, unsigned panel_bytes = 16) {
+  return static_cast<unsigned long long>(64u | 1u << 30) << 32 | smem_address >> 4 | panel_bytes >> 4 << 16;
 }
 
-__device__ __forceinline__ unsigned long long wgmma_descriptor(unsigned low) {
-  return static_cast<unsigned long long>(64u | 1u << 30) << 32 | low;
+// To the 16 columns of step kk of an operand that is not transposed.
+__device__ constexpr unsigned long long wgmma_columns(int kk, unsigned panel_bytes) {
+  return kk / 4 * (panel_bytes / 16) + kk % 4 * 2;
 }
+
+// To the 16 rows of step kk of a transposed one.
+__device__ constexpr unsigned long long wgmma_rows(int kk) { return kk * 128; }
 
 // kTransB: B's rows in memory are the summed dimension.
 template <int kN>

@@ -6,15 +6,23 @@
 //   dv += p dout, dk += ds q  wgmma, p and ds from registers
 //   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks: gradient_dq.cuh
 //
-// Roles    warpgroup 0: warp 0 copies q, dout, k, v; warp 1 takes dq to global memory; warp 2 its turns there
+// Roles    warpgroup 0: warp 0 copies q, dout, k, v; warps 2 and 3 take dq to global memory; warp 1 their turns there
 //          the others: 64 keys of the block each, all queries. A step is a tile of queries:
 //          s, dp | p, ds | dv | (both have written ds) | dq | dk, dq to shared memory beside it
 // Barriers q_full, dout_full    has arrived, the first of a block with k, or v    …_empty    every warp is done with it
 //          kv_empty   dk and dv, which leave from where k and v were, have left
-//          kDsBarrier, kDqReadyBarrier, kDqFilledBarrier: gradient.cuh
+//          turn_full, turn_empty   the mode of a step's dq is there / read    dq_empty   dq's tile has been read
+//          sum_full, sum_empty     what others have added to a tile is there / read
+//          kDsBarrier, kDqReadyBarrier, kDqFilledBarrier, kKvBarrier: gradient.cuh
 #include "gradient_dq.cuh"
+#include "gradient_shared.cuh"
+#include "gradient_tiles.cuh"
 
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+
+// What is begun before what, by tile: each is faster where it is and slower elsewhere (kernels_cu/TUNING.md).
+constexpr bool kFindsStatsFirst = kBlockQ == 64;  // where lse is, before s is waited for
+constexpr bool kPassesLate = kDqByRows;           // dq handed on behind the next s and dp; their q waited for before dk
 
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
@@ -32,13 +40,21 @@ struct Loader : Role {
     }
   }
 
-  __device__ __forceinline__ void run() const {
+  // Until the key block before has left. why it says so: without any step nothing else keeps the warpgroups from
+  // leaving once more meanwhile, and the wait would be for a phase that may never end.
+  __device__ __forceinline__ void wait_for_kv(unsigned parity) const {
+    mbarrier_wait(smem.kv_empty, parity);
+    __syncwarp();
+    bar_arrive(kKvBarrier, kKvThreads);
+  }
+
+  __device__ __forceinline__ void run() {
     const BackwardParams& p = params.backward;
     unsigned step = 0, kv_parity = 1;
 #pragma unroll 1
-    for (int block = block_begin; block < block_end; ++block, kv_parity ^= 1) {
+    for (; enter(); kv_parity ^= 1) {
       const unsigned first_step = step;
-      for_each_step(block, step, [&](int head, int m) {
+      for_each_step(step, [&](int head, int m) {
         const unsigned slot = step % kStages, empty = (step / kStages + 1) & 1;
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
@@ -54,7 +70,7 @@ struct Loader : Role {
         }
         __syncwarp();
         if (first) {
-          mbarrier_wait(smem.kv_empty, kv_parity);
+          wait_for_kv(kv_parity);
           if (leads) load<kPanelsQk>(params.k, smem.k, kPanelBytesK, q_full, key, kv_head);
           __syncwarp();
         }
@@ -67,7 +83,7 @@ struct Loader : Role {
         }
         __syncwarp();
       });
-      if (step == first_step) mbarrier_wait(smem.kv_empty, kv_parity);
+      if (step == first_step) wait_for_kv(kv_parity);
     }
   }
 };
@@ -80,7 +96,9 @@ struct Consumer : Role {
   __device__ __forceinline__ Consumer(const TiledBackwardParams& p, const Addresses& addresses, int warp_idx)
       : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
 
+  // The warp has read what it waited for. why in step before: the arrival stands for the accesses of one lane.
   __device__ __forceinline__ void arrive(unsigned barrier) const {
+    __syncwarp();
     if (leads) mbarrier_arrive(barrier);
   }
 
@@ -88,16 +106,16 @@ struct Consumer : Role {
   template <int kColumns, int kCount>
   __device__ __forceinline__ void begin_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
                                                unsigned b_smem) const {
-    const unsigned a_low = wgmma_low(a_smem + group * kGroupKeys * 128, 16), b_low = wgmma_low(b_smem, 16);
+    const unsigned long long a_begin = wgmma_descriptor(a_smem + group * kGroupKeys * 128);
+    const unsigned long long b_begin = wgmma_descriptor(b_smem);
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < kColumns / 16; ++kk) {
-      const unsigned long long b = wgmma_descriptor(b_low + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2);
+      const unsigned long long b = b_begin + wgmma_columns(kk, kPanelBytesQ);
       if (kk + 1 < kCount) {
         Wgmma<kBlockQ>::template rs<kIsFloat16, false>(x, a[kk], b, kk > 0);
       } else {
-        const unsigned from = a_low + kk / 4 * (kPanelBytesK / 16) + kk % 4 * 2;
-        Wgmma<kBlockQ>::template ss<kIsFloat16, false>(x, wgmma_descriptor(from), b, kk > 0);
+        Wgmma<kBlockQ>::template ss<kIsFloat16, false>(x, a_begin + wgmma_columns(kk, kPanelBytesK), b, kk > 0);
       }
     }
     wgmma_commit();
@@ -118,42 +136,28 @@ struct Consumer : Role {
     }
   }
 
-  // x += a b, begun: a in registers, over the queries of a tile.
-  template <int kColumns>
-  __device__ __forceinline__ void begin_gradient(float (&x)[kColumns / 2], const Pairs& a, unsigned b_smem) const {
-    const unsigned b = wgmma_low(b_smem, kPanelBytesQ);
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < kBlockQ / 16; ++kk) {
-      Wgmma<kColumns>::template rs<kIsFloat16, true>(x, a + 4 * kk, wgmma_descriptor(b + kk * 128), true);
-    }
-    wgmma_commit();
-  }
-
   // dq = dsᵀ k, begun: this warpgroup's columns, or rows.
   template <int kCount>
   __device__ __forceinline__ void begin_dq(float (&dq)[kCount], unsigned ds_smem) const {
     if constexpr (kDqTransposed) {
-      const unsigned k = wgmma_low(smem.k + group * kPanelBytesK, kPanelBytesK), ds = wgmma_low(ds_smem, 16);
+      const unsigned long long k = wgmma_descriptor(smem.k + group * kPanelBytesK, kPanelBytesK);
+      const unsigned long long ds = wgmma_descriptor(ds_smem);
       wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < kBlockK / 16; ++kk) {
-        Wgmma<kBlockQ>::template ss<kIsFloat16, false, true>(
-            dq, wgmma_descriptor(k + kk * 128), wgmma_descriptor(ds + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2),
-            kk > 0);
+        Wgmma<kBlockQ>::template ss<kIsFloat16, false, true>(dq, k + wgmma_rows(kk),
+                                                             ds + wgmma_columns(kk, kPanelBytesQ), kk > 0);
       }
       wgmma_commit();
-      return;
     } else {
-      const unsigned a = wgmma_low(ds_smem + (kDqByRows ? group * 64 * 128 : 0), 16);
-      const unsigned b =
-          wgmma_low(smem.k + (kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK), kPanelBytesK);
+      const unsigned long long a = wgmma_descriptor(ds_smem + (kDqByRows ? group * 64 * 128 : 0));
+      const unsigned own = kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK;
+      const unsigned long long b = wgmma_descriptor(smem.k + own, kPanelBytesK);
       wgmma_fence();
 #pragma unroll
       for (int kk = 0; kk < kBlockK / 16; ++kk) {
-        Wgmma<kDqColumns>::template ss<kIsFloat16, true>(
-            dq, wgmma_descriptor(a + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2), wgmma_descriptor(b + kk * 128),
-            kk > 0);
+        Wgmma<kDqColumns>::template ss<kIsFloat16, true>(dq, a + wgmma_columns(kk, kPanelBytesQ), b + wgmma_rows(kk),
+                                                         kk > 0);
       }
       wgmma_commit();
     }
@@ -192,8 +196,7 @@ struct Consumer : Role {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         y[i] = x[i] * (dp[4 * j + i] - __uint_as_float(delta[i % 2]));
-        // why: the score of a hidden pair is infinite.
-        if constexpr (kSoftcap) y[i] *= fmaxf(fmaf(-s[4 * j + i], s[4 * j + i], 1.0f), 0.0f);
+        if constexpr (kSoftcap) y[i] *= softcap_slope(s[4 * j + i]);
       }
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
@@ -248,50 +251,40 @@ struct Consumer : Role {
       } else {
         const int row = m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4;
         clear_outside(dq, row, params.backward.row_begin, params.backward.row_end);
-        store_rows<kDqColumns>(dq, params.backward.softmax_scale, target, 2048, lane);
+        store_rows<kDqColumns>(dq, params.backward.softmax_scale, target, 2048);
       }
     }
+  }
+
+  // What was staged is there.
+  __device__ __forceinline__ void pass_dq() const {
     fence_proxy_async();
     bar_arrive(kDqFilledBarrier + group, kDqThreads);
   }
 
-  // Rows that see nothing, or are not seen: zeros, whatever stands there. `row` is the thread's upper one.
-  template <int kCount>
-  __device__ __forceinline__ static void clear_outside(float (&x)[kCount], int row, int begin, int end) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (row + 8 * h < begin || row + 8 * h >= end) clear_row(x, h);
-    }
+  __device__ __forceinline__ void await_query(unsigned n) const {
+    mbarrier_wait(smem.q_full + 8 * (n % kStages), n / kStages & 1);
   }
 
-  // The warp's 16 rows to shared memory, as 16-bit numbers.
-  template <int kColumns>
-  __device__ __forceinline__ void store_rows(const float (&x)[kColumns / 2], float scale, unsigned target,
-                                             unsigned panel_bytes, int lane) const {
-    target += Swizzle<8>::offset(lane % 16, lane / 16);
-#pragma unroll
-    for (int column = 0; column < kColumns; column += 16) {
-      const float* const y = x + column / 2;
-      stmatrix_x4(Swizzle<8>::advance(target + column / 64 * panel_bytes, 0, column % 64 / 8),
-                  pack2(y[0] * scale, y[1] * scale), pack2(y[2] * scale, y[3] * scale),
-                  pack2(y[4] * scale, y[5] * scale), pack2(y[6] * scale, y[7] * scale));
-    }
-  }
-
-  __device__ __forceinline__ void step(int block, unsigned n, int m) {
+  // first, last: of its key block.
+  __device__ __forceinline__ void step(unsigned n, int m, bool first, bool last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
     const unsigned q_smem = smem.q + slot * kBytesQ, dout_smem = smem.dout + slot * kBytesDout;
     const unsigned ds_smem = smem.ds + n % kDsStages * kBytesDs;
     Scores s, dp;
-    mbarrier_wait(smem.q_full + 8 * slot, parity);
+    if (!kPassesLate || first) await_query(n);
     begin_scores<kHeadDim>(s, k, smem.k, q_smem);
     mbarrier_wait(smem.dout_full + 8 * slot, parity);
     begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
+    if (kPassesLate && !first) pass_dq();
+    unsigned stats;
+    auto find_stats = [&] { stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8; };
+    if constexpr (kFindsStatsFirst) find_stats();
     wgmma_wait<1>();
     wgmma_pin(s);
     if constexpr (kSoftcap) cap(s, params.backward.softcap_scale);
     hide(s, block * kBlockK + group * kGroupKeys, m * kBlockQ);
-    const unsigned stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8;
+    if constexpr (!kFindsStatsFirst) find_stats();
     if constexpr (!kSoftcap) {
 #pragma unroll
       for (int j = 0; j < kBlockQ / 8; ++j) exponentiate(reinterpret_cast<float (&)[4]>(s[4 * j]), stats + j * 32);
@@ -301,7 +294,7 @@ struct Consumer : Role {
     Pairs weights, ds;
     weigh(s, dp, stats, weights, ds);
     store_transposed(ds, ds_smem + group * kPanelBytesQ);
-    begin_gradient<kHeadDimV>(dv, weights, dout_smem);
+    begin_gradient<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
     fence_proxy_async();  // why not before: it waits until ds is there
     bar_sync(kDsBarrier, 256);
     float dq[kDqFloats];
@@ -309,10 +302,12 @@ struct Consumer : Role {
     wgmma_wait<1>();
     wgmma_pin(dv);
     arrive(smem.dout_empty + 8 * slot);
-    begin_gradient<kHeadDim>(dk, ds, q_smem);
+    begin_gradient<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
     wgmma_wait<1>();
     wgmma_pin(dq);
     stage_dq(dq, n, m);
+    if constexpr (!kPassesLate) pass_dq();
+    else if (!last) await_query(n + 1);
     wgmma_wait<0>();
     wgmma_pin(dk);
     arrive(smem.q_empty + 8 * slot);
@@ -320,13 +315,13 @@ struct Consumer : Role {
 
   // The warp's rows of dk or dv, from where k or v was.
   template <int kColumns>
-  __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale, unsigned target,
-                                        int block) const {
+  __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
+                                        unsigned target) const {
     const BackwardParams& p = params.backward;
     const int row = group * kGroupKeys + warp * 16;
     clear_outside(x, block * kBlockK + row + fresh_thread() % 32 / 4, p.key_begin, p.key_end);
     target += row * 128;
-    store_rows<kColumns>(x, scale, target, kPanelBytesK, fresh_thread() % 32);
+    store_rows<kColumns>(x, scale, target, kPanelBytesK);
     fence_proxy_async();
     __syncwarp();
     if (leads) {
@@ -341,24 +336,26 @@ struct Consumer : Role {
   __device__ __forceinline__ void run() {
     unsigned n = 0;
 #pragma unroll 1
-    for (int block = block_begin; block < block_end; ++block) {
+    while (enter()) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
-      if (const QueryTiles tiles(params.backward, block); tiles.begin < tiles.end) {
+      if (begin < end) {
         const unsigned slot = n % kStages, parity = n / kStages & 1;
         load_keys(k, smem.k, smem.q_full + 8 * slot, parity);
         load_keys(v, smem.v, smem.dout_full + 8 * slot, parity);
       }
-      for_each_step(block, n, [&](int, int m) { step(block, n, m); });
-      bar_sync(kDsBarrier, 256);  // both are done with k and v
-      store<kHeadDimV>(params.dv, dv, 1.0f, smem.v, block);
-      store<kHeadDim>(params.dk, dk, params.backward.softmax_scale, smem.k, block);
-      if (leads) {
-        bulk_wait_read<0>();
-        mbarrier_arrive(smem.kv_empty);
+      const unsigned first = n, last = n + (end - begin) - 1;
+      for_each_step(n, [&](int, int m) { step(n, m, n == first, n == last); });
+      if (kPassesLate && n != first) pass_dq();
+      bar_sync(kKvBarrier, kKvThreads);
+      if (!shares_keys(*this) || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
+        store<kHeadDimV>(params.dv, dv, 1.0f, smem.v);
+        store<kHeadDim>(params.dk, dk, params.backward.softmax_scale, smem.k);
+        if (leads) bulk_wait_read<0>();
       }
+      arrive(smem.kv_empty);
       __syncwarp();
     }
   }
@@ -374,8 +371,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader(params, smem).run();
-    else if (warp == 1) DqWarp(params, smem).run();
-    else if (warp == 2) TurnWarp(params, smem).run();
+    else if (warp == 1) TurnWarp(params, smem).run();
+    else DqWarp(params, smem, warp - 2).run();
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     Consumer(params, smem, warp - 4).run();

@@ -11,6 +11,7 @@
 //          gradient of this tile, s and dp of the next | its p, beside dp | its ds; for dv s of the next goes first
 // Barriers b_full, d_full    has arrived, the first with a, or c    …_empty    every warp is done with it
 #include "gradient_rows.cuh"
+#include "gradient_tiles.cuh"
 
 constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
@@ -30,7 +31,7 @@ struct Loader {
     for (int panel = 0; panel < kPanels; ++panel) {
 #pragma unroll
       for (int box = 0; box < kCount; box += kBoxRows) {
-        // why: a copy may begin before the first row; one that ends there, too, begins after the last instead.
+        // why: whether a copy may lie before the first row altogether is written nowhere; after the last one it may.
         const int from = row + box > -kBoxRows ? row + box : kNoRow;
         tma_load_4d(target + (panel * kCount + box) * 128, &map, barrier, panel * kPanelColumns, from, head,
                     work.batch);
@@ -99,7 +100,9 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const TiledBackwardParams& p, const Addresses& s, const Work& w, int warp_idx)
       : params(p), smem(s), work(w), group(warp_idx / 4), warp(warp_idx % 4) {}
 
+  // The warp has read what it waited for. why in step before: the arrival stands for the accesses of one lane.
   __device__ __forceinline__ void arrive(unsigned barrier) const {
+    __syncwarp();
     if (leads) mbarrier_arrive(barrier);
   }
 
@@ -111,25 +114,13 @@ struct Consumer {
   // x = a bᵀ, begun: this warpgroup's rows with a tile of columns.
   template <int kDim>
   __device__ __forceinline__ void begin_scores(Scores& x, unsigned a_smem, unsigned b_smem) const {
-    unsigned a = wgmma_low(a_smem + group * kGroupRows * 128, 16), b = wgmma_low(b_smem, 16);
-    asm volatile("" : "+r"(a));  // why: or all descriptors are formed ahead of the loop, in registers
+    unsigned long long a = wgmma_descriptor(a_smem + group * kGroupRows * 128), b = wgmma_descriptor(b_smem);
+    asm volatile("" : "+l"(a));  // why: or all descriptors are formed ahead of the loop, in registers
     wgmma_fence();
 #pragma unroll
     for (int kk = 0; kk < kDim / 16; ++kk) {
-      Wgmma<kColumns>::template ss<kIsFloat16, false>(
-          x, wgmma_descriptor(a + kk / 4 * (kPanelBytesRows / 16) + kk % 4 * 2),
-          wgmma_descriptor(b + kk / 4 * (kPanelBytesColumns / 16) + kk % 4 * 2), kk > 0);
-    }
-    wgmma_commit();
-  }
-
-  // The gradient of a tile, begun.
-  __device__ __forceinline__ void begin_out(const Pairs& weights, unsigned b_smem) {
-    const unsigned b = wgmma_low(b_smem, kPanelBytesColumns);
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < kColumns / 16; ++kk) {
-      Wgmma<kOutDim>::template rs<kIsFloat16, true>(out, weights + 4 * kk, wgmma_descriptor(b + kk * 128), true);
+      Wgmma<kColumns>::template ss<kIsFloat16, false>(x, a + wgmma_columns(kk, kPanelBytesRows),
+                                                      b + wgmma_columns(kk, kPanelBytesColumns), kk > 0);
     }
     wgmma_commit();
   }
@@ -194,8 +185,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           x[i] *= dp[4 * j + i] - delta[kRowsAreQueries ? i / 2 : i % 2];
-          // why: the score of a hidden pair is infinite.
-          if constexpr (kSoftcap) x[i] *= fmaxf(fmaf(-s[4 * j + i], s[4 * j + i], 1.0f), 0.0f);
+          if constexpr (kSoftcap) x[i] *= softcap_slope(s[4 * j + i]);
         }
       }
       weights[2 * j] = pack2(x[0], x[1]), weights[2 * j + 1] = pack2(x[2], x[3]);
@@ -208,7 +198,8 @@ struct Consumer {
     const Slot<kStages> b(n), b_before(n - 1);
     const Slot<kSecondStages> d(n), d_before(n - 1);
     Scores s, dp;
-    if constexpr (kWithDp && !kFirst) begin_out(weights, smem.b + b_before.index * kBytesB);
+    if constexpr (kWithDp && !kFirst)
+      begin_gradient<kColumns, kOutDim>(out, weights, smem.b + b_before.index * kBytesB, kPanelBytesColumns);
     mbarrier_wait(smem.b_full + 8 * b.index, b.parity);
     begin_scores<kHeadDim>(s, smem.a, smem.b + b.index * kBytesB);
     if constexpr (kWithDp) {
@@ -229,7 +220,7 @@ struct Consumer {
     } else {
       if constexpr (!kFirst) {
         mbarrier_wait(smem.d_full + 8 * d_before.index, d_before.parity);
-        begin_out(weights, smem.d + d_before.index * kBytesD);
+        begin_gradient<kColumns, kOutDim>(out, weights, smem.d + d_before.index * kBytesD, kPanelBytesColumns);
       }
       wgmma_wait<kFirst ? 0 : 1>();
       wgmma_pin(s);
@@ -259,7 +250,8 @@ struct Consumer {
       }
       const Slot<kSecondStages> d(steps - 1);
       if constexpr (!kWithDp) mbarrier_wait(smem.d_full + 8 * d.index, d.parity);
-      begin_out(weights, kWithDp ? smem.b + Slot<kStages>(steps - 1).index * kBytesB : smem.d + d.index * kBytesD);
+      const unsigned last = kWithDp ? smem.b + Slot<kStages>(steps - 1).index * kBytesB : smem.d + d.index * kBytesD;
+      begin_gradient<kColumns, kOutDim>(out, weights, last, kPanelBytesColumns);
       wgmma_wait<0>();
       wgmma_pin(out);
     }
@@ -271,22 +263,12 @@ struct Consumer {
     const BackwardParams& p = params.backward;
     const TensorMap& map = kGradient == Gradient::kDq ? params.dq : kGradient == Gradient::kDk ? params.dk : params.dv;
     const int begin = kRowsAreQueries ? p.row_begin : p.key_begin, end = kRowsAreQueries ? p.row_end : p.key_end;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (row() + 8 * h < begin || row() + 8 * h >= end) clear_row(out, h);
-    }
+    clear_outside(out, row(), begin, end);
     const float scale = kGradient == Gradient::kDv ? 1.0f : p.softmax_scale;
-    const int lane = fresh_thread() % 32, within = group * kGroupRows + warp * 16;
-    bar_sync(1 + group, 128);  // the warpgroup is done with its rows of a
+    const int within = group * kGroupRows + warp * 16;
     const unsigned target = smem.a + within * 128;
-#pragma unroll
-    for (int column = 0; column < kOutDim; column += 16) {
-      const float* const x = out + column / 2;
-      stmatrix_x4(Swizzle<8>::advance(target + column / 64 * kPanelBytesRows + Swizzle<8>::offset(lane % 16, lane / 16),
-                                      0, column % 64 / 8),
-                  pack2(x[0] * scale, x[1] * scale), pack2(x[2] * scale, x[3] * scale),
-                  pack2(x[4] * scale, x[5] * scale), pack2(x[6] * scale, x[7] * scale));
-    }
+    bar_sync(1 + group, 128);  // the warpgroup is done with its rows of a
+    store_rows<kOutDim>(out, scale, target, kPanelBytesRows);
     fence_proxy_async();
     __syncwarp();
     if (leads) {

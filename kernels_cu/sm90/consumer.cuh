@@ -25,16 +25,15 @@ __device__ __forceinline__ void load_query(Query& q, unsigned q_smem) {
 // s = q kᵀ, begun. why from registers, as far as they go: from shared memory wgmma reads q again for every key tile, at
 // the cost of bandwidth and of power.
 __device__ __forceinline__ void begin_scores(Scores& s, const Query& q, unsigned q_smem, unsigned k_smem) {
-  const unsigned q_low = wgmma_low(q_smem, 16), k_low = wgmma_low(k_smem, 16);
+  const unsigned long long q_begin = wgmma_descriptor(q_smem), k_begin = wgmma_descriptor(k_smem);
   wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-    const unsigned long long k = wgmma_descriptor(k_low + kk / 4 * (kPanelBytesK / 16) + kk % 4 * 2);
+    const unsigned long long k = k_begin + wgmma_columns(kk, kPanelBytesK);
     if (kk < kQSteps) {
       Wgmma<kBlockK>::rs<kIsFloat16, false>(s, q[kk], k, kk > 0);
     } else {
-      Wgmma<kBlockK>::ss<kIsFloat16, false>(s, wgmma_descriptor(q_low + kk / 4 * (kPanelBytesQ / 16) + kk % 4 * 2), k,
-                                            kk > 0);
+      Wgmma<kBlockK>::ss<kIsFloat16, false>(s, q_begin + wgmma_columns(kk, kPanelBytesQ), k, kk > 0);
     }
   }
   wgmma_commit();

@@ -25,11 +25,11 @@ constexpr int kPanelsOut = (kHeadDimV + kOutColumns - 1) / kOutColumns;
 
 // o = p v, or o += p v, begun.
 __device__ __forceinline__ void begin_output(Output& o, const Weights& p, unsigned v_smem, bool accumulate) {
-  const unsigned v = wgmma_low(v_smem, kPanelBytesK);
+  const unsigned long long v = wgmma_descriptor(v_smem, kPanelBytesK);
   wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < kBlockK / 16; ++kk) {
-    Wgmma<kHeadDimV>::rs<kIsFloat16, true>(o, p + 4 * kk, wgmma_descriptor(v + kk * 128), kk > 0 || accumulate);
+    Wgmma<kHeadDimV>::rs<kIsFloat16, true>(o, p + 4 * kk, v + wgmma_rows(kk), kk > 0 || accumulate);
   }
   wgmma_commit();
 }

@@ -24,34 +24,20 @@ struct DqTurn {
   }
 };
 
-// One warp takes turns at the tiles, a step ahead of the one that moves them, and fetches sums. All lanes in step. why
-// a warp of its own: counters are a microsecond away, in which no step may wait.
+// One warp takes turns at the tiles, ahead of those that move them, and fetches sums. All lanes in step. why a warp of
+// its own: counters are a microsecond away, in which no step may wait. why one turn after the other: a block that waits
+// for others must not owe them an earlier tile.
 struct TurnWarp : Role {
-  static constexpr unsigned kNone = ~0u;
-  unsigned told = 0;                    // steps whose adding has been told …
-  unsigned untold[2] = {kNone, kNone};  // … and the tiles of the next ones, of those that add
-
   using Role::Role;
-
-  __device__ __forceinline__ void tell() {
-    const unsigned complete = ld_shared_acquire(smem.dq_complete);
-    for (; told < complete; ++told) {
-      if (leads && untold[0] != kNone) {
-        fence_proxy_async_global();
-        red_release_add(params.backward.turns + untold[0], 1 << 16);
-      }
-      untold[0] = untold[1], untold[1] = kNone;
-    }
-  }
 
   __device__ __forceinline__ void run() {
     const BackwardParams& p = params.backward;
-    unsigned step = 0, sums = 0, sum_step = 0;
+    unsigned step = 0, sums = 0;
 #pragma unroll 1
-    for (int block = block_begin; block < block_end; ++block) {
-      for_each_step(block, step, [&](int head, int m) {
-        if (step > 0) mbarrier_wait(smem.turn_empty, (step - 1) & 1);
-        tell();
+    while (enter()) {
+      for_each_step(step, [&](int head, int m) {
+        const unsigned slot = step & 1, parity = step / 2 & 1;
+        mbarrier_wait(smem.turn_empty + 8 * slot, parity ^ 1);
         const unsigned tile = tile_index(head, m);
         DqTurn turn(p, m, block);
         unsigned counter = 0;
@@ -62,37 +48,32 @@ struct TurnWarp : Role {
         }
         const bool last = turn.rank == turn.count - 1;
         const unsigned wanted = last || p.deterministic ? turn.rank : min(turn.rank, 1);
-        // why: others may wait for what this block has to tell.
-        while (counter >> 16 < wanted) {
-          tell();
-          counter = ld_acquire(p.turns + tile);
-        }
+        while (counter >> 16 < wanted) counter = ld_acquire(p.turns + tile);
         unsigned mode = turn.rank == 0 ? (last ? kDqFinishAlone : kDqStore) : last ? kDqFinish : kDqAdd;
         if (leads) fence_proxy_async_global();
         if (mode == kDqFinish) {
           if constexpr (!kDqTransposed) {
-            while (ld_shared_acquire(smem.dq_staged) < sum_step) tell();  // the sum before is read
+            mbarrier_wait(smem.sum_empty, sums & 1 ^ 1);
             fetch_sum(tile);
           }
           mode += sums++ & 1;
-          sum_step = step + 1;
         }
         if (leads) {
-          st_shared_u32(smem.turn_modes + 4 * (step & 1), mode);
-          mbarrier_arrive(smem.turn_full);
+          st_shared_u32(smem.turn_modes + 4 * slot, mode);
+          mbarrier_arrive(smem.turn_full + 8 * slot);
         }
-        const unsigned adds_to = mode < kDqFinishAlone ? tile : kNone;
-        if (told == step) untold[0] = adds_to;
-        else untold[1] = adds_to;
       });
     }
-    while (told < step) tell();
   }
 };
 
-// One warp moves tiles of dq to global memory: sums, or rows of dq.
+// Two warps move tiles of dq to global memory, sums or rows of dq, and tell of what they have added: one the even
+// steps, one the odd ones. why two: what is added is complete a microsecond after the next tile may be written to `dq`.
 struct DqWarp : Role {
-  using Role::Role;
+  const unsigned odd;
+
+  __device__ __forceinline__ DqWarp(const TiledBackwardParams& p, const Addresses& addresses, unsigned odd)
+      : Role(p, addresses), odd(odd) {}
 
   __device__ __forceinline__ void move(unsigned mode, int group, int head, int m) const {
     const unsigned source = smem.dq + group * kBytesDq;
@@ -120,33 +101,45 @@ struct DqWarp : Role {
     }
   }
 
-  __device__ __forceinline__ void run() const {
+  __device__ __forceinline__ void run() {
     unsigned step = 0;
 #pragma unroll 1
-    for (int block = block_begin; block < block_end; ++block) {
-      for_each_step(block, step, [&](int head, int m) {
-        mbarrier_wait(smem.turn_full, step & 1);
-        const unsigned mode = ld_shared_u32(smem.turn_modes + 4 * (step & 1));
-        __syncwarp();
-        if (leads) mbarrier_arrive(smem.turn_empty);
+    while (enter()) {
+      for_each_step(step, [&](int head, int m) {
+        if ((step & 1) != odd) return;
+        const unsigned parity = step / 2 & 1;
+        mbarrier_wait(smem.turn_full + 8 * odd, parity);
+        const unsigned mode = ld_shared_u32(smem.turn_modes + 4 * odd);
+        // until the other warp's tile, of the step before, has been read
+        if (step > 0) mbarrier_wait(smem.dq_empty + 8 * (odd ^ 1), odd ? parity : parity ^ 1);
         if (kDqTransposed && mode >= kDqFinish) {
           if (leads) fence_proxy_async_global();
           fetch_sum(tile_index(head, m));
         }
+        // why not both at once if transposed: one warpgroup a little behind the other is 1 % faster there, else slower.
+        if constexpr (!kDqTransposed) {
+#pragma unroll
+          for (int group = 0; group < kNumConsumers; ++group) bar_arrive(kDqReadyBarrier + group, kDqThreads);
+        }
 #pragma unroll
         for (int group = 0; group < kNumConsumers; ++group) {
-          bar_arrive(kDqReadyBarrier + group, kDqThreads);
+          if constexpr (kDqTransposed) bar_arrive(kDqReadyBarrier + group, kDqThreads);
           bar_sync(kDqFilledBarrier + group, kDqThreads);
           if (leads) {
             move(mode, group, head, m);
             bulk_commit();
           }
         }
-        // why at once: others may wait for it. The warpgroups are in the next step's scores.
         if (leads) {
-          st_shared_release(smem.dq_staged, step + 1);
+          mbarrier_arrive(smem.turn_empty + 8 * odd);  // why not before: the warpgroups read it, too
+          if (!kDqTransposed && mode >= kDqFinish) mbarrier_arrive(smem.sum_empty);
+          bulk_wait_read<0>();
+          mbarrier_arrive(smem.dq_empty + 8 * odd);
           bulk_wait<0>();
-          st_shared_release(smem.dq_complete, step + 1);
+          if (mode < kDqFinishAlone) {  // why at once: others may wait for it
+            fence_proxy_async_global();
+            red_release_add(params.backward.turns + tile_index(head, m), 1 << 16);
+          }
         }
         __syncwarp();
       });

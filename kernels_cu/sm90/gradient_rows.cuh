@@ -8,19 +8,16 @@
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "../ptx/wgmma.cuh"
+#include "panels.cuh"
 
 static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
 
-constexpr bool kIsFloat16 = kDType == DType::kFloat16;
 constexpr bool kRowsAreQueries = kGradient == Gradient::kDq, kWithDp = kGradient != Gradient::kDv;
 constexpr int kRows = kGroupRows * kNumConsumers, kColumns = kRowsAreQueries ? kBlockK : kBlockQ;
 static_assert(kRows == (kRowsAreQueries ? kBlockQ : kBlockK), "the warpgroups share the rows of a block");
 constexpr int kOutDim = kGradient == Gradient::kDv ? kHeadDimV : kHeadDim;
 static_assert(kOutDim <= kHeadDim, "it leaves from where a was");
 
-constexpr int kPanelColumns = 64;
-constexpr int kPanelsQk = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
 constexpr unsigned kPanelBytesRows = kRows * 128, kPanelBytesColumns = kColumns * 128;
 constexpr unsigned kBytesA = kPanelsQk * kPanelBytesRows, kBytesC = kWithDp ? kPanelsV * kPanelBytesRows : 0;
 constexpr unsigned kBytesB = kPanelsQk * kPanelBytesColumns, kBytesD = kPanelsV * kPanelBytesColumns;

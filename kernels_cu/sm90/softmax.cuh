@@ -9,7 +9,6 @@
 #include "../ptx/mma_sync.cuh"
 #include "storage.cuh"
 
-constexpr bool kIsFloat16 = kDType == DType::kFloat16;
 // bfloat16 weights are 2^-kBias at a row's maximum when it is found, and a lane's sum stays under kSumLimit: a row's
 // sum is then always under 1, and p v under the largest |v|, whatever that is. float16 weights are 1 at that maximum,
 // and no tile's lane sum is over 2^14: its largest number is under 2^16, but those of v are, too.

@@ -4,10 +4,8 @@
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/wgmma.cuh"
+#include "panels.cuh"
 
-constexpr int kPanelColumns = 64;  // of 16-bit numbers: the 128 bytes of a swizzled row
-constexpr int kPanelsQk = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
 constexpr unsigned kPanelBytesQ = kBlockQ * 128;
 constexpr unsigned kPanelBytesK = kBlockK * 128;  // of k and of v
 constexpr unsigned kBytesQ = kPanelsQk * kPanelBytesQ;
