@@ -68,9 +68,10 @@ def hopper_cases() -> Iterator[Case]:
         shape, name = (2, 2, *dims, dtype), f"{dtype}_{dims[0]}_{dims[1]}_gradients"
         yield Case(name, 1, 200, 300, *shape, causal=True)
         yield Case(f"{name}_w", 1, 270, 300, *shape, False, (150, 20), 10, 15.0)
-    for capped in (0.0, 15.0):  # many queries, and more keys than a block has
-        yield Case(f"queries_{capped}", 1, 8200, 200, 1, 1, 128, 128, "bfloat16", softcap=capped)
-        yield Case(f"queries_{capped}_half", 1, 8200, 200, 1, 1, 128, 128, "float16", softcap=capped)
+    for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.BACKWARD):  # those for many queries
+        for capped in (0.0, 15.0) if tile.min_queries else ():
+            shape = 1, tile.min_queries + 8, 200, 1, 1, tile.head_dim, tile.head_dim_v
+            yield Case(f"{dtype}_{tile.min_queries}_queries", *shape, dtype, softcap=capped)
     for causal in (False, True):  # several key blocks a block
         heads = device.query(0).num_sms
         yield Case(f"key_blocks_{causal}", 4, 300, 520, heads, heads, 64, 64, "bfloat16", causal=causal)
