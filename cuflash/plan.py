@@ -22,6 +22,7 @@ from .variant import (
     check_grid,
     compile_arch,
     flops,
+    heads_together,
     result_bytes,
     suits_warpgroups,
 )
@@ -124,8 +125,7 @@ def _warpgroup_plan(problem: Problem, op: str, device: Device, tile: WarpgroupTi
         # why: blocks of other heads take the same queries at about the same time, and read the keys that these see.
         keys = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + tile.block_q)
         head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
-        while 2 * together <= heads and 2 * together * head_bytes <= L2_BYTES * problem.heads_q:
-            together *= 2
+        together = heads_together(head_bytes, L2_BYTES * problem.heads_q, heads)
     launch = Launch(variant, min(num_tiles, device.num_sms))
     made = _one_launch(problem, op, device, launch, num_q_blocks)
     return replace(made, heads_together=together, counted=num_tiles > device.num_sms and not full)

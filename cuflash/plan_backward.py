@@ -19,6 +19,7 @@ from .variant import (
     check_grid,
     compile_arch,
     flops,
+    heads_together,
     result_bytes,
     suits_warpgroups,
 )
@@ -29,7 +30,7 @@ ACC_OF_THREAD = 16  # elements that a thread of the convert kernel owns
 # Heads whose key blocks start longest first under a mask; what they read and add to stays in L2 (kernels_cu/TUNING.md).
 HEADS_TOGETHER = 16
 ORDERED_HEADS_TOGETHER = 32  # the same of Hopper's, when key blocks wait for each other; 16 without a mask
-# Of Hopper's fewer, so that what they touch stays near two L2 caches, but as many as make up some waves of blocks.
+# Of Hopper's kv heads fewer: those that touch so much, near two L2 caches, but as many as make up some waves of blocks.
 L2_BYTES = 96 * 2**20
 WAVES_TOGETHER = 3
 # Up to this seqlen_k a block of Hopper's takes several key blocks, where SHORT_WAVES of blocks are left.
@@ -51,10 +52,10 @@ def backward_plan(problem: Problem, device: Device, deterministic: bool, aligned
         grouped = not deterministic and problem.heads_q > problem.heads_kv
         splits = grouped and 2 * -(-problem.seqlen_k // KEY_ROWS) * problem.heads_kv * problem.batch < device.num_sms
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)
-        if tile is not None and not (splits and not problem.mask.is_full):
-            return _warpgroup_plan(problem, device, tile, deterministic)
-        tiles = tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped) if tile is None else ()
-        if tiles and not splits:
+        if tile is not None:
+            if problem.mask.is_full or not splits:
+                return _warpgroup_plan(problem, device, tile, deterministic)
+        elif not splits and (tiles := tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)):
             return _rows_plan(problem, device, tiles, deterministic)
     return _generic_plan(problem, device, deterministic)
 
@@ -126,7 +127,6 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     if problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, num_k_blocks * heads_kv
     stats_rows = _stats_rows(problem, tile.block_q)
-    check_grid(problem, num_k_blocks * heads_kv)
     shared = None if deterministic else _shared_keys(problem, device, key_blocks, num_q_blocks, num_k_blocks)
     floats = 0
     if shared is not None:
@@ -137,7 +137,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         _delta(problem, device, stats_rows),
         Launch(_warpgroup_variant(problem, device, "backward", tile), blocks),
     )
-    check_grid(problem, max(launch.num_blocks for launch in launches))
+    check_grid(problem, max(num_k_blocks * heads_kv, *(launch.num_blocks for launch in launches)))
     # The workspace in floats: stats, dq, shared dk and dv, and a counter for each tile of dq and each shared key block.
     parts = [2 * heads * stats_rows, heads * num_q_blocks * tile.acc_floats]
     parts += [floats * tile.head_dim, floats * tile.head_dim_v]
@@ -158,16 +158,12 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
 
 
 def _heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
-    """Kv heads, a power of two, whose key blocks start longest first."""
+    """Kv heads whose key blocks start longest first."""
     row, group = ITEMSIZE[problem.dtype] * (problem.head_dim + problem.head_dim_v), problem.heads_q // problem.heads_kv
     acc = tiles_sm90.FLOAT_BYTES * problem.head_dim
     head_bytes = problem.seqlen_k * row + group * problem.seqlen_q * (row + acc)  # k, v; q, dout, dq
-    together = 1
-    while together < HEADS_TOGETHER and (
-        2 * together * head_bytes <= L2_BYTES or together * num_k_blocks < WAVES_TOGETHER * device.num_sms
-    ):
-        together *= 2
-    return together
+    waves = -(-WAVES_TOGETHER * device.num_sms // num_k_blocks)
+    return heads_together(head_bytes, L2_BYTES, HEADS_TOGETHER, waves)
 
 
 def _shared_keys(

@@ -177,6 +177,14 @@ def suits_warpgroups(problem: Problem, device: Device) -> bool:
     )
 
 
+def heads_together(head_bytes: int, most_bytes: int, most: int, least: int = 1) -> int:
+    """The largest power of two, up to `most`, of heads that touch up to `most_bytes`; but `least` heads or more."""
+    together = 1
+    while 2 * together <= most and (2 * together * head_bytes <= most_bytes or together < least):
+        together *= 2
+    return together
+
+
 def check_grid(problem: Problem, num_blocks: int) -> None:
     """`UnsupportedError` for more blocks than a launch has."""
     if num_blocks > MAX_GRID:

@@ -15,6 +15,13 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
+// One arrival for the warp, which has read what it waited for. why in step before: an arrival stands for the accesses
+// of one lane, the one that leads.
+__device__ __forceinline__ void mbarrier_arrive_warp(unsigned barrier, bool leads) {
+  __syncwarp();
+  if (leads) mbarrier_arrive(barrier);
+}
+
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

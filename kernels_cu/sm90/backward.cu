@@ -16,9 +16,6 @@
 //          kDsBarrier, kDqReadyBarrier, kDqFilledBarrier, kKvBarrier: gradient.cuh
 #include "gradient_dq.cuh"
 #include "gradient_shared.cuh"
-#include "gradient_tiles.cuh"
-
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
 // What is begun before what, by tile: each is faster where it is and slower elsewhere (kernels_cu/TUNING.md).
 constexpr bool kFindsStatsFirst = kBlockQ == 64;  // where lse is, before s is waited for
@@ -96,29 +93,12 @@ struct Consumer : Role {
   __device__ __forceinline__ Consumer(const TiledBackwardParams& p, const Addresses& addresses, int warp_idx)
       : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
 
-  // The warp has read what it waited for. why in step before: the arrival stands for the accesses of one lane.
-  __device__ __forceinline__ void arrive(unsigned barrier) const {
-    __syncwarp();
-    if (leads) mbarrier_arrive(barrier);
-  }
-
   // x = a bᵀ, begun: this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
   template <int kColumns, int kCount>
   __device__ __forceinline__ void begin_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
                                                unsigned b_smem) const {
-    const unsigned long long a_begin = wgmma_descriptor(a_smem + group * kGroupKeys * 128);
-    const unsigned long long b_begin = wgmma_descriptor(b_smem);
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < kColumns / 16; ++kk) {
-      const unsigned long long b = b_begin + wgmma_columns(kk, kPanelBytesQ);
-      if (kk + 1 < kCount) {
-        Wgmma<kBlockQ>::template rs<kIsFloat16, false>(x, a[kk], b, kk > 0);
-      } else {
-        Wgmma<kBlockQ>::template ss<kIsFloat16, false>(x, a_begin + wgmma_columns(kk, kPanelBytesK), b, kk > 0);
-      }
-    }
-    wgmma_commit();
+    const unsigned long long keys = wgmma_descriptor(a_smem + group * kGroupKeys * 128);
+    ::begin_scores<kColumns, kCount - 1>(x, a, keys, kPanelBytesK, wgmma_descriptor(b_smem), kPanelBytesQ);
   }
 
   // The first columns of k or v once they have come.
@@ -294,15 +274,15 @@ struct Consumer : Role {
     Pairs weights, ds;
     weigh(s, dp, stats, weights, ds);
     store_transposed(ds, ds_smem + group * kPanelBytesQ);
-    begin_gradient<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
+    begin_sum<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
     fence_proxy_async();  // why not before: it waits until ds is there
     bar_sync(kDsBarrier, 256);
     float dq[kDqFloats];
     begin_dq(dq, ds_smem);
     wgmma_wait<1>();
     wgmma_pin(dv);
-    arrive(smem.dout_empty + 8 * slot);
-    begin_gradient<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
+    mbarrier_arrive_warp(smem.dout_empty + 8 * slot, leads);
+    begin_sum<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
     wgmma_wait<1>();
     wgmma_pin(dq);
     stage_dq(dq, n, m);
@@ -310,7 +290,7 @@ struct Consumer : Role {
     else if (!last) await_query(n + 1);
     wgmma_wait<0>();
     wgmma_pin(dk);
-    arrive(smem.q_empty + 8 * slot);
+    mbarrier_arrive_warp(smem.q_empty + 8 * slot, leads);
   }
 
   // The warp's rows of dk or dv, from where k or v was.
@@ -355,7 +335,7 @@ struct Consumer : Role {
         store<kHeadDim>(params.dk, dk, params.backward.softmax_scale, smem.k);
         if (leads) bulk_wait_read<0>();
       }
-      arrive(smem.kv_empty);
+      mbarrier_arrive_warp(smem.kv_empty, leads);
       __syncwarp();
     }
   }

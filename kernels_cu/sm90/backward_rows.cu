@@ -11,9 +11,6 @@
 //          gradient of this tile, s and dp of the next | its p, beside dp | its ds; for dv s of the next goes first
 // Barriers b_full, d_full    has arrived, the first with a, or c    …_empty    every warp is done with it
 #include "gradient_rows.cuh"
-#include "gradient_tiles.cuh"
-
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
 constexpr int kNoRow = 1 << 30;
 
@@ -100,12 +97,6 @@ struct Consumer {
   __device__ __forceinline__ Consumer(const TiledBackwardParams& p, const Addresses& s, const Work& w, int warp_idx)
       : params(p), smem(s), work(w), group(warp_idx / 4), warp(warp_idx % 4) {}
 
-  // The warp has read what it waited for. why in step before: the arrival stands for the accesses of one lane.
-  __device__ __forceinline__ void arrive(unsigned barrier) const {
-    __syncwarp();
-    if (leads) mbarrier_arrive(barrier);
-  }
-
   // The thread's upper row within its head.
   __device__ __forceinline__ int row() const {
     return work.row_begin + group * kGroupRows + warp * 16 + fresh_thread() % 32 / 4;
@@ -114,15 +105,9 @@ struct Consumer {
   // x = a bᵀ, begun: this warpgroup's rows with a tile of columns.
   template <int kDim>
   __device__ __forceinline__ void begin_scores(Scores& x, unsigned a_smem, unsigned b_smem) const {
-    unsigned long long a = wgmma_descriptor(a_smem + group * kGroupRows * 128), b = wgmma_descriptor(b_smem);
-    asm volatile("" : "+l"(a));  // why: or all descriptors are formed ahead of the loop, in registers
-    wgmma_fence();
-#pragma unroll
-    for (int kk = 0; kk < kDim / 16; ++kk) {
-      Wgmma<kColumns>::template ss<kIsFloat16, false>(x, a + wgmma_columns(kk, kPanelBytesRows),
-                                                      b + wgmma_columns(kk, kPanelBytesColumns), kk > 0);
-    }
-    wgmma_commit();
+    unsigned long long rows = wgmma_descriptor(a_smem + group * kGroupRows * 128);
+    asm volatile("" : "+l"(rows));  // why: or all descriptors are formed ahead of the loop, in registers
+    ::begin_scores<kDim, 0>(x, nullptr, rows, kPanelBytesRows, wgmma_descriptor(b_smem), kPanelBytesColumns);
   }
 
   // Scores that are not seen, of columns from `column` on, become -inf.
@@ -199,7 +184,7 @@ struct Consumer {
     const Slot<kSecondStages> d(n), d_before(n - 1);
     Scores s, dp;
     if constexpr (kWithDp && !kFirst)
-      begin_gradient<kColumns, kOutDim>(out, weights, smem.b + b_before.index * kBytesB, kPanelBytesColumns);
+      begin_sum<kColumns, kOutDim>(out, weights, smem.b + b_before.index * kBytesB, kPanelBytesColumns);
     mbarrier_wait(smem.b_full + 8 * b.index, b.parity);
     begin_scores<kHeadDim>(s, smem.a, smem.b + b.index * kBytesB);
     if constexpr (kWithDp) {
@@ -208,7 +193,7 @@ struct Consumer {
       if constexpr (!kFirst) {
         wgmma_wait<2>();
         wgmma_pin(out);
-        arrive(smem.b_empty + 8 * b_before.index);
+        mbarrier_arrive_warp(smem.b_empty + 8 * b_before.index, leads);
       }
       wgmma_wait<1>();
       wgmma_pin(s);
@@ -216,20 +201,20 @@ struct Consumer {
       wgmma_wait<0>();
       wgmma_pin(dp);
       pack(s, dp, weights, smem.lse_of(n), smem.delta_of(n));
-      arrive(smem.d_empty + 8 * d.index);
+      mbarrier_arrive_warp(smem.d_empty + 8 * d.index, leads);
     } else {
       if constexpr (!kFirst) {
         mbarrier_wait(smem.d_full + 8 * d_before.index, d_before.parity);
-        begin_gradient<kColumns, kOutDim>(out, weights, smem.d + d_before.index * kBytesD, kPanelBytesColumns);
+        begin_sum<kColumns, kOutDim>(out, weights, smem.d + d_before.index * kBytesD, kPanelBytesColumns);
       }
       wgmma_wait<kFirst ? 0 : 1>();
       wgmma_pin(s);
       weigh_scores(s, tile, smem.lse_of(n));
-      arrive(smem.b_empty + 8 * b.index);
+      mbarrier_arrive_warp(smem.b_empty + 8 * b.index, leads);
       if constexpr (!kFirst) {
         wgmma_wait<0>();
         wgmma_pin(out);
-        arrive(smem.d_empty + 8 * d_before.index);
+        mbarrier_arrive_warp(smem.d_empty + 8 * d_before.index, leads);
       }
       pack(s, s, weights, 0, 0);
     }
@@ -251,7 +236,7 @@ struct Consumer {
       const Slot<kSecondStages> d(steps - 1);
       if constexpr (!kWithDp) mbarrier_wait(smem.d_full + 8 * d.index, d.parity);
       const unsigned last = kWithDp ? smem.b + Slot<kStages>(steps - 1).index * kBytesB : smem.d + d.index * kBytesD;
-      begin_gradient<kColumns, kOutDim>(out, weights, last, kPanelBytesColumns);
+      begin_sum<kColumns, kOutDim>(out, weights, last, kPanelBytesColumns);
       wgmma_wait<0>();
       wgmma_pin(out);
     }

@@ -2,6 +2,7 @@
 #pragma once
 #include "../ptx/warpgroup.cuh"
 #include "producer.cuh"
+#include "products.cuh"
 #include "softmax.cuh"
 
 static_assert(sizeof(TiledParams) == kParamsBytes, "the host packs other parameters");
@@ -26,17 +27,7 @@ __device__ __forceinline__ void load_query(Query& q, unsigned q_smem) {
 // the cost of bandwidth and of power.
 __device__ __forceinline__ void begin_scores(Scores& s, const Query& q, unsigned q_smem, unsigned k_smem) {
   const unsigned long long q_begin = wgmma_descriptor(q_smem), k_begin = wgmma_descriptor(k_smem);
-  wgmma_fence();
-#pragma unroll
-  for (int kk = 0; kk < kHeadDim / 16; ++kk) {
-    const unsigned long long k = k_begin + wgmma_columns(kk, kPanelBytesK);
-    if (kk < kQSteps) {
-      Wgmma<kBlockK>::rs<kIsFloat16, false>(s, q[kk], k, kk > 0);
-    } else {
-      Wgmma<kBlockK>::ss<kIsFloat16, false>(s, q_begin + wgmma_columns(kk, kPanelBytesQ), k, kk > 0);
-    }
-  }
-  wgmma_commit();
+  begin_scores<kHeadDim, kQSteps>(s, q, q_begin, kPanelBytesQ, k_begin, kPanelBytesK);
 }
 
 // Whether a warpgroup may pass over the first and the last key tile of its block, of which it sees nothing. why: with
@@ -104,11 +95,10 @@ struct Consumer {
     return slot;
   }
 
-  __device__ __forceinline__ void arrive(unsigned barrier) const {
-    if (leads) mbarrier_arrive(barrier);
+  // Of a tile that products alone have read: to wait for them brings the warp in step.
+  __device__ __forceinline__ void release(unsigned slot) const {
+    if (leads) mbarrier_arrive(smem.kv_empty + 8 * slot);
   }
-
-  __device__ __forceinline__ void release(unsigned slot) const { arrive(smem.kv_empty + 8 * slot); }
 
   __device__ __forceinline__ void skip() {
     await(ring);
@@ -143,9 +133,11 @@ struct Consumer {
   // The scores of key tile n are not needed any more. q is not after the last; nor after the first, if it is in
   // registers. why not before: loads that are still on their way do not hold back an arrival.
   __device__ __forceinline__ void end_scores(const KeyTiles& keys, int n, unsigned k_slot) const {
-    __syncwarp();
+    __syncwarp();  // as in mbarrier_arrive_warp: lanes have loaded q
     release(k_slot);
-    if (n == (kQInRegisters ? keys.end - 1 : keys.begin)) arrive(smem.q_empty(i, group));
+    if (n == (kQInRegisters ? keys.end - 1 : keys.begin)) {
+      if (leads) mbarrier_arrive(smem.q_empty(i, group));
+    }
   }
 
   // Until s is there; at most kPending later groups of products are not.

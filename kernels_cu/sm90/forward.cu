@@ -23,17 +23,6 @@ using Output = float[kHeadDimV / 2];
 constexpr int kOutColumns = 128 / kOutBytes;  // of a panel of out
 constexpr int kPanelsOut = (kHeadDimV + kOutColumns - 1) / kOutColumns;
 
-// o = p v, or o += p v, begun.
-__device__ __forceinline__ void begin_output(Output& o, const Weights& p, unsigned v_smem, bool accumulate) {
-  const unsigned long long v = wgmma_descriptor(v_smem, kPanelBytesK);
-  wgmma_fence();
-#pragma unroll
-  for (int kk = 0; kk < kBlockK / 16; ++kk) {
-    Wgmma<kHeadDimV>::rs<kIsFloat16, true>(o, p + 4 * kk, v + wgmma_rows(kk), kk > 0 || accumulate);
-  }
-  wgmma_commit();
-}
-
 struct ForwardConsumer : Consumer {
   Weights p;
   Output o;
@@ -64,7 +53,7 @@ struct ForwardConsumer : Consumer {
   }
 
   __device__ __forceinline__ unsigned begin_next_output(bool accumulate) {
-    begin_output(o, p, await(ring), accumulate);
+    begin_sum<kBlockK, kHeadDimV>(o, p, await(ring), kPanelBytesK, accumulate);
     return advance();
   }
 
@@ -260,7 +249,7 @@ struct ForwardConsumer : Consumer {
         if (skips_v) swap(k, v);  // why: v of the key tile that is skipped lies between what was and what comes
         await_query();
         begin_scores(s, q, smem.q_rows(i, group), await(k));
-        begin_output(o, p, await(v), accumulate);
+        begin_sum<kBlockK, kHeadDimV>(o, p, await(v), kPanelBytesK, accumulate);
         k_slot = k.slot;
         const unsigned v_slot = v.slot;
         pass_turn();

@@ -1,17 +1,6 @@
 // Backward on Hopper: shared memory, and what a block has to do.
 #pragma once
-#include "../common/fragment.cuh"
-#include "../common/mask.cuh"
-#include "../common/params.cuh"
-#include "../common/swizzle.cuh"
-#include "../ptx/ldmatrix.cuh"
-#include "../ptx/mbarrier.cuh"
-#include "../ptx/red.cuh"
-#include "../ptx/warpgroup.cuh"
-#include "../ptx/wgmma.cuh"
-#include "panels.cuh"
-
-static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
+#include "gradient_tiles.cuh"
 
 constexpr unsigned kPanelBytesQ = kBlockQ * 128;  // of q, dout and ds
 constexpr unsigned kPanelBytesK = kBlockK * 128;  // of k and v

@@ -1,9 +1,8 @@
-// How a tile of dq is added up over the key blocks that see its queries: in float32, in global memory. The first block
-// stores its share, so that nothing need be zeroed before, others add theirs, and the last adds to its own what is
-// there, and is done with it. The counter of a tile tells who is which: how many blocks have come to it (low half), and
-// how many have added (high half). In the order of their keys, when deterministic, only the high half counts.
+// How a tile of dq is added up over the key blocks that see its queries: in turns. The last one is done with it.
+// When deterministic they come in the order of their keys, and of the counter only what has been added counts.
 #pragma once
 #include "gradient.cuh"
+#include "turns.cuh"
 
 enum DqMode : unsigned {
   kDqAdd,
@@ -40,15 +39,14 @@ struct TurnWarp : Role {
         mbarrier_wait(smem.turn_empty + 8 * slot, parity ^ 1);
         const unsigned tile = tile_index(head, m);
         DqTurn turn(p, m, block);
-        unsigned counter = 0;
+        unsigned seen = 0;
         if (!p.deterministic) {
-          if (leads) counter = atom_acquire_add(p.turns + tile, 1);
-          counter = __shfl_sync(0xffffffffu, counter, 0);
-          turn.rank = counter & 0xffff;
+          if (leads) seen = come_to(p.turns + tile);
+          seen = __shfl_sync(0xffffffffu, seen, 0);
+          turn.rank = rank_of(seen);
         }
         const bool last = turn.rank == turn.count - 1;
-        const unsigned wanted = last || p.deterministic ? turn.rank : min(turn.rank, 1);
-        while (counter >> 16 < wanted) counter = ld_acquire(p.turns + tile);
+        await_turn(p.turns + tile, seen, turn.rank, last || p.deterministic);
         unsigned mode = turn.rank == 0 ? (last ? kDqFinishAlone : kDqStore) : last ? kDqFinish : kDqAdd;
         if (leads) fence_proxy_async_global();
         if (mode == kDqFinish) {
@@ -138,7 +136,7 @@ struct DqWarp : Role {
           bulk_wait<0>();
           if (mode < kDqFinishAlone) {  // why at once: others may wait for it
             fence_proxy_async_global();
-            red_release_add(params.backward.turns + tile_index(head, m), 1 << 16);
+            tell_added(params.backward.turns + tile_index(head, m));
           }
         }
         __syncwarp();

@@ -1,16 +1,6 @@
 // Backward on Hopper by rows: shared memory, and what a block has to do.
 #pragma once
-#include "../common/fragment.cuh"
-#include "../common/mask.cuh"
-#include "../common/params.cuh"
-#include "../common/swizzle.cuh"
-#include "../ptx/ldmatrix.cuh"
-#include "../ptx/mbarrier.cuh"
-#include "../ptx/warpgroup.cuh"
-#include "../ptx/wgmma.cuh"
-#include "panels.cuh"
-
-static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
+#include "gradient_tiles.cuh"
 
 constexpr bool kRowsAreQueries = kGradient == Gradient::kDq, kWithDp = kGradient != Gradient::kDv;
 constexpr int kRows = kGroupRows * kNumConsumers, kColumns = kRowsAreQueries ? kBlockK : kBlockQ;

@@ -1,8 +1,8 @@
-// dk and dv of a key block that several blocks of threads share, each some of its query tiles: added up in float32, in
-// global memory, in the order of the fragments. The first block stores, others add, the last one has them all. Its
-// counter is like that of a tile of dq (gradient_dq.cuh).
+// dk and dv of a key block that several blocks of threads share, each some of its query tiles: added up in turns, in
+// the order of the fragments. The last one has them all.
 #pragma once
 #include "gradient.cuh"
+#include "turns.cuh"
 
 __device__ __forceinline__ bool shares_keys(const Role& role) {
   const BackwardParams& p = role.params.backward;
@@ -38,10 +38,8 @@ __device__ __forceinline__ bool add_up_shared(const Role& role, float (&dk)[kDk]
   const unsigned sharers = ((nth + 1) * steps - 1) / p.shared_steps - nth * steps / p.shared_steps + 1;
   unsigned* const counter = p.turns + static_cast<long long>(p.batch) * p.heads_q * p.num_q_blocks + nth;
   if (thread == 0) {
-    const unsigned rank = atom_acquire_add(counter, 1) & 0xffff;
-    const unsigned wanted = rank == sharers - 1 ? rank : min(rank, 1);
-    while (ld_acquire(counter) >> 16 < wanted) {
-    }
+    const unsigned came = come_to(counter), rank = rank_of(came);
+    await_turn(counter, came, rank, rank == sharers - 1);
     st_shared_u32(role.smem.shared_rank, rank);
   }
   bar_sync(kDsBarrier, 128 * kNumConsumers);
@@ -52,6 +50,6 @@ __device__ __forceinline__ bool add_up_shared(const Role& role, float (&dk)[kDk]
   if (last) return true;
   __threadfence();
   bar_sync(kDsBarrier, 128 * kNumConsumers);
-  if (thread == 0) red_release_add(counter, 1 << 16);
+  if (thread == 0) tell_added(counter);
   return false;
 }

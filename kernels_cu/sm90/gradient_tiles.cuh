@@ -1,24 +1,17 @@
-// What the backward kernels on Hopper do with a warpgroup's tile in registers.
+// What the backward kernels on Hopper share: what they do with a warpgroup's tile in registers.
 #pragma once
 #include "../common/fragment.cuh"
+#include "../common/mask.cuh"
+#include "../common/params.cuh"
 #include "../common/swizzle.cuh"
 #include "../ptx/ldmatrix.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "../ptx/warpgroup.cuh"
-#include "../ptx/wgmma.cuh"
-#include "panels.cuh"
+#include "products.cuh"
 
-// x += a b, begun: a in registers, b a tile in panels of `panel_bytes` whose kRows rows are summed over.
-template <int kRows, int kColumns>
-__device__ __forceinline__ void begin_gradient(float (&x)[kColumns / 2], const unsigned (&a)[kRows / 4],
-                                               unsigned b_smem, unsigned panel_bytes) {
-  const unsigned long long b = wgmma_descriptor(b_smem, panel_bytes);
-  wgmma_fence();
-#pragma unroll
-  for (int kk = 0; kk < kRows / 16; ++kk) {
-    Wgmma<kColumns>::template rs<kIsFloat16, true>(x, a + 4 * kk, b + wgmma_rows(kk), true);
-  }
-  wgmma_commit();
-}
+static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
+
+constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
 // What a cap multiplies the gradient of scores by; `capped`: tanh. why not negative: that of a hidden pair is infinite.
 __device__ __forceinline__ float softcap_slope(float capped) { return fmaxf(fmaf(-capped, capped, 1.0f), 0.0f); }

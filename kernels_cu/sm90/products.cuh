@@ -1,0 +1,36 @@
+// Products of tiles that lie in shared memory as panels, begun: whoever needs one waits for it.
+#pragma once
+#include "../ptx/wgmma.cuh"
+#include "panels.cuh"
+
+// x = a bᵀ over kDim columns, of tiles at descriptors. The first kInRegisters steps of a come from registers.
+template <int kDim, int kInRegisters, int kCount>
+__device__ __forceinline__ void begin_scores(float (&x)[kCount], const unsigned (*a_registers)[4],
+                                             unsigned long long a_begin, unsigned a_panel_bytes,
+                                             unsigned long long b_begin, unsigned b_panel_bytes) {
+  wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < kDim / 16; ++kk) {
+    const unsigned long long b = b_begin + wgmma_columns(kk, b_panel_bytes);
+    if (kk < kInRegisters) {
+      Wgmma<2 * kCount>::template rs<kIsFloat16, false>(x, a_registers[kk], b, kk > 0);
+    } else {
+      const unsigned long long a = a_begin + wgmma_columns(kk, a_panel_bytes);
+      Wgmma<2 * kCount>::template ss<kIsFloat16, false>(x, a, b, kk > 0);
+    }
+  }
+  wgmma_commit();
+}
+
+// x += a b, or x = a b: a in registers, kRows rows of b summed over.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void begin_sum(float (&x)[kColumns / 2], const unsigned (&a)[kRows / 4], unsigned b_smem,
+                                          unsigned b_panel_bytes, bool accumulate = true) {
+  const unsigned long long b = wgmma_descriptor(b_smem, b_panel_bytes);
+  wgmma_fence();
+#pragma unroll
+  for (int kk = 0; kk < kRows / 16; ++kk) {
+    Wgmma<kColumns>::template rs<kIsFloat16, true>(x, a + 4 * kk, b + wgmma_rows(kk), kk > 0 || accumulate);
+  }
+  wgmma_commit();
+}
