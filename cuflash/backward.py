@@ -78,19 +78,9 @@ class BackwardLauncher:
     """One problem on one GPU, with what a call repeats: kernels, packed parameters and the workspace's layout."""
 
     def __init__(
-        self,
-        framework: GpuFramework,
-        arrays: tuple[Any, ...],
-        arguments: Arguments,
-        deterministic: bool,
-        aligned: bool = True,
+        self, problem: Problem, specs: dict[str, ArraySpec], copies: list[bool], deterministic: bool, aligned: bool
     ) -> None:
-        given = {name: framework.spec(name, x) for name, x in zip(NAMES, arrays, strict=False)}
-        # why: the kernels know no strides of lse and dlse.
-        copied = {name: spec != densed(spec) if "lse" in name else has_gaps(spec) for name, spec in given.items()}
-        self.copies = list(copied.values())
-        specs = {name: densed(spec) if copied[name] else spec for name, spec in given.items()}
-        problem = Problem.of_gradients(specs, arguments)
+        self.copies = copies  # of the arrays of a call: which are copied once, to what `specs` are
         assert problem.ordinal is not None
         self.ordinal = problem.ordinal
         self.dtype, self.shapes = problem.dtype, [specs[name].shape for name in "qkv"]
@@ -124,7 +114,7 @@ def _on_gpu(
             ("backward", deterministic, aligned),
             given,
             arguments,
-            lambda: BackwardLauncher(framework, given, arguments, deterministic, aligned),
+            lambda: _prepare(framework, given, arguments, deterministic, aligned),
         )
 
     found = launcher(aligned=True)
@@ -148,3 +138,14 @@ def _on_gpu(
             framework.stream(ordinal),
         )
     return dq, dk, dv
+
+
+def _prepare(
+    framework: GpuFramework, arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool, aligned: bool
+) -> BackwardLauncher:
+    given = {name: framework.spec(name, x) for name, x in zip(NAMES, arrays, strict=False)}
+    # why: the kernels know no strides of lse and dlse.
+    copied = {name: spec != densed(spec) if "lse" in name else has_gaps(spec) for name, spec in given.items()}
+    specs = {name: densed(spec) if copied[name] else spec for name, spec in given.items()}
+    problem = Problem.of_gradients(specs, arguments)
+    return BackwardLauncher(problem, specs, list(copied.values()), deterministic, aligned)

@@ -11,10 +11,9 @@ import ctypes
 import threading
 from typing import Any
 
-from .driver import function
+from .driver import function, relaxed_capture
 
 PAGE = 4096  # counters of 4 bytes that are allocated together
-_RELAXED = 2  # capture mode: a capture, by whomever, does not forbid the allocation
 
 _lock = threading.RLock()
 _free: dict[int, list[int]] = {}  # by GPU
@@ -41,25 +40,27 @@ def _asked(name: str, stream: int, answer: Any) -> int:
     return int(answer.value)
 
 
-def _fresh(ordinal: int) -> int:
+def reserve(ordinal: int) -> None:
+    """Makes sure that the next counter is there without an allocation. The GPU is the current device."""
     with _lock:
         free = _free.setdefault(ordinal, [])
         if not free:
             free += _page()
-        return free.pop()
+
+
+def _fresh(ordinal: int) -> int:
+    with _lock:
+        reserve(ordinal)
+        return _free[ordinal].pop()
 
 
 def _page() -> list[int]:
     """Addresses of new counters, all zero."""
     from cupy.cuda import Stream, runtime
 
-    exchange, mode = function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p), ctypes.c_int(_RELAXED)
-    exchange(ctypes.addressof(mode))
-    try:
+    with relaxed_capture():
         page = runtime.malloc(4 * PAGE)
         stream = Stream(non_blocking=True)  # why: the default one waits for others, which a capture forbids
         runtime.memsetAsync(page, 0, 4 * PAGE, stream.ptr)
         stream.synchronize()
-    finally:
-        exchange(ctypes.addressof(mode))
     return list(range(page, page + 4 * PAGE, 4))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 Function = Callable[..., int]
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 @cache
@@ -19,3 +21,14 @@ def function(name: str, *argtypes: type) -> Function:
     if argtypes:
         found.argtypes = argtypes
     return found
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Inside, a capture, by whomever, does not forbid this thread to allocate or to load modules."""
+    exchange, mode = function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p), ctypes.c_int(_RELAXED)
+    exchange(ctypes.addressof(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.addressof(mode))

@@ -181,8 +181,8 @@ class Torch(GpuFramework):
     def spec(self, name: str, array: Any) -> ArraySpec:
         if array.requires_grad and self._torch.is_grad_enabled():
             raise ProblemError(
-                f"{name} requires grad, but no gradient flows through this call; detach it or call under "
-                "torch.no_grad(). Gradients of forward are what cuflash.backward returns"
+                f"{name} requires grad, but no gradient flows through this call: call "
+                "cuflash.frameworks.torch.attention, or detach it, or call under torch.no_grad()"
             )
         if array.is_cuda and array.is_neg():
             raise UnsupportedError(f"{name} is a view that is yet to be negated; give {name}.resolve_neg()")
@@ -266,7 +266,8 @@ class Exchanged(Framework):
 
             if isinstance(array, jax.core.Tracer):
                 raise UnsupportedError(
-                    "a traced JAX array (jit, grad or vmap) has no memory yet; call cuflash outside the transformation"
+                    "a traced JAX array (jit, grad or vmap) has no memory yet; take attention of "
+                    "cuflash.frameworks.jax there, or call cuflash outside the transformation"
                 )
         kind = int(array.__dlpack_device__()[0])
         if kind not in (1, 2, 13):  # kDLCPU, kDLCUDA, kDLCUDAManaged

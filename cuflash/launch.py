@@ -13,6 +13,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 from . import counters, device, jit, params
+from .driver import relaxed_capture
 from .errors import ProblemError
 from .interop import GpuFramework, cupy
 from .log import logger
@@ -97,7 +98,8 @@ class Launcher:
             return
         if self._needs_alignment and any(pointer & 15 for pointer in (*inputs, out)):
             if self._for_any is None:
-                _, self._for_any = self._prepared(aligned=False)
+                with relaxed_capture():  # why: perhaps it was captured with other pointers before
+                    _, self._for_any = self._prepared(aligned=False)
                 assert self._for_any is not None
             kernels = self._for_any
         kernels.parameters.write((*inputs, out, lse), self._misaligning)

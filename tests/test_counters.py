@@ -10,6 +10,7 @@ from test_forward import bits, poisoned
 
 import cuflash
 from cuflash import counters, device
+from cuflash import driver as driver_module
 from cuflash.bench.cases import Case
 
 CAPTURING = 7  # a stream's handle
@@ -63,7 +64,8 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     cuda = pytest.importorskip("cupy").cuda
     made = Driver()
-    monkeypatch.setattr(counters, "function", made.function)
+    for module in (counters, driver_module):
+        monkeypatch.setattr(module, "function", made.function)
     monkeypatch.setattr(counters, "_free", {})
     monkeypatch.setattr(counters, "_of_stream", {})
     monkeypatch.setattr(cuda.runtime, "malloc", made.malloc)
@@ -97,6 +99,15 @@ def test_counters_lie_in_zeroed_pages_and_a_page_follows_where_one_is_used_up(
     assert len(set(found)) == 7
     assert set(found) < set(every)
     assert set(found[:3]) == set(every[:3])
+
+
+def test_a_reserved_counter_needs_no_allocation_within_a_capture(driver: Driver) -> None:
+    for _ in range(3):
+        counters.reserve(0)
+    assert len(driver.pages) == 1
+    driver.pages.clear()
+    counters.counter(0, CAPTURING)
+    assert not driver.pages
 
 
 def test_a_counter_lies_on_the_gpu_of_its_launch(driver: Driver) -> None:

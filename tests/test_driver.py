@@ -54,3 +54,24 @@ def test_argument_types_are_those_of_one_caller() -> None:
 def test_a_function_that_the_driver_does_not_have_is_an_error() -> None:
     with pytest.raises(AttributeError, match="cuNoSuchThing"):
         driver.function("cuNoSuchThing")
+
+
+def test_a_capture_is_relaxed_inside_and_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = [0]
+
+    def exchange(address: int) -> int:
+        given = ctypes.c_int.from_address(address)
+        modes.append(given.value)
+        given.value = modes[-2]
+        return 0
+
+    def fail() -> None:
+        with driver.relaxed_capture():
+            assert modes == [0, 2]
+            raise KeyError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(driver, "function", lambda name, *types: exchange)
+        with pytest.raises(KeyError):
+            fail()
+    assert modes == [0, 2, 0]

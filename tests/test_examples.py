@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
+import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import run_python
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -18,24 +18,26 @@ if not EXAMPLES:
     pytest.skip("needs a checkout", allow_module_level=True)
 
 
-def run(path: Path, **variables: str) -> str:
-    """What an example prints, in a process of its own."""
-    folders = filter(None, (str(FOLDER.parent), os.environ.get("PYTHONPATH")))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
-    done = subprocess.run([sys.executable, path], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def need(path: Path, *of_jax: str) -> None:
+    """Skips an example without a library that it imports or, if it is JAX, one of these packages."""
+    imported = set(re.findall(r"^(?:import|from) (torch|jax|transformers)\b", path.read_text("utf-8"), re.MULTILINE))
+    for library in imported:
+        pytest.importorskip(library)
+    if "jax" in imported and of_jax and not any(map(importlib.util.find_spec, of_jax)):
+        pytest.skip(f"needs one of {', '.join(of_jax)}")
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_without_a_gpu(path: Path) -> None:
-    assert "on the CPU with NumPy arrays" in run(path, CUDA_VISIBLE_DEVICES="")
+    need(path)
+    assert "on the CPU" in run_python(str(path), CUDA_VISIBLE_DEVICES="")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs_on_a_gpu(path: Path) -> None:
-    assert "on the GPU" in run(path)
+    need(path, "jax_cuda12_plugin", "jax_cuda13_plugin")
+    assert "on the GPU" in run_python(str(path), XLA_PYTHON_CLIENT_PREALLOCATE="false")
 
 
 def train() -> dict[str, Any]:

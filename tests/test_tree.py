@@ -32,7 +32,7 @@ FLOORS = {
     6: ("launch", "host"),
     7: ("forward", "backward", "lse", "merge", "planner"),
     8: ("__init__",),
-    9: ("info", "warmup"),
+    9: ("frameworks", "info", "warmup"),
     10: ("bench",),
     11: ("__main__",),
 }

@@ -1,0 +1,1 @@
+"""Attention inside other frameworks. Nothing here is imported unless a user imports it."""

@@ -1,0 +1,191 @@
+"""The dense functions of FlashAttention-3's interface on cuflash: the same names, order, defaults and results.
+
+    from cuflash.frameworks.flash_attn_3_interface import flash_attn_func    # was: from flash_attn_interface import …
+
+The order of arguments is not that of version 2, whose functions are in `cuflash.frameworks.flash_attn_interface`; what
+is said there of masks, dtypes and refusals holds here too. cuflash chooses how a call is scheduled: `num_splits` of 0
+and 1, `pack_gqa=None` and `sm_margin=0` are taken, other values are refused.
+
+Source: hopper/flash_attn_interface.py and hopper/flash_api.cpp of FlashAttention's main branch; in release 2.8.3 they
+are without `return_attn_probs`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import ProblemError, UnsupportedError
+from ..mask import WindowSize
+from ..merge import merge_states
+from .flash_attn_interface import dense, refuse_cache, refuse_lengths, unpack
+
+__all__ = [
+    "flash_attn_combine",
+    "flash_attn_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_with_kvcache",
+    "get_scheduler_metadata",
+]
+
+_ELSEWHERE = "leave the default, or take FlashAttention-3's own function"
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
+
+    Returns out (batch, seqlen_q, heads_q, head_dim of v), with `return_attn_probs` (out, lse), lse (batch, heads_q,
+    seqlen_q) float32.
+
+    Raises UnsupportedError for qv, descales, attention_chunk and schedules, else what `cuflash.forward` raises.
+    """
+    if softmax_scale == 0:
+        raise ProblemError(
+            f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
+            "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
+        )
+    _refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    _refuse_values(attention_chunk=attention_chunk, sm_margin=sm_margin)
+    if num_splits not in (0, 1):
+        raise UnsupportedError(
+            f"num_splits={num_splits}: cuflash chooses how keys are split; give 0 or 1, or split the keys yourself and "
+            "merge the results with flash_attn_combine"
+        )
+    if pack_gqa is not None:
+        raise UnsupportedError(f"pack_gqa={pack_gqa}: cuflash chooses how heads share a tile; leave None")
+    return dense(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q, k and v in one tensor, which is not copied.
+
+    qkv (batch, seqlen, 3, heads, head_dim); or (batch, seqlen, heads_q + 2 heads_kv, head_dim) with `num_heads_q`.
+    """
+    if qkv.ndim == 4:
+        q, k, v = _split_heads(qkv, num_heads_q)
+    else:
+        q, k, v = unpack("qkv", qkv, 3)
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        window_size=window_size,
+        attention_chunk=attention_chunk,
+        softcap=softcap,
+        deterministic=deterministic,
+        sm_margin=sm_margin,
+        return_attn_probs=return_attn_probs,
+    )
+
+
+def flash_attn_combine(
+    out_partial: torch.Tensor,
+    lse_partial: torch.Tensor,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all keys from the attention over each of num_splits disjoint parts of them; without gradients.
+
+    out_partial (num_splits, batch, seqlen, heads, head_dim) and lse_partial (num_splits, batch, seqlen, heads), both
+    float32. Returns out (batch, seqlen, heads, head_dim), in `out` if given and in `out_dtype` (default float32; the
+    dtype of `out` must be that), and lse (batch, seqlen, heads) float32, seqlen its dense axis.
+
+    Raises ProblemError for other shapes and dtypes, UnsupportedError for more parts than `merge_states` takes.
+    """
+    if out_partial.ndim != 5 or lse_partial.shape != out_partial.shape[:-1]:
+        raise ProblemError(
+            f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}; give "
+            "(num_splits, batch, seqlen, heads, head_dim) and (num_splits, batch, seqlen, heads)"
+        )
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        if tensor.dtype != torch.float32:
+            raise ProblemError(f"{name} has dtype {tensor.dtype}; give float32")
+    dtype = torch.float32 if out_dtype is None else out_dtype
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise ProblemError(f"out_dtype={out_dtype}; give torch.float32, torch.float16 or torch.bfloat16")
+    wanted = (out_partial.shape[1:], dtype, out_partial.device)
+    if out is not None and (out.shape, out.dtype, out.device) != wanted:
+        raise ProblemError(
+            f"out has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {tuple(wanted[0])} and "
+            f"{dtype} on {wanted[2]}"
+        )
+    whole, lse = merge_states(out_partial.unbind(), lse_partial.transpose(2, 3).unbind())
+    return whole.to(dtype) if out is None else out.copy_(whole), lse.transpose(1, 2)
+
+
+def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises UnsupportedError: sequences of several lengths in one tensor are not offered."""
+    refuse_lengths("flash_attn_varlen_func")
+
+
+def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises UnsupportedError: caches with lengths, tables of pages or rotary embeddings are not offered."""
+    refuse_cache()
+
+
+def get_scheduler_metadata(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises UnsupportedError: schedules made ahead are for `flash_attn_with_kvcache`, which is not offered."""
+    raise UnsupportedError("get_scheduler_metadata: cuflash makes its schedule in each call; pass none")
+
+
+def _split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, ...]:
+    heads = qkv.shape[2]
+    if num_heads_q is None or not 0 < num_heads_q < heads or (heads - num_heads_q) % 2:
+        raise ProblemError(
+            f"qkv has shape {tuple(qkv.shape)} and num_heads_q={num_heads_q}; give (batch, seqlen, heads_q + 2 "
+            "heads_kv, head_dim) with num_heads_q=heads_q, or (batch, seqlen, 3, heads, head_dim)"
+        )
+    heads_kv = (heads - num_heads_q) // 2
+    q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
+    return q, k, v
+
+
+def _refuse_tensors(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            raise UnsupportedError(f"{name}: cuflash has neither a second product qv nor 8-bit inputs; {_ELSEWHERE}")
+
+
+def _refuse_values(**values: Any) -> None:
+    for name, value in values.items():
+        if value != 0:
+            raise UnsupportedError(f"{name}={value}: cuflash does not have it; {_ELSEWHERE}")

@@ -1,0 +1,187 @@
+"""The dense functions of the flash-attn package, version 2, on cuflash: the same names, order, defaults and results.
+
+    from cuflash.frameworks.flash_attn_interface import flash_attn_func    # was: from flash_attn import flash_attn_func
+
+FlashAttention-3 gives its functions the same names and another order of arguments: they are in
+`cuflash.frameworks.flash_attn_3_interface`. A call by position that one of the two takes, the other refuses: fourth
+stands `dropout_p` here, of which only 0.0 is taken, and `softmax_scale` there, which is None or positive.
+
+As in flash-attn, causal masks are aligned bottom-right, `causal=True` closes the right side of `window_size`, -1 is an
+open side, and `softcap <= 0` is none. Beyond it, tensors may be float32, lie on the CPU, and have another head dim for
+v and any strides; gradients flow through lse too. Unlike it, a query that sees no key has lse -inf, which merges
+rightly, where version 2 gives +inf. What is not offered is refused, never ignored.
+
+Source: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import ProblemError, UnsupportedError
+from ..mask import WindowSize
+from .torch import attention
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
+
+    Returns out, shaped as q; with `return_attn_probs` (out, lse, S_dmask), of which lse is (batch, heads_q, seqlen_q)
+    float32 and S_dmask empty, as flash-attn leaves it without dropout.
+
+    Raises UnsupportedError for dropout and ALiBi, else what `cuflash.forward` raises.
+    """
+    _refuse_version_2(dropout_p, alibi_slopes)
+    result = dense(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    return (*result, q.new_empty(0)) if return_attn_probs else result
+
+
+def flash_attn_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of k and v in one tensor kv (batch, seqlen_k, 2, heads_kv, head_dim), which is not copied."""
+    k, v = unpack("kv", kv, 2)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_func` of q, k and v in one tensor qkv (batch, seqlen, 3, heads, head_dim), which is not copied."""
+    q, k, v = unpack("qkv", qkv, 3)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    )
+
+
+def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises UnsupportedError: sequences of several lengths in one tensor are not offered."""
+    refuse_lengths("flash_attn_varlen_func")
+
+
+def flash_attn_varlen_kvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises UnsupportedError: sequences of several lengths in one tensor are not offered."""
+    refuse_lengths("flash_attn_varlen_kvpacked_func")
+
+
+def flash_attn_varlen_qkvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises UnsupportedError: sequences of several lengths in one tensor are not offered."""
+    refuse_lengths("flash_attn_varlen_qkvpacked_func")
+
+
+def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
+    """Raises UnsupportedError: caches with lengths, tables of pages or rotary embeddings are not offered."""
+    refuse_cache()
+
+
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    deterministic: bool,
+    return_lse: bool,
+) -> Any:
+    """out, or (out, lse), of the arguments that both versions share."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        # why: (total, heads, head_dim) is a varlen call gone astray, not a batch of one.
+        if tensor.ndim != 4:
+            raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give (batch, seqlen, heads, head_dim)")
+    return attention(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        softcap=0.0 if softcap <= 0 else softcap,
+        deterministic=deterministic,
+        return_lse=return_lse,
+    )
+
+
+def unpack(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+    """The `count` tensors (batch, seqlen, heads, head_dim) in one of (batch, seqlen, count, heads, head_dim)."""
+    if packed.ndim != 5 or packed.shape[2] != count:
+        raise ProblemError(
+            f"{name} has shape {tuple(packed.shape)}; give (batch, seqlen, {count}, heads, head_dim), or the "
+            f"{count} tensors by themselves"
+        )
+    return tuple(packed.unbind(2))
+
+
+def refuse_lengths(function: str) -> NoReturn:
+    """For the functions that take cu_seqlens."""
+    raise UnsupportedError(
+        f"{function}: cuflash has no sequences of several lengths in one tensor (cu_seqlens) yet; call flash_attn_func "
+        "for each sequence, or for each group of equal lengths"
+    )
+
+
+def refuse_cache() -> NoReturn:
+    """For the functions that read and write a cache of keys."""
+    raise UnsupportedError(
+        "flash_attn_with_kvcache: cuflash has no attention that updates, looks up or rotates a cache yet; write the "
+        "new keys to the cache, then call flash_attn_func with the part that is filled, k_cache[:, :length]"
+    )
+
+
+def _refuse_version_2(dropout_p: Any, alibi_slopes: Any) -> None:
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise ProblemError(
+            f"dropout_p={dropout_p!r} is a {type(dropout_p).__name__}; give 0.0. It stands before softmax_scale here, "
+            "as in flash-attn 2; the order of flash-attn 3 is in cuflash.frameworks.flash_attn_3_interface"
+        )
+    if dropout_p != 0:
+        raise UnsupportedError(
+            f"dropout_p={dropout_p}: cuflash has no dropout; give 0.0. If this was meant as softmax_scale, pass it by "
+            "name, or take cuflash.frameworks.flash_attn_3_interface, where it stands fourth"
+        )
+    if alibi_slopes is not None:
+        raise UnsupportedError("alibi_slopes: cuflash has no ALiBi; leave None, or take flash-attn's own function")

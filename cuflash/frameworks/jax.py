@@ -1,0 +1,199 @@
+"""Attention for JAX: `attention` works eagerly and under jit, grad, vmap, scan, checkpoint and shard_map.
+
+    from cuflash.frameworks.jax import attention
+    gradient = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, causal=True).sum()))
+
+`dot_product_attention` is the same under the name and with the arguments of `jax.nn`.
+"""
+
+from __future__ import annotations
+
+import functools
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..errors import ProblemError, UnsupportedError
+from ..mask import WindowSize, check_flag
+from ..problem import Arguments, ArraySpec, Problem
+from .xla_handlers import Options
+from .xla_primitives import Shape, backward, forward
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    diagonal_offset: int | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """`cuflash.forward` as a JAX function with gradients: out, and with return_lse (out, lse).
+
+    q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
+    head_dim_v), or without batch, or without batch and heads; float16, bfloat16 or float32 (float64 on the CPU, where
+    JAX has it enabled). out (batch, seqlen_q, heads_q, head_dim_v) has q's dtype, lse (batch, heads_q, seqlen_q) is
+    float32 (float64 for float64). The mask and scale arguments are those of `cuflash.forward`, and static.
+
+    Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
+    They can be taken once, in reverse mode. Arrays are taken whole: split them over several devices by `jax.shard_map`
+    over batch or heads, k and v like q (jit alone would gather them on each device). On the CPU it runs in NumPy.
+
+    Raises ProblemError, UnsupportedError and CompileError as `cuflash.forward` does, while the call is traced or
+    lowered. A program that `jax.export` has written needs this module imported where it runs.
+    """
+    arrays = _arrays(q=q, k=k, v=v)
+    arguments = Arguments(softmax_scale, causal, window_size, diagonal_offset, softcap)
+    with_lse = check_flag("return_lse", return_lse)
+    options = _options(arrays, arguments, check_flag("deterministic", deterministic))
+    return _attention(options, with_lse, *_varying_alike(arrays))
+
+
+def dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    bias: Any = None,
+    mask: Any = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+) -> Any:
+    """`jax.nn.dot_product_attention` by `attention`: query (B, T, N, H) or (T, N, H), key and value with S and K.
+
+    is_causal and local_window_size, (left, right) or one number for both, are aligned top-left, as there. With
+    return_residual (out, lse): lse is (B, T, N) in query's dtype, and no gradient flows through it. A query that no key
+    is visible to has out 0 (there: the mean of value).
+
+    bias, mask, sequence lengths and an implementation are an UnsupportedError; other errors as of `attention`.
+    """
+    ways = {
+        "bias": (bias, "leave it out"),
+        "mask": (mask, "say it by is_causal and local_window_size"),
+        "query_seq_lengths": (query_seq_lengths, "cut query to its length"),
+        "key_value_seq_lengths": (key_value_seq_lengths, "cut key and value to their length"),
+        "implementation": (implementation, "leave it None, as there is one alone"),
+    }
+    for name, (given, way) in ways.items():
+        if given is not None:
+            raise UnsupportedError(f"cuflash has no {name}; {way}, or call jax.nn.dot_product_attention")
+    arrays = _arrays(query=query, key=key, value=value)
+    if arrays[0].ndim not in (3, 4):
+        raise ProblemError(f"query has shape {arrays[0].shape}; give (B, T, N, H) or (T, N, H)")
+    window: Any = (None, None) if local_window_size is None else local_window_size
+    window = (window, window) if isinstance(window, Integral) else window
+    # why: -1, which is open elsewhere, is there a window that ends before the diagonal.
+    if isinstance(window, (tuple, list)) and any(isinstance(side, Integral) and side < 0 for side in window):
+        raise UnsupportedError(f"local_window_size={local_window_size!r}: give numbers of keys >= 0, or None for open")
+    with_lse = check_flag("return_residual", return_residual)
+    out = attention(
+        *arrays,
+        softmax_scale=scale,
+        causal=is_causal,
+        window_size=window,
+        diagonal_offset=0,
+        return_lse=with_lse,
+    )
+    if not with_lse:
+        return out
+    out, lse = out
+    return out, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(out.dtype))
+
+
+def _arrays(**named: Any) -> tuple[Any, ...]:
+    """The operands as JAX sees them: arrays and tracers as they are, NumPy's put on JAX's device."""
+    arrays = []
+    for name, array in named.items():
+        if not isinstance(array, (jax.Array, np.ndarray)):
+            raise ProblemError(f"{name} is a {type(array).__name__}; give a JAX or NumPy array")
+        if isinstance(array, np.ndarray):
+            array = jnp.asarray(array)
+        if not all(isinstance(length, int) for length in array.shape):
+            raise UnsupportedError(
+                f"{name} has the symbolic shape {array.shape}; kernels are planned for numbers: export with those"
+            )
+        if any(axes is not None for axes in jax.typeof(array).sharding.spec):
+            raise UnsupportedError(
+                f"{name} is split over devices by explicit mesh axes ({jax.typeof(array)}); call attention within "
+                "jax.shard_map, over batch or heads"
+            )
+        arrays.append(array)
+    return tuple(arrays)
+
+
+def _options(arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool) -> Options:
+    """The options of a call, once it is judged."""
+    shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
+    try:
+        try:
+            # why: the types, because 1, 1.0 and True are equal, but not all of them are a scale or a window.
+            types = *map(type, arguments), *map(type, arguments.window_size)
+            return _judged(shapes, dtypes, arguments, types, deterministic)
+        except TypeError:  # an argument that cannot be hashed is judged anew each time
+            return _judged.__wrapped__(shapes, dtypes, arguments, (), deterministic)
+    except ProblemError as error:
+        axes = jax.sharding.get_abstract_mesh().manual_axes
+        if not axes:
+            raise
+        raise ProblemError(f"{error}. The shapes are of one shard, over {', '.join(map(str, axes))}") from None
+
+
+@functools.lru_cache(maxsize=4096)
+def _judged(
+    shapes: tuple[Shape, ...],
+    dtypes: tuple[Any, ...],
+    arguments: Arguments,
+    types: tuple[type, ...],
+    deterministic: bool,
+) -> Options:
+    specs = [ArraySpec.dense(shape, str(dtype), framework="jax") for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return Options.of(Problem.of_call(specs, arguments), deterministic)
+
+
+def _varying_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Under shard_map, the arrays as ones that differ between the same shards; gradients of the others are summed."""
+    types = [jax.typeof(x) for x in arrays]
+    # why: JAX up to 0.9 has the axes as `vma`.
+    varying = [frozenset(t.vma if hasattr(t, "vma") else t.manual_axis_type.varying) for t in types]
+    axes = frozenset().union(*varying)
+    return tuple(
+        x if own == axes else jax.lax.pcast(x, tuple(sorted(axes - own)), to="varying")
+        for x, own in zip(arrays, varying, strict=True)
+    )
+
+
+# The function with gradients. lse has a last axis of length 1 inside, so that all arrays of a call have one rank.
+
+
+def _call(options: Options, with_lse: bool, q: Any, k: Any, v: Any) -> Any:
+    return _call_and_keep(options, with_lse, q, k, v)[0]
+
+
+def _call_and_keep(options: Options, with_lse: bool, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
+    out, lse = forward.bind(q, k, v, options=options)
+    return (out, lse[..., 0]) if with_lse else out, (q, k, v, out, lse)
+
+
+def _gradients(options: Options, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
+    q, k, v, out, lse = kept
+    dout, *dlse = (given[0], given[1][..., None]) if with_lse else (given,)
+    return tuple(backward.bind(q, k, v, dout, out, lse, *dlse, options=options))
+
+
+_with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))
+_with_gradients.defvjp(_call_and_keep, _gradients)
+# why: an eager call of a custom_vjp takes 180 µs, one of a jitted function that is traced already 8 µs.
+_attention = jax.jit(_with_gradients, static_argnums=(0, 1))

@@ -1,0 +1,352 @@
+"""PyTorch: attention with gradients, under `torch.compile`, `torch.func`, autocast and in CUDA graphs.
+
+    from cuflash.frameworks.torch import attention
+
+    out = attention(q, k, v, causal=True)    # (batch, seqlen, heads, head_dim); out.sum().backward() works
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd import Function, forward_ad
+
+from ..backward import backward
+from ..errors import ProblemError, UnsupportedError
+from ..forward import forward
+from ..mask import WindowSize, check_flag
+
+__all__ = ["attention"]
+
+_TWICE = (
+    "cuflash has no second derivative: its gradients cannot be differentiated again. Take them without "
+    "create_graph=True, or compute this part with torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+)
+_TANGENT = (
+    "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
+    "torch.autograd.grad or backward(), or torch.func.vjp"
+)
+# Whether torch.func holds the tensor, which then has no memory of its own.
+_is_transformed = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False)
+# Whether autograd's own vmap, which knows no rules of ours, holds it.
+_is_batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False)
+
+
+class _Options(NamedTuple):
+    """What is not a tensor, in the order of the ops' arguments."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    window_right: int
+    diagonal_offset: int | None
+    softcap: float
+    deterministic: bool
+
+    def of_call(self) -> dict[str, Any]:
+        """As keyword arguments of `cuflash.forward`."""
+        return {
+            "softmax_scale": self.softmax_scale,
+            "causal": self.causal,
+            "window_size": (self.window_left, self.window_right),
+            "diagonal_offset": self.diagonal_offset,
+            "softcap": self.softcap,
+        }
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    diagonal_offset: int | None = None,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """`cuflash.forward` with gradients of q, k and v, through out and through lse.
+
+    q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
+    head_dim_v), or without batch, or without batch and heads; any strides. Arguments, results and errors are those of
+    `cuflash.forward`; `deterministic=True` asks for bitwise repeatable gradients. Under autocast floating-point inputs
+    are cast to its dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured. Tensors on
+    the CPU take the NumPy path.
+
+    Works under `torch.compile(fullgraph=True)` with dynamic shapes, `torch.utils.checkpoint`, eagerly under
+    `torch.func.grad`, `vjp` and `vmap`, in CUDA graphs (call once before capturing, which compiles the kernels), and on
+    several GPUs.
+
+    Returns out, or (out, lse) with `return_lse`. Raises ProblemError, UnsupportedError or CompileError; for second
+    derivatives and forward-mode differentiation UnsupportedError, too.
+    """
+    _check_tensors(q=q, k=k, v=v)
+    check_flag("return_lse", return_lse)
+    check_flag("causal", causal)
+    deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
+    if forward_ad._current_level >= 0:
+        _refuse_tangents(q=q, k=k, v=v)
+    if torch.is_autocast_enabled(q.device.type):
+        q, k, v = _autocast(q, k, v)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
+        left, right = (-1 if side is None else side for side in window_size)
+        out, lse = torch.ops.cuflash.attention(
+            q, k, v, softmax_scale, causal, left, right, diagonal_offset, softcap, deterministic
+        )
+        return (out, lse) if return_lse else out
+    transformed = _is_transformed(q) or _is_transformed(k) or _is_transformed(v)
+    if transformed or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
+        keywords = {
+            "softmax_scale": softmax_scale,
+            "causal": causal,
+            "window_size": window_size,
+            "diagonal_offset": diagonal_offset,
+            "softcap": softcap,
+        }
+        function = _Transformed if transformed else _Attention
+        out, lse = function.apply(q, k, v, keywords, deterministic)
+        return (out, lse) if return_lse else out
+    return forward(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        diagonal_offset=diagonal_offset,
+        softcap=softcap,
+        return_lse=return_lse,
+    )
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    narrow = torch.float32, torch.float16, torch.bfloat16
+    return tuple(x.to(dtype) if x.dtype in narrow else x for x in tensors)
+
+
+def _check_tensors(**tensors: Any) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor, or call cuflash.forward")
+        if tensor.is_nested or tensor.layout != torch.strided:
+            raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")
+        if tensor.is_meta:
+            raise UnsupportedError(f"{name} is on the device meta, where nothing is computed; move it to cuda or cpu")
+
+
+def _refuse_tangents(**tensors: torch.Tensor | None) -> None:
+    for name, tensor in tensors.items():
+        if tensor is not None and not _is_transformed(tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UnsupportedError(_TANGENT.format(name=name))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, ctx.keywords, ctx.deterministic = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+class _Attention(Function):
+    """Eager calls. why not the custom op, nor a context that is set up apart: they cost 14 and 12 µs more."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        result: tuple[torch.Tensor, torch.Tensor] = _results(*inputs)
+        _keep(ctx, inputs, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(dout=dout, dlse=dlse)
+        if any(x is not None and _is_batched(x) for x in (dout, dlse)):
+            raise UnsupportedError(
+                "several gradients of out at once (is_grads_batched=True) are not supported; take torch.func.vmap of "
+                "torch.func.vjp, or one at a time"
+            )
+        saved = ctx.saved_tensors  # why once: checkpoints give them out once
+        tensors: tuple[Any, ...] = (_given(dout, saved[3]), *saved, dlse)
+        as_function = torch.is_grad_enabled() or any(x is not None and _is_transformed(x) for x in tensors)
+        run: Any = _Gradients.apply if as_function else _gradients
+        return *run(*tensors, ctx.keywords, ctx.deterministic), None, None
+
+
+class _Transformed(Function):
+    """The same under torch.func."""
+
+    @staticmethod
+    def forward(*inputs: Any) -> Any:
+        return _results(*inputs)
+
+    setup_context = staticmethod(_keep)
+    backward = _Attention.backward
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(_TANGENT.format(name="an input"))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        rank, *others = (x.dim() - (axis is not None) for x, axis in zip(arguments[:3], in_dims, strict=False))
+        if others != [rank, rank]:
+            raise ProblemError(f"q, k and v have ranks {rank}, {others[0]} and {others[1]} under vmap; give all alike")
+        folded = [_fold(x, axis, info.batch_size, heads=2) for x, axis in zip(arguments[:3], in_dims, strict=False)]
+        out, lse = _Transformed.apply(*folded, *arguments[3:])
+        return (_unfold(out, rank, info.batch_size, heads=2), _unfold(lse, rank, info.batch_size, heads=1)), (0, 0)
+
+
+class _Gradients(Function):
+    """Where gradients may be differentiated again, which is refused then and not before, and under torch.func."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return _gradients(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedError(_TWICE)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(_TANGENT.format(name="an input of the gradients"))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        rank = arguments[1].dim() - (in_dims[1] is not None)
+        heads = (2, 2, 2, 2, 2, 1, 1)
+        folded = [
+            _fold(x, axis, info.batch_size, at) for x, axis, at in zip(arguments[:7], in_dims, heads, strict=False)
+        ]
+        gradients = _Gradients.apply(*folded, *arguments[7:])
+        return tuple(_unfold(x, rank, info.batch_size, heads=2) for x in gradients), (0, 0, 0)
+
+
+def _results(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any], deterministic: bool
+) -> Any:
+    return forward(q, k, v, return_lse=True, **keywords)
+
+
+def _gradients(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    keywords: dict[str, Any],
+    deterministic: bool,
+) -> Any:
+    return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
+
+
+def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """The gradient of out: zeros where the loss takes lse alone."""
+    return torch.zeros_like(out) if dout is None else dout
+
+
+def _fold(tensor: Any, axis: int | None, size: int, heads: int) -> Any:
+    """A mapped operand as 4-D (lse: 3-D), the mapped axis in front of its batch; `heads`: its axis of them in 4-D."""
+    if tensor is None:
+        return None
+    tensor = tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
+    rank = 4 if heads == 2 else 3
+    if tensor.dim() == rank - 1:  # neither batch nor heads
+        tensor = tensor.unsqueeze(heads)
+    return tensor.flatten(0, 1) if tensor.dim() == rank + 1 else tensor
+
+
+def _unfold(tensor: torch.Tensor, rank: int, size: int, heads: int) -> torch.Tensor:
+    """Back to the rank that it had before it was mapped, behind the mapped axis."""
+    if rank == 4:
+        return tensor.unflatten(0, (size, -1))
+    return tensor.squeeze(heads) if rank == 2 else tensor
+
+
+# The same as ops, for what looks at calls before it runs them: torch.compile and torch.export. why schemas: annotations
+# are strings here.
+_OPTIONS = (
+    "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, SymInt? diagonal_offset, "
+    "float softcap, bool deterministic"
+)
+
+
+@torch.library.custom_op(
+    "cuflash::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
+)
+def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
+    with torch.no_grad():
+        return forward(q, k, v, return_lse=True, **_Options(*options).of_call())
+
+
+@torch.library.custom_op(
+    "cuflash::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _backward_op(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dlse: torch.Tensor | None,
+    *options: Any,
+) -> Any:
+    given = _Options(*options)
+    with torch.no_grad():
+        return _gradients(dout, q, k, v, out, lse, dlse, given.of_call(), given.deterministic)
+
+
+@_attention_op.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4:
+        raise ProblemError(
+            f"q, k and v have ranks {q.dim()}, {k.dim()} and {v.dim()}; give all (batch, seqlen, heads, head_dim), "
+            "(seqlen, heads, head_dim) or (seqlen, head_dim)"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ProblemError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; cast all to one dtype")
+    lse_shape = q.shape[:-1] if q.dim() == 2 else (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype)
+
+
+@_backward_op.register_fake
+def _(
+    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, *ctx.options = inputs
+    ctx.save_for_backward(q, k, v, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    saved = ctx.saved_tensors
+    gradients = torch.ops.cuflash.attention_backward(_given(dout, saved[3]), *saved, dlse, *ctx.options)
+    return *gradients, *(None for _ in ctx.options)
+
+
+def _refuse(ctx: Any, *gradients: Any) -> Any:
+    raise UnsupportedError(_TWICE)
+
+
+_attention_op.register_autograd(_differentiate, setup_context=_save)
+_backward_op.register_autograd(_refuse)

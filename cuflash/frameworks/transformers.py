@@ -1,0 +1,262 @@
+"""Hugging Face transformers: `attn_implementation="cuflash"`.
+
+    from cuflash.frameworks.transformers import register
+
+    register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cuflash")
+
+Causal attention and causal sliding windows run on cuflash: in training, in prefill (also of a prompt that continues a
+cache) and token by token, with grouped heads as they are and with softcap. A call that needs a mask tensor is computed
+by transformers' own "sdpa" function: a batch with padding, several sequences in one row, static caches, attention in
+chunks, parts that see what follows, masks of the caller; and whole models under `torch.compile`, for which transformers
+always makes one. Refused is what neither does, and what cannot be known to be
+right: softcap with a mask tensor, a sliding window that the layer does not pass on, dropout, attention weights, sinks,
+biases, sparse indices, paged caches. transformers 4 makes a mask tensor also where it is given neither `attention_mask`
+nor a cache: pass one of ones.
+
+Sources: integrations/sdpa_attention.py and masking_utils.py of transformers 5.23, and of 4.53, the first with masks
+that can be registered.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+try:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+    from transformers.utils import generic
+except ImportError as error:
+    raise ImportError(
+        "cuflash.frameworks.transformers needs transformers 4.53 or later, the first that asks an attention function "
+        "which masks it needs: pip install 'transformers>=4.53'"
+    ) from error
+
+from ..errors import ProblemError, UnsupportedError
+from .torch import attention
+
+__all__ = ["cuflash_attention_forward", "cuflash_mask", "register"]
+
+_NAME = "cuflash"
+_EAGER = 'load the model with attn_implementation="eager"'
+_SDPA = 'load the model with attn_implementation="sdpa"'
+_NOT_GIVEN: Any = object()
+# Arguments by which models change the result beyond q, k, v and the mask.
+_REFUSED = ("s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices", "cache")
+
+
+def register() -> None:
+    """Makes `attn_implementation="cuflash"` known to transformers, for all models; another call changes nothing."""
+    AttentionInterface.register(_NAME, cuflash_attention_forward)
+    AttentionMaskInterface.register(_NAME, cuflash_mask)
+    _tell_from_flash_attn()
+    _refuse_attention_of_models_own()
+
+
+def cuflash_attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = _NOT_GIVEN,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """A layer's attention, as transformers calls it.
+
+    query (batch, heads_q, seqlen_q, head_dim), key (batch, heads_kv, seqlen_k, head_dim), value (batch, heads_kv,
+    seqlen_k, head_dim_v), any strides. Without a mask, the last query of a causal layer sees the last key, and
+    `sliding_window` keys with it. With one, transformers' sdpa function computes the call.
+
+    Returns (out, None), out (batch, seqlen_q, heads_q, head_dim_v), contiguous. Raises UnsupportedError for what the
+    module's docstring names, else what `cuflash.forward` raises.
+    """
+    _refuse(dropout, kwargs)
+    if attention_mask is not None:
+        if softcap:
+            raise UnsupportedError(
+                f"softcap={softcap} with a mask tensor (padding, a static cache, a mask of yours): cuflash takes no "
+                f"mask tensors, and sdpa no softcap; give batches without padding and a dynamic cache, or {_EAGER}"
+            )
+        out, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+        return out, None
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise UnsupportedError(
+            "cu_seq_lens_q: cuflash has no sequences of several lengths in one row yet; give position_ids that start "
+            f"again with each sequence and leave cu_seq_lens out, or {_SDPA}"
+        )
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    out = attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        softmax_scale=scaling,
+        causal=causal,
+        window_size=(_keys_before(module, query.shape[2], key.shape[2], causal, sliding_window), -1),
+        softcap=softcap or 0.0,
+    )
+    return out.contiguous(), None
+
+
+def cuflash_mask(
+    *,
+    kv_length: int,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor | None:
+    """The mask of a forward pass, as transformers asks for it: None where `cuflash_attention_forward` needs none.
+
+    That is where causality and the model's sliding window alone hide keys, and the last query stands at the last key.
+    Elsewhere it is the mask of transformers' sdpa, boolean, (batch, 1, seqlen_q, seqlen_k).
+    """
+    end = kv_offset + kv_length
+    if (
+        allow_is_causal_skip
+        and _is_window(config, end, local_size)
+        and _ends_at(end, kwargs)
+        and _is_whole(attention_mask, kv_offset, end)
+    ):
+        return None
+    mask: torch.Tensor | None = sdpa_mask(
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        config=config,
+        **kwargs,
+    )
+    return mask
+
+
+def _is_window(config: Any, end: int, local_size: int | None) -> bool:
+    """Whether a local mask hides nothing, or is the sliding window that layers pass on and not one of chunks."""
+    if local_size is None or end <= local_size:
+        return True
+    chunk = getattr(config, "attention_chunk_size", None)
+    return local_size == getattr(config, "sliding_window", None) and local_size != chunk
+
+
+def _ends_at(end: int, sizes: dict[str, Any]) -> bool:
+    """Whether the queries stand at consecutive positions, the last of them at the last key."""
+    if "cache_position" in sizes:  # transformers 4
+        position = sizes["cache_position"]
+        wanted = torch.arange(end - len(position), end, device=position.device)
+        return not _is_traced() and torch.equal(position, wanted)
+    # why: of a static cache this is a tensor, and keys beyond it are not written yet.
+    offset = sizes.get("q_offset", 0)
+    return not isinstance(offset, torch.Tensor) and bool(offset + sizes["q_length"] == end)
+
+
+def _is_whole(padding: torch.Tensor | None, begin: int, end: int) -> bool:
+    """Whether none of the keys `begin … end - 1` is padding."""
+    if padding is None:
+        return True
+    return padding.shape[1] >= end and not _is_traced() and bool(padding[:, begin:end].all())
+
+
+def _is_traced() -> bool:
+    """Whether values of tensors cannot be read now."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing() or capturing)
+
+
+def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: bool, sliding_window: Any) -> int:
+    """How many keys a query sees before the one at its place; -1 for all."""
+    if causal and 1 < seqlen_q > seqlen_k:
+        raise UnsupportedError(
+            f"{seqlen_q} causal queries of {seqlen_k} keys without a mask: no decoder has them, so which keys they see "
+            f"is not known; pass attention_mask or is_causal=False, or {_SDPA}"
+        )
+    given = sliding_window is not _NOT_GIVEN
+    window = sliding_window if given else getattr(getattr(module, "config", None), "sliding_window", None)
+    if window is None or seqlen_k <= window:
+        return -1
+    if not given:
+        raise UnsupportedError(
+            f"{type(module).__name__} does not say whether this layer uses the model's sliding window of {window}, "
+            f"which {seqlen_k} keys exceed; {_SDPA}"
+        )
+    if not causal:
+        raise UnsupportedError(
+            f"sliding_window={window} of {seqlen_k} keys without causality and without a mask: models differ in what "
+            f"they mean by it; {_SDPA}"
+        )
+    if window < 1:
+        raise ProblemError(f"sliding_window={window}; give a count of keys, the query's own among them, or None")
+    return int(window) - 1
+
+
+def _refuse(dropout: float, others: dict[str, Any]) -> None:
+    if dropout:
+        raise UnsupportedError(
+            f"dropout={dropout}: cuflash has no dropout; train with config.attention_dropout = 0.0, or {_SDPA}"
+        )
+    if others.get("output_attentions"):
+        raise UnsupportedError(f"output_attentions=True: cuflash never holds the attention weights; {_EAGER}")
+    for name in _REFUSED:
+        if others.get(name) is not None:
+            raise UnsupportedError(f"{name}: cuflash has no such part of attention; {_EAGER}")
+
+
+@functools.cache
+def _tell_from_flash_attn() -> None:
+    """Has transformers 5 see that "cuflash" is not the flash-attn package.
+
+    why: it takes any name that holds "flash" for that package's, then cannot load it, and would give layers cu_seq_lens
+    in place of masks. One function tells; modules import it by name, those loaded later from `generic`.
+    """
+    original: Any = getattr(generic, "is_flash_attention_requested", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return name != _NAME and original(config, requested_attention_implementation, *args, **kwargs)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("is_flash_attention_requested") is original:
+            module.is_flash_attention_requested = is_flash_attention_requested  # type: ignore[attr-defined]
+
+
+def _refuse_attention_of_models_own() -> None:
+    """Has transformers refuse the name for models whose attention is code of their own.
+
+    why: it asks no model whether it takes a name that is registered. These would not call the function, and would read
+    the masks that it wants as their own: without one they see what follows.
+    """
+    # Its name in transformers 4.53, and since.
+    for name in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation"):
+        original: Any = getattr(PreTrainedModel, name, None)
+        if original is None or hasattr(original, "of_cuflash"):
+            continue
+
+        @functools.wraps(original)
+        def judged(self: Any, requested: str | None, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            if requested == _NAME and not (
+                getattr(self, "_supports_attention_backend", False) or getattr(self, "_supports_sdpa", False)
+            ):
+                model = type(self).__name__
+                raise UnsupportedError(f"{model} has attention of its own, which cuflash is not; {_EAGER}")
+            return original(self, requested, *args, **kwargs)
+
+        judged.of_cuflash = True  # type: ignore[attr-defined]
+        setattr(PreTrainedModel, name, judged)

@@ -1,0 +1,172 @@
+"""The two JAX primitives under `attention`: forward and backward, each one call of XLA's foreign function interface.
+
+forward(q, k, v) → out, lse and backward(q, k, v, dout, out, lse[, dlse]) → dq, dk, dv. All arrays of a call have q's
+rank: x is (batch, seqlen, heads, dim), or lacks the first axis, or the first and third; lse and dlse are (batch, heads,
+seqlen, 1), or lack the first axis, or the first two. The operands have been judged.
+
+why primitives, and not `jax.ffi.ffi_call`: what a GPU needs beforehand is known in their lowering alone, where shapes
+are those that run (vmap has been applied) and so is the platform. There the kernels are compiled and loaded, and
+backward gets its workspace, as one more result: XLA plans its memory like that of any other. Scratch that a handler
+asks for while its stream is captured would be given to others before the graph runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from ..errors import UnsupportedError
+from . import xla_ffi, xla_handlers
+from .xla_handlers import BACKWARD, FORWARD, Options
+
+Shape = tuple[int, ...]
+
+
+def _forward_shapes(shapes: Sequence[Shape]) -> list[Shape]:
+    """Of out and lse."""
+    q, _, v = shapes
+    heads = () if len(q) == 2 else (q[-2],)
+    return [(*q[:-1], v[-1]), (*q[:-3], *heads, q[-3] if heads else q[0], 1)]
+
+
+def _backward_shapes(shapes: Sequence[Shape]) -> list[Shape]:
+    """Of dq, dk and dv."""
+    return list(shapes[:3])
+
+
+def _forward_types(q: Any, k: Any, v: Any, *, options: Options) -> list[Any]:
+    out, lse = _forward_shapes([q.shape, k.shape, v.shape])
+    lse_dtype = np.dtype("float64" if q.dtype == "float64" else "float32")
+    return [q.update(shape=out, weak_type=False), q.update(shape=lse, dtype=lse_dtype, weak_type=False)]
+
+
+def _backward_types(*operands: Any, options: Options) -> list[Any]:
+    q = operands[0]
+    return [q.update(shape=shape, weak_type=False) for shape in _backward_shapes([x.shape for x in operands])]
+
+
+def _primitive(name: str, types: Callable[..., list[Any]], shapes: Callable[..., list[Shape]], lses: set[int]) -> Any:
+    """A primitive with all its rules; `lses`: which of the operands, then of the results from -1 on, are like lse."""
+    made = Primitive(name)
+    made.multiple_results = True
+    made.def_abstract_eval(types)
+    made.def_impl(functools.partial(_run_eagerly, made))
+    batching.primitive_batchers[made] = functools.partial(_batched, made, shapes, lses)
+    ad.primitive_jvps[made] = functools.partial(_refuse_derivatives, name)
+    mlir.register_lowering(made, functools.partial(_refuse_platform, name))
+    mlir.register_lowering(made, functools.partial(_lower_for_cpu, name), platform="cpu")
+    mlir.register_lowering(made, functools.partial(_lower_for_cuda, name), platform="cuda")
+    return made
+
+
+def _run_eagerly(primitive: Any, *operands: Any, options: Options) -> Any:
+    with jax.disable_jit(False):  # why: jit is how a primitive runs, even where the user has turned it off
+        return _jitted(primitive, options)(*operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(primitive: Any, options: Options) -> Any:
+    return jax.jit(functools.partial(primitive.bind, options=options))
+
+
+def _refuse_derivatives(name: str, *arguments: Any, **parameters: Any) -> Any:
+    raise UnsupportedError(
+        f"{name} has no derivative of its own: gradients of attention are taken once, in reverse mode. For second "
+        "derivatives and forward mode take jax.nn.dot_product_attention"
+    )
+
+
+def _batched(
+    primitive: Any,
+    shapes_of: Callable[..., list[Shape]],
+    lses: set[int],
+    operands: Sequence[Any],
+    axes: Sequence[int | None],
+    *,
+    options: Options,
+) -> tuple[list[Any], list[int]]:
+    """vmap: the new axis joins batch, or heads where it stands before them, so that nothing is transposed for it.
+
+    why an operand without the axis is repeated: with a stride of 0, which TMA cannot address, Hopper would run the
+    generic kernels, and loses more by that than by a copy, which is small beside attention over as many batches.
+    (Query heads that share k and v need neither: give them to one call, as grouped heads.)
+    """
+    size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
+    rank = operands[0].ndim - (axes[0] is not None)
+    before_heads = 2 if rank == 4 else 1
+    at = axes[0] if axes[0] is not None and axes[0] <= before_heads else 0
+    of_heads = at == before_heads
+
+    def place(like_lse: bool) -> int:
+        return at - 1 if of_heads and like_lse else at
+
+    folded, shapes = [], []
+    for index, (x, axis) in enumerate(zip(operands, axes, strict=True)):
+        to = place(index in lses)
+        x = jnp.broadcast_to(jnp.expand_dims(x, to), (*x.shape[:to], size, *x.shape[to:])) if axis is None else x
+        x = x if axis is None else jnp.moveaxis(x, axis, to)
+        shape = (*x.shape[:to], *x.shape[to + 1 :])
+        shapes.append(shape)
+        folded.append(x.reshape(_folded(shape, index in lses, size, of_heads)))
+    results, places = [], []
+    for index, (x, shape) in enumerate(zip(primitive.bind(*folded, options=options), shapes_of(shapes), strict=True)):
+        places.append(place(-1 - index in lses))
+        results.append(x.reshape(*shape[: places[-1]], size, *shape[places[-1] :]))
+    return results, places
+
+
+def _folded(shape: Shape, like_lse: bool, size: int, of_heads: bool) -> Shape:
+    """The 4-D shape of an operand with `size` times the batch or the heads."""
+    if len(shape) == 2:
+        shape = (1, *shape) if like_lse else (shape[0], 1, shape[1])
+    batch, *inner = (1, *shape) if len(shape) == 3 else shape
+    heads_at = 0 if like_lse else 1
+    if of_heads:
+        inner[heads_at] *= size
+    return (batch if of_heads else batch * size, *inner)
+
+
+def _refuse_platform(name: str, context: Any, *operands: Any, options: Options) -> Any:
+    platforms = ", ".join(context.module_context.platforms)
+    raise UnsupportedError(f"{name} runs on NVIDIA GPUs and the CPU, not on {platforms}; move the arrays there")
+
+
+def _lower_for_cpu(name: str, context: Any, *operands: Any, options: Options) -> Any:
+    return jax.ffi.ffi_lowering(name)(context, *operands, options=options.encode())
+
+
+def _lower_for_cuda(name: str, context: Any, *operands: Any, options: Options) -> Any:
+    specs = xla_handlers.specs_of(
+        (x.shape for x in context.avals_in), (str(x.dtype) for x in context.avals_in), device="cuda"
+    )
+    try:
+        devices = jax.local_devices(backend="cuda")
+    except RuntimeError as error:  # a program for other machines, by jax.export
+        if name == BACKWARD:
+            raise UnsupportedError(
+                "the workspace of backward depends on the GPU, and JAX sees none here: export on a machine that has "
+                f"one ({error})"
+            ) from error
+        devices = []
+    floats = xla_handlers.load(name, options, specs, [device.local_hardware_id for device in devices])
+    if name == FORWARD:
+        return jax.ffi.ffi_lowering(name)(context, *operands, options=options.encode())
+    workspace = jax.core.ShapedArray((max(floats, 1),), np.dtype("float32"))
+    context = context.replace(avals_out=[*context.avals_out, workspace])
+    return jax.ffi.ffi_lowering(name)(context, *operands, options=options.encode())[:-1]
+
+
+forward = _primitive(FORWARD, _forward_types, _forward_shapes, {-2})
+backward = _primitive(BACKWARD, _backward_types, _backward_shapes, {5, 6})
+
+xla_ffi.register(FORWARD, "cpu", 0, xla_handlers.forward_on_cpu)
+xla_ffi.register(BACKWARD, "cpu", 0, xla_handlers.backward_on_cpu)
+xla_ffi.register(FORWARD, "CUDA", xla_ffi.COMMAND_BUFFER_COMPATIBLE, xla_handlers.forward_on_cuda)
+xla_ffi.register(BACKWARD, "CUDA", xla_ffi.COMMAND_BUFFER_COMPATIBLE, xla_handlers.backward_on_cuda)

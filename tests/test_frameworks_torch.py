@@ -1,0 +1,345 @@
+"""PyTorch's own ways of calling attention: autograd, torch.compile, torch.func, autocast, checkpoints, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cuflash
+from cuflash import ProblemError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+from cuflash.frameworks.torch import attention  # noqa: E402
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "top_left": {"causal": True, "diagonal_offset": 0},
+    "window": {"window_size": (3, 1), "diagonal_offset": 1},
+    "capped": {"causal": True, "softcap": 2.0, "softmax_scale": 0.3},
+}
+Tensors = tuple[Any, ...]
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def visible(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int], offset: int | None) -> Any:
+    """Which keys a query sees, by the public contract."""
+    distance = torch.arange(seqlen_k)[None] - torch.arange(seqlen_q)[:, None]
+    distance -= seqlen_k - seqlen_q if offset is None else offset
+    left, right = window
+    seen = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    if left >= 0:
+        seen &= distance >= -left
+    if right >= 0:
+        seen &= distance <= right
+    return seen
+
+
+def reference(q: Any, k: Any, v: Any, **options: Any) -> tuple[Any, Any]:
+    """(out, lse) by whole matrices in float64; every query sees a key."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * options.get("softmax_scale", q.shape[3] ** -0.5)
+    if cap := options.get("softcap"):
+        scores = cap * torch.tanh(scores / cap)
+    seen = visible(
+        q.shape[1],
+        k.shape[1],
+        options.get("causal", False),
+        options.get("window_size", (-1, -1)),
+        options.get("diagonal_offset"),
+    )
+    scores = scores.masked_fill(~seen.to(scores.device), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
+
+
+def made(
+    device: str, dtype: Any = None, *, heads: tuple[int, int] = (4, 2), dim: int = 16, grad: bool = True
+) -> Tensors:
+    """q, k and v."""
+    generator = torch.Generator().manual_seed(7)
+    dtype = dtype or (torch.float64 if device == "cpu" else torch.float32)
+    shapes = (2, 9, heads[0], dim), (2, 12, heads[1], dim), (2, 12, heads[1], dim)
+    tensors = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    return tuple(x.requires_grad_(grad) for x in tensors)
+
+
+def loss(out: Any, lse: Any) -> Any:
+    return (out.double() ** 2).sum() + lse.double().sin().sum()
+
+
+def gradients(function: Callable[..., tuple[Any, Any]], tensors: Tensors, **options: Any) -> Tensors:
+    return torch.autograd.grad(loss(*function(*tensors, **options)), tensors)
+
+
+def with_lse(*tensors: Any, **options: Any) -> tuple[Any, Any]:
+    return attention(*tensors, return_lse=True, **options)
+
+
+def close(got: Any, wanted: Any, of: Any = None) -> None:
+    """As close as the dtype of the inputs allows."""
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+    torch.testing.assert_close(
+        got.double(), wanted.double(), rtol=0.0, atol=tolerance[of or got.dtype] * max(1.0, wanted.abs().max().item())
+    )
+
+
+def all_close(got: Tensors, wanted: Tensors) -> None:
+    for x, y in zip(got, wanted, strict=True):
+        close(x, y)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_results_and_gradients_of_out_and_lse(mask: str, device: str) -> None:
+    tensors, options = made(device), MASKS[mask]
+    all_close(with_lse(*tensors, **options), reference(*tensors, **options))
+    all_close(gradients(with_lse, tensors, **options), gradients(reference, tensors, **options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype: Any, device: str) -> None:
+    tensors = made(device, dtype, dim=64)
+    out = attention(*tensors, causal=True)
+    assert out.dtype == dtype
+    close(out, reference(*tensors, causal=True)[0])
+    all_close(gradients(with_lse, tensors, causal=True), gradients(reference, tensors, causal=True))
+
+
+def test_numerical_gradients() -> None:
+    tensors = made("cpu", dim=4)
+    assert torch.autograd.gradcheck(lambda *x: with_lse(*x, causal=True, softcap=3.0), tensors)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that float64 is better
+def test_gpu_numerical_gradients_in_float32() -> None:
+    tensors = made("cuda", dim=4)
+    tolerances = {"eps": 1e-2, "atol": 2e-3, "rtol": 2e-3, "nondet_tol": 1e-5}
+    assert torch.autograd.gradcheck(lambda *x: with_lse(*x, causal=True, softcap=3.0), tensors, **tolerances)
+
+
+def test_each_of_out_and_lse_alone(device: str) -> None:
+    tensors = made(device)
+    for pick in (0, 1):
+        got, wanted = (
+            torch.autograd.grad(function(*tensors)[pick].sin().sum(), tensors, materialize_grads=True)
+            for function in (with_lse, reference)
+        )
+        all_close(got, wanted)
+
+
+@pytest.mark.parametrize("needed", range(3))
+def test_gradients_of_some_inputs_only(needed: int, device: str) -> None:
+    tensors = tuple(x.detach().requires_grad_(n == needed) for n, x in enumerate(made(device)))
+    attention(*tensors).sum().backward()
+    assert [x.grad is not None for x in tensors] == [n == needed for n in range(3)]
+
+
+def test_without_gradients_nothing_is_kept(device: str) -> None:
+    tensors = made(device)
+    with torch.no_grad():
+        assert attention(*tensors).grad_fn is None
+    with torch.inference_mode():
+        assert attention(*tensors).is_inference()
+    assert attention(*(x.detach() for x in tensors)).grad_fn is None
+
+
+@pytest.mark.parametrize("rank", [2, 3])
+def test_without_batch_or_heads(rank: int, device: str) -> None:
+    whole = made(device, heads=(1, 1))
+    part = tuple(x.detach()[0, :, 0] if rank == 2 else x.detach()[0] for x in whole)
+    part = tuple(x.requires_grad_() for x in part)
+    out, lse = with_lse(*part)
+    wanted_out, wanted_lse = reference(*whole)
+    close(out, wanted_out[0, :, 0] if rank == 2 else wanted_out[0])
+    close(lse, wanted_lse[0, 0] if rank == 2 else wanted_lse[0])
+    compiled = torch.compile(with_lse, fullgraph=True, backend="aot_eager")
+    all_close(gradients(compiled, part), gradients(with_lse, part))
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("mask", MASKS)
+def test_compiled_is_eager_at_every_length(mask: str, backend: str) -> None:
+    torch._dynamo.reset()
+    device = "cpu" if backend == "aot_eager" else "cuda"
+    compiled = torch.compile(
+        lambda *x: loss(*with_lse(*x, **MASKS[mask])), fullgraph=True, backend=backend, dynamic=True
+    )
+    tensors = made(device)
+    for length in (9, 7, 5):
+        cut = tuple(x[:, :length] for x in tensors)
+        wanted = torch.autograd.grad(loss(*with_lse(*cut, **MASKS[mask])), tensors)
+        all_close(torch.autograd.grad(compiled(*cut), tensors), wanted)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_the_ops_keep_the_rules_of_ops(grad: bool, device: str) -> None:
+    tensors = made(device, grad=grad)
+    options = (None, True, 4, -1, 1, 1.5, False)
+    torch.library.opcheck(torch.ops.cuflash.attention, (*tensors, *options))
+    given = tuple(x.detach() for x in (*tensors, *with_lse(*tensors)))
+    for dlse in (None, given[4]):
+        torch.library.opcheck(torch.ops.cuflash.attention_backward, (given[3], *given, dlse, *options))
+
+
+def test_exported_with_any_length() -> None:
+    class Layer(torch.nn.Module):  # type: ignore[misc]
+        def forward(self, q: Any, k: Any, v: Any) -> Any:
+            return attention(q, k, v, causal=True)
+
+    tensors = made("cpu", grad=False)
+    length = torch.export.Dim("length", min=2, max=64)
+    exported = torch.export.export(Layer(), tensors, dynamic_shapes=[{}, {1: length}, {1: length}])
+    q, k, v = tensors
+    close(exported.module()(q, k[:, :10], v[:, :10]), attention(q, k[:, :10], v[:, :10], causal=True))
+
+
+def test_checkpoints_compute_the_same_again(device: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    tensors = made(device)
+    for reentrant in (False, True):
+        out, lse = checkpoint(with_lse, *tensors, use_reentrant=reentrant)
+        all_close(torch.autograd.grad(loss(out, lse), tensors) if not reentrant else backward_into(out, lse, tensors),
+                  gradients(with_lse, tensors))  # fmt: skip
+
+
+def backward_into(out: Any, lse: Any, tensors: Tensors) -> Tensors:
+    """Gradients by `backward`, which reentrant checkpoints want."""
+    loss(out, lse).backward()
+    return tuple(x.grad for x in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_casts_and_gives_gradients_back_in_the_dtype_of_the_inputs(dtype: Any, device: str) -> None:
+    tensors = made(device, torch.float32, dim=64)
+    with torch.autocast(device, dtype=dtype):
+        out, lse = with_lse(*tensors)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    found = torch.autograd.grad(loss(out, lse), tensors)
+    assert {x.dtype for x in found} == {torch.float32}
+    for x, y in zip(found, gradients(reference, tensors), strict=True):
+        close(x, y, of=dtype)
+    with torch.autocast(device, enabled=False):
+        assert attention(*tensors).dtype == torch.float32
+
+
+def test_function_transforms(device: str) -> None:
+    q, k, v = made(device, grad=False)
+    stacked = torch.stack([q, 2 * q, -q])
+    each = torch.stack([attention(x, k, v, causal=True) for x in stacked])
+    close(torch.vmap(lambda x: attention(x, k, v, causal=True))(stacked), each)
+    moved = torch.vmap(lambda x, y: attention(x, y, v, causal=True), in_dims=(2, None), out_dims=1)
+    close(moved(stacked.movedim(0, 2), k).movedim(1, 0), each)
+
+
+def test_gradients_by_function_transforms(device: str) -> None:
+    q, k, v = (x.detach() for x in made(device))
+    (wanted,) = torch.autograd.grad(loss(*with_lse(x := q.clone().requires_grad_(), k, v)), x)
+    gradient = torch.func.grad(lambda x: loss(*with_lse(x, k, v)))
+    close(gradient(q), wanted)
+    of_each = torch.vmap(gradient)(torch.stack([q, -q]))
+    close(of_each[0], wanted)
+    close(of_each[1], gradient(-q))
+    single = torch.vmap(torch.vmap(lambda *x: attention(*x), in_dims=1, out_dims=1))(q[:, :, :2], k, v)  # heads, batch
+    close(single, attention(q[:, :, :2], k, v))
+
+
+def test_what_is_not_there_says_so() -> None:
+    q, k, v = made("cpu")
+    (first,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match=r"second derivative.*create_graph"):
+        torch.autograd.grad(first.sum(), q)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k.detach(), k.detach())
+        with pytest.raises(UnsupportedError, match=r"k carries a tangent.*torch.autograd.grad"):
+            attention(q, dual, v)
+        attention(q.detach(), k.detach(), v.detach())
+    with pytest.raises(UnsupportedError, match="tangent"):
+        torch.func.jvp(lambda x: attention(x, k, v), (q.detach(),), (q.detach(),))
+    compiled = torch.compile(lambda *x: attention(*x), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match=r"q, k and v have dtypes torch.float64, torch.float32"):
+        compiled(q, k.float(), v)
+
+
+def test_bad_input_is_judged_before_anything_runs() -> None:
+    q, k, v = made("cpu")
+    with pytest.raises(ProblemError, match=r"k has dtype float32, but q has float64"):
+        attention(q, k.float(), v)
+    with pytest.raises(ProblemError, match=r"heads_q must be a multiple of heads_kv"):
+        attention(q[:, :, :3], k, v)
+    with pytest.raises(ProblemError, match=r"window_size"):
+        attention(q, k, v, window_size=(-2, 0))
+    with pytest.raises(ProblemError, match=r"no gradient flows.*cuflash.frameworks.torch.attention"):
+        cuflash.forward(q, k, v)
+
+
+def test_any_strides_and_gradients_that_are_expanded(device: str) -> None:
+    tensors = made(device)
+    swapped = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tensors)
+    assert not swapped[0].is_contiguous()
+    out = attention(*swapped)
+    for x, y in zip(torch.autograd.grad(out.sum(), swapped), torch.autograd.grad(attention(*tensors).sum(), tensors),
+                    strict=True):  # fmt: skip
+        close(x, y)
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_what_was_computed() -> None:
+    tensors = made("cuda", torch.bfloat16, dim=64)
+    static = tuple(x.detach().clone().requires_grad_() for x in tensors)
+
+    def step() -> Tensors:
+        return gradients(with_lse, static, causal=True)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for scale in (1.0, -0.5):
+        with torch.no_grad():
+            for target, source in zip(static, tensors, strict=True):
+                target.copy_(scale * source)
+        graph.replay()
+        all_close(captured, gradients(with_lse, static, causal=True))
+
+
+@pytest.mark.gpu
+def test_all_memory_is_of_torchs_allocator() -> None:
+    import cupy
+
+    tensors = made("cuda", torch.bfloat16, dim=64)
+    gradients(with_lse, tensors)
+    torch.cuda.synchronize()
+    pool, held = cupy.get_default_memory_pool().used_bytes(), torch.cuda.memory_allocated()
+    found = gradients(with_lse, tensors)
+    assert cupy.get_default_memory_pool().used_bytes() == pool
+    assert torch.cuda.memory_allocated() - held == sum(-(-2 * x.numel() // 512) * 512 for x in found)
+
+
+@pytest.mark.gpu
+def test_the_current_stream_is_used_and_other_gpus() -> None:
+    tensors = made("cuda", torch.float16, dim=64, grad=False)
+    wanted, side = attention(*tensors), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        doubled = tuple(2 * x for x in tensors)
+        late = attention(*(x / 2 for x in doubled))
+    side.synchronize()
+    close(late, wanted)
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = tuple(x.detach().to("cuda:1").requires_grad_() for x in tensors)
+    all_close(tuple(x.to("cuda:0") for x in gradients(with_lse, other)), gradients(reference, other))
