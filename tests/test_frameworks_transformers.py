@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,13 +290,45 @@ def test_models_refuse_as_the_layers_do() -> None:
         model_of("gemma2", "cuflash")(IDS, attention_mask=torch.tensor([[0] * 3 + [1] * 8] * 2))
 
 
-@pytest.mark.parametrize("family", ["Bloom", "RemBert", "XGLM"])
+@pytest.mark.parametrize("family", ["Bloom", "Falcon", "RemBert", "XGLM"])
 def test_models_with_attention_of_their_own_are_refused(family: str) -> None:
     config = getattr(transformers, f"{family}Config")()
     config.hidden_size = config.n_head = config.num_hidden_layers = 2
     model = getattr(transformers, f"{family}Model")
     with torch.device("meta"), pytest.raises(UnsupportedError, match=rf"{family}Model has attention of its own.*eager"):
         model._from_config(config, attn_implementation="cuflash")
+
+
+def test_a_model_that_takes_the_name_for_flash_attns_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """As SigLIP does in transformers 4.57, which then leaves the padding mask out."""
+    (tmp_path / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\nclass Own(LlamaForCausalLM):\n    def of_flash(self):\n"
+        "        return \"flash\" in self.config._attn_implementation\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("modeling_own").Own
+    config = transformers.LlamaConfig(**SIZES)
+    assert not own._from_config(config, attn_implementation="sdpa").of_flash()
+    with pytest.raises(UnsupportedError, match=r'Own takes every name with "flash" in it.*sdpa'):
+        own._from_config(config, attn_implementation="cuflash")
+
+
+def test_a_model_that_asks_by_keyword_is_as_it_was() -> None:
+    settings = SIZES | {"intermediate_size": 32, "pad_token_id": 0, "eos_token_id": 1}
+    config = transformers.ModernBertConfig(**settings)
+    transformers.ModernBertModel._from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_model_that_adds_to_its_masks_gets_them(window: int | None) -> None:
+    found = {}
+    for implementation in ("eager", "cuflash"):
+        torch.manual_seed(0)
+        config = transformers.DogeConfig(**SIZES, sliding_window=window, initializer_range=0.3)
+        model = transformers.DogeForCausalLM._from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            found[implementation] = model(IDS, attention_mask=ONES).logits
+    close(found["cuflash"], found["eager"])
 
 
 def test_registering_again_and_switching_change_nothing() -> None:

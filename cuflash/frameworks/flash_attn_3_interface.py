@@ -19,7 +19,7 @@ import torch
 from ..errors import ProblemError, UnsupportedError
 from ..mask import WindowSize
 from ..merge import merge_states
-from .flash_attn_interface import dense, refuse_cache, refuse_lengths, unpack
+from .flash_attn_interface import check_tensor, dense, refuse_cache, refuse_lengths, unpack
 
 __all__ = [
     "flash_attn_combine",
@@ -95,6 +95,7 @@ def flash_attn_qkvpacked_func(
 
     qkv (batch, seqlen, 3, heads, head_dim); or (batch, seqlen, heads_q + 2 heads_kv, head_dim) with `num_heads_q`.
     """
+    check_tensor("qkv", qkv)
     if qkv.ndim == 4:
         q, k, v = _split_heads(qkv, num_heads_q)
     else:
@@ -131,6 +132,12 @@ def flash_attn_combine(
 
     Raises ProblemError for other shapes and dtypes, UnsupportedError for more parts than `merge_states` takes.
     """
+    for name, tensor in (("out_partial", out_partial), ("lse_partial", lse_partial)):
+        check_tensor(name, tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{name} requires grad, but merging has no gradients; detach it, or take flash_attn_func of all keys"
+            )
     if out_partial.ndim != 5 or lse_partial.shape != out_partial.shape[:-1]:
         raise ProblemError(
             f"out_partial has shape {tuple(out_partial.shape)} and lse_partial {tuple(lse_partial.shape)}; give "

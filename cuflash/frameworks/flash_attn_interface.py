@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ProblemError, UnsupportedError
-from ..mask import WindowSize
+from ..mask import WindowSize, check_flag
 from .torch import attention
 
 __all__ = [
@@ -129,7 +129,11 @@ def dense(
     return_lse: bool,
 ) -> Any:
     """out, or (out, lse), of the arguments that both versions share."""
+    check_flag("return_attn_probs", return_lse)
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise ProblemError(f"softcap={softcap!r} is a {type(softcap).__name__}; give a number, 0.0 for none")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
         # why: (total, heads, head_dim) is a varlen call gone astray, not a batch of one.
         if tensor.ndim != 4:
             raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give (batch, seqlen, heads, head_dim)")
@@ -148,12 +152,19 @@ def dense(
 
 def unpack(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
     """The `count` tensors (batch, seqlen, heads, head_dim) in one of (batch, seqlen, count, heads, head_dim)."""
+    check_tensor(name, packed)
     if packed.ndim != 5 or packed.shape[2] != count:
         raise ProblemError(
             f"{name} has shape {tuple(packed.shape)}; give (batch, seqlen, {count}, heads, head_dim), or the "
             f"{count} tensors by themselves"
         )
     return tuple(packed.unbind(2))
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    """`ProblemError` for what is no tensor."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor")
 
 
 def refuse_lengths(function: str) -> NoReturn:

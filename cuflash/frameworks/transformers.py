@@ -21,6 +21,8 @@ that can be registered.
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 import sys
 from typing import Any
 
@@ -48,6 +50,10 @@ _SDPA = 'load the model with attn_implementation="sdpa"'
 _NOT_GIVEN: Any = object()
 # Arguments by which models change the result beyond q, k, v and the mask.
 _REFUSED = ("s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices", "cache")
+# Models whose layers add to the mask that they are given, and take none for one that hides nothing.
+_ADD_TO_MASKS = ("doge",)
+# A model's own test for the flash-attn package, which the name "cuflash" passes.
+_TAKES_FOR_FLASH_ATTN = re.compile(r"""["']flash["'] in [\w.]*_attn_implementation""")
 
 
 def register() -> None:
@@ -127,6 +133,7 @@ def cuflash_mask(
     end = kv_offset + kv_length
     if (
         allow_is_causal_skip
+        and getattr(config, "model_type", None) not in _ADD_TO_MASKS
         and _is_window(config, end, local_size)
         and _ends_at(end, kwargs)
         and _is_whole(attention_mask, kv_offset, end)
@@ -240,8 +247,8 @@ def _tell_from_flash_attn() -> None:
 def _refuse_attention_of_models_own() -> None:
     """Has transformers refuse the name for models whose attention is code of their own.
 
-    why: it asks no model whether it takes a name that is registered. These would not call the function, and would read
-    the masks that it wants as their own: without one they see what follows.
+    why: it asks no model whether it takes a name that is registered. These would not call the function, would read the
+    masks that it wants as their own (without one they see what follows), or would find no class of the name.
     """
     # Its name in transformers 4.53, and since.
     for name in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation"):
@@ -250,13 +257,29 @@ def _refuse_attention_of_models_own() -> None:
             continue
 
         @functools.wraps(original)
-        def judged(self: Any, requested: str | None, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-            if requested == _NAME and not (
-                getattr(self, "_supports_attention_backend", False) or getattr(self, "_supports_sdpa", False)
-            ):
-                model = type(self).__name__
-                raise UnsupportedError(f"{model} has attention of its own, which cuflash is not; {_EAGER}")
-            return original(self, requested, *args, **kwargs)
+        def judged(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            # why any: models call it by position or keyword, whose name is not the same everywhere.
+            if _NAME in (*args, *kwargs.values()):
+                _judge(type(self))
+            return original(self, *args, **kwargs)
 
         judged.of_cuflash = True  # type: ignore[attr-defined]
         setattr(PreTrainedModel, name, judged)
+
+
+def _judge(model: type) -> None:
+    """`UnsupportedError` for a model that would not call the function, or not as it is meant."""
+    code = vars(sys.modules[model.__module__])
+    supports_backend = getattr(model, "_supports_attention_backend", False)
+    has_classes = any(name.endswith("ATTENTION_CLASSES") for name in code) and "ALL_ATTENTION_FUNCTIONS" not in code
+    if has_classes or not (supports_backend or getattr(model, "_supports_sdpa", False)):
+        raise UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {_EAGER}")
+    try:
+        source = inspect.getsource(sys.modules[model.__module__])
+    except (OSError, TypeError):  # a model that was typed in
+        return
+    if _TAKES_FOR_FLASH_ATTN.search(source):
+        raise UnsupportedError(
+            f'{model.__name__} takes every name with "flash" in it for the flash-attn package, and would drop its '
+            f"padding mask; {_SDPA}, or take another version of transformers"
+        )
