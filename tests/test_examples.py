@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import run_python
+from workers import run_python
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))

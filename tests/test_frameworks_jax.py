@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-import threading
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
+from workers import run_threads
 
 from cuflash.bench.cases import CASES, Case
 from cuflash.errors import ProblemError, UnsupportedError
@@ -207,21 +207,12 @@ def test_deterministic_reaches_the_program() -> None:
 def test_numpy_arrays_are_taken_and_threads_do_not_meet() -> None:
     arrays = [np.asarray(x) for x in arrays_of(4)]
     wanted = causal(*arrays), causal_gradients(*arrays)
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            for _ in range(20):
-                same((causal(*arrays), causal_gradients(*arrays)), wanted)
-        except BaseException as error:
-            errors.append(error)
+    def work(index: int) -> None:
+        for _ in range(20):
+            same((causal(*arrays), causal_gradients(*arrays)), wanted)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    run_threads(work, 4)
 
 
 def shaped(*shapes: tuple[int, ...], dtypes: tuple[Any, ...] = ("float32",) * 3) -> list[Any]:

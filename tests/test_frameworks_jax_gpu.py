@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
-from processes import run_python
+from workers import run_python, run_threads
 
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import UnsupportedError
@@ -134,22 +133,13 @@ def test_deterministic_gradients_repeat_bitwise_and_threads_do_not_meet() -> Non
     arrays = random(*[(2, 1000, 4, 64)] * 3)
     call = jax.jit(gradients(functools.partial(attention, causal=True, deterministic=True)))
     wanted = [np.asarray(x.astype("float32")) for x in call(*arrays)]
-    errors: list[BaseException] = []
 
-    def work() -> None:
-        try:
-            for _ in range(20):
-                for got, first in zip(call(*arrays), wanted, strict=True):
-                    np.testing.assert_array_equal(np.asarray(got.astype("float32")), first)
-        except BaseException as error:
-            errors.append(error)
+    def work(index: int) -> None:
+        for _ in range(20):
+            for got, first in zip(call(*arrays), wanted, strict=True):
+                np.testing.assert_array_equal(np.asarray(got.astype("float32")), first)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
+    run_threads(work, 4)
 
 
 def test_what_no_kernel_takes_is_told_while_lowering() -> None:

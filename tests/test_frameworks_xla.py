@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from processes import run_python
+from workers import run_python
 
 from cuflash import launch
 from cuflash.backward import NAMES

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from variants import variants
+from workers import run_threads
 
 from cuflash import jit
 from cuflash.device import KNOWN
@@ -196,27 +197,6 @@ def test_the_cache_is_where_the_variable_says_or_the_users_cache_folder(
             monkeypatch.setenv("CUFLASH_CACHE_DIR", value)
         assert jit.cache_dir().name == "cuflash"
         assert jit.cache_dir().is_absolute()
-
-
-def run_threads(work: Callable[[int], None], count: int) -> None:
-    """`work` in so many threads at once; their errors are raised here."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(count)
-
-    def guarded(index: int) -> None:
-        try:
-            start.wait(timeout=30)
-            work(index)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    if errors:
-        raise errors[0]
 
 
 def test_threads_at_once_compile_and_load_a_kernel_once(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
 from test_forward import bits, poisoned
+from workers import run_threads
 
 import cuflash
 from cuflash import device, launch
@@ -143,11 +143,7 @@ def test_threads_do_not_share_parameters() -> None:
                 if not bool((bits(got) == bits(wanted[which])).all()):
                     wrong.append(which)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(work, 8)
     assert not wrong
 
 

@@ -9,10 +9,9 @@ Causal attention and causal sliding windows run on cuflash: in training, in pref
 cache) and token by token, with grouped heads as they are and with softcap. A call that needs a mask tensor is computed
 by transformers' own "sdpa" function: a batch with padding, several sequences in one row, static caches, attention in
 chunks, parts that see what follows, masks of the caller; and whole models under `torch.compile`, for which transformers
-always makes one. Refused is what neither does, and what cannot be known to be
-right: softcap with a mask tensor, a sliding window that the layer does not pass on, dropout, attention weights, sinks,
-biases, sparse indices, paged caches. transformers 4 makes a mask tensor also where it is given neither `attention_mask`
-nor a cache: pass one of ones.
+always makes one. Refused is what neither does, and what cannot be known to be right: softcap with a mask tensor, a
+sliding window that the layer does not pass on, dropout, attention weights, sinks, biases, sparse indices, paged caches.
+transformers 4 makes a mask tensor also where it is given neither `attention_mask` nor a cache: pass one of ones.
 
 Sources: integrations/sdpa_attention.py and masking_utils.py of transformers 5.23, and of 4.53, the first with masks
 that can be registered.

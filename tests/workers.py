@@ -1,0 +1,43 @@
+"""Work in other processes and threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run_python(*arguments: str, **variables: str) -> str:
+    """What Python prints, with cuflash from here and these environment variables; the test fails if it does."""
+    folders = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_threads(work: Callable[[int], None], count: int) -> None:
+    """`work` in so many threads at once; their errors are raised here."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(count)
+
+    def guarded(index: int) -> None:
+        try:
+            start.wait(timeout=30)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
