@@ -6,7 +6,7 @@ from typing import Any
 
 from . import device, host, params, reference
 from .interop import Exchanged, Framework, GpuFramework, cupy, frameworks_of
-from .launch import Kernels, cached, dense, densed, has_gaps, log_plan
+from .launch import Kernels, call_key, dense, densed, has_gaps, kept, log_plan
 from .mask import WindowSize, check_flag
 from .plan import plan
 from .problem import Arguments, ArraySpec, Problem
@@ -91,7 +91,6 @@ class BackwardLauncher:
         self.plan = plan(problem, "backward", device.query(self.ordinal), deterministic, aligned)
         self.needs_alignment = self.plan.variant is not None and self.plan.variant.of_warpgroups
         self.workspace = (self.plan.workspace_bytes // 4,)  # floats
-        self._misaligning = [params.misaligning_bits(x, spec.dtype) for x, spec in zip(strides, operands, strict=True)]
         parameters = params.backward_parameters(problem, self.plan, strides[3:])
         self._kernels = Kernels(self.plan, self.ordinal, parameters)
         log_plan("backward", self.plan)
@@ -99,8 +98,7 @@ class BackwardLauncher:
     def run(self, operands: tuple[int, ...], lse: int, dlse: int, workspace: int, stream: int) -> None:
         """Launches on the current device; `operands` point to q, k, v, dout, out, dq, dk, dv."""
         parts = [workspace + begin if begin >= 0 else 0 for begin in self.plan.workspace]
-        self._kernels.parameters.write((*operands, lse, dlse, *parts), self._misaligning)
-        self._kernels.launch(stream)
+        self._kernels.launch((*operands, lse, dlse, *parts), stream)
 
 
 def _on_gpu(
@@ -109,27 +107,21 @@ def _on_gpu(
     given = arrays
 
     def launcher(aligned: bool) -> BackwardLauncher:
-        return cached(
-            framework,
-            ("backward", deterministic, aligned),
-            given,
-            arguments,
-            lambda: _prepare(framework, given, arguments, deterministic, aligned),
-        )
+        key = call_key(framework, ("backward", deterministic, aligned), given, arguments)
+        return kept(key, lambda: _prepare(framework, given, arguments, deterministic, aligned))
 
     found = launcher(aligned=True)
     ordinal = found.ordinal
     with framework.device(ordinal):
         if True in found.copies:
             arrays = dense(framework, arrays, found.copies)
-        inputs = list(map(framework.pointer, arrays))
-        if found.needs_alignment and any(pointer & 15 for pointer in inputs[:4]):
+        q, k, v, dout, out, lse, *dlse = map(framework.pointer, arrays)
+        if found.needs_alignment and (q | k | v | dout) & 15:
             found = launcher(aligned=False)
         empty, dtype = framework.empty, found.dtype
         dq, dk, dv = [empty(shape, dtype, ordinal) for shape in found.shapes]
         workspace = empty(found.workspace, "float32", ordinal)
         gradients = map(framework.pointer, (dq, dk, dv))
-        q, k, v, dout, out, lse, *dlse = inputs
         found.run(
             (q, k, v, dout, out, *gradients),
             lse,

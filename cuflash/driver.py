@@ -15,12 +15,28 @@ _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 @cache
 def function(name: str, *argtypes: type) -> Function:
     """A function of the driver, which returns a CUresult; integers are taken as pointers where `argtypes` say so."""
-    library = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    # why PyDLL: these return at once, and a thread that lets go of the interpreter for one waits to get it again.
+    library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     # why: subscripted, it is an object of its own, whose argtypes nobody else sets.
     found = library[name]
     if argtypes:
         found.argtypes = argtypes
     return found
+
+
+_device = ctypes.c_int()
+
+
+def bind(ordinal: int) -> None:
+    """Gives this thread a context of the GPU, its current device, where it has none.
+
+    Calls of the driver need one. CUDA's runtime sees to it in its own; a thread that autograd began, or one of a pool,
+    may not have made any.
+    """
+    if function("cuCtxGetDevice", ctypes.c_void_p)(ctypes.addressof(_device)):
+        from cupy.cuda import runtime
+
+        runtime.setDevice(ordinal)
 
 
 @contextlib.contextmanager

@@ -167,6 +167,8 @@ class Torch(GpuFramework):
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
         # why: the public current_stream() builds an object, 4 µs; Triton and Inductor read the same raw handle.
         self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+        # why: the public current_device() first asks whether torch uses GPUs yet, as it does once a tensor is on one.
+        self._current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         # why: torch.empty takes 1.5 µs longer, up to four times a call; Inductor's code allocates by this one, too.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_strided = getattr(guards, "_empty_strided_cuda", None)
@@ -207,7 +209,7 @@ class Torch(GpuFramework):
         return self._torch.cuda.current_stream(ordinal).cuda_stream  # type: ignore[no-any-return]
 
     def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
-        if self._torch.cuda.current_device() == ordinal:
+        if self._current_device() == ordinal:
             return _NOTHING
         return self._torch.cuda.device(ordinal)  # type: ignore[no-any-return]
 
@@ -345,13 +347,10 @@ def cupy() -> Cupy:
 
 def frameworks_of(names: str | tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Framework, bool]:
     """(framework, whether on a GPU) of the arrays of a call, judged by the first; mixed ones are a `ProblemError`."""
-    first = framework_of(names[0], arrays[0])
-    if len(set(map(type, arrays))) == 1:
-        return first, first.on_gpu(arrays[0])
-    for name, array in zip(names[1:], arrays[1:], strict=True):
-        other = framework_of(name, array)
-        if other is not first:
-            check_alike({names[0]: first.spec(names[0], arrays[0]), name: other.spec(name, array)})
+    first, kind = framework_of(names[0], arrays[0]), type(arrays[0])
+    for index, array in enumerate(arrays):
+        if type(array) is not kind and (other := framework_of(names[index], array)) is not first:
+            check_alike({names[0]: first.spec(names[0], arrays[0]), names[index]: other.spec(names[index], array)})
     return first, first.on_gpu(arrays[0])
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 from . import counters, device, jit, params
-from .driver import relaxed_capture
+from .driver import bind, relaxed_capture
 from .errors import ProblemError
 from .interop import GpuFramework, cupy
 from .log import logger
@@ -48,8 +48,10 @@ class Kernels:
                     shape = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
                     self._launches.append((jit.load(variant, ordinal), *shape, variant.smem_bytes))
 
-    def launch(self, stream: int) -> None:
-        """In order, on the current device. The driver copies the parameters before this returns."""
+    def launch(self, pointers: tuple[int, ...], stream: int) -> None:
+        """In order, on the current device, with these pointers. The driver copies the parameters before it returns."""
+        bind(self._ordinal)
+        self.parameters.write(pointers)
         if self._counted is not None:
             self._counted.count_with(counters.counter(self._ordinal, stream))
         on = Stream(stream)
@@ -69,9 +71,6 @@ class Launcher:
         self._extents = extents  # of q, k, v, out: bytes from the first element that are surely its own
         out = out_spec.as_4d()
         self._out_strides = out.strides
-        self._misaligning = [params.misaligning_bits(strides, problem.dtype) for strides in problem.strides]
-        self._misaligning += [-1] * (3 - len(self._misaligning))  # lse has no v
-        self._misaligning.append(params.misaligning_bits(out.strides, problem.out_dtype))
         allowed = op == "lse" or allows_tma(out.shape, out.strides, ITEMSIZE[out.dtype])
         self.plan, self._kernels = self._prepared(aligned=allowed)
         self._needs_alignment = self.plan.variant is not None and self.plan.variant.of_warpgroups
@@ -96,14 +95,16 @@ class Launcher:
         kernels = self._kernels
         if kernels is None:
             return
-        if self._needs_alignment and any(pointer & 15 for pointer in (*inputs, out)):
+        together = out
+        for pointer in inputs:
+            together |= pointer
+        if self._needs_alignment and together & 15:
             if self._for_any is None:
                 with relaxed_capture():  # why: perhaps it was captured with other pointers before
                     _, self._for_any = self._prepared(aligned=False)
                 assert self._for_any is not None
             kernels = self._for_any
-        kernels.parameters.write((*inputs, out, lse), self._misaligning)
-        kernels.launch(stream)
+        kernels.launch((*inputs, out, lse), stream)
 
 
 _launchers: dict[Any, Any] = {}
@@ -112,27 +113,29 @@ Made = TypeVar("Made")
 
 def launcher(framework: GpuFramework, op: str, arrays: tuple[Any, ...], out: Any, arguments: Arguments) -> Launcher:
     """The launcher of a call on GPU arrays; the arguments are judged when it is made, before anything runs."""
-    return cached(framework, op, (*arrays, out), arguments, lambda: _prepare(framework, op, arrays, out, arguments))
+    key = call_key(framework, op, (*arrays, out), arguments)
+    return kept(key, lambda: _prepare(framework, op, arrays, out, arguments))
 
 
-def cached(
-    framework: GpuFramework, op: Hashable, arrays: tuple[Any, ...], arguments: Arguments, make: Callable[[], Made]
-) -> Made:
-    """What `make` gives, kept for calls of this thread with such arrays (some may be None) and arguments."""
+def call_key(framework: GpuFramework, op: Hashable, arrays: tuple[Any, ...], arguments: Arguments) -> tuple[Any, ...]:
+    """The key of a call with such arrays (some may be None) and arguments."""
     key = framework.key
+    return op, arguments, arguments.types(), *[None if array is None else key(array) for array in arrays]
+
+
+def kept(key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` gives, kept for calls of this thread with an equal key."""
+    # why not threading.local: it forgets a thread that XLA or autograd began after each call of Python.
+    key = threading.get_ident(), key
     try:
-        # why: the types, because 1, 1.0 and True are equal, but not all of them are a scale or a window.
-        types = *map(type, arguments), *map(type, arguments.window_size)
-        keys = [None if array is None else key(array) for array in arrays]
-        cache_key = (op, threading.get_ident(), *keys, arguments, types)
-        found: Made | None = _launchers.get(cache_key)
+        found: Made | None = _launchers.get(key)
     except TypeError:  # an argument that cannot be hashed is judged anew each time
         return make()
     if found is None:
         found = make()
         if len(_launchers) >= MAX_LAUNCHERS:
             _launchers.clear()
-        _launchers[cache_key] = found
+        _launchers[key] = found
     return found
 
 

@@ -78,7 +78,7 @@ def _on_gpu(framework: GpuFramework, outs: list[Any], lses: list[Any]) -> tuple[
             parameters = params.merge_parameters(
                 list(map(pointer, outs)), list(map(pointer, lses)), pointer(out), pointer(lse), shape, dtype
             )
-            Kernels(plan, ordinal, parameters).launch(framework.stream(ordinal))
+            Kernels(plan, ordinal, parameters).launch((), framework.stream(ordinal))
     return out, lse
 
 

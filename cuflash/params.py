@@ -64,10 +64,13 @@ _ALIGNMENT = 64  # of a tensor map
 
 
 class Parameters:
-    """A packed struct in memory that stays where it is. What changes from call to call is written in place."""
+    """A packed struct in memory that stays where it is. What changes from call to call is written in place.
 
-    def __init__(self, packed: bytes, layout: Layout) -> None:
-        self._layout = layout
+    `misaligning`: of each of the operands, the first of the pointers, the bits that forbid 16-byte accesses.
+    """
+
+    def __init__(self, packed: bytes, layout: Layout, misaligning: Sequence[int] = ()) -> None:
+        self._layout, self._misaligning = layout, misaligning
         memory = bytearray(len(packed) + _ALIGNMENT)
         self._owner = (ctypes.c_char * len(memory)).from_buffer(memory)
         begin = -ctypes.addressof(self._owner) % _ALIGNMENT
@@ -75,16 +78,19 @@ class Parameters:
         view = memoryview(memory)[begin : begin + len(packed)]
         view[:] = packed
         self._words, self._ints = view.cast("Q"), view.cast("i")
+        self._written: tuple[int, ...] = ()
 
-    def write(self, pointers: Sequence[int], misaligning: Sequence[int]) -> None:
-        """The pointers in the struct's order, and which of the operands, the first, allow 16-byte accesses.
+    def write(self, pointers: tuple[int, ...]) -> None:
+        """The pointers, in the struct's order, and which of the operands allow 16-byte accesses."""
+        if pointers != self._written:  # why: an allocator often gives a repeated call the same memory again
+            self._write(pointers)
+            self._written = pointers
 
-        `misaligning` are the bits of each operand's pointer that forbid them (`misaligning_bits`).
-        """
+    def _write(self, pointers: tuple[int, ...]) -> None:
         for at, pointer in zip(self._layout.pointers, pointers, strict=True):
             self._words[at] = pointer
         aligned, bit = 0, 1
-        for pointer, bits in zip(pointers, misaligning, strict=False):
+        for pointer, bits in zip(pointers, self._misaligning, strict=False):
             if not pointer & bits:
                 aligned |= bit
             bit <<= 1
@@ -101,16 +107,21 @@ class WarpgroupParameters(Parameters):
     """
 
     def __init__(
-        self, packed: bytes, layout: Layout, maps: Sequence[TensorMap], first: int, operands: Iterable[int]
+        self,
+        packed: bytes,
+        layout: Layout,
+        misaligning: Sequence[int],
+        maps: Sequence[TensorMap],
+        first: int,
+        operands: Iterable[int],
     ) -> None:
-        super().__init__(packed, layout)
+        super().__init__(packed, layout, misaligning)
         addresses = itertools.count(self.address + first, MAP_BYTES)
         self._maps = list(zip(operands, addresses, maps, strict=False))
         self._at: list[int] = [0] * len(maps)
 
-    def write(self, pointers: Sequence[int], misaligning: Sequence[int]) -> None:
-        """As of `Parameters`; and the maps."""
-        super().write(pointers, misaligning)
+    def _write(self, pointers: tuple[int, ...]) -> None:
+        super()._write(pointers)
         for n, (operand, address, tensor_map) in enumerate(self._maps):
             if (pointer := pointers[operand]) != (at := self._at[n]) and pointer:
                 (tensor_map.move if at else tensor_map.encode)(address, pointer)
@@ -124,13 +135,19 @@ class WarpgroupParameters(Parameters):
 def forward_parameters(problem: Problem, plan: Plan, out_strides: Strides) -> Parameters:
     """What the kernel of this plan takes, with null pointers; `out_strides` are those of the 4-D out in elements."""
     assert plan.variant is not None
-    if isinstance(plan.variant.tile, WarpgroupTile):
-        return _warpgroup_parameters(problem, plan, plan.variant.tile, out_strides)
-    return Parameters(_pack_forward(problem, plan, out_strides), FORWARD)
+    strides = [*problem.strides, *([(0, 0, 0, 1)] * (3 - len(problem.strides))), out_strides]  # lse has no v
+    packed = _pack_forward(problem, plan, strides)
+    misaligning = [_misaligning_bits(x, problem.dtype) for x in strides[:3]]
+    misaligning.append(_misaligning_bits(out_strides, problem.out_dtype))
+    if not isinstance(plan.variant.tile, WarpgroupTile):
+        return Parameters(packed, FORWARD, misaligning)
+    maps = _forward_maps(problem, plan.variant.tile, out_strides)
+    num_tiles = plan.num_q_blocks * problem.heads_q * problem.batch
+    packed = _WARPGROUP.pack(packed, 0, num_tiles, plan.heads_together)
+    return WarpgroupParameters(packed, WARPGROUP, misaligning, maps, 0, itertools.count())
 
 
-def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
-    strides = [*problem.strides, *([(0, 0, 0, 1)] * (3 - len(problem.strides))), out_strides]
+def _pack_forward(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> bytes:
     return _FORWARD.pack(
         *_operands(strides),
         0,
@@ -143,9 +160,8 @@ def _pack_forward(problem: Problem, plan: Plan, out_strides: Strides) -> bytes:
     )
 
 
-def _warpgroup_parameters(
-    problem: Problem, plan: Plan, tile: WarpgroupTile, out_strides: Strides
-) -> WarpgroupParameters:
+def _forward_maps(problem: Problem, tile: WarpgroupTile, out_strides: Strides) -> list[TensorMap]:
+    """Of q, of the keys of k and v that are seen, and, but for lse, of out."""
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     q, *kv = problem.operand_shapes
     maps = [TensorMap(problem.dtype, q, problem.strides[0], GROUP_ROWS)]
@@ -154,10 +170,7 @@ def _warpgroup_parameters(
         maps.append(TensorMap(problem.dtype, seen, strides, tile.block_k, begin))
     if len(maps) == 3:
         maps.append(TensorMap(problem.out_dtype, (*q[:3], problem.head_dim_v), out_strides, OUT_ROWS))
-    num_tiles = plan.num_q_blocks * problem.heads_q * problem.batch
-    forward = _pack_forward(problem, plan, out_strides)
-    packed = _WARPGROUP.pack(forward, 0, num_tiles, plan.heads_together)
-    return WarpgroupParameters(packed, WARPGROUP, maps, 0, itertools.count())
+    return maps
 
 
 def backward_parameters(problem: Problem, plan: Plan, strides: Sequence[Strides]) -> Parameters:
@@ -166,8 +179,9 @@ def backward_parameters(problem: Problem, plan: Plan, strides: Sequence[Strides]
     tile = plan.variant.tile
     assert isinstance(tile, (BackwardTile, WarpgroupBackwardTile, WarpgroupRowsTile))
     on_hopper = not isinstance(tile, BackwardTile)
+    operands = [*problem.strides, *strides]
     packed = _BACKWARD.pack(
-        *_operands([*problem.strides, *strides]),
+        *_operands(operands),
         *[0] * 7,
         problem.batch,
         *_sizes(problem),
@@ -188,11 +202,13 @@ def backward_parameters(problem: Problem, plan: Plan, strides: Sequence[Strides]
         on_hopper,
         *(astuple(plan.shared) if plan.shared is not None else (plan.launches[1].num_blocks, 0, 0, 0)),
     )
+    dtypes = 4 * [problem.dtype] + [problem.out_dtype] + 3 * [problem.dtype]
+    misaligning = [_misaligning_bits(x, dtype) for x, dtype in zip(operands, dtypes, strict=True)]
     if isinstance(tile, BackwardTile):
-        return Parameters(packed, BACKWARD)
+        return Parameters(packed, BACKWARD, misaligning)
     maps = _gradient_maps(problem, tile.boxes, strides)
     packed = packed.ljust(_GRADIENT_MAPS_AT + len(maps) * MAP_BYTES, b"\0")
-    return WarpgroupParameters(packed, BACKWARD, maps, _GRADIENT_MAPS_AT, _GRADIENT_MAPS.values())
+    return WarpgroupParameters(packed, BACKWARD, misaligning, maps, _GRADIENT_MAPS_AT, _GRADIENT_MAPS.values())
 
 
 def _gradient_maps(problem: Problem, boxes: tuple[int, int], strides: Sequence[Strides]) -> list[TensorMap]:
@@ -244,7 +260,7 @@ def allows_vectors(strides: Strides, dtype: str) -> bool:
     return all(stride * ITEMSIZE[dtype] % 16 == 0 for stride in strides[:-1])
 
 
-def misaligning_bits(strides: Strides, dtype: str) -> int:
+def _misaligning_bits(strides: Strides, dtype: str) -> int:
     """Bits of a pointer that forbid 16-byte accesses: the low four, or any where the strides forbid them already."""
     return 15 if allows_vectors(strides, dtype) else -1
 

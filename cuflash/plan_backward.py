@@ -127,11 +127,11 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     if problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, num_k_blocks * heads_kv
     stats_rows = _stats_rows(problem, tile.block_q)
-    shared = None if deterministic else _shared_keys(problem, device, key_blocks, num_q_blocks, num_k_blocks)
+    steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # of query tiles, of a key block without a mask
+    shared = None if deterministic else _shared_keys(problem, device, key_blocks, num_k_blocks, steps)
     floats = 0
     if shared is not None:
-        steps = shared.count * num_q_blocks * (problem.heads_q // problem.heads_kv)
-        blocks = shared.whole_blocks + -(-steps // shared.steps)
+        blocks = shared.whole_blocks + -(-shared.count * steps // shared.steps)
         floats = shared.count * tile.block_k
     launches = (
         _delta(problem, device, stats_rows),
@@ -167,18 +167,18 @@ def _heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
 
 
 def _shared_keys(
-    problem: Problem, device: Device, key_blocks: int, num_q_blocks: int, num_k_blocks: int
+    problem: Problem, device: Device, key_blocks: int, num_k_blocks: int, of_one: int
 ) -> SharedKeys | None:
     """The blocks of the last wave where it leaves much of the GPU idle: as many blocks as multiprocessors share them.
 
-    Without a mask alone, where every key block has the same number of steps.
+    Without a mask alone, where every key block has the same number of steps, `of_one`.
     """
     if not problem.mask.is_full:
         return None
     parts, heads_kv = -(-num_k_blocks // key_blocks), problem.batch * problem.heads_kv
     whole = parts * heads_kv // device.num_sms * device.num_sms
     first = whole // parts * num_k_blocks + whole % parts * key_blocks
-    count, of_one = heads_kv * num_k_blocks - first, num_q_blocks * (problem.heads_q // problem.heads_kv)
+    count = heads_kv * num_k_blocks - first
     steps = max(-(-count * of_one // device.num_sms), SHARED_STEPS)
     # why: to add up dk and dv costs about as much as SHARED_STEPS.
     if count == 0 or steps + SHARED_STEPS > min(key_blocks, num_k_blocks) * of_one or count * of_one >= 2**31:

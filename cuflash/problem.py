@@ -62,6 +62,11 @@ class Arguments(NamedTuple):
     algorithm: str = "flash2"
     out_dtype: str | None = None
 
+    def types(self) -> tuple[type, ...]:
+        """What a cache asks beside: 1, 1.0 and True are equal, but not all of them are a scale or a window."""
+        window = self.window_size
+        return (*map(type, self), *(map(type, window) if isinstance(window, tuple) else ()))
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -305,14 +310,17 @@ def _in_range(name: str, number: float) -> float:
     return number
 
 
-def _scale(softmax_scale: Any, head_dim: int) -> float:
-    if softmax_scale is None:
-        return 1.0 / math.sqrt(head_dim)
+def check_scale(name: str, scale: Any) -> float:
+    """`scale` if scores can be multiplied by it."""
     wanted = "a finite number above 0, or None for 1/sqrt(head_dim)"
-    number = _real("softmax_scale", softmax_scale, wanted)
+    number = _real(name, scale, wanted)
     if number <= 0.0:
-        raise ProblemError(f"softmax_scale={number} is not positive; give {wanted}")
-    return _in_range("softmax_scale", number)
+        raise ProblemError(f"{name}={number} is not positive; give {wanted}")
+    return _in_range(name, number)
+
+
+def _scale(softmax_scale: Any, head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim) if softmax_scale is None else check_scale("softmax_scale", softmax_scale)
 
 
 def _softcap(softcap: Any) -> float:

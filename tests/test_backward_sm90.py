@@ -65,9 +65,9 @@ def run(case: Case, made: Given, *, hopper: bool = True, **more: Any) -> tuple[A
     """Gradients by the kernel that is expected: the Hopper one or not."""
     launch_it, ran = launch.Kernels.launch, []
 
-    def noted(kernels: launch.Kernels, stream: int) -> None:
+    def noted(kernels: launch.Kernels, pointers: tuple[int, ...], stream: int) -> None:
         ran.append(isinstance(kernels.parameters, params.WarpgroupParameters))
-        launch_it(kernels, stream)
+        launch_it(kernels, pointers, stream)
 
     with mock.patch.object(launch.Kernels, "launch", noted):
         got = backward(case, made, **more)

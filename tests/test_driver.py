@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,13 +16,13 @@ from cuflash import driver
 def libraries(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The names of the libraries that were opened."""
     opened: list[str] = []
-    real = ctypes.CDLL
+    real = ctypes.PyDLL
 
-    def open_library(name: str) -> ctypes.CDLL:
+    def open_library(name: str) -> ctypes.PyDLL:
         opened.append(name)
         return real(None)
 
-    monkeypatch.setattr(driver.ctypes, "CDLL", open_library)
+    monkeypatch.setattr(driver.ctypes, "PyDLL", open_library)
     driver.function.cache_clear()
     yield opened
     driver.function.cache_clear()
@@ -54,6 +55,17 @@ def test_argument_types_are_those_of_one_caller() -> None:
 def test_a_function_that_the_driver_does_not_have_is_an_error() -> None:
     with pytest.raises(AttributeError, match="cuNoSuchThing"):
         driver.function("cuNoSuchThing")
+
+
+@pytest.mark.parametrize("result", [0, 201])
+def test_a_thread_gets_a_context_where_it_has_none(result: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[int] = []
+    runtime = SimpleNamespace(setDevice=chosen.append)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "function", lambda *_: lambda address: result)
+        driver.bind(3)
+    assert chosen == ([3] if result else [])
 
 
 def test_a_capture_is_relaxed_inside_and_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,9 +68,9 @@ def run(*arrays: Any, tile: WarpgroupTile | None = None, hopper: bool = True, ou
         out = cupy.full((*q.shape[:-1], v.shape[-1]), cupy.nan, more.get("out_dtype") or q.dtype)
     launch_it, ran = launch.Kernels.launch, []
 
-    def noted(kernels: launch.Kernels, stream: int) -> None:
+    def noted(kernels: launch.Kernels, pointers: tuple[int, ...], stream: int) -> None:
         ran.append(isinstance(kernels.parameters, params.WarpgroupParameters))
-        launch_it(kernels, stream)
+        launch_it(kernels, pointers, stream)
 
     with only(tile), mock.patch.object(launch.Kernels, "launch", noted):
         if hopper:

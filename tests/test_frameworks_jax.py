@@ -188,6 +188,17 @@ def test_it_runs_where_jit_is_turned_off_and_in_control_flow() -> None:
     same(chosen(False, *arrays), 2 * attention(*arrays))
 
 
+def test_the_search_for_nans_and_infinities_ends_at_the_call() -> None:
+    q, k, v = arrays_of(4)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        causal_gradients(q, k, v)
+        attention(q, k[:, :2], v[:, :2], causal=True)  # lse is -inf
+    for switch, bad in ((jax.debug_nans, q.at[0].set(jnp.nan)), (jax.debug_infs, v.at[0].set(jnp.inf))):
+        for call in (attention, jax.jit(attention)):
+            with switch(True), pytest.raises(FloatingPointError, match="encountered in cuflash_forward"):
+                call(*((bad, k, v) if bad.shape == q.shape else (q, k, bad)))
+
+
 def test_derivatives_that_are_not_offered_are_errors() -> None:
     arrays = arrays_of(4)
     with pytest.raises(TypeError, match="forward-mode"):
@@ -293,10 +304,12 @@ def test_dot_product_attention_has_the_signature_of_jax_and_refuses_what_it_cann
                         ("key_value_seq_lengths", lengths), ("implementation", "cudnn")):  # fmt: skip
         with pytest.raises(UnsupportedError, match=rf"cuflash has no {name}; .*jax\.nn\.dot_product_attention"):
             dot_product_attention(*arrays, **{name: given})
-    for window in ((-1, 2), -1, np.int64(-3)):
+    for window in ((-1, 2), -1, np.int64(-3), np.array([-1, 2])):
         with pytest.raises(UnsupportedError, match="numbers of keys >= 0"):
             dot_product_attention(*arrays, local_window_size=window)
-    with pytest.raises(ProblemError, match=r"window_size=2.5 is not a pair"):
-        dot_product_attention(*arrays, local_window_size=2.5)
+    told = {"local_window_size": (2.5, "neither a number"), "scale": (True, "a bool"), "is_causal": (1, "a int")}
+    for name, (given, message) in told.items():
+        with pytest.raises(ProblemError, match=f"^{name}={given} is {message}"):
+            dot_product_attention(*arrays, **{name: given})
     with pytest.raises(ProblemError, match=r"query has shape \(4, 8\)"):
         dot_product_attention(*(x[0, :, 0] for x in arrays))

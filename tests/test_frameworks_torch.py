@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from workers import run_python
 
 import cuflash
 from cuflash import ProblemError, UnsupportedError
@@ -252,6 +253,38 @@ def test_gradients_by_function_transforms(device: str) -> None:
     close(single, attention(q[:, :, :2], k, v))
 
 
+def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> None:
+    q, k, v = made(device)
+    x = torch.ones((), dtype=q.dtype, device=device)
+
+    def value(x: Any) -> Any:
+        return (x * attention(q, k, v)).square().sum()
+
+    slope, result = torch.func.grad_and_value(value)(x)
+    close(slope, 2 * result.detach())
+    scaled = torch.vmap(lambda x: x * attention(q, k, v).sum())(torch.stack([x, 3 * x]))
+    found = torch.autograd.grad(scaled.sum(), (q, k, v))
+    all_close(found, torch.autograd.grad(4 * attention(q, k, v).sum(), (q, k, v)))
+
+
+def test_programs_of_gradients_hold_the_ops(device: str) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = made(device, grad=False)
+
+    def by_autograd(q: Any, k: Any, v: Any) -> Any:
+        x = q.detach().requires_grad_()
+        return torch.autograd.grad(loss(*with_lse(x, k, v)), x)[0]
+
+    by_transform = torch.func.grad(lambda q, k, v: loss(*with_lse(q, k, v)))
+    of_each = torch.vmap(by_transform, in_dims=(0, None, None))
+    for function, given in ((by_autograd, q), (by_transform, q), (of_each, torch.stack([q, -q]))):
+        program = make_fx(function)(given, k, v)
+        names = {str(node.target) for node in program.graph.nodes}
+        assert {"cuflash.attention.default", "cuflash.attention_backward.default"} <= names
+        close(program(2 * given, k, v), function(2 * given, k, v))
+
+
 def test_what_is_not_there_says_so() -> None:
     q, k, v = made("cpu")
     (first,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
@@ -277,6 +310,10 @@ def test_bad_input_is_judged_before_anything_runs() -> None:
         attention(q[:, :, :3], k, v)
     with pytest.raises(ProblemError, match=r"window_size"):
         attention(q, k, v, window_size=(-2, 0))
+    for name, given in (("softcap", True), ("softmax_scale", True), ("window_size", (False, 1)), ("causal", 1)):
+        for call in (attention, torch.compile(attention, backend="eager")):
+            with pytest.raises(ProblemError, match=f"{name}.* bool|causal=1 is a int"):
+                call(q, k, v, **{name: given})
     with pytest.raises(ProblemError, match=r"no gradient flows.*cuflash.frameworks.torch.attention"):
         cuflash.forward(q, k, v)
 
@@ -315,6 +352,23 @@ def test_a_cuda_graph_replays_what_was_computed() -> None:
         all_close(captured, gradients(with_lse, static, causal=True))
 
 
+FIRST = """
+import torch, cuflash
+from cuflash.frameworks.torch import attention
+q, k, v, dout = (torch.randn(1, 130, 2, 64, device="cuda", dtype=torch.float16) for _ in range(4))
+out, lse = cuflash.forward(q, k, v, return_lse=True)
+wanted = cuflash.backward(dout, q, k, v, out, lse, deterministic=True)
+leaves = [x.requires_grad_() for x in (q, k, v)]
+found = torch.autograd.grad(attention(*leaves, deterministic=True), leaves, dout)
+print(*(bool((x == y).all()) for x, y in zip(found, wanted)))
+"""
+
+
+@pytest.mark.gpu
+def test_a_gradient_is_the_first_that_autograds_thread_does_on_the_gpu() -> None:
+    assert run_python("-c", FIRST).split() == ["True"] * 3
+
+
 @pytest.mark.gpu
 def test_all_memory_is_of_torchs_allocator() -> None:
     import cupy
@@ -342,4 +396,4 @@ def test_the_current_stream_is_used_and_other_gpus() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     other = tuple(x.detach().to("cuda:1").requires_grad_() for x in tensors)
-    all_close(tuple(x.to("cuda:0") for x in gradients(with_lse, other)), gradients(reference, other))
+    all_close(gradients(with_lse, other), gradients(reference, other))

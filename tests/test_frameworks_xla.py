@@ -1,18 +1,17 @@
-"""JAX without a GPU: XLA's interface, what the GPU's handlers launch (recorded), and programs in other processes."""
+"""JAX without a GPU: XLA's interface, and what the GPU's handlers launch (recorded)."""
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from workers import run_python
 
 from cuflash import launch
 from cuflash.backward import NAMES
@@ -25,22 +24,28 @@ import jax.numpy as jnp  # noqa: E402
 
 from cuflash.frameworks import xla_ffi, xla_handlers  # noqa: E402
 from cuflash.frameworks.jax import attention  # noqa: E402
-from cuflash.frameworks.xla_handlers import FORWARD, Options  # noqa: E402
+from cuflash.frameworks.xla_handlers import FORWARD, Described, Options  # noqa: E402
 
 H100 = KNOWN["sm_90"]
 OPTIONS = Options(-300, 0, 0.125, 0.0)
+X, LSE = (2, 300, 4, 64), (2, 4, 300, 1)
 
 
-def test_options_survive_their_attribute_and_another_versions_are_refused() -> None:
+def described(shapes: list[tuple[int, ...]], options: Options = OPTIONS, workspace: int = 10**7) -> Described:
+    dtypes = ["float32" if name.endswith("lse") else "bfloat16" for name in NAMES]
+    return Described(options, tuple(shapes), tuple(dtypes[: len(shapes)]), workspace)
+
+
+def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
     for options in (OPTIONS, Options(-(2**31), 2**31, 1e-15, 1e15, True), Options(0, 0, 0.1, 30.0)):
-        attribute = options.encode()
-        assert attribute.dtype == np.int64
-        assert Options.decode(attribute.tobytes()) == options
-    newer = OPTIONS.encode().copy()
-    newer[0] += 1
-    for other in (newer, newer[:3]):
+        for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)]):
+            attribute = described(shapes, options).encode()
+            assert attribute.dtype == np.int64
+            assert Described.decode(attribute.tobytes()) == described(shapes, options)
+    attribute[0] += 1
+    for other in (attribute.tobytes(), b""):
         with pytest.raises(UnsupportedError, match="another version of cuflash"):
-            Options.decode(other.tobytes())
+            Described.decode(other)
 
 
 def raising(error: BaseException) -> Any:
@@ -69,21 +74,41 @@ def test_what_a_handler_raises_is_an_error_of_xla(error: BaseException, wanted: 
     assert len(str(caught.value)) >= len(str(error))
 
 
-def frame_of(major: int = 0, frame_bytes: int = 1000, api_bytes: int = 1000) -> Any:
+runtimes: list[Any] = []
+
+
+def runtime_of(major: int = 0, api_bytes: int = 1000) -> Any:
     api = xla_ffi._Api(struct_size=api_bytes)
     api.version.major, api.version.minor = major, 9
-    return xla_ffi._Frame(struct_size=frame_bytes, api=ctypes.pointer(api))
+    runtimes.append(api)  # which is not to go
+    return xla_ffi._Runtime(ctypes.addressof(api))
 
 
 def test_an_interface_that_does_not_fit_is_told_before_anything_of_it_is_read() -> None:
-    xla_ffi.check_fits(frame_of())
-    with pytest.raises(UnsupportedError, match=r"FFI has version 1\.9; cuflash speaks 0\.x"):
-        xla_ffi.check_fits(frame_of(major=1))
-    with pytest.raises(UnsupportedError, match="has 100 bytes; cuflash reads 168"):
-        xla_ffi.check_fits(frame_of(frame_bytes=100))
-    old = xla_ffi.Call(frame_of(api_bytes=88))
+    xla_ffi.check_fits(runtime_of(), 168)
+    with pytest.raises(UnsupportedError, match=r"FFI 1\.9 is there; cuflash speaks 0\.x"):
+        xla_ffi.check_fits(runtime_of(major=1), 168)
+    with pytest.raises(UnsupportedError, match=r"frame of XLA's FFI 0\.9 has 100 bytes; cuflash reads 168"):
+        xla_ffi.check_fits(runtime_of(), 100)
     with pytest.raises(UnsupportedError, match="has no DeviceOrdinal_Get"):
-        old.ordinal()
+        runtime_of(api_bytes=88).function("DeviceOrdinal_Get")
+
+
+def test_a_call_is_read_as_xla_says_it() -> None:
+    told: list[Any] = []
+
+    def look(call: xla_ffi.Call) -> None:
+        buffers = call.buffers()
+        assert call.pointers() == tuple([x.data for x in some] for some in buffers)
+        told.append([[(x.dtype, x.shape) for x in some] for some in buffers])
+        told.append(call.attribute())
+
+    xla_ffi.register("cuflash_test_look", "cpu", 0, look)
+    results = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((0, 5), jnp.float16)
+    call = jax.jit(functools.partial(jax.ffi.ffi_call("cuflash_test_look", results), call=np.arange(3)))
+    with jax.default_device(jax.devices("cpu")[0]):
+        jax.block_until_ready(call(jnp.ones((4, 1, 2), jnp.bfloat16), jnp.zeros(())))
+    assert told == [[[(16, (4, 1, 2)), (11, ())], [(11, (2, 3)), (10, (0, 5))]], np.arange(3).tobytes()]
 
 
 def test_modules_that_are_loaded_anew_serve_on() -> None:
@@ -110,12 +135,12 @@ class Recorded:
 
     def __init__(self, plan: Any, ordinal: int, parameters: Any) -> None:
         self.plan, self.ordinal, self.thread = plan, ordinal, threading.get_ident()
-        self.parameters = SimpleNamespace(write=lambda pointers, misaligning: self.written.append(pointers))
         self.written: list[Any] = []
         self.streams: list[int] = []
         Recorded.made.append(self)
 
-    def launch(self, stream: int) -> None:
+    def launch(self, pointers: Any, stream: int) -> None:
+        self.written.append(pointers)
         self.streams.append(stream)
 
 
@@ -142,24 +167,17 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(xla_handlers, "cupy", lambda: gpu)
     monkeypatch.setattr(xla_handlers, "relaxed_capture", lambda: Entered("relaxed"))
     monkeypatch.setattr(xla_handlers.counters, "reserve", lambda ordinal: told.append(f"reserve {ordinal}"))
-    monkeypatch.setattr(xla_handlers, "_launchers", {})
+    monkeypatch.setattr(launch, "_launchers", {})
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])
     return told
 
 
-def buffer(address: int, shape: tuple[int, ...], code: int = 16) -> Any:
-    return SimpleNamespace(data=address, dtype=code, rank=len(shape), dims=shape)
-
-
 def call_of(shapes: list[tuple[int, ...]], results: int, stream: int = 7, ordinal: int = 1, **more: Any) -> Any:
-    codes = {5: 11, 6: 11}
-    operands = [buffer(4096 * (n + 1), shape, codes.get(n, 16)) for n, shape in enumerate(shapes)]
-    made = {"operands": operands, "results": [buffer(2**20 * (n + 1), (10**7,)) for n in range(results)]}
-    made |= {"attribute": lambda: OPTIONS.encode().tobytes()} | more
-    return SimpleNamespace(**made, stream=lambda: stream, ordinal=lambda: ordinal)
-
-
-X, LSE = (2, 300, 4, 64), (2, 4, 300, 1)
+    attribute = described(shapes, **more).encode().tobytes()
+    pointers = [4096 * (n + 1) for n in range(len(shapes))], [2**20 * (n + 1) for n in range(results)]
+    return SimpleNamespace(
+        attribute=lambda: attribute, pointers=lambda: pointers, stream=lambda: stream, ordinal=lambda: ordinal
+    )
 
 
 def test_a_forward_call_writes_its_pointers_and_launches_on_its_stream(gpus: list[str]) -> None:
@@ -188,16 +206,14 @@ def test_a_backward_call_takes_the_workspace_of_xla(gpus: list[str], with_dlse: 
     assert pointers[5:8] == (2**20, 2**21, 3 * 2**20)
     assert pointers[8:10] == (6 * 4096, 7 * 4096 if with_dlse else 0)
     assert pointers[10:] == tuple(4 * 2**20 + part if part >= 0 else 0 for part in parts)
-    small = call_of(shapes, 4)
-    small.results[-1] = buffer(2**24, (10,))
     with pytest.raises(UnsupportedError, match="but the program was lowered with one of 40: lower or export it again"):
-        xla_handlers.backward_on_cuda(small)
+        xla_handlers.backward_on_cuda(call_of(shapes, 4, workspace=10))
     assert len(kernels.streams) == 1
 
 
 def test_operands_that_are_not_aligned_take_the_generic_kernel(gpus: list[str]) -> None:
     call = call_of([X] * 5 + [LSE], 4)
-    call.operands[0].data += 2
+    call.pointers()[0][0] += 2
     xla_handlers.backward_on_cuda(call)
     hopper, generic = Recorded.made
     assert (hopper.plan.variant.of_warpgroups, generic.plan.variant.of_warpgroups) == (True, False)
@@ -214,7 +230,7 @@ def gradients(*arrays: Any) -> Any:
 
 
 def test_lowering_loads_what_runs_on_every_gpu_and_gives_backward_its_workspace(gpus: list[str]) -> None:
-    specs = xla_handlers.specs_of([X] * 5 + [LSE], ["bfloat16"] * 5 + ["float32"], "cuda:0")
+    specs = described([X] * 5 + [LSE]).specs("cuda:0")
     assert list(specs) == list(NAMES[:6])
     floats = plan(OPTIONS.problem(specs), "backward", H100).workspace_bytes // 4
     text = lowered(gradients, X, X, X)
@@ -223,8 +239,7 @@ def test_lowering_loads_what_runs_on_every_gpu_and_gives_backward_its_workspace(
         (0, "backward"), (0, "forward"), (1, "backward"), (1, "forward")]  # fmt: skip
     Recorded.made.clear()
     text = lowered(jax.vmap(gradients), (3, *X), (3, *X), (3, *X))
-    folded = {name: spec._replace(shape=(6, *spec.shape[1:])) for name, spec in specs.items()}
-    folded = xla_handlers.specs_of([(6, *X[1:])] * 5 + [(6, *LSE[1:])], ["bfloat16"] * 5 + ["float32"], "cuda:0")
+    folded = described([(6, *X[1:])] * 5 + [(6, *LSE[1:])]).specs("cuda:0")
     assert f"tensor<{plan(OPTIONS.problem(folded), 'backward', H100).workspace_bytes // 4}xf32>" in text
     assert {made.plan.launches[-1].num_blocks for made in Recorded.made} == {
         plan(OPTIONS.problem(dict(list(folded.items())[:n])), op, H100).launches[-1].num_blocks
@@ -263,104 +278,3 @@ def test_lowering_for_machines_that_are_not_this_one() -> None:
         lowered(gradients, *shapes)
     with pytest.raises(UnsupportedError, match=f"{FORWARD} runs on NVIDIA GPUs and the CPU, not on tpu"):
         jax.jit(attention).trace(*[jax.ShapeDtypeStruct(X, jnp.float32)] * 3).lower(lowering_platforms=("tpu",))
-
-
-def run(code: str, **variables: str) -> str:
-    """What a process of its own prints."""
-    return run_python("-c", code, JAX_PLATFORMS="cpu", **variables)
-
-
-def test_an_import_starts_nothing() -> None:
-    code = "import sys, cuflash.frameworks; assert 'jax' not in sys.modules; import cuflash.frameworks.jax\n"
-    code += "assert not {'cupy', 'torch'} & set(sys.modules); from jax._src import xla_bridge\n"
-    run(code + "assert not xla_bridge.backends_are_initialized()")
-
-
-CACHED = """
-import jax, jax.numpy as jnp, numpy as np
-from cuflash.frameworks.jax import attention
-hits = []
-jax.monitoring.register_event_listener(lambda name, **more: hits.append(name) if name.endswith("cache_hits") else None)
-x = jnp.asarray(np.random.default_rng(0).standard_normal((1, 5, 2, 8)), "float32")
-for scale in (0.25, 0.5):
-    grad = jax.jit(jax.grad(lambda x: attention(x, x, 2 * x, causal=True, softmax_scale=scale).sum()))
-    print(np.asarray(grad(x)).tobytes().hex())
-print(len(hits))
-"""
-
-
-def test_programs_of_the_persistent_cache_keep_their_options(tmp_path: Path) -> None:
-    settings = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-                "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}  # fmt: skip
-    *first, none = run(CACHED, **settings).split()
-    *second, hits = run(CACHED, **settings).split()
-    assert first == second
-    assert first[0] != first[1]
-    assert (int(none), int(hits) >= 2) == (0, True)
-
-
-EXPORT = """
-import jax, jax.numpy as jnp, pathlib
-from cuflash.frameworks.jax import attention
-grad = jax.jit(jax.grad(lambda x: attention(x, x, 2 * x, causal=True).sum()))
-checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
-made = jax.export.export(grad, disabled_checks=checks)(jax.ShapeDtypeStruct((1, 5, 2, 8), jnp.float32))
-pathlib.Path(FILE).write_bytes(made.serialize())
-print(float(grad(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8)).std()))
-"""
-IMPORT = """
-import jax, jax.numpy as jnp, pathlib
-import cuflash.frameworks.jax
-made = jax.export.deserialize(bytearray(pathlib.Path(FILE).read_bytes()))
-print(float(made.call(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8)).std()))
-"""
-
-
-def test_an_exported_program_runs_in_another_process(tmp_path: Path) -> None:
-    pytest.importorskip("flatbuffers")
-    before = f"import jax.export\nFILE = {str(tmp_path / 'program')!r}\n"
-    assert run(before + EXPORT) == run(before + IMPORT)
-
-
-SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
-from functools import partial
-from jax.sharding import Mesh, PartitionSpec as P
-from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.frameworks.jax import attention
-mesh = Mesh(np.array(jax.devices()), ("x",))
-q, k, v = (jax.random.normal(jax.random.key(n), (2, 9, heads, 8)) for n, heads in enumerate((4, 2, 2)))
-call = partial(attention, causal=True)
-grad = lambda f: jax.grad(lambda *x: (f(*x) ** 2).sum(), (0, 1, 2))
-for check in (True, False):
-    for spec in (P("x"), P(None, None, "x")):
-        split = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check))
-        np.testing.assert_allclose(split(q, k, v), call(q, k, v), atol=1e-5)
-        for got, wanted in zip(jax.jit(grad(split))(q, k, v), grad(call)(q, k, v)):
-            np.testing.assert_allclose(got, wanted, atol=1e-4)
-# k and v on every device: their gradients are summed
-queries = P(None, "x")
-q = q[:, :8]
-split = jax.shard_map(attention, mesh=mesh, in_specs=(queries, P(), P()), out_specs=queries)
-for got, wanted in zip(jax.jit(grad(split))(q, k, v), grad(attention)(q, k, v)):
-    np.testing.assert_allclose(got, wanted, atol=1e-4)
-try:
-    heads = P(None, None, "x")
-    jax.shard_map(attention, mesh=mesh, in_specs=(heads, P(), P()), out_specs=heads)(q[:, :, :2], k, v)
-except ProblemError as error:
-    print(error)
-explicit = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
-with jax.set_mesh(explicit):
-    try:
-        attention(*(jax.device_put(x, jax.NamedSharding(explicit, P("x"))) for x in (q, k, v)))
-    except UnsupportedError as error:
-        print(error)
-"""
-
-
-def test_shards_of_batch_and_heads_and_their_gradients() -> None:
-    heads, explicit = run(SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2").strip().split("\n")
-    assert heads.startswith("q has 1 heads and k has 2; heads_q must be a multiple")
-    assert heads.endswith("The shapes are of one shard, over x")
-    assert explicit.startswith("q is split over devices by explicit mesh axes")
-    assert "jax.shard_map" in explicit

@@ -165,6 +165,15 @@ def test_a_captured_graph_replays_on_new_values() -> None:
     assert bool((bits(out) == bits(cuflash.forward(q, k, v, causal=True))).all())
 
 
+def test_threads_that_have_not_used_the_gpu_take_over_what_another_of_their_number_left() -> None:
+    q, k, v = arrays(CASE)
+    wanted, out = cuflash.forward(q, k, v), q.copy()
+    for _ in range(4):  # a thread's number is given out again
+        out.fill(0)
+        run_threads(lambda _: cuflash.forward(q, k, v, out=out), 1)
+        assert bool((bits(out) == bits(wanted)).all())
+
+
 def test_a_repeated_call_makes_no_new_launcher_and_a_full_cache_starts_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = arrays(CASE)
     cuflash.forward(q, k, v)

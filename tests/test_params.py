@@ -67,8 +67,8 @@ def packed_forward(tile: Any = TILES["float16"][0], **more: int) -> Packed:
     counts = {name: value[name] for name in ("num_q_blocks", "num_slices")}
     plan: Any = SimpleNamespace(**counts, **more, variant=SimpleNamespace(tile=tile))
     parameters = params.forward_parameters(problem, plan, strides[3])
-    pointers = (2**40 + 1, 2**40 + 2, 2**40 + 3, 2**40 + 4, 2**40 + 5)
-    parameters.write(pointers, [0 if 0b1010 >> n & 1 else -1 for n in range(4)])
+    pointers = (2**40 + 1, 2**40 + 16, 2**40 + 3, 2**40 + 32, 2**40 + 5)
+    parameters.write(pointers)
     if isinstance(parameters, params.WarpgroupParameters):
         parameters.count_with(2**40 + 6)
     packed = bytes(parameters)
@@ -123,7 +123,14 @@ def packed_backward(tile: Any = TILE) -> Packed:
     scales = {"softmax_scale": 3.0, "softcap": 0.5}
     shapes = 3 * [(3, 5, 7, 9)]
     problem: Any = SimpleNamespace(
-        **value, **scales, heads_kv=7, mask=mask, strides=strides[:3], dtype="float16", operand_shapes=shapes
+        **value,
+        **scales,
+        heads_kv=7,
+        mask=mask,
+        strides=strides[:3],
+        dtype="float16",
+        out_dtype="float16",
+        operand_shapes=shapes,
     )
     value |= {"num_k_blocks": 9999, "splits": 7777, "key_blocks": 6666, "heads_together": 5555}
     value |= {"deterministic": 8888}
@@ -135,8 +142,8 @@ def packed_backward(tile: Any = TILE) -> Packed:
     variant = SimpleNamespace(tile=tile)
     made: Any = SimpleNamespace(**counts, num_splits=7777, variant=variant, shared=SharedKeys(*shared.values()))
     parameters = params.backward_parameters(problem, made, strides[3:])
-    pointers = range(2**40 + 1, 2**40 + 16)
-    parameters.write(pointers, [0 if 0b10110110 >> n & 1 else -1 for n in range(8)])
+    pointers = tuple(2**40 + n * (16 if 0b101101100 >> n & 1 else 1) for n in range(1, 16))
+    parameters.write(pointers)
     packed = bytes(parameters)
     places = {name: place(packed, "i", number) for name, number in value.items()}
     for name, operand, pointer in zip(OPERANDS, strides, pointers, strict=False):

@@ -47,7 +47,7 @@ def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(monkeypatch
     begin, end = problem.mask.key_range(0, 70)
     assert (begin, end) == (80, 180)
     pointers = 2**30, 2**31, 2**32, 2**33
-    parameters.write((*pointers, 2**34), [15] * 4)
+    parameters.write((*pointers, 2**34))
     assert [(name, at - parameters.address) for name, at, _ in calls] == [
         ("cuTensorMapEncodeTiled", offset) for offset in (0, 128, 256, 384)
     ]
@@ -62,30 +62,30 @@ def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(monkeypatch
 
 def test_out_has_a_tensor_map_in_its_own_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, _, calls = hopper_parameters(monkeypatch, out_dtype="float32")
-    parameters.write((2**30, 2**31, 2**32, 2**33, 0), [15] * 4)
+    parameters.write((2**30, 2**31, 2**32, 2**33, 0))
     assert [more[0] for *_, more in calls] == [6, 6, 6, 7]  # float16 and float32 to the driver
     assert tuple(calls[3][2][5]) == (32, 16, 1, 1)  # 128 bytes
 
 
 def test_a_tensor_map_is_made_once_and_moved_where_its_operand_moves(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, _, calls = hopper_parameters(monkeypatch)
-    pointers = [2**30, 2**31, 2**32, 2**33, 2**34]
-    parameters.write(pointers, [15] * 4)
+    pointers = (2**30, 2**31, 2**32, 2**33, 2**34)
+    parameters.write(pointers)
     calls.clear()
-    parameters.write(pointers, [15] * 4)
+    parameters.write(pointers)
     assert calls == []
-    parameters.write([2**30, 2**31, 2**32 + 64, 2**33 + 128, 2**35], [15] * 4)  # lse has none
+    parameters.write((2**30, 2**31, 2**32 + 64, 2**33 + 128, 2**35))  # lse has none
     v, out = ("cuTensorMapReplaceAddress", parameters.address + 256), (
         "cuTensorMapReplaceAddress", parameters.address + 384)  # fmt: skip
     assert calls == [(*v, (2**32 + 64 + 80 * 256,)), (*out, (2**33 + 128,))]
     calls.clear()
-    parameters.write(pointers, [15] * 4)
+    parameters.write(pointers)
     assert [at for _, at, _ in calls] == [v[1], out[1]]
 
 
 def test_lse_has_tensor_maps_of_q_and_k_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters, _, calls = hopper_parameters(monkeypatch, v=None)
-    parameters.write((2**30, 2**31, 0, 0, 2**34), [15, 15, -1, -1])
+    parameters.write((2**30, 2**31, 0, 0, 2**34))
     assert [(name, at - parameters.address) for name, at, _ in calls] == [
         ("cuTensorMapEncodeTiled", 0), ("cuTensorMapEncodeTiled", 128)]  # fmt: skip
 
@@ -102,7 +102,7 @@ def test_gradients_have_tensor_maps_of_all_rows_and_what_is_read_of_those_that_s
     made = plan(problem, "backward", KNOWN["sm_90"])
     parameters = params.backward_parameters(problem, made, [spec.strides for spec in specs[3:]])
     pointers = [2**30 * (n + 1) for n in range(8)]
-    parameters.write((*pointers, 0, 0, 0, 0, 0, 0, 0), [15] * 8)
+    parameters.write((*pointers, 0, 0, 0, 0, 0, 0, 0))
     first = dict.fromkeys((0, 3), 40 * 4 * 64 * 2)  # bytes
     operands = [0, 1, 2, 3, 5, 6, 7]  # out is read by delta alone
     assert [more[2].value for *_, more in driver.calls] == [pointers[n] + first.get(n, 0) for n in operands]
@@ -111,5 +111,5 @@ def test_gradients_have_tensor_maps_of_all_rows_and_what_is_read_of_those_that_s
     assert [tuple(more[5])[:2] for *_, more in driver.calls] == [(64, n) for n in (128, 128, 128, 128, 16, 16, 16)]
     driver.calls.clear()
     pointers[6] += 4096  # dk
-    parameters.write((*pointers, 0, 0, 0, 0, 0, 0, 0), [15] * 8)
+    parameters.write((*pointers, 0, 0, 0, 0, 0, 0, 0))
     assert driver.calls == [("cuTensorMapReplaceAddress", parameters.address + 448 + 5 * 128, (pointers[6],))]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -181,9 +180,8 @@ class Recorded:
 
     def __init__(self, made: Plan, ordinal: int, parameters: Any) -> None:
         self.plan, self.launched = made, 0
-        self.parameters = SimpleNamespace(write=lambda pointers, misaligning: None)
 
-    def launch(self, stream: int) -> None:
+    def launch(self, pointers: Any, stream: int) -> None:
         self.launched += 1
 
 

@@ -19,7 +19,8 @@ import torch
 from ..errors import ProblemError, UnsupportedError
 from ..mask import WindowSize
 from ..merge import merge_states
-from .flash_attn_interface import check_tensor, dense, refuse_cache, refuse_lengths, unpack
+from .flash_attn_interface import dense, refuse_cache, refuse_lengths, unpack
+from .torch import check_tensor
 
 __all__ = [
     "flash_attn_combine",

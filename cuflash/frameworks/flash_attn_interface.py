@@ -22,7 +22,7 @@ import torch
 
 from ..errors import ProblemError, UnsupportedError
 from ..mask import WindowSize, check_flag
-from .torch import attention
+from .torch import attention, check_tensor
 
 __all__ = [
     "flash_attn_func",
@@ -159,12 +159,6 @@ def unpack(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, .
             f"{count} tensors by themselves"
         )
     return tuple(packed.unbind(2))
-
-
-def check_tensor(name: str, tensor: Any) -> None:
-    """`ProblemError` for what is no tensor."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor")
 
 
 def refuse_lengths(function: str) -> NoReturn:

@@ -18,9 +18,9 @@ import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
 from ..mask import WindowSize, check_flag
-from ..problem import Arguments, ArraySpec, Problem
-from .xla_handlers import Options
-from .xla_primitives import Shape, backward, forward
+from ..problem import Arguments, ArraySpec, Problem, check_scale
+from .xla_handlers import Options, Shape
+from .xla_primitives import backward, check_whole, forward
 
 
 def attention(
@@ -93,17 +93,15 @@ def dot_product_attention(
     arrays = _arrays(query=query, key=key, value=value)
     if arrays[0].ndim not in (3, 4):
         raise ProblemError(f"query has shape {arrays[0].shape}; give (B, T, N, H) or (T, N, H)")
-    window: Any = (None, None) if local_window_size is None else local_window_size
-    window = (window, window) if isinstance(window, Integral) else window
-    # why: -1, which is open elsewhere, is there a window that ends before the diagonal.
-    if isinstance(window, (tuple, list)) and any(isinstance(side, Integral) and side < 0 for side in window):
-        raise UnsupportedError(f"local_window_size={local_window_size!r}: give numbers of keys >= 0, or None for open")
+    if scale is not None:
+        check_scale("scale", scale)
+    check_flag("is_causal", is_causal)
     with_lse = check_flag("return_residual", return_residual)
     out = attention(
         *arrays,
         softmax_scale=scale,
         causal=is_causal,
-        window_size=window,
+        window_size=_window(local_window_size),
         diagonal_offset=0,
         return_lse=with_lse,
     )
@@ -111,6 +109,24 @@ def dot_product_attention(
         return out
     out, lse = out
     return out, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(out.dtype))
+
+
+def _window(local_window_size: Any) -> tuple[Any, Any]:
+    """Keys on the left and on the right, None for open. why not -1 for it: there it ends before the diagonal."""
+    given = local_window_size
+    try:
+        left, right = (given, given) if given is None or isinstance(given, Integral) else given
+    except (TypeError, ValueError):
+        left = right = given
+    for side in (left, right):
+        if side is not None and (isinstance(side, bool) or not isinstance(side, Integral)):
+            raise ProblemError(
+                f"local_window_size={given!r} is neither a number of keys nor a pair of them, (left, right); give "
+                "integers >= 0, or None for open"
+            )
+        if side is not None and side < 0:
+            raise UnsupportedError(f"local_window_size={given!r}: give numbers of keys >= 0, or None for open")
+    return left, right
 
 
 def _arrays(**named: Any) -> tuple[Any, ...]:
@@ -125,11 +141,7 @@ def _arrays(**named: Any) -> tuple[Any, ...]:
             raise UnsupportedError(
                 f"{name} has the symbolic shape {array.shape}; kernels are planned for numbers: export with those"
             )
-        if any(axes is not None for axes in jax.typeof(array).sharding.spec):
-            raise UnsupportedError(
-                f"{name} is split over devices by explicit mesh axes ({jax.typeof(array)}); call attention within "
-                "jax.shard_map, over batch or heads"
-            )
+        check_whole(name, array)
         arrays.append(array)
     return tuple(arrays)
 
@@ -139,9 +151,7 @@ def _options(arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool)
     shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
     try:
         try:
-            # why: the types, because 1, 1.0 and True are equal, but not all of them are a scale or a window.
-            types = *map(type, arguments), *map(type, arguments.window_size)
-            return _judged(shapes, dtypes, arguments, types, deterministic)
+            return _judged(shapes, dtypes, arguments, arguments.types(), deterministic)
         except TypeError:  # an argument that cannot be hashed is judged anew each time
             return _judged.__wrapped__(shapes, dtypes, arguments, (), deterministic)
     except ProblemError as error:

@@ -28,10 +28,11 @@ _TANGENT = (
     "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
     "torch.autograd.grad or backward(), or torch.func.vjp"
 )
-# Whether torch.func holds the tensor, which then has no memory of its own.
-_is_transformed = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda _: False)
+# Whether a transform of torch.func is at work, and whether it holds the tensor, which then has no memory of its own.
+_is_transforming = torch._C._are_functorch_transforms_active
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 # Whether autograd's own vmap, which knows no rules of ours, holds it.
-_is_batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", lambda _: False)
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class _Options(NamedTuple):
@@ -84,43 +85,32 @@ def attention(
     Returns out, or (out, lse) with `return_lse`. Raises ProblemError, UnsupportedError or CompileError; for second
     derivatives and forward-mode differentiation UnsupportedError, too.
     """
-    _check_tensors(q=q, k=k, v=v)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, tensor)
     check_flag("return_lse", return_lse)
-    check_flag("causal", causal)
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
     if forward_ad._current_level >= 0:
         _refuse_tangents(q=q, k=k, v=v)
-    if torch.is_autocast_enabled(q.device.type):
+    if torch.is_autocast_enabled("cuda" if q.is_cuda else q.device.type):
         q, k, v = _autocast(q, k, v)
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or torch._C._len_torch_dispatch_stack():
-        left, right = (-1 if side is None else side for side in window_size)
-        out, lse = torch.ops.cuflash.attention(
-            q, k, v, softmax_scale, causal, left, right, diagonal_offset, softcap, deterministic
-        )
-        return (out, lse) if return_lse else out
-    transformed = _is_transformed(q) or _is_transformed(k) or _is_transformed(v)
-    if transformed or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)):
-        keywords = {
-            "softmax_scale": softmax_scale,
-            "causal": causal,
-            "window_size": window_size,
-            "diagonal_offset": diagonal_offset,
-            "softcap": softcap,
-        }
-        function = _Transformed if transformed else _Attention
-        out, lse = function.apply(q, k, v, keywords, deterministic)
-        return (out, lse) if return_lse else out
-    return forward(
-        q,
-        k,
-        v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        diagonal_offset=diagonal_offset,
-        softcap=softcap,
-        return_lse=return_lse,
-    )
+    keywords: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_size,
+        "diagonal_offset": diagonal_offset,
+        "softcap": softcap,
+    }
+    compiling = torch.compiler.is_compiling()
+    if not compiling and _is_transforming():
+        run: Any = _Transformed.apply
+    elif compiling or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack():
+        run = _by_op
+    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        run = _apply
+    else:
+        return forward(q, k, v, return_lse=return_lse, **keywords)
+    out, lse = run(q, k, v, keywords, deterministic)
+    return (out, lse) if return_lse else out
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -129,14 +119,14 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x.to(dtype) if x.dtype in narrow else x for x in tensors)
 
 
-def _check_tensors(**tensors: Any) -> None:
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor, or call cuflash.forward")
-        if tensor.is_nested or tensor.layout != torch.strided:
-            raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")
-        if tensor.is_meta:
-            raise UnsupportedError(f"{name} is on the device meta, where nothing is computed; move it to cuda or cpu")
+def check_tensor(name: str, tensor: Any) -> None:
+    """Judges whether an operand is a tensor with elements in memory, a row after the other."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor, or call cuflash.forward")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")
+    if tensor.is_meta:
+        raise UnsupportedError(f"{name} is on the device meta, where nothing is computed; move it to cuda or cpu")
 
 
 def _refuse_tangents(**tensors: torch.Tensor | None) -> None:
@@ -155,8 +145,9 @@ class _Attention(Function):
     """Eager calls. why not the custom op, nor a context that is set up apart: they cost 14 and 12 µs more."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        result: tuple[torch.Tensor, torch.Tensor] = _results(*inputs)
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        q, k, v, keywords, _ = inputs
+        result = forward(q, k, v, return_lse=True, **keywords)
         _keep(ctx, inputs, result)
         return result
 
@@ -176,12 +167,18 @@ class _Attention(Function):
         return *run(*tensors, ctx.keywords, ctx.deterministic), None, None
 
 
+# why not `_Attention.apply`: it first asks whether torch.func is at work, which is known here, for 5 µs.
+_apply: Any = super(Function, _Attention).apply
+
+
 class _Transformed(Function):
     """The same under torch.func."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return _results(*inputs)
+    def forward(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool) -> Any:
+        if torch._C._len_torch_dispatch_stack():
+            return _by_op(q, k, v, keywords, deterministic)
+        return forward(q, k, v, return_lse=True, **keywords)
 
     setup_context = staticmethod(_keep)
     backward = _Attention.backward
@@ -230,12 +227,6 @@ class _Gradients(Function):
         return tuple(_unfold(x, rank, info.batch_size, heads=2) for x in gradients), (0, 0, 0)
 
 
-def _results(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any], deterministic: bool
-) -> Any:
-    return forward(q, k, v, return_lse=True, **keywords)
-
-
 def _gradients(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -247,6 +238,9 @@ def _gradients(
     keywords: dict[str, Any],
     deterministic: bool,
 ) -> Any:
+    if torch._C._len_torch_dispatch_stack():
+        options = _of_ops(keywords, deterministic)
+        return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *options)
     return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
 
 
@@ -273,8 +267,27 @@ def _unfold(tensor: torch.Tensor, rank: int, size: int, heads: int) -> torch.Ten
     return tensor.squeeze(heads) if rank == 2 else tensor
 
 
-# The same as ops, for what looks at calls before it runs them: torch.compile and torch.export. why schemas: annotations
-# are strings here.
+# The same as ops, for what looks at calls before it runs them: torch.compile, torch.export, dispatch modes.
+
+
+def _by_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any], deterministic: bool) -> Any:
+    return torch.ops.cuflash.attention(q, k, v, *_of_ops(keywords, deterministic))
+
+
+def _of_ops(keywords: dict[str, Any], deterministic: bool) -> tuple[Any, ...]:
+    """The arguments of an op that are not tensors; its schema would take True for a number."""
+    for name in ("softmax_scale", "diagonal_offset", "softcap"):
+        if isinstance(keywords[name], bool):
+            raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
+    left, right = (-1 if side is None else side for side in keywords["window_size"])
+    if isinstance(left, bool) or isinstance(right, bool):
+        raise ProblemError(f"window_size={keywords['window_size']} holds a bool; give numbers of keys")
+    causal = check_flag("causal", keywords["causal"])
+    scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
+    return scale, causal, left, right, offset, softcap, deterministic
+
+
+# why schemas: annotations are strings here.
 _OPTIONS = (
     "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, SymInt? diagonal_offset, "
     "float softcap, bool deterministic"
@@ -307,7 +320,7 @@ def _backward_op(
 ) -> Any:
     given = _Options(*options)
     with torch.no_grad():
-        return _gradients(dout, q, k, v, out, lse, dlse, given.of_call(), given.deterministic)
+        return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=given.deterministic, **given.of_call())
 
 
 @_attention_op.register_fake

@@ -8,8 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,15 +19,17 @@ from ..backward import NAMES, BackwardLauncher
 from ..driver import relaxed_capture
 from ..errors import UnsupportedError
 from ..interop import as_4d, bfloat16, cupy
-from ..launch import MAX_LAUNCHERS, Launcher
+from ..launch import Launcher, kept
 from ..mask import Mask
 from ..problem import Arguments, ArraySpec, Problem
 from . import xla_ffi
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # the targets
 _DTYPES = {10: "float16", 11: "float32", 12: "float64", 16: "bfloat16"}  # XLA_FFI_DataType
-_FORMAT = struct.Struct("<3q2dq")
-_FORMAT_VERSION = 1
+_CODES = {name: code for code, name in _DTYPES.items()}
+_HEADER = struct.Struct("<3q2d4q")
+_FORMAT_VERSION = 2
+Shape = tuple[int, ...]
 
 
 class Options(NamedTuple):
@@ -45,21 +46,6 @@ class Options(NamedTuple):
         """Those of a problem."""
         return cls(problem.mask.lo, problem.mask.hi, problem.softmax_scale, problem.softcap, deterministic)
 
-    def encode(self) -> np.ndarray[Any, Any]:
-        """As the attribute of a call: plain values, for it is kept in compilation caches and exported programs."""
-        return np.frombuffer(_FORMAT.pack(_FORMAT_VERSION, *self), np.int64)
-
-    @classmethod
-    def decode(cls, attribute: bytes) -> Options:
-        """Those of an attribute; `UnsupportedError` if another version of the library wrote it."""
-        if len(attribute) != _FORMAT.size or int.from_bytes(attribute[:8], "little") != _FORMAT_VERSION:
-            raise UnsupportedError(
-                "the program was lowered by another version of cuflash, whose options this one does not read; lower or "
-                "export it again"
-            )
-        _, lo, hi, softmax_scale, softcap, deterministic = _FORMAT.unpack(attribute)
-        return cls(lo, hi, softmax_scale, softcap, bool(deterministic))
-
     def problem(self, specs: dict[str, ArraySpec]) -> Problem:
         """The problem of these arrays: q, k, v, or all of backward."""
         arguments = Arguments(self.softmax_scale, softcap=self.softcap)
@@ -70,30 +56,61 @@ class Options(NamedTuple):
         return replace(problem, mask=Mask(problem.seqlen_q, problem.seqlen_k, self.lo, self.hi))
 
 
-def specs_of(shapes: Iterable[Sequence[int]], dtypes: Iterable[str], device: str) -> dict[str, ArraySpec]:
-    """Operands as the library judges them, in the order of NAMES."""
-    specs = {}
-    for name, shape, dtype in zip(NAMES, shapes, dtypes, strict=False):
-        specs[name] = ArraySpec.dense(tuple(shape)[: -1 if "lse" in name else None], dtype, device, "jax")
-    return specs
+class Described(NamedTuple):
+    """All that a call of a program says but addresses: its attribute, by which its launcher is found at once."""
+
+    options: Options
+    shapes: tuple[Shape, ...]  # of the operands, in the order of NAMES, all of one rank
+    dtypes: tuple[str, ...]
+    workspace: int = 0  # floats that it has
+
+    def encode(self) -> np.ndarray[Any, Any]:
+        """As plain values, for it is kept in compilation caches and exported programs."""
+        counts = self.workspace, len(self.shapes), len(self.shapes[0])
+        head = np.frombuffer(_HEADER.pack(_FORMAT_VERSION, *self.options, *counts), np.int64)
+        codes = [_CODES[dtype] for dtype in self.dtypes]
+        return np.concatenate([head, np.array(codes, np.int64), np.array(self.shapes, np.int64).ravel()])
+
+    @classmethod
+    def decode(cls, attribute: bytes) -> Described:
+        """`UnsupportedError` if another version of the library wrote it."""
+        if int.from_bytes(attribute[:8], "little") != _FORMAT_VERSION:
+            raise UnsupportedError(
+                "the program was lowered by another version of cuflash, whose options this one does not read; lower or "
+                "export it again"
+            )
+        _, lo, hi, softmax_scale, softcap, deterministic, workspace, count, rank = _HEADER.unpack_from(attribute)
+        rest = np.frombuffer(attribute, np.int64, offset=_HEADER.size)
+        shapes = tuple(map(tuple, rest[count:].reshape(count, rank).tolist()))
+        options = Options(lo, hi, softmax_scale, softcap, bool(deterministic))
+        return cls(options, shapes, tuple(_DTYPES[code] for code in rest[:count].tolist()), workspace)
+
+    def specs(self, device: str) -> dict[str, ArraySpec]:
+        """The operands as the library judges them."""
+        specs = {}
+        for name, shape, dtype in zip(NAMES, self.shapes, self.dtypes, strict=False):
+            specs[name] = ArraySpec.dense(shape[:-1] if "lse" in name else shape, dtype, device, "jax")
+        return specs
 
 
 def forward_on_cpu(call: xla_ffi.Call) -> None:
     """q, k, v → out, lse."""
-    arrays = [_view(buffer) for buffer in call.operands]
+    operands, results = call.buffers()
+    arrays = [_view(buffer) for buffer in operands]
     problem = _problem_on_cpu(call)
-    for buffer, result in zip(call.results, reference.forward(problem, *map(as_4d, arrays)), strict=True):
+    for buffer, result in zip(results, reference.forward(problem, *map(as_4d, arrays)), strict=True):
         target = _view(buffer)
         target[...] = result.reshape(target.shape)
 
 
 def backward_on_cpu(call: xla_ffi.Call) -> None:
     """q, k, v, dout, out, lse and perhaps dlse → dq, dk, dv."""
-    arrays = [_view(buffer) for buffer in call.operands]
+    operands, results = call.buffers()
+    arrays = [_view(buffer) for buffer in operands]
     problem = _problem_on_cpu(call)
     q, k, v, dout, out = map(as_4d, arrays[:5])
     lses = [x.reshape(problem.batch, problem.heads_q, problem.seqlen_q) for x in arrays[5:]]
-    for buffer, result in zip(call.results, reference.backward(problem, dout, q, k, v, out, *lses), strict=True):
+    for buffer, result in zip(results, reference.backward(problem, dout, q, k, v, out, *lses), strict=True):
         target = _view(buffer)
         target[...] = result.reshape(target.shape)
 
@@ -101,40 +118,32 @@ def backward_on_cpu(call: xla_ffi.Call) -> None:
 def forward_on_cuda(call: xla_ffi.Call) -> None:
     """q, k, v → out, lse, on XLA's stream."""
     ordinal = call.ordinal()
-    found = _launcher_of(call, FORWARD, ordinal)
-    out, lse = (x.data or 0 for x in call.results)
+    found = _launcher_of(FORWARD, call.attribute(), ordinal)
+    operands, (out, lse) = call.pointers()
     with cupy().device(ordinal):
-        found.run(tuple(x.data or 0 for x in call.operands), out, lse, call.stream())
+        found.run(tuple(operands), out, lse, call.stream())
 
 
 def backward_on_cuda(call: xla_ffi.Call) -> None:
     """q, k, v, dout, out, lse and perhaps dlse → dq, dk, dv and a workspace, on XLA's stream."""
-    ordinal = call.ordinal()
-    found = _launcher_of(call, BACKWARD, ordinal)
-    q, k, v, dout, out, lse, *dlse = (x.data or 0 for x in call.operands)
-    if found.needs_alignment and any(pointer & 15 for pointer in (q, k, v, dout)):
-        found = _launcher_of(call, BACKWARD, ordinal, aligned=False)
-    *gradients, workspace = (x.data or 0 for x in call.results)
-    given = math.prod(xla_ffi.shape(call.results[-1]))
-    if given < found.workspace[0]:
-        raise UnsupportedError(
-            f"backward takes a workspace of {4 * found.workspace[0]} bytes on this GPU, but the program was lowered "
-            f"with one of {4 * given}: lower or export it again in a process that sees this GPU"
-        )
+    ordinal, attribute = call.ordinal(), call.attribute()
+    found = _launcher_of(BACKWARD, attribute, ordinal)
+    (q, k, v, dout, out, lse, *dlse), (*gradients, workspace) = call.pointers()
+    if found.needs_alignment and (q | k | v | dout) & 15:
+        found = _launcher_of(BACKWARD, attribute, ordinal, aligned=False)
     with cupy().device(ordinal):
         found.run((q, k, v, dout, out, *gradients), lse, dlse[0] if dlse else 0, workspace, call.stream())
 
 
-def load(target: str, options: Options, specs: dict[str, ArraySpec], ordinals: Sequence[int]) -> int:
-    """Compiles and loads on these GPUs what calls of such operands launch; floats of the largest workspace.
+def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
+    """Compiles and loads on these GPUs what such calls launch; floats of the largest workspace.
 
     GPUs that cannot run it do not matter as long as one can: a call there says so.
     """
     workspace, loaded, refused = 0, 0, None
     for ordinal in ordinals:
-        on_gpu = {name: spec._replace(device=f"cuda:{ordinal}") for name, spec in specs.items()}
         try:
-            found = _launcher(target, options, on_gpu)
+            found = _launcher(target, described, ordinal)
         except UnsupportedError as error:
             refused = error
             continue
@@ -149,32 +158,29 @@ def load(target: str, options: Options, specs: dict[str, ArraySpec], ordinals: S
     return workspace
 
 
-_launchers: dict[Any, Any] = {}
+def _launcher_of(target: str, attribute: bytes, ordinal: int, aligned: bool = True) -> Any:
+    """The launcher of calls with this attribute."""
 
-
-def _launcher_of(call: xla_ffi.Call, target: str, ordinal: int, aligned: bool = True) -> Any:
-    """The launcher of such calls, of this thread's own: what it packs is not to be shared."""
-    q, k, v = call.operands[:3]
-    shapes, attribute = tuple(map(xla_ffi.shape, (q, k, v))), call.attribute()
-    key = target, aligned, ordinal, threading.get_ident(), len(call.operands), q.dtype, shapes, attribute
-    found = _launchers.get(key)
-    if found is None:
-        specs = _specs(call, f"cuda:{ordinal}")
+    def make() -> Launcher | BackwardLauncher:
+        described = Described.decode(attribute)
         # why: the kernels were loaded when the program was lowered, unless that was in another process (jax.export).
         # Then this may be the first call, and within a capture.
         with relaxed_capture():
-            found = _launcher(target, Options.decode(attribute), specs, aligned)
-        if len(_launchers) >= MAX_LAUNCHERS:
-            _launchers.clear()
-        _launchers[key] = found
-    return found
+            found = _launcher(target, described, ordinal, aligned)
+        if isinstance(found, BackwardLauncher) and described.workspace < found.workspace[0]:
+            raise UnsupportedError(
+                f"backward takes a workspace of {4 * found.workspace[0]} bytes on this GPU, but the program was "
+                f"lowered with one of {4 * described.workspace}: lower or export it again in a process that sees this "
+                "GPU"
+            )
+        return found
+
+    return kept((target, aligned, ordinal, attribute), make)
 
 
-def _launcher(
-    target: str, options: Options, specs: dict[str, ArraySpec], aligned: bool = True
-) -> Launcher | BackwardLauncher:
-    problem = options.problem(specs)
-    copies = [False] * len(specs)
+def _launcher(target: str, described: Described, ordinal: int, aligned: bool = True) -> Launcher | BackwardLauncher:
+    specs, options = described.specs(f"cuda:{ordinal}"), described.options
+    problem, copies = options.problem(specs), [False] * len(specs)
     if target == BACKWARD:
         return BackwardLauncher(problem, specs, copies, options.deterministic, aligned)
     out = ArraySpec.dense(problem.out_shape, problem.out_dtype)
@@ -182,17 +188,13 @@ def _launcher(
 
 
 def _problem_on_cpu(call: xla_ffi.Call) -> Problem:
-    return Options.decode(call.attribute()).problem(_specs(call, "cpu"))
+    described = Described.decode(call.attribute())
+    return described.options.problem(described.specs("cpu"))
 
 
-def _specs(call: xla_ffi.Call, device: str) -> dict[str, ArraySpec]:
-    dtypes = (_DTYPES.get(x.dtype, f"number {x.dtype} of XLA") for x in call.operands)
-    return specs_of(map(xla_ffi.shape, call.operands), dtypes, device)
-
-
-def _view(buffer: Any) -> np.ndarray[Any, Any]:
+def _view(buffer: xla_ffi.Buffer) -> np.ndarray[Any, Any]:
     """A buffer in host memory."""
-    name, shape = _DTYPES[buffer.dtype], xla_ffi.shape(buffer)
+    name, shape = _DTYPES[buffer.dtype], buffer.shape
     dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
     size = dtype.itemsize * math.prod(shape)
     if not size:

@@ -12,6 +12,8 @@ asks for while its stream is captured would be given to others before the graph 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,11 +24,10 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..backward import NAMES
 from ..errors import UnsupportedError
 from . import xla_ffi, xla_handlers
-from .xla_handlers import BACKWARD, FORWARD, Options
-
-Shape = tuple[int, ...]
+from .xla_handlers import BACKWARD, FORWARD, Described, Options, Shape
 
 
 def _forward_shapes(shapes: Sequence[Shape]) -> list[Shape]:
@@ -52,6 +53,24 @@ def _backward_types(*operands: Any, options: Options) -> list[Any]:
     return [q.update(shape=shape, weak_type=False) for shape in _backward_shapes([x.shape for x in operands])]
 
 
+def check_whole(name: str, array: Any) -> None:
+    """`UnsupportedError` where explicit mesh axes split an array, or say that it is one term of a sum (unreduced)."""
+    kind = jax.typeof(array)
+    spec = kind.sharding.spec
+    manual = getattr(kind, "manual_axis_type", spec)  # why: JAX up to 0.9 has all of it in the spec
+    for state in ("unreduced", "reduced"):
+        if axes := getattr(spec, state, frozenset()) | getattr(manual, state, frozenset()):
+            raise UnsupportedError(
+                f"{name} is {state} over mesh axes {', '.join(map(str, axes))} ({kind}), which only sums know how to "
+                "treat; give the whole value, by jax.lax.psum within jax.shard_map or jax.reshard outside of it"
+            )
+    if any(axes is not None for axes in getattr(spec, "partitions", spec)):
+        raise UnsupportedError(
+            f"{name} is split over devices by explicit mesh axes ({kind}); call attention within jax.shard_map, over "
+            "batch or heads"
+        )
+
+
 def _primitive(name: str, types: Callable[..., list[Any]], shapes: Callable[..., list[Shape]], lses: set[int]) -> Any:
     """A primitive with all its rules; `lses`: which of the operands, then of the results from -1 on, are like lse."""
     made = Primitive(name)
@@ -67,8 +86,16 @@ def _primitive(name: str, types: Callable[..., list[Any]], shapes: Callable[...,
 
 
 def _run_eagerly(primitive: Any, *operands: Any, options: Options) -> Any:
-    with jax.disable_jit(False):  # why: jit is how a primitive runs, even where the user has turned it off
-        return _jitted(primitive, options)(*operands)
+    # why: jit is how a primitive runs, even where it is turned off, by the user or by JAX in search of a NaN's origin,
+    # which then is this call: with the search on in here, it would begin anew without end.
+    with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
+        results = _jitted(primitive, options)(*operands)
+    given = results[:1] if primitive.name == FORWARD else results  # why: lse is -inf where a query sees no key
+    nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
+    for what, asked, found in (("nan", nans, jnp.isnan), ("inf", infs, jnp.isinf)):
+        if asked and any(found(x).any() for x in given):
+            raise FloatingPointError(f"invalid value ({what}) encountered in {primitive.name}")
+    return results
 
 
 @functools.lru_cache(maxsize=4096)
@@ -98,6 +125,8 @@ def _batched(
     generic kernels, and loses more by that than by a copy, which is small beside attention over as many batches.
     (Query heads that share k and v need neither: give them to one call, as grouped heads.)
     """
+    for name, x in zip(NAMES, operands, strict=False):
+        check_whole(name, x)
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     rank = operands[0].ndim - (axes[0] is not None)
     before_heads = 2 if rank == 4 else 1
@@ -138,14 +167,33 @@ def _refuse_platform(name: str, context: Any, *operands: Any, options: Options) 
     raise UnsupportedError(f"{name} runs on NVIDIA GPUs and the CPU, not on {platforms}; move the arrays there")
 
 
+def _described(context: Any, options: Options, workspace: int = 0) -> Described:
+    operands = context.avals_in
+    return Described(options, tuple(x.shape for x in operands), tuple(str(x.dtype) for x in operands), workspace)
+
+
+@functools.cache
+def _wait_at_exit(platform: str) -> None:
+    """Lets a process end after the calls that it began.
+
+    why: XLA's threads call Python, and one that does so when the interpreter is gone never comes back to end with it.
+    """
+
+    def wait() -> None:
+        for array in jax.live_arrays(platform):
+            with contextlib.suppress(Exception):  # what went wrong is told to whoever reads it
+                array.block_until_ready()
+
+    atexit.register(wait)
+
+
 def _lower_for_cpu(name: str, context: Any, *operands: Any, options: Options) -> Any:
-    return jax.ffi.ffi_lowering(name)(context, *operands, options=options.encode())
+    _wait_at_exit("cpu")
+    return jax.ffi.ffi_lowering(name)(context, *operands, call=_described(context, options).encode())
 
 
 def _lower_for_cuda(name: str, context: Any, *operands: Any, options: Options) -> Any:
-    specs = xla_handlers.specs_of(
-        (x.shape for x in context.avals_in), (str(x.dtype) for x in context.avals_in), device="cuda"
-    )
+    described = _described(context, options)
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError as error:  # a program for other machines, by jax.export
@@ -155,12 +203,13 @@ def _lower_for_cuda(name: str, context: Any, *operands: Any, options: Options) -
                 f"one ({error})"
             ) from error
         devices = []
-    floats = xla_handlers.load(name, options, specs, [device.local_hardware_id for device in devices])
+    floats = xla_handlers.load(name, described, [device.local_hardware_id for device in devices])
     if name == FORWARD:
-        return jax.ffi.ffi_lowering(name)(context, *operands, options=options.encode())
-    workspace = jax.core.ShapedArray((max(floats, 1),), np.dtype("float32"))
+        return jax.ffi.ffi_lowering(name)(context, *operands, call=described.encode())
+    described = described._replace(workspace=max(floats, 1))
+    workspace = jax.core.ShapedArray((described.workspace,), np.dtype("float32"))
     context = context.replace(avals_out=[*context.avals_out, workspace])
-    return jax.ffi.ffi_lowering(name)(context, *operands, options=options.encode())[:-1]
+    return jax.ffi.ffi_lowering(name)(context, *operands, call=described.encode())[:-1]
 
 
 forward = _primitive(FORWARD, _forward_types, _forward_shapes, {-2})

@@ -3,7 +3,6 @@
 #include "../common/params.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mbarrier.cuh"
-#include "../ptx/wgmma.cuh"
 #include "panels.cuh"
 
 constexpr unsigned kPanelBytesQ = kBlockQ * 128;
