@@ -83,6 +83,7 @@ class Parameters:
     def write(self, pointers: tuple[int, ...]) -> None:
         """The pointers, in the struct's order, and which of the operands allow 16-byte accesses."""
         if pointers != self._written:  # why: an allocator often gives a repeated call the same memory again
+            self._written = ()  # why: what an error leaves half written is neither the old nor the new
             self._write(pointers)
             self._written = pointers
 

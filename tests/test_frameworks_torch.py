@@ -232,59 +232,6 @@ def test_autocast_casts_and_gives_gradients_back_in_the_dtype_of_the_inputs(dtyp
         assert attention(*tensors).dtype == torch.float32
 
 
-def test_function_transforms(device: str) -> None:
-    q, k, v = made(device, grad=False)
-    stacked = torch.stack([q, 2 * q, -q])
-    each = torch.stack([attention(x, k, v, causal=True) for x in stacked])
-    close(torch.vmap(lambda x: attention(x, k, v, causal=True))(stacked), each)
-    moved = torch.vmap(lambda x, y: attention(x, y, v, causal=True), in_dims=(2, None), out_dims=1)
-    close(moved(stacked.movedim(0, 2), k).movedim(1, 0), each)
-
-
-def test_gradients_by_function_transforms(device: str) -> None:
-    q, k, v = (x.detach() for x in made(device))
-    (wanted,) = torch.autograd.grad(loss(*with_lse(x := q.clone().requires_grad_(), k, v)), x)
-    gradient = torch.func.grad(lambda x: loss(*with_lse(x, k, v)))
-    close(gradient(q), wanted)
-    of_each = torch.vmap(gradient)(torch.stack([q, -q]))
-    close(of_each[0], wanted)
-    close(of_each[1], gradient(-q))
-    single = torch.vmap(torch.vmap(lambda *x: attention(*x), in_dims=1, out_dims=1))(q[:, :, :2], k, v)  # heads, batch
-    close(single, attention(q[:, :, :2], k, v))
-
-
-def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> None:
-    q, k, v = made(device)
-    x = torch.ones((), dtype=q.dtype, device=device)
-
-    def value(x: Any) -> Any:
-        return (x * attention(q, k, v)).square().sum()
-
-    slope, result = torch.func.grad_and_value(value)(x)
-    close(slope, 2 * result.detach())
-    scaled = torch.vmap(lambda x: x * attention(q, k, v).sum())(torch.stack([x, 3 * x]))
-    found = torch.autograd.grad(scaled.sum(), (q, k, v))
-    all_close(found, torch.autograd.grad(4 * attention(q, k, v).sum(), (q, k, v)))
-
-
-def test_programs_of_gradients_hold_the_ops(device: str) -> None:
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    q, k, v = made(device, grad=False)
-
-    def by_autograd(q: Any, k: Any, v: Any) -> Any:
-        x = q.detach().requires_grad_()
-        return torch.autograd.grad(loss(*with_lse(x, k, v)), x)[0]
-
-    by_transform = torch.func.grad(lambda q, k, v: loss(*with_lse(q, k, v)))
-    of_each = torch.vmap(by_transform, in_dims=(0, None, None))
-    for function, given in ((by_autograd, q), (by_transform, q), (of_each, torch.stack([q, -q]))):
-        program = make_fx(function)(given, k, v)
-        names = {str(node.target) for node in program.graph.nodes}
-        assert {"cuflash.attention.default", "cuflash.attention_backward.default"} <= names
-        close(program(2 * given, k, v), function(2 * given, k, v))
-
-
 def test_what_is_not_there_says_so() -> None:
     q, k, v = made("cpu")
     (first,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
@@ -312,6 +259,7 @@ def test_bad_input_is_judged_before_anything_runs() -> None:
         attention(q, k, v, window_size=(-2, 0))
     for name, given in (("softcap", True), ("softmax_scale", True), ("window_size", (False, 1)), ("causal", 1)):
         for call in (attention, torch.compile(attention, backend="eager")):
+            torch._dynamo.reset()  # or what one raised while it was compiled is run eagerly from then on
             with pytest.raises(ProblemError, match=f"{name}.* bool|causal=1 is a int"):
                 call(q, k, v, **{name: given})
     with pytest.raises(ProblemError, match=r"no gradient flows.*cuflash.frameworks.torch.attention"):

@@ -307,6 +307,31 @@ def test_softcap_and_scale_are_folded_into_two_factors(pack: Callable[[], Any]) 
     assert capped == pytest.approx([0.5 * params.LOG2_E, 3.0 / 0.5])
 
 
+def test_vectors_are_allowed_where_every_row_starts_at_a_multiple_of_16_bytes() -> None:
+    q, k = (ArraySpec.dense((2, 9, 3, dim), "float16") for dim in (4, 4))
+    v = ArraySpec.dense((2, 9, 3, 8), "float16")
+    for wide in (True, False):
+        problem = Problem.of(q, k, v, out_dtype="float32" if wide else None)
+        out = ArraySpec.dense((2, 9, 3, 8), problem.out_dtype).strides
+        narrow = ArraySpec.dense((2, 9, 3, 8), "float16").strides
+        made = plan(problem, "forward", KNOWN["sm_80"])
+        odd = (*(2 * stride - 4 for stride in out[:3]), 1)  # multiples of 8 bytes in float16, of 16 in float32
+        for strides, allowed in ((out, True), (odd, wide)):
+            parameters = params.forward_parameters(problem, made, strides)
+            for pointers, bits in (((16, 32, 48, 64, 2), 0b1100), ((16, 32, 56, 64, 2), 0b1000)):
+                parameters.write(pointers)
+                assert aligned(parameters, params.FORWARD) == (bits if allowed else bits & 0b0111)
+        made = plan(problem, "backward", KNOWN["sm_80"])
+        parameters = params.backward_parameters(problem, made, [narrow, odd, q.strides, k.strides, v.strides])
+        parameters.write((*range(16, 16 * 16, 16),))
+        assert aligned(parameters, params.BACKWARD) == 0b10001100 | wide << 4
+
+
+def aligned(parameters: params.Parameters, layout: params.Layout) -> int:
+    """Which operands are marked as aligned."""
+    return int(struct.unpack_from("<i", bytes(parameters), 4 * layout.aligned)[0])
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_the_counts_that_backward_divides_its_block_index_by_make_up_its_grids(deterministic: bool) -> None:
     _, places = packed_backward()

@@ -10,6 +10,7 @@ import pytest
 
 from cuflash import params, tensor_map
 from cuflash.device import KNOWN
+from cuflash.errors import UnsupportedError
 from cuflash.plan import plan
 from cuflash.problem import ArraySpec, Problem
 from cuflash.tiles_sm90 import TILES as HOPPER_TILES
@@ -81,6 +82,20 @@ def test_a_tensor_map_is_made_once_and_moved_where_its_operand_moves(monkeypatch
     calls.clear()
     parameters.write(pointers)
     assert [at for _, at, _ in calls] == [v[1], out[1]]
+
+
+def test_after_pointers_that_were_refused_those_before_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, _, calls = hopper_parameters(monkeypatch)
+    pointers = (2**30, 2**31, 2**32, 2**33, 2**34)
+    parameters.write(pointers)
+    written = bytes(parameters)
+    with monkeypatch.context() as patch:
+        patch.setattr(tensor_map, "function", lambda *_: lambda *_: 1)
+        with pytest.raises(UnsupportedError, match="the driver refuses"):
+            parameters.write((2**30 + 64, *pointers[1:]))
+    assert bytes(parameters) != written
+    parameters.write(pointers)
+    assert bytes(parameters) == written
 
 
 def test_lse_has_tensor_maps_of_q_and_k_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import Function, forward_ad
 
 from ..backward import backward
@@ -100,17 +102,26 @@ def attention(
         "diagonal_offset": diagonal_offset,
         "softcap": softcap,
     }
-    compiling = torch.compiler.is_compiling()
-    if not compiling and _is_transforming():
-        run: Any = _Transformed.apply
-    elif compiling or torch._C._is_tracing() or torch._C._len_torch_dispatch_stack():
+    run: Any
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
         run = _by_op
+    elif _is_transforming():
+        run = _by_op if _is_functionalizing() else _Transformed.apply
+    elif torch._C._len_torch_dispatch_stack():
+        run = _by_op
+    elif _is_transformed(q) or _is_transformed(k) or _is_transformed(v):  # what outlived its transform
+        run = _Transformed.apply
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         run = _apply
     else:
         return forward(q, k, v, return_lse=return_lse, **keywords)
     out, lse = run(q, k, v, keywords, deterministic)
     return (out, lse) if return_lse else out
+
+
+def _is_functionalizing() -> bool:
+    """Whether a transform is functionalize, which knows rules of ops but not of functions."""
+    return any(x.key() == TransformType.Functionalize for x in retrieve_all_functorch_interpreters())
 
 
 def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -122,7 +133,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def check_tensor(name: str, tensor: Any) -> None:
     """Judges whether an operand is a tensor with elements in memory, a row after the other."""
     if not isinstance(tensor, torch.Tensor):
-        raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor, or call cuflash.forward")
+        raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor (torch.as_tensor makes one)")
     if tensor.is_nested or tensor.layout != torch.strided:
         raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")
     if tensor.is_meta:
@@ -167,7 +178,7 @@ class _Attention(Function):
         return *run(*tensors, ctx.keywords, ctx.deterministic), None, None
 
 
-# why not `_Attention.apply`: it first asks whether torch.func is at work, which is known here, for 5 µs.
+# why not `_Attention.apply`: for 5 µs it asks first whether torch.func is at work or was, which is known here.
 _apply: Any = super(Function, _Attention).apply
 
 
@@ -194,7 +205,8 @@ class _Transformed(Function):
             raise ProblemError(f"q, k and v have ranks {rank}, {others[0]} and {others[1]} under vmap; give all alike")
         folded = [_fold(x, axis, info.batch_size, heads=2) for x, axis in zip(arguments[:3], in_dims, strict=False)]
         out, lse = _Transformed.apply(*folded, *arguments[3:])
-        return (_unfold(out, rank, info.batch_size, heads=2), _unfold(lse, rank, info.batch_size, heads=1)), (0, 0)
+        of_q = _mapped(arguments[0], in_dims[0], info.batch_size).shape
+        return (_unfold(out, of_q, heads=2), _unfold(lse, of_q, heads=1)), (0, 0)
 
 
 class _Gradients(Function):
@@ -218,13 +230,13 @@ class _Gradients(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        rank = arguments[1].dim() - (in_dims[1] is not None)
         heads = (2, 2, 2, 2, 2, 1, 1)
         folded = [
             _fold(x, axis, info.batch_size, at) for x, axis, at in zip(arguments[:7], in_dims, heads, strict=False)
         ]
         gradients = _Gradients.apply(*folded, *arguments[7:])
-        return tuple(_unfold(x, rank, info.batch_size, heads=2) for x in gradients), (0, 0, 0)
+        of_q = _mapped(arguments[1], in_dims[1], info.batch_size).shape
+        return tuple(_unfold(x, of_q, heads=2) for x in gradients), (0, 0, 0)
 
 
 def _gradients(
@@ -253,18 +265,23 @@ def _fold(tensor: Any, axis: int | None, size: int, heads: int) -> Any:
     """A mapped operand as 4-D (lse: 3-D), the mapped axis in front of its batch; `heads`: its axis of them in 4-D."""
     if tensor is None:
         return None
-    tensor = tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
+    tensor = _mapped(tensor, axis, size)
     rank = 4 if heads == 2 else 3
     if tensor.dim() == rank - 1:  # neither batch nor heads
         tensor = tensor.unsqueeze(heads)
     return tensor.flatten(0, 1) if tensor.dim() == rank + 1 else tensor
 
 
-def _unfold(tensor: torch.Tensor, rank: int, size: int, heads: int) -> torch.Tensor:
-    """Back to the rank that it had before it was mapped, behind the mapped axis."""
-    if rank == 4:
-        return tensor.unflatten(0, (size, -1))
-    return tensor.squeeze(heads) if rank == 2 else tensor
+def _unfold(tensor: torch.Tensor, q: torch.Size, heads: int) -> torch.Tensor:
+    """Back to the rank that it had before it was mapped, which is that of q, behind the mapped axis."""
+    if len(q) == 5:
+        return tensor.unflatten(0, q[:2])
+    return tensor.squeeze(heads) if len(q) == 3 else tensor
+
+
+def _mapped(tensor: torch.Tensor, axis: int | None, size: int) -> torch.Tensor:
+    """With the mapped axis in front."""
+    return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
 
 
 # The same as ops, for what looks at calls before it runs them: torch.compile, torch.export, dispatch modes.
