@@ -102,8 +102,11 @@ with jax.set_mesh(explicit):
     term = term(put(jnp.ones((9, 4)), None, "x"), put(jnp.ones((4, 8)), "x"))
     summed = lambda x: jax.lax.psum(attention(x, x, x), "x")
     within = jax.shard_map(summed, in_specs=P(unreduced={"x"}), out_specs=P())
+    same = jax.jit(lambda x: jax.reshard(x, P(reduced={"x"})))(q)
+    reduced = jax.shard_map(attention, in_specs=(P(reduced={"x"}),) * 3, out_specs=P(), check_vma=True)
     for function in (lambda: attention(*split), lambda: jax.vmap(attention)(*split),
-                     lambda: attention(term, term, term), lambda: jax.jit(within)(term)):
+                     lambda: attention(term, term, term), lambda: jax.jit(within)(term),
+                     lambda: jax.jit(reduced)(same, same, same)):
         try:
             function()
         except UnsupportedError as error:
@@ -115,20 +118,23 @@ def test_shards_of_batch_and_heads_and_their_gradients() -> None:
     heads, *others = run(SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2").strip().split("\n")
     assert heads.startswith("q has 1 heads and k has 2; heads_q must be a multiple")
     assert heads.endswith("The shapes are of one shard, over x")
-    split, unreduced = others[:2], others[2:]
+    split, unreduced, (reduced,) = others[:2], others[2:4], others[4:]
     assert [text.startswith("q is split over devices by explicit mesh axes") for text in split] == [True] * 2
     assert [text.startswith("q is unreduced over mesh axes x") for text in unreduced] == [True] * 2
     assert "jax.shard_map" in split[0]
     assert "jax.lax.psum" in unreduced[0]
+    assert reduced.startswith("q is reduced over mesh axes x")
+    assert "jax.lax.pcast" in reduced
 
 
 ENDS = """
 import jax
 from cuflash.frameworks.jax import attention
 x = jax.random.normal(jax.random.key(0), (8, 2000, 2, 64))
-gradient = jax.grad(lambda q: attention(q, x, x).sum())(x)
+KEPT = jax.grad(lambda q: attention(q, x, x).sum())(x)
 """
 
 
-def test_a_process_ends_while_a_gradient_is_computed() -> None:
-    run(ENDS)
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_process_ends_while_a_gradient_is_computed(kept: bool) -> None:
+    run(ENDS.replace("KEPT = ", "gradient = " if kept else ""))

@@ -38,7 +38,7 @@ def described(shapes: list[tuple[int, ...]], options: Options = OPTIONS, workspa
 
 def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
     for options in (OPTIONS, Options(-(2**31), 2**31, 1e-15, 1e15, True), Options(0, 0, 0.1, 30.0)):
-        for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)]):
+        for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)], []):
             attribute = described(shapes, options).encode()
             assert attribute.dtype == np.int64
             assert Described.decode(attribute.tobytes()) == described(shapes, options)

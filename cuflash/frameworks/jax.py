@@ -20,7 +20,7 @@ from ..errors import ProblemError, UnsupportedError
 from ..mask import WindowSize, check_flag
 from ..problem import Arguments, ArraySpec, Problem, check_scale
 from .xla_handlers import Options, Shape
-from .xla_primitives import backward, check_whole, forward
+from .xla_primitives import backward, check_numbers, check_whole, forward
 
 
 def attention(
@@ -137,11 +137,8 @@ def _arrays(**named: Any) -> tuple[Any, ...]:
             raise ProblemError(f"{name} is a {type(array).__name__}; give a JAX or NumPy array")
         if isinstance(array, np.ndarray):
             array = jnp.asarray(array)
-        if not all(isinstance(length, int) for length in array.shape):
-            raise UnsupportedError(
-                f"{name} has the symbolic shape {array.shape}; kernels are planned for numbers: export with those"
-            )
-        check_whole(name, array)
+        check_numbers(name, array.shape)
+        check_whole(name, array, reduced=False)
         arrays.append(array)
     return tuple(arrays)
 
@@ -179,10 +176,13 @@ def _varying_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     # why: JAX up to 0.9 has the axes as `vma`.
     varying = [frozenset(t.vma if hasattr(t, "vma") else t.manual_axis_type.varying) for t in types]
     axes = frozenset().union(*varying)
-    return tuple(
+    alike = tuple(
         x if own == axes else jax.lax.pcast(x, tuple(sorted(axes - own)), to="varying")
         for x, own in zip(arrays, varying, strict=True)
     )
+    for name, x in zip("qkv", alike, strict=True):
+        check_whole(name, x)
+    return alike
 
 
 # The function with gradients. lse has a last axis of length 1 inside, so that all arrays of a call have one rank.

@@ -5,9 +5,12 @@ Operands and results are named as in `cuflash.backward`; lse and dlse have a las
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import struct
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -60,13 +63,13 @@ class Described(NamedTuple):
     """All that a call of a program says but addresses: its attribute, by which its launcher is found at once."""
 
     options: Options
-    shapes: tuple[Shape, ...]  # of the operands, in the order of NAMES, all of one rank
-    dtypes: tuple[str, ...]
+    shapes: tuple[Shape, ...] = ()  # of the operands, in the order of NAMES, all of one rank; on the CPU the buffers'
+    dtypes: tuple[str, ...] = ()
     workspace: int = 0  # floats that it has
 
     def encode(self) -> np.ndarray[Any, Any]:
         """As plain values, for it is kept in compilation caches and exported programs."""
-        counts = self.workspace, len(self.shapes), len(self.shapes[0])
+        counts = self.workspace, len(self.shapes), len(self.shapes[0]) if self.shapes else 0
         head = np.frombuffer(_HEADER.pack(_FORMAT_VERSION, *self.options, *counts), np.int64)
         codes = [_CODES[dtype] for dtype in self.dtypes]
         return np.concatenate([head, np.array(codes, np.int64), np.array(self.shapes, np.int64).ravel()])
@@ -93,21 +96,46 @@ class Described(NamedTuple):
         return specs
 
 
+class Activity(contextlib.ContextDecorator):
+    """Whether functions run, in whatever threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._running, self._ended = threading.Lock(), 0, -math.inf
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._running += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._running, self._ended = self._running - 1, time.monotonic()
+
+    def wait(self, quiet: float) -> None:
+        """Until none has run for so many seconds."""
+        while self._running or time.monotonic() < self._ended + quiet:
+            time.sleep(quiet / 10)
+
+
+on_cpu = Activity()
+
+
+@on_cpu
 def forward_on_cpu(call: xla_ffi.Call) -> None:
     """q, k, v → out, lse."""
     operands, results = call.buffers()
     arrays = [_view(buffer) for buffer in operands]
-    problem = _problem_on_cpu(call)
+    problem = _problem_on_cpu(call, operands)
     for buffer, result in zip(results, reference.forward(problem, *map(as_4d, arrays)), strict=True):
         target = _view(buffer)
         target[...] = result.reshape(target.shape)
 
 
+@on_cpu
 def backward_on_cpu(call: xla_ffi.Call) -> None:
     """q, k, v, dout, out, lse and perhaps dlse → dq, dk, dv."""
     operands, results = call.buffers()
     arrays = [_view(buffer) for buffer in operands]
-    problem = _problem_on_cpu(call)
+    problem = _problem_on_cpu(call, operands)
     q, k, v, dout, out = map(as_4d, arrays[:5])
     lses = [x.reshape(problem.batch, problem.heads_q, problem.seqlen_q) for x in arrays[5:]]
     for buffer, result in zip(results, reference.backward(problem, dout, q, k, v, out, *lses), strict=True):
@@ -187,8 +215,9 @@ def _launcher(target: str, described: Described, ordinal: int, aligned: bool = T
     return Launcher(problem, "forward", out, copies, extents=[])
 
 
-def _problem_on_cpu(call: xla_ffi.Call) -> Problem:
-    described = Described.decode(call.attribute())
+def _problem_on_cpu(call: xla_ffi.Call, operands: Sequence[xla_ffi.Buffer]) -> Problem:
+    shapes, dtypes = tuple(x.shape for x in operands), tuple(_DTYPES[x.dtype] for x in operands)
+    described = Described.decode(call.attribute())._replace(shapes=shapes, dtypes=dtypes)
     return described.options.problem(described.specs("cpu"))
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src import xla_bridge
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -53,22 +54,33 @@ def _backward_types(*operands: Any, options: Options) -> list[Any]:
     return [q.update(shape=shape, weak_type=False) for shape in _backward_shapes([x.shape for x in operands])]
 
 
-def check_whole(name: str, array: Any) -> None:
-    """`UnsupportedError` where explicit mesh axes split an array, or say that it is one term of a sum (unreduced)."""
+def check_whole(name: str, array: Any, *, reduced: bool = True) -> None:
+    """`UnsupportedError` where explicit mesh axes split an array, or say that it is one term of a sum (unreduced).
+
+    reduced: also where its gradient is to be such a term.
+    """
     kind = jax.typeof(array)
     spec = kind.sharding.spec
     manual = getattr(kind, "manual_axis_type", spec)  # why: JAX up to 0.9 has all of it in the spec
-    for state in ("unreduced", "reduced"):
-        if axes := getattr(spec, state, frozenset()) | getattr(manual, state, frozenset()):
-            raise UnsupportedError(
-                f"{name} is {state} over mesh axes {', '.join(map(str, axes))} ({kind}), which only sums know how to "
-                "treat; give the whole value, by jax.lax.psum within jax.shard_map or jax.reshard outside of it"
-            )
+    if axes := _axes("unreduced", spec, manual):
+        raise UnsupportedError(
+            f"{name} is unreduced over mesh axes {axes} ({kind}): a term of a sum that is yet to be taken; take it by "
+            "jax.lax.psum within jax.shard_map, or by jax.reshard outside of it"
+        )
+    if reduced and (axes := _axes("reduced", spec, manual)):
+        raise UnsupportedError(
+            f"{name} is reduced over mesh axes {axes} ({kind}), so that its gradient would be a sum that is yet to be "
+            "taken; give jax.lax.pcast(..., to='varying') of it within jax.shard_map, or jax.reshard outside of it"
+        )
     if any(axes is not None for axes in getattr(spec, "partitions", spec)):
         raise UnsupportedError(
             f"{name} is split over devices by explicit mesh axes ({kind}); call attention within jax.shard_map, over "
             "batch or heads"
         )
+
+
+def _axes(state: str, *of: Any) -> str:
+    return ", ".join(sorted({str(axis) for x in of for axis in getattr(x, state, ())}))
 
 
 def _primitive(name: str, types: Callable[..., list[Any]], shapes: Callable[..., list[Shape]], lses: set[int]) -> Any:
@@ -167,33 +179,15 @@ def _refuse_platform(name: str, context: Any, *operands: Any, options: Options) 
     raise UnsupportedError(f"{name} runs on NVIDIA GPUs and the CPU, not on {platforms}; move the arrays there")
 
 
-def _described(context: Any, options: Options, workspace: int = 0) -> Described:
-    operands = context.avals_in
-    return Described(options, tuple(x.shape for x in operands), tuple(str(x.dtype) for x in operands), workspace)
-
-
-@functools.cache
-def _wait_at_exit(platform: str) -> None:
-    """Lets a process end after the calls that it began.
-
-    why: XLA's threads call Python, and one that does so when the interpreter is gone never comes back to end with it.
-    """
-
-    def wait() -> None:
-        for array in jax.live_arrays(platform):
-            with contextlib.suppress(Exception):  # what went wrong is told to whoever reads it
-                array.block_until_ready()
-
-    atexit.register(wait)
-
-
 def _lower_for_cpu(name: str, context: Any, *operands: Any, options: Options) -> Any:
-    _wait_at_exit("cpu")
-    return jax.ffi.ffi_lowering(name)(context, *operands, call=_described(context, options).encode())
+    # why no shapes: those of an exported program may be symbols, and the buffers have them.
+    return jax.ffi.ffi_lowering(name)(context, *operands, call=Described(options).encode())
 
 
 def _lower_for_cuda(name: str, context: Any, *operands: Any, options: Options) -> Any:
-    described = _described(context, options)
+    shapes, dtypes = tuple(x.shape for x in context.avals_in), tuple(str(x.dtype) for x in context.avals_in)
+    check_numbers("an operand", *shapes)
+    described = Described(options, shapes, dtypes)
     try:
         devices = jax.local_devices(backend="cuda")
     except RuntimeError as error:  # a program for other machines, by jax.export
@@ -210,6 +204,31 @@ def _lower_for_cuda(name: str, context: Any, *operands: Any, options: Options) -
     workspace = jax.core.ShapedArray((described.workspace,), np.dtype("float32"))
     context = context.replace(avals_out=[*context.avals_out, workspace])
     return jax.ffi.ffi_lowering(name)(context, *operands, call=described.encode())[:-1]
+
+
+def check_numbers(name: str, *shapes: Shape) -> None:
+    """`UnsupportedError` for symbolic shapes."""
+    for shape in shapes:
+        if not all(isinstance(length, int) for length in shape):
+            raise UnsupportedError(
+                f"{name} has the symbolic shape {shape}; kernels are planned for numbers: export with those"
+            )
+
+
+@atexit.register
+def _wait_at_exit() -> None:
+    """Lets a process end after the calls that it began.
+
+    why: XLA's threads call Python, and one that does so when the interpreter is gone never comes back to end with it.
+    What nobody holds any more can only be waited for while it runs here.
+    """
+    if not xla_bridge.backends_are_initialized():
+        return
+    with contextlib.suppress(Exception):  # there may be no CPU, and what went wrong is told to whoever reads it
+        for array in jax.live_arrays("cpu"):
+            with contextlib.suppress(Exception):
+                array.block_until_ready()
+    xla_handlers.on_cpu.wait(quiet=0.05)
 
 
 forward = _primitive(FORWARD, _forward_types, _forward_shapes, {-2})
