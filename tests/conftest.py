@@ -57,3 +57,9 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     forget()
     yield folder
     forget()
+
+
+@pytest.fixture(name="device", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def torch_device(request: pytest.FixtureRequest) -> str:
+    """Where PyTorch's tensors of a test are: on the CPU, and on a GPU where there is one."""
+    return str(request.param)

@@ -14,7 +14,6 @@ from cuflash import ProblemError, UnsupportedError
 torch = pytest.importorskip("torch")
 from cuflash.frameworks.torch import attention  # noqa: E402
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -23,11 +22,6 @@ MASKS: dict[str, dict[str, Any]] = {
     "capped": {"causal": True, "softcap": 2.0, "softmax_scale": 0.3},
 }
 Tensors = tuple[Any, ...]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def visible(seqlen_q: int, seqlen_k: int, causal: bool, window: tuple[int, int], offset: int | None) -> Any:

@@ -7,14 +7,9 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-from test_frameworks_torch import DEVICES, all_close, close, loss, made, with_lse  # noqa: E402
+from test_frameworks_torch import all_close, close, loss, made, with_lse  # noqa: E402
 
 from cuflash.frameworks.torch import attention  # noqa: E402
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
 
 
 def test_function_transforms(device: str) -> None:

@@ -20,7 +20,7 @@ from ..errors import ProblemError, UnsupportedError
 from ..mask import WindowSize, check_flag
 from ..problem import Arguments, ArraySpec, Problem, check_scale
 from .xla_handlers import Options, Shape
-from .xla_primitives import backward, check_numbers, check_whole, forward
+from .xla_primitives import backward, check_not_reduced, check_numbers, check_whole, forward
 
 
 def attention(
@@ -138,7 +138,7 @@ def _arrays(**named: Any) -> tuple[Any, ...]:
         if isinstance(array, np.ndarray):
             array = jnp.asarray(array)
         check_numbers(name, array.shape)
-        check_whole(name, array, reduced=False)
+        check_whole(name, array)
         arrays.append(array)
     return tuple(arrays)
 
@@ -181,7 +181,7 @@ def _varying_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         for x, own in zip(arrays, varying, strict=True)
     )
     for name, x in zip("qkv", alike, strict=True):
-        check_whole(name, x)
+        check_not_reduced(name, x)
     return alike
 
 

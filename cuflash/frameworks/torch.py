@@ -147,7 +147,7 @@ def _refuse_tangents(**tensors: torch.Tensor | None) -> None:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, ctx.keywords, ctx.deterministic = inputs
+    q, k, v, *ctx.options = inputs
     ctx.save_for_backward(q, k, v, *output)
     ctx.set_materialize_grads(False)
 
@@ -175,7 +175,7 @@ class _Attention(Function):
         tensors: tuple[Any, ...] = (_given(dout, saved[3]), *saved, dlse)
         as_function = torch.is_grad_enabled() or any(x is not None and _is_transformed(x) for x in tensors)
         run: Any = _Gradients.apply if as_function else _gradients
-        return *run(*tensors, ctx.keywords, ctx.deterministic), None, None
+        return *run(*tensors, *ctx.options), None, None
 
 
 # why not `_Attention.apply`: for 5 µs it asks first whether torch.func is at work or was, which is known here.
@@ -362,12 +362,6 @@ def _(
     return dq, dk, dv
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.set_materialize_grads(False)
-
-
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     gradients = torch.ops.cuflash.attention_backward(_given(dout, saved[3]), *saved, dlse, *ctx.options)
@@ -378,5 +372,5 @@ def _refuse(ctx: Any, *gradients: Any) -> Any:
     raise UnsupportedError(_TWICE)
 
 
-_attention_op.register_autograd(_differentiate, setup_context=_save)
+_attention_op.register_autograd(_differentiate, setup_context=_keep)
 _backward_op.register_autograd(_refuse)

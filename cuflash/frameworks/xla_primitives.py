@@ -54,32 +54,35 @@ def _backward_types(*operands: Any, options: Options) -> list[Any]:
     return [q.update(shape=shape, weak_type=False) for shape in _backward_shapes([x.shape for x in operands])]
 
 
-def check_whole(name: str, array: Any, *, reduced: bool = True) -> None:
-    """`UnsupportedError` where explicit mesh axes split an array, or say that it is one term of a sum (unreduced).
-
-    reduced: also where its gradient is to be such a term.
-    """
-    kind = jax.typeof(array)
-    spec = kind.sharding.spec
-    manual = getattr(kind, "manual_axis_type", spec)  # why: JAX up to 0.9 has all of it in the spec
-    if axes := _axes("unreduced", spec, manual):
+def check_whole(name: str, array: Any) -> None:
+    """`UnsupportedError` where explicit mesh axes split an array, or say that it is one term of a sum (unreduced)."""
+    if axes := _axes("unreduced", array):
         raise UnsupportedError(
-            f"{name} is unreduced over mesh axes {axes} ({kind}): a term of a sum that is yet to be taken; take it by "
-            "jax.lax.psum within jax.shard_map, or by jax.reshard outside of it"
+            f"{name} is unreduced over mesh axes {axes} ({jax.typeof(array)}): a term of a sum that is yet to be "
+            "taken; take it by jax.lax.psum within jax.shard_map, or by jax.reshard outside of it"
         )
-    if reduced and (axes := _axes("reduced", spec, manual)):
-        raise UnsupportedError(
-            f"{name} is reduced over mesh axes {axes} ({kind}), so that its gradient would be a sum that is yet to be "
-            "taken; give jax.lax.pcast(..., to='varying') of it within jax.shard_map, or jax.reshard outside of it"
-        )
+    spec = jax.typeof(array).sharding.spec
     if any(axes is not None for axes in getattr(spec, "partitions", spec)):
         raise UnsupportedError(
-            f"{name} is split over devices by explicit mesh axes ({kind}); call attention within jax.shard_map, over "
-            "batch or heads"
+            f"{name} is split over devices by explicit mesh axes ({jax.typeof(array)}); call attention within "
+            "jax.shard_map, over batch or heads"
         )
 
 
-def _axes(state: str, *of: Any) -> str:
+def check_not_reduced(name: str, array: Any) -> None:
+    """`UnsupportedError` where mesh axes say that an array's gradient is to be one term of a sum."""
+    if axes := _axes("reduced", array):
+        raise UnsupportedError(
+            f"{name} is reduced over mesh axes {axes} ({jax.typeof(array)}), so that its gradient would be a sum that "
+            "is yet to be taken; give jax.lax.pcast(..., to='varying') of it within jax.shard_map, or jax.reshard "
+            "outside of it"
+        )
+
+
+def _axes(state: str, array: Any) -> str:
+    """The mesh axes over which an array is in this state, which its type has for manual ones from JAX 0.10 on."""
+    kind = jax.typeof(array)
+    of = kind.sharding.spec, getattr(kind, "manual_axis_type", None)
     return ", ".join(sorted({str(axis) for x in of for axis in getattr(x, state, ())}))
 
 
@@ -139,6 +142,7 @@ def _batched(
     """
     for name, x in zip(NAMES, operands, strict=False):
         check_whole(name, x)
+        check_not_reduced(name, x)
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     rank = operands[0].ndim - (axes[0] is not None)
     before_heads = 2 if rank == 4 else 1
