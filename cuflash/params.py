@@ -78,24 +78,26 @@ class Parameters:
         view = memoryview(memory)[begin : begin + len(packed)]
         view[:] = packed
         self._words, self._ints = view.cast("Q"), view.cast("i")
-        self._written: tuple[int, ...] = ()
+        self._unknown = (-1,) * len(layout.pointers)
+        self._written = self._unknown
 
     def write(self, pointers: tuple[int, ...]) -> None:
         """The pointers, in the struct's order, and which of the operands allow 16-byte accesses."""
-        if pointers != self._written:  # why: an allocator often gives a repeated call the same memory again
-            self._written = ()  # why: what an error leaves half written is neither the old nor the new
-            self._write(pointers)
-            self._written = pointers
+        before = self._written
+        if pointers == before:  # why: an allocator often gives a repeated call the same memory again
+            return
+        self._written = self._unknown  # why: or what an error leaves half written would be taken for the old
+        for number, (pointer, old) in enumerate(zip(pointers, before, strict=True)):
+            if pointer != old:
+                self._place(number, pointer)
+        self._written = pointers
 
-    def _write(self, pointers: tuple[int, ...]) -> None:
-        for at, pointer in zip(self._layout.pointers, pointers, strict=True):
-            self._words[at] = pointer
-        aligned, bit = 0, 1
-        for pointer, bits in zip(pointers, self._misaligning, strict=False):
-            if not pointer & bits:
-                aligned |= bit
-            bit <<= 1
-        self._ints[self._layout.aligned] = aligned
+    def _place(self, number: int, pointer: int) -> None:
+        self._words[self._layout.pointers[number]] = pointer
+        if number < len(self._misaligning):
+            bit, aligned = 1 << number, self._layout.aligned
+            others = self._ints[aligned] & ~bit
+            self._ints[aligned] = others if pointer & self._misaligning[number] else others | bit
 
     def __bytes__(self) -> bytes:
         return bytes(self._words)
@@ -118,15 +120,15 @@ class WarpgroupParameters(Parameters):
     ) -> None:
         super().__init__(packed, layout, misaligning)
         addresses = itertools.count(self.address + first, MAP_BYTES)
-        self._maps = list(zip(operands, addresses, maps, strict=False))
-        self._at: list[int] = [0] * len(maps)
+        self._maps = dict(zip(operands, zip(addresses, maps, strict=False), strict=False))
+        self._encoded: set[int] = set()
 
-    def _write(self, pointers: tuple[int, ...]) -> None:
-        super()._write(pointers)
-        for n, (operand, address, tensor_map) in enumerate(self._maps):
-            if (pointer := pointers[operand]) != (at := self._at[n]) and pointer:
-                (tensor_map.move if at else tensor_map.encode)(address, pointer)
-                self._at[n] = pointer
+    def _place(self, number: int, pointer: int) -> None:
+        super()._place(number, pointer)
+        if number in self._maps and pointer:
+            address, tensor_map = self._maps[number]
+            (tensor_map.move if number in self._encoded else tensor_map.encode)(address, pointer)
+            self._encoded.add(number)
 
     def count_with(self, counter: int) -> None:
         """The address of the counter that hands out tiles."""

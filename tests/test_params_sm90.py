@@ -85,7 +85,7 @@ def test_a_tensor_map_is_made_once_and_moved_where_its_operand_moves(monkeypatch
 
 
 def test_after_pointers_that_were_refused_those_before_are_written_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    parameters, *_ = hopper_parameters(monkeypatch)
+    parameters, _, calls = hopper_parameters(monkeypatch)
     pointers = (2**30, 2**31, 2**32, 2**33, 2**34)
     parameters.write(pointers)
     written = bytes(parameters)
@@ -94,8 +94,10 @@ def test_after_pointers_that_were_refused_those_before_are_written_anew(monkeypa
         with pytest.raises(UnsupportedError, match="the driver refuses"):
             parameters.write((2**30 + 64, *pointers[1:]))
     assert bytes(parameters) != written
+    calls.clear()
     parameters.write(pointers)
     assert bytes(parameters) == written
+    assert ("cuTensorMapReplaceAddress", parameters.address, (2**30,)) in calls
 
 
 def test_lse_has_tensor_maps_of_q_and_k_alone(monkeypatch: pytest.MonkeyPatch) -> None:

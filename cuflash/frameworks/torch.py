@@ -48,7 +48,20 @@ class _Options(NamedTuple):
     softcap: float
     deterministic: bool
 
-    def of_call(self) -> dict[str, Any]:
+    @classmethod
+    def of(cls, keywords: dict[str, Any], deterministic: bool) -> _Options:
+        """Those of a call; the ops' schemas would take True for a number."""
+        for name in ("softmax_scale", "diagonal_offset", "softcap"):
+            if isinstance(keywords[name], bool):
+                raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
+        left, right = (-1 if side is None else side for side in keywords["window_size"])
+        if isinstance(left, bool) or isinstance(right, bool):
+            raise ProblemError(f"window_size={keywords['window_size']} holds a bool; give numbers of keys")
+        causal = check_flag("causal", keywords["causal"])
+        scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
+        return cls(scale, causal, left, right, offset, softcap, deterministic)
+
+    def keywords(self) -> dict[str, Any]:
         """As keyword arguments of `cuflash.forward`."""
         return {
             "softmax_scale": self.softmax_scale,
@@ -251,7 +264,7 @@ def _gradients(
     deterministic: bool,
 ) -> Any:
     if torch._C._len_torch_dispatch_stack():
-        options = _of_ops(keywords, deterministic)
+        options = _Options.of(keywords, deterministic)
         return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *options)
     return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
 
@@ -288,20 +301,7 @@ def _mapped(tensor: torch.Tensor, axis: int | None, size: int) -> torch.Tensor:
 
 
 def _by_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any], deterministic: bool) -> Any:
-    return torch.ops.cuflash.attention(q, k, v, *_of_ops(keywords, deterministic))
-
-
-def _of_ops(keywords: dict[str, Any], deterministic: bool) -> tuple[Any, ...]:
-    """The arguments of an op that are not tensors; its schema would take True for a number."""
-    for name in ("softmax_scale", "diagonal_offset", "softcap"):
-        if isinstance(keywords[name], bool):
-            raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
-    left, right = (-1 if side is None else side for side in keywords["window_size"])
-    if isinstance(left, bool) or isinstance(right, bool):
-        raise ProblemError(f"window_size={keywords['window_size']} holds a bool; give numbers of keys")
-    causal = check_flag("causal", keywords["causal"])
-    scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
-    return scale, causal, left, right, offset, softcap, deterministic
+    return torch.ops.cuflash.attention(q, k, v, *_Options.of(keywords, deterministic))
 
 
 # why schemas: annotations are strings here.
@@ -316,7 +316,7 @@ _OPTIONS = (
 )
 def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
     with torch.no_grad():
-        return forward(q, k, v, return_lse=True, **_Options(*options).of_call())
+        return forward(q, k, v, return_lse=True, **_Options(*options).keywords())
 
 
 @torch.library.custom_op(
@@ -337,7 +337,7 @@ def _backward_op(
 ) -> Any:
     given = _Options(*options)
     with torch.no_grad():
-        return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=given.deterministic, **given.of_call())
+        return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=given.deterministic, **given.keywords())
 
 
 @_attention_op.register_fake

@@ -66,26 +66,30 @@ def _word(of: type[ctypes.Structure], field: str) -> int:
     return int(getattr(of, field).offset) // 8
 
 
-# why words, and not the fields of the structs: with those a call took a third longer, 8.8 µs for 6.6.
-_FRAME = _INT64 * (ctypes.sizeof(_Frame) // 8)
-_ARRAY = _INT64 * (ctypes.sizeof(_Array) // 8)
-_ASKED = _INT64 * (ctypes.sizeof(_Asked) // 8)
-_WORDS = [_INT64 * count for count in range(32)]
+# Memory as 64-bit words, by their number. why: a struct's fields, and an array at an address, take two to six times as
+# long, and a call reads dozens of words.
+_MEMORY = (_INT64 * 2**59).from_address(0)
 _EXTENSION, _API, _CONTEXT, _STAGE = (_word(_Frame, name) for name in ("extension", "api", "context", "stage"))
 _OPERANDS, _RESULTS = (_word(_Frame, name) + _word(_Buffers, "size") for name in ("operands", "results"))
 _TO_ITEMS = _word(_Buffers, "items") - _word(_Buffers, "size")
 _VALUES = _word(_Frame, "attributes") + _word(_Attributes, "values")
-_TO_DATA = _Buffer.data.offset
+_TO_DATA = _word(_Buffer, "data")
+_ASKED = _INT64 * (ctypes.sizeof(_Asked) // 8)
+
+
+def _words(address: int, count: int) -> list[int]:
+    """So many words from an address on, a multiple of 8."""
+    first = address >> 3
+    return _MEMORY[first : first + count]
 
 
 class Buffer:
     """An operand or result of a call."""
 
     def __init__(self, address: int) -> None:
-        buffer = _Buffer.from_address(address)
-        self.data: int = buffer.data or 0  # its address, 0 perhaps where it has no elements
-        self.dtype: int = buffer.dtype  # an XLA_FFI_DataType
-        self.shape = tuple(_WORDS[buffer.rank].from_address(buffer.dims or 0))
+        _, _, dtype, self.data, rank, dims = _words(address, ctypes.sizeof(_Buffer) // 8)  # 0 perhaps without elements
+        self.dtype = dtype & 0xFFFFFFFF  # an XLA_FFI_DataType
+        self.shape = tuple(_words(dims, rank))
 
 
 class Call:
@@ -93,13 +97,14 @@ class Call:
 
     def __init__(self, runtime: _Runtime, frame: list[int]) -> None:
         self._runtime, self._frame = runtime, frame
-        self._asked = _ASKED(ctypes.sizeof(_ASKED), 0, frame[_CONTEXT])
+        self._asked = _ASKED()
+        self._asked[0], self._asked[2] = ctypes.sizeof(_ASKED), frame[_CONTEXT]
 
     def pointers(self) -> tuple[list[int], list[int]]:
         """Addresses of the operands' data, and of the results'."""
-        of = _INT64.from_address
-        operands = [of(item + _TO_DATA).value for item in self._items(_OPERANDS)]
-        return operands, [of(item + _TO_DATA).value for item in self._items(_RESULTS)]
+        memory = _MEMORY
+        operands = [memory[(item >> 3) + _TO_DATA] for item in self._items(_OPERANDS)]
+        return operands, [memory[(item >> 3) + _TO_DATA] for item in self._items(_RESULTS)]
 
     def buffers(self) -> tuple[list[Buffer], list[Buffer]]:
         """The operands, and the results."""
@@ -107,7 +112,8 @@ class Call:
 
     def attribute(self) -> bytes:
         """The one attribute of the call, an array of 64-bit numbers."""
-        _, size, data = _ARRAY.from_address(_INT64.from_address(self._frame[_VALUES]).value)
+        (value,) = _words(self._frame[_VALUES], 1)
+        _, size, data = _words(value, ctypes.sizeof(_Array) // 8)
         return ctypes.string_at(data, 8 * size)
 
     def stream(self) -> int:
@@ -118,8 +124,8 @@ class Call:
         """Number of the GPU."""
         return self._ask("DeviceOrdinal_Get")
 
-    def _items(self, at: int) -> Any:
-        return _WORDS[self._frame[at]].from_address(self._frame[at + _TO_ITEMS])
+    def _items(self, at: int) -> list[int]:
+        return _words(self._frame[at + _TO_ITEMS], self._frame[at])
 
     def _ask(self, name: str) -> int:
         asked = self._asked
@@ -198,7 +204,7 @@ def _enter(key: tuple[str, str], traits: int, address: int) -> int:
     """What XLA calls with the address of a frame: 0, or the address of an error."""
     # why: an exception that leaves this function is only printed, and XLA takes what is in a register for its answer.
     try:
-        frame = _FRAME.from_address(address)[:]
+        frame = _words(address, ctypes.sizeof(_Frame) // 8)
         if frame[_EXTENSION] and (found := _Extension.from_address(frame[_EXTENSION])).type == _METADATA:
             metadata = found.metadata.contents
             metadata.version.major, metadata.version.minor = VERSION
