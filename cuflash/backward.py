@@ -95,10 +95,9 @@ class BackwardLauncher:
         self._kernels = Kernels(self.plan, self.ordinal, parameters)
         log_plan("backward", self.plan)
 
-    def run(self, operands: tuple[int, ...], lse: int, dlse: int, workspace: int, stream: int) -> None:
-        """Launches on the current device; `operands` point to q, k, v, dout, out, dq, dk, dv."""
-        parts = [workspace + begin if begin >= 0 else 0 for begin in self.plan.workspace]
-        self._kernels.launch((*operands, lse, dlse, *parts), stream)
+    def run(self, pointers: tuple[int, ...], stream: int) -> None:
+        """Launches with the pointers of q, k, v, dout, out, dq, dk, dv, lse, dlse (or 0) and the workspace."""
+        self._kernels.launch(pointers, stream)
 
 
 def _on_gpu(
@@ -121,14 +120,9 @@ def _on_gpu(
         empty, dtype = framework.empty, found.dtype
         dq, dk, dv = [empty(shape, dtype, ordinal) for shape in found.shapes]
         workspace = empty(found.workspace, "float32", ordinal)
-        gradients = map(framework.pointer, (dq, dk, dv))
-        found.run(
-            (q, k, v, dout, out, *gradients),
-            lse,
-            dlse[0] if dlse else 0,
-            framework.pointer(workspace),
-            framework.stream(ordinal),
-        )
+        written = map(framework.pointer, (dq, dk, dv))
+        pointers = (q, k, v, dout, out, *written, lse, dlse[0] if dlse else 0, framework.pointer(workspace))
+        found.run(pointers, framework.stream(ordinal))
     return dq, dk, dv
 
 

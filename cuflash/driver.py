@@ -24,19 +24,24 @@ def function(name: str, *argtypes: type) -> Function:
     return found
 
 
-_device = ctypes.c_int()
+def current_device() -> int:
+    """Number of the GPU whose context this thread works in, -1 where it has none."""
+    # why not one for all calls: another thread may run between the call and the look at its answer.
+    ordinal = ctypes.c_int(-1)
+    return -1 if function("cuCtxGetDevice", ctypes.c_void_p)(ctypes.addressof(ordinal)) else ordinal.value
 
 
-def bind(ordinal: int) -> None:
-    """Gives this thread a context of the GPU, its current device, where it has none.
+@contextlib.contextmanager
+def on_device(ordinal: int) -> Iterator[None]:
+    """Inside, this thread works in a context of the GPU, which calls of the driver need.
 
-    Calls of the driver need one. CUDA's runtime sees to it in its own; a thread that autograd began, or one of a pool,
-    may not have made any.
+    CUDA's runtime sees to it in its own calls; a thread that autograd began, or one of a pool, may not have made any.
     """
-    if function("cuCtxGetDevice", ctypes.c_void_p)(ctypes.addressof(_device)):
-        from cupy.cuda import runtime
+    from cupy.cuda import Device, runtime
 
-        runtime.setDevice(ordinal)
+    with Device(ordinal):
+        runtime.setDevice(ordinal)  # why: what is the runtime's device already may not have a context yet
+        yield
 
 
 @contextlib.contextmanager

@@ -85,7 +85,8 @@ def _on_gpu(
             found.check_separate(inputs, pointer(out))
             target = framework.empty(found.out_shape, found.out_dtype, ordinal) if found.copies[3] else out
         lse = framework.empty(found.lse_shape, "float32", ordinal) if return_lse else None
-        found.run(inputs, pointer(target), 0 if lse is None else pointer(lse), framework.stream(ordinal))
+        pointers = (*inputs, pointer(target), 0 if lse is None else pointer(lse))
+        found.run(pointers, framework.stream(ordinal))
         if out is not None and target is not out:
             framework.copy(target, out)
             target = out

@@ -1,11 +1,12 @@
 """One way to launch: a `Launcher` holds what a call repeats (kernel, grid, packed parameters); a run writes pointers.
 
-Launchers are cached by everything but the pointers, so a repeated call is one dictionary hit, the outputs' allocation,
-the pointers and the launch.
+Launchers are cached by everything but the pointers, and parameters by those, so a repeated call is two dictionary hits,
+the outputs' allocation and the launch.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import threading
@@ -13,9 +14,9 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple, TypeVar
 
 from . import counters, device, jit, params
-from .driver import bind, relaxed_capture
+from .driver import current_device, on_device, relaxed_capture
 from .errors import ProblemError
-from .interop import GpuFramework, cupy
+from .interop import GpuFramework
 from .log import logger
 from .plan import plan
 from .problem import ITEMSIZE, Arguments, ArraySpec, Problem
@@ -23,6 +24,7 @@ from .tiles_sm90 import allows_tma
 from .variant import Plan
 
 MAX_LAUNCHERS = 4096  # of all threads; past that the cache starts anew
+MAX_WRITTEN = 64  # sets of pointers of a launcher, such as the layers of a model; past that the oldest is overwritten
 
 
 class Stream(NamedTuple):
@@ -31,17 +33,18 @@ class Stream(NamedTuple):
     ptr: int
 
 
+_stream = functools.lru_cache(Stream)  # why: to make one takes longer than to find it
+
+
 class Kernels:
     """Loaded kernels of a plan with parameters of their own; for one thread at a time."""
 
     def __init__(self, plan: Plan, ordinal: int, parameters: params.Parameters) -> None:
-        from cupy.cuda.function import CPointer
-
-        self._ordinal, self.parameters = ordinal, parameters
-        self._counted = parameters if plan.counted and isinstance(parameters, params.WarpgroupParameters) else None
-        self._arguments = (CPointer(parameters.address),)
+        self._ordinal, self.parameters, self._parts = ordinal, parameters, plan.workspace
+        self._counted = plan.counted and isinstance(parameters, params.WarpgroupParameters)
+        self._written: dict[tuple[int, ...], tuple[Any, Any]] = {}  # by pointers: the argument of a launch, and its own
         self._launches = []
-        with cupy().device(ordinal):
+        with on_device(ordinal):
             for launch in plan.launches:
                 if launch.num_blocks:
                     variant = launch.variant
@@ -49,14 +52,40 @@ class Kernels:
                     self._launches.append((jit.load(variant, ordinal), *shape, variant.smem_bytes))
 
     def launch(self, pointers: tuple[int, ...], stream: int) -> None:
-        """In order, on the current device, with these pointers. The driver copies the parameters before it returns."""
-        bind(self._ordinal)
-        self.parameters.write(pointers)
-        if self._counted is not None:
-            self._counted.count_with(counters.counter(self._ordinal, stream))
-        on = Stream(stream)
+        """In order, on this stream of the GPU. The driver copies the parameters before it returns.
+
+        The pointers are in the order of the parameters, that of the workspace last where the plan has one.
+        """
+        if current_device() != self._ordinal:
+            with on_device(self._ordinal):
+                self._launch(pointers, stream)
+        else:
+            self._launch(pointers, stream)
+
+    def _launch(self, pointers: tuple[int, ...], stream: int) -> None:
+        arguments, parameters = self._written.get(pointers) or self._write(pointers)
+        if self._counted:
+            parameters.count_with(counters.counter(self._ordinal, stream))
+        on = _stream(stream)
         for function, grid, block, smem_bytes in self._launches:
-            function(grid, block, self._arguments, smem_bytes, on)
+            function(grid, block, arguments, smem_bytes, on)
+
+    def _write(self, pointers: tuple[int, ...]) -> tuple[Any, Any]:
+        from cupy.cuda.function import CPointer
+
+        written = self._written
+        if len(written) >= MAX_WRITTEN:
+            ready = written.pop(next(iter(written)))
+        else:
+            parameters = self.parameters.copy() if written else self.parameters
+            ready = (CPointer(parameters.address),), parameters
+        whole = pointers
+        if self._parts:
+            *operands, workspace = pointers
+            whole = *operands, *(workspace + begin if begin >= 0 else 0 for begin in self._parts)
+        ready[1].write(whole)
+        written[pointers] = ready
+        return ready
 
 
 class Launcher:
@@ -90,21 +119,18 @@ class Launcher:
             if out < start + extent and start < out + self._extents[3]:
                 raise ProblemError(f"out shares memory with {name}, which is read while out is written; give another")
 
-    def run(self, inputs: tuple[int, ...], out: int, lse: int, stream: int) -> None:
-        """Launches with these pointers (q, k, v first) on the current device; nothing to do where no row exists."""
+    def run(self, pointers: tuple[int, ...], stream: int) -> None:
+        """Launches with the pointers of q, k, v, out and lse, 0 for what is not there; nothing where no row exists."""
         kernels = self._kernels
         if kernels is None:
             return
-        together = out
-        for pointer in inputs:
-            together |= pointer
-        if self._needs_alignment and together & 15:
+        if self._needs_alignment and (pointers[0] | pointers[1] | pointers[2] | pointers[3]) & 15:
             if self._for_any is None:
                 with relaxed_capture():  # why: perhaps it was captured with other pointers before
                     _, self._for_any = self._prepared(aligned=False)
                 assert self._for_any is not None
             kernels = self._for_any
-        kernels.launch((*inputs, out, lse), stream)
+        kernels.launch(pointers, stream)
 
 
 _launchers: dict[Any, Any] = {}

@@ -45,5 +45,5 @@ def _on_gpu(framework: GpuFramework, arrays: tuple[Any, ...], arguments: Argumen
             arrays = dense(framework, arrays, found.copies)
         result = framework.empty(found.lse_shape, "float32", found.ordinal)
         q, k = map(framework.pointer, arrays)
-        found.run((q, k, 0), 0, framework.pointer(result), framework.stream(found.ordinal))
+        found.run((q, k, 0, 0, framework.pointer(result)), framework.stream(found.ordinal))
     return result

@@ -5,13 +5,14 @@ Constants of a problem are packed once; per call only pointers, and the alignmen
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import itertools
 import math
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from .problem import ITEMSIZE, Problem
 from .tensor_map import MAP_BYTES, TensorMap
@@ -71,6 +72,11 @@ class Parameters:
 
     def __init__(self, packed: bytes, layout: Layout, misaligning: Sequence[int] = ()) -> None:
         self._layout, self._misaligning = layout, misaligning
+        self._unknown = (-1,) * len(layout.pointers)
+        self._written = self._unknown
+        self._hold(packed)
+
+    def _hold(self, packed: bytes) -> None:
         memory = bytearray(len(packed) + _ALIGNMENT)
         self._owner = (ctypes.c_char * len(memory)).from_buffer(memory)
         begin = -ctypes.addressof(self._owner) % _ALIGNMENT
@@ -78,8 +84,12 @@ class Parameters:
         view = memoryview(memory)[begin : begin + len(packed)]
         view[:] = packed
         self._words, self._ints = view.cast("Q"), view.cast("i")
-        self._unknown = (-1,) * len(layout.pointers)
-        self._written = self._unknown
+
+    def copy(self) -> Self:
+        """The same in memory of its own."""
+        made = copy.copy(self)
+        made._hold(bytes(self))
+        return made
 
     def write(self, pointers: tuple[int, ...]) -> None:
         """The pointers, in the struct's order, and which of the operands allow 16-byte accesses."""
@@ -119,16 +129,15 @@ class WarpgroupParameters(Parameters):
         operands: Iterable[int],
     ) -> None:
         super().__init__(packed, layout, misaligning)
-        addresses = itertools.count(self.address + first, MAP_BYTES)
-        self._maps = dict(zip(operands, zip(addresses, maps, strict=False), strict=False))
-        self._encoded: set[int] = set()
+        self._maps = dict(zip(operands, zip(itertools.count(first, MAP_BYTES), maps, strict=False), strict=False))
+        self._encoded: frozenset[int] = frozenset()  # operands whose maps were made
 
     def _place(self, number: int, pointer: int) -> None:
         super()._place(number, pointer)
         if number in self._maps and pointer:
-            address, tensor_map = self._maps[number]
-            (tensor_map.move if number in self._encoded else tensor_map.encode)(address, pointer)
-            self._encoded.add(number)
+            offset, tensor_map = self._maps[number]
+            (tensor_map.move if number in self._encoded else tensor_map.encode)(self.address + offset, pointer)
+            self._encoded |= {number}
 
     def count_with(self, counter: int) -> None:
         """The address of the counter that hands out tiles."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -57,15 +59,32 @@ def test_a_function_that_the_driver_does_not_have_is_an_error() -> None:
         driver.function("cuNoSuchThing")
 
 
-@pytest.mark.parametrize("result", [0, 201])
-def test_a_thread_gets_a_context_where_it_has_none(result: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chosen: list[int] = []
-    runtime = SimpleNamespace(setDevice=chosen.append)
-    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+@pytest.mark.parametrize(("result", "device"), [(0, 5), (201, -1)])
+def test_the_current_device_is_that_of_the_threads_context(
+    result: int, device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(address: int) -> int:
+        ctypes.c_int.from_address(address).value = 5
+        return result
+
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "function", lambda *_: lambda address: result)
-        driver.bind(3)
-    assert chosen == ([3] if result else [])
+        patch.setattr(driver, "function", lambda *_: answer)
+        assert driver.current_device() == device
+
+
+def test_a_thread_gets_a_context_even_of_what_is_its_device_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    @contextlib.contextmanager
+    def device(ordinal: int) -> Iterator[None]:
+        yield told.append(("enter", ordinal))
+        told.append("exit")
+
+    runtime = SimpleNamespace(setDevice=lambda ordinal: told.append(("set", ordinal)))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(Device=device, runtime=runtime))
+    with driver.on_device(3):
+        told.append("inside")
+    assert told == [("enter", 3), ("set", 3), "inside", "exit"]
 
 
 def test_a_capture_is_relaxed_inside_and_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -275,7 +275,7 @@ def test_a_program_for_the_cpu_may_be_mapped_over_any_number() -> None:
     export = pytest.importorskip("jax.export")
     checks = [export.DisabledSafetyCheck.custom_call("cuflash_forward")]
     symbolic = jax.ShapeDtypeStruct(export.symbolic_shape("b, 4, 2, 8"), jnp.float32)
-    program = export.export(jax.jit(jax.vmap(attention)), disabled_checks=checks)(*[symbolic] * 3)
+    program = export.export(jax.jit(jax.vmap(attention)), platforms=["cpu"], disabled_checks=checks)(*[symbolic] * 3)
     for batch in (1, 5):
         arrays = [jax.random.normal(jax.random.key(n), (batch, 4, 2, 8)) for n in range(3)]
         same(program.call(*arrays), attention(*arrays))

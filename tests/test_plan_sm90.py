@@ -207,14 +207,14 @@ def test_a_call_on_hopper_runs_its_kernel_and_the_generic_one_where_a_pointer_is
     found, made = launcher(monkeypatch, op)
     assert tile_of(found.plan) is not None
     pointers = [2**20, 2**21, 2**22, 2**23] if op == "forward" else [2**20, 2**21, 0, 0]
-    found.run(tuple(pointers[:3]), pointers[3], 2**24 + 4, 0)  # lse may be anywhere
+    found.run((*pointers, 2**24 + 4), 0)  # lse may be anywhere
     assert [kernels.launched for kernels in made] == [1]
     for n in (n for n in range(4) if pointers[n]):
         off = [pointer + 2 * (at == n) for at, pointer in enumerate(pointers)]
-        found.run(tuple(off[:3]), off[3], 2**24, 0)
+        found.run((*off, 2**24), 0)
         assert tile_of(made[1].plan) is None
         assert [kernels.launched for kernels in made] == [1, 1 + n]  # made once
-    found.run(tuple(pointers[:3]), pointers[3], 2**24, 0)
+    found.run((*pointers, 2**24), 0)
     assert made[0].launched == 2
 
 

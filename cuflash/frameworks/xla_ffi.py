@@ -74,7 +74,9 @@ _OPERANDS, _RESULTS = (_word(_Frame, name) + _word(_Buffers, "size") for name in
 _TO_ITEMS = _word(_Buffers, "items") - _word(_Buffers, "size")
 _VALUES = _word(_Frame, "attributes") + _word(_Attributes, "values")
 _TO_DATA = _word(_Buffer, "data")
-_ASKED = _INT64 * (ctypes.sizeof(_Asked) // 8)
+_FRAME_WORDS, _BUFFER_WORDS, _ARRAY_WORDS = (ctypes.sizeof(struct) // 8 for struct in (_Frame, _Buffer, _Array))
+_ASKED_BYTES = ctypes.sizeof(_Asked)
+_ASKED = _INT64 * (_ASKED_BYTES // 8)
 
 
 def _words(address: int, count: int) -> list[int]:
@@ -87,7 +89,7 @@ class Buffer:
     """An operand or result of a call."""
 
     def __init__(self, address: int) -> None:
-        _, _, dtype, self.data, rank, dims = _words(address, ctypes.sizeof(_Buffer) // 8)  # 0 perhaps without elements
+        _, _, dtype, self.data, rank, dims = _words(address, _BUFFER_WORDS)  # 0 perhaps without elements
         self.dtype = dtype & 0xFFFFFFFF  # an XLA_FFI_DataType
         self.shape = tuple(_words(dims, rank))
 
@@ -97,14 +99,11 @@ class Call:
 
     def __init__(self, runtime: _Runtime, frame: list[int]) -> None:
         self._runtime, self._frame = runtime, frame
-        self._asked = _ASKED()
-        self._asked[0], self._asked[2] = ctypes.sizeof(_ASKED), frame[_CONTEXT]
 
-    def pointers(self) -> tuple[list[int], list[int]]:
-        """Addresses of the operands' data, and of the results'."""
+    def pointers(self) -> tuple[int, ...]:
+        """Addresses of the operands' data, then of the results'."""
         memory = _MEMORY
-        operands = [memory[(item >> 3) + _TO_DATA] for item in self._items(_OPERANDS)]
-        return operands, [memory[(item >> 3) + _TO_DATA] for item in self._items(_RESULTS)]
+        return tuple([memory[(item >> 3) + _TO_DATA] for item in self._items(_OPERANDS) + self._items(_RESULTS)])
 
     def buffers(self) -> tuple[list[Buffer], list[Buffer]]:
         """The operands, and the results."""
@@ -112,27 +111,19 @@ class Call:
 
     def attribute(self) -> bytes:
         """The one attribute of the call, an array of 64-bit numbers."""
-        (value,) = _words(self._frame[_VALUES], 1)
-        _, size, data = _words(value, ctypes.sizeof(_Array) // 8)
+        _, size, data = _words(_MEMORY[self._frame[_VALUES] >> 3], _ARRAY_WORDS)
         return ctypes.string_at(data, 8 * size)
 
     def stream(self) -> int:
         """Handle of the CUDA stream to launch on."""
-        return self._ask("Stream_Get")
+        return self._runtime.answer("Stream_Get", self._frame[_CONTEXT])
 
     def ordinal(self) -> int:
         """Number of the GPU."""
-        return self._ask("DeviceOrdinal_Get")
+        return self._runtime.answer("DeviceOrdinal_Get", self._frame[_CONTEXT])
 
     def _items(self, at: int) -> list[int]:
         return _words(self._frame[at + _TO_ITEMS], self._frame[at])
-
-    def _ask(self, name: str) -> int:
-        asked = self._asked
-        asked[-1] = 0  # why: some answers have half a word
-        if error := self._runtime.function(name)(asked):
-            raise RuntimeError(f"XLA_FFI_{name}: {self._runtime.taken(error)}")
-        return asked[-1]
 
 
 class _Runtime:
@@ -155,6 +146,14 @@ class _Runtime:
                 raise UnsupportedError(f"{self} has no {name}: {_UPDATE}")
             found = self._known[name] = getattr(self._api, name)
         return found
+
+    def answer(self, name: str, context: int) -> int:
+        """What a function tells of an execution."""
+        asked = _ASKED()  # why zeros: some answers have half a word
+        asked[0], asked[2] = _ASKED_BYTES, context
+        if error := self.function(name)(asked):
+            raise RuntimeError(f"XLA_FFI_{name}: {self.taken(error)}")
+        return asked[-1]
 
     def error(self, message: bytes, code: int) -> int:
         """A new error of XLA's."""
@@ -204,15 +203,13 @@ def _enter(key: tuple[str, str], traits: int, address: int) -> int:
     """What XLA calls with the address of a frame: 0, or the address of an error."""
     # why: an exception that leaves this function is only printed, and XLA takes what is in a register for its answer.
     try:
-        frame = _words(address, ctypes.sizeof(_Frame) // 8)
+        frame = _words(address, _FRAME_WORDS)
         if frame[_EXTENSION] and (found := _Extension.from_address(frame[_EXTENSION])).type == _METADATA:
             metadata = found.metadata.contents
             metadata.version.major, metadata.version.minor = VERSION
             metadata.traits = traits
         elif frame[_STAGE] & 0xFFFFFFFF == _EXECUTE:
-            runtime = _runtime(frame[_API])
-            check_fits(runtime, frame[0])
-            _handlers[key](Call(runtime, frame))
+            _handlers[key](Call(_fitting(frame[_API], frame[0]), frame))
         return 0
     except BaseException as error:
         return _told(address, error)
@@ -226,6 +223,13 @@ def check_fits(runtime: _Runtime, frame_bytes: int) -> None:
         raise UnsupportedError(
             f"a call frame of {runtime} has {frame_bytes} bytes; cuflash reads {ctypes.sizeof(_Frame)}: {_UPDATE}"
         )
+
+
+@functools.cache
+def _fitting(address: int, frame_bytes: int) -> _Runtime:
+    runtime = _runtime(address)
+    check_fits(runtime, frame_bytes)
+    return runtime
 
 
 def _told(address: int, error: BaseException) -> int:

@@ -19,9 +19,9 @@ import numpy as np
 
 from .. import counters, reference
 from ..backward import NAMES, BackwardLauncher
-from ..driver import relaxed_capture
+from ..driver import on_device, relaxed_capture
 from ..errors import UnsupportedError
-from ..interop import as_4d, bfloat16, cupy
+from ..interop import as_4d, bfloat16
 from ..launch import Launcher, kept
 from ..mask import Mask
 from ..problem import Arguments, ArraySpec, Problem
@@ -145,22 +145,17 @@ def backward_on_cpu(call: xla_ffi.Call) -> None:
 
 def forward_on_cuda(call: xla_ffi.Call) -> None:
     """q, k, v → out, lse, on XLA's stream."""
-    ordinal = call.ordinal()
-    found = _launcher_of(FORWARD, call.attribute(), ordinal)
-    operands, (out, lse) = call.pointers()
-    with cupy().device(ordinal):
-        found.run(tuple(operands), out, lse, call.stream())
+    _launcher_of(FORWARD, call.attribute(), call.ordinal()).run(call.pointers(), call.stream())
 
 
 def backward_on_cuda(call: xla_ffi.Call) -> None:
     """q, k, v, dout, out, lse and perhaps dlse → dq, dk, dv and a workspace, on XLA's stream."""
     ordinal, attribute = call.ordinal(), call.attribute()
     found = _launcher_of(BACKWARD, attribute, ordinal)
-    (q, k, v, dout, out, lse, *dlse), (*gradients, workspace) = call.pointers()
+    q, k, v, dout, out, lse, *dlse, dq, dk, dv, workspace = call.pointers()
     if found.needs_alignment and (q | k | v | dout) & 15:
         found = _launcher_of(BACKWARD, attribute, ordinal, aligned=False)
-    with cupy().device(ordinal):
-        found.run((q, k, v, dout, out, *gradients), lse, dlse[0] if dlse else 0, workspace, call.stream())
+    found.run((q, k, v, dout, out, dq, dk, dv, lse, dlse[0] if dlse else 0, workspace), call.stream())
 
 
 def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
@@ -179,7 +174,7 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
         if isinstance(found, BackwardLauncher):
             workspace = max(workspace, *found.workspace)
         if found.plan.counted:
-            with cupy().device(ordinal):
+            with on_device(ordinal):
                 counters.reserve(ordinal)
     if refused is not None and not loaded:
         raise refused
