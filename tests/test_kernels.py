@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from test_params_sm90 import FakeDriver
 
 from cuflash import launch, params, tensor_map
 from cuflash.device import KNOWN
@@ -20,18 +21,17 @@ POINTERS = (2**30, 2**31, 2**32, 2**33, 2**34)
 
 
 class Gpus:
-    """What was launched (stream, bytes of the parameters), and which maps were made or moved."""
+    """What was launched (stream, bytes of the parameters), by a recorded driver."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current, self.refused = 1, False
+        self.current, self.driver = 1, FakeDriver()
         self.launched: list[tuple[int, bytes]] = []
-        self.maps: list[str] = []
         self.parameters: dict[int, params.Parameters] = {}  # by address
         monkeypatch.setattr(launch, "current_device", lambda: self.current)
         monkeypatch.setattr(launch, "on_device", self.on_device)
         monkeypatch.setattr(launch, "jit", SimpleNamespace(load=lambda variant, ordinal: self.launch))
         monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream: 512 * stream)
-        monkeypatch.setattr(tensor_map, "function", lambda name, *_: lambda *_: self.map(name))
+        monkeypatch.setattr(tensor_map, "function", self.driver.function)
         function = SimpleNamespace(CPointer=lambda address: address)
         for name, module in (("cupy", SimpleNamespace()), ("cupy.cuda", SimpleNamespace()),
                              ("cupy.cuda.function", function)):  # fmt: skip
@@ -43,10 +43,6 @@ class Gpus:
             self.parameters[parameters.address] = parameters
 
         monkeypatch.setattr(params.Parameters, "_hold", noted)
-
-    def map(self, name: str) -> int:
-        self.maps.append(name.removeprefix("cuTensorMap"))
-        return int(self.refused)
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator[None]:
@@ -88,12 +84,12 @@ def test_a_launch_takes_the_parameters_of_its_pointers_and_those_that_are_known_
         kernels.launch(known, stream=7)
         wanted.write(known)
         assert gpus.launched[-1] == (7, bytes(wanted))
-    own = [name for name in gpus.maps if name == "EncodeTiled"]
-    assert len(own) == 4 + 4  # of q, k, v and out, here and in `wanted`; a copy has them
-    gpus.maps.clear()
+    made = [name for name, *_ in gpus.driver.calls if name == "cuTensorMapEncodeTiled"]
+    assert len(made) == 4 + 4  # of q, k, v and out, here and in `wanted`; a copy has them
+    gpus.driver.calls.clear()
     kernels.launch(moved(1), stream=8)
     assert gpus.launched[-1][0] == 8
-    assert gpus.maps == []
+    assert gpus.driver.calls == []
 
 
 def test_past_so_many_sets_of_pointers_the_oldest_is_overwritten(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +106,10 @@ def test_past_so_many_sets_of_pointers_the_oldest_is_overwritten(gpus: Gpus, mon
 def test_what_was_refused_is_not_launched_and_not_known(gpus: Gpus) -> None:
     kernels, wanted = forward()
     for known in (moved(0), moved(1)):
-        gpus.refused = True
+        gpus.driver.result = 1
         with pytest.raises(UnsupportedError, match="the driver refuses"):
             kernels.launch(known, stream=7)
-        gpus.refused = False
+        gpus.driver.result = 0
         kernels.launch(known, stream=7)
         wanted.write(known)
         assert gpus.launched[-1][1] == bytes(wanted)

@@ -21,11 +21,12 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, tuple[Any, ...]]] = []
+        self.result = 0
 
     def function(self, name: str, *argtypes: type) -> Callable[..., int]:
         def called(address: Any, *more: Any) -> int:
             self.calls.append((name, address.value if isinstance(address, ctypes.c_void_p) else address, more))
-            return 0
+            return self.result
 
         return called
 
