@@ -94,8 +94,6 @@ class Parameters:
     def write(self, pointers: tuple[int, ...]) -> None:
         """The pointers, in the struct's order, and which of the operands allow 16-byte accesses."""
         before = self._written
-        if pointers == before:  # why: an allocator often gives a repeated call the same memory again
-            return
         self._written = self._unknown  # why: or what an error leaves half written would be taken for the old
         for number, (pointer, old) in enumerate(zip(pointers, before, strict=True)):
             if pointer != old:
