@@ -68,6 +68,8 @@ def hopper_cases() -> Iterator[Case]:
         shape, name = (2, 2, *dims, dtype), f"{dtype}_{dims[0]}_{dims[1]}_gradients"
         yield Case(name, 1, 200, 300, *shape, causal=True)
         yield Case(f"{name}_w", 1, 270, 300, *shape, False, (150, 20), 10, 15.0)
+        if dims[0] > 128:  # rings that come round
+            yield Case(f"{name}_long", 1, 700, 150, *shape)
     for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.BACKWARD):  # those for many queries
         for capped in (0.0, 15.0) if tile.min_queries else ():
             shape = 1, tile.min_queries + 8, 200, 1, 1, tile.head_dim, tile.head_dim_v

@@ -97,7 +97,7 @@ class WarpgroupBackwardTile:
         rows += dq
         sums = 2 * 8 if self.block_q % GROUP_ROWS else dq * PANEL_BYTES  # what it is added to may share its place
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
-        barriers, modes = 8 * (4 * self.stages + 9), 3 * 4
+        barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
         return _rounded(rows * PANEL_BYTES + sums + stats + barriers + modes, 1024)
 
     @property

@@ -10,6 +10,11 @@ __device__ __forceinline__ void cp_async_16_zfill(unsigned smem_address, const v
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address), "l"(gmem), "r"(bytes) : "memory");
 }
 
+// One of the arrivals that `barrier` expects, once this thread's copies have ended.
+__device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until at most kPending of this thread's latest groups are under way.

@@ -200,7 +200,7 @@ struct Consumer : Role {
     const int lane = fresh_thread() % 32;
     const unsigned own = (group * 4 + warp) * (kBytesDq / 4), target = smem.dq + own;
     bar_sync(kDqReadyBarrier + group, kDqThreads);
-    const unsigned mode = ld_shared_u32(smem.turn_modes + 4 * (n & 1));
+    const unsigned mode = ld_shared_u32(smem.dq_modes + 4 * (n & 1));
     if (mode < kDqFinishAlone) {
 #pragma unroll
       for (int i = 0; i < kDqFloats; i += 4) {
@@ -214,6 +214,10 @@ struct Consumer : Role {
         for (int i = 0; i < kDqFloats; i += 4) {
           const float4 x = ld_shared_v4_f32(smem.dq_sum + own + lane * 16 + i * 128);
           dq[i] += x.x, dq[i + 1] += x.y, dq[i + 2] += x.z, dq[i + 3] += x.w;
+        }
+        if constexpr (!kDqTransposed) {
+          fence_proxy_async();
+          mbarrier_arrive(smem.sum_empty);  // why every lane: for its own reads; seldom enough
         }
       }
       if constexpr (kDqTransposed) {
@@ -246,6 +250,11 @@ struct Consumer : Role {
     mbarrier_wait(smem.q_full + 8 * (n % kStages), n / kStages & 1);
   }
 
+  // why late if transposed: it also tells that the warp is done with the place of dq.
+  __device__ __forceinline__ void release_query(unsigned n) const {
+    mbarrier_arrive_warp(smem.q_empty + 8 * (n % kStages), leads);
+  }
+
   // first, last: of its key block.
   __device__ __forceinline__ void step(unsigned n, int m, bool first, bool last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
@@ -257,6 +266,7 @@ struct Consumer : Role {
     mbarrier_wait(smem.dout_full + 8 * slot, parity);
     begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
     if (kPassesLate && !first) pass_dq();
+    if (kDqTransposed && n > 0) release_query(n - 1);
     unsigned stats;
     auto find_stats = [&] { stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8; };
     if constexpr (kFindsStatsFirst) find_stats();
@@ -290,7 +300,7 @@ struct Consumer : Role {
     else if (!last) await_query(n + 1);
     wgmma_wait<0>();
     wgmma_pin(dk);
-    mbarrier_arrive_warp(smem.q_empty + 8 * slot, leads);
+    if constexpr (!kDqTransposed) release_query(n);
   }
 
   // The warp's rows of dk or dv, from where k or v was.

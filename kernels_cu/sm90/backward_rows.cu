@@ -10,11 +10,12 @@
 // Roles    warpgroup 0: one warp copies          the others: 64 rows each, all columns. A step is a tile of columns:
 //          gradient of this tile, s and dp of the next | its p, beside dp | its ds; for dv s of the next goes first
 // Barriers b_full, d_full    has arrived, the first with a, or c    …_empty    every warp is done with it
+#include "../ptx/cp_async.cuh"
 #include "gradient_rows.cuh"
 
 constexpr int kNoRow = 1 << 30;
 
-// One warp, all lanes in step; the first one acts.
+// One warp, all lanes in step; the first one copies tiles.
 struct Loader {
   const TiledBackwardParams& params;
   const Addresses& smem;
@@ -34,6 +35,14 @@ struct Loader {
                     work.batch);
       }
     }
+  }
+
+  // lse or delta, if they are needed, and an arrival of every lane. why not by the copy engine: those who read what it
+  // is to replace would have to fence before, which costs up to 1 %.
+  __device__ __forceinline__ void load_stats(unsigned target, const float* stats, unsigned barrier, bool needed) const {
+    const int at = threadIdx.x % 32 * 4;
+    if (needed && at < kQueries) cp_async_16(target + at * 4, stats + at);
+    cp_async_mbarrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void run() const {
@@ -61,23 +70,22 @@ struct Loader {
         const unsigned b_full = smem.b_full + 8 * b.index, d_full = smem.d_full + 8 * d.index;
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
         if (leads) {
-          mbarrier_arrive_expect_tx(b_full, kBytesB + (with_stats ? kQueries * 4 : 0) + (first ? kBytesA : 0));
+          mbarrier_arrive_expect_tx(b_full, kBytesB + (first ? kBytesA : 0));
           if (first) load<kPanelsQk, kRows>(map_a, smem.a, b_full, work.row_begin - first_row, work.head);
           load<kPanelsQk, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, column - first_column, head);
-          if (with_stats) bulk_load(smem.lse_of(n), stats, kQueries * 4, b_full);
         }
         __syncwarp();
+        load_stats(smem.lse_of(n), stats, b_full, with_stats);
         mbarrier_wait(smem.d_empty + 8 * d.index, d.parity ^ 1);
         if (leads) {
-          mbarrier_arrive_expect_tx(d_full,
-                                    kBytesD + (kWithDp && with_stats ? kQueries * 4 : 0) + (first ? kBytesC : 0));
+          mbarrier_arrive_expect_tx(d_full, kBytesD + (first ? kBytesC : 0));
           if constexpr (kWithDp) {
             if (first) load<kPanelsV, kRows>(map_c, smem.c, d_full, work.row_begin - first_row, work.head);
-            if (with_stats) bulk_load(smem.delta_of(n), stats + p.stats_rows, kQueries * 4, d_full);
           }
           load<kPanelsV, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, column - first_column, head);
         }
         __syncwarp();
+        if constexpr (kWithDp) load_stats(smem.delta_of(n), stats + p.stats_rows, d_full, with_stats);
       }
     }
   }

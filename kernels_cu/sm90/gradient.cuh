@@ -29,14 +29,14 @@ struct alignas(1024) SharedStorage {
   unsigned long long q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   unsigned long long kv_empty, sum_full, sum_empty;
   unsigned long long turn_full[2], turn_empty[2], dq_empty[2];  // of even and odd steps
-  unsigned turn_modes[2];                                       // the same
+  unsigned turn_modes[2], dq_modes[2];                          // the same; what the warpgroups get
   unsigned shared_rank;
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 struct Addresses {
   unsigned k, v, q, dout, ds, dq, dq_sum, stats, q_full, q_empty, dout_full, dout_empty, kv_empty, sum_full, sum_empty,
-      turn_full, turn_empty, dq_empty, turn_modes, shared_rank;
+      turn_full, turn_empty, dq_empty, turn_modes, dq_modes, shared_rank;
 
   __device__ explicit Addresses(const SharedStorage& s)
       : k(smem_address(s.k)),
@@ -58,6 +58,7 @@ struct Addresses {
         turn_empty(smem_address(s.turn_empty)),
         dq_empty(smem_address(s.dq_empty)),
         turn_modes(smem_address(s.turn_modes)),
+        dq_modes(smem_address(s.dq_modes)),
         shared_rank(smem_address(&s.shared_rank)) {}
 
   __device__ void init() const {
@@ -66,7 +67,7 @@ struct Addresses {
       mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, kReleases);
       mbarrier_init(dout_full + 8 * i, 1), mbarrier_init(dout_empty + 8 * i, kReleases);
     }
-    mbarrier_init(kv_empty, kReleases), mbarrier_init(sum_full, 1), mbarrier_init(sum_empty, 1);
+    mbarrier_init(kv_empty, kReleases), mbarrier_init(sum_full, 1), mbarrier_init(sum_empty, 32 * kReleases);
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(turn_full + 8 * i, 1), mbarrier_init(turn_empty + 8 * i, 1), mbarrier_init(dq_empty + 8 * i, 1);
     }

@@ -107,11 +107,18 @@ struct DqWarp : Role {
         if ((step & 1) != odd) return;
         const unsigned parity = step / 2 & 1;
         mbarrier_wait(smem.turn_full + 8 * odd, parity);
-        const unsigned mode = ld_shared_u32(smem.turn_modes + 4 * odd);
+        unsigned mode = 0;
+        if (leads) {  // why handed on: the warpgroups tell this warp that they have read it, at barriers of theirs
+          mode = ld_shared_u32(smem.turn_modes + 4 * odd);
+          st_shared_u32(smem.dq_modes + 4 * odd, mode);
+        }
+        mode = __shfl_sync(0xffffffffu, mode, 0);
         // until the other warp's tile, of the step before, has been read
         if (step > 0) mbarrier_wait(smem.dq_empty + 8 * (odd ^ 1), odd ? parity : parity ^ 1);
         if (kDqTransposed && mode >= kDqFinish) {
           if (leads) fence_proxy_async_global();
+          // until the warpgroups are done with that place, in the step before
+          if (step > 0) mbarrier_wait(smem.q_empty + 8 * ((step - 1) % kStages), (step - 1) / kStages & 1);
           fetch_sum(tile_index(head, m));
         }
         // why not both at once if transposed: one warpgroup a little behind the other is 1 % faster there, else slower.
@@ -129,8 +136,7 @@ struct DqWarp : Role {
           }
         }
         if (leads) {
-          mbarrier_arrive(smem.turn_empty + 8 * odd);  // why not before: the warpgroups read it, too
-          if (!kDqTransposed && mode >= kDqFinish) mbarrier_arrive(smem.sum_empty);
+          mbarrier_arrive(smem.turn_empty + 8 * odd);  // why not before: turns taken that early are waited for longer
           bulk_wait_read<0>();
           mbarrier_arrive(smem.dq_empty + 8 * odd);
           bulk_wait<0>();

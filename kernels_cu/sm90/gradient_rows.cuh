@@ -58,8 +58,11 @@ struct Addresses {
 
   __device__ void init() const {
     constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
-    for (int i = 0; i < kStages; ++i) mbarrier_init(b_full + 8 * i, 1), mbarrier_init(b_empty + 8 * i, kReleases);
-    for (int i = 0; i < kSecondStages; ++i) mbarrier_init(d_full + 8 * i, 1), mbarrier_init(d_empty + 8 * i, kReleases);
+    for (int i = 0; i < kStages; ++i) mbarrier_init(b_full + 8 * i, 1 + 32), mbarrier_init(b_empty + 8 * i, kReleases);
+    constexpr int kFills = kWithDp ? 1 + 32 : 1;  // with lse and delta every lane's
+    for (int i = 0; i < kSecondStages; ++i) {
+      mbarrier_init(d_full + 8 * i, kFills), mbarrier_init(d_empty + 8 * i, kReleases);
+    }
     mbarrier_init_fence();
   }
 };
