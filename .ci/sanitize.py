@@ -1,8 +1,8 @@
-"""Every kernel once on small shapes, for compute-sanitizer: `compile` fills the cache, `run` calls the library.
+"""Runs every kernel once on small shapes, for compute-sanitizer: `compile` fills the cache, `run` calls the library.
 
 A GPU gets those rows of the tile tables that suit its shared memory. The other rows are reached by telling the planner
-of a smaller GPU, so one machine runs them all; those that Hopper has kernels in place of, by reading q backwards, which
-these cannot. Only Hopper runs its own.
+of a smaller GPU, so one machine runs them all. Hopper also runs the generic kernels, where q is read backwards, which
+its own kernels cannot do. Only Hopper runs its own kernels.
 """
 
 from __future__ import annotations
@@ -19,22 +19,27 @@ from typing import Any
 import cupy
 
 import cuflash
-from cuflash import device, jit, launch, tiles_sm80, tiles_sm90
 from cuflash.bench.cases import CASES, Case
-from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
-from cuflash.plan import merge_plan, plan
-from cuflash.problem import ArraySpec, Problem
-from cuflash.variant import Plan, Variant
+from cuflash.planning import device, tiles_sm80, tiles_sm90
+from cuflash.planning.device import KNOWN, Device
+from cuflash.planning.plan import Plan
+from cuflash.planning.planner import plan
+from cuflash.planning.variant import Variant
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import merge_op
+from cuflash.problem.options import Options
+from cuflash.problem.problem import judge
+from cuflash.runtime import compiler, launch
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
-BACKWARD = {"backward": False, "backward_deterministic": True}  # and whether it is deterministic
-BACKWARDS = ", q backwards"  # appended to flash2 and to the keys of BACKWARD: by the kernels that take any strides
-Call = tuple[Device, Case, str]  # on which GPU, and an algorithm of forward or a key of BACKWARD, perhaps q backwards
+BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
+BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
+Call = tuple[Device, Case, str]  # the GPU, and an algorithm of forward or a key of BACKWARD, perhaps with BACKWARDS
 
 
 def devices() -> list[Device]:
-    """This GPU, and as if it had the shared memory of smaller ones."""
+    """This GPU, and copies of it that claim the shared memory of smaller GPUs."""
     here = device.query(0)
     smaller = {(known.smem_per_block, known.smem_per_sm) for known in KNOWN.values()}
     return [here] + [
@@ -45,7 +50,7 @@ def devices() -> list[Device]:
 
 
 def tile_cases() -> Iterator[Case]:
-    """For each pair of head dims in the tables: aligned and causal, then one less with a window, softcap and GQA."""
+    """For each pair of head dims in the tables an aligned causal case, and one of dims - 1, window, softcap and GQA."""
     for dtype, forward in tiles_sm80.TILES.items():
         pairs = [(tile.head_dim, tile.head_dim_v * tile.max_slices) for tile in forward]
         pairs += [(t.head_dim, t.head_dim_v) for t in (*tiles_sm80.BACKWARD[dtype], *tiles_sm80.DQ[dtype])]
@@ -55,7 +60,7 @@ def tile_cases() -> Iterator[Case]:
 
 
 def hopper_cases() -> Iterator[Case]:
-    """For each row of the Hopper table: causal, and with a window, softcap and GQA; then blocks of several tiles."""
+    """For each row of Hopper's tables a causal case and one of window, softcap and GQA; then cases of further kinds."""
     for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.TILES):
         rows = tiles_sm90.TILES[: tiles_sm90.TILES.index(tile)]
         dims = tile.head_dim, tile.head_dim_v
@@ -68,13 +73,13 @@ def hopper_cases() -> Iterator[Case]:
         shape, name = (2, 2, *dims, dtype), f"{dtype}_{dims[0]}_{dims[1]}_gradients"
         yield Case(name, 1, 200, 300, *shape, causal=True)
         yield Case(f"{name}_w", 1, 270, 300, *shape, False, (150, 20), 10, 15.0)
-        if dims[0] > 128:  # rings that come round
+        if dims[0] > 128:  # enough tiles for the rings to wrap around
             yield Case(f"{name}_long", 1, 700, 150, *shape)
-    for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.BACKWARD):  # those for many queries
+    for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.BACKWARD):  # rows for many queries
         for capped in (0.0, 15.0) if tile.min_queries else ():
             shape = 1, tile.min_queries + 8, 200, 1, 1, tile.head_dim, tile.head_dim_v
             yield Case(f"{dtype}_{tile.min_queries}_queries", *shape, dtype, softcap=capped)
-    for causal in (False, True):  # several key blocks a block
+    for causal in (False, True):  # a block of threads takes several key blocks
         heads = device.query(0).num_sms
         yield Case(f"key_blocks_{causal}", 4, 300, 520, heads, heads, 64, 64, "bfloat16", causal=causal)
     for dim in (64, 128):  # a counter hands out the tiles
@@ -82,20 +87,19 @@ def hopper_cases() -> Iterator[Case]:
 
 
 def plans(gpu: Device, case: Case, how: str) -> list[Plan]:
-    """Of the library calls that `call` makes."""
+    """The plans of the library calls that `call` makes."""
     op, backwards = how.removesuffix(BACKWARDS), how.endswith(BACKWARDS)
     if op in BACKWARD:
-        return [plan(case.problem(), "backward", gpu, BACKWARD[op], not backwards)]
-    if op == "flash2":
-        q, k, v = (ArraySpec.dense(shape, case.dtype) for shape in case.shapes())
-        both = {"forward": (q, k, v), "lse": (q, k, None)}
-        problems = {name: Problem.of(*specs, **case.arguments()) for name, specs in both.items()}
-        return [plan(problem, name, gpu, False, not backwards) for name, problem in problems.items()]
-    return [plan(case.problem(how), "forward", gpu)]
+        problems = [case.problem("backward", deterministic=BACKWARD[op])]
+    elif op == "flash2":
+        problems = [case.problem(op) for op in ("forward", "lse")]
+    else:
+        problems = [case.problem(algorithm=op)]
+    return [plan(problem, gpu, ("q",) if backwards else ()) for problem in problems]
 
 
 def work() -> list[Call]:
-    """All calls; a device that gets the kernels of a larger one adds nothing."""
+    """All calls, without those of smaller GPUs that launch the same kernels as a larger one."""
     calls = [(device.query(0), case, how) for case in CASES for how in ("flash2", *BACKWARD)]
     calls += [(device.query(0), case, how) for case in hopper_cases() for how in ("flash2", *BACKWARD)]
     for gpu, case in itertools.product(devices(), tile_cases()):
@@ -105,23 +109,25 @@ def work() -> list[Call]:
         calls += [(gpu, case, how) for how in (*algorithms, *generic, *BACKWARD)]
     found: dict[tuple[Any, ...], Call] = {}
     for gpu, case, how in calls:
-        with contextlib.suppress(UnsupportedError):  # the largest head dims do not fit the smallest GPUs, or backward
+        with contextlib.suppress(UnsupportedError):  # the largest head dims fit neither the smallest GPUs nor backward
             variants = [launch.variant for made in plans(gpu, case, how) for launch in made.launches]
             found.setdefault((case, how.removesuffix(BACKWARDS), *variants), (gpu, case, how))
     return list(found.values())
 
 
 def variants() -> list[Variant]:
-    """All that `run` launches, but for the few kernels of `merge_and_views`."""
+    """All kernels that `run` launches, except a few of `merge_and_views`."""
     made = [made for call in work() for made in plans(*call)]
-    made += [merge_plan(dtype, (1, 1, 1, 64), device.query(0)) for dtype in tiles_sm80.TILES]
+    lse = ArraySpec.dense((1, 1, 1), "float32")
+    states = [[ArraySpec.dense((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
+    made += [plan(judge(merge_op(1), specs, Options()), device.query(0)) for specs in states]
     return list({launch.variant: None for each in made for launch in each.launches})
 
 
 def unreached(wanted: list[Variant]) -> list[str]:
-    """Rows of the tables that no call gets on this GPU."""
+    """Rows of the tile tables that no call uses on this GPU."""
     reached = {(variant.dtype, variant.tile, variant.softcap) for variant in wanted}
-    rows: list[tuple[str, Any, bool]] = []  # the last: for capped scores alone
+    rows: list[tuple[str, Any, bool]] = []  # dtype, row, whether scores are capped
     for dtype in tiles_sm80.TILES:
         rows += [(dtype, row, False) for row in (*tiles_sm80.TILES[dtype], *tiles_sm80.DQ[dtype])]
         rows += [(dtype, replace(row, with_dq=dq), False) for row in tiles_sm80.BACKWARD[dtype] for dq in (True, False)]
@@ -141,17 +147,17 @@ def run() -> None:
     query = device.query
     for count, (gpu, case, how) in enumerate(work()):
         device.query = lambda ordinal, gpu=gpu: gpu
-        launch._launchers.clear()
+        launch.KEPT.clear()
         call(case, how)
         if count % 20 == 0:
             print(f"{count}: {case.name} {how}", flush=True)
     device.query = query
-    launch._launchers.clear()
+    launch.KEPT.clear()
     merge_and_views()
 
 
 def call(case: Case, how: str) -> None:
-    """Forward and lse, or backward of a loss that is half the square of out, and with a window that of lse, too."""
+    """Calls forward and lse, or backward for the loss |out|² / 2, to which cases with a window add |lse|² / 2."""
     q, k, v = (cupy.asarray(x) for x in case.arrays())
     options = case.arguments()
     op = how.removesuffix(BACKWARDS)
@@ -169,7 +175,7 @@ def call(case: Case, how: str) -> None:
 
 
 def merge_and_views() -> None:
-    """Merging in each dtype and alignment, slices of keys, rows that are not aligned, and out in float32."""
+    """Merges in each dtype and alignment; calls forward on slices of keys, on unaligned rows and with float32 out."""
     for dtype, head_dim in itertools.product(tiles_sm80.TILES, (64, 33)):
         case = Case("merge", 2, 65, 40, 3, 3, head_dim, head_dim, dtype)
         q, k, v = (cupy.asarray(x) for x in case.arrays())
@@ -183,7 +189,7 @@ def merge_and_views() -> None:
 
 
 def check(case: Case, *results: Any) -> None:
-    """A result is read to its end, and is no NaN."""
+    """Reads all of each result, and asserts that it holds no NaN."""
     for result in results:
         host = cupy.asnumpy(result).astype("float32")
         assert not (host != host).any(), f"{case.name}: NaN"
@@ -199,7 +205,7 @@ def main() -> None:
         sys.exit("Hopper, with the most shared memory and kernels of its own, reaches all: add a case")
     if sys.argv[1:] == ["compile"]:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(jit.cubin_path, wanted))
+            list(pool.map(compiler.cubin_path, wanted))
     elif sys.argv[1:] == ["run"]:
         run()
     else:

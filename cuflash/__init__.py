@@ -3,12 +3,12 @@
     out = cuflash.forward(q, k, v, causal=True)    # CuPy, PyTorch, JAX or NumPy arrays (batch, seqlen, heads, head_dim)
 """
 
-from .backward import backward
 from .errors import CompileError, ProblemError, UnsupportedError
-from .forward import forward
-from .lse import lse
-from .merge import merge_states
-from .planner import plan
+from .ops.backward import backward
+from .ops.forward import forward
+from .ops.lse import lse
+from .ops.merge import merge_states
+from .ops.plan import plan
 
 __version__ = "0.1.0"
 __all__ = [

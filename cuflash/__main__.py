@@ -13,7 +13,7 @@ from .errors import ProblemError, UnsupportedError
 def main(arguments: list[str] | None = None) -> int:
     """Runs a subcommand; the exit code is 0 if all is well, 2 for bad usage.
 
-    It is 1 if a benchmark found a wrong output, if a kernel did not compile, or if this machine cannot run the command.
+    It is 1 if the benchmark found a wrong output, a kernel did not compile, or this machine cannot run the command.
     """
     parser = argparse.ArgumentParser(prog="cuflash", description="FlashAttention for every array library.")
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")

@@ -1,4 +1,4 @@
-"""What this installation consists of: versions, GPUs and the kernel cache. Missing parts are named, never an error."""
+"""Tells what is installed: versions, GPUs and the kernel cache. A missing part is named; it is not an error."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from . import __version__, device, jit
+from . import __version__
 from .errors import INSTALL_HINT, CompileError, UnsupportedError
+from .planning import device
+from .runtime import compiler
+from .runtime.cache import cache_dir
 
 
 def versions() -> dict[str, str]:
-    """Version of cuflash and of everything it runs on, as far as it is there."""
+    """Versions of cuflash and of everything installed that it runs on."""
     found = {"cuflash": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
     if (cupy := _distribution("cupy")) is not None:
         found["CuPy"] = cupy
     with contextlib.suppress(UnsupportedError):
-        found["NVRTC"] = ".".join(map(str, jit.nvrtc_version()))
+        found["NVRTC"] = ".".join(map(str, compiler.nvrtc_version()))
     if driver := _driver():
         found["driver"] = f"CUDA {driver // 1000}.{driver % 1000 // 10}"
     for package in ("torch", "jax"):
@@ -51,14 +54,14 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def machine() -> dict[str, Any]:
-    """What a benchmark's numbers belong to."""
+    """The versions, GPUs and platform that a benchmark was measured on."""
     return {"versions": versions(), "gpus": gpus(), "platform": f"{platform.system()} {platform.machine()}"}
 
 
 def missing() -> list[str]:
-    """What stands between this installation and running on a GPU; empty if nothing does."""
+    """The reasons why this installation cannot run on a GPU; empty if it can."""
     try:
-        jit.nvrtc_version()
+        compiler.nvrtc_version()
     except UnsupportedError as error:
         return [str(error)]
     if not _driver():
@@ -69,14 +72,14 @@ def missing() -> list[str]:
 
 
 def cache() -> tuple[Path, int, int]:
-    """(folder, number of cubins, their bytes)."""
-    folder = jit.cache_dir()
+    """The kernel cache: (folder, number of cubins, their bytes)."""
+    folder = cache_dir()
     sizes = [path.stat().st_size for path in folder.glob("*.cubin")] if folder.is_dir() else []
     return folder, len(sizes), sum(sizes)
 
 
 def text() -> str:
-    """All of it, for a person."""
+    """All of this as text for a person."""
     lines = [f"{name:<9} {version}" for name, version in versions().items()]
     for ordinal, gpu in enumerate(gpus()):
         facts = gpu.get("problem") or (
@@ -85,7 +88,7 @@ def text() -> str:
         )
         lines.append(f"GPU {ordinal:<5} {facts}")
     try:
-        lines.append(f"sources   {jit.source_root()}")
+        lines.append(f"sources   {compiler.source_root()}")
     except CompileError as error:
         lines.append(f"sources   missing: {error}")
     folder, count, size = cache()
@@ -100,7 +103,7 @@ def _driver() -> int:
         from cupy.cuda import runtime
 
         return int(runtime.driverGetVersion())
-    except Exception:  # why: as in device.count(), CuPy has exceptions of its own for this
+    except Exception:  # why: as in device.count(), CuPy raises its own error types
         return 0
 
 

@@ -1,8 +1,8 @@
 """Compiles kernels into the cache on disk, so that no first call waits for the compiler.
 
-A kernel serves every mask, scale, length, number of heads and stride: these are passed to it when it runs, so no option
-asks for them. What differs is what the options name; arrays are taken to be dense. With --device no GPU is needed, only
-NVRTC.
+One kernel serves all masks, scales, lengths, numbers of heads and strides: they are passed to it when it runs, so no
+option asks for them. The options name what needs a kernel of its own. Arrays are assumed to be dense. With --device
+this needs no GPU, only NVRTC.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from typing import Any
 
-from . import device as devices
-from . import jit
-from .device import Device
 from .errors import CompileError, UnsupportedError
-from .plan import merge_plan, plan
-from .problem import ArraySpec, Problem
-from .variant import ALGORITHM_CODES, DTYPE_CODES, Launch, Variant
+from .planning import device as devices
+from .planning.device import Device
+from .planning.planner import plan
+from .planning.variant import ALGORITHM_CODES, Variant
+from .problem.array_spec import ArraySpec
+from .problem.dtypes import GPU_DTYPES
+from .problem.operands import OPS as PUBLIC
+from .problem.operands import merge_op
+from .problem.options import Options
+from .problem.problem import judge
+from .runtime import compiler
+from .runtime.cache import cache_dir
 
 OPS = ("forward", "lse", "backward", "merge")
 SEQLEN = 128
@@ -38,7 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     def add_list(name: str, default: str, parse: Callable[[str], Any], more: str) -> None:
         parser.add_argument(name, type=parse, default=default, metavar="X,X", help=f"default {default}; {more}")
 
-    add_list("--dtypes", "float16,bfloat16", _some_of(DTYPE_CODES), "also float32")
+    add_list("--dtypes", "float16,bfloat16", _some_of(GPU_DTYPES), "also float32")
     add_list("--head-dims", "64,128", _head_dims, "each of q, k and v, or of q and k and of v as in 192x128")
     add_list("--ops", "forward,backward", _some_of(OPS), "also lse, merge")
     add_list("--algorithms", "flash2", _some_of(ALGORITHM_CODES), "also flash1, flashd; of forward")
@@ -52,8 +58,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Compiles what is not there yet; 1 if a kernel did not compile, or if there is none for what was asked for."""
-    jit.nvrtc_version()  # says what to install where it is missing
+    """Compiles what is not cached yet; returns 1 if a kernel did not compile, or if the options have no kernel."""
+    compiler.nvrtc_version()  # raises and says what to install if NVRTC is missing
     chosen, problems = _devices(options.device)
     variants, skipped = _variants(options, chosen)
     for line in (*problems, *skipped):
@@ -68,13 +74,13 @@ def main(options: argparse.Namespace) -> int:
     outcomes = {COMPILED: f"compiled in {seconds:.1f} s", THERE: "were there", FAILED: "failed"}
     if variants:
         told += ": " + ", ".join(f"{counts[kind]} {words}" for kind, words in outcomes.items() if counts[kind])
-        told += f"; {jit.cache_dir()}"
+        told += f"; {cache_dir()}"
     print(told)
     return int(bool(errors) or not variants)
 
 
 def _devices(name: str | None) -> tuple[list[Device], list[str]]:
-    """Those to compile for, each kind once, and why others of this machine are left out."""
+    """The GPUs to compile for, each kind once, and why other GPUs of this machine are left out."""
     if name is not None:
         return [devices.of_name(name)], []
     found: dict[Device, None] = {}
@@ -93,49 +99,50 @@ def _devices(name: str | None) -> tuple[list[Device], list[str]]:
 
 
 def _variants(options: argparse.Namespace, chosen: list[Device]) -> tuple[dict[Variant, None], dict[str, None]]:
-    """Every kernel that the plans of what was asked for launch, and a line for each combination that has none."""
+    """Every kernel that the calls of these options launch, and a line for each combination that has none."""
     found: dict[Variant, None] = {}
     skipped: dict[str, None] = {}
-    for device, dtype, head_dims, (op, *more) in product(chosen, options.dtypes, options.head_dims, _calls(options)):
+    for device, dtype, head_dims, (op, more) in product(chosen, options.dtypes, options.head_dims, _calls(options)):
         try:
-            found |= dict.fromkeys(launch.variant for launch in _launches(op, dtype, head_dims, device, *more))
+            found |= _variants_of(op, dtype, head_dims, device, more)
         except UnsupportedError as error:
             skipped[f"left out: {op}: {error}"] = None
     return found, skipped
 
 
-def _calls(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any], dict[str, bool]]]:
-    """(op, arguments of its problem, arguments of its plan) of the calls to plan, dtypes and head dims aside."""
-    softcaps = (0.0, 1.0) if options.softcap else (0.0,)
-    for op in options.ops:
+def _calls(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(op, keyword arguments) of each call to plan, without dtypes and head dims."""
+    for op, softcap in product(options.ops, (0.0, 1.0) if options.softcap else (0.0,)):
+        more = {"softcap": softcap, "out_dtype": options.out_dtype}
         if op == "forward":
-            for algorithm, softcap in product(options.algorithms, softcaps):
-                yield op, {"algorithm": algorithm, "out_dtype": options.out_dtype, "softcap": softcap}, {}
-        elif op == "lse":
-            for softcap in softcaps:
-                yield op, {"softcap": softcap}, {}
+            yield from ((op, more | {"algorithm": algorithm}) for algorithm in options.algorithms)
         elif op == "backward":
-            for deterministic, softcap in product((False, True) if options.deterministic else (False,), softcaps):
-                yield op, {"out_dtype": options.out_dtype, "softcap": softcap}, {"deterministic": deterministic}
+            kinds = (False, True) if options.deterministic else (False,)
+            yield from ((op, more | {"deterministic": deterministic}) for deterministic in kinds)
         else:
-            yield op, {}, {}
+            yield op, {"softcap": softcap}
 
 
-def _launches(
-    op: str, dtype: str, head_dims: tuple[int, int], device: Device, of: dict[str, Any], how: dict[str, bool]
-) -> tuple[Launch, ...]:
-    if op == "merge":
-        return merge_plan(dtype, (1, 1, 1, head_dims[1]), device).launches
-    found: dict[Launch, None] = {}
+def _variants_of(
+    op: str, dtype: str, head_dims: tuple[int, int], device: Device, more: dict[str, Any]
+) -> dict[Variant, None]:
     q, v = (ArraySpec.dense((2, SEQLEN, 2, dim), dtype) for dim in head_dims)
-    for causal in (True, False):  # why: Hopper may have another kernel for few keys under a mask
-        problem = Problem.of(q, q, None if op == "lse" else v, causal=causal, **of)
-        found |= dict.fromkeys(plan(problem, op, device, **how).launches)
-    return tuple(found)
+    if op == "merge":
+        lse = ArraySpec.dense((2, 2, SEQLEN), "float32")
+        problems = [judge(merge_op(1), [v, lse], Options())]
+    else:
+        out = v._replace(dtype=more.get("out_dtype") or dtype)
+        more = {name: value for name, value in more.items() if name != "out_dtype"}
+        specs = {"lse": [q, q], "forward": [q, q, v], "backward": [q, q, v, v, out]}[op]
+        if op == "forward":
+            more = more | {"out_dtype": out.dtype}
+        # why both: Hopper may have another kernel for few keys under a mask
+        problems = [judge(PUBLIC[op], specs, Options(causal=causal, **more)) for causal in (True, False)]
+    return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
 
 
 def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict[str, None]]:
-    """How many were compiled, were there and failed, and the errors; with a bar where a person watches."""
+    """Compiles the variants; returns the count of each outcome, and the errors. A terminal shows a progress bar."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -164,22 +171,22 @@ def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict
 
 
 def _compile(variant: Variant) -> tuple[str, str]:
-    """Brings a kernel into the cache: what came of it, and what there is to tell."""
+    """Brings a kernel into the cache; returns the outcome and a message."""
     started = time.perf_counter()
     try:
-        if jit.is_cached(variant):
+        if compiler.is_cached(variant):
             return THERE, ""
-        kept = jit.cubin_path(variant).parent == jit.cache_dir()
+        kept = compiler.cubin_path(variant).parent == cache_dir()
     except (CompileError, UnsupportedError) as error:
         return FAILED, str(error)
     if not kept:
-        folder = jit.cache_dir()
+        folder = cache_dir()
         return FAILED, f"no kernel was kept: {folder} cannot be written; set CUFLASH_CACHE_DIR to a folder that can"
     return COMPILED, f"compiled {variant.name} for {variant.arch} in {time.perf_counter() - started:.1f} s"
 
 
 def _some_of(names: Any) -> Callable[[str], tuple[str, ...]]:
-    """A parser of such as "float16,float32"."""
+    """A parser of lists of these names such as "float16,float32"."""
 
     def parse(text: str) -> tuple[str, ...]:
         chosen = tuple(text.split(","))
@@ -191,7 +198,7 @@ def _some_of(names: Any) -> Callable[[str], tuple[str, ...]]:
 
 
 def _head_dims(text: str) -> tuple[tuple[int, int], ...]:
-    """Such as "64,192x128": of q and k, and of v."""
+    """Parses head dims such as "64,192x128" to pairs: that of q and k, and that of v."""
     found = [HEAD_DIMS.fullmatch(part) for part in text.split(",")]
     if None in found:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0, or pairs of them, such as 64,192x128")
@@ -199,7 +206,7 @@ def _head_dims(text: str) -> tuple[tuple[int, int], ...]:
 
 
 def _jobs(text: str) -> int:
-    """A whole number above 0."""
+    """Parses a whole number above 0."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
     return int(text)

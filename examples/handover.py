@@ -1,6 +1,6 @@
-"""One piece of memory through three libraries: PyTorch to cuflash, its result to JAX, with no copy in between.
+"""Passes memory through three libraries without a copy: PyTorch's tensors to cuflash, and its result to JAX.
 
-On a GPU where PyTorch and JAX both have one, else on the CPU. Exits with 1 if a copy was made or the result is wrong.
+It runs on a GPU if PyTorch and JAX both have one, else on the CPU; it exits with 1 if the result is a copy or wrong.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     print(f"Running on the {'GPU' if gpus else 'CPU'}.")
     q, k, v = (torch.randn(2, 256, 8, 64, device=device, dtype=dtype) for _ in range(3))
 
-    out = cuflash.forward(q, k, v, causal=True)  # read where they are, on PyTorch's current stream
+    out = cuflash.forward(q, k, v, causal=True)  # reads the tensors in place, on PyTorch's current stream
     handed = jax.dlpack.from_dlpack(out)
     shared = handed.unsafe_buffer_pointer() == out.data_ptr()
     print(f"PyTorch's {tuple(out.shape)} and JAX's {handed.shape} {'share their memory' if shared else 'are copies'}.")

@@ -1,8 +1,8 @@
 """A causal attention layer in JAX that learns to recall, by plain SGD through `cuflash.frameworks.jax.attention`.
 
-Every sequence repeats 8 tokens in an order of its own, so what comes next is known only from what followed the same
-token before. The whole run is one jitted scan. Runs on the GPU where JAX and CuPy reach one, else on the CPU with NumPy
-arrays; exits with 1 if the loss has not fallen to a fifth.
+Every sequence repeats 8 tokens in an order of its own, so the next token is known only from what followed the same
+token before. The whole run is one jitted scan. It runs on a GPU if JAX and CuPy can use one, else on the CPU with NumPy
+arrays; it exits with 1 if the loss has not fallen to a fifth.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ def main(steps: int = 150) -> int:
 
 
 def find_device() -> Any:
-    """A GPU that cuflash runs on through JAX, or the CPU."""
+    """A GPU that cuflash and JAX can use, else the CPU."""
     shape = (BATCH, SEQLEN, HEADS, HEAD_DIM)
     try:
         if cuflash.plan(shape, shape, shape, op="backward", dtype="float32", causal=True).device != "cpu":
             found = jax.local_devices(backend="cuda")[0]
             print("Training on the GPU with JAX arrays.")
             return found
-    except (RuntimeError, cuflash.UnsupportedError) as error:  # JAX has no GPU; cuflash has none
+    except (RuntimeError, cuflash.UnsupportedError) as error:  # JAX has no GPU, or cuflash has none
         print(error)
     print("Training on the CPU with NumPy arrays under JAX.")
     return jax.local_devices(backend="cpu")[0]
 
 
 def train(key: Any, steps: int) -> Any:
-    """The losses of SGD."""
+    """Trains by SGD; returns the loss of every step."""
     width = HEADS * HEAD_DIM
     shapes = {"q": (2 * TOKENS, width), "k": (2 * TOKENS, width), "v": (2 * TOKENS, width), "o": (width, TOKENS)}
     keys = jax.random.split(key, len(shapes))
@@ -74,7 +74,7 @@ def loss(weights: dict[str, Any], x: Any, target: Any) -> Any:
     q, k, v = ((x @ weights[name]).reshape(BATCH, SEQLEN, HEADS, HEAD_DIM) for name in "qkv")
     out = attention(q, k, v, causal=True)
     logits = out.reshape(BATCH, SEQLEN, -1) @ weights["o"]
-    known = slice(TOKENS, None)  # the first time round, a token's follower cannot be known
+    known = slice(TOKENS, None)  # when a token comes first, what follows it cannot be known
     return -(target * jax.nn.log_softmax(logits)).sum(axis=2)[:, known].mean()
 
 

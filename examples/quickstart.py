@@ -1,6 +1,6 @@
-"""Exact causal attention: on the GPU with CuPy arrays where there is one, else on the CPU with NumPy arrays.
+"""Computes exact causal attention on a GPU with CuPy arrays if there is one, else on the CPU with NumPy arrays.
 
-Checks the result against float64 and prints size, time and error; exits with 1 if the error is over the bound.
+It checks the result against float64 and prints size, time and error; it exits with 1 if the error is over the bound.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 import cuflash
 
-# Of a row, relative: 4 times the rounding of float16 (p and out are rounded to it), and float32 with long sums.
+# The largest relative error of a row: 4 roundings of float16, as p and out are rounded; for float32, of long sums.
 BOUNDS = {"float16": 4 * 2.0**-11, "float32": 1e-5}
 
 
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def find_device(shape: tuple[int, ...], dtype: str) -> str:
-    """Name of the GPU that this would run on, or "cpu"."""
+    """The name of the GPU that this would run on, or "cpu"."""
     try:
         return cuflash.plan(shape, shape, shape, dtype=dtype, causal=True).device
     except cuflash.UnsupportedError as error:
@@ -67,7 +67,7 @@ def find_device(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def largest_error(out: Any, q: Any, k: Any, v: Any) -> float:
-    """|out - exact| / |exact| of the worst of some rows, exact being float64 attention written out."""
+    """The largest |out - exact| / |exact| of 16 sampled rows, where exact is float64 attention written out."""
     errors = []
     rng = np.random.default_rng(1)
     for _ in range(16):

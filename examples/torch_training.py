@@ -1,7 +1,7 @@
-"""A four-layer transformer trained with PyTorch twice: with cuflash, and with PyTorch's own attention.
+"""Trains a four-layer transformer with PyTorch twice: with cuflash, and with PyTorch's own attention.
 
-On a GPU in bfloat16 at 4 x 8192 tokens, on the CPU in float32 at 4 x 64. Prints losses and time a step of both; exits
-with 1 if the losses differ by more than rounding does.
+It trains in bfloat16 on 4 x 8192 tokens on a GPU, or in float32 on 4 x 64 tokens on the CPU. It prints losses and time
+per step of both, and exits with 1 if the losses differ by more than rounding explains.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch.nn import functional
 from cuflash.frameworks.torch import attention
 
 BATCH, HEADS, HEAD_DIM, LAYERS, TOKENS = 4, 4, 128, 4, 64
-COMPARED = 10  # steps
+COMPARED = 10  # steps whose losses are compared
 
 
 class Block(nn.Module):  # type: ignore[misc]
-    """Causal attention and a perceptron, each on what was normalised and beside what it adds to."""
+    """Causal attention and a perceptron, each after a layer norm and inside a residual connection."""
 
     def __init__(self, attend: Any) -> None:
         super().__init__()
@@ -40,20 +40,20 @@ class Block(nn.Module):  # type: ignore[misc]
 
 
 def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """PyTorch's, whose axes are in another order."""
+    """PyTorch's own attention, whose axes are in another order."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def train(attend: Any, device: str, dtype: torch.dtype, seqlen: int, steps: int) -> tuple[list[float], float]:
-    """Losses of all steps, and the seconds of one."""
+    """The losses of all steps, and the seconds per step."""
     torch.manual_seed(0)
     width = HEADS * HEAD_DIM
     layers = [Block(attend) for _ in range(LAYERS)]
     model = nn.Sequential(nn.Embedding(TOKENS, width), *layers, nn.Linear(width, TOKENS)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     generator = torch.Generator().manual_seed(1)
-    cycle = torch.randperm(TOKENS, generator=generator)  # to be learned: in which order tokens follow each other
+    cycle = torch.randperm(TOKENS, generator=generator)  # the order of tokens, which the model must learn
     losses, started = [], 0.0
     for step in range(steps):
         if step == steps // 2:
@@ -72,7 +72,7 @@ def train(attend: Any, device: str, dtype: torch.dtype, seqlen: int, steps: int)
 
 
 def clock(device: str) -> float:
-    """Seconds, when all that was asked for is done."""
+    """The time in seconds once the GPU has finished all its work."""
     if device == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -87,7 +87,7 @@ def main() -> int:
     theirs, their_seconds = train(own, device, dtype, seqlen, steps)
     for name, losses, each in (("cuflash", ours, seconds), ("PyTorch", theirs, their_seconds)):
         print(f"{name}  loss {losses[0]:.3f} … {losses[-1]:.3f}, {each * 1e3:.1f} ms a step")
-    # why the first: training grows any difference, and what follows differs as much between two runs of either.
+    # why only the first: training amplifies any difference, and later losses differ as much between two equal runs.
     apart = max(abs(x - y) for x, y in zip(ours[:COMPARED], theirs[:COMPARED], strict=True))
     print(f"{their_seconds / seconds:.2f} times as fast; losses of {COMPARED} steps are {apart:.1e} apart.")
     return int(not apart < (2e-2 if on_gpu else 1e-4) or not ours[-1] < ours[0])

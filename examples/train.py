@@ -1,7 +1,7 @@
 """A causal attention layer that learns to recall, by plain SGD on `cuflash.forward` and `cuflash.backward`.
 
-Every sequence repeats 8 tokens in an order of its own, so what comes next is known only from what followed the same
-token before. Runs on the GPU with CuPy arrays where there is one, else on the CPU with NumPy arrays; exits with 1 if
+Every sequence repeats 8 tokens in an order of its own, so the next token is known only from what followed the same
+token before. It runs on a GPU with CuPy arrays if there is one, else on the CPU with NumPy arrays; it exits with 1 if
 the loss has not fallen to a fifth.
 """
 
@@ -62,13 +62,13 @@ def sequences(rng: np.random.Generator) -> tuple[Any, Any]:
 
 
 def loss_and_gradients(xp: Any, weights: dict[str, Any], x: Any, target: Any) -> tuple[float, dict[str, Any]]:
-    """Cross-entropy of the next token where it can be known, and its gradient in every weight."""
+    """Cross-entropy of the next token where it can be known, and its gradient with respect to every weight."""
     q, k, v = ((x @ weights[name]).reshape(BATCH, SEQLEN, HEADS, HEAD_DIM) for name in "qkv")
     out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
     logits = out.reshape(BATCH, SEQLEN, -1) @ weights["o"]
     p = xp.exp(logits - logits.max(axis=2, keepdims=True))
     p /= p.sum(axis=2, keepdims=True)
-    known = slice(TOKENS, None)  # the first time round, a token's follower cannot be known
+    known = slice(TOKENS, None)  # when a token comes first, what follows it cannot be known
     loss = -xp.log((p * target).sum(axis=2))[:, known].mean()
 
     dlogits = (p - target) / (BATCH * (SEQLEN - TOKENS))

@@ -1,7 +1,7 @@
-"""Text generation by a transformers model on cuflash, token by token the same as on PyTorch's own attention.
+"""Generates text by a transformers model on cuflash; every token must be the same as on PyTorch's own attention.
 
 The model is a small Llama with random weights; `from_pretrained(name, attn_implementation="cuflash")` does the same for
-one from the hub. Runs on the GPU if there is one, else on the CPU; exits with 1 if a token differs.
+one from the hub. It runs on the GPU if there is one, else on the CPU; it exits with 1 if a token differs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def find_device() -> str:
 
 
 def generate(implementation: str, device: str, prompt: Any) -> Any:
-    """Greedy tokens (batch, new tokens) of the same model on one implementation of attention."""
+    """The greedily chosen tokens (batch, new tokens) of the model on one implementation of attention."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=HEADS * HEAD_DIM,

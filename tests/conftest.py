@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
 
-from cuflash import device, jit
+# why: the checks of helper modules tell what they compared, as those of test files do.
+pytest.register_assert_rewrite("oracle", "gradients", "hopper", "libraries", "refusals", "tensors", "workers")
+
+from libraries import bits
+
+from cuflash import reference
+from cuflash.arrays.cupy import CupyLibrary
 from cuflash.errors import UnsupportedError
+from cuflash.planning import device
+from cuflash.runtime import cache, compiler, launch
 
 settings.register_profile("cuflash", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("cuflash")
@@ -18,7 +28,7 @@ settings.load_profile("cuflash")
 
 def no_gpu_reason() -> str | None:
     """Why tests marked `gpu` cannot run here; None if they can."""
-    if importlib.util.find_spec("cupy") is None:
+    if find_spec("cupy") is None:
         return "needs a GPU: CuPy is not installed"
     if device.count() == 0:
         return "needs a GPU: CuPy finds none"
@@ -41,8 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def forget() -> None:
-    """Empties the in-process caches of `cuflash.jit`, as a new process would find them."""
-    for value in list(vars(jit).values()):
+    """Empties the in-process caches of kernels, as a new process would find them."""
+    for value in (*vars(compiler).values(), *vars(cache).values()):
         if hasattr(value, "cache_clear"):
             value.cache_clear()
 
@@ -52,8 +62,8 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     """An empty kernel cache on disk and in memory, for one test; the folder does not exist yet."""
     folder = tmp_path / "kernel-cache"
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(folder))
-    monkeypatch.setattr(jit, "_kernels", {})
-    monkeypatch.setattr(jit, "_locks", {})
+    monkeypatch.setattr(compiler, "_kernels", {})
+    monkeypatch.setattr(compiler, "_locks", {})
     forget()
     yield folder
     forget()
@@ -63,3 +73,42 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 def torch_device(request: pytest.FixtureRequest) -> str:
     """Where PyTorch's tensors of a test are: on the CPU, and on a GPU where there is one."""
     return str(request.param)
+
+
+@pytest.fixture(scope="module", params=["numpy", pytest.param("cupy", marks=pytest.mark.gpu)])
+def xp(request: pytest.FixtureRequest) -> Any:
+    """The array library that a test runs on."""
+    return importlib.import_module(request.param)
+
+
+@pytest.fixture(scope="session")
+def cupy() -> Any:
+    """CuPy, for tests that are marked `gpu`."""
+    return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails the test when anything is computed or launched."""
+
+    def reached(*args: Any, **keywords: Any) -> None:
+        pytest.fail("bad input was computed with")
+
+    for name in reference.RUN:
+        monkeypatch.setitem(reference.RUN, name, reached)
+    monkeypatch.setattr(launch.Kernels, "launch", reached)
+
+
+@pytest.fixture(scope="module")
+def new_memory_holds_nan() -> Iterator[None]:
+    """Fills with NaN what is allocated on a GPU, outputs and workspaces alike: what is not written shows."""
+    allocate = CupyLibrary.empty
+
+    def poisoned(*arguments: Any) -> Any:
+        array = allocate(*arguments)
+        bits(array).fill(0xFF)  # in every dtype of floats, that is NaN
+        return array
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CupyLibrary, "empty", poisoned)
+        yield

@@ -12,8 +12,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from workers import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "kernels_cu"
 if not KERNELS.is_dir() or not (ROOT / "pyproject.toml").is_file():
     pytest.skip("needs a checkout", allow_module_level=True)
@@ -22,7 +22,7 @@ for _module in ("build", "hatchling", "pip"):
         pytest.skip(f"needs {_module}: pip install cuflash[test]", allow_module_level=True)
 SOURCES = {path.relative_to(ROOT).as_posix() for path in KERNELS.rglob("*") if path.suffix in (".cu", ".cuh")}
 PARTS = ("cuflash", "kernels_cu", "tests", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
-WHERE = "import cuflash, cuflash.jit; print(cuflash.__file__); print(cuflash.jit.source_root())"
+WHERE = "import cuflash; from cuflash.runtime import compiler; print(cuflash.__file__); print(compiler.source_root())"
 
 
 def run(*command: str, cwd: Path, **variables: str) -> str:
@@ -94,7 +94,7 @@ def test_the_sdist_carries_sources_tests_and_examples(built: Path) -> None:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert names >= SOURCES
     for folder in ("tests", "examples"):
-        kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).glob("*.py")}
+        kept = {path.relative_to(ROOT).as_posix() for path in (ROOT / folder).rglob("*.py")}
         assert kept
         assert names >= kept
     assert names >= {"pyproject.toml", "README.md", "LICENSE", "cuflash/__init__.py", "cuflash/py.typed"}

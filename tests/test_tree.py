@@ -12,41 +12,45 @@ from pathlib import Path
 
 import pytest
 from variants import variants
+from workers import ROOT
 
 import cuflash
-from cuflash.variant import DTYPE_CODES
+from cuflash.problem.dtypes import DTYPES
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
 if not KERNELS.is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)
 
-# A module or package of cuflash imports lower floors only.
+# A module or room of cuflash imports lower floors only.
 FLOORS = {
-    0: ("errors", "log", "driver"),
-    1: ("mask", "device", "counters"),
-    2: ("problem", "tiles_sm80", "tiles_sm90"),
-    3: ("variant", "reference", "tensor_map"),
-    4: ("plan_backward", "interop"),
-    5: ("plan", "jit", "params"),
-    6: ("launch", "host"),
-    7: ("forward", "backward", "lse", "merge", "planner"),
-    8: ("__init__",),
-    9: ("frameworks", "info", "warmup"),
-    10: ("bench",),
-    11: ("__main__",),
+    0: ("errors", "log"),
+    1: ("problem",),
+    2: ("arrays", "reference", "planning"),
+    3: ("runtime",),
+    4: ("ops",),
+    5: ("__init__",),
+    6: ("frameworks", "info", "warmup"),
+    7: ("bench",),
+    8: ("__main__",),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
-# A module without a test file of its own stem, and the file that tests it.
+# Where a module is tested that has no tests/<room>/test_<module>.py; a room stands for all of its modules.
 TESTED_ELSEWHERE = {
-    "device": ("test_plan", "test_bad_input"),
-    "tiles_sm80": ("test_plan", "test_compile"),
-    "variant": ("test_plan", "test_compile"),
-    "plan": ("test_plan", "test_plan_sm90"),
-    "planner": ("test_plan", "test_plan_backward"),
-    "host": ("test_bad_input", "test_interop"),
-    "reference": ("test_reference",),
-}
+    "arrays": "arrays/test_arrays.py",
+    "bench": "bench/test_bench.py",
+    **dict.fromkeys((f"reference/{name}" for name in ("flash1", "flash2", "flashd", "merge", "standard", "tiles")),
+                    "reference/test_forward.py"),
+    **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tiles_sm80",
+                    "variant")), "planning/test_planner.py"),
+    **dict.fromkeys((f"problem/{name}" for name in ("array_spec", "dtypes", "operands")), "problem/test_problem.py"),
+    **dict.fromkeys((f"runtime/{name}" for name in ("kept", "launch")), "runtime/test_calls.py"),
+    "runtime/cache": "runtime/test_compiler.py",
+    "runtime/host": "problem/test_bad_input.py",
+    "ops/plan": "planning/test_planner.py",
+    "frameworks/flash_attn_interface": "frameworks/test_flash_attn.py",
+    "frameworks/flash_attn_3_interface": "frameworks/test_flash_attn.py",
+    **dict.fromkeys((f"frameworks/xla_{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
+}  # fmt: skip
 TOP_LEVEL = {"pyproject.toml", "README.md", "cuflash", "kernels_cu", "tests", "examples", "LICENSE", "CHANGELOG.md"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = sorted(path for path in KERNELS.rglob("*") if path.suffix in (".cu", ".cuh"))
@@ -82,24 +86,54 @@ def imports(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", MODULES, ids=short)
 def test_a_module_imports_lower_floors_only(path: Path) -> None:
     own = component(path)
-    assert own in FLOOR_OF, f"{own} has no floor: give it one here and on the page of the architecture"
+    assert own in FLOOR_OF, f"{own} has no floor: give it one here and in the map of README.md"
     for name in set(imports(path)) - {own}:
         assert FLOOR_OF[name] < FLOOR_OF[own], f"{short(path)} imports {name}"
 
 
 def test_the_floors_are_of_modules_that_exist_and_the_reader_of_imports_sees_them() -> None:
     assert {component(path) for path in MODULES} == set(FLOOR_OF)
-    assert set(imports(PACKAGE / "plan.py")) >= {"tiles_sm80", "device", "errors", "problem"}
-    assert set(imports(PACKAGE / "bench" / "cases.py")) >= {"problem", "mask"}
-    assert set(imports(PACKAGE / "forward.py")) >= {"host", "reference", "launch"}
+    assert set(imports(PACKAGE / "bench" / "cases.py")) >= {"problem"}
+    assert set(imports(PACKAGE / "runtime" / "launch.py")) >= {"arrays", "reference", "planning", "problem"}
 
 
-@pytest.mark.parametrize("name", sorted(name for name, floor in FLOOR_OF.items() if 1 <= floor <= 7))
-def test_a_module_has_a_test_file(name: str) -> None:
-    for test in TESTED_ELSEWHERE.get(name, (f"test_{name}",)):
-        path = ROOT / "tests" / f"{test}.py"
-        assert path.is_file()
-        assert "def test_" in path.read_text("utf-8")
+def test_modules_import_each_other_in_one_direction() -> None:
+    names = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in MODULES}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        room = path.parent.relative_to(PACKAGE).as_posix()
+        graph[name] = set()
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.level == 1:
+                inside = [node.module] if node.module else [alias.name for alias in node.names]
+                graph[name] |= {f"{room}/{other.replace('.', '/')}" for other in inside} & set(names)
+    list(TopologicalSorter(graph).static_order())  # raises CycleError
+
+
+def test_the_package_shows_its_calls_its_rooms_and_nothing_else() -> None:
+    code = "import cuflash; print(*sorted(name for name in dir(cuflash) if not name.startswith('__')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert set(done.stdout.split()) - rooms == {*cuflash.__all__, "errors", "log"}
+
+
+def test_every_module_of_a_room_has_tests_that_pytest_collects() -> None:
+    modules = {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.glob("*/[!_]*.py")}
+    rooms = {name.split("/")[0] for name in modules}
+    assert set(TESTED_ELSEWHERE) <= modules | rooms, "an entry of the table is of no module"
+    wanted = {}
+    for name in sorted(modules):
+        room, module = name.split("/")
+        files = TESTED_ELSEWHERE.get(name), f"{room}/test_{module}.py", TESTED_ELSEWHERE.get(room)
+        wanted[name] = next((file for file in files if file and (ROOT / "tests" / file).is_file()), None)
+    assert not [name for name, file in wanted.items() if file is None], "these have no test file"
+    # Collected in a process of its own: this one may have been asked for some of the tests only.
+    chosen = sorted({str(ROOT / "tests" / file) for file in wanted.values()})
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--rootdir", str(ROOT), *chosen]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # A file is told with its number of tests or, without the framework that it is about, with why it was skipped.
+    told = set(re.findall(r"^(?:SKIPPED \[\d+\] )?tests/(\S+\.py):", done.stdout, re.MULTILINE))
+    assert not {file for file in wanted.values() if file not in told}, done.stdout + done.stderr
 
 
 # Floors of kernels_cu: a source includes headers of its own folder and of lower floors.
@@ -119,7 +153,7 @@ def included(path: Path) -> list[Path]:
 def test_a_cuda_source_includes_lower_floors_only(path: Path) -> None:
     assert len(path.relative_to(KERNELS).parts) == 2
     own = path.parent.name
-    assert own in KERNEL_FLOORS, f"{own} has no floor: give it one here and on the page of the architecture"
+    assert own in KERNEL_FLOORS, f"{own} has no floor: give it one here and in the map of README.md"
     assert path.suffix == ".cuh" or KERNEL_FLOORS[own] == 2
     for other in included(path):
         assert other.is_file()
@@ -146,31 +180,28 @@ def test_a_kernel_file_has_one_entry_named_by_the_host(path: Path) -> None:
     assert text.startswith("//"), "a kernel begins with its equations and roles"
 
 
-def test_macros_are_read_in_one_place_and_are_those_that_the_host_gives() -> None:
+def test_macros_are_read_in_the_config_of_a_family_and_are_those_that_the_host_gives() -> None:
     code = {path: re.sub(r"//.*", "", path.read_text("utf-8")) for path in SOURCES}
-    read = {path: set(re.findall(r"\bCUFLASH_(\w+)", text)) for path, text in code.items()}
-    config = KERNELS / "common" / "config.cuh"
-    for path, names in read.items():
-        if path != config:
+    read = {short(path.parent): set[str]() for path in SOURCES}
+    for path, text in code.items():
+        names = set(re.findall(r"\bCUFLASH_(\w+)", text))
+        if path.name == "config.cuh":
+            read[short(path.parent)] = names
+        else:
             assert names == ({"KERNEL"} if path.suffix == ".cu" else set()), short(path)
-    given = {(variant.source.split("/")[0], variant.op): set(variant.constants) for variant in variants("sm_90")}
-    assert read[config] | {"KERNEL"} == set().union(*given.values())
-    # What a kernel is given beyond the common macros stands in groups: those of tiles, those of the tiles of one family
-    # each, and those of blocks of keys.
-    common, mma, keyed = given["portable", "merge"], given["sm80", "forward"], given["sm80", "backward"]
-    wgmma = given["sm90", "forward"]
-    assert common == given["portable", "delta"] == given["portable", "convert"]
-    assert mma == given["sm80", "lse"] == given["sm80", "backward_dq"]
-    assert keyed == given["sm80", "backward_dkdv"]
-    assert wgmma == given["sm90", "lse"]
-    tiled = mma & wgmma
-    assert tiled > common
-    for macro, names in (("HEAD_DIM", tiled - common), ("QK_UNROLL", mma - tiled), ("Q_STAGES", wgmma - tiled),
-                         ("WARP_KEYS", keyed - mma)):  # fmt: skip
-        group = code[config].split(f"#ifdef CUFLASH_{macro}\n")[1].split("#endif")[0]
-        assert set(re.findall(r"\bCUFLASH_(\w+)", group)) == names
-    for name, number in DTYPE_CODES.items():
-        assert re.search(rf"k{name.replace('float', 'Float').replace('bF', 'BF')} = {number}\b", code[config])
+    common = read["kernels_cu/common"]
+    # Kernels without a tile are given less, so the common macros stand in two groups and that of softcap.
+    always = set(re.findall(r"\bCUFLASH_(\w+)", code[KERNELS / "common" / "config.cuh"].split("#ifdef")[0]))
+    for variant in variants("sm_90"):
+        family, given = variant.source.split("/")[0], set(variant.constants) | {"PARAMS_BYTES"}
+        assert always | {"KERNEL"} <= given <= common | read[f"kernels_cu/{family}"] | {"KERNEL"}, variant.name
+    for family in ("sm80", "sm90"):
+        ours = [set(v.constants) for v in variants("sm_90") if v.source.startswith(family)]
+        assert read[f"kernels_cu/{family}"] <= set().union(*ours), "a macro that no kernel is given"
+    for name, row in DTYPES.items():
+        if row.cuda is not None:
+            kind = f"k{name.replace('float', 'Float').replace('bF', 'BF')}"
+            assert re.search(rf"{kind} = {row.cuda}\b", code[KERNELS / "common" / "config.cuh"])
 
 
 def test_files_stay_small() -> None:

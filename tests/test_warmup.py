@@ -6,7 +6,6 @@ import io
 import sys
 import threading
 import time
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,23 @@ from typing import Any
 import pytest
 from variants import KEYS, plan_of
 
-from cuflash import device as devices
-from cuflash import jit, warmup
+from cuflash import warmup
 from cuflash.__main__ import main
-from cuflash.device import KNOWN
 from cuflash.errors import CompileError, UnsupportedError
-from cuflash.plan import plan
-from cuflash.problem import ArraySpec, Problem
-from cuflash.variant import Plan, Variant
+from cuflash.planning import device as devices
+from cuflash.planning.device import KNOWN
+from cuflash.planning.plan import Plan
+from cuflash.planning.variant import Variant
+from cuflash.problem.problem import Problem
+from cuflash.runtime import compiler
 
 try:
-    jit.nvrtc_version()
+    compiler.nvrtc_version()
 except UnsupportedError as error:
     pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
 
+pytestmark = pytest.mark.usefixtures("cache_dir")
 SMALL = ("--ops", "forward,lse", "--dtypes", "float16", "--head-dims", "32", "--device", "sm_80")
-
-
-@pytest.fixture(autouse=True)
-def _own_cache(cache_dir: Path) -> Path:
-    return cache_dir
 
 
 @pytest.fixture
@@ -45,7 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
         seen.append(variant)
         return b"\x7fELF", ""
 
-    monkeypatch.setattr(jit, "compile_variant", compile_variant)
+    monkeypatch.setattr(compiler, "compile_variant", compile_variant)
     return seen
 
 
@@ -74,12 +70,12 @@ def test_kernels_are_compiled_once_and_found_from_then_on(
     assert sorted(line.split()[:4] for line in err.splitlines()) == sorted(
         ["compiled", variant.name, "for", "sm_80"] for variant in wanted
     )
-    assert {jit.cubin_path(variant) for variant in wanted} == set(cache_dir.iterdir())
+    assert {compiler.cubin_path(variant) for variant in wanted} == set(cache_dir.iterdir())
 
     def refuse(variant: Variant) -> Any:
         raise AssertionError(f"{variant.name} was compiled again")
 
-    monkeypatch.setattr(jit, "compile_variant", refuse)
+    monkeypatch.setattr(compiler, "compile_variant", refuse)
     assert run(*SMALL) == 0
     assert capsys.readouterr() == (f"2 kernels for sm_80: 2 were there; {cache_dir}\n", "")
 
@@ -158,30 +154,28 @@ def test_algorithms_and_out_dtype_are_those_of_a_call(compiled: list[Variant]) -
 
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
 def test_backward_is_served_as_its_plans_say(compiled: list[Variant], out_dtype: str | None) -> None:
-    q = ArraySpec.dense((2, 70, 4, 64), "float16")
-    of = Problem.of(q, q, q, causal=True, out_dtype=out_dtype)
-    more = () if out_dtype is None else ("--out-dtype", out_dtype)
-    assert run(*SMALL, "--ops", "backward", "--head-dims", "64", *more) == 0
-    wanted = {launch.variant for launch in plan(of, "backward", KNOWN["sm_80"]).launches}
-    assert set(compiled) == wanted
-    assert run(*SMALL, "--ops", "backward", "--head-dims", "64", "--deterministic", *more) == 0
-    wanted |= {launch.variant for launch in plan(of, "backward", KNOWN["sm_80"], deterministic=True).launches}
-    assert set(compiled) == wanted
-    assert len(compiled) == len(wanted) > 3
+    wanted: set[Variant] = set()
+    more = "--ops", "backward", "--head-dims", "64", *(() if out_dtype is None else ("--out-dtype", out_dtype))
+    for deterministic in (False, True):
+        assert run(*SMALL, *more, *(("--deterministic",) if deterministic else ())) == 0
+        wanted |= launched(("backward", "float16", 64, 64, "sm_80"), deterministic=deterministic, out_dtype=out_dtype)
+        assert set(compiled) == wanted
+    assert len(compiled) == len(wanted) == 5  # one delta, and two kernels for each
 
 
-def fake_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
-    """Replaces plans by some of two kernels; the calls for them, without the problem."""
-    calls: list[tuple[str, dict[str, Any]]] = []
+def fake_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
+    """Replaces plans by some of two kernels. The result is filled with the calls: the op, and if deterministic."""
+    calls: list[tuple[str, bool]] = []
     made = plan_of("forward", "float16", 32, 32, KNOWN["sm_80"])
     other = plan_of("merge", "float16", 32, 32, KNOWN["sm_80"])
     assert made is not None
     assert other is not None
 
-    def plan(problem: Any, op: str, device: Any, **more: Any) -> Plan:
-        if (op, more) not in calls:  # it is asked for several lengths
-            calls.append((op, more))
-        return replace(made, launches=(*other.launches, *made.launches))
+    def plan(problem: Problem, device: Any) -> Plan:
+        call = problem.op.name, problem.options.deterministic
+        if call not in calls:  # it is asked for several masks
+            calls.append(call)
+        return made._replace(launches=(*other.launches, *made.launches))
 
     monkeypatch.setattr(warmup, "plan", plan)
     return calls
@@ -196,10 +190,10 @@ def test_all_kernels_of_a_plan_are_compiled(monkeypatch: pytest.MonkeyPatch, com
 def test_deterministic_adds_to_backward_alone(monkeypatch: pytest.MonkeyPatch, compiled: list[Variant]) -> None:
     calls = fake_plans(monkeypatch)
     assert run(*SMALL, "--ops", "forward,backward") == 0
-    assert calls == [("forward", {}), ("backward", {"deterministic": False})]
+    assert calls == [("forward", False), ("backward", False)]
     calls.clear()
     assert run(*SMALL, "--ops", "forward,backward", "--deterministic") == 0
-    assert calls == [("forward", {}), ("backward", {"deterministic": False}), ("backward", {"deterministic": True})]
+    assert calls == [("forward", False), ("backward", False), ("backward", True)]
 
 
 def test_what_has_no_kernel_is_one_line_and_the_rest_goes_on(
@@ -229,7 +223,7 @@ def test_a_refused_kernel_is_told_in_full_and_the_rest_goes_on(
             raise CompileError(f"{variant.name} does not compile\nline 2 of the log")
         return b"\x7fELF", ""
 
-    monkeypatch.setattr(jit, "compile_variant", compile_variant)
+    monkeypatch.setattr(compiler, "compile_variant", compile_variant)
     assert run(*SMALL, "--jobs", "1") == 1
     out, err = capsys.readouterr()
     (refused,) = launched(("forward", "float16", 32, 32, "sm_80"))
@@ -322,7 +316,7 @@ def test_as_many_are_compiled_at_once_as_asked_for(jobs: int, monkeypatch: pytes
             running -= 1
         return b"\x7fELF", ""
 
-    monkeypatch.setattr(jit, "compile_variant", compile_variant)
+    monkeypatch.setattr(compiler, "compile_variant", compile_variant)
     assert run(*SMALL, "--dtypes", "float16,bfloat16", "--jobs", str(jobs)) == 0  # four kernels
     assert most == jobs
 
@@ -337,7 +331,7 @@ def test_an_interrupt_leaves_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.3)
         return b"\x7fELF", ""
 
-    monkeypatch.setattr(jit, "compile_variant", compile_variant)
+    monkeypatch.setattr(compiler, "compile_variant", compile_variant)
     with pytest.raises(KeyboardInterrupt):
         run(*SMALL, "--head-dims", "32,64,96,128", "--jobs", "1")  # eight kernels
     assert len(seen) < 4
@@ -395,6 +389,6 @@ def test_the_help_says_that_masks_are_no_matter(capsys: pytest.CaptureFixture[st
     with pytest.raises(SystemExit):
         run("--help")
     text = " ".join(capsys.readouterr().out.split())
-    assert "every mask, scale" in text
+    assert "all masks, scales" in text
     for option in ("dtypes", "head-dims", "ops", "algorithms", "softcap", "deterministic", "device", "jobs"):
         assert f"--{option}" in text

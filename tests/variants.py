@@ -7,13 +7,18 @@ from functools import cache
 from itertools import product
 from typing import Any
 
-from cuflash import tiles_sm90
-from cuflash.device import KNOWN, Device
 from cuflash.errors import UnsupportedError
-from cuflash.plan import merge_plan, plan
-from cuflash.problem import ITEMSIZE, ArraySpec, Problem
-from cuflash.tiles_sm80 import BACKWARD, DQ, TILES
-from cuflash.variant import ALGORITHM_CODES, BACKWARD_OPS, Plan, Variant
+from cuflash.planning import tiles_sm90
+from cuflash.planning.device import KNOWN, Device
+from cuflash.planning.plan import Plan
+from cuflash.planning.planner import plan
+from cuflash.planning.tiles_sm80 import BACKWARD, DQ, TILES
+from cuflash.planning.variant import ALGORITHM_CODES, Variant
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.dtypes import DTYPES as ROWS
+from cuflash.problem.operands import OPS, merge_op
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem, States
 
 DTYPES = tuple(TILES)
 # Numbers of keys between which the choice of a Hopper tile changes, and more than any of them.
@@ -35,14 +40,24 @@ def plan_of(
 ) -> Plan | None:
     """What this device launches for a causal problem of these head dims and keys; None where it has no kernel."""
     if op == "merge":
-        return merge_plan(dtype, (1, 8, 1, head_dim), device)
+        return plan(merge_of(dtype, head_dim), device)
     shapes = (queries, head_dim), (keys, head_dim), (keys, head_dim_v)
-    q, k, v = (ArraySpec.dense((1, n, 1, d), dtype) for n, d in shapes)
-    problem = Problem.of(q, k, None if op == "lse" else v, **{"causal": True} | arguments)
+    specs = [ArraySpec.dense((1, n, 1, d), dtype) for n, d in shapes]
+    if op == "backward":  # dout, then out in its own dtype
+        specs += [specs[0]._replace(shape=(1, queries, 1, head_dim_v)).densed()] * 2
+        specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
+    options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
+    problem = Problem.of(OPS[op], specs[:2] if op == "lse" else specs, options)
     try:
-        return plan(problem, op, device, deterministic, aligned)
+        return plan(problem, device, () if aligned else ("q",))
     except UnsupportedError:
         return None
+
+
+def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> States:
+    """So many states of one head."""
+    out, lse = ArraySpec.dense((1, rows, 1, head_dim), dtype), ArraySpec.dense((1, 1, rows), "float32")
+    return States.of(merge_op(count), [out] * count + [lse] * count, Options())
 
 
 def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
@@ -58,7 +73,7 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
 
 def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
     """The kernel called `op` in `plan_of` its call: delta, convert and all of backward's are launched by backward."""
-    of_backward = op in BACKWARD_OPS or op.startswith("backward")
+    of_backward = op in ("delta", "convert") or op.startswith("backward")
     call, fixed = ("backward", (False, True)) if of_backward else (op, (False,))
     made = [plan_of(call, *arguments, deterministic=deterministic, **more) for deterministic in fixed]
     launches = [launch for each in made if each is not None for launch in each.launches]
@@ -70,7 +85,7 @@ def edges(dtype: str) -> list[int]:
     rows = (*TILES[dtype], *BACKWARD[dtype], *DQ[dtype])
     dims = {row.head_dim for row in rows} | {row.head_dim_v for row in rows}
     dims |= {row.head_dim_v * row.max_slices for row in TILES[dtype]}
-    if ITEMSIZE[dtype] == 2:
+    if ROWS[dtype].itemsize == 2:
         dims |= {dim for row in tiles_sm90.TILES for dim in (row.head_dim, row.head_dim_v)}
         rows_sm90 = *tiles_sm90.BACKWARD, *tiles_sm90.ROWS
         dims |= {dim for row in rows_sm90 for dim in (row.head_dim, row.head_dim_v)}
@@ -84,7 +99,7 @@ def variants(arch: str) -> tuple[Variant, ...]:
     sizes = dict.fromkeys((known.smem_per_block, known.smem_per_sm) for known in KNOWN.values())
     for (block, whole), dtype in product(sizes, DTYPES):
         device = replace(KNOWN[arch], smem_per_block=block, smem_per_sm=whole)
-        out_dtypes = (dtype, "float32") if ITEMSIZE[dtype] == 2 else (dtype,)
+        out_dtypes = (dtype, "float32") if ROWS[dtype].itemsize == 2 else (dtype,)
         made = [plan_of("merge", dtype, 64, 64, device)]
         made += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(edges(dtype), ways(device))]
         for *dims, out_dtype in product(edges(dtype), edges(dtype), out_dtypes):

@@ -13,8 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_python(*arguments: str, **variables: str) -> str:
-    """What Python prints, with cuflash from here and these environment variables; the test fails if it does."""
-    folders = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+    """What Python prints; it finds cuflash and tests' helper modules here. The test fails if Python does."""
+    folders = filter(None, (str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
     command = [sys.executable, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)

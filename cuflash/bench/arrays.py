@@ -1,4 +1,4 @@
-"""Input arrays of the benchmark in whichever library is there, and their numbers back in host memory."""
+"""The benchmark's input arrays in whichever library is installed, and how their values get back to the host."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import device, jit
 from ..errors import UnsupportedError
+from ..planning import device
+from ..runtime import compiler
 from .cases import Case, numpy_dtype
 
 Inputs = tuple[Any, ...]  # q, k, v, and for backward dout
@@ -25,12 +26,12 @@ class NumpyArrays:
         return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
 
     def inputs(self, op: str, case: Case, seed: int = 0) -> Inputs:
-        """What an op is given on a case."""
-        shapes = case.shapes() if op == "forward" else (*case.shapes(), case.problem().out_shape)
+        """The inputs of an op for a case."""
+        shapes = case.shapes() if op == "forward" else (*case.shapes(), case.out_shape())
         return tuple(self.normal(shape, case.dtype, len(shapes) * seed + n) for n, shape in enumerate(shapes))
 
     def head(self, array: Any, batch: int, head: int) -> NDArray[np.float64]:
-        """(seqlen, head_dim) of one head of a (batch, seqlen, heads, head_dim) array, in float64."""
+        """One head of a (batch, seqlen, heads, head_dim) array, as (seqlen, head_dim) float64 on the host."""
         return np.asarray(self._host(array)[batch, :, head], np.float64)
 
     def distance(self, array: Any, reference: Any) -> float:
@@ -50,8 +51,8 @@ class NumpyArrays:
 
 
 class CupyArrays(NumpyArrays):
-    # why: random numbers, sums and casts are made by NumPy, as CuPy's own need CUDA headers and libraries that running
-    # cuflash does not.
+    # why: random numbers, sums and casts are made by NumPy, because CuPy's own need CUDA headers and libraries that
+    # cuflash does not need.
     name = "cupy"
     on_gpu = True
 
@@ -104,7 +105,7 @@ class TorchArrays(CupyArrays):
 def find() -> tuple[NumpyArrays, str]:
     """The arrays to measure on, and why they are not on a GPU ("" if they are)."""
     try:
-        jit.nvrtc_version()
+        compiler.nvrtc_version()
         if not device.count():
             return NumpyArrays(), "no NVIDIA GPU or driver was found"
         device.query(0)

@@ -1,4 +1,4 @@
-"""The case table: small problems that meet every edge once. Tests, compile checks and the benchmark all read it."""
+"""The case table: small problems that cover every edge once. Tests, compile checks and the benchmark all read it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..mask import WindowSize
-from ..problem import ArraySpec, Problem
+from ..problem.array_spec import ArraySpec
+from ..problem.operands import OPS
+from ..problem.options import Options, WindowSize
+from ..problem.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +51,14 @@ class Case:
             (self.batch, self.seqlen_k, self.heads_kv, self.head_dim_v),
         )
 
-    def problem(self, algorithm: str = "flash2") -> Problem:
-        """The `Problem` that the public call makes of `arrays()`."""
-        q, k, v = (ArraySpec.dense(shape, self.dtype) for shape in self.shapes())
-        return Problem.of(q, k, v, algorithm=algorithm, **self.arguments())
+    def out_shape(self) -> tuple[int, ...]:
+        """Shape of out."""
+        return self.batch, self.seqlen_q, self.heads_q, self.head_dim_v
+
+    def problem(self, op: str = "forward", **more: Any) -> Problem:
+        """The `Problem` that a public call with these and `more` arguments makes of `arrays()`."""
+        specs = [ArraySpec.dense(shape, self.dtype) for shape in self.shapes()]
+        return Problem.of(OPS[op], specs[:2] if op == "lse" else specs, Options(**self.arguments(), **more))
 
     def arrays(self, seed: int = 0) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """q, k and v, drawn from the standard normal distribution."""

@@ -1,4 +1,4 @@
-"""Whether a result is attention at all: sampled rows against float64, and the whole result against ours."""
+"""Checks results: sampled rows against float64, and the whole result against one that is already known to be right."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import Problem
+from ..problem.problem import Problem
 from .arrays import Inputs, NumpyArrays
 from .cases import Case
 
@@ -15,9 +15,9 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 OUTPUTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
-# Error of a row over the row, Euclidean norm. Rounding p and out to a 16-bit dtype of unit roundoff u costs about
-# 0.7 u, in gradients up to 1.2 u; 4 u leaves room for other orders of summation, yet a float32 result by plain TF32
-# (3e-4) would not pass.
+# The largest |error| / |row| of a row in the Euclidean norm. Rounding p and out to a 16-bit dtype of unit roundoff u
+# costs about 0.7 u, in gradients up to 1.2 u; 4 u also allows other orders of summation. A float32 result that was
+# computed in plain TF32 (3e-4) does not pass.
 MAX_ERROR = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11, "float32": 1e-4, "float64": 1e-12}
 CHUNK = 1 << 23  # float64 scores of a head in memory at once: 64 MiB
 
@@ -33,12 +33,12 @@ class Sample(NamedTuple):
 
 
 def outputs(op: str, result: Any) -> dict[str, Any]:
-    """What an op gave, by name."""
+    """The outputs of an op by name."""
     return dict(zip(OUTPUTS[op], result if isinstance(result, tuple) else (result,), strict=True))
 
 
 def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int = 0) -> list[Sample]:
-    """A few rows of two heads in every output, in float64; the case has as many kv heads as query heads."""
+    """Exact values of a few rows of two heads in every output; heads_kv of the case must equal heads_q."""
     rng = np.random.default_rng(seed)
     samples = []
     for batch, head in {(0, 0), (case.batch - 1, case.heads_q - 1)}:
@@ -49,7 +49,7 @@ def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int =
 
 
 def error(arrays: NumpyArrays, found: dict[str, Any], samples: list[Sample]) -> tuple[str, float]:
-    """The largest relative error of a sampled row, and the output it is in; NaN where an output has one."""
+    """The output with the largest relative error of a sampled row, and that error; NaN counts as the largest."""
     largest = dict.fromkeys(found, 0.0)
     for output, batch, head, rows, exact in samples:
         difference = np.linalg.norm(arrays.head(found[output], batch, head)[rows] - exact, axis=1)
@@ -58,7 +58,7 @@ def error(arrays: NumpyArrays, found: dict[str, Any], samples: list[Sample]) -> 
 
 
 def distance(arrays: NumpyArrays, found: dict[str, Any], reference: dict[str, Any]) -> tuple[str, float]:
-    """The largest |found - reference| / |reference| of an output in the Euclidean norm, and the output."""
+    """The output with the largest |found - reference| / |reference| in the Euclidean norm, and that distance."""
     return _worst({output: arrays.distance(found[output], reference[output]) for output in found})
 
 
@@ -75,10 +75,10 @@ def _out(problem: Problem, rng: np.random.Generator, q: Array, k: Array, v: Arra
 def _gradients(
     problem: Problem, rng: np.random.Generator, q: Array, k: Array, v: Array, dout: Array
 ) -> dict[str, tuple[Indices, Array]]:
-    """A query's dq takes its own row of weights; a key's dk and dv a column, and so all rows, taken in chunks.
+    """Sampled rows of dq, dk and dv. dq needs the query's row of weights; dk and dv need a column, and so all rows.
 
-    why: late queries and early keys, as what has one key or query in sight under a causal mask may have a gradient
-    that cancels to nearly nothing, and beside that no rounding is small.
+    why late queries and early keys: under a causal mask the others see few keys or queries, and their gradients may
+    cancel to nearly nothing, so that any rounding looks large beside them.
     """
     seqlen_q, seqlen_k, scale = problem.seqlen_q, problem.seqlen_k, problem.softmax_scale
     rows = np.unique(np.append(rng.integers(seqlen_q // 2, seqlen_q, 6), seqlen_q - 1))
@@ -98,7 +98,7 @@ def _gradients(
 
 
 def _weights(problem: Problem, q: Array, k: Array, rows: Indices) -> Array:
-    """Softmax of these rows of scores, which ascend; keys beyond all of them are not looked at."""
+    """Softmax weights of these rows, which ascend; keys that none of them can see get 0 and are not computed."""
     p = np.zeros((len(rows), problem.seqlen_k))
     begin, end = problem.mask.key_range(int(rows[0]), int(rows[-1]) + 1)
     s = p[:, begin:end]

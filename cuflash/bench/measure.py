@@ -1,4 +1,4 @@
-"""How long calls take: contenders in turn on the same inputs, medians of many rounds."""
+"""Measures how long calls take: contenders take turns on the same inputs, and medians of many rounds count."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from .arrays import NumpyArrays
 
 WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU take that long to rise
 ROUND_SECONDS = 1e-3  # a contender's share of a round is at least this long, so that a launch does not count
-CONTENDER_SECONDS = 3.0  # of one cell
+CONTENDER_SECONDS = 3.0  # the most seconds that a contender's rounds take in one cell
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What one contender does, a call for each input set, and the context it does it in."""
+    """The calls of one contender, one for each input set, and the context that they run in."""
 
     calls: list[Callable[[], Any]]
     scope: Callable[[], AbstractContextManager[Any]]
 
     def repeat(self, times: int) -> None:
-        """Makes the calls in turn."""
+        """Makes `times` calls, taking the input sets in turn."""
         for turn in range(times):
             self.calls[turn % len(self.calls)]()
 
 
 def seconds_per_call(arrays: NumpyArrays, runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Median seconds of a call of each contender; in every round each has its turn, on rotating input sets."""
+    """Median seconds per call of each contender; each has one turn in every round, on rotating input sets."""
     if not runs:
         return {}
     span = _gpu_span if arrays.on_gpu else _host_span
@@ -54,7 +54,7 @@ def seconds_per_call(arrays: NumpyArrays, runs: dict[str, Run], rounds: int) -> 
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / slowest)))
-    # why in another order every time: after a contender that needs less power the clocks are higher.
+    # why another order in every round: L1. After a contender that needs less power the clocks are higher.
     shuffled = random.Random(0)
     orders = [shuffled.sample(list(runs), len(runs)) for _ in range(rounds)]
     turns = [{name: span(runs[name], repeats[name]) for name in order} for order in orders]
@@ -90,7 +90,7 @@ def _host_span(run: Run, repeats: int) -> Callable[[], float]:
 
 
 def host_seconds(arrays: NumpyArrays, run: Run, calls: int = 200, rounds: int = 15) -> float:
-    """Median time to enqueue one call. The GPU must need less for it, or the full queue would be timed."""
+    """Median seconds to enqueue one call. The GPU must need less per call, or waits for a full queue would be timed."""
     timings = []
     with run.scope():
         for _ in range(rounds + 3):
@@ -103,9 +103,9 @@ def host_seconds(arrays: NumpyArrays, run: Run, calls: int = 200, rounds: int = 
 
 
 def startup(ops: Iterable[str]) -> dict[str, Any]:
-    """What first calls cost in a fresh process: "cold" with an empty cache folder, "disk" with what that left in it.
+    """Seconds of first calls in a fresh process: "cold" with an empty cache folder, then "disk" with the filled one.
 
-    NVRTC keeps a cache of its own beside the driver's; it is turned off, or "cold" would only be so once on a machine.
+    NVRTC's own cache is turned off, because otherwise only the first run on a machine would be cold.
     """
     timings = {}
     with tempfile.TemporaryDirectory(prefix="cuflash-bench-") as folder:

@@ -1,4 +1,4 @@
-"""What is timed beside each other: our algorithms, and the other attention kernels found on this machine."""
+"""The contenders that are timed: our algorithms, and the other attention kernels found on this machine."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from ..backward import backward
-from ..forward import forward
+from ..ops.backward import backward
+from ..ops.forward import forward
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays
 from .measure import Run
 
@@ -21,10 +21,10 @@ Prepare = Callable[[Inputs, bool], Callable[[], Any]]
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`prepare(inputs, causal)` gives the call that is timed; its result is out, or the tuple (dq, dk, dv).
+    """`prepare(inputs, causal)` makes the call that is timed; that call returns out, or the tuple (dq, dk, dv).
 
-    Arrays are (batch, seqlen, heads, head_dim), taken and given without copies. What backward needs of forward is made
-    in `prepare`, by the contender's own forward. `keywords` are those of our public call, besides inputs and mask.
+    Arrays are (batch, seqlen, heads, head_dim), and none is copied. For backward `prepare` runs the contender's own
+    forward. `keywords` are the arguments of our public call besides inputs and mask.
     """
 
     op: str
@@ -36,16 +36,16 @@ class Contender:
     keywords: dict[str, Any] = field(default_factory=dict)
 
     def run(self, input_sets: list[Inputs], causal: bool) -> Run:
-        """What `measure` times."""
+        """The calls that `measure` times, one for each input set."""
         with self.scope():
             return Run([self.prepare(inputs, causal) for inputs in input_sets], self.scope)
 
 
 def ours(op: str, arrays: NumpyArrays, algorithms: tuple[str, ...]) -> list[Contender]:
-    """`cuflash.forward` by each of these algorithms, or `cuflash.backward` both ways."""
+    """`cuflash.forward` by each of these algorithms, or `cuflash.backward` plain and deterministic."""
     if op == "forward":
         return [_ours(op, algorithm, _prepare_forward, algorithm=algorithm) for algorithm in algorithms]
-    # why: on NumPy arrays the deterministic way is the only one
+    # why: on NumPy arrays backward is always deterministic
     names = ("backward", "deterministic") if arrays.on_gpu else ("backward",)
     return [_ours(op, name, _prepare_backward, deterministic=name == "deterministic") for name in names]
 
@@ -66,14 +66,14 @@ def _prepare_backward(inputs: Inputs, causal: bool, **keywords: Any) -> Callable
 
 
 def find(arrays: NumpyArrays) -> tuple[list[Contender], dict[str, str]]:
-    """The peers for these arrays, in every op they have, and those that are missing with the reason."""
+    """The peers that take these arrays, a contender for each of their ops, and the reasons why others are missing."""
     found: list[Contender] = []
     missing: dict[str, str] = {}
     if isinstance(arrays, TorchArrays):
         found += _torch_backends()
         try:
             found += _flash_attention_4()
-        except Exception as error:  # why: what its import raises depends on the compiler packages below it
+        except Exception as error:  # why: what its import raises depends on the compiler packages it uses
             missing["FlashAttention-4"] = str(error) or type(error).__name__
     elif isinstance(arrays, CupyArrays):
         missing["torch, FlashAttention-4"] = "torch with CUDA is not installed"
@@ -88,7 +88,7 @@ def _torch_backends() -> list[Contender]:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return scaled_dot_product_attention(q, k, v, is_causal=causal).transpose(1, 2)
 
-    # why: torch warns at each call of every backend that it was told to leave out.
+    # why: at each call torch warns about every backend that it was told to leave out.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|cuflash\.bench")
     found = []
     for name, dtypes, backend in (
@@ -116,9 +116,9 @@ def _both_ops(
     attention: Callable[[bool, Any, Any, Any], Any],
     scope: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[Contender]:
-    """A function on torch tensors, and its backward alone.
+    """Two contenders from a function on torch tensors: the function, and its backward alone.
 
-    why: through autograd, which every peer has; on an H200 its spans equal those of torch's own backward functions.
+    why autograd: every peer has it, and on an H200 it takes as long as a direct call of torch's backward functions.
     """
     from torch.autograd import grad
 
@@ -137,7 +137,7 @@ def _both_ops(
 
 
 def _whole_matrix(arrays: NumpyArrays) -> list[Contender]:
-    """Attention as it is written in a few lines of an array library, with whole score matrices in memory."""
+    """Attention in a few lines of an array library, with whole score matrices in memory."""
     if not isinstance(arrays, CupyArrays):
         import numpy as xp
     else:

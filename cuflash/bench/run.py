@@ -1,6 +1,6 @@
-"""Times our kernels and those of the peers found on this machine: the same inputs, in turn, results checked beforehand.
+"""Times our kernels and those of the peers found on this machine, in turn on the same inputs; checks results before.
 
-Exits with 1 if a result is wrong or one of ours did not run. Without a GPU it times the NumPy path.
+It exits with 1 if a result is wrong or one of ours did not run. Without a GPU it times the NumPy path.
 """
 
 from __future__ import annotations
@@ -8,64 +8,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from .. import info, interop
-from ..problem import ALGORITHMS
-from ..variant import flops
+from .. import info
+from ..arrays.library import bfloat16
+from ..problem.options import ALGORITHMS
 from . import check, measure, peers, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
 from .peers import Contender
+from .report import Report, Row
 
 TOKENS = 16384  # batch x seqlen of a cell on a GPU
 HIDDEN = 2048  # heads x head_dim
-ROTATED_BYTES = 1 << 28  # input sets are rotated until they exceed every GPU's L2 cache
-LONG_SEQLENS = (8192, 65536)  # of the float32 section: where the score matrix still fits, and where it does not
+ROTATED_BYTES = 1 << 28  # calls rotate through input sets, which together exceed every GPU's L2 cache
+LONG_SEQLENS = (8192, 65536)  # of the float32 section: the score matrix fits into memory in the first alone
 LONG_HEADS = 16
 OPS = tuple(check.OUTPUTS)
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One contender on one cell. `seconds` is None where it did not run, `note` says why."""
-
-    cell: Case
-    contender: Contender
-    seconds: float | None = None
-    error: float | None = None
-    note: str = ""
-    wrong: bool = False
-
-    @property
-    def tflops(self) -> float | None:
-        """Of the visible pairs: what a mask hides is not counted as work."""
-        return None if self.seconds is None else self.flops / self.seconds * 1e-12
-
-    @property
-    def flops(self) -> int:
-        """Of one call."""
-        return flops(self.cell.problem(), self.contender.op)
-
-
-@dataclass(slots=True)
-class Report:
-    """All that was measured."""
-
-    machine: dict[str, Any]
-    arrays: str
-    missing: dict[str, str]
-    rows: list[Row] = field(default_factory=list)
-    host_seconds: dict[str, float] = field(default_factory=dict)
-    startup: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def failed(self) -> bool:
-        """A wrong output of anyone, or nothing at all of ours."""
-        return any(row.wrong or (row.contender.ours and row.seconds is None) for row in self.rows)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -87,12 +49,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Runs, prints and writes; 1 if an output is wrong or one of ours did not run."""
+    """Runs the benchmark, prints and writes the report; returns 1 if an output is wrong or one of ours did not run."""
     arrays, no_gpu = find()
     if no_gpu:
         print(f"Timing the NumPy path on the CPU, in small cells: {no_gpu}")
         if options.dtype == "bfloat16":
-            interop.bfloat16()  # says what to install where it is missing
+            bfloat16()  # raises and says what to install if bfloat16 is missing
     report = bench(arrays, options)
     table.show(report)
     if options.json:
@@ -136,13 +98,13 @@ def cells(arrays: NumpyArrays, options: argparse.Namespace) -> list[Case]:
 
 
 def long_cells(op: str, options: argparse.Namespace) -> list[Case]:
-    """float32, head_dim 64: beside the whole score matrix in memory, and for forward beyond it."""
+    """float32 cells of head_dim 64: the score matrix fits into memory in the first; the second is for forward alone."""
     seqlens = LONG_SEQLENS[:1] if options.quick or op == "backward" else LONG_SEQLENS
     return [_cell(1, seqlen, LONG_HEADS, 64, "float32", False) for seqlen in seqlens]
 
 
 def run_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], rounds: int) -> list[Row]:
-    """Checks every contender of an op that takes this dtype, then times in turn those that are right."""
+    """Checks every contender that takes this dtype, then times in turn those that are right."""
     present = [contender for contender in contenders if cell.dtype in contender.dtypes]
     op = present[0].op
     inputs = arrays.inputs(op, cell)
@@ -159,7 +121,7 @@ def run_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], round
 
 
 def check_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], inputs: Inputs) -> list[Row]:
-    """One call of each contender, held against float64 in sampled rows, and all over against the first right one."""
+    """Calls each contender once; compares sampled rows with float64, and all rows with the first right contender."""
     samples = check.sample(arrays, contenders[0].op, cell, inputs)
     bound = check.MAX_ERROR[cell.dtype]
     rows: list[Row] = []
@@ -170,7 +132,7 @@ def check_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], inp
             with run.scope():
                 found = check.outputs(contender.op, run.calls[0]())
             arrays.synchronize()
-        except Exception as error:  # why: a peer that does not run here is a gap in the table, not the end of it
+        except Exception as error:  # why: a peer that does not run here leaves a gap in the table, not more
             text = str(error).strip() or type(error).__name__
             rows.append(Row(cell, contender, note=text if contender.ours else text.splitlines()[0][:120]))
             continue
@@ -188,13 +150,13 @@ def check_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], inp
 
 
 def host_times(arrays: CupyArrays, contenders: list[Contender]) -> dict[str, float]:
-    """Seconds to enqueue a repeated call, on a problem whose kernel is shorter than that; ours on CuPy arrays too."""
+    """Seconds to enqueue a repeated call on a problem whose kernel takes less; ours are timed on CuPy arrays, too."""
     case = _cell(1, 128, 1, 64, "float16", True)
     timings: dict[str, float] = {}
     for kind in (CupyArrays(), arrays) if isinstance(arrays, TorchArrays) else (arrays,):
         for contender in contenders:
             if case.dtype in contender.dtypes and (contender.ours or kind is arrays):
-                with contextlib.suppress(Exception):  # why: whoever cannot run stands in the rows with the reason
+                with contextlib.suppress(Exception):  # why: the rows say which contenders cannot run
                     run = contender.run([kind.inputs(contender.op, case)], case.causal)
                     name = f"{contender.op}, {contender.name}, {kind.name} arrays"
                     timings[name] = measure.host_seconds(kind, run)
@@ -207,7 +169,7 @@ def _cell(batch: int, seqlen: int, heads: int, head_dim: int, dtype: str, causal
 
 
 def _names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
-    """Such as "flash2,flashd"."""
+    """Parses a list of known names such as "flash2,flashd"."""
     names = tuple(text.split(","))
     if unknown := [name for name in names if name not in known]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(known)}")
@@ -215,7 +177,7 @@ def _names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    """Such as "64,128" or "1k,16k", k being 1024."""
+    """Parses numbers such as "64,128" or "1k,16k", where k is 1024."""
     try:
         numbers = tuple(int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in text.split(","))
     except ValueError:

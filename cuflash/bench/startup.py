@@ -1,4 +1,4 @@
-"""`python -m cuflash.bench.startup OP...`: seconds of the first calls in this process, as JSON; for `measure`."""
+"""`python -m cuflash.bench.startup OP...` prints the seconds of first calls in this process as JSON, for `measure`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from .. import jit
-from ..backward import backward
-from ..forward import forward
+from ..ops.backward import backward
+from ..ops.forward import forward
+from ..runtime import compiler
 
 HEAD_DIMS = (64, 128, 256)
 
 
 def first_calls(ops: Iterable[str]) -> dict[str, Any]:
-    """Seconds to load NVRTC, and of the first call of each op at each head dim once that is done."""
+    """Seconds to load NVRTC, and afterwards of the first call of each op at each head dim."""
     import cupy
 
     def seconds(call: Callable[[], Any]) -> float:
@@ -28,7 +28,7 @@ def first_calls(ops: Iterable[str]) -> dict[str, Any]:
         return time.perf_counter() - started
 
     inputs = {f"d{head_dim}": cupy.zeros((1, 128, 2, head_dim), "float16") for head_dim in HEAD_DIMS}
-    timings: dict[str, Any] = {"nvrtc": seconds(jit.nvrtc_version)}
+    timings: dict[str, Any] = {"nvrtc": seconds(compiler.nvrtc_version)}
     for op in ops:
         timings[op] = {}
         for name, x in inputs.items():

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ..planner import plan
-from ..variant import Plan
+from ..ops.plan import plan
+from ..planning.plan import Plan
+from .report import Report, Row
 
-if TYPE_CHECKING:
-    from .run import Report, Row
-
-MIN_WIDTH = 130  # of a log file, which reports no width of its own
+MIN_WIDTH = 130  # columns of a log file, which reports no width of its own
 
 
 def show(report: Report) -> None:
@@ -50,7 +48,7 @@ def show(report: Report) -> None:
 
 
 def line(rows: list[Row]) -> str:
-    """One cell as soon as it is measured."""
+    """The line that is printed for a cell as soon as it is measured."""
     speeds = (f"{row.contender.name} {_speed(row)}" for row in rows)
     return f"{rows[0].contender.op} {rows[0].cell.name}: {', '.join(speeds)} TFLOP/s"
 
@@ -98,7 +96,7 @@ def to_json(report: Report) -> str:
 
 
 def _sections(rows: list[Row]) -> list[list[Row]]:
-    """Rows of the same op and dtype."""
+    """Groups the rows by op and dtype."""
     sections: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         sections.setdefault((row.contender.op, row.cell.dtype), []).append(row)
@@ -106,7 +104,7 @@ def _sections(rows: list[Row]) -> list[list[Row]]:
 
 
 def _speeds(rows: list[Row]) -> Table:
-    """A line per cell; beside each peer's speed that of the first of ours over it."""
+    """A line for each cell; in brackets beside a peer's speed stands the speed of our first contender over it."""
     names = list(dict.fromkeys(row.contender.name for row in rows))
     table = Table(box=box.SIMPLE_HEAD)
     for heading in ("d", "mask", "seqlen", "batch", "heads", *names):
@@ -150,7 +148,7 @@ def _speed(row: Row) -> str:
 
 
 def _kernel(report: Report, row: Row) -> str | None:
-    """Which of our kernels ran."""
+    """Name of our kernel that ran; None for peers, and if nothing ran."""
     if not row.contender.ours or row.seconds is None:
         return None
     found: Plan = plan(

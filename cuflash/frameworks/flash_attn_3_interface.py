@@ -2,12 +2,12 @@
 
     from cuflash.frameworks.flash_attn_3_interface import flash_attn_func    # was: from flash_attn_interface import …
 
-The order of arguments is not that of version 2, whose functions are in `cuflash.frameworks.flash_attn_interface`; what
-is said there of masks, dtypes and refusals holds here too. cuflash chooses how a call is scheduled: `num_splits` of 0
-and 1, `pack_gqa=None` and `sm_margin=0` are taken, other values are refused.
+The order of arguments differs from version 2, whose functions are in `cuflash.frameworks.flash_attn_interface`; what
+that module says about masks, dtypes and refused arguments also holds here. cuflash schedules each call itself, so it
+accepts only `num_splits` 0 or 1, `pack_gqa=None` and `sm_margin=0`.
 
-Source: hopper/flash_attn_interface.py and hopper/flash_api.cpp of FlashAttention's main branch; in release 2.8.3 they
-are without `return_attn_probs`.
+Source: hopper/flash_attn_interface.py and hopper/flash_api.cpp of FlashAttention's main branch; in release 2.8.3 these
+functions have no `return_attn_probs`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ProblemError, UnsupportedError
-from ..mask import WindowSize
-from ..merge import merge_states
+from ..ops.merge import merge_states
+from ..problem.options import WindowSize
 from .flash_attn_interface import dense, refuse_cache, refuse_lengths, unpack
 from .torch import check_tensor
 
@@ -55,10 +55,10 @@ def flash_attn_func(
 ) -> Any:
     """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
 
-    Returns out (batch, seqlen_q, heads_q, head_dim of v), with `return_attn_probs` (out, lse), lse (batch, heads_q,
-    seqlen_q) float32.
+    Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_attn_probs`; lse is (batch,
+    heads_q, seqlen_q) float32.
 
-    Raises UnsupportedError for qv, descales, attention_chunk and schedules, else what `cuflash.forward` raises.
+    Raises UnsupportedError for qv, descales, attention_chunk and scheduling, other errors as `cuflash.forward` does.
     """
     if softmax_scale == 0:
         raise ProblemError(
@@ -92,9 +92,9 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of q, k and v in one tensor, which is not copied.
+    """`flash_attn_func` for q, k and v packed in one tensor, which is not copied.
 
-    qkv (batch, seqlen, 3, heads, head_dim); or (batch, seqlen, heads_q + 2 heads_kv, head_dim) with `num_heads_q`.
+    qkv is (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads_q + 2 heads_kv, head_dim) with `num_heads_q`.
     """
     check_tensor("qkv", qkv)
     if qkv.ndim == 4:
@@ -125,11 +125,11 @@ def flash_attn_combine(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over all keys from the attention over each of num_splits disjoint parts of them; without gradients.
+    """Merges attention over num_splits disjoint sets of keys into attention over all of them; it has no gradients.
 
     out_partial (num_splits, batch, seqlen, heads, head_dim) and lse_partial (num_splits, batch, seqlen, heads), both
-    float32. Returns out (batch, seqlen, heads, head_dim), in `out` if given and in `out_dtype` (default float32; the
-    dtype of `out` must be that), and lse (batch, seqlen, heads) float32, seqlen its dense axis.
+    float32. Returns out (batch, seqlen, heads, head_dim) in `out_dtype` (default float32), written into `out` if that
+    is given with the same dtype, and lse (batch, seqlen, heads) float32, which is contiguous along seqlen.
 
     Raises ProblemError for other shapes and dtypes, UnsupportedError for more parts than `merge_states` takes.
     """
@@ -161,17 +161,17 @@ def flash_attn_combine(
 
 
 def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: sequences of several lengths in one tensor are not offered."""
+    """Raises UnsupportedError: sequences of several lengths in one tensor are not supported."""
     refuse_lengths("flash_attn_varlen_func")
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: caches with lengths, tables of pages or rotary embeddings are not offered."""
+    """Raises UnsupportedError: caches with lengths, page tables or rotary embeddings are not supported."""
     refuse_cache()
 
 
 def get_scheduler_metadata(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: schedules made ahead are for `flash_attn_with_kvcache`, which is not offered."""
+    """Raises UnsupportedError: schedules made ahead serve `flash_attn_with_kvcache`, which is not supported."""
     raise UnsupportedError("get_scheduler_metadata: cuflash makes its schedule in each call; pass none")
 
 

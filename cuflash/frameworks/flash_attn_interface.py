@@ -2,14 +2,14 @@
 
     from cuflash.frameworks.flash_attn_interface import flash_attn_func    # was: from flash_attn import flash_attn_func
 
-FlashAttention-3 gives its functions the same names and another order of arguments: they are in
-`cuflash.frameworks.flash_attn_3_interface`. A call by position that one of the two takes, the other refuses: fourth
-stands `dropout_p` here, of which only 0.0 is taken, and `softmax_scale` there, which is None or positive.
+FlashAttention-3 uses the same names but another order of arguments; its functions are in
+`cuflash.frameworks.flash_attn_3_interface`. A positional call that is meant for the other module is refused: the fourth
+argument is `dropout_p` here, which must be 0.0, and `softmax_scale` there, which must be None or positive.
 
 As in flash-attn, causal masks are aligned bottom-right, `causal=True` closes the right side of `window_size`, -1 is an
-open side, and `softcap <= 0` is none. Beyond it, tensors may be float32, lie on the CPU, and have another head dim for
-v and any strides; gradients flow through lse too. Unlike it, a query that sees no key has lse -inf, which merges
-rightly, where version 2 gives +inf. What is not offered is refused, never ignored.
+open side, and `softcap <= 0` means no softcap. Unlike there, tensors may be float32 or on the CPU and have any strides,
+v may have its own head dim, and gradients also flow through lse. A query that sees no key has lse -inf, which merges
+correctly; flash-attn 2 gives +inf. Arguments that are not supported are refused, never ignored.
 
 Source: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3.
 """
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import ProblemError, UnsupportedError
-from ..mask import WindowSize, check_flag
+from ..problem.options import WindowSize, check_flag
 from .torch import attention, check_tensor
 
 __all__ = [
@@ -50,10 +50,10 @@ def flash_attn_func(
 ) -> Any:
     """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
 
-    Returns out, shaped as q; with `return_attn_probs` (out, lse, S_dmask), of which lse is (batch, heads_q, seqlen_q)
-    float32 and S_dmask empty, as flash-attn leaves it without dropout.
+    Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse, S_dmask) with `return_attn_probs`: lse is
+    (batch, heads_q, seqlen_q) float32, and S_dmask is empty, as in flash-attn without dropout.
 
-    Raises UnsupportedError for dropout and ALiBi, else what `cuflash.forward` raises.
+    Raises UnsupportedError for dropout and ALiBi; other errors are those of `cuflash.forward`.
     """
     _refuse_version_2(dropout_p, alibi_slopes)
     result = dense(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
@@ -72,7 +72,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of k and v in one tensor kv (batch, seqlen_k, 2, heads_kv, head_dim), which is not copied."""
+    """`flash_attn_func` for k and v in one tensor kv (batch, seqlen_k, 2, heads_kv, head_dim), which is not copied."""
     k, v = unpack("kv", kv, 2)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -90,7 +90,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of q, k and v in one tensor qkv (batch, seqlen, 3, heads, head_dim), which is not copied."""
+    """`flash_attn_func` for q, k and v in one tensor qkv (batch, seqlen, 3, heads, head_dim), which is not copied."""
     q, k, v = unpack("qkv", qkv, 3)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -98,22 +98,22 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: sequences of several lengths in one tensor are not offered."""
+    """Raises UnsupportedError: sequences of several lengths in one tensor are not supported."""
     refuse_lengths("flash_attn_varlen_func")
 
 
 def flash_attn_varlen_kvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: sequences of several lengths in one tensor are not offered."""
+    """Raises UnsupportedError: sequences of several lengths in one tensor are not supported."""
     refuse_lengths("flash_attn_varlen_kvpacked_func")
 
 
 def flash_attn_varlen_qkvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: sequences of several lengths in one tensor are not offered."""
+    """Raises UnsupportedError: sequences of several lengths in one tensor are not supported."""
     refuse_lengths("flash_attn_varlen_qkvpacked_func")
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: caches with lengths, tables of pages or rotary embeddings are not offered."""
+    """Raises UnsupportedError: caches with lengths, page tables or rotary embeddings are not supported."""
     refuse_cache()
 
 
@@ -128,13 +128,13 @@ def dense(
     deterministic: bool,
     return_lse: bool,
 ) -> Any:
-    """out, or (out, lse), of the arguments that both versions share."""
+    """Computes out, or (out, lse), from the arguments that both versions of the interface share."""
     check_flag("return_attn_probs", return_lse)
     if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
         raise ProblemError(f"softcap={softcap!r} is a {type(softcap).__name__}; give a number, 0.0 for none")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
-        # why: (total, heads, head_dim) is a varlen call gone astray, not a batch of one.
+        # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
         if tensor.ndim != 4:
             raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give (batch, seqlen, heads, head_dim)")
     return attention(
@@ -151,7 +151,7 @@ def dense(
 
 
 def unpack(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """The `count` tensors (batch, seqlen, heads, head_dim) in one of (batch, seqlen, count, heads, head_dim)."""
+    """Views (batch, seqlen, heads, head_dim) of the tensors in one (batch, seqlen, count, heads, head_dim)."""
     check_tensor(name, packed)
     if packed.ndim != 5 or packed.shape[2] != count:
         raise ProblemError(
@@ -162,7 +162,7 @@ def unpack(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, .
 
 
 def refuse_lengths(function: str) -> NoReturn:
-    """For the functions that take cu_seqlens."""
+    """Raises UnsupportedError for a function that takes cu_seqlens."""
     raise UnsupportedError(
         f"{function}: cuflash has no sequences of several lengths in one tensor (cu_seqlens) yet; call flash_attn_func "
         "for each sequence, or for each group of equal lengths"
@@ -170,7 +170,7 @@ def refuse_lengths(function: str) -> NoReturn:
 
 
 def refuse_cache() -> NoReturn:
-    """For the functions that read and write a cache of keys."""
+    """Raises UnsupportedError for the functions that read and write a cache of keys."""
     raise UnsupportedError(
         "flash_attn_with_kvcache: cuflash has no attention that updates, looks up or rotates a cache yet; write the "
         "new keys to the cache, then call flash_attn_func with the part that is filled, k_cache[:, :length]"

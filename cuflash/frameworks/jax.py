@@ -3,7 +3,7 @@
     from cuflash.frameworks.jax import attention
     gradient = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, causal=True).sum()))
 
-`dot_product_attention` is the same under the name and with the arguments of `jax.nn`.
+`dot_product_attention` is the same function with the name and the arguments of the one in `jax.nn`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
-from ..mask import WindowSize, check_flag
-from ..problem import Arguments, ArraySpec, Problem, check_scale
-from .xla_handlers import Options, Shape
+from ..problem.array_spec import ArraySpec
+from ..problem.operands import FORWARD
+from ..problem.options import Options, WindowSize, check_flag, check_scale
+from ..problem.problem import Problem
+from .xla_handlers import Shape, Static
 from .xla_primitives import backward, check_not_reduced, check_numbers, check_whole, forward
 
 
@@ -36,25 +38,24 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """`cuflash.forward` as a JAX function with gradients: out, and with return_lse (out, lse).
+    """`cuflash.forward` as a JAX function with gradients: it returns out, or (out, lse) with return_lse.
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
-    head_dim_v), or without batch, or without batch and heads; float16, bfloat16 or float32 (float64 on the CPU, where
-    JAX has it enabled). out (batch, seqlen_q, heads_q, head_dim_v) has q's dtype, lse (batch, heads_q, seqlen_q) is
-    float32 (float64 for float64). The mask and scale arguments are those of `cuflash.forward`, and static.
+    head_dim_v), or without batch, or without batch and heads; float16, bfloat16 or float32 (float64 on the CPU, if JAX
+    has it enabled). out (batch, seqlen_q, heads_q, head_dim_v) has q's dtype, lse (batch, heads_q, seqlen_q) is float32
+    (float64 for float64). The mask and scale arguments are those of `cuflash.forward` and static.
 
     Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
-    They can be taken once, in reverse mode. Arrays are taken whole: split them over several devices by `jax.shard_map`
-    over batch or heads, k and v like q (jit alone would gather them on each device). On the CPU it runs in NumPy.
+    They can be taken once, in reverse mode. To use several devices, call this in `jax.shard_map`, with q, k and v split
+    alike over batch or heads; under jit alone each device would gather whole arrays. On the CPU it runs in NumPy.
 
     Raises ProblemError, UnsupportedError and CompileError as `cuflash.forward` does, while the call is traced or
-    lowered. A program that `jax.export` has written needs this module imported where it runs.
+    lowered. A program that `jax.export` wrote runs only in a process that has imported this module.
     """
     arrays = _arrays(q=q, k=k, v=v)
-    arguments = Arguments(softmax_scale, causal, window_size, diagonal_offset, softcap)
+    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic)
     with_lse = check_flag("return_lse", return_lse)
-    options = _options(arrays, arguments, check_flag("deterministic", deterministic))
-    return _attention(options, with_lse, *_varying_alike(arrays))
+    return _attention(_static(arrays, options), with_lse, *_varying_alike(arrays))
 
 
 def dot_product_attention(
@@ -72,13 +73,13 @@ def dot_product_attention(
     implementation: str | None = None,
     return_residual: bool = False,
 ) -> Any:
-    """`jax.nn.dot_product_attention` by `attention`: query (B, T, N, H) or (T, N, H), key and value with S and K.
+    """`jax.nn.dot_product_attention` on cuflash: query (B, T, N, H), key and value (B, S, K, H), or all without B.
 
-    is_causal and local_window_size, (left, right) or one number for both, are aligned top-left, as there. With
-    return_residual (out, lse): lse is (B, T, N) in query's dtype, and no gradient flows through it. A query that no key
-    is visible to has out 0 (there: the mean of value).
+    is_causal and local_window_size, which is (left, right) or one number for both, are aligned top-left, as in jax.nn.
+    return_residual gives (out, lse): lse is (B, T, N) in query's dtype, and no gradient flows through it. A query that
+    sees no key has out 0, where jax.nn gives the mean of value.
 
-    bias, mask, sequence lengths and an implementation are an UnsupportedError; other errors as of `attention`.
+    Raises UnsupportedError for bias, mask, sequence lengths and implementation; other errors are those of `attention`.
     """
     ways = {
         "bias": (bias, "leave it out"),
@@ -112,7 +113,7 @@ def dot_product_attention(
 
 
 def _window(local_window_size: Any) -> tuple[Any, Any]:
-    """Keys on the left and on the right, None for open. why not -1 for it: there it ends before the diagonal."""
+    """Keys on the left and on the right, None for an open side. why not -1: jax.nn ends before the diagonal then."""
     given = local_window_size
     try:
         left, right = (given, given) if given is None or isinstance(given, Integral) else given
@@ -130,7 +131,7 @@ def _window(local_window_size: Any) -> tuple[Any, Any]:
 
 
 def _arrays(**named: Any) -> tuple[Any, ...]:
-    """The operands as JAX sees them: arrays and tracers as they are, NumPy's put on JAX's device."""
+    """The checked operands as JAX arrays or tracers; NumPy arrays are put on JAX's device."""
     arrays = []
     for name, array in named.items():
         if not isinstance(array, (jax.Array, np.ndarray)):
@@ -143,14 +144,14 @@ def _arrays(**named: Any) -> tuple[Any, ...]:
     return tuple(arrays)
 
 
-def _options(arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool) -> Options:
-    """The options of a call, once it is judged."""
+def _static(arrays: tuple[Any, ...], options: Options) -> Static:
+    """Checks a call; returns everything but its arrays."""
     shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
     try:
         try:
-            return _judged(shapes, dtypes, arguments, arguments.types(), deterministic)
-        except TypeError:  # an argument that cannot be hashed is judged anew each time
-            return _judged.__wrapped__(shapes, dtypes, arguments, (), deterministic)
+            return _judged(shapes, dtypes, _Keyed(options))
+        except TypeError:  # an argument cannot be hashed, so that the result cannot be cached
+            return _judged.__wrapped__(shapes, dtypes, _Keyed(options))
     except ProblemError as error:
         axes = jax.sharding.get_abstract_mesh().manual_axes
         if not axes:
@@ -158,22 +159,29 @@ def _options(arrays: tuple[Any, ...], arguments: Arguments, deterministic: bool)
         raise ProblemError(f"{error}. The shapes are of one shard, over {', '.join(map(str, axes))}") from None
 
 
+class _Keyed:
+    """Options that are compared by their key, so that equal values of different types (1 and True) stay apart."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Keyed) and self.options.key() == other.options.key()
+
+    def __hash__(self) -> int:
+        return hash(self.options.key())
+
+
 @functools.lru_cache(maxsize=4096)
-def _judged(
-    shapes: tuple[Shape, ...],
-    dtypes: tuple[Any, ...],
-    arguments: Arguments,
-    types: tuple[type, ...],
-    deterministic: bool,
-) -> Options:
-    specs = [ArraySpec.dense(shape, str(dtype), framework="jax") for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return Options.of(Problem.of_call(specs, arguments), deterministic)
+def _judged(shapes: tuple[Shape, ...], dtypes: tuple[Any, ...], keyed: _Keyed) -> Static:
+    specs = [ArraySpec.dense(shape, str(dtype), library="jax") for shape, dtype in zip(shapes, dtypes, strict=True)]
+    return Static.of(Problem.of(FORWARD, specs, keyed.options))
 
 
 def _varying_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Under shard_map, the arrays as ones that differ between the same shards; gradients of the others are summed."""
+    """Under shard_map, marks all arrays as varying over the same mesh axes; JAX sums gradients over the added axes."""
     types = [jax.typeof(x) for x in arrays]
-    # why: JAX up to 0.9 has the axes as `vma`.
+    # why: JAX up to 0.9 calls the axes `vma`.
     varying = [frozenset(t.vma if hasattr(t, "vma") else t.manual_axis_type.varying) for t in types]
     axes = frozenset().union(*varying)
     alike = tuple(
@@ -185,25 +193,25 @@ def _varying_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     return alike
 
 
-# The function with gradients. lse has a last axis of length 1 inside, so that all arrays of a call have one rank.
+# The function with gradients. Inside it lse has an extra last axis of length 1, so that all arrays have one rank.
 
 
-def _call(options: Options, with_lse: bool, q: Any, k: Any, v: Any) -> Any:
-    return _call_and_keep(options, with_lse, q, k, v)[0]
+def _call(static: Static, with_lse: bool, q: Any, k: Any, v: Any) -> Any:
+    return _call_and_keep(static, with_lse, q, k, v)[0]
 
 
-def _call_and_keep(options: Options, with_lse: bool, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
-    out, lse = forward.bind(q, k, v, options=options)
+def _call_and_keep(static: Static, with_lse: bool, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
+    out, lse = forward.bind(q, k, v, static=static)
     return (out, lse[..., 0]) if with_lse else out, (q, k, v, out, lse)
 
 
-def _gradients(options: Options, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
+def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
     q, k, v, out, lse = kept
     dout, *dlse = (given[0], given[1][..., None]) if with_lse else (given,)
-    return tuple(backward.bind(q, k, v, dout, out, lse, *dlse, options=options))
+    return tuple(backward.bind(q, k, v, dout, out, lse, *dlse, static=static))
 
 
 _with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))
 _with_gradients.defvjp(_call_and_keep, _gradients)
-# why: an eager call of a custom_vjp takes 180 µs, one of a jitted function that is traced already 8 µs.
+# why jit: an eager call of a custom_vjp takes 180 µs, a call of a jitted function that is already traced takes 8 µs.
 _attention = jax.jit(_with_gradients, static_argnums=(0, 1))

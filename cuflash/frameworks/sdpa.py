@@ -5,10 +5,10 @@
     sdpa.activate()    # or torch.nn.attention.activate_flash_attention_impl("cuflash")
     sdpa.restore()
 
-What PyTorch's own flash backend could take on a GPU then runs here: float16 and bfloat16, no mask tensor, grouped
-heads, any scale. That backend becomes the first choice, which on Hopper is cuDNN's from PyTorch 2.11 on. Its is_causal,
-which is aligned top-left, comes here for square scores alone; its `causal_lower_right` for any lengths, aligned as
-here. Calls with dropout, and what that backend cannot take, stay PyTorch's own.
+Calls that PyTorch's own flash backend could take on a GPU then run on cuflash: float16 and bfloat16, no mask tensor,
+grouped heads, any scale. That backend also becomes PyTorch's first choice; otherwise cuDNN is, on Hopper from 2.11 on.
+PyTorch aligns `is_causal` top-left and sends it here only if both lengths are equal; `causal_lower_right`, aligned as
+in cuflash, comes for any lengths. PyTorch still computes calls with dropout, and what its flash backend cannot take.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from ..backward import backward
+from ..arrays.library import cupy_module
 from ..errors import UnsupportedError
-from ..forward import forward
-from ..interop import cupy_module
+from ..ops.backward import backward
+from ..ops.forward import forward
 
 __all__ = ["activate", "restore"]
 
@@ -30,13 +30,13 @@ _FORWARD, _BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_produc
 
 
 class Override:
-    """cuflash in place of the two ops of PyTorch's flash backend, until it is removed."""
+    """Replaces the two ops of PyTorch's flash backend by cuflash, until `remove` is called."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         if dispatch_key == "CUDA":
             if not torch.cuda.is_available():
                 raise UnsupportedError("PyTorch sees no GPU here, and its CPU attention is its own; leave it as it is")
-            cupy_module()  # why now: or every later call would say that it is missing
+            cupy_module()  # why now: a missing CuPy is reported once here, and not by every later call
         self._kernels = {
             name: torch.library.get_kernel(f"aten::{name}", dispatch_key) for name in (_FORWARD, _BACKWARD)
         }
@@ -46,7 +46,7 @@ class Override:
         self._order = _prefer_flash() if dispatch_key == "CUDA" else None
 
     def remove(self) -> None:
-        """PyTorch's own again."""
+        """Gives the two ops back to PyTorch."""
         self._library._destroy()
         if self._order is not None:
             torch._C._set_sdp_priority_order(self._order)
@@ -63,12 +63,12 @@ class Override:
         *,
         scale: float | None = None,
     ) -> Any:
-        """Operands and out are (batch, heads, seqlen, head_dim); in memory out is like query."""
+        """Operands and out are (batch, heads, seqlen, head_dim); out has the memory layout of query."""
         if dropout_p > 0.0 or return_debug_mask:
             return self._kernels[_FORWARD].call_boxed(
                 keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
             )
-        out = torch.empty_like(query) if query.shape[3] == value.shape[3] else None  # why: torch.compile plans with it
+        out = torch.empty_like(query) if query.shape[3] == value.shape[3] else None  # why: torch.compile expects that
         result, lse = forward(
             *(x.transpose(1, 2) for x in (query, key, value)),
             softmax_scale=scale,
@@ -76,7 +76,7 @@ class Override:
             return_lse=True,
             out=None if out is None else out.transpose(1, 2),
         )
-        # What dropout would have drawn from, in the shapes and dtype that PyTorch's fake kernel promises.
+        # The random state of dropout is unused; it has the shapes and dtype that PyTorch's fake kernel promises.
         state, unused = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
         lengths = query.shape[2], key.shape[2]
         return result.transpose(1, 2), lse, None, None, *lengths, state, unused, query.new_empty(0)
@@ -101,7 +101,7 @@ class Override:
         *,
         scale: float | None = None,
     ) -> Any:
-        """Gradients of query, key and value; deterministic if PyTorch is asked to be."""
+        """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
         if dropout_p > 0.0:
             return self._kernels[_BACKWARD].call_boxed(
                 keyset, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
@@ -123,15 +123,15 @@ class Override:
 
 
 def _like(gradient: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """In the strides of the operand. why: torch.compile plans with those."""
+    """The gradient in the strides of its operand. why: torch.compile expects these strides."""
     target = torch.empty_like(of)
     return gradient if target.stride() == gradient.stride() else target.copy_(gradient)
 
 
 def _prefer_flash() -> list[int]:
-    """Makes the flash backend the first choice; the order until now."""
+    """Makes the flash backend PyTorch's first choice; returns the previous order of backends."""
     if torch.cuda.is_available():
-        # why: with the first choice it makes PyTorch sets its own order, and would undo this one.
+        # why: PyTorch sets its own order when it first chooses a backend, which would undo the order set below.
         torch._fused_sdp_choice(*(torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16) for _ in range(3)))
     order: list[int] = torch._C._get_sdp_priority_order()
     flash = int(SDPBackend.FLASH_ATTENTION)
@@ -140,12 +140,12 @@ def _prefer_flash() -> list[int]:
 
 
 def activate() -> None:
-    """From here on `scaled_dot_product_attention` takes cuflash where PyTorch would take its own flash backend."""
+    """From now on `scaled_dot_product_attention` runs cuflash where PyTorch would run its own flash backend."""
     _registry().activate_flash_attention_impl(IMPLEMENTATION)
 
 
 def restore() -> None:
-    """PyTorch's own flash backend again."""
+    """Gives calls back to PyTorch's own flash backend."""
     _registry().restore_flash_attention_impl()
 
 

@@ -1,4 +1,4 @@
-"""PyTorch: attention with gradients, under `torch.compile`, `torch.func`, autocast and in CUDA graphs.
+"""Attention for PyTorch with gradients; it works with `torch.compile`, `torch.func`, autocast and CUDA graphs.
 
     from cuflash.frameworks.torch import attention
 
@@ -14,10 +14,10 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import Function, forward_ad
 
-from ..backward import backward
 from ..errors import ProblemError, UnsupportedError
-from ..forward import forward
-from ..mask import WindowSize, check_flag
+from ..ops.backward import backward
+from ..ops.forward import forward
+from ..problem.options import WindowSize, check_flag
 
 __all__ = ["attention"]
 
@@ -30,15 +30,15 @@ _TANGENT = (
     "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
     "torch.autograd.grad or backward(), or torch.func.vjp"
 )
-# Whether a transform of torch.func is at work, and whether it holds the tensor, which then has no memory of its own.
+# These tell whether a torch.func transform is active, and whether it wraps a tensor, which then has no memory itself.
 _is_transforming = torch._C._are_functorch_transforms_active
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
-# Whether autograd's own vmap, which knows no rules of ours, holds it.
+# This tells whether autograd's own vmap wraps a tensor. That vmap does not use the rules below.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 class _Options(NamedTuple):
-    """What is not a tensor, in the order of the ops' arguments."""
+    """All arguments that are not tensors, in the order of the custom ops' schemas."""
 
     softmax_scale: float | None
     causal: bool
@@ -50,7 +50,7 @@ class _Options(NamedTuple):
 
     @classmethod
     def of(cls, keywords: dict[str, Any], deterministic: bool) -> _Options:
-        """Those of a call; the ops' schemas would take True for a number."""
+        """The options of a call. It refuses bools as numbers, because the ops' schemas would take True for 1."""
         for name in ("softmax_scale", "diagonal_offset", "softcap"):
             if isinstance(keywords[name], bool):
                 raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
@@ -62,7 +62,7 @@ class _Options(NamedTuple):
         return cls(scale, causal, left, right, offset, softcap, deterministic)
 
     def keywords(self) -> dict[str, Any]:
-        """As keyword arguments of `cuflash.forward`."""
+        """The options as keyword arguments of `cuflash.forward`."""
         return {
             "softmax_scale": self.softmax_scale,
             "causal": self.causal,
@@ -85,7 +85,7 @@ def attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """`cuflash.forward` with gradients of q, k and v, through out and through lse.
+    """`cuflash.forward` with gradients of q, k and v, which flow through out and through lse.
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
     head_dim_v), or without batch, or without batch and heads; any strides. Arguments, results and errors are those of
@@ -93,12 +93,12 @@ def attention(
     are cast to its dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured. Tensors on
     the CPU take the NumPy path.
 
-    Works under `torch.compile(fullgraph=True)` with dynamic shapes, `torch.utils.checkpoint`, eagerly under
-    `torch.func.grad`, `vjp` and `vmap`, in CUDA graphs (call once before capturing, which compiles the kernels), and on
-    several GPUs.
+    It works under `torch.compile(fullgraph=True)` with dynamic shapes, under `torch.utils.checkpoint`, eagerly under
+    `torch.func.grad`, `vjp` and `vmap`, on several GPUs, and in CUDA graphs (a call before the capture must compile the
+    kernels). Returns out, or (out, lse) with `return_lse`.
 
-    Returns out, or (out, lse) with `return_lse`. Raises ProblemError, UnsupportedError or CompileError; for second
-    derivatives and forward-mode differentiation UnsupportedError, too.
+    Raises ProblemError, UnsupportedError or CompileError as `cuflash.forward` does; second derivatives and forward-mode
+    differentiation are an UnsupportedError.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
@@ -122,7 +122,7 @@ def attention(
         run = _by_op if _is_functionalizing() else _Transformed.apply
     elif torch._C._len_torch_dispatch_stack():
         run = _by_op
-    elif _is_transformed(q) or _is_transformed(k) or _is_transformed(v):  # what outlived its transform
+    elif _is_transformed(q) or _is_transformed(k) or _is_transformed(v):  # the tensor outlived its transform
         run = _Transformed.apply
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         run = _apply
@@ -133,7 +133,7 @@ def attention(
 
 
 def _is_functionalizing() -> bool:
-    """Whether a transform is functionalize, which knows rules of ops but not of functions."""
+    """Whether torch.func.functionalize is active, which has rules for ops but none for autograd Functions."""
     return any(x.key() == TransformType.Functionalize for x in retrieve_all_functorch_interpreters())
 
 
@@ -144,7 +144,7 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def check_tensor(name: str, tensor: Any) -> None:
-    """Judges whether an operand is a tensor with elements in memory, a row after the other."""
+    """Raises unless an operand is a dense torch tensor with its elements in memory."""
     if not isinstance(tensor, torch.Tensor):
         raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor (torch.as_tensor makes one)")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -166,7 +166,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 class _Attention(Function):
-    """Eager calls. why not the custom op, nor a context that is set up apart: they cost 14 and 12 µs more."""
+    """Eager calls. why neither the custom op nor a separate setup_context: they cost 14 and 12 µs more."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -184,19 +184,19 @@ class _Attention(Function):
                 "several gradients of out at once (is_grads_batched=True) are not supported; take torch.func.vmap of "
                 "torch.func.vjp, or one at a time"
             )
-        saved = ctx.saved_tensors  # why once: checkpoints give them out once
+        saved = ctx.saved_tensors  # why only once: under a checkpoint they can be read only once
         tensors: tuple[Any, ...] = (_given(dout, saved[3]), *saved, dlse)
         as_function = torch.is_grad_enabled() or any(x is not None and _is_transformed(x) for x in tensors)
         run: Any = _Gradients.apply if as_function else _gradients
         return *run(*tensors, *ctx.options), None, None
 
 
-# why not `_Attention.apply`: for 5 µs it asks first whether torch.func is at work or was, which is known here.
+# why not `_Attention.apply`: it takes 5 µs to ask whether torch.func is or was active, which is known here.
 _apply: Any = super(Function, _Attention).apply
 
 
 class _Transformed(Function):
-    """The same under torch.func."""
+    """Calls under torch.func, with its rules for vmap and jvp."""
 
     @staticmethod
     def forward(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool) -> Any:
@@ -223,7 +223,7 @@ class _Transformed(Function):
 
 
 class _Gradients(Function):
-    """Where gradients may be differentiated again, which is refused then and not before, and under torch.func."""
+    """Gradients under torch.func, and where someone may differentiate them again: only that itself is refused."""
 
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -270,41 +270,41 @@ def _gradients(
 
 
 def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of out: zeros where the loss takes lse alone."""
+    """The gradient of out, which is zero where the loss depends on lse alone."""
     return torch.zeros_like(out) if dout is None else dout
 
 
 def _fold(tensor: Any, axis: int | None, size: int, heads: int) -> Any:
-    """A mapped operand as 4-D (lse: 3-D), the mapped axis in front of its batch; `heads`: its axis of them in 4-D."""
+    """A mapped operand as 4-D (lse as 3-D), its mapped axis folded into batch; `heads` is its axis of heads in 4-D."""
     if tensor is None:
         return None
     tensor = _mapped(tensor, axis, size)
     rank = 4 if heads == 2 else 3
-    if tensor.dim() == rank - 1:  # neither batch nor heads
+    if tensor.dim() == rank - 1:  # it has neither batch nor heads
         tensor = tensor.unsqueeze(heads)
     return tensor.flatten(0, 1) if tensor.dim() == rank + 1 else tensor
 
 
 def _unfold(tensor: torch.Tensor, q: torch.Size, heads: int) -> torch.Tensor:
-    """Back to the rank that it had before it was mapped, which is that of q, behind the mapped axis."""
+    """Undoes `_fold` on a result; `q` is the shape of q with the mapped axis in front."""
     if len(q) == 5:
         return tensor.unflatten(0, q[:2])
     return tensor.squeeze(heads) if len(q) == 3 else tensor
 
 
 def _mapped(tensor: torch.Tensor, axis: int | None, size: int) -> torch.Tensor:
-    """With the mapped axis in front."""
+    """The operand with the mapped axis in front; one without that axis is expanded."""
     return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
 
 
-# The same as ops, for what looks at calls before it runs them: torch.compile, torch.export, dispatch modes.
+# The same calls as custom ops, for tools that look at calls before running them: torch.compile, export, dispatch modes.
 
 
 def _by_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any], deterministic: bool) -> Any:
     return torch.ops.cuflash.attention(q, k, v, *_Options.of(keywords, deterministic))
 
 
-# why schemas: annotations are strings here.
+# why schemas: PyTorch cannot infer them, because annotations are strings in this module.
 _OPTIONS = (
     "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, SymInt? diagonal_offset, "
     "float softcap, bool deterministic"

@@ -1,20 +1,20 @@
-"""Hugging Face transformers: `attn_implementation="cuflash"`.
+"""Attention for Hugging Face transformers, by `attn_implementation="cuflash"`.
 
     from cuflash.frameworks.transformers import register
 
     register()
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cuflash")
 
-Causal attention and causal sliding windows run on cuflash: in training, in prefill (also of a prompt that continues a
-cache) and token by token, with grouped heads as they are and with softcap. A call that needs a mask tensor is computed
-by transformers' own "sdpa" function: a batch with padding, several sequences in one row, static caches, attention in
-chunks, parts that see what follows, masks of the caller; and whole models under `torch.compile`, for which transformers
-always makes one. Refused is what neither does, and what cannot be known to be right: softcap with a mask tensor, a
-sliding window that the layer does not pass on, dropout, attention weights, sinks, biases, sparse indices, paged caches.
-transformers 4 makes a mask tensor also where it is given neither `attention_mask` nor a cache: pass one of ones.
+Causal attention and causal sliding windows run on cuflash: in training, in prefill (also where a prompt continues a
+cache) and token by token, with grouped heads and with softcap. transformers' own "sdpa" function computes calls that
+need a mask tensor: batches with padding, several sequences in one row, static caches, attention in chunks, parts that
+see what follows, masks of the caller, and whole models under `torch.compile`, which always get one. What neither
+computes, or might compute wrongly, is refused: softcap with a mask tensor, a sliding window that the layer does not
+pass on, dropout, attention weights, sinks, biases, sparse indices, paged caches. transformers 4 makes a mask tensor
+even if it is given neither `attention_mask` nor a cache: pass a mask of ones there.
 
-Sources: integrations/sdpa_attention.py and masking_utils.py of transformers 5.23, and of 4.53, the first with masks
-that can be registered.
+Sources: integrations/sdpa_attention.py and masking_utils.py of transformers 5.23 and of 4.53, which is the first
+version in which masks can be registered.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _NAME = "cuflash"
 _EAGER = 'load the model with attn_implementation="eager"'
 _SDPA = 'load the model with attn_implementation="sdpa"'
 _NOT_GIVEN: Any = object()
-# Arguments by which models change the result beyond q, k, v and the mask.
+# Arguments by which models change the result, besides q, k, v and the mask.
 _REFUSED = ("s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices", "cache")
-# Models whose layers add to the mask that they are given, and take none for one that hides nothing.
+# Models whose layers add to the mask that they are given; for them no mask means that nothing is hidden.
 _ADD_TO_MASKS = ("doge",)
-# A model's own test for the flash-attn package, which the name "cuflash" passes.
+# Some models test for the flash-attn package in this way, and the name "cuflash" would pass the test.
 _TAKES_FOR_FLASH_ATTN = re.compile(r"""["']flash["'] in [\w.]*_attn_implementation""")
 
 
 def register() -> None:
-    """Makes `attn_implementation="cuflash"` known to transformers, for all models; another call changes nothing."""
+    """Makes `attn_implementation="cuflash"` known to transformers, for all models; a second call changes nothing."""
     AttentionInterface.register(_NAME, cuflash_attention_forward)
     AttentionMaskInterface.register(_NAME, cuflash_mask)
     _tell_from_flash_attn()
@@ -76,14 +76,14 @@ def cuflash_attention_forward(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A layer's attention, as transformers calls it.
+    """Computes the attention of a layer; transformers calls it.
 
     query (batch, heads_q, seqlen_q, head_dim), key (batch, heads_kv, seqlen_k, head_dim), value (batch, heads_kv,
-    seqlen_k, head_dim_v), any strides. Without a mask, the last query of a causal layer sees the last key, and
-    `sliding_window` keys with it. With one, transformers' sdpa function computes the call.
+    seqlen_k, head_dim_v), any strides. Without a mask, the last query of a causal layer sees the last key, and at most
+    `sliding_window` keys in all. With a mask, transformers' sdpa function computes the call.
 
-    Returns (out, None), out (batch, seqlen_q, heads_q, head_dim_v), contiguous. Raises UnsupportedError for what the
-    module's docstring names, else what `cuflash.forward` raises.
+    Returns (out, None); out is (batch, seqlen_q, heads_q, head_dim_v) and contiguous. Raises UnsupportedError for what
+    the module's docstring lists as refused; other errors are those of `cuflash.forward`.
     """
     _refuse(dropout, kwargs)
     if attention_mask is not None:
@@ -124,10 +124,10 @@ def cuflash_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """The mask of a forward pass, as transformers asks for it: None where `cuflash_attention_forward` needs none.
+    """The mask of a forward pass, which transformers asks for; None if `cuflash_attention_forward` needs none.
 
-    That is where causality and the model's sliding window alone hide keys, and the last query stands at the last key.
-    Elsewhere it is the mask of transformers' sdpa, boolean, (batch, 1, seqlen_q, seqlen_k).
+    No mask is needed if only causality and the model's sliding window hide keys, and the last query stands at the last
+    key. Otherwise this is the boolean mask of transformers' sdpa, (batch, 1, seqlen_q, seqlen_k).
     """
     end = kv_offset + kv_length
     if (
@@ -151,7 +151,7 @@ def cuflash_mask(
 
 
 def _is_window(config: Any, end: int, local_size: int | None) -> bool:
-    """Whether a local mask hides nothing, or is the sliding window that layers pass on and not one of chunks."""
+    """Whether a local mask hides nothing, or is the sliding window that layers pass on, and not a mask of chunks."""
     if local_size is None or end <= local_size:
         return True
     chunk = getattr(config, "attention_chunk_size", None)
@@ -164,7 +164,7 @@ def _ends_at(end: int, sizes: dict[str, Any]) -> bool:
         position = sizes["cache_position"]
         wanted = torch.arange(end - len(position), end, device=position.device)
         return not _is_traced() and torch.equal(position, wanted)
-    # why: of a static cache this is a tensor, and keys beyond it are not written yet.
+    # why: with a static cache the offset is a tensor, and the keys behind it are not written yet.
     offset = sizes.get("q_offset", 0)
     return not isinstance(offset, torch.Tensor) and bool(offset + sizes["q_length"] == end)
 
@@ -177,13 +177,13 @@ def _is_whole(padding: torch.Tensor | None, begin: int, end: int) -> bool:
 
 
 def _is_traced() -> bool:
-    """Whether values of tensors cannot be read now."""
+    """Whether a trace or a capture runs, in which the values of tensors cannot be read."""
     capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
     return bool(torch.compiler.is_compiling() or torch.jit.is_tracing() or capturing)
 
 
 def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: bool, sliding_window: Any) -> int:
-    """How many keys a query sees before the one at its place; -1 for all."""
+    """How many keys before its own position a query sees; -1 means all."""
     if causal and 1 < seqlen_q > seqlen_k:
         raise UnsupportedError(
             f"{seqlen_q} causal queries of {seqlen_k} keys without a mask: no decoder has them, so which keys they see "
@@ -222,10 +222,10 @@ def _refuse(dropout: float, others: dict[str, Any]) -> None:
 
 @functools.cache
 def _tell_from_flash_attn() -> None:
-    """Has transformers 5 see that "cuflash" is not the flash-attn package.
+    """Stops transformers 5 from taking "cuflash" for the flash-attn package.
 
-    why: it takes any name that holds "flash" for that package's, then cannot load it, and would give layers cu_seq_lens
-    in place of masks. One function tells; modules import it by name, those loaded later from `generic`.
+    why: it takes any name with "flash" in it for that package, fails to load it, and would give layers cu_seq_lens in
+    place of masks. One function decides this. Modules import it by name, so it is replaced in every loaded module.
     """
     original: Any = getattr(generic, "is_flash_attention_requested", None)
     if original is None:
@@ -244,12 +244,12 @@ def _tell_from_flash_attn() -> None:
 
 
 def _refuse_attention_of_models_own() -> None:
-    """Has transformers refuse the name for models whose attention is code of their own.
+    """Makes transformers refuse "cuflash" for models that have attention code of their own.
 
-    why: it asks no model whether it takes a name that is registered. These would not call the function, would read the
-    masks that it wants as their own (without one they see what follows), or would find no class of the name.
+    why: transformers does not ask a model whether it supports a registered name. Such a model would not call our
+    function, would use our mask in its own code (where None shows what follows), or would find no class of the name.
     """
-    # Its name in transformers 4.53, and since.
+    # The method's name in transformers 4.53, and its name in later versions.
     for name in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation"):
         original: Any = getattr(PreTrainedModel, name, None)
         if original is None or hasattr(original, "of_cuflash"):
@@ -257,7 +257,7 @@ def _refuse_attention_of_models_own() -> None:
 
         @functools.wraps(original)
         def judged(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-            # why any: models call it by position or keyword, whose name is not the same everywhere.
+            # why any argument: models pass the name by position or by keyword, and the keyword differs between them.
             if _NAME in (*args, *kwargs.values()):
                 _judge(type(self))
             return original(self, *args, **kwargs)
@@ -267,7 +267,7 @@ def _refuse_attention_of_models_own() -> None:
 
 
 def _judge(model: type) -> None:
-    """`UnsupportedError` for a model that would not call the function, or not as it is meant."""
+    """Raises UnsupportedError for a model that would not call our function, or would lose its masks."""
     code = vars(sys.modules[model.__module__])
     supports_backend = getattr(model, "_supports_attention_backend", False)
     has_classes = any(name.endswith("ATTENTION_CLASSES") for name in code) and "ALL_ATTENTION_FUNCTIONS" not in code
@@ -275,7 +275,7 @@ def _judge(model: type) -> None:
         raise UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {_EAGER}")
     try:
         source = inspect.getsource(sys.modules[model.__module__])
-    except (OSError, TypeError):  # a model that was typed in
+    except (OSError, TypeError):  # the model was typed in and has no file
         return
     if _TAKES_FOR_FLASH_ATTN.search(source):
         raise UnsupportedError(

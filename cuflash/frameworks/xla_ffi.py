@@ -1,7 +1,7 @@
 """XLA's foreign function interface through ctypes: handlers written in Python, with no compiled bridge.
 
-Mirrors `xla/ffi/api/c_api.h`, which jaxlib ships (`jax.ffi.include_dir()`), on 64-bit machines. A handler is called
-with a call frame: buffers that are dense and row-major, attributes, and a table of functions that only grows.
+This module mirrors `xla/ffi/api/c_api.h`, which jaxlib ships (`jax.ffi.include_dir()`), on 64-bit machines. XLA calls a
+handler with a call frame: dense row-major buffers, attributes, and a table of functions that only grows with versions.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import ProblemError, UnsupportedError
 
-VERSION = (0, 1)  # what handlers are written for; a runtime of the same major version takes them
+VERSION = (0, 1)  # handlers are written for this version; a runtime of the same major version takes them
 COMMAND_BUFFER_COMPATIBLE = 1  # a trait: the handler may be called while its stream is captured
 _METADATA, _EXECUTE = 1, 3  # XLA_FFI_Extension_Metadata, XLA_FFI_ExecutionStage_EXECUTE
 _INVALID_ARGUMENT, _INTERNAL = 3, 13  # XLA_FFI_Error_Code
@@ -36,10 +36,10 @@ _Buffer = _struct("_Buffer", **_HEAD, dtype=_INT, data=_POINTER, rank=_INT64, di
 _Buffers = _struct("_Buffers", **_HEAD, size=_INT64, types=_POINTER, items=_POINTER)
 _Array = _struct("_Array", dtype=_INT, size=_SIZE, data=_POINTER)
 _Attributes = _struct("_Attributes", **_HEAD, size=_INT64, types=_POINTER, names=_POINTER, values=_POINTER)
-_Asked = _struct("_Asked", **_HEAD, context=_POINTER, answer=_POINTER)  # XLA_FFI_Stream_Get_Args, and of the ordinal
+_Asked = _struct("_Asked", **_HEAD, context=_POINTER, answer=_POINTER)  # for Stream_Get and DeviceOrdinal_Get
 _Create = _struct("_Create", **_HEAD, message=ctypes.c_char_p, code=_INT)
 _Error = _struct("_Error", **_HEAD, error=_POINTER, message=ctypes.c_char_p)
-_FUNCTION = ctypes.PYFUNCTYPE(_POINTER, _POINTER)  # why: as in driver.py, they return at once
+_FUNCTION = ctypes.PYFUNCTYPE(_POINTER, _POINTER)  # why PYFUNCTYPE: they return at once, as in driver.py
 _FUNCTIONS = (
     "Error_Create", "Error_GetMessage", "Error_Destroy", "Handler_Register", "Stream_Get", "Type_Register",
     "ExecutionContext_Get", "State_Set", "State_Get", "DeviceMemory_Allocate", "DeviceMemory_Free",
@@ -62,12 +62,12 @@ _HANDLER = ctypes.CFUNCTYPE(_POINTER, _POINTER)
 
 
 def _word(of: type[ctypes.Structure], field: str) -> int:
-    """Which 64-bit word of a struct a field begins."""
+    """Index of the 64-bit word at which a field of a struct begins."""
     return int(getattr(of, field).offset) // 8
 
 
-# Memory as 64-bit words, by their number. why: a struct's fields, and an array at an address, take two to six times as
-# long, and a call reads dozens of words.
+# All memory as one array of 64-bit words. why: a call reads dozens of words, and a struct's field or an array that is
+# made at an address takes two to six times as long to read.
 _MEMORY = (_INT64 * 2**59).from_address(0)
 _EXTENSION, _API, _CONTEXT, _STAGE = (_word(_Frame, name) for name in ("extension", "api", "context", "stage"))
 _OPERANDS, _RESULTS = (_word(_Frame, name) + _word(_Buffers, "size") for name in ("operands", "results"))
@@ -80,7 +80,7 @@ _ASKED = _INT64 * (_ASKED_BYTES // 8)
 
 
 def _words(address: int, count: int) -> list[int]:
-    """So many words from an address on, a multiple of 8."""
+    """`count` words from an address on, which is a multiple of 8."""
     first = address >> 3
     return _MEMORY[first : first + count]
 
@@ -89,7 +89,7 @@ class Buffer:
     """An operand or result of a call."""
 
     def __init__(self, address: int) -> None:
-        _, _, dtype, self.data, rank, dims = _words(address, _BUFFER_WORDS)  # 0 perhaps without elements
+        _, _, dtype, self.data, rank, dims = _words(address, _BUFFER_WORDS)  # data may be 0 if there are no elements
         self.dtype = dtype & 0xFFFFFFFF  # an XLA_FFI_DataType
         self.shape = tuple(_words(dims, rank))
 
@@ -119,7 +119,7 @@ class Call:
         return self._runtime.answer("Stream_Get", self._frame[_CONTEXT])
 
     def ordinal(self) -> int:
-        """Number of the GPU."""
+        """Number of the GPU to launch on."""
         return self._runtime.answer("DeviceOrdinal_Get", self._frame[_CONTEXT])
 
     def _items(self, at: int) -> list[int]:
@@ -127,7 +127,7 @@ class Call:
 
 
 class _Runtime:
-    """The functions of XLA, in a table that stays where it is."""
+    """XLA's table of functions, whose address stays the same."""
 
     def __init__(self, address: int) -> None:
         self._api = _Api.from_address(address)
@@ -138,7 +138,7 @@ class _Runtime:
         return "XLA's FFI {}.{}".format(*self.version)
 
     def function(self, name: str) -> Any:
-        """The function of this name, from the address of a struct to 0 or the address of an error."""
+        """The function of this name, which takes the address of a struct and returns 0 or the address of an error."""
         found = self._known.get(name)
         if found is None:
             slot = getattr(_Api, name)
@@ -148,15 +148,15 @@ class _Runtime:
         return found
 
     def answer(self, name: str, context: int) -> int:
-        """What a function tells of an execution."""
-        asked = _ASKED()  # why zeros: some answers have half a word
+        """The answer of a function about an execution, such as its stream."""
+        asked = _ASKED()  # why zeros: some answers fill only half a word
         asked[0], asked[2] = _ASKED_BYTES, context
         if error := self.function(name)(asked):
             raise RuntimeError(f"XLA_FFI_{name}: {self.taken(error)}")
         return asked[-1]
 
     def error(self, message: bytes, code: int) -> int:
-        """A new error of XLA's."""
+        """Address of a new XLA error."""
         created = _Create(ctypes.sizeof(_Create), None, message, code)
         made: int = self.function("Error_Create")(ctypes.addressof(created))
         return made
@@ -174,9 +174,9 @@ _runtime = functools.cache(_Runtime)
 
 
 def register(name: str, platform: str, traits: int, run: Callable[[Call], None]) -> None:
-    """Makes `run` the handler of a target on a platform, "cpu" or "CUDA", instead of an earlier one (a reload).
+    """Makes `run` the handler of a target on a platform, "cpu" or "CUDA"; after a reload it replaces the earlier one.
 
-    What it raises becomes an error of XLA's: INVALID_ARGUMENT where the library judges, else INTERNAL.
+    An exception of `run` becomes an XLA error: INVALID_ARGUMENT for ProblemError and UnsupportedError, else INTERNAL.
     """
     import jax
 
@@ -186,22 +186,22 @@ def register(name: str, platform: str, traits: int, run: Callable[[Call], None])
     if known:
         return
     thunk = _HANDLER(lambda frame: _enter(key, traits, frame))
-    # why: executables call it as long as the process lives, and nobody can tell XLA to forget it.
+    # why: executables may call the handler until the process ends, as XLA cannot be told to forget it.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thunk))
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(thunk, _POINTER).value), platform=platform)
-    except Exception as error:  # why: jaxlib raises its own types
+    except Exception as error:  # why: jaxlib raises exceptions of its own types
         del _handlers[key]
         raise UnsupportedError(f"XLA does not take the handler {name} for {platform} ({error}); {_UPDATE}") from error
 
 
-# Those of this process. why so: where this module is loaded anew, its handlers are still XLA's.
+# The handlers of this process. why `globals()`: XLA keeps the handlers that were registered before a reload.
 _handlers: dict[tuple[str, str], Callable[[Call], None]] = globals().get("_handlers", {})
 
 
 def _enter(key: tuple[str, str], traits: int, address: int) -> int:
-    """What XLA calls with the address of a frame: 0, or the address of an error."""
-    # why: an exception that leaves this function is only printed, and XLA takes what is in a register for its answer.
+    """XLA calls this with the address of a call frame; it returns 0 or the address of an error."""
+    # why: an exception that leaves this function is only printed, and XLA reads a random register as its answer.
     try:
         frame = _words(address, _FRAME_WORDS)
         if frame[_EXTENSION] and (found := _Extension.from_address(frame[_EXTENSION])).type == _METADATA:
@@ -216,7 +216,7 @@ def _enter(key: tuple[str, str], traits: int, address: int) -> int:
 
 
 def check_fits(runtime: _Runtime, frame_bytes: int) -> None:
-    """`UnsupportedError` where a call frame is not of the version that is mirrored here."""
+    """Raises UnsupportedError if a call frame is not of the version that is mirrored here."""
     if runtime.version[0] != VERSION[0]:
         raise UnsupportedError(f"{runtime} is there; cuflash speaks {VERSION[0]}.x: {_UPDATE}")
     if frame_bytes < ctypes.sizeof(_Frame):
@@ -233,13 +233,13 @@ def _fitting(address: int, frame_bytes: int) -> _Runtime:
 
 
 def _told(address: int, error: BaseException) -> int:
-    """An error of XLA's with the message of a Python one."""
+    """Address of an XLA error with the message of a Python exception."""
     try:
         judged = isinstance(error, (ProblemError, UnsupportedError))
         message = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
         api = _Frame.from_address(address).api
         return _runtime(api).error(message, _INVALID_ARGUMENT if judged else _INTERNAL)
     except BaseException:
-        # why: to return would tell XLA that the results were written.
+        # why abort: a return would tell XLA that the results were written.
         traceback.print_exc()
         os.abort()

@@ -2,12 +2,12 @@
 
 forward(q, k, v) → out, lse and backward(q, k, v, dout, out, lse[, dlse]) → dq, dk, dv. All arrays of a call have q's
 rank: x is (batch, seqlen, heads, dim), or lacks the first axis, or the first and third; lse and dlse are (batch, heads,
-seqlen, 1), or lack the first axis, or the first two. The operands have been judged.
+seqlen, 1), or lack the first axis, or the first two. The operands have been checked before.
 
-why primitives, and not `jax.ffi.ffi_call`: what a GPU needs beforehand is known in their lowering alone, where shapes
-are those that run (vmap has been applied) and so is the platform. There the kernels are compiled and loaded, and
-backward gets its workspace, as one more result: XLA plans its memory like that of any other. Scratch that a handler
-asks for while its stream is captured would be given to others before the graph runs.
+why primitives, and not `jax.ffi.ffi_call`: only the lowering of a primitive knows the platform and the final shapes
+(vmap has been applied), which decide what a GPU needs. There the kernels are compiled and loaded, and backward gets its
+workspace as an extra result, so that XLA plans its memory like that of any other result. Memory that a handler asks for
+while its stream is captured would be given to others before the graph runs.
 """
 
 from __future__ import annotations
@@ -25,37 +25,36 @@ from jax._src import xla_bridge
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..backward import NAMES
 from ..errors import UnsupportedError
 from . import xla_ffi, xla_handlers
-from .xla_handlers import BACKWARD, FORWARD, Described, Options, Shape
+from .xla_handlers import BACKWARD, FORWARD, OPS, Described, Shape, Static
 
 
 def _forward_shapes(shapes: Sequence[Shape]) -> list[Shape]:
-    """Of out and lse."""
+    """Shapes of out and lse."""
     q, _, v = shapes
     heads = () if len(q) == 2 else (q[-2],)
     return [(*q[:-1], v[-1]), (*q[:-3], *heads, q[-3] if heads else q[0], 1)]
 
 
 def _backward_shapes(shapes: Sequence[Shape]) -> list[Shape]:
-    """Of dq, dk and dv."""
+    """Shapes of dq, dk and dv."""
     return list(shapes[:3])
 
 
-def _forward_types(q: Any, k: Any, v: Any, *, options: Options) -> list[Any]:
+def _forward_types(q: Any, k: Any, v: Any, *, static: Static) -> list[Any]:
     out, lse = _forward_shapes([q.shape, k.shape, v.shape])
     lse_dtype = np.dtype("float64" if q.dtype == "float64" else "float32")
     return [q.update(shape=out, weak_type=False), q.update(shape=lse, dtype=lse_dtype, weak_type=False)]
 
 
-def _backward_types(*operands: Any, options: Options) -> list[Any]:
+def _backward_types(*operands: Any, static: Static) -> list[Any]:
     q = operands[0]
     return [q.update(shape=shape, weak_type=False) for shape in _backward_shapes([x.shape for x in operands])]
 
 
 def check_whole(name: str, array: Any) -> None:
-    """`UnsupportedError` where explicit mesh axes split an array, or say that it is one term of a sum (unreduced)."""
+    """Raises UnsupportedError if explicit mesh axes split an array, or say that it is one term of a sum (unreduced)."""
     if axes := _axes("unreduced", array):
         raise UnsupportedError(
             f"{name} is unreduced over mesh axes {axes} ({jax.typeof(array)}): a term of a sum that is yet to be "
@@ -70,7 +69,7 @@ def check_whole(name: str, array: Any) -> None:
 
 
 def check_not_reduced(name: str, array: Any) -> None:
-    """`UnsupportedError` where mesh axes say that an array's gradient is to be one term of a sum."""
+    """Raises UnsupportedError if mesh axes say that an array's gradient must be one term of a sum."""
     if axes := _axes("reduced", array):
         raise UnsupportedError(
             f"{name} is reduced over mesh axes {axes} ({jax.typeof(array)}), so that its gradient would be a sum that "
@@ -80,14 +79,14 @@ def check_not_reduced(name: str, array: Any) -> None:
 
 
 def _axes(state: str, array: Any) -> str:
-    """The mesh axes over which an array is in this state, which its type has for manual ones from JAX 0.10 on."""
+    """The mesh axes over which an array is in this state; its type tells it of manual axes from JAX 0.10 on."""
     kind = jax.typeof(array)
     of = kind.sharding.spec, getattr(kind, "manual_axis_type", None)
     return ", ".join(sorted({str(axis) for x in of for axis in getattr(x, state, ())}))
 
 
 def _primitive(name: str, types: Callable[..., list[Any]], shapes: Callable[..., list[Shape]], lses: set[int]) -> Any:
-    """A primitive with all its rules; `lses`: which of the operands, then of the results from -1 on, are like lse."""
+    """A primitive with all its rules; `lses`: operands i, and results as -1 - i, that have the axes of lse."""
     made = Primitive(name)
     made.multiple_results = True
     made.def_abstract_eval(types)
@@ -100,11 +99,11 @@ def _primitive(name: str, types: Callable[..., list[Any]], shapes: Callable[...,
     return made
 
 
-def _run_eagerly(primitive: Any, *operands: Any, options: Options) -> Any:
-    # why: jit is how a primitive runs, even where it is turned off, by the user or by JAX in search of a NaN's origin,
-    # which then is this call: with the search on in here, it would begin anew without end.
+def _run_eagerly(primitive: Any, *operands: Any, static: Static) -> Any:
+    # why: a primitive runs only under jit, even where the user turns jit off, or JAX does in its search for the origin
+    # of a NaN. That search must be off in here, or it would find this call and start again without end.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
-        results = _jitted(primitive, options)(*operands)
+        results = _jitted(primitive, static)(*operands)
     given = results[:1] if primitive.name == FORWARD else results  # why: lse is -inf where a query sees no key
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     for what, asked, found in (("nan", nans, jnp.isnan), ("inf", infs, jnp.isinf)):
@@ -114,8 +113,8 @@ def _run_eagerly(primitive: Any, *operands: Any, options: Options) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(primitive: Any, options: Options) -> Any:
-    return jax.jit(functools.partial(primitive.bind, options=options))
+def _jitted(primitive: Any, static: Static) -> Any:
+    return jax.jit(functools.partial(primitive.bind, static=static))
 
 
 def _refuse_derivatives(name: str, *arguments: Any, **parameters: Any) -> Any:
@@ -132,15 +131,15 @@ def _batched(
     operands: Sequence[Any],
     axes: Sequence[int | None],
     *,
-    options: Options,
+    static: Static,
 ) -> tuple[list[Any], list[int]]:
-    """vmap: the new axis joins batch, or heads where it stands before them, so that nothing is transposed for it.
+    """The rule for vmap: the new axis joins batch, or heads if it stands before them, so that nothing is transposed.
 
-    why an operand without the axis is repeated: with a stride of 0, which TMA cannot address, Hopper would run the
-    generic kernels, and loses more by that than by a copy, which is small beside attention over as many batches.
-    (Query heads that share k and v need neither: give them to one call, as grouped heads.)
+    why an operand without the axis is copied: TMA cannot address a stride of 0, so that Hopper would run the generic
+    kernels, which costs more than the copy. (Query heads that share k and v need no vmap: give them to one call, as
+    grouped heads.)
     """
-    for name, x in zip(NAMES, operands, strict=False):
+    for name, x in zip(OPS[primitive.name].names, operands, strict=False):
         check_whole(name, x)
         check_not_reduced(name, x)
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
@@ -161,7 +160,7 @@ def _batched(
         shapes.append(shape)
         folded.append(x.reshape(_folded(shape, index in lses, size, of_heads)))
     results, places = [], []
-    for index, (x, shape) in enumerate(zip(primitive.bind(*folded, options=options), shapes_of(shapes), strict=True)):
+    for index, (x, shape) in enumerate(zip(primitive.bind(*folded, static=static), shapes_of(shapes), strict=True)):
         places.append(place(-1 - index in lses))
         results.append(x.reshape(*shape[: places[-1]], size, *shape[places[-1] :]))
     return results, places
@@ -178,23 +177,23 @@ def _folded(shape: Shape, like_lse: bool, size: int, of_heads: bool) -> Shape:
     return (batch if of_heads else batch * size, *inner)
 
 
-def _refuse_platform(name: str, context: Any, *operands: Any, options: Options) -> Any:
+def _refuse_platform(name: str, context: Any, *operands: Any, static: Static) -> Any:
     platforms = ", ".join(context.module_context.platforms)
     raise UnsupportedError(f"{name} runs on NVIDIA GPUs and the CPU, not on {platforms}; move the arrays there")
 
 
-def _lower_for_cpu(name: str, context: Any, *operands: Any, options: Options) -> Any:
-    # why no shapes: those of an exported program may be symbols, and the buffers have them.
-    return jax.ffi.ffi_lowering(name)(context, *operands, call=Described(options).encode())
+def _lower_for_cpu(name: str, context: Any, *operands: Any, static: Static) -> Any:
+    # why no shapes: in an exported program they may be symbols, and the buffers have the real ones.
+    return jax.ffi.ffi_lowering(name)(context, *operands, call=Described(static).encode())
 
 
-def _lower_for_cuda(name: str, context: Any, *operands: Any, options: Options) -> Any:
+def _lower_for_cuda(name: str, context: Any, *operands: Any, static: Static) -> Any:
     shapes, dtypes = tuple(x.shape for x in context.avals_in), tuple(str(x.dtype) for x in context.avals_in)
     check_numbers("an operand", *shapes)
-    described = Described(options, shapes, dtypes)
+    described = Described(static, shapes, dtypes)
     try:
         devices = jax.local_devices(backend="cuda")
-    except RuntimeError as error:  # a program for other machines, by jax.export
+    except RuntimeError as error:  # jax.export writes for other machines
         if name == BACKWARD:
             raise UnsupportedError(
                 "the workspace of backward depends on the GPU, and JAX sees none here: export on a machine that has "
@@ -211,7 +210,7 @@ def _lower_for_cuda(name: str, context: Any, *operands: Any, options: Options) -
 
 
 def check_numbers(name: str, *shapes: Shape) -> None:
-    """`UnsupportedError` for symbolic shapes."""
+    """Raises UnsupportedError for symbolic shapes."""
     for shape in shapes:
         if not all(isinstance(length, int) for length in shape):
             raise UnsupportedError(
@@ -221,14 +220,14 @@ def check_numbers(name: str, *shapes: Shape) -> None:
 
 @atexit.register
 def _wait_at_exit() -> None:
-    """Lets a process end after the calls that it began.
+    """Waits at the exit of the process for calls that still run.
 
-    why: XLA's threads call Python, and one that does so when the interpreter is gone never comes back to end with it.
-    What nobody holds any more can only be waited for while it runs here.
+    why: XLA's threads call Python, and a thread that does so when the interpreter is gone never returns, so that the
+    process hangs. Calls whose results nobody holds any more are seen only by `on_cpu`.
     """
     if not xla_bridge.backends_are_initialized():
         return
-    with contextlib.suppress(Exception):  # there may be no CPU, and what went wrong is told to whoever reads it
+    with contextlib.suppress(Exception):  # there may be no CPU backend, and errors reach whoever reads a result
         for array in jax.live_arrays("cpu"):
             with contextlib.suppress(Exception):
                 array.block_until_ready()
@@ -238,7 +237,7 @@ def _wait_at_exit() -> None:
 forward = _primitive(FORWARD, _forward_types, _forward_shapes, {-2})
 backward = _primitive(BACKWARD, _backward_types, _backward_shapes, {5, 6})
 
-xla_ffi.register(FORWARD, "cpu", 0, xla_handlers.forward_on_cpu)
-xla_ffi.register(BACKWARD, "cpu", 0, xla_handlers.backward_on_cpu)
-xla_ffi.register(FORWARD, "CUDA", xla_ffi.COMMAND_BUFFER_COMPATIBLE, xla_handlers.forward_on_cuda)
-xla_ffi.register(BACKWARD, "CUDA", xla_ffi.COMMAND_BUFFER_COMPATIBLE, xla_handlers.backward_on_cuda)
+for _target in (FORWARD, BACKWARD):
+    xla_ffi.register(_target, "cpu", 0, functools.partial(xla_handlers.run_on_cpu, _target))
+    _run = functools.partial(xla_handlers.run_on_cuda, _target)
+    xla_ffi.register(_target, "CUDA", xla_ffi.COMMAND_BUFFER_COMPATIBLE, _run)

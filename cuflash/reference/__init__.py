@@ -1,20 +1,20 @@
 """The library in NumPy: the written definition of what every kernel computes, and the path for NumPy arrays.
 
-Arrays are 4-D (batch, seqlen, heads, dim) with any strides; `problem` has judged them. Ranks and outputs of the
-caller are the launchers' business.
+Arrays are 4-D (batch, seqlen, heads, dim) with any strides, and `problem` has checked them. `runtime/host.py` handles
+the caller's other ranks and its outputs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from ..problem import Problem
+from ..problem.problem import Problem, States
 from . import flash1, flash2, flashd, standard
 from .backward import backward
 from .merge import merge_states
 from .tiles import Array
 
-__all__ = ["backward", "forward", "lse", "merge_states"]
+__all__ = ["RUN", "backward", "forward", "lse", "merge_states"]
 
 _FORWARD: dict[str, Callable[[Problem, Array, Array, Array], tuple[Array, Array]]] = {
     "standard": standard.forward,
@@ -25,13 +25,31 @@ _FORWARD: dict[str, Callable[[Problem, Array, Array, Array], tuple[Array, Array]
 
 
 def forward(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """`(out, lse)` by `problem.algorithm`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq) float32.
+    """`(out, lse)` by `problem.options.algorithm`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq) float32.
 
     q (b, sq, hq, d), k (b, sk, hkv, d), v (b, sk, hkv, dv). lse is float64 if the inputs are.
     """
-    return _FORWARD[problem.algorithm](problem, q, k, v)
+    return _FORWARD[problem.options.algorithm](problem, q, k, v)
 
 
 def lse(problem: Problem, q: Array, k: Array) -> Array:
-    """lse alone, (b, hq, sq): the same walk with a v that has no columns, hence without the second product."""
+    """lse alone, (b, hq, sq): the forward of a v without columns, so that the second product costs nothing."""
     return forward(problem, q, k, k[..., :0])[1]
+
+
+def _backward(problem: Problem, q: Array, k: Array, v: Array, dout: Array, out: Array, *lses: Array) -> Sequence[Array]:
+    return backward(problem, dout, q, k, v, out, *lses)
+
+
+def _merge(states: States, *views: Array) -> Sequence[Array]:
+    count = len(views) // 2
+    return merge_states(views[:count], views[count:])
+
+
+# Each op's function, which computes its results from views of its inputs in their order.
+RUN: dict[str, Callable[..., Sequence[Array]]] = {
+    "forward": forward,
+    "lse": lambda problem, q, k: (lse(problem, q, k),),
+    "backward": _backward,
+    "merge": _merge,
+}

@@ -5,16 +5,16 @@ dp = dout vᵀ                            delta = rowsum(dout ∘ out) - dlse
 ds = p ∘ (dp - delta)                   with a softcap also ∘ (1 - tanh²)
 dq = softmax_scale ds k                 dk = softmax_scale dsᵀ q
 
-rowsum(dout ∘ out) = rowsum(p ∘ dp), so the row of dp need not be known whole. d lse / d s = p, so the gradient of lse
-joins delta. The order of the sums is fixed: the result is bitwise repeatable. All products are of float32 (the kernels
-round p and ds to 16-bit inputs' dtype for the tensor cores; nothing is gained by that here).
+rowsum(dout ∘ out) = rowsum(p ∘ dp), so a tile does not need its whole row of dp. d lse / d s = p, so the gradient of
+lse joins delta. The order of the sums is fixed, so the result is bitwise repeatable. All products are float32. (The
+kernels round p and ds to the dtype of 16-bit inputs for the tensor cores, which would gain nothing here.)
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..problem import Problem
+from ..problem.problem import Problem
 from .tiles import Array, accumulator, exp_below, key_tiles, query_blocks
 
 
@@ -31,11 +31,11 @@ def backward(
     block_q: int | None = None,
     block_k: int | None = None,
 ) -> tuple[Array, Array, Array]:
-    """`(dq, dk, dv)` in the inputs' dtype and shapes, of `sum(dout * out) + sum(dlse * lse)`.
+    """`(dq, dk, dv)`, the gradients of `sum(dout * out) + sum(dlse * lse)`, in the shapes and dtypes of q, k and v.
 
-    dout and out are (b, sq, hq, dv), lse and dlse (b, hq, sq). Rows that see nothing, and keys that nobody sees, get 0.
+    dout and out are (b, sq, hq, dv), lse and dlse (b, hq, sq). Rows that see no key, and keys that no row sees, get 0.
     """
-    dtype = accumulator(problem)
+    dtype, softcap = accumulator(problem), problem.options.softcap
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
     with np.errstate(all="ignore"):
         for batch_idx, head_kv_idx in np.ndindex(problem.batch, problem.heads_kv):
@@ -44,15 +44,15 @@ def backward(
             for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
                 dout_rows = block.fold(dout, dtype)
                 lse_rows = block.fold_lse(lse, dtype)
-                lse_rows = np.where(np.isneginf(lse_rows), np.inf, lse_rows)  # exp(s - inf) = 0: nothing was seen
+                lse_rows = np.where(np.isneginf(lse_rows), np.inf, lse_rows)  # p = exp(s - inf) = 0 if nothing was seen
                 delta = (dout_rows * block.fold(out, dtype)).sum(axis=1)
                 if dlse is not None:
                     delta -= block.fold_lse(dlse, dtype)
                 dq_rows = np.zeros_like(block.q)
                 for tile in key_tiles(problem, block, k, v, block_k):
                     keys = slice(tile.begin, tile.end)
-                    # at the cap, s = -c, the slope is 0; hidden keys, s = -inf, are put there
-                    slope = 1 - np.square(np.maximum(tile.s / problem.softcap, -1)) if problem.softcap else None
+                    # the slope is 0 at the cap, s = -c; hidden keys, whose s is -inf, are moved there
+                    slope = 1 - np.square(np.maximum(tile.s / softcap, -1)) if softcap else None
                     p = exp_below(tile.s, lse_rows)
                     ds = dout_rows @ tile.v.T  # dp
                     ds -= delta[:, None]

@@ -5,25 +5,10 @@ State of a row: the maximum m and the sum ℓ of exp(s - m) so far, and o = Σ e
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import numpy as np
 
-from ..problem import Problem
-from .tiles import Array, OnTile, Tile, exp_below, forward_by_tiles
-
-
-class State(NamedTuple):
-    """m (rows,), ell (rows,), o (rows, head_dim_v), not divided by ell."""
-
-    m: Array
-    ell: Array
-    o: Array
-
-
-def start(rows: int, head_dim_v: int, dtype: np.dtype[Any]) -> State:
-    """No key seen: m = -inf, ℓ = 0, o = 0."""
-    return State(np.full(rows, -np.inf, dtype), np.zeros(rows, dtype), np.zeros((rows, head_dim_v), dtype))
+from .flash1 import State, start
+from .tiles import Array, Tile, by_tiles, exp_below
 
 
 def update(state: State, tile: Tile) -> State:
@@ -41,15 +26,4 @@ def finish(state: State) -> tuple[Array, Array]:
     return state.o / np.where(state.ell == 0, 1, state.ell)[:, None], state.m + np.log(state.ell)
 
 
-def forward(
-    problem: Problem,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    block_q: int | None = None,
-    block_k: int | None = None,
-    on_tile: OnTile | None = None,
-) -> tuple[Array, Array]:
-    """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq)."""
-    return forward_by_tiles(problem, q, k, v, start, update, finish, block_q=block_q, block_k=block_k, on_tile=on_tile)
+forward = by_tiles(start, update, finish)

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..problem import Problem
-from .tiles import Array, OnTile, Tile, exp_below, forward_by_tiles
+from .tiles import Array, Tile, by_tiles, exp_below
 
 
 class State(NamedTuple):
@@ -27,19 +26,19 @@ def blend(state: State, part: State) -> State:
 
     With x = lse' - lse:  w = σ(x),  o ← o (1 - w) + o' w,  lse ← lse + softplus(x).
     """
-    # why: -inf is the lse of no keys at all; such a part has weight 0, and what is blended into it weight 1.
+    # why: a part without keys has lse = -inf; it gets weight 0, and what is blended into it gets weight 1.
     x = np.where(np.isneginf(part.lse), -np.inf, part.lse - state.lse)
     lse = np.where(np.isneginf(state.lse), part.lse, state.lse + softplus(x))
     return State(lse, state.o * sigmoid(-x)[..., None] + part.o * sigmoid(x)[..., None])  # 1 - σ(x) = σ(-x)
 
 
 def start(rows: int, head_dim_v: int, dtype: np.dtype[Any]) -> State:
-    """No key seen: lse = -inf, o = 0."""
+    """The state before any key: lse = -inf, o = 0."""
     return State(np.full(rows, -np.inf, dtype), np.zeros((rows, head_dim_v), dtype))
 
 
 def update(state: State, tile: Tile) -> State:
-    """The tile's own attention, blended in. The maximum is the tile's alone and leaves with it."""
+    """Blends in the tile's own attention. The maximum is that of the tile and is not kept."""
     m_tile = tile.s.max(axis=1)
     p = exp_below(tile.s, m_tile)
     lse_tile = m_tile + np.log(p.sum(axis=1))
@@ -48,26 +47,15 @@ def update(state: State, tile: Tile) -> State:
 
 
 def finish(state: State) -> tuple[Array, Array]:
-    """Nothing is left to do."""
+    """The state is the result."""
     return state.o, state.lse
 
 
-def forward(
-    problem: Problem,
-    q: Array,
-    k: Array,
-    v: Array,
-    *,
-    block_q: int | None = None,
-    block_k: int | None = None,
-    on_tile: OnTile | None = None,
-) -> tuple[Array, Array]:
-    """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq)."""
-    return forward_by_tiles(problem, q, k, v, start, update, finish, block_q=block_q, block_k=block_k, on_tile=on_tile)
+forward = by_tiles(start, update, finish)
 
 
 def per_key(s: Array, v: Array) -> Iterator[tuple[Any, Array]]:
-    """`(w_i, o_i)` key after key for one row: s (keys,), v (keys, head_dim_v). The form of the paper, for reading.
+    """`(w_i, o_i)` key after key for one row: s (keys,), v (keys, head_dim_v). This is the form of the paper.
 
     w_1 = 1,  w_i = σ(s_i - s_{i-1} + ln w_{i-1}),  o_i = o_{i-1} + (v_i - o_{i-1}) w_i.
     """

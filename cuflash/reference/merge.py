@@ -1,4 +1,4 @@
-"""Partial results over disjoint sets of keys, made one: what ring attention and split-KV decoding end with."""
+"""Merges partial results over disjoint sets of keys, as ring attention and split-KV decoding do in the end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, A
     """`(out, lse)` over all keys, from out_i (b, sq, h, dv) and lse_i (b, h, sq), each over its own keys.
 
     FLASH-D's blend (arXiv 2505.14201) over whole states, from the first to the last, in float32 (float64 if any input
-    is). `out` is of the outs' dtype. A state with lse = -inf saw no keys and adds nothing; if all are, out is 0.
+    is). `out` has the outs' dtype. A state with lse = -inf saw no keys and adds nothing; out is 0 if none saw any.
     """
     dtype = np.result_type(np.float32, *(x.dtype for x in (*outs, *lses) if x.dtype == np.float64))
     batch, heads, seqlen_q = lses[0].shape
@@ -22,6 +22,6 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, A
     with np.errstate(all="ignore"):
         for out, lse in zip(outs, lses, strict=True):
             lse = lse.astype(dtype).transpose(0, 2, 1)
-            # why: the out of a part that saw nothing is not read: 0 times the NaN it may hold would be NaN.
+            # why: the out of a part that saw nothing is not read, because it may hold NaN, and 0 * NaN is NaN.
             state = blend(state, State(lse, np.where(np.isneginf(lse)[..., None], 0, out.astype(dtype))))
         return state.o.astype(outs[0].dtype), np.ascontiguousarray(state.lse.transpose(0, 2, 1))

@@ -1,4 +1,4 @@
-"""Standard attention: S and P are whole matrices in memory. What the tiled algorithms are measured against.
+"""Standard attention: S and P are whole matrices in memory. The tiled algorithms are compared with it.
 
 s = softmax_scale q kᵀ,  p = softmax(s),  out = p v        (Vaswani et al. 2017, arXiv 1706.03762, eq. 1)
 """
@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..problem import Problem
+from ..problem.problem import Problem
 
 
 def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any, Any]:
     """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq); memory O(b · hq · sq · sk).
 
-    `xp` is the array library of q, k and v: numpy, or cupy, by which the GPU's algorithm="standard" runs here too.
+    `xp` is the array library of q, k and v: numpy, or cupy for algorithm="standard" on a GPU.
     """
     mask, heads_kv = problem.mask, problem.heads_kv
     group = problem.heads_q // heads_kv
@@ -38,12 +38,12 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any
     with np.errstate(all="ignore"):
         s = xp.matmul(q, k.swapaxes(3, 4))
         s *= problem.softmax_scale
-        if problem.softcap:
-            s = xp.tanh(s / problem.softcap) * problem.softcap
+        if problem.options.softcap:
+            s = xp.tanh(s / problem.options.softcap) * problem.options.softcap
         if not mask.is_full:
             s = xp.where(mask.visible(xp.arange(row_begin, row_end), xp.arange(key_begin, key_end)), s, -xp.inf)
         m = s.max(axis=4, keepdims=True)
-        p = xp.exp(s - xp.where(xp.isneginf(m), 0, m))  # why: a row of -inf scores alone gives 0, where it were NaN
+        p = xp.exp(s - xp.where(xp.isneginf(m), 0, m))  # why: a row that has only -inf gives 0, not NaN
         row_sum = p.sum(axis=4, keepdims=True)
         p /= xp.where(row_sum == 0, 1, row_sum)
         o = xp.matmul(p if p_dtype == dtype else p.astype(p_dtype).astype(dtype), v)

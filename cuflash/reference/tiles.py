@@ -1,8 +1,8 @@
-"""The walk over tiles that every path shares: blocks of queries, and for each the tiles of keys that it sees.
+"""The loop over tiles that all tiled algorithms share: blocks of queries, and for each the key tiles that it sees.
 
 A tile of scores is `s = softmax_scale q kᵀ`, capped to `c tanh(s / c)`, then -inf where the mask hides the key. The
 query heads of one kv head are folded into the rows of a block, so that each product is one matrix product. Sums are
-made in float32 (float64 for float64 inputs); 16-bit inputs are cast tile by tile, so nothing grows but the outputs.
+float32 (float64 for float64 inputs); 16-bit inputs are cast tile by tile, so that only the outputs take memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem import Problem
+from ..problem.problem import Problem
 
 Array = NDArray[Any]
 State = TypeVar("State")
@@ -40,12 +40,12 @@ class QueryBlock:
 
     @property
     def queries(self) -> slice:
-        """The block in the seqlen_q axis."""
+        """The block's part of the seqlen_q axis."""
         return slice(self.begin, self.end)
 
     @property
     def heads(self) -> slice:
-        """The block in the heads_q axis."""
+        """The block's part of the heads_q axis."""
         return slice(self.head_kv_idx * self.group, (self.head_kv_idx + 1) * self.group)
 
     def fold(self, x: Array, dtype: np.dtype[Any]) -> Array:
@@ -65,7 +65,7 @@ class QueryBlock:
 class Tile:
     """Keys `begin … end - 1` as a block of queries sees them: k (keys, head_dim), v (keys, head_dim_v), s (rows, keys).
 
-    `s` is scaled, capped and masked. Whoever takes the tile owns it: `exp_below` overwrites it.
+    `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does.
     """
 
     begin: int
@@ -76,7 +76,7 @@ class Tile:
     dtype: np.dtype[Any]
 
     def times_v(self, p: Array) -> Array:
-        """`p v`, p rounded to the dtype of the inputs, as the tensor cores take it: (rows, keys) -> (rows, dv)."""
+        """`p v`, (rows, keys) -> (rows, dv), where p is rounded to the inputs' dtype as for the tensor cores."""
         return (rounded(p, self.dtype) if self.v.size else p) @ self.v
 
 
@@ -89,24 +89,24 @@ def accumulator(problem: Problem) -> np.dtype[Any]:
 
 
 def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
-    """`x` with the precision of `dtype`, still in its own dtype; float32 to float16 or bfloat16."""
+    """`x` rounded to the precision of `dtype`, but still in its own dtype; `dtype` is float16, bfloat16 or x's own."""
     if dtype == x.dtype:
         return x
     if dtype == np.float16:
-        # why: NumPy takes 85 ns to cast what becomes an inexact subnormal, and 3 ns otherwise. Adding 0.75, whose
-        # last place is 2⁻²⁴, rounds these to the subnormals' steps beforehand.
+        # why: NumPy takes 85 ns to cast a number that becomes an inexact subnormal, and 3 ns for others. Adding 0.75,
+        # whose last bit is 2⁻²⁴, rounds such numbers to multiples of 2⁻²⁴ beforehand, and these are exact.
         x = np.where(np.abs(x) < 2.0**-14, (x + 0.75) - 0.75, x)
     return x.astype(dtype).astype(x.dtype)
 
 
 def exp_below(s: Array, m: Array) -> Array:
-    """`exp(s - m)`, one m for each row, written over s; a row with m = -inf has seen nothing: 0, where it were NaN."""
+    """`exp(s - m)`, one m for each row, written over s; a row with m = -inf has seen nothing and gives 0, not NaN."""
     np.subtract(s, np.where(np.isneginf(m), 0, m)[:, None], out=s)
     return np.exp(s, out=s)
 
 
 def spans(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
-    """`begin … end - 1` cut at the multiples of `size`."""
+    """The range `begin … end - 1`, cut at the multiples of `size`."""
     for start in range(begin - begin % size, end, size):
         yield max(begin, start), min(end, start + size)
 
@@ -136,50 +136,59 @@ def key_tiles(problem: Problem, block: QueryBlock, k: Array, v: Array, block_k: 
         v_tile = _contiguous(v[block.batch_idx, begin:end, block.head_kv_idx], dtype)
         s = block.q @ k_tile.T
         s *= problem.softmax_scale
-        if problem.softcap:
-            s /= problem.softcap
+        if problem.options.softcap:
+            s /= problem.options.softcap
             np.tanh(s, out=s)
-            s *= problem.softcap
+            s *= problem.options.softcap
         if begin < full_begin or full_end < end:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
         yield Tile(begin, end, s, k_tile, v_tile, k.dtype)
 
 
-def forward_by_tiles(
-    problem: Problem,
-    q: Array,
-    k: Array,
-    v: Array,
+def by_tiles(
     start: Callable[[int, int, np.dtype[Any]], State],
     update: Callable[[State, Tile], State],
     finish: Callable[[State], tuple[Array, Array]],
-    *,
-    block_q: int | None = None,
-    block_k: int | None = None,
-    on_tile: OnTile | None = None,
-) -> tuple[Array, Array]:
-    """`(out, lse)` by an online algorithm, which is what it starts from, does with a tile, and ends with.
+) -> Callable[..., tuple[Array, Array]]:
+    """Makes the forward pass of an online algorithm of three functions: its first state, its step and its result.
 
-    `start(rows, head_dim_v, dtype)` makes the state, `finish(state)` gives o (rows, head_dim_v) and lse (rows,).
-    `on_tile(block, tile, state)` is told of every tile after its update.
+    `start(rows, head_dim_v, dtype)` makes the state, `update(state, tile)` the next one, and `finish(state)` gives
+    o (rows, head_dim_v) and lse (rows,).
     """
-    dtype = accumulator(problem)
-    out_dtype = q.dtype if problem.out_dtype == problem.dtype else np.dtype(problem.out_dtype)
-    out = np.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
-    lse = np.full((problem.batch, problem.heads_q, problem.seqlen_q), -np.inf, dtype)
-    with np.errstate(all="ignore"):  # why: NaN and inf that are seen go into the result, and are no surprise
-        for batch_idx, head_kv_idx in np.ndindex(problem.batch, problem.heads_kv):
-            for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
-                state = start(len(block.q), v.shape[3], dtype)
-                for tile in key_tiles(problem, block, k, v, block_k):
-                    state = update(state, tile)
-                    if on_tile is not None:
-                        on_tile(block, tile, state)
-                o_rows, lse_rows = finish(state)
-                out[batch_idx, block.queries, block.heads] = block.unfold(o_rows)
-                lse[batch_idx, block.heads, block.queries] = block.unfold(lse_rows).T
-    return out, lse
+
+    def forward(
+        problem: Problem,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        block_q: int | None = None,
+        block_k: int | None = None,
+        on_tile: OnTile | None = None,
+    ) -> tuple[Array, Array]:
+        """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq).
+
+        `on_tile(block, tile, state)` is told of every tile after its update.
+        """
+        dtype = accumulator(problem)
+        out_dtype = q.dtype if problem.out_dtype == problem.dtype else np.dtype(problem.out_dtype)
+        out = np.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
+        lse = np.full((problem.batch, problem.heads_q, problem.seqlen_q), -np.inf, dtype)
+        with np.errstate(all="ignore"):  # why: visible NaN and inf belong into the result without a warning
+            for batch_idx, head_kv_idx in np.ndindex(problem.batch, problem.heads_kv):
+                for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
+                    state = start(len(block.q), v.shape[3], dtype)
+                    for tile in key_tiles(problem, block, k, v, block_k):
+                        state = update(state, tile)
+                        if on_tile is not None:
+                            on_tile(block, tile, state)
+                    o_rows, lse_rows = finish(state)
+                    out[batch_idx, block.queries, block.heads] = block.unfold(o_rows)
+                    lse[batch_idx, block.heads, block.queries] = block.unfold(lse_rows).T
+        return out, lse
+
+    return forward
 
 
 def _contiguous(x: Array, dtype: np.dtype[Any]) -> Array:

@@ -1,42 +1,52 @@
-// Which keys a query sees: cuflash/mask.py in CUDA, with the same names.
+// Which keys a query sees: the predicate and the ranges of the mask, with the names that the Python package gives them.
 #pragma once
 #include "numeric.cuh"
-#include "params.cuh"
-
-struct KeyRange {
-  int begin, end;  // half-open
-};
+#include "range.cuh"
 
 struct Mask {
-  int seqlen_q, seqlen_k, lo, hi;
+  int seqlen_q, seqlen_k;
+  int lo, hi;  // query i sees the keys i + lo … i + hi that exist
 
-  __device__ Mask(int num_queries, int num_keys, int first, int last)
+  __device__ constexpr Mask(int num_queries, int num_keys, int first, int last)
       : seqlen_q(num_queries), seqlen_k(num_keys), lo(first), hi(last) {}
 
-  template <class Params>
-  __device__ explicit Mask(const Params& p) : Mask(p.seqlen_q, p.seqlen_k, p.mask_lo, p.mask_hi) {}
+  __device__ constexpr bool visible(int i, int j) const {
+    return i >= 0 && i < seqlen_q && j >= larger(0, i + lo) && j < smaller(seqlen_k, i + hi + 1);
+  }
 
-  // Queries and keys with their parts exchanged: i sees j here iff j sees i there.
-  __device__ Mask transposed() const { return {seqlen_k, seqlen_q, -hi, -lo}; }
+  // The mask with queries and keys exchanged: i sees j here if and only if j sees i there.
+  __device__ constexpr Mask transposed() const { return Mask(seqlen_k, seqlen_q, -hi, -lo); }
 
-  // Keys that at least one of the queries sees.
-  __device__ KeyRange key_range(int row_begin, int row_end) const {
-    return {max(0, row_begin + lo), min(seqlen_k, row_end + hi)};
+  // Keys that at least one of the queries sees. Here and below a range whose end is not after its begin is empty.
+  __device__ constexpr Range key_range(int row_begin, int row_end) const {
+    return {larger(0, row_begin + lo), smaller(seqlen_k, row_end + hi)};
   }
 
   // Keys that all of the queries see.
-  __device__ KeyRange full_range(int row_begin, int row_end) const {
-    return {max(0, row_end - 1 + lo), min(seqlen_k, row_begin + hi + 1)};
+  __device__ constexpr Range full_range(int row_begin, int row_end) const {
+    return {larger(0, row_end - 1 + lo), smaller(seqlen_k, row_begin + hi + 1)};
   }
 
-  // Scores of a 16 x kBlockK fragment that the query does not see become -inf. `row` is the thread's upper row, `key`
-  // the first key of the tile, column_pair = lane % 4. kEndRows: rows from seqlen_q on see nothing.
+  // Queries that see at least one of the keys.
+  __device__ constexpr Range row_range(int key_begin, int key_end) const {
+    return transposed().key_range(key_begin, key_end);
+  }
+
+  // Whether each of the queries sees each of the keys, so that a tile of them needs no mask. kEndRows: the queries may
+  // go past the last one, and those past it see nothing.
+  template <bool kEndRows = false>
+  __device__ constexpr bool all_visible(Range rows, Range keys) const {
+    const Range full = full_range(rows.begin, rows.end);
+    return keys.begin >= full.begin && keys.end <= full.end && (!kEndRows || rows.end <= seqlen_q);
+  }
+
+  // Scores of a fragment of 16 queries that are not visible become -inf. `row` is the thread's upper row, `key` the
+  // first key, column_pair = lane % 4. kEndRows: queries past the last one see nothing. why not through keep: L9.
   template <bool kEndRows = false, int kCount>
   __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int i = row + 8 * half;
-      const int first = i + lo - key - 2 * column_pair;
+      const int i = row + 8 * half, first = i + lo - key - 2 * column_pair;
       const int end = !kEndRows || i < seqlen_q ? min(i + hi, seqlen_k - 1) : -1;
       const int last = end - key - 2 * column_pair;
 #pragma unroll
@@ -51,25 +61,26 @@ struct Mask {
     }
   }
 
-  // The same of one side alone: keys after the last that the query sees, and those before the first.
+  // Scores of keys after the last that the query sees become -inf.
   template <int kCount>
   __device__ __forceinline__ void hide_after(float (&s)[kCount], int row, int key, int column_pair) const {
-    keep(s, key, column_pair, [&](int half) { return KeyRange{kAnyKey, min(row + 8 * half + hi + 1, seqlen_k)}; });
+    keep(s, key, column_pair, [&](int half) { return Range{kNoBound, min(row + 8 * half + hi + 1, seqlen_k)}; });
   }
 
+  // Scores of keys before the first that the query sees become -inf.
   template <int kCount>
   __device__ __forceinline__ void hide_before(float (&s)[kCount], int row, int key, int column_pair) const {
-    keep(s, key, column_pair, [&](int half) { return KeyRange{row + 8 * half + lo, kAnyKey}; });
+    keep(s, key, column_pair, [&](int half) { return Range{row + 8 * half + lo, kNoBound}; });
   }
 
  private:
-  static constexpr int kAnyKey = 0x7fffffff;  // a bound that does not exist
+  static constexpr int kNoBound = 0x7fffffff;  // a range is not bounded on this side
 
   template <int kCount, class Seen>
   __device__ __forceinline__ static void keep(float (&s)[kCount], int key, int column_pair, Seen seen) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const KeyRange keys = seen(half);
+      const Range keys = seen(half);
       const int begin = keys.begin - key - 2 * column_pair, end = keys.end - key - 2 * column_pair;
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {
@@ -77,8 +88,8 @@ struct Mask {
         for (int e = 0; e < 2; ++e) {
           const int column = 8 * j + e;
           float& score = s[4 * j + 2 * half + e];
-          const bool visible = (keys.begin == kAnyKey || column >= begin) && (keys.end == kAnyKey || column < end);
-          score = visible ? score : -infinity();
+          const bool kept = (keys.begin == kNoBound || column >= begin) && (keys.end == kNoBound || column < end);
+          score = kept ? score : -infinity();
         }
       }
     }

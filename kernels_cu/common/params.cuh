@@ -1,88 +1,124 @@
-// Run-time arguments, one struct by value. cuflash/params.py packs the same bytes; kParamsBytes ties the two.
+// Run-time arguments: every kernel takes one struct by value. cuflash/runtime/structs.py mirrors these structs field by
+// field: a kernel asserts its struct's size, and a test compares the offset of every field.
 #pragma once
 #include "../ptx/tma.cuh"
-#include "config.cuh"
+#include "score.cuh"
 
-// A (batch, seqlen, heads, dim) operand; strides count elements, the last dimension is contiguous.
+// A (batch, seqlen, heads, dim) operand. Strides count elements; the last dimension is contiguous.
 struct Operand {
   void* pointer;
-  long long stride_batch;
-  long long stride_seqlen;
-  long long stride_head;
-};
-
-struct ForwardParams {
-  Operand q, k, v, out;
-  float* lse;  // (batch, heads_q, seqlen_q), contiguous, or null
-  int seqlen_q, seqlen_k;
-  int heads_q, heads_per_kv;
-  int head_dim, head_dim_v;
-  int mask_lo, mask_hi;    // key j is visible to query i iff i + lo <= j <= i + hi
-  int key_begin, key_end;  // keys that some query sees; all others are read as zeros, whatever they hold
-  int num_q_blocks, num_slices;
-  float scale_log2;     // exponent = score * scale_log2: (softmax_scale or softcap) * log2(e)
-  float softcap_scale;  // softmax_scale / softcap, or 0 without softcap
-  int aligned;          // bit 0, 1, 2, 3: q, k, v, out allow 16-byte accesses
+  long long stride_batch, stride_seqlen, stride_head;
+  int aligned;  // whether every row begins at a multiple of 16 bytes, so that 16-byte accesses are allowed
   int unused;
 };
 
-// Forward and lse on sm_90. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at key_begin and
-// end at key_end.
-struct TiledParams {
-  TensorMap q, k, v, out;
-  ForwardParams forward;
-  unsigned* counter;   // of tiles handed out beyond one a block, zero between launches; null: they are dealt in turn
-  int num_tiles;       // query blocks of all heads
-  int heads_together;  // query heads whose blocks start longest first, see Schedule
+// What every attention kernel knows of its problem.
+struct ProblemParams {
+  int batch, seqlen_q, seqlen_k;
+  int heads_q, heads_per_kv;  // heads_per_kv query heads share one kv head
+  int head_dim, head_dim_v;
+  int mask_lo, mask_hi;    // key j is visible to query i iff i + mask_lo <= j <= i + mask_hi
+  int key_begin, key_end;  // the keys that some query sees; all others are read as zeros, whatever they hold
+  int row_begin, row_end;  // the queries that see some key
+  int unused;
+  ScoreParams score;
 };
 
-// What the kernels of backward share; each reads its part.
-struct BackwardParams {
-  Operand q, k, v, dout, out;
-  Operand dq, dk, dv;
-  const float* lse;   // (batch, heads_q, seqlen_q), contiguous …
-  const float* dlse;  // … and the same or null
-  float2* stats;      // (batch, heads_q, stats_rows): lse * log2(e), inf where nothing is seen, and delta; on sm_90 it
-                      // is (batch, heads_q, 2, stats_rows) floats
-  float* dq_acc;      // dq / softmax_scale in the order of common/fragments.cuh (on sm_90 of its fragments), or null …
-  float* dk_acc;      // … and the same of dk and dv, one for each split of a kv head's query heads (on sm_90 for each of
-  float* dv_acc;      // the shared_keys), null without splits
-  unsigned* turns;    // (batch, heads_q, num_q_blocks): see sm90/gradient_dq.cuh; then shared_keys of them for dk and dv
-  int batch;
-  int seqlen_q, seqlen_k;
-  int heads_q, heads_per_kv;
-  int head_dim, head_dim_v;
-  int mask_lo, mask_hi;
-  int key_begin, key_end;  // keys that some query sees; all others are read as zeros, whatever they hold …
-  int row_begin, row_end;  // … and the queries that see some key
+// sm80/forward.cu and sm80/lse.cu.
+struct ForwardParams {
+  Operand q, k, v, out;
+  float* lse;  // (batch, heads_q, seqlen_q), contiguous, or null
+  ProblemParams problem;
   int num_q_blocks, num_slices;
+};
+
+// sm90/forward.cu and sm90/lse.cu. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at
+// key_begin and end at key_end.
+struct TiledForwardParams {
+  TensorMap q_map, k_map, v_map, out_map;
+  float* lse;         // (batch, heads_q, seqlen_q), contiguous, or null
+  unsigned* counter;  // of tiles handed out beyond one a block, zero between launches; null: they are dealt in turn
+  ProblemParams problem;
+  int num_q_blocks, num_tiles;  // query blocks of a head, and of all heads
+  int heads_together, unused;   // query heads whose blocks start longest first: common/work.cuh
+};
+
+// portable/delta.cu.
+struct DeltaParams {
+  Operand dout, out, dq;
+  const float* lse;   // (batch, heads_q, seqlen_q), contiguous …
+  const float* dlse;  // … and the same, or null
+  float* stats;       // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
+  float* dq_acc;      // to be set to zero, unless there are turns; or null
+  unsigned* turns;    // (batch, heads_q, num_q_blocks) counters, then shared_keys more: to be set to zero; or null
+  ProblemParams problem;
+  int stats_rows;  // seqlen_q rounded up to whole tiles
+  // Of query i of a head: lse * log2(e), inf where nothing is seen, stands at stats[2 * stats_rows * head + stats_step
+  // * i], and delta stats_delta floats further.
+  int stats_step, stats_delta;
+  int num_q_blocks, shared_keys, padded_dim;  // padded_dim: columns of a row of dq_acc
+};
+
+// sm80/backward.cu: dk, dv and a share of dq.
+struct BackwardParams {
+  Operand q, k, v, dout, dk, dv;
+  const float2* stats;     // (batch, heads_q, stats_rows): lse * log2(e) and delta
+  float* dq_acc;           // dq / softmax_scale, in the order of common/accumulators.cuh; or null
+  float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each split, in the same order; or null without splits
+  ProblemParams problem;
   int num_k_blocks;
-  int splits;                    // blocks that share a key block, each with its own query heads of the group
-  int key_blocks;                // of a head that one block takes, one after the other; sm_90
-  int heads_together;            // kv heads (with their splits) whose key blocks start by rows, see KeyBlock; sm90: Role
-  int stats_rows;                // seqlen_q rounded up to whole tiles
-  int padded_dim, padded_dim_v;  // head dims rounded up to those of the tile
-  float softmax_scale;
-  float scale_log2;     // as in ForwardParams
-  float softcap_scale;  // as in ForwardParams
-  int aligned;          // bits 0 … 7: q, k, v, dout, out, dq, dk, dv allow 16-byte accesses
-  int deterministic;    // sm_90: key blocks add to dq in the order of their keys
-  int sm90;             // whether its kernels follow
-  // On sm_90 those beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over batch and
-  // kv heads: shared_steps of their query tiles each.
+  int splits;          // blocks that share a key block, each with its own query heads of the group
+  int heads_together;  // kv heads (with their splits) whose key blocks start longest first: common/work.cuh
+  int stats_rows;
+};
+
+// sm80/backward_dq.cu: dq alone.
+struct BackwardDqParams {
+  Operand q, k, v, dout, dq;
+  const float2* stats;
+  ProblemParams problem;
+  int num_q_blocks, num_slices, stats_rows, unused;
+};
+
+// portable/convert.cu.
+struct ConvertParams {
+  Operand dq, dk, dv;
+  float *dq_acc, *dk_acc, *dv_acc;
+  ProblemParams problem;
+  int splits, padded_dim, padded_dim_v, unused;  // padded: rounded up to the head dims of the tile
+};
+
+// sm90/backward.cu. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at key_begin and end at
+// key_end, those of q and dout at row_begin and row_end.
+struct TiledBackwardParams {
+  TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
+  const float* stats;      // (batch, heads_q, 2, stats_rows): lse * log2(e), and delta
+  float* dq_acc;           // dq / softmax_scale in the order of the product's fragments
+  float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each of the shared_keys, in the same order; or null
+  unsigned* turns;         // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv
+  ProblemParams problem;
+  int num_q_blocks, num_k_blocks;
+  int key_blocks;                 // of a head that one block takes, one after the other
+  int heads_together;             // kv heads whose key blocks start longest first: common/work.cuh
+  int stats_rows, deterministic;  // deterministic: key blocks add to dq in the order of their keys
+  // Blocks of threads beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over
+  // batch and kv heads: shared_steps of their query tiles each.
   int whole_blocks, shared_first, shared_keys, shared_steps;
 };
 
-// Backward on sm_90. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at key_begin and end at
-// key_end, those of q and dout at row_begin and row_end.
-struct TiledBackwardParams {
-  BackwardParams backward;  // first: delta.cu takes it alone
-  TensorMap q, k, v, dout, dq, dk, dv;
+// sm90/backward_rows.cu, the same for its three gradients.
+struct TiledRowsParams {
+  TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
+  const float* stats;  // as in TiledBackwardParams
+  ProblemParams problem;
+  int num_q_blocks, num_k_blocks;
+  int heads_together, stats_rows;  // heads_together: query or kv heads whose blocks start longest first
 };
 
 constexpr int kMaxMergeStates = 248;
 
-// States over disjoint keys: outs (batch, seqlen, heads, head_dim_v), lses (batch, heads, seqlen), all contiguous.
+// portable/merge.cu: states over disjoint keys, outs (batch, seqlen, heads, head_dim_v), lses (batch, heads, seqlen),
+// all contiguous.
 struct MergeParams {
   const void* outs[kMaxMergeStates];
   const float* lses[kMaxMergeStates];
@@ -90,6 +126,4 @@ struct MergeParams {
   float* lse;
   long long num_elements;  // of one out
   int head_dim_v, heads, seqlen, num_states;
-  int vector;  // 16-byte accesses are allowed: every row of every state starts at a multiple of 16 bytes
-  int unused;
 };

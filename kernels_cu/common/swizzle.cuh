@@ -1,5 +1,5 @@
-// Shared-memory tiles without bank conflicts: a row of kChunks 16-byte chunks stores chunk c at c ^ phase(row), where
-// the phase walks through the banks that eight consecutive rows would otherwise share.
+// Tiles in shared memory without bank conflicts. A row has kChunks chunks of 16 bytes and stores chunk c at place
+// c ^ phase(row): the phase differs among the eight rows in a line whose chunks would else lie in the same banks.
 #pragma once
 
 template <int kChunks>
@@ -16,9 +16,9 @@ struct Swizzle {
     return row * kRowBytes + ((chunk ^ phase(row)) << 4);
   }
 
-  // From the address of (row, chunk) with chunk < 2, that of (row + rows, chunk + even_chunks): one XOR and an
-  // immediate. rows must be a multiple of 8 and even_chunks even, so that neither disturbs phase or the lowest chunk
-  // bit.
+  // The address of (row + rows, chunk + even_chunks), from that of (row, chunk) with chunk < 2. It costs one XOR and an
+  // immediate. `rows` must be a multiple of 8, so that the phase stays; even_chunks must be even, so that the lowest
+  // bit of the chunk stays.
   __device__ static __forceinline__ unsigned advance(unsigned address, int rows, int even_chunks) {
     return (address ^ ((even_chunks & (kSpan - 1)) << 4)) + ((even_chunks & ~(kSpan - 1)) << 4) + rows * kRowBytes;
   }

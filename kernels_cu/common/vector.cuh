@@ -1,4 +1,4 @@
-// 16-byte chunks of a row in global memory, element by element where the row is not aligned.
+// Chunks: 16 bytes of a row in global memory, moved element by element where the row is not aligned.
 #pragma once
 #include "numeric.cuh"
 
@@ -17,18 +17,15 @@ struct alignas(16) Chunk {
     return value;
   }
 
-  // Elements i and i + 1, i being even; only in the input dtype.
+  // Sets elements i and i + 1, where i is even. The chunk must be of the input dtype.
   __device__ __forceinline__ void set2(int i, float x, float y) {
     static_assert(kType == kDType, "pack2 makes the input dtype");
-    if constexpr (kType == DType::kFloat32) {
-      words[i] = __float_as_uint(x), words[i + 1] = __float_as_uint(y);
-    } else {
-      words[i / 2] = pack2(x, y);
-    }
+    if constexpr (kType == DType::kFloat32) words[i] = __float_as_uint(x), words[i + 1] = __float_as_uint(y);
+    else words[i / 2] = pack2(x, y);
   }
 };
 
-// The chunk at `column` of a row, of which `count` elements exist; the others are zero.
+// The chunk at `column` of a row. `count` of its elements exist; the others become zero.
 template <DType kType>
 __device__ __forceinline__ Chunk<kType> load_chunk(const void* row, int column, int count, bool aligned) {
   const char* const from = static_cast<const char*>(row) + column * Chunk<kType>::kBytes;
@@ -47,6 +44,7 @@ __device__ __forceinline__ Chunk<kType> load_chunk(const void* row, int column, 
   return chunk;
 }
 
+// Stores those of the chunk's elements that exist.
 template <DType kType>
 __device__ __forceinline__ void store_chunk(void* row, int column, int count, bool aligned, const Chunk<kType>& chunk) {
   char* const to = static_cast<char*>(row) + column * Chunk<kType>::kBytes;
@@ -57,11 +55,8 @@ __device__ __forceinline__ void store_chunk(void* row, int column, int count, bo
 #pragma unroll
   for (int i = 0; i < Chunk<kType>::kElements; ++i) {
     if (i < count) {
-      if constexpr (kType == DType::kFloat32) {
-        reinterpret_cast<unsigned*>(to)[i] = chunk.words[i];
-      } else {
-        reinterpret_cast<unsigned short*>(to)[i] = static_cast<unsigned short>(chunk.words[i / 2] >> (16 * (i % 2)));
-      }
+      if constexpr (kType == DType::kFloat32) reinterpret_cast<unsigned*>(to)[i] = chunk.words[i];
+      else reinterpret_cast<unsigned short*>(to)[i] = static_cast<unsigned short>(chunk.words[i / 2] >> (16 * (i % 2)));
     }
   }
 }

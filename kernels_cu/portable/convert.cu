@@ -1,43 +1,46 @@
-// convert: the accumulators of backward in the input dtype: dq = softmax_scale * dq_acc and, where a kv head's query
-// heads were split, dk = softmax_scale * the sum of its splits' dk_acc, and likewise dv.
+// convert: the accumulators of backward become gradients in the input dtype.
 //
-// Roles: a thread owns 8 columns of two rows, 8 apart: 64 bytes of an accumulator (common/fragments.cuh).
-#include "../common/fragments.cuh"
-#include "../common/params.cuh"
+//   dq = softmax_scale * dq_acc
+//   dk = softmax_scale * the sum of dk_acc over the splits of a kv head, and dv = the sum of dv_acc; only with splits
+//
+// Roles    A thread owns 8 columns of two rows that are 8 apart: 64 bytes of an accumulator (common/accumulators.cuh).
+#include "../common/accumulators.cuh"
+#include "../common/sequence.cuh"
 #include "../common/vector.cuh"
 
-static_assert(sizeof(BackwardParams) == kParamsBytes, "the host packs other parameters");
+static_assert(sizeof(ConvertParams) == kParamsBytes, "the host packs other parameters");
 
-struct Part {
-  float* acc;
+// The conversion of one gradient. All batch elements have the same number of rows.
+struct Conversion {
+  const ProblemParams& problem;
+  float* acc;  // null: there is nothing to convert
   const Operand& out;
   int heads, splits, rows;
-  int valid_begin, valid_end;  // other rows see nothing, or are not seen: they are zeros
+  Range valid;  // rows outside it see nothing, or nobody sees them: they become zeros
   int columns, padded_columns;
   float scale;
-  bool aligned;
 
-  __device__ long long num_threads(int batch) const {
-    return acc == nullptr ? 0 : static_cast<long long>(batch) * heads * ((rows + 15) / 16) * padded_columns;
+  __device__ long long num_threads() const {
+    return acc == nullptr ? 0 : static_cast<long long>(problem.batch) * heads * ((rows + 15) / 16) * padded_columns;
   }
 
-  // `index`: (batch, head, 16-row tile, 8-column fragment, row), the fastest last
+  // `index` counts (batch, head, strip of 16 rows, fragment of 8 columns, row of the fragment), the last one fastest.
   __device__ void convert(long long index) const {
-    const int g = index % 8, fragments = padded_columns / 8, row_tiles = (rows + 15) / 16;
-    const long long tile = index / 8 / fragments;
-    const int fragment = static_cast<int>(index / 8 - tile * fragments), column = fragment * 8;
-    const long long batch_head = tile / row_tiles;
-    const int row_tile = static_cast<int>(tile - batch_head * row_tiles);
+    const int g = index % 8, fragments = padded_columns / 8, strips = (rows + 15) / 16;
+    const long long outer = index / 8 / fragments;
+    const int fragment = static_cast<int>(index / 8 - outer * fragments), column = fragment * 8;
+    const long long batch_head = outer / strips;
+    const int strip = static_cast<int>(outer - batch_head * strips);
     if (column >= columns) return;
 
     float x[2][8] = {};  // (row, column)
 #pragma unroll 1
     for (int split = 0; split < splits; ++split) {
       const float4* const source = reinterpret_cast<const float4*>(
-          fragment_tile(acc, batch_head * splits + split, rows, row_tile, padded_columns) + fragment * kFragmentFloats);
+          fragment_strip(acc, batch_head * splits + split, rows, strip, padded_columns) + fragment * kFragmentFloats);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        // Either all four registers of lane 4 g + i, or register i of the lanes 4 g … 4 g + 3.
+        // These are either all four registers of lane 4 g + i, or register i of the lanes 4 g … 4 g + 3.
         const float4 y = source[(kFragmentByLane ? fragment_index(4 * g + i, 0) : fragment_index(4 * g, i)) / 4];
         const float words[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
@@ -47,59 +50,41 @@ struct Part {
         }
       }
     }
-    const int batch = static_cast<int>(batch_head / heads), head = static_cast<int>(batch_head % heads);
+    const Sequence sequence(problem, static_cast<int>(batch_head / heads));
+    char* const gmem =
+        static_cast<char*>(out.pointer) + sequence.offset(out, static_cast<int>(batch_head % heads)) * kElementBytes;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = row_tile * 16 + g + 8 * h;
+      const int row = strip * 16 + g + 8 * h;
       if (row >= rows) break;
-      const bool valid = row >= valid_begin && row < valid_end;
-      char* const target =
-          static_cast<char*>(out.pointer) +
-          (batch * out.stride_batch + row * out.stride_seqlen + head * out.stride_head) * kElementBytes;
+      const bool is_valid = row >= valid.begin && row < valid.end;
 #pragma unroll
       for (int c = 0; c < 8; c += kChunkElements) {
         Chunk<kDType> chunk;
 #pragma unroll
-        for (int e = 0; e < kChunkElements; e += 2)
-          chunk.set2(e, valid ? x[h][c + e] * scale : 0.0f, valid ? x[h][c + e + 1] * scale : 0.0f);
-        store_chunk(target, column + c, columns - column - c, aligned, chunk);
+        for (int e = 0; e < kChunkElements; e += 2) {
+          chunk.set2(e, is_valid ? x[h][c + e] * scale : 0.0f, is_valid ? x[h][c + e + 1] * scale : 0.0f);
+        }
+        store_chunk(gmem + row * out.stride_seqlen * kElementBytes, column + c, columns - column - c, out.aligned,
+                    chunk);
       }
     }
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ BackwardParams p) {
+extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ ConvertParams p) {
   long long index = static_cast<long long>(blockIdx.x) * kNumThreads + threadIdx.x;
-  const int heads_kv = p.heads_q / p.heads_per_kv;
-  const Part dq{p.dq_acc,
-                p.dq,
-                p.heads_q,
-                1,
-                p.seqlen_q,
-                p.row_begin,
-                p.row_end,
-                p.head_dim,
-                p.padded_dim,
-                p.softmax_scale,
-                (p.aligned & 32) != 0};
-  const Part dk{p.dk_acc,  p.dk,       heads_kv,     p.splits,        p.seqlen_k,           p.key_begin,
-                p.key_end, p.head_dim, p.padded_dim, p.softmax_scale, (p.aligned & 64) != 0};
-  const Part dv{p.dv_acc,
-                p.dv,
-                heads_kv,
-                p.splits,
-                p.seqlen_k,
-                p.key_begin,
-                p.key_end,
-                p.head_dim_v,
-                p.padded_dim_v,
-                1.0f,
-                (p.aligned & 128) != 0};
-  if (index < dq.num_threads(p.batch)) {
-    dq.convert(index);
-  } else if ((index -= dq.num_threads(p.batch)) < dk.num_threads(p.batch)) {
-    dk.convert(index);
-  } else if ((index -= dk.num_threads(p.batch)) < dv.num_threads(p.batch)) {
-    dv.convert(index);
-  }
+  const ProblemParams& problem = p.problem;
+  const Sequence any(problem, 0);
+  const int heads_kv = problem.heads_q / problem.heads_per_kv;
+  const float scale = problem.score.softmax_scale;
+  const Conversion dq{problem,          p.dq_acc,     p.dq, problem.heads_q, 1, any.seqlen_q(), any.seen_queries(),
+                      problem.head_dim, p.padded_dim, scale};
+  const Conversion dk{problem,         p.dk_acc,         p.dk,         heads_kv, p.splits, any.seqlen_k(),
+                      any.seen_keys(), problem.head_dim, p.padded_dim, scale};
+  const Conversion dv{problem,         p.dv_acc,           p.dv,           heads_kv, p.splits, any.seqlen_k(),
+                      any.seen_keys(), problem.head_dim_v, p.padded_dim_v, 1.0f};
+  if (index < dq.num_threads()) dq.convert(index);
+  else if ((index -= dq.num_threads()) < dk.num_threads()) dk.convert(index);
+  else if ((index -= dk.num_threads()) < dv.num_threads()) dv.convert(index);
 }

@@ -1,12 +1,17 @@
-// merge: partial attention states (out, lse) over disjoint keys become the state over all of them. FLASH-D's blend
-// (arXiv 2505.14201) over whole states:
+// merge: partial attention states (out, lse) over disjoint keys become the state over all of these keys. It blends
+// whole states as FLASH-D (arXiv 2505.14201) blends tiles:
+//
 //   w = sigmoid(lse_i - lse)   out = out + (out_i - out) w   lse = lse + softplus(lse_i - lse)
 //
-// Roles: a thread owns up to 16 bytes of one row of out; the first of a row also owns its lse.
+// Roles    A thread owns up to 16 bytes of one row of out. The first thread of a row also owns its lse.
 #include "../common/params.cuh"
 #include "../common/vector.cuh"
 
 static_assert(sizeof(MergeParams) == kParamsBytes, "the host packs other parameters");
+
+__device__ __forceinline__ bool is_aligned(const void* pointer) {
+  return reinterpret_cast<unsigned long long>(pointer) % 16 == 0;
+}
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ MergeParams params) {
   const int chunks_per_row = (params.head_dim_v + kChunkElements - 1) / kChunkElements;
@@ -15,8 +20,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   if (row >= params.num_elements / params.head_dim_v) return;
   const int column = static_cast<int>(index - row * chunks_per_row) * kChunkElements;
   const int count = min(params.head_dim_v - column, kChunkElements);
-  const bool vector = params.vector;
-  const long long position = row / params.heads;  // (batch, seqlen)
+  const bool whole_chunks = params.head_dim_v % kChunkElements == 0;  // then rows are aligned if the first one is
+  const long long position = row / params.heads;                      // (batch, seqlen)
   const long long batch = position / params.seqlen;
   const long long lse_index = (batch * params.heads + row % params.heads) * params.seqlen + position % params.seqlen;
   const long long offset = row * params.head_dim_v * kElementBytes;
@@ -25,9 +30,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
 #pragma unroll 1
   for (int i = 0; i < params.num_states; ++i) {
     const float lse_i = params.lses[i][lse_index];
-    if (lse_i == -infinity()) continue;  // saw nothing
-    const char* const out_i = static_cast<const char*>(params.outs[i]) + offset;
-    const Chunk<kDType> chunk = load_chunk<kDType>(out_i, column, count, vector);
+    if (lse_i == -infinity()) continue;  // this state has seen no key
+    const void* const out_i = params.outs[i];
+    const Chunk<kDType> chunk =
+        load_chunk<kDType>(static_cast<const char*>(out_i) + offset, column, count, whole_chunks && is_aligned(out_i));
     const float difference = lse_i - lse;
     const float w = 1.0f / (1.0f + expf(-difference));
     lse = fmaxf(lse_i, lse) + log1pf(expf(-fabsf(difference)));
@@ -38,6 +44,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   Chunk<kDType> result;
 #pragma unroll
   for (int e = 0; e < kChunkElements; e += 2) result.set2(e, o[e], o[e + 1]);
-  store_chunk(static_cast<char*>(params.out) + offset, column, count, vector, result);
+  store_chunk(static_cast<char*>(params.out) + offset, column, count, whole_chunks && is_aligned(params.out), result);
   if (column == 0) params.lse[lse_index] = lse;
 }

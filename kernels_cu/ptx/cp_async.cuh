@@ -1,23 +1,23 @@
-// cp.async: global to shared memory without registers; .cg bypasses L1.
+// cp.async: copies from global to shared memory without registers. The form .cg bypasses the L1 cache.
 #pragma once
 
 __device__ __forceinline__ void cp_async_16(unsigned smem_address, const void* gmem) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(smem_address), "l"(gmem) : "memory");
 }
 
-// Reads `bytes` (0 to 16) and fills the rest of the 16 with zeros; with 0 nothing is read.
+// Reads `bytes` bytes (0 to 16) and fills the rest of the 16 with zeros.
 __device__ __forceinline__ void cp_async_16_zfill(unsigned smem_address, const void* gmem, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem_address), "l"(gmem), "r"(bytes) : "memory");
 }
 
-// One of the arrivals that `barrier` expects, once this thread's copies have ended.
+// Arrives at `barrier` once this thread's copies have ended. The barrier must count this arrival.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(unsigned barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until at most kPending of this thread's latest groups are under way.
+// Waits until at most kPending of this thread's latest groups are on their way.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

@@ -1,4 +1,5 @@
-// ldmatrix: four 8x8 matrices of 16-bit elements from shared memory; lane 8i + r names row r of matrix i (16 bytes).
+// Loads from shared memory and stores to it, by address. ldmatrix loads four 8x8 matrices of 16-bit elements: lane 8i +
+// r gives the address of row r of matrix i, which is 16 bytes long.
 #pragma once
 
 __device__ __forceinline__ unsigned smem_address(const void* smem) {
@@ -54,7 +55,7 @@ __device__ __forceinline__ void st_shared_v2(unsigned smem_address, unsigned x, 
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(smem_address), "r"(x), "r"(y) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements to shared memory; lane 8i + r names row r of matrix i (16 bytes).
+// Stores four 8x8 matrices of 16-bit elements, whose rows have the addresses that lanes give as for ldmatrix.
 __device__ __forceinline__ void stmatrix_x4(unsigned smem_address, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(smem_address), "r"(a), "r"(b),
                "r"(c), "r"(d)

@@ -1,12 +1,12 @@
-// mbarrier: a phase ends once `count` arrivals and all expected bytes are in. A wait names the parity of the phase that
-// must have ended; on a fresh barrier parity 1 has. Addresses are of shared memory.
+// mbarrier: a barrier in shared memory, given by its address. A phase ends once `count` arrivals and all expected bytes
+// have come. A wait gives the parity of the phase that must have ended; on a fresh barrier the phase of parity 1 has.
 #pragma once
 
 __device__ __forceinline__ void mbarrier_init(unsigned barrier, unsigned count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine; a block barrier must follow.
+// Makes initialised barriers visible to the copy engine. A barrier of the block must follow.
 __device__ __forceinline__ void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -15,13 +15,13 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// One arrival for the warp, which has read what it waited for. why in step before: an arrival stands for the accesses
-// of one lane, the one that leads.
+// Arrives once for a warp that has read what it waited for. `leads` is true in one lane. why __syncwarp: L40, L41.
 __device__ __forceinline__ void mbarrier_arrive_warp(unsigned barrier, bool leads) {
   __syncwarp();
   if (leads) mbarrier_arrive(barrier);
 }
 
+// Arrives, and adds to the bytes that the phase expects.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(unsigned barrier, unsigned bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }

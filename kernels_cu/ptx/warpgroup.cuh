@@ -1,7 +1,8 @@
-// What a warpgroup (four warps) has of its own: its share of the registers, and named barriers.
+// What a warpgroup, four warps, has of its own: its share of the registers, and named barriers.
 #pragma once
 
-// All warps of the warpgroup, once. The block needs __launch_bounds__, or the compiler ignores both.
+// Change the registers of each thread. All warps of the warpgroup call, once. The kernel needs __launch_bounds__: the
+// compiler else ignores these instructions.
 template <int kRegisters>
 __device__ __forceinline__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -12,7 +13,7 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Barrier `id` (1 to 15) opens once `threads` have come to it, those that wait and those that only arrive.
+// Barrier `id` (1 to 15) opens once `threads` threads have come to it, be it to wait or only to arrive.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -1,26 +1,31 @@
 // Backward (FlashAttention-2, arXiv 2307.08691, algorithm 2) for one block of keys of one kv head, over the queries of
-// all its query heads: dk, dv, and this block's share of dq.
+// its query heads: dk, dv, and this block's share of dq.
 //
 //   s = k qᵀ, dp = v doutᵀ      per tile of queries, transposed: rows are keys
-//   p = exp(s - lse)            ds = p (dp - delta)            in registers
+//   p = exp(s - lse)            ds = p (dp - delta) slope      in registers, see pointwise.cuh
 //   dv += p dout                dk += ds q
 //   dq += dsᵀ k                 added to global memory in float32, in no fixed order; left out without kWithDq
-// With splits, a kv head's query heads are shared out among blocks, and dk and dv are left to convert.cu to add up.
 //
-// Roles: kGroup warps share kWarpKeys keys. For s and dp each takes its kPieceQ queries of the tile; for dv and dk its
-// columns (every kGroup-th block of 16). A group of one keeps p and ds in registers for dv and dk; larger groups hand
-// them round in shared memory, as all do with ds for dq. For dq, warps own queries x columns. All threads copy.
-// Barriers of a tile: (A) the tile is here and the last one is done with; (B) p and ds are written. With one stage, (C)
-// q and dout are done with, before the next are fetched: a group of one is so at (B). With one buffer for p and ds, p
-// is written and read before ds.
-#include "../common/fragments.cuh"
-#include "../common/mask.cuh"
-#include "../common/scheduler.cuh"
+// With splits, blocks share out the query heads of a kv head, and convert.cu adds up their dk and dv.
+//
+// Roles    kGroup warps share kWarpKeys keys. For s and dp each takes its kPieceQ queries of the tile; for dv and dk
+//          each takes its columns (every kGroup-th block of 16). A group of one warp keeps p and ds in registers for dv
+//          and dk. Larger groups hand p and ds round in shared memory, as all do with ds for dq, where each warp owns
+//          some queries and some columns. All threads copy.
+// Barriers of the block, for each tile:
+//          (A)  the tile has arrived, and every warp is done with the tile before
+//          (B)  p and ds are written
+//          (C)  with one stage: every warp is done with q and dout, and the next tile may be fetched. A group of one
+//               warp is done with them at (B).
+//          Where p and ds share one buffer, p is written and read between two further barriers before ds is written.
+#include "../common/accumulators.cuh"
+#include "../common/tile_range.cuh"
 #include "../ptx/red.cuh"
 #include "gemm_ab.cuh"
-#include "gradient.cuh"
+#include "pointwise.cuh"
 #include "tile.cuh"
 #include "weights.cuh"
+#include "work.cuh"
 
 struct SharedStorage {
   alignas(128) char k[kBlockK * kHeadDim * kElementBytes];
@@ -33,23 +38,23 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 static_assert(sizeof(BackwardParams) == kParamsBytes, "the host packs other parameters");
 
-constexpr int kTiles = kWarpKeys / 16;
+constexpr int kFragments = kWarpKeys / 16;
 constexpr int kPieces = kGroup == 1 ? kBlockQ / kPieceQ : 1;
 
-// Warps over a tile of dq: kDqTiles fragments of 16 queries a warp, and as many columns as that leaves.
-constexpr int kDqTiles =
+// How warps share a tile of dq: each has kDqFragments fragments of 16 queries, and as many columns as that leaves.
+constexpr int kDqFragments =
     kBlockQ % 32 == 0 && kNumWarps % (kBlockQ / 32) == 0 && kHeadDim % (16 * kNumWarps / (kBlockQ / 32)) == 0 ? 2 : 1;
-constexpr int kDqRowWarps = kBlockQ / (16 * kDqTiles);
+constexpr int kDqRowWarps = kBlockQ / (16 * kDqFragments);
 constexpr int kDqColumnWarps = kNumWarps / kDqRowWarps;
 static_assert(kNumWarps % kDqRowWarps == 0 && kHeadDim % (16 * kDqColumnWarps) == 0, "warps cover a tile of dq");
 static_assert(kHeadDim % (16 * kGroup) == 0 && kHeadDimV % (16 * kGroup) == 0, "warps cover the columns");
 
-using Scores = float[kTiles][kPieceQ / 2];
+using Scores = float[kFragments][kPieceQ / 2];
 
-// What a warp owns: formed where it is used, as registers are short.
+// What a warp owns. why formed where it is used: L4.
 struct WarpRole {
-  int key;     // its first, within the block
-  int member;  // its place in the group
+  int key;     // the warp's first key, within the block
+  int member;  // the warp's place in its group
 
   __device__ __forceinline__ WarpRole() {
     const int warp = fresh_thread() / 32;
@@ -58,41 +63,37 @@ struct WarpRole {
   }
 };
 
-// s and dp become p and ds; `stats` are those of the piece.
+// s and dp become p and ds. `stats` is where lse and delta of the piece lie in shared memory.
 template <bool kPlain>
-__device__ __forceinline__ void weigh_piece(Scores& s, Scores& dp, const BackwardParams& params, unsigned stats) {
+__device__ __forceinline__ void weigh_piece(Scores& s, Scores& dp, const Score& score, unsigned stats) {
   const int lane = fresh_thread() % 32;
 #pragma unroll
   for (int j = 0; j < kPieceQ / 8; ++j) {
     const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // of two queries
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        weigh<kPlain>(s[m][i], dp[m][i], params, x.x, x.y);
-        weigh<kPlain>(s[m][i + 1], dp[m][i + 1], params, x.z, x.w);
+        weigh<kPlain>(s[m][i], dp[m][i], score, x.x, x.y);
+        weigh<kPlain>(s[m][i + 1], dp[m][i + 1], score, x.z, x.w);
       }
     }
   }
 }
 
-// The same, with softcap and mask where there are any; `key` and `query` are the first of the piece.
-__device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const BackwardParams& params, const Mask& mask,
+// Products s and dp become p and ds. `key` and `query` are the first of the piece; the mask's rows are keys.
+__device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Score& score, const Mask& mask,
                                                 unsigned stats, int key, int query) {
-  const KeyRange full = mask.full_range(key, key + kWarpKeys);
-  const bool visible = query >= full.begin && query + kPieceQ <= full.end && key + kWarpKeys <= params.seqlen_k;
-  if (visible && params.softcap_scale == 0.0f) {
-    weigh_piece<true>(s, dp, params, stats);
-    return;
-  }
-  if (params.softcap_scale != 0.0f) cap(s, params.softcap_scale);
+  const bool visible = mask.all_visible<true>({key, key + kWarpKeys}, {query, query + kPieceQ});
+  if (visible && !score.changes()) return weigh_piece<true>(s, dp, score, stats);
+  score.apply(s);
   const int lane = fresh_thread() % 32;
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) mask.apply<true>(s[m], key + 16 * m + lane / 4, query, lane % 4);
-  weigh_piece<false>(s, dp, params, stats);
+  for (int m = 0; m < kFragments; ++m) mask.apply<true>(s[m], key + 16 * m + lane / 4, query, lane % 4);
+  weigh_piece<false>(s, dp, score, stats);
 }
 
-// A lane's part of a fragment, added to an accumulator.
+// Adds a lane's part of a fragment to an accumulator.
 __device__ __forceinline__ void add_fragment(float* gmem, int lane, const float* x) {
   if constexpr (kFragmentByLane) {
     red_add_v4_f32(gmem + fragment_index(lane, 0), x[0], x[1], x[2], x[3]);
@@ -102,26 +103,27 @@ __device__ __forceinline__ void add_fragment(float* gmem, int lane, const float*
   }
 }
 
-// This warp's share of dsᵀ k, added to the accumulator of dq from row `row` of the head on.
-__device__ __forceinline__ void add_dq(const BackwardParams& params, unsigned ds_smem, unsigned k_smem, int batch,
-                                       int head, int row) {
+// Adds this warp's share of dsᵀ k to the accumulator of dq, from row `row` of the head on.
+__device__ __forceinline__ void add_dq(const BackwardParams& params, const Sequence& sequence, unsigned ds_smem,
+                                       unsigned k_smem, int head, int row) {
   const int thread = fresh_thread(), lane = thread % 32;
   const int row_warp = thread / 32 / kDqColumnWarps, column_warp = thread / 32 % kDqColumnWarps;
   constexpr int kColumns = kHeadDim / kDqColumnWarps;
-  constexpr int kPass = !kIsTf32 ? kColumns : kColumns % 32 == 0 ? 32 : 16;  // columns at a time, for want of registers
+  // Columns at a time. why so few: registers are short.
+  constexpr int kPass = !kIsTf32 ? kColumns : kColumns % 32 == 0 ? 32 : 16;
 #pragma unroll 1
   for (int pass = 0; pass < kColumns / kPass; ++pass) {
     const int block = pass * (kPass / 16) * kDqColumnWarps + column_warp;  // the first of 16 columns
-    float dq[kDqTiles][kPass / 2] = {};
-    gemm_ab<QSwizzle, kBlockK, 16 * kDqColumnWarps>(dq, QueryRows(ds_smem, 16 * kDqTiles * row_warp), k_smem,
+    float dq[kDqFragments][kPass / 2] = {};
+    gemm_ab<QSwizzle, kBlockK, 16 * kDqColumnWarps>(dq, QueryRows(ds_smem, 16 * kDqFragments * row_warp), k_smem,
                                                     16 * block);
 #pragma unroll
-    for (int m = 0; m < kDqTiles; ++m) {
-      const int row_tile = row / 16 + row_warp * kDqTiles + m;
-      if (row_tile * 16 >= params.seqlen_q) continue;
-      float* const target = fragment_tile(params.dq_acc, static_cast<long long>(batch) * params.heads_q + head,
-                                          params.seqlen_q, row_tile, kHeadDim) +
-                            block * kFragmentBlock;
+    for (int m = 0; m < kDqFragments; ++m) {
+      const int strip = row / 16 + row_warp * kDqFragments + m;
+      if (strip * 16 >= sequence.seqlen_q()) continue;
+      float* const target =
+          fragment_strip(params.dq_acc, sequence.query_head(head), sequence.seqlen_q(), strip, kHeadDim) +
+          block * kFragmentBlock;
 #pragma unroll
       for (int j = 0; j < kPass / 8; ++j) {
         add_fragment(target + (j / 2 * kDqColumnWarps * 2 + j % 2) * kFragmentFloats, lane, &dq[m][4 * j]);
@@ -130,19 +132,18 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, unsigned ds
   }
 }
 
-// A warp's accumulator of dk or dv into that of its split.
+// Stores a warp's accumulator of dk or dv into that of its split.
 template <int kColumns, int kCount>
-__device__ __forceinline__ void store_split(float* acc, const BackwardParams& params, const KeyBlock& block,
-                                            const float (&x)[kTiles][kCount], const WarpRole& role) {
+__device__ __forceinline__ void store_split(float* acc, const BackwardParams& params, const KeyWork& work,
+                                            const float (&x)[kFragments][kCount], const WarpRole& role) {
   const int lane = threadIdx.x % 32;
-  const long long head =
-      (block.batch * (params.heads_q / params.heads_per_kv) + block.kv_head) * static_cast<long long>(params.splits) +
-      block.split;
+  const int seqlen_k = work.sequence.seqlen_k();
+  const long long head = work.sequence.kv_head(work.head) * params.splits + work.part;
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
-    const int row_tile = (block.key_begin + role.key) / 16 + m;
-    if (row_tile * 16 >= params.seqlen_k) continue;
-    float* const target = fragment_tile(acc, head, params.seqlen_k, row_tile, kColumns) + role.member * kFragmentBlock;
+  for (int m = 0; m < kFragments; ++m) {
+    const int strip = (work.keys.begin + role.key) / 16 + m;
+    if (strip * 16 >= seqlen_k) continue;
+    float* const target = fragment_strip(acc, head, seqlen_k, strip, kColumns) + role.member * kFragmentBlock;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       float* const fragment = target + (j / 2 * kGroup * 2 + j % 2) * kFragmentFloats;
@@ -160,51 +161,47 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const unsigned ds_smem = smem_address(storage.weights[0]);
   const unsigned p_smem = smem_address(storage.weights[sizeof(storage.weights) / kWeightBytes - 1]);
 
-  const Mask mask = Mask(params).transposed();
-  const KeyBlock block(params);
-  const KeyRange queries = mask.key_range(block.key_begin, block.key_end);
-  const int m_begin = queries.begin / kBlockQ;
-  const int m_end = queries.begin < queries.end ? (queries.end + kBlockQ - 1) / kBlockQ : m_begin;
+  const ProblemParams& problem = params.problem;
+  const Score score(problem.score);
+  const KeyWork work(params);
+  const Sequence& sequence = work.sequence;
+  const Mask mask = sequence.mask().transposed();
+  // The query tiles that see some key of the block.
+  const AscendingTiles tiles = TileRange::covering(mask.key_range(work.keys.begin, work.keys.end), kBlockQ);
 
   auto fetch = [&](int head, int m, int slot) {
-    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, block.batch, head, 0, params.head_dim, params.aligned & 1);
-    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, block.batch, head, 0, params.head_dim_v,
-                                                     params.aligned & 8);
+    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, head, 0, problem.head_dim);
+    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence, head, 0, problem.head_dim_v);
     const int row = m * kBlockQ, thread = fresh_thread();
-    q_loader.load(smem_address(storage.q[slot]), row, params.row_begin, params.row_end);
-    dout_loader.load(smem_address(storage.dout[slot]), row, params.row_begin, params.row_end);
+    q_loader.load(smem_address(storage.q[slot]), row, sequence.seen_queries());
+    dout_loader.load(smem_address(storage.dout[slot]), row, sequence.seen_queries());
     if (thread < kBlockQ / 2) {
-      cp_async_16(smem_address(storage.stats[slot]) + thread * 16,
-                  stats_of(params, block.batch, head) + row + 2 * thread);
+      const float2* const stats = params.stats + sequence.rows_offset(head, params.stats_rows) + row;
+      cp_async_16(smem_address(storage.stats[slot]) + thread * 16, stats + 2 * thread);
     }
   };
-  // All tiles of one head, then those of the next of the group.
+  // All tiles of one query head are taken, then those of the next.
   auto fetch_next = [&](int head, int m, int slot) {
-    if (m + 1 < m_end) {
-      fetch(head, m + 1, slot);
-    } else if (head + 1 < block.head_end) {
-      fetch(head + 1, m_begin, slot);
-    }
+    if (tiles.has(tiles.next(m))) fetch(head, tiles.next(m), slot);
+    else if (head + 1 < work.heads.end) fetch(head + 1, tiles.first(), slot);
     cp_async_commit();
   };
 
-  float dk[kTiles][kHeadDim / kGroup / 2] = {}, dv[kTiles][kHeadDimV / kGroup / 2] = {};
+  float dk[kFragments][kHeadDim / kGroup / 2] = {}, dv[kFragments][kHeadDimV / kGroup / 2] = {};
   {
-    const TileLoader<kBlockK, kHeadDim> k_loader(params.k, block.batch, block.kv_head, 0, params.head_dim,
-                                                 params.aligned & 2);
-    const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, block.batch, block.kv_head, 0, params.head_dim_v,
-                                                  params.aligned & 4);
-    k_loader.load(k_smem, block.key_begin, params.key_begin, params.key_end);
-    v_loader.load(v_smem, block.key_begin, params.key_begin, params.key_end);
+    const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.head, 0, problem.head_dim);
+    const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.head, 0, problem.head_dim_v);
+    k_loader.load(k_smem, work.keys.begin, sequence.seen_keys());
+    v_loader.load(v_smem, work.keys.begin, sequence.seen_keys());
   }
-  if (m_begin < m_end) fetch(block.head_begin, m_begin, 0);
+  if (tiles.has(tiles.first())) fetch(work.heads.begin, tiles.first(), 0);
   cp_async_commit();
 
   int slot = 0;
 #pragma unroll 1
-  for (int head = block.head_begin; head < block.head_end; ++head) {
+  for (int head = work.heads.begin; head < work.heads.end; ++head) {
 #pragma unroll 1
-    for (int m = m_begin; m < m_end; ++m) {
+    for (int m = tiles.first(); tiles.has(m); m = tiles.next(m)) {
       cp_async_wait<0>();
       __syncthreads();  // (A)
       if constexpr (kStages == 2) fetch_next(head, m, slot ^ 1);
@@ -219,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
                                                      b_lane_address<QSwizzle>(q_smem) + query * QSwizzle::kRowBytes);
         gemm_abt<VSwizzle, kHeadDimV / kStepElements>(
             dp, Rows<VSwizzle>(v_smem, role.key), b_lane_address<VSwizzle>(dout_smem) + query * VSwizzle::kRowBytes);
-        compute_weights(s, dp, params, mask, smem_address(storage.stats[slot]) + query * 8, block.key_begin + role.key,
+        compute_weights(s, dp, score, mask, smem_address(storage.stats[slot]) + query * 8, work.keys.begin + role.key,
                         m * kBlockQ + query);
         if constexpr (kGroup > 1) {
           store_fragments<WeightSwizzle, 16>(p_smem, s, role.key, query);
@@ -245,27 +242,27 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
         if constexpr (kStages == 1) __syncthreads();  // (C)
       }
       if constexpr (kStages == 1) fetch_next(head, m, 0);
-      if constexpr (kWithDq) add_dq(params, ds_smem, k_smem, block.batch, head, m * kBlockQ);
+      if constexpr (kWithDq) add_dq(params, sequence, ds_smem, k_smem, head, m * kBlockQ);
       if constexpr (kStages == 2) slot ^= 1;
     }
   }
-  cp_async_wait<0>();  // k and v may still be under way when no query sees the block
+  cp_async_wait<0>();  // why: k and v may still be on their way when no query sees the block
   __syncthreads();
   const WarpRole role;
-  const KeyBlock same(params);
+  const KeyWork same(params);
   if (params.dk_acc != nullptr) {
     store_split<kHeadDim>(params.dk_acc, params, same, dk, role);
     store_split<kHeadDimV>(params.dv_acc, params, same, dv, role);
     return;
   }
-  // Into the tiles that k and v leave.
+  // dk and dv leave through the tiles that k and v leave.
 #pragma unroll
-  for (int r = 0; r < 2 * kTiles; ++r) scale_row(dk[r / 2], r % 2, params.softmax_scale);
+  for (int r = 0; r < 2 * kFragments; ++r) scale_row(dk[r / 2], r % 2, problem.score.softmax_scale);
   store_fragments<QSwizzle, 16 * kGroup>(k_smem, dk, role.key, 16 * role.member);
   store_fragments<VSwizzle, 16 * kGroup>(v_smem, dv, role.key, 16 * role.member);
   __syncthreads();
-  store_tile<kBlockK, kHeadDim>(params.dk, same.batch, same.kv_head, k_smem, same.key_begin, same.key_end,
-                                params.key_begin, params.key_end, params.head_dim, params.aligned & 64);
-  store_tile<kBlockK, kHeadDimV>(params.dv, same.batch, same.kv_head, v_smem, same.key_begin, same.key_end,
-                                 params.key_begin, params.key_end, params.head_dim_v, params.aligned & 128);
+  store_tile<kBlockK, kHeadDim>(params.dk, same.sequence, same.head, k_smem, same.keys, sequence.seen_keys(),
+                                problem.head_dim);
+  store_tile<kBlockK, kHeadDimV>(params.dv, same.sequence, same.head, v_smem, same.keys, sequence.seen_keys(),
+                                 problem.head_dim_v);
 }

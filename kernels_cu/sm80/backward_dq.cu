@@ -1,15 +1,19 @@
-// dq alone, for one block of queries of one head: with backward.cu left to dk and dv, gradients without atomics, whose
-// every sum has a fixed order.
+// dq alone, for one block of queries of one head. With backward.cu left to dk and dv, each sum has a fixed order (L39).
 //
 //   s = q kᵀ, dp = dout vᵀ      per key tile
-//   p = exp(s - lse)            ds = p (dp - delta)
+//   p = exp(s - lse)            ds = p (dp - delta) slope      in registers, see pointwise.cuh
 //   dq += ds k
 //
-// Roles: as in forward.cu, every warp owns kBlockQ / kNumWarps query rows and all keys, and all threads copy.
-// Ring: kStages tiles of k and of v. With two, the next is fetched during the whole of this one, with one barrier a
-// tile; with one, once every warp is done with this one.
+// Roles    As in forward.cu, every warp owns kBlockQ / kNumWarps queries and all keys, and all threads copy.
+// Ring     kStages tiles of k and of v.
+//          1 stage:   the next tile is fetched once every warp is done with this one
+//          2 stages:  the next tile is fetched during the whole of this one
+// Barriers of the block, for each tile:
+//          (A)  the tile has arrived, and with two stages every warp is done with the tile before
+//          (B)  with one stage: every warp is done with the tile
 #include "gemm_ab.cuh"
-#include "gradient.cuh"
+#include "pointwise.cuh"
+#include "rows.cuh"
 #include "scores.cuh"
 
 struct SharedStorage {
@@ -19,72 +23,71 @@ struct SharedStorage {
   alignas(128) char v[kStages][kBlockK * kHeadDimV * kElementBytes];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-static_assert(sizeof(BackwardParams) == kParamsBytes, "the host packs other parameters");
+static_assert(sizeof(BackwardDqParams) == kParamsBytes, "the host packs other parameters");
 
-using Scores = float[kTiles][kBlockK / 2];
+using Scores = float[kFragments][kBlockK / 2];
 
-// s and dp become p and ds; stats[r] are those of the lane's row r.
+// s and dp become p and ds. stats[r] is lse and delta of the lane's row r.
 template <bool kPlain>
-__device__ __forceinline__ void weigh_tile(Scores& s, Scores& dp, const BackwardParams& params,
-                                           const float2 (&stats)[2 * kTiles]) {
+__device__ __forceinline__ void weigh_tile(Scores& s, Scores& dp, const Score& score,
+                                           const float2 (&stats)[2 * kFragments]) {
 #pragma unroll
-  for (int m = 0; m < kTiles; ++m) {
+  for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
     for (int i = 0; i < kBlockK / 2; ++i) {
       const float2 x = stats[2 * m + i / 2 % 2];
-      weigh<kPlain>(s[m][i], dp[m][i], params, x.x, x.y);
+      weigh<kPlain>(s[m][i], dp[m][i], score, x.x, x.y);
     }
   }
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
-    CUFLASH_KERNEL(const __grid_constant__ BackwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ BackwardDqParams params) {
   extern __shared__ __align__(128) char smem_bytes[];
   const SharedStorage& storage = *reinterpret_cast<const SharedStorage*>(smem_bytes);
   const unsigned q_smem = smem_address(storage.q), dout_smem = smem_address(storage.dout);
   const unsigned k_smem = smem_address(storage.k), v_smem = smem_address(storage.v);
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]), kBytesV = sizeof(SharedStorage::v[0]);
 
-  const Tile tile(params);
-  const Mask mask(params);
-  const KeyTiles tiles(mask, tile);
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, tile.batch, tile.kv_head, 0, params.head_dim,
-                                               params.aligned & 2);
-  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, tile.batch, tile.kv_head, 0, params.head_dim_v,
-                                                params.aligned & 4);
+  const ProblemParams& problem = params.problem;
+  const Score score(problem.score);
+  const QueryWork work(params);
+  const Sequence& sequence = work.sequence;
+  const Mask mask = sequence.mask();
+  const DescendingTiles tiles = key_tiles(mask, work);
+  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.kv_head, 0, problem.head_dim);
+  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.kv_head, 0, problem.head_dim_v);
   auto fetch = [&](int n, int slot) {
-    if (n >= tiles.begin) {
-      k_loader.load(k_smem + slot * kBytesK, n * kBlockK, params.key_begin, params.key_end);
-      v_loader.load(v_smem + slot * kBytesV, n * kBlockK, params.key_begin, params.key_end);
+    if (tiles.has(n)) {
+      k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
+      v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.seen_keys());
     }
     cp_async_commit();
   };
 
   {
-    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, tile.batch, tile.head, 0, params.head_dim,
-                                                 params.aligned & 1);
-    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, tile.batch, tile.head, 0, params.head_dim_v,
-                                                     params.aligned & 8);
-    q_loader.load(q_smem, tile.row_begin, params.row_begin, params.row_end);
-    dout_loader.load(dout_smem, tile.row_begin, params.row_begin, params.row_end);
+    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, work.head, 0, problem.head_dim);
+    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence, work.head, 0, problem.head_dim_v);
+    q_loader.load(q_smem, work.rows.begin, sequence.seen_queries());
+    dout_loader.load(dout_smem, work.rows.begin, sequence.seen_queries());
   }
-  fetch(tiles.end - 1, 0);
+  fetch(tiles.first(), 0);
 
-  float2 stats[2 * kTiles];
+  float2 stats[2 * kFragments];
   {
-    const float2* const of_head = stats_of(params, tile.batch, tile.head) + lane_row(tile);
+    const float2* const of_lane = params.stats + sequence.rows_offset(work.head, params.stats_rows) + lane_row(work);
 #pragma unroll
-    for (int r = 0; r < 2 * kTiles; ++r) stats[r] = of_head[8 * r];
+    for (int r = 0; r < 2 * kFragments; ++r) stats[r] = of_lane[8 * r];
   }
-  float dq[kTiles][kHeadDim / 2] = {};
+  float dq[kFragments][kHeadDim / 2] = {};
 
   int slot = 0;
 #pragma unroll 1
-  for (int n = tiles.end - 1; n >= tiles.begin; --n) {
-    // 1. The tile is here, and with two stages every warp is done with the one before.
+  for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
+    // 1. The tile has arrived; the next loads begin.
     cp_async_wait<0>();
-    __syncthreads();
-    if constexpr (kStages == 2) fetch(n - 1, slot ^ 1);
+    __syncthreads();  // (A)
+    if constexpr (kStages == 2) fetch(tiles.next(n), slot ^ 1);
     const unsigned k_tile = k_smem + slot * kBytesK, v_tile = v_smem + slot * kBytesV;
 
     // 2. s = q kᵀ, dp = dout vᵀ
@@ -94,32 +97,32 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     gemm_abt<VSwizzle, kHeadDimV / kStepElements>(dp, Rows<VSwizzle>(dout_smem, warp_row),
                                                   b_lane_address<VSwizzle>(v_tile));
 
-    // 3. ds = p (dp - delta), dq += ds k
-    if (params.softcap_scale == 0.0f && !needs_mask(mask, tile, n)) {
-      weigh_tile<true>(s, dp, params, stats);
+    // 3. p and ds, dq += ds k
+    if (!score.changes() && !needs_mask(mask, work, n)) {
+      weigh_tile<true>(s, dp, score, stats);
     } else {
-      cap_and_mask(s, params, mask, tile, n);
-      weigh_tile<false>(s, dp, params, stats);
+      score_and_mask(s, score, mask, work, n);
+      weigh_tile<false>(s, dp, score, stats);
     }
     gemm_weights<QSwizzle>(dq, dp, k_tile);
     if constexpr (kStages == 2) {
       slot ^= 1;
     } else {
-      __syncthreads();
-      fetch(n - 1, 0);
+      __syncthreads();  // (B)
+      fetch(tiles.next(n), 0);
     }
   }
-  cp_async_wait<0>();  // q may still be under way when no key is visible
+  cp_async_wait<0>();  // why: q may still be on its way when no key is visible
 
-  const Tile same(params);
-  char* const out = static_cast<char*>(params.dq.pointer) +
-                    (same.batch * params.dq.stride_batch + same.head * params.dq.stride_head) * kElementBytes;
+  const QueryWork same(params);
+  const Range seen = same.sequence.seen_queries();
+  char* const out = static_cast<char*>(params.dq.pointer) + same.sequence.offset(params.dq, same.head) * kElementBytes;
 #pragma unroll
-  for (int r = 0; r < 2 * kTiles; ++r) {
+  for (int r = 0; r < 2 * kFragments; ++r) {
     const int i = lane_row(same) + 8 * r;
-    const bool sees = i >= params.row_begin && i < params.row_end;
-    sees ? scale_row(dq[r / 2], r % 2, params.softmax_scale) : clear_row(dq[r / 2], r % 2);
-    store_row(out + i * params.dq.stride_seqlen * kElementBytes, dq[r / 2], r % 2, params.head_dim, i < same.row_end,
-              params.aligned & 32);
+    const bool sees = i >= seen.begin && i < seen.end;
+    sees ? scale_row(dq[r / 2], r % 2, problem.score.softmax_scale) : clear_row(dq[r / 2], r % 2);
+    store_row(out + i * params.dq.stride_seqlen * kElementBytes, dq[r / 2], r % 2, problem.head_dim, i < same.rows.end,
+              params.dq.aligned);
   }
 }

@@ -1,17 +1,21 @@
-// Forward: out = softmax(mask(cap(scale q kᵀ))) v and its lse, for one block of queries of one head.
+// Forward: out = softmax(mask(score(q kᵀ))) v and its lse, for one block of queries of one head.
 //
-//   s = q kᵀ            per key tile, mma.sync, float32 accumulation
-//   p = softmax update  by the policy of this build (common/softmax_*.cuh); s is overwritten
+//   s = mask(score(q kᵀ))       per key tile, by mma.sync with float32 accumulation; common/score.cuh, common/mask.cuh
+//   p = softmax update of s     by the policy of this build (softmax_*.cuh), in the registers of s
 //   o = o * o_scale + p v
 //
-// Roles: every warp owns kBlockQ / kNumWarps query rows and all keys, so softmax needs no other warp. All threads copy.
-// Ring: kStages tiles of k and of v, filled by cp.async.
-//   1 stage    k of the next tile is fetched once every warp has its scores, v of this tile meanwhile; two barriers a
-//              tile.
-//   2 stages   k and v of the next tile are fetched during the whole of this one; one barrier a tile.
-#include "../common/softmax.cuh"
+// Roles    Every warp owns kBlockQ / kNumWarps queries and all keys, so that its softmax needs no other warp. All
+//          threads copy.
+// Ring     kStages tiles of k and of v, which cp.async fills.
+//          1 stage:   v of this tile is fetched while its scores are made, k of the next one after that
+//          2 stages:  k and v of the next tile are fetched during the whole of this one
+// Barriers of the block, for each tile:
+//          (A)  k of the tile (with two stages its v, too) has arrived, and every warp is done with the tile before
+//          (B)  with one stage: v has arrived, and every warp is done with k
 #include "gemm_ab.cuh"
+#include "rows.cuh"
 #include "scores.cuh"
+#include "softmax_policy.cuh"
 
 struct SharedStorage {
   alignas(128) char q[kBlockQ * kHeadDim * kElementBytes];
@@ -21,25 +25,25 @@ struct SharedStorage {
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 static_assert(sizeof(ForwardParams) == kParamsBytes, "the host packs other parameters");
 
-// Normalises and stores this lane's rows; lse once per row.
+// Normalises and stores this lane's rows, and the lse of each row once.
 template <typename Softmax>
-__device__ __forceinline__ void store_rows(const ForwardParams& params, float (&o)[kTiles][kHeadDimV / 2],
+__device__ __forceinline__ void store_rows(const ForwardParams& params, float (&o)[kFragments][kHeadDimV / 2],
                                            Softmax& softmax) {
-  const Tile tile(params);
-  const int column = tile.slice * kHeadDimV;
-  char* const out = static_cast<char*>(params.out.pointer) +
-                    (tile.batch * params.out.stride_batch + tile.head * params.out.stride_head + column) * kOutBytes;
-  float* const lse = params.lse + (tile.batch * params.heads_q + tile.head) * params.seqlen_q;
+  const QueryWork work(params);
+  const int column = work.part * kHeadDimV;
+  char* const out =
+      static_cast<char*>(params.out.pointer) + (work.sequence.offset(params.out, work.head) + column) * kOutBytes;
+  float* const lse = params.lse + work.sequence.lse_offset(work.head);
 #pragma unroll
-  for (int r = 0; r < 2 * kTiles; ++r) {
-    const int i = lane_row(tile) + 16 * (r / 2) + 8 * (r % 2);
-    const bool exists = i < tile.row_end;
+  for (int r = 0; r < 2 * kFragments; ++r) {
+    const int i = lane_row(work) + 16 * (r / 2) + 8 * (r % 2);
+    const bool exists = i < work.rows.end;
     float o_scale, row_lse;
     softmax.finish(r, o_scale, row_lse);
     row_lse == -infinity() ? clear_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale);
-    store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.head_dim_v - column, exists,
-              params.aligned & 8);
-    if (params.lse != nullptr && tile.slice == 0 && threadIdx.x % 4 == 0 && exists) lse[i] = row_lse;
+    store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.problem.head_dim_v - column,
+              exists, params.out.aligned);
+    if (params.lse != nullptr && work.part == 0 && threadIdx.x % 4 == 0 && exists) lse[i] = row_lse;
   }
 }
 
@@ -50,68 +54,65 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.k), v_smem = smem_address(storage.v);
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]), kBytesV = sizeof(SharedStorage::v[0]);
 
-  const Tile tile(params);
-  const Mask mask(params);
-  const KeyTiles tiles(mask, tile);
-  const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, tile.batch, tile.head, 0, params.head_dim, params.aligned & 1);
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, tile.batch, tile.kv_head, 0, params.head_dim,
-                                               params.aligned & 2);
-  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, tile.batch, tile.kv_head, tile.slice * kHeadDimV,
-                                                params.head_dim_v, params.aligned & 4);
-  // Tiles are taken from the last to the first; none is fetched before the first.
+  const ProblemParams& problem = params.problem;
+  const Score score(problem.score);
+  const QueryWork work(params);
+  const Sequence& sequence = work.sequence;
+  const Mask mask = sequence.mask();
+  const DescendingTiles tiles = key_tiles(mask, work);
+  const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, work.head, 0, problem.head_dim);
+  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.kv_head, 0, problem.head_dim);
+  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.kv_head, work.part * kHeadDimV,
+                                                problem.head_dim_v);
   auto fetch_k = [&](int n, int slot) {
-    if (n >= tiles.begin) k_loader.load(k_smem + slot * kBytesK, n * kBlockK, params.key_begin, params.key_end);
+    if (tiles.has(n)) k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
   };
   auto fetch_v = [&](int n, int slot) {
-    if (n >= tiles.begin) v_loader.load(v_smem + slot * kBytesV, n * kBlockK, params.key_begin, params.key_end);
+    if (tiles.has(n)) v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.seen_keys());
   };
 
-  float o[kTiles][kHeadDimV / 2] = {};
-  SoftmaxOf<kAlgorithm, kTiles, kBlockK / 2> softmax;
+  float o[kFragments][kHeadDimV / 2] = {};
+  SoftmaxPolicy<kAlgorithm, kFragments, kBlockK / 2> softmax;
   softmax.setup();
   QFragments q(q_smem);
 
   // Prologue: q and the first tile.
-  q_loader.load(q_smem, tile.row_begin, 0, params.seqlen_q);
-  fetch_k(tiles.end - 1, 0);
-  if constexpr (kStages == 2) fetch_v(tiles.end - 1, 0);
+  q_loader.load(q_smem, work.rows.begin, {0, sequence.seqlen_q()});
+  fetch_k(tiles.first(), 0);
+  if constexpr (kStages == 2) fetch_v(tiles.first(), 0);
   cp_async_commit();
 
   int slot = 0;
 #pragma unroll 1
-  for (int n = tiles.end - 1; n >= tiles.begin; --n) {
-    // 1. k (with two stages v too) is here, and every warp is done with the tile before.
+  for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
+    // 1. The tile has arrived; the next loads begin.
     cp_async_wait<0>();
-    __syncthreads();
-    if constexpr (kStages == 2) {
-      fetch_k(n - 1, slot ^ 1);
-      fetch_v(n - 1, slot ^ 1);
-    } else {
-      fetch_v(n, 0);
-    }
+    __syncthreads();  // (A)
+    if constexpr (kStages == 2) fetch_k(tiles.next(n), slot ^ 1);
+    fetch_v(kStages == 2 ? tiles.next(n) : n, kStages == 2 ? slot ^ 1 : 0);
     cp_async_commit();
 
-    // 2. s = mask(cap(q kᵀ))
-    if (n == tiles.end - 1) q.load();
-    float s[kTiles][kBlockK / 2] = {};
+    // 2. s = mask(score(q kᵀ))
+    if (n == tiles.first()) q.load();
+    float s[kFragments][kBlockK / 2] = {};
     compute_scores(s, q, k_smem + slot * kBytesK);
     if constexpr (kStages == 1) {
       cp_async_wait<0>();
-      __syncthreads();
-      fetch_k(n - 1, 0);
+      __syncthreads();  // (B)
+      fetch_k(tiles.next(n), 0);
       cp_async_commit();
     }
-    cap_and_mask(s, params, mask, tile, n);
+    score_and_mask(s, score, mask, work, n);
 
-    // 3. p = softmax update, o = o * o_scale + p v
-    float o_scale[2 * kTiles];
-    if (softmax.update(s, params.scale_log2, o_scale)) {
+    // 3. p = softmax update of s, o = o * o_scale + p v
+    float o_scale[2 * kFragments];
+    if (softmax.update(s, problem.score.scale_log2, o_scale)) {
 #pragma unroll
-      for (int r = 0; r < 2 * kTiles; ++r) scale_row(o[r / 2], r % 2, o_scale[r]);
+      for (int r = 0; r < 2 * kFragments; ++r) scale_row(o[r / 2], r % 2, o_scale[r]);
     }
     gemm_weights<VSwizzle>(o, s, v_smem + slot * kBytesV);
     if constexpr (kStages == 2) slot ^= 1;
   }
-  cp_async_wait<0>();  // q may still be under way when no key is visible
+  cp_async_wait<0>();  // why: q may still be on its way when no key is visible
   store_rows(params, o, softmax);
 }

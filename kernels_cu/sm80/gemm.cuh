@@ -1,18 +1,20 @@
-// Products with a tile in shared memory whose rows are the columns of the result, such as s = q kᵀ, and the left
-// operands of all products. float32 operands are split into two TF32 numbers and multiplied three times (small·big +
-// big·small + big·big).
+// Products a bᵀ with a tile b in shared memory, such as s = q kᵀ: each row of b makes a column of the result. Also the
+// left operands of all products. float32 operands are split into two TF32 numbers each and multiplied three times:
+// small·big + big·small + big·big.
 #pragma once
 #include "../common/fragment.cuh"
 #include "../common/swizzle.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma_sync.cuh"
+#include "config.cuh"
+#include "tf32.cuh"
 
 constexpr bool kIsTf32 = kDType == DType::kFloat32;
-constexpr int kStepElements = 32 / kElementBytes;      // one mma step along the summed dimension: two 16-byte chunks
-using QSwizzle = Swizzle<kHeadDim / kChunkElements>;   // of q and k
-using VSwizzle = Swizzle<kHeadDimV / kChunkElements>;  // of v and dout
+constexpr int kStepElements = 32 / kElementBytes;      // of the summed dimension in one mma: two 16-byte chunks
+using QSwizzle = Swizzle<kHeadDim / kChunkElements>;   // for tiles of q and k
+using VSwizzle = Swizzle<kHeadDimV / kChunkElements>;  // for tiles of v and dout
 
-// A 16 x kStepElements left operand; `small` is only used for float32.
+// A left operand of 16 x kStepElements. Only float32 uses `small`.
 struct FragmentA {
   unsigned big[4];
   unsigned small[4];
@@ -27,8 +29,8 @@ struct FragmentA {
     }
   }
 
-  // Step kk of a weight fragment. For float32 the summed index is permuted, column t + 4 e standing for key 2 t + e:
-  // the accumulator's pairs are then the operand as they are, and gemm_ab reads v in the same order.
+  // Takes step kk of a fragment of weights. For float32 the summed index is permuted: column t + 4 e stands for key
+  // 2 t + e. The pairs of the accumulator are then the operand without any exchange, and gemm_ab reads v in this order.
   template <int kCount>
   __device__ __forceinline__ void from_weights(const float (&p)[kCount], int kk) {
     if constexpr (kIsTf32) {
@@ -43,16 +45,10 @@ struct FragmentA {
 };
 
 __device__ __forceinline__ void mma(float* d, const FragmentA& a, unsigned b0, unsigned b1) {
-  if constexpr (kDType == DType::kFloat16) {
-    mma_sync_m16n8k16_f16(d, a.big, b0, b1);
-  } else {
-    mma_sync_m16n8k16_bf16(d, a.big, b0, b1);
-  }
+  mma_sync_m16n8k16<kDType == DType::kFloat16>(d, a.big, b0, b1);
 }
 
-// The three products of float32, in two calls: small terms of all steps go first, so that the accumulator stays small
-// while they are added. why: the tensor cores truncate when they accumulate, and each addition to a large sum costs its
-// last bit.
+// The three products of float32, in two calls. why the small terms of all steps are added first: L43.
 __device__ __forceinline__ void mma_small(float* d, const FragmentA& a, const Tf32Pair& b0, const Tf32Pair& b1) {
   mma_sync_m16n8k8_tf32(d, a.small, b0.big, b1.big);
   mma_sync_m16n8k8_tf32(d, a.big, b0.small, b1.small);
@@ -62,41 +58,37 @@ __device__ __forceinline__ void mma_big(float* d, const FragmentA& a, unsigned b
   mma_sync_m16n8k8_tf32(d, a.big, b0, b1);
 }
 
-// This lane's address of 16 rows x 2 chunks of a left operand from `row` on (four 8x8 matrices: rows first) …
-template <class S>
-__device__ __forceinline__ unsigned a_lane_address(unsigned smem, int row) {
-  const int lane = fresh_thread() % 32;
-  return smem + S::offset(row + lane % 16, lane / 16);
-}
-
-// … and of 16 rows of a right operand (chunks first).
+// This lane's address of 16 rows x 2 chunks of a right operand. The second 8x8 matrix is that of the second chunk.
 template <class S>
 __device__ __forceinline__ unsigned b_lane_address(unsigned smem) {
   const int lane = fresh_thread() % 32;
   return smem + S::offset(lane % 8 + 8 * (lane / 16), lane / 8 % 2);
 }
 
-// Left operands of 16 rows in shared memory, from `row` on.
+// Left operands in shared memory: fragments of 16 rows from `row` on. Here the second matrix is that of the lower rows.
 template <class S>
 struct Rows {
   unsigned a_lane;
 
-  __device__ __forceinline__ Rows(unsigned smem, int row) : a_lane(a_lane_address<S>(smem, row)) {}
+  __device__ __forceinline__ Rows(unsigned smem, int row) {
+    const int lane = fresh_thread() % 32;
+    a_lane = smem + S::offset(row + lane % 16, lane / 16);
+  }
 
-  template <int kTiles>
-  __device__ __forceinline__ void operator()(FragmentA (&a)[kTiles], int kk) const {
+  template <int kFragments>
+  __device__ __forceinline__ void operator()(FragmentA (&a)[kFragments], int kk) const {
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int m = 0; m < kFragments; ++m) {
       ldmatrix_x4(a[m].big, S::advance(a_lane, 16 * m, 2 * kk));
       a[m].split();
     }
   }
 };
 
-// c += step kk of a bᵀ, a row of b per column of c; for float32 either the small terms of the step or the big one.
-template <bool kSmall, class S, int kTiles, int kCount>
-__device__ __forceinline__ void gemm_abt_step(float (&c)[kTiles][kCount], const FragmentA (&a)[kTiles], unsigned b_lane,
-                                              int kk) {
+// c += step kk of a bᵀ. For float32 it is either the small terms of the step or the big one.
+template <bool kSmall, class S, int kFragments, int kCount>
+__device__ __forceinline__ void gemm_abt_step(float (&c)[kFragments][kCount], const FragmentA (&a)[kFragments],
+                                              unsigned b_lane, int kk) {
 #pragma unroll
   for (int j = 0; j < kCount / 8; ++j) {
     unsigned b[4];
@@ -107,7 +99,7 @@ __device__ __forceinline__ void gemm_abt_step(float (&c)[kTiles][kCount], const 
       for (int i = 0; i < 4; ++i) pair[i] = split_tf32(__uint_as_float(b[i]));
     }
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int m = 0; m < kFragments; ++m) {
       if constexpr (!kIsTf32) {
         mma(&c[m][8 * j], a[m], b[0], b[1]);
         mma(&c[m][8 * j + 4], a[m], b[2], b[3]);
@@ -122,17 +114,17 @@ __device__ __forceinline__ void gemm_abt_step(float (&c)[kTiles][kCount], const 
   }
 }
 
-// c += a bᵀ over kSteps steps; a comes from `load(a, kk)`, b's rows from shared memory.
-template <class S, int kSteps, int kTiles, int kCount, typename Load>
-__device__ __forceinline__ void gemm_abt(float (&c)[kTiles][kCount], const Load& load, unsigned b_lane) {
-  FragmentA a[kTiles];
+// c += a bᵀ over kSteps steps. `load(a, kk)` brings step kk of a; b lies in shared memory.
+template <class S, int kSteps, int kFragments, int kCount, typename Load>
+__device__ __forceinline__ void gemm_abt(float (&c)[kFragments][kCount], const Load& load, unsigned b_lane) {
+  FragmentA a[kFragments];
   if constexpr (kIsTf32) {
 #pragma unroll kQkUnroll
     for (int kk = 0; kk < kSteps; ++kk) {
       load(a, kk);
       gemm_abt_step<true, S>(c, a, b_lane, kk);
     }
-    __syncwarp();  // why: or ptxas keeps what it has read for the second pass, in registers that do not exist
+    __syncwarp();  // why: L8
   }
 #pragma unroll kQkUnroll
   for (int kk = 0; kk < kSteps; ++kk) {

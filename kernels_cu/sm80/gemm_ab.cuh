@@ -1,25 +1,25 @@
-// Products with a tile in shared memory whose rows run along the summed dimension, such as o += p v. The columns of the
-// result are blocks of 16, kColumnStep columns of the tile apart, from column `column` on. The left operand comes from
-// `load(a, kk)`: for float32 with its summed index permuted as in FragmentA::from_weights.
+// Products a b with a tile b in shared memory, such as o += p v: the rows of b are summed over. The columns of the
+// result are blocks of 16 columns of b, kColumnStep columns apart, from column `column` on. `load(a, kk)` brings step
+// kk of the left operand; for float32 its summed index is permuted as in FragmentA::from_weights.
 #pragma once
 #include "gemm.cuh"
 
-// 16-bit operands: the tile is read transposed, 16 rows x 16 columns at a time.
-template <class S, int kSum, int kColumnStep, int kTiles, int kCount, typename Load>
-__device__ __forceinline__ void gemm_ab_16bit(float (&c)[kTiles][kCount], const Load& load, unsigned b_smem,
+// For 16-bit operands the tile is read transposed, 16 rows x 16 columns at a time.
+template <class S, int kSum, int kColumnStep, int kFragments, int kCount, typename Load>
+__device__ __forceinline__ void gemm_ab_16bit(float (&c)[kFragments][kCount], const Load& load, unsigned b_smem,
                                               int column) {
   const int lane = fresh_thread() % 32;
   const unsigned b_lane = b_smem + S::offset(lane % 16, column / 8 + lane / 16);
 #pragma unroll
   for (int kk = 0; kk < kSum / 16; ++kk) {
-    FragmentA a[kTiles];
+    FragmentA a[kFragments];
     load(a, kk);
 #pragma unroll
     for (int j = 0; j < kCount / 8; ++j) {
       unsigned b[4];
       ldmatrix_x4_trans(b, S::advance(b_lane, 16 * kk, kColumnStep / 8 * j));
 #pragma unroll
-      for (int m = 0; m < kTiles; ++m) {
+      for (int m = 0; m < kFragments; ++m) {
         mma(&c[m][8 * j], a[m], b[0], b[1]);
         mma(&c[m][8 * j + 4], a[m], b[2], b[3]);
       }
@@ -27,67 +27,61 @@ __device__ __forceinline__ void gemm_ab_16bit(float (&c)[kTiles][kCount], const 
   }
 }
 
-// float32, kUnroll steps in one piece and kFragments fragments of 8 columns at a time. The tile's sum is formed apart
-// and added once. why: the tensor cores truncate when they accumulate; over thousands of terms that would cost several
-// bits of c.
-template <class S, int kSum, int kColumnStep, int kUnroll, int kTiles, int kCount, typename Load>
-__device__ __forceinline__ void gemm_ab_tf32(float (&c)[kTiles][kCount], const Load& load, unsigned b_smem,
+// For float32 kUnroll steps are unrolled, and kColumnFragments fragments of 8 columns are made at a time. The sum over
+// the tile is formed apart and added to c once. why: L43, and c has thousands of terms.
+template <class S, int kSum, int kColumnStep, int kUnroll, int kFragments, int kCount, typename Load>
+__device__ __forceinline__ void gemm_ab_tf32(float (&c)[kFragments][kCount], const Load& load, unsigned b_smem,
                                              int column) {
-  constexpr int kFragments = kCount >= 128 ? 2 : kCount % 16 == 0 ? 4 : kCount % 24 == 0 ? 6 : 2;
+  constexpr int kColumnFragments = kCount >= 128 ? 2 : kCount % 16 == 0 ? 4 : kCount % 24 == 0 ? 6 : 2;
   const int lane = fresh_thread() % 32, g = lane / 4, t = lane % 4;
-  // Rows 2 t and 2 t + 1 (hence their own swizzle phases), column g of an 8-column fragment.
+  // Rows 2 t and 2 t + 1, each with its own swizzle phase, and column g of a fragment of 8 columns.
   const unsigned even_lane = b_smem + S::offset(2 * t, column / 4 + g / 4) + g % 4 * 4;
   const unsigned odd_lane = b_smem + S::offset(2 * t + 1, column / 4 + g / 4) + g % 4 * 4;
 #pragma unroll
-  for (int j = 0; j < kCount / 4; j += kFragments) {
-    float sum[kTiles][kFragments][4] = {};
+  for (int j = 0; j < kCount / 4; j += kColumnFragments) {
+    float sum[kFragments][kColumnFragments][4] = {};
 #pragma unroll
     for (int pass = 0; pass < 2; ++pass) {  // small terms, then big ones
-      __syncwarp();  // why: or ptxas keeps what it has read for the second pass, in registers that do not exist
+      __syncwarp();                         // why: L8
 #pragma unroll kUnroll
       for (int kk = 0; kk < kSum / 8; ++kk) {
-        FragmentA a[kTiles];
+        FragmentA a[kFragments];
         load(a, kk);
 #pragma unroll
-        for (int i = 0; i < kFragments; ++i) {
+        for (int i = 0; i < kColumnFragments; ++i) {
           const int chunk = kColumnStep / 4 * ((j + i) / 2) + 2 * (i % 2);
           const Tf32Pair b0 = split_tf32(__uint_as_float(ld_shared_u32(S::advance(even_lane, 8 * kk, chunk))));
           const Tf32Pair b1 = split_tf32(__uint_as_float(ld_shared_u32(S::advance(odd_lane, 8 * kk, chunk))));
 #pragma unroll
-          for (int m = 0; m < kTiles; ++m) {
-            if (pass == 0) {
-              mma_small(sum[m][i], a[m], b0, b1);
-            } else {
-              mma_big(sum[m][i], a[m], b0.big, b1.big);
-            }
+          for (int m = 0; m < kFragments; ++m) {
+            if (pass == 0) mma_small(sum[m][i], a[m], b0, b1);
+            else mma_big(sum[m][i], a[m], b0.big, b1.big);
           }
         }
       }
     }
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
-      for (int i = 0; i < 4 * kFragments; ++i) c[m][4 * j + i] += sum[m][i / 4][i % 4];
+      for (int i = 0; i < 4 * kColumnFragments; ++i) c[m][4 * j + i] += sum[m][i / 4][i % 4];
     }
   }
 }
 
-template <class S, int kSum, int kColumnStep, int kUnroll = kQkUnroll, int kTiles, int kCount, typename Load>
-__device__ __forceinline__ void gemm_ab(float (&c)[kTiles][kCount], const Load& load, unsigned b_smem, int column) {
-  if constexpr (kIsTf32) {
-    gemm_ab_tf32<S, kSum, kColumnStep, kUnroll>(c, load, b_smem, column);
-  } else {
-    gemm_ab_16bit<S, kSum, kColumnStep>(c, load, b_smem, column);
-  }
+template <class S, int kSum, int kColumnStep, int kUnroll = kQkUnroll, int kFragments, int kCount, typename Load>
+__device__ __forceinline__ void gemm_ab(float (&c)[kFragments][kCount], const Load& load, unsigned b_smem, int column) {
+  if constexpr (kIsTf32) gemm_ab_tf32<S, kSum, kColumnStep, kUnroll>(c, load, b_smem, column);
+  else gemm_ab_16bit<S, kSum, kColumnStep>(c, load, b_smem, column);
 }
 
-// c += p b with p in registers, c's columns being those of the tile.
-template <class S, int kTiles, int kCount, int kWeights>
-__device__ __forceinline__ void gemm_weights(float (&c)[kTiles][kCount], const float (&p)[kTiles][kWeights],
+// c += p b with p in registers. The columns of c are those of the tile.
+template <class S, int kFragments, int kCount, int kWeights>
+__device__ __forceinline__ void gemm_weights(float (&c)[kFragments][kCount], const float (&p)[kFragments][kWeights],
                                              unsigned b_smem) {
-  const auto load = [&](FragmentA(&a)[kTiles], int kk) {
+  const auto load = [&](FragmentA(&a)[kFragments], int kk) {
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) a[m].from_weights(p[m], kk);
+    for (int m = 0; m < kFragments; ++m) a[m].from_weights(p[m], kk);
   };
-  gemm_ab<S, 2 * kWeights, 16, kWeights>(c, load, b_smem, 0);  // all steps in one piece, or p would be indexed
+  // why all steps unrolled: L7.
+  gemm_ab<S, 2 * kWeights, 16, kWeights>(c, load, b_smem, 0);
 }

@@ -1,9 +1,14 @@
-// lse = log sum exp(mask(cap(scale q kᵀ))): forward without v, for one block of queries of one head.
+// lse = log sum exp(mask(score(q kᵀ))), which is forward without v, for one block of queries of one head.
 //
-// Roles: as in forward.cu, every warp owns kBlockQ / kNumWarps query rows and all keys, and all threads copy.
-// Ring: two tiles of k; the next is fetched during the whole of this one, with one barrier a tile.
-#include "../common/softmax.cuh"
+//   s = mask(score(q kᵀ))       per key tile, as in forward.cu
+//   lse = softmax update of s   by the policy of this build, whose weights nobody uses
+//
+// Roles    As in forward.cu, every warp owns kBlockQ / kNumWarps queries and all keys, and all threads copy.
+// Ring     Two tiles of k. The next tile is fetched during the whole of this one.
+// Barriers of the block, for each tile:
+//          (A)  the tile has arrived, and every warp is done with the tile before
 #include "scores.cuh"
+#include "softmax_policy.cuh"
 
 struct SharedStorage {
   alignas(128) char q[kBlockQ * kHeadDim * kElementBytes];
@@ -20,46 +25,49 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.k);
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]);
 
-  const Tile tile(params);
-  const Mask mask(params);
-  const KeyTiles tiles(mask, tile);
-  const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, tile.batch, tile.head, 0, params.head_dim, params.aligned & 1);
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, tile.batch, tile.kv_head, 0, params.head_dim,
-                                               params.aligned & 2);
+  const ProblemParams& problem = params.problem;
+  const Score score(problem.score);
+  const QueryWork work(params);
+  const Sequence& sequence = work.sequence;
+  const Mask mask = sequence.mask();
+  const DescendingTiles tiles = key_tiles(mask, work);
+  const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, work.head, 0, problem.head_dim);
+  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.kv_head, 0, problem.head_dim);
   auto fetch_k = [&](int n, int slot) {
-    if (n >= tiles.begin) k_loader.load(k_smem + slot * kBytesK, n * kBlockK, params.key_begin, params.key_end);
+    if (tiles.has(n)) k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
   };
 
-  SoftmaxOf<kAlgorithm, kTiles, kBlockK / 2> softmax;
+  SoftmaxPolicy<kAlgorithm, kFragments, kBlockK / 2> softmax;
   softmax.setup();
   QFragments q(q_smem);
 
-  q_loader.load(q_smem, tile.row_begin, 0, params.seqlen_q);
-  fetch_k(tiles.end - 1, 0);
+  q_loader.load(q_smem, work.rows.begin, {0, sequence.seqlen_q()});
+  fetch_k(tiles.first(), 0);
   cp_async_commit();
 
   int slot = 0;
 #pragma unroll 1
-  for (int n = tiles.end - 1; n >= tiles.begin; --n, slot ^= 1) {
+  for (int n = tiles.first(); tiles.has(n); n = tiles.next(n), slot ^= 1) {
     cp_async_wait<0>();
-    __syncthreads();
-    fetch_k(n - 1, slot ^ 1);
+    __syncthreads();  // (A)
+    fetch_k(tiles.next(n), slot ^ 1);
     cp_async_commit();
 
-    if (n == tiles.end - 1) q.load();
-    float s[kTiles][kBlockK / 2] = {}, unused[2 * kTiles];
+    if (n == tiles.first()) q.load();
+    float s[kFragments][kBlockK / 2] = {}, unused[2 * kFragments];
     compute_scores(s, q, k_smem + slot * kBytesK);
-    cap_and_mask(s, params, mask, tile, n);
-    softmax.update(s, params.scale_log2, unused);
+    score_and_mask(s, score, mask, work, n);
+    softmax.update(s, problem.score.scale_log2, unused);
   }
-  cp_async_wait<0>();
+  cp_async_wait<0>();  // why: q may still be on its way when no key is visible
 
-  float* const lse = params.lse + (tile.batch * params.heads_q + tile.head) * params.seqlen_q;
+  const QueryWork same(params);  // why again: its rows are then not held in registers over the loop
+  float* const lse = params.lse + same.sequence.lse_offset(same.head);
 #pragma unroll
-  for (int r = 0; r < 2 * kTiles; ++r) {
-    const int i = lane_row(tile) + 16 * (r / 2) + 8 * (r % 2);
+  for (int r = 0; r < 2 * kFragments; ++r) {
+    const int i = lane_row(same) + 16 * (r / 2) + 8 * (r % 2);
     float unused, row_lse;
     softmax.finish(r, unused, row_lse);
-    if (threadIdx.x % 4 == 0 && i < tile.row_end) lse[i] = row_lse;
+    if (threadIdx.x % 4 == 0 && i < same.rows.end) lse[i] = row_lse;
   }
 }

@@ -1,13 +1,14 @@
-// Weights (p or ds) of kBlockK keys x kBlockQ queries in shared memory: how warps hand them to each other.
+// Weights (p or ds) of kBlockK keys x kBlockQ queries in shared memory, through which warps hand them to each other.
 #pragma once
 #include "gemm.cuh"
 
 using WeightSwizzle = Swizzle<kBlockQ / kChunkElements>;
 constexpr int kWeightBytes = kBlockK * kBlockQ * kElementBytes;
 
-// A warp's accumulator into a swizzled tile, from `row` on, its columns being blocks of 16 as in gemm_ab.cuh.
-template <class S, int kColumnStep, int kTiles, int kCount>
-__device__ __forceinline__ void store_fragments(unsigned smem, const float (&x)[kTiles][kCount], int row, int column) {
+// Stores a warp's accumulator into a swizzled tile, from `row` on. Its columns are blocks of 16 as in gemm_ab.cuh.
+template <class S, int kColumnStep, int kFragments, int kCount>
+__device__ __forceinline__ void store_fragments(unsigned smem, const float (&x)[kFragments][kCount], int row,
+                                                int column) {
   const int lane = fresh_thread() % 32;
   row += lane / 4;
 #pragma unroll
@@ -15,39 +16,33 @@ __device__ __forceinline__ void store_fragments(unsigned smem, const float (&x)[
     const int c = column + kColumnStep * (j / 2) + 8 * (j % 2) + lane % 4 * 2;
     const unsigned target = smem + S::offset(row, c / kChunkElements) + c % kChunkElements * kElementBytes;
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float low = x[m][4 * j + 2 * h], high = x[m][4 * j + 2 * h + 1];
         const unsigned address = target + (16 * m + 8 * h) * S::kRowBytes;
-        if constexpr (kIsTf32) {
-          st_shared_v2(address, __float_as_uint(low), __float_as_uint(high));
-        } else {
-          st_shared_u32(address, pack2(low, high));
-        }
+        if constexpr (kIsTf32) st_shared_v2(address, __float_as_uint(low), __float_as_uint(high));
+        else st_shared_u32(address, pack2(low, high));
       }
     }
   }
 }
 
-// Left operands whose rows are keys and whose steps are queries, from row `key` on.
+// Left operands whose rows are keys, from row `key` on, and whose summed dimension is the queries.
 struct KeyRows {
   unsigned lane_address;
 
   __device__ __forceinline__ KeyRows(unsigned smem, int key) {
     const int lane = fresh_thread() % 32;
-    if constexpr (kIsTf32) {
-      lane_address = smem + WeightSwizzle::offset(key + lane / 4, lane % 4 / 2) + lane % 2 * 8;
-    } else {
-      lane_address = smem + WeightSwizzle::offset(key + lane % 16, lane / 16);
-    }
+    if constexpr (kIsTf32) lane_address = smem + WeightSwizzle::offset(key + lane / 4, lane % 4 / 2) + lane % 2 * 8;
+    else lane_address = smem + WeightSwizzle::offset(key + lane % 16, lane / 16);
   }
 
-  template <int kTiles>
-  __device__ __forceinline__ void operator()(FragmentA (&a)[kTiles], int kk) const {
+  template <int kFragments>
+  __device__ __forceinline__ void operator()(FragmentA (&a)[kFragments], int kk) const {
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
-      if constexpr (kIsTf32) {  // queries 2 t and 2 t + 1: the permuted order of gemm_ab
+    for (int m = 0; m < kFragments; ++m) {
+      if constexpr (kIsTf32) {  // queries 2 t and 2 t + 1, in the permuted order of gemm_ab
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           ld_shared_v2(a[m].big[h], a[m].big[h + 2], WeightSwizzle::advance(lane_address, 16 * m + 8 * h, 2 * kk));
@@ -60,8 +55,8 @@ struct KeyRows {
   }
 };
 
-// Left operands whose rows are queries and whose steps are keys, from row `query` on, which is a multiple of the rows
-// that are loaded.
+// Left operands whose rows are queries, from row `query` on, and whose summed dimension is the keys. `query` is a
+// multiple of the number of rows that are loaded.
 struct QueryRows {
   unsigned even_lane, odd_lane;
 
@@ -76,10 +71,10 @@ struct QueryRows {
     }
   }
 
-  template <int kTiles>
-  __device__ __forceinline__ void operator()(FragmentA (&a)[kTiles], int kk) const {
+  template <int kFragments>
+  __device__ __forceinline__ void operator()(FragmentA (&a)[kFragments], int kk) const {
 #pragma unroll
-    for (int m = 0; m < kTiles; ++m) {
+    for (int m = 0; m < kFragments; ++m) {
       if constexpr (kIsTf32) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {

@@ -1,82 +1,77 @@
 // Backward on Hopper (FlashAttention-2, arXiv 2307.08691, algorithm 2): dk and dv of blocks of keys over the queries
-// that see them, and their share of dq.
+// that see them, and the share of dq of these keys.
 //
 //   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
-//   p = exp2(s c - lse)       ds = p (dp - delta)
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh
 //   dv += p dout, dk += ds q  wgmma, p and ds from registers
-//   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks: gradient_dq.cuh
+//   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks by dq_turns.cuh
 //
-// Roles    warpgroup 0: warp 0 copies q, dout, k, v; warps 2 and 3 take dq to global memory; warp 1 their turns there
-//          the others: 64 keys of the block each, all queries. A step is a tile of queries:
-//          s, dp | p, ds | dv | (both have written ds) | dq | dk, dq to shared memory beside it
-// Barriers q_full, dout_full    has arrived, the first of a block with k, or v    …_empty    every warp is done with it
-//          kv_empty   dk and dv, which leave from where k and v were, have left
-//          turn_full, turn_empty   the mode of a step's dq is there / read    dq_empty   dq's tile has been read
-//          sum_full, sum_empty     what others have added to a tile is there / read
-//          kDsBarrier, kDqReadyBarrier, kDqFilledBarrier, kKvBarrier: gradient.cuh
-#include "gradient_dq.cuh"
-#include "gradient_shared.cuh"
+// Roles    warpgroup 0  Warp 0 loads. Warp 1 takes the turns at tiles of dq; warps 2 and 3 move these tiles out.
+//          the others   Each owns 64 keys of the block and all queries. A step is a tile of queries:
+//                       s, dp | p, ds | dv | (both have written ds) | dq | dk, and dq to shared memory beside it
+// Barriers q_full, dout_full     the tile has arrived, the first of a key block together with k, or v
+//          q_empty, dout_empty   every warp is done with it
+//          kv_empty              dk and dv, which leave through the place of k and v, have left
+//          turn_full, turn_empty the mode of a step's dq is there, or has been read
+//          dq_empty              the tile of dq has been read
+//          sum_full, sum_empty   what others have added to a tile is there, or has been read
+//          named barriers        backward_storage.cuh
+#include "dq_turns.cuh"
+#include "shared_keys.cuh"
 
-// What is begun before what, by tile: each is faster where it is and slower elsewhere (kernels_cu/TUNING.md).
-constexpr bool kFindsStatsFirst = kBlockQ == 64;  // where lse is, before s is waited for
-constexpr bool kPassesLate = kDqByRows;           // dq handed on behind the next s and dp; their q waited for before dk
+// The order of some parts of a step. Each choice is faster for the tiles that it names, and slower for others (L32).
+constexpr bool kFindsStatsFirst = kBlockQ == 64;  // the address of lse is formed before the wait for s (L31)
+constexpr bool kPassesLate = kDqByRows;           // dq is passed on after the next s and dp are begun; the wait for
+                                                  // their q comes before the wait for dk
 
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
 
-// One warp, all lanes in step; the first one acts.
+// One warp, whose lanes run together; the first lane acts (L13).
 struct Loader : Role {
   using Role::Role;
 
-  template <int kPanels>
-  __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned panel_bytes, unsigned barrier,
-                                       int row, int head) const {
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      tma_load_4d(target + panel * panel_bytes, &map, barrier, panel * kPanelColumns, row, head, batch);
-    }
-  }
-
-  // Until the key block before has left. why it says so: without any step nothing else keeps the warpgroups from
-  // leaving once more meanwhile, and the wait would be for a phase that may never end.
+  // Waits until dk and dv of the key block before have left. why it then arrives at a barrier of the consumers: in a
+  // key block without steps nothing else holds them back, and this wait could be for a phase that never ends.
   __device__ __forceinline__ void wait_for_kv(unsigned parity) const {
     mbarrier_wait(smem.kv_empty, parity);
     __syncwarp();
-    bar_arrive(kKvBarrier, kKvThreads);
+    bar_arrive(kKeysConsumed, kKeysThreads);
   }
 
   __device__ __forceinline__ void run() {
-    const BackwardParams& p = params.backward;
     unsigned step = 0, kv_parity = 1;
 #pragma unroll 1
-    for (; enter(); kv_parity ^= 1) {
+    for (; next_block(); kv_parity ^= 1) {
       const unsigned first_step = step;
       for_each_step(step, [&](int head, int m) {
         const unsigned slot = step % kStages, empty = (step / kStages + 1) & 1;
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
-        const int row = m * kBlockQ, key = block * kBlockK - p.key_begin;
-        const unsigned stats = smem.stats + slot * kBytesStats;
-        const float* const lse = reinterpret_cast<const float*>(p.stats) +
-                                 (static_cast<long long>(batch) * p.heads_q + head) * 2 * p.stats_rows + row;
+        const Sequence of = sequence();
+        const int row = of.seen_query_coordinate(m * kBlockQ), key = of.seen_key_coordinate(block * kBlockK);
+        const int batch = of.batch_coordinate();
+        const unsigned stats_smem = smem.stats + slot * kBytesStats;
+        const float* const lse = stats(head) + m * kBlockQ;
         mbarrier_wait(smem.q_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(q_full, kBytesQ + kBytesStats / 2 + (first ? kBytesK : 0));
-          load<kPanelsQk>(params.q, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, row - p.row_begin, head);
-          bulk_load(stats, lse, kBytesStats / 2, q_full);
+          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, row, head, batch);
+          bulk_load(stats_smem, lse, kBytesStats / 2, q_full);
         }
         __syncwarp();
         if (first) {
           wait_for_kv(kv_parity);
-          if (leads) load<kPanelsQk>(params.k, smem.k, kPanelBytesK, q_full, key, kv_head);
+          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, key, kv_head, batch);
           __syncwarp();
         }
         mbarrier_wait(smem.dout_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(dout_full, kBytesDout + kBytesStats / 2 + (first ? kBytesV : 0));
-          if (first) load<kPanelsV>(params.v, smem.v, kPanelBytesK, dout_full, key, kv_head);
-          load<kPanelsV>(params.dout, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full, row - p.row_begin, head);
-          bulk_load(stats + kBytesStats / 2, lse + p.stats_rows, kBytesStats / 2, dout_full);
+          if (first) load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, key, kv_head, batch);
+          load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full, row, head,
+                                batch);
+          bulk_load(stats_smem + kBytesStats / 2, lse + params.stats_rows, kBytesStats / 2, dout_full);
         }
         __syncwarp();
       });
@@ -86,14 +81,14 @@ struct Loader : Role {
 };
 
 struct Consumer : Role {
-  const int group, warp;  // of the warpgroups that compute; of the group
+  const int group, warp;  // the consumer's number; the warp's number within it
   float dk[kHeadDim / 2], dv[kHeadDimV / 2];
-  unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is none
+  unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is not used
 
   __device__ __forceinline__ Consumer(const TiledBackwardParams& p, const Addresses& addresses, int warp_idx)
       : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
 
-  // x = a bᵀ, begun: this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
+  // Begins x = a bᵀ of this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
   template <int kColumns, int kCount>
   __device__ __forceinline__ void begin_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
                                                unsigned b_smem) const {
@@ -101,7 +96,7 @@ struct Consumer : Role {
     ::begin_scores<kColumns, kCount - 1>(x, a, keys, kPanelBytesK, wgmma_descriptor(b_smem), kPanelBytesQ);
   }
 
-  // The first columns of k or v once they have come.
+  // Loads the first columns of k or v once they have arrived.
   template <int kCount>
   __device__ __forceinline__ void load_keys(unsigned (&a)[kCount][4], unsigned a_smem, unsigned barrier,
                                             unsigned parity) const {
@@ -116,53 +111,40 @@ struct Consumer : Role {
     }
   }
 
-  // dq = dsᵀ k, begun: this warpgroup's columns, or rows.
+  // Begins dq = dsᵀ k of this warpgroup's columns, or rows.
   template <int kCount>
   __device__ __forceinline__ void begin_dq(float (&dq)[kCount], unsigned ds_smem) const {
-    if constexpr (kDqTransposed) {
-      const unsigned long long k = wgmma_descriptor(smem.k + group * kPanelBytesK, kPanelBytesK);
-      const unsigned long long ds = wgmma_descriptor(ds_smem);
-      wgmma_fence();
+    const unsigned own = kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK;
+    const unsigned long long k_rows = wgmma_descriptor(smem.k + own, kPanelBytesK);
+    const unsigned long long ds_columns = wgmma_descriptor(ds_smem + (kDqByRows ? group * 64 * 128 : 0));
+    wgmma_fence();
 #pragma unroll
-      for (int kk = 0; kk < kBlockK / 16; ++kk) {
-        Wgmma<kBlockQ>::template ss<kIsFloat16, false, true>(dq, k + wgmma_rows(kk),
-                                                             ds + wgmma_columns(kk, kPanelBytesQ), kk > 0);
-      }
-      wgmma_commit();
-    } else {
-      const unsigned long long a = wgmma_descriptor(ds_smem + (kDqByRows ? group * 64 * 128 : 0));
-      const unsigned own = kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK;
-      const unsigned long long b = wgmma_descriptor(smem.k + own, kPanelBytesK);
-      wgmma_fence();
-#pragma unroll
-      for (int kk = 0; kk < kBlockK / 16; ++kk) {
-        Wgmma<kDqColumns>::template ss<kIsFloat16, true>(dq, a + wgmma_columns(kk, kPanelBytesQ), b + wgmma_rows(kk),
-                                                         kk > 0);
-      }
-      wgmma_commit();
+    for (int kk = 0; kk < kBlockK / 16; ++kk) {
+      const unsigned long long k = k_rows + wgmma_rows(kk), ds = ds_columns + wgmma_columns(kk, kPanelBytesQ);
+      if constexpr (kDqTransposed) Wgmma<kBlockQ>::template ss<kIsFloat16, false, true>(dq, k, ds, kk > 0);
+      else Wgmma<kDqColumns>::template ss<kIsFloat16, true>(dq, ds, k, kk > 0);
     }
+    wgmma_commit();
   }
 
-  // Scores that are not seen, of keys from `key` on with queries from `query` on, become -inf.
+  // Scores of keys from `key` on with queries from `query` on become -inf where they are not visible.
   __device__ __forceinline__ void hide(Scores& s, int key, int query) const {
-    const BackwardParams& p = params.backward;
-    const Mask mask = Mask(p).transposed();
-    const KeyRange full = mask.full_range(key, key + kGroupKeys);
-    if (query >= full.begin && query + kBlockQ <= full.end && key + kGroupKeys <= p.seqlen_k) return;
+    const Mask mask = sequence().mask().transposed();
+    if (mask.all_visible<true>({key, key + kGroupKeys}, {query, query + kBlockQ})) return;
     const int lane = fresh_thread() % 32;
     mask.apply<true>(s, key + 16 * warp + lane / 4, query, lane % 4);
   }
 
-  // p of scores, capped ones with kSoftcap.
+  // Scores become p.
   __device__ __forceinline__ void exponentiate(float (&s)[4], unsigned stats) const {
-    const float scale = params.backward.scale_log2;
+    const float scale = params.problem.score.scale_log2;
     unsigned lse[2];
     ld_shared_v2(lse[0], lse[1], stats);
 #pragma unroll
     for (int i = 0; i < 4; ++i) s[i] = exp2_approx(fmaf(s[i], scale, -__uint_as_float(lse[i % 2])));
   }
 
-  // s, which are p (with kSoftcap capped scores), and dp become pairs of p and ds.
+  // s and dp become pairs of p and ds. s is p already, or still scores if their slope is needed.
   __device__ __forceinline__ void weigh(const Scores& s, const Scores& dp, unsigned stats, Pairs& weights,
                                         Pairs& ds) const {
 #pragma unroll
@@ -170,13 +152,13 @@ struct Consumer : Role {
       float x[4], y[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = s[4 * j + i];
-      if constexpr (kSoftcap) exponentiate(x, stats + j * 32);
+      if constexpr (Score::kAlwaysChanges) exponentiate(x, stats + j * 32);
       unsigned delta[2];
       ld_shared_v2(delta[0], delta[1], stats + kBytesStats / 2 + j * 32);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         y[i] = x[i] * (dp[4 * j + i] - __uint_as_float(delta[i % 2]));
-        if constexpr (kSoftcap) y[i] *= softcap_slope(s[4 * j + i]);
+        if constexpr (Score::kAlwaysChanges) y[i] *= Score(params.problem.score).slope(s[4 * j + i]);
       }
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
@@ -186,7 +168,7 @@ struct Consumer : Role {
     }
   }
 
-  // The warp's 16 keys (or columns of dq) x all queries to a panel whose rows are queries.
+  // Stores the warp's 16 keys (or columns of dq) x all queries to a panel whose rows are queries.
   __device__ __forceinline__ void store_transposed(const Pairs& x, unsigned panel) const {
     const int lane = fresh_thread() % 32;
     const unsigned target = panel + Swizzle<8>::offset(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
@@ -194,12 +176,12 @@ struct Consumer : Role {
     for (int kk = 0; kk < kBlockQ / 16; ++kk) stmatrix_x4_trans(target + kk * 2048, x + 4 * kk);
   }
 
-  // dq to where it is taken to global memory from: as it is or, with the last block, whole and in the dtype of q.
+  // Stores dq to where DqWarp takes it from: as it is or, in the last key block, whole and in the dtype of q.
   template <int kCount>
   __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int m) const {
     const int lane = fresh_thread() % 32;
     const unsigned own = (group * 4 + warp) * (kBytesDq / 4), target = smem.dq + own;
-    bar_sync(kDqReadyBarrier + group, kDqThreads);
+    bar_sync(kDqReady + group, kDqThreads);
     const unsigned mode = ld_shared_u32(smem.dq_modes + 4 * (n & 1));
     if (mode < kDqFinishAlone) {
 #pragma unroll
@@ -217,45 +199,45 @@ struct Consumer : Role {
         }
         if constexpr (!kDqTransposed) {
           fence_proxy_async();
-          mbarrier_arrive(smem.sum_empty);  // why every lane: for its own reads; seldom enough
+          mbarrier_arrive(smem.sum_empty);  // why every lane: L41
         }
       }
       if constexpr (kDqTransposed) {
-        if (mode >= kDqFinish) bar_sync(kDqSumBarrier + group, 128);
-        const float scale = params.backward.softmax_scale;
-        const int query = m * kBlockQ + lane % 4 * 2, begin = params.backward.row_begin, end = params.backward.row_end;
+        if (mode >= kDqFinish) bar_sync(kDqSumRead + group, 128);
+        const float scale = params.problem.score.softmax_scale;
+        const int query = m * kBlockQ + lane % 4 * 2;
+        const Range seen = sequence().seen_queries();
         unsigned rounded[kCount / 2];
 #pragma unroll
         for (int i = 0; i < kCount; i += 2) {
           const int first = query + i / 4 * 8;
-          rounded[i / 2] = pack2(first >= begin && first < end ? dq[i] * scale : 0.0f,
-                                 first + 1 >= begin && first + 1 < end ? dq[i + 1] * scale : 0.0f);
+          rounded[i / 2] = pack2(first >= seen.begin && first < seen.end ? dq[i] * scale : 0.0f,
+                                 first + 1 >= seen.begin && first + 1 < seen.end ? dq[i + 1] * scale : 0.0f);
         }
         store_transposed(rounded, smem.dq + group * kBytesDq);
       } else {
         const int row = m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4;
-        clear_outside(dq, row, params.backward.row_begin, params.backward.row_end);
-        store_rows<kDqColumns>(dq, params.backward.softmax_scale, target, 2048);
+        clear_outside(dq, row, sequence().seen_queries());
+        stage_rows<kDqColumns>(dq, params.problem.score.softmax_scale, target, 2048);
       }
     }
   }
 
-  // What was staged is there.
+  // Tells DqWarp that dq is staged.
   __device__ __forceinline__ void pass_dq() const {
     fence_proxy_async();
-    bar_arrive(kDqFilledBarrier + group, kDqThreads);
+    bar_arrive(kDqFilled + group, kDqThreads);
   }
 
   __device__ __forceinline__ void await_query(unsigned n) const {
     mbarrier_wait(smem.q_full + 8 * (n % kStages), n / kStages & 1);
   }
-
-  // why late if transposed: it also tells that the warp is done with the place of dq.
+  // If transposed, this is called late (L41): it also tells that the warp is done with the place of dq.
   __device__ __forceinline__ void release_query(unsigned n) const {
     mbarrier_arrive_warp(smem.q_empty + 8 * (n % kStages), leads);
   }
 
-  // first, last: of its key block.
+  // Step n, of query tile m. `first` and `last` tell whether it is so of its key block.
   __device__ __forceinline__ void step(unsigned n, int m, bool first, bool last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
     const unsigned q_smem = smem.q + slot * kBytesQ, dout_smem = smem.dout + slot * kBytesDout;
@@ -272,10 +254,10 @@ struct Consumer : Role {
     if constexpr (kFindsStatsFirst) find_stats();
     wgmma_wait<1>();
     wgmma_pin(s);
-    if constexpr (kSoftcap) cap(s, params.backward.softcap_scale);
+    Score(params.problem.score).apply(s);
     hide(s, block * kBlockK + group * kGroupKeys, m * kBlockQ);
     if constexpr (!kFindsStatsFirst) find_stats();
-    if constexpr (!kSoftcap) {
+    if constexpr (!Score::kAlwaysChanges) {
 #pragma unroll
       for (int j = 0; j < kBlockQ / 8; ++j) exponentiate(reinterpret_cast<float (&)[4]>(s[4 * j]), stats + j * 32);
     }
@@ -285,8 +267,8 @@ struct Consumer : Role {
     weigh(s, dp, stats, weights, ds);
     store_transposed(ds, ds_smem + group * kPanelBytesQ);
     begin_sum<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
-    fence_proxy_async();  // why not before: it waits until ds is there
-    bar_sync(kDsBarrier, 256);
+    fence_proxy_async();  // why not before: L23
+    bar_sync(kDsWritten, kConsumerThreads);
     float dq[kDqFloats];
     begin_dq(dq, ds_smem);
     wgmma_wait<1>();
@@ -303,46 +285,37 @@ struct Consumer : Role {
     if constexpr (!kDqTransposed) release_query(n);
   }
 
-  // The warp's rows of dk or dv, from where k or v was.
+  // Begins to store the warp's rows of dk or dv, through the place of k or v.
   template <int kColumns>
   __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
-                                        unsigned target) const {
-    const BackwardParams& p = params.backward;
-    const int row = group * kGroupKeys + warp * 16;
-    clear_outside(x, block * kBlockK + row + fresh_thread() % 32 / 4, p.key_begin, p.key_end);
-    target += row * 128;
-    store_rows<kColumns>(x, scale, target, kPanelBytesK);
-    fence_proxy_async();
-    __syncwarp();
-    if (leads) {
-#pragma unroll
-      for (int panel = 0; panel < (kColumns + 63) / 64; ++panel) {
-        tma_store_4d(&map, target + panel * kPanelBytesK, panel * kPanelColumns, block * kBlockK + row, kv_head, batch);
-      }
-      bulk_commit();
-    }
+                                        unsigned place) const {
+    const Sequence of = sequence();
+    const int row = group * kGroupKeys + warp * 16, key = block * kBlockK + row;
+    clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
+    store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.key_coordinate(key), kv_head,
+                         of.batch_coordinate(), leads);
   }
 
   __device__ __forceinline__ void run() {
     unsigned n = 0;
 #pragma unroll 1
-    while (enter()) {
+    while (next_block()) {
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
-      if (begin < end) {
+      if (steps.begin < steps.end) {
         const unsigned slot = n % kStages, parity = n / kStages & 1;
         load_keys(k, smem.k, smem.q_full + 8 * slot, parity);
         load_keys(v, smem.v, smem.dout_full + 8 * slot, parity);
       }
-      const unsigned first = n, last = n + (end - begin) - 1;
+      const unsigned first = n, last = n + (steps.end - steps.begin) - 1;
       for_each_step(n, [&](int, int m) { step(n, m, n == first, n == last); });
       if (kPassesLate && n != first) pass_dq();
-      bar_sync(kKvBarrier, kKvThreads);
+      bar_sync(kKeysConsumed, kKeysThreads);
       if (!shares_keys(*this) || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
-        store<kHeadDimV>(params.dv, dv, 1.0f, smem.v);
-        store<kHeadDim>(params.dk, dk, params.backward.softmax_scale, smem.k);
+        store<kHeadDimV>(params.dv_map, dv, 1.0f, smem.v);
+        store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k);
         if (leads) bulk_wait_read<0>();
       }
       mbarrier_arrive_warp(smem.kv_empty, leads);
@@ -354,7 +327,7 @@ struct Consumer : Role {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     CUFLASH_KERNEL(const __grid_constant__ TiledBackwardParams params) {
   extern __shared__ __align__(1024) char smem_bytes[];
-  const Addresses smem(*reinterpret_cast<const SharedStorage*>(smem_bytes));
+  const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) smem.init();
   __syncthreads();

@@ -1,18 +1,17 @@
-// What the computing warpgroups of the Hopper kernels share: their tiles, their place in the ring, and scores.
+// What the consumers of forward and lse on Hopper share: their key tiles, their place in the ring, and their scores.
 #pragma once
+#include "../common/score.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "producer.cuh"
 #include "products.cuh"
 #include "softmax.cuh"
-
-static_assert(sizeof(TiledParams) == kParamsBytes, "the host packs other parameters");
 
 constexpr int kProducerRegisters = kNumConsumers == 2 ? 24 : 32;
 constexpr int kConsumerRegisters = kNumConsumers == 2 ? 240 : 160;
 
 using Scores = float[kBlockK / 2];
 
-// The first columns of a warp's rows of q, as the products take them from registers.
+// Loads the first columns of a warp's rows of q, as the products take them from registers.
 __device__ __forceinline__ void load_query(Query& q, unsigned q_smem) {
   using Panel = Swizzle<8>;
   const int lane = fresh_thread() % 32;
@@ -23,55 +22,60 @@ __device__ __forceinline__ void load_query(Query& q, unsigned q_smem) {
   }
 }
 
-// s = q kᵀ, begun. why from registers, as far as they go: from shared memory wgmma reads q again for every key tile, at
-// the cost of bandwidth and of power.
+// Begins s = q kᵀ. why q from registers as far as it is there: L20.
 __device__ __forceinline__ void begin_scores(Scores& s, const Query& q, unsigned q_smem, unsigned k_smem) {
   const unsigned long long q_begin = wgmma_descriptor(q_smem), k_begin = wgmma_descriptor(k_smem);
   begin_scores<kHeadDim, kQSteps>(s, q, q_begin, kPanelBytesQ, k_begin, kPanelBytesK);
 }
 
-// Whether a warpgroup may pass over the first and the last key tile of its block, of which it sees nothing. why: with
-// tiles no shorter than the block this is rare, and to ask costs more than it saves.
+// Whether a warpgroup may pass over the first and the last key tile, if it sees nothing of them. why not always: L33.
 constexpr bool kSkipsTiles = kBlockQ > kBlockK;
 
-// A block's key tiles as one warpgroup sees them: [begin, end), of which [clear_begin, clear_end) need no mask. One
-// more comes before if it skips_first, and after if it skips_last.
-struct KeyTiles {
-  int begin, end;
+// The key tiles of a query block as one warpgroup sees them. The ring holds one more before them if the group
+// skips_first, and one after them if it skips_last.
+struct GroupKeys {
+  TileRange tiles;  // those that the group computes
   bool skips_first = false, skips_last = false;
-  int clear_begin, clear_end;
+  TileRange clear;  // those that need no mask
 
-  // may_skip_first: not after a block whose last key tile was skipped.
-  __device__ __forceinline__ KeyTiles(const ForwardParams& params, const Tile& tile, int group, bool may_skip_first)
-      : begin(tile.begin), end(tile.end) {
+  // may_skip_first: false after a query block whose last key tile was skipped.
+  __device__ __forceinline__ GroupKeys(const ProblemParams& problem, const QueryWork& work, int group,
+                                       bool may_skip_first)
+      : tiles(work.keys) {
     if constexpr (kSkipsTiles) {
-      const KeyRange seen = Mask(params).key_range(first_row(tile, group), end_row(params, tile, group));
-      // why: at most one on a side: they are passed while the slot of a v is held, and the ring is short.
-      skips_first = may_skip_first && end - begin > 1 && (seen.end + kBlockK - 1) / kBlockK < end;
-      end -= skips_first;
-      skips_last = end - begin > 1 && seen.begin / kBlockK > begin;
-      begin += skips_last;
+      const TileRange seen = TileRange::touched(
+          mask(problem, work).key_range(first_row(work, group), end_row(problem, work, group)), kBlockK);
+      // why at most one on a side: a group passes it while it holds the slot of a v, and the ring is short.
+      skips_first = may_skip_first && tiles.count() > 1 && seen.end < tiles.end;
+      tiles.end -= skips_first;
+      skips_last = tiles.count() > 1 && seen.begin > tiles.begin;
+      tiles.begin += skips_last;
     }
   }
 
-  // why: apart, because there is time for it once the first products are begun.
-  __device__ __forceinline__ void find_clear(const ForwardParams& params, const Tile& tile, int group) {
-    const KeyRange full = Mask(params).full_range(first_row(tile, group), end_row(params, tile, group));
-    clear_begin = (full.begin + kBlockK - 1) / kBlockK, clear_end = full.end / kBlockK;
+  // why apart from the constructor: L31.
+  __device__ __forceinline__ void find_clear(const ProblemParams& problem, const QueryWork& work, int group) {
+    clear = TileRange::inside(mask(problem, work).full_range(first_row(work, group), end_row(problem, work, group)),
+                              kBlockK);
   }
 
+  __device__ __forceinline__ DescendingTiles walk() const { return tiles; }
+
  private:
-  __device__ static int first_row(const Tile& tile, int group) { return tile.row_begin + kGroupRows * group; }
-  __device__ static int end_row(const ForwardParams& params, const Tile& tile, int group) {
-    return min(first_row(tile, group) + kGroupRows, params.seqlen_q);
+  __device__ static Mask mask(const ProblemParams& problem, const QueryWork& work) {
+    return Sequence(problem, work.batch).mask();
+  }
+  __device__ static int first_row(const QueryWork& work, int group) { return work.row_begin + kGroupRows * group; }
+  __device__ static int end_row(const ProblemParams& problem, const QueryWork& work, int group) {
+    return smaller(first_row(work, group) + kGroupRows, Sequence(problem, work.batch).seqlen_q());
   }
 };
 
-// One warp's part of a warpgroup. `i` is the number of its tile.
+// One warp's part of a warpgroup. `i` is the number of its work.
 struct Consumer {
-  const TiledParams& params;
+  const TiledForwardParams& params;
   const Addresses& smem;
-  const int group, warp;  // of the warpgroups that compute; of the group
+  const int group, warp;  // the consumer's number; the warp's number within it
   const bool leads = threadIdx.x % 32 == 0;
   unsigned i = 0;
   RingPosition ring;
@@ -79,23 +83,27 @@ struct Consumer {
   Scores s;
   Softmax softmax;
 
-  __device__ __forceinline__ Consumer(const TiledParams& p, const Addresses& addresses, int warp_idx)
+  __device__ __forceinline__ Consumer(const TiledForwardParams& p, const Addresses& addresses, int warp_idx)
       : params(p), smem(addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
 
-  // Waits for a tile of the ring; its address.
+  // why of batch element 0: all have the same mask. Where they differ, lane_row must read the work's batch element too.
+  __device__ __forceinline__ Mask mask() const { return Sequence(params.problem, 0).mask(); }
+  __device__ __forceinline__ float scale_log2() const { return params.problem.score.scale_log2; }
+
+  // Waits for a tile of the ring. The result is its address.
   __device__ __forceinline__ unsigned await(const RingPosition& at) const {
     mbarrier_wait(smem.kv_full + 8 * at.slot, at.parity);
     return smem.kv + at.slot * kBytesSlot;
   }
 
-  // Goes on in the ring; the slot left.
+  // Goes on in the ring. The result is the slot that is left.
   __device__ __forceinline__ unsigned advance() {
     const unsigned slot = ring.slot;
     ring.advance();
     return slot;
   }
 
-  // Of a tile that products alone have read: to wait for them brings the warp in step.
+  // Releases a tile that only products have read. why without __syncwarp: all lanes have waited for these together.
   __device__ __forceinline__ void release(unsigned slot) const {
     if (leads) mbarrier_arrive(smem.kv_empty + 8 * slot);
   }
@@ -105,14 +113,14 @@ struct Consumer {
     release(advance());
   }
 
-  // The warp's first row in the query block, this lane's first of all queries, and the warp's rows of q.
+  // The warp's first row in the query block, this lane's first query, and the warp's rows of q.
   __device__ __forceinline__ int block_row() const { return group * kGroupRows + warp * 16; }
   __device__ __forceinline__ int lane_row() const {
-    return smem.tile(i).row_begin + block_row() + fresh_thread() % 32 / 4;
+    return smem.work(i).row_begin + block_row() + fresh_thread() % 32 / 4;
   }
   __device__ __forceinline__ unsigned q_smem() const { return smem.q_rows(i, group) + warp * 16 * 128; }
 
-  // s = q kᵀ of the ring's next tile, begun; its slot.
+  // Begins s = q kᵀ of the ring's next tile. The result is the tile's slot.
   __device__ __forceinline__ unsigned begin_next_scores() {
     begin_scores(s, q, smem.q_rows(i, group), await(ring));
     return advance();
@@ -123,71 +131,66 @@ struct Consumer {
     load_query(q, q_smem());
   }
 
-  // The same of the first key tile that this warpgroup sees.
-  __device__ __forceinline__ unsigned begin_first_scores(const KeyTiles& keys) {
+  // Begins s = q kᵀ of the first key tile that this warpgroup computes.
+  __device__ __forceinline__ unsigned begin_first_scores(const GroupKeys& keys) {
     if (keys.skips_first) skip();
     await_query();
     return begin_next_scores();
   }
 
-  // The scores of key tile n are not needed any more. q is not after the last; nor after the first, if it is in
-  // registers. why not before: loads that are still on their way do not hold back an arrival.
-  __device__ __forceinline__ void end_scores(const KeyTiles& keys, int n, unsigned k_slot) const {
-    __syncwarp();  // as in mbarrier_arrive_warp: lanes have loaded q
+  // Releases k of key tile n, whose scores are not needed any more, and q after the last tile, or after the first if q
+  // is in registers. why not before: L40.
+  __device__ __forceinline__ void end_scores(const GroupKeys& keys, int n, unsigned k_slot) const {
+    __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
     release(k_slot);
-    if (n == (kQInRegisters ? keys.end - 1 : keys.begin)) {
-      if (leads) mbarrier_arrive(smem.q_empty(i, group));
-    }
+    if (n == (kQInRegisters ? keys.tiles.end - 1 : keys.tiles.begin) && leads) mbarrier_arrive(smem.q_empty(i, group));
   }
 
-  // Until s is there; at most kPending later groups of products are not.
+  // Waits until s is there. At most kPending groups of products that were begun later may still run.
   template <int kPending>
   __device__ __forceinline__ void await_scores() {
     wgmma_wait<kPending>();
     wgmma_pin(s);
   }
 
-  // s, of key tile n, is awaited and becomes weights, whatever it takes; o and the sums so far are to be multiplied by
-  // o_scale.
+  // Waits for s of key tile n and makes weights of it, with any mask and maximum. The caller multiplies o by o_scale.
   template <int kPending>
-  __device__ __forceinline__ void weigh(const KeyTiles& keys, int n, float (&o_scale)[2]) {
-    const ForwardParams& forward = params.forward;
-    const int row = lane_row();  // why: read while the products run
+  __device__ __forceinline__ void weigh(const GroupKeys& keys, int n, float (&o_scale)[2]) {
+    const int row = lane_row();  // why here: L31
     await_scores<kPending>();
-    if constexpr (kSoftcap) cap(s, forward.softcap_scale);
-    if (n >= keys.clear_end) Mask(forward).hide_after(s, row, n * kBlockK, fresh_thread() % 4);
-    if (n < keys.clear_begin) Mask(forward).hide_before(s, row, n * kBlockK, fresh_thread() % 4);
-    softmax.raise(s, forward.scale_log2, o_scale);
+    Score(params.problem.score).apply(s);
+    if (n >= keys.clear.end) mask().hide_after(s, row, n * kBlockK, fresh_thread() % 4);
+    if (n < keys.clear.begin) mask().hide_before(s, row, n * kBlockK, fresh_thread() % 4);
+    softmax.raise(s, scale_log2(), o_scale);
     float sums[2];
-    softmax.weigh(s, forward.scale_log2, sums);
+    softmax.weigh(s, scale_log2(), sums);
     softmax.add(sums);
   }
 
-  // lse of this lane's rows of a tile.
-  __device__ __forceinline__ void store_lse(const Tile& of, const float (&lse)[2]) const {
-    const ForwardParams& forward = params.forward;
-    const int lane = fresh_thread() % 32, row = of.row_begin + block_row() + lane / 4;
-    float* const rows = forward.lse + (static_cast<long long>(of.batch) * forward.heads_q + of.head) * forward.seqlen_q;
+  // Stores lse of this lane's rows.
+  __device__ __forceinline__ void store_lse(const QueryWork& work, const float (&lse)[2]) const {
+    const Sequence sequence(params.problem, work.batch);
+    const int lane = fresh_thread() % 32, row = work.row_begin + block_row() + lane / 4;
+    float* const rows = params.lse + sequence.lse_offset(work.head);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (lane % 4 == 0 && row + 8 * h < forward.seqlen_q) rows[row + 8 * h] = lse[h];
-    }
+    for (int h = 0; h < 2; ++h)
+      if (lane % 4 == 0 && row + 8 * h < sequence.seqlen_q()) rows[row + 8 * h] = lse[h];
   }
 };
 
-// The entry of a kernel whose computing warps run `Computing`.
+// The body of a kernel whose computing warps run `Computing`.
 template <class Computing>
-__device__ __forceinline__ void run_roles(const TiledParams& params) {
+__device__ __forceinline__ void run_roles(const TiledForwardParams& params) {
   extern __shared__ __align__(1024) char smem_bytes[];
-  const Addresses smem(*reinterpret_cast<const SharedStorage*>(smem_bytes));
-  // why: a warp's number is the same for all its lanes, and the compiler must know.
+  const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
+  // why by a shuffle: a warp's number is the same in all its lanes, and the compiler must know.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  // why shared out: nothing is copied before all of this is done, and of a short call it is a part.
-  Tile first;
-  if (warp == 0) first = Schedule().tile(params);
+  // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
+  QueryWork first;
+  if (warp == 0) first = WorkQueue().work(params);
   if (threadIdx.x == 32) smem.init_barriers();
-  if (threadIdx.x == 64) tma_prefetch(&params.q), tma_prefetch(&params.k);
-  if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v), tma_prefetch(&params.out);
+  if (threadIdx.x == 64) tma_prefetch(&params.q_map), tma_prefetch(&params.k_map);
+  if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v_map), tma_prefetch(&params.out_map);
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();

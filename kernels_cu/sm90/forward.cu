@@ -1,21 +1,20 @@
-// Forward on Hopper: out = softmax(mask(cap(scale q kᵀ))) v and its lse, for query blocks of many heads one after the
-// other.
+// Forward on Hopper: out = softmax(mask(score(q kᵀ))) v and its lse, for query blocks of any heads one after the other.
 //
-//   s = q kᵀ                 wgmma, both from shared memory
+//   s = q kᵀ                 wgmma, q from registers as far as it is there
 //   p = exp2(s c - shift)    sm90/softmax.cuh
 //   o = o * o_scale + p v    wgmma, p from registers
 //
-// Roles    warpgroup 0: one warp copies k and v, others q (sm90/producer.cuh).
-//          the others: 64 queries of the block each, all keys. A step issues s of the next key tile and p v of this
-//          one, then the softmax of that s runs beside p v; the last p v of a block goes with the first s of the next
-//          block, under which the block's rows are stored.
-// Barriers tile_full   the producer has described a tile (or that there is none)
+// Roles    warpgroup 0  One warp copies k and v, others copy q (sm90/producer.cuh).
+//          the others   Each owns 64 queries of the block and all keys. A step issues s of the next key tile and p v of
+//                       this one; the softmax of that s then runs beside p v. The last p v of a block goes with the
+//                       first s of the next block, under which the block's rows are stored.
+// Barriers work_full   the producer has described work, or that there is no more
 //          q_full      q has arrived            q_empty   every warp is done with it
 //          kv_full     k or v has arrived       kv_empty  every warp is done with it
-//          turn        (kPingPong) a warpgroup may issue its products: the other's softmax then runs beside them
+//          kIssue      (kPingPong) a warpgroup may issue its products; the softmax of the other runs beside them
 #include "consumer.cuh"
 
-constexpr int kTurnBarrier = 1;  // and following
+enum NamedBarrier { kIssue = 1 };  // one for each warpgroup, from this number on
 
 using Weights = unsigned[kBlockK / 4];
 using Output = float[kHeadDimV / 2];
@@ -30,16 +29,17 @@ struct ForwardConsumer : Consumer {
 
   using Consumer::Consumer;
 
-  __device__ __forceinline__ void take_turn() const {
-    if constexpr (kPingPong) bar_sync(kTurnBarrier + group, 256);
+  // Ping-pong: warpgroups issue their products alternately (L27).
+  __device__ __forceinline__ void await_issue() const {
+    if constexpr (kPingPong) bar_sync(kIssue + group, 256);
   }
 
-  __device__ __forceinline__ void pass_turn() const {
-    if constexpr (kPingPong) bar_arrive(kTurnBarrier + (group + 1) % kNumConsumers, 256);
+  __device__ __forceinline__ void pass_issue() const {
+    if constexpr (kPingPong) bar_arrive(kIssue + (group + 1) % kNumConsumers, 256);
   }
 
-  // The turn of a step that is skipped: all warpgroups take as many.
-  __device__ __forceinline__ void pass_over() const { take_turn(), pass_turn(); }
+  // For a step that is skipped. why: all warpgroups must pass as often.
+  __device__ __forceinline__ void skip_issue() const { await_issue(), pass_issue(); }
 
   __device__ __forceinline__ void pack() {
 #pragma unroll
@@ -71,26 +71,25 @@ struct ForwardConsumer : Consumer {
     float sums[2];  // of the weights
   };
 
-  // s = q kᵀ of the next key tile and o += p v of the one before, begun.
+  // Begins s = q kᵀ of the next key tile and o += p v of the one before.
   __device__ __forceinline__ void begin_step(Step& step) {
-    take_turn();
+    await_issue();
     step.k_slot = begin_next_scores();
     step.v_slot = begin_next_output(step.accumulate);
     step.accumulate = true;
-    pass_turn();
+    pass_issue();
   }
 
-  // Steps by the stale maximum down to key tile `begin`; false once weights are out of range, whose step is unfinished.
+  // Takes steps with the stale maximum down to tile `begin`; false if weights left the range, their step unfinished.
   template <bool kHideBefore>
-  __device__ __forceinline__ bool stale_steps(Step& step, const KeyTiles& keys, int begin) {
-    const ForwardParams& forward = params.forward;
+  __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
       begin_step(step);
-      const int row = kHideBefore ? lane_row() : 0;  // why: read while the products run
+      const int row = kHideBefore ? lane_row() : 0;  // why here: L31
       await_scores<1>();
-      if constexpr (kHideBefore) Mask(forward).hide_before(s, row, step.n * kBlockK, fresh_thread() % 4);
-      softmax.weigh(s, forward.scale_log2, step.sums);
+      if constexpr (kHideBefore) mask().hide_before(s, row, step.n * kBlockK, fresh_thread() % 4);
+      softmax.weigh(s, scale_log2(), step.sums);
       if (__any_sync(0xffffffffu, softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]))) {
         wgmma_wait<0>();
         wgmma_pin(o);
@@ -104,13 +103,13 @@ struct ForwardConsumer : Consumer {
     return true;
   }
 
-  // All key tiles of a query block but the first; p is then that of the last. Whether o has something.
-  __device__ __forceinline__ bool steps(const KeyTiles& keys) {
-    const ForwardParams& forward = params.forward;
-    Step step{keys.end - 2};
-    // why: after a clear tile every row has a maximum; the tiles cut at the left then need none of their own.
-    const bool stale = !kSoftcap && keys.clear_begin < min(keys.clear_end, keys.end);
-    const int exact_end = stale ? max(keys.begin, keys.clear_end) : keys.begin;
+  // Takes the steps of all key tiles but the first; p is then that of the last. The result tells whether o holds a sum.
+  __device__ __forceinline__ bool steps(const GroupKeys& keys) {
+    const TileRange tiles = keys.tiles;
+    Step step{tiles.end - 2};
+    // why: after a clear tile every row has a maximum (L33).
+    const bool stale = !Score::kAlwaysChanges && keys.clear.begin < min(keys.clear.end, tiles.end);
+    const int exact_end = stale ? max(tiles.begin, keys.clear.end) : tiles.begin;
 #pragma unroll 1
     for (; step.n >= exact_end; --step.n) {
       begin_step(step);
@@ -120,12 +119,12 @@ struct ForwardConsumer : Consumer {
       pack();
       rescale();
     }
-    if constexpr (!kSoftcap) {
-      // why: the loop over clear tiles stands alone: it is longer than the first instruction cache.
-      const int clear_begin = max(keys.begin, keys.clear_begin);
+    if constexpr (!Score::kAlwaysChanges) {
+      // why a loop of its own for clear tiles: L28.
+      const int clear_begin = max(tiles.begin, keys.clear.begin);
 #pragma unroll 1
-      while (!stale_steps<false>(step, keys, clear_begin) || !stale_steps<true>(step, keys, keys.begin)) {
-        weigh_again(s, softmax, step.sums, o_scale, forward, lane_row(), step.n * kBlockK, q, q_smem(),
+      while (!stale_steps<false>(step, keys, clear_begin) || !stale_steps<true>(step, keys, tiles.begin)) {
+        weigh_again(s, softmax, step.sums, o_scale, mask(), scale_log2(), lane_row(), step.n * kBlockK, q, q_smem(),
                     smem.kv + step.k_slot * kBytesSlot);
         end_scores(keys, step.n, step.k_slot);
         release(step.v_slot);
@@ -137,12 +136,12 @@ struct ForwardConsumer : Consumer {
     return step.accumulate;
   }
 
-  // Where the warp stages panel n of its rows of out, of those that are on their way at a time.
+  // Where the warp stages panel n of the panels of out that are on their way together.
   __device__ __forceinline__ unsigned out_smem(int n) const {
     return smem.out + ((group * 4 + warp) * kOutPanels + n) * kWarpPanelBytes;
   }
 
-  // The warp's rows of o, normalised, to shared memory: panels [first, last).
+  // Stages the warp's rows of o, normalised, in shared memory: the panels first … last - 1.
   __device__ __forceinline__ void stage_rows(int first, int last) const {
     using Panel = Swizzle<8>;
     const int lane = fresh_thread() % 32;
@@ -151,7 +150,7 @@ struct ForwardConsumer : Consumer {
       const int j = column / 8;
       const unsigned panel = out_smem(column / kOutColumns - first);
       if constexpr (kOutBytes == 2) {
-        auto pair = [&](int j, int h) {  // columns 8 j + 2 (lane % 4) and the next of row h
+        auto pair = [&](int j, int h) {  // columns 8 j + 2 (lane % 4) and the next, of row h
           return pack2(o[4 * j + 2 * h] * o_scale[h], o[4 * j + 2 * h + 1] * o_scale[h]);
         };
         stmatrix_x4(Panel::advance(panel + Panel::offset(lane % 16, lane / 16), 0, column % kOutColumns / 8),
@@ -167,17 +166,17 @@ struct ForwardConsumer : Consumer {
     }
   }
 
-  // The warp's rows of the tile before this one: out, by the copy engine from shared memory, and lse.
+  // Stores the warp's rows of the work before this one: out goes through shared memory by TMA (L21), lse goes directly.
   __device__ __forceinline__ void store(const Softmax& softmax) {
-    const Tile of = smem.tile(i - 1);
+    const QueryWork work = smem.work(i - 1);
+    const Sequence sequence(params.problem, work.batch);
     float lse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) softmax.finish(h, o_scale[h], lse[h]);
     if (__any_sync(0xffffffffu, o_scale[0] == 0.0f || o_scale[1] == 0.0f)) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
+      for (int h = 0; h < 2; ++h)
         if (o_scale[h] == 0.0f) clear_row(o, h);
-      }
     }
 #pragma unroll
     for (int first = 0; first < kPanelsOut; first += kOutPanels) {
@@ -190,46 +189,46 @@ struct ForwardConsumer : Consumer {
       if (leads) {
 #pragma unroll
         for (int n = first; n < last; ++n) {
-          tma_store_4d(&params.out, out_smem(n - first), n * kOutColumns, of.row_begin + block_row(), of.head,
-                       of.batch);
+          tma_store_4d(&params.out_map, out_smem(n - first), n * kOutColumns,
+                       sequence.query_coordinate(work.row_begin + block_row()), work.head, sequence.batch_coordinate());
         }
         bulk_commit();
       }
     }
-    // why: last, because the fence waits for all that was stored before it.
-    if (params.forward.lse != nullptr) store_lse(of, lse);
+    // why last: L23.
+    if (params.lse != nullptr) store_lse(work, lse);
   }
 
-  // The first key tile's weights.
+  // Makes the weights of the first key tile.
   template <int kPending>
-  __device__ __forceinline__ void weigh_first(KeyTiles& keys, unsigned k_slot) {
-    keys.find_clear(params.forward, smem.tile(i), group);
+  __device__ __forceinline__ void weigh_first(GroupKeys& keys, unsigned k_slot) {
+    keys.find_clear(params.problem, smem.work(i), group);
     softmax.setup();
-    weigh<kPending>(keys, keys.end - 1, o_scale);
-    end_scores(keys, keys.end - 1, k_slot);
+    weigh<kPending>(keys, keys.tiles.end - 1, o_scale);
+    end_scores(keys, keys.tiles.end - 1, k_slot);
   }
 
   __device__ __forceinline__ void run() {
-    if (kPingPong && group == kNumConsumers - 1) bar_arrive(kTurnBarrier, 256);
-    smem.await_tile(0);
-    KeyTiles keys(params.forward, smem.tile(0), group, true);
-    bool skips_v = keys.skips_first;  // of a key tile that is skipped
+    if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
+    smem.await_work(0);
+    GroupKeys keys(params.problem, smem.work(0), group, true);
+    bool skips_v = keys.skips_first;  // v of a key tile that is skipped comes next in the ring
     unsigned k_slot = begin_first_scores(keys);
     if constexpr (kNextScoresFirst) weigh_first<0>(keys, k_slot);
 #pragma unroll 1
     for (;;) {
       if constexpr (!kNextScoresFirst) weigh_first<0>(keys, k_slot);
       if (skips_v) skip();
-      if (keys.skips_first) pass_over();
+      if (keys.skips_first) skip_issue();
       pack();
       const bool accumulate = steps(keys);
 
-      // The last p v, with the next tile's first s.
-      smem.await_tile(++i);
-      const Tile next = smem.tile(i);
+      // The last p v goes with the first s of the next work.
+      smem.await_work(++i);
+      const QueryWork next = smem.work(i);
       const bool skips_last = keys.skips_last;
-      if (skips_last) skip(), pass_over();
-      if (next.row_begin == kNoTile) {
+      if (skips_last) skip(), skip_issue();
+      if (!next.exists()) {  // why a copy of the end: L12
         begin_next_output(accumulate);
         wgmma_wait<0>();
         wgmma_pin(o);
@@ -237,22 +236,22 @@ struct ForwardConsumer : Consumer {
         if (leads) bulk_wait_read<0>();
         break;
       }
-      take_turn();
+      await_issue();
       if constexpr (kNextScoresFirst) {
-        keys = KeyTiles(params.forward, next, group, !skips_last);
+        keys = GroupKeys(params.problem, next, group, !skips_last);
         if (keys.skips_first) skip();
         skips_v = skips_last || keys.skips_first;
         RingPosition k = ring;
         ring.advance();
         RingPosition v = ring;
         ring.advance();
-        if (skips_v) swap(k, v);  // why: v of the key tile that is skipped lies between what was and what comes
+        if (skips_v) swap(k, v);  // why: v of the skipped key tile stands before the next k in the ring
         await_query();
         begin_scores(s, q, smem.q_rows(i, group), await(k));
         begin_sum<kBlockK, kHeadDimV>(o, p, await(v), kPanelBytesK, accumulate);
         k_slot = k.slot;
         const unsigned v_slot = v.slot;
-        pass_turn();
+        pass_issue();
         const Softmax done = softmax;
         weigh_first<1>(keys, k_slot);
         end_output(v_slot);
@@ -260,22 +259,22 @@ struct ForwardConsumer : Consumer {
       } else {
         const unsigned v_slot = begin_next_output(accumulate);
         if (skips_last) skip();
-        keys = KeyTiles(params.forward, next, group, true);
+        keys = GroupKeys(params.problem, next, group, true);
         skips_v = keys.skips_first;
         k_slot = begin_first_scores(keys);
-        pass_turn();
+        pass_issue();
         wgmma_wait<1>();
         wgmma_pin(o);
         release(v_slot);
         store(softmax);
       }
 #pragma unroll
-      for (int j = 0; j < kHeadDimV / 2; ++j) asm volatile("" : "=f"(o[j]));  // why: nothing of it is kept
+      for (int j = 0; j < kHeadDimV / 2; ++j) asm volatile("" : "=f"(o[j]));  // why: L11
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ TiledParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ TiledForwardParams params) {
   run_roles<ForwardConsumer>(params);
 }

@@ -1,5 +1,12 @@
-// lse on Hopper: log sum exp(mask(cap(scale q kᵀ))), forward without v. Roles and barriers as in forward.cu; while one
-// warpgroup weighs its scores, the others' products run.
+// lse on Hopper: log sum exp(mask(score(q kᵀ))), which is forward without v.
+//
+//   s = mask(score(q kᵀ))           wgmma, as in forward.cu
+//   lse = shift + log sum exp       sm90/softmax.cuh
+//
+// Roles    As in forward.cu. While one warpgroup weighs its scores, the products of the others run.
+// Barriers work_full   the producer has described work, or that there is no more
+//          q_full      q has arrived       q_empty   every warp is done with it
+//          kv_full     k has arrived       kv_empty  every warp is done with it
 #include "consumer.cuh"
 
 struct LseConsumer : Consumer {
@@ -7,15 +14,16 @@ struct LseConsumer : Consumer {
 
   __device__ __forceinline__ void run() {
     for (;; ++i) {
-      smem.await_tile(i);
-      const Tile of = smem.tile(i);
-      if (of.row_begin == kNoTile) break;
-      KeyTiles keys(params.forward, of, group, true);
-      keys.find_clear(params.forward, of, group);
+      smem.await_work(i);
+      const QueryWork work = smem.work(i);
+      if (!work.exists()) break;
+      GroupKeys keys(params.problem, work, group, true);
+      keys.find_clear(params.problem, work, group);
       softmax.setup();
+      const DescendingTiles tiles = keys.walk();
 #pragma unroll 1
-      for (int n = keys.end - 1; n >= keys.begin; --n) {
-        const unsigned k_slot = n == keys.end - 1 ? begin_first_scores(keys) : begin_next_scores();
+      for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
+        const unsigned k_slot = n == tiles.first() ? begin_first_scores(keys) : begin_next_scores();
         float unused[2];
         weigh<0>(keys, n, unused);
         end_scores(keys, n, k_slot);
@@ -27,12 +35,12 @@ struct LseConsumer : Consumer {
         float unused;
         softmax.finish(h, unused, lse[h]);
       }
-      store_lse(smem.tile(i), lse);
+      store_lse(smem.work(i), lse);
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ TiledParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ TiledForwardParams params) {
   run_roles<LseConsumer>(params);
 }

@@ -1,9 +1,9 @@
-// Products of tiles that lie in shared memory as panels, begun: whoever needs one waits for it.
+// Products of tiles that lie in shared memory as panels. They are only begun here: whoever needs one waits for it.
 #pragma once
 #include "../ptx/wgmma.cuh"
 #include "panels.cuh"
 
-// x = a bᵀ over kDim columns, of tiles at descriptors. The first kInRegisters steps of a come from registers.
+// Begins x = a bᵀ over kDim columns of tiles given by descriptors. The first kInRegisters steps of a are in registers.
 template <int kDim, int kInRegisters, int kCount>
 __device__ __forceinline__ void begin_scores(float (&x)[kCount], const unsigned (*a_registers)[4],
                                              unsigned long long a_begin, unsigned a_panel_bytes,
@@ -22,7 +22,7 @@ __device__ __forceinline__ void begin_scores(float (&x)[kCount], const unsigned 
   wgmma_commit();
 }
 
-// x += a b, or x = a b: a in registers, kRows rows of b summed over.
+// Begins x += a b, or x = a b unless `accumulate`. a is in registers; the sum goes over the kRows rows of b.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void begin_sum(float (&x)[kColumns / 2], const unsigned (&a)[kRows / 4], unsigned b_smem,
                                           unsigned b_panel_bytes, bool accumulate = true) {

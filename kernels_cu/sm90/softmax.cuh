@@ -1,23 +1,22 @@
-// FlashAttention-2's softmax (common/softmax_flash2.cuh) with a stale maximum: the exponent's shift is whatever past
-// maximum the row has, and no new one is looked for. It is only a scale that keeps the weights in range, so it is
-// enough to see from the sums, which are made anyway, that they are; a row that has left the range is computed again,
-// by its own warp. Exact for every input, and a row's result does not depend on its neighbours.
+// FlashAttention-2's softmax with a stale maximum (L42). The exponent is shifted by a past maximum of the row, and most
+// key tiles look for no new one: the sums of the weights, which are made anyway, show whether they are in range. A warp
+// computes a row again whose weights have left it. The result is exact, and that of a row depends on no other row.
 #pragma once
 #include "../common/fragment.cuh"
-#include "../common/mask.cuh"
 #include "../common/swizzle.cuh"
 #include "../ptx/mma_sync.cuh"
-#include "storage.cuh"
+#include "forward_storage.cuh"
 
-// bfloat16 weights are 2^-kBias at a row's maximum when it is found, and a lane's sum stays under kSumLimit: a row's
-// sum is then always under 1, and p v under the largest |v|, whatever that is. float16 weights are 1 at that maximum,
-// and no tile's lane sum is over 2^14: its largest number is under 2^16, but those of v are, too.
+// bfloat16: the weight of a row's maximum is 2^-kBias when the maximum is found, and the sum of a lane stays under
+// kSumLimit. So the sum of a row is always under 1, and p v under the largest |v|, whatever that is.
+// float16: the weight of the maximum is 1, and the sum of a lane over one tile is at most 2^14. So weights are in the
+// range of the type, which ends at 65504, and p v stays small in float32, because v is under 65504, too.
 constexpr float kBias = kIsFloat16 ? 0.0f : 28.0f;
 constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
-// Shift of a row that has seen nothing. Finite, so that exp2(-inf - shift) is 0, and a first score overflows.
+// The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows.
 constexpr float kUnseen = -1e38f;
 
-using Query = unsigned[kQSteps > 0 ? kQSteps : 1][4];  // fragments of a warp's rows of q
+using Query = unsigned[kQSteps > 0 ? kQSteps : 1][4];  // fragments of a warp's rows of q, as mma.sync takes them
 
 struct Softmax {
   float shift[2];  // a past maximum of score * scale_log2, + kBias
@@ -28,7 +27,8 @@ struct Softmax {
     for (int h = 0; h < 2; ++h) shift[h] = kUnseen, sum[h] = 0.0f;
   }
 
-  // Raises the shifts to the maxima of these scores; sums, and the output so far, are to be multiplied by o_scale.
+  // Raises the shifts to the maxima of these scores. The caller multiplies the output so far by o_scale; the sums are
+  // multiplied here.
   template <int kCount>
   __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float (&o_scale)[2]) {
 #pragma unroll
@@ -42,7 +42,7 @@ struct Softmax {
     sum[h] *= o_scale;
   }
 
-  // Scores become weights; their sums over this lane's columns.
+  // Scores become weights. `sums` becomes their sums over this lane's columns.
   template <int kCount>
   __device__ __forceinline__ void weigh(float (&s)[kCount], float scale_log2, float (&sums)[2]) const {
     float odd[2] = {};
@@ -61,12 +61,12 @@ struct Softmax {
     for (int h = 0; h < 2; ++h) sum[h] += sums[h];
   }
 
-  // Whether weights of row h with this sum left the range; NaN did not: it is the result.
+  // Whether weights of row h with this sum have left the range. NaN has not: it is the result.
   __device__ __forceinline__ bool out_of_range(int h, float tile_sum) const {
     return (kIsFloat16 ? tile_sum : sum[h] + tile_sum) > kSumLimit;
   }
 
-  // The factor that turns the accumulated output into the result, and the row's lse.
+  // Gives the factor that turns the accumulated output into the result, and the row's lse.
   __device__ __forceinline__ void finish(int h, float& o_scale, float& lse) const {
     constexpr float kUnit = kIsFloat16 ? 1.0f : 268435456.0f;  // 2^kBias
     const float total = quad_sum(sum[h]);
@@ -75,8 +75,8 @@ struct Softmax {
   }
 };
 
-// Scores of a warp's 16 rows with 16 keys once more, by mma.sync, whose fragments are those of wgmma: it needs no other
-// warp. q and k: the warp's rows, and the first key, in the first panel; q from registers if it is there.
+// Makes the scores of a warp's 16 rows with 16 keys once more. why by mma.sync: it needs no other warp, and has the
+// fragments of wgmma. q_smem and k_smem are the warp's rows and the first key in the first panel.
 __device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsigned q_smem, unsigned k_smem) {
   using Panel = Swizzle<8>;
   const int lane = fresh_thread() % 32;
@@ -93,21 +93,17 @@ __device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsi
       ldmatrix_x4(a, q_smem + panel * kPanelBytesQ + Panel::offset(lane % 16, chunk + lane / 16));
     }
     ldmatrix_x4(b, k_smem + panel * kPanelBytesK + Panel::offset(lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2));
-    if constexpr (kIsFloat16) {
-      mma_sync_m16n8k16_f16(s, a, b[0], b[1]);
-      mma_sync_m16n8k16_f16(s + 4, a, b[2], b[3]);
-    } else {
-      mma_sync_m16n8k16_bf16(s, a, b[0], b[1]);
-      mma_sync_m16n8k16_bf16(s + 4, a, b[2], b[3]);
-    }
+    mma_sync_m16n8k16<kIsFloat16>(s, a, b[0], b[1]);
+    mma_sync_m16n8k16<kIsFloat16>(s + 4, a, b[2], b[3]);
   }
 }
 
-// The rows of this warp whose weights are out of range, from their scores; the others stay as they are. Rare, and only
-// where there is neither a cap nor a key after the last that the query sees. `row` and `key`: as in Mask.
+// Makes the weights of this warp's rows once more where they are out of range; other rows stay as they are. It is rare,
+// and only called where scores are products and no query of the tile has a hidden key after its last. `row` and `key`
+// are as in Mask.
 template <int kCount>
 __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
-                                            float (&o_scale)[2], const ForwardParams& params, int row, int key,
+                                            float (&o_scale)[2], const Mask& mask, float scale_log2, int row, int key,
                                             const Query& q, unsigned q_smem, unsigned k_smem) {
   constexpr int kPieces = kCount / 8;  // of 16 keys
   bool again[2];
@@ -119,22 +115,22 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
     row_max[h] = -infinity(), o_scale[h] = 1.0f;
     tile_sum[h] = again[h] ? 0.0f : sums[h];
   }
-  // why one loop, once for the maxima and once for the weights: it is compiled once.
+  // The first half of the loop finds the maxima, the second makes the weights. why one loop: L16.
 #pragma unroll 1
   for (int n = 0; n < 2 * kPieces; ++n) {
     const int piece = n % kPieces;
     float fresh[8];
     scores_again(fresh, q, q_smem, k_smem + piece * 16 * 128);
-    Mask(params).hide_before(fresh, row, key + 16 * piece, fresh_thread() % 4);
+    mask.hide_before(fresh, row, key + 16 * piece, fresh_thread() % 4);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (n < kPieces) {
         row_max[h] = fmaxf(row_max[h], lane_row_max(fresh, h));
         if (n < kPieces - 1) continue;
         row_max[h] = quad_max(row_max[h]);
-        if (again[h]) softmax.raise_row(h, row_max[h], params.scale_log2, o_scale[h]);
+        if (again[h]) softmax.raise_row(h, row_max[h], scale_log2, o_scale[h]);
       } else if (again[h]) {
-        tile_sum[h] += exponentiate_row(fresh, h, params.scale_log2, softmax.shift[h]);
+        tile_sum[h] += exponentiate_row(fresh, h, scale_log2, softmax.shift[h]);
 #pragma unroll
         for (int j = 0; j < kPieces; ++j) {
 #pragma unroll

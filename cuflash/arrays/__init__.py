@@ -1,0 +1,1 @@
+"""*Whose* arrays: one file for each array library, which reads its arrays and makes new ones."""

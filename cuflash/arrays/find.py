@@ -1,0 +1,74 @@
+"""Finds the library that the arrays of a call belong to."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+from ..errors import ProblemError, UnsupportedError
+from ..problem.operands import Op
+from ..problem.problem import check_alike
+from .cupy import cupy
+from .dlpack import DlpackLibrary
+from .library import Library
+from .numpy import NUMPY
+from .torch import TorchLibrary
+
+_known: dict[type, Library] = {np.ndarray: NUMPY}
+_singletons: dict[str, Library] = {"numpy": NUMPY}
+
+
+def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
+    """(library, whether on a GPU) of the operands of a call, judged by the first; mixed ones are a `ProblemError`."""
+    names, kind = op.names, type(arrays[0])
+    first = library_of(names[0], arrays[0])
+    for index, array in enumerate(arrays):
+        if type(array) is kind or (array is None and op.operands[index].optional):
+            continue
+        if (other := library_of(names[index], array)) is not first:
+            check_alike({names[0]: first.spec(names[0], arrays[0]), names[index]: other.spec(names[index], array)})
+    return first, first.on_gpu(arrays[0])
+
+
+def library_of(name: str, array: Any) -> Library:
+    """The library that an array belongs to; raises ProblemError if it is no array."""
+    found = _known.get(type(array))
+    if found is None:
+        found = _known[type(array)] = _find(name, array)
+    return found
+
+
+def _find(name: str, array: Any) -> Library:
+    if _is_instance(array, "numpy.ma", "MaskedArray"):
+        raise ProblemError(f"{name} is a NumPy masked array, whose mask has no meaning here; give a plain array")
+    if isinstance(array, np.ndarray):
+        return NUMPY
+    if _is_instance(array, "torch", "Tensor"):
+        # why: FakeTensor, DTensor, nested and quantised tensors have no memory of their own: data_ptr() is 0.
+        if type(array).__torch_dispatch__ is not sys.modules["torch"].Tensor.__torch_dispatch__:
+            raise UnsupportedError(f"{name} is a torch {type(array).__name__}; give the plain tensor it stands for")
+        return _singleton("torch", TorchLibrary)
+    if _is_instance(array, "cupy", "ndarray"):
+        return cupy()
+    if _is_instance(array, "jax", "Array"):
+        return _singleton("jax", lambda: DlpackLibrary("jax"))
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _singleton(type(array).__module__, lambda: DlpackLibrary(type(array).__module__.split(".")[0]))
+    raise ProblemError(
+        f"{name} is a {type(array).__name__}; give a CuPy, PyTorch, JAX or NumPy array, or one that has __dlpack__"
+    )
+
+
+def _is_instance(array: Any, module: str, name: str) -> bool:
+    # why: an array of a framework exists only if the framework has been imported, so nothing is imported just to look
+    # (numpy.ma alone takes 50 ms).
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(array, getattr(loaded, name, ()))
+
+
+def _singleton(name: str, make: Any) -> Library:
+    if name not in _singletons:
+        _singletons[name] = make()
+    return _singletons[name]

@@ -1,0 +1,111 @@
+"""What `runtime` asks of an array library."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ..errors import INSTALL_HINT, UnsupportedError
+from ..problem.array_spec import ArraySpec
+
+NOTHING = contextlib.nullcontext()
+
+
+def element_strides(array: Any) -> tuple[int, ...]:
+    """Strides of a NumPy or CuPy array in elements."""
+    itemsize = array.dtype.itemsize
+    return tuple(stride // itemsize for stride in array.strides)
+
+
+class Library:
+    """What `runtime` asks of every library; `GpuLibrary` adds what it asks about GPU arrays."""
+
+    name: ClassVar[str]
+
+    def on_gpu(self, array: Any) -> bool:
+        raise NotImplementedError
+
+    def spec(self, name: str, array: Any) -> ArraySpec:
+        raise NotImplementedError
+
+    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
+        """A NumPy view of an array in host memory."""
+        raise NotImplementedError
+
+    def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
+        """An array of this framework that takes over a NumPy result."""
+        raise NotImplementedError
+
+
+class GpuLibrary(Library):
+    """CuPy or torch, whose GPU arrays are given to kernels directly."""
+
+    def key(self, array: Any) -> tuple[Any, ...]:
+        """All of an array but its pointer, as a value that is cheap to hash; it becomes part of a launch's key."""
+        raise NotImplementedError
+
+    def ordinal(self, array: Any) -> int:
+        raise NotImplementedError
+
+    def pointer(self, array: Any) -> int:
+        raise NotImplementedError
+
+    def stream(self, ordinal: int) -> int:
+        """Handle of the caller's current stream on that GPU."""
+        raise NotImplementedError
+
+    def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the GPU is the current one."""
+        raise NotImplementedError
+
+    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
+        """A new dense array from the framework's own allocator. The GPU must be current."""
+        raise NotImplementedError
+
+    def dense(self, array: Any) -> Any:
+        """The array if it is contiguous, else a contiguous copy."""
+        raise NotImplementedError
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copies the elements: target[...] = source."""
+        raise NotImplementedError
+
+    def to_cupy(self, array: Any) -> Any:
+        """The same memory as a CuPy array (`algorithm="standard"` only)."""
+        raise NotImplementedError
+
+    def from_cupy(self, array: Any) -> Any:
+        """A CuPy result as an array of this framework, without a copy."""
+        raise NotImplementedError
+
+    def cupy_stream(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
+        """Inside, the caller's stream is CuPy's current one."""
+        raise NotImplementedError
+
+
+def as_4d(array: Any) -> Any:
+    """A NumPy or CuPy array seen as (batch, seqlen, heads, dim), like `ArraySpec.as_4d`."""
+    if array.ndim == 2:
+        array = array[:, None]
+    return array[None] if array.ndim == 3 else array
+
+
+def bfloat16() -> np.dtype[Any]:
+    """NumPy's bfloat16, which the package ml_dtypes defines."""
+    try:
+        import ml_dtypes
+    except ImportError as error:
+        raise UnsupportedError("bfloat16 on the CPU needs ml_dtypes: pip install ml_dtypes") from error
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
+
+
+def cupy_module() -> Any:
+    """The package cupy; raises UnsupportedError and says what to install if it is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise UnsupportedError(f"GPU arrays need CuPy, which is not installed: {INSTALL_HINT}") from error
+    return cupy

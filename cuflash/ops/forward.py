@@ -1,0 +1,52 @@
+"""`cuflash.forward`: exact attention, the keys taken tile by tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..problem.operands import FORWARD
+from ..problem.options import Options, WindowSize
+from ..runtime.launch import run
+
+
+def forward(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    diagonal_offset: int | None = None,
+    softcap: float = 0.0,
+    algorithm: str = "flash2",
+    return_lse: bool = False,
+    out: Any = None,
+    out_dtype: str | None = None,
+) -> Any:
+    """Exact attention, `softmax(mask(cap(softmax_scale q kᵀ))) v`, with no seqlen_q x seqlen_k matrix in memory.
+
+    q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
+    head_dim_v): CuPy, PyTorch, JAX, NumPy or any DLPack arrays of one framework, device and dtype (float16, bfloat16,
+    float32; float64 on the CPU), with any strides. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too.
+    float32 on a GPU is computed as three TF32 products; an infinite element that is seen gives NaN there.
+    heads_q is a multiple of heads_kv; query head h uses kv head `h // (heads_q // heads_kv)`.
+
+    softmax_scale: default 1/sqrt(head_dim). causal: key j is visible to query i iff `j <= i + diagonal_offset`.
+    window_size: (left, right) keys besides the diagonal, -1 or None for open. diagonal_offset: default
+    seqlen_k - seqlen_q (bottom-right aligned); 0 aligns top-left. softcap c > 0: scores become c·tanh(score / c).
+    algorithm: "flash2" (default), "flash1", "flashd" or "standard" (materialises the scores; for comparison).
+    out: array to write to, of its own memory. out_dtype: "float32" keeps the full precision of 16-bit inputs.
+
+    Returns out (batch, seqlen_q, heads_q, head_dim_v) in the rank and framework of q; with return_lse also lse
+    (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural logarithm of the sum of exp of the visible
+    scores. A query that sees no key has out 0 and lse -inf. Work runs on the caller's current stream.
+
+    Raises ProblemError for arguments that fit no attention problem, UnsupportedError where this build or machine has no
+    kernel, CompileError where NVRTC refuses one.
+
+    Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
+    """
+    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype)
+    results = run(FORWARD, (q, k, v), options, outputs=1 + bool(return_lse), out=out)
+    return results if return_lse else results[0]

@@ -1,0 +1,96 @@
+"""`cuflash.plan`: what a call would run, without running it."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+from ..arrays.cupy import cupy
+from ..arrays.dlpack import DlpackLibrary
+from ..arrays.find import library_of
+from ..arrays.library import GpuLibrary
+from ..errors import ProblemError
+from ..planning import device as devices
+from ..planning.device import Device
+from ..planning.plan import Plan
+from ..planning.planner import plan as make_plan
+from ..problem.array_spec import ArraySpec
+from ..problem.operands import OPS
+from ..problem.options import Options, WindowSize, check_flag
+from ..problem.problem import Problem
+
+
+def plan(
+    q: Any,
+    k: Any,
+    v: Any = None,
+    *,
+    op: str = "forward",
+    deterministic: bool = False,
+    device: str | None = None,
+    dtype: str | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    diagonal_offset: int | None = None,
+    softcap: float = 0.0,
+    algorithm: str = "flash2",
+    out: Any = None,
+    out_dtype: str | None = None,
+) -> Plan:
+    """Kernels, tiles, grids and memory of a call; `print` it, or read its fields.
+
+    q, k, v and, for forward, out: arrays as in `forward`, whose strides and alignment count as they do there; or their
+    shapes as tuples together with `dtype` ("float16", "bfloat16", "float32"), which stand for dense, aligned arrays.
+    op: "forward", "lse" (without v) or "backward" (plain or `deterministic`). device: "cpu", "cuda:0", or an
+    architecture such as "sm_90", which needs no GPU; default: where the arrays are, and for shapes the first GPU, or
+    the CPU where there is none.
+    """
+    if op not in list(OPS):  # why a list: what is given may have no hash
+        raise ProblemError(f"op={op!r} is not known; give one of {', '.join(OPS)}")
+    if op == "lse" and v is not None:
+        raise ProblemError("op='lse' takes q and k alone; leave v=None")
+    if op != "forward" and (algorithm != "flash2" or out_dtype is not None or out is not None):
+        raise ProblemError(f"op={op!r} takes neither algorithm nor out nor out_dtype; leave them out")
+    if check_flag("deterministic", deterministic) and op != "backward":
+        raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
+    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic)
+    given = {"q": q, "k": k, "v": v, "out": out}
+    if op == "lse":
+        del given["v"]
+    specs, misaligned = {}, []
+    for name, operand in given.items():
+        if operand is not None or name != "out":
+            specs[name], aligned = _spec(name, operand, dtype)
+            if not aligned:
+                misaligned.append(name)
+    problem = Problem.of(OPS[op], [specs.get(name) for name in OPS[op].names], options)
+    return make_plan(problem, _device(device, problem, isinstance(q, tuple)), misaligned)
+
+
+def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
+    """An array as the kernels get it, which is a copy where its last dimension has gaps; and whether it is aligned."""
+    if not isinstance(operand, tuple):
+        library = library_of(name, operand)
+        spec = library.spec(name, operand)
+        if dtype is not None:
+            raise ProblemError(f"dtype={dtype!r} goes with shapes; {name} is an array and has its own")
+        if spec.has_gaps:
+            return spec.densed(), True
+        if isinstance(library, DlpackLibrary) and library.on_gpu(operand):
+            library, operand = cupy(), library.to_cupy(operand)
+        on_gpu = isinstance(library, GpuLibrary) and library.on_gpu(operand)
+        return spec, not on_gpu or library.pointer(operand) % 16 == 0  # type: ignore[attr-defined]
+    if dtype is None:
+        raise ProblemError(f"{name} is the shape {operand}; give dtype= too, such as dtype='bfloat16'")
+    if not all(isinstance(length, Integral) and int(length) >= 0 for length in operand):
+        raise ProblemError(f"{name} has shape {operand}; give lengths that are integers of 0 and more")
+    return ArraySpec.dense(operand, dtype), True
+
+
+def _device(device: str | None, problem: Problem, shapes_only: bool) -> Device | None:
+    if device is None:
+        device = problem.device
+        if shapes_only and devices.count():
+            device = "cuda:0"
+    return None if device == "cpu" else devices.of_name(device)

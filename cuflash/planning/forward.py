@@ -1,0 +1,90 @@
+"""The plans of forward and lse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..errors import UnsupportedError
+from ..problem.dtypes import DTYPES
+from ..problem.problem import Problem
+from . import tiles_sm80, tiles_sm90
+from .device import Device
+from .hopper import HOPPER, reason_against
+from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, make_plan
+from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
+from .variant import Variant
+
+L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
+
+
+def forward_plan(problem: Problem, device: Device, misaligned: Collection[str]) -> Plan:
+    """The plan of forward or lse on this GPU."""
+    reason = reason_against(problem, device, misaligned)
+    if reason is None:
+        keys = math.inf if problem.mask.is_full else problem.mask.num_visible() / problem.seqlen_q
+        capped = problem.options.softcap > 0.0
+        tile = tiles_sm90.choose(problem.op.name, problem.head_dim, problem.head_dim_v, keys, capped)
+        if tile is not None:
+            return _warpgroup_plan(problem, device, tile)
+        reason = f"head dims ({problem.head_dim}, {problem.head_dim_v}) are over 256"
+    return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
+
+
+def _out_dtype(problem: Problem) -> str:
+    return problem.dtype if problem.op.name == "lse" else problem.out_dtype
+
+
+def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
+    """A block of threads for each query block of a head and each slice of v's columns."""
+    op = problem.op.name
+    rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm)
+    itemsize = DTYPES[problem.dtype].itemsize
+    tile = tiles_sm80.choose(rows, itemsize, problem.head_dim, problem.head_dim_v, device)
+    if tile is None:
+        raise UnsupportedError(
+            f"head dims ({problem.head_dim}, {problem.head_dim_v}) in {problem.dtype} have no tile on {device.name} "
+            f"({device.arch}, {device.smem_per_block} bytes of shared memory a block); 1 to 256 always fit, up to 512 "
+            "on sm_80, sm_90 and sm_100. Pass NumPy arrays, or algorithm='standard'."
+        )
+    if op == "lse":
+        tile = replace(tile, head_dim_v=0, stages=2, max_slices=1, flash2_only=False)
+    variant = Variant(
+        op=op,
+        source=f"sm80/{op}.cu",
+        arch=compile_arch("sm80", device),
+        dtype=problem.dtype,
+        out_dtype=_out_dtype(problem),
+        algorithm=problem.options.algorithm if op == "forward" else "flash2",
+        tile=tile,
+    )
+    num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
+    num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
+    num_blocks = num_q_blocks * num_slices * problem.heads_q * problem.batch
+    fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}
+    return make_plan(problem, device, [Launch(variant, num_blocks, fields)], fallback=fallback)
+
+
+def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
+    """A block of threads for each multiprocessor, which takes one query block after the other."""
+    op, capped = problem.op.name, problem.options.softcap > 0.0
+    arch = compile_arch("sm90", device)
+    variant = Variant(op, f"sm90/{op}.cu", arch, problem.dtype, _out_dtype(problem), tile=tile, softcap=capped)
+    heads = problem.heads_q * problem.batch
+    num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
+    num_tiles = num_q_blocks * heads
+    full, together = problem.mask.is_full, 1
+    if not full:
+        # why L34: the blocks of these heads take the same queries at about the same time, and read the keys they see.
+        keys = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + tile.block_q)
+        head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
+        together = heads_together(head_bytes, L2_BYTES * problem.heads_q, heads)
+    seen = problem.mask.key_range(0, problem.seqlen_q)
+    boxes = {"q": Box(GROUP_ROWS, 0, problem.seqlen_q), "k": Box(tile.block_k, *seen)}
+    if op == "forward":
+        boxes |= {"v": Box(tile.block_k, *seen), "out": Box(OUT_ROWS, 0, problem.seqlen_q)}
+    fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_together": together}
+    counted = num_tiles > device.num_sms and not full
+    launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, counted)
+    return make_plan(problem, device, [launch], num_work=num_tiles)

@@ -1,0 +1,45 @@
+"""Whether Hopper's own kernels (TMA and wgmma) take a problem, and if not, why."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from ..problem.dtypes import DTYPES
+from ..problem.problem import Problem
+from .device import Device
+
+HOPPER = (9, 0)
+# The operands of each op that the copy engine (TMA) moves. Gradients, which it also moves, are always new and dense.
+MOVED = {"forward": ("q", "k", "v", "out"), "lse": ("q", "k"), "backward": ("q", "k", "v", "dout")}
+
+
+def reason_against(problem: Problem, device: Device, misaligned: Collection[str]) -> str | None:
+    """Why Hopper's kernels cannot take this problem, whatever its head dims; None if nothing forbids it.
+
+    `misaligned`: the operands that do not begin at a multiple of 16 bytes.
+    """
+    if device.capability != HOPPER:
+        return f"{device.name} is {device.arch}"
+    if DTYPES[problem.dtype].itemsize != 2:
+        return f"it takes float16 and bfloat16, not {problem.dtype}"
+    if problem.options.algorithm != "flash2":
+        return f"it computes flash2, not {problem.options.algorithm}"
+    begin, end = problem.mask.key_range(0, problem.seqlen_q)
+    if begin >= end:
+        return "no query sees any key"
+    for name in MOVED[problem.op.name]:
+        if name in misaligned:
+            return f"{name} does not begin at a multiple of 16 bytes"
+        spec = problem.spec(name)
+        if not allows_tma(spec.shape, spec.strides, spec.itemsize):
+            return f"the strides of {name} are not positive multiples of 16 bytes, which the copy engine needs"
+    return None
+
+
+def allows_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int = 2) -> bool:
+    """Whether TMA can address a 4-D operand with these strides (in elements, the last one 1)."""
+    for axis in range(3):
+        step = itemsize * strides[axis]
+        if shape[axis] > 1 and (step % 16 or not 0 < step < 2**40):
+            return False
+    return True

@@ -1,0 +1,171 @@
+"""What a call would launch (`Launch`, `Plan`), and what the planners of all ops share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from ..errors import UnsupportedError
+from ..problem.dtypes import DTYPES
+from ..problem.problem import Problem, States
+from .device import Device
+from .variant import Variant
+
+MAX_GRID = 2**31 - 1
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
+NO_KERNEL = "{} has no GPU kernel; cast to float32, bfloat16 or float16, or pass NumPy arrays"
+
+
+class Box(NamedTuple):
+    """An operand as the copy engine (TMA) moves it: rows `begin … end - 1` of each head, `rows` of them at a time."""
+
+    rows: int
+    begin: int
+    end: int
+
+
+class Part(NamedTuple):
+    """A part of the workspace, in bytes."""
+
+    begin: int
+    size: int
+
+
+class Launch(NamedTuple):
+    """One kernel of a plan. The grid is one-dimensional.
+
+    `fields` are the members of its parameter struct that are neither pointers, nor strides, nor part of
+    `ProblemParams`; `boxes` are its tensor maps by operand. If `counted`, blocks share out their work by a counter.
+    """
+
+    variant: Variant
+    num_blocks: int
+    fields: Mapping[str, int] = _NOTHING
+    boxes: Mapping[str, Box] = _NOTHING
+    counted: bool = False
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_blocks} blocks of {self.variant.num_threads} threads, "
+            f"{self.variant.smem_bytes} bytes of shared memory each"
+        )
+
+
+class Plan(NamedTuple):
+    """What a call would launch. Memory is in bytes; `workspace_bytes` is memory besides inputs and outputs."""
+
+    problem: Problem | States
+    device: str
+    launches: tuple[Launch, ...]  # in order; empty on the CPU and where CuPy computes
+    workspace_bytes: int = 0
+    workspace: Mapping[str, Part] = _NOTHING
+    fallback: str | None = None  # why Hopper's own kernels are not taken on a GPU that has them
+    instead: str = ""  # what runs where nothing is launched
+
+    @property
+    def variant(self) -> Variant | None:
+        """The variant of the main kernel, which is the second of several launches; None without launches."""
+        return self.launches[min(1, len(self.launches) - 1)].variant if self.launches else None
+
+    @property
+    def kernel(self) -> str:
+        """Name of the main kernel, or of what runs in its place."""
+        return self.variant.name if self.variant else self.instead
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the matrix products."""
+        return self.problem.flops
+
+    @property
+    def out_bytes(self) -> int:
+        """Bytes of out, or of all gradients for backward."""
+        return self._result_bytes(lse=False)
+
+    @property
+    def lse_bytes(self) -> int:
+        """Bytes of lse."""
+        return self._result_bytes(lse=True)
+
+    def _result_bytes(self, lse: bool) -> int:
+        results = zip(self.problem.op.outputs, self.problem.outputs, strict=True)
+        sizes = (math.prod(shape) * DTYPES[t].itemsize for x, (shape, t) in results if (x.name == "lse") == lse)
+        return sum(sizes)
+
+    @property
+    def boxed(self) -> frozenset[str]:
+        """The operands that must begin at a multiple of 16 bytes, because the copy engine moves them."""
+        return frozenset(name for launch in self.launches for name in launch.boxes)
+
+    def __str__(self) -> str:
+        several = len(self.launches) > 1
+        lines = [f"device     {self.device}"] if several else [f"kernel     {self.kernel}", f"device     {self.device}"]
+        for launch in self.launches:
+            if several:
+                lines.append(f"kernel     {launch.variant.name}: {launch}")
+            if (tile := launch.variant.tile) is not None:
+                lines.append(
+                    f"tile       {tile.block_q} queries x {tile.block_k} keys, head dims padded to "
+                    f"({tile.head_dim}, {tile.head_dim_v}), {tile.stages} stage(s), {tile.warps} warps"
+                )
+            if not several:
+                lines.append(f"launch     {launch}")
+        if self.fallback:
+            lines.append(f"fallback   not Hopper's own kernel: {self.fallback}")
+        lines += [
+            f"memory     out {self.out_bytes} bytes, lse {self.lse_bytes} bytes, "
+            f"workspace {self.workspace_bytes} bytes",
+            f"work       {self.flops} FLOPs",
+        ]
+        return "\n".join(lines)
+
+
+def make_plan(
+    problem: Problem | States,
+    device: Device,
+    launches: list[Launch],
+    workspace: Mapping[str, int] | None = None,
+    fallback: str | None = None,
+    num_work: int = 0,
+) -> Plan:
+    """The plan of these launches; the second of several is the main one.
+
+    workspace: floats of each part, by name. num_work: pieces of work that kernels number, if not by the block's index.
+    """
+    if (most := max(num_work, *(launch.num_blocks for launch in launches))) > MAX_GRID:
+        raise UnsupportedError(
+            f"{_described(problem)} need {most} blocks; a launch has at most {MAX_GRID}. Split the batch into several "
+            "calls."
+        )
+    parts, begin = {}, 0
+    for name, floats in (workspace or {}).items():
+        if floats:
+            parts[name] = Part(begin, 4 * floats)
+            begin += 4 * floats
+    return Plan(problem, device.name, tuple(launches), begin, parts, fallback)
+
+
+def _described(problem: Problem | States) -> str:
+    if isinstance(problem, States):
+        return f"outs of shape {(problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)}"
+    return f"batch {problem.batch} x heads {problem.heads_q} x seqlens {problem.seqlen_q} and {problem.seqlen_k}"
+
+
+def compile_arch(family: str, device: Device) -> str:
+    """The `-arch` that a kernel of this family is compiled for."""
+    return device.arch + ("a" if family == "sm90" else "")
+
+
+def blocks_of(length: int, step: int) -> int:
+    """How many blocks of `step` cover a length."""
+    return -(-length // step)
+
+
+def heads_together(head_bytes: int, most_bytes: int, most: int, least: int = 1) -> int:
+    """The largest power of two, up to `most`, of heads that touch at most `most_bytes`; but at least `least` heads."""
+    together = 1
+    while 2 * together <= most and (2 * together * head_bytes <= most_bytes or together < least):
+        together *= 2
+    return together

@@ -1,0 +1,47 @@
+"""Chooses the planner for a problem. All functions are pure: a plan needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from ..errors import UnsupportedError
+from ..problem.dtypes import GPU_DTYPES
+from ..problem.problem import Problem, States
+from .backward import backward_plan
+from .device import Device
+from .forward import forward_plan
+from .merge import MAX_STATES, merge_plan
+from .plan import NO_KERNEL, Plan
+
+
+def plan(problem: Problem | States, device: Device | None, misaligned: Collection[str] = ()) -> Plan:
+    """What a call launches on this device; None stands for NumPy on the CPU.
+
+    misaligned: the operands that do not begin at a multiple of 16 bytes.
+    """
+    if device is None:
+        return _host_plan(problem)
+    if problem.dtype not in GPU_DTYPES:
+        raise UnsupportedError(NO_KERNEL.format(problem.dtype))
+    if isinstance(problem, States):
+        if (count := len(problem.op.inputs) // 2) > MAX_STATES:
+            raise UnsupportedError(
+                f"{count} states; one call merges at most {MAX_STATES} on a GPU. Merge groups of them, "
+                "then the results (in float32, to round only once)."
+            )
+        return merge_plan(problem, device)
+    if problem.op.name == "backward":
+        return backward_plan(problem, device, misaligned)
+    if problem.options.algorithm == "standard":
+        return _standard_plan(problem, device)
+    return forward_plan(problem, device, misaligned)
+
+
+def _host_plan(problem: Problem | States) -> Plan:
+    kernel = f"reference_{problem.op.name}_{problem.options.algorithm}"
+    return Plan(problem, "cpu", (), instead=kernel)
+
+
+def _standard_plan(problem: Problem, device: Device) -> Plan:
+    scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
+    return Plan(problem, device.name, (), workspace_bytes=2 * 4 * scores, instead="cupy_standard")

@@ -1,0 +1,215 @@
+"""Tiles of the mma.sync kernels (sm_80 and later): one row per head dim and amount of shared memory.
+
+`tests/kernels/test_compile.py` checks that no row spills registers; for that some rows are slower than a neighbour
+(L3). `kernels_cu/DESIGN.md` names the runner-up of each tile, and `EXPERIMENTS.csv` holds all measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from .device import Device
+
+SMEM_RESERVED = 1024  # bytes of each resident block that the hardware keeps for itself
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Compile-time shape of one block of threads. `head_dim_v` is 0 in kernels without v."""
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    stages: int
+    warps: int
+    blocks_per_sm: int
+    q_in_registers: bool = False
+    max_slices: int = 1  # blocks that may share a query block, each with its own head_dim_v columns of v
+    qk_unroll: int = 16  # unrolled steps of a product; fewer need fewer registers and less time to compile. why: L8
+    flash2_only: bool = False  # flash1 and flashd would need too many registers
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernels asserts the same figure."""
+        return itemsize * (
+            self.block_q * self.head_dim + self.stages * self.block_k * (self.head_dim + self.head_dim_v)
+        )
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return _shape(self) | {"Q_IN_REGISTERS": int(self.q_in_registers)}
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardTile:
+    """Compile-time shape of a block that owns `block_k` keys and takes queries `block_q` at a time.
+
+    `warps * warp_keys / block_k` warps form a group: they share `warp_keys` keys, and each takes `piece_q` queries of a
+    tile.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    stages: int
+    warps: int
+    blocks_per_sm: int
+    warp_keys: int
+    piece_q: int
+    qk_unroll: int = 16
+    shared_weights: bool = False  # p and ds take turns in one buffer: less shared memory, two more barriers a tile
+    with_dq: bool = True
+    max_slices: ClassVar[int] = 1  # as in `Tile`
+
+    @property
+    def group(self) -> int:
+        """How many warps share the same keys. why 32 rows or keys a warp where registers allow it: L26"""
+        return self.warps * self.warp_keys // self.block_k
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        rows = self.block_k + self.stages * self.block_q
+        weights = (2 if self.group > 1 and not self.shared_weights else 1) * self.block_k * self.block_q
+        stats = -(-self.stages * self.block_q * 8 // 128) * 128
+        return itemsize * (rows * (self.head_dim + self.head_dim_v) + weights) + stats
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return _shape(self) | {
+            "Q_IN_REGISTERS": 0,
+            "WARP_KEYS": self.warp_keys,
+            "PIECE_Q": self.piece_q,
+            "WITH_DQ": int(self.with_dq),
+            "SHARED_WEIGHTS": int(self.shared_weights),
+        }
+
+
+class DqTile(Tile):
+    """`Tile` for dq alone, with dout beside q."""
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        rows = self.block_q + self.stages * self.block_k
+        return itemsize * rows * (self.head_dim + self.head_dim_v)
+
+
+def _shape(tile: Tile | BackwardTile) -> dict[str, int]:
+    """The macros that all kinds of tile have."""
+    return {
+        "HEAD_DIM": tile.head_dim,
+        "HEAD_DIM_V": tile.head_dim_v,
+        "BLOCK_Q": tile.block_q,
+        "BLOCK_K": tile.block_k,
+        "STAGES": tile.stages,
+        "BLOCKS_PER_SM": tile.blocks_per_sm,
+        "QK_UNROLL": tile.qk_unroll,
+    }
+
+
+# In all tables head dims rise, and among tiles of the same head dims the one that needs most shared memory comes first.
+TILES_16BIT = (
+    Tile(32, 32, 128, 64, 2, 4, 3, True),
+    Tile(64, 64, 128, 128, 2, 4, 2, qk_unroll=1, flash2_only=True),
+    Tile(64, 64, 128, 128, 1, 4, 2, qk_unroll=1, flash2_only=True),
+    Tile(64, 64, 128, 64, 2, 4, 2),
+    Tile(96, 96, 128, 64, 2, 4, 2),
+    Tile(96, 96, 64, 64, 1, 4, 2),
+    Tile(128, 128, 128, 48, 2, 4, 2),
+    Tile(128, 128, 64, 64, 1, 4, 2),
+    Tile(192, 128, 64, 64, 1, 4, 3),
+    Tile(192, 192, 64, 96, 1, 4, 2, flash2_only=True),
+    Tile(192, 192, 64, 64, 1, 4, 2),
+    Tile(256, 256, 64, 64, 1, 4, 2),
+    Tile(512, 256, 64, 32, 1, 4, 1, max_slices=2),
+    Tile(512, 256, 32, 32, 1, 2, 1, max_slices=2),
+)
+TILES_32BIT = (
+    Tile(32, 32, 128, 32, 2, 4, 2),
+    Tile(64, 64, 128, 32, 2, 4, 2),
+    Tile(96, 96, 128, 32, 2, 8, 1, qk_unroll=4),
+    Tile(128, 128, 128, 32, 2, 8, 1, qk_unroll=4),
+    Tile(128, 128, 64, 32, 1, 4, 1, qk_unroll=4),
+    Tile(192, 128, 128, 32, 1, 8, 1, max_slices=2, qk_unroll=4),
+    Tile(192, 128, 64, 32, 1, 4, 1, max_slices=2, qk_unroll=4),
+    Tile(256, 128, 64, 32, 1, 4, 2, max_slices=2, qk_unroll=4),
+    Tile(256, 128, 32, 32, 1, 2, 1, max_slices=2, qk_unroll=4),
+    Tile(512, 128, 32, 16, 1, 2, 2, max_slices=4, qk_unroll=4),
+)
+TILES = {"float16": TILES_16BIT, "bfloat16": TILES_16BIT, "float32": TILES_32BIT}
+
+BACKWARD_16BIT = (
+    BackwardTile(32, 32, 64, 128, 2, 4, 2, 32, 32),
+    BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 32, 2),
+    BackwardTile(64, 64, 64, 64, 1, 4, 3, 16, 32),
+    BackwardTile(96, 96, 64, 64, 1, 4, 2, 32, 32),
+    BackwardTile(128, 128, 64, 64, 1, 4, 2, 32, 32, 4),
+    BackwardTile(192, 192, 64, 64, 2, 8, 1, 32, 16),
+    BackwardTile(192, 192, 64, 32, 1, 4, 1, 16, 32),
+    BackwardTile(256, 256, 64, 64, 1, 8, 1, 32, 16),
+    BackwardTile(256, 256, 32, 32, 1, 4, 1, 16, 16),
+)
+BACKWARD_32BIT = (
+    BackwardTile(32, 32, 32, 64, 2, 4, 3, 16, 32),
+    BackwardTile(64, 64, 64, 64, 1, 4, 2, 32, 32, 4),
+    BackwardTile(96, 96, 32, 64, 1, 4, 2, 32, 16, 4),
+    BackwardTile(128, 128, 32, 64, 1, 4, 2, 32, 16, 2),
+    BackwardTile(128, 128, 32, 32, 1, 4, 1, 16, 16, 4),
+    BackwardTile(192, 192, 32, 32, 1, 4, 1, 16, 16, 4),
+    BackwardTile(192, 192, 32, 16, 1, 2, 1, 16, 16, 4),
+    BackwardTile(256, 256, 32, 64, 1, 8, 1, 16, 16, 2),
+    BackwardTile(256, 256, 32, 32, 1, 4, 1, 16, 16, 2),
+    BackwardTile(256, 256, 32, 16, 1, 2, 1, 16, 16, 2, shared_weights=True),
+)
+BACKWARD = {"float16": BACKWARD_16BIT, "bfloat16": BACKWARD_16BIT, "float32": BACKWARD_32BIT}
+
+DQ_16BIT = (
+    DqTile(32, 32, 128, 64, 2, 4, 2),
+    DqTile(64, 64, 128, 64, 2, 4, 2, qk_unroll=1),
+    DqTile(64, 64, 64, 64, 1, 4, 2),
+    DqTile(96, 96, 64, 64, 2, 4, 2),
+    DqTile(128, 128, 64, 64, 2, 4, 2),
+    DqTile(128, 128, 64, 64, 1, 4, 2),
+    DqTile(192, 192, 64, 32, 2, 4, 1),
+    DqTile(256, 256, 64, 32, 2, 4, 1),
+    DqTile(256, 256, 64, 32, 1, 4, 1),
+)
+DQ_32BIT = (
+    DqTile(32, 32, 64, 32, 2, 4, 2),
+    DqTile(64, 64, 64, 32, 2, 4, 2),
+    DqTile(96, 96, 64, 32, 1, 4, 2, qk_unroll=4),
+    DqTile(128, 128, 64, 32, 1, 4, 1, qk_unroll=4),
+    DqTile(192, 192, 32, 16, 1, 2, 1, qk_unroll=4),
+    DqTile(256, 256, 32, 16, 1, 2, 1, qk_unroll=4),
+)
+DQ = {"float16": DQ_16BIT, "bfloat16": DQ_16BIT, "float32": DQ_32BIT}
+
+AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile)
+
+
+def of_algorithm(dtype: str, algorithm: str) -> list[Tile]:
+    """The rows of forward that an algorithm may take."""
+    return [tile for tile in TILES[dtype] if algorithm == "flash2" or not tile.flash2_only]
+
+
+def choose(tiles: Sequence[AnyTile], itemsize: int, head_dim: int, head_dim_v: int, device: Device) -> AnyTile | None:
+    """The first row that covers the head dims and of which as many blocks fit a multiprocessor as it was tuned for.
+
+    If no row of these padded head dims does, it is the last of them of which one block fits; None if no block fits.
+    """
+    fitting = [
+        tile
+        for tile in tiles
+        if head_dim <= tile.head_dim
+        and head_dim_v <= tile.head_dim_v * tile.max_slices
+        and tile.smem_bytes(itemsize) <= device.smem_per_block
+    ]
+    if not fitting:
+        return None
+    same = [t for t in fitting if (t.head_dim, t.head_dim_v) == (fitting[0].head_dim, fitting[0].head_dim_v)]
+    roomy = (t for t in same if t.blocks_per_sm * (t.smem_bytes(itemsize) + SMEM_RESERVED) <= device.smem_per_sm)
+    return next(roomy, same[-1])

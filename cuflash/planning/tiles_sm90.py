@@ -1,0 +1,248 @@
+"""Tiles of the wgmma kernels (sm_90): a row per head dim, and more for few keys, many queries or capped scores.
+
+`tests/kernels/test_compile.py` checks that no row spills registers (L3). `kernels_cu/DESIGN.md` names the runner-up of
+each tile, and `EXPERIMENTS.csv` holds all measurements. L22 says why rings and key tiles are not longer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+PANEL_BYTES = 128  # a row of a panel in shared memory
+PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
+TILE_SLOTS = 16  # descriptions of tiles in shared memory, of 32 bytes
+GROUP_ROWS = 64  # queries of a warpgroup
+OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
+FLOAT_BYTES = 4
+GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
+
+
+@dataclass(frozen=True, slots=True)
+class WarpgroupTile:
+    """Compile-time shape of one block of threads: a warpgroup that copies, and one for every 64 queries.
+
+    `head_dim_v` is 0 without v. `stages` counts the tiles of k or v in one ring, `q_stages` those of q. The first
+    `q_columns` columns of q stay in registers (L20). A warp stores `out_panels` panels of its rows of out at a time.
+    """
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    block_k: int
+    stages: int
+    q_stages: int
+    q_columns: int
+    out_panels: int
+    ping_pong: bool = False  # warpgroups take turns at the tensor cores. why: L27
+    max_keys: int | None = None  # the row is for queries that see at most so many keys on average, under a mask
+    softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
+
+    @property
+    def warps(self) -> int:
+        """Warps of one block."""
+        return 4 * (self.block_q // GROUP_ROWS + 1)
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernels asserts the same figure."""
+        q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
+        tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
+        out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
+        barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * (self.block_q // GROUP_ROWS) + 2 * self.stages)
+        return _rounded(tiles * PANEL_BYTES + out + _rounded(barriers, 16) + 32 * TILE_SLOTS, 1024)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "Q_STAGES": self.q_stages,
+            "Q_COLUMNS": self.q_columns,
+            "OUT_PANELS": self.out_panels,
+            "PING_PONG": int(self.ping_pong),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WarpgroupBackwardTile:
+    """Compile-time shape of one block of backward: a warpgroup that copies, and two that share `block_k` keys.
+
+    One block takes `key_blocks` key blocks of a short head one after the other, half as many under a mask (L35). The
+    first `k_steps` and `v_steps` steps of 16 columns of k and v stay in registers (L20).
+    """
+
+    head_dim: int
+    head_dim_v: int
+    block_q: int
+    key_blocks: int = 1
+    k_steps: int = 0
+    v_steps: int = 0
+    softcap: bool | None = None  # as in `WarpgroupTile`
+    min_queries: int = 0  # the row is for keys that at least so many queries see on average
+    block_k: int = 128
+    stages: int = 2  # tiles of q and of dout in shared memory
+    ds_stages: int = 2
+    warps: int = 12
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
+        rows = (q_panels + v_panels) * (self.block_k + self.stages * self.block_q)  # k, v, q, dout
+        rows += self.ds_stages * self.block_k // PANEL_COLUMNS * self.block_q
+        dq = q_panels * self.block_q * FLOAT_BYTES // itemsize
+        rows += dq
+        sums = 2 * 8 if self.block_q % GROUP_ROWS else dq * PANEL_BYTES  # transposed dq and its sums share a place
+        stats = self.stages * 2 * self.block_q * FLOAT_BYTES
+        barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
+        return _rounded(rows * PANEL_BYTES + sums + stats + barriers + modes, 1024)
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Rows of q and dout, and of k and v, that one copy brings."""
+        return self.block_q, self.block_k
+
+    @property
+    def acc_floats(self) -> int:
+        """Floats of the accumulator of a tile of dq in global memory."""
+        return self.block_q * _rounded(self.head_dim, PANEL_COLUMNS)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return {
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "DS_STAGES": self.ds_stages,
+            "K_STEPS": self.k_steps,
+            "V_STEPS": self.v_steps,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class WarpgroupRowsTile:
+    """Compile-time shape of one block of a kernel for one gradient: two warpgroups share 128 rows.
+
+    Rows are queries for dq, and keys for dk and dv. A tile has `columns` keys for dq, and so many queries for dk and
+    dv. `stages` counts the tiles of k or q, `second_stages` those of v or dout.
+    """
+
+    gradient: str  # "dq", "dk" or "dv"
+    head_dim: int
+    head_dim_v: int
+    columns: int
+    stages: int
+    second_stages: int
+    softcap: bool | None = None  # as in `WarpgroupTile`
+    warps: int = 12
+
+    @property
+    def block_q(self) -> int:
+        """Queries of a block for dq, or of a tile for dk and dv."""
+        return 2 * GROUP_ROWS if self.gradient == "dq" else self.columns
+
+    @property
+    def block_k(self) -> int:
+        """Keys of a tile for dq, or of a block for dk and dv."""
+        return self.columns if self.gradient == "dq" else 2 * GROUP_ROWS
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Rows of q and dout, and of k and v, that one copy brings; they divide the tiles of all three gradients."""
+        return 32, 32
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        qk_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
+        rows = qk_panels * (2 * GROUP_ROWS + self.stages * self.columns) + v_panels * self.second_stages * self.columns
+        rows += v_panels * 2 * GROUP_ROWS if self.gradient != "dv" else 0
+        nothing = 16 if self.gradient == "dv" else 0
+        # Floats of lse and delta: for dq of the block's queries, for dk of four tiles; for dv lse alone, of eight.
+        queries = 2 * 2 * GROUP_ROWS if self.gradient == "dq" else 8 * self.columns
+        barriers = 16 * (self.stages + self.second_stages)
+        return _rounded(rows * PANEL_BYTES + nothing + queries * FLOAT_BYTES + barriers, 1024)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The macros of `common/config.cuh` that are this tile's."""
+        return {
+            "GRADIENT": GRADIENTS.index(self.gradient),
+            "HEAD_DIM": self.head_dim,
+            "HEAD_DIM_V": self.head_dim_v,
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "STAGES": self.stages,
+            "SECOND_STAGES": self.second_stages,
+        }
+
+
+def _rounded(size: int, to: int) -> int:
+    return -(-size // to) * to
+
+
+# Head dims rise. Among rows of the same head dims, one for few keys under a mask or for capped scores comes first.
+TILES = (
+    WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1, max_keys=640),
+    WarpgroupTile(64, 64, 192, 128, 8, 2, 16, 1, ping_pong=True),
+    WarpgroupTile(96, 96, 128, 128, 5, 1, 96, 2),
+    WarpgroupTile(128, 128, 128, 128, 5, 1, 128, 2),
+    WarpgroupTile(192, 128, 128, 64, 6, 1, 192, 2, softcap=True),
+    WarpgroupTile(192, 128, 128, 96, 4, 1, 192, 2, softcap=False),
+    WarpgroupTile(192, 192, 128, 64, 5, 1, 192, 3),
+    WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
+    WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
+)
+
+BACKWARD = (
+    WarpgroupBackwardTile(64, 64, 128, key_blocks=4, softcap=True),
+    WarpgroupBackwardTile(64, 64, 128, key_blocks=4, k_steps=2, softcap=False),
+    WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=5, v_steps=6),
+    WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
+    WarpgroupBackwardTile(128, 128, 64, k_steps=4),
+)
+# Larger head dims have a row for each gradient, because dk and dv of 128 keys do not fit the registers side by side.
+ROWS = (
+    *(WarpgroupRowsTile(gradient, 192, 128, 64, 3, 3) for gradient in ("dq", "dk")),
+    WarpgroupRowsTile("dv", 192, 128, 64, 4, 4),
+    *(WarpgroupRowsTile(gradient, 192, 192, 64, 3, 2) for gradient in ("dq", "dk")),
+    WarpgroupRowsTile("dv", 192, 192, 64, 4, 3),
+    *(WarpgroupRowsTile(gradient, 256, 256, 32, 3, 3, softcap=True) for gradient in ("dq", "dk")),
+    *(WarpgroupRowsTile(gradient, 256, 256, 64, 2, 1, softcap=False) for gradient in ("dq", "dk")),
+    WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
+)
+
+
+def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) -> WarpgroupTile | None:
+    """The first row for these head dims and for queries that see `keys` keys on average; None if there is none.
+
+    Without a mask `keys` is inf, even if there are few, because all query blocks take equally long. lse takes the row
+    for many keys, but without v: its ring holds k alone.
+    """
+    if op == "lse":
+        tile = choose("forward", head_dim, 1, float("inf"), softcap)
+        return None if tile is None else replace(tile, head_dim_v=0, out_panels=0, ping_pong=False)
+    for tile in TILES:
+        covers = head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
+        if covers and keys <= (tile.max_keys or keys):
+            return tile
+    return None
+
+
+def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: bool) -> WarpgroupBackwardTile | None:
+    """The first row for these head dims and for keys that `queries` queries see on average; None if there is none."""
+    for tile in BACKWARD:
+        covers = head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
+        if covers and queries >= tile.min_queries:
+            return tile
+    return None
+
+
+def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupRowsTile, ...]:
+    """The first row for these head dims for each gradient; empty if there is none."""
+    covers = [t for t in ROWS if head_dim <= t.head_dim and head_dim_v <= t.head_dim_v and t.softcap in (None, softcap)]
+    return tuple(next(t for t in covers if t.gradient == gradient) for gradient in GRADIENTS) if covers else ()

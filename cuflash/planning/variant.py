@@ -1,0 +1,96 @@
+"""What is compiled: one kernel, and everything that changes its code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..problem.dtypes import DTYPES
+from .tiles_sm80 import BackwardTile, Tile
+from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile, WarpgroupTile
+
+ALGORITHM_CODES = {"flash1": 1, "flash2": 2, "flashd": 3}
+PORTABLE_THREADS = 256
+# The struct in `kernels_cu/common/params.cuh` that a kernel takes.
+PARAMS = {
+    "sm80/forward.cu": "ForwardParams",
+    "sm80/lse.cu": "ForwardParams",
+    "sm80/backward.cu": "BackwardParams",
+    "sm80/backward_dq.cu": "BackwardDqParams",
+    "sm90/forward.cu": "TiledForwardParams",
+    "sm90/lse.cu": "TiledForwardParams",
+    "sm90/backward.cu": "TiledBackwardParams",
+    "sm90/backward_rows.cu": "TiledRowsParams",
+    "portable/delta.cu": "DeltaParams",
+    "portable/convert.cu": "ConvertParams",
+    "portable/merge.cu": "MergeParams",
+}
+AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compiled kernel: everything that changes its code, and nothing that comes with the data."""
+
+    op: str
+    source: str  # below kernels_cu/
+    arch: str
+    dtype: str
+    out_dtype: str
+    algorithm: str = "flash2"
+    tile: AnyTile | None = None
+    softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
+
+    @property
+    def name(self) -> str:
+        """The name of the kernel's symbol, cubin file, test and benchmark row."""
+        parts = [self.op, self.source.split("/")[0], DTYPES[self.dtype].short]
+        if self.tile is not None:
+            dims = f"d{self.tile.head_dim}"
+            if self.tile.head_dim_v not in (0, self.tile.head_dim):
+                dims += f"x{self.tile.head_dim_v}"
+            parts += [dims, f"q{self.tile.block_q}", f"k{self.tile.block_k}", f"s{self.tile.stages}"]
+        if self.algorithm != "flash2":
+            parts.append(self.algorithm)
+        if self.softcap:
+            parts.append("softcap")
+        if self.out_dtype != self.dtype:
+            parts.append(f"out_{DTYPES[self.out_dtype].short}")
+        return "_".join(parts)
+
+    @property
+    def params(self) -> str:
+        """The struct of its run-time arguments."""
+        return PARAMS[self.source]
+
+    @property
+    def of_warpgroups(self) -> bool:
+        """Whether it is one of Hopper's own kernels."""
+        return self.source.startswith("sm90/")
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one block."""
+        return 0 if self.tile is None else self.tile.smem_bytes(DTYPES[self.dtype].itemsize)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of one block."""
+        return PORTABLE_THREADS if self.tile is None else 32 * self.tile.warps
+
+    @property
+    def constants(self) -> dict[str, int | str | None]:
+        """The macros of the kernel's `config.cuh`, without their `CUFLASH_` prefix; the compiler adds PARAMS_BYTES."""
+        constants: dict[str, int | str | None] = {
+            "KERNEL": self.name,
+            "DTYPE": DTYPES[self.dtype].cuda,
+            "OUT_DTYPE": DTYPES[self.out_dtype].cuda,
+            "SMEM_BYTES": self.smem_bytes,
+            "WARPS": self.num_threads // 32,
+        }
+        if self.tile is not None:
+            constants |= self.tile.constants
+            if self.of_warpgroups:
+                constants["SOFTCAP"] = int(self.softcap)
+            else:
+                constants["ALGORITHM"] = ALGORITHM_CODES[self.algorithm]
+        return constants

@@ -1,0 +1,1 @@
+"""*What* is asked: arguments are judged here, and nowhere else, and become one frozen `Problem`."""

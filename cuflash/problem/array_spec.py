@@ -1,0 +1,82 @@
+"""What is asked of an array before anything runs: everything but its memory."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from .dtypes import DTYPES
+
+
+@lru_cache(maxsize=256)
+def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a C-contiguous array, in elements."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+class ArraySpec(NamedTuple):
+    """An array without its memory. `strides` count elements; `device` reads "cpu" or "cuda:0"."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    device: str
+    library: str
+
+    @classmethod
+    def dense(cls, shape: tuple[int, ...], dtype: str, device: str = "cpu", library: str = "numpy") -> ArraySpec:
+        """A C-contiguous array of this shape."""
+        return cls(shape, dense_strides(shape), dtype, device, library)
+
+    def densed(self) -> ArraySpec:
+        """What a contiguous copy of the array is."""
+        return self._replace(strides=dense_strides(self.shape))
+
+    def as_4d(self) -> ArraySpec:
+        """The same array seen as (batch, seqlen, heads, head_dim): a missing batch or heads axis has length 1."""
+        shape, strides = self.shape, self.strides
+        if len(shape) == 4:
+            return self
+        if len(shape) == 2:
+            shape, strides = (shape[0], 1, shape[1]), (strides[0], 0, strides[1])
+        if len(shape) == 3:
+            shape, strides = (1, *shape), (0, *strides)
+        return self._replace(shape=shape, strides=strides)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return DTYPES[self.dtype].itemsize
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all elements."""
+        return math.prod(self.shape) * self.itemsize
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether the last dimension is not contiguous: the kernels cannot read such an array, so it is copied."""
+        return len(self.shape) > 1 and self.shape[-1] > 1 and self.strides[-1] != 1
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether it is C-contiguous, strides of axes of length 1 included."""
+        return self.strides == dense_strides(self.shape)
+
+    @property
+    def own_bytes(self) -> int:
+        """Bytes from the first element on that are surely the array's own.
+
+        A view with gaps is only known to own its first element: what lies between may be another array's.
+        """
+        return self.num_bytes if self.is_dense else min(1, math.prod(self.shape))
+
+    @property
+    def has_aligned_rows(self) -> bool:
+        """Whether every row begins at a multiple of 16 bytes if the first element does."""
+        size = self.itemsize
+        return not any(stride * size % 16 for stride in self.strides[:-1])
+
+    def __str__(self) -> str:
+        return f"{self.library} {self.dtype}{list(self.shape)} on {self.device}"

@@ -1,0 +1,41 @@
+"""One row for each dtype: everything in which the host treats dtypes differently."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import ProblemError
+
+
+class Dtype(NamedTuple):
+    """A dtype that attention is defined for. The codes are None where no kernel takes the dtype.
+
+    Sources: CUDA driver API, "Tensor Map Object Management" (tma); `xla/ffi/api/c_api.h` (xla).
+    """
+
+    name: str
+    itemsize: int
+    short: str  # its part of a kernel's name
+    cuda: int | None  # DType in kernels_cu/common/config.cuh
+    tma: int | None  # CUtensorMapDataType
+    xla: int  # XLA_FFI_DataType
+    accumulator: str  # the dtype of scores, sums and lse
+
+
+DTYPES = {
+    row.name: row
+    for row in (
+        Dtype("float16", 2, "fp16", 0, 6, 10, "float32"),
+        Dtype("bfloat16", 2, "bf16", 1, 9, 16, "float32"),
+        Dtype("float32", 4, "fp32", 2, 7, 11, "float32"),
+        Dtype("float64", 8, "fp64", None, None, 12, "float64"),
+    )
+}
+GPU_DTYPES = tuple(name for name, row in DTYPES.items() if row.cuda is not None)
+
+
+def check_dtype(name: str, dtype: str) -> str:
+    """`dtype` if it is one that attention is defined for here."""
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ProblemError(f"{name} has dtype {dtype}; give one of {', '.join(DTYPES)} (cast with astype or to)")
+    return dtype

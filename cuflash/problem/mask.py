@@ -1,0 +1,87 @@
+"""Which keys a query sees. `kernels_cu/common/mask.cuh` mirrors this file, and a test compares the two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .options import WindowSize
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Key `j` is visible to query `i` iff `i + lo <= j <= i + hi`, both ends inclusive, and `0 <= j < seqlen_k`.
+
+    Bounds are normalised: a side that hides nothing is open, written `-seqlen_q` on the left and `seqlen_k` on the
+    right, so that all masks which hide nothing are equal; and both bounds fit 32 bits when the lengths do.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    lo: int
+    hi: int
+
+    @classmethod
+    def of(
+        cls,
+        seqlen_q: int,
+        seqlen_k: int,
+        causal: bool = False,
+        window_size: WindowSize = (None, None),
+        diagonal_offset: int | None = None,
+    ) -> Mask:
+        """The mask of arguments that were judged; without `diagonal_offset` the diagonal is bottom-right aligned."""
+        left, right = (None if side == -1 else side for side in window_size)
+        if causal:
+            right = 0
+        offset = seqlen_k - seqlen_q if diagonal_offset is None else diagonal_offset
+        lo = -seqlen_q if left is None else offset - left
+        hi = seqlen_k if right is None else offset + right
+        # why: a bound that hides nothing is written as the open one, and a far bound is cut to where it hides all.
+        lo = -seqlen_q if lo <= 1 - seqlen_q else min(lo, seqlen_k)
+        hi = seqlen_k if hi >= seqlen_k - 1 else max(hi, -seqlen_q)
+        return cls(seqlen_q, seqlen_k, lo, hi)
+
+    @property
+    def is_full(self) -> bool:
+        """Every query sees every key."""
+        return self.lo == -self.seqlen_q and self.hi == self.seqlen_k
+
+    def visible(self, rows: Any, keys: Any) -> Any:
+        """Boolean `(len(rows), len(keys))`: the predicate for absolute query and key indices (any array library)."""
+        first = rows[:, None] + self.lo
+        last = rows[:, None] + self.hi
+        return (keys >= first) & (keys <= last)
+
+    def key_range(self, row_begin: int, row_end: int) -> tuple[int, int]:
+        """Half-open range of keys that at least one of the queries `row_begin … row_end - 1` sees; (0, 0) if none."""
+        begin = max(0, row_begin + self.lo)
+        end = min(self.seqlen_k, row_end + self.hi)
+        return (begin, end) if self.lo <= self.hi and row_begin < row_end and begin < end else (0, 0)
+
+    def full_range(self, row_begin: int, row_end: int) -> tuple[int, int]:
+        """Half-open range of keys that all of the queries see (tiles inside it need no masking); (0, 0) if none."""
+        begin = max(0, row_end - 1 + self.lo)
+        end = min(self.seqlen_k, row_begin + self.hi + 1)
+        return (begin, end) if begin < end else (0, 0)
+
+    def row_range(self, key_begin: int, key_end: int) -> tuple[int, int]:
+        """Half-open range of queries that see at least one of the keys `key_begin … key_end - 1`; (0, 0) if none."""
+        begin = max(0, key_begin - self.hi)
+        end = min(self.seqlen_q, key_end - self.lo)
+        return (begin, end) if self.lo <= self.hi and key_begin < key_end and begin < end else (0, 0)
+
+    def num_visible(self) -> int:
+        """How many (query, key) pairs are visible: what the FLOPs of a masked problem are counted from."""
+        if self.is_full:
+            return self.seqlen_q * self.seqlen_k
+        if self.lo > self.hi:
+            return 0
+        return self._num_up_to(self.hi) - self._num_up_to(self.lo - 1)
+
+    def _num_up_to(self, hi: int) -> int:
+        # Sum of min(max(i + hi + 1, 0), seqlen_k) over the queries i: rows that grow by one, then rows that see all.
+        first = min(max(-hi, 0), self.seqlen_q)  # the first row that sees a key
+        whole = min(max(self.seqlen_k - 1 - hi, first), self.seqlen_q)  # the first that sees all
+        n = whole - first
+        return n * (first + hi + 1) + n * (n - 1) // 2 + (self.seqlen_q - whole) * self.seqlen_k

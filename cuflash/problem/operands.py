@@ -1,0 +1,86 @@
+"""The ops as data: which arrays each of them reads and writes, with their axes and dtypes.
+
+Pointers, alignment, overlap, gaps and copies are handled by these names, in one place for all ops. An array that an op
+is to read beside the others is one more `Operand` here, and a field of that name in the structs of the kernels that
+read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+ROWS_Q = ("batch", "seqlen_q", "heads_q")
+ROWS_K = ("batch", "seqlen_k", "heads_kv")
+LSE_AXES = ("batch", "heads_q", "seqlen_q")
+
+
+class Operand(NamedTuple):
+    """An array of a call. Axes are named as the lengths of a `Problem` are.
+
+    dtype: whose dtype it has: that of the "inputs", that of "out", "lse" for the accumulator's; "any out" is either.
+    strided: whether kernels know strides of it; if not, what is not contiguous is copied.
+    """
+
+    name: str
+    axes: tuple[str, ...]
+    dtype: str = "inputs"
+    optional: bool = False
+    strided: bool = True
+
+
+@dataclass(frozen=True)
+class Op:
+    """A public call: inputs in the order of its arguments, and outputs in the order of its results."""
+
+    name: str
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]
+
+    @cached_property
+    def operands(self) -> tuple[Operand, ...]:
+        """Inputs, then outputs: the order of pointers everywhere."""
+        return self.inputs + self.outputs
+
+    @cached_property
+    def index(self) -> dict[str, int]:
+        """The place of each operand in that order, by name."""
+        return {operand.name: number for number, operand in enumerate(self.operands)}
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of all operands."""
+        return tuple(operand.name for operand in self.operands)
+
+
+Q = Operand("q", (*ROWS_Q, "head_dim"))
+K = Operand("k", (*ROWS_K, "head_dim"))
+V = Operand("v", (*ROWS_K, "head_dim_v"))
+OUT = Operand("out", (*ROWS_Q, "head_dim_v"), "out")
+LSE = Operand("lse", LSE_AXES, "lse", strided=False)
+
+FORWARD = Op("forward", (Q, K, V), (OUT, LSE._replace(optional=True)))
+LSE_ONLY = Op("lse", (Q, K), (LSE,))
+BACKWARD = Op(
+    "backward",
+    (
+        Q,
+        K,
+        V,
+        OUT._replace(name="dout", dtype="inputs"),
+        OUT._replace(dtype="any out"),
+        LSE,
+        LSE._replace(name="dlse", optional=True),
+    ),
+    (Q._replace(name="dq"), K._replace(name="dk"), V._replace(name="dv")),
+)
+OPS = {op.name: op for op in (FORWARD, LSE_ONLY, BACKWARD)}
+
+
+@lru_cache(maxsize=64)
+def merge_op(count: int) -> Op:
+    """`merge_states` of so many states."""
+    outs = tuple(OUT._replace(name=f"outs[{i}]", strided=False) for i in range(count))
+    lses = tuple(LSE._replace(name=f"lses[{i}]") for i in range(count))
+    return Op("merge", outs + lses, (OUT, LSE))

@@ -1,0 +1,191 @@
+"""The keyword arguments of the public calls, each of them once: name, type, default, judge, and the ops that take it.
+
+A new option is a row of `Options`, a keyword of the calls that take it, and its use: what the kernels are to know of it
+is a field of `Scores`, which `ScoreParams` in `kernels_cu/common/score.cuh` repeats.
+"""
+
+import math
+from collections.abc import Callable
+from functools import lru_cache
+from numbers import Integral, Real
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+
+import numpy as np
+
+from ..errors import ProblemError
+from .dtypes import DTYPES
+
+WindowSize = tuple[int | None, int | None]
+ALGORITHMS = ("standard", "flash1", "flash2", "flashd")
+LOG2_E = 1.4426950408889634
+
+
+class Known(NamedTuple):
+    """What judges are told beside the argument: the arrays of the call decide some defaults."""
+
+    head_dim: int
+    dtype: str
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value` if it is True or False, and not merely true or false."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give True or False")
+    return bool(value)
+
+
+def check_integer(name: str, value: Any) -> int:
+    """`value` as an int. An array is refused though it has `__index__`: it may change after it was judged."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give an integer")
+    return int(value)
+
+
+def check_window(window_size: Any) -> WindowSize:
+    """(left, right) with None for an open side."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ProblemError(
+            f"window_size={window_size!r} is not a pair; give (left, right), each a count of keys >= 0, or -1 or None "
+            "for open"
+        ) from None
+    sides: list[int | None] = []
+    for name, side in (("left", left), ("right", right)):
+        value = None if side is None else check_integer(f"window_size {name}", side)
+        if value is not None and value < -1:
+            raise ProblemError(
+                f"window_size={window_size!r}: {name} is {value}; give a count of keys >= 0, or -1 or None for open"
+            )
+        sides.append(None if value == -1 else value)
+    return sides[0], sides[1]
+
+
+def check_scale(name: str, scale: Any) -> float:
+    """`scale` if scores can be multiplied by it."""
+    wanted = "a finite number above 0, or None for 1/sqrt(head_dim)"
+    number = _real(name, scale, wanted)
+    if number <= 0.0:
+        raise ProblemError(f"{name}={number} is not positive; give {wanted}")
+    return _in_range(name, number)
+
+
+def _real(name: str, value: Any, wanted: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise ProblemError(f"{name}={number} is not finite; give {wanted}")
+    return number
+
+
+def _in_range(name: str, number: float) -> float:
+    # why: the kernels take these, and their quotient, as normal float32 numbers.
+    if not 1e-15 <= number <= 1e15:
+        raise ProblemError(f"{name}={number} is out of range; give a number from 1e-15 to 1e15")
+    return number
+
+
+def _scale(value: Any, known: Known) -> float:
+    return 1.0 / math.sqrt(known.head_dim) if value is None else check_scale("softmax_scale", value)
+
+
+def _softcap(value: Any, known: Known) -> float:
+    wanted = "a finite number above 0, or 0 for none"
+    number = _real("softcap", value, wanted)
+    if number < 0.0:
+        raise ProblemError(f"softcap={number} is negative; give {wanted}")
+    return _in_range("softcap", number) if number else 0.0
+
+
+def _offset(value: Any, known: Known) -> int | None:
+    return None if value is None else check_integer("diagonal_offset", value)
+
+
+def _algorithm(value: Any, known: Known) -> str:
+    if not isinstance(value, str) or value not in ALGORITHMS:
+        raise ProblemError(f"algorithm={value!r} is not known; give one of {', '.join(ALGORITHMS)}")
+    return value
+
+
+def _out_dtype(value: Any, known: Known) -> str:
+    named, narrow = isinstance(value, str), DTYPES[known.dtype].itemsize == 2
+    if value is None or (named and value == known.dtype):
+        return known.dtype
+    if named and value == "float32" and narrow:
+        return "float32"
+    raise ProblemError(
+        f"out_dtype={value!r} with {known.dtype} inputs; give None for {known.dtype}"
+        + (", or float32" if narrow else "")
+    )
+
+
+class Option(NamedTuple):
+    """How an argument is judged, and which ops take it."""
+
+    judge: Callable[[Any, Known], Any]
+    ops: tuple[str, ...] = ("forward", "lse", "backward")
+
+
+class Scores(NamedTuple):
+    """What the kernels are told of scores: the fields of `ScoreParams`, in its order."""
+
+    softmax_scale: float
+    scale_log2: float  # the exponent, in powers of two, of one unit of q kᵀ
+    cap: float  # softcap in units of q kᵀ, or 0
+    inverse_cap: float
+
+
+class Options(NamedTuple):
+    """The keyword arguments of a call: as they were given (hashable where they are legal), or as `judged` made them."""
+
+    softmax_scale: Annotated[float | None, Option(_scale)] = None
+    causal: Annotated[bool, Option(lambda value, _: check_flag("causal", value))] = False
+    window_size: Annotated[WindowSize, Option(lambda value, _: check_window(value))] = (-1, -1)
+    diagonal_offset: Annotated[int | None, Option(_offset)] = None
+    softcap: Annotated[float, Option(_softcap)] = 0.0
+    algorithm: Annotated[str, Option(_algorithm, ("forward",))] = "flash2"
+    out_dtype: Annotated[str | None, Option(_out_dtype, ("forward",))] = None
+    deterministic: Annotated[bool, Option(lambda value, _: check_flag("deterministic", value), ("backward",))] = False
+
+    def key(self) -> tuple[Any, ...]:
+        """What a cache asks for: 1, 1.0 and True are equal, but not all of them are a scale or a window."""
+        window = self.window_size
+        if isinstance(window, tuple):
+            return self, *map(type, self), *map(type, window)
+        if isinstance(window, list):
+            return self._replace(window_size=tuple(window)), *map(type, self), *map(type, window)
+        return self, *map(type, self)
+
+    def judged(self, known: Known) -> "Options":
+        """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
+        try:
+            return _judged(self.key(), known, self)
+        except TypeError:  # an argument that cannot be hashed is judged anew each time
+            return _judged.__wrapped__((), known, self)
+
+    @property
+    def scores(self) -> Scores:
+        """What the kernels are told, of judged arguments."""
+        scale, softcap = float(self.softmax_scale or 0.0), self.softcap
+        if softcap:
+            return Scores(scale, scale * LOG2_E, softcap / scale, scale / softcap)
+        return Scores(scale, scale * LOG2_E, 0.0, 0.0)
+
+
+_HINTS = get_type_hints(Options, include_extras=True)
+ROWS: dict[str, Option] = {name: get_args(hint)[1] for name, hint in _HINTS.items()}
+_JUDGES = [row.judge for row in ROWS.values()]
+
+
+@lru_cache(maxsize=256)
+def _judged(key: tuple[Any, ...], known: Known, options: Options) -> Options:
+    return Options(*(judge(value, known) for value, judge in zip(options, _JUDGES, strict=True)))
+
+
+def names(op: str) -> list[str]:
+    """The options that an op takes."""
+    return [name for name, row in ROWS.items() if op in row.ops]

@@ -1,0 +1,1 @@
+"""*Do* it: compile, load, pack parameters and launch. The only code that compiles and launches kernels."""

@@ -1,0 +1,178 @@
+"""From a `Variant` to its cubin and its loaded kernel, by NVRTC, a cache on disk and one in the process."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import threading
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..errors import INSTALL_HINT, CompileError, UnsupportedError
+from ..log import logger
+from ..planning.variant import Variant
+from .cache import cache_dir, is_sound, scratch_dir, warn_unwritable, write
+from .structs import size_of
+
+_INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
+_lock = threading.Lock()
+_locks: dict[Any, threading.Lock] = {}
+_kernels: dict[tuple[Variant, int], Any] = {}
+
+
+@cache
+def source_root() -> Path:
+    """The folder `kernels_cu`: inside the package in a wheel, beside it in a checkout or an editable install."""
+    package = Path(__file__).resolve().parents[1]
+    for root in (package / "kernels_cu", package.parent / "kernels_cu"):
+        if (root / "common" / "config.cuh").is_file():
+            return root
+    raise CompileError(f"kernels_cu was found neither in {package} nor beside it; reinstall cuflash")
+
+
+def included_files(source: Path) -> list[Path]:
+    """The source and every file that it includes, directly or not, in the order in which they are found."""
+    found: dict[Path, None] = {}
+    pending = [source.resolve()]
+    while pending:
+        path = pending.pop(0)
+        if path not in found:
+            found[path] = None
+            pending += [(path.parent / name).resolve() for name in _INCLUDE.findall(path.read_text("utf-8"))]
+    return list(found)
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """Version of the NVRTC that compiles here; raises UnsupportedError and says what to install if it is missing."""
+    with _lock:  # why: if two threads make CuPy's first search for NVRTC, it lacks its builtins library
+        return _nvrtc_version()
+
+
+@cache
+def _nvrtc_version() -> tuple[int, int]:
+    try:
+        from cupy.cuda import nvrtc
+
+        return tuple(nvrtc.getVersion())
+    except ImportError as error:
+        raise UnsupportedError(f"GPU arrays need CuPy, which is not installed: {INSTALL_HINT}") from error
+    except Exception as error:
+        # why: CuPy looks for NVRTC when it is first used, and reports its absence by an exception of another package.
+        raise UnsupportedError(f"GPU arrays need NVRTC, which CuPy could not load ({error}): {INSTALL_HINT}") from error
+
+
+def options(variant: Variant) -> tuple[str, ...]:
+    """NVRTC options of a variant, without the include path."""
+    constants = variant.constants | {"PARAMS_BYTES": size_of(variant.params)}
+    defines = tuple(f"-DCUFLASH_{key}={value}" for key, value in constants.items())
+    return (f"-arch={_supported_arch(variant.arch)}", "-std=c++17", "--ptxas-options=-v", *defines)
+
+
+def compile_variant(variant: Variant) -> tuple[bytes, str]:
+    """(cubin, compiler log). Needs NVRTC but no GPU."""
+    nvrtc_version()
+    from cupy.cuda import nvrtc
+
+    source = source_root() / variant.source
+    started = time.perf_counter()
+    program = nvrtc.createProgram(source.read_text("utf-8"), str(source), (), ())
+    try:
+        nvrtc.compileProgram(program, (*options(variant), f"-I{source.parent}"))
+        # why: CuPy's getCUBIN cuts off the last byte, which is zero, because it takes it for the end of a string.
+        cubin, log = nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
+    except nvrtc.NVRTCError as error:
+        raise CompileError(
+            f"{variant.name} does not compile for {variant.arch} with NVRTC {'.'.join(map(str, nvrtc_version()))} "
+            f"({error}).\nSource: {source}\n{nvrtc.getProgramLog(program)}"
+        ) from error
+    finally:
+        nvrtc.destroyProgram(program)
+    logger.debug("compiled %s for %s in %.2f s", variant.name, variant.arch, time.perf_counter() - started)
+    return cubin, log
+
+
+def is_cached(variant: Variant) -> bool:
+    """Whether the disk cache holds a sound cubin of the variant, so that no process needs to compile it."""
+    return is_sound(_cached_path(variant))
+
+
+def cubin_path(variant: Variant) -> Path:
+    """A file that holds the variant's cubin: the one in the disk cache if it is sound, else a newly compiled one."""
+    path = _cached_path(variant)
+    if is_sound(path):
+        return path
+    temporary = scratch_dir() / path.name
+    if is_sound(temporary):
+        return temporary
+    cubin, _ = compile_variant(variant)
+    try:
+        cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
+        write(path, cubin)
+        return path
+    except OSError as error:
+        warn_unwritable(str(cache_dir()), error.strerror or type(error).__name__)
+        write(temporary, cubin)
+        return temporary
+
+
+def load(variant: Variant, ordinal: int) -> Any:
+    """The kernel as a `cupy.cuda.Function` of the GPU `ordinal`, which must be the current device."""
+    key = (variant, ordinal)
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _lock:
+            lock = _locks.setdefault(key, threading.Lock())
+        with lock:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = _load(variant)
+    return kernel
+
+
+def _load(variant: Variant) -> Any:
+    nvrtc_version()
+    import cupy
+
+    module = cupy.RawModule(path=str(cubin_path(variant)))
+    kernel = module.get_function(variant.name)
+    if variant.smem_bytes > 48 * 1024:
+        kernel.max_dynamic_shared_size_bytes = variant.smem_bytes
+    _modules.append(module)
+    return kernel.kernel
+
+
+# why kept: CuPy unloads a module with its Python object, but a captured graph may outlive all other references to it.
+_modules: list[Any] = []
+
+
+@cache
+def _supported_arch(arch: str) -> str:
+    """`arch`, or if NVRTC does not know it the newest older one of the same major version, whose code runs on it."""
+    nvrtc_version()
+    from cupy.cuda import nvrtc
+
+    known = {int(number) for number in nvrtc.getSupportedArchs()}
+    number, suffix = int(arch[3:].rstrip("a")), "a" if arch.endswith("a") else ""
+    if number in known or suffix:
+        return arch
+    older = [n for n in known if n // 10 == number // 10 and n < number]
+    if not older:
+        raise UnsupportedError(
+            f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for {arch}; "
+            f"install a newer one: {INSTALL_HINT}"
+        )
+    return f"sm_{max(older)}"
+
+
+def _cached_path(variant: Variant) -> Path:
+    return cache_dir() / f"{variant.name}.{_supported_arch(variant.arch)}.{_digest(variant)}.cubin"
+
+
+def _digest(variant: Variant) -> str:
+    digest = hashlib.sha256(repr((options(variant), nvrtc_version())).encode())
+    root = source_root()
+    for path in included_files(root / variant.source):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:32]

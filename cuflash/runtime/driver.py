@@ -1,0 +1,55 @@
+"""Calls of the CUDA driver that CuPy does not offer."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+
+Function = Callable[..., int]
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+@cache
+def function(name: str, *argtypes: type) -> Function:
+    """A function of the driver, which returns a CUresult. With `argtypes`, integers are taken as pointers."""
+    # why PyDLL: these functions return at once; releasing the GIL costs 30 ns, and more if other threads want it.
+    library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    # why not getattr: library[name] is a new object each time, so that nobody else changes its argtypes.
+    found = library[name]
+    if argtypes:
+        found.argtypes = argtypes
+    return found
+
+
+def current_device() -> int:
+    """Number of the GPU whose context this thread works in, -1 where it has none."""
+    # why a new one for each call: another thread could overwrite a shared one before it is read.
+    ordinal = ctypes.c_int(-1)
+    return -1 if function("cuCtxGetDevice", ctypes.c_void_p)(ctypes.addressof(ordinal)) else ordinal.value
+
+
+@contextlib.contextmanager
+def on_device(ordinal: int) -> Iterator[None]:
+    """Inside, this thread works in a context of the GPU, which calls of the driver need.
+
+    CUDA's runtime makes the context in its own calls, but a thread of autograd or of a pool may have made none of them.
+    """
+    from cupy.cuda import Device, runtime
+
+    with Device(ordinal):
+        runtime.setDevice(ordinal)  # why: even the runtime's current device may have no context yet
+        yield
+
+
+@contextlib.contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Inside, this thread may allocate memory and load modules while it or another thread captures a stream."""
+    exchange, mode = function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p), ctypes.c_int(_RELAXED)
+    exchange(ctypes.addressof(mode))
+    try:
+        yield
+    finally:
+        exchange(ctypes.addressof(mode))

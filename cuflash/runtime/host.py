@@ -1,0 +1,55 @@
+"""Arrays in host memory: judged like all others, run through the NumPy reference, handed back in their library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..arrays.dlpack import DlpackLibrary
+from ..arrays.library import Library, as_4d
+from ..errors import ProblemError
+from ..problem.operands import Op
+from ..problem.options import Options
+from ..problem.problem import Problem, States, judge
+
+Array = np.ndarray[Any, Any]
+
+
+def run(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, options: Options) -> tuple[Any, ...]:
+    """All results of a call on arrays in host memory."""
+    given = (*arrays, out)
+    specs = [None if x is None else library.spec(n, x) for n, x in zip(op.names, given, strict=False)]
+    problem = judge(op, specs, options)
+    views = [None if x is None else library.to_numpy(x) for x in arrays]
+    target = None if out is None else _writable(library, out)
+    if target is not None and any(np.shares_memory(target, x) for x in views if x is not None):
+        raise ProblemError("out shares memory with an input; give an out of its own memory")
+    results = compute(problem, views)
+    if target is not None:
+        target[...] = results[0]
+    made = [library.from_numpy(x, like=arrays[0]) for x in results[target is not None :]]
+    return (*made,) if target is None else (out, *made)
+
+
+def compute(problem: Problem | States, arrays: Sequence[Array | None]) -> list[Array]:
+    """The results of a problem, in the caller's rank, of inputs in that rank."""
+    op = problem.op
+    views = []
+    for operand, array in zip(op.inputs, arrays, strict=False):
+        if array is not None:
+            views.append(array.reshape(problem.lse_shape_4d) if len(operand.axes) == 3 else as_4d(array))
+    results = reference.RUN[op.name](problem, *views)
+    return [np.asarray(x).reshape(shape) for x, (shape, _) in zip(results, problem.outputs, strict=True)]
+
+
+def _writable(library: Library, out: Any) -> Array:
+    """`out` as a NumPy array that can be written to."""
+    if isinstance(library, DlpackLibrary):
+        raise ProblemError(f"out is a {library.name} array, which cannot be written to here; leave out=None")
+    target = library.to_numpy(out)
+    if not target.flags.writeable:
+        raise ProblemError("out is read-only; give a writable array or leave out=None")
+    return target

@@ -1,0 +1,72 @@
+"""What calls leave behind for calls that repeat them: least recently used, bounded in bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any
+
+
+class Kept:
+    """Values by key, of which those that were not used for longest are dropped: all take at most `max_bytes`.
+
+    A value that was used since it came to the end of the queue goes to its beginning once more instead of being dropped
+    (the "second chance" algorithm): to note a use is then a third of the cost of moving it at once.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.num_bytes = max_bytes, 0
+        self._entries: OrderedDict[Hashable, list[Any]] = OrderedDict()  # value, bytes, whether it was used
+        self._lock = threading.Lock()
+        self._find = self._entries.get
+
+    def get(self, key: Hashable) -> Any:
+        """The value of this key, or None. TypeError for a key that cannot be hashed."""
+        found = self._find(key)
+        if found is None:
+            return None
+        found[2] = True
+        return found[0]
+
+    def put(self, key: Hashable, value: Any, size: int) -> None:
+        """Keeps a value that takes about `size` bytes."""
+        with self._lock:
+            entries = self._entries
+            self.num_bytes += size - entries.pop(key, (None, 0))[1]
+            entries[key] = [value, size, False]
+            while self.num_bytes > self.max_bytes and len(entries) > 1:
+                oldest, entry = entries.popitem(last=False)
+                if entry[2] or oldest == key:
+                    entry[2] = False
+                    entries[oldest] = entry
+                else:
+                    self.num_bytes -= entry[1]
+
+    def clear(self) -> None:
+        """Drops everything."""
+        with self._lock:
+            self._entries.clear()
+            self.num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+class Seen:
+    """Which keys were met before, of the last `count` that were met for the first time."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._hashes: OrderedDict[int, None] = OrderedDict()  # why not a dict: it searches long for its first item
+
+    def before(self, key: Hashable) -> bool:
+        """Whether the key was met before; from now on it was."""
+        number, hashes = hash(key), self._hashes
+        if number in hashes:
+            hashes.pop(number, None)
+            return True
+        hashes[number] = None
+        if len(hashes) > self._count:
+            hashes.popitem(last=False)
+        return False

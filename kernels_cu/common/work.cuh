@@ -1,0 +1,43 @@
+// Work: which block of rows (queries or keys) of which head a block of threads computes. Blocks of threads start in the
+// order of their index.
+#pragma once
+#include "range.cuh"
+
+// A block of rows of a head. Heads are counted over the whole batch: head h of batch element b is b * heads + h; where
+// a head is divided into parts, its parts are counted in its place.
+struct HeadBlock {
+  unsigned head, block;
+};
+
+// All blocks of a head follow each other, so that what the blocks of a head share stays in the L2 cache.
+__device__ constexpr HeadBlock head_by_head(unsigned index, unsigned num_blocks) {
+  const unsigned head = index / num_blocks;
+  return {head, index - head * num_blocks};
+}
+
+// Within heads_together heads the blocks of equal number start together, block 0 first. Under a causal mask block 0
+// should be the longest. The host chooses so few heads that what they share stays in the L2 cache (L34).
+__device__ constexpr HeadBlock longest_first(unsigned index, unsigned num_blocks, unsigned num_heads,
+                                             unsigned heads_together) {
+  const unsigned of_section = heads_together * num_blocks, section = index / of_section;
+  const unsigned first_head = section * heads_together, within = index - section * of_section;
+  const unsigned together = smaller(heads_together, num_heads - first_head);
+  const unsigned block = within / together;
+  return {first_head + within - block * together, block};
+}
+
+struct Work {
+  int batch;
+  int head;   // a query head where the rows are queries, else a kv head
+  int part;   // of the head: a slice of its columns, or a share of its query heads
+  int block;  // of rows
+
+  // why of either sign: a signed division of what all lanes have alike stays in uniform registers, which a producer
+  // that nobody waits for long needs; an unsigned one has fewer instructions.
+  template <class Count>
+  __device__ constexpr Work(HeadBlock at, Count heads, Count parts = 1)
+      : batch(Count(at.head) / parts / heads),
+        head(Count(at.head) / parts - Count(at.head) / parts / heads * heads),
+        part(Count(at.head) - Count(at.head) / parts * parts),
+        block(at.block) {}
+};

@@ -1,0 +1,166 @@
+// How a tile of dq is added up over the key blocks that see its queries: in turns (turn_counter.cuh). The last key
+// block finishes the tile. When deterministic, the key blocks add in the order of their keys, and only the half of the
+// counter that counts additions is used.
+#pragma once
+#include "backward_storage.cuh"
+#include "turn_counter.cuh"
+
+// What happens to a tile of dq.
+enum DqMode : unsigned {
+  kDqAdd,          // it is added to the accumulator
+  kDqStore,        // it is the first, and is stored in the accumulator
+  kDqFinishAlone,  // it is the first and the last
+  kDqFinish,       // it is the last; the sum of the others is in shared memory once sum_full has ended an even phase
+  kDqFinishOdd,    // the same, once sum_full has ended an odd phase
+};
+
+// The place of a key block among those of a tile, in the order of their keys.
+struct DqTurn {
+  int rank, count;
+
+  __device__ __forceinline__ DqTurn(const Sequence& sequence, int m, int block) {
+    const int row_end = smaller((m + 1) * kBlockQ, sequence.seqlen_q());
+    const TileRange keys = TileRange::touched(sequence.mask().key_range(m * kBlockQ, row_end), kBlockK);
+    rank = block - keys.begin, count = keys.count();
+  }
+};
+
+// The accumulator of a warpgroup's part of a tile.
+__device__ __forceinline__ float* dq_acc(const Role& role, unsigned tile, int group) {
+  return role.params.dq_acc + (static_cast<long long>(tile) * kNumConsumers + group) * (kBytesDq / 4);
+}
+
+// Begins to load the sum of a tile into shared memory.
+__device__ __forceinline__ void fetch_sum(const Role& role, unsigned tile) {
+  if (role.leads) {
+    mbarrier_arrive_expect_tx(role.smem.sum_full, 2 * kBytesDq);
+    bulk_load(role.smem.dq_sum, dq_acc(role, tile, 0), 2 * kBytesDq, role.smem.sum_full);
+  }
+}
+
+// One warp takes the turns at the tiles, ahead of the warps that move the tiles, and fetches sums. Its lanes go in step
+// (L13). why a warp of its own: L37. why one turn after the other: L38.
+struct TurnWarp : Role {
+  using Role::Role;
+
+  __device__ __forceinline__ void run() {
+    unsigned step = 0, sums = 0;
+#pragma unroll 1
+    while (next_block()) {
+      for_each_step(step, [&](int head, int m) {
+        const unsigned slot = step & 1, parity = step / 2 & 1;
+        mbarrier_wait(smem.turn_empty + 8 * slot, parity ^ 1);
+        const unsigned tile = dq_tile(head, m);
+        unsigned* const counter = params.turns + tile;
+        DqTurn turn(sequence(), m, block);
+        unsigned seen = 0;
+        if (!params.deterministic) {
+          if (leads) seen = come_to(counter);
+          seen = __shfl_sync(0xffffffffu, seen, 0);
+          turn.rank = rank_of(seen);
+        }
+        const bool last = turn.rank == turn.count - 1;
+        await_turn(counter, seen, turn.rank, last || params.deterministic);
+        unsigned mode = turn.rank == 0 ? (last ? kDqFinishAlone : kDqStore) : last ? kDqFinish : kDqAdd;
+        if (leads) fence_proxy_async_global();
+        if (mode == kDqFinish) {
+          if constexpr (!kDqTransposed) {
+            mbarrier_wait(smem.sum_empty, sums & 1 ^ 1);
+            fetch_sum(*this, tile);
+          }
+          mode += sums++ & 1;
+        }
+        if (leads) {
+          st_shared_u32(smem.turn_modes + 4 * slot, mode);
+          mbarrier_arrive(smem.turn_full + 8 * slot);
+        }
+      });
+    }
+  }
+};
+
+// Two warps move tiles to global memory, be it shares or finished rows of dq, and tell what they have added (L37). One
+// takes the even steps, one the odd steps. why two: an addition is complete only a microsecond after the consumers may
+// write the next tile to shared memory.
+struct DqWarp : Role {
+  const unsigned odd;
+
+  __device__ __forceinline__ DqWarp(const TiledBackwardParams& p, const Addresses& addresses, unsigned odd)
+      : Role(p, addresses), odd(odd) {}
+
+  __device__ __forceinline__ void move(unsigned mode, int group, int head, int m) const {
+    const unsigned source = smem.dq + group * kBytesDq;
+    if (mode < kDqFinishAlone) {
+      float* const target = dq_acc(*this, dq_tile(head, m), group);
+      if (mode == kDqStore) bulk_store(target, source, kBytesDq);
+      else bulk_add(target, source, kBytesDq);
+      return;
+    }
+    const Sequence of = sequence();
+    const int row = of.query_coordinate(m * kBlockQ + (kDqByRows ? 64 * group : 0));
+    const int column = kDqByRows ? 0 : kDqColumns * group;
+    if constexpr (kDqTransposed) {
+#pragma unroll
+      for (int box = 0; box < kBlockQ / 16; ++box) {
+        store_panels<1>(params.dq_map, source + box * 2048, 0, column, row + 16 * box, head, of.batch_coordinate());
+      }
+    } else {
+#pragma unroll
+      for (int warp = 0; warp < 4; ++warp) {
+        store_panels<kDqColumns / kPanelColumns>(params.dq_map, source + warp * (kBytesDq / 4), 2048, column,
+                                                 row + 16 * warp, head, of.batch_coordinate());
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    unsigned step = 0;
+#pragma unroll 1
+    while (next_block()) {
+      for_each_step(step, [&](int head, int m) {
+        if ((step & 1) != odd) return;
+        const unsigned parity = step / 2 & 1;
+        mbarrier_wait(smem.turn_full + 8 * odd, parity);
+        unsigned mode = 0;
+        if (leads) {  // why handed on: the consumers tell this warp, not TurnWarp, that they have read the mode (L41)
+          mode = ld_shared_u32(smem.turn_modes + 4 * odd);
+          st_shared_u32(smem.dq_modes + 4 * odd, mode);
+        }
+        mode = __shfl_sync(0xffffffffu, mode, 0);
+        // Waits until the tile of the step before, which is the other warp's, has been read from shared memory.
+        if (step > 0) mbarrier_wait(smem.dq_empty + 8 * (odd ^ 1), odd ? parity : parity ^ 1);
+        if (kDqTransposed && mode >= kDqFinish) {
+          if (leads) fence_proxy_async_global();
+          // Waits until the consumers are done with the place of the sum, in the step before.
+          if (step > 0) mbarrier_wait(smem.q_empty + 8 * ((step - 1) % kStages), (step - 1) / kStages & 1);
+          fetch_sum(*this, dq_tile(head, m));
+        }
+        // why not both at once if transposed: L32.
+        if constexpr (!kDqTransposed) {
+#pragma unroll
+          for (int group = 0; group < kNumConsumers; ++group) bar_arrive(kDqReady + group, kDqThreads);
+        }
+#pragma unroll
+        for (int group = 0; group < kNumConsumers; ++group) {
+          if constexpr (kDqTransposed) bar_arrive(kDqReady + group, kDqThreads);
+          bar_sync(kDqFilled + group, kDqThreads);
+          if (leads) {
+            move(mode, group, head, m);
+            bulk_commit();
+          }
+        }
+        if (leads) {
+          mbarrier_arrive(smem.turn_empty + 8 * odd);  // why not before: L37
+          bulk_wait_read<0>();
+          mbarrier_arrive(smem.dq_empty + 8 * odd);
+          bulk_wait<0>();
+          if (mode < kDqFinishAlone) {  // why at once: L37
+            fence_proxy_async_global();
+            tell_added(params.turns + dq_tile(head, m));
+          }
+        }
+        __syncwarp();
+      });
+    }
+  }
+};

@@ -1,0 +1,101 @@
+// Shared memory of forward and lse on Hopper: tiles, their barriers, and the descriptions of the block's work.
+#pragma once
+#include "../ptx/ldmatrix.cuh"
+#include "../ptx/mbarrier.cuh"
+#include "forward_work.cuh"
+#include "panels.cuh"
+
+constexpr unsigned kPanelBytesQ = kBlockQ * 128;
+constexpr unsigned kPanelBytesK = kBlockK * 128;  // of k and of v
+constexpr unsigned kBytesQ = kPanelsQk * kPanelBytesQ;
+constexpr unsigned kBytesSlot = (kPanelsQk > kPanelsV ? kPanelsQk : kPanelsV) * kPanelBytesK;
+
+// why so many slots: work is described before the ring has its first k, and read until its rows are stored. The ring
+// holds this many pieces of work if each has one key tile.
+constexpr int kWorkInRing = kHeadDimV > 0 ? kStages / 2 : kStages;
+constexpr int kWorkSlots = 16;
+static_assert(kWorkInRing + 3 <= kWorkSlots, "a description would be written over while it is needed");
+
+constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
+
+// Whether the first s of a query block is issued before the last p v of the query block before it; the first weights
+// are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
+constexpr bool kNextScoresFirst = kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
+
+struct alignas(1024) SharedStorage {
+  char q[kQStages][kBytesQ];
+  char kv[kStages][kBytesSlot];  // the ring of k and v tiles in the order of their use
+  char out[4 * kNumConsumers][kOutPanels > 0 ? kOutPanels * kWarpPanelBytes : 16];  // on its way to global memory
+  unsigned long long work_full[kWorkSlots];
+  unsigned long long q_full[kQStages][kNumConsumers], q_empty[kQStages][kNumConsumers];
+  unsigned long long kv_full[kStages], kv_empty[kStages];
+  int4 work[kWorkSlots][2];
+};
+static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
+
+// The addresses of the members of SharedStorage. `i` counts the pieces of work of the block.
+struct Addresses {
+  const SharedStorage& at;
+  const unsigned q = smem_address(at.q), kv = smem_address(at.kv), out = smem_address(at.out);
+  const unsigned work_full = smem_address(at.work_full), q_barriers = smem_address(at.q_full);
+  const unsigned kv_full = smem_address(at.kv_full), kv_empty = smem_address(at.kv_empty);
+  const unsigned works = smem_address(at.work);
+
+  // A warpgroup's rows of q, and their barriers.
+  __device__ __forceinline__ unsigned q_rows(unsigned i, int group) const {
+    return q + i % kQStages * kBytesQ + group * kGroupRows * 128;
+  }
+  __device__ __forceinline__ unsigned q_full(unsigned i, int group) const {
+    return q_barriers + 8 * (i % kQStages * kNumConsumers + group);
+  }
+  __device__ __forceinline__ unsigned q_empty(unsigned i, int group) const {
+    return q_full(i, group) + 8 * kQStages * kNumConsumers;
+  }
+
+  // One thread tells the others about work i.
+  __device__ __forceinline__ void describe(unsigned i, const QueryWork& work) const {
+    const unsigned slot = i % kWorkSlots, address = works + 32 * slot;
+    st_shared_v4(address,
+                 {unsigned(work.row_begin), unsigned(work.keys.begin), unsigned(work.keys.end), unsigned(work.head)});
+    st_shared_v4(address + 16, {unsigned(work.kv_head), unsigned(work.batch), 0, 0});
+    mbarrier_arrive(work_full + 8 * slot);
+  }
+
+  __device__ __forceinline__ void await_work(unsigned i) const {
+    mbarrier_wait(work_full + 8 * (i % kWorkSlots), i / kWorkSlots & 1);
+  }
+
+  // why read again wherever it is needed: L5.
+  __device__ __forceinline__ QueryWork work(unsigned i) const {
+    const unsigned address = works + 32 * (i % kWorkSlots);
+    unsigned keys[4], heads[4];
+    ld_shared_v4(keys, address);
+    ld_shared_v4(heads, address + 16);
+    return {int(keys[0]), {int(keys[1]), int(keys[2])}, int(keys[3]), int(heads[0]), int(heads[1])};
+  }
+
+  // One thread calls, before any other thread uses the barriers.
+  __device__ void init_barriers() const {
+    constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
+    for (int i = 0; i < kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1);
+    for (int i = 0; i < kQStages; ++i) {
+      for (int g = 0; g < kNumConsumers; ++g) mbarrier_init(q_full(i, g), 1), mbarrier_init(q_empty(i, g), 4);
+    }
+    for (int i = 0; i < kStages; ++i) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(kv_empty + 8 * i, kReleases);
+    mbarrier_init_fence();
+  }
+};
+
+// A position in the ring. `parity` is that of the phase in which its slot is filled.
+struct RingPosition {
+  unsigned slot = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+};
+
+__device__ __forceinline__ void swap(RingPosition& a, RingPosition& b) {
+  const RingPosition old = a;
+  a = b, b = old;
+}

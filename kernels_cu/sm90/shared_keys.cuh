@@ -1,0 +1,57 @@
+// dk and dv of a key block that several blocks of threads share (L35): each takes some of the query tiles. Their sums
+// are added up in turns (turn_counter.cuh), in the order of the fragments. The last block has the whole sums.
+#pragma once
+#include "backward_storage.cuh"
+#include "turn_counter.cuh"
+
+// Whether other blocks of threads take steps of the key block at hand, too.
+__device__ __forceinline__ bool shares_keys(const Role& role) {
+  const TiledBackwardParams& p = role.params;
+  return blockIdx.x >= p.whole_blocks && role.steps.end - role.steps.begin < p.num_q_blocks * p.problem.heads_per_kv;
+}
+
+// Adds up the thread's part of key block `nth` of those that are shared.
+template <int kCount>
+__device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, unsigned nth, int thread, bool first,
+                                              bool last) {
+  float4* const at =
+      reinterpret_cast<float4*>(acc) + static_cast<long long>(nth) * (kConsumerThreads * kCount / 4) + thread;
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    float* const y = x + 4 * i;
+    if (last) {
+      const float4 sum = __ldcg(at + kConsumerThreads * i);
+      y[0] += sum.x, y[1] += sum.y, y[2] += sum.z, y[3] += sum.w;
+    } else if (first) {
+      __stcg(at + kConsumerThreads * i, make_float4(y[0], y[1], y[2], y[3]));
+    } else {
+      red_add_v4_f32(reinterpret_cast<float*>(at + kConsumerThreads * i), y[0], y[1], y[2], y[3]);
+    }
+  }
+}
+
+// Adds up dk and dv. The result tells whether this block is the last, whose dk and dv are then whole. All consumer
+// threads call; `thread` is their number.
+template <int kDk, int kDv>
+__device__ __forceinline__ bool add_up_shared(const Role& role, float (&dk)[kDk], float (&dv)[kDv], int thread) {
+  const TiledBackwardParams& p = role.params;
+  const unsigned nth = role.index - 1 - p.shared_first, steps = p.num_q_blocks * p.problem.heads_per_kv;
+  const unsigned sharers = ((nth + 1) * steps - 1) / p.shared_steps - nth * steps / p.shared_steps + 1;
+  // The counters of shared key blocks follow those of all tiles of dq.
+  unsigned* const counter = p.turns + Sequence(p.problem, p.problem.batch).query_head(0) * p.num_q_blocks + nth;
+  if (thread == 0) {
+    const unsigned came = come_to(counter), rank = rank_of(came);
+    await_turn(counter, came, rank, rank == sharers - 1);
+    st_shared_u32(role.smem.shared_rank, rank);
+  }
+  bar_sync(kDsWritten, kConsumerThreads);
+  const unsigned rank = ld_shared_u32(role.smem.shared_rank);
+  const bool last = rank == sharers - 1;
+  add_up_shared(dk, p.dk_acc, nth, thread, rank == 0, last);
+  add_up_shared(dv, p.dv_acc, nth, thread, rank == 0, last);
+  if (last) return true;
+  __threadfence();
+  bar_sync(kDsWritten, kConsumerThreads);
+  if (thread == 0) tell_added(counter);
+  return false;
+}

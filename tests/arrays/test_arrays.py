@@ -1,0 +1,154 @@
+"""Frameworks in and out: the same one, on the same device, with nothing copied through the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from libraries import GPU_MAKERS, MAKERS, Producer, as_numpy, cupy_of, torch_of
+
+import cuflash
+from cuflash.arrays.find import libraries_of, library_of
+from cuflash.arrays.numpy import NUMPY
+from cuflash.bench.cases import Case
+from cuflash.errors import ProblemError
+from cuflash.problem.operands import LSE_ONLY
+
+CASE = Case("interop", 2, 60, 70, 4, 2, 64, 64, "float16", causal=True)
+BF16 = Case("interop_bf16", 2, 60, 70, 4, 2, 64, 64, "bfloat16", causal=True)
+
+
+def check(make: Any, case: Case, algorithm: str) -> None:
+    arrays = case.arrays()
+    q, k, v = map(make, arrays)
+    out, lse = cuflash.forward(q, k, v, return_lse=True, algorithm=algorithm, **case.arguments())
+    assert type(out) is type(q)
+    assert type(lse) is type(q)
+    assert out.dtype == q.dtype
+    assert "float32" in str(lse.dtype)
+    for each in (lse, cuflash.lse(q, k, **case.arguments())):
+        oracle.assert_attention(case, arrays, as_numpy(out), as_numpy(each), ulps=1)
+    merged, merged_lse = cuflash.merge_states([out, out], [lse, lse])
+    assert type(merged) is type(q)
+    np.testing.assert_array_equal(as_numpy(merged), as_numpy(out))
+    oracle.assert_units("merged lse", as_numpy(merged_lse), as_numpy(lse).astype("f8") + np.log(2), 2)
+
+
+@pytest.mark.parametrize("algorithm", ["flash2", "standard"])
+@pytest.mark.parametrize("case", [CASE, BF16], ids=lambda case: case.name)
+@pytest.mark.parametrize("framework", MAKERS)
+def test_host_arrays_come_back_as_they_went_in(framework: str, case: Case, algorithm: str) -> None:
+    check(MAKERS[framework], case, algorithm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["flash2", "standard"])
+@pytest.mark.parametrize("case", [CASE, BF16], ids=lambda case: case.name)
+@pytest.mark.parametrize("framework", GPU_MAKERS)
+def test_gpu_arrays_come_back_as_they_went_in(framework: str, case: Case, algorithm: str) -> None:
+    check(GPU_MAKERS[framework], case, algorithm)
+
+
+@pytest.mark.parametrize("framework", MAKERS)
+def test_backward_gives_gradients_of_the_callers_framework(framework: str) -> None:
+    make = MAKERS[framework]
+    arrays = CASE.arrays()
+    q, k, v = map(make, arrays)
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **CASE.arguments())
+    gradients = cuflash.backward(out, q, k, v, out, lse, **CASE.arguments())
+    exact = oracle.gradients64(CASE, as_numpy(out), *arrays)
+    naive = oracle.naive_gradients(CASE, as_numpy(out), *arrays)
+    for name, got, like, wanted, rough in zip("qkv", gradients, (q, k, v), exact, naive, strict=True):
+        assert type(got) is type(like)
+        assert (tuple(got.shape), got.dtype) == (tuple(like.shape), like.dtype)
+        oracle.assert_close(f"d{name}", as_numpy(got), wanted, rough, ulps=4)
+
+
+def test_an_unknown_dlpack_producer_in_host_memory_gives_numpy() -> None:
+    q, k, v = CASE.arrays()
+    wanted = cuflash.forward(q, k, v, **CASE.arguments())
+    got = cuflash.forward(Producer(q), Producer(k), Producer(v), **CASE.arguments())
+    assert type(got) is np.ndarray
+    np.testing.assert_array_equal(got, wanted)
+    with pytest.raises(ProblemError, match="cannot be written to"):
+        cuflash.forward(Producer(q), Producer(k), Producer(v), out=Producer(got), causal=True)
+
+
+@pytest.mark.gpu
+def test_an_unknown_dlpack_producer_on_a_gpu_gives_cupy() -> None:
+    import cupy
+
+    q, k, v = map(cupy_of, CASE.arrays())
+    got = cuflash.forward(Producer(q), Producer(k), Producer(v), **CASE.arguments())
+    assert type(got) is cupy.ndarray
+    assert bool((got == cuflash.forward(q, k, v, **CASE.arguments())).all())
+    with pytest.raises(ProblemError, match="not offered"):
+        cuflash.forward(Producer(q), Producer(k), Producer(v), out=Producer(got), causal=True)
+
+
+@pytest.mark.gpu
+def test_torch_results_go_to_jax_and_cupy_without_a_copy() -> None:
+    torch = pytest.importorskip("torch")
+    import cupy
+
+    q, k, v = (torch_of(x, "cuda") for x in CASE.arrays())
+    out = cuflash.forward(q, k, v, causal=True)
+    assert cupy.from_dlpack(out).data.ptr == out.data_ptr()
+    jax = pytest.importorskip("jax")
+    seen = jax.dlpack.from_dlpack(out)
+    assert seen.unsafe_buffer_pointer() == out.data_ptr()
+    np.testing.assert_array_equal(np.asarray(seen), out.cpu().numpy())
+    assert out.dtype == torch.float16
+
+
+@pytest.mark.gpu
+def test_torch_runs_on_its_current_stream_and_in_its_graphs() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch_of(x, "cuda") for x in CASE.arrays())
+    wanted = cuflash.forward(q, k, v, causal=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        late = q.clone()
+        for _ in range(50):
+            late = late * 1.0
+        got = cuflash.forward(late, k, v, causal=True)
+    side.synchronize()
+    assert torch.equal(got, wanted)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cuflash.forward(q, k, v, causal=True)
+    new = [torch_of(x, "cuda") for x in CASE.arrays(7)]
+    for old, fresh in zip((q, k, v), new, strict=True):
+        old.copy_(fresh)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, cuflash.forward(*new, causal=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_torch_tensors_that_require_grad_are_refused_with_the_way_out(device: str) -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch_of(x, device) for x in CASE.arrays())
+    wanted = cuflash.forward(q, k, v)
+    q.requires_grad_()
+    with pytest.raises(ProblemError, match=r"q requires grad.*detach"):
+        cuflash.forward(q, k, v)
+    with torch.no_grad():
+        assert torch.equal(cuflash.forward(q, k, v), wanted)
+    assert torch.equal(cuflash.forward(q.detach(), k, v), wanted)
+
+
+def test_subclasses_belong_to_their_framework_and_other_things_to_none() -> None:
+    class Mine(np.ndarray[Any, Any]):
+        pass
+
+    assert library_of("q", np.zeros(3).view(Mine)) is NUMPY
+    assert libraries_of(LSE_ONLY, (np.zeros(3), np.zeros(4))) == (NUMPY, False)
+    with pytest.raises(ProblemError, match="masked array"):
+        library_of("q", np.ma.masked_array(np.zeros(3)))
+    for thing in ([1.0], None, 3.0, "q"):
+        with pytest.raises(ProblemError, match="q is a"):
+            library_of("q", thing)

@@ -1,0 +1,157 @@
+"""The benchmark on NumPy arrays: what it reports, and that a wrong result of either op is seen and not timed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+
+from cuflash.__main__ import main
+from cuflash.bench import check, measure, peers, run, table
+from cuflash.bench.arrays import NumpyArrays
+from cuflash.bench.cases import Case
+from cuflash.bench.peers import Contender
+
+ARRAYS = NumpyArrays()
+OPS = ("forward", "backward")
+CELLS = [Case("small", 3, 96, 96, 4, 4, 16, 16, "float32", causal) for causal in (False, True)]
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0)
+
+
+def contenders(op: str) -> list[Contender]:
+    """Ours and the peer that is always there."""
+    return peers.ours(op, ARRAYS, ("flash2", "flash1")) + [x for x in peers.find(ARRAYS)[0] if x.op == op]
+
+
+def spoiled(op: str, change: Callable[..., None]) -> Contender:
+    """Ours, its outputs changed in place by `change(*outputs)`."""
+    first = contenders(op)[0]
+
+    def prepare(inputs: tuple[Any, ...], causal: bool) -> Callable[[], Any]:
+        call = first.prepare(inputs, causal)
+
+        def changed() -> Any:
+            result = call()
+            change(*check.outputs(op, result).values())
+            return result
+
+        return changed
+
+    return replace(first, name="spoiled", prepare=prepare)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=("full", "causal"))
+@pytest.mark.parametrize("op", OPS)
+def test_every_contender_is_right_and_timed(op: str, cell: Case) -> None:
+    rows = run.run_cell(ARRAYS, cell, contenders(op), rounds=3)
+    assert len(rows) == {"forward": 3, "backward": 2}[op]
+    for row in rows:
+        assert not row.note
+        assert not row.wrong
+        assert row.error is not None
+        assert row.error < 1e-5
+        assert row.seconds is not None
+        assert row.tflops == row.flops / row.seconds * 1e-12
+
+
+def test_the_work_of_backward_is_five_products_of_the_visible_pairs() -> None:
+    for cell, pairs in zip(CELLS, (96 * 96, 96 * 97 // 2), strict=True):
+        flops = [run.Row(cell, contenders(op)[0]).flops for op in OPS]
+        assert flops == [2 * 2 * 16 * pairs * 3 * 4, 5 * 2 * 16 * pairs * 3 * 4]
+
+
+@pytest.mark.parametrize("chunk", [check.CHUNK, 1000])
+@pytest.mark.parametrize("cell", CELLS, ids=("full", "causal"))
+def test_samples_are_exact(cell: Case, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "CHUNK", chunk)
+    q, k, v, dout = ARRAYS.inputs("backward", cell)
+    exact = {"out": oracle.attention64(cell, q, k, v)[0]}
+    exact |= zip(("dq", "dk", "dv"), oracle.gradients64(cell, dout, q, k, v), strict=True)
+    samples = check.sample(ARRAYS, "forward", cell, (q, k, v)) + check.sample(ARRAYS, "backward", cell, (q, k, v, dout))
+    assert {(sample.output, sample.batch, sample.head) for sample in samples} == {
+        (output, batch, head) for output in exact for batch, head in ((0, 0), (2, 3))
+    }
+    for output, batch, head, rows, values in samples:
+        assert len(rows) > 3
+        oracle.assert_units(output, values, exact[output][batch, rows, head], oracle.ULPS["float64"])
+
+
+@pytest.mark.parametrize(("op", "output"), [("forward", 0), ("backward", 0), ("backward", 1), ("backward", 2)])
+@pytest.mark.parametrize("damage", [1.001, np.nan])
+def test_a_wrong_row_is_seen_in_every_output(op: str, output: int, damage: float) -> None:
+    def change(*outputs: Any) -> None:
+        outputs[output][0, :, 0] *= damage
+
+    first, wrong = spoiled(op, change), contenders(op)[-1]
+    rows = run.run_cell(ARRAYS, CELLS[0], [first, wrong], rounds=3)
+    assert [row.wrong for row in rows] == [True, False]
+    assert rows[0].seconds is None
+    assert f"in sampled rows of {check.OUTPUTS[op][output]} is over" in rows[0].note
+    assert run.Report({}, "numpy", {}, rows).failed
+
+
+@pytest.mark.parametrize(("op", "output"), [("forward", 0), ("backward", 0), ("backward", 1), ("backward", 2)])
+def test_what_is_not_sampled_is_held_against_the_first(op: str, output: int) -> None:
+    def change(*outputs: Any) -> None:
+        outputs[output][1] *= 1.01
+
+    rows = run.run_cell(ARRAYS, CELLS[1], [*contenders(op), spoiled(op, change)], rounds=3)
+    assert [row.wrong for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert f"{check.OUTPUTS[op][output]} differs from {rows[0].contender.name}" in rows[-1].note
+
+
+def test_a_peer_that_does_not_run_is_a_gap_and_one_of_ours_a_failure() -> None:
+    def prepare(inputs: tuple[Any, ...], causal: bool) -> Any:
+        raise MemoryError("too large")
+
+    peer = Contender("backward", "peer", ("float32",), prepare)
+    rows = run.run_cell(ARRAYS, CELLS[0], [*contenders("backward"), peer], rounds=3)
+    assert (rows[-1].note, rows[-1].wrong, rows[-1].seconds) == ("too large", False, None)
+    assert not run.Report({}, "numpy", {}, rows).failed
+    assert run.Report({}, "numpy", {}, [run.Row(CELLS[0], replace(peer, ours=True))]).failed
+
+
+def test_ratios_are_within_an_op() -> None:
+    rows = [
+        run.Row(CELLS[0], contender, seconds=seconds)
+        for op, times in (("forward", (2.0, 4.0)), ("backward", (10.0, 5.0)))
+        for contender, seconds in zip((contenders(op)[0], contenders(op)[-1]), times, strict=True)
+    ]
+    assert [table.ratios(rows, row) for row in rows if row.contender.ours] == [
+        {"NumPy matmul": 2.0},
+        {"NumPy matmul": 0.5},
+    ]
+
+
+@pytest.mark.parametrize("ops", [None, "forward", "backward"])
+def test_the_command_measures_the_ops_asked_for(
+    ops: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "find", lambda: (ARRAYS, "asked for"))
+    asked = [] if ops is None else ["--ops", ops]
+    assert main(["bench", "--quick", "--seqlens", "64", "--json", str(tmp_path / "found.json"), *asked]) == 0
+    wanted = list(OPS) if ops is None else [ops]
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))["rows"]
+    assert list(dict.fromkeys(row["op"] for row in found)) == wanted
+    assert {row["causal"] for row in found} == {True, False}
+    assert {row["kernel"] for row in found if row["ours"]} == {f"reference_{op}_flash2" for op in wanted}
+    assert all(row["seconds"] > 0 for row in found)
+    printed = capsys.readouterr().out
+    for op in OPS:
+        assert (f"\n{op}, float32, numpy arrays" in printed) == (op in wanted)
+
+
+def test_an_op_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "--ops", "forward,sideways"])
+    assert "sideways: give some of forward, backward" in capsys.readouterr().err

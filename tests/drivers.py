@@ -1,0 +1,133 @@
+"""What stands in for the CUDA driver, the GPU and its arrays in tests that need no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+
+from cuflash.arrays import find
+from cuflash.arrays.library import GpuLibrary
+from cuflash.planning import device
+from cuflash.problem.array_spec import ArraySpec, dense_strides
+from cuflash.runtime import launch, structs, tensor_map
+
+
+class FakeDriver:
+    """In place of the driver's functions for tensor maps: what they were called with, and where to."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, tuple[Any, ...]]] = []
+        self.result = 0
+        self.records = True
+
+    def function(self, name: str, *argtypes: type) -> Callable[..., int]:
+        def called(address: int, *more: Any) -> int:
+            if self.records:
+                self.calls.append((name, address, self.read(more) if name == "cuTensorMapEncodeTiled" else more))
+            return self.result
+
+        return called
+
+    @staticmethod
+    def read(more: tuple[Any, ...]) -> tuple[Any, ...]:
+        """(dtype, pointer, lengths, steps, box) of an encoded map, read while they are there."""
+        dtype, rank, pointer, lengths, steps, box, *_ = more
+        of = [(ctypes.c_uint64 * rank, lengths), (ctypes.c_uint64 * (rank - 1), steps), (ctypes.c_uint32 * rank, box)]
+        return dtype, pointer, *(tuple(kind.from_address(address)) for kind, address in of)
+
+
+class Gpus:
+    """GPUs whose launches are recorded, as (stream, bytes of the parameters)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current, self.driver = 1, FakeDriver()
+        self.launched: list[tuple[int, bytes]] = []
+        self.records = True
+        self.blocks: dict[int, int] = {}  # bytes of a struct by its address
+        monkeypatch.setattr(launch, "current_device", lambda: self.current)
+        monkeypatch.setattr(launch, "on_device", self.on_device)
+        monkeypatch.setattr(launch, "compiler", SimpleNamespace(load=lambda variant, ordinal: self.launch))
+        monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream: 512 * stream)
+        monkeypatch.setattr(device, "query", lambda ordinal: device.KNOWN["sm_90"])
+        monkeypatch.setattr(tensor_map, "function", self.driver.function)
+        function = SimpleNamespace(CPointer=lambda address: address)
+        for name, module in (("cupy", SimpleNamespace()), ("cupy.cuda", SimpleNamespace()),
+                             ("cupy.cuda.function", function)):  # fmt: skip
+            monkeypatch.setitem(sys.modules, name, module)
+        make = structs.Block.__init__
+
+        def noted(block: structs.Block, packed: bytes, counter: int | None) -> None:
+            make(block, packed, counter)
+            if self.records:
+                self.blocks[block.address] = len(packed)
+
+        monkeypatch.setattr(structs.Block, "__init__", noted)
+        monkeypatch.setitem(find._known, Array, Recorded())
+        launch.KEPT.clear()
+
+    @contextlib.contextmanager
+    def on_device(self, ordinal: int) -> Iterator[None]:
+        before, self.current = self.current, ordinal
+        yield
+        self.current = before
+
+    def launch(self, grid: Any, block: Any, arguments: Any, smem_bytes: int, stream: Any) -> None:
+        assert self.current == 1
+        if self.records:
+            (address,) = arguments
+            self.launched.append((stream.ptr, ctypes.string_at(address, self.blocks[address])))
+
+    def quiet(self) -> None:
+        """Records nothing any more."""
+        self.records = self.driver.records = False
+
+
+class Array(NamedTuple):
+    """An array on a recorded GPU."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    pointer: int
+
+    @classmethod
+    def dense(cls, shape: tuple[int, ...], pointer: int, dtype: str = "bfloat16", rows: int = 0) -> Array:
+        """A dense array, or the first rows of one that has `rows` of them."""
+        whole = (shape[0], rows or shape[1], *shape[2:])
+        return cls(shape, dense_strides(whole), dtype, pointer)
+
+
+class Recorded(GpuLibrary):
+    """The library of `Array`; what it makes stands where it was before, as with a caching allocator."""
+
+    name = "recorded"
+
+    def on_gpu(self, array: Any) -> bool:
+        return True
+
+    def spec(self, name: str, array: Any) -> ArraySpec:
+        return ArraySpec(array.shape, array.strides, array.dtype, "cuda:1", self.name)
+
+    def key(self, array: Any) -> tuple[Any, ...]:
+        return array.shape, array.strides, array.dtype
+
+    def ordinal(self, array: Any) -> int:
+        return 1
+
+    def pointer(self, array: Any) -> int:
+        return array.pointer  # type: ignore[no-any-return]
+
+    def stream(self, ordinal: int) -> int:
+        return 7
+
+    def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Array:
+        return Array.dense(shape, 2**44, dtype)

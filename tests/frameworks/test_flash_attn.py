@@ -1,0 +1,265 @@
+"""The interfaces of flash-attn 2 and 3: their signatures, their results and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import oracle
+from tensors import assert_results, in_numpy
+
+import cuflash
+from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.frameworks import flash_attn_3_interface as fa3
+from cuflash.frameworks import flash_attn_interface as fa2
+
+# Names and defaults as the packages have them: flash-attn 2.8.3, and hopper/ of its repository.
+FA2 = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+DESCALE = "q_descale=None, k_descale=None, v_descale=None"
+SIGNATURES = {
+    (fa2, "flash_attn_func"): f"q, k, v, {FA2}",
+    (fa2, "flash_attn_kvpacked_func"): f"q, kv, {FA2}",
+    (fa2, "flash_attn_qkvpacked_func"): f"qkv, {FA2}",
+    (fa3, "flash_attn_func"): f"q, k, v, softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), "
+    "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
+    "return_attn_probs=False",
+    (fa3, "flash_attn_qkvpacked_func"): f"qkv, softmax_scale=None, causal=False, {DESCALE}, window_size=(-1, -1), "
+    "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
+    (fa3, "flash_attn_combine"): "out_partial, lse_partial, out=None, out_dtype=None",
+}
+MASKS = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 2)},
+    {"window_size": (4, -1)},
+    {"causal": True, "window_size": (3, 5)},
+    {"causal": True, "softcap": 0.5, "softmax_scale": 0.3},
+]
+
+
+def tensors(seqlen_q: int = 9, seqlen_k: int = 13, heads_kv: int = 2, seed: int = 0) -> list[Any]:
+    """q, k and v with 4 heads of q, float32, that want gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((2, seqlen_q, 4, 16), (2, seqlen_k, heads_kv, 16), (2, seqlen_k, heads_kv, 16))
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+
+
+def whole(
+    q: Any, k: Any, v: Any, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
+    softmax_scale: float | None = None,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(out, lse) with whole matrices in the dtype given, from the rule of visible keys in flash-attn's docstring."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    rows = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
+    keys = torch.arange(k.shape[2])
+    left, right = window_size[0], 0 if causal else window_size[1]
+    hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
+    if left >= 0:
+        hidden |= keys < rows - left
+    if right >= 0:
+        hidden |= keys > rows + right
+    scores = scores.masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2), scores.logsumexp(-1)
+
+
+def assert_right(found: Any, inputs: list[Any], dout: Any, ulps: float, **arguments: Any) -> None:
+    """Holds out, lse and the gradients of `(dout * out).sum()` against `whole` in float64 under the tolerance rule."""
+
+    def computed(dtype: Any) -> list[Any]:
+        leaves = [x.detach().cpu().to(dtype).requires_grad_() for x in inputs]
+        out, lse = whole(*leaves, **arguments)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout.cpu().to(dtype))]
+
+    exact, near = computed(torch.float64), computed(inputs[0].dtype)
+    near[1] = computed(torch.float32)[1]  # lse is never rounded to 16 bits
+    for name, *results in zip(("out", "lse", "dq", "dk", "dv"), found, exact, near, strict=True):
+        oracle.assert_close(name, *map(in_numpy, results), ulps=ulps)
+
+
+@pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: getattr(x, "__name__", x).split(".")[-1])
+def test_the_signatures_are_those_of_the_packages(module: Any, name: str) -> None:
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    bare = (parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters)
+    assert ", ".join(map(str, bare)) == SIGNATURES[module, name]
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+@pytest.mark.parametrize("arguments", MASKS, ids=str)
+def test_outputs_lse_and_gradients_are_those_of_attention(module: Any, arguments: dict[str, Any]) -> None:
+    inputs = tensors()
+    out, lse, *rest = module.flash_attn_func(*inputs, return_attn_probs=True, **arguments)
+    assert (out.shape, out.dtype) == ((2, 9, 4, 16), torch.float32)
+    assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
+    assert [(x.shape, x.dtype) for x in rest] == [((0,), torch.float32)] * (module is fa2)
+    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    assert_right((out, lse, *torch.autograd.grad(out, inputs, dout)), inputs, dout, 4, **arguments)
+    alone = module.flash_attn_func(*inputs, deterministic=True, **arguments)
+    assert torch.equal(alone, out)
+
+
+def test_masks_are_aligned_bottom_right_and_rows_that_see_nothing_are_zero() -> None:
+    q, k, v = tensors(seqlen_q=5, seqlen_k=2)
+    out, lse, _ = fa2.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
+    assert not out[:, :3].any()
+    assert torch.equal(lse[..., :3], torch.full((2, 4, 3), -torch.inf))
+    assert torch.equal(out[:, 3], v[:, 0].repeat_interleave(2, 1))
+    assert lse[..., 3:].isfinite().all()
+
+
+def test_positional_arguments_stand_in_the_order_of_each_version() -> None:
+    inputs = tensors()
+    wanted = cuflash.forward(*(x.detach() for x in inputs), softmax_scale=0.2, causal=True, window_size=(3, 0))
+    assert torch.equal(fa2.flash_attn_func(*inputs, 0.0, 0.2, True, (3, 0)), wanted)
+    assert torch.equal(fa3.flash_attn_func(*inputs, 0.2, True, None, None, None, None, (3, 0)), wanted)
+    capped = fa2.flash_attn_func(*inputs, softcap=0.7)
+    assert torch.equal(fa2.flash_attn_func(*inputs, 0.0, None, False, (-1, -1), 0.7), capped)
+    assert not torch.equal(fa2.flash_attn_func(*inputs, softcap=-1.0), capped)
+    assert torch.equal(fa2.flash_attn_func(*inputs, softcap=-1.0), fa3.flash_attn_func(*inputs))
+
+
+@pytest.mark.parametrize("arguments", [(0.25, True), (None, True), (1.0,), (True,), (None,), (0.25,)], ids=str)
+def test_calls_in_the_order_of_version_3_are_refused_by_version_2(arguments: tuple[Any, ...]) -> None:
+    for function, inputs in ((fa2.flash_attn_func, tensors()), (fa2.flash_attn_qkvpacked_func, [packed(3)])):
+        with pytest.raises((ProblemError, UnsupportedError), match="flash_attn_3_interface"):
+            function(*inputs, *arguments)
+
+
+@pytest.mark.parametrize("arguments", [(0.0, None, True), (0.0, 0.25, True), (0.0,), (0,), (0.1, None, True)], ids=str)
+def test_calls_in_the_order_of_version_2_are_refused_by_version_3(arguments: tuple[Any, ...]) -> None:
+    for function, inputs in ((fa3.flash_attn_func, tensors()), (fa3.flash_attn_qkvpacked_func, [packed(3)])):
+        with pytest.raises((ProblemError, UnsupportedError)) as caught:
+            function(*inputs, *arguments)
+        if arguments[0] == 0:
+            assert "cuflash.frameworks.flash_attn_interface" in str(caught.value)
+
+
+def packed(count: int) -> Any:
+    """(batch, seqlen, count, heads, head_dim) that wants gradients."""
+    return torch.randn(2, 7, count, 4, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+def test_packed_tensors_are_attention_of_their_parts(module: Any) -> None:
+    qkv, weight = packed(3), torch.linspace(-1, 1, 16)
+    result = module.flash_attn_qkvpacked_func(qkv, causal=True, window_size=(2, 0), return_attn_probs=True)
+    wanted = module.flash_attn_func(*qkv.unbind(2), causal=True, window_size=(2, 0), return_attn_probs=True)
+    assert len(result) == len(wanted) == (3 if module is fa2 else 2)
+    assert all(map(torch.equal, result, wanted))
+    gradients = [torch.autograd.grad((out[0] * weight).sum(), qkv)[0] for out in (result, wanted)]
+    assert gradients[0].shape == qkv.shape
+    assert torch.equal(*gradients)
+    with pytest.raises(ProblemError, match=r"qkv has shape \(2, 7, 2, 4, 16\)"):
+        module.flash_attn_qkvpacked_func(packed(2))
+
+
+def test_packed_keys_and_values_may_have_fewer_heads() -> None:
+    q, k, v = tensors()
+    kv = torch.stack((k, v), 2)
+    assert torch.equal(fa2.flash_attn_kvpacked_func(q, kv, causal=True), fa2.flash_attn_func(q, k, v, causal=True))
+    with pytest.raises(ProblemError, match="kv has shape"):
+        fa2.flash_attn_kvpacked_func(q, k)
+
+
+def test_version_3_packs_heads_of_grouped_queries_too() -> None:
+    q, k, v = tensors(seqlen_q=13)
+    qkv = torch.cat((q, k, v), 2)
+    assert torch.equal(fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=4), fa3.flash_attn_func(q, k, v))
+    for heads in (None, 0, 3, 8, 9):
+        with pytest.raises(ProblemError, match="num_heads_q"):
+            fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=heads)
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("given", [False, True])
+def test_parts_combine_to_the_whole(out_dtype: Any, given: bool) -> None:
+    q, k, v = (x.detach() for x in tensors(seqlen_k=12))
+    parts = [cuflash.forward(q, k[:, i : i + 4], v[:, i : i + 4], return_lse=True) for i in (0, 4, 8)]
+    out_partial = torch.stack([out for out, _ in parts])
+    lse_partial = torch.stack([lse.transpose(1, 2) for _, lse in parts])
+    dtype = out_dtype or torch.float32
+    target = torch.empty(q.shape, dtype=dtype) if given else None
+    out, lse = fa3.flash_attn_combine(out_partial, lse_partial, target, out_dtype)
+    assert out.dtype == dtype
+    assert target is None or out is target
+    assert lse.shape == (2, 9, 4)
+    assert lse.stride(1) == 1
+    assert_results((q, k, v), out, lse.transpose(1, 2))
+
+
+def test_combine_refuses_what_does_not_fit() -> None:
+    out, lse = torch.zeros(3, 2, 5, 4, 8), torch.zeros(3, 2, 5, 4)
+    for arguments, words in (
+        ((out, lse.transpose(2, 3)), "lse_partial"),
+        ((out[0], lse[0]), "num_splits"),
+        ((out.half(), lse), "out_partial has dtype"),
+        ((out, lse.double()), "lse_partial has dtype"),
+        ((out, lse, None, torch.float64), "out_dtype"),
+        ((out, lse, torch.zeros(2, 5, 4, 8), torch.float16), "out has shape"),
+        ((out, lse, torch.zeros(2, 4, 5, 8)), "out has shape"),
+    ):
+        with pytest.raises(ProblemError, match=words):
+            fa3.flash_attn_combine(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        (fa2, {"dropout_p": 0.1}),
+        (fa2, {"alibi_slopes": torch.ones(4)}),
+        (fa3, {"qv": torch.ones(1)}),
+        *((fa3, {f"{x}_descale": torch.ones(1)}) for x in "qkv"),
+        (fa3, {"attention_chunk": 4}),
+        (fa3, {"num_splits": 3}),
+        (fa3, {"pack_gqa": True}),
+        (fa3, {"sm_margin": 8}),
+    ],
+    ids=lambda x: "_".join(x) if isinstance(x, dict) else x.__name__.split(".")[-1],
+)
+def test_what_is_not_offered_is_refused_by_name(module: Any, arguments: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=next(iter(arguments))):
+        module.flash_attn_func(*tensors(), **arguments)
+
+
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+def test_functions_that_are_not_offered_can_be_imported_and_say_so(module: Any) -> None:
+    offered = {name for (home, name) in SIGNATURES if home is module}
+    for name in set(module.__all__) - offered:
+        with pytest.raises(UnsupportedError, match=f"^{name}: "):
+            getattr(module, name)(*tensors(), causal=True)
+
+
+def test_other_ranks_and_settings_are_refused() -> None:
+    q, k, v = tensors()
+    with pytest.raises(ProblemError, match=r"k has shape \(13, 2, 16\)"):
+        fa2.flash_attn_func(q, k[0], v)
+    with pytest.raises(ProblemError, match="softmax_scale"):
+        fa2.flash_attn_func(q, k, v, softmax_scale=True)
+    with pytest.raises(ProblemError, match="causal"):
+        fa2.flash_attn_func(q, k, v, causal=None)
+    assert fa3.flash_attn_func(q, k, v, num_splits=0).shape == q.shape
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+def test_on_a_gpu_in_half_precision(module: Any, dtype: str) -> None:
+    half = getattr(torch, dtype)
+    inputs = [x.detach().to("cuda", half).requires_grad_() for x in tensors(100, 300)]
+    arguments = {"causal": True, "window_size": (150, 0)}
+    out, lse, *_ = module.flash_attn_func(*inputs, return_attn_probs=True, **arguments)
+    dout = torch.ones_like(out)
+    assert_right((out, lse, *torch.autograd.grad(out, inputs, dout)), inputs, dout, 2, **arguments)
+    part = torch.stack([out.detach().float()] * 2), torch.stack([lse.detach().transpose(1, 2)] * 2)
+    both, _ = fa3.flash_attn_combine(*part, out_dtype=half)
+    assert torch.equal(both, out)

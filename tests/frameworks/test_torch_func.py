@@ -1,0 +1,88 @@
+"""PyTorch's transforms of functions around attention: torch.func, and programs of it by make_fx."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import oracle
+from tensors import assert_equal, assert_gradients, assert_pulled, in_numpy, loss, made, with_lse
+
+from cuflash.frameworks.torch import attention
+
+
+def test_function_transforms(device: str) -> None:
+    q, k, v = made(device, grad=False)
+    stacked = torch.stack([q, 2 * q, -q])
+    each = torch.stack([attention(x, k, v, causal=True) for x in stacked])
+    assert_equal(torch.vmap(lambda x: attention(x, k, v, causal=True))(stacked), each)
+    moved = torch.vmap(lambda x, y: attention(x, y, v, causal=True), in_dims=(2, None), out_dims=1)
+    assert_equal(moved(stacked.movedim(0, 2), k).movedim(1, 0), each)
+
+
+def test_gradients_by_function_transforms(device: str) -> None:
+    q, k, v = (x.detach() for x in made(device))
+    gradient = torch.func.grad(lambda x: loss(*with_lse(x, k, v)))
+    of_each = torch.vmap(gradient)(torch.stack([q, -q]))
+    for x, found in ((q, gradient(q)), (q, of_each[0]), (-q, of_each[1])):
+        assert_gradients((found, None, None), (x, k, v))
+    single = torch.vmap(torch.vmap(lambda *x: attention(*x), in_dims=1, out_dims=1))(q[:, :, :2], k, v)  # heads, batch
+    assert_equal(single, attention(q[:, :, :2], k, v))
+
+
+def test_mapped_over_nothing(device: str) -> None:
+    q, k, v = made(device, grad=False)
+    found = torch.vmap(lambda x: attention(x, k, v))(q.new_empty(0, *q.shape))
+    assert found.shape == (0, *q.shape)
+
+
+def test_what_outlived_a_function_transform_is_taken_as_it_is(device: str) -> None:
+    q, k, v = made(device, grad=False)
+    kept = []
+
+    def value(k: Any) -> Any:
+        kept.append(2 * k)
+        return kept[0].sum()
+
+    torch.func.grad(value)(k)
+    for grad in (False, True):
+        assert_equal(attention(q.requires_grad_(grad), kept[0], v), attention(q, 2 * k, v))
+
+
+def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> None:
+    q, k, v = made(device)
+    x = torch.ones((), dtype=q.dtype, device=device)
+
+    def value(x: Any) -> Any:
+        return (x * attention(q, k, v)).square().sum()
+
+    slope, result = torch.func.grad_and_value(value)(x)
+    out = attention(q, k, v)
+    exact, near = (2 * y.square().sum() for y in (out.double(), out))
+    for found in (slope, 2 * result):
+        oracle.assert_close("slope", *map(in_numpy, (found, exact, near)), ulps=4)
+    scaled = torch.vmap(lambda x: x * attention(q, k, v).sum())(torch.stack([x, 3 * x]))
+    found = torch.autograd.grad(scaled.sum(), (q, k, v))
+    assert_pulled(found, (q, k, v), torch.full_like(out, 4))
+
+
+def test_programs_of_gradients_hold_the_ops(device: str) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    q, k, v = made(device, grad=False)
+
+    def by_autograd(q: Any, k: Any, v: Any) -> Any:
+        x = q.detach().requires_grad_()
+        return torch.autograd.grad(loss(*with_lse(x, k, v, deterministic=True)), x)[0]
+
+    by_transform = torch.func.grad(lambda q, k, v: loss(*with_lse(q, k, v, deterministic=True)))
+    of_each = torch.vmap(by_transform, in_dims=(0, None, None))
+    functional = torch.func.functionalize(lambda q, k, v: attention(q, k, v))
+    for function, given in ((by_autograd, q), (by_transform, q), (of_each, torch.stack([q, -q])), (functional, q)):
+        program = make_fx(function)(given, k, v)
+        names = {str(node.target) for node in program.graph.nodes}
+        assert "cuflash.attention.default" in names
+        assert ("cuflash.attention_backward.default" in names) == (function is not functional)
+        assert_equal(program(2 * given, k, v), function(2 * given, k, v))

@@ -1,0 +1,398 @@
+"""`attn_implementation="cuflash"` gives what transformers' eager and sdpa attention give, or refuses."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="4.53")
+
+import oracle
+from tensors import assert_results, in_numpy
+
+import cuflash.frameworks.transformers as bridge
+from cuflash.errors import ProblemError, UnsupportedError
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+    "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 8}
+LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+    "v_head_dim": 6, "head_dim": 4, "first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+# Configurations; each prompt of these tests is longer than every window.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {"sliding_window": 6}),
+    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3", {}),
+    "phi3": ("Phi3", {"sliding_window": 4}),
+    "gemma2": ("Gemma2", {"sliding_window": 6, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 20}),
+    "gemma3": ("Gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 20}),
+    "deepseek": ("DeepseekV3", LATENT | EXPERTS),
+}
+PADDED = [name for name in MODELS if name != "gemma2"]
+IDS = torch.randint(1, 64, (2, 11), generator=torch.Generator().manual_seed(1))
+ONES = torch.ones_like(IDS)  # why given: without it and without a cache, transformers 4 makes mask tensors
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Registers cuflash, and counts the layers' calls by who computed them."""
+    bridge.register()
+    counts = {"cuflash": 0, "sdpa": 0}
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += not torch.compiler.is_compiling()
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(bridge, "attention", counted("cuflash", bridge.attention))
+    monkeypatch.setattr(bridge, "sdpa_attention_forward", counted("sdpa", bridge.sdpa_attention_forward))
+    yield counts
+    torch.compiler.reset()
+
+
+def model_of(name: str, implementation: str, **settings: Any) -> Any:
+    """A small model with weights large enough that tokens differ, the same for every implementation."""
+    family, own = MODELS[name]
+    config_of = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = config_of(**(SIZES | own | settings))
+    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation=implementation)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1:
+                weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
+    return model.eval()
+
+
+def generate(model: Any, ids: Any, length: int = 24, **arguments: Any) -> Any:
+    """Greedy tokens, and the scores from which each was taken."""
+    arguments = {"attention_mask": torch.ones_like(ids)} | arguments
+    done = model.generate(
+        ids, max_new_tokens=length, do_sample=False, return_dict_in_generate=True, output_scores=True, **arguments
+    )
+    return done.sequences, torch.stack(done.scores)
+
+
+def exact_model(name: str) -> Any:
+    """The model in float64, by an attention of transformers' own that computes in it."""
+    return model_of(name, "eager" if name == "gemma2" else "sdpa").double()  # sdpa has no softcap
+
+
+def close(got: Any, exact: Any, naive: Any, ulps: float = 4) -> None:
+    """The tolerance rule: `exact` is of transformers' own attention in float64, `naive` in the precision of `got`."""
+    oracle.assert_close("result", *map(in_numpy, (got, exact, naive)), ulps=ulps)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_equals_eager_and_sdpa_token_by_token(name: str, calls: dict[str, int]) -> None:
+    tokens, scores = generate(model_of(name, "cuflash"), IDS)
+    assert calls == {"cuflash": 2 * 24, "sdpa": 0}
+    assert len(set(tokens[:, 11:].flatten().tolist())) > 4
+    peers = [generate(model, IDS) for model in (exact_model(name), model_of(name, "eager"))]
+    assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
+    close(scores, *(wanted for _, wanted in peers))
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_a_batch_padded_on_the_left_equals_eager_and_its_rows_alone(name: str, calls: dict[str, int]) -> None:
+    model, mask = model_of(name, "cuflash"), ONES.clone()
+    mask[0, :4] = 0
+    ids = IDS * mask
+    tokens, scores = generate(model, ids, attention_mask=mask)
+    assert calls["sdpa"] >= 2
+    peers = [generate(peer, ids, attention_mask=mask) for peer in (exact_model(name), model_of(name, "eager"))]
+    assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
+    close(scores, *(wanted for _, wanted in peers))
+    for row, begin in ((0, 4), (1, 0)):
+        alone, _ = generate(model, ids[row : row + 1, begin:])
+        assert torch.equal(alone[0], tokens[row, begin:])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", [name for name in PADDED if name != "deepseek"])  # which 4.57 cannot cache so itself
+def test_a_static_cache_equals_eager(name: str, compiled: bool, calls: dict[str, int]) -> None:
+    settings: dict[str, Any] = {"disable_compile": True}
+    if compiled:
+        settings = {"compile_config": transformers.CompileConfig(backend="eager", mode=None)}
+        settings["compile_config"]._compile_all_devices = True
+    tokens, scores = generate(model_of(name, "cuflash"), IDS, cache_implementation="static", **settings)
+    assert calls["sdpa"] > 0 or compiled
+    peers = [generate(model, IDS) for model in (exact_model(name), model_of(name, "eager"))]
+    assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
+    close(scores, *(wanted for _, wanted in peers))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("cuts", [(0, 5, 11), (0, 7, 8, 9, 11), (0, 1, 11)], ids=str)
+def test_a_prompt_in_parts_on_a_growing_cache_equals_eager_at_once(
+    name: str, cuts: tuple[int, ...], calls: dict[str, int]
+) -> None:
+    model = model_of(name, "cuflash")
+    cache = transformers.DynamicCache(config=model.config) if "config" in parameters_of_cache() else None
+    parts = []
+    with torch.no_grad():
+        for begin, end in itertools.pairwise(cuts):
+            done = model(IDS[:, begin:end], past_key_values=cache, use_cache=True)
+            cache = done.past_key_values
+            parts.append(done.logits)
+        exact, naive = (peer(IDS).logits for peer in (exact_model(name), model_of(name, "eager")))
+    assert calls == {"cuflash": 2 * (len(cuts) - 1), "sdpa": 0}
+    close(torch.cat(parts, 1), exact, naive)
+
+
+def parameters_of_cache() -> tuple[str, ...]:
+    """The arguments of a dynamic cache, which takes a configuration from transformers 4.56 on."""
+    return transformers.DynamicCache.__init__.__code__.co_varnames
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_gradients_of_a_training_step_equal_those_of_eager(name: str, calls: dict[str, int]) -> None:
+    gradients = []
+    for model in (model_of(name, "cuflash"), exact_model(name), model_of(name, "eager")):
+        model.train()(IDS, attention_mask=ONES, labels=IDS, use_cache=False).loss.backward()
+        gradients.append({key: x.grad for key, x in model.named_parameters() if x.grad is not None})
+    assert calls == {"cuflash": 2, "sdpa": 0}
+    assert gradients[0].keys() == gradients[1].keys() == gradients[2].keys()
+    for key in gradients[0]:
+        close(*(each[key] for each in gradients))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_masks_that_are_not_of_one_causal_sequence_go_to_sdpa(name: str, calls: dict[str, int]) -> None:
+    rows, keys = torch.arange(11)[:, None], torch.arange(11)
+    seen = (keys <= rows) & (keys % 3 != 1) | (keys == rows)
+    right = torch.ones_like(IDS)
+    right[1, 7:] = 0
+    for given in (
+        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]]), "use_cache": False},
+        {"attention_mask": seen.expand(2, 1, 11, 11)},
+        {"attention_mask": right},
+    ):
+        calls.update(cuflash=0, sdpa=0)
+        with torch.no_grad():
+            got, wanted = (model_of(name, which)(IDS, **given).logits for which in ("cuflash", "sdpa"))
+        assert calls == {"cuflash": 0, "sdpa": 2}
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("chunk", [4, 40])
+def test_attention_in_chunks_equals_eager(chunk: int, calls: dict[str, int]) -> None:
+    MODELS["llama4"] = ("Llama4", {"attention_chunk_size": chunk, "num_local_experts": 2, "intermediate_size_mlp": 32})
+    with torch.no_grad():
+        models = model_of("llama4", "cuflash"), exact_model("llama4"), model_of("llama4", "eager")
+        results = [model(IDS, attention_mask=ONES).logits for model in models]
+    del MODELS["llama4"]
+    config = layer(sliding_window=chunk, attention_chunk_size=chunk).config
+    assert bridge._is_window(config, 11, chunk) == (chunk == 40), "a length of both is not known to be the window's"
+    assert calls == ({"cuflash": 0, "sdpa": 2} if chunk == 4 else {"cuflash": 2, "sdpa": 0})
+    close(*results)
+
+
+def test_models_that_are_not_causal_equal_sdpa(calls: dict[str, int]) -> None:
+    config = transformers.BartConfig(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=64,
+    )  # fmt: skip
+    logits = []
+    for which, dtype in (("cuflash", torch.float32), ("sdpa", torch.float64), ("sdpa", torch.float32)):
+        torch.manual_seed(0)
+        model = transformers.BartForConditionalGeneration._from_config(config, attn_implementation=which).eval()
+        model = model.to(dtype)
+        with torch.no_grad():
+            logits.append(model(IDS, decoder_input_ids=IDS[:, :7]).logits)
+    assert calls["cuflash"] >= 2
+    close(*logits)
+
+
+def layer(causal: bool = True, **config: Any) -> Any:
+    """What attention functions read of a layer."""
+    module = torch.nn.Module()
+    module.is_causal, module.config, module.num_key_value_groups = causal, type("Config", (), config)(), 2
+    return module
+
+
+def heads(seqlen_q: int = 6, seqlen_k: int = 6) -> list[Any]:
+    """query, key and value as transformers has them."""
+    return [torch.randn(2, h, s, 8) for h, s in ((4, seqlen_q), (2, seqlen_k), (2, seqlen_k))]
+
+
+def test_tensors_are_handed_over_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    attention = bridge.attention
+    monkeypatch.setattr(bridge, "attention", lambda *x, **given: (seen.extend(x), attention(*x, **given))[1])
+    given = heads()
+    out, weights = bridge.cuflash_attention_forward(layer(), *given, None, scaling=0.5, sliding_window=3)
+    assert weights is None
+    assert out.shape == (2, 6, 4, 8)
+    assert out.is_contiguous()
+    for view, tensor in zip(seen, given, strict=True):
+        assert view.data_ptr() == tensor.data_ptr()
+        assert view.shape == (tensor.shape[0], tensor.shape[2], tensor.shape[1], 8)
+
+
+def test_a_single_query_sees_its_window_of_the_cache() -> None:
+    query, key, value = heads(1, 9)
+    for window, begin in ((None, 0), (9, 0), (4, 5), (1, 8)):
+        out, _ = bridge.cuflash_attention_forward(layer(), query, key, value, None, sliding_window=window)
+        seen = [x.transpose(1, 2) for x in (query, key[:, :, begin:], value[:, :, begin:])]
+        assert_results(seen, out)
+        if window != 4:
+            free, _ = bridge.cuflash_attention_forward(layer(), query, key[:, :, begin:], value[:, :, begin:], None)
+            assert_results(seen, free)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"dropout": 0.1}, "dropout=0.1"),
+        ({"output_attentions": True}, "output_attentions=True.*eager"),
+        ({"softcap": 5.0, "attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, "softcap=5.0 with a mask"),
+        ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens_q"),
+        ({"is_causal": False, "sliding_window": 3}, "without causality"),
+        *(({name: torch.ones(4)}, f"^{name}: ") for name in bridge._REFUSED),
+    ],
+    ids=lambda x: "_".join(x) if isinstance(x, dict) else "",
+)
+def test_what_is_not_offered_is_refused(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        bridge.cuflash_attention_forward(layer(), *heads(), **({"attention_mask": None} | given))
+
+
+def test_what_could_be_read_in_two_ways_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="sliding window of 4, which 6 keys exceed"):
+        bridge.cuflash_attention_forward(layer(sliding_window=4), *heads(), None)
+    bridge.cuflash_attention_forward(layer(sliding_window=6), *heads(), None)
+    bridge.cuflash_attention_forward(layer(sliding_window=4), *heads(), None, sliding_window=None)
+    with pytest.raises(UnsupportedError, match="6 causal queries of 4 keys"):
+        bridge.cuflash_attention_forward(layer(), *heads(6, 4), None)
+    bridge.cuflash_attention_forward(layer(causal=False), *heads(6, 4), None)
+    for window in (0, -1):  # the first of which the mask would read as no key at all, and flash-attn as all keys
+        with pytest.raises(ProblemError, match=f"sliding_window={window}"):
+            bridge.cuflash_attention_forward(layer(), *heads(), None, sliding_window=window)
+
+
+def test_models_refuse_as_the_layers_do() -> None:
+    with pytest.raises(UnsupportedError, match=r"dropout=0\.2"):
+        model_of("llama", "cuflash", attention_dropout=0.2).train()(IDS)
+    model_of("llama", "cuflash", attention_dropout=0.2)(IDS)
+    with pytest.raises(UnsupportedError, match="output_attentions"):
+        model_of("llama", "cuflash")(IDS, output_attentions=True)
+    with pytest.raises(UnsupportedError, match=r"softcap=1\.0 with a mask tensor"):
+        model_of("gemma2", "cuflash")(IDS, attention_mask=torch.tensor([[0] * 3 + [1] * 8] * 2))
+
+
+@pytest.mark.parametrize("family", ["Bloom", "Falcon", "RemBert", "XGLM"])
+def test_models_with_attention_of_their_own_are_refused(family: str) -> None:
+    config = getattr(transformers, f"{family}Config")()
+    config.hidden_size = config.n_head = config.num_hidden_layers = 2
+    model = getattr(transformers, f"{family}Model")
+    with torch.device("meta"), pytest.raises(UnsupportedError, match=rf"{family}Model has attention of its own.*eager"):
+        model._from_config(config, attn_implementation="cuflash")
+
+
+def test_a_model_that_takes_the_name_for_flash_attns_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    """As SigLIP does in transformers 4.57, which then leaves the padding mask out."""
+    (tmp_path / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\nclass Own(LlamaForCausalLM):\n    def of_flash(self):\n"
+        '        return "flash" in self.config._attn_implementation\n'
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("modeling_own").Own
+    config = transformers.LlamaConfig(**SIZES)
+    assert not own._from_config(config, attn_implementation="sdpa").of_flash()
+    with pytest.raises(UnsupportedError, match=r'Own takes every name with "flash" in it.*sdpa'):
+        own._from_config(config, attn_implementation="cuflash")
+
+
+def test_a_model_that_asks_by_keyword_is_as_it_was() -> None:
+    settings = SIZES | {"intermediate_size": 32, "pad_token_id": 0, "eos_token_id": 1}
+    config = transformers.ModernBertConfig(**settings)
+    transformers.ModernBertModel._from_config(config, attn_implementation="eager")
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_model_that_adds_to_its_masks_gets_them(window: int | None) -> None:
+    found = []
+    for implementation, dtype in (("cuflash", torch.float32), ("eager", torch.float64), ("eager", torch.float32)):
+        torch.manual_seed(0)
+        config = transformers.DogeConfig(**SIZES, sliding_window=window, initializer_range=0.3)
+        model = transformers.DogeForCausalLM._from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            found.append(model.to(dtype)(IDS, attention_mask=ONES).logits)
+    close(*found)
+
+
+def test_registering_again_and_switching_change_nothing() -> None:
+    bridge.register()
+    model = model_of("llama", "cuflash")
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        if hasattr(model, "set_attn_implementation"):
+            model.set_attn_implementation("eager")
+            assert torch.equal(model(IDS).logits, model_of("llama", "eager")(IDS).logits)
+            model.set_attn_implementation("cuflash")
+            assert torch.equal(model(IDS).logits, wanted)
+    requested = getattr(transformers.utils.generic, "is_flash_attention_requested", None)
+    if requested is not None:
+        assert not requested(model.config)
+        assert not requested(requested_attention_implementation="cuflash")
+        assert requested(requested_attention_implementation="flash_attention_2")
+        assert transformers.modeling_utils.is_flash_attention_requested is requested
+
+
+def test_a_model_compiles_whole() -> None:
+    model = model_of("mistral", "cuflash")
+    with torch.no_grad():
+        peers = [peer(IDS, use_cache=False).logits for peer in (exact_model("mistral"), model_of("mistral", "eager"))]
+        got = torch.compile(model, backend="eager", fullgraph=True)(IDS, use_cache=False).logits
+    close(got, *peers)
+
+
+@pytest.mark.parametrize("missing", ["transformers", "transformers.masking_utils"])
+def test_without_transformers_or_with_an_old_one_the_import_says_what_to_do(missing: str) -> None:
+    code = f"import sys; sys.modules['{missing}'] = None; import cuflash.frameworks.transformers"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ImportError: cuflash.frameworks.transformers needs transformers 4.53" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_on_a_gpu_in_float32_equals_eager(name: str, calls: dict[str, int]) -> None:
+    ids = IDS.to("cuda")
+    tokens, scores = generate(model_of(name, "cuflash").to("cuda"), ids, length=64)
+    assert calls == {"cuflash": 2 * 64, "sdpa": 0}
+    peers = [generate(peer.to("cuda"), ids, length=64) for peer in (exact_model(name), model_of(name, "eager"))]
+    assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
+    close(scores, *(wanted for _, wanted in peers))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_training_step_on_a_gpu_in_half_precision_is_as_exact_as_eager(name: str, dtype: str) -> None:
+    ids = torch.randint(1, 64, (2, 200), generator=torch.Generator().manual_seed(2))
+    half, results = getattr(torch, dtype), []
+    for model in (model_of(name, "cuflash").to(half), exact_model(name), model_of(name, "eager").to(half)):
+        model = model.to("cuda")
+        ids = ids.to("cuda")
+        done = model(ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False)
+        done.loss.backward()
+        results.append([done.logits, *(x.grad for x in model.parameters() if x.grad is not None)])
+    for each in zip(*results, strict=True):
+        close(*each)

@@ -1,0 +1,280 @@
+"""JAX without a GPU: XLA's interface, and what the GPU's handlers launch (recorded)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import sys
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.planning.device import KNOWN
+from cuflash.planning.planner import plan
+from cuflash.runtime import launch
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp
+
+from cuflash.frameworks import xla_ffi, xla_handlers
+from cuflash.frameworks.jax import attention
+from cuflash.frameworks.xla_handlers import BACKWARD, FORWARD, OPS, Described, Static
+
+H100 = KNOWN["sm_90"]
+STATIC = Static(-300, 0, 0.125, 0.0)
+X, LSE = (2, 300, 4, 64), (2, 4, 300, 1)
+
+
+def described(shapes: list[tuple[int, ...]], static: Static = STATIC, workspace: int = 10**7) -> Described:
+    dtypes = ["float32" if name.endswith("lse") else "bfloat16" for name in OPS[BACKWARD].names]
+    return Described(static, tuple(shapes), tuple(dtypes[: len(shapes)]), workspace)
+
+
+def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
+    for static in (STATIC, Static(-(2**31), 2**31, 1e-15, 1e15, True), Static(0, 0, 0.1, 30.0)):
+        for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)], []):
+            attribute = described(shapes, static).encode()
+            assert attribute.dtype == np.int64
+            assert Described.decode(attribute.tobytes()) == described(shapes, static)
+    attribute[0] += 1
+    for other in (attribute.tobytes(), b""):
+        with pytest.raises(UnsupportedError, match="another version of cuflash"):
+            Described.decode(other)
+
+
+def raising(error: BaseException) -> Any:
+    def run(call: xla_ffi.Call) -> None:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (ProblemError("heads 3 and 2 " * 200), "INVALID_ARGUMENT: ProblemError: heads 3 and 2"),
+        (UnsupportedError("größer"), "INVALID_ARGUMENT: UnsupportedError: größer"),
+        (RuntimeError("kernel"), "INTERNAL: RuntimeError: kernel"),
+        (KeyboardInterrupt(), "INTERNAL: KeyboardInterrupt"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_a_handler_raises_is_an_error_of_xla(error: BaseException, wanted: str) -> None:
+    xla_ffi.register("cuflash_test_error", "cpu", 0, raising(error))  # and each replaces the one before
+    call = jax.jit(jax.ffi.ffi_call("cuflash_test_error", jax.ShapeDtypeStruct((1,), jnp.float32)))
+    with jax.default_device(jax.devices("cpu")[0]), pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.block_until_ready(call(jnp.ones(1)))
+    assert str(caught.value).startswith(wanted)
+    assert len(str(caught.value)) >= len(str(error))
+
+
+runtimes: list[Any] = []
+
+
+def runtime_of(major: int = 0, api_bytes: int = 1000) -> Any:
+    api = xla_ffi._Api(struct_size=api_bytes)
+    api.version.major, api.version.minor = major, 9
+    runtimes.append(api)  # which is not to go
+    return xla_ffi._Runtime(ctypes.addressof(api))
+
+
+def test_an_interface_that_does_not_fit_is_told_before_anything_of_it_is_read() -> None:
+    xla_ffi.check_fits(runtime_of(), 168)
+    with pytest.raises(UnsupportedError, match=r"FFI 1\.9 is there; cuflash speaks 0\.x"):
+        xla_ffi.check_fits(runtime_of(major=1), 168)
+    with pytest.raises(UnsupportedError, match=r"frame of XLA's FFI 0\.9 has 100 bytes; cuflash reads 168"):
+        xla_ffi.check_fits(runtime_of(), 100)
+    with pytest.raises(UnsupportedError, match="has no DeviceOrdinal_Get"):
+        runtime_of(api_bytes=88).function("DeviceOrdinal_Get")
+
+
+def test_a_call_is_read_as_xla_says_it() -> None:
+    told: list[Any] = []
+
+    def look(call: xla_ffi.Call) -> None:
+        buffers = call.buffers()
+        assert call.pointers() == tuple(x.data for some in buffers for x in some)
+        told.append([[(x.dtype, x.shape) for x in some] for some in buffers])
+        told.append(call.attribute())
+
+    xla_ffi.register("cuflash_test_look", "cpu", 0, look)
+    results = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((0, 5), jnp.float16)
+    call = jax.jit(functools.partial(jax.ffi.ffi_call("cuflash_test_look", results), call=np.arange(3)))
+    with jax.default_device(jax.devices("cpu")[0]):
+        jax.block_until_ready(call(jnp.ones((4, 1, 2), jnp.bfloat16), jnp.zeros(())))
+    assert told == [[[(16, (4, 1, 2)), (11, ())], [(11, (2, 3)), (10, (0, 5))]], np.arange(3).tobytes()]
+
+
+def test_modules_that_are_loaded_anew_serve_on() -> None:
+    x = np.ones((1, 3, 1, 4), "f4")
+    names = ("xla_ffi", "xla_handlers", "xla_primitives", "jax")
+    with jax.default_device(jax.devices("cpu")[0]):
+        before = jax.jit(attention)
+        np.testing.assert_array_equal(before(x, x, x), x)
+        kept = {name: dict(vars(importlib.import_module(f"cuflash.frameworks.{name}"))) for name in names}
+        try:
+            for name in names:
+                again = importlib.reload(sys.modules[f"cuflash.frameworks.{name}"])
+            np.testing.assert_array_equal(again.attention(x, x, x), x)
+            np.testing.assert_array_equal(before(x, x, x), x)
+        finally:
+            for name, values in kept.items():
+                vars(sys.modules[f"cuflash.frameworks.{name}"]).update(values)
+
+
+class Recorded:
+    """In place of loaded kernels."""
+
+    made: list[Recorded]
+
+    num_bytes = 1000
+
+    def __init__(self, problem: Any, plan: Any, ordinal: int) -> None:
+        self.plan, self.ordinal, self.thread = plan, ordinal, threading.get_ident()
+        self.written: list[Any] = []
+        self.streams: list[int] = []
+        Recorded.made.append(self)
+
+    def launch(self, pointers: Any, stream: int) -> None:
+        self.written.append(pointers)
+        self.streams.append(stream)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two GPUs that record: what is done around launches is told in order."""
+    told: list[str] = []
+
+    class Entered:
+        def __init__(self, what: str) -> None:
+            self.what = what
+
+        def __enter__(self) -> None:
+            told.append(self.what)
+
+        def __exit__(self, *error: Any) -> None:
+            pass
+
+    monkeypatch.setattr(Recorded, "made", [], raising=False)
+    monkeypatch.setattr(launch, "Kernels", Recorded)
+    monkeypatch.setattr(launch.device, "query", lambda ordinal: H100)
+    monkeypatch.setattr(xla_handlers, "on_device", lambda ordinal: Entered(f"device {ordinal}"))
+    for module in (launch, xla_handlers):
+        monkeypatch.setattr(module, "relaxed_capture", lambda: Entered("relaxed"))
+    monkeypatch.setattr(xla_handlers.counters, "reserve", lambda ordinal: told.append(f"reserve {ordinal}"))
+    launch.KEPT.clear()
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])
+    return told
+
+
+def call_of(
+    shapes: list[tuple[int, ...]], results: int, stream: int = 7, ordinal: int = 1, off: int = 0, **more: Any
+) -> Any:
+    attribute = described(shapes, **more).encode().tobytes()
+    pointers = *(4096 * (n + 1) for n in range(len(shapes))), *(2**20 * (n + 1) for n in range(results))
+    pointers = pointers[0] + off, *pointers[1:]
+    return SimpleNamespace(
+        attribute=lambda: attribute, pointers=lambda: pointers, stream=lambda: stream, ordinal=lambda: ordinal
+    )
+
+
+def test_a_forward_call_writes_its_pointers_and_launches_on_its_stream(gpus: list[str]) -> None:
+    for stream in (7, 8):
+        xla_handlers.run_on_cuda(FORWARD, call_of([X, X, X], 2, stream))
+    (kernels,) = Recorded.made
+    assert kernels.ordinal == 1
+    assert kernels.written == [(4096, 8192, 12288, 2**20, 2**21)] * 2
+    assert kernels.streams == [7, 8]
+    assert gpus == ["relaxed"]  # once
+    xla_handlers.run_on_cuda(FORWARD, call_of([X, X, X], 2, ordinal=0))
+    thread = threading.Thread(target=xla_handlers.run_on_cuda, args=(FORWARD, call_of([X, X, X], 2)))
+    thread.start()
+    thread.join()
+    assert len(Recorded.made) == 3  # of another GPU, and of another thread
+    assert len({kernels.thread for kernels in Recorded.made}) == 2
+
+
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_a_backward_call_takes_the_workspace_of_xla(gpus: list[str], with_dlse: bool) -> None:
+    shapes = [X] * 5 + [LSE] * (1 + with_dlse)
+    xla_handlers.run_on_cuda(BACKWARD, call_of(shapes, 4))
+    (kernels,) = Recorded.made
+    pointers = kernels.written[0]
+    assert pointers[:6] == tuple(4096 * n for n in range(1, 7))
+    assert pointers[6] == (7 * 4096 if with_dlse else 0)
+    assert pointers[7:] == tuple(2**20 * n for n in range(1, 5))
+    with pytest.raises(UnsupportedError, match="but the program was lowered with one of 40: lower or export it again"):
+        xla_handlers.run_on_cuda(BACKWARD, call_of(shapes, 4, workspace=10))
+    assert len(kernels.streams) == 1
+
+
+def test_operands_that_are_not_aligned_take_the_generic_kernel(gpus: list[str]) -> None:
+    xla_handlers.run_on_cuda(BACKWARD, call_of([X] * 5 + [LSE], 4, off=2))
+    hopper, generic = Recorded.made
+    assert (hopper.plan.variant.of_warpgroups, generic.plan.variant.of_warpgroups) == (True, False)
+    assert (len(hopper.streams), len(generic.streams)) == (0, 1)
+
+
+def lowered(function: Any, *shapes: tuple[int, ...]) -> str:
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def gradients(*arrays: Any) -> Any:
+    return jax.grad(lambda *x: attention(*x, causal=True).astype("float32").sum(), (0, 1, 2))(*arrays)
+
+
+def test_lowering_loads_what_runs_on_every_gpu_and_gives_backward_its_workspace(gpus: list[str]) -> None:
+    def planned(target: str, shapes: list[tuple[int, ...]]) -> Any:
+        return plan(described(shapes).problem(target, "cuda:0"), H100)
+
+    floats = planned(BACKWARD, [X] * 5 + [LSE]).workspace_bytes // 4
+    text = lowered(gradients, X, X, X)
+    assert f"tensor<{floats}xf32>" in text
+    assert sorted((made.ordinal, made.plan.kernel.split("_")[0]) for made in Recorded.made) == [
+        (0, "backward"), (0, "forward"), (1, "backward"), (1, "forward")]  # fmt: skip
+    Recorded.made.clear()
+    text = lowered(jax.vmap(gradients), (3, *X), (3, *X), (3, *X))
+    folded = [(6, *X[1:])] * 5 + [(6, *LSE[1:])]
+    assert f"tensor<{planned(BACKWARD, folded).workspace_bytes // 4}xf32>" in text
+    assert {made.plan.launches[-1].num_blocks for made in Recorded.made} == {
+        planned(target, folded[:n]).launches[-1].num_blocks for target, n in ((FORWARD, 3), (BACKWARD, 6))
+    }
+
+
+def test_lowering_reserves_the_counter_of_a_counted_plan(gpus: list[str]) -> None:
+    lowered(lambda *x: attention(*x, causal=True), *[(4, 4096, 16, 64)] * 3)
+    assert all(made.plan.launches[0].counted for made in Recorded.made)
+    assert [what for what in gpus if "reserve" in what] == ["reserve 0", "reserve 1"]
+
+
+def test_a_gpu_that_cannot_run_it_does_not_matter_beside_one_that_can(
+    gpus: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def query(ordinal: int) -> Any:
+        if ordinal not in capable:
+            raise UnsupportedError(f"GPU {ordinal} is sm_75")
+        return H100
+
+    monkeypatch.setattr(launch.device, "query", query)
+    capable = {1}
+    lowered(attention, X, X, X)
+    capable = set()
+    with pytest.raises(UnsupportedError, match="GPU 1 is sm_75"):
+        lowered(attention, (3, *X[1:]), (3, *X[1:]), (3, *X[1:]))
+
+
+def test_lowering_for_machines_that_are_not_this_one() -> None:
+    if any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("needs a machine without a GPU")
+    shapes = [(5, *X[1:])] * 3  # of no other test: what is lowered once is kept
+    assert FORWARD in lowered(attention, *shapes)
+    with pytest.raises(UnsupportedError, match="export on a machine that has one"):
+        lowered(gradients, *shapes)
+    with pytest.raises(UnsupportedError, match=f"{FORWARD} runs on NVIDIA GPUs and the CPU, not on tpu"):
+        jax.jit(attention).trace(*[jax.ShapeDtypeStruct(X, jnp.float32)] * 3).lower(lowering_platforms=("tpu",))

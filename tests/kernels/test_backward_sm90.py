@@ -1,0 +1,279 @@
+"""The Hopper backward kernel (wgmma and TMA): every tile, mask, layout and order of key blocks against float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from gradients import COMPUTED, DETERMINISTIC, Given, backward, check, given_for
+from hopper import ON_HOPPER
+from libraries import bits, host, identical
+
+import cuflash
+from cuflash.bench.cases import Case, numpy_dtype
+from cuflash.planning import backward as plan_backward
+from cuflash.planning import tiles_sm90
+from cuflash.planning.planner import plan as make_plan
+from cuflash.runtime import launch
+
+pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("new_memory_holds_nan")]
+HALVES = [case for case in COMPUTED if case.dtype != "float32"]
+FUSED = [tile for tile in tiles_sm90.BACKWARD if tile.softcap is not True]  # all gradients in one kernel
+BY_ROWS = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.ROWS)  # a kernel for each
+
+
+@contextmanager
+def planned_with(**constants: Any) -> Iterator[None]:
+    """Other constants in `plan_backward`, or functions, for what is planned meanwhile."""
+
+    def forget() -> None:
+        launch.KEPT.clear()
+
+    with mock.patch.multiple(plan_backward, **constants) if constants else nullcontext():
+        try:
+            forget()
+            yield
+        finally:
+            forget()
+
+
+@pytest.fixture(
+    params=[*FUSED, *BY_ROWS], ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else f"d{x.head_dim}q{x.block_q}"
+)
+def dims(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
+    """The head dims of a kernel, which is planned for any number of queries meanwhile."""
+    if isinstance(request.param, tuple):
+        yield request.param
+        return
+    shape = request.param.head_dim, request.param.block_q
+    capped = [tile for tile in tiles_sm90.BACKWARD if tile.softcap and (tile.head_dim, tile.block_q) == shape]
+    table = *capped, replace(request.param, min_queries=0)
+    with mock.patch.object(tiles_sm90, "BACKWARD", table), planned_with():
+        yield request.param.head_dim, request.param.head_dim_v
+
+
+def run(case: Case, made: Given, *, hopper: bool = True, **more: Any) -> tuple[Any, ...]:
+    """Gradients by the kernel that is expected: the Hopper one or not."""
+    launch_it, ran = launch.Kernels.launch, []
+
+    def noted(kernels: launch.Kernels, pointers: tuple[int, ...], stream: int) -> None:
+        ran.append(kernels.plan.variant.of_warpgroups)
+        launch_it(kernels, pointers, stream)
+
+    with mock.patch.object(launch.Kernels, "launch", noted):
+        got = backward(case, made, **more)
+    assert ran == [hopper]
+    return got
+
+
+@pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
+def test_the_generic_kernels_agree_with_float64_too(case: Case) -> None:
+    import cupy
+
+    made = given_for(case, cupy)
+    with planned_with(_reason_against=lambda *_: "the test asks for it"):
+        for deterministic in (False, True):
+            check(case, made, run(case, made, hopper=False, deterministic=deterministic))
+
+
+@DETERMINISTIC
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_lengths_around_the_tiles(dtype: str, dims: tuple[int, int], deterministic: bool) -> None:
+    import cupy
+
+    for length, other, causal in itertools.product((1, 63, 64, 65, 127, 128, 129, 257), (1, 200), (False, True)):
+        for lengths in ((length, other), (other, length)):
+            case = Case("length", 1, *lengths, 2, 2, *dims, dtype, causal=causal)
+            made = given_for(case, cupy)
+            check(case, made, run(case, made, deterministic=deterministic))
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "below": {"causal": True, "diagonal_offset": -150},  # the first queries see nothing, nor are the last keys seen
+    "above": {"causal": True, "diagonal_offset": 300},
+    "window": {"window_size": (130, 60)},
+    "narrow": {"window_size": (3, 0), "diagonal_offset": 100},
+    "left": {"window_size": (-1, 70), "diagonal_offset": 0},
+    "right": {"window_size": (200, -1), "diagonal_offset": 20},
+    "capped": {"causal": True, "softcap": 2.0},
+}
+
+
+@DETERMINISTIC
+@pytest.mark.parametrize("mask", MASKS)
+def test_many_blocks_under_every_mask(mask: str, dims: tuple[int, int], deterministic: bool) -> None:
+    import cupy
+
+    for dtype, fewer in (("bfloat16", 0), ("float16", 24)):
+        head_dim, head_dim_v = dims[0], dims[1] - fewer
+        case = Case(mask, 1, 500, 600, 2, 2, head_dim, head_dim_v, dtype, **MASKS[mask])
+        made = given_for(case, cupy)
+        got = run(case, made, deterministic=deterministic)
+        check(case, made, got)
+        begin, end = case.problem().mask.row_range(0, 600)
+        assert not host(got[0])[:, np.r_[:begin, end:500]].any()
+        if deterministic:
+            assert identical(run(case, made, deterministic=True), got)
+
+
+@pytest.mark.parametrize("head_dim", dict.fromkeys(tile.head_dim for tile in FUSED))
+@pytest.mark.parametrize("mask", MASKS)
+def test_blocks_that_take_several_key_blocks_give_the_same(mask: str, head_dim: int) -> None:
+    import cupy
+
+    case = Case(mask, 6, 300, 700, 4, 2, head_dim, head_dim, "bfloat16", **MASKS[mask])
+    made = given_for(case, cupy)
+    _, dk, dv = run(case, made)
+    table = tuple(replace(tile, key_blocks=4) for tile in tiles_sm90.BACKWARD)
+    with mock.patch.object(tiles_sm90, "BACKWARD", table), planned_with(SHORT_WAVES=0):
+        assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["key_blocks"] > 1
+        got = run(case, made)
+        check(case, made, got)
+        assert mask == "full" or identical(got[1:], (dk, dv))  # dq alone is added up in another order
+
+
+SHARED = {
+    "all": (1, 1000, 300, 2, 2),
+    "one_key_block": (1, 4000, 100, 1, 1),
+    "groups": (2, 700, 200, 6, 2),
+    "after_a_wave": (1, 1300, 150 * 128 - 5, 1, 1),
+    "after_two": (3, 400, 1500, 32, 8),
+}
+
+
+@pytest.mark.parametrize("dims", FUSED, indirect=True)
+@pytest.mark.parametrize("shape", SHARED)
+def test_blocks_that_share_key_blocks_add_up_dk_and_dv(shape: str, dims: tuple[int, int]) -> None:
+    import cupy
+
+    case = Case(shape, *SHARED[shape], *dims, "bfloat16")
+    assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["shared_keys"]
+    made = given_for(case, cupy)
+    first = run(case, made)
+    check(case, made, first)
+    least = greatest = [x.astype("f4") for x in first]
+    for _ in range(100):  # sums in other orders
+        got = [x.astype("f4") for x in backward(case, made)]
+        least, greatest = list(map(cupy.minimum, least, got)), list(map(cupy.maximum, greatest, got))
+    for extremes in (least, greatest):
+        check(case, made, tuple(host(x).astype(numpy_dtype(case.dtype)) for x in extremes))
+
+
+@DETERMINISTIC
+def test_groups_of_heads_share_keys(dims: tuple[int, int], deterministic: bool) -> None:
+    import cupy
+
+    case = Case("group", 17, 150, 520, 6, 2, *dims, "bfloat16", window_size=(300, 100))  # fills the GPU
+    made = given_for(case, cupy)
+    check(case, made, run(case, made, deterministic=deterministic))
+
+
+@DETERMINISTIC
+def test_a_head_does_not_depend_on_the_others(deterministic: bool) -> None:
+    import cupy
+
+    case = Case("heads", 3, 333, 500, 14, 14, 64, 64, "float16", causal=True)  # more than start together
+    made = given_for(case, cupy)
+    got = run(case, made, deterministic=deterministic)
+    alone = Given(*(x[1:2] for x in made))
+    for x, y, name in zip(run(case, alone, deterministic=deterministic), got, ("dq", "dk", "dv"), strict=True):
+        if deterministic or name != "dq":
+            assert (bits(x) == bits(y[1:2])).all()
+
+
+@DETERMINISTIC
+def test_nan_that_nobody_sees_changes_nothing(dims: tuple[int, int], deterministic: bool) -> None:
+    import cupy
+
+    case = Case("nan", 2, 300, 400, 2, 2, *dims, "bfloat16", window_size=(100, 0), diagonal_offset=-50)
+    made = given_for(case, cupy)
+    wanted = run(case, made, deterministic=deterministic)
+    rows, keys = case.problem().mask.row_range(0, 400), case.problem().mask.key_range(0, 300)
+    assert rows == (50, 300)
+    assert keys == (0, 250)
+
+    def poisoned(x: Any, begin: int, end: int) -> Any:  # within, and in the memory around
+        whole = cupy.full((2, x.shape[1] + 70, 4, x.shape[3] + 8), cupy.nan, x.dtype)
+        view = whole[:, 40 : 40 + x.shape[1], 1:3, : x.shape[3]]
+        view[:, begin:end] = x[:, begin:end]
+        return view
+
+    bad = Given(
+        poisoned(made.dout, *rows), poisoned(made.q, *rows), poisoned(made.k, *keys), poisoned(made.v, *keys),
+        poisoned(made.out, *rows), *made[5:],
+    )  # fmt: skip
+    got = run(case, bad, deterministic=deterministic)
+    assert identical(got[1:], wanted[1:])
+    assert identical(got[:1], wanted[:1]) or not deterministic
+    check(case, made, got)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+def test_operands_that_tma_cannot_read_are_read_all_the_same(name: str) -> None:
+    import cupy
+
+    case = Case("views", 2, 150, 200, 2, 2, 64, 64, "float16", causal=True)
+    made = given_for(case, cupy)
+    wanted = run(case, made, deterministic=True)
+    x = getattr(made, name)
+    swapped = cupy.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    assert identical(run(case, made._replace(**{name: swapped}), deterministic=True), wanted)
+    shifted = cupy.empty((*x.shape[:3], 72), x.dtype)[..., 1:65]  # two bytes off
+    shifted[...] = x
+    reversed_ = cupy.ascontiguousarray(x[:, ::-1])[:, ::-1]
+    for view in (shifted, reversed_):
+        check(case, made, run(case, made._replace(**{name: view}), hopper=False, deterministic=True))
+    assert identical(run(case, made, deterministic=True), wanted)
+
+
+def test_deterministic_repeats_are_the_same_bits_under_other_memory_traffic(dims: tuple[int, int]) -> None:
+    import cupy
+
+    case = Case("repeats", 2, 1000, 1100, 5, 5, *dims, "bfloat16", causal=True)
+    made = given_for(case, cupy)
+    first = run(case, made, deterministic=True)
+    same, other = cupy.ones((), bool), cupy.cuda.Stream(non_blocking=True)
+    source, target = cupy.zeros(1 << 26, "float32"), cupy.empty(1 << 26, "float32")
+    for _ in range(1000):
+        with other:
+            target[...] = source
+        for got, wanted in zip(backward(case, made, deterministic=True), first, strict=True):
+            same &= (bits(got) == bits(wanted)).all()
+    assert bool(same)
+
+
+def test_work_on_several_streams_at_once_is_right() -> None:
+    import cupy
+
+    case = Case("streams", 4, 500, 500, 8, 8, 128, 128, "bfloat16", causal=True)
+    made = given_for(case, cupy)
+    wanted = run(case, made, deterministic=True)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for _ in range(10):
+        for stream in streams:
+            with stream:
+                results.append(backward(case, made, deterministic=True))
+    cupy.cuda.Device().synchronize()
+    assert all(identical(got, wanted) for got in results)
+
+
+def test_scores_of_ten_thousand_stay_finite() -> None:
+    import cupy
+
+    case = Case("large", 1, 200, 300, 2, 2, 64, 64, "bfloat16", causal=True, softmax_scale=1.0)
+    made = given_for(case, cupy)
+    q, k = ((x.astype("f4") * 40).astype(x.dtype) for x in (made.q, made.k))
+    assert float(cupy.abs(cupy.einsum("bqhd,bkhd->bhqk", q.astype("f4"), k.astype("f4"))).max()) > 1e4
+    out, lse = cuflash.forward(q, k, made.v, return_lse=True, **case.arguments())
+    got = run(case, made._replace(q=q, k=k, out=out, lse=lse))
+    assert all(np.isfinite(host(x).astype("f4")).all() for x in got)

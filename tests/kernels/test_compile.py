@@ -1,0 +1,241 @@
+"""Every kernel compiles, keeps to its registers, and agrees with the host: with NVRTC, on a machine without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+from variants import DTYPES, KEYS, variant_of, variants
+
+from cuflash.errors import CompileError, UnsupportedError
+from cuflash.planning import tiles_sm80, tiles_sm90
+from cuflash.planning.device import KNOWN
+from cuflash.planning.variant import ALGORITHM_CODES, Variant
+from cuflash.problem.dtypes import DTYPES as TABLE
+from cuflash.runtime import compiler
+
+try:
+    compiler.nvrtc_version()
+except UnsupportedError as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+ALL = ("sm_80", "sm_90")  # every variant is compiled for these with -m exhaustive
+BACKWARD_OPS = ("delta", "convert", "backward", "backward_dkdv", "backward_dq")
+GENERIC = {"aligned": False}  # on Hopper, where other calls have kernels of their own
+CAPPED = {"softcap": 30.0}  # the same
+# (op, dtype, head_dim, head_dim_v, changes): one of each kernel, and of each way of building it.
+ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
+    ("forward", "bfloat16", 128, 128, {}),
+    ("forward", "float32", 64, 64, {}),
+    ("lse", "bfloat16", 64, 64, {}),
+    ("merge", "bfloat16", 64, 64, {}),
+    *((op, "bfloat16", 128, 128, {"aligned": False}) for op in BACKWARD_OPS),
+    ("backward", "bfloat16", 128, 128, {}),
+)
+HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
+SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128)
+ONE_OF_EACH_KIND = (
+    *ONE_OF_EACH_KERNEL,
+    *(("forward", *what, changes) for what in SIXTEEN_BIT for changes in ({}, GENERIC)),
+    ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]}),
+    ("forward", "bfloat16", 128, 128, GENERIC),
+    ("lse", "bfloat16", 64, 64, GENERIC),
+    *(("forward", *what, CAPPED) for what in SIXTEEN_BIT),
+    ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]} | CAPPED),
+    ("lse", "bfloat16", 192, 192, CAPPED),
+    ("forward", "float32", 256, 256, {}),
+    ("forward", "bfloat16", 128, 128, {"algorithm": "flash1"}),
+    ("forward", "bfloat16", 128, 128, {"algorithm": "flashd"}),
+    *(("forward", "bfloat16", 128, 128, {"out_dtype": "float32"} | changes) for changes in ({}, GENERIC)),
+    ("delta", "bfloat16", 128, 128, {"out_dtype": "float32"}),
+    *(("backward", "float16", dim, dim, changes) for dim in (64, 96, 128) for changes in ({}, CAPPED)),
+    *(("backward", "float16", 128, 128, {"queries": 2**16, "causal": False} | changes) for changes in ({}, CAPPED)),
+    *(
+        (op, "float16", *dims, changes)
+        for op in HOPPER_GRADIENTS
+        for dims in ((192, 128), (192, 192), (256, 256))
+        for changes in ({}, CAPPED)
+    ),
+    *(
+        (op, dtype, head_dim, head_dim, {"aligned": False})
+        for dtype, head_dim in (("bfloat16", 64), ("bfloat16", 256), ("float32", 64), ("float32", 256))
+        for op in BACKWARD_OPS
+    ),
+)
+
+
+def representatives(arch: str) -> list[Variant]:
+    """What is compiled for this architecture in every test run: most on the two that all variants are checked on."""
+    found: dict[Variant, None] = {}
+    for *what, changes in ONE_OF_EACH_KIND if arch in ALL else ONE_OF_EACH_KERNEL:
+        if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
+            continue
+        found[variant_of(*what, KNOWN[arch], **changes)] = None
+    return list(found)
+
+
+def each(*archs: str, of: Any) -> list[Any]:
+    return [pytest.param(variant, id=f"{arch}-{variant.name}") for arch in archs for variant in of(arch)]
+
+
+@pytest.fixture(scope="module")
+def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Variant, Future[tuple[bytes, str]]]]:
+    """Results to come of every variant that the chosen tests ask for, compiled on all cores."""
+    chosen: dict[Variant, None] = {}
+    for item in request.session.items:
+        callspec = getattr(item, "callspec", None)
+        variant = callspec.params.get("variant") if callspec is not None else None
+        skipped = item.get_closest_marker("skip") is not None or item.path != request.path
+        if variant is not None and not skipped and is_known(variant.arch):
+            chosen[variant] = None
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {variant: pool.submit(compiler.compile_variant, variant) for variant in chosen}
+        pool.shutdown(cancel_futures=True)
+
+
+def is_known(arch: str) -> bool:
+    """Whether this NVRTC compiles for the architecture itself."""
+    return f"-arch={arch}" in compiler.options(replace(MERGE, arch=arch))
+
+
+MERGE = variants("sm_80")[0]
+REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+
+
+def check(variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]) -> None:
+    if not is_known(variant.arch):
+        pytest.skip(f"NVRTC {'.'.join(map(str, compiler.nvrtc_version()))} does not know {variant.arch}")
+    cubin, log = compiled[variant].result()
+    assert cubin[:4] == b"\x7fELF"
+    assert variant.name.encode() in cubin
+    assert f"Compiling entry function '{variant.name}' for '{variant.arch}'" in log
+    reports = REPORT.findall(log)
+    assert reports, log
+    for report in reports:
+        assert report == ("0", "0", "0"), f"(stack frame, spill stores, spill loads) = {report} bytes"
+    assert not re.search(r"\bC7\d{3}\b", log), log  # what ptxas did not do as it was asked to
+    assert "warning" not in log.lower(), log
+
+
+@pytest.mark.parametrize("variant", each(*KNOWN, of=representatives))
+def test_one_of_each_kernel_compiles_without_spills(
+    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+) -> None:
+    check(variant, compiled)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("variant", each(*ALL, of=variants))
+def test_every_variant_compiles_without_spills(
+    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+) -> None:
+    check(variant, compiled)
+
+
+def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
+    made = [v for v in variants("sm_90") if not v.of_warpgroups]
+    built = {(v.op, v.dtype, v.out_dtype, v.algorithm, v.tile) for v in made}
+    for dtype in DTYPES:
+        rows = tiles_sm80.TILES[dtype]
+        assert set(rows) <= {tile for op, _, _, _, tile in built if op == "forward"}, "no device chooses this row"
+        for row, algorithm, out_dtype in product(rows, ALGORITHM_CODES, (dtype, "float32")):
+            assert [tile for *key, tile in built if key == ["forward", dtype, out_dtype, algorithm]
+                    and (tile.head_dim, tile.head_dim_v) == (row.head_dim, row.head_dim_v)]  # fmt: skip
+        head_dims = {v.tile.head_dim for v in made if v.tile and (v.op, v.dtype) == ("lse", dtype)}
+        assert head_dims == {row.head_dim for row in rows}
+        for row in tiles_sm80.BACKWARD[dtype]:
+            assert ("backward", dtype, dtype, "flash2", row) in built
+            assert ("backward_dkdv", dtype, dtype, "flash2", replace(row, with_dq=False)) in built
+        for row in tiles_sm80.DQ[dtype]:
+            assert ("backward_dq", dtype, dtype, "flash2", row) in built
+        for op, out_dtype in (("merge", dtype), ("convert", dtype), ("delta", dtype), ("delta", "float32")):
+            assert (op, dtype, out_dtype, "flash2", None) in built
+    hopper = [v for v in variants("sm_90") if v not in made]
+    assert {(v.arch, v.algorithm) for v in hopper} == {("sm_90a", "flash2")}
+    wanted = set()
+    halves = [dtype for dtype in DTYPES if TABLE[dtype].itemsize == 2]
+    for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
+        if row.softcap in (None, capped):
+            wanted |= {("forward", dtype, out_dtype, row, capped) for out_dtype in (dtype, "float32")}
+        wanted.add(("lse", dtype, dtype, tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped), capped))
+    gradients = [("backward", row) for row in tiles_sm90.BACKWARD]
+    gradients += [(f"backward_{row.gradient}", row) for row in tiles_sm90.ROWS]
+    for dtype, (op, row), capped in product(halves, gradients, (False, True)):
+        if row.softcap in (None, capped):
+            wanted.add((op, dtype, dtype, row, capped))
+    assert {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap) for v in hopper} == wanted
+    assert not any(v.softcap for v in made)
+    sources = {path.relative_to(compiler.source_root()).as_posix() for path in compiler.source_root().rglob("*.cu")}
+    assert {v.source for v in variants("sm_90")} == sources
+
+
+@pytest.mark.parametrize("arch", KNOWN)
+def test_the_representatives_are_of_every_kernel(arch: str) -> None:
+    assert set(representatives(arch)) <= set(variants(arch))
+    assert {(v.op, v.source) for v in representatives(arch)} == {(v.op, v.source) for v in variants(arch)}
+
+
+BY_ROWS = ("backward_dq", "backward_dk", "backward_dv")  # on Hopper, over head dim 128
+
+
+def small_variant(arch: str, op: str, dtype: str) -> Variant:
+    head_dim = 256 if arch == "sm_90" and op in BY_ROWS else 32
+    return variant_of(op, dtype, head_dim, head_dim, KNOWN[arch])
+
+
+WRONG = {
+    "SMEM_BYTES": "the host's formula for shared memory differs",
+    "PARAMS_BYTES": "the host packs other parameters",
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "op", "macro"),
+    [
+        *(("sm_80", op, "SMEM_BYTES") for op in ("forward", "lse", "backward", "backward_dkdv", "backward_dq")),
+        *(("sm_80", op, "PARAMS_BYTES") for op in ("forward", "lse", "merge", *BACKWARD_OPS)),
+        *(("sm_90", op, macro) for op in ("forward", "lse", "backward", *BY_ROWS) for macro in WRONG),
+    ],
+)
+def test_a_size_that_host_and_kernel_disagree_on_does_not_compile(
+    arch: str, op: str, macro: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    variant = small_variant(arch, op, "float16")
+    define, options = f"-DCUFLASH_{macro}=", compiler.options(variant)
+    assert any(option.startswith(define) for option in options)
+    wrong = [f"{option}0" if option.startswith(define) else option for option in options]  # ten times as many
+    monkeypatch.setattr(compiler, "options", lambda variant: tuple(wrong))
+    with pytest.raises(CompileError, match=re.escape(WRONG[macro])) as caught:
+        compiler.compile_variant(variant)
+    assert variant.name in str(caught.value)
+
+
+# One kernel of each group of macros in the headers called config.cuh, and those of its macros that others have not. A
+# kernel without SOFTCAP asks its parameters, and merge has no algorithm.
+SMALL = [small_variant("sm_80", op, "float16") for op in ("merge", "backward")]
+SMALL += [small_variant("sm_90", op, "float16") for op in ("forward", "backward", "backward_dq")]
+NOT_ASKED = {
+    "portable/merge.cu": {"KERNEL", "ALGORITHM"},
+    "sm80/backward.cu": {"PARAMS_BYTES", *MERGE.constants} - {"ALGORITHM"},
+}
+MACROS = [
+    pytest.param(small, macro, id=f"{small.name}-{macro}")
+    for small in SMALL
+    for macro in {"PARAMS_BYTES": 0, **small.constants}
+    if macro not in NOT_ASKED.get(small.source, {"PARAMS_BYTES", "SOFTCAP", *SMALL[1].constants})
+]
+
+
+@pytest.mark.parametrize(("small", "macro"), MACROS)
+def test_every_constant_is_needed(small: Variant, macro: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = [option for option in compiler.options(small) if not option.startswith(f"-DCUFLASH_{macro}=")]
+    assert len(options) == len(compiler.options(small)) - 1
+    monkeypatch.setattr(compiler, "options", lambda variant: tuple(options))
+    with pytest.raises(CompileError, match=f"CUFLASH_{macro}|identifier"):  # a macro may guard what others read
+        compiler.compile_variant(small)

@@ -1,0 +1,80 @@
+"""Arrays of every library in tests: how they are made, how they come back to NumPy, and when two are the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from oracle import Array
+
+
+def bits(array: Any) -> Any:
+    """The bytes of a CuPy array, for comparisons in which NaN equals itself."""
+    return array.ravel().view("uint8")
+
+
+def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
+    """A CuPy array of NaN: what is not written shows."""
+    import cupy
+
+    return cupy.full(shape, cupy.nan, dtype)
+
+
+def host(x: Any) -> Any:
+    """A NumPy or CuPy array in host memory."""
+    return x.get() if hasattr(x, "get") else x
+
+
+def identical(got: Any, wanted: Any) -> bool:
+    """Whether all arrays are the same bit for bit (NaN equals itself)."""
+    return all(host(x).tobytes() == host(y).tobytes() for x, y in zip(got, wanted, strict=True))
+
+
+class Producer:
+    """A DLPack producer of an unknown framework, that may say it lives elsewhere than it does."""
+
+    def __init__(self, array: Any, device: tuple[int, int] | None = None) -> None:
+        self.array, self.device = array, device or tuple(array.__dlpack_device__())
+
+    def __dlpack__(self, **keywords: Any) -> Any:
+        return self.array.__dlpack__(**keywords)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+
+def torch_of(array: np.ndarray[Any, Any], device: str) -> Any:
+    torch = pytest.importorskip("torch")
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.astype("f4")).to(device, torch.bfloat16)
+    return torch.from_numpy(array).to(device)
+
+
+def jax_of(array: np.ndarray[Any, Any], platform: str) -> Any:
+    jax = pytest.importorskip("jax")
+    try:
+        return jax.device_put(array, jax.devices(platform)[0])
+    except RuntimeError:
+        pytest.skip(f"JAX has no {platform} here")
+
+
+def cupy_of(array: np.ndarray[Any, Any]) -> Any:
+    import cupy
+
+    return cupy.asarray(array)
+
+
+MAKERS = {"numpy": lambda x: x, "torch": lambda x: torch_of(x, "cpu"), "jax": lambda x: jax_of(x, "cpu")}
+GPU_MAKERS = {"cupy": cupy_of, "torch": lambda x: torch_of(x, "cuda"), "jax": lambda x: jax_of(x, "gpu")}
+
+
+def as_numpy(array: Any) -> np.ndarray[Any, Any]:
+    if hasattr(array, "detach"):
+        return array.detach().cpu().float().numpy()
+    return np.asarray(array.get() if hasattr(array, "get") else array).astype("f4")
+
+
+def same(got: tuple[Array, ...], wanted: tuple[Array, ...]) -> None:
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(a.astype(np.float64), b.astype(np.float64))

@@ -1,0 +1,316 @@
+"""What the GPU path of `cuflash.backward` alone has: the whole case table, lengths around a tile, repeats,
+streams, frameworks, memory, split groups and offsets past 2³¹ elements.
+
+Whatever is allocated here is filled with NaN first, so that what is not written shows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from gradients import COMPUTED, DETERMINISTIC, Given, backward, check, given_for
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libraries import GPU_MAKERS, as_numpy, bits, host, identical, torch_of
+from oracle import ULPS
+from problems import problems
+
+import cuflash
+from cuflash.arrays.cupy import cupy
+from cuflash.bench.cases import Case, numpy_dtype
+from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.runtime import launch
+
+pytestmark = pytest.mark.usefixtures("new_memory_holds_nan")
+LAUNCHED = Case("launched", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
+
+
+@pytest.mark.gpu
+def test_gpu_memory_that_is_allocated_here_holds_nan() -> None:
+    for dtype in ("float16", "bfloat16", "float32"):
+        assert np.isnan(cupy().empty((3, 5), numpy_dtype(dtype).name, 0).get().astype("f4")).all()
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+@pytest.mark.parametrize("case", COMPUTED, ids=lambda case: case.name)
+def test_gpu_agrees_with_float64(cupy: Any, case: Case, deterministic: bool) -> None:
+    for dlse in (True, False):
+        made = given_for(case, cupy, dlse=dlse)
+        got = backward(case, made, deterministic=deterministic)
+        check(case, made, got)
+        if deterministic:
+            assert identical(backward(case, made, deterministic=True), got)
+
+
+@pytest.mark.gpu
+@settings(max_examples=100)
+@given(problems(longest=200, widest=256), st.booleans(), st.booleans(), st.integers(0, 2**31))
+def test_gpu_agrees_on_random_problems(cupy: Any, case: Case, dlse: bool, deterministic: bool, seed: int) -> None:
+    made = given_for(case, cupy, seed, dlse=dlse)
+    # A hundred draws meet less fortunate sums than one table does.
+    check(case, made, backward(case, made, deterministic=deterministic), ulps=2 * ULPS[case.dtype])
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129])
+def test_gpu_every_element_is_written_at_lengths_around_a_tile(cupy: Any, length: int, deterministic: bool) -> None:
+    lengths = ((length, length), (length, 80), (80, length))
+    for dtype, causal, (seqlen_q, seqlen_k) in itertools.product(("bfloat16", "float32"), (False, True), lengths):
+        case = Case("length", 2, seqlen_q, seqlen_k, 2, 1, 64, 64, dtype, causal=causal)
+        made = given_for(case, cupy)
+        check(case, made, backward(case, made, deterministic=deterministic))
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_gpu_float32_error_is_at_most_four_times_that_of_a_naive_float32_computation(
+    cupy: Any, head_dim: int, deterministic: bool
+) -> None:
+    case = Case("float32", 1, 300, 290, 2, 1, head_dim, head_dim, "float32")
+    made = given_for(case, cupy)
+    got = backward(case, made, deterministic=deterministic)
+    arguments = case, *map(host, (made.dout, made.q, made.k, made.v, made.dlse))
+    for x, exact, naive in zip(got, oracle.gradients64(*arguments), oracle.naive_gradients(*arguments), strict=True):
+        # The root of the mean square, where the rule takes the largest: no luck is left in it.
+        assert np.linalg.norm(host(x) - exact) <= 4 * np.linalg.norm(naive - exact)
+
+
+@pytest.mark.gpu
+def test_gpu_nan_that_is_seen_is_not_hidden(cupy: Any) -> None:
+    case = Case("nan", 1, 200, 200, 1, 1, 64, 64, "float16", causal=True)
+    made = given_for(case, cupy)
+    made.dout[0, 70, 0, 1] = cupy.nan
+    for deterministic in (False, True):
+        dq, dk, dv = (host(x).astype("f4") for x in backward(case, made, deterministic=deterministic))
+        assert np.isnan(dq[0, 70]).all()
+        assert np.isfinite(np.delete(dq, 70, axis=1)).all()
+        assert np.isnan(dk[0, :71]).all()
+        assert np.isnan(dv[0, :71, 0, 1]).all()
+        assert np.isfinite(np.delete(dv, 1, axis=3)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dims", [(512, 512), (257, 64), (64, 257)])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gpu_head_dims_over_256_are_unsupported_and_the_next_call_works(
+    cupy: Any, dtype: str, head_dims: tuple[int, int]
+) -> None:
+    q, v = (cupy.zeros((1, 33, 1, dim), dtype) for dim in head_dims)
+    lse = cupy.zeros((1, 1, 33), "float32")
+    for deterministic in (False, True):
+        with pytest.raises(UnsupportedError, match=rf"{max(head_dims)}.*256"):
+            cuflash.backward(v, q, q, v, v, lse, deterministic=deterministic)
+    made = given_for(LAUNCHED, cupy)
+    check(LAUNCHED, made, backward(LAUNCHED, made))
+
+
+@pytest.mark.gpu
+def test_gpu_float64_is_unsupported(cupy: Any) -> None:
+    x, lse = cupy.zeros((1, 8, 1, 64)), cupy.zeros((1, 1, 8))
+    with pytest.raises(UnsupportedError, match=r"float64.*cast to float32"):
+        cuflash.backward(x, x, x, x, x, lse)
+
+
+@pytest.mark.gpu
+def test_gpu_a_thousand_deterministic_repeats_are_the_same_bits_and_others_are_close(cupy: Any) -> None:
+    case = Case("repeats", 1, 384, 384, 8, 2, 64, 64, "float16", causal=True)
+    made = given_for(case, cupy)
+    first = backward(case, made, deterministic=True)
+    same = cupy.ones((), bool)
+    for _ in range(1000):
+        for got, wanted in zip(backward(case, made, deterministic=True), first, strict=True):
+            same &= (bits(got) == bits(wanted)).all()
+    assert bool(same)
+    furthest = [cupy.zeros((), "float32") for _ in first]
+    for _ in range(100):
+        for i, (got, wanted) in enumerate(zip(backward(case, made), first, strict=True)):
+            furthest[i] = cupy.maximum(furthest[i], cupy.abs(got.astype("f4") - wanted.astype("f4")).max())
+    for apart, wanted in zip(furthest, first, strict=True):
+        # The sums of float32 differ in their last places, which may round to the next number of 16 bits, or the one
+        # after where dq was made by another kernel.
+        assert float(apart) <= 2 * 2.0**-10 * float(cupy.abs(wanted).max())
+
+
+def need_memory(gib: int) -> None:
+    """Skips the test where the GPU has less free memory than this."""
+    import cupy
+
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < gib << 30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, has {free >> 30}")
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+def test_gpu_offsets_past_2_to_the_31_elements_in_q_and_its_gradient(cupy: Any, deterministic: bool) -> None:
+    need_memory(28)
+    small = Case("far", 3, 1024, 144, 4, 1, 64, 64, "float16")  # more than one key block, so dq is added up
+    batch = 2**31 // (1024 * 4 * 64) + 3
+    few = given_for(small, cupy)
+    wanted = backward(small, few, deterministic=deterministic)
+    many = []
+    for x in few:
+        many.append(cupy.zeros((batch, *x.shape[1:]), x.dtype))
+        many[-1][0], many[-1][-2:] = x[0], x[1:]
+    assert many[1].size > 2**31
+    got = [cupy.concatenate([x[:1], x[-2:]]) for x in backward(small, Given(*many), deterministic=deterministic)]
+    check(small, few, got)
+    if deterministic:
+        assert identical(got, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out", "lse", "dlse"])
+def test_gpu_rows_further_apart_than_2_to_the_31_elements(cupy: Any, name: str) -> None:
+    need_memory(16)
+    case = Case("apart", 1, 96, 120, 1, 1, 64, 64, "float16")
+    made = given_for(case, cupy)
+    x = getattr(made, name)
+    axis = 2 if x.ndim == 3 else 1
+    step = 2**31 // (x.shape[axis] - 20) // 8 * 8
+    assert (x.shape[axis] - 1) * step > 2**31  # where the last row stands
+    memory = cupy.zeros(step * x.shape[axis], x.dtype)
+    strides = [0] * x.ndim
+    strides[-1] = x.itemsize
+    strides[axis] = step * x.itemsize
+    far = cupy.lib.stride_tricks.as_strided(memory, x.shape, strides)
+    far[...] = x
+    got = backward(case, made._replace(**{name: far}), deterministic=True)
+    assert identical(got, backward(case, made, deterministic=True))
+    del far, memory
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("framework", GPU_MAKERS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gpu_gradients_are_of_the_callers_framework(dtype: str, framework: str) -> None:
+    case = Case("framework", 2, 60, 70, 4, 2, 64, 64, dtype, causal=True)
+    on_host = given_for(case, np)
+    made = Given(*map(GPU_MAKERS[framework], on_host))
+    for deterministic in (False, True):
+        got = backward(case, made, deterministic=deterministic)
+        for x, like in zip(got, made[1:4], strict=True):
+            assert type(x) is type(like)
+            assert (tuple(x.shape), x.dtype, x.device) == (tuple(like.shape), like.dtype, like.device)
+        check(case, on_host, tuple(as_numpy(x).astype(numpy_dtype(dtype)) for x in got))
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+def test_gpu_work_runs_on_the_callers_stream(cupy: Any, deterministic: bool) -> None:
+    made = given_for(LAUNCHED, cupy)
+    backward(LAUNCHED, made, deterministic=deterministic)
+    cupy.cuda.Device().synchronize()
+    results = []
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    for stream in streams:
+        with stream:
+            # The inputs are made on this stream just before: on another one they would not be there yet.
+            big = cupy.zeros(1 << 27, "float32")
+            for _ in range(3):
+                big += 1
+            late = Given(*(x * (big[0] / 3).astype(x.dtype) for x in made))
+            results.append(backward(LAUNCHED, late, deterministic=deterministic))
+    for stream, result in zip(streams, results, strict=True):
+        stream.synchronize()
+        check(LAUNCHED, made, result)
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+def test_gpu_torch_work_runs_on_its_current_stream(deterministic: bool) -> None:
+    torch = pytest.importorskip("torch")
+    on_host = given_for(LAUNCHED, np)
+    made = Given(*(torch_of(x, "cuda") for x in on_host))
+    backward(LAUNCHED, made, deterministic=deterministic)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        late = [x.clone() for x in made]
+        big = torch.zeros(1 << 27, device="cuda")
+        for _ in range(3):
+            big += 1
+        late = Given(*(x * (big[0] / 3).to(x.dtype) for x in late))
+        got = backward(LAUNCHED, late, deterministic=deterministic)
+    side.synchronize()
+    check(LAUNCHED, on_host, tuple(as_numpy(x).astype("f2") for x in got))
+
+
+@pytest.mark.gpu
+def test_gpu_memory_beyond_the_outputs_is_that_of_dq_in_float32_or_a_few_bytes_a_row(cupy: Any) -> None:
+    case = Case("memory", 1, 8192, 8192, 4, 4, 64, 64, "float16", causal=True)
+    made = given_for(case, cupy)
+    rows, slack = 4 * 8192, 8 * 512  # the pool hands out multiples of 512 bytes
+    for deterministic in (False, True):
+        used = cuflash.plan(made.q, made.k, made.v, op="backward", deterministic=deterministic, causal=True).variant
+        assert used is not None
+        float32 = used.of_warpgroups or not deterministic
+        pool = cupy.cuda.MemoryPool()
+        with cupy.cuda.using_allocator(pool.malloc):
+            got = backward(case, made, deterministic=deterministic)
+        outputs = sum(x.nbytes for x in got)
+        grown = pool.total_bytes()  # what was freed again is counted, as the pool keeps it
+        assert outputs <= grown <= outputs + 16 * rows + slack + (4 * made.q.size if float32 else 0)
+
+
+@pytest.fixture
+def splits_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
+    """Makes plans split a group of heads this many times, for one test."""
+    from cuflash.planning import backward as plan_backward
+
+    def forget() -> None:
+        launch.KEPT.clear()
+
+    def split(splits: int) -> None:
+        monkeypatch.setattr(plan_backward, "_num_splits", lambda *_: splits)
+        forget()
+
+    yield split
+    forget()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("heads", [(7, 1), (8, 2)])
+def test_gpu_every_split_of_a_group_gives_the_same_gradients(
+    cupy: Any, heads: tuple[int, int], dtype: str, splits_of: Callable[[int], None]
+) -> None:
+    case = Case("split", 2, 150, 200, *heads, 72, 40, dtype, causal=True)
+    made, group = given_for(case, cupy), heads[0] // heads[1]
+    for heads_each in range(1, group + 1):
+        splits_of(-(-group // heads_each))
+        main = cuflash.plan(made.q, made.k, made.v, op="backward", causal=True).launches[1]
+        assert main.fields["splits"] == -(-group // heads_each)
+        check(case, made, backward(case, made))
+
+
+@pytest.mark.gpu
+@DETERMINISTIC
+def test_gpu_more_heads_than_start_together_are_all_computed(cupy: Any, deterministic: bool) -> None:
+    case = Case("many", 3, 200, 300, 14, 7, 40, 40, "float16", causal=True)  # 21 kv heads, and 16 start together
+    made = given_for(case, cupy)
+    check(case, made, backward(case, made, deterministic=deterministic))
+
+
+@pytest.mark.gpu
+def test_gpu_work_runs_where_the_arrays_are(cupy: Any) -> None:
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    made = given_for(LAUNCHED, cupy)
+    with cupy.cuda.Device(1):
+        other = made.on(cupy)
+    got = backward(LAUNCHED, other, deterministic=True)  # while GPU 0 is the current one
+    assert {x.data.device_id for x in got} == {1}
+    assert identical(got, backward(LAUNCHED, made, deterministic=True))
+    with pytest.raises(ProblemError, match="cuda:1"):
+        backward(LAUNCHED, made._replace(lse=other.lse))

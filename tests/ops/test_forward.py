@@ -1,0 +1,261 @@
+"""`cuflash.forward`: shapes and frameworks on NumPy, and on a GPU every kernel against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libraries import bits, poisoned
+
+import cuflash
+from cuflash.bench.cases import CASES, Case, numpy_dtype
+
+ALGORITHMS = ("flash2", "flash1", "flashd", "standard")
+GPU_ALGORITHMS = [(case, algorithm) for case in CASES for algorithm in ALGORITHMS]
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_outputs_have_the_rank_of_q(rank: int, algorithm: str) -> None:
+    case = Case("rank", 1, 9, 11, 1, 1, 8, 4, "float32", causal=True)
+    q, k, v = case.arrays()
+    cut = {4: np.s_[:], 3: np.s_[0], 2: np.s_[0, :, 0]}[rank]
+    out, lse = cuflash.forward(q[cut], k[cut], v[cut], causal=True, algorithm=algorithm, return_lse=True)
+    assert out.shape == {4: (1, 9, 1, 4), 3: (9, 1, 4), 2: (9, 4)}[rank]
+    assert lse.shape == {4: (1, 1, 9), 3: (1, 9), 2: (9,)}[rank]
+    oracle.assert_attention(case, (q, k, v), out.reshape(1, 9, 1, 4), lse.reshape(1, 1, 9))
+
+
+def test_out_is_written_and_returned() -> None:
+    q, k, v = Case("out", 2, 5, 7, 4, 2, 8, 6, "float32").arrays()
+    out = np.full((2, 4, 5, 6), np.nan, "float32").transpose(0, 2, 1, 3)
+    assert cuflash.forward(q, k, v, out=out) is out
+    np.testing.assert_array_equal(out, cuflash.forward(q, k, v))
+
+
+def test_out_dtype_keeps_what_16_bits_would_round() -> None:
+    case = Case("wide", 1, 40, 50, 2, 2, 16, 16, "float16")
+    q, k, v = case.arrays()
+    exact, _ = oracle.attention64(case, q, k, v)
+    wide, narrow = (cuflash.forward(q, k, v, out_dtype=dtype) for dtype in ("float32", None))
+    assert (wide.dtype, narrow.dtype) == (np.float32, np.float16)
+    assert np.abs(wide - exact).max() < np.abs(narrow - exact).max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "algorithm"), GPU_ALGORITHMS, ids=[f"{c.name}-{a}" for c, a in GPU_ALGORITHMS])
+def test_gpu_agrees_with_float64_and_repeats_bitwise(cupy: Any, case: Case, algorithm: str) -> None:
+    arrays = case.arrays()
+    q, k, v = map(cupy.asarray, arrays)
+    out = poisoned((*q.shape[:3], case.head_dim_v), q.dtype)
+    got, lse = cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True, out=out, **case.arguments())
+    assert got is out
+    oracle.assert_attention(case, arrays, got.get(), lse.get(), ulps=1)
+    again, lse_again = cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True, **case.arguments())
+    assert bool((bits(again) == bits(got)).all())
+    assert bool((bits(lse_again) == bits(lse)).all())
+
+
+# why: of multiples of 8 in 16 bits, rows begin at multiples of 16 bytes, and Hopper has kernels for them alone.
+HEAD_DIMS = st.integers(1, 256) | st.integers(1, 32).map(lambda n: 8 * n)
+
+
+@st.composite
+def gpu_cases(draw: st.DrawFn) -> tuple[Case, str]:
+    """A small problem of any shape, mask and dtype, and an algorithm."""
+    heads_kv = draw(st.integers(1, 3))
+    case = Case(
+        "random",
+        batch=draw(st.integers(1, 2)),
+        seqlen_q=draw(st.integers(1, 200)),
+        seqlen_k=draw(st.integers(1, 200)),
+        heads_q=heads_kv * draw(st.integers(1, 3)),
+        heads_kv=heads_kv,
+        head_dim=draw(HEAD_DIMS),
+        head_dim_v=draw(HEAD_DIMS),
+        dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
+        causal=draw(st.booleans()),
+        window_size=(draw(st.integers(-1, 150)), draw(st.integers(-1, 150))),
+        diagonal_offset=draw(st.none() | st.integers(-250, 250)),
+        softcap=draw(st.sampled_from([0.0, 0.0, 5.0, 50.0])),
+        softmax_scale=draw(st.none() | st.floats(0.01, 1.0)),
+    )
+    return case, draw(st.sampled_from(["flash2", "flash2", "flash1", "flashd"]))
+
+
+@pytest.mark.gpu
+@settings(max_examples=150)
+@given(gpu_cases(), st.integers(0, 2**31))
+def test_gpu_agrees_on_random_problems(cupy: Any, drawn: tuple[Case, str], seed: int) -> None:
+    case, algorithm = drawn
+    arrays = case.arrays(seed)
+    exact, exact_lse = oracle.attention64(case, *arrays)
+    naive, naive_lse = oracle.naive(case, *arrays)
+    q, k, v = map(cupy.asarray, arrays)
+    out = poisoned(exact.shape, q.dtype)
+    _, lse = cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True, out=out, **case.arguments())
+    # A handful of numbers has a handful of errors: the floor of a few units keeps luck out of the comparison. Sums err
+    # by units of what they are sums of: out by those of v; scores, and lse with them, by those of products of q and k.
+    scale, norms = case.problem().softmax_scale, [np.linalg.norm(x.astype("f8"), axis=3).max() for x in arrays[:2]]
+    # float32 scores are not rounded afterwards: their own errors, which add up as those of a random walk, show in out.
+    walk = scale * norms[0] * norms[1] / case.head_dim**0.5 if case.dtype == "float32" else 0.0
+    oracle.assert_close("out", out.get(), exact, naive, ulps=4, unit=float(np.abs(arrays[2]).max()) * (1.0 + walk))
+    oracle.assert_close("lse", lse.get(), exact_lse, naive_lse, ulps=4, unit=1.0 + scale * norms[0] * norms[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gpu_keys_that_nobody_sees_change_nothing_whatever_they_hold(cupy: Any, dtype: str) -> None:
+    case = Case("hidden", 1, 70, 300, 2, 1, 64, 64, dtype, window_size=(20, 10), diagonal_offset=100)
+    q, k, v = map(cupy.asarray, case.arrays())
+    clean = cuflash.forward(q, k, v, return_lse=True, **case.arguments())
+    begin, end = case.problem().mask.key_range(0, 70)
+    assert (begin, end) == (80, 180)
+    for hidden in (np.s_[:, :begin], np.s_[:, end:]):
+        for poison in (cupy.nan, cupy.inf):
+            k[hidden] = v[hidden] = poison
+    soiled = cuflash.forward(q, k, v, return_lse=True, **case.arguments())
+    for one, other in zip(clean, soiled, strict=True):
+        assert bool((bits(one) == bits(other)).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gpu_nan_that_is_seen_comes_out_in_its_rows_alone(cupy: Any, dtype: str, algorithm: str) -> None:
+    q, k, v = map(cupy.asarray, Case("nan", 1, 200, 200, 1, 1, 64, 64, dtype).arrays())
+    q[0, 3, 0, 5] = q[0, 150, 0, 63] = cupy.nan
+    out, lse = cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True)
+    assert np.flatnonzero(np.isnan(out.get().astype("f4")).all((0, 2, 3))).tolist() == [3, 150]
+    assert np.flatnonzero(np.isnan(out.get().astype("f4")).any((0, 2, 3))).tolist() == [3, 150]
+    assert np.flatnonzero(np.isnan(lse.get()).ravel()).tolist() == [3, 150]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gpu_nan_that_is_seen_stays_out_of_rows_beside_it_that_see_nothing(
+    cupy: Any, dtype: str, algorithm: str
+) -> None:
+    q, k, v = map(cupy.asarray, Case("blind", 1, 64, 32, 2, 1, 64, 40, dtype).arrays())
+    k[0, 0] = v[0, 0] = cupy.nan
+    out, lse = cuflash.forward(q, k, v, causal=True, algorithm=algorithm, return_lse=True)
+    assert not out[:, :32].any()
+    assert bool(cupy.isneginf(lse[..., :32]).all())
+    assert bool(cupy.isnan(out[:, 32:]).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algorithm", ["flash2", "flash1", "flashd"])
+@pytest.mark.parametrize("pattern", ["rising", "falling", "equal", "alternating", "one_large"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gpu_large_scores_stay_exact(cupy: Any, dtype: str, pattern: str, algorithm: str) -> None:
+    rng, n = np.random.default_rng(1), 400
+    height = {
+        "rising": np.linspace(-1, 1, n),
+        "falling": np.linspace(1, -1, n),
+        "equal": np.ones(n),
+        "alternating": np.where(np.arange(n) % 2, 1.0, -1.0),
+        "one_large": np.where(np.arange(n) == 137, 1.0, 0.0),
+    }[pattern]
+    q = np.ones((1, 70, 1, 16)) * rng.uniform(0.5, 1.0, (1, 70, 1, 1))
+    k = np.ones((1, n, 1, 16)) * 625.0 * height[None, :, None, None]  # scores up to 10^4
+    v = rng.standard_normal((1, n, 1, 16))
+    q, k, v = (x.astype(numpy_dtype(dtype)) for x in (q, k, v))
+    case = Case("large", 1, 70, n, 1, 1, 16, 16, dtype, softmax_scale=1.0)
+    exact, exact_lse = oracle.attention64(case, q, k, v)
+    # Against the scores in float32: rounding scores of 10^4 to 16 bits is no yardstick.
+    wide = replace(case, dtype="float32")
+    naive, naive_lse = oracle.naive(wide, *(x.astype("f4") for x in (q, k, v)))
+    arrays = map(cupy.asarray, (q, k, v))
+    out, lse = cuflash.forward(*arrays, algorithm=algorithm, softmax_scale=1.0, return_lse=True)
+    assert np.isfinite(out.get().astype("f4")).all()
+    # The naive result is exact here where one key has all the weight; two TF32 numbers hold v to 2^-22, 2 units, and
+    # the reciprocals of flash1 and flashd are off by one more in each of the tiles.
+    ulps = 4 if algorithm == "flash2" else 16
+    oracle.assert_close("out", out.get(), exact, naive, ulps=ulps)
+    oracle.assert_close("lse", lse.get(), exact_lse, naive_lse, ulps=2)
+
+
+MANY: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (2600, 20)},
+    "softcap": {"softcap": 15.0},
+    "rising": {},
+    "falling": {"causal": True},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MANY)
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gpu_many_keys_agree_with_float64(cupy: Any, dtype: str, head_dims: tuple[int, int], name: str) -> None:
+    case = Case("many", 1, 200, 2900, 4, 2, *head_dims, dtype, **MANY[name])
+    q, k, v = case.arrays()
+    heights = {"rising": np.linspace(0, 20, 2900), "falling": np.linspace(20, 0, 2900)}.get(name)
+    if heights is not None:  # maxima that move from tile to tile, either way
+        k = (k * heights[None, :, None, None]).astype(k.dtype)
+    out = poisoned((1, 200, 4, head_dims[1]), numpy_dtype(dtype))
+    lse = cuflash.lse(*map(cupy.asarray, (q, k)), **case.arguments())
+    arrays = map(cupy.asarray, (q, k, v))
+    _, lse_of_forward = cuflash.forward(*arrays, return_lse=True, out=out, **case.arguments())
+    oracle.assert_attention(case, (q, k, v), out.get(), ulps=2)
+    for got in (lse, lse_of_forward):
+        oracle.assert_attention(case, (q, k, v), None, got.get(), ulps=4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [1.0, 30.0, 1e3, 1e5, 1e8])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gpu_softcap_of_any_size_is_exact(cupy: Any, dtype: str, softcap: float) -> None:
+    case = Case("cap", 1, 100, 150, 2, 2, 64, 64, dtype, softcap=softcap)
+    arrays = case.arrays()
+    exact, exact_lse = oracle.attention64(case, *arrays)
+    naive, naive_lse = oracle.naive(case, *arrays)
+    out, lse = cuflash.forward(*map(cupy.asarray, arrays), softcap=softcap, return_lse=True)
+    oracle.assert_close("out", out.get(), exact, naive)
+    # lse is a float32 result of 16-bit inputs too: an error of 1e-6 in a score is an error of 1e-6 in lse.
+    oracle.assert_close("lse", lse.get(), exact_lse, naive_lse, ulps=8, unit=8.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_gpu_float32_error_is_at_most_four_times_that_of_float32_matmul_softmax_matmul(
+    cupy: Any, head_dim: int
+) -> None:
+    case = Case("fp32", 1, 300, 2000, 1, 1, head_dim, head_dim, "float32")
+    arrays = case.arrays()
+    exact, _ = oracle.attention64(case, *arrays)
+    naive, _ = oracle.naive(case, *arrays)
+    out = cuflash.forward(*map(cupy.asarray, arrays)).get()
+    oracle.assert_close("out", out, exact, naive + (naive - exact), ulps=0.0)  # twice the rule's 2 times
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_gpu_out_dtype_float32(cupy: Any, dtype: str) -> None:
+    case = Case("wide", 2, 100, 130, 4, 2, 40, 72, dtype, causal=True)
+    arrays = case.arrays()
+    exact, _ = oracle.attention64(case, *arrays)
+    q, k, v = map(cupy.asarray, arrays)
+    wide = cuflash.forward(q, k, v, causal=True, out_dtype="float32")
+    assert wide.dtype == np.float32
+    narrow = cuflash.forward(q, k, v, causal=True)
+    assert bool((wide.astype(narrow.dtype) == narrow).all())
+    assert np.abs(wide.get() - exact).max() < np.abs(narrow.get().astype("f8") - exact).max()
+
+
+@pytest.mark.gpu
+def test_gpu_a_row_does_not_depend_on_the_other_rows_or_the_batch(cupy: Any) -> None:
+    q, k, v = map(cupy.asarray, Case("rows", 3, 300, 300, 4, 2, 128, 128, "bfloat16").arrays())
+    whole, lse = cuflash.forward(q, k, v, return_lse=True)
+    one, one_lse = cuflash.forward(q[1:2, 130:131], k[1:2], v[1:2], return_lse=True)
+    assert bool((bits(one[0, 0]) == bits(cupy.ascontiguousarray(whole[1, 130]))).all())
+    assert bool((bits(one_lse[0, :, 0].copy()) == bits(lse[1, :, 130].copy())).all())

@@ -1,0 +1,118 @@
+"""`cuflash.merge_states`: attention over parts of the keys becomes attention over all of them."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from libraries import host
+
+import cuflash
+from cuflash.bench.cases import Case
+from cuflash.errors import UnsupportedError
+from cuflash.planning.merge import MAX_STATES
+
+CASES = [
+    Case("halves", 2, 33, 128, 4, 2, 64, 64, "float32"),
+    Case("odd_dim", 2, 33, 130, 4, 4, 40, 33, "float32"),
+    Case("half_odd_dim", 1, 17, 90, 2, 1, 64, 37, "float16"),
+    Case("bfloat16", 2, 65, 200, 4, 2, 128, 128, "bfloat16"),
+]
+
+
+def states(case: Case, xp: Any, parts: int) -> tuple[Any, list[Any], list[Any]]:
+    """(q, k, v) in xp and the states over `parts` pieces of the keys."""
+    arrays = [xp.asarray(x) for x in case.arrays()]
+    q, k, v = arrays
+    edges = np.linspace(0, case.seqlen_k, parts + 1).astype(int)
+    pairs = [cuflash.forward(q, k[:, a:b], v[:, a:b], return_lse=True, **case.arguments()) for a, b in pairwise(edges)]
+    return arrays, [out for out, _ in pairs], [lse for _, lse in pairs]
+
+
+@pytest.mark.parametrize("parts", [1, 2, 7])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_parts_of_the_keys_merge_to_the_whole(case: Case, parts: int) -> None:
+    (q, k, v), outs, lses = states(case, np, parts)
+    check(case, (q, k, v), *cuflash.merge_states(outs, lses))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("parts", [1, 2, 7])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gpu_parts_of_the_keys_merge_to_the_whole(cupy: Any, case: Case, parts: int) -> None:
+    arrays, outs, lses = states(case, cupy, parts)
+    out, lse = cuflash.merge_states(outs, lses)
+    assert out.dtype == outs[0].dtype
+    check(case, [x.get() for x in arrays], out.get(), lse.get())
+    again, _ = cuflash.merge_states(outs, lses)
+    assert bool((again == out).all())
+
+
+def check(case: Case, arrays: Any, out: Any, lse: Any) -> None:
+    # The states were rounded to the dtype before they were merged: one unit for them, one for the result.
+    oracle.assert_attention(case, arrays, out, ulps=2)
+    oracle.assert_attention(case, arrays, None, lse, ulps=4)
+
+
+def gpu_or_numpy(gpu: bool) -> Any:
+    if not gpu:
+        return np
+    import cupy
+
+    return cupy
+
+
+GPU = [False, pytest.param(True, marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("gpu", GPU)
+def test_a_state_that_saw_nothing_counts_for_nothing(gpu: bool) -> None:
+    xp = gpu_or_numpy(gpu)
+    rng = np.random.default_rng(0)
+    out = xp.asarray(rng.standard_normal((1, 5, 2, 8)).astype("f4"))
+    lse = xp.asarray(rng.standard_normal((1, 2, 5)).astype("f4"))
+    nothing = xp.full((1, 5, 2, 8), xp.nan, "f4"), xp.full((1, 2, 5), -xp.inf, "f4")
+    whole, whole_lse = cuflash.merge_states([nothing[0], out, nothing[0]], [nothing[1], lse, nothing[1]])
+    assert bool((whole == out).all())
+    assert bool((whole_lse == lse).all())
+    whole, whole_lse = cuflash.merge_states([nothing[0]] * 2, [nothing[1]] * 2)
+    assert bool((whole == 0).all())
+    assert bool(xp.isneginf(whole_lse).all())
+
+
+def merged(outs: Any, lses: Any) -> tuple[Any, Any]:
+    """The merged out and lse of states (first axis) whose lse is finite, by whole arrays in their precision."""
+    lse = lses.max(axis=0) + np.log(np.exp(lses - lses.max(axis=0)).sum(axis=0))
+    return (np.exp(lses - lse)[..., None] * outs).sum(axis=0), lse
+
+
+@pytest.mark.parametrize("gpu", GPU)
+def test_stacked_states_and_lower_ranks(gpu: bool) -> None:
+    xp = gpu_or_numpy(gpu)
+    rng = np.random.default_rng(0)
+    outs = xp.asarray(rng.standard_normal((3, 5, 8)).astype("f4"))
+    lses = xp.asarray(rng.standard_normal((3, 5)).astype("f4"))
+    out, lse = cuflash.merge_states(outs, lses)
+    assert (out.shape, lse.shape) == ((5, 8), (5,))
+    out, lse, outs, lses = map(host, (out, lse, outs, lses))
+    exact = merged(outs.astype("f8"), lses.astype("f8"))
+    for name, *results in zip(("out", "lse"), (out, lse), exact, merged(outs, lses), strict=True):
+        oracle.assert_close(name, *results)
+
+
+@pytest.mark.gpu
+def test_gpu_states_of_any_layout_and_as_many_as_fit(cupy: Any) -> None:
+    rng = cupy.random.default_rng(0)
+    outs = rng.standard_normal((MAX_STATES, 2, 3, 9, 16), dtype="f4").transpose(0, 1, 3, 2, 4)
+    lses = rng.standard_normal((MAX_STATES, 2, 9, 3), dtype="f4").transpose(0, 1, 3, 2)
+    out, lse = cuflash.merge_states(outs, lses)
+    rows = outs.get().transpose(0, 1, 3, 2, 4), lses.get()  # heads first, as lse has them
+    exact, near = merged(*(x.astype("f8") for x in rows)), merged(*rows)
+    # why more units: the kernel adds the states one after the other, NumPy adds them in pairs.
+    oracle.assert_close("out", out.get().transpose(0, 2, 1, 3), exact[0], near[0], ulps=8)
+    oracle.assert_close("lse", lse.get(), exact[1], near[1], ulps=8)
+    with pytest.raises(UnsupportedError, match="Merge groups"):
+        cuflash.merge_states([outs[0]] * (MAX_STATES + 1), [lses[0]] * (MAX_STATES + 1))

@@ -1,0 +1,166 @@
+"""Plans of backward: their kernels in order, how work is shared out for speed, at its edges and within its bounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from gradients import DETERMINISTIC
+from plans import ARCHS, DTYPES, problem
+
+from cuflash.errors import UnsupportedError
+from cuflash.planning.backward import DELTA_ROWS, L2_BYTES, SHORT_KEYS, SHORT_WAVES, STATS_ROWS
+from cuflash.planning.device import KNOWN
+from cuflash.planning.plan import MAX_GRID, Plan
+from cuflash.planning.planner import plan
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem
+
+H100 = KNOWN["sm_90"]
+
+
+def backward(*head_dims: int, arch: str = "sm_80", **more: Any) -> Plan:
+    return plan(problem(*head_dims, op="backward", **more), KNOWN[arch])
+
+
+def fields(*head_dims: int, **more: Any) -> dict[str, int]:
+    """What the launch of Hopper's one kernel for all gradients is told."""
+    made = backward(*head_dims, arch="sm_90", **more)
+    assert made.launches[1].variant.source == "sm90/backward.cu"
+    return dict(made.launches[1].fields)
+
+
+def shared(of: dict[str, int]) -> tuple[int, ...]:
+    return tuple(of[name] for name in ("whole_blocks", "shared_first", "shared_keys", "shared_steps"))
+
+
+@DETERMINISTIC
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_kernels_of_each_device_in_order(arch: str, dtype: str, deterministic: bool) -> None:
+    for dim in (64, 128, 256):
+        more: dict[str, Any] = {"dtype": dtype, "dims": (2, 300, 500, 2, 2)}
+        made = backward(dim, dim, arch=arch, deterministic=deterministic, **more)
+        wanted = ["backward_dkdv", "backward_dq"] if deterministic else ["backward", "convert"]
+        if arch == "sm_90" and dtype != "float32":
+            wanted = ["backward"] if dim <= 128 else ["backward_dq", "backward_dk", "backward_dv"]
+        assert [launch.variant.op for launch in made.launches] == ["delta", *wanted]
+        assert made.variant is made.launches[1].variant
+        if len(wanted) == 3:  # their sums have one order in any case
+            assert made.launches == backward(dim, dim, arch=arch, **more).launches
+
+
+def test_only_delta_is_told_of_an_out_in_float32() -> None:
+    of = problem(op="backward", dims=(2, 300, 500, 2, 2))
+    wide = Problem.of(of.op, [*of.specs[:4], of.spec("out")._replace(dtype="float32")], Options())
+    for arch in ("sm_80", "sm_90"):
+        plain, made = plan(of, KNOWN[arch]), plan(wide, KNOWN[arch])
+        assert made.launches[0].variant == replace(plain.launches[0].variant, out_dtype="float32")
+        assert (made.launches[1:], made.out_bytes) == (plain.launches[1:], plain.out_bytes)
+
+
+@DETERMINISTIC
+def test_where_there_is_nothing_to_read_only_what_writes_is_launched(deterministic: bool) -> None:
+    # launches are of delta, of dk and dv, of dq
+    for dims, wanted in (
+        ((0, 5, 7, 4, 2), [False, False, False]),
+        ((2, 0, 7, 4, 4), [False, True, False]),
+        ((2, 5, 0, 4, 2), [True, False, True]),
+        ((2, 0, 0, 4, 2), [False, False, False]),
+    ):
+        for arch in ("sm_80", "sm_90"):
+            made = backward(arch=arch, dims=dims, deterministic=deterministic)
+            assert [launch.num_blocks > 0 for launch in made.launches] == wanted
+            assert (made.workspace_bytes > 0) == wanted[0]
+
+
+@DETERMINISTIC
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_as_many_blocks_as_a_launch_has_are_supported(arch: str, deterministic: bool) -> None:
+    most = MAX_GRID // (STATS_ROWS // DELTA_ROWS)  # heads of one query, counted in blocks of delta
+    made = backward(arch=arch, dims=(most, 1, 1, 1, 1), deterministic=deterministic)
+    assert MAX_GRID - 4 < max(launch.num_blocks for launch in made.launches) <= MAX_GRID
+    # too many for delta, for dk and dv, and of key blocks, of which Hopper's blocks take several
+    for dims in ((most + 1, 1, 1, 1, 1), (2**20, 1, 2**20, 1, 1), (2**24, 1, 2**14, 1, 1)):
+        with pytest.raises(UnsupportedError, match=rf"batch {dims[0]} .*at most {MAX_GRID}.*Split the batch"):
+            backward(arch=arch, dims=dims, deterministic=deterministic)
+
+
+def test_memory_and_work_of_one_problem_in_numbers() -> None:
+    more: dict[str, Any] = {"dims": (2, 300, 500, 4, 2), "causal": True, "dtype": "float16"}
+    made, fixed = (backward(72, 96, deterministic=deterministic, **more) for deterministic in (False, True))
+    stats, dq, dkdv = 8 * 2 * 4 * 384, 4 * 2 * 4 * 304 * 96, 4 * 2 * 2 * 2 * 512 * 96
+    # 32 blocks of keys do not fill the GPU, so each head of a group gets its own, and its own share of dk and dv
+    assert {name: part.size for name, part in made.workspace.items()} == {
+        "stats": stats, "dq_acc": dq, "dk_acc": dkdv, "dv_acc": dkdv}  # fmt: skip
+    assert made.workspace_bytes == stats + dq + 2 * dkdv
+    assert {name: part.size for name, part in fixed.workspace.items()} == {"stats": stats}
+    for each in (made, fixed, plan(problem(72, 96, "backward", **more), None)):
+        assert each.out_bytes == 2 * 2 * (300 * 4 * 72 + 500 * 2 * (72 + 96))
+        assert each.lse_bytes == 0
+        assert each.flops == 2 * 2 * 4 * sum(range(201, 501)) * (3 * 72 + 2 * 96)
+
+
+@pytest.mark.parametrize("group", [1, 2, 3, 7, 8, 32])
+def test_the_heads_of_a_group_are_split_only_where_few_keys_would_leave_the_gpu_idle(group: int) -> None:
+    splits, costs = [], []
+    for seqlen in (1, 300, 4096, 2**16):
+        made = backward(128, 128, arch="sm_80", dims=(1, 64, seqlen, group, 1))
+        splits.append(made.launches[1].fields["splits"])
+        costs.append(sum(made.workspace[name].size for name in ("dk_acc", "dv_acc") if name in made.workspace))
+        assert backward(dims=(1, 64, seqlen, group, 1), deterministic=True).launches[1].fields["splits"] == 1
+    assert splits[0] == group  # one block of keys
+    assert backward(dims=(999, 64, 1, group, 1)).launches[1].fields["splits"] == 1  # many of them
+    assert splits == sorted(splits, reverse=True)
+    assert splits[-1] == 1  # 1024 of them
+    assert max(costs) <= 2**26  # whatever the length: some waves of blocks of 64 keys
+
+
+def test_as_many_blocks_as_multiprocessors_share_what_the_last_wave_has() -> None:
+    made = fields(128, 128, dims=(4, 4096, 4096, 16, 16))
+    assert shared(made) == (15 * 132, 15 * 132, 68, 33)  # of 2048 key blocks of 64 tiles
+    assert shared(fields(128, 128, dims=(1, 512, 512, 16, 16))) == (0, 0, 64, 4)
+    # a whole wave, almost one, and a short one
+    for dims in ((1, 4096, 128 * 132, 1, 1), (1, 4096, 128 * 131, 1, 1), (1, 256, 512, 16, 16)):
+        assert shared(fields(128, 128, dims=dims))[1:] == (0, 0, 0)
+    for more in ({"deterministic": True}, {"causal": True}):
+        assert shared(fields(128, 128, dims=(1, 512, 512, 16, 16), **more))[1:] == (0, 0, 0)
+    wide = backward(128, 128, arch="sm_90", dims=(3, 4096, 4096, 16, 16)).launches[1]
+    assert wide.num_blocks % 132 == 0  # whole waves of blocks
+
+
+def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough() -> None:
+    def key_blocks(dim: int, seqlen_k: int = 1024, heads: int = 1024, **more: Any) -> int:
+        return fields(dim, dim, dims=(1, 1024, seqlen_k, heads, heads), **more)["key_blocks"]
+
+    assert (key_blocks(64), key_blocks(96), key_blocks(128)) == (4, 2, 1)
+    assert (key_blocks(64, causal=True), key_blocks(96, causal=True)) == (2, 1)
+    assert key_blocks(64, deterministic=True) == 1
+    assert (key_blocks(96, SHORT_KEYS), key_blocks(96, SHORT_KEYS + 1)) == (2, 1)
+    least = -(-SHORT_WAVES * H100.num_sms // 4)  # heads of 8 key blocks, two a block
+    assert (key_blocks(96, heads=least), key_blocks(96, heads=least - 1)) == (2, 1)
+
+
+def test_keys_that_few_queries_see_have_their_own_tile() -> None:
+    for seqlen, causal, block_q in ((8192, False, 80), (8191, False, 64), (8192, True, 64), (16384, True, 80)):
+        made = backward(128, 128, arch="sm_90", dims=(2, seqlen, seqlen, 16, 16), causal=causal)
+        assert made.variant is not None
+        assert made.variant.tile is not None
+        assert made.variant.tile.block_q == block_q, (seqlen, causal)
+
+
+def test_what_heads_that_start_together_touch_stays_in_l2_unless_they_do_not_fill_the_gpu() -> None:
+    for seqlen, heads, dim in (
+        (1024, 32, 128), (4096, 32, 128), (8192, 32, 128), (16384, 32, 128), (2**17, 32, 128), (4096, 32, 64),
+        (16384, 32, 64), (8192, 8, 128), (2**17, 8, 128),
+    ):  # fmt: skip
+        found = fields(dim, dim, dims=(4, seqlen, seqlen, 32, heads), causal=True)["heads_together"]
+        group = 32 // heads
+        head_bytes = seqlen * (2 * 2 * dim + group * (2 * 2 * dim + 4 * dim))  # k and v; q, dout, and dq in float32
+        blocks = seqlen // 128
+        assert 1 <= found <= 16
+        assert found == 1 or found * head_bytes <= L2_BYTES or found * blocks < 2 * 3 * H100.num_sms
+        assert found == 16 or 2 * found * head_bytes > L2_BYTES
+    assert fields(dims=(4, 4096, 4096, 8, 8))["heads_together"] == 1  # key blocks of equal length
+    assert fields(dims=(4, 1024, 1024, 8, 8), causal=True, deterministic=True)["heads_together"] > 16

@@ -1,0 +1,163 @@
+"""Which problems Hopper's own kernels take, what is told of the others, and calls whose pointers decide."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+from plans import ARCHS, problem, problem_of
+
+from cuflash.planning import device as devices
+from cuflash.planning.device import KNOWN
+from cuflash.planning.hopper import allows_tma
+from cuflash.planning.plan import Plan
+from cuflash.planning.planner import plan
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import BACKWARD
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem
+from cuflash.runtime import launch
+from cuflash.runtime.launch import Call, Judged
+
+H100 = KNOWN["sm_90"]
+SHAPE = (2, 300, 4, 64)
+SOME = ArraySpec.dense(SHAPE, "float16")
+
+
+def is_hoppers(made: Plan) -> bool:
+    assert made.variant is not None
+    assert made.variant.of_warpgroups == (made.variant.arch == "sm_90a") == bool(made.boxed)
+    assert made.launches[0].variant.of_warpgroups == (made.variant.of_warpgroups and len(made.launches) == 1)
+    return made.variant.of_warpgroups
+
+
+def strided(op: str, name: str, strides: tuple[int, ...]) -> Problem:
+    """The problem of dense arrays but for one operand."""
+    specs = {operand: SOME for operand in "qkv"} | {name: SOME._replace(strides=strides)}
+    if name in "qkv":
+        return problem_of(*(specs[x] for x in "qkv"), op=op)
+    of = problem_of(SOME, SOME, SOME, op=op)
+    index = of.op.index[name]
+    return of._replace(specs=(*of.specs[:index], specs[name], *of.specs[index + 1 :]))
+
+
+UNEVEN = Problem.of(BACKWARD, [SOME._replace(shape=(2, 300, 4, 60))] * 4, Options())
+ALL = ("forward", "lse", "backward")
+STRIDES = "the strides of {} are not positive multiples of 16 bytes"
+# (the ops, what the problem has of its own or its operand with strides, why Hopper's kernels are not taken)
+Given = dict[str, Any] | tuple[str, tuple[int, ...]] | Problem
+CAUSES: dict[str, tuple[tuple[str, ...], Given, str]] = {
+    "float32": (ALL, {"dtype": "float32"}, "it takes float16 and bfloat16, not float32"),
+    "flash1": (("forward",), {"algorithm": "flash1"}, "it computes flash2, not flash1"),
+    "flashd": (("forward",), {"algorithm": "flashd"}, "it computes flash2, not flashd"),
+    "nothing_seen": (ALL, {"causal": True, "diagonal_offset": -1000}, "no query sees any key"),
+    "no_keys": (ALL, {"dims": (2, 300, 0, 4, 2)}, "no query sees any key"),
+    "no_queries": (ALL, {"dims": (2, 0, 300, 4, 2)}, "no query sees any key"),
+    "no_batch": (("backward",), {"dims": (0, 300, 300, 4, 2)}, "the batch is empty"),
+    "head_dim": (("forward",), {"head_dim": 264}, "head dims (264, 64) are over 256"),
+    "head_dim_v": (("forward",), {"head_dim_v": 264}, "head dims (64, 264) are over 256"),
+    "odd_head_dim": (("forward", "lse"), {"head_dim": 65}, STRIDES.format("q")),
+    "odd_head_dim_v": (("forward",), {"head_dim_v": 65}, STRIDES.format("v")),
+    "odd_gradients": (("backward",), UNEVEN, "not both of the head dims (60, 60)"),
+    "many_keys": (("backward",), {"dims": (2, 300, 2**23, 2, 2)}, "seqlen_k 8388608 is over 8388480"),
+    "few_keys": (("backward",), {"dims": (1, 300, 128 * 65, 8, 1), "causal": True}, "with so few keys"),
+    "few_keys_wide": (("backward",), {"dims": (1, 300, 128, 8, 1), "head_dim": 256}, "with so few keys"),
+    "reversed": (ALL, ("q", (76800, -256, 64, 1)), STRIDES.format("q")),
+    "broadcast_k": (ALL, ("k", (0, 256, 64, 1)), STRIDES.format("k")),
+    "broadcast_v": (("forward", "backward"), ("v", (76800, 256, 0, 1)), STRIDES.format("v")),
+    "odd_out": (("forward",), ("out", (78000, 260, 65, 1)), STRIDES.format("out")),
+    "odd_dout": (("backward",), ("dout", (78000, 260, 65, 1)), STRIDES.format("dout")),
+}
+
+
+@pytest.mark.parametrize(("name", "op"), [(name, op) for name, (ops, *_) in CAUSES.items() for op in ops])
+def test_what_hoppers_kernels_cannot_do_gets_the_others_and_the_plan_says_why(name: str, op: str) -> None:
+    _, given, words = CAUSES[name]
+    of = given
+    if not isinstance(of, Problem):
+        of = problem(op=op, **given) if isinstance(given, dict) else strided(op, *given)
+    made = plan(of, H100)
+    assert not is_hoppers(made)
+    assert made.fallback is not None
+    assert words in made.fallback
+    assert plan(of, KNOWN["sm_80"]).fallback is None
+
+
+@pytest.mark.parametrize("op", ALL)
+def test_what_is_near_to_a_cause_gets_hoppers_kernels(op: str) -> None:
+    near: list[dict[str, Any]] = [
+        {"causal": True, "diagonal_offset": -299}, {"dims": (2, 1, 1, 2, 2)}, {"head_dim": 8, "head_dim_v": 256},
+        {"head_dim": 256, "head_dim_v": 8}, {"dims": (2, 300, 2**23 - 128, 2, 2)}, {"dims": (1, 300, 128, 8, 1)},
+        {"dims": (1, 300, 128 * 66, 8, 1), "causal": True}, {"dims": (1, 300, 128, 1, 1), "causal": True},
+    ]  # fmt: skip
+    for more in near:
+        more = {"dims": (2, 300, 500, 2, 2)} | more
+        of = problem(op=op, **more)
+        made = plan(of, H100)
+        assert is_hoppers(made), more
+        assert made.fallback is None
+        assert is_hoppers(plan(strided(op, "q", (76800, 64, 19200, 1)), H100))
+        for arch in (arch for arch in ARCHS if arch != "sm_90"):
+            assert not is_hoppers(plan(of, KNOWN[arch]))
+        for name in of.op.names:
+            off = plan(of, H100, (name,))
+            moved = name in made.boxed and name not in ("dq", "dk", "dv")
+            assert is_hoppers(off) == (not moved), name
+            assert off.fallback == (f"{name} does not begin at a multiple of 16 bytes" if moved else None)
+        if op == "backward":  # heads of a group are not shared out among blocks, which would add up in any order
+            assert is_hoppers(plan(problem(op=op, deterministic=True, **more), H100)), more
+
+
+@pytest.mark.parametrize("op", ALL)
+def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
+    op: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "Kernels", mock.MagicMock())  # the loaded kernels
+    monkeypatch.setattr(launch, "relaxed_capture", contextlib.nullcontext)  # the driver's
+    monkeypatch.setattr(devices, "query", lambda ordinal: H100)
+    of = problem_of(*[SOME._replace(device="cuda:0")] * 3, op=op)
+    names = of.op.names
+    pointers = [2**20 + 4 * (name in ("lse", "dlse")) for name in names]  # lse may be anywhere
+    for number, name in enumerate(names):
+        call = Call(Judged(of, (False,) * len(names)))
+        first = call.prepared(pointers)
+        assert is_hoppers(first.plan)
+        off = [pointer + 2 * (at == number) for at, pointer in enumerate(pointers)]
+        if name not in ("dq", "dk", "dv"):  # gradients are always new
+            assert is_hoppers(call.prepared(off).plan) == (name not in first.plan.boxed)
+            assert call.prepared(off) is call.prepared(off)  # it is made once
+        assert call.prepared(pointers) is first
+
+
+# Shape, strides in elements of 2 bytes, and whether the copy engine takes them.
+TMA = (
+    (SHAPE, (76800, 256, 64, 1), True),
+    (SHAPE, (4 * 300 * 72, 4 * 72, 72, 1), True),  # a slice of wider rows
+    (SHAPE, (76800, 256, 0, 1), False),
+    (SHAPE, (76800, -256, 64, 1), False),
+    (SHAPE, (76800, 252, 64, 1), False),
+    (SHAPE, (76800, 264, 8, 1), True),
+    (SHAPE, (2**39 - 8, 256, 64, 1), True),
+    (SHAPE, (2**39, 256, 64, 1), False),
+    ((1, 300, 1, 64), (-7, 64, 3, 1), True),  # no stride of an axis of length 1 is used
+    ((1, 2, 1, 64), (0, 0, 0, 1), False),
+)
+
+
+def test_tma_takes_positive_multiples_of_16_bytes_below_2_to_the_40() -> None:
+    for shape, strides, allowed in TMA:
+        assert allows_tma(shape, strides) is allowed, (shape, strides)
+    assert allows_tma(SHAPE, (76800, 260, 64, 1), 4)
+    assert not allows_tma(SHAPE, (76800, 260, 64, 1), 2)
+    assert not allows_tma(SHAPE, (2**38, 256, 64, 1), 4)
+
+
+def test_strides_are_no_part_of_what_is_compiled() -> None:
+    for name, strides in (("q", (76800, -256, 64, 1)), ("k", (0, 256, 64, 1)), ("v", (78000, 260, 65, 1))):
+        of = strided("forward", name, strides)
+        for device, misaligned in ((KNOWN["sm_80"], ()), (replace(H100, num_sms=7), ("q",))):
+            dense = plan(problem_of(SOME, SOME, SOME), device, misaligned)
+            assert [launch.variant for launch in plan(of, device).launches] == [dense.variant]

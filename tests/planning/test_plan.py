@@ -1,0 +1,253 @@
+"""What holds of every plan, found by walking its blocks: they cover the work, and use the workspace as it is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from plans import problem
+from walks import Piece, Rows, Touch, Walk
+
+from cuflash.errors import UnsupportedError
+from cuflash.planning.device import KNOWN, Device
+from cuflash.planning.plan import MAX_GRID, Plan
+from cuflash.planning.planner import plan
+from cuflash.problem.problem import Problem
+
+Array = np.ndarray[Any, Any]
+RESULTS = {"forward": ["out0", "lse"], "lse": ["lse"], "backward": ["dq", "dk", "dv"]}
+
+
+class Memory:
+    """The floats of a workspace while the blocks of a plan use it."""
+
+    def __init__(self, made: Plan) -> None:
+        sizes = {name: part.size // 4 for name, part in made.workspace.items()}
+        self.written = {name: np.zeros(size, bool) for name, size in sizes.items()}
+        self.stores = {name: np.zeros(size, np.uint8) for name, size in sizes.items()}
+
+    def use(self, touches: list[Touch]) -> None:
+        """What the blocks of one launch do, in whatever order."""
+        for stores in self.stores.values():
+            stores[:] = 0
+        for how, part, floats in touches:
+            assert 0 <= floats.start <= floats.stop <= len(self.written[part]), f"{how} past the end of {part}"
+            if how in ("store", "zero"):
+                self.stores[part][floats] += 1
+            elif how != "turn":
+                assert self.written[part][floats].all(), f"{how} of {part}, which nobody has written before"
+        for part, stores in self.stores.items():
+            assert stores.max(initial=0) <= 1, f"two blocks store the same of {part}"
+        for how, part, floats in touches:
+            self.written[part][floats] |= how in ("store", "zero", "turn")
+
+
+def check(made: Plan, of: Problem, device: Device) -> None:
+    """Every pair is added up once, every row is written, no block is idle, and the workspace is used as it is."""
+    check_limits(made, device)
+    shape = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
+    columns = max([1, *(launch.fields.get("num_slices", 1) for launch in made.launches)])
+    names = [*RESULTS[of.op.name], *(f"out{i}" for i in range(1, columns))]
+    pairs: dict[str, Array] = {name: np.zeros(shape, np.uint8) for name in names}
+    heads = {name: of.heads_kv if name in ("dk", "dv") else of.heads_q for name in names}
+    length = {name: of.seqlen_k if name in ("dk", "dv") else of.seqlen_q for name in names}
+    rows: dict[str, Array] = {name: np.zeros((of.batch, heads[name], length[name]), np.uint8) for name in names}
+    memory = Memory(made)
+    for launch in made.launches:
+        touches: list[Touch] = []
+        writers: Counter[Rows] = Counter()
+        for block in Walk(made, launch).blocks():
+            assert block, f"a block of {launch.variant.name} is without work"
+            touches += [item for item in block if isinstance(item, Touch)]
+            for item in block:
+                if isinstance(item, Piece):
+                    for name in item.results.split():
+                        pairs[name][item.batch, item.head, as_slice(item.queries), as_slice(item.keys)] += 1
+            writers.update({item for item in block if isinstance(item, Rows)})
+        memory.use(touches)
+        for item, blocks in writers.items():
+            assert item.rows, f"a block of {launch.variant.name} has no row"
+            assert blocks == 1 or "turns" in made.workspace, "several blocks write the same, and not in turns"
+            rows[item.result][item.batch, item.head, as_slice(item.rows)] += 1
+    sees = of.mask.visible(np.arange(of.seqlen_q), np.arange(of.seqlen_k))
+    for name in names:
+        assert pairs[name].max(initial=0) <= 1, f"{name}: a pair is added up twice"
+        assert pairs[name][:, :, sees].all(), f"{name}: a visible pair is left out"
+        assert rows[name].all(), f"{name}: a row is not written"
+        unseen = name == "dq" and "turns" in made.workspace  # a tile holds them, and delta may write them, too
+        assert unseen or rows[name].max(initial=0) <= 1, f"{name}: two blocks write the same row"
+
+
+def as_slice(of: range) -> slice:
+    return slice(of.start, of.stop)
+
+
+def check_limits(made: Plan, device: Device) -> None:
+    """What a launch may have, and where the parts of the workspace lie."""
+    for launch in made.launches:
+        variant = launch.variant
+        assert 0 <= launch.num_blocks <= MAX_GRID
+        assert variant.num_threads % 32 == 0 < variant.num_threads <= 1024
+        assert variant.smem_bytes <= device.smem_per_block
+        assert all(0 <= value < 2**31 for value in launch.fields.values())
+        # What kernels multiply in 32 bits.
+        blocks = max(launch.fields.get("num_q_blocks", 1), launch.fields.get("num_k_blocks", 1))
+        assert launch.fields.get("heads_together", 1) * blocks < 2**32
+        tile, of = variant.tile, made.problem
+        assert isinstance(of, Problem)
+        shared = launch.fields.get("shared_keys", 0) * launch.fields.get("num_q_blocks", 0)
+        assert shared * of.heads_q // of.heads_kv < 2**31
+        if tile is not None:
+            slices = launch.fields.get("num_slices", 1)
+            assert of.head_dim <= tile.head_dim
+            assert (slices - 1) * tile.head_dim_v < max(of.head_dim_v, 1), "a slice is without columns"
+            assert tile.head_dim_v == 0 or of.head_dim_v <= slices * tile.head_dim_v
+        for box in launch.boxes.values():
+            assert 0 < box.rows <= 256
+            assert 0 <= box.begin < box.end
+    end = 0
+    for name, part in made.workspace.items():
+        assert part.begin >= end, "parts overlap"
+        assert part.begin % (4 if name == "turns" else 16) == 0 < part.size
+        end = part.begin + part.size
+    assert end == made.workspace_bytes
+
+
+LENGTHS = st.sampled_from([0, 1, 17, 63, 64, 65, 100, 127, 128, 129, 191, 193, 256, 300, 300, 300])
+SIDES = st.sampled_from([None, None, None, -1, 0, 1, 16, 70, 200])
+MASKS = st.fixed_dictionaries(
+    {
+        "causal": st.booleans(),
+        "window_size": st.tuples(SIDES, SIDES),
+        "diagonal_offset": st.one_of(st.none(), st.integers(-90, 90)),
+    }
+)
+HEAD_DIMS = st.sampled_from([64, 8, 72, 96, 128, 136, 192, 200, 256, 1])
+
+
+@st.composite
+def cases(draw: st.DrawFn, op: str, arch: str) -> tuple[Problem, Device, tuple[str, ...]]:
+    """A problem, a GPU whose few multiprocessors are full of short problems, and the operands that are misaligned."""
+    device = replace(KNOWN[arch], num_sms=draw(st.sampled_from([1, 2, 5, 132])))
+    heads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 3), (1, 4), (1, 7)]))
+    dims = draw(st.sampled_from([1, 2, 3, 1, 2, 0])), draw(LENGTHS), draw(LENGTHS), heads_kv * group, heads_kv
+    more: dict[str, Any] = {"deterministic": draw(st.booleans())} if op == "backward" else {}
+    if draw(st.booleans()):
+        more |= draw(MASKS)
+    dtype = draw(st.sampled_from(["float16", "bfloat16", "float16", "float32"]))
+    of = problem(draw(HEAD_DIMS), draw(HEAD_DIMS), op, dims=dims, dtype=dtype, **more)
+    return of, device, draw(st.sampled_from([(), (), (), ("q",)]))
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_90"])
+@pytest.mark.parametrize("op", RESULTS)
+@settings(max_examples=300)
+@given(st.data())
+def test_blocks_cover_the_work_and_keep_to_the_workspace(op: str, arch: str, data: st.DataObject) -> None:
+    of, device, misaligned = data.draw(cases(op, arch))
+    check(plan(of, device, misaligned), of, device)
+
+
+FEW, ONE = (replace(KNOWN[arch], num_sms=count) for arch, count in (("sm_90", 4), ("sm_80", 1)))
+# Problems that meet each way of dealing out work: its signs in the fields of the main launch.
+WAYS: dict[str, tuple[Problem, Device, dict[str, int]]] = {
+    "slices": (problem(300, 500), KNOWN["sm_90"], {"num_slices": 2}),
+    "splits": (problem(40, 72, "backward", dims=(1, 70, 90, 6, 2)), KNOWN["sm_80"], {"splits": 3}),
+    "uneven_splits": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1)), ONE, {"splits": 3}),
+    "shared": (problem(128, 128, "backward", dims=(1, 1024, 300, 5, 5)), FEW, {"shared_keys": 3, "whole_blocks": 12}),
+    "all_shared": (problem(128, 128, "backward", dims=(1, 512, 300, 2, 1)), FEW, {"shared_keys": 3, "whole_blocks": 0}),
+    "some_shared": (problem(96, 96, "backward", dims=(1, 500, 300, 9, 9)), FEW, {"key_blocks": 2, "shared_keys": 3}),
+    "tiles_of_80": (problem(128, 128, "backward", dims=(1, 8192, 130, 1, 1)), FEW, {"num_q_blocks": 103}),
+    "several": (problem(64, 64, "backward", dims=(2, 200, 700, 9, 9), causal=True), FEW, {"key_blocks": 2}),
+    "tiles": (problem(128, 128, dims=(3, 300, 300, 7, 7), causal=True), FEW, {"num_tiles": 63, "heads_together": 16}),
+    "in_order": (problem(64, 64, "backward", dims=(1, 300, 300, 4, 2), deterministic=True), FEW, {"deterministic": 1}),
+    "dq_alone": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1), deterministic=True), ONE, {"splits": 1}),
+    "rows": (problem(256, 256, "backward", dims=(3, 300, 300, 9, 9), causal=True), FEW, {"heads_together": 16}),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_each_way_of_dealing_out_work_covers_it(name: str) -> None:
+    of, device, signs = WAYS[name]
+    made = plan(of, device)
+    fields = made.launches[min(1, len(made.launches) - 1)].fields
+    assert {sign: fields[sign] for sign in signs} == signs
+    check(made, of, device)
+
+
+LONG = st.one_of(st.integers(0, 2**30 - 4096), st.sampled_from([1, 2**20, 2**24, 2**29]))
+MANY = st.sampled_from([1, 2, 3, 64, 2**12])
+
+
+@pytest.mark.parametrize("op", RESULTS)
+@settings(max_examples=300)
+@given(LONG, LONG, MANY, MANY, MANY, st.booleans(), st.booleans(), st.sampled_from([64, 96, 128, 256]))
+@example(2**30 - 4096, 12800, 1, 1, 2, False, False, 128)  # too many steps to share in 32 bits
+def test_long_problems_keep_to_the_limits_or_have_a_way_out(
+    op: str, sq: int, sk: int, batch: int, heads: int, group: int, causal: bool, fixed: bool, dim: int
+) -> None:
+    more = {"deterministic": fixed} if op == "backward" else {}
+    of = problem(dim, dim, op, dims=(batch, sq, sk, heads * group, heads), causal=causal, **more)
+    for arch in ("sm_80", "sm_90"):
+        try:
+            made = plan(of, KNOWN[arch])
+        except UnsupportedError as error:
+            assert f"at most {MAX_GRID}. Split the batch" in str(error)  # noqa: PT017
+            assert batch * heads * group * (sq + sk) >= MAX_GRID, "so few rows do not need so many blocks"
+        else:
+            check_limits(made, KNOWN[arch])
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 300), st.integers(1, 300), MASKS, st.sampled_from(["forward", "backward"]))
+def test_the_copy_engine_reads_keys_that_are_seen_and_writes_every_row(
+    sq: int, sk: int, mask: dict[str, Any], op: str
+) -> None:
+    of = problem(dims=(1, sq, sk, 2, 2), op=op, **mask)
+    sees = of.mask.visible(np.arange(sq), np.arange(sk))
+    boxes = {name: box for launch in plan(of, KNOWN["sm_90"]).launches for name, box in launch.boxes.items()}
+    for name, box in boxes.items():
+        whole = name in ("out", "dq", "dk", "dv") or (op, name) == ("forward", "q")
+        seen = np.flatnonzero(sees.any(axis=0 if name in ("k", "v") else 1))
+        length = sk if name in ("dk", "dv") else sq
+        assert (box.begin, box.end) == ((0, length) if whole else (seen[0], seen[-1] + 1)), name
+
+
+def test_memory_and_work_in_numbers() -> None:
+    of = problem(64, 96, dims=(2, 300, 500, 4, 2))
+    made = plan(of, KNOWN["sm_90"])
+    assert (made.out_bytes, made.lse_bytes, made.workspace_bytes) == (2 * 2 * 300 * 4 * 96, 4 * 2 * 4 * 300, 0)
+    assert made.flops == 2 * 2 * 4 * 300 * 500 * (64 + 96)
+    wide = problem(64, 96, dims=(2, 300, 500, 4, 2), out_dtype="float32")
+    assert plan(wide, KNOWN["sm_90"]).out_bytes == 2 * made.out_bytes
+    assert plan(problem(op="lse"), KNOWN["sm_90"]).out_bytes == 0
+    assert plan(problem(dtype="float64"), None).lse_bytes == 8 * 2 * 4 * 300
+
+
+@pytest.mark.parametrize("op", RESULTS)
+@pytest.mark.parametrize(("arch", "dtype"), [("sm_80", "float16"), ("sm_90", "float16"), ("sm_90", "float32")])
+def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_own(
+    op: str, arch: str, dtype: str
+) -> None:
+    made = plan(problem(op=op, dtype=dtype, dims=(2, 300, 500, 2, 2)), KNOWN[arch])
+    wanted = [f"device     {made.device}"]
+    if len(made.launches) == 1:
+        wanted.insert(0, f"kernel     {made.kernel}")
+    for launch in made.launches:
+        variant, tile = launch.variant, launch.variant.tile
+        told = f"{launch.num_blocks} blocks of {variant.num_threads} threads, {variant.smem_bytes} bytes of shared "
+        wanted += [f"kernel     {variant.name}: {told}memory each"] * (len(made.launches) > 1)
+        if tile is not None:
+            padded = f"head dims padded to ({tile.head_dim}, {tile.head_dim_v})"
+            shape = f"{tile.block_q} queries x {tile.block_k} keys, {padded}"
+            wanted.append(f"tile       {shape}, {tile.stages} stage(s), {tile.warps} warps")
+        wanted += [f"launch     {told}memory each"] * (len(made.launches) == 1)
+    if (arch, dtype) == ("sm_90", "float32"):
+        wanted.append("fallback   not Hopper's own kernel: it takes float16 and bfloat16, not float32")
+    memory = f"out {made.out_bytes} bytes, lse {made.lse_bytes} bytes, workspace {made.workspace_bytes} bytes"
+    assert str(made).splitlines() == [*wanted, f"memory     {memory}", f"work       {made.flops} FLOPs"]

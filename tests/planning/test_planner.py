@@ -1,0 +1,197 @@
+"""`cuflash.plan` and the planner behind it: what they take and refuse, and what is compiled for it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from plans import ARCHS, DTYPES, problem
+from variants import merge_of, variants
+
+import cuflash
+from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.planning import device as devices
+from cuflash.planning.device import KNOWN
+from cuflash.planning.merge import MAX_STATES
+from cuflash.planning.planner import plan
+from cuflash.planning.variant import Variant
+from cuflash.problem.problem import Problem
+
+H100 = KNOWN["sm_90"]
+SHAPES = ((2, 300, 4, 64), (2, 500, 2, 64), (2, 500, 2, 96))
+
+
+def variants_of(of: Problem, arch: str, misaligned: tuple[str, ...] = ()) -> list[Variant]:
+    return [launch.variant for launch in plan(of, KNOWN[arch], misaligned).launches]
+
+
+def test_the_devices_of_the_contract_can_be_named() -> None:
+    assert tuple(KNOWN) == ARCHS == tuple(devices.named(arch).arch for arch in ARCHS)
+
+
+def test_variants_with_different_constants_never_share_a_name() -> None:
+    by_name: dict[str, dict[str, Any]] = {}
+    for variant in itertools.chain.from_iterable(map(variants, ARCHS)):
+        constants = {"source": variant.source, **variant.constants}
+        assert by_name.setdefault(variant.name, constants) == constants, variant.name
+        assert constants["KERNEL"] == variant.name
+        assert variant.name.isidentifier()  # it becomes the kernel's symbol
+    distinct = {tuple(sorted((k, v) for k, v in c.items() if k != "KERNEL")) for c in by_name.values()}
+    assert len(distinct) == len(by_name) > 100  # and no two names stand for one kernel
+
+
+CALLS: dict[str, dict[str, Any]] = {
+    "forward": {},
+    "flashd": {"algorithm": "flashd"},
+    "lse": {"op": "lse"},
+    "backward": {"op": "backward"},
+    "deterministic": {"op": "backward", "deterministic": True},
+}
+DATA: tuple[dict[str, Any], ...] = (
+    {"dims": (1, 1, 1, 2, 2)},
+    {"dims": (5, 999, 16384, 64, 8)},
+    {"causal": True, "dims": (2, 300, 9000, 4, 4)},
+    {"window_size": (900, 600), "dims": (2, 3000, 9000, 4, 4)},
+    {"softmax_scale": 0.7},
+)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 256])
+@pytest.mark.parametrize("arch", ["sm_89", "sm_90"])
+@pytest.mark.parametrize("call", CALLS)
+def test_no_length_scale_or_mask_is_part_of_what_is_compiled(call: str, arch: str, head_dim: int) -> None:
+    def made(misaligned: tuple[str, ...] = (), **more: Any) -> list[Variant]:
+        given = {"dims": (2, 300, 500, 4, 4)} | CALLS[call] | more
+        return variants_of(problem(head_dim, head_dim, **given), arch, misaligned)
+
+    wanted, generic = made(), made(("q",))
+    for changes in DATA:
+        assert made(**changes) == wanted
+        assert made(("q",), **changes) == generic
+    capped = made(softcap=3.0)
+    assert capped == made(softcap=6.0)
+    assert [v.softcap for v in capped] == [v.of_warpgroups for v in wanted]  # others ask their parameters
+    assert [replace(v, softcap=False, tile=None) for v in capped] == [replace(v, tile=None) for v in wanted]
+    assert made(("q",), softcap=3.0) == generic
+    assert (wanted == generic) == (arch != "sm_90" or call == "flashd")
+
+
+def test_out_dtype_and_algorithm_are_part_of_what_is_compiled() -> None:
+    for arch in ("sm_80", "sm_90"):
+        (plain,) = variants_of(problem(), arch)
+        assert variants_of(problem(out_dtype="float32"), arch) == [replace(plain, out_dtype="float32")]
+        (flashd,) = variants_of(problem(algorithm="flashd"), arch)
+        assert (flashd.algorithm, flashd.source) == ("flashd", "sm80/forward.cu")
+
+
+def test_standard_runs_through_cupy_and_says_what_it_materialises() -> None:
+    made = plan(problem(algorithm="standard"), H100)
+    assert (made.kernel, made.device, made.launches, made.variant) == ("cupy_standard", "H100", (), None)
+    assert made.workspace_bytes >= 4 * 2 * 4 * 300 * 500
+    assert plan(problem(600, 600, algorithm="standard"), H100).kernel == "cupy_standard"
+
+
+def test_the_public_plan_takes_shapes_and_a_device_name() -> None:
+    for arch in ARCHS:
+        assert cuflash.plan(*SHAPES, dtype="bfloat16", device=arch) == plan(problem(64, 96), KNOWN[arch])
+    assert cuflash.plan(*SHAPES[:2], op="lse", dtype="bfloat16", device="sm_80").kernel.startswith("lse_sm80_bf16_d64")
+    cpu = cuflash.plan(*SHAPES, op="backward", dtype="bfloat16", device="cpu")
+    assert (cpu.kernel, cpu.device, cpu.launches) == ("reference_backward_flash2", "cpu", ())
+    assert "launch" not in str(cpu)
+
+
+def test_the_public_plan_takes_arrays_and_every_argument_of_the_calls() -> None:
+    q, k, v = (np.zeros(shape, np.float16) for shape in SHAPES)
+    assert cuflash.plan(q, k, v).kernel == "reference_forward_flash2"
+    more = {"causal": True, "window_size": (9, -1), "diagonal_offset": 3, "softcap": 2.0, "softmax_scale": 0.5}
+    forward = {"algorithm": "flashd", "out_dtype": "float32"}
+    for op, own in (("forward", forward), ("backward", {"deterministic": True})):
+        made = cuflash.plan(q, k, v, op=op, device="sm_90", **more, **own)  # type: ignore[arg-type]
+        assert made == plan(problem(64, 96, op=op, dtype="float16", **more, **own), H100)
+    assert cuflash.plan(q, k, v, op="backward", device="sm_80") == plan(
+        problem(64, 96, op="backward", dtype="float16", deterministic=False), KNOWN["sm_80"]
+    )
+    out = np.zeros((2, 300, 4, 96 + 1), np.float16)[..., :96]
+    made = cuflash.plan(q, k, v, out=out, device="sm_90")
+    assert made.variant is not None
+    assert not made.variant.of_warpgroups
+    assert made.fallback is not None
+    assert "strides of out" in made.fallback
+
+
+def test_shapes_are_planned_on_the_first_gpu_or_else_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "count", lambda: 0)
+    assert cuflash.plan(*SHAPES, dtype="float16").device == "cpu"
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    monkeypatch.setattr(devices, "query", lambda ordinal: replace(H100, name=f"GPU {ordinal}"))
+    assert cuflash.plan(*SHAPES, dtype="float16").device == "GPU 0"
+    assert cuflash.plan(*SHAPES, dtype="float16", device="cuda:1").device == "GPU 1"
+    assert cuflash.plan(*(np.zeros(shape, np.float16) for shape in SHAPES)).device == "cpu"
+
+
+NOT_FORWARD = "takes neither algorithm nor out nor out_dtype"
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "op": ({"op": "merge"}, "op='merge'.*forward, lse, backward"),
+    "op_without_hash": ({"op": ["lse"]}, r"op=\['lse'\].*forward, lse, backward"),
+    "no_dtype": ({"dtype": None}, "q is the shape .*give dtype="),
+    "no_v": ({"v": None}, "v is a NoneType"),
+    "lse_with_v": ({"op": "lse"}, "op='lse' takes q and k alone"),
+    "list": ({"q": [2, 300, 4, 64]}, "q is a list"),
+    "negative_length": ({"q": (2, -300, 4, 64)}, "q .*-300"),
+    "float_length": ({"q": (2, 300.0, 4, 64)}, r"q .*300\.0"),
+    **{f"device_{name}": ({"device": name}, rf"device='{name}'.*sm_80, .*sm_120") for name in ("sm_75", "cuda:x", "")},
+    "device_number": ({"device": 0}, "device=0 .*sm_80, .*sm_120"),
+    "fixed_forward": ({"deterministic": True}, r"deterministic=True, op='forward'.*only for backward"),
+    "fixed_lse": ({"op": "lse", "v": None, "deterministic": True}, r"deterministic=True, op='lse'.*only for backward"),
+    "fixed_text": ({"op": "backward", "deterministic": "no"}, r"deterministic='no'.*True or False"),
+    "backward_algorithm": ({"op": "backward", "algorithm": "flashd"}, f"op='backward' {NOT_FORWARD}"),
+    "backward_out_dtype": ({"op": "backward", "out_dtype": "float32"}, f"op='backward' {NOT_FORWARD}"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_the_public_plan_refuses(name: str) -> None:
+    changes, words = BAD[name]
+    arguments = dict(zip("qkv", SHAPES, strict=True)) | {"dtype": "float16", "device": "sm_90"} | changes
+    with pytest.raises(ProblemError, match=words):
+        cuflash.plan(**arguments)  # type: ignore[arg-type]
+
+
+def test_planning_on_a_gpu_that_is_not_there_is_an_error_of_ours() -> None:
+    with pytest.raises((ProblemError, UnsupportedError), match="99"):
+        cuflash.plan(*SHAPES, dtype="float16", device="cuda:99")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_no_kernel_does_is_unsupported_with_a_way_out(dtype: str) -> None:
+    for arch in ("sm_80", "sm_90"):
+        for op in ("forward", "lse", "backward"):
+            with pytest.raises(UnsupportedError, match=r"float64.*cast.*float32, bfloat16.*NumPy"):
+                plan(problem(op=op, dtype="float64"), KNOWN[arch])
+            with pytest.raises(UnsupportedError, match=r"batch 1048576 .*at most 2147483647.*Split the batch"):
+                plan(problem(op=op, dims=(2**20, 2**20, 1, 1, 1), dtype=dtype), KNOWN[arch])
+        for op, dims, words in (
+            ("forward", (513, 64), r"\(513, 64\).*1 to 256 always fit.*NumPy arrays.*'standard'"),
+            ("forward", (64, 513), r"\(64, 513\).*1 to 256 always fit"),
+            ("backward", (257, 64), rf"\(257, 64\) in {dtype}.*{arch}.*1 to 256.*NumPy arrays"),
+            ("backward", (64, 257), rf"\(64, 257\) in {dtype}.*{arch}.*1 to 256"),
+        ):
+            with pytest.raises(UnsupportedError, match=words):
+                plan(problem(*dims, op=op, dtype=dtype), KNOWN[arch])
+    for arch, device in KNOWN.items():  # head dims up to 512 have a tile where there is room
+        if dtype != "float32" or arch not in ("sm_86", "sm_89", "sm_120"):
+            assert plan(problem(512, 512, dtype=dtype), device).kernel.startswith("forward_sm80")
+            continue
+        with pytest.raises(UnsupportedError, match=rf"\(512, 512\) in float32.*{arch}.*'standard'"):
+            plan(problem(512, 512, dtype=dtype), device)
+    for states, words in (
+        (merge_of(dtype, 64, rows=2**40), "outs of shape .*at most 2147483647"),
+        (merge_of(dtype, 64)._replace(dtype="float64"), "float64.*cast.*NumPy"),
+        (merge_of(dtype, 64, MAX_STATES + 1), rf"{MAX_STATES + 1} states.*at most {MAX_STATES}.*Merge groups"),
+    ):
+        with pytest.raises(UnsupportedError, match=words):
+            plan(states, H100)
+    assert plan(merge_of(dtype, 64, MAX_STATES), H100).kernel.startswith("merge_portable")

@@ -1,0 +1,27 @@
+"""Problems of plans in tests, and the names that tests of several planners share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import OPS
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem
+
+DTYPES = ("float16", "bfloat16", "float32")
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def problem(head_dim: int = 64, head_dim_v: int = 64, op: str = "forward", **more: Any) -> Problem:
+    """A problem of dense arrays; `more` are its `dims` (batch, lengths, heads), its dtype and the call's options."""
+    b, sq, sk, hq, hkv = more.pop("dims", (2, 300, 500, 4, 2))
+    dtype = more.pop("dtype", "bfloat16")
+    shapes = (b, sq, hq, head_dim), (b, sk, hkv, head_dim), (b, sk, hkv, head_dim_v)
+    return problem_of(*(ArraySpec.dense(shape, dtype) for shape in shapes), op=op, **more)
+
+
+def problem_of(q: ArraySpec, k: ArraySpec, v: ArraySpec | None = None, op: str = "forward", **options: Any) -> Problem:
+    """The problem of a call with these arrays and options; lse leaves v out, backward takes dense others."""
+    specs = [q, k] if v is None or op == "lse" else [q, k, v]
+    return Problem.of(OPS["lse" if v is None else op], specs, Options(**options))

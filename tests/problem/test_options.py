@@ -1,0 +1,72 @@
+"""The keyword arguments: one table that the public calls agree with, and who judges them."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash.errors import ProblemError
+from cuflash.problem.options import Known, Options, names
+
+KNOWN = Known(64, "float16")
+
+
+@pytest.mark.parametrize("op", ["forward", "lse", "backward"])
+def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str) -> None:
+    signature = inspect.signature(getattr(cuflash, op)).parameters
+    own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": {"dlse"}}[op]
+    keywords = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
+    assert keywords == set(names(op)) | own
+    assert {name: signature[name].default for name in names(op)} == {
+        name: Options._field_defaults[name] for name in names(op)
+    }
+    assert set(names(op)) <= set(inspect.signature(cuflash.plan).parameters)
+
+
+def test_equal_numbers_of_other_types_are_other_keys() -> None:
+    assert Options(softmax_scale=1).key() != Options(softmax_scale=1.0).key()
+    assert Options(window_size=(1, 2)).key() != Options(window_size=(True, 2)).key()
+    assert Options(window_size=[1, 2]).key() == Options(window_size=[1, 2]).key()  # type: ignore[arg-type]
+    hash(Options(window_size=[1, 2]).key())  # type: ignore[arg-type]
+
+
+def test_defaults_are_filled_in() -> None:
+    judged = Options().judged(KNOWN)
+    assert (judged.softmax_scale, judged.out_dtype, judged.window_size) == (1 / 8, "float16", (None, None))
+    assert Options(window_size=(-1, 3), causal=np.True_).judged(KNOWN)[1:3] == (True, (None, 3))
+
+
+def test_scores_are_in_units_of_products() -> None:
+    scores = Options(softmax_scale=0.5, softcap=30.0).judged(KNOWN).scores
+    assert (scores.cap, scores.inverse_cap) == (60.0, 1 / 60)
+    assert scores.scale_log2 == pytest.approx(0.5 / np.log(2))
+    assert Options().judged(KNOWN).scores[2:] == (0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"causal": 1},
+        {"causal": None},
+        {"causal": "yes"},
+        {"window_size": 3},
+        {"window_size": None},
+        {"window_size": (1, 2, 3)},
+        {"window_size": (1.0, 2)},
+        {"window_size": (True, 2)},
+        {"window_size": (-2, 0)},
+        {"window_size": (0, -7)},
+        {"window_size": "ab"},
+        {"diagonal_offset": 1.5},
+        {"diagonal_offset": True},
+        {"diagonal_offset": "0"},
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(bad: dict[str, Any]) -> None:
+    with pytest.raises(ProblemError, match=next(iter(bad))):
+        Options(**bad).judged(KNOWN)

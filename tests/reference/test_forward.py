@@ -1,0 +1,287 @@
+"""The four algorithms in NumPy: against float64, against the worked example of the papers, and at every edge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from libraries import same
+from oracle import ULPS, Array, assert_attention, assert_units
+from problems import LAYOUTS, MASKED, cases, parts_of
+
+from cuflash import reference
+from cuflash.bench.cases import CASES, Case, numpy_dtype
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import FORWARD
+from cuflash.problem.options import ALGORITHMS, Options
+from cuflash.problem.problem import Problem
+from cuflash.reference import flash1, flash2, flashd, standard
+from cuflash.reference.tiles import rounded
+
+pytestmark = pytest.mark.filterwarnings("error")
+SETTINGS = settings(deadline=None, derandomize=True, max_examples=150)
+TILED = {"flash1": flash1.forward, "flash2": flash2.forward, "flashd": flashd.forward}
+
+
+def problem_of(q: Array, k: Array, v: Array, **arguments: Any) -> Problem:
+    """The problem of these arrays (which may have any strides)."""
+    specs = [ArraySpec.dense(x.shape, x.dtype.name) for x in (q, k, v)]
+    return Problem.of(FORWARD, specs, Options(**arguments))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_against_float64(case: Case, algorithm: str) -> None:
+    arrays, problem = case.arrays(), case.problem(algorithm=algorithm)
+    kept = [x.copy() for x in arrays]
+    out, lse = reference.forward(problem, *arrays)
+    assert out.dtype == numpy_dtype(case.dtype)
+    assert lse.dtype == np.float32
+    assert_attention(case, arrays, out, lse, ulps=1)
+    same((reference.lse(problem, *arrays[:2]),), (lse,))  # the same walk, so the same bits
+    same(reference.forward(problem, *arrays), (out, lse))  # repeatable
+    same(arrays, tuple(kept))  # the caller's arrays are unchanged
+
+
+# Q, K, V of the worked example, in tiles of two queries and two keys.
+Q = np.array([[1, 0], [0, 1], [1, 1], [0, 0]], dtype=np.float64)
+K = np.array([[1, 0], [0, 1], [1, 1], [0.5, 0.5]], dtype=np.float64)
+V = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], dtype=np.float64)
+# (m, ℓ, O not divided by ℓ) after tile 1 and tile 2, worked by hand to six digits.
+BY_HAND = {
+    1.0: [
+        ([1, 1, 1, 0], [1.367879, 1.367879, 2, 2], [[2.103638, 3.471518], [3.367879, 4.735759], [4, 6], [4, 6]]),
+        ([1, 1, 2, 0], [2.974410, 2.974410, 2.103638, 4],
+         [[11.349353, 14.323763], [12.613594, 15.588004], [9.046674, 11.150312], [16, 20]]),
+    ],
+    1 / math.sqrt(2): [
+        ([0.707107, 0.707107, 0.707107, 0], [1.493069, 1.493069, 2, 2],
+         [[2.479206, 3.972275], [3.493069, 4.986137], [4, 6], [4, 6]]),
+        ([0.707107, 0.707107, 1.414214, 0], [3.195257, 3.195257, 2.479206, 4],
+         [[12.394526, 15.589783], [13.408388, 16.603645], [10.423756, 12.902962], [16, 20]]),
+    ],
+}  # fmt: skip
+
+
+def worked_example(scale: float) -> list[tuple[Array, Array, Array]]:
+    """The same states in closed form: x = exp(-scale) and y = exp(-scale / 2) are all that occurs."""
+    x, y = math.exp(-scale), math.exp(-scale / 2)
+    first_o = [[1 + 3 * x, 2 + 4 * x], [3 + x, 4 + 2 * x], [4, 6], [4, 6]]
+    second_o = [[6 + 3 * x + 7 * y, 8 + 4 * x + 8 * y], [8 + x + 7 * y, 10 + 2 * x + 8 * y]]
+    second_o += [[5 + 11 * x, 6 + 14 * x], [16, 20]]
+    first = ([scale, scale, scale, 0], [1 + x, 1 + x, 2, 2], first_o)
+    second = ([scale, scale, 2 * scale, 0], [2 + x + y, 2 + x + y, 1 + 3 * x, 4], second_o)
+    return [tuple(np.array(part, dtype=np.float64) for part in state) for state in (first, second)]
+
+
+def states(algorithm: str, scale: float, dtype: str) -> tuple[list[list[Array]], Array, Array]:
+    """The states after tile 1 and tile 2, each part over all four rows, and out and lse."""
+    q, k, v = (x.astype(dtype)[None, :, None, :] for x in (Q, K, V))
+    seen: dict[int, list[Any]] = {0: [], 2: []}
+    forward = TILED[algorithm]
+    problem = problem_of(q, k, v, softmax_scale=scale)
+    out, lse = forward(
+        problem, q, k, v, block_q=2, block_k=2, on_tile=lambda block, tile, state: seen[block.begin].append(state)
+    )
+    assert len(seen[0]) == len(seen[2]) == 2
+    return (
+        [
+            [np.concatenate(parts) for parts in zip(top, bottom, strict=True)]
+            for top, bottom in zip(seen[0], seen[2], strict=True)
+        ],
+        out[0, :, 0],
+        lse[0, 0],
+    )
+
+
+@pytest.mark.parametrize("scale", BY_HAND, ids=["scale1", "scale1/sqrt2"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_states_of_the_worked_example(scale: float, dtype: str) -> None:
+    wanted = worked_example(scale)
+    for by_hand, closed in zip(BY_HAND[scale], wanted, strict=True):
+        for a, b in zip(by_hand, closed, strict=True):
+            assert (np.array(a) == np.round(b, 6)).all()
+    found = {name: states(name, scale, dtype) for name in TILED}
+    for step, (m, ell, o) in enumerate(wanted):
+        normalised = o / ell[:, None]
+        for name, parts in (
+            ("flash1", (m, ell, normalised)),
+            ("flash2", (m, ell, o)),
+            ("flashd", (m + np.log(ell), normalised)),
+        ):
+            for got, part in zip(found[name][0][step], parts, strict=True):
+                assert_units(f"{name}, tile {step + 1}", got, part, ULPS[dtype])
+    s = scale * Q @ K.T
+    p = np.exp(s) / np.exp(s).sum(axis=1, keepdims=True)
+    for _, out, lse in found.values():
+        assert_units("out", out, p @ V, ULPS[dtype])
+        assert_units("lse", lse, np.log(np.exp(s).sum(axis=1)), ULPS[dtype])
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0, 800.0])
+def test_flash_d_key_after_key(spread: float) -> None:
+    """w_i = σ(s_i - s_{i-1} + ln w_{i-1}) is exp(s_i) / Σ_{j<=i} exp(s_j), and o_i the attention over i keys."""
+    rng = np.random.default_rng(0)
+    s, v = spread * rng.standard_normal(40), rng.standard_normal((40, 3))
+    w_before, tiny = 1.0, 1e-280  # what is smaller need not be right in its own digits
+    for i, (w, o) in enumerate(flashd.per_key(s, v)):
+        so_far = s[: i + 1]
+        e = np.exp(so_far - so_far.max())
+        assert_units("w", w, e[-1] / e.sum(), 8 * spread, unit=tiny)
+        assert_units("o", o, e @ v[: i + 1] / e.sum(), 64 * spread, unit=float(np.abs(v).max()))
+        if i and w_before > 1e-300:
+            x = s[i] - s[i - 1] + math.log(w_before)
+            assert_units("w", w, 1 / (1 + np.exp(-max(x, -700.0))), 8 * spread, unit=tiny)
+        w_before = float(w)
+
+
+@SETTINGS
+@given(cases, st.tuples(*3 * [st.sampled_from(LAYOUTS)]), st.integers(1, 8), st.integers(1, 8), st.integers(0, 99))
+def test_any_shape_stride_mask_and_tile(case: Case, layouts: Any, block_q: int, block_k: int, seed: int) -> None:
+    q, k, v = (layout(x) for layout, x in zip(layouts, case.arrays(seed), strict=True))
+    problem = case.problem(algorithm="standard")
+    results = {"standard": reference.forward(problem, q, k, v)}
+    for name, forward in TILED.items():
+        of = problem._replace(options=problem.options._replace(algorithm=name))
+        results[name] = forward(of, q, k, v, block_q=block_q, block_k=block_k)
+    for name, got in results.items():
+        assert_attention(case, (q, k, v), *got)
+        same(
+            (reference.lse(problem._replace(options=problem.options._replace(algorithm=name)), q, k),),
+            (reference.forward(problem._replace(options=problem.options._replace(algorithm=name)), q, k, v)[1],),
+        )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("mask", MASKED, ids=str)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_what_nobody_sees_changes_nothing(algorithm: str, mask: dict[str, Any], poison: float) -> None:
+    case = Case("", 2, 24, 24, 4, 2, 8, 8, "float32", softmax_scale=None, **mask)
+    q, k, v = case.arrays()
+    problem = case.problem(algorithm=algorithm)
+    clean = reference.forward(problem, q, k, v)
+    keys, rows = problem.mask.key_range(0, 24), problem.mask.row_range(0, 24)
+    for x, (begin, end) in ((q, rows), (k, keys), (v, keys)):
+        x[:, :begin], x[:, end:] = poison, poison
+    same(reference.forward(problem, q, k, v), clean)
+    blind = np.r_[0 : rows[0], rows[1] : 24]
+    assert not clean[0][:, blind].any()
+    assert np.isneginf(clean[1][:, :, blind]).all()
+
+
+def test_poison_is_where_the_masks_above_hide() -> None:
+    hidden = [Case("", 1, 24, 24, 1, 1, 8, 8, "float32", **mask).problem().mask for mask in MASKED]
+    assert any(mask.key_range(0, 24) != (0, 24) for mask in hidden)
+    assert any(mask.row_range(0, 24) != (0, 24) for mask in hidden)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_what_is_seen_is_not_hidden(algorithm: str, poison: float) -> None:
+    case = Case("", 1, 20, 20, 2, 1, 4, 4, "float32", causal=True)
+    problem, (q, k, v) = case.problem(algorithm=algorithm), case.arrays()
+    k[0, 11, 0, 0] = np.nan
+    out, lse = reference.forward(problem, q, k, v)
+    assert np.isnan(out[:, 11:]).all()
+    assert np.isnan(lse[:, :, 11:]).all()
+    before = replace(case, seqlen_q=11, seqlen_k=11)
+    assert_attention(before, [x[:, :11] for x in case.arrays()], out[:, :11], lse[:, :, :11])
+
+    q, k, v = case.arrays()
+    q[0, 5, 1, 2] = poison  # a score of +inf has no softmax either
+    k[0, :, 0, 2] = np.abs(k[0, :, 0, 2])
+    out, lse = reference.forward(problem, q, k, v)
+    assert np.isnan(out[0, 5, 1]).all()
+    assert np.isnan(lse[0, 1, 5])
+    assert np.isnan(out).sum() == 4
+    assert np.isnan(lse).sum() == 1
+
+    q, k, v = case.arrays()
+    v[0, 11, 0, 3] = poison
+    out, lse = reference.forward(problem, q, k, v)
+    assert not np.isfinite(out[0, 11:, :, 3]).any()
+    assert np.isfinite(out[..., :3]).all()
+    assert np.isfinite(lse).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_large_scores_do_not_overflow(algorithm: str) -> None:
+    q, k, v = Case("", 1, 9, 33, 1, 1, 4, 4, "float32").arrays()
+    for factor in (1e3, 1e8, -1e8):
+        problem = problem_of(q, k, v, algorithm=algorithm, softmax_scale=1.0)
+        out, lse = reference.forward(problem, np.float32(factor) * q, k, v)
+        assert_attention(problem, (np.float32(factor) * q, k, v), None, lse)
+        assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_scores_of_minus_infinity_are_no_keys(algorithm: str) -> None:
+    q, k, v = np.ones((1, 2, 1, 1)), np.full((1, 5, 1, 1), -np.inf), np.ones((1, 5, 1, 1))
+    out, lse = reference.forward(problem_of(q, k, v, algorithm=algorithm), q, k, v)
+    assert not out.any()
+    assert np.isneginf(lse).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_p_is_rounded_and_its_sum_is_not(algorithm: str, dtype: str) -> None:
+    narrow = numpy_dtype(dtype)
+    q = np.ones((1, 1, 1, 1), narrow)
+    k, v = (np.array(x, narrow).reshape(1, 2, 1, 1) for x in ([0.0, -0.3], [0.0, 1.0]))
+    out, _ = reference.forward(problem_of(q, k, v, algorithm=algorithm, out_dtype="float32"), q, k, v)
+    e = np.exp(float(k[0, 1, 0, 0]))
+    if algorithm == "standard":  # P is normalised before it is rounded
+        wanted = float(np.float32(e / (1 + e)).astype(narrow))
+    else:
+        wanted = float(np.float32(e).astype(narrow)) / (1 + e)
+    assert out.dtype == np.float32
+    assert abs(wanted - e / (1 + e)) > 1e-5 * wanted
+    assert_units("out", out[0, 0, 0, 0], wanted, 4)
+
+
+def test_rounding_to_float16_is_that_of_a_cast() -> None:
+    rng = np.random.default_rng(0)
+    steps = np.arange(1 << 12, dtype=np.float32) * np.float32(2.0**-26)  # every tie between subnormals
+    for x in (steps, *(rng.random(4096, np.float32) * np.float32(2.0**-n) for n in (0, 10, 13, 14, 15, 20, 24))):
+        with np.errstate(all="ignore"):
+            np.testing.assert_array_equal(rounded(x, np.dtype("float16")), x.astype(np.float16).astype(np.float32))
+
+
+def test_standard_takes_the_array_library() -> None:
+    case = Case("", 1, 9, 9, 2, 1, 4, 4, "float16", causal=True)
+    same(
+        standard.forward(case.problem(), *case.arrays(), xp=np),
+        reference.forward(case.problem(algorithm="standard"), *case.arrays()),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("mask", [{}, *MASKED], ids=str)
+def test_merged_parts_are_the_whole(dtype: str, mask: dict[str, Any]) -> None:
+    case = Case("", 2, 24, 24, 4, 2, 8, 16, dtype, **mask)
+    outs, lses = parts_of(case, [0, 5, 5, 12, 24])  # one part has no keys, and with a mask some rows see none of a part
+    out, lse = reference.merge_states(outs, lses)
+    assert out.dtype == numpy_dtype(dtype)
+    assert lse.dtype == (np.float64 if dtype == "float64" else np.float32)
+    assert_attention(case, case.arrays(), out, lse)
+
+
+def test_merging_with_nothing() -> None:
+    out, lse = np.full((1, 2, 3, 4), 2.5, np.float32), np.full((1, 3, 2), -3.0, np.float32)
+    nothing, never = np.zeros_like(out), np.full_like(lse, -np.inf)
+    same(reference.merge_states([out], [lse]), (out, lse))
+    same(reference.merge_states([nothing, out, nothing], [never, lse, never]), (out, lse))
+    same(reference.merge_states([nothing, nothing], [never, never]), (nothing, never))
+    merged, merged_lse = reference.merge_states([out, 3 * out], [lse, lse])
+    assert_units("out", merged, 2 * out, 4)
+    assert_units("lse", merged_lse, lse.astype("f8") + math.log(2), 4)
+    far, far_lse = reference.merge_states([out, 3 * out], [lse, lse + 1000])
+    same((far, far_lse), (3 * out, lse + 1000))
+    bad = reference.merge_states([out, out], [lse, np.full_like(lse, np.nan)])
+    assert np.isnan(bad[0]).all()
+    assert np.isnan(bad[1]).all()

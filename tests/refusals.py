@@ -1,0 +1,70 @@
+"""Calls that cuflash must refuse: a legal call, the change that spoils it, and what the message must say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from libraries import Producer
+
+from cuflash.errors import ProblemError
+
+LAYOUT = "(batch, seqlen, heads, head_dim)"
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> np.ndarray[Any, Any]:
+    return np.zeros(shape, dtype)
+
+
+def base(dtype: Any = np.float32) -> dict[str, Any]:
+    """q, k and v of a legal call: two query heads per kv head, seqlen_q != seqlen_k, head_dim != head_dim_v."""
+    rng = np.random.default_rng(0)
+    shapes = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 6)}
+    return {name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()}
+
+
+def forward_with(changes: dict[str, Any], dtype: Any = np.float32) -> dict[str, Any]:
+    return base(dtype) | changes
+
+
+def backward_with(changes: dict[str, Any]) -> dict[str, Any]:
+    return base() | {"dout": zeros(2, 5, 4, 6), "out": zeros(2, 5, 4, 6), "lse": zeros(2, 4, 5)} | changes
+
+
+class Row(NamedTuple):
+    """Arguments of a bad call and what its message must hold: what was given, what is accepted."""
+
+    id: str
+    arguments: dict[str, Any]
+    words: tuple[str, ...]
+
+
+def rows(make: Callable[[dict[str, Any]], dict[str, Any]], *table: tuple[str, dict[str, Any], tuple[str, ...]]) -> Any:
+    return [pytest.param(Row(name, make(changes), words), id=name) for name, changes, words in table]
+
+
+SCALE, CAP = "finite number above 0, or None", "finite number above 0, or 0"
+DTYPES = "float16, bfloat16, float32"
+
+
+def contents(arguments: Any) -> list[bytes]:
+    """The bytes of every array in the arguments of a call."""
+    if isinstance(arguments, dict):
+        arguments = list(arguments.values())
+    if isinstance(arguments, (list, tuple)):
+        return [data for item in arguments for data in contents(item)]
+    array = arguments.array if isinstance(arguments, Producer) else arguments
+    return [array.tobytes()] if hasattr(array, "tobytes") and not isinstance(array, type) else []
+
+
+def check(call: Callable[..., Any], row: Row) -> None:
+    before = contents(row.arguments)
+    with pytest.raises(ProblemError) as caught:
+        call(**row.arguments)
+    message = str(caught.value)
+    missing = [words for words in row.words if words not in message]
+    assert not missing, f"{missing} not in: {message}"
+    assert isinstance(caught.value, ValueError)
+    assert contents(row.arguments) == before

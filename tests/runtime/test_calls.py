@@ -1,0 +1,181 @@
+"""Calls with the GPU recorded: which parameters a launch takes, what is kept of it, and how much memory that is."""
+
+from __future__ import annotations
+
+import gc
+import tracemalloc
+
+import pytest
+from drivers import Array, Gpus
+from plans import problem
+
+import cuflash
+from cuflash.errors import UnsupportedError
+from cuflash.planning.device import KNOWN
+from cuflash.planning.planner import plan
+from cuflash.runtime import launch
+from cuflash.runtime.kept import Kept, Seen
+from cuflash.runtime.structs import Parameters
+
+POINTERS = (2**30, 2**31, 2**32, 2**33, 2**34)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+def forward(seqlen: int = 300, counted: bool = False) -> tuple[launch.Kernels, Parameters]:
+    """Kernels of a problem on Hopper, and parameters like theirs."""
+    of = problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
+    made = plan(of, KNOWN["sm_90"])
+    assert made.launches[0].counted == counted
+    return launch.Kernels(of, made, 1), Parameters(of, made.launches[0], {})
+
+
+def moved(by: int) -> tuple[int, ...]:
+    return *POINTERS[:3], POINTERS[3] + 4096 * by, POINTERS[4]
+
+
+def test_a_launch_takes_the_parameters_of_its_pointers_and_those_of_two_uses_are_not_written_again(
+    gpus: Gpus,
+) -> None:
+    kernels, wanted = forward()
+    for by in (0, 1, 0, 1, 2):
+        kernels.launch(moved(by), stream=7)
+        wanted.write(moved(by))
+        assert gpus.launched[-1] == (7, bytes(wanted))
+    made = [name for name, *_ in gpus.driver.calls if name == "cuTensorMapEncodeTiled"]
+    assert len(made) == 4 + 4  # of q, k, v and out, here and in `wanted`; a copy has them
+    gpus.driver.calls.clear()
+    for by in (0, 1, 0):  # each was used twice
+        kernels.launch(moved(by), stream=8)
+        wanted.write(moved(by))
+        assert gpus.launched[-1] == (8, bytes(wanted))
+    assert [name for name, at, _ in gpus.driver.calls if at - wanted.address not in range(1024)] == []
+
+
+def test_what_was_refused_is_not_launched_and_not_known(gpus: Gpus) -> None:
+    kernels, wanted = forward()
+    for known in (moved(0), moved(1)):
+        gpus.driver.result = 1
+        with pytest.raises(UnsupportedError, match="the driver refuses"):
+            kernels.launch(known, stream=7)
+        gpus.driver.result = 0
+        kernels.launch(known, stream=7)
+        wanted.write(known)
+        assert gpus.launched[-1][1] == bytes(wanted)
+    assert len(gpus.launched) == 2
+
+
+def test_a_thread_without_the_gpus_context_gets_it_for_the_launch(gpus: Gpus) -> None:
+    kernels, _ = forward()
+    for gpus.current in (-1, 0):
+        before = gpus.current
+        kernels.launch(POINTERS, stream=7)
+        assert gpus.current == before
+    assert len(gpus.launched) == 2
+
+
+def test_a_counter_is_that_of_the_stream(gpus: Gpus) -> None:
+    of = problem(dims=(2, 8192, 8192, 4, 4), causal=True)
+    made = plan(of, KNOWN["sm_90"])
+    kernels, wanted = launch.Kernels(of, made, 1), Parameters(of, made.launches[0], {})
+    wanted.count_with(0) if not made.launches[0].counted else wanted.write(POINTERS)
+    for stream in (7, 9, 7):
+        kernels.launch(POINTERS, stream)
+        wanted.count_with(512 * stream)
+        assert gpus.launched[-1] == (stream, bytes(wanted))
+
+
+def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
+    of = problem(256, 256, "backward", dims=(1, 300, 300, 2, 2))
+    made = plan(of, KNOWN["sm_90"])
+    assert len(made.launches) == 4  # delta, dq, dk, dv
+    launch.Kernels(of, made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
+    delta, *rows = [packed for _, packed in gpus.launched]
+    assert rows == rows[:1] * 3 != [delta] * 3
+
+
+def decode(length: int, layer: int, rows: int = 2**15) -> None:
+    """A step of decoding in one layer of a model whose cache has this many keys."""
+    q = Array.dense((1, 1, 32, 128), 2**20 * (layer + 1))
+    k = Array.dense((1, length, 8, 128), 2**30 * (layer + 1), rows=rows)
+    cuflash.forward(q, k, k, causal=True)
+
+
+def test_layers_of_a_model_hit_from_their_third_call_on(gpus: Gpus) -> None:
+    for layer in range(128):
+        decode(1000, layer)
+    blocks = len(gpus.blocks)
+    for layer in range(128):
+        decode(1000, layer)
+    second = gpus.launched[128:]
+    gpus.driver.calls.clear()
+    assert len(gpus.blocks) == blocks + 128
+    blocks = len(gpus.blocks)
+    for layer in range(128):
+        decode(1000, layer)
+    assert gpus.driver.calls == []
+    assert len(gpus.blocks) == blocks
+    assert gpus.launched[256:] == second
+
+
+def test_20000_new_shapes_leave_no_more_than_the_bound(gpus: Gpus) -> None:
+    gpus.quiet()
+    decode(1, 0)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        for step in range(20_000):
+            decode(2 + step, step % 64)
+            if step == 3000:
+                early = tracemalloc.get_traced_memory()[0]
+        gc.collect()
+        most = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert most <= launch.KEPT_BYTES
+    assert most <= 1.1 * early  # the bound was reached long before
+    assert 0.5 * launch.KEPT.num_bytes <= most <= launch.KEPT.num_bytes <= launch.KEPT_BYTES
+    entries = len(launch.KEPT)
+    decode(20_001, 0)
+    assert len(launch.KEPT) == entries  # the last shapes are there
+
+
+def test_merges_and_windows_given_as_lists_are_kept(gpus: Gpus) -> None:
+    out, lse = Array.dense((1, 9, 2, 64), 2**30), Array.dense((1, 2, 9), 2**31, "float32")
+    q = Array.dense((1, 200, 2, 64), 2**32)
+    window: list[int] = [3, 4]
+    calls = (
+        lambda: cuflash.merge_states([out, out], [lse, lse]),
+        lambda: cuflash.forward(q, q, q, window_size=window),  # type: ignore[arg-type]
+    )
+    for call in calls:
+        call(), call()  # from their second use on, parameters are kept, too
+        entries = len(launch.KEPT)
+        call()
+        assert len(launch.KEPT) == entries
+
+
+def test_what_is_used_least_recently_is_dropped_first() -> None:
+    kept = Kept(100)
+    for key in "abc":
+        kept.put(key, key.upper(), 30)
+    assert kept.get("a") == "A"
+    kept.put("d", "D", 30)
+    assert [kept.get(key) for key in "abcd"] == ["A", None, "C", "D"]
+    kept.put("e", "E", 1000)
+    assert len(kept) == 1
+    kept.put("e", "F", 10)
+    assert (kept.get("e"), kept.num_bytes) == ("F", 10)
+    kept.clear()
+    assert (len(kept), kept.num_bytes, kept.get("e")) == (0, 0, None)
+    with pytest.raises(TypeError):
+        kept.get([])  # type: ignore[arg-type]
+
+
+def test_keys_are_seen_from_their_second_time_on_until_many_others_came() -> None:
+    seen = Seen(3)
+    assert [seen.before(key) for key in "abab"] == [False, False, True, True]
+    assert [seen.before(key) for key in "abcda"] == [False] * 5

@@ -1,0 +1,347 @@
+"""The kernel cache, on disk and in memory, and what the compiler is told. Needs NVRTC but no GPU."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from variants import variants
+from workers import run_threads
+
+from cuflash.errors import CompileError, UnsupportedError
+from cuflash.planning.variant import Variant
+from cuflash.runtime import compiler
+
+try:
+    NVRTC = compiler.nvrtc_version()
+except UnsupportedError as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+MERGE = Variant("merge", "portable/merge.cu", "sm_80", "float16", "float16")
+OTHER = replace(MERGE, dtype="bfloat16", out_dtype="bfloat16")
+CHECKOUT = Path(compiler.__file__).resolve().parents[2]
+SOURCES = sorted(path.relative_to(compiler.source_root()).as_posix() for path in compiler.source_root().rglob("*.cu"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache_dir: Path) -> Path:
+    return cache_dir
+
+
+@pytest.fixture
+def compiles(monkeypatch: pytest.MonkeyPatch) -> list[Variant]:
+    """What was compiled, in order."""
+    seen: list[Variant] = []
+    compile_variant = compiler.compile_variant
+
+    def counted(variant: Variant) -> tuple[bytes, str]:
+        seen.append(variant)
+        return compile_variant(variant)
+
+    monkeypatch.setattr(compiler, "compile_variant", counted)
+    return seen
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of kernels_cu that a test may edit, in place of the real one."""
+    copy = tmp_path / "kernels_cu"
+    shutil.copytree(compiler.source_root(), copy)
+    monkeypatch.setattr(compiler, "source_root", lambda: copy)
+    return copy
+
+
+def assert_sound(path: Path) -> None:
+    """The file is a whole ELF image followed by its own SHA-256."""
+    data = path.read_bytes()
+    image, digest = data[:-32], data[-32:]
+    assert hashlib.sha256(image).digest() == digest
+    assert image[:4] == b"\x7fELF"
+    section_headers, entry_bytes, entries = *struct.unpack_from("<Q", image, 40), *struct.unpack_from("<HH", image, 58)
+    assert section_headers + entry_bytes * entries <= len(image)
+
+
+def test_a_compiled_kernel_is_found_again(cache_dir: Path, compiles: list[Variant]) -> None:
+    path = compiler.cubin_path(MERGE)
+    assert path.parent == cache_dir
+    assert path.name.startswith(f"{MERGE.name}.sm_80.")
+    assert_sound(path)
+    assert compiler.cubin_path(MERGE) == path
+    assert compiles == [MERGE]
+    assert list(cache_dir.iterdir()) == [path]  # no temporary file stays
+
+
+def test_kernels_architectures_and_dtypes_have_files_of_their_own(compiles: list[Variant]) -> None:
+    variants = [MERGE, OTHER, replace(MERGE, arch="sm_90"), replace(OTHER, arch="sm_90")]
+    assert len({compiler.cubin_path(variant) for variant in variants}) == len(compiles) == 4
+
+
+def _cut(data: bytes) -> bytes:
+    return data[:-7]
+
+
+def _flip(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "truncated": _cut,
+    "altered": _flip,
+    "altered_digest": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "longer": lambda data: data + b"\0",
+    "empty": lambda data: b"",
+    "only_a_digest": lambda data: hashlib.sha256(b"").digest(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_file_is_noticed_and_rebuilt(damage: str, compiles: list[Variant]) -> None:
+    path = compiler.cubin_path(MERGE)
+    sound = path.read_bytes()
+    path.write_bytes(DAMAGE[damage](sound))
+    assert compiler.cubin_path(MERGE) == path
+    assert compiles == [MERGE, MERGE]
+    assert_sound(path)
+    assert len(path.read_bytes()) == len(sound)
+
+
+def test_an_edited_header_is_a_new_kernel(sources: Path, compiles: list[Variant]) -> None:
+    first = compiler.cubin_path(MERGE)
+    header = sources / "common" / "numeric.cuh"  # included by params.cuh's includer, not by merge.cu alone
+    header.write_text(header.read_text("utf-8") + "// edited\n", "utf-8")
+    second = compiler.cubin_path(MERGE)
+    assert second != first
+    assert len(compiles) == 2
+    (sources / "sm80" / "tile.cuh").write_text("not even C++", "utf-8")  # merge does not include it
+    assert compiler.cubin_path(MERGE) == second
+    assert len(compiles) == 2
+
+
+def test_the_options_and_the_compiler_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {compiler.cubin_path(MERGE).name}
+    options = compiler.options
+    monkeypatch.setattr(compiler, "options", lambda variant: (*options(variant), "-lineinfo"))
+    names.add(compiler.cubin_path(MERGE).name)
+    monkeypatch.setattr(compiler, "options", options)
+    monkeypatch.setattr(compiler, "nvrtc_version", lambda: (99, 0))
+    names.add(compiler.cubin_path(MERGE).name)
+    assert len(names) == 3
+
+
+def test_a_kernel_is_cached_while_its_file_is_sound(cache_dir: Path, compiles: list[Variant]) -> None:
+    assert not compiler.is_cached(MERGE)
+    assert not cache_dir.exists()
+    path = compiler.cubin_path(MERGE)
+    assert compiler.is_cached(MERGE)
+    assert not compiler.is_cached(OTHER)
+    assert compiles == [MERGE]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert not compiler.is_cached(MERGE)
+
+
+def test_an_unwritable_folder_works_and_warns_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[Variant]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("a folder cannot be made below a file", "utf-8")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file / "cache"))
+    with pytest.warns(RuntimeWarning, match="cannot be written.*Set CUFLASH_CACHE_DIR") as caught:
+        path = compiler.cubin_path(MERGE)
+    assert len(caught) == 1
+    assert str(file / "cache") in str(caught[0].message)
+    assert_sound(path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert compiler.cubin_path(MERGE) == path
+        assert_sound(compiler.cubin_path(OTHER))
+    assert compiles == [MERGE, OTHER]  # a kernel is still compiled once in the process
+    assert file.read_text("utf-8") == "a folder cannot be made below a file"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_the_folder_and_its_files_are_private(cache_dir: Path) -> None:
+    umask = os.umask(0)
+    try:
+        path = compiler.cubin_path(MERGE)
+    finally:
+        os.umask(umask)
+    assert cache_dir.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_the_cache_is_where_the_variable_says_or_the_users_cache_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "elsewhere"))
+    assert compiler.cubin_path(MERGE).parent == tmp_path / "elsewhere"
+    for value in (None, ""):
+        if value is None:
+            monkeypatch.delenv("CUFLASH_CACHE_DIR")
+        else:
+            monkeypatch.setenv("CUFLASH_CACHE_DIR", value)
+        assert compiler.cache_dir().name == "cuflash"
+        assert compiler.cache_dir().is_absolute()
+
+
+def test_threads_at_once_compile_and_load_a_kernel_once(
+    monkeypatch: pytest.MonkeyPatch, compiles: list[Variant]
+) -> None:
+    def load(variant: Variant) -> Any:
+        time.sleep(0.05)
+        return compiler.cubin_path(variant), object()
+
+    monkeypatch.setattr(compiler, "_load", load)
+    got: list[Any] = []
+    run_threads(lambda index: got.append(compiler.load(MERGE, 0)), 8)
+    assert len(got) == 8
+    assert len(set(map(id, got))) == 1
+    assert compiles == [MERGE]
+    assert compiler.load(MERGE, 1) is not got[0]  # each GPU loads its own
+    assert compiles == [MERGE]
+
+
+def test_different_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = threading.Barrier(2)
+
+    def load(variant: Variant) -> Any:
+        both.wait(timeout=30)  # breaks, and fails the test, unless both threads are inside
+        return variant
+
+    monkeypatch.setattr(compiler, "_load", load)
+    run_threads(lambda index: compiler.load((MERGE, OTHER)[index], 0), 2)
+
+
+def test_a_failed_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(variant: Variant) -> Any:
+        raise CompileError("no")
+
+    monkeypatch.setattr(compiler, "_load", fails)
+    with pytest.raises(CompileError):
+        compiler.load(MERGE, 0)
+    monkeypatch.setattr(compiler, "_load", lambda variant: "kernel")
+    assert compiler.load(MERGE, 0) == "kernel"
+
+
+def test_threads_in_the_disk_cache_end_with_one_sound_file(cache_dir: Path) -> None:
+    paths: list[Path] = []
+    run_threads(lambda index: paths.append(compiler.cubin_path((MERGE, OTHER)[index % 2])), 6)
+    assert sorted(set(paths)) == sorted(cache_dir.iterdir())
+    assert len(set(paths)) == 2
+    for path in set(paths):
+        assert_sound(path)
+
+
+def test_processes_at_once_end_with_one_sound_file(cache_dir: Path) -> None:
+    code = (
+        "import sys\n"
+        "from cuflash.runtime import compiler\n"
+        "from cuflash.planning.device import KNOWN\n"
+        "from cuflash.planning.variant import Variant\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "print(compiler.cubin_path(Variant('merge', 'portable/merge.cu', 'sm_80', 'float16', 'float16')))\n"
+    )
+    command, pipe = [sys.executable, "-W", "error", "-c", code], subprocess.PIPE
+    processes = [subprocess.Popen(command, cwd=CHECKOUT, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    printed = {process.communicate(timeout=60)[0].strip() for process in processes}
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert printed == {str(compiler.cubin_path(MERGE))}
+    assert [str(path) for path in cache_dir.iterdir()] == list(printed)
+    assert_sound(compiler.cubin_path(MERGE))
+
+
+def test_a_refused_kernel_is_told_in_full_and_leaves_nothing(sources: Path, cache_dir: Path) -> None:
+    source = sources / "portable" / "merge.cu"
+    text = source.read_text("utf-8")
+    source.write_text(text + "\n#error broken on purpose\n", "utf-8")
+    with pytest.raises(CompileError) as caught:
+        compiler.cubin_path(MERGE)
+    message = str(caught.value)
+    version = ".".join(map(str, NVRTC))
+    for words in (MERGE.name, "sm_80", f"NVRTC {version}", f"Source: {source}", "broken on purpose", "merge.cu("):
+        assert words in message
+    assert not list(cache_dir.glob("*"))
+    source.write_text(text, "utf-8")
+    assert_sound(compiler.cubin_path(MERGE))
+
+
+@pytest.fixture
+def knows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An NVRTC of few architectures."""
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getSupportedArchs", lambda: (75, 80, 86, 90, 100, 103, 120))
+    compiler._supported_arch.cache_clear()
+    yield
+    compiler._supported_arch.cache_clear()
+
+
+@pytest.mark.usefixtures("knows")
+@pytest.mark.parametrize(
+    ("arch", "compiled_for"),
+    [("sm_80", "sm_80"), ("sm_89", "sm_86"), ("sm_87", "sm_86"), ("sm_90a", "sm_90a"), ("sm_109", "sm_103"),
+     ("sm_121", "sm_120")],
+)  # fmt: skip
+def test_an_unknown_architecture_gets_the_newest_older_one_of_its_generation(arch: str, compiled_for: str) -> None:
+    assert f"-arch={compiled_for}" in compiler.options(replace(MERGE, arch=arch))
+
+
+@pytest.mark.usefixtures("knows")
+@pytest.mark.parametrize("arch", ["sm_110", "sm_130"])
+def test_an_unknown_generation_is_unsupported_with_the_way_out(arch: str) -> None:
+    with pytest.raises(
+        UnsupportedError, match=rf"NVRTC {NVRTC[0]}\.{NVRTC[1]} cannot compile for {arch}; .*pip install"
+    ):
+        compiler.cubin_path(replace(MERGE, arch=arch))
+
+
+def test_an_architecture_newer_than_the_compiler_compiles() -> None:
+    path = compiler.cubin_path(replace(MERGE, arch="sm_129"))
+    assert ".sm_12" in path.name
+    assert ".sm_129." not in path.name
+    assert_sound(path)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_the_included_files_are_all_that_a_kernel_needs(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = compiler.source_root()
+    found = compiler.included_files(root / source)
+    assert found[0] == root / source
+    assert len(set(found)) == len(found) > 2
+    assert root / "common" / "config.cuh" in found
+    for path in found:
+        target = tmp_path / "few" / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    variant = next(variant for variant in variants("sm_90") if variant.source == source)
+    monkeypatch.setattr(compiler, "source_root", lambda: tmp_path / "few")
+    cubin, log = compiler.compile_variant(variant)
+    assert variant.name.encode() in cubin
+    assert "registers" in log
+
+
+def test_the_sources_are_found_beside_the_package() -> None:
+    assert compiler.source_root() in (CHECKOUT / "kernels_cu", CHECKOUT / "cuflash" / "kernels_cu")
+    assert (compiler.source_root() / MERGE.source).is_file()

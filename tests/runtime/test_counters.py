@@ -1,0 +1,268 @@
+"""Counters of tiles: who shares one, and who must not."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+from libraries import bits, poisoned
+
+import cuflash
+from cuflash.bench.cases import Case
+from cuflash.planning import device
+from cuflash.runtime import counters
+from cuflash.runtime import driver as driver_module
+
+CAPTURING = 7  # a stream's handle
+
+
+class Driver:
+    """In place of the driver and of CuPy's memory: stream handles are their unique numbers, less 1000."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, int] = {}
+        self.modes: list[int] = []
+        self.mode = 0
+        self.pages: list[tuple[int, int]] = []  # (GPU, address)
+        self.zeroed: list[tuple[int, int, int]] = []
+        self.current = 0
+
+    def function(self, name: str, *argtypes: type) -> Any:
+        assert set(argtypes) == {ctypes.c_void_p}
+        return {"cuStreamIsCapturing": self.is_capturing, "cuStreamGetId": self.get_id,
+                "cuThreadExchangeStreamCaptureMode": self.exchange}[name]  # fmt: skip
+
+    def is_capturing(self, stream: int, answer: int) -> int:
+        ctypes.c_int.from_address(answer).value = stream == CAPTURING
+        return self.results.get("cuStreamIsCapturing", 0)
+
+    def get_id(self, stream: int, answer: int) -> int:
+        ctypes.c_ulonglong.from_address(answer).value = stream + 1000
+        return self.results.get("cuStreamGetId", 0)
+
+    def exchange(self, mode: int) -> int:
+        given = ctypes.c_int.from_address(mode)
+        self.mode, given.value = given.value, self.mode
+        return 0
+
+    def malloc(self, size: int) -> int:
+        assert self.mode == 2, "a capture would forbid it"
+        assert size == 4 * counters.PAGE
+        self.pages.append((self.current, 2**30 + 2**20 * len(self.pages)))
+        return self.pages[-1][1]
+
+    def memset(self, address: int, value: int, size: int, stream: int) -> None:
+        assert stream == 77, "another stream would be part of a capture"
+        self.zeroed.append((address, value, size))
+
+    def stream(self, non_blocking: bool = False) -> Any:
+        assert non_blocking
+        return type("Stream", (), {"ptr": 77, "synchronize": lambda self: None})()
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    cuda = pytest.importorskip("cupy").cuda
+    made = Driver()
+    for module in (counters, driver_module):
+        monkeypatch.setattr(module, "function", made.function)
+    monkeypatch.setattr(counters, "_free", {})
+    monkeypatch.setattr(counters, "_of_stream", {})
+    monkeypatch.setattr(cuda.runtime, "malloc", made.malloc)
+    monkeypatch.setattr(cuda.runtime, "memsetAsync", made.memset)
+    monkeypatch.setattr(cuda, "Stream", made.stream)
+    return made
+
+
+def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(driver: Driver) -> None:
+    first = [counters.counter(0, stream) for stream in (0, 1, 2, 8)]
+    assert len(set(first)) == 4
+    assert [counters.counter(0, stream) for stream in (0, 1, 2, 8)] == first
+
+
+def test_a_captured_launch_has_a_counter_that_is_given_to_none_again(driver: Driver) -> None:
+    before = counters.counter(0, 1)
+    captured = [counters.counter(0, CAPTURING) for _ in range(20)]
+    after = [counters.counter(0, stream) for stream in range(30, 40)]
+    assert len({before, *captured, *after}) == 31
+    assert counters.counter(0, 1) == before
+
+
+def test_counters_lie_in_zeroed_pages_and_a_page_follows_where_one_is_used_up(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(counters, "PAGE", 3)
+    found = [counters.counter(0, stream) for stream in range(10, 17)]
+    assert len(driver.pages) == 3
+    assert driver.zeroed == [(address, 0, 12) for _, address in driver.pages]
+    every = [address + 4 * n for _, address in driver.pages for n in range(3)]
+    assert len(set(found)) == 7
+    assert set(found) < set(every)
+    assert set(found[:3]) == set(every[:3])
+
+
+def test_a_reserved_counter_needs_no_allocation_within_a_capture(driver: Driver) -> None:
+    for _ in range(3):
+        counters.reserve(0)
+    assert len(driver.pages) == 1
+    driver.pages.clear()
+    counters.counter(0, CAPTURING)
+    assert not driver.pages
+
+
+def test_a_counter_lies_on_the_gpu_of_its_launch(driver: Driver) -> None:
+    shared, found = 20, []  # a stream number: those of different GPUs may be equal
+    for driver.current in (0, 1, 0, 1):
+        counters.counter(driver.current, CAPTURING)
+        found.append(counters.counter(driver.current, shared))
+    assert [gpu for gpu, _ in driver.pages] == [0, 1]
+    assert found[:2] == found[2:]
+    for gpu, page in driver.pages:
+        for address in (found[gpu], counters.counter(gpu, CAPTURING)):
+            assert 0 <= address - page < 4 * counters.PAGE
+
+
+def test_the_capture_mode_of_the_thread_is_put_back_even_after_an_error(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters.counter(0, CAPTURING)
+    assert driver.mode == 0
+    counters._free.clear()
+    driver.mode = 1
+    monkeypatch.setattr(pytest.importorskip("cupy").cuda.runtime, "malloc", lambda size: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        counters.counter(0, CAPTURING)
+    assert driver.mode == 1
+    assert not any(counters._free.values())
+
+
+@pytest.mark.parametrize("name", ["cuStreamIsCapturing", "cuStreamGetId"])
+def test_an_error_of_the_driver_is_told_with_the_stream(driver: Driver, name: str) -> None:
+    driver.results[name] = 400
+    with pytest.raises(RuntimeError, match=rf"{name} failed for the stream 0x2a \(CUresult 400\)"):
+        counters.counter(0, 42)
+    assert not driver.pages
+
+
+# On a GPU: a problem whose blocks take several tiles each.
+COUNTED = Case("counted", 4, 500, 500, 16, 4, 64, 64, "float16", causal=True)
+
+
+def counted_arrays(seed: int = 0) -> tuple[Any, ...]:
+    import cupy
+
+    here = device.query(0)
+    if here.capability != (9, 0):
+        pytest.skip(f"needs a GPU of sm_90, has {here.arch}")
+    arrays = tuple(cupy.asarray(x) for x in COUNTED.arrays(seed))
+    assert cuflash.plan(*arrays, causal=True).launches[0].counted
+    return arrays
+
+
+def outs(count: int) -> list[Any]:
+    import cupy
+
+    made = [poisoned((4, 500, 16, 64), "float16") for _ in range(count)]
+    cupy.cuda.Device().synchronize()
+    return made
+
+
+def same(out: Any, wanted: Any) -> bool:
+    return bool((bits(out) == bits(wanted)).all())
+
+
+@pytest.mark.gpu
+def test_gpu_counted_tiles_are_all_done_and_are_those_of_smaller_launches() -> None:
+    arrays = counted_arrays()
+    (out,) = outs(1)
+    cuflash.forward(*arrays, causal=True, out=out)
+    lse = cuflash.lse(*arrays[:2], causal=True)
+    for n in range(COUNTED.batch):
+        one = tuple(x[n : n + 1] for x in arrays)
+        assert not cuflash.plan(*one, causal=True).launches[0].counted
+        assert same(out[n], cuflash.forward(*one, causal=True))
+        assert same(lse[n], cuflash.lse(*one[:2], causal=True))
+
+
+@pytest.mark.gpu
+def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles() -> None:
+    import cupy
+
+    arrays = counted_arrays()
+    wanted = cuflash.forward(*arrays, causal=True)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    for _ in range(10):
+        results = [outs(20) for _ in streams]
+        for turn in range(20):
+            for stream, made in zip(streams, results, strict=True):
+                with stream:
+                    cuflash.forward(*arrays, causal=True, out=made[turn])
+        cupy.cuda.Device().synchronize()
+        assert all(same(out, wanted) for made in results for out in made)
+
+
+@pytest.mark.gpu
+def test_gpu_a_graph_runs_beside_other_launches_of_the_stream_that_it_was_captured_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import cupy
+
+    arrays = counted_arrays()
+    wanted = cuflash.forward(*arrays, causal=True)
+    cupy.cuda.Device().synchronize()
+    of_graph = outs(10)
+    stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    monkeypatch.setattr(counters, "_free", {})  # the first page is allocated within the capture
+    with stream:
+        stream.begin_capture()
+        for out in of_graph:
+            cuflash.forward(*arrays, causal=True, out=out)
+        graph = stream.end_capture()
+    for _ in range(20):
+        eager = outs(10)
+        with other:
+            for out in of_graph:
+                out.fill(cupy.nan)
+            graph.launch(other)
+        with stream:
+            for out in eager:
+                cuflash.forward(*arrays, causal=True, out=out)
+        cupy.cuda.Device().synchronize()
+        assert all(same(out, wanted) for out in (*of_graph, *eager))
+
+
+@pytest.mark.gpu
+def test_gpu_a_torch_graph_of_counted_launches_replays_beside_others() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs torch with CUDA")
+    arrays = [torch.as_tensor(x.get(), device="cuda") for x in counted_arrays()]
+    wanted = cuflash.forward(*arrays, causal=True)
+    torch.cuda.synchronize()
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        captured = [cuflash.forward(*arrays, causal=True) for _ in range(5)]
+    for _ in range(20):
+        for out in captured:
+            out.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        with torch.cuda.stream(side):
+            eager = [cuflash.forward(*arrays, causal=True) for _ in range(5)]
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, wanted) for out in (*captured, *eager))
+
+
+@pytest.mark.gpu
+def test_gpu_each_gpu_counts_for_itself() -> None:
+    import cupy
+
+    if device.count() < 2:
+        pytest.skip("needs two GPUs")
+    arrays = counted_arrays()
+    wanted = cuflash.forward(*arrays, causal=True).get()
+    for ordinal in (1, 0, 1):
+        with cupy.cuda.Device(ordinal):
+            moved = [cupy.asarray(x.get()) for x in arrays]
+        assert (cuflash.forward(*moved, causal=True).get() == wanted).all()

@@ -1,0 +1,208 @@
+"""Launching on a GPU: strides, alignment, streams, threads, graphs, offsets past 2³¹ elements, several GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from libraries import bits, poisoned
+from workers import run_threads
+
+import cuflash
+from cuflash.bench.cases import Case
+from cuflash.errors import ProblemError
+from cuflash.planning import device
+
+pytestmark = pytest.mark.gpu
+
+
+def arrays(case: Case, seed: int = 0) -> list[Any]:
+    import cupy
+
+    return [cupy.asarray(x) for x in case.arrays(seed)]
+
+
+CASE = Case("launch", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
+
+
+def strided(x: Any, layout: str) -> Any:
+    """The same values in another memory layout."""
+    import cupy
+
+    if layout == "heads_first":
+        return cupy.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    if layout == "packed":
+        return cupy.concatenate([x, x + 1, x], axis=3)[..., : x.shape[3]]
+    if layout == "reversed":
+        return cupy.ascontiguousarray(x[:, ::-1])[:, ::-1]
+    if layout == "gaps":
+        return cupy.stack([x, x + 1], axis=-1)[..., 0]
+    if layout == "odd_rows":
+        wide = cupy.zeros((*x.shape[:3], x.shape[3] + 1), x.dtype)
+        wide[..., :-1] = x
+        return wide[..., :-1]
+    assert layout == "odd_start"
+    flat = cupy.empty(x.size + 1, x.dtype)
+    flat[1:] = x.ravel()
+    return flat[1:].reshape(x.shape)
+
+
+# Layouts for which Hopper has a kernel of its own, if only by a copy.
+TILED = ("heads_first", "packed", "gaps")
+
+
+@pytest.mark.parametrize("layout", [*TILED, "reversed", "odd_rows", "odd_start"])
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_any_memory_layout_gives_the_same_bits(cupy: Any, layout: str, dtype: str) -> None:
+    case = Case("layout", 2, 130, 150, 4, 2, 40, 64, dtype)
+    q, k, v = arrays(case)
+    like = "heads_first" if layout in TILED else "odd_start"
+    wanted = cuflash.forward(*(strided(x, like) for x in (q, k, v)))
+    oracle.assert_attention(case, case.arrays(), wanted.get(), ulps=1)
+    got = cuflash.forward(strided(q, layout), strided(k, layout), strided(v, layout))
+    assert bool((bits(got) == bits(wanted)).all())
+    out = strided(poisoned(wanted.shape, wanted.dtype), layout)
+    assert cuflash.forward(q, k, v, out=out) is out
+    assert bool((bits(cupy.ascontiguousarray(out)) == bits(wanted)).all())
+    lse = cuflash.lse(strided(q, layout), strided(k, layout))
+    assert bool((lse == cuflash.lse(*(strided(x, like) for x in (q, k)))).all())
+
+
+@pytest.mark.parametrize("strange", "qkv")
+def test_one_operand_that_is_not_aligned_changes_the_kernel_for_all_and_little_else(strange: str) -> None:
+    named = dict(zip("qkv", arrays(CASE), strict=True))
+    for layout in ("odd_start", "odd_rows", "reversed"):
+        mixed = named | {strange: strided(named[strange], layout)}
+        oracle.assert_attention(CASE, CASE.arrays(), cuflash.forward(*mixed.values(), causal=True).get(), ulps=1)
+
+
+def test_a_broadcast_operand_is_read_through_its_zero_strides(cupy: Any) -> None:
+    q, k, v = arrays(CASE)
+    k, v = (cupy.broadcast_to(x[:1], x.shape) for x in (k, v))
+    got = cuflash.forward(q, k, v, causal=True)
+    wanted = cuflash.forward(q, strided(k.copy(), "odd_start"), v.copy(), causal=True)  # by the same kernel on Hopper
+    assert bool((got == wanted).all())
+
+
+def test_out_at_the_address_of_an_input_is_refused() -> None:
+    q, k, v = arrays(Case("same", 1, 64, 64, 2, 2, 64, 64, "float16"))
+    before = v.copy()
+    with pytest.raises(ProblemError, match="out shares memory with v"):
+        cuflash.forward(q, k, v, out=v)
+    with pytest.raises(ProblemError, match="out shares memory with k"):
+        cuflash.forward(q[:, :32], k, v, out=k[:, 20:52])
+    assert bool((v == before).all())
+
+
+def test_work_runs_on_the_callers_stream(cupy: Any) -> None:
+    q, k, v = arrays(CASE)
+    wanted = cuflash.forward(q, k, v, causal=True)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for stream in streams:
+        with stream:
+            # The inputs are made on this stream just before: on another one they would not be there yet.
+            big = cupy.zeros(1 << 27, "float32")
+            for _ in range(3):
+                big += 1
+            late = [x * (big[0] / 3).astype(x.dtype) for x in (q, k, v)]
+            results.append(cuflash.forward(*late, causal=True))
+    for stream in streams:
+        stream.synchronize()
+    for result in results:
+        assert bool((bits(result) == bits(wanted)).all())
+
+
+def test_threads_do_not_share_parameters(cupy: Any) -> None:
+    problems = [Case("thread", 1, 64 + 7 * i, 100 + i, 2, 2, 64, 64, "float16") for i in range(8)]
+    inputs = [arrays(case, i) for i, case in enumerate(problems)]
+    wanted = [cuflash.forward(*x) for x in inputs]
+    cupy.cuda.Device().synchronize()
+    wrong: list[int] = []
+
+    def work(index: int) -> None:
+        with cupy.cuda.Stream(non_blocking=True) as stream:
+            for turn in range(100):
+                which = (index + turn) % len(problems)
+                got = cuflash.forward(*inputs[which])
+                stream.synchronize()
+                if not bool((bits(got) == bits(wanted[which])).all()):
+                    wrong.append(which)
+
+    run_threads(work, 8)
+    assert not wrong
+
+
+def test_a_captured_graph_replays_on_new_values(cupy: Any) -> None:
+    q, k, v = arrays(CASE)
+    out = poisoned((2, 130, 4, 64), q.dtype)
+    cuflash.forward(q, k, v, causal=True, out=out)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        cuflash.forward(q, k, v, causal=True, out=out)
+        graph = stream.end_capture()
+    q[...], k[...], v[...] = arrays(CASE, seed=5)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert bool((bits(out) == bits(cuflash.forward(q, k, v, causal=True))).all())
+
+
+def test_threads_that_have_not_used_the_gpu_take_over_what_another_of_their_number_left() -> None:
+    q, k, v = arrays(CASE)
+    wanted, out = cuflash.forward(q, k, v), q.copy()
+    for _ in range(4):  # a thread's number is given out again
+        out.fill(0)
+        run_threads(lambda _: cuflash.forward(q, k, v, out=out), 1)
+        assert bool((bits(out) == bits(wanted)).all())
+
+
+def test_nothing_is_allocated_beyond_the_outputs(cupy: Any) -> None:
+    q, k, v = arrays(Case("memory", 1, 2000, 2000, 8, 8, 64, 64, "float16", causal=True))
+    for return_lse in (False, True):
+        pool = cupy.cuda.MemoryPool()  # one of its own: what other tests left in the shared one could be used again
+        with cupy.cuda.using_allocator(pool.malloc):
+            result = cuflash.forward(q, k, v, return_lse=return_lse)
+        outputs = result if return_lse else (result,)
+        assert pool.total_bytes() == sum(-(-x.nbytes // 512) * 512 for x in outputs)
+
+
+def test_offsets_past_2_to_the_31_elements(cupy: Any) -> None:
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < 24 << 30:
+        pytest.skip(f"needs 24 GiB of free GPU memory, has {free >> 30}")
+    case = Case("far", 1, 96, 200, 1, 1, 64, 64, "float16")
+    q, k, v = arrays(case)
+    wanted = cuflash.forward(q, k, v)
+    # Rows so far apart that the last ones start past 2³¹ elements.
+    step = (1 << 31) // 150
+    for far in ("k", "v", "q"):
+        x = {"q": q, "k": k, "v": v}[far]
+        rows = x.shape[1]
+        step = (1 << 31) // (rows - 40) // 8 * 8
+        memory = cupy.zeros(step * rows, "float16")
+        view = cupy.lib.stride_tricks.as_strided(memory, x.shape, (0, 2 * step, 0, 2))
+        view[...] = x
+        assert (rows - 1) * step > 1 << 31
+        got = cuflash.forward(*[view if name == far else y for name, y in (("q", q), ("k", k), ("v", v))])
+        assert bool((bits(got) == bits(wanted)).all()), far
+        del memory, view
+        cupy.get_default_memory_pool().free_all_blocks()
+
+
+def test_two_gpus(cupy: Any) -> None:
+    if device.count() < 2:
+        pytest.skip("needs two GPUs")
+    q, k, v = arrays(CASE)
+    wanted = cuflash.forward(q, k, v, causal=True).get()
+    with cupy.cuda.Device(1):
+        other = [cupy.asarray(x.get()) for x in (q, k, v)]
+    got = cuflash.forward(*other, causal=True)  # while GPU 0 is the current one
+    assert got.data.device_id == 1
+    np.testing.assert_array_equal(got.get(), wanted)
+    with pytest.raises(ProblemError, match="cuda:1"):
+        cuflash.forward(q, other[1], v)

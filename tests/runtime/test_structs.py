@@ -1,0 +1,216 @@
+"""The structs of parameters: as CUDA has them, filled by name, with tensor maps that are made once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from drivers import FakeDriver
+from plans import problem
+from variants import merge_of, variants
+
+from cuflash.errors import UnsupportedError
+from cuflash.planning.device import KNOWN
+from cuflash.planning.plan import Plan
+from cuflash.planning.planner import plan
+from cuflash.planning.tiles_sm90 import TILES
+from cuflash.planning.variant import PARAMS
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import FORWARD
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem
+from cuflash.runtime import compiler, structs, tensor_map
+from cuflash.runtime.structs import STRUCTS, Parameters, offsets, size_of
+
+
+def compiles(lines: list[str]) -> str:
+    """Compiles lines below the CUDA structs; the compiler's log, empty where it has nothing to say."""
+    from cupy.cuda import nvrtc
+
+    options = [option for option in compiler.options(variants("sm_80")[0]) if not option.startswith("--ptxas")]
+    program = nvrtc.createProgram("\n".join(['#include "common/params.cuh"', *lines]), "layout.cu", (), ())
+    try:
+        nvrtc.compileProgram(program, (*options, f"-I{compiler.source_root()}"))
+        return ""
+    except nvrtc.NVRTCError:
+        return str(nvrtc.getProgramLog(program))
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def asserts(name: str, field: str, offset: int, size: int) -> list[str]:
+    # why: NVRTC has no offsetof; __INTADDR__ is what its front end makes of one, in every version.
+    member = f"(({name}*)0)->{field}"
+    return [
+        f'static_assert(__INTADDR__(&{member}) == {offset}, "{field} is elsewhere");',
+        f'static_assert(sizeof({member}) == {size}, "{field} has another size");',
+    ]
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    try:
+        compiler.nvrtc_version()
+    except UnsupportedError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+
+
+@pytest.mark.usefixtures("nvrtc")
+@pytest.mark.parametrize("name", STRUCTS)
+def test_every_field_stands_where_the_kernel_reads_it(name: str) -> None:
+    lines = [f"static_assert(sizeof({name}) == {size_of(name)});"]
+    for field, offset, size in offsets(name):
+        lines += asserts(name, field, offset, size)
+    assert compiles(lines) == ""
+    field, offset, size = offsets(name)[-1]
+    for wrong in ((offset + size, size), (offset, 2 * size)):
+        assert "static assertion failed" in compiles(asserts(name, field, *wrong))
+
+
+def test_every_kernel_has_a_struct_and_every_architecture_takes_it() -> None:
+    assert set(PARAMS.values()) == set(STRUCTS)
+    assert all(size_of(name) <= 4096 for name in STRUCTS)
+
+
+def filled(made: Plan, number: int = 0) -> tuple[Parameters, Any]:
+    """The parameters of a launch, and a view of them as their struct."""
+    launch = made.launches[number]
+    parameters = Parameters(made.problem, launch, made.workspace)
+    return parameters, STRUCTS[launch.variant.params].from_address(parameters.address)
+
+
+def test_fields_are_those_of_the_problem_and_the_launch() -> None:
+    of = problem(64, 40, softcap=30.0, softmax_scale=0.5, window_size=(20, 10), diagonal_offset=-50)
+    made = plan(of, KNOWN["sm_80"])
+    _, struct = filled(made)
+    mask = of.mask
+    for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "head_dim", "head_dim_v"):
+        assert getattr(struct.problem, name) == getattr(of, name)
+    assert struct.problem.heads_per_kv == 2
+    assert (struct.problem.mask_lo, struct.problem.mask_hi) == (mask.lo, mask.hi)
+    assert (struct.problem.key_begin, struct.problem.key_end) == mask.key_range(0, 300)
+    assert (struct.problem.row_begin, struct.problem.row_end) == mask.row_range(0, 500)
+    assert [getattr(struct.problem.score, name) for name in of.options.scores._fields] == pytest.approx(
+        of.options.scores
+    )
+    assert {name: getattr(struct, name) for name in made.launches[0].fields} == dict(made.launches[0].fields)
+    q, out = of.spec("q"), of.spec("out")
+    assert (struct.q.stride_batch, struct.q.stride_seqlen, struct.q.stride_head) == q.strides[:3]
+    assert (struct.out.stride_batch, struct.out.stride_head) == (out.strides[0], out.strides[2])
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_pointers_and_parts_of_the_workspace_are_placed_by_name(arch: str, deterministic: bool) -> None:
+    of = problem(64, 64, "backward", dims=(1, 64, 8, 4, 1), deterministic=deterministic)
+    made = plan(of, KNOWN[arch], ("q",))
+    names = of.op.names
+    pointers = (*(2**30 * (n + 1) for n in range(len(names))), 2**45)
+    parts = {name: 2**45 + part.begin for name, part in made.workspace.items()}
+    assert {"stats"} < set(parts) or deterministic
+    wanted = dict(zip(names, pointers, strict=False)) | parts
+    for number in range(len(made.launches)):
+        parameters, struct = filled(made, number)
+        parameters.write(pointers)
+        for name, kind in struct._fields_:
+            if kind is structs.Operand:
+                assert getattr(struct, name).pointer == wanted[name], name
+            elif kind is structs.c_void_p:
+                assert getattr(struct, name) == wanted.get(name), name
+
+
+def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes() -> None:
+    dense = ArraySpec.dense((2, 9, 3, 8), "float16")
+    odd = ArraySpec((2, 9, 3, 8), (2 * 9 * 30, 30, 10, 1), "float16", "cpu", "numpy")
+    made = plan(Problem.of(FORWARD, [dense, odd, dense], Options()), KNOWN["sm_80"])
+    parameters, struct = filled(made)
+    for last, aligned in ((0, (1, 0, 1, 1)), (8, (1, 0, 0, 1)), (0, (1, 0, 1, 1))):
+        parameters.write((2**30, 2**31, 2**32 + last, 2**33, 0))
+        assert tuple(x.aligned for x in (struct.q, struct.k, struct.v, struct.out)) == aligned
+
+
+def test_states_are_placed_by_number() -> None:
+    parameters, struct = filled(plan(merge_of("float16", 64, count=3), KNOWN["sm_80"]))
+    parameters.write((1, 2, 3, 4, 5, 6, 7, 8))
+    assert (list(struct.outs[:4]), list(struct.lses[:4])) == ([1, 2, 3, None], [4, 5, 6, None])
+    assert (struct.out, struct.lse, struct.num_states, struct.heads, struct.seqlen) == (7, 8, 3, 1, 8)
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    driver = FakeDriver()
+    monkeypatch.setattr(tensor_map, "function", driver.function)
+    return driver
+
+
+WINDOW: dict[str, Any] = {"window_size": (20, 10), "diagonal_offset": 100, "dims": (2, 70, 500, 4, 2)}
+POINTERS = 2**30, 2**31, 2**32, 2**33, 2**34
+
+
+def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(driver: FakeDriver) -> None:
+    of = problem(dtype="float16", out_dtype="float32", **WINDOW)
+    begin, end = of.mask.key_range(0, 70)
+    assert (begin, end) == (80, 180)
+    parameters, _ = filled(plan(of, KNOWN["sm_90"]))
+    assert parameters.address % 64 == 0
+    parameters.write(POINTERS)
+    assert [(name, at - parameters.address) for name, at, _ in driver.calls] == [
+        ("cuTensorMapEncodeTiled", offset) for offset in (0, 128, 256, 384)
+    ]
+    dtypes, pointers, lengths, _, boxes = zip(*(more for *_, more in driver.calls), strict=True)
+    first = begin * 2 * 64 * 2  # bytes
+    assert dtypes == (6, 6, 6, 7)  # float16 and float32 to the driver
+    assert pointers == (2**30, 2**31 + first, 2**32 + first, 2**33)
+    kv = 64, 100, 2, 2
+    assert lengths == ((64, 70, 4, 2), kv, kv, (64, 70, 4, 2))
+    rows = 64, TILES[0].block_k, TILES[0].block_k  # q of a warpgroup
+    assert boxes == (*((64, n, 1, 1) for n in rows), (32, 16, 1, 1))  # out of a warp, 128 bytes
+
+
+def test_a_tensor_map_is_made_once_and_moved_where_its_operand_moves(driver: FakeDriver) -> None:
+    parameters, _ = filled(plan(problem(**WINDOW), KNOWN["sm_90"]))
+    parameters.write(POINTERS)
+    driver.calls.clear()
+    parameters.write(POINTERS)
+    assert driver.calls == []
+    parameters.write((2**30, 2**31, 2**32 + 64, 2**33 + 128, 2**35))  # lse has none
+    assert driver.calls == [
+        ("cuTensorMapReplaceAddress", parameters.address + 256, (2**32 + 64 + 80 * 256,)),
+        ("cuTensorMapReplaceAddress", parameters.address + 384, (2**33 + 128,)),
+    ]
+
+
+def test_after_pointers_that_were_refused_those_before_are_written_anew(driver: FakeDriver) -> None:
+    parameters, _ = filled(plan(problem(**WINDOW), KNOWN["sm_90"]))
+    parameters.write(POINTERS)
+    driver.result = 1
+    with pytest.raises(UnsupportedError, match="the driver refuses"):
+        parameters.write((2**30 + 64, *POINTERS[1:]))
+    driver.result = 0
+    driver.calls.clear()
+    parameters.write(POINTERS)
+    assert ("cuTensorMapReplaceAddress", parameters.address, (2**30,)) in driver.calls
+
+
+def test_lse_has_tensor_maps_of_q_and_k_alone(driver: FakeDriver) -> None:
+    parameters, _ = filled(plan(problem(op="lse", **WINDOW), KNOWN["sm_90"]))
+    parameters.write((2**30, 2**31, 2**34))
+    assert [at - parameters.address for _, at, _ in driver.calls] == [0, 128]
+
+
+def test_gradients_have_tensor_maps_of_all_rows_and_what_is_read_of_those_that_see_or_are_seen(
+    driver: FakeDriver,
+) -> None:
+    more: dict[str, Any] = WINDOW | {"dims": (2, 170, 500, 4, 4), "diagonal_offset": -50}
+    of = problem(op="backward", **more)
+    assert of.mask.key_range(0, 170) == (0, 130)
+    assert of.mask.row_range(0, 500) == (40, 170)
+    parameters, _ = filled(plan(of, KNOWN["sm_90"]), 1)
+    pointers = [2**30 * (n + 1) for n in range(11)]
+    parameters.write(tuple(pointers))
+    moved = ("q", "k", "v", "dout", "dq", "dk", "dv")
+    first = dict.fromkeys(("q", "dout"), 40 * 4 * 64 * 2)  # bytes
+    _, found, lengths, _, boxes = zip(*(more for *_, more in driver.calls), strict=True)
+    assert list(found) == [pointers[of.op.index[name]] + first.get(name, 0) for name in moved]
+    assert [length[1] for length in lengths] == [130, 130, 130, 130, 170, 500, 500]  # rows
+    assert [box[:2] for box in boxes] == [(64, n) for n in (128, 128, 128, 128, 16, 16, 16)]

@@ -1,0 +1,260 @@
+"""What the blocks of threads of a plan do, worked out on the host in the way of the kernels.
+
+`tests/planning/test_walks.py` compares the functions that have the names of `kernels_cu/common/work.cuh` with that
+header. The walks below repeat the `*work.cuh` headers of both families, `portable/delta.cu` and `portable/convert.cu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from cuflash.planning.plan import Launch, Plan
+
+HeadBlock = tuple[int, int]  # a head, counted over the whole batch, and a block of its rows
+
+
+def head_by_head(index: int, num_blocks: int) -> HeadBlock:
+    return divmod(index, num_blocks)
+
+
+def longest_first(index: int, num_blocks: int, num_heads: int, heads_together: int) -> HeadBlock:
+    first_head = index // (heads_together * num_blocks) * heads_together
+    block, head = divmod(index - first_head * num_blocks, min(heads_together, num_heads - first_head))
+    return first_head + head, block
+
+
+class Work(NamedTuple):
+    batch: int
+    head: int
+    part: int
+    block: int
+
+    @classmethod
+    def of(cls, at: HeadBlock, heads: int, parts: int = 1) -> Work:
+        head, part = divmod(at[0], parts)
+        return cls(*divmod(head, heads), part, at[1])
+
+
+def covering(elements: tuple[int, int], size: int) -> range:
+    """The tiles that hold some of the elements."""
+    begin, end = elements
+    return range(begin // size, -(-end // size) if begin < end else begin // size)
+
+
+class Piece(NamedTuple):
+    """The pairs of queries and keys of one query head that a block adds up, for each of these results."""
+
+    results: str
+    batch: int
+    head: int
+    queries: range
+    keys: range
+
+
+class Rows(NamedTuple):
+    """Rows of a head of a result that are written. Blocks that write them in turns all yield equal ones."""
+
+    result: str
+    batch: int
+    head: int
+    rows: range
+
+
+class Touch(NamedTuple):
+    """Floats of a part of the workspace that a block uses.
+
+    how: "store" and "zero" write what nobody else writes; "read", "add" and "count" need what an earlier kernel has
+    written; a "turn" is a store by the first block and an addition by the others.
+    """
+
+    how: str
+    part: str
+    floats: slice
+
+
+class Walk:
+    """One launch of a plan; `blocks` tells what each of its blocks does."""
+
+    def __init__(self, made: Plan, launch: Launch) -> None:
+        self.made, self.launch, self.fields = made, launch, launch.fields
+        self.problem: Any = made.problem
+        self.tile: Any = launch.variant.tile
+        self.group = self.problem.heads_q // self.problem.heads_kv
+
+    def blocks(self) -> Iterator[list[Piece | Rows | Touch]]:
+        """What each block of the grid does or, where blocks go from tile to tile, what is done for each tile."""
+        one = ONE_BLOCK[self.launch.variant.source]
+        for index in range(self.fields.get("num_tiles", self.launch.num_blocks)):
+            yield list(one(self, index))
+
+    def rows_of(self, block: int, step: int, length: int) -> range:
+        return range(block * step, min(block * step + step, length))
+
+    def query_head(self, batch: int, head: int) -> int:
+        return int(batch * self.problem.heads_q + head)
+
+    def stats(self, batch: int, head: int, row: int, count: int) -> Iterator[Touch]:
+        """How kernels read what delta has written of some queries: in pairs, or in Hopper's from two rows."""
+        rows = self.fields["stats_rows"]
+        begin = 2 * rows * self.query_head(batch, head)
+        if self.launch.variant.of_warpgroups:
+            for first in (begin + row, begin + rows + row):
+                yield Touch("read", "stats", slice(first, first + count))
+        else:
+            yield Touch("read", "stats", slice(begin + 2 * row, begin + 2 * (row + count)))
+
+    def strips(self, how: str, part: str, head: int, length: int, rows: range, columns: int) -> Iterator[Touch]:
+        """Strips of 16 rows of an accumulator of the mma.sync family, as in `common/accumulators.cuh`."""
+        for strip in range(rows.start // 16, -(-min(rows.stop, length) // 16)):
+            begin = (head * -(-length // 16) + strip) * 16 * columns
+            yield Touch(how, part, slice(begin, begin + 16 * columns))
+
+    def delta(self, index: int) -> Iterator[Rows | Touch]:
+        of, fields, parts = self.problem, self.fields, self.made.workspace
+        rows_of_head, step, count = fields["stats_rows"], fields["stats_step"], self.launch.variant.num_threads // 8
+        work = Work.of(head_by_head(index, rows_of_head // count), of.heads_q)
+        head, row = self.query_head(work.batch, work.head), work.block * count
+        begin = 2 * rows_of_head * head + step * row
+        for first in (begin, begin + fields["stats_delta"]):
+            yield Touch("store", "stats", slice(first, first + step * (count - 1) + 1, step))
+        if "turns" in parts:
+            seen = of.mask.row_range(0, of.seqlen_k)
+            for i in range(row, min(row + count, of.seqlen_q)):
+                if not seen[0] <= i < seen[1]:
+                    yield Rows("dq", work.batch, work.head, range(i, i + 1))
+            if row == 0:
+                num_blocks = fields["num_q_blocks"]
+                last = fields["shared_keys"] if head == of.batch * of.heads_q - 1 else 0
+                yield Touch("zero", "turns", slice(head * num_blocks, (head + 1) * num_blocks + last))
+        elif "dq_acc" in parts:
+            rows = range(row, row + count)
+            yield from self.strips("zero", "dq_acc", head, of.seqlen_q, rows, fields["padded_dim"])
+
+    def convert(self, index: int) -> Iterator[Rows | Touch]:
+        of, fields = self.problem, self.fields
+        threads = self.launch.variant.num_threads
+        first = index * threads  # the first thread of the block, among those of a gradient
+        for result, heads, splits, length, columns in (
+            ("dq", of.heads_q, 1, of.seqlen_q, fields["padded_dim"]),
+            ("dk", of.heads_kv, fields["splits"], of.seqlen_k, fields["padded_dim"]),
+            ("dv", of.heads_kv, fields["splits"], of.seqlen_k, fields["padded_dim_v"]),
+        ):
+            if f"{result}_acc" not in self.made.workspace:
+                continue
+            of_head = -(-length // 16) * columns  # threads, each of which reads 16 floats of a split
+            for head in range(of.batch * heads):
+                begin, end = max(first - head * of_head, 0), min(first + threads - head * of_head, of_head)
+                for split in range(splits if begin < end else 0):
+                    at = 16 * of_head * (head * splits + split)
+                    yield Touch("read", f"{result}_acc", slice(at + 16 * begin, at + 16 * end))
+                for strip in range(-(-length // 16)):
+                    if begin < (strip + 1) * columns <= end:  # the last column of the strip is here
+                        yield Rows(result, *divmod(head, heads), self.rows_of(strip, 16, length))
+            first -= of.batch * heads * of_head
+
+    def query_block(self, index: int) -> Iterator[Piece | Rows | Touch]:
+        """A block of queries of any kernel whose blocks own queries."""
+        of, fields, num_blocks = self.problem, self.fields, self.fields["num_q_blocks"]
+        at = head_by_head(index, num_blocks)
+        if "heads_together" in fields:
+            heads = fields["num_tiles"] // num_blocks if "num_tiles" in fields else of.batch * of.heads_q
+            at = longest_first(index, num_blocks, heads, fields["heads_together"])
+        work = Work.of(at, of.heads_q, fields.get("num_slices", 1))
+        block = num_blocks - 1 - work.block
+        rows = self.rows_of(block, self.tile.block_q, of.seqlen_q)
+        results = {"forward": f"out{work.part}", "lse": "lse", "backward_dq": "dq"}[self.launch.variant.op].split()
+        if self.launch.variant.op == "forward" and work.part == 0:
+            results.append("lse")
+        yield Piece(" ".join(results), work.batch, work.head, rows, range(of.seqlen_k))
+        yield from (Rows(result, work.batch, work.head, rows) for result in results)
+        if "stats_rows" in fields:
+            yield from self.stats(work.batch, work.head, block * self.tile.block_q, self.tile.block_q)
+
+    def key_block(self, index: int) -> Iterator[Piece | Rows | Touch]:
+        """A block of keys of any kernel but Hopper's for all gradients."""
+        of, fields, tile, splits = self.problem, self.fields, self.tile, self.fields.get("splits", 1)
+        results = {"backward": "dq dk dv", "backward_dkdv": "dk dv", "backward_dk": "dk", "backward_dv": "dv"}
+        told = results[self.launch.variant.op]
+        heads = of.batch * of.heads_kv * splits
+        at = longest_first(index, fields["num_k_blocks"], heads, fields["heads_together"])
+        work = Work.of(at, of.heads_kv, splits)
+        keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
+        of_split = -(-self.group // splits)
+        first = work.head * self.group + work.part * of_split
+        for head in range(first, min(first + of_split, (work.head + 1) * self.group)):
+            for m in covering(of.mask.row_range(keys.start, keys.stop), tile.block_q):
+                rows = self.rows_of(m, tile.block_q, of.seqlen_q)
+                yield Piece(told, work.batch, head, rows, keys)
+                yield from self.stats(work.batch, head, m * tile.block_q, tile.block_q)
+                if "dq" in told:
+                    acc = self.query_head(work.batch, head)
+                    yield from self.strips("add", "dq_acc", acc, of.seqlen_q, rows, tile.head_dim)
+        for result, columns in (("dk", tile.head_dim), ("dv", tile.head_dim_v)):
+            if f"{result}_acc" in self.made.workspace:
+                head = (work.batch * of.heads_kv + work.head) * splits + work.part
+                yield from self.strips("store", f"{result}_acc", head, of.seqlen_k, keys, columns)
+            elif result in told:
+                yield Rows(result, work.batch, work.head, keys)
+
+    def rows_of_gradient(self, index: int) -> Iterator[Piece | Rows | Touch]:
+        """A block of rows on Hopper, of queries for dq and of keys for dk and dv."""
+        return self.query_block(index) if self.tile.gradient == "dq" else self.key_block(index)
+
+    def key_blocks(self, index: int) -> Iterator[tuple[int, tuple[int, int]]]:
+        """(Key block, its steps for this block) on Hopper; a step is a query tile, and steps count over its heads."""
+        fields, past = self.fields, 1 << 30
+        if index >= fields["whole_blocks"]:
+            all_steps = fields["num_q_blocks"] * self.group
+            begin = (index - fields["whole_blocks"]) * fields["shared_steps"]
+            last = min(begin + fields["shared_steps"], fields["shared_keys"] * all_steps) - 1
+            for nth in range(begin // all_steps, last // all_steps + 1):
+                steps = max(begin - nth * all_steps, 0), min(last + 1 - nth * all_steps, all_steps)
+                yield fields["shared_first"] + nth, steps
+            return
+        of, per_head = self.problem, fields["num_k_blocks"]
+        num_parts = -(-per_head // fields["key_blocks"])
+        head, part = longest_first(index, num_parts, of.batch * of.heads_kv, fields["heads_together"])
+        first = head * per_head + part * fields["key_blocks"]
+        for block in range(first, min(first + fields["key_blocks"], (head + 1) * per_head)):
+            yield block, (0, past)
+
+    def steps_of_keys(self, index: int) -> Iterator[Piece | Rows | Touch]:
+        """Key blocks on Hopper, for all gradients at once."""
+        of, fields, tile = self.problem, self.fields, self.tile
+        num_blocks, dq_floats = fields["num_q_blocks"], tile.block_q * -(-tile.head_dim // 64) * 64
+        for number, (begin, end) in self.key_blocks(index):
+            work = Work.of(head_by_head(number, fields["num_k_blocks"]), of.heads_kv)
+            keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
+            tiles = covering(of.mask.row_range(keys.start, keys.stop), tile.block_q)
+            steps = [(work.head * self.group + i, m) for i in range(self.group) for m in tiles]
+            for head, m in steps[begin:end]:
+                rows, nth = self.rows_of(m, tile.block_q, of.seqlen_q), self.query_head(work.batch, head)
+                yield Piece("dq dk dv", work.batch, head, rows, keys)
+                yield Rows("dq", work.batch, head, rows)
+                yield from self.stats(work.batch, head, m * tile.block_q, tile.block_q)
+                nth = nth * num_blocks + m
+                yield Touch("count", "turns", slice(nth, nth + 1))
+                yield Touch("turn", "dq_acc", slice(nth * dq_floats, (nth + 1) * dq_floats))
+            if steps[begin:end] != steps:  # others take steps of these keys, too
+                nth = number - fields["shared_first"]
+                first = of.batch * of.heads_q * num_blocks + nth
+                yield Touch("count", "turns", slice(first, first + 1))
+                for part, columns in (("dk_acc", tile.head_dim), ("dv_acc", tile.head_dim_v)):
+                    floats = tile.block_k * columns
+                    yield Touch("turn", part, slice(nth * floats, (nth + 1) * floats))
+            yield from (Rows(result, work.batch, work.head, keys) for result in ("dk", "dv"))
+
+
+ONE_BLOCK: dict[str, Callable[[Walk, int], Iterator[Piece | Rows | Touch]]] = {
+    "sm80/forward.cu": Walk.query_block,
+    "sm80/lse.cu": Walk.query_block,
+    "sm90/forward.cu": Walk.query_block,
+    "sm90/lse.cu": Walk.query_block,
+    "portable/delta.cu": Walk.delta,
+    "portable/convert.cu": Walk.convert,
+    "sm80/backward.cu": Walk.key_block,
+    "sm80/backward_dq.cu": Walk.query_block,
+    "sm90/backward.cu": Walk.steps_of_keys,
+    "sm90/backward_rows.cu": Walk.rows_of_gradient,
+}
