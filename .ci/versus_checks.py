@@ -1,0 +1,312 @@
+"""What `.ci/versus` checks: the outputs of two versions on random problems, and the registers of all their kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import math
+import multiprocessing
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray[Any, Any]
+Shape = tuple[int, int, int, int]
+
+
+def inner(package: str, name: str) -> Any:
+    """Finds a function of the module that compiles kernels. Nothing else inside a version is touched by any part."""
+    for module in ("jit", "runtime.compiler", "runtime.cache"):
+        with contextlib.suppress(ModuleNotFoundError):
+            if found := getattr(importlib.import_module(f"{package}.{module}"), name, None):
+                return found
+    raise RuntimeError(f"{package} has no {name} where its compiler is looked for: add the module here")
+
+
+def compile_ahead(versions: list[ModuleType], trials: Iterable[Trial]) -> None:
+    """Compiles the kernels of problems on all cores. If there is none, or it does not compile, the call tells it."""
+    for version in versions:
+        variants: dict[Any, None] = {}
+        for trial in trials:
+            with contextlib.suppress(Exception):
+                variants |= dict.fromkeys(launch.variant for plan in trial.plans(version) for launch in plan.launches)
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for variant in variants:
+                pool.submit(inner(version.__name__, "cubin_path"), variant)
+
+
+def process(tree: Path) -> ProcessPoolExecutor:
+    """Starts a process whose `cuflash` is that of this tree. Some names can be registered once in a process only."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), prefer, (str(tree),))
+
+
+def prefer(folder: str) -> None:
+    """Imports `cuflash` from this folder."""
+    sys.path.insert(0, folder)
+    import cuflash
+
+    assert Path(str(cuflash.__file__)).resolve().parents[1] == Path(folder).resolve(), cuflash.__file__
+
+
+# Outputs.
+
+HEAD_DIMS = (64, 128, 256, 64, 128, 256, 32, 40, 80, 96, 160, 192)
+# With these lengths the last tile of some kernel is whole, or holds one row, or lacks one.
+SEQLENS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 383, 384, 385, 512, 640, 641)
+MAX_SEQLEN = 700
+# An array lies in memory of the first shape, and is the second part of it.
+LAYOUTS: dict[str, tuple[Callable[..., tuple[int, ...]], Callable[[Any, Shape], Any]]] = {
+    "dense": (lambda b, s, h, d: (b, s, h, d), lambda memory, shape: memory),
+    "heads first": (lambda b, s, h, d: (b, h, s, d), lambda memory, shape: memory.transpose(0, 2, 1, 3)),
+    "wide rows": (lambda b, s, h, d: (b, s, h, d + 8), lambda memory, shape: memory[..., : shape[3]]),
+    "odd rows": (lambda b, s, h, d: (b, s, h, d + 1), lambda memory, shape: memory[..., 1:]),
+    "unaligned": (lambda b, s, h, d: (b * s * h * d + 1,), lambda memory, shape: memory[1:].reshape(shape)),
+    "gaps": (lambda b, s, h, d: (b, s, h, 2 * d), lambda memory, shape: memory[..., ::2]),
+    "backwards": (lambda b, s, h, d: (b, s, h, d), lambda memory, shape: memory[:, ::-1]),
+}
+# This is one unit in the last place of 1; for float32 it is more, because sums may be made in another order.
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-17}
+ERROR_RATIO = 1.05  # An error may grow by this factor, where results need not be the same bits.
+NOISE = 1e-2  # Results that are smaller than this are rounding errors, because the inputs are about 1.
+
+
+class Trial(NamedTuple):
+    """Describes one problem. A random one, and the values of its arrays, follow from `seed`."""
+
+    op: str  # "forward", "lse" or "backward"
+    dtype: str
+    batch: int
+    seqlens: tuple[int, int]
+    heads: tuple[int, int]
+    dims: tuple[int, int]
+    arguments: dict[str, Any]  # the mask, the scale and the softcap
+    deterministic: bool = False
+    with_dlse: bool = False
+    gives_out: bool = False  # Forward writes to an array of the caller's, which holds NaN before.
+    algorithm: str = "flash2"
+    out_dtype: str | None = None
+    layouts: dict[str, str] = {}  # how arrays that are not dense lie in memory  # noqa: RUF012
+    seed: int = 0
+
+    @classmethod
+    def of(cls, seed: int) -> Trial:
+        """Makes the random problem of this seed."""
+        rng = np.random.default_rng(seed)
+
+        def pick(*choices: Any) -> Any:
+            return choices[rng.integers(len(choices))]
+
+        def often(share: float) -> bool:
+            return bool(rng.random() < share)
+
+        op = pick("forward", "forward", "forward", "lse", "backward", "backward", "backward")
+        dtype = pick("bfloat16", "bfloat16", "float16", "float16", "float32")
+        seqlens = tuple(pick(*SEQLENS) if often(0.5) else int(rng.integers(MAX_SEQLEN + 1)) for _ in range(2))
+        d, dv = (pick(*HEAD_DIMS) if often(0.7) else int(rng.integers(1, 257)) for _ in range(2))
+        heads_kv = pick(1, 1, 2, 3)
+        heads = heads_kv * (pick(1, 1, 2, 4, 7) if heads_kv == 1 else pick(1, 2)), heads_kv
+        window = tuple(pick(-1, 0, int(rng.integers(40)), int(rng.integers(400))) for _ in range(2))
+        arguments = {
+            "causal": often(0.5),
+            "window_size": window if often(0.3) else (-1, -1),
+            # The large offsets leave some rows, or all of them, without a key.
+            "diagonal_offset": pick(None, None, None, 0, int(rng.integers(-300, 300)), -1000, 1000),
+            "softmax_scale": pick(None, None, 0.31, 1.0),
+            "softcap": pick(1.5, 15.0, 30.0) if often(0.2) else 0.0,
+        }
+        layouts = {name: "dense" if often(0.5) else pick(*LAYOUTS) for name in ("q", "k", "v", "dout", "out")}
+        algorithm = pick("flash2", "flash2", "flash2", "flash1", "flashd")
+        out_dtype = "float32" if often(0.15) and dtype != "float32" and op == "forward" else None
+        shape = pick(1, 1, 1, 2, 2, 3), seqlens, heads, (d, pick(d, d, dv))
+        # Exact results of capped scores have no memory around them to compare with.
+        flags = often(0.5), often(0.5), often(0.5) and op == "forward" and not arguments["softcap"]
+        return cls(op, dtype, *shape, arguments, *flags, algorithm, out_dtype, layouts, seed)
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """Gives the shapes of q, k, v, out and dout."""
+        q, k = ((self.batch, n, h, self.dims[0]) for n, h in zip(self.seqlens, self.heads, strict=True))
+        out = (*q[:3], self.dims[1])
+        return {"q": q, "k": k, "v": (*k[:3], self.dims[1]), "out": out, "dout": out}
+
+    def plans(self, package: ModuleType) -> Iterator[Any]:
+        """Plans the calls on the first GPU."""
+        # A plan knows strides and no addresses. Odd rows stand for unaligned arrays, as the same kernels take both, and
+        # dense arrays for those with gaps, because a call copies these.
+        stand_in = {"gaps": "dense", "unaligned": "odd rows"}
+        layouts = {name: stand_in.get(layout, layout) for name, layout in self.layouts.items()}
+        q, k, v = (self.array(x, np.empty, layouts.get(x, "dense"))[1] for x in "qkv")
+        keywords = self.arguments | {"device": "cuda:0"}
+        if self.op == "lse":
+            yield package.plan(q, k, op="lse", **keywords)
+        elif self.op == "forward":
+            yield package.plan(q, k, v, algorithm=self.algorithm, out_dtype=self.out_dtype, **keywords)
+        else:
+            yield package.plan(q, k, v, **keywords)
+            yield package.plan(q, k, v, op="backward", deterministic=self.deterministic, **keywords)
+
+    def array(self, name: str, make: Callable[..., Array], layout: str) -> tuple[Array, Array]:
+        """Makes memory by `make`, and the array of this name and layout within it."""
+        shape, dtype = self.shapes[name], self.out_dtype if name == "out" else None
+        memory = make(LAYOUTS[layout][0](*shape), dtype=numpy_dtype(dtype or self.dtype))
+        return memory, LAYOUTS[layout][1](memory, shape)
+
+    def keeps_an_order(self, package: ModuleType) -> bool:
+        """Tells whether a GPU adds up in a fixed order, as it does for gradients on Hopper over head dim 128 alone."""
+        if self.deterministic or self.op != "backward":
+            return True
+        *_, plan = self.plans(package)
+        suits_hopper = "sm90" in plan.kernel and self.layouts.get("dout") not in ("odd rows", "unaligned", "backwards")
+        return suits_hopper and max(self.dims) > 128
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """Gives the NumPy dtype of that name. NumPy knows bfloat16 once ml_dtypes is imported."""
+    importlib.import_module("ml_dtypes")
+    return np.dtype(name)
+
+
+def nans(shape: tuple[int, ...], dtype: Any) -> Array:
+    """Makes an array that holds nothing but NaN."""
+    return np.full(shape, np.nan, dtype)
+
+
+class Inputs:
+    """Holds the arrays of a problem: `host` has their values, and both versions take what is in `given`."""
+
+    def __init__(self, trial: Trial, before: ModuleType, on_gpu: bool) -> None:
+        self.trial, self.put, self.get = trial, np.array, np.array
+        if on_gpu:
+            import cupy
+
+            self.put, self.get = cupy.asarray, cupy.asnumpy
+        rng = np.random.default_rng((trial.seed, 1))
+        self.host: dict[str, Array] = {}
+        self.given: dict[str, Any] = {}
+        for name in {"lse": ("q", "k"), "forward": ("q", "k", "v"), "backward": ("q", "k", "v", "dout")}[trial.op]:
+            memory, array = trial.array(name, nans, trial.layouts[name])
+            array[...] = rng.standard_normal(array.shape, dtype=np.float32).astype(array.dtype)
+            self.host[name], self.given[name] = array, LAYOUTS[trial.layouts[name]][1](self.put(memory), array.shape)
+        if trial.op == "backward":
+            if trial.with_dlse:
+                shape = trial.batch, trial.heads[0], trial.seqlens[0]
+                self.host["dlse"] = rng.standard_normal(shape, dtype=np.float32)
+                self.given["dlse"] = self.put(self.host["dlse"])
+            # Both versions get the older one's, so that a change of forward shows in forward alone.
+            made = before.forward(*(self.given[name] for name in "qkv"), return_lse=True, **trial.arguments)
+            self.given["out"], self.given["lse"] = made
+
+    def call(self, package: ModuleType) -> dict[str, Any] | Exception:
+        """Gives the results of one version by name, or its error. A given `out` comes with all memory around it."""
+        trial, given = self.trial, self.given
+        q, k, v = (given.get(name) for name in "qkv")
+        try:
+            if trial.op == "lse":
+                return {"lse": package.lse(q, k, **trial.arguments)}
+            if trial.op == "backward":
+                keywords = trial.arguments | {"dlse": given.get("dlse"), "deterministic": trial.deterministic}
+                gradients = package.backward(given["dout"], q, k, v, given["out"], given["lse"], **keywords)
+                return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+            keywords = trial.arguments | {"algorithm": trial.algorithm, "out_dtype": trial.out_dtype}
+            if trial.gives_out:
+                layout = trial.layouts["out"]
+                memory = self.put(trial.array("out", nans, layout)[0])
+                keywords["out"] = LAYOUTS[layout][1](memory, trial.shapes["out"])
+            out, lse = package.forward(q, k, v, return_lse=True, **keywords)
+            return {"out": memory if trial.gives_out else out, "lse": lse}
+        except Exception as error:
+            return error
+
+
+def run_outputs(versions: list[ModuleType], trials: Iterable[Trial], on_gpu: bool) -> dict[str, Any]:
+    """Counts the problems of each op that are "equal", "close" (within a tolerance), "refused" by both, "different"."""
+    counts: dict[str, Counter[str]] = {}
+    differences = []
+    for trial in trials:
+        try:
+            verdict, text = judge(trial, versions, on_gpu)
+        except Exception as error:  # The other problems still have something to tell.
+            verdict, text = "different", f"no comparison: {error!r}"
+        counts.setdefault(trial.op, Counter())[verdict] += 1
+        if verdict == "different":
+            differences.append({"seed": trial.seed, "problem": str(trial), "difference": text})
+            print(f"DIFFERENT (--parts outputs --problems 1 --seed {trial.seed}): {text}\n  {trial}", flush=True)
+    return {"on_gpu": on_gpu, "counts": counts, "differences": differences}
+
+
+def judge(trial: Trial, versions: list[ModuleType], on_gpu: bool) -> tuple[str, str]:
+    """Gives the verdict on one problem, and says what differs."""
+    inputs = Inputs(trial, versions[0], on_gpu)
+    # The older version's results keep their memory until the newer one's are there, which could otherwise be written to
+    # the same place: an element that the newer version forgets would have the right value.
+    before, after = (inputs.call(package) for package in versions)
+    if isinstance(before, Exception) or isinstance(after, Exception):
+        kinds = {type(before).__name__, type(after).__name__}
+        refused = len(kinds) == 1 and kinds <= {"ProblemError", "UnsupportedError"}
+        told = [repr(made) if isinstance(made, Exception) else "a result" for made in (before, after)]
+        return ("refused", "") if refused else ("different", f"before: {told[0]}; after: {told[1]}")
+    old, new = ({name: inputs.get(array) for name, array in results.items()} for results in (before, after))
+    unequal = [name for name in old if not same_bits(old[name], new[name])]
+    wanted: dict[str, Array] = {}
+    if unequal and trial.arguments["softcap"] > 0.0:
+        wanted = attention64(trial, inputs.host)
+    elif unequal and on_gpu and not trial.keeps_an_order(versions[0]):
+        wanted = {name: array.astype(np.float64) for name, array in old.items()}
+    texts = {name: difference(old[name], new[name], wanted.get(name)) for name in unequal}
+    worse = "; ".join(f"{name}: {text}" for name, text in texts.items() if text)
+    return ("different", worse) if worse else ("close" if unequal else "equal", "")
+
+
+def same_bits(old: Array, new: Array) -> bool:
+    """Tells whether two arrays are the same, down to the bits of NaN and of zero."""
+    return (old.shape, old.dtype) == (new.shape, new.dtype) and np.array_equal(bits(old), bits(new))
+
+
+def bits(array: Array) -> Array:
+    """Views the elements as integers."""
+    return np.ascontiguousarray(array).view(f"u{array.dtype.itemsize}")
+
+
+def difference(old: Array, new: Array, wanted: Array | None) -> str:
+    """Says what differs. With `wanted` a result may differ, unless it is further from that than the old one was."""
+    if (old.shape, old.dtype) != (new.shape, new.dtype):
+        return f"{old.dtype}{old.shape} before, {new.dtype}{new.shape} after"
+    odd = [np.where(np.isfinite(x), 0.0, x) for x in (old.astype(np.float64), new.astype(np.float64))]
+    if wanted is None or not np.array_equal(*odd, equal_nan=True):
+        differ = np.argwhere(bits(old) != bits(new))
+        first = tuple(map(int, differ[0]))
+        return f"{len(differ)} of {old.size} elements, the first at {first}: {old[first]} before, {new[first]} after"
+    floor = EPS[old.dtype.name] / 16
+    both = zip(("norm", "largest"), errors(old, wanted), errors(new, wanted), (floor, 8 * floor), strict=True)
+    worse = [(kind, a, b) for kind, a, b, room in both if b > ERROR_RATIO * a + room]
+    return ", ".join(f"{kind} of the error {a:.3e} before, {b:.3e} after" for kind, a, b in worse)
+
+
+def errors(found: Array, wanted: Array) -> tuple[float, float]:
+    """Gives the norm of the error and its largest element, over those of the wanted result, where both are finite."""
+    finite = np.isfinite(wanted) & np.isfinite(found.astype(np.float64))
+    found, wanted = (np.where(finite, x.astype(np.float64), 0.0) for x in (found, wanted))
+    off, size = found - wanted, NOISE * math.sqrt(max(wanted.size, 1))
+    largest = np.abs(off).max(initial=0.0) / np.abs(wanted).max(initial=NOISE)
+    return float(np.linalg.norm(off) / max(np.linalg.norm(wanted), size)), float(largest)
+
+
+def attention64(trial: Trial, host: dict[str, Array]) -> dict[str, Array]:
+    """Computes a problem in float64, by the yardstick of the tests."""
+    import oracle
+
+    q, k, v = (trial.shapes[name] for name in "qkv")
+    case = oracle.Case("", *(q[0], q[1], k[1], q[2], k[2], q[3], v[3]), trial.dtype, **trial.arguments)
+    if "dout" in host:
+        gradients = oracle.gradients64(case, host["dout"], *(host[name] for name in "qkv"), host.get("dlse"))
+        return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
+    v = host["v"] if "v" in host else np.zeros(trial.shapes["v"])
+    out, lse = oracle.attention64(case, host["q"], host["k"], v)
+    return {"out": out, "lse": lse}
