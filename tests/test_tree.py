@@ -40,7 +40,7 @@ TESTED_ELSEWHERE = {
     "bench": "bench/test_bench.py",
     **dict.fromkeys((f"reference/{name}" for name in ("flash1", "flash2", "flashd", "merge", "standard", "tiles")),
                     "reference/test_forward.py"),
-    **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tiles_sm80",
+    **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",
                     "variant")), "planning/test_planner.py"),
     **dict.fromkeys((f"problem/{name}" for name in ("array_spec", "dtypes", "operands")), "problem/test_problem.py"),
     **dict.fromkeys((f"runtime/{name}" for name in ("kept", "launch")), "runtime/test_calls.py"),

@@ -28,9 +28,6 @@ class CupyLibrary(GpuLibrary):
     def key(self, array: Any) -> tuple[Any, ...]:
         return array.shape, array.strides, array.dtype, array.data.device_id
 
-    def ordinal(self, array: Any) -> int:
-        return array.data.device_id  # type: ignore[no-any-return]
-
     def pointer(self, array: Any) -> int:
         return array.data.ptr  # type: ignore[no-any-return]
 

@@ -46,9 +46,6 @@ class GpuLibrary(Library):
         """All of an array but its pointer, as a value that is cheap to hash; it becomes part of a launch's key."""
         raise NotImplementedError
 
-    def ordinal(self, array: Any) -> int:
-        raise NotImplementedError
-
     def pointer(self, array: Any) -> int:
         raise NotImplementedError
 

@@ -54,9 +54,6 @@ class TorchLibrary(GpuLibrary):
         judged = (array.requires_grad and self._torch.is_grad_enabled()) or array.is_neg()
         return array.shape, array.stride(), array.dtype, array.get_device(), judged
 
-    def ordinal(self, array: Any) -> int:
-        return array.device.index  # type: ignore[no-any-return]
-
     def pointer(self, array: Any) -> int:
         return array.data_ptr()  # type: ignore[no-any-return]
 

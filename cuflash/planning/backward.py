@@ -13,6 +13,7 @@ from . import tiles_sm80, tiles_sm90
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, make_plan
+from .tile import rounded_up
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
 from .variant import PORTABLE_THREADS, Variant
@@ -50,7 +51,7 @@ class SharedKeys(NamedTuple):
 
 def backward_plan(problem: Problem, device: Device, misaligned: Collection[str]) -> Plan:
     """The plan of backward on this GPU."""
-    reason = reason_against(problem, device, misaligned) or _reason_against(problem, device)
+    reason = reason_against(problem, device, misaligned) or _reason_against(problem)
     if reason is None:
         queries, capped = problem.mask.num_visible() / max(problem.seqlen_k, 1), problem.options.softcap > 0.0
         # why: with few key blocks most of the GPU would idle, so the generic kernel splits the query heads of a group
@@ -72,7 +73,7 @@ def backward_plan(problem: Problem, device: Device, misaligned: Collection[str])
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
 
 
-def _reason_against(problem: Problem, device: Device) -> str | None:
+def _reason_against(problem: Problem) -> str | None:
     """Why Hopper's kernels cannot take this backward, besides the reasons that also hold for forward."""
     if problem.batch == 0:
         return "the batch is empty"
@@ -258,11 +259,7 @@ def _delta(problem: Problem, device: Device, stats_rows: int, stats_step: int, *
 
 def _stats_rows(problem: Problem, block_q: int = STATS_ROWS) -> int:
     """Queries of a head in the workspace, rounded up to whole tiles of every kernel."""
-    return _rounded_up(_rounded_up(problem.seqlen_q, block_q), STATS_ROWS)
-
-
-def _rounded_up(length: int, step: int) -> int:
-    return -(-length // step) * step
+    return rounded_up(rounded_up(problem.seqlen_q, block_q), STATS_ROWS)
 
 
 def _warpgroup_variant(

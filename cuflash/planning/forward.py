@@ -32,10 +32,6 @@ def forward_plan(problem: Problem, device: Device, misaligned: Collection[str]) 
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
 
 
-def _out_dtype(problem: Problem) -> str:
-    return problem.dtype if problem.op.name == "lse" else problem.out_dtype
-
-
 def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     """A block of threads for each query block of a head and each slice of v's columns."""
     op = problem.op.name
@@ -55,7 +51,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         source=f"sm80/{op}.cu",
         arch=compile_arch("sm80", device),
         dtype=problem.dtype,
-        out_dtype=_out_dtype(problem),
+        out_dtype=problem.out_dtype,
         algorithm=problem.options.algorithm if op == "forward" else "flash2",
         tile=tile,
     )
@@ -70,7 +66,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
     """A block of threads for each multiprocessor, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
     arch = compile_arch("sm90", device)
-    variant = Variant(op, f"sm90/{op}.cu", arch, problem.dtype, _out_dtype(problem), tile=tile, softcap=capped)
+    variant = Variant(op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped)
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
     num_tiles = num_q_blocks * heads

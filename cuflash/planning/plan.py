@@ -15,7 +15,6 @@ from .variant import Variant
 
 MAX_GRID = 2**31 - 1
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
-NO_KERNEL = "{} has no GPU kernel; cast to float32, bfloat16 or float16, or pass NumPy arrays"
 
 
 class Box(NamedTuple):

@@ -11,7 +11,7 @@ from .backward import backward_plan
 from .device import Device
 from .forward import forward_plan
 from .merge import MAX_STATES, merge_plan
-from .plan import NO_KERNEL, Plan
+from .plan import Plan
 
 
 def plan(problem: Problem | States, device: Device | None, misaligned: Collection[str] = ()) -> Plan:
@@ -22,7 +22,9 @@ def plan(problem: Problem | States, device: Device | None, misaligned: Collectio
     if device is None:
         return _host_plan(problem)
     if problem.dtype not in GPU_DTYPES:
-        raise UnsupportedError(NO_KERNEL.format(problem.dtype))
+        raise UnsupportedError(
+            f"{problem.dtype} has no GPU kernel; cast to float32, bfloat16 or float16, or pass NumPy arrays"
+        )
     if isinstance(problem, States):
         if (count := len(problem.op.inputs) // 2) > MAX_STATES:
             raise UnsupportedError(

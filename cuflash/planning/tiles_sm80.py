@@ -11,8 +11,11 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from .device import Device
+from .tile import macros
 
 SMEM_RESERVED = 1024  # bytes of each resident block that the hardware keeps for itself
+# The macros of every tile of this family.
+_FIELDS = "head_dim head_dim_v block_q block_k stages blocks_per_sm qk_unroll"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `common/config.cuh` that are this tile's."""
-        return _shape(self) | {"Q_IN_REGISTERS": int(self.q_in_registers)}
+        """The macros of `config.cuh` that are this tile's."""
+        return macros(self, f"{_FIELDS} q_in_registers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class BackwardTile:
     shared_weights: bool = False  # p and ds take turns in one buffer: less shared memory, two more barriers a tile
     with_dq: bool = True
     max_slices: ClassVar[int] = 1  # as in `Tile`
+    q_in_registers: ClassVar[bool] = False  # as in `Tile`
 
     @property
     def group(self) -> int:
@@ -79,14 +83,8 @@ class BackwardTile:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `common/config.cuh` that are this tile's."""
-        return _shape(self) | {
-            "Q_IN_REGISTERS": 0,
-            "WARP_KEYS": self.warp_keys,
-            "PIECE_Q": self.piece_q,
-            "WITH_DQ": int(self.with_dq),
-            "SHARED_WEIGHTS": int(self.shared_weights),
-        }
+        """The macros of `config.cuh` that are this tile's."""
+        return macros(self, f"{_FIELDS} q_in_registers warp_keys piece_q with_dq shared_weights")
 
 
 class DqTile(Tile):
@@ -96,19 +94,6 @@ class DqTile(Tile):
         """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
         rows = self.block_q + self.stages * self.block_k
         return itemsize * rows * (self.head_dim + self.head_dim_v)
-
-
-def _shape(tile: Tile | BackwardTile) -> dict[str, int]:
-    """The macros that all kinds of tile have."""
-    return {
-        "HEAD_DIM": tile.head_dim,
-        "HEAD_DIM_V": tile.head_dim_v,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k,
-        "STAGES": tile.stages,
-        "BLOCKS_PER_SM": tile.blocks_per_sm,
-        "QK_UNROLL": tile.qk_unroll,
-    }
 
 
 # In all tables head dims rise, and among tiles of the same head dims the one that needs most shared memory comes first.

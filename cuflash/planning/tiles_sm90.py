@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .tile import macros, rounded_up
+
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
 TILE_SLOTS = 16  # descriptions of tiles in shared memory, of 32 bytes
@@ -48,22 +50,12 @@ class WarpgroupTile:
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
         out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * (self.block_q // GROUP_ROWS) + 2 * self.stages)
-        return _rounded(tiles * PANEL_BYTES + out + _rounded(barriers, 16) + 32 * TILE_SLOTS, 1024)
+        return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + 32 * TILE_SLOTS, 1024)
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `common/config.cuh` that are this tile's."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "HEAD_DIM_V": self.head_dim_v,
-            "BLOCK_Q": self.block_q,
-            "BLOCK_K": self.block_k,
-            "STAGES": self.stages,
-            "Q_STAGES": self.q_stages,
-            "Q_COLUMNS": self.q_columns,
-            "OUT_PANELS": self.out_panels,
-            "PING_PONG": int(self.ping_pong),
-        }
+        """The macros of `config.cuh` that are this tile's."""
+        return macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +89,7 @@ class WarpgroupBackwardTile:
         sums = 2 * 8 if self.block_q % GROUP_ROWS else dq * PANEL_BYTES  # transposed dq and its sums share a place
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
         barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
-        return _rounded(rows * PANEL_BYTES + sums + stats + barriers + modes, 1024)
+        return rounded_up(rows * PANEL_BYTES + sums + stats + barriers + modes, 1024)
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -107,21 +99,12 @@ class WarpgroupBackwardTile:
     @property
     def acc_floats(self) -> int:
         """Floats of the accumulator of a tile of dq in global memory."""
-        return self.block_q * _rounded(self.head_dim, PANEL_COLUMNS)
+        return self.block_q * rounded_up(self.head_dim, PANEL_COLUMNS)
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `common/config.cuh` that are this tile's."""
-        return {
-            "HEAD_DIM": self.head_dim,
-            "HEAD_DIM_V": self.head_dim_v,
-            "BLOCK_Q": self.block_q,
-            "BLOCK_K": self.block_k,
-            "STAGES": self.stages,
-            "DS_STAGES": self.ds_stages,
-            "K_STEPS": self.k_steps,
-            "V_STEPS": self.v_steps,
-        }
+        """The macros of `config.cuh` that are this tile's."""
+        return macros(self, "head_dim head_dim_v block_q block_k stages ds_stages k_steps v_steps")
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,24 +148,13 @@ class WarpgroupRowsTile:
         # Floats of lse and delta: for dq of the block's queries, for dk of four tiles; for dv lse alone, of eight.
         queries = 2 * 2 * GROUP_ROWS if self.gradient == "dq" else 8 * self.columns
         barriers = 16 * (self.stages + self.second_stages)
-        return _rounded(rows * PANEL_BYTES + nothing + queries * FLOAT_BYTES + barriers, 1024)
+        return rounded_up(rows * PANEL_BYTES + nothing + queries * FLOAT_BYTES + barriers, 1024)
 
     @property
     def constants(self) -> dict[str, int]:
-        """The macros of `common/config.cuh` that are this tile's."""
-        return {
-            "GRADIENT": GRADIENTS.index(self.gradient),
-            "HEAD_DIM": self.head_dim,
-            "HEAD_DIM_V": self.head_dim_v,
-            "BLOCK_Q": self.block_q,
-            "BLOCK_K": self.block_k,
-            "STAGES": self.stages,
-            "SECOND_STAGES": self.second_stages,
-        }
-
-
-def _rounded(size: int, to: int) -> int:
-    return -(-size // to) * to
+        """The macros of `config.cuh` that are this tile's."""
+        shape = macros(self, "head_dim head_dim_v block_q block_k stages second_stages")
+        return {"GRADIENT": GRADIENTS.index(self.gradient)} | shape
 
 
 # Head dims rise. Among rows of the same head dims, one for few keys under a mask or for capped scores comes first.
