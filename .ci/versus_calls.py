@@ -38,7 +38,6 @@ class Cell(NamedTuple):
     """Describes one call that is timed."""
 
     group: str
-    op: str  # "forward", "backward" or "deterministic"
     trial: checks.Trial
 
     @property
@@ -46,7 +45,8 @@ class Cell(NamedTuple):
         """Gives a short name that no other cell has."""
         trial = self.trial
         lengths, heads, dims = ("/".join(map(str, dict.fromkeys(n))) for n in (trial.seqlens, trial.heads, trial.dims))
-        words = [SHORT[self.op], SHORT[trial.dtype], f"{trial.batch}x{lengths}", f"h{heads}", f"d{dims}"]
+        op = "deterministic" if trial.deterministic else trial.op
+        words = [SHORT[op], SHORT[trial.dtype], f"{trial.batch}x{lengths}", f"h{heads}", f"d{dims}"]
         return " ".join((*words, *(SHOWN[name] for name, value in trial.arguments.items() if value)))
 
 
@@ -60,7 +60,7 @@ def cells() -> list[Cell]:
         for op in ops.split():
             name, ordered = ("forward" if op == "forward" else "backward"), op == "deterministic"
             trial = checks.Trial(name, dtype, *shape, (heads[0], heads[-1]), (dims[0], dims[-1]), arguments, ordered)
-            found.append(Cell(group, op, trial))
+            found.append(Cell(group, trial))
 
     for op, d, causal, n in product(list(SHORT)[:3], (64, 128, 256), (False, True), (512, 1024, 4096, 8192, 16384)):
         add(f"README {op}", op, n, d, causal=causal)
@@ -108,10 +108,9 @@ class Speed:
         shapes, keywords = cell.trial.shapes, cell.trial.arguments
         q, k, v, dout = (self.array(shapes[x], cell.trial.dtype, n) for n, x in enumerate(("q", "k", "v", "dout")))
         out, lse = self.versions[0].forward(q, k, v, return_lse=True, **keywords)
-        if cell.op == "forward":
+        if cell.trial.op == "forward":
             return [partial(version.forward, q, k, v, out=out, **keywords) for version in self.versions]
-        keywords = keywords | {"deterministic": cell.trial.deterministic}
-        return [partial(version.backward, dout, q, k, v, out, lse, **keywords) for version in self.versions]
+        return [partial(version.backward, dout, q, k, v, out, lse, **cell.trial.keywords) for version in self.versions]
 
     def captured(self, call: Call, times: int) -> Any:
         """Captures so many calls. Two calls before leave in the pool what these allocate: both versions get that."""

@@ -136,21 +136,23 @@ class Trial(NamedTuple):
         out = (*q[:3], self.dims[1])
         return {"q": q, "k": k, "v": (*k[:3], self.dims[1]), "out": out, "dout": out}
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Gives what its op takes by keyword, except arrays."""
+        more = {"forward": {"algorithm": self.algorithm, "out_dtype": self.out_dtype}}
+        more["backward"] = {"deterministic": self.deterministic}
+        return self.arguments | more.get(self.op, {})
+
     def plans(self, package: ModuleType) -> Iterator[Any]:
         """Plans the calls on the first GPU."""
         # A plan knows strides and no addresses. Odd rows stand for unaligned arrays, as the same kernels take both, and
         # dense arrays for those with gaps, because a call copies these.
         stand_in = {"gaps": "dense", "unaligned": "odd rows"}
         layouts = {name: stand_in.get(layout, layout) for name, layout in self.layouts.items()}
-        q, k, v = (self.array(x, np.empty, layouts.get(x, "dense"))[1] for x in "qkv")
-        keywords = self.arguments | {"device": "cuda:0"}
-        if self.op == "lse":
-            yield package.plan(q, k, op="lse", **keywords)
-        elif self.op == "forward":
-            yield package.plan(q, k, v, algorithm=self.algorithm, out_dtype=self.out_dtype, **keywords)
-        else:
-            yield package.plan(q, k, v, **keywords)
-            yield package.plan(q, k, v, op="backward", deterministic=self.deterministic, **keywords)
+        arrays = [self.array(x, np.empty, layouts.get(x, "dense"))[1] for x in ("qk" if self.op == "lse" else "qkv")]
+        if self.op == "backward":
+            yield package.plan(*arrays, device="cuda:0", **self.arguments)
+        yield package.plan(*arrays, op=self.op, device="cuda:0", **self.keywords)
 
     def array(self, name: str, make: Callable[..., Array], layout: str) -> tuple[Array, Array]:
         """Makes memory by `make`, and the array of this name and layout within it."""
@@ -205,16 +207,15 @@ class Inputs:
 
     def call(self, package: ModuleType) -> dict[str, Any] | Exception:
         """Gives the results of one version by name, or its error. A given `out` comes with all memory around it."""
-        trial, given = self.trial, self.given
+        trial, given, keywords = self.trial, self.given, self.trial.keywords
         q, k, v = (given.get(name) for name in "qkv")
         try:
             if trial.op == "lse":
-                return {"lse": package.lse(q, k, **trial.arguments)}
+                return {"lse": package.lse(q, k, **keywords)}
             if trial.op == "backward":
-                keywords = trial.arguments | {"dlse": given.get("dlse"), "deterministic": trial.deterministic}
-                gradients = package.backward(given["dout"], q, k, v, given["out"], given["lse"], **keywords)
+                arrays = given["dout"], q, k, v, given["out"], given["lse"]
+                gradients = package.backward(*arrays, dlse=given.get("dlse"), **keywords)
                 return dict(zip(("dq", "dk", "dv"), gradients, strict=True))
-            keywords = trial.arguments | {"algorithm": trial.algorithm, "out_dtype": trial.out_dtype}
             if trial.gives_out:
                 layout = trial.layouts["out"]
                 memory = self.put(trial.array("out", nans, layout)[0])

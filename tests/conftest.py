@@ -14,13 +14,14 @@ from hypothesis import settings
 # why: the checks of helper modules tell what they compared, as those of test files do.
 pytest.register_assert_rewrite("oracle", "gradients", "hopper", "libraries", "refusals", "tensors", "workers")
 
+from drivers import FakeDriver
 from libraries import bits
 
 from cuflash import reference
 from cuflash.arrays.cupy import CupyLibrary
 from cuflash.errors import UnsupportedError
 from cuflash.planning import device
-from cuflash.runtime import cache, compiler, launch
+from cuflash.runtime import cache, compiler, launch, tensor_map
 
 settings.register_profile("cuflash", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("cuflash")
@@ -85,6 +86,14 @@ def xp(request: pytest.FixtureRequest) -> Any:
 def cupy() -> Any:
     """CuPy, for tests that are marked `gpu`."""
     return pytest.importorskip("cupy")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """What takes the place of the driver where tensor maps are made."""
+    driver = FakeDriver()
+    monkeypatch.setattr(tensor_map, "function", driver.function)
+    return driver
 
 
 @pytest.fixture

@@ -23,23 +23,26 @@ class FakeDriver:
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, tuple[Any, ...]]] = []
+        self.argtypes: dict[str, tuple[type, ...]] = {}
         self.result = 0
         self.records = True
 
     def function(self, name: str, *argtypes: type) -> Callable[..., int]:
+        self.argtypes[name] = argtypes
+
         def called(address: int, *more: Any) -> int:
             if self.records:
-                self.calls.append((name, address, self.read(more) if name == "cuTensorMapEncodeTiled" else more))
+                self.calls.append((name, address, self.read(*more) if name == "cuTensorMapEncodeTiled" else more))
             return self.result
 
         return called
 
     @staticmethod
-    def read(more: tuple[Any, ...]) -> tuple[Any, ...]:
-        """(dtype, pointer, lengths, steps, box) of an encoded map, read while they are there."""
-        dtype, rank, pointer, lengths, steps, box, *_ = more
-        of = [(ctypes.c_uint64 * rank, lengths), (ctypes.c_uint64 * (rank - 1), steps), (ctypes.c_uint32 * rank, box)]
-        return dtype, pointer, *(tuple(kind.from_address(address)) for kind, address in of)
+    def read(dtype: int, rank: int, pointer: int, *more: Any) -> tuple[Any, ...]:
+        """What a map is encoded of, with the lengths, strides, box and steps in place of their addresses."""
+        kinds = ctypes.c_uint64 * rank, ctypes.c_uint64 * (rank - 1), ctypes.c_uint32 * rank, ctypes.c_uint32 * rank
+        arrays = (tuple(kind.from_address(address)) for kind, address in zip(kinds, more, strict=False))
+        return dtype, rank, pointer, *arrays, *more[len(kinds) :]
 
 
 class Gpus:

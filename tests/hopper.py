@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -13,6 +13,8 @@ import numpy as np
 import oracle
 import pytest
 from libraries import host
+from plans import planned_with
+from problems import laid_out
 
 import cuflash
 from cuflash.bench.cases import Case
@@ -37,18 +39,9 @@ every_tile = pytest.mark.parametrize("tile", ROWS, ids=lambda t: f"d{t.head_dim}
 every_dtype = pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 
 
-@contextmanager
-def only(tile: WarpgroupTile | None) -> Iterator[None]:
+def only(tile: WarpgroupTile | None) -> AbstractContextManager[None]:
     """Plans know of this Hopper tile alone, so that short problems meet it, too; None leaves them as they are."""
-    if tile is None:
-        yield
-        return
-    with mock.patch.object(tiles_sm90, "TILES", alone(tile)):
-        try:
-            launch.KEPT.clear()
-            yield
-        finally:
-            launch.KEPT.clear()
+    return planned_with(tiles_sm90, TILES=alone(tile)) if tile else nullcontext()
 
 
 def alone(tile: WarpgroupTile) -> tuple[WarpgroupTile, ...]:
@@ -58,6 +51,20 @@ def alone(tile: WarpgroupTile) -> tuple[WarpgroupTile, ...]:
     return tuple(replace(row, max_keys=None) for row in rows)
 
 
+@contextmanager
+def one_call(hopper: bool) -> Iterator[None]:
+    """What runs meanwhile is one call, by the kernels that are expected: Hopper's or not."""
+    launch_it, ran = launch.Kernels.launch, []
+
+    def noted(kernels: launch.Kernels, pointers: tuple[int, ...], stream: int) -> None:
+        ran.append(kernels.plan.variant.of_warpgroups)
+        launch_it(kernels, pointers, stream)
+
+    with mock.patch.object(launch.Kernels, "launch", noted):
+        yield
+    assert ran == [hopper]
+
+
 def run(*arrays: Any, tile: WarpgroupTile | None = None, hopper: bool = True, out: Any = None, **more: Any) -> Any:
     """`(out, lse)` of NumPy or CuPy arrays, written over NaN by the kernel that is expected: the Hopper one or not."""
     import cupy
@@ -65,13 +72,7 @@ def run(*arrays: Any, tile: WarpgroupTile | None = None, hopper: bool = True, ou
     q, k, v = map(cupy.asarray, arrays)
     if out is None:
         out = cupy.full((*q.shape[:-1], v.shape[-1]), cupy.nan, more.get("out_dtype") or q.dtype)
-    launch_it, ran = launch.Kernels.launch, []
-
-    def noted(kernels: launch.Kernels, pointers: tuple[int, ...], stream: int) -> None:
-        ran.append(kernels.plan.variant.of_warpgroups)
-        launch_it(kernels, pointers, stream)
-
-    with only(tile), mock.patch.object(launch.Kernels, "launch", noted):
+    with only(tile), one_call(hopper):
         if hopper:
             variant = cuflash.plan(q, k, v, **more).variant
             assert variant is not None
@@ -81,7 +82,6 @@ def run(*arrays: Any, tile: WarpgroupTile | None = None, hopper: bool = True, ou
         cupy.full(q.size // q.shape[-1], cupy.nan, "float32")  # memory that lse is likely to get
         got, lse = cuflash.forward(q, k, v, out=out, return_lse=True, **more)
     assert got is out
-    assert ran == [hopper]
     return out, lse
 
 
@@ -155,11 +155,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 
 def padded(array: Any, fill: float = math.nan) -> Any:
-    """In the middle of a larger array; 16-byte aligned, as TMA needs it."""
+    """In the middle of a larger CuPy array; 16-byte aligned, as TMA needs it."""
     import cupy
 
-    b, s, h, d = array.shape
-    part = np.s_[:b, 3 : 3 + s, 1 : 1 + h, 8 : 8 + d]
-    whole = np.full((b + 1, s + 5, h + 2, -(-d // 8) * 8 + 24), fill, array.dtype)
-    whole[part] = array
-    return cupy.asarray(whole)[part]
+    return laid_out(cupy.asarray(array), before=(0, 3, 1, 8), after=(1, 2, 1, 16 + -array.shape[3] % 8), fill=fill)

@@ -8,6 +8,11 @@ import numpy as np
 import pytest
 from oracle import Array
 
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import FORWARD
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem
+
 
 def bits(array: Any) -> Any:
     """The bytes of a CuPy array, for comparisons in which NaN equals itself."""
@@ -73,6 +78,11 @@ def as_numpy(array: Any) -> np.ndarray[Any, Any]:
     if hasattr(array, "detach"):
         return array.detach().cpu().float().numpy()
     return np.asarray(array.get() if hasattr(array, "get") else array).astype("f4")
+
+
+def problem_of(*arrays: Array, **options: Any) -> Problem:
+    """The problem of q, k and v in NumPy, which may have any strides."""
+    return Problem.of(FORWARD, [ArraySpec.dense(x.shape, x.dtype.name) for x in arrays], Options(**options))
 
 
 def same(got: tuple[Array, ...], wanted: tuple[Array, ...]) -> None:

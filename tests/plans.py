@@ -1,13 +1,17 @@
-"""Problems of plans in tests, and the names that tests of several planners share."""
+"""Problems of plans in tests, the names that tests of several planners share, and plans that are made otherwise."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import OPS
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
+from cuflash.runtime import launch
 
 DTYPES = ("float16", "bfloat16", "float32")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -25,3 +29,14 @@ def problem_of(q: ArraySpec, k: ArraySpec, v: ArraySpec | None = None, op: str =
     """The problem of a call with these arrays and options; lse leaves v out, backward takes dense others."""
     specs = [q, k] if v is None or op == "lse" else [q, k, v]
     return Problem.of(OPS["lse" if v is None else op], specs, Options(**options))
+
+
+@contextmanager
+def planned_with(module: Any, **others: Any) -> Iterator[None]:
+    """Other constants, tables or functions in a module of `planning`, for what is planned meanwhile."""
+    with mock.patch.multiple(module, **others):
+        try:
+            launch.KEPT.clear()
+            yield
+        finally:
+            launch.KEPT.clear()

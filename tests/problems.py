@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from oracle import ULPS, Array
 
@@ -14,37 +16,64 @@ from cuflash import reference
 from cuflash.bench.cases import Case
 
 
-def dense(x: Array) -> Array:
-    return x
+def laid_out(
+    x: Any, places: Any = range(4), steps: Any = (1,) * 4, before: Any = (0,) * 4, after: Any = None,
+    fill: float = np.nan,
+) -> Any:  # fmt: skip
+    """x, of NumPy or CuPy, in memory of another layout that holds `fill` around x and between its elements.
+
+    For each axis: its place in memory, the step from element to element, and how many elements memory has before and
+    after those of x (by default as many as before). Where x has fewer axes, it is the last ones that count.
+    """
+    sides = before[-x.ndim :], (after or before)[-x.ndim :]
+    axes = list(zip(x.shape, steps[-x.ndim :], *sides, strict=True))
+    order = np.argsort(places[-x.ndim :])
+    lengths = [begin + n * abs(step) + end for n, step, begin, end in axes]
+    # why NumPy: its functions make an array of the library that x is of.
+    memory = np.full_like(x, fill, order="C", shape=tuple(lengths[axis] for axis in order))
+    forwards = tuple(slice(begin, begin + n * abs(step), abs(step)) for n, step, begin, _ in axes)
+    view = memory.transpose(np.argsort(order).tolist())[forwards]
+    view = view[tuple(slice(None, None, -1 if step < 0 else 1) for step in steps[-x.ndim :])]
+    view[...] = x
+    return view
 
 
-def heads_first(x: Array) -> Array:
-    return np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+def need_memory(cupy: Any, gib: int) -> None:
+    """Skips the test where the GPU has less free memory than this."""
+    cupy.get_default_memory_pool().free_all_blocks()
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    if free < gib << 30:
+        pytest.skip(f"needs {gib} GiB of free GPU memory, has {free >> 30}")
 
 
-def reversed_keys(x: Array) -> Array:
-    return np.ascontiguousarray(x[:, ::-1])[:, ::-1]
+def far_apart(cupy: Any, x: Any, axis: int) -> Any:
+    """x, of one batch element and head, in new memory in which its last rows begin past 2³¹ elements."""
+    step = 2**31 // (x.shape[axis] - 20) // 8 * 8
+    assert (x.shape[axis] - 1) * step > 2**31
+    memory = cupy.zeros(step * x.shape[axis], x.dtype)
+    strides = [0] * x.ndim
+    strides[-1] = x.itemsize
+    strides[axis] = step * x.itemsize
+    far = cupy.lib.stride_tricks.as_strided(memory, x.shape, strides)
+    far[...] = x
+    return far
 
 
-def reversed_dim(x: Array) -> Array:
-    return np.ascontiguousarray(x[..., ::-1])[..., ::-1]
+heads_first = partial(laid_out, places=(0, 2, 1, 3))
+fortran = partial(laid_out, places=(3, 2, 1, 0))
+reversed_keys = partial(laid_out, steps=(1, -1, 1, 1))
+reversed_dim = partial(laid_out, steps=(1, 1, 1, -1))
+every_second = partial(laid_out, steps=(1, 1, 1, 2))
+wide_rows = partial(laid_out, before=(0, 0, 0, 8))  # they begin at multiples of 16 bytes
+odd_rows = partial(laid_out, after=(0, 0, 0, 1))
+odd_start = partial(laid_out, before=(0, 0, 0, 1), after=(0, 0, 0, 15))  # with the strides of wide_rows
 
 
-def every_second(x: Array) -> Array:
-    room = np.full((*x.shape[:-1], 2 * x.shape[-1]), np.nan, x.dtype)
-    room[..., ::2] = x
-    return room[..., ::2]
-
-
-def fortran(x: Array) -> Array:
-    return np.asfortranarray(x)
-
-
-def one_head_for_all(x: Array) -> Array:
+def one_head_for_all(x: Any) -> Any:
     return np.broadcast_to(x[:, :, :1], x.shape)
 
 
-LAYOUTS = (dense, heads_first, reversed_keys, reversed_dim, every_second, fortran, one_head_for_all)
+LAYOUTS = (laid_out, heads_first, reversed_keys, reversed_dim, every_second, fortran, one_head_for_all)
 side = st.one_of(st.just(-1), st.integers(0, 12))
 cases = st.builds(
     lambda batch, lengths, heads_kv, group, dims, dtype, causal, window, offset, softcap, scale: Case(
@@ -88,11 +117,11 @@ def parts_of(case: Case, cuts: list[int]) -> tuple[list[Array], list[Array]]:
 
 
 @st.composite
-def problems(draw: st.DrawFn, longest: int, widest: int) -> Case:
-    """A problem of any shape, mask and dtype; head dims are mostly small."""
+def problems(draw: st.DrawFn, longest: int, widest: int, step: int = 1) -> Case:
+    """A problem of any shape, mask and dtype; head dims are multiples of the step and mostly small."""
     lengths = draw(st.integers(0, longest)), draw(st.integers(0, longest))
     heads_kv, group = draw(st.integers(1, 2)), draw(st.sampled_from([1, 2, 7, 8]))
-    width = st.one_of(st.integers(1, max(1, widest // 4)), st.integers(1, widest))
+    width = st.one_of(st.integers(1, max(1, widest // 4 // step)), st.integers(1, widest // step)).map(step.__mul__)
     # why: a handful of numbers has a handful of errors, and the naive computation may be lucky with all of them; so
     # small problems come in large batches.
     few = max(1, min(lengths[0] * group, lengths[1]) * heads_kv)

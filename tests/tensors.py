@@ -9,13 +9,10 @@ import gradients as of_gradients
 import numpy as np
 import oracle
 import torch
+from libraries import problem_of
 
 from cuflash.bench.cases import numpy_dtype
 from cuflash.frameworks.torch import attention
-from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import FORWARD
-from cuflash.problem.options import Options
-from cuflash.problem.problem import Problem
 
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -28,13 +25,14 @@ Tensors = tuple[Any, ...]
 
 
 def made(
-    device: str, dtype: Any = None, *, heads: tuple[int, int] = (4, 2), dim: int = 16, grad: bool = True
-) -> Tensors:
+    device: str, dtype: Any = None, *, heads: tuple[int, int] = (4, 2), lengths: tuple[int, int] = (9, 12),
+    dim: int = 16, grad: bool = True,
+) -> Tensors:  # fmt: skip
     """q, k and v."""
     generator = torch.Generator().manual_seed(7)
     dtype = dtype or (torch.float64 if device == "cpu" else torch.float32)
-    shapes = (2, 9, heads[0], dim), (2, 12, heads[1], dim), (2, 12, heads[1], dim)
-    tensors = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    shapes = [(2, length, heads, dim) for length, heads in zip(lengths, heads, strict=True)]
+    tensors = (torch.randn(shape, generator=generator).to(device, dtype) for shape in (*shapes, shapes[1]))
     return tuple(x.requires_grad_(grad) for x in tensors)
 
 
@@ -61,22 +59,17 @@ def in_numpy(x: Any) -> Any:
     return x.float().numpy().astype(numpy_dtype("bfloat16")) if x.dtype == torch.bfloat16 else x.numpy()
 
 
-def problem_of(arrays: list[Any], options: dict[str, Any]) -> Problem:
-    """The problem of q, k and v in NumPy."""
-    return Problem.of(FORWARD, [ArraySpec.dense(x.shape, x.dtype.name) for x in arrays], Options(**options))
-
-
 def assert_results(tensors: Tensors, out: Any, lse: Any = None, **options: Any) -> None:
     """Holds out, and lse where it is given, of q, k and v against float64 under the tolerance rule."""
     arrays = [in_numpy(x) for x in tensors]
-    oracle.assert_attention(problem_of(arrays, options), arrays, in_numpy(out), in_numpy(lse))
+    oracle.assert_attention(problem_of(*arrays, **options), arrays, in_numpy(out), in_numpy(lse))
 
 
 def assert_pulled(found: Any, tensors: Tensors, dout: Any, dlse: Any = None, **options: Any) -> None:
     """Holds the gradients of `(dout * out).sum() + (dlse * lse).sum()` against float64; None was not asked for."""
     q, k, v = (in_numpy(x) for x in tensors)
     given = of_gradients.Given(in_numpy(dout), q, k, v, None, None, in_numpy(dlse))
-    of_gradients.check(problem_of([q, k, v], options), given, tuple(map(in_numpy, found)))
+    of_gradients.check(problem_of(q, k, v, **options), given, tuple(map(in_numpy, found)))
 
 
 def assert_gradients(found: Any, tensors: Tensors, **options: Any) -> None:

@@ -13,14 +13,11 @@ from typing import Any
 import pytest
 from variants import KEYS, plan_of
 
-from cuflash import warmup
 from cuflash.__main__ import main
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning import device as devices
 from cuflash.planning.device import KNOWN
-from cuflash.planning.plan import Plan
 from cuflash.planning.variant import Variant
-from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
 
 try:
@@ -72,67 +69,45 @@ def test_kernels_are_compiled_once_and_found_from_then_on(
     )
     assert {compiler.cubin_path(variant) for variant in wanted} == set(cache_dir.iterdir())
 
-    def refuse(variant: Variant) -> Any:
-        raise AssertionError(f"{variant.name} was compiled again")
-
-    monkeypatch.setattr(compiler, "compile_variant", refuse)
+    monkeypatch.setattr(compiler, "compile_variant", None)
     assert run(*SMALL) == 0
     assert capsys.readouterr() == (f"2 kernels for sm_80: 2 were there; {cache_dir}\n", "")
 
 
-def test_the_summary_tells_what_was_there_from_what_was_compiled(
-    compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+def test_a_damaged_kernel_is_compiled_again_and_the_summary_tells_it_from_what_was_there(
+    cache_dir: Path, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*SMALL) == 0
+    (path,) = cache_dir.glob("lse_*")
+    path.write_bytes(path.read_bytes()[:-1])
     capsys.readouterr()
-    assert run(*SMALL, "--ops", "lse,merge") == 0
+    assert run(*SMALL) == 0
     out, err = capsys.readouterr()
     assert "2 kernels for sm_80: 1 compiled in " in out
     assert " s, 1 were there; " in out
-    assert [line.split()[1] for line in err.splitlines()] == ["merge_portable_fp16"]
-    assert len(compiled) == 3
-
-
-def test_a_damaged_kernel_is_compiled_again(
-    cache_dir: Path, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run(*SMALL, "--ops", "lse") == 0
-    (path,) = cache_dir.iterdir()
-    path.write_bytes(path.read_bytes()[:-1])
-    assert run(*SMALL, "--ops", "lse") == 0
-    assert "1 kernel for sm_80: 1 compiled" in capsys.readouterr().out.splitlines()[-1]
-    assert len(compiled) == 2
+    assert [line.split()[1] for line in err.splitlines()] == [compiled[2].name]
+    assert [variant.op for variant in compiled[2:]] == ["lse"]
 
 
 def test_dtypes_head_dims_and_ops_are_all_combined(compiled: list[Variant]) -> None:
-    assert run("--dtypes", "bfloat16,float32", "--head-dims", "40,192x128", "--ops", "forward,lse,merge",
+    # Hopper's own kernels read neither keys of head dim 33 nor values of head dim 4.
+    assert run("--dtypes", "bfloat16,float32", "--head-dims", "33,40,64x4,192x128", "--ops", "forward,lse,merge",
                "--device", "sm_90") == 0  # fmt: skip
-    every = product(("forward", "lse", "merge"), ("bfloat16", "float32"), ((40, 40), (192, 128)))
+    dims = (33, 33), (40, 40), (64, 4), (192, 128)
+    every = product(("forward", "lse", "merge"), ("bfloat16", "float32"), dims)
     assert set(compiled) == launched(*((op, dtype, *dims, "sm_90") for op, dtype, dims in every))
-    assert len(set(compiled)) == len(compiled) == 11  # merge has one for all head dims, 40 in bfloat16 two of forward
-
-
-HOPPER = ("--dtypes", "float16", "--device", "sm_90")
-
-
-def test_hopper_kernels_for_few_keys_and_for_many_are_compiled(compiled: list[Variant]) -> None:
-    assert run(*HOPPER, "--head-dims", "64", "--ops", "forward") == 0
-    assert sorted((v.tile.block_q, v.arch) for v in compiled if v.tile) == [(128, "sm_90a"), (192, "sm_90a")]
-
-
-def test_head_dims_that_hopper_kernels_cannot_read_get_the_generic_one(compiled: list[Variant]) -> None:
-    assert run(*HOPPER, "--head-dims", "33,64x4", "--ops", "forward,lse") == 0
-    assert {v.source for v in compiled} == {"sm80/forward.cu", "sm80/lse.cu", "sm90/lse.cu"}
+    assert len(set(compiled)) == len(compiled) == 13  # merge has one for all head dims, 40 in bfloat16 two of forward
 
 
 def test_softcap_adds_the_kernels_of_capped_scores_where_there_are_any(compiled: list[Variant]) -> None:
     cases = [(op, "float16", *dims, "sm_90") for op in ("forward", "lse") for dims in ((64, 64), (256, 256))]
-    more = "--head-dims", "64,256", "--ops", "forward,lse,backward", "--algorithms", "flash2,flashd"
-    assert run(*HOPPER, *more) == 0
+    more = "--dtypes", "float16", "--device", "sm_90", "--algorithms", "flash2,flashd"
+    more += "--head-dims", "64,256", "--ops", "forward,lse,backward"
+    assert run(*more) == 0
     assert set(compiled) > launched(*cases)
     assert not any(variant.softcap for variant in compiled)
     compiled.clear()
-    assert run(*HOPPER, *more, "--softcap") == 0
+    assert run(*more, "--softcap") == 0
     gradients = [("backward", "float16", dim, dim, "sm_90") for dim in (64, 256)]
     capped = launched(*cases, *gradients, softcap=5.0)
     assert set(compiled) == {variant for variant in capped if variant.softcap}  # the others were there
@@ -153,47 +128,17 @@ def test_algorithms_and_out_dtype_are_those_of_a_call(compiled: list[Variant]) -
 
 
 @pytest.mark.parametrize("out_dtype", [None, "float32"])
-def test_backward_is_served_as_its_plans_say(compiled: list[Variant], out_dtype: str | None) -> None:
-    wanted: set[Variant] = set()
-    more = "--ops", "backward", "--head-dims", "64", *(() if out_dtype is None else ("--out-dtype", out_dtype))
+def test_all_kernels_of_backward_are_compiled_and_deterministic_adds_to_it_alone(
+    compiled: list[Variant], out_dtype: str | None
+) -> None:
+    case, given = ("float16", 64, 64, "sm_80"), {"out_dtype": out_dtype}
+    wanted = launched(("forward", *case), **given)
+    more = "--ops", "forward,backward", "--head-dims", "64", *(() if out_dtype is None else ("--out-dtype", out_dtype))
     for deterministic in (False, True):
         assert run(*SMALL, *more, *(("--deterministic",) if deterministic else ())) == 0
-        wanted |= launched(("backward", "float16", 64, 64, "sm_80"), deterministic=deterministic, out_dtype=out_dtype)
+        wanted |= launched(("backward", *case), deterministic=deterministic, **given)
         assert set(compiled) == wanted
-    assert len(compiled) == len(wanted) == 5  # one delta, and two kernels for each
-
-
-def fake_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
-    """Replaces plans by some of two kernels. The result is filled with the calls: the op, and if deterministic."""
-    calls: list[tuple[str, bool]] = []
-    made = plan_of("forward", "float16", 32, 32, KNOWN["sm_80"])
-    other = plan_of("merge", "float16", 32, 32, KNOWN["sm_80"])
-    assert made is not None
-    assert other is not None
-
-    def plan(problem: Problem, device: Any) -> Plan:
-        call = problem.op.name, problem.options.deterministic
-        if call not in calls:  # it is asked for several masks
-            calls.append(call)
-        return made._replace(launches=(*other.launches, *made.launches))
-
-    monkeypatch.setattr(warmup, "plan", plan)
-    return calls
-
-
-def test_all_kernels_of_a_plan_are_compiled(monkeypatch: pytest.MonkeyPatch, compiled: list[Variant]) -> None:
-    fake_plans(monkeypatch)
-    assert run(*SMALL, "--ops", "backward") == 0
-    assert {variant.op for variant in compiled} == {"forward", "merge"}
-
-
-def test_deterministic_adds_to_backward_alone(monkeypatch: pytest.MonkeyPatch, compiled: list[Variant]) -> None:
-    calls = fake_plans(monkeypatch)
-    assert run(*SMALL, "--ops", "forward,backward") == 0
-    assert calls == [("forward", False), ("backward", False)]
-    calls.clear()
-    assert run(*SMALL, "--ops", "forward,backward", "--deterministic") == 0
-    assert calls == [("forward", False), ("backward", False), ("backward", True)]
+    assert len(compiled) == len(wanted) == 6  # one of forward, one delta, and two kernels for each
 
 
 def test_what_has_no_kernel_is_one_line_and_the_rest_goes_on(

@@ -1,11 +1,15 @@
-"""Every kernel that plans can ask for: what is compiled, named and counted in tests."""
+"""What NVRTC gets in tests: every kernel that plans can ask for, and programs that claim what the host finds."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
+
+import pytest
 
 from cuflash.errors import UnsupportedError
 from cuflash.planning import tiles_sm90
@@ -19,6 +23,7 @@ from cuflash.problem.dtypes import DTYPES as ROWS
 from cuflash.problem.operands import OPS, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem, States
+from cuflash.runtime import compiler
 
 DTYPES = tuple(TILES)
 # Numbers of keys between which the choice of a Hopper tile changes, and more than any of them.
@@ -110,3 +115,24 @@ def variants(arch: str) -> tuple[Variant, ...]:
                 made.append(plan_of("backward", dtype, *dims, device, deterministic, out_dtype=out_dtype, **way))
         found |= dict.fromkeys(launch.variant for each in made if each is not None for launch in each.launches)
     return tuple(found)
+
+
+def false_claims(program: str, claims: Iterable[str]) -> list[str]:
+    """Those of these claims about functions and structs of kernels_cu that NVRTC finds false below the program."""
+    nvrtc, lines = pytest.importorskip("cupy").cuda.nvrtc, program.splitlines()
+    try:
+        options = compiler.options(plan(merge_of("float16", 64), KNOWN["sm_80"]).launches[0].variant)
+    except UnsupportedError as error:
+        pytest.skip(f"needs NVRTC: {error}")
+    lines += [f'static_assert({claim}, "");' for claim in claims]
+    made = nvrtc.createProgram("\n".join(lines), "claims.cu", (), ())
+    try:
+        nvrtc.compileProgram(made, (*options, f"-I{compiler.source_root()}"))
+        return []
+    except nvrtc.NVRTCError:
+        log = nvrtc.getProgramLog(made)
+        found = re.findall(r"claims\.cu\((\d+)\): error: static assertion failed", log)
+        assert len(found) == log.count("): error") > 0, log[:2000]
+        return [lines[int(number) - 1].removeprefix("static_assert(").removesuffix(', "");') for number in found]
+    finally:
+        nvrtc.destroyProgram(made)

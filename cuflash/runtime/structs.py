@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from typing import Any, ClassVar
@@ -265,18 +265,3 @@ class Parameters(Block):
                 write(self.address + at, pointer)
                 self._encoded.add(number)
         self._written = pointers
-
-
-def offsets(name: str) -> Sequence[tuple[str, int, int]]:
-    """(field, offset, bytes) of every field of a struct, those of structs inside it too, as `a.b`."""
-
-    def of(struct: type[Structure], prefix: str, begin: int) -> list[tuple[str, int, int]]:
-        found = []
-        for field, kind in struct._fields_:  # type: ignore[misc]
-            at = getattr(struct, field)
-            found.append((prefix + field, begin + at.offset, at.size))
-            if isinstance(kind, type(Structure)) and kind is not Map:
-                found += of(kind, f"{prefix}{field}.", begin + at.offset)
-        return found
-
-    return of(STRUCTS[name], "", 0)

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from libraries import GPU_MAKERS, MAKERS, Producer, as_numpy, cupy_of, torch_of
+from gradients import Given, check
+from libraries import GPU_MAKERS, MAKERS, Producer, as_numpy, torch_of
 
 import cuflash
 from cuflash.arrays.find import libraries_of, library_of
@@ -20,7 +21,16 @@ CASE = Case("interop", 2, 60, 70, 4, 2, 64, 64, "float16", causal=True)
 BF16 = Case("interop_bf16", 2, 60, 70, 4, 2, 64, 64, "bfloat16", causal=True)
 
 
-def check(make: Any, case: Case, algorithm: str) -> None:
+EVERY = [
+    *(pytest.param(make, id=name) for name, make in MAKERS.items()),
+    *(pytest.param(make, id=f"{name}_on_gpu", marks=pytest.mark.gpu) for name, make in GPU_MAKERS.items()),
+]
+
+
+@pytest.mark.parametrize("algorithm", ["flash2", "standard"])
+@pytest.mark.parametrize("case", [CASE, BF16], ids=lambda case: case.name)
+@pytest.mark.parametrize("make", EVERY)
+def test_arrays_come_back_as_they_went_in(make: Any, case: Case, algorithm: str) -> None:
     arrays = case.arrays()
     q, k, v = map(make, arrays)
     out, lse = cuflash.forward(q, k, v, return_lse=True, algorithm=algorithm, **case.arguments())
@@ -36,21 +46,6 @@ def check(make: Any, case: Case, algorithm: str) -> None:
     oracle.assert_units("merged lse", as_numpy(merged_lse), as_numpy(lse).astype("f8") + np.log(2), 2)
 
 
-@pytest.mark.parametrize("algorithm", ["flash2", "standard"])
-@pytest.mark.parametrize("case", [CASE, BF16], ids=lambda case: case.name)
-@pytest.mark.parametrize("framework", MAKERS)
-def test_host_arrays_come_back_as_they_went_in(framework: str, case: Case, algorithm: str) -> None:
-    check(MAKERS[framework], case, algorithm)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", ["flash2", "standard"])
-@pytest.mark.parametrize("case", [CASE, BF16], ids=lambda case: case.name)
-@pytest.mark.parametrize("framework", GPU_MAKERS)
-def test_gpu_arrays_come_back_as_they_went_in(framework: str, case: Case, algorithm: str) -> None:
-    check(GPU_MAKERS[framework], case, algorithm)
-
-
 @pytest.mark.parametrize("framework", MAKERS)
 def test_backward_gives_gradients_of_the_callers_framework(framework: str) -> None:
     make = MAKERS[framework]
@@ -58,41 +53,24 @@ def test_backward_gives_gradients_of_the_callers_framework(framework: str) -> No
     q, k, v = map(make, arrays)
     out, lse = cuflash.forward(q, k, v, return_lse=True, **CASE.arguments())
     gradients = cuflash.backward(out, q, k, v, out, lse, **CASE.arguments())
-    exact = oracle.gradients64(CASE, as_numpy(out), *arrays)
-    naive = oracle.naive_gradients(CASE, as_numpy(out), *arrays)
-    for name, got, like, wanted, rough in zip("qkv", gradients, (q, k, v), exact, naive, strict=True):
+    for got, like in zip(gradients, (q, k, v), strict=True):
         assert type(got) is type(like)
         assert (tuple(got.shape), got.dtype) == (tuple(like.shape), like.dtype)
-        oracle.assert_close(f"d{name}", as_numpy(got), wanted, rough, ulps=4)
+    check(CASE, Given(as_numpy(out), *arrays, None, None), tuple(as_numpy(x).astype("f2") for x in gradients))
 
 
-def test_an_unknown_dlpack_producer_in_host_memory_gives_numpy() -> None:
-    q, k, v = CASE.arrays()
-    wanted = cuflash.forward(q, k, v, **CASE.arguments())
+def test_an_unknown_dlpack_producer_gives_numpy_or_cupy(xp: Any) -> None:
+    q, k, v = map(xp.asarray, CASE.arrays())
     got = cuflash.forward(Producer(q), Producer(k), Producer(v), **CASE.arguments())
-    assert type(got) is np.ndarray
-    np.testing.assert_array_equal(got, wanted)
-    with pytest.raises(ProblemError, match="cannot be written to"):
-        cuflash.forward(Producer(q), Producer(k), Producer(v), out=Producer(got), causal=True)
-
-
-@pytest.mark.gpu
-def test_an_unknown_dlpack_producer_on_a_gpu_gives_cupy() -> None:
-    import cupy
-
-    q, k, v = map(cupy_of, CASE.arrays())
-    got = cuflash.forward(Producer(q), Producer(k), Producer(v), **CASE.arguments())
-    assert type(got) is cupy.ndarray
+    assert type(got) is xp.ndarray
     assert bool((got == cuflash.forward(q, k, v, **CASE.arguments())).all())
-    with pytest.raises(ProblemError, match="not offered"):
+    with pytest.raises(ProblemError, match="cannot be written to" if xp is np else "not offered"):
         cuflash.forward(Producer(q), Producer(k), Producer(v), out=Producer(got), causal=True)
 
 
 @pytest.mark.gpu
-def test_torch_results_go_to_jax_and_cupy_without_a_copy() -> None:
+def test_torch_results_go_to_jax_and_cupy_without_a_copy(cupy: Any) -> None:
     torch = pytest.importorskip("torch")
-    import cupy
-
     q, k, v = (torch_of(x, "cuda") for x in CASE.arrays())
     out = cuflash.forward(q, k, v, causal=True)
     assert cupy.from_dlpack(out).data.ptr == out.data_ptr()
@@ -128,7 +106,6 @@ def test_torch_runs_on_its_current_stream_and_in_its_graphs() -> None:
     assert torch.equal(out, cuflash.forward(*new, causal=True))
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_torch_tensors_that_require_grad_are_refused_with_the_way_out(device: str) -> None:
     torch = pytest.importorskip("torch")
     q, k, v = (torch_of(x, device) for x in CASE.arrays())

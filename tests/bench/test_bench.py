@@ -33,8 +33,8 @@ def contenders(op: str) -> list[Contender]:
     return peers.ours(op, ARRAYS, ("flash2", "flash1")) + [x for x in peers.find(ARRAYS)[0] if x.op == op]
 
 
-def spoiled(op: str, change: Callable[..., None]) -> Contender:
-    """Ours, its outputs changed in place by `change(*outputs)`."""
+def spoiled(op: str, output: int, where: Any, factor: float) -> Contender:
+    """Ours, with a part of one of its outputs multiplied by a factor."""
     first = contenders(op)[0]
 
     def prepare(inputs: tuple[Any, ...], causal: bool) -> Callable[[], Any]:
@@ -42,12 +42,15 @@ def spoiled(op: str, change: Callable[..., None]) -> Contender:
 
         def changed() -> Any:
             result = call()
-            change(*check.outputs(op, result).values())
+            list(check.outputs(op, result).values())[output][where] *= factor
             return result
 
         return changed
 
     return replace(first, name="spoiled", prepare=prepare)
+
+
+EVERY_OUTPUT = pytest.mark.parametrize(("op", "output"), [("forward", 0), *(("backward", n) for n in range(3))])
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=("full", "causal"))
@@ -86,26 +89,20 @@ def test_samples_are_exact(cell: Case, chunk: int, monkeypatch: pytest.MonkeyPat
         oracle.assert_units(output, values, exact[output][batch, rows, head], oracle.ULPS["float64"])
 
 
-@pytest.mark.parametrize(("op", "output"), [("forward", 0), ("backward", 0), ("backward", 1), ("backward", 2)])
+@EVERY_OUTPUT
 @pytest.mark.parametrize("damage", [1.001, np.nan])
 def test_a_wrong_row_is_seen_in_every_output(op: str, output: int, damage: float) -> None:
-    def change(*outputs: Any) -> None:
-        outputs[output][0, :, 0] *= damage
-
-    first, wrong = spoiled(op, change), contenders(op)[-1]
-    rows = run.run_cell(ARRAYS, CELLS[0], [first, wrong], rounds=3)
+    contestants = [spoiled(op, output, np.s_[0, :, 0], damage), contenders(op)[-1]]
+    rows = run.run_cell(ARRAYS, CELLS[0], contestants, rounds=3)
     assert [row.wrong for row in rows] == [True, False]
     assert rows[0].seconds is None
     assert f"in sampled rows of {check.OUTPUTS[op][output]} is over" in rows[0].note
     assert run.Report({}, "numpy", {}, rows).failed
 
 
-@pytest.mark.parametrize(("op", "output"), [("forward", 0), ("backward", 0), ("backward", 1), ("backward", 2)])
+@EVERY_OUTPUT
 def test_what_is_not_sampled_is_held_against_the_first(op: str, output: int) -> None:
-    def change(*outputs: Any) -> None:
-        outputs[output][1] *= 1.01
-
-    rows = run.run_cell(ARRAYS, CELLS[1], [*contenders(op), spoiled(op, change)], rounds=3)
+    rows = run.run_cell(ARRAYS, CELLS[1], [*contenders(op), spoiled(op, output, 1, 1.01)], rounds=3)
     assert [row.wrong for row in rows] == [False] * (len(rows) - 1) + [True]
     assert f"{check.OUTPUTS[op][output]} differs from {rows[0].contender.name}" in rows[-1].note
 

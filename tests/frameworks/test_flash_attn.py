@@ -9,8 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import oracle
-from tensors import assert_results, in_numpy
+from tensors import assert_pulled, assert_results, made
 
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
@@ -44,47 +43,9 @@ MASKS = [
 ]
 
 
-def tensors(seqlen_q: int = 9, seqlen_k: int = 13, heads_kv: int = 2, seed: int = 0) -> list[Any]:
-    """q, k and v with 4 heads of q, float32, that want gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = ((2, seqlen_q, 4, 16), (2, seqlen_k, heads_kv, 16), (2, seqlen_k, heads_kv, 16))
-    return [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
-
-
-def whole(
-    q: Any, k: Any, v: Any, causal: bool = False, window_size: Any = (-1, -1), softcap: float = 0.0,
-    softmax_scale: float | None = None,
-) -> tuple[Any, Any]:  # fmt: skip
-    """(out, lse) with whole matrices in the dtype given, from the rule of visible keys in flash-attn's docstring."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    rows = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2]
-    keys = torch.arange(k.shape[2])
-    left, right = window_size[0], 0 if causal else window_size[1]
-    hidden = torch.zeros(q.shape[2], k.shape[2], dtype=torch.bool)
-    if left >= 0:
-        hidden |= keys < rows - left
-    if right >= 0:
-        hidden |= keys > rows + right
-    scores = scores.masked_fill(hidden, -torch.inf)
-    return (scores.softmax(-1).nan_to_num() @ v).transpose(1, 2), scores.logsumexp(-1)
-
-
-def assert_right(found: Any, inputs: list[Any], dout: Any, ulps: float, **arguments: Any) -> None:
-    """Holds out, lse and the gradients of `(dout * out).sum()` against `whole` in float64 under the tolerance rule."""
-
-    def computed(dtype: Any) -> list[Any]:
-        leaves = [x.detach().cpu().to(dtype).requires_grad_() for x in inputs]
-        out, lse = whole(*leaves, **arguments)
-        return [out, lse, *torch.autograd.grad(out, leaves, dout.cpu().to(dtype))]
-
-    exact, near = computed(torch.float64), computed(inputs[0].dtype)
-    near[1] = computed(torch.float32)[1]  # lse is never rounded to 16 bits
-    for name, *results in zip(("out", "lse", "dq", "dk", "dv"), found, exact, near, strict=True):
-        oracle.assert_close(name, *map(in_numpy, results), ulps=ulps)
+def tensors(seqlen_q: int = 9, seqlen_k: int = 13) -> list[Any]:
+    """q, k and v with 4 heads of q and 2 of k, float32, that want gradients."""
+    return list(made("cpu", torch.float32, lengths=(seqlen_q, seqlen_k)))
 
 
 @pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: getattr(x, "__name__", x).split(".")[-1])
@@ -103,7 +64,8 @@ def test_outputs_lse_and_gradients_are_those_of_attention(module: Any, arguments
     assert (lse.shape, lse.dtype) == ((2, 4, 9), torch.float32)
     assert [(x.shape, x.dtype) for x in rest] == [((0,), torch.float32)] * (module is fa2)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
-    assert_right((out, lse, *torch.autograd.grad(out, inputs, dout)), inputs, dout, 4, **arguments)
+    assert_results(inputs, out, lse, **arguments)
+    assert_pulled(torch.autograd.grad(out, inputs, dout), inputs, dout, **arguments)
     alone = module.flash_attn_func(*inputs, deterministic=True, **arguments)
     assert torch.equal(alone, out)
 
@@ -259,7 +221,8 @@ def test_on_a_gpu_in_half_precision(module: Any, dtype: str) -> None:
     arguments = {"causal": True, "window_size": (150, 0)}
     out, lse, *_ = module.flash_attn_func(*inputs, return_attn_probs=True, **arguments)
     dout = torch.ones_like(out)
-    assert_right((out, lse, *torch.autograd.grad(out, inputs, dout)), inputs, dout, 2, **arguments)
+    assert_results(inputs, out, lse, **arguments)
+    assert_pulled(torch.autograd.grad(out, inputs, dout), inputs, dout, **arguments)
     part = torch.stack([out.detach().float()] * 2), torch.stack([lse.detach().transpose(1, 2)] * 2)
     both, _ = fa3.flash_attn_combine(*part, out_dtype=half)
     assert torch.equal(both, out)

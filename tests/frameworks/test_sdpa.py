@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
     pytest.skip("needs PyTorch 2.10", allow_module_level=True)
+import tensors as of_torch
 from tensors import assert_equal, assert_pulled, assert_results
 
 from cuflash.frameworks import sdpa
@@ -25,10 +26,8 @@ OPS = torch.ops.aten
 
 def made(device: str, dtype: Any, *, heads: tuple[int, int] = (4, 4), seqlen_k: int = 40, bhsd: bool = False) -> Any:
     """q, k and v (batch, heads, seqlen, head_dim), in memory by seqlen, or as they are named."""
-    generator = torch.Generator().manual_seed(3)
-    shapes = (2, 40, heads[0], 64), (2, seqlen_k, heads[1], 64), (2, seqlen_k, heads[1], 64)
-    tensors = (torch.randn(shape, generator=generator).to(device, dtype).transpose(1, 2) for shape in shapes)
-    return tuple((x.contiguous() if bhsd else x).detach().requires_grad_() for x in tensors)
+    dense = of_torch.made(device, dtype, heads=heads, lengths=(40, seqlen_k), dim=64, grad=False)
+    return tuple((x.contiguous() if bhsd else x).requires_grad_() for x in (x.transpose(1, 2) for x in dense))
 
 
 def results(tensors: Any, backend: Any = None, **options: Any) -> list[Any]:

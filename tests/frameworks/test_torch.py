@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -43,17 +44,12 @@ def test_half_precision(dtype: Any, device: str) -> None:
     assert_gradients(gradients(with_lse, tensors, causal=True), tensors, causal=True)
 
 
-def test_numerical_gradients() -> None:
-    tensors = made("cpu", dim=4)
-    assert torch.autograd.gradcheck(lambda *x: with_lse(*x, causal=True, softcap=3.0), tensors)
-
-
-@pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that float64 is better
-def test_gpu_numerical_gradients_in_float32() -> None:
-    tensors = made("cuda", dim=4)
-    tolerances = {"eps": 1e-2, "atol": 2e-3, "rtol": 2e-3, "nondet_tol": 1e-5}
-    assert torch.autograd.gradcheck(lambda *x: with_lse(*x, causal=True, softcap=3.0), tensors, **tolerances)
+@pytest.mark.filterwarnings("ignore:Input #:UserWarning")  # that float64 is better than a GPU's float32
+def test_numerical_gradients(device: str) -> None:
+    of_float32 = {"eps": 1e-2, "atol": 2e-3, "rtol": 2e-3, "nondet_tol": 1e-5}
+    tolerances: dict[str, Any] = {} if device == "cpu" else of_float32
+    function = functools.partial(with_lse, causal=True, softcap=3.0)
+    assert torch.autograd.gradcheck(function, made(device, dim=4), **tolerances)
 
 
 def test_each_of_out_and_lse_alone(device: str) -> None:
@@ -137,17 +133,10 @@ def test_exported_with_any_length() -> None:
 def test_checkpoints_compute_the_same_again(device: str) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    tensors = made(device)
     for reentrant in (False, True):
-        out, lse = checkpoint(with_lse, *tensors, use_reentrant=reentrant)
-        found = backward_into(out, lse, tensors) if reentrant else torch.autograd.grad(loss(out, lse), tensors)
-        assert_gradients(found, tensors)
-
-
-def backward_into(out: Any, lse: Any, tensors: Tensors) -> Tensors:
-    """Gradients by `backward`, which reentrant checkpoints want."""
-    loss(out, lse).backward()
-    return tuple(x.grad for x in tensors)
+        tensors = made(device)
+        loss(*checkpoint(with_lse, *tensors, use_reentrant=reentrant)).backward()
+        assert_gradients([x.grad for x in tensors], tensors)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -250,9 +239,7 @@ def test_a_gradient_is_the_first_that_autograds_thread_does_on_the_gpu() -> None
 
 
 @pytest.mark.gpu
-def test_all_memory_is_of_torchs_allocator() -> None:
-    import cupy
-
+def test_all_memory_is_of_torchs_allocator(cupy: Any) -> None:
     tensors = made("cuda", torch.bfloat16, dim=64)
     gradients(with_lse, tensors)
     torch.cuda.synchronize()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ transformers = pytest.importorskip("transformers", minversion="4.53")
 
 import oracle
 from tensors import assert_results, in_numpy
+from workers import run_python
 
 import cuflash.frameworks.transformers as bridge
 from cuflash.errors import ProblemError, UnsupportedError
@@ -99,12 +98,24 @@ def close(got: Any, exact: Any, naive: Any, ulps: float = 4) -> None:
     oracle.assert_close("result", *map(in_numpy, (got, exact, naive)), ulps=ulps)
 
 
+def as_exact_as(peer: str, model_class: Any, config: Any, **inputs: Any) -> None:
+    """Holds the logits of a random model with cuflash against those of a peer in float64 under the tolerance rule."""
+    logits = []
+    for implementation, dtype in (("cuflash", torch.float32), (peer, torch.float64), (peer, torch.float32)):
+        torch.manual_seed(0)
+        model = model_class._from_config(config, attn_implementation=implementation).eval().to(dtype)
+        with torch.no_grad():
+            logits.append(model(IDS, **inputs).logits)
+    close(*logits)
+
+
 @pytest.mark.parametrize("name", MODELS)
-def test_generation_equals_eager_and_sdpa_token_by_token(name: str, calls: dict[str, int]) -> None:
-    tokens, scores = generate(model_of(name, "cuflash"), IDS)
-    assert calls == {"cuflash": 2 * 24, "sdpa": 0}
+def test_generation_equals_eager_and_sdpa_token_by_token(name: str, device: str, calls: dict[str, int]) -> None:
+    length = 24 if device == "cpu" else 64
+    models = (model.to(device) for model in (model_of(name, "cuflash"), exact_model(name), model_of(name, "eager")))
+    (tokens, scores), *peers = (generate(model, IDS.to(device), length=length) for model in models)
+    assert calls == {"cuflash": 2 * length, "sdpa": 0}
     assert len(set(tokens[:, 11:].flatten().tolist())) > 4
-    peers = [generate(model, IDS) for model in (exact_model(name), model_of(name, "eager"))]
     assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
     close(scores, *(wanted for _, wanted in peers))
 
@@ -161,16 +172,24 @@ def parameters_of_cache() -> tuple[str, ...]:
     return transformers.DynamicCache.__init__.__code__.co_varnames
 
 
+GPU_DTYPES = [pytest.param("cuda", dtype, marks=pytest.mark.gpu) for dtype in (torch.float16, torch.bfloat16)]
+
+
+@pytest.mark.parametrize(("device", "dtype"), [("cpu", torch.float32), *GPU_DTYPES])
 @pytest.mark.parametrize("name", MODELS)
-def test_the_gradients_of_a_training_step_equal_those_of_eager(name: str, calls: dict[str, int]) -> None:
-    gradients = []
-    for model in (model_of(name, "cuflash"), exact_model(name), model_of(name, "eager")):
-        model.train()(IDS, attention_mask=ONES, labels=IDS, use_cache=False).loss.backward()
-        gradients.append({key: x.grad for key, x in model.named_parameters() if x.grad is not None})
+def test_a_training_step_is_as_exact_as_eager(name: str, device: str, dtype: Any, calls: dict[str, int]) -> None:
+    ids, results = IDS, []
+    if device == "cuda":
+        ids = torch.randint(1, 64, (2, 200), generator=torch.Generator().manual_seed(2)).to(device)
+    for model in (model_of(name, "cuflash").to(dtype), exact_model(name), model_of(name, "eager").to(dtype)):
+        done = model.to(device).train()(ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False)
+        done.loss.backward()
+        gradients = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+        results.append(gradients | {"logits": done.logits})
     assert calls == {"cuflash": 2, "sdpa": 0}
-    assert gradients[0].keys() == gradients[1].keys() == gradients[2].keys()
-    for key in gradients[0]:
-        close(*(each[key] for each in gradients))
+    assert results[0].keys() == results[1].keys() == results[2].keys()
+    for key in results[0]:
+        close(*(each[key] for each in results))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -209,15 +228,8 @@ def test_models_that_are_not_causal_equal_sdpa(calls: dict[str, int]) -> None:
         d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=4, decoder_attention_heads=4,
         encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=64,
     )  # fmt: skip
-    logits = []
-    for which, dtype in (("cuflash", torch.float32), ("sdpa", torch.float64), ("sdpa", torch.float32)):
-        torch.manual_seed(0)
-        model = transformers.BartForConditionalGeneration._from_config(config, attn_implementation=which).eval()
-        model = model.to(dtype)
-        with torch.no_grad():
-            logits.append(model(IDS, decoder_input_ids=IDS[:, :7]).logits)
+    as_exact_as("sdpa", transformers.BartForConditionalGeneration, config, decoder_input_ids=IDS[:, :7])
     assert calls["cuflash"] >= 2
-    close(*logits)
 
 
 def layer(causal: bool = True, **config: Any) -> Any:
@@ -252,9 +264,6 @@ def test_a_single_query_sees_its_window_of_the_cache() -> None:
         out, _ = bridge.cuflash_attention_forward(layer(), query, key, value, None, sliding_window=window)
         seen = [x.transpose(1, 2) for x in (query, key[:, :, begin:], value[:, :, begin:])]
         assert_results(seen, out)
-        if window != 4:
-            free, _ = bridge.cuflash_attention_forward(layer(), query, key[:, :, begin:], value[:, :, begin:], None)
-            assert_results(seen, free)
 
 
 @pytest.mark.parametrize(
@@ -328,14 +337,8 @@ def test_a_model_that_asks_by_keyword_is_as_it_was() -> None:
 
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_model_that_adds_to_its_masks_gets_them(window: int | None) -> None:
-    found = []
-    for implementation, dtype in (("cuflash", torch.float32), ("eager", torch.float64), ("eager", torch.float32)):
-        torch.manual_seed(0)
-        config = transformers.DogeConfig(**SIZES, sliding_window=window, initializer_range=0.3)
-        model = transformers.DogeForCausalLM._from_config(config, attn_implementation=implementation).eval()
-        with torch.no_grad():
-            found.append(model.to(dtype)(IDS, attention_mask=ONES).logits)
-    close(*found)
+    config = transformers.DogeConfig(**SIZES, sliding_window=window, initializer_range=0.3)
+    as_exact_as("eager", transformers.DogeForCausalLM, config, attention_mask=ONES)
 
 
 def test_registering_again_and_switching_change_nothing() -> None:
@@ -366,33 +369,6 @@ def test_a_model_compiles_whole() -> None:
 
 @pytest.mark.parametrize("missing", ["transformers", "transformers.masking_utils"])
 def test_without_transformers_or_with_an_old_one_the_import_says_what_to_do(missing: str) -> None:
-    code = f"import sys; sys.modules['{missing}'] = None; import cuflash.frameworks.transformers"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "ImportError: cuflash.frameworks.transformers needs transformers 4.53" in done.stderr
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", MODELS)
-def test_generation_on_a_gpu_in_float32_equals_eager(name: str, calls: dict[str, int]) -> None:
-    ids = IDS.to("cuda")
-    tokens, scores = generate(model_of(name, "cuflash").to("cuda"), ids, length=64)
-    assert calls == {"cuflash": 2 * 64, "sdpa": 0}
-    peers = [generate(peer.to("cuda"), ids, length=64) for peer in (exact_model(name), model_of(name, "eager"))]
-    assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
-    close(scores, *(wanted for _, wanted in peers))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_training_step_on_a_gpu_in_half_precision_is_as_exact_as_eager(name: str, dtype: str) -> None:
-    ids = torch.randint(1, 64, (2, 200), generator=torch.Generator().manual_seed(2))
-    half, results = getattr(torch, dtype), []
-    for model in (model_of(name, "cuflash").to(half), exact_model(name), model_of(name, "eager").to(half)):
-        model = model.to("cuda")
-        ids = ids.to("cuda")
-        done = model(ids, attention_mask=torch.ones_like(ids), labels=ids, use_cache=False)
-        done.loss.backward()
-        results.append([done.logits, *(x.grad for x in model.parameters() if x.grad is not None)])
-    for each in zip(*results, strict=True):
-        close(*each)
+    code = f"import sys; sys.modules['{missing}'] = None\ntry: import cuflash.frameworks.transformers\n"
+    told = run_python("-c", f"{code}except ImportError as error: print(error)")
+    assert told.startswith("cuflash.frameworks.transformers needs transformers 4.53")

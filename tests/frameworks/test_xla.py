@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import sys
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -150,22 +152,17 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Two GPUs that record: what is done around launches is told in order."""
     told: list[str] = []
 
-    class Entered:
-        def __init__(self, what: str) -> None:
-            self.what = what
-
-        def __enter__(self) -> None:
-            told.append(self.what)
-
-        def __exit__(self, *error: Any) -> None:
-            pass
+    @contextlib.contextmanager
+    def entered(what: str) -> Iterator[None]:
+        told.append(what)
+        yield
 
     monkeypatch.setattr(Recorded, "made", [], raising=False)
     monkeypatch.setattr(launch, "Kernels", Recorded)
     monkeypatch.setattr(launch.device, "query", lambda ordinal: H100)
-    monkeypatch.setattr(xla_handlers, "on_device", lambda ordinal: Entered(f"device {ordinal}"))
+    monkeypatch.setattr(xla_handlers, "on_device", lambda ordinal: entered(f"device {ordinal}"))
     for module in (launch, xla_handlers):
-        monkeypatch.setattr(module, "relaxed_capture", lambda: Entered("relaxed"))
+        monkeypatch.setattr(module, "relaxed_capture", lambda: entered("relaxed"))
     monkeypatch.setattr(xla_handlers.counters, "reserve", lambda ordinal: told.append(f"reserve {ordinal}"))
     launch.KEPT.clear()
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])

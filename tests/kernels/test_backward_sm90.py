@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 from gradients import COMPUTED, DETERMINISTIC, Given, backward, check, given_for
-from hopper import ON_HOPPER
+from hopper import ON_HOPPER, one_call
 from libraries import bits, host, identical
+from plans import planned_with
+from problems import heads_first, laid_out, odd_start, reversed_keys
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
@@ -28,21 +28,6 @@ FUSED = [tile for tile in tiles_sm90.BACKWARD if tile.softcap is not True]  # al
 BY_ROWS = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.ROWS)  # a kernel for each
 
 
-@contextmanager
-def planned_with(**constants: Any) -> Iterator[None]:
-    """Other constants in `plan_backward`, or functions, for what is planned meanwhile."""
-
-    def forget() -> None:
-        launch.KEPT.clear()
-
-    with mock.patch.multiple(plan_backward, **constants) if constants else nullcontext():
-        try:
-            forget()
-            yield
-        finally:
-            forget()
-
-
 @pytest.fixture(
     params=[*FUSED, *BY_ROWS], ids=lambda x: f"{x[0]}x{x[1]}" if isinstance(x, tuple) else f"d{x.head_dim}q{x.block_q}"
 )
@@ -54,39 +39,27 @@ def dims(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
     shape = request.param.head_dim, request.param.block_q
     capped = [tile for tile in tiles_sm90.BACKWARD if tile.softcap and (tile.head_dim, tile.block_q) == shape]
     table = *capped, replace(request.param, min_queries=0)
-    with mock.patch.object(tiles_sm90, "BACKWARD", table), planned_with():
+    with planned_with(tiles_sm90, BACKWARD=table):
         yield request.param.head_dim, request.param.head_dim_v
 
 
 def run(case: Case, made: Given, *, hopper: bool = True, **more: Any) -> tuple[Any, ...]:
     """Gradients by the kernel that is expected: the Hopper one or not."""
-    launch_it, ran = launch.Kernels.launch, []
-
-    def noted(kernels: launch.Kernels, pointers: tuple[int, ...], stream: int) -> None:
-        ran.append(kernels.plan.variant.of_warpgroups)
-        launch_it(kernels, pointers, stream)
-
-    with mock.patch.object(launch.Kernels, "launch", noted):
-        got = backward(case, made, **more)
-    assert ran == [hopper]
-    return got
+    with one_call(hopper):
+        return backward(case, made, **more)
 
 
 @pytest.mark.parametrize("case", HALVES, ids=lambda case: case.name)
-def test_the_generic_kernels_agree_with_float64_too(case: Case) -> None:
-    import cupy
-
+def test_the_generic_kernels_agree_with_float64_too(cupy: Any, case: Case) -> None:
     made = given_for(case, cupy)
-    with planned_with(_reason_against=lambda *_: "the test asks for it"):
+    with planned_with(plan_backward, _reason_against=lambda *_: "the test asks for it"):
         for deterministic in (False, True):
             check(case, made, run(case, made, hopper=False, deterministic=deterministic))
 
 
 @DETERMINISTIC
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_lengths_around_the_tiles(dtype: str, dims: tuple[int, int], deterministic: bool) -> None:
-    import cupy
-
+def test_lengths_around_the_tiles(cupy: Any, dtype: str, dims: tuple[int, int], deterministic: bool) -> None:
     for length, other, causal in itertools.product((1, 63, 64, 65, 127, 128, 129, 257), (1, 200), (False, True)):
         for lengths in ((length, other), (other, length)):
             case = Case("length", 1, *lengths, 2, 2, *dims, dtype, causal=causal)
@@ -109,9 +82,7 @@ MASKS: dict[str, dict[str, Any]] = {
 
 @DETERMINISTIC
 @pytest.mark.parametrize("mask", MASKS)
-def test_many_blocks_under_every_mask(mask: str, dims: tuple[int, int], deterministic: bool) -> None:
-    import cupy
-
+def test_many_blocks_under_every_mask(cupy: Any, mask: str, dims: tuple[int, int], deterministic: bool) -> None:
     for dtype, fewer in (("bfloat16", 0), ("float16", 24)):
         head_dim, head_dim_v = dims[0], dims[1] - fewer
         case = Case(mask, 1, 500, 600, 2, 2, head_dim, head_dim_v, dtype, **MASKS[mask])
@@ -126,14 +97,12 @@ def test_many_blocks_under_every_mask(mask: str, dims: tuple[int, int], determin
 
 @pytest.mark.parametrize("head_dim", dict.fromkeys(tile.head_dim for tile in FUSED))
 @pytest.mark.parametrize("mask", MASKS)
-def test_blocks_that_take_several_key_blocks_give_the_same(mask: str, head_dim: int) -> None:
-    import cupy
-
+def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str, head_dim: int) -> None:
     case = Case(mask, 6, 300, 700, 4, 2, head_dim, head_dim, "bfloat16", **MASKS[mask])
     made = given_for(case, cupy)
     _, dk, dv = run(case, made)
     table = tuple(replace(tile, key_blocks=4) for tile in tiles_sm90.BACKWARD)
-    with mock.patch.object(tiles_sm90, "BACKWARD", table), planned_with(SHORT_WAVES=0):
+    with planned_with(tiles_sm90, BACKWARD=table), planned_with(plan_backward, SHORT_WAVES=0):
         assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["key_blocks"] > 1
         got = run(case, made)
         check(case, made, got)
@@ -151,9 +120,7 @@ SHARED = {
 
 @pytest.mark.parametrize("dims", FUSED, indirect=True)
 @pytest.mark.parametrize("shape", SHARED)
-def test_blocks_that_share_key_blocks_add_up_dk_and_dv(shape: str, dims: tuple[int, int]) -> None:
-    import cupy
-
+def test_blocks_that_share_key_blocks_add_up_dk_and_dv(cupy: Any, shape: str, dims: tuple[int, int]) -> None:
     case = Case(shape, *SHARED[shape], *dims, "bfloat16")
     assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["shared_keys"]
     made = given_for(case, cupy)
@@ -168,18 +135,14 @@ def test_blocks_that_share_key_blocks_add_up_dk_and_dv(shape: str, dims: tuple[i
 
 
 @DETERMINISTIC
-def test_groups_of_heads_share_keys(dims: tuple[int, int], deterministic: bool) -> None:
-    import cupy
-
+def test_groups_of_heads_share_keys(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("group", 17, 150, 520, 6, 2, *dims, "bfloat16", window_size=(300, 100))  # fills the GPU
     made = given_for(case, cupy)
     check(case, made, run(case, made, deterministic=deterministic))
 
 
 @DETERMINISTIC
-def test_a_head_does_not_depend_on_the_others(deterministic: bool) -> None:
-    import cupy
-
+def test_a_head_does_not_depend_on_the_others(cupy: Any, deterministic: bool) -> None:
     case = Case("heads", 3, 333, 500, 14, 14, 64, 64, "float16", causal=True)  # more than start together
     made = given_for(case, cupy)
     got = run(case, made, deterministic=deterministic)
@@ -190,9 +153,7 @@ def test_a_head_does_not_depend_on_the_others(deterministic: bool) -> None:
 
 
 @DETERMINISTIC
-def test_nan_that_nobody_sees_changes_nothing(dims: tuple[int, int], deterministic: bool) -> None:
-    import cupy
-
+def test_nan_that_nobody_sees_changes_nothing(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("nan", 2, 300, 400, 2, 2, *dims, "bfloat16", window_size=(100, 0), diagonal_offset=-50)
     made = given_for(case, cupy)
     wanted = run(case, made, deterministic=deterministic)
@@ -201,9 +162,8 @@ def test_nan_that_nobody_sees_changes_nothing(dims: tuple[int, int], determinist
     assert keys == (0, 250)
 
     def poisoned(x: Any, begin: int, end: int) -> Any:  # within, and in the memory around
-        whole = cupy.full((2, x.shape[1] + 70, 4, x.shape[3] + 8), cupy.nan, x.dtype)
-        view = whole[:, 40 : 40 + x.shape[1], 1:3, : x.shape[3]]
-        view[:, begin:end] = x[:, begin:end]
+        view = laid_out(x, before=(0, 40, 1, 0), after=(0, 30, 1, 8))
+        view[:, :begin] = view[:, end:] = cupy.nan
         return view
 
     bad = Given(
@@ -217,26 +177,18 @@ def test_nan_that_nobody_sees_changes_nothing(dims: tuple[int, int], determinist
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
-def test_operands_that_tma_cannot_read_are_read_all_the_same(name: str) -> None:
-    import cupy
-
+def test_operands_that_tma_cannot_read_are_read_all_the_same(cupy: Any, name: str) -> None:
     case = Case("views", 2, 150, 200, 2, 2, 64, 64, "float16", causal=True)
     made = given_for(case, cupy)
     wanted = run(case, made, deterministic=True)
     x = getattr(made, name)
-    swapped = cupy.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    assert identical(run(case, made._replace(**{name: swapped}), deterministic=True), wanted)
-    shifted = cupy.empty((*x.shape[:3], 72), x.dtype)[..., 1:65]  # two bytes off
-    shifted[...] = x
-    reversed_ = cupy.ascontiguousarray(x[:, ::-1])[:, ::-1]
-    for view in (shifted, reversed_):
+    assert identical(run(case, made._replace(**{name: heads_first(x)}), deterministic=True), wanted)
+    for view in (odd_start(x), reversed_keys(x)):
         check(case, made, run(case, made._replace(**{name: view}), hopper=False, deterministic=True))
     assert identical(run(case, made, deterministic=True), wanted)
 
 
-def test_deterministic_repeats_are_the_same_bits_under_other_memory_traffic(dims: tuple[int, int]) -> None:
-    import cupy
-
+def test_deterministic_repeats_are_the_same_bits_under_other_memory_traffic(cupy: Any, dims: tuple[int, int]) -> None:
     case = Case("repeats", 2, 1000, 1100, 5, 5, *dims, "bfloat16", causal=True)
     made = given_for(case, cupy)
     first = run(case, made, deterministic=True)
@@ -250,9 +202,7 @@ def test_deterministic_repeats_are_the_same_bits_under_other_memory_traffic(dims
     assert bool(same)
 
 
-def test_work_on_several_streams_at_once_is_right() -> None:
-    import cupy
-
+def test_work_on_several_streams_at_once_is_right(cupy: Any) -> None:
     case = Case("streams", 4, 500, 500, 8, 8, 128, 128, "bfloat16", causal=True)
     made = given_for(case, cupy)
     wanted = run(case, made, deterministic=True)
@@ -267,9 +217,7 @@ def test_work_on_several_streams_at_once_is_right() -> None:
     assert all(identical(got, wanted) for got in results)
 
 
-def test_scores_of_ten_thousand_stay_finite() -> None:
-    import cupy
-
+def test_scores_of_ten_thousand_stay_finite(cupy: Any) -> None:
     case = Case("large", 1, 200, 300, 2, 2, 64, 64, "bfloat16", causal=True, softmax_scale=1.0)
     made = given_for(case, cupy)
     q, k = ((x.astype("f4") * 40).astype(x.dtype) for x in (made.q, made.k))

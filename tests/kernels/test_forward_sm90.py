@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,8 @@ from hopper import (
     padded,
     run,
 )
-from libraries import host
+from libraries import host, poisoned
+from problems import heads_first, laid_out, odd_rows, odd_start, reversed_keys, wide_rows
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
@@ -102,19 +104,7 @@ def test_fewer_axes_run_on_it_too(rank: int) -> None:
     assert_same(lse.reshape(whole_lse.shape), whole_lse)
 
 
-def permuted(*axes: int) -> Any:
-    """Dense in memory in another order of axes, which is its own inverse."""
-    import cupy
-
-    return lambda array: cupy.asarray(np.ascontiguousarray(array.transpose(axes))).transpose(axes)
-
-
-LAYOUTS = {
-    "bhsd": lambda: permuted(0, 2, 1, 3),
-    "sbhd": lambda: permuted(1, 0, 2, 3),
-    "hsbd": lambda: permuted(2, 1, 0, 3),
-    "padded": lambda: padded,
-}
+LAYOUTS = heads_first, partial(laid_out, places=(1, 0, 2, 3)), partial(laid_out, places=(2, 1, 0, 3)), padded
 
 
 @every_tile
@@ -125,9 +115,9 @@ def test_a_layout_changes_no_bit(cupy: Any, tile: WarpgroupTile, dtype: str) -> 
     arrays = case.arrays()
     dense, lse = run(*arrays, tile=tile, causal=True)
     assert_right(case, arrays, dense, lse)
-    for layout in LAYOUTS.values():
-        views = tuple(map(layout(), arrays))
-        target = layout()(np.full(dense.shape, np.nan, numpy_dtype(dtype)))
+    for layout in LAYOUTS:
+        views = tuple(layout(cupy.asarray(x)) for x in arrays)
+        target = layout(poisoned(dense.shape, dense.dtype))
         for inputs, out in ((views, None), (arrays, target), (views, target)):
             if out is not None:
                 out[...] = cupy.nan
@@ -136,117 +126,56 @@ def test_a_layout_changes_no_bit(cupy: Any, tile: WarpgroupTile, dtype: str) -> 
             assert_same(got_lse, lse)
 
 
-@every_dtype
-def test_a_packed_tensor_changes_no_bit(cupy: Any, dtype: str) -> None:
-    case = Case("", 2, 300, 300, 3, 3, 128, 128, dtype, causal=True)
-    arrays = case.arrays()
-    packed = cupy.asarray(np.stack(arrays, 2))
-    whole = run(*arrays, causal=True)
-    for got, wanted in zip(run(*(packed[:, :, n] for n in range(3)), causal=True), whole, strict=True):
-        assert_same(got, wanted)
-
-
 @every_tile
 @every_dtype
-def test_float32_out_is_what_16_bits_are_rounded_from(tile: WarpgroupTile, dtype: str) -> None:
+def test_float32_out_is_what_16_bits_are_rounded_from_and_nothing_is_written_beside(
+    tile: WarpgroupTile, dtype: str
+) -> None:
     case = replace(case_of(tile, dtype, tile.block_q + 5, 300, causal=True), head_dim_v=tile.head_dim_v - 8)
     arrays = case.arrays()
     narrow, lse = run(*arrays, tile=tile, causal=True)
     assert_right(case, arrays, narrow, lse)
-    target = padded(np.full(narrow.shape, np.nan, "f4"), fill=7.0)
-    wide, wide_lse = run(*arrays, tile=tile, out=target, out_dtype="float32", causal=True)
-    np.testing.assert_array_equal(host(wide).astype(narrow.dtype).view("u2"), host(narrow).view("u2"))
-    assert_same(wide_lse, lse)
-    target[...] = 7.0
-    assert (host(target.base) == 7.0).all()
+    for out_dtype in (dtype, "float32"):
+        target = padded(np.full(narrow.shape, np.nan, numpy_dtype(out_dtype)), fill=7.0)
+        out, lse_beside = run(*arrays, tile=tile, out=target, out_dtype=out_dtype, causal=True)
+        np.testing.assert_array_equal(host(out).astype(narrow.dtype).view("u2"), host(narrow).view("u2"))
+        assert_same(lse_beside, lse)
+        target[...] = 7.0
+        assert (host(target.base) == 7.0).all()
 
 
-@every_tile
-def test_nothing_is_written_beside_out(tile: WarpgroupTile) -> None:
-    case = case_of(tile, "float16", tile.block_q + 5, 70, heads=(2, 1), causal=True)
-    case = replace(case, head_dim_v=tile.head_dim_v - 8)
-    target = padded(np.full((2, case.seqlen_q, 2, case.head_dim_v), np.nan, "float16"), fill=7.0)
-    run(*case.arrays(), tile=tile, out=target, causal=True)
-    assert not np.isnan(host(target)).any()
-    target[...] = 7.0
-    assert (host(target.base) == 7.0).all()
-
-
-def shifted(array: Any) -> Any:
-    """Dense, 2 bytes past an aligned address."""
-    import cupy
-
-    return cupy.asarray(np.concatenate([array.ravel()[:1], array.ravel()]))[1:].reshape(array.shape)
-
-
-def gappy(array: Any) -> Any:
-    """Rows an odd number of elements apart."""
-    import cupy
-
-    return cupy.asarray(np.concatenate([array, array[..., :1]], -1))[..., :-1]
-
-
-def backwards(array: Any) -> Any:
-    """The last row first in memory."""
-    import cupy
-
-    return cupy.asarray(np.ascontiguousarray(array[:, ::-1]))[:, ::-1]
-
-
-def repeated(array: Any) -> Any:
+def repeated(x: Any) -> Any:
     """One batch element in the memory of all."""
-    import cupy
-
-    return cupy.broadcast_to(cupy.asarray(array[:1]), array.shape)
+    return np.broadcast_to(x[:1], x.shape)
 
 
-WAYS = {"shifted": shifted, "gappy": gappy, "backwards": backwards, "repeated": repeated}
+WAYS = {"odd_start": odd_start, "odd_rows": odd_rows, "reversed_keys": reversed_keys, "repeated": repeated}
 ODD_OPERANDS = [(way, n) for way, n in itertools.product(WAYS, range(4)) if (way, n) != ("repeated", 3)]
 
 
 @every_dtype
 @pytest.mark.parametrize(("way", "operand"), ODD_OPERANDS, ids=[f"{w}_{'qkvo'[n]}" for w, n in ODD_OPERANDS])
-def test_what_tma_cannot_address_runs_on_the_generic_kernel(way: str, operand: int, dtype: str) -> None:
+def test_what_tma_cannot_address_runs_on_the_generic_kernel(cupy: Any, way: str, operand: int, dtype: str) -> None:
     case = Case("", 2, 140, 150, 4, 2, 64, 72, dtype, causal=True)
     arrays = case.arrays()
     if way == "repeated":
         arrays[operand][:] = arrays[operand][:1]
     given = [*arrays, np.full((2, 140, 4, 72), np.nan, numpy_dtype(dtype))]
-    given[operand] = WAYS[way](given[operand])
+    given[operand] = WAYS[way](cupy.asarray(given[operand]))
     target = given.pop() if operand == 3 else None
     out, lse = run(*given[:3], out=target, hopper=False, causal=True)
     assert_right(case, arrays, out, lse)
-    if operand < 3 and way != "shifted":  # a plan is told neither of pointers nor of out
-        import cupy
-
+    if operand < 3 and way != "odd_start":  # a plan is told neither of pointers nor of out
         variant = cuflash.plan(*map(cupy.asarray, given[:3]), causal=True).variant
         assert variant is not None
         assert variant.source == "sm80/forward.cu"
 
 
-OTHERS: dict[str, dict[str, Any]] = {
-    "flash1": {"algorithm": "flash1"},
-    "flashd": {"algorithm": "flashd"},
-    "sees_nothing": {"causal": True, "diagonal_offset": -1000},
-    "odd_head_dim": {},
-}
-
-
-@every_dtype
-@pytest.mark.parametrize("other", OTHERS)
-def test_what_it_does_not_offer_runs_on_the_generic_kernel(other: str, dtype: str) -> None:
-    case = Case("", 2, 140, 150, 4, 2, 65 if other == "odd_head_dim" else 64, 64, dtype)
-    case = replace(case, causal="causal" in OTHERS[other], diagonal_offset=OTHERS[other].get("diagonal_offset"))
-    arrays = case.arrays()
-    variant = cuflash.plan(*case.shapes(), dtype=dtype, device="sm_90", **OTHERS[other]).variant
-    assert variant is not None
-    assert variant.source == "sm80/forward.cu"
-    assert_right(case, arrays, *run(*arrays, hopper=False, **OTHERS[other]))
-
-
-def test_one_call_follows_the_alignment_of_its_arrays() -> None:
-    arrays = Case("", 2, 140, 150, 4, 2, 64, 64, "bfloat16").arrays()
-    first, _ = run(*arrays)
+def test_one_call_follows_the_alignment_of_its_arrays(cupy: Any) -> None:
+    q, k, v = map(cupy.asarray, Case("", 2, 140, 150, 4, 2, 64, 64, "bfloat16").arrays())
+    even, odd = wide_rows(k), odd_start(k)
+    assert even.strides == odd.strides
+    first, _ = run(q, even, v)
     for _ in range(2):
-        run(arrays[0], shifted(arrays[1]), arrays[2], hopper=False)
-        assert_same(run(*arrays)[0], first)
+        run(q, odd, v, hopper=False)
+        assert_same(run(q, even, v)[0], first)

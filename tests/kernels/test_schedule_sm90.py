@@ -29,10 +29,8 @@ def test_more_tiles_than_multiprocessors(tile: WarpgroupTile, dtype: str, mask: 
 
 
 @every_tile
-def test_many_query_blocks_of_one_key_each(tile: WarpgroupTile) -> None:
+def test_many_query_blocks_of_one_key_each(cupy: Any, tile: WarpgroupTile) -> None:
     """More of them than a block describes at a time; a row is v, and its lse the score."""
-    import cupy
-
     # 18 a block, of 132 blocks
     shapes = case_of(tile, "float16", 18 * tile.block_q, 1, heads=(44, 11), batch=3).shapes()
     q, k, v = (cupy.random.standard_normal(shape, "f4").astype("f2") for shape in shapes)

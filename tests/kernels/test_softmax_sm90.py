@@ -21,6 +21,7 @@ from hopper import (
     run,
 )
 from libraries import host
+from problems import need_memory
 
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.planning.tiles_sm90 import WarpgroupTile
@@ -242,9 +243,7 @@ def test_rows_that_see_nothing_are_exactly_zero(mask: str, dtype: str) -> None:
 @every_tile
 @every_dtype
 @pytest.mark.parametrize("mask", ["full", "causal_window", "offset"])
-def test_a_row_depends_on_no_other_and_not_on_its_place(tile: WarpgroupTile, dtype: str, mask: str) -> None:
-    import cupy
-
+def test_a_row_depends_on_no_other_and_not_on_its_place(cupy: Any, tile: WarpgroupTile, dtype: str, mask: str) -> None:
     case = case_of(tile, dtype, 2 * tile.block_q + 37, 3 * tile.block_k + 29, batch=7, **MASKS[mask])
     q, k, v = map(cupy.asarray, case.arrays())
     out, lse = run(q, k, v, tile=tile, **case.arguments())
@@ -260,14 +259,10 @@ def test_a_row_depends_on_no_other_and_not_on_its_place(tile: WarpgroupTile, dty
 
 @every_dtype
 @pytest.mark.parametrize(("axis", "step"), [(0, 2**31), (1, 2**24), (2, 2**30)], ids=["batch", "seqlen", "heads"])
-def test_more_than_2_31_elements(axis: int, step: int, dtype: str) -> None:
-    import cupy
-
+def test_more_than_2_31_elements(cupy: Any, axis: int, step: int, dtype: str) -> None:
     case = Case("", *((2, 150, 150, 3, 3) if axis != 1 else (1, 150, 150, 3, 3)), 64, 64, dtype, causal=True)
     length = case.shapes()[0][axis]
-    cupy.get_default_memory_pool().free_all_blocks()
-    if cupy.cuda.runtime.memGetInfo()[0] < 2 * length * step + 2**30:
-        pytest.skip("needs 9 GB of GPU memory")
+    need_memory(cupy, -(-2 * length * step // 2**30) + 1)
     memory, views = cupy.empty((length, step), numpy_dtype(dtype)), []
     arrays = case.arrays()
     for n, array in enumerate((*arrays, np.full(arrays[0].shape, np.nan, arrays[0].dtype))):

@@ -1,4 +1,4 @@
-"""`cuflash.backward` as it is called, on NumPy and on a GPU alike: states of any origin, layouts, masks, identities.
+"""`cuflash.backward` as it is called, on NumPy and on a GPU alike: states of any origin, layouts, masks.
 
 What only a GPU has stands in `test_backward_gpu`, what is refused in `test_bad_gradients`.
 """
@@ -9,14 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from gradients import Given, backward, check, given_for, units_of
+from gradients import Given, backward, check, given_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import host, identical
-from oracle import ULPS, Array
-from problems import parts, problems
+from oracle import ULPS
+from problems import laid_out, parts, problems
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
@@ -86,77 +85,6 @@ def test_halves_of_the_keys_with_the_merged_state_give_the_gradients_of_the_whol
     check(case, made, (dq, np.concatenate([dk0, dk1], 1), np.concatenate([dv0, dv1], 1)), ulps=3 * ULPS[dtype])
 
 
-def test_rows_of_p_sum_to_one_and_rows_of_ds_to_dlse(xp: Any) -> None:
-    case = Case("sums", 2, 70, 64, 4, 2, 64, 64, "float32", window_size=(30, 9))
-    made = given_for(case, xp)
-    sees = slice(*case.problem().mask.row_range(0, 64))
-    # Keys that share a coordinate: along it, dq is the sum of the row of ds, times that coordinate and the scale.
-    made.k[..., -1] = 2.0
-    # Values that are unit vectors: out is p itself, and dv = pᵀ dout.
-    made.v[...] = xp.eye(64, dtype="f4")[:, None]
-    out, lse = cuflash.forward(made.q, made.k, made.v, return_lse=True, **case.arguments())
-    made = made._replace(out=out, lse=lse)
-    dq, _, dv = map(host, backward(case, made))
-    wanted = np.zeros_like(dq[..., -1])
-    wanted[:, sees] = 2.0 / 8.0 * host(made.dlse).transpose(0, 2, 1)[:, sees]
-    units = units_of(case, made)
-    oracle.assert_units("rows of ds", dq[..., -1], wanted, 16, units[0])
-    # (b, i, kv head, group, key or column)
-    p, dout = (host(x).astype("f8").reshape(2, 70, 2, 2, 64) for x in (made.out, made.dout))
-    oracle.assert_units("dv", dv, np.einsum("bihgj,bihgc->bjhc", p, dout), 16, units[2])
-    oracle.assert_units("rows of p", p.sum(axis=-1)[:, sees].astype("f4"), 1.0, 16)
-
-
-@pytest.mark.parametrize("softcap", [0.0, 2.0])
-def test_the_gradient_of_lse_alone_is_p_times_k_and_p_transposed_times_q(softcap: float, xp: Any) -> None:
-    case = Case("dlse", 2, 70, 64, 4, 2, 64, 64, "float32", causal=True, diagonal_offset=-3, softcap=softcap)
-    made = given_for(case, xp)
-    dlse = made.dlse.transpose(0, 2, 1)[..., None]
-    alone = made._replace(dout=xp.zeros_like(made.dout))
-    dq, dk, dv = map(host, backward(case, alone))
-    assert not dv.any()
-    if not softcap:
-        by_forward = cuflash.forward(made.q, made.k, made.k, **case.arguments())  # p k
-        units = units_of(case, alone)
-        oracle.assert_units("dq", dq, host(dlse * by_forward) / 8, 16, units[0])
-        _, _, by_dv = backward(case, made._replace(dout=dlse * made.q, v=made.k, out=by_forward))  # pᵀ (dlse q)
-        oracle.assert_units("dk", dk, host(by_dv) / 8, 16, units[1])
-    # Scores, capped or not, stay the same when q grows by as much as k shrinks.
-    products = [x.astype("f8") * host(y) for x, y in ((dq, made.q), (dk, made.k))]
-    sums = [x.sum() for x in products]
-    oracle.assert_units("q and k", np.float32(sums[0]), sums[1], 4, float(np.abs(products[0]).sum()))
-
-
-DIFFERENCED = [
-    Case("group", 2, 40, 70, 4, 2, 64, 40, "float32", causal=True),
-    Case("window", 1, 70, 40, 2, 2, 40, 64, "float32", window_size=(12, 9)),
-    Case("softcap", 1, 60, 60, 2, 1, 64, 64, "float32", causal=True, diagonal_offset=-5, softcap=1.5),
-]
-
-
-@pytest.mark.parametrize("case", DIFFERENCED, ids=lambda case: case.name)
-def test_a_step_changes_the_loss_by_as_much_as_the_gradients_say(case: Case, xp: Any) -> None:
-    # float32 holds the loss to 1e-7 of its terms, so the step there is the longest that is still straight.
-    dtype, step, within = ("float64", 1e-5, 1e-7) if xp is np else ("float32", 4e-3, 2e-3)
-    case = replace(case, dtype=dtype)
-    made = given_for(case, xp)
-    dout, dlse = host(made.dout).astype("f8"), host(made.dlse).astype("f8")
-    rng = np.random.default_rng(11)
-    direction = [xp.asarray(rng.standard_normal(x.shape).astype(dtype)) for x in made[1:4]]
-
-    def loss(length: float) -> float:
-        moved = (x + xp.asarray(length, dtype) * along for x, along in zip(made[1:4], direction, strict=True))
-        out, lse = cuflash.forward(*moved, return_lse=True, **case.arguments())
-        lse = np.where(np.isneginf(host(lse)), 0, host(lse))
-        return float((dout * host(out)).sum() + (dlse * lse).sum())
-
-    slope = (loss(step) - loss(-step)) / (2 * step)
-    gradients = [host(x).astype("f8") for x in backward(case, made)]
-    size = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
-    got = sum((gradient * host(along)).sum() for gradient, along in zip(gradients, direction, strict=True))
-    assert abs(got - slope) <= within * size
-
-
 HIDING = [
     Case("rows_before", 2, 200, 130, 4, 2, 64, 64, "float16", causal=True),
     Case("rows_after_and_keys_before", 1, 150, 170, 2, 1, 64, 64, "bfloat16", window_size=(3, -1), diagonal_offset=70),
@@ -219,37 +147,18 @@ def test_head_dims_padded_with_zeros_change_nothing(dtype: str, xp: Any) -> None
     check(case, made, tuple(gradient[..., :40] for gradient in got))
 
 
-LAYOUTS = ("surrounded", "vectors", "heads_first", "transposed", "reversed_rows", "reversed", "every_second", "gaps")
-
-
-def laid_out(x: Array, layout: str, xp: Any) -> Any:
-    """x in memory of xp that is laid out like this, with NaN wherever x is not: around it and between its elements."""
-    around, steps, order = [1] * x.ndim, [1] * x.ndim, list(range(x.ndim))
-    if layout == "vectors":  # rows begin at multiples of 16 bytes, as nowhere else here
-        around[-1] = 8
-    elif layout == "heads_first":
-        order[1:3] = 2, 1
-    elif layout == "transposed":
-        order.reverse()
-    elif layout == "reversed_rows":
-        steps[1] = -1
-    elif layout == "reversed":
-        steps = [-1] * x.ndim
-    elif layout == "every_second":
-        steps[:-1] = [2] * (x.ndim - 1)
-    elif layout == "gaps":
-        steps[-1] = 2
-    lengths = [2 * margin + n * abs(step) for margin, n, step in zip(around, x.shape, steps, strict=True)]
-    where = tuple(
-        slice(margin, margin + n * step, step) if step > 0 else slice(margin + n - 1, margin - 1, -1)
-        for margin, n, step in zip(around, x.shape, steps, strict=True)
-    )
-    memory = np.full([lengths[axis] for axis in order], np.nan, x.dtype)
-    back = tuple(map(order.index, range(x.ndim)))
-    memory.transpose(back)[where] = x
-    return xp.asarray(memory).transpose(back)[where]
-
-
+# There is NaN around all of them. Rows begin at multiples of 16 bytes in "vectors" alone.
+AROUND = {"before": (1, 1, 1, 1)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "surrounded": {},
+    "vectors": {"before": (1, 1, 1, 8)},
+    "heads_first": {"places": (0, 2, 1, 3)},
+    "transposed": {"places": (3, 2, 1, 0)},
+    "reversed_rows": {"steps": (1, -1, 1, 1)},
+    "reversed": {"steps": (-1, -1, -1, -1)},
+    "every_second": {"steps": (2, 2, 2, 1)},
+    "gaps": {"steps": (1, 1, 1, 2)},
+}
 TILED = ("vectors", "transposed", "reversed", "gaps")  # for which Hopper has a kernel of its own, if only by a copy
 
 
@@ -258,12 +167,12 @@ TILED = ("vectors", "transposed", "reversed", "gaps")  # for which Hopper has a 
 def test_any_memory_layout_gives_the_same_bits_and_reads_nothing_else(dtype: str, layout: str, xp: Any) -> None:
     case = Case("layout", 2, 65, 129, 4, 2, 40, 64, dtype, causal=True)
     made = given_for(case, xp)
-    strange = Given(*(laid_out(host(x), layout, xp) for x in made))
+    strange = Given(*(laid_out(x, **AROUND | LAYOUTS[layout]) for x in made))
     assert strange.q.strides != made.q.strides
     assert strange.lse.strides != made.lse.strides
     assert identical(strange, made)
     wanted = backward(case, made, deterministic=True)
-    generic = backward(case, made._replace(q=laid_out(host(made.q), "surrounded", xp)), deterministic=True)
+    generic = backward(case, made._replace(q=laid_out(made.q, **AROUND)), deterministic=True)
     check(case, made, generic)
     assert identical(backward(case, strange, deterministic=True), wanted if layout in TILED else generic)
     check(case, made, backward(case, strange))

@@ -7,7 +7,6 @@ Whatever is allocated here is filled with NaN first, so that what is not written
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,13 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import GPU_MAKERS, as_numpy, bits, host, identical, torch_of
 from oracle import ULPS
-from problems import problems
+from plans import planned_with
+from problems import far_apart, need_memory, problems
 
 import cuflash
 from cuflash.arrays.cupy import cupy
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.runtime import launch
+from cuflash.planning import backward as plan_backward
 
 pytestmark = pytest.mark.usefixtures("new_memory_holds_nan")
 LAUNCHED = Case("launched", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
@@ -97,26 +97,22 @@ def test_gpu_nan_that_is_seen_is_not_hidden(cupy: Any) -> None:
         assert np.isfinite(np.delete(dv, 1, axis=3)).all()
 
 
+OVER_256 = itertools.product(("float16", "float32"), ((512, 512), (257, 64), (64, 257)))
+UNSUPPORTED = [(dtype, dims, rf"{max(dims)}.*256") for dtype, dims in OVER_256]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("head_dims", [(512, 512), (257, 64), (64, 257)])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_gpu_head_dims_over_256_are_unsupported_and_the_next_call_works(
-    cupy: Any, dtype: str, head_dims: tuple[int, int]
+@DETERMINISTIC
+@pytest.mark.parametrize(("dtype", "dims", "words"), [*UNSUPPORTED, ("float64", (64, 64), "float64.*cast to float32")])
+def test_gpu_what_has_no_kernel_is_unsupported_and_the_next_call_works(
+    cupy: Any, dtype: str, dims: tuple[int, int], words: str, deterministic: bool
 ) -> None:
-    q, v = (cupy.zeros((1, 33, 1, dim), dtype) for dim in head_dims)
-    lse = cupy.zeros((1, 1, 33), "float32")
-    for deterministic in (False, True):
-        with pytest.raises(UnsupportedError, match=rf"{max(head_dims)}.*256"):
-            cuflash.backward(v, q, q, v, v, lse, deterministic=deterministic)
+    q, v = (cupy.zeros((1, 33, 1, dim), dtype) for dim in dims)
+    lse = cupy.zeros((1, 1, 33), "float64" if dtype == "float64" else "float32")
+    with pytest.raises(UnsupportedError, match=words):
+        cuflash.backward(v, q, q, v, v, lse, deterministic=deterministic)
     made = given_for(LAUNCHED, cupy)
     check(LAUNCHED, made, backward(LAUNCHED, made))
-
-
-@pytest.mark.gpu
-def test_gpu_float64_is_unsupported(cupy: Any) -> None:
-    x, lse = cupy.zeros((1, 8, 1, 64)), cupy.zeros((1, 1, 8))
-    with pytest.raises(UnsupportedError, match=r"float64.*cast to float32"):
-        cuflash.backward(x, x, x, x, x, lse)
 
 
 @pytest.mark.gpu
@@ -139,20 +135,10 @@ def test_gpu_a_thousand_deterministic_repeats_are_the_same_bits_and_others_are_c
         assert float(apart) <= 2 * 2.0**-10 * float(cupy.abs(wanted).max())
 
 
-def need_memory(gib: int) -> None:
-    """Skips the test where the GPU has less free memory than this."""
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
-    free, _ = cupy.cuda.runtime.memGetInfo()
-    if free < gib << 30:
-        pytest.skip(f"needs {gib} GiB of free GPU memory, has {free >> 30}")
-
-
 @pytest.mark.gpu
 @DETERMINISTIC
 def test_gpu_offsets_past_2_to_the_31_elements_in_q_and_its_gradient(cupy: Any, deterministic: bool) -> None:
-    need_memory(28)
+    need_memory(cupy, 28)
     small = Case("far", 3, 1024, 144, 4, 1, 64, 64, "float16")  # more than one key block, so dq is added up
     batch = 2**31 // (1024 * 4 * 64) + 3
     few = given_for(small, cupy)
@@ -171,22 +157,14 @@ def test_gpu_offsets_past_2_to_the_31_elements_in_q_and_its_gradient(cupy: Any, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["dout", "q", "k", "v", "out", "lse", "dlse"])
 def test_gpu_rows_further_apart_than_2_to_the_31_elements(cupy: Any, name: str) -> None:
-    need_memory(16)
+    need_memory(cupy, 16)
     case = Case("apart", 1, 96, 120, 1, 1, 64, 64, "float16")
     made = given_for(case, cupy)
     x = getattr(made, name)
-    axis = 2 if x.ndim == 3 else 1
-    step = 2**31 // (x.shape[axis] - 20) // 8 * 8
-    assert (x.shape[axis] - 1) * step > 2**31  # where the last row stands
-    memory = cupy.zeros(step * x.shape[axis], x.dtype)
-    strides = [0] * x.ndim
-    strides[-1] = x.itemsize
-    strides[axis] = step * x.itemsize
-    far = cupy.lib.stride_tricks.as_strided(memory, x.shape, strides)
-    far[...] = x
+    far = far_apart(cupy, x, 2 if x.ndim == 3 else 1)
     got = backward(case, made._replace(**{name: far}), deterministic=True)
     assert identical(got, backward(case, made, deterministic=True))
-    del far, memory
+    del far
     cupy.get_default_memory_pool().free_all_blocks()
 
 
@@ -263,35 +241,17 @@ def test_gpu_memory_beyond_the_outputs_is_that_of_dq_in_float32_or_a_few_bytes_a
         assert outputs <= grown <= outputs + 16 * rows + slack + (4 * made.q.size if float32 else 0)
 
 
-@pytest.fixture
-def splits_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Makes plans split a group of heads this many times, for one test."""
-    from cuflash.planning import backward as plan_backward
-
-    def forget() -> None:
-        launch.KEPT.clear()
-
-    def split(splits: int) -> None:
-        monkeypatch.setattr(plan_backward, "_num_splits", lambda *_: splits)
-        forget()
-
-    yield split
-    forget()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("heads", [(7, 1), (8, 2)])
-def test_gpu_every_split_of_a_group_gives_the_same_gradients(
-    cupy: Any, heads: tuple[int, int], dtype: str, splits_of: Callable[[int], None]
-) -> None:
+def test_gpu_every_split_of_a_group_gives_the_same_gradients(cupy: Any, heads: tuple[int, int], dtype: str) -> None:
     case = Case("split", 2, 150, 200, *heads, 72, 40, dtype, causal=True)
     made, group = given_for(case, cupy), heads[0] // heads[1]
-    for heads_each in range(1, group + 1):
-        splits_of(-(-group // heads_each))
-        main = cuflash.plan(made.q, made.k, made.v, op="backward", causal=True).launches[1]
-        assert main.fields["splits"] == -(-group // heads_each)
-        check(case, made, backward(case, made))
+    for splits in {-(-group // heads_each) for heads_each in range(1, group + 1)}:
+        with planned_with(plan_backward, _num_splits=lambda *_, splits=splits: splits):
+            main = cuflash.plan(made.q, made.k, made.v, op="backward", causal=True).launches[1]
+            assert main.fields["splits"] == splits
+            check(case, made, backward(case, made))
 
 
 @pytest.mark.gpu

@@ -34,43 +34,18 @@ def states(case: Case, xp: Any, parts: int) -> tuple[Any, list[Any], list[Any]]:
 
 @pytest.mark.parametrize("parts", [1, 2, 7])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_parts_of_the_keys_merge_to_the_whole(case: Case, parts: int) -> None:
-    (q, k, v), outs, lses = states(case, np, parts)
-    check(case, (q, k, v), *cuflash.merge_states(outs, lses))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2, 7])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_gpu_parts_of_the_keys_merge_to_the_whole(cupy: Any, case: Case, parts: int) -> None:
-    arrays, outs, lses = states(case, cupy, parts)
+def test_parts_of_the_keys_merge_to_the_whole(case: Case, parts: int, xp: Any) -> None:
+    arrays, outs, lses = states(case, xp, parts)
     out, lse = cuflash.merge_states(outs, lses)
     assert out.dtype == outs[0].dtype
-    check(case, [x.get() for x in arrays], out.get(), lse.get())
+    # The states were rounded to the dtype before they were merged: one unit for them, one for the result.
+    oracle.assert_attention(case, list(map(host, arrays)), host(out), ulps=2)
+    oracle.assert_attention(case, list(map(host, arrays)), None, host(lse), ulps=4)
     again, _ = cuflash.merge_states(outs, lses)
     assert bool((again == out).all())
 
 
-def check(case: Case, arrays: Any, out: Any, lse: Any) -> None:
-    # The states were rounded to the dtype before they were merged: one unit for them, one for the result.
-    oracle.assert_attention(case, arrays, out, ulps=2)
-    oracle.assert_attention(case, arrays, None, lse, ulps=4)
-
-
-def gpu_or_numpy(gpu: bool) -> Any:
-    if not gpu:
-        return np
-    import cupy
-
-    return cupy
-
-
-GPU = [False, pytest.param(True, marks=pytest.mark.gpu)]
-
-
-@pytest.mark.parametrize("gpu", GPU)
-def test_a_state_that_saw_nothing_counts_for_nothing(gpu: bool) -> None:
-    xp = gpu_or_numpy(gpu)
+def test_a_state_that_saw_nothing_counts_for_nothing(xp: Any) -> None:
     rng = np.random.default_rng(0)
     out = xp.asarray(rng.standard_normal((1, 5, 2, 8)).astype("f4"))
     lse = xp.asarray(rng.standard_normal((1, 2, 5)).astype("f4"))
@@ -89,9 +64,7 @@ def merged(outs: Any, lses: Any) -> tuple[Any, Any]:
     return (np.exp(lses - lse)[..., None] * outs).sum(axis=0), lse
 
 
-@pytest.mark.parametrize("gpu", GPU)
-def test_stacked_states_and_lower_ranks(gpu: bool) -> None:
-    xp = gpu_or_numpy(gpu)
+def test_stacked_states_and_lower_ranks(xp: Any) -> None:
     rng = np.random.default_rng(0)
     outs = xp.asarray(rng.standard_normal((3, 5, 8)).astype("f4"))
     lses = xp.asarray(rng.standard_normal((3, 5)).astype("f4"))

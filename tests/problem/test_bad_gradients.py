@@ -138,9 +138,7 @@ def test_torch_mixed_with_numpy_is_refused(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("nothing_runs")
 @pytest.mark.parametrize("name", ["dout", "out", "lse", "dlse", "k"])
-def test_gpu_arrays_mixed_with_host_memory_are_refused(name: str) -> None:
-    import cupy
-
+def test_gpu_arrays_mixed_with_host_memory_are_refused(cupy: Any, name: str) -> None:
     on_host = backward_with({"dlse": zeros(2, 4, 5)})
     on_gpu = on(cupy, on_host)
     for ours, theirs, words in ((on_gpu, on_host, ("numpy", "cupy")), (on_host, on_gpu, ("cupy", "numpy"))):

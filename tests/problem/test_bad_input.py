@@ -103,6 +103,7 @@ FORWARD = rows(
     ("window_text", {"window_size": "12"}, ("window_size left='1'", "str", "integer")),
     ("window_bool", {"window_size": (4, True)}, ("window_size right=True", "bool", "integer")),
     ("window_under_minus_one", {"window_size": (-2, 4)}, ("(-2, 4)", "left is -2", WINDOW)),
+    ("window_right_under_minus_one", {"window_size": (0, -7)}, ("(0, -7)", "right is -7", WINDOW)),
     ("offset_float", {"diagonal_offset": 1.0}, ("diagonal_offset=1.0", "float", "integer")),
     ("offset_nan", {"diagonal_offset": float("nan")}, ("diagonal_offset=nan", "float", "integer")),
     ("offset_text", {"diagonal_offset": "0"}, ("diagonal_offset='0'", "str", "integer")),

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from cuflash.bench.cases import CASES, Case
 from cuflash.errors import ProblemError
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.dtypes import DTYPES
 from cuflash.problem.operands import OPS, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import MAX_SEQLEN, Problem, States
@@ -90,6 +89,7 @@ def test_defaults_are_those_of_the_contract() -> None:
     assert made.ordinal is None
     assert made.mask.is_full
     assert made == problem(*SHAPES, **Options()._asdict())
+    assert hash(made) == hash(problem(*SHAPES))
 
 
 def test_lse_problems_have_no_v() -> None:
@@ -106,34 +106,10 @@ def test_flops_count_the_visible_pairs(case: Case) -> None:
     assert made.flops == 2 * pairs * case.batch * case.heads_q * (case.head_dim + case.head_dim_v)
 
 
-def test_equal_problems_are_one_key_and_any_difference_is_another() -> None:
-    made = problem(*SHAPES)
-    assert made == problem(*SHAPES)
-    assert hash(made) == hash(problem(*SHAPES))
-    for name in Problem._fields:
-        assert made._replace(**{name: "other"}) != made, name
-
-
 def test_masks_that_hide_the_same_keys_make_the_same_problem() -> None:
     assert problem(*SHAPES, window_size=(100, 100)) == problem(*SHAPES) == problem(*SHAPES, window_size=(None, None))
     assert problem(*SHAPES, causal=True) == problem(*SHAPES, window_size=(-1, 0), diagonal_offset=2)
     assert problem(*SHAPES, causal=True) != problem(*SHAPES, causal=True, diagonal_offset=0)
-
-
-def test_problems_cannot_be_changed() -> None:
-    with pytest.raises(AttributeError):
-        problem(*SHAPES).batch = 3  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_half_precision_may_give_float32(dtype: str) -> None:
-    assert problem(*SHAPES, dtype=dtype, out_dtype="float32").out_dtype == "float32"
-    assert problem(*SHAPES, dtype=dtype, out_dtype=dtype).out_dtype == dtype
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_of_the_contract_is_legal(dtype: str) -> None:
-    assert problem(*SHAPES, dtype=dtype).dtype == dtype
 
 
 @pytest.mark.parametrize("scale", [1, 0.25, np.float32(0.5), np.float64(2.0), np.int64(3)])
@@ -141,14 +117,6 @@ def test_any_real_number_is_a_scale(scale: Any) -> None:
     made = problem(*SHAPES, softmax_scale=scale, softcap=scale)
     assert made.softmax_scale == made.options.softcap == float(scale)
     assert type(made.softmax_scale) is float
-
-
-@pytest.mark.parametrize("zero", ["batch", "seqlen_q", "seqlen_k"])
-def test_empty_batches_and_lengths_are_legal(zero: str) -> None:
-    b, sq, sk = (0 if name == zero else n for name, n in (("batch", 2), ("seqlen_q", 5), ("seqlen_k", 7)))
-    made = problem((b, sq, 4, 8), (b, sk, 2, 8), (b, sk, 2, 6))
-    assert shapes_of(made)[0] == (b, sq, 4, 6)
-    assert made.flops == 0
 
 
 @pytest.mark.parametrize("long", ["q", "k"])

@@ -186,9 +186,7 @@ def test_gpu_counted_tiles_are_all_done_and_are_those_of_smaller_launches() -> N
 
 
 @pytest.mark.gpu
-def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles() -> None:
-    import cupy
-
+def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles(cupy: Any) -> None:
     arrays = counted_arrays()
     wanted = cuflash.forward(*arrays, causal=True)
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
@@ -204,10 +202,8 @@ def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles() -> None:
 
 @pytest.mark.gpu
 def test_gpu_a_graph_runs_beside_other_launches_of_the_stream_that_it_was_captured_on(
-    monkeypatch: pytest.MonkeyPatch,
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import cupy
-
     arrays = counted_arrays()
     wanted = cuflash.forward(*arrays, causal=True)
     cupy.cuda.Device().synchronize()
@@ -255,9 +251,7 @@ def test_gpu_a_torch_graph_of_counted_launches_replays_beside_others() -> None:
 
 
 @pytest.mark.gpu
-def test_gpu_each_gpu_counts_for_itself() -> None:
-    import cupy
-
+def test_gpu_each_gpu_counts_for_itself(cupy: Any) -> None:
     if device.count() < 2:
         pytest.skip("needs two GPUs")
     arrays = counted_arrays()

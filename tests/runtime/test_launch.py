@@ -8,6 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from libraries import bits, poisoned
+from problems import every_second, far_apart, heads_first, need_memory, odd_rows, odd_start, reversed_keys, wide_rows
 from workers import run_threads
 
 import cuflash
@@ -27,54 +28,33 @@ def arrays(case: Case, seed: int = 0) -> list[Any]:
 CASE = Case("launch", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
 
 
-def strided(x: Any, layout: str) -> Any:
-    """The same values in another memory layout."""
-    import cupy
-
-    if layout == "heads_first":
-        return cupy.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-    if layout == "packed":
-        return cupy.concatenate([x, x + 1, x], axis=3)[..., : x.shape[3]]
-    if layout == "reversed":
-        return cupy.ascontiguousarray(x[:, ::-1])[:, ::-1]
-    if layout == "gaps":
-        return cupy.stack([x, x + 1], axis=-1)[..., 0]
-    if layout == "odd_rows":
-        wide = cupy.zeros((*x.shape[:3], x.shape[3] + 1), x.dtype)
-        wide[..., :-1] = x
-        return wide[..., :-1]
-    assert layout == "odd_start"
-    flat = cupy.empty(x.size + 1, x.dtype)
-    flat[1:] = x.ravel()
-    return flat[1:].reshape(x.shape)
+# Layouts for which Hopper has a kernel of its own, if only by a copy, and others.
+TILED = {"heads_first": heads_first, "wide_rows": wide_rows, "every_second": every_second}
+OTHERS = {"reversed_keys": reversed_keys, "odd_rows": odd_rows, "odd_start": odd_start}
 
 
-# Layouts for which Hopper has a kernel of its own, if only by a copy.
-TILED = ("heads_first", "packed", "gaps")
-
-
-@pytest.mark.parametrize("layout", [*TILED, "reversed", "odd_rows", "odd_start"])
+@pytest.mark.parametrize("layout", [*TILED, *OTHERS])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_any_memory_layout_gives_the_same_bits(cupy: Any, layout: str, dtype: str) -> None:
     case = Case("layout", 2, 130, 150, 4, 2, 40, 64, dtype)
     q, k, v = arrays(case)
-    like = "heads_first" if layout in TILED else "odd_start"
-    wanted = cuflash.forward(*(strided(x, like) for x in (q, k, v)))
+    like, strange = heads_first if layout in TILED else odd_start, (TILED | OTHERS)[layout]
+    wanted = cuflash.forward(*map(like, (q, k, v)))
     oracle.assert_attention(case, case.arrays(), wanted.get(), ulps=1)
-    got = cuflash.forward(strided(q, layout), strided(k, layout), strided(v, layout))
+    got = cuflash.forward(*map(strange, (q, k, v)))
     assert bool((bits(got) == bits(wanted)).all())
-    out = strided(poisoned(wanted.shape, wanted.dtype), layout)
+    out = strange(poisoned(wanted.shape, wanted.dtype))
     assert cuflash.forward(q, k, v, out=out) is out
     assert bool((bits(cupy.ascontiguousarray(out)) == bits(wanted)).all())
-    lse = cuflash.lse(strided(q, layout), strided(k, layout))
-    assert bool((lse == cuflash.lse(*(strided(x, like) for x in (q, k)))).all())
+    lse = cuflash.lse(strange(q), strange(k))
+    assert bool((lse == cuflash.lse(like(q), like(k))).all())
 
 
 @pytest.mark.parametrize("strange", "qkv")
 def test_one_operand_that_is_not_aligned_changes_the_kernel_for_all_and_little_else(strange: str) -> None:
     named = dict(zip("qkv", arrays(CASE), strict=True))
-    for layout in ("odd_start", "odd_rows", "reversed"):
-        mixed = named | {strange: strided(named[strange], layout)}
+    for layout in OTHERS.values():
+        mixed = named | {strange: layout(named[strange])}
         oracle.assert_attention(CASE, CASE.arrays(), cuflash.forward(*mixed.values(), causal=True).get(), ulps=1)
 
 
@@ -82,7 +62,7 @@ def test_a_broadcast_operand_is_read_through_its_zero_strides(cupy: Any) -> None
     q, k, v = arrays(CASE)
     k, v = (cupy.broadcast_to(x[:1], x.shape) for x in (k, v))
     got = cuflash.forward(q, k, v, causal=True)
-    wanted = cuflash.forward(q, strided(k.copy(), "odd_start"), v.copy(), causal=True)  # by the same kernel on Hopper
+    wanted = cuflash.forward(q, odd_start(k), v.copy(), causal=True)  # by the same kernel on Hopper
     assert bool((got == wanted).all())
 
 
@@ -172,25 +152,12 @@ def test_nothing_is_allocated_beyond_the_outputs(cupy: Any) -> None:
 
 
 def test_offsets_past_2_to_the_31_elements(cupy: Any) -> None:
-    free, _ = cupy.cuda.runtime.memGetInfo()
-    if free < 24 << 30:
-        pytest.skip(f"needs 24 GiB of free GPU memory, has {free >> 30}")
-    case = Case("far", 1, 96, 200, 1, 1, 64, 64, "float16")
-    q, k, v = arrays(case)
-    wanted = cuflash.forward(q, k, v)
-    # Rows so far apart that the last ones start past 2³¹ elements.
-    step = (1 << 31) // 150
-    for far in ("k", "v", "q"):
-        x = {"q": q, "k": k, "v": v}[far]
-        rows = x.shape[1]
-        step = (1 << 31) // (rows - 40) // 8 * 8
-        memory = cupy.zeros(step * rows, "float16")
-        view = cupy.lib.stride_tricks.as_strided(memory, x.shape, (0, 2 * step, 0, 2))
-        view[...] = x
-        assert (rows - 1) * step > 1 << 31
-        got = cuflash.forward(*[view if name == far else y for name, y in (("q", q), ("k", k), ("v", v))])
-        assert bool((bits(got) == bits(wanted)).all()), far
-        del memory, view
+    need_memory(cupy, 24)
+    given = arrays(Case("far", 1, 96, 200, 1, 1, 64, 64, "float16"))
+    wanted = cuflash.forward(*given)
+    for far in range(3):
+        got = cuflash.forward(*(far_apart(cupy, x, 1) if n == far else x for n, x in enumerate(given)))
+        assert bool((bits(got) == bits(wanted)).all()), "qkv"[far]
         cupy.get_default_memory_pool().free_all_blocks()
 
 

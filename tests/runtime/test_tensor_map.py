@@ -6,105 +6,79 @@ import ctypes
 from typing import Any
 
 import pytest
+from drivers import FakeDriver
 
 from cuflash.errors import UnsupportedError
 from cuflash.problem.array_spec import dense_strides
-from cuflash.runtime import tensor_map
 from cuflash.runtime.tensor_map import MAP_BYTES, TensorMap
 
 SHAPE = (2, 300, 4, 64)
 DENSE = dense_strides(SHAPE)
-ARRAYS = (ctypes.c_uint64 * 4, ctypes.c_uint64 * 3, ctypes.c_uint32 * 4, ctypes.c_uint32 * 4)
 
 
-class Driver:
-    """In place of the driver's functions: keeps what they are called with, and returns `result`."""
-
-    def __init__(self, result: int = 0) -> None:
-        self.result = result
-        self.calls: list[tuple[str, tuple[type, ...], list[Any]]] = []
-
-    def function(self, name: str, *argtypes: type) -> Any:
-        def called(*arguments: Any) -> int:
-            plain = list(arguments)
-            if name == "cuTensorMapEncodeTiled":  # lengths, strides and boxes are given by their address
-                for at, kind in enumerate(ARRAYS, 4):
-                    plain[at] = list(kind.from_address(arguments[at]))
-            self.calls.append((name, argtypes, plain))
-            return self.result
-
-        return called
-
-
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    made = Driver()
-    monkeypatch.setattr(tensor_map, "function", made.function)
-    return made
-
-
-def encoded(driver: Driver, of: TensorMap, address: int = 2**20, pointer: int = 2**30) -> dict[str, Any]:
+def encoded(driver: FakeDriver, of: TensorMap, address: int = 2**20, pointer: int = 2**30) -> dict[str, Any]:
     """The arguments of the one call, by the names of the driver's documentation."""
     of.encode(address, pointer)
-    ((name, _, arguments),) = driver.calls
+    ((name, *arguments),) = driver.calls
     driver.calls.clear()
     assert name == "cuTensorMapEncodeTiled"
     names = ("tensorMap", "tensorDataType", "tensorRank", "globalAddress", "globalDim", "globalStrides", "boxDim",
              "elementStrides", "interleave", "swizzle", "l2Promotion", "oobFill")  # fmt: skip
-    return dict(zip(names, arguments, strict=True))
+    return dict(zip(names, (arguments[0], *arguments[1]), strict=True))
 
 
-def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver: Driver) -> None:
+def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver: FakeDriver) -> None:
     asked = encoded(driver, TensorMap("float16", SHAPE, (80000, 260, 65, 1), rows=128))
     assert asked["tensorMap"] == 2**20
     assert asked["globalAddress"] == 2**30
     assert asked["tensorRank"] == 4
-    assert asked["globalDim"] == [64, 300, 4, 2]  # dim, seqlen, heads, batch
-    assert asked["globalStrides"] == [2 * 260, 2 * 65, 2 * 80000]  # in bytes, those of seqlen, heads, batch
-    assert asked["boxDim"] == [64, 128, 1, 1]
-    assert asked["elementStrides"] == [1, 1, 1, 1]
+    assert asked["globalDim"] == (64, 300, 4, 2)  # dim, seqlen, heads, batch
+    assert asked["globalStrides"] == (2 * 260, 2 * 65, 2 * 80000)  # in bytes, those of seqlen, heads, batch
+    assert asked["boxDim"] == (64, 128, 1, 1)
+    assert asked["elementStrides"] == (1, 1, 1, 1)
     assert (asked["interleave"], asked["swizzle"], asked["oobFill"]) == (0, 3, 0)  # 128 bytes, zeros
 
 
 @pytest.mark.parametrize(
     ("dtype", "code", "size", "columns"), [("float16", 6, 2, 64), ("bfloat16", 9, 2, 64), ("float32", 7, 4, 32)]
 )
-def test_a_box_is_128_bytes_wide_in_every_dtype(driver: Driver, dtype: str, code: int, size: int, columns: int) -> None:
+def test_a_box_is_128_bytes_wide_in_every_dtype(
+    driver: FakeDriver, dtype: str, code: int, size: int, columns: int
+) -> None:
     asked = encoded(driver, TensorMap(dtype, SHAPE, DENSE, rows=16))
     assert asked["tensorDataType"] == code
-    assert asked["globalStrides"] == [size * 256, size * 64, size * 76800]
-    assert asked["boxDim"] == [columns, 16, 1, 1]
+    assert asked["globalStrides"] == (size * 256, size * 64, size * 76800)
+    assert asked["boxDim"] == (columns, 16, 1, 1)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
 @pytest.mark.parametrize("stride", [0, -3, 5, 2**45])
 def test_the_stride_of_a_dimension_of_length_1_is_one_that_the_driver_takes(
-    driver: Driver, axis: int, stride: int
+    driver: FakeDriver, axis: int, stride: int
 ) -> None:
     shape, strides = list(SHAPE), list(DENSE)
     shape[axis], strides[axis] = 1, stride
     asked = encoded(driver, TensorMap("float16", tuple(shape), strides, rows=16))  # type: ignore[arg-type]
     wanted = [2 * 256, 2 * 64, 2 * 76800]
     wanted[(2, 0, 1)[axis]] = 16
-    assert asked["globalStrides"] == wanted
+    assert list(asked["globalStrides"]) == wanted
 
 
-def test_the_first_row_is_a_matter_of_the_address_alone(driver: Driver) -> None:
+def test_the_first_row_is_a_matter_of_the_address_alone(driver: FakeDriver) -> None:
     whole, part = (TensorMap("bfloat16", SHAPE, (80000, 264, 64, 1), 128, first) for first in (0, 7))
     assert (whole.offset, part.offset) == (0, 7 * 264 * 2)
     first, second = encoded(driver, whole), encoded(driver, part)
     assert second == first | {"globalAddress": 2**30 + 7 * 264 * 2}
 
 
-def test_a_moved_descriptor_gets_the_address_of_the_first_row(driver: Driver) -> None:
+def test_a_moved_descriptor_gets_the_address_of_the_first_row(driver: FakeDriver) -> None:
     TensorMap("float16", SHAPE, DENSE, 128, first=3).move(2**20, 2**33)
-    ((name, argtypes, arguments),) = driver.calls
-    assert name == "cuTensorMapReplaceAddress"
-    assert argtypes == (ctypes.c_void_p, ctypes.c_void_p)  # addresses do not fit the int that is the default
-    assert arguments == [2**20, 2**33 + 3 * 256 * 2]
+    assert driver.calls == [("cuTensorMapReplaceAddress", 2**20, (2**33 + 3 * 256 * 2,))]
+    # addresses do not fit the int that is the default
+    assert driver.argtypes["cuTensorMapReplaceAddress"] == (ctypes.c_void_p, ctypes.c_void_p)
 
 
-def test_what_the_driver_refuses_is_told_with_the_operand(driver: Driver) -> None:
+def test_what_the_driver_refuses_is_told_with_the_operand(driver: FakeDriver) -> None:
     driver.result = 1
     of = TensorMap("float16", SHAPE, DENSE, 128)
     with pytest.raises(UnsupportedError, match=r"refuses.*float16.*\(2, 300, 4, 64\).*CUresult 1"):
@@ -142,9 +116,7 @@ REAL = {
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("name", REAL)
-def test_gpu_the_driver_takes_the_maps_of_real_operands(name: str, dtype: str) -> None:
-    import cupy
-
+def test_gpu_the_driver_takes_the_maps_of_real_operands(cupy: Any, name: str, dtype: str) -> None:
     shape, strides, rows = REAL[name]
     pointer = cupy.zeros(4096, "float32").data.ptr
     of, memory, other = TensorMap(dtype, shape, strides, rows), Memory(), Memory()
@@ -160,9 +132,7 @@ def test_gpu_the_driver_takes_the_maps_of_real_operands(name: str, dtype: str) -
 
 
 @pytest.mark.gpu
-def test_gpu_the_driver_refuses_an_address_that_is_not_aligned() -> None:
-    import cupy
-
+def test_gpu_the_driver_refuses_an_address_that_is_not_aligned(cupy: Any) -> None:
     pointer = cupy.zeros(4096, "float32").data.ptr
     with pytest.raises(UnsupportedError, match="refuses a TMA descriptor"):
         TensorMap("float16", SHAPE, DENSE, 128).encode(Memory().address, pointer + 2)
