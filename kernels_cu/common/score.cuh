@@ -15,8 +15,6 @@ struct Score {
 
   const ScoreParams& params;
 
-  __device__ __forceinline__ explicit Score(const ScoreParams& p) : params(p) {}
-
   // Whether scores differ from products: a constant, or a question to the parameters.
   __device__ __forceinline__ bool changes() const {
     return kSoftcap == Softcap::kAtRunTime ? params.inverse_cap != 0.0f : kAlwaysChanges;

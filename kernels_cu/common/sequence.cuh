@@ -1,5 +1,6 @@
 // One batch element: its lengths, which of its keys and queries take part, and where its rows lie in memory. Kernels
-// ask nobody else for these. Today all batch elements are alike, and every answer is read from the parameters.
+// ask nobody else for these, and ask for the batch element that they work on. Today all batch elements are alike, and
+// every answer is read from the parameters.
 #pragma once
 #include "mask.cuh"
 #include "params.cuh"
@@ -7,8 +8,6 @@
 struct Sequence {
   const ProblemParams& problem;
   int batch;
-
-  __device__ constexpr Sequence(const ProblemParams& p, int batch_idx) : problem(p), batch(batch_idx) {}
 
   __device__ constexpr int seqlen_q() const { return problem.seqlen_q; }
   __device__ constexpr int seqlen_k() const { return problem.seqlen_k; }
@@ -21,12 +20,20 @@ struct Sequence {
   __device__ constexpr Range seen_keys() const { return {problem.key_begin, problem.key_end}; }
   __device__ constexpr Range seen_queries() const { return {problem.row_begin, problem.row_end}; }
 
-  // Elements of an operand before row 0 of a head.
-  __device__ constexpr long long offset(const Operand& x, int head) const {
-    return batch * x.stride_batch + head * x.stride_head;
+  // What is counted or laid out alike for all batch elements has as many rows as the longest of them.
+  __device__ static constexpr int most_queries(const ProblemParams& p) { return p.seqlen_q; }
+  __device__ static constexpr int most_keys(const ProblemParams& p) { return p.seqlen_k; }
+
+  // Where an element of an operand lies whose elements have `bytes` bytes.
+  __device__ __forceinline__ char* address(const Operand& x, int bytes, int head, int row = 0, int column = 0) const {
+    const long long element = batch * x.stride_batch + head * x.stride_head + row * x.stride_seqlen + column;
+    return static_cast<char*>(x.pointer) + element * bytes;
   }
 
-  // Heads counted over the whole batch.
+  // Heads counted over the whole batch, and the number of all query heads.
+  __device__ static constexpr long long num_query_heads(const ProblemParams& p) {
+    return static_cast<long long>(p.batch) * p.heads_q;
+  }
   __device__ constexpr long long query_head(int head) const {
     return static_cast<long long>(batch) * problem.heads_q + head;
   }

@@ -10,23 +10,28 @@
 
 static_assert(sizeof(ConvertParams) == kParamsBytes, "the host packs other parameters");
 
-// The conversion of one gradient. All batch elements have the same number of rows.
+// The conversion of one gradient, whose rows are queries or keys.
+template <bool kRowsAreQueries>
 struct Conversion {
-  const ProblemParams& problem;
+  const ConvertParams& params;
   float* acc;  // null: there is nothing to convert
   const Operand& out;
-  int heads, splits, rows;
-  Range valid;  // rows outside it see nothing, or nobody sees them: they become zeros
   int columns, padded_columns;
   float scale;
 
+  const ProblemParams& problem = params.problem;
+  const int heads = kRowsAreQueries ? problem.heads_q : problem.heads_q / problem.heads_per_kv;
+  const int splits = kRowsAreQueries ? 1 : params.splits;
+  const int most_rows = kRowsAreQueries ? Sequence::most_queries(problem) : Sequence::most_keys(problem);
+  const int strips = (most_rows + 15) / 16;
+
   __device__ long long num_threads() const {
-    return acc == nullptr ? 0 : static_cast<long long>(problem.batch) * heads * ((rows + 15) / 16) * padded_columns;
+    return acc == nullptr ? 0 : static_cast<long long>(problem.batch) * heads * strips * padded_columns;
   }
 
   // `index` counts (batch, head, strip of 16 rows, fragment of 8 columns, row of the fragment), the last one fastest.
   __device__ void convert(long long index) const {
-    const int g = index % 8, fragments = padded_columns / 8, strips = (rows + 15) / 16;
+    const int g = index % 8, fragments = padded_columns / 8;
     const long long outer = index / 8 / fragments;
     const int fragment = static_cast<int>(index / 8 - outer * fragments), column = fragment * 8;
     const long long batch_head = outer / strips;
@@ -36,8 +41,8 @@ struct Conversion {
     float x[2][8] = {};  // (row, column)
 #pragma unroll 1
     for (int split = 0; split < splits; ++split) {
-      const float4* const source = reinterpret_cast<const float4*>(
-          fragment_strip(acc, batch_head * splits + split, rows, strip, padded_columns) + fragment * kFragmentFloats);
+      const float* const first = fragment_strip(acc, batch_head * splits + split, most_rows, strip, padded_columns);
+      const float4* const source = reinterpret_cast<const float4*>(first + fragment * kFragmentFloats);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         // These are either all four registers of lane 4 g + i, or register i of the lanes 4 g … 4 g + 3.
@@ -50,9 +55,11 @@ struct Conversion {
         }
       }
     }
-    const Sequence sequence(problem, static_cast<int>(batch_head / heads));
-    char* const gmem =
-        static_cast<char*>(out.pointer) + sequence.offset(out, static_cast<int>(batch_head % heads)) * kElementBytes;
+    const Sequence sequence{problem, static_cast<int>(batch_head / heads)};
+    const int rows = kRowsAreQueries ? sequence.seqlen_q() : sequence.seqlen_k();
+    // Rows outside this range see nothing, or nobody sees them: they become zeros.
+    const Range valid = kRowsAreQueries ? sequence.seen_queries() : sequence.seen_keys();
+    char* const gmem = sequence.address(out, kElementBytes, static_cast<int>(batch_head % heads));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = strip * 16 + g + 8 * h;
@@ -74,16 +81,10 @@ struct Conversion {
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ ConvertParams p) {
   long long index = static_cast<long long>(blockIdx.x) * kNumThreads + threadIdx.x;
-  const ProblemParams& problem = p.problem;
-  const Sequence any(problem, 0);
-  const int heads_kv = problem.heads_q / problem.heads_per_kv;
-  const float scale = problem.score.softmax_scale;
-  const Conversion dq{problem,          p.dq_acc,     p.dq, problem.heads_q, 1, any.seqlen_q(), any.seen_queries(),
-                      problem.head_dim, p.padded_dim, scale};
-  const Conversion dk{problem,         p.dk_acc,         p.dk,         heads_kv, p.splits, any.seqlen_k(),
-                      any.seen_keys(), problem.head_dim, p.padded_dim, scale};
-  const Conversion dv{problem,         p.dv_acc,           p.dv,           heads_kv, p.splits, any.seqlen_k(),
-                      any.seen_keys(), problem.head_dim_v, p.padded_dim_v, 1.0f};
+  const float scale = p.problem.score.softmax_scale;
+  const Conversion<true> dq{p, p.dq_acc, p.dq, p.problem.head_dim, p.padded_dim, scale};
+  const Conversion<false> dk{p, p.dk_acc, p.dk, p.problem.head_dim, p.padded_dim, scale};
+  const Conversion<false> dv{p, p.dv_acc, p.dv, p.problem.head_dim_v, p.padded_dim_v, 1.0f};
   if (index < dq.num_threads()) dq.convert(index);
   else if ((index -= dq.num_threads()) < dk.num_threads()) dk.convert(index);
   else if ((index -= dk.num_threads()) < dv.num_threads()) dv.convert(index);

@@ -45,7 +45,7 @@ __device__ __forceinline__ float dot_row(const char* dout, const char* out, int 
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
   const Work work(head_by_head(blockIdx.x, p.stats_rows / kRows), p.problem.heads_q);
-  const Sequence sequence(p.problem, work.batch);
+  const Sequence sequence{p.problem, work.batch};
   const int row_begin = work.block * kRows;
   const int row = row_begin + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const Range seen = sequence.seen_queries();
@@ -56,10 +56,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     const long long at = sequence.lse_offset(work.head) + row;
     lse = p.lse[at];  // why so early: the load is then on its way together with those that follow
     if (p.dlse != nullptr) dlse = p.dlse[at];
-    const char* const dout = static_cast<const char*>(p.dout.pointer) +
-                             (sequence.offset(p.dout, work.head) + row * p.dout.stride_seqlen) * kElementBytes;
-    const char* const out = static_cast<const char*>(p.out.pointer) +
-                            (sequence.offset(p.out, work.head) + row * p.out.stride_seqlen) * kOutBytes;
+    const char* const dout = sequence.address(p.dout, kElementBytes, work.head, row);
+    const char* const out = sequence.address(p.out, kOutBytes, work.head, row);
     const bool whole = p.dout.aligned && p.out.aligned && p.problem.head_dim_v % kChunkElements == 0;
     delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
   }
@@ -75,8 +73,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
 
   if (p.turns != nullptr) {
     if (!sees && row < sequence.seqlen_q()) {
-      char* const dq = static_cast<char*>(p.dq.pointer) +
-                       (sequence.offset(p.dq, work.head) + row * p.dq.stride_seqlen) * kElementBytes;
+      char* const dq = sequence.address(p.dq, kElementBytes, work.head, row);
       for (int column = lane * kChunkElements; column < p.problem.head_dim; column += kLanes * kChunkElements) {
         store_chunk(dq, column, p.problem.head_dim - column, p.dq.aligned, Chunk<kDType>{});
       }
@@ -90,8 +87,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     }
   } else if (p.dq_acc != nullptr) {
     const int strip = row_begin / 16, strips = min(kRows / 16, (sequence.seqlen_q() + 15) / 16 - strip);
-    float4* const dq = reinterpret_cast<float4*>(
-        fragment_strip(p.dq_acc, sequence.query_head(work.head), sequence.seqlen_q(), strip, p.padded_dim));
+    float* const first = fragment_strip(p.dq_acc, sequence.query_head(work.head), Sequence::most_queries(p.problem),
+                                        strip, p.padded_dim);
+    float4* const dq = reinterpret_cast<float4*>(first);
     for (int i = threadIdx.x; i < strips * p.padded_dim * 4; i += kNumThreads) dq[i] = make_float4(0, 0, 0, 0);
   }
 }

@@ -8,15 +8,11 @@ __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.a
 
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most kPending of this warpgroup's latest groups still run.
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
+// Waits until at most kPending of this warpgroup's latest groups still run. d are the accumulators of a group that has
+// ended then. why named: nothing else keeps reads of them behind the wait.
+template <int kPending, int kCount>
+__device__ __forceinline__ void wgmma_wait(float (&d)[kCount]) {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-
-// Keeps reads of the accumulators behind the wait that stands before this: nothing else ties them to the wait.
-template <int kCount>
-__device__ __forceinline__ void wgmma_pin(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }

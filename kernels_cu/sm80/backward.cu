@@ -121,9 +121,9 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Seque
     for (int m = 0; m < kDqFragments; ++m) {
       const int strip = row / 16 + row_warp * kDqFragments + m;
       if (strip * 16 >= sequence.seqlen_q()) continue;
-      float* const target =
-          fragment_strip(params.dq_acc, sequence.query_head(head), sequence.seqlen_q(), strip, kHeadDim) +
-          block * kFragmentBlock;
+      const int most_queries = Sequence::most_queries(params.problem);
+      float* const target = fragment_strip(params.dq_acc, sequence.query_head(head), most_queries, strip, kHeadDim) +
+                            block * kFragmentBlock;
 #pragma unroll
       for (int j = 0; j < kPass / 8; ++j) {
         add_fragment(target + (j / 2 * kDqColumnWarps * 2 + j % 2) * kFragmentFloats, lane, &dq[m][4 * j]);
@@ -137,13 +137,13 @@ template <int kColumns, int kCount>
 __device__ __forceinline__ void store_split(float* acc, const BackwardParams& params, const KeyWork& work,
                                             const float (&x)[kFragments][kCount], const WarpRole& role) {
   const int lane = threadIdx.x % 32;
-  const int seqlen_k = work.sequence.seqlen_k();
+  const int most_keys = Sequence::most_keys(params.problem);
   const long long head = work.sequence.kv_head(work.head) * params.splits + work.part;
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
     const int strip = (work.keys.begin + role.key) / 16 + m;
-    if (strip * 16 >= seqlen_k) continue;
-    float* const target = fragment_strip(acc, head, seqlen_k, strip, kColumns) + role.member * kFragmentBlock;
+    if (strip * 16 >= work.sequence.seqlen_k()) continue;
+    float* const target = fragment_strip(acc, head, most_keys, strip, kColumns) + role.member * kFragmentBlock;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       float* const fragment = target + (j / 2 * kGroup * 2 + j % 2) * kFragmentFloats;
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const unsigned p_smem = smem_address(storage.weights[sizeof(storage.weights) / kWeightBytes - 1]);
 
   const ProblemParams& problem = params.problem;
-  const Score score(problem.score);
+  const Score score{problem.score};
   const KeyWork work(params);
   const Sequence& sequence = work.sequence;
   const Mask mask = sequence.mask().transposed();
@@ -170,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const AscendingTiles tiles = TileRange::covering(mask.key_range(work.keys.begin, work.keys.end), kBlockQ);
 
   auto fetch = [&](int head, int m, int slot) {
-    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, head, 0, problem.head_dim);
-    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence, head, 0, problem.head_dim_v);
+    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, head, problem.head_dim);
+    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence, head, problem.head_dim_v);
     const int row = m * kBlockQ, thread = fresh_thread();
     q_loader.load(smem_address(storage.q[slot]), row, sequence.seen_queries());
     dout_loader.load(smem_address(storage.dout[slot]), row, sequence.seen_queries());
@@ -188,12 +188,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   };
 
   float dk[kFragments][kHeadDim / kGroup / 2] = {}, dv[kFragments][kHeadDimV / kGroup / 2] = {};
-  {
-    const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.head, 0, problem.head_dim);
-    const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.head, 0, problem.head_dim_v);
-    k_loader.load(k_smem, work.keys.begin, sequence.seen_keys());
-    v_loader.load(v_smem, work.keys.begin, sequence.seen_keys());
-  }
+  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.head, problem.head_dim);
+  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.head, problem.head_dim_v);
+  k_loader.load(k_smem, work.keys.begin, sequence.seen_keys());
+  v_loader.load(v_smem, work.keys.begin, sequence.seen_keys());
   if (tiles.has(tiles.first())) fetch(work.heads.begin, tiles.first(), 0);
   cp_async_commit();
 

@@ -50,27 +50,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]), kBytesV = sizeof(SharedStorage::v[0]);
 
   const ProblemParams& problem = params.problem;
-  const Score score(problem.score);
-  const QueryWork work(params);
+  const QueryBlock work(params);
+  const DescendingTiles& tiles = work.tiles;
   const Sequence& sequence = work.sequence;
-  const Mask mask = sequence.mask();
-  const DescendingTiles tiles = key_tiles(mask, work);
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.kv_head, 0, problem.head_dim);
-  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.kv_head, 0, problem.head_dim_v);
+  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.kv_head, problem.head_dim_v);
+  const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence, work.head, problem.head_dim_v);
   auto fetch = [&](int n, int slot) {
     if (tiles.has(n)) {
-      k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
+      work.k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
       v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.seen_keys());
     }
     cp_async_commit();
   };
 
-  {
-    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, work.head, 0, problem.head_dim);
-    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence, work.head, 0, problem.head_dim_v);
-    q_loader.load(q_smem, work.rows.begin, sequence.seen_queries());
-    dout_loader.load(dout_smem, work.rows.begin, sequence.seen_queries());
-  }
+  work.q_loader.load(q_smem, work.rows.begin, sequence.seen_queries());
+  dout_loader.load(dout_smem, work.rows.begin, sequence.seen_queries());
   fetch(tiles.first(), 0);
 
   float2 stats[2 * kFragments];
@@ -98,11 +92,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
                                                   b_lane_address<VSwizzle>(v_tile));
 
     // 3. p and ds, dq += ds k
-    if (!score.changes() && !needs_mask(mask, work, n)) {
-      weigh_tile<true>(s, dp, score, stats);
+    if (!work.score.changes() && !work.needs_mask(n)) {
+      weigh_tile<true>(s, dp, work.score, stats);
     } else {
-      score_and_mask(s, score, mask, work, n);
-      weigh_tile<false>(s, dp, score, stats);
+      work.score_and_mask(s, n);
+      weigh_tile<false>(s, dp, work.score, stats);
     }
     gemm_weights<QSwizzle>(dq, dp, k_tile);
     if constexpr (kStages == 2) {
@@ -116,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const QueryWork same(params);
   const Range seen = same.sequence.seen_queries();
-  char* const out = static_cast<char*>(params.dq.pointer) + same.sequence.offset(params.dq, same.head) * kElementBytes;
+  char* const out = same.sequence.address(params.dq, kElementBytes, same.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
     const int i = lane_row(same) + 8 * r;

@@ -31,12 +31,11 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, float (&
                                            Softmax& softmax) {
   const QueryWork work(params);
   const int column = work.part * kHeadDimV;
-  char* const out =
-      static_cast<char*>(params.out.pointer) + (work.sequence.offset(params.out, work.head) + column) * kOutBytes;
+  char* const out = work.sequence.address(params.out, kOutBytes, work.head, 0, column);
   float* const lse = params.lse + work.sequence.lse_offset(work.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
-    const int i = lane_row(work) + 16 * (r / 2) + 8 * (r % 2);
+    const int i = lane_row(work) + 8 * r;
     const bool exists = i < work.rows.end;
     float o_scale, row_lse;
     softmax.finish(r, o_scale, row_lse);
@@ -54,22 +53,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.k), v_smem = smem_address(storage.v);
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]), kBytesV = sizeof(SharedStorage::v[0]);
 
-  const ProblemParams& problem = params.problem;
-  const Score score(problem.score);
-  const QueryWork work(params);
-  const Sequence& sequence = work.sequence;
-  const Mask mask = sequence.mask();
-  const DescendingTiles tiles = key_tiles(mask, work);
-  const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, work.head, 0, problem.head_dim);
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.kv_head, 0, problem.head_dim);
-  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.kv_head, work.part * kHeadDimV,
-                                                problem.head_dim_v);
-  auto fetch_k = [&](int n, int slot) {
-    if (tiles.has(n)) k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
-  };
-  auto fetch_v = [&](int n, int slot) {
-    if (tiles.has(n)) v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.seen_keys());
-  };
+  const QueryBlock work(params);
+  const DescendingTiles& tiles = work.tiles;
+  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, work.sequence, work.kv_head, params.problem.head_dim_v,
+                                                work.part * kHeadDimV);
+  auto fetch_k = [&](int n, int slot) { work.fetch(work.k_loader, k_smem, n, slot); };
+  auto fetch_v = [&](int n, int slot) { work.fetch(v_loader, v_smem, n, slot); };
 
   float o[kFragments][kHeadDimV / 2] = {};
   SoftmaxPolicy<kAlgorithm, kFragments, kBlockK / 2> softmax;
@@ -77,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   QFragments q(q_smem);
 
   // Prologue: q and the first tile.
-  q_loader.load(q_smem, work.rows.begin, {0, sequence.seqlen_q()});
+  work.q_loader.load(q_smem, work.rows.begin, {0, work.sequence.seqlen_q()});
   fetch_k(tiles.first(), 0);
   if constexpr (kStages == 2) fetch_v(tiles.first(), 0);
   cp_async_commit();
@@ -102,11 +91,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       fetch_k(tiles.next(n), 0);
       cp_async_commit();
     }
-    score_and_mask(s, score, mask, work, n);
+    work.score_and_mask(s, n);
 
     // 3. p = softmax update of s, o = o * o_scale + p v
     float o_scale[2 * kFragments];
-    if (softmax.update(s, problem.score.scale_log2, o_scale)) {
+    if (softmax.update(s, params.problem.score.scale_log2, o_scale)) {
 #pragma unroll
       for (int r = 0; r < 2 * kFragments; ++r) scale_row(o[r / 2], r % 2, o_scale[r]);
     }

@@ -7,12 +7,28 @@
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mma_sync.cuh"
 #include "config.cuh"
-#include "tf32.cuh"
 
 constexpr bool kIsTf32 = kDType == DType::kFloat32;
 constexpr int kStepElements = 32 / kElementBytes;      // of the summed dimension in one mma: two 16-byte chunks
 using QSwizzle = Swizzle<kHeadDim / kChunkElements>;   // for tiles of q and k
 using VSwizzle = Swizzle<kHeadDimV / kChunkElements>;  // for tiles of v and dout
+
+// A float32 number x = big + small, each rounded to TF32, so that the remainder is under 2^-22 of x; NaN stays NaN in
+// both. Source: Ootomo and Yokota, arXiv 2203.03341.
+struct Tf32Pair {
+  unsigned big, small;
+};
+
+__device__ __forceinline__ unsigned round_tf32(float x) {
+  unsigned y;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ Tf32Pair split_tf32(float x) {
+  const unsigned big = round_tf32(x);
+  return {big, round_tf32(x - __uint_as_float(big))};
+}
 
 // A left operand of 16 x kStepElements. Only float32 uses `small`.
 struct FragmentA {
@@ -48,14 +64,10 @@ __device__ __forceinline__ void mma(float* d, const FragmentA& a, unsigned b0, u
   mma_sync_m16n8k16<kDType == DType::kFloat16>(d, a.big, b0, b1);
 }
 
-// The three products of float32, in two calls. why the small terms of all steps are added first: L43.
+// The two small products of float32. why those of all steps are added before the big ones: L43.
 __device__ __forceinline__ void mma_small(float* d, const FragmentA& a, const Tf32Pair& b0, const Tf32Pair& b1) {
   mma_sync_m16n8k8_tf32(d, a.small, b0.big, b1.big);
   mma_sync_m16n8k8_tf32(d, a.big, b0.small, b1.small);
-}
-
-__device__ __forceinline__ void mma_big(float* d, const FragmentA& a, unsigned b0, unsigned b1) {
-  mma_sync_m16n8k8_tf32(d, a.big, b0, b1);
 }
 
 // This lane's address of 16 rows x 2 chunks of a right operand. The second 8x8 matrix is that of the second chunk.
@@ -100,15 +112,12 @@ __device__ __forceinline__ void gemm_abt_step(float (&c)[kFragments][kCount], co
     }
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
-      if constexpr (!kIsTf32) {
-        mma(&c[m][8 * j], a[m], b[0], b[1]);
-        mma(&c[m][8 * j + 4], a[m], b[2], b[3]);
-      } else if constexpr (kSmall) {
-        mma_small(&c[m][8 * j], a[m], pair[0], pair[1]);
-        mma_small(&c[m][8 * j + 4], a[m], pair[2], pair[3]);
-      } else {
-        mma_big(&c[m][8 * j], a[m], pair[0].big, pair[1].big);
-        mma_big(&c[m][8 * j + 4], a[m], pair[2].big, pair[3].big);
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        float* const d = &c[m][8 * j + 2 * i];
+        if constexpr (!kIsTf32) mma(d, a[m], b[i], b[i + 1]);
+        else if constexpr (kSmall) mma_small(d, a[m], pair[i], pair[i + 1]);
+        else mma_sync_m16n8k8_tf32(d, a[m].big, pair[i].big, pair[i + 1].big);
       }
     }
   }

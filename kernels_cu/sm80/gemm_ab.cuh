@@ -55,7 +55,7 @@ __device__ __forceinline__ void gemm_ab_tf32(float (&c)[kFragments][kCount], con
 #pragma unroll
           for (int m = 0; m < kFragments; ++m) {
             if (pass == 0) mma_small(sum[m][i], a[m], b0, b1);
-            else mma_big(sum[m][i], a[m], b0.big, b1.big);
+            else mma_sync_m16n8k8_tf32(sum[m][i], a[m].big, b0.big, b1.big);
           }
         }
       }

@@ -25,23 +25,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.k);
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]);
 
-  const ProblemParams& problem = params.problem;
-  const Score score(problem.score);
-  const QueryWork work(params);
-  const Sequence& sequence = work.sequence;
-  const Mask mask = sequence.mask();
-  const DescendingTiles tiles = key_tiles(mask, work);
-  const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, work.head, 0, problem.head_dim);
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.kv_head, 0, problem.head_dim);
-  auto fetch_k = [&](int n, int slot) {
-    if (tiles.has(n)) k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
-  };
+  const QueryBlock work(params);
+  const DescendingTiles& tiles = work.tiles;
+  auto fetch_k = [&](int n, int slot) { work.fetch(work.k_loader, k_smem, n, slot); };
 
   SoftmaxPolicy<kAlgorithm, kFragments, kBlockK / 2> softmax;
   softmax.setup();
   QFragments q(q_smem);
 
-  q_loader.load(q_smem, work.rows.begin, {0, sequence.seqlen_q()});
+  work.q_loader.load(q_smem, work.rows.begin, {0, work.sequence.seqlen_q()});
   fetch_k(tiles.first(), 0);
   cp_async_commit();
 
@@ -56,8 +48,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     if (n == tiles.first()) q.load();
     float s[kFragments][kBlockK / 2] = {}, unused[2 * kFragments];
     compute_scores(s, q, k_smem + slot * kBytesK);
-    score_and_mask(s, score, mask, work, n);
-    softmax.update(s, problem.score.scale_log2, unused);
+    work.score_and_mask(s, n);
+    softmax.update(s, params.problem.score.scale_log2, unused);
   }
   cp_async_wait<0>();  // why: q may still be on its way when no key is visible
 
@@ -65,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   float* const lse = params.lse + same.sequence.lse_offset(same.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
-    const int i = lane_row(same) + 16 * (r / 2) + 8 * (r % 2);
+    const int i = lane_row(same) + 8 * r;
     float unused, row_lse;
     softmax.finish(r, unused, row_lse);
     if (threadIdx.x % 4 == 0 && i < same.rows.end) lse[i] = row_lse;

@@ -6,37 +6,30 @@
 // Row h of columns 32 g … 32 g + 31 as 16-bit numbers, 16 bytes a lane. The lanes of a quad exchange pairs by two
 // butterflies, which transpose 4x4 pairs; then lane t holds the columns 32 g + 8 t … + 7.
 template <int kCount>
-__device__ __forceinline__ uint4 gather_row_16bit(const float (&o)[kCount], int g, int h) {
+__device__ __forceinline__ void gather_row_16bit(unsigned (&r)[4], const float (&o)[kCount], int g, int h) {
   const int t = threadIdx.x % 4;
-  unsigned r[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) r[i] = pack2(o[16 * g + 4 * i + 2 * h], o[16 * g + 4 * i + 2 * h + 1]);
 #pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const unsigned got = __shfl_xor_sync(0xffffffffu, t & 1 ? r[i] : r[i + 1], 1);
-    if (t & 1) r[i] = got;
-    else r[i + 1] = got;
+  for (int n = 0; n < 4; ++n) {
+    const int step = n < 2 ? 1 : 2, i = n < 2 ? 2 * n : n - 2;  // r[i] and r[i + step]
+    const unsigned got = __shfl_xor_sync(0xffffffffu, t & step ? r[i] : r[i + step], step);
+    if (t & step) r[i] = got;
+    else r[i + step] = got;
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const unsigned got = __shfl_xor_sync(0xffffffffu, t & 2 ? r[i] : r[i + 2], 2);
-    if (t & 2) r[i] = got;
-    else r[i + 2] = got;
-  }
-  return make_uint4(r[0], r[1], r[2], r[3]);
 }
 
 // Row h of columns 16 g … 16 g + 15 as floats, 16 bytes a lane. Lane t then holds the columns 16 g + 8 (t % 2) +
 // 4 (t / 2) … + 3.
 template <int kCount>
-__device__ __forceinline__ uint4 gather_row_float(const float (&o)[kCount], int g, int h) {
+__device__ __forceinline__ void gather_row_float(unsigned (&r)[4], const float (&o)[kCount], int g, int h) {
   const bool odd = threadIdx.x & 1;
   const float* first = &o[8 * g + 2 * h];
   const float* second = &o[8 * g + 4 + 2 * h];
   const float x = __shfl_xor_sync(0xffffffffu, odd ? first[0] : second[0], 1);
   const float y = __shfl_xor_sync(0xffffffffu, odd ? first[1] : second[1], 1);
-  const float4 row = odd ? make_float4(x, y, second[0], second[1]) : make_float4(first[0], first[1], x, y);
-  return make_uint4(__float_as_uint(row.x), __float_as_uint(row.y), __float_as_uint(row.z), __float_as_uint(row.w));
+  r[0] = __float_as_uint(odd ? x : first[0]), r[1] = __float_as_uint(odd ? y : first[1]);
+  r[2] = __float_as_uint(odd ? second[0] : x), r[3] = __float_as_uint(odd ? second[1] : y);
 }
 
 // Stores row `half` of a fragment. `gmem` is the place of its first column in out (or dq); `columns` of them exist.
@@ -49,11 +42,9 @@ __device__ __forceinline__ void store_row(char* gmem, const float (&o)[kCount], 
   const int lane_column = kWide ? 8 * (t % 2) + 4 * (t / 2) : 8 * t;
 #pragma unroll
   for (int g = 0; g < kCount * 2 / kQuadColumns; ++g) {
-    uint4 value;
-    if constexpr (kWide) value = gather_row_float(o, g, half);
-    else value = gather_row_16bit(o, g, half);
     Chunk<kOutDType> chunk;
-    chunk.words[0] = value.x, chunk.words[1] = value.y, chunk.words[2] = value.z, chunk.words[3] = value.w;
+    if constexpr (kWide) gather_row_float(chunk.words, o, g, half);
+    else gather_row_16bit(chunk.words, o, g, half);
     const int column = g * kQuadColumns + lane_column;
     if (exists) store_chunk(gmem, column, columns - column, aligned, chunk);
   }

@@ -10,20 +10,48 @@
 static_assert(kBlockQ % (16 * kNumWarps) == 0, "each warp owns whole 16-row fragments");
 constexpr int kRowsPerWarp = kBlockQ / kNumWarps, kFragments = kRowsPerWarp / 16;  // of a warp (L26)
 
-// This lane's first query. Its others are 8 and multiples of 16 further.
+// This lane's first query. Its others are multiples of 8 further.
 __device__ __forceinline__ int lane_row(const QueryWork& work) {
   return work.rows.begin + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
 }
 
-// The key tiles that some query of the block sees.
-__device__ __forceinline__ DescendingTiles key_tiles(const Mask& mask, const QueryWork& work) {
-  return TileRange::covering(mask.key_range(work.rows.begin, work.rows.end), kBlockK);
-}
+// A block of queries, its scores, and the key tiles that some of its queries see.
+struct QueryBlock : QueryWork {
+  const Score score;
+  const Mask mask;
+  const DescendingTiles tiles;
+  const TileLoader<kBlockQ, kHeadDim> q_loader;
+  const TileLoader<kBlockK, kHeadDim> k_loader;
 
-// Whether some query of the block does not see all keys of tile n.
-__device__ __forceinline__ bool needs_mask(const Mask& mask, const QueryWork& work, int n) {
-  return !mask.all_visible(work.rows, {n * kBlockK, (n + 1) * kBlockK});
-}
+  template <class Params>
+  __device__ __forceinline__ explicit QueryBlock(const Params& p)
+      : QueryWork(p),
+        score{p.problem.score},
+        mask(sequence.mask()),
+        tiles(TileRange::covering(mask.key_range(rows.begin, rows.end), kBlockK)),
+        q_loader(p.q, sequence, head, p.problem.head_dim),
+        k_loader(p.k, sequence, kv_head, p.problem.head_dim) {}
+
+  // Begins to load key tile n of k or of v into a slot of the ring at `smem`, if there is such a tile.
+  template <class Loader>
+  __device__ __forceinline__ void fetch(const Loader& loader, unsigned smem, int n, int slot) const {
+    if (tiles.has(n)) loader.load(smem + slot * Loader::kBytes, n * kBlockK, sequence.seen_keys());
+  }
+
+  // Whether some query of the block does not see all keys of tile n.
+  __device__ __forceinline__ bool needs_mask(int n) const {
+    return !mask.all_visible(rows, {n * kBlockK, (n + 1) * kBlockK});
+  }
+
+  // s = mask(score(s)), where there is something to do.
+  __device__ __forceinline__ void score_and_mask(float (&s)[kFragments][kBlockK / 2], int n) const {
+    score.apply(s);
+    if (needs_mask(n)) {
+#pragma unroll
+      for (int m = 0; m < kFragments; ++m) mask.apply(s[m], lane_row(*this) + 16 * m, n * kBlockK, threadIdx.x % 4);
+    }
+  }
+};
 
 // The warp's rows of q, which are held in registers over all tiles, or read from shared memory for each.
 struct QFragments {
@@ -54,14 +82,4 @@ struct QFragments {
 __device__ __forceinline__ void compute_scores(float (&s)[kFragments][kBlockK / 2], const QFragments& q,
                                                unsigned k_smem) {
   gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, q, b_lane_address<QSwizzle>(k_smem));
-}
-
-// s = mask(score(s)), where there is something to do.
-__device__ __forceinline__ void score_and_mask(float (&s)[kFragments][kBlockK / 2], const Score& score,
-                                               const Mask& mask, const QueryWork& work, int n) {
-  score.apply(s);
-  if (needs_mask(mask, work, n)) {
-#pragma unroll
-    for (int m = 0; m < kFragments; ++m) mask.apply(s[m], lane_row(work) + 16 * m, n * kBlockK, threadIdx.x % 4);
-  }
 }

@@ -14,7 +14,6 @@ struct SoftmaxFlash1 {
     for (int r = 0; r < 2 * kFragments; ++r) max_log2[r] = -infinity(), sum[r] = 0.0f;
   }
 
-  // Scores become weights. The caller multiplies the output so far by o_scale, then adds the tile's.
   __device__ __forceinline__ bool update(float (&s)[kFragments][kCount], float scale_log2,
                                          float (&o_scale)[2 * kFragments]) {
 #pragma unroll
@@ -31,7 +30,6 @@ struct SoftmaxFlash1 {
     return true;
   }
 
-  // Gives the factor that turns the accumulated output into the result, and the row's lse.
   __device__ __forceinline__ void finish(int r, float& o_scale, float& lse) {
     o_scale = 1.0f;
     lse = sum[r] == 0.0f ? -infinity() : max_log2[r] * kLn2 + logf(sum[r]);

@@ -17,7 +17,6 @@ struct SoftmaxFlash2 {
     for (int r = 0; r < 2 * kFragments; ++r) max_log2[r] = -infinity(), sum[r] = 0.0f;
   }
 
-  // Scores become weights. The result tells whether the caller must multiply the output so far by o_scale.
   __device__ __forceinline__ bool update(float (&s)[kFragments][kCount], float scale_log2,
                                          float (&o_scale)[2 * kFragments]) {
     bool raised = false;
@@ -36,7 +35,6 @@ struct SoftmaxFlash2 {
     return __any_sync(0xffffffffu, raised);
   }
 
-  // Gives the factor that turns the accumulated output into the result, and the row's lse.
   __device__ __forceinline__ void finish(int r, float& o_scale, float& lse) {
     const float total = quad_sum(sum[r]);
     o_scale = total == 0.0f ? 0.0f : rcp_approx(total);

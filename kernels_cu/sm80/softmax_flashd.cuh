@@ -15,7 +15,6 @@ struct SoftmaxFlashD {
     for (int r = 0; r < 2 * kFragments; ++r) base[r] = -infinity(), rest[r] = 0.0f;
   }
 
-  // Scores become weights. The caller multiplies the output so far by o_scale, then adds the tile's.
   __device__ __forceinline__ bool update(float (&s)[kFragments][kCount], float scale_log2,
                                          float (&o_scale)[2 * kFragments]) {
 #pragma unroll

@@ -11,7 +11,7 @@
 // outside the range `valid` and columns past the last become zeros, whatever memory holds there.
 template <int kRows, int kCols>
 struct TileLoader {
-  static constexpr int kChunks = kCols / kChunkElements;
+  static constexpr int kChunks = kCols / kChunkElements, kBytes = kRows * kChunks * 16;
   // Neighbouring threads take neighbouring chunks of a row, up to 128 bytes. The rows of a thread are kRowStep apart.
   static constexpr int kLanes = Swizzle<kChunks>::kSpan;
   static constexpr int kRowStep = kNumThreads / kLanes;
@@ -22,10 +22,9 @@ struct TileLoader {
   const char* gmem;  // row 0 of the head, first column of the tile
   int num_columns;   // that exist from there on
 
-  __device__ __forceinline__ TileLoader(const Operand& x, const Sequence& sequence, int head, int column, int columns)
-      : operand(x),
-        gmem(static_cast<const char*>(x.pointer) + (sequence.offset(x, head) + column) * kElementBytes),
-        num_columns(columns - column) {}
+  __device__ __forceinline__ TileLoader(const Operand& x, const Sequence& sequence, int head, int columns,
+                                        int column = 0)
+      : operand(x), gmem(sequence.address(x, kElementBytes, head, 0, column)), num_columns(columns - column) {}
 
   // Begins to load the rows row … row + kRows - 1.
   __device__ __forceinline__ void load(unsigned smem, int row, Range valid) const {
@@ -76,7 +75,7 @@ template <int kRows, int kCols>
 __device__ __forceinline__ void store_tile(const Operand& x, const Sequence& sequence, int head, unsigned smem,
                                            Range rows, Range valid, int num_columns) {
   constexpr int kChunks = kCols / kChunkElements;
-  char* const gmem = static_cast<char*>(x.pointer) + sequence.offset(x, head) * kElementBytes;
+  char* const gmem = sequence.address(x, kElementBytes, head);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kRows * kChunks; i += kNumThreads) {
     const int r = i / kChunks, row = rows.begin + r, chunk = i % kChunks, count = num_columns - chunk * kChunkElements;

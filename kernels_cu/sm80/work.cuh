@@ -21,7 +21,7 @@ struct QueryWork : Work {
   template <class Params>
   __device__ __forceinline__ explicit QueryWork(const Params& p)
       : Work(head_by_head(opaque_block_index(), p.num_q_blocks), unsigned(p.problem.heads_q), unsigned(p.num_slices)),
-        sequence(p.problem, batch) {
+        sequence{p.problem, batch} {
     kv_head = head / p.problem.heads_per_kv;
     rows.begin = (p.num_q_blocks - 1 - block) * kBlockQ;
     rows.end = smaller(rows.begin + kBlockQ, sequence.seqlen_q());
@@ -38,7 +38,7 @@ struct KeyWork : Work {
       : Work(longest_first(opaque_block_index(), p.num_k_blocks,
                            p.problem.batch * (p.problem.heads_q / p.problem.heads_per_kv) * p.splits, p.heads_together),
              unsigned(p.problem.heads_q / p.problem.heads_per_kv), unsigned(p.splits)),
-        sequence(p.problem, batch) {
+        sequence{p.problem, batch} {
     const ProblemParams& problem = p.problem;
     keys.begin = block * kBlockK;
     keys.end = smaller(keys.begin + kBlockK, sequence.seqlen_k());

@@ -92,7 +92,7 @@ struct Consumer : Role {
   template <int kColumns, int kCount>
   __device__ __forceinline__ void begin_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
                                                unsigned b_smem) const {
-    const unsigned long long keys = wgmma_descriptor(a_smem + group * kGroupKeys * 128);
+    const unsigned long long keys = wgmma_descriptor(a_smem + group * kGroupRows * 128);
     ::begin_scores<kColumns, kCount - 1>(x, a, keys, kPanelBytesK, wgmma_descriptor(b_smem), kPanelBytesQ);
   }
 
@@ -101,13 +101,9 @@ struct Consumer : Role {
   __device__ __forceinline__ void load_keys(unsigned (&a)[kCount][4], unsigned a_smem, unsigned barrier,
                                             unsigned parity) const {
     if constexpr (kCount > 1) {
-      const int lane = fresh_thread() % 32;
-      const unsigned from = a_smem + (group * kGroupKeys + warp * 16) * 128 + Swizzle<8>::offset(lane % 16, lane / 16);
+      const unsigned from = row_address(a_smem + (group * kGroupRows + warp * 16) * 128);
       mbarrier_wait(barrier, parity);
-#pragma unroll
-      for (int kk = 0; kk + 1 < kCount; ++kk) {
-        ldmatrix_x4(a[kk], Swizzle<8>::advance(from + kk / 4 * kPanelBytesK, 0, kk % 4 * 2));
-      }
+      load_rows<kCount - 1>(a, from, kPanelBytesK);
     }
   }
 
@@ -130,7 +126,7 @@ struct Consumer : Role {
   // Scores of keys from `key` on with queries from `query` on become -inf where they are not visible.
   __device__ __forceinline__ void hide(Scores& s, int key, int query) const {
     const Mask mask = sequence().mask().transposed();
-    if (mask.all_visible<true>({key, key + kGroupKeys}, {query, query + kBlockQ})) return;
+    if (mask.all_visible<true>({key, key + kGroupRows}, {query, query + kBlockQ})) return;
     const int lane = fresh_thread() % 32;
     mask.apply<true>(s, key + 16 * warp + lane / 4, query, lane % 4);
   }
@@ -158,7 +154,7 @@ struct Consumer : Role {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         y[i] = x[i] * (dp[4 * j + i] - __uint_as_float(delta[i % 2]));
-        if constexpr (Score::kAlwaysChanges) y[i] *= Score(params.problem.score).slope(s[4 * j + i]);
+        if constexpr (Score::kAlwaysChanges) y[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
       }
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
@@ -252,17 +248,15 @@ struct Consumer : Role {
     unsigned stats;
     auto find_stats = [&] { stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8; };
     if constexpr (kFindsStatsFirst) find_stats();
-    wgmma_wait<1>();
-    wgmma_pin(s);
-    Score(params.problem.score).apply(s);
-    hide(s, block * kBlockK + group * kGroupKeys, m * kBlockQ);
+    wgmma_wait<1>(s);
+    Score{params.problem.score}.apply(s);
+    hide(s, block * kBlockK + group * kGroupRows, m * kBlockQ);
     if constexpr (!kFindsStatsFirst) find_stats();
     if constexpr (!Score::kAlwaysChanges) {
 #pragma unroll
       for (int j = 0; j < kBlockQ / 8; ++j) exponentiate(reinterpret_cast<float (&)[4]>(s[4 * j]), stats + j * 32);
     }
-    wgmma_wait<0>();
-    wgmma_pin(dp);
+    wgmma_wait<0>(dp);
     Pairs weights, ds;
     weigh(s, dp, stats, weights, ds);
     store_transposed(ds, ds_smem + group * kPanelBytesQ);
@@ -271,17 +265,14 @@ struct Consumer : Role {
     bar_sync(kDsWritten, kConsumerThreads);
     float dq[kDqFloats];
     begin_dq(dq, ds_smem);
-    wgmma_wait<1>();
-    wgmma_pin(dv);
+    wgmma_wait<1>(dv);
     mbarrier_arrive_warp(smem.dout_empty + 8 * slot, leads);
     begin_sum<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
-    wgmma_wait<1>();
-    wgmma_pin(dq);
+    wgmma_wait<1>(dq);
     stage_dq(dq, n, m);
     if constexpr (!kPassesLate) pass_dq();
     else if (!last) await_query(n + 1);
-    wgmma_wait<0>();
-    wgmma_pin(dk);
+    wgmma_wait<0>(dk);
     if constexpr (!kDqTransposed) release_query(n);
   }
 
@@ -290,7 +281,7 @@ struct Consumer : Role {
   __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
                                         unsigned place) const {
     const Sequence of = sequence();
-    const int row = group * kGroupKeys + warp * 16, key = block * kBlockK + row;
+    const int row = group * kGroupRows + warp * 16, key = block * kBlockK + row;
     clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
     store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.key_coordinate(key), kv_head,
                          of.batch_coordinate(), leads);

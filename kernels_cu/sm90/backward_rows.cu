@@ -21,13 +21,16 @@
 
 enum NamedBarrier { kRowsRead = 1 };  // one for each warpgroup, from this number on
 
-// One warp, whose lanes run together; the first lane copies tiles.
-struct Loader {
+// What every role knows.
+struct Role {
   const TiledRowsParams& params;
   const Addresses& smem;
   const RowWork& work;
   const bool leads = threadIdx.x % 32 == 0;
+};
 
+// One warp, whose lanes run together; the first lane copies tiles.
+struct Loader : Role {
   template <int kPanels, int kCount>
   __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned barrier, int row,
                                        int head) const {
@@ -48,7 +51,7 @@ struct Loader {
     const TensorMap& map_c = kRowsAreQueries ? params.dout_map : params.v_map;
     const TensorMap& map_d = kRowsAreQueries ? params.v_map : params.dout_map;
     const int heads_per_kv = params.problem.heads_per_kv;
-    const AscendingTiles tiles = work.column_tiles();
+    const AscendingTiles tiles = work.columns;
     const int row = work.row_coordinate();
     unsigned n = 0;
 #pragma unroll 1
@@ -90,16 +93,12 @@ struct Loader {
 using Scores = float[kColumns / 2];
 using Pairs = unsigned[kColumns / 4];
 
-struct Consumer {
-  const TiledRowsParams& params;
-  const Addresses& smem;
-  const RowWork& work;
+struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
-  const bool leads = threadIdx.x % 32 == 0;
   float out[kOutDim / 2];
 
-  __device__ __forceinline__ Consumer(const TiledRowsParams& p, const Addresses& s, const RowWork& w, int warp_idx)
-      : params(p), smem(s), work(w), group(warp_idx / 4), warp(warp_idx % 4) {}
+  __device__ __forceinline__ Consumer(const Role& role, int warp_idx)
+      : Role(role), group(warp_idx / 4), warp(warp_idx % 4) {}
 
   // The thread's upper row within its head.
   __device__ __forceinline__ int row() const {
@@ -144,7 +143,7 @@ struct Consumer {
 
   // Products become p, or stay scores where their slope is still needed.
   __device__ __forceinline__ void weigh_scores(Scores& s, int tile, unsigned lse_smem) const {
-    Score(params.problem.score).apply(s);
+    Score{params.problem.score}.apply(s);
     hide(s, tile * kColumns);
     if constexpr (!Score::kAlwaysChanges || !kWithDp) {
       float lse[2];
@@ -173,7 +172,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           x[i] *= dp[4 * j + i] - delta[kRowsAreQueries ? i / 2 : i % 2];
-          if constexpr (Score::kAlwaysChanges) x[i] *= Score(params.problem.score).slope(s[4 * j + i]);
+          if constexpr (Score::kAlwaysChanges) x[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
         }
       }
       weights[2 * j] = pack2(x[0], x[1]), weights[2 * j + 1] = pack2(x[2], x[3]);
@@ -194,15 +193,12 @@ struct Consumer {
       mbarrier_wait(smem.d_full + 8 * d.index, d.parity);
       begin_scores<kHeadDimV>(dp, smem.c, smem.d + d.index * kBytesD);
       if constexpr (!kFirst) {
-        wgmma_wait<2>();
-        wgmma_pin(out);
+        wgmma_wait<2>(out);
         mbarrier_arrive_warp(smem.b_empty + 8 * b_before.index, leads);
       }
-      wgmma_wait<1>();
-      wgmma_pin(s);
+      wgmma_wait<1>(s);
       weigh_scores(s, tile, smem.lse_of(n));
-      wgmma_wait<0>();
-      wgmma_pin(dp);
+      wgmma_wait<0>(dp);
       pack(s, dp, weights, smem.lse_of(n), smem.delta_of(n));
       mbarrier_arrive_warp(smem.d_empty + 8 * d.index, leads);
     } else {
@@ -210,13 +206,11 @@ struct Consumer {
         mbarrier_wait(smem.d_full + 8 * d_before.index, d_before.parity);
         begin_sum<kColumns, kOutDim>(out, weights, smem.d + d_before.index * kBytesD, kPanelBytesColumns);
       }
-      wgmma_wait<kFirst ? 0 : 1>();
-      wgmma_pin(s);
+      wgmma_wait<kFirst ? 0 : 1>(s);
       weigh_scores(s, tile, smem.lse_of(n));
       mbarrier_arrive_warp(smem.b_empty + 8 * b.index, leads);
       if constexpr (!kFirst) {
-        wgmma_wait<0>();
-        wgmma_pin(out);
+        wgmma_wait<0>(out);
         mbarrier_arrive_warp(smem.d_empty + 8 * d_before.index, leads);
       }
       pack(s, s, weights, 0, 0);
@@ -226,7 +220,7 @@ struct Consumer {
   __device__ __forceinline__ void run() {
 #pragma unroll
     for (int i = 0; i < kOutDim / 2; ++i) out[i] = 0.0f;
-    const AscendingTiles tiles = work.column_tiles();
+    const AscendingTiles tiles = work.columns;
     const unsigned steps = tiles.count() * work.num_heads;
     if (steps > 0) {
       Pairs weights;
@@ -242,8 +236,7 @@ struct Consumer {
       if constexpr (!kWithDp) mbarrier_wait(smem.d_full + 8 * d.index, d.parity);
       const unsigned last = kWithDp ? smem.b + Slot<kStages>(steps - 1).index * kBytesB : smem.d + d.index * kBytesD;
       begin_sum<kColumns, kOutDim>(out, weights, last, kPanelBytesColumns);
-      wgmma_wait<0>();
-      wgmma_pin(out);
+      wgmma_wait<0>(out);
     }
     store();
   }
@@ -273,9 +266,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const RowWork work(params);
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0) Loader{params, smem, work}.run();
+    if (warp == 0) Loader{{params, smem, work}}.run();
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    Consumer(params, smem, work, warp - 4).run();
+    Consumer({params, smem, work}, warp - 4).run();
   }
 }

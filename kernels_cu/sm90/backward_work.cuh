@@ -58,7 +58,7 @@ struct KeyWork {
     index_end = smaller<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
   }
 
-  __device__ __forceinline__ Sequence sequence() const { return Sequence(params.problem, batch); }
+  __device__ __forceinline__ Sequence sequence() const { return {params.problem, batch}; }
 
   // Goes to the next key block. The result is false if there is none.
   __device__ __forceinline__ bool next_block() {

@@ -5,6 +5,8 @@
 
 constexpr bool kIsFloat16 = kDType == DType::kFloat16;
 constexpr int kNumConsumers = kNumWarps / 4 - 1;  // warpgroups that compute
+constexpr int kGroupRows = 64;                    // of a product: the queries, or the keys, of a consumer
+constexpr int kProducerRegisters = kNumConsumers == 2 ? 24 : 32, kConsumerRegisters = kNumConsumers == 2 ? 240 : 160;
 
 // Forward and lse. A stage of the ring is a tile of k or a tile of v.
 #ifdef CUFLASH_Q_STAGES
@@ -13,7 +15,6 @@ constexpr int kQSteps = CUFLASH_Q_COLUMNS / 16;           // steps of q kᵀ who
 constexpr bool kQInRegisters = 16 * kQSteps == kHeadDim;  // whether all columns of q do
 constexpr int kOutPanels = CUFLASH_OUT_PANELS;            // panels of a warp's rows of out that are stored at a time
 constexpr bool kPingPong = CUFLASH_PING_PONG;             // whether only one warpgroup issues products at a time
-constexpr int kGroupRows = 64;                            // queries of a consumer
 static_assert(kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif
 
@@ -22,8 +23,7 @@ static_assert(kBlockQ == kGroupRows * kNumConsumers, "the consumers share the qu
 constexpr int kDsStages = CUFLASH_DS_STAGES;  // tiles of ds in shared memory
 constexpr int kKSteps = CUFLASH_K_STEPS;      // steps of k qᵀ whose columns of k stay in registers
 constexpr int kVSteps = CUFLASH_V_STEPS;      // steps of v doutᵀ whose columns of v stay in registers
-constexpr int kGroupKeys = 64;                // keys of a consumer
-static_assert(kNumConsumers == 2 && kBlockK == 2 * kGroupKeys, "two consumers share the keys of a block");
+static_assert(kNumConsumers == 2 && kBlockK == 2 * kGroupRows, "two consumers share the keys of a block");
 #endif
 
 // Backward for one gradient.
@@ -31,5 +31,4 @@ static_assert(kNumConsumers == 2 && kBlockK == 2 * kGroupKeys, "two consumers sh
 enum class Gradient { kDq = 0, kDk = 1, kDv = 2 };
 constexpr Gradient kGradient = static_cast<Gradient>(CUFLASH_GRADIENT);
 constexpr int kSecondStages = CUFLASH_SECOND_STAGES;  // tiles of v or dout in shared memory; kStages are of k or q
-constexpr int kGroupRows = 64;                        // rows of a consumer
 #endif

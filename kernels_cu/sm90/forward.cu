@@ -54,12 +54,11 @@ struct ForwardConsumer : Consumer {
 
   __device__ __forceinline__ unsigned begin_next_output(bool accumulate) {
     begin_sum<kBlockK, kHeadDimV>(o, p, await(ring), kPanelBytesK, accumulate);
-    return advance();
+    return ring.advance().slot;
   }
 
   __device__ __forceinline__ void end_output(unsigned v_slot) {
-    wgmma_wait<0>();
-    wgmma_pin(o);
+    wgmma_wait<0>(o);
     release(v_slot);
   }
 
@@ -86,13 +85,13 @@ struct ForwardConsumer : Consumer {
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
       begin_step(step);
-      const int row = kHideBefore ? lane_row() : 0;  // why here: L31
-      await_scores<1>();
-      if constexpr (kHideBefore) mask().hide_before(s, row, step.n * kBlockK, fresh_thread() % 4);
+      const QueryWork work = kHideBefore ? smem.work(i) : QueryWork();  // why here: L31
+      const int row = kHideBefore ? lane_row(work) : 0;
+      wgmma_wait<1>(s);
+      if constexpr (kHideBefore) mask(work).hide_before(s, row, step.n * kBlockK, fresh_thread() % 4);
       softmax.weigh(s, scale_log2(), step.sums);
       if (__any_sync(0xffffffffu, softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]))) {
-        wgmma_wait<0>();
-        wgmma_pin(o);
+        wgmma_wait<0>(o);
         return false;
       }
       softmax.add(step.sums);
@@ -124,8 +123,9 @@ struct ForwardConsumer : Consumer {
       const int clear_begin = max(tiles.begin, keys.clear.begin);
 #pragma unroll 1
       while (!stale_steps<false>(step, keys, clear_begin) || !stale_steps<true>(step, keys, tiles.begin)) {
-        weigh_again(s, softmax, step.sums, o_scale, mask(), scale_log2(), lane_row(), step.n * kBlockK, q, q_smem(),
-                    smem.kv + step.k_slot * kBytesSlot);
+        const QueryWork work = smem.work(i);
+        weigh_again(s, softmax, step.sums, o_scale, mask(work), scale_log2(), lane_row(work), step.n * kBlockK, q,
+                    q_smem(), smem.kv + step.k_slot * kBytesSlot);
         end_scores(keys, step.n, step.k_slot);
         release(step.v_slot);
         pack();
@@ -169,7 +169,7 @@ struct ForwardConsumer : Consumer {
   // Stores the warp's rows of the work before this one: out goes through shared memory by TMA (L21), lse goes directly.
   __device__ __forceinline__ void store(const Softmax& softmax) {
     const QueryWork work = smem.work(i - 1);
-    const Sequence sequence(params.problem, work.batch);
+    const Sequence sequence = work.sequence(params.problem);
     float lse[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) softmax.finish(h, o_scale[h], lse[h]);
@@ -230,8 +230,7 @@ struct ForwardConsumer : Consumer {
       if (skips_last) skip(), skip_issue();
       if (!next.exists()) {  // why a copy of the end: L12
         begin_next_output(accumulate);
-        wgmma_wait<0>();
-        wgmma_pin(o);
+        wgmma_wait<0>(o);
         store(softmax);
         if (leads) bulk_wait_read<0>();
         break;
@@ -241,11 +240,9 @@ struct ForwardConsumer : Consumer {
         keys = GroupKeys(params.problem, next, group, !skips_last);
         if (keys.skips_first) skip();
         skips_v = skips_last || keys.skips_first;
-        RingPosition k = ring;
-        ring.advance();
-        RingPosition v = ring;
-        ring.advance();
-        if (skips_v) swap(k, v);  // why: v of the skipped key tile stands before the next k in the ring
+        const RingPosition first = ring.advance(), second = ring.advance();
+        // why: v of a skipped key tile stands before the next k in the ring.
+        const RingPosition k = skips_v ? second : first, v = skips_v ? first : second;
         await_query();
         begin_scores(s, q, smem.q_rows(i, group), await(k));
         begin_sum<kBlockK, kHeadDimV>(o, p, await(v), kPanelBytesK, accumulate);
@@ -263,8 +260,7 @@ struct ForwardConsumer : Consumer {
         skips_v = keys.skips_first;
         k_slot = begin_first_scores(keys);
         pass_issue();
-        wgmma_wait<1>();
-        wgmma_pin(o);
+        wgmma_wait<1>(o);
         release(v_slot);
         store(softmax);
       }

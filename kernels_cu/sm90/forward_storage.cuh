@@ -90,12 +90,10 @@ struct Addresses {
 struct RingPosition {
   unsigned slot = 0, parity = 0;
 
-  __device__ __forceinline__ void advance() {
+  // The result is the position that is left.
+  __device__ __forceinline__ RingPosition advance() {
+    const RingPosition left = *this;
     if (++slot == kStages) slot = 0, parity ^= 1;
+    return left;
   }
 };
-
-__device__ __forceinline__ void swap(RingPosition& a, RingPosition& b) {
-  const RingPosition old = a;
-  a = b, b = old;
-}

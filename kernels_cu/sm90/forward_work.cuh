@@ -16,7 +16,7 @@ struct QueryWork {
   int head, kv_head, batch;
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
-  __device__ __forceinline__ DescendingTiles key_tiles() const { return keys; }
+  __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, batch}; }
 };
 
 // Deals out the work of a block of threads: the first by the block's index; the others as the counter hands them out
@@ -46,7 +46,7 @@ struct WorkQueue {
     const unsigned num_blocks = params.num_q_blocks;
     const Work work(longest_first(index, num_blocks, params.num_tiles / num_blocks, params.heads_together),
                     problem.heads_q);
-    const Sequence sequence(problem, work.batch);
+    const Sequence sequence{problem, work.batch};
     QueryWork query_work;
     query_work.row_begin = (num_blocks - 1 - work.block) * kBlockQ;
     query_work.head = work.head, query_work.kv_head = work.head / problem.heads_per_kv, query_work.batch = work.batch;

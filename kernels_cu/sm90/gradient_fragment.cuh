@@ -1,16 +1,11 @@
 // What the backward kernels on Hopper do with a warpgroup's gradients in registers.
 #pragma once
-#include "../common/fragment.cuh"
 #include "../common/score.cuh"
 #include "../common/sequence.cuh"
-#include "../common/swizzle.cuh"
-#include "../ptx/ldmatrix.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "panels.cuh"
 #include "products.cuh"
-
-constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
 
 // Clears the rows outside `seen`, which see nothing, or which nobody sees. `row` is the thread's upper row.
 template <int kCount>
@@ -24,8 +19,7 @@ __device__ __forceinline__ void clear_outside(float (&x)[kCount], int row, Range
 template <int kColumns>
 __device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float scale, unsigned target,
                                            unsigned panel_bytes) {
-  const int lane = fresh_thread() % 32;
-  target += Swizzle<8>::offset(lane % 16, lane / 16);
+  target = row_address(target);
 #pragma unroll
   for (int column = 0; column < kColumns; column += 16) {
     const float* const y = x + column / 2;

@@ -4,9 +4,7 @@
 //   lse = shift + log sum exp       sm90/softmax.cuh
 //
 // Roles    As in forward.cu. While one warpgroup weighs its scores, the products of the others run.
-// Barriers work_full   the producer has described work, or that there is no more
-//          q_full      q has arrived       q_empty   every warp is done with it
-//          kv_full     k has arrived       kv_empty  every warp is done with it
+// Barriers As in forward.cu, without kIssue. The ring holds k alone.
 #include "consumer.cuh"
 
 struct LseConsumer : Consumer {
@@ -20,7 +18,7 @@ struct LseConsumer : Consumer {
       GroupKeys keys(params.problem, work, group, true);
       keys.find_clear(params.problem, work, group);
       softmax.setup();
-      const DescendingTiles tiles = keys.walk();
+      const DescendingTiles tiles = keys.tiles;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         const unsigned k_slot = n == tiles.first() ? begin_first_scores(keys) : begin_next_scores();

@@ -3,28 +3,24 @@
 #include "forward_storage.cuh"
 
 // A warp whose lanes all run together, and whose first lane acts. why: L13.
-struct Producer {
+struct Role {
   const TiledForwardParams& params;
   const Addresses& smem;
-  const bool acts = threadIdx.x % 32 == 0;
-
-  __device__ Producer(const TiledForwardParams& p, const Addresses& s) : params(p), smem(s) {}
+  const bool leads = threadIdx.x % 32 == 0;
 };
 
 // Warp 0 deals out work and fills the ring.
-struct KeyProducer : Producer {
+struct KeyProducer : Role {
   RingPosition ring;
-
-  using Producer::Producer;
 
   // Loads key tile n of k or v into the ring.
   template <int kPanels>
   __device__ __forceinline__ void load(const TensorMap& map, int n, const QueryWork& work) {
-    const Sequence sequence(params.problem, work.batch);
+    const Sequence sequence = work.sequence(params.problem);
     const unsigned barrier = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
     const int row = sequence.seen_key_coordinate(n * kBlockK);  // why before the wait: L17
     mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
-    if (acts) {
+    if (leads) {
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
       load_panels<kPanels>(map, target, kPanelBytesK, barrier, row, work.kv_head, sequence.batch_coordinate());
     }
@@ -33,11 +29,9 @@ struct KeyProducer : Producer {
   }
 
   __device__ __forceinline__ void describe(unsigned i, const QueryWork& work) const {
-    if (acts) smem.describe(i, work);
+    if (leads) smem.describe(i, work);
     __syncwarp();
   }
-
-  __device__ __forceinline__ void load_k(const QueryWork& work, int n) { load<kPanelsQk>(params.k_map, n, work); }
 
   __device__ __forceinline__ void load_v(const QueryWork& work, int n) {
     if constexpr (kPanelsV > 0) load<kPanelsV>(params.v_map, n, work);
@@ -58,7 +52,7 @@ struct KeyProducer : Producer {
     for (;; ++i) {
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
-      const DescendingTiles tiles = work.key_tiles();
+      const DescendingTiles tiles = work.keys;
       // The key tile before which the next work is claimed. why so late: L19.
       const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4) : tiles.begin;
 #pragma unroll 1
@@ -67,7 +61,7 @@ struct KeyProducer : Producer {
           queue.advance(params);
           describe(i + 1, queue.work(params));
         }
-        load_k(work, n);
+        load<kPanelsQk>(params.k_map, n, work);
         if (n < tiles.end - 1) load_v(work, n + 1);
         else if (kNextScoresFirst && i > 0) load_last_v(i - 1);
       }
@@ -80,11 +74,8 @@ struct KeyProducer : Producer {
 // Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18).
 constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
 
-struct QueryProducer : Producer {
+struct QueryProducer : Role {
   const int first_group;
-
-  __device__ QueryProducer(const TiledForwardParams& p, const Addresses& s, int group)
-      : Producer(p, s), first_group(group) {}
 
   __device__ __forceinline__ void run() {
 #pragma unroll 1
@@ -92,12 +83,12 @@ struct QueryProducer : Producer {
       smem.await_work(i);
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
-      const Sequence sequence(params.problem, work.batch);
+      const Sequence sequence = work.sequence(params.problem);
 #pragma unroll 1
       for (int group = first_group; group < kNumConsumers; group += kQueryWarps) {
         const unsigned barrier = smem.q_full(i, group);
         mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
-        if (acts) {
+        if (leads) {
           const int row = sequence.query_coordinate(work.row_begin + kGroupRows * group);
           mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
           load_panels<kPanelsQk>(params.q_map, smem.q_rows(i, group), kPanelBytesQ, barrier, row, work.head,

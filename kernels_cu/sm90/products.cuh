@@ -1,7 +1,26 @@
-// Products of tiles that lie in shared memory as panels. They are only begun here: whoever needs one waits for it.
+// Products of tiles that lie in shared memory as panels, and their operands in registers. Products are only begun here:
+// whoever needs one waits for it.
 #pragma once
+#include "../common/fragment.cuh"
+#include "../common/swizzle.cuh"
+#include "../ptx/ldmatrix.cuh"
 #include "../ptx/wgmma.cuh"
 #include "panels.cuh"
+
+// This lane's address of a warp's 16 rows, which begin at `smem` in a panel, for ldmatrix and stmatrix.
+__device__ __forceinline__ unsigned row_address(unsigned smem) {
+  const int lane = fresh_thread() % 32;
+  return smem + Swizzle<8>::offset(lane % 16, lane / 16);
+}
+
+// Loads the first kSteps steps of these rows, as products take them from registers.
+template <int kSteps, int kCount>
+__device__ __forceinline__ void load_rows(unsigned (&a)[kCount][4], unsigned row_address, unsigned panel_bytes) {
+#pragma unroll
+  for (int kk = 0; kk < kSteps; ++kk) {
+    ldmatrix_x4(a[kk], Swizzle<8>::advance(row_address + kk / 4 * panel_bytes, 0, kk % 4 * 2));
+  }
+}
 
 // Begins x = a bᵀ over kDim columns of tiles given by descriptors. The first kInRegisters steps of a are in registers.
 template <int kDim, int kInRegisters, int kCount>

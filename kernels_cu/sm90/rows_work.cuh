@@ -31,8 +31,7 @@ struct RowWork {
     columns = TileRange::covering(mask.key_range(row_begin, smaller(row_begin + kRows, mask.seqlen_q)), kColumns);
   }
 
-  __device__ __forceinline__ Sequence sequence() const { return Sequence(problem, batch); }
-  __device__ __forceinline__ AscendingTiles column_tiles() const { return columns; }
+  __device__ __forceinline__ Sequence sequence() const { return {problem, batch}; }
 
   // Which columns a row sees. In the names of the mask, rows are its queries.
   __device__ __forceinline__ Mask rows_mask() const {

@@ -38,7 +38,7 @@ __device__ __forceinline__ bool add_up_shared(const Role& role, float (&dk)[kDk]
   const unsigned nth = role.index - 1 - p.shared_first, steps = p.num_q_blocks * p.problem.heads_per_kv;
   const unsigned sharers = ((nth + 1) * steps - 1) / p.shared_steps - nth * steps / p.shared_steps + 1;
   // The counters of shared key blocks follow those of all tiles of dq.
-  unsigned* const counter = p.turns + Sequence(p.problem, p.problem.batch).query_head(0) * p.num_q_blocks + nth;
+  unsigned* const counter = p.turns + Sequence::num_query_heads(p.problem) * p.num_q_blocks + nth;
   if (thread == 0) {
     const unsigned came = come_to(counter), rank = rank_of(came);
     await_turn(counter, came, rank, rank == sharers - 1);
