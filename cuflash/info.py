@@ -41,15 +41,8 @@ def gpus() -> list[dict[str, Any]]:
         except UnsupportedError as error:
             facts.append({"name": f"GPU {ordinal}", "problem": str(error)})
             continue
-        facts.append(
-            {
-                "name": found.name,
-                "arch": found.arch,
-                "num_sms": found.num_sms,
-                "smem_per_block": found.smem_per_block,
-                "smem_per_sm": found.smem_per_sm,
-            }
-        )
+        names = "name", "arch", "num_sms", "smem_per_block", "smem_per_sm"
+        facts.append({name: getattr(found, name) for name in names})
     return facts
 
 

@@ -132,10 +132,7 @@ def _variants_of(
         problems = [judge(merge_op(1), [v, lse], Options())]
     else:
         out = v._replace(dtype=more.get("out_dtype") or dtype)
-        more = {name: value for name, value in more.items() if name != "out_dtype"}
         specs = {"lse": [q, q], "forward": [q, q, v], "backward": [q, q, v, v, out]}[op]
-        if op == "forward":
-            more = more | {"out_dtype": out.dtype}
         # why both: Hopper may have another kernel for few keys under a mask
         problems = [judge(PUBLIC[op], specs, Options(causal=causal, **more)) for causal in (True, False)]
     return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)

@@ -50,11 +50,8 @@ def main() -> int:
     best = min(seconds)
     print(f"time   {best * 1e3:.2f} ms, {plan.flops / best * 1e-12:.3f} TFLOP/s (the first call {seconds[0]:.2f} s)")
     print(f"error  {error:.1e} of float64 in sampled rows; the bound is {bound:.1e}")
-    if not error <= bound:
-        print("The result is wrong.")
-        return 1
-    print("The result is right.")
-    return 0
+    print(f"The result is {'right' if error <= bound else 'wrong'}.")
+    return int(not error <= bound)
 
 
 def find_device(shape: tuple[int, ...], dtype: str) -> str:

@@ -27,11 +27,8 @@ def main() -> int:
     tokens = {name: generate(name, device, prompt) for name in ("cuflash", "sdpa")}
     differing = int((tokens["cuflash"] != tokens["sdpa"]).sum())
     print(f"{BATCH} prompts of {PROMPT} tokens, {NEW} tokens each after them, {differing} of which differ")
-    if differing:
-        print("The result is wrong.")
-        return 1
-    print("The result is right.")
-    return 0
+    print(f"The result is {'wrong' if differing else 'right'}.")
+    return int(differing > 0)
 
 
 def find_device() -> str:

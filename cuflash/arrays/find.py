@@ -51,7 +51,7 @@ def _find(name: str, array: Any) -> Library:
             raise UnsupportedError(f"{name} is a torch {type(array).__name__}; give the plain tensor it stands for")
         return _singleton("torch", TorchLibrary)
     if _is_instance(array, "cupy", "ndarray"):
-        return cupy()
+        return _singleton("cupy", cupy)
     if _is_instance(array, "jax", "Array"):
         return _singleton("jax", lambda: DlpackLibrary("jax"))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -69,6 +69,5 @@ def _is_instance(array: Any, module: str, name: str) -> bool:
 
 
 def _singleton(name: str, make: Any) -> Library:
-    if name not in _singletons:
-        _singletons[name] = make()
-    return _singletons[name]
+    # why setdefault: two threads may both make one in their first calls, and all are to get the same.
+    return _singletons.get(name) or _singletons.setdefault(name, make())

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..arrays.library import numpy_dtype as numpy_dtype
 from ..problem.array_spec import ArraySpec
 from ..problem.operands import OPS
 from ..problem.options import Options, WindowSize
@@ -35,13 +36,8 @@ class Case:
 
     def arguments(self) -> dict[str, Any]:
         """The mask and scale arguments of the public calls."""
-        return {
-            "softmax_scale": self.softmax_scale,
-            "causal": self.causal,
-            "window_size": self.window_size,
-            "diagonal_offset": self.diagonal_offset,
-            "softcap": self.softcap,
-        }
+        names = "causal", "window_size", "diagonal_offset", "softcap", "softmax_scale"
+        return {name: getattr(self, name) for name in names}
 
     def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Shapes of q, k and v."""
@@ -65,16 +61,6 @@ class Case:
         rng = np.random.default_rng(seed)
         q, k, v = (rng.standard_normal(shape).astype(numpy_dtype(self.dtype)) for shape in self.shapes())
         return q, k, v
-
-
-def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name; bfloat16 comes from ml_dtypes, which is imported only when it is asked for."""
-    if name == "bfloat16":
-        import ml_dtypes
-
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
-    return np.dtype(name)
 
 
 def _case(

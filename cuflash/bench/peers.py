@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ..ops.backward import backward
 from ..ops.forward import forward
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays
@@ -138,10 +140,7 @@ def _both_ops(
 
 def _whole_matrix(arrays: NumpyArrays) -> list[Contender]:
     """Attention in a few lines of an array library, with whole score matrices in memory."""
-    if not isinstance(arrays, CupyArrays):
-        import numpy as xp
-    else:
-        xp = arrays.cupy
+    xp: Any = arrays.cupy if isinstance(arrays, CupyArrays) else np
 
     def weights(q: Any, k: Any, causal: bool) -> Any:
         s = xp.matmul(q, k.swapaxes(2, 3))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import info
-from ..arrays.library import bfloat16
 from ..problem.options import ALGORITHMS
 from . import check, measure, peers, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
@@ -53,8 +52,6 @@ def main(options: argparse.Namespace) -> int:
     arrays, no_gpu = find()
     if no_gpu:
         print(f"Timing the NumPy path on the CPU, in small cells: {no_gpu}")
-        if options.dtype == "bfloat16":
-            bfloat16()  # raises and says what to install if bfloat16 is missing
     report = bench(arrays, options)
     table.show(report)
     if options.json:

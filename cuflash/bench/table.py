@@ -74,12 +74,7 @@ def to_json(report: Report) -> str:
             "contender": row.contender.name,
             "ours": row.contender.ours,
             "kernel": _kernel(report, row),
-            "flops": row.flops,
-            "seconds": row.seconds,
-            "tflops": row.tflops,
-            "error": row.error,
-            "wrong": row.wrong,
-            "note": row.note,
+            **{name: getattr(row, name) for name in ("flops", "seconds", "tflops", "error", "wrong", "note")},
         }
         | ({"ratios": ratios(report.rows, row)} if row.contender.ours else {})
         for row in report.rows

@@ -12,14 +12,14 @@ functions have no `return_attn_probs`.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ..errors import ProblemError, UnsupportedError
 from ..ops.merge import merge_states
 from ..problem.options import WindowSize
-from .flash_attn_interface import dense, refuse_cache, refuse_lengths, unpack
+from .flash_attn_interface import dense, flash_attn_varlen_func, flash_attn_with_kvcache, refused, unpack
 from .torch import check_tensor
 
 __all__ = [
@@ -60,13 +60,7 @@ def flash_attn_func(
 
     Raises UnsupportedError for qv, descales, attention_chunk and scheduling, other errors as `cuflash.forward` does.
     """
-    if softmax_scale == 0:
-        raise ProblemError(
-            f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
-            "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
-        )
-    _refuse_tensors(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    _refuse_values(attention_chunk=attention_chunk, sm_margin=sm_margin)
+    _refuse(softmax_scale, attention_chunk, sm_margin, qv, q_descale, k_descale, v_descale)
     if num_splits not in (0, 1):
         raise UnsupportedError(
             f"num_splits={num_splits}: cuflash chooses how keys are split; give 0 or 1, or split the keys yourself and "
@@ -101,22 +95,8 @@ def flash_attn_qkvpacked_func(
         q, k, v = _split_heads(qkv, num_heads_q)
     else:
         q, k, v = unpack("qkv", qkv, 3)
-    return flash_attn_func(
-        q,
-        k,
-        v,
-        softmax_scale,
-        causal,
-        q_descale=q_descale,
-        k_descale=k_descale,
-        v_descale=v_descale,
-        window_size=window_size,
-        attention_chunk=attention_chunk,
-        softcap=softcap,
-        deterministic=deterministic,
-        sm_margin=sm_margin,
-        return_attn_probs=return_attn_probs,
-    )
+    _refuse(softmax_scale, attention_chunk, sm_margin, None, q_descale, k_descale, v_descale)
+    return dense(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
 
 
 def flash_attn_combine(
@@ -160,19 +140,8 @@ def flash_attn_combine(
     return whole.to(dtype) if out is None else out.copy_(whole), lse.transpose(1, 2)
 
 
-def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: sequences of several lengths in one tensor are not supported."""
-    refuse_lengths("flash_attn_varlen_func")
-
-
-def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: caches with lengths, page tables or rotary embeddings are not supported."""
-    refuse_cache()
-
-
-def get_scheduler_metadata(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: schedules made ahead serve `flash_attn_with_kvcache`, which is not supported."""
-    raise UnsupportedError("get_scheduler_metadata: cuflash makes its schedule in each call; pass none")
+# Schedules made ahead serve `flash_attn_with_kvcache`.
+get_scheduler_metadata = refused("get_scheduler_metadata", "cuflash makes its schedule in each call; pass none")
 
 
 def _split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, ...]:
@@ -187,13 +156,16 @@ def _split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tens
     return q, k, v
 
 
-def _refuse_tensors(**tensors: Any) -> None:
-    for name, tensor in tensors.items():
+def _refuse(softmax_scale: Any, attention_chunk: Any, sm_margin: Any, *tensors: Any) -> None:
+    """Raises for arguments that both functions have; the tensors are qv and the three descales."""
+    if softmax_scale == 0:
+        raise ProblemError(
+            f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
+            "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
+        )
+    for name, tensor in zip(("qv", "q_descale", "k_descale", "v_descale"), tensors, strict=True):
         if tensor is not None:
             raise UnsupportedError(f"{name}: cuflash has neither a second product qv nor 8-bit inputs; {_ELSEWHERE}")
-
-
-def _refuse_values(**values: Any) -> None:
-    for name, value in values.items():
+    for name, value in (("attention_chunk", attention_chunk), ("sm_margin", sm_margin)):
         if value != 0:
             raise UnsupportedError(f"{name}={value}: cuflash does not have it; {_ELSEWHERE}")

@@ -16,6 +16,7 @@ Source: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -55,7 +56,18 @@ def flash_attn_func(
 
     Raises UnsupportedError for dropout and ALiBi; other errors are those of `cuflash.forward`.
     """
-    _refuse_version_2(dropout_p, alibi_slopes)
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        raise ProblemError(
+            f"dropout_p={dropout_p!r} is a {type(dropout_p).__name__}; give 0.0. It stands before softmax_scale here, "
+            "as in flash-attn 2; the order of flash-attn 3 is in cuflash.frameworks.flash_attn_3_interface"
+        )
+    if dropout_p != 0:
+        raise UnsupportedError(
+            f"dropout_p={dropout_p}: cuflash has no dropout; give 0.0. If this was meant as softmax_scale, pass it by "
+            "name, or take cuflash.frameworks.flash_attn_3_interface, where it stands fourth"
+        )
+    if alibi_slopes is not None:
+        raise UnsupportedError("alibi_slopes: cuflash has no ALiBi; leave None, or take flash-attn's own function")
     result = dense(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     return (*result, q.new_empty(0)) if return_attn_probs else result
 
@@ -95,26 +107,6 @@ def flash_attn_qkvpacked_func(
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
     )
-
-
-def flash_attn_varlen_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: sequences of several lengths in one tensor are not supported."""
-    refuse_lengths("flash_attn_varlen_func")
-
-
-def flash_attn_varlen_kvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: sequences of several lengths in one tensor are not supported."""
-    refuse_lengths("flash_attn_varlen_kvpacked_func")
-
-
-def flash_attn_varlen_qkvpacked_func(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: sequences of several lengths in one tensor are not supported."""
-    refuse_lengths("flash_attn_varlen_qkvpacked_func")
-
-
-def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
-    """Raises UnsupportedError: caches with lengths, page tables or rotary embeddings are not supported."""
-    refuse_cache()
 
 
 def dense(
@@ -161,32 +153,26 @@ def unpack(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, .
     return tuple(packed.unbind(2))
 
 
-def refuse_lengths(function: str) -> NoReturn:
-    """Raises UnsupportedError for a function that takes cu_seqlens."""
-    raise UnsupportedError(
-        f"{function}: cuflash has no sequences of several lengths in one tensor (cu_seqlens) yet; call flash_attn_func "
-        "for each sequence, or for each group of equal lengths"
-    )
+def refused(function: str, why: str) -> Callable[..., NoReturn]:
+    """A function of the interface that is not supported, whatever its arguments."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise UnsupportedError(f"{function}: {why}")
+
+    refuse.__name__ = refuse.__qualname__ = function
+    refuse.__doc__ = f"Raises UnsupportedError: {why}."
+    return refuse
 
 
-def refuse_cache() -> NoReturn:
-    """Raises UnsupportedError for the functions that read and write a cache of keys."""
-    raise UnsupportedError(
-        "flash_attn_with_kvcache: cuflash has no attention that updates, looks up or rotates a cache yet; write the "
-        "new keys to the cache, then call flash_attn_func with the part that is filled, k_cache[:, :length]"
-    )
-
-
-def _refuse_version_2(dropout_p: Any, alibi_slopes: Any) -> None:
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise ProblemError(
-            f"dropout_p={dropout_p!r} is a {type(dropout_p).__name__}; give 0.0. It stands before softmax_scale here, "
-            "as in flash-attn 2; the order of flash-attn 3 is in cuflash.frameworks.flash_attn_3_interface"
-        )
-    if dropout_p != 0:
-        raise UnsupportedError(
-            f"dropout_p={dropout_p}: cuflash has no dropout; give 0.0. If this was meant as softmax_scale, pass it by "
-            "name, or take cuflash.frameworks.flash_attn_3_interface, where it stands fourth"
-        )
-    if alibi_slopes is not None:
-        raise UnsupportedError("alibi_slopes: cuflash has no ALiBi; leave None, or take flash-attn's own function")
+NO_LENGTHS = (
+    "cuflash has no sequences of several lengths in one tensor (cu_seqlens) yet; call flash_attn_func for each "
+    "sequence, or for each group of equal lengths"
+)
+flash_attn_varlen_func = refused("flash_attn_varlen_func", NO_LENGTHS)
+flash_attn_varlen_kvpacked_func = refused("flash_attn_varlen_kvpacked_func", NO_LENGTHS)
+flash_attn_varlen_qkvpacked_func = refused("flash_attn_varlen_qkvpacked_func", NO_LENGTHS)
+flash_attn_with_kvcache = refused(
+    "flash_attn_with_kvcache",
+    "cuflash has no attention that updates, looks up or rotates a cache yet; write the new keys to the cache, then "
+    "call flash_attn_func with the part that is filled, k_cache[:, :length]",
+)

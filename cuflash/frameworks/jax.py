@@ -146,12 +146,12 @@ def _arrays(**named: Any) -> tuple[Any, ...]:
 
 def _static(arrays: tuple[Any, ...], options: Options) -> Static:
     """Checks a call; returns everything but its arrays."""
-    shapes, dtypes = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays)
+    asked = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key()
     try:
         try:
-            return _judged(shapes, dtypes, _Keyed(options))
+            return _judged(*asked)
         except TypeError:  # an argument cannot be hashed, so that the result cannot be cached
-            return _judged.__wrapped__(shapes, dtypes, _Keyed(options))
+            return _judged.__wrapped__(*asked)
     except ProblemError as error:
         axes = jax.sharding.get_abstract_mesh().manual_axes
         if not axes:
@@ -159,23 +159,11 @@ def _static(arrays: tuple[Any, ...], options: Options) -> Static:
         raise ProblemError(f"{error}. The shapes are of one shard, over {', '.join(map(str, axes))}") from None
 
 
-class _Keyed:
-    """Options that are compared by their key, so that equal values of different types (1 and True) stay apart."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Keyed) and self.options.key() == other.options.key()
-
-    def __hash__(self) -> int:
-        return hash(self.options.key())
-
-
 @functools.lru_cache(maxsize=4096)
-def _judged(shapes: tuple[Shape, ...], dtypes: tuple[Any, ...], keyed: _Keyed) -> Static:
+def _judged(shapes: tuple[Shape, ...], dtypes: tuple[Any, ...], options: tuple[Any, ...]) -> Static:
+    """`options` is `Options.key()`, which begins with the options and keeps 1 and True apart."""
     specs = [ArraySpec.dense(shape, str(dtype), library="jax") for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return Static.of(Problem.of(FORWARD, specs, keyed.options))
+    return Static.of(Problem.of(FORWARD, specs, options[0]))
 
 
 def _varying_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -207,8 +195,10 @@ def _call_and_keep(static: Static, with_lse: bool, q: Any, k: Any, v: Any) -> tu
 
 def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
     q, k, v, out, lse = kept
-    dout, *dlse = (given[0], given[1][..., None]) if with_lse else (given,)
-    return tuple(backward.bind(q, k, v, dout, out, lse, *dlse, static=static))
+    named = {"q": q, "k": k, "v": v, "dout": given[0] if with_lse else given, "out": out, "lse": lse}
+    if with_lse:
+        named["dlse"] = given[1][..., None]
+    return tuple(backward.bind(*named.values(), static=static._replace(names=tuple(named))))
 
 
 _with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))

@@ -81,43 +81,15 @@ class Override:
         lengths = query.shape[2], key.shape[2]
         return result.transpose(1, 2), lse, None, None, *lengths, state, unused, query.new_empty(0)
 
-    def backward(
-        self,
-        keyset: Any,
-        grad_out: torch.Tensor,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        out: torch.Tensor,
-        logsumexp: torch.Tensor,
-        cum_seq_q: torch.Tensor | None,
-        cum_seq_k: torch.Tensor | None,
-        max_q: int,
-        max_k: int,
-        dropout_p: float,
-        is_causal: bool,
-        philox_seed: torch.Tensor,
-        philox_offset: torch.Tensor,
-        *,
-        scale: float | None = None,
-    ) -> Any:
+    def backward(self, keyset: Any, *arguments: Any, scale: float | None = None) -> Any:
         """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
+        grad_out, query, key, value, out, logsumexp, *_, dropout_p, is_causal, _seed, _offset = arguments
         if dropout_p > 0.0:
-            return self._kernels[_BACKWARD].call_boxed(
-                keyset, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p,
-                is_causal, philox_seed, philox_offset, scale=scale,
-            )  # fmt: skip
+            return self._kernels[_BACKWARD].call_boxed(keyset, *arguments, scale=scale)
         dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        deterministic = torch.are_deterministic_algorithms_enabled()
         gradients = backward(
-            dout,
-            q,
-            k,
-            v,
-            o,
-            logsumexp,
-            softmax_scale=scale,
-            causal=is_causal,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            dout, q, k, v, o, logsumexp, softmax_scale=scale, causal=is_causal, deterministic=deterministic
         )
         return tuple(_like(x.transpose(1, 2), of) for x, of in zip(gradients, (query, key, value), strict=True))
 

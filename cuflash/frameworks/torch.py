@@ -63,13 +63,9 @@ class _Options(NamedTuple):
 
     def keywords(self) -> dict[str, Any]:
         """The options as keyword arguments of `cuflash.forward`."""
-        return {
-            "softmax_scale": self.softmax_scale,
-            "causal": self.causal,
-            "window_size": (self.window_left, self.window_right),
-            "diagonal_offset": self.diagonal_offset,
-            "softcap": self.softcap,
-        }
+        scale, causal, left, right, offset, softcap, _ = self
+        masks = {"causal": causal, "window_size": (left, right), "diagonal_offset": offset}
+        return {"softmax_scale": scale, "softcap": softcap, **masks}
 
 
 def attention(
@@ -222,20 +218,23 @@ class _Transformed(Function):
         return (_unfold(out, of_q, heads=2), _unfold(lse, of_q, heads=1)), (0, 0)
 
 
+def _gradients(*arguments: Any) -> Any:
+    """dq, dk and dv of dout, q, k, v, out, lse, dlse, the keywords of the call, and whether it is deterministic."""
+    *tensors, dlse, keywords, deterministic = arguments
+    if torch._C._len_torch_dispatch_stack():
+        return torch.ops.cuflash.attention_backward(*tensors, dlse, *_Options.of(keywords, deterministic))
+    return backward(*tensors, dlse=dlse, deterministic=deterministic, **keywords)
+
+
+def _refuse_twice(ctx: Any, *gradients: Any) -> Any:
+    raise UnsupportedError(_TWICE)
+
+
 class _Gradients(Function):
     """Gradients under torch.func, and where someone may differentiate them again: only that itself is refused."""
 
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return _gradients(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise UnsupportedError(_TWICE)
+    forward, backward = staticmethod(_gradients), staticmethod(_refuse_twice)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -250,23 +249,6 @@ class _Gradients(Function):
         gradients = _Gradients.apply(*folded, *arguments[7:])
         of_q = _mapped(arguments[1], in_dims[1], info.batch_size).shape
         return tuple(_unfold(x, of_q, heads=2) for x in gradients), (0, 0, 0)
-
-
-def _gradients(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    keywords: dict[str, Any],
-    deterministic: bool,
-) -> Any:
-    if torch._C._len_torch_dispatch_stack():
-        options = _Options.of(keywords, deterministic)
-        return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *options)
-    return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
 
 
 def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
@@ -325,19 +307,10 @@ def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: A
     schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_OPTIONS})"
     " -> (Tensor, Tensor, Tensor)",
 )
-def _backward_op(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dlse: torch.Tensor | None,
-    *options: Any,
-) -> Any:
-    given = _Options(*options)
+def _backward_op(*arguments: Any) -> Any:
+    given = _Options(*arguments[7:])
     with torch.no_grad():
-        return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=given.deterministic, **given.keywords())
+        return backward(*arguments[:6], dlse=arguments[6], deterministic=given.deterministic, **given.keywords())
 
 
 @_attention_op.register_fake
@@ -355,11 +328,8 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple
 
 
 @_backward_op.register_fake
-def _(
-    dout: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    return dq, dk, dv
+def _(dout: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in operands[:3])
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
@@ -368,9 +338,5 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     return *gradients, *(None for _ in ctx.options)
 
 
-def _refuse(ctx: Any, *gradients: Any) -> Any:
-    raise UnsupportedError(_TWICE)
-
-
 _attention_op.register_autograd(_differentiate, setup_context=_keep)
-_backward_op.register_autograd(_refuse)
+_backward_op.register_autograd(_refuse_twice)

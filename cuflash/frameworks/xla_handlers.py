@@ -1,12 +1,14 @@
 """The handlers that XLA calls: attention on the buffers of a call frame, by kernels on a GPU and by NumPy on the CPU.
 
-Operands and results are those of the ops, in the same order; lse and dlse have an extra last axis of length 1.
+Operands and results are those of the ops, in the same order; what is like lse has an extra last axis of length 1. A
+call names its operands, so that an optional one takes its place among the op's by its name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import math
 import struct
 import threading
@@ -16,13 +18,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.library import bfloat16
+from ..arrays.library import numpy_dtype
 from ..errors import UnsupportedError
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import DTYPES
 from ..problem.mask import Mask
-from ..problem.operands import BACKWARD as BACKWARD_OP
-from ..problem.operands import FORWARD as FORWARD_OP
+from ..problem.operands import LSE_AXES, Op
+from ..problem.operands import OPS as PUBLIC
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..runtime import counters, host
@@ -31,21 +33,22 @@ from ..runtime.launch import KEPT, Call, Judged, Prepared
 from . import xla_ffi
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the targets in XLA
-OPS = {FORWARD: FORWARD_OP, BACKWARD: BACKWARD_OP}
+OPS = {FORWARD: PUBLIC["forward"], BACKWARD: PUBLIC["backward"]}
 _NAMES = {row.xla: name for name, row in DTYPES.items()}
 _HEADER = struct.Struct("<3q2d4q")
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 Shape = tuple[int, ...]
 
 
 class Static(NamedTuple):
-    """The options of a call. `lo` and `hi` are its `Mask`, normalised for its lengths."""
+    """The options of a call and the names of its operands. `lo` and `hi` are its `Mask`, normalised for its lengths."""
 
     lo: int
     hi: int
     softmax_scale: float
     softcap: float
     deterministic: bool = False
+    names: tuple[str, ...] = ("q", "k", "v")
 
     @classmethod
     def of(cls, problem: Problem) -> Static:
@@ -53,27 +56,25 @@ class Static(NamedTuple):
         options = problem.options
         return cls(problem.mask.lo, problem.mask.hi, problem.softmax_scale, options.softcap, options.deterministic)
 
-    def problem(self, target: str, specs: Sequence[ArraySpec]) -> Problem:
-        """The problem with these options and arrays."""
-        options = Options(self.softmax_scale, softcap=self.softcap, deterministic=self.deterministic)
-        problem = Problem.of(OPS[target], specs, options)
-        return problem._replace(mask=Mask(problem.seqlen_q, problem.seqlen_k, self.lo, self.hi))
-
 
 class Described(NamedTuple):
     """All of a call but its addresses. It is the call's attribute in XLA, under which its prepared launch is kept."""
 
     static: Static
-    shapes: tuple[Shape, ...] = ()  # of the inputs, in the op's order and all of one rank; none on the CPU
+    shapes: tuple[Shape, ...] = ()  # of the named operands, all of one rank; none on the CPU
     dtypes: tuple[str, ...] = ()
     workspace: int = 0  # floats of the call's workspace
 
     def encode(self) -> np.ndarray[Any, Any]:
         """The description as 64-bit numbers, because JAX keeps it in compilation caches and exported programs."""
         counts = self.workspace, len(self.shapes), len(self.shapes[0]) if self.shapes else 0
-        head = np.frombuffer(_HEADER.pack(_FORMAT_VERSION, *self.static, *counts), np.int64)
+        *options, names = self.static
+        head = _HEADER.pack(_FORMAT_VERSION, *options, *counts)
         codes = [DTYPES[dtype].xla for dtype in self.dtypes]
-        return np.concatenate([head, np.array(codes, np.int64), np.array(self.shapes, np.int64).ravel()])
+        tail = " ".join(names).encode()
+        tail = tail.ljust(-(-len(tail) // 8) * 8)
+        numbers = np.array([*codes, *itertools.chain(*self.shapes)], np.int64)
+        return np.frombuffer(bytearray(head + numbers.tobytes() + tail), np.int64)
 
     @classmethod
     def decode(cls, attribute: bytes) -> Described:
@@ -84,17 +85,25 @@ class Described(NamedTuple):
                 "export it again"
             )
         _, lo, hi, softmax_scale, softcap, deterministic, workspace, count, rank = _HEADER.unpack_from(attribute)
-        rest = np.frombuffer(attribute, np.int64, offset=_HEADER.size)
-        shapes = tuple(map(tuple, rest[count:].reshape(count, rank).tolist()))
-        static = Static(lo, hi, softmax_scale, softcap, bool(deterministic))
-        return cls(static, shapes, tuple(_NAMES[code] for code in rest[:count].tolist()), workspace)
+        numbers = np.frombuffer(attribute, np.int64, count * (1 + rank), _HEADER.size)
+        shapes = tuple(map(tuple, numbers[count:].reshape(count, rank).tolist()))
+        names = tuple(attribute[_HEADER.size + numbers.nbytes :].decode().split())
+        static = Static(lo, hi, softmax_scale, softcap, bool(deterministic), names)
+        return cls(static, shapes, tuple(_NAMES[code] for code in numbers[:count].tolist()), workspace)
 
     def problem(self, target: str, device: str) -> Problem:
         """The problem of the call."""
-        specs = []
-        for operand, shape, dtype in zip(OPS[target].inputs, self.shapes, self.dtypes, strict=False):
-            specs.append(ArraySpec.dense(shape[:-1] if len(operand.axes) == 3 else shape, dtype, device, "jax"))
-        return self.static.problem(target, specs)
+        op, static, specs = OPS[target], self.static, {}
+        for name, shape, dtype in zip(static.names, self.shapes, self.dtypes, strict=True):
+            specs[name] = ArraySpec.dense(shape[:-1] if is_like_lse(op, name) else shape, dtype, device, "jax")
+        options = Options(static.softmax_scale, softcap=static.softcap, deterministic=static.deterministic)
+        problem = Problem.of(op, [specs.get(operand.name) for operand in op.inputs], options)
+        return problem._replace(mask=Mask(problem.seqlen_q, problem.seqlen_k, static.lo, static.hi))
+
+
+def is_like_lse(op: Op, name: str) -> bool:
+    """Whether an operand has the axes of lse, and so an extra one in XLA."""
+    return op.operands[op.index[name]].axes == LSE_AXES
 
 
 class Activity(contextlib.ContextDecorator):
@@ -127,25 +136,40 @@ def run_on_cpu(target: str, call: xla_ffi.Call) -> None:
     described = Described.decode(call.attribute())
     shapes, dtypes = tuple(x.shape for x in operands), tuple(_NAMES[x.dtype] for x in operands)
     problem = described._replace(shapes=shapes, dtypes=dtypes).problem(target, "cpu")
-    for buffer, result in zip(results, host.compute(problem, [*map(_view, operands)]), strict=True):
+    views = dict(zip(described.static.names, map(_view, operands), strict=True))
+    arrays = [views.get(operand.name) for operand in problem.op.inputs]
+    for buffer, result in zip(results, host.compute(problem, arrays), strict=True):
         made = _view(buffer)
         made[...] = result.reshape(made.shape)
 
 
 def run_on_cuda(target: str, call: xla_ffi.Call) -> None:
     """Runs a target's op on the call's buffers, on XLA's stream; backward has its workspace as an extra result."""
-    attribute = call.attribute()
-    found = _call_of(target, attribute, call.ordinal())
+    found = _lowered(target, call.attribute(), call.ordinal())
     pointers = call.pointers()
-    if target == BACKWARD and len(pointers) == _WITHOUT_DLSE:
-        pointers = (*pointers[:6], 0, *pointers[6:])
-    prepared = found.prepared(pointers)
-    if prepared.plan is not found.plan:
-        _check_workspace(Described.decode(attribute), prepared)
+    for place in found.absent:
+        pointers = (*pointers[:place], 0, *pointers[place:])
+    prepared = found.call.prepared(pointers)
+    if prepared.plan is not found.call.plan:
+        found.check_workspace(prepared)
     prepared.kernels.launch(pointers, call.stream())
 
 
-_WITHOUT_DLSE = len(BACKWARD_OP.operands)  # pointers of backward: one fewer without dlse, one more for the workspace
+class Lowered(NamedTuple):
+    """What a thread keeps for the calls of a program with one attribute."""
+
+    call: Call
+    absent: tuple[int, ...]  # places of the op's inputs that the calls do not have, rising
+    workspace_bytes: int  # that the program gives
+
+    def check_workspace(self, needing: Call | Prepared) -> None:
+        """Raises UnsupportedError if the program's workspace is smaller than these kernels need."""
+        needed = needing.plan.workspace_bytes
+        if self.workspace_bytes < needed:
+            raise UnsupportedError(
+                f"backward takes a workspace of {needed} bytes on this GPU, but the program was lowered with one of "
+                f"{self.workspace_bytes}: lower or export it again in a process that sees this GPU"
+            )
 
 
 def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
@@ -170,18 +194,21 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
     return workspace
 
 
-def _call_of(target: str, attribute: bytes, ordinal: int) -> Call:
-    """The launch that this thread keeps for calls with this attribute."""
+def _lowered(target: str, attribute: bytes, ordinal: int) -> Lowered:
+    """What this thread keeps for calls with this attribute."""
     key = threading.get_ident(), target, ordinal, attribute
-    found: Call | None = KEPT.get(key)
+    found: Lowered | None = KEPT.get(key)
     if found is None:
         described = Described.decode(attribute)
         # why: the kernels were loaded when the program was lowered, unless another process did that (jax.export).
         # Then they are loaded in the first call, which may be captured.
         with relaxed_capture():
-            found = _call(target, described, ordinal)
-        _check_workspace(described, found)
-        KEPT.put(key, found, found.num_bytes)
+            call = _call(target, described, ordinal)
+        names = described.static.names
+        absent = tuple(place for place, operand in enumerate(OPS[target].inputs) if operand.name not in names)
+        found = Lowered(call, absent, 4 * described.workspace)
+        found.check_workspace(call)
+        KEPT.put(key, found, call.num_bytes)
     return found
 
 
@@ -189,20 +216,9 @@ def _call(target: str, described: Described, ordinal: int) -> Call:
     return Call(Judged(described.problem(target, f"cuda:{ordinal}")))
 
 
-def _check_workspace(described: Described, found: Call | Prepared) -> None:
-    """Raises UnsupportedError if the program's workspace is smaller than these kernels need."""
-    needed, there = found.plan.workspace_bytes, 4 * described.workspace
-    if there < needed:
-        raise UnsupportedError(
-            f"backward takes a workspace of {needed} bytes on this GPU, but the program was lowered with one of "
-            f"{there}: lower or export it again in a process that sees this GPU"
-        )
-
-
 def _view(buffer: xla_ffi.Buffer) -> np.ndarray[Any, Any]:
     """A NumPy view of a buffer in host memory."""
-    name, shape = _NAMES[buffer.dtype], buffer.shape
-    dtype = bfloat16() if name == "bfloat16" else np.dtype(name)
+    dtype, shape = numpy_dtype(_NAMES[buffer.dtype]), buffer.shape
     size = dtype.itemsize * math.prod(shape)
     if not size:
         return np.empty(shape, dtype)

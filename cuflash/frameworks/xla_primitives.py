@@ -1,8 +1,8 @@
 """The two JAX primitives under `attention`: forward and backward, each one call of XLA's foreign function interface.
 
-forward(q, k, v) → out, lse and backward(q, k, v, dout, out, lse[, dlse]) → dq, dk, dv. All arrays of a call have q's
-rank: x is (batch, seqlen, heads, dim), or lacks the first axis, or the first and third; lse and dlse are (batch, heads,
-seqlen, 1), or lack the first axis, or the first two. The operands have been checked before.
+Operands and results are those of the ops, and `static.names` tells which inputs there are. All arrays of a call have
+q's rank: x is (batch, seqlen, heads, dim), or lacks the first axis, or the first and third; what is like lse is (batch,
+heads, seqlen, 1), or lacks the first axis, or the first two. The operands have been checked before.
 
 why primitives, and not `jax.ffi.ffi_call`: only the lowering of a primitive knows the platform and the final shapes
 (vmap has been applied), which decide what a GPU needs. There the kernels are compiled and loaded, and backward gets its
@@ -15,7 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,31 +26,31 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ..errors import UnsupportedError
+from ..problem.dtypes import DTYPES
+from ..problem.operands import Op
 from . import xla_ffi, xla_handlers
-from .xla_handlers import BACKWARD, FORWARD, OPS, Described, Shape, Static
+from .xla_handlers import BACKWARD, FORWARD, OPS, Described, Shape, Static, is_like_lse
 
 
-def _forward_shapes(shapes: Sequence[Shape]) -> list[Shape]:
-    """Shapes of out and lse."""
-    q, _, v = shapes
-    heads = () if len(q) == 2 else (q[-2],)
-    return [(*q[:-1], v[-1]), (*q[:-3], *heads, q[-3] if heads else q[0], 1)]
+def _result_shapes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> list[Shape]:
+    """Shapes of the results: an axis has the length that it has in the named operands."""
+    missing: tuple[str, ...] = {4: (), 3: ("batch",), 2: ("batch", "heads_q", "heads_kv")}[len(shapes[0])]
+
+    def axes(name: str) -> list[str]:
+        named = [axis for axis in op.operands[op.index[name]].axes if axis not in missing]
+        return [*named, "one"] if is_like_lse(op, name) else named
+
+    lengths = {"one": 1}
+    for name, shape in zip(names, shapes, strict=True):
+        lengths |= zip(axes(name), shape, strict=True)
+    return [tuple(lengths[axis] for axis in axes(operand.name)) for operand in op.outputs]
 
 
-def _backward_shapes(shapes: Sequence[Shape]) -> list[Shape]:
-    """Shapes of dq, dk and dv."""
-    return list(shapes[:3])
-
-
-def _forward_types(q: Any, k: Any, v: Any, *, static: Static) -> list[Any]:
-    out, lse = _forward_shapes([q.shape, k.shape, v.shape])
-    lse_dtype = np.dtype("float64" if q.dtype == "float64" else "float32")
-    return [q.update(shape=out, weak_type=False), q.update(shape=lse, dtype=lse_dtype, weak_type=False)]
-
-
-def _backward_types(*operands: Any, static: Static) -> list[Any]:
-    q = operands[0]
-    return [q.update(shape=shape, weak_type=False) for shape in _backward_shapes([x.shape for x in operands])]
+def _result_types(op: Op, *operands: Any, static: Static) -> list[Any]:
+    q, shapes = operands[0], _result_shapes(op, static.names, [x.shape for x in operands])
+    accumulator = np.dtype(DTYPES[str(q.dtype)].accumulator)
+    dtypes = [accumulator if operand.dtype == "lse" else q.dtype for operand in op.outputs]
+    return [q.update(shape=x, dtype=dtype, weak_type=False) for x, dtype in zip(shapes, dtypes, strict=True)]
 
 
 def check_whole(name: str, array: Any) -> None:
@@ -85,13 +85,13 @@ def _axes(state: str, array: Any) -> str:
     return ", ".join(sorted({str(axis) for x in of for axis in getattr(x, state, ())}))
 
 
-def _primitive(name: str, types: Callable[..., list[Any]], shapes: Callable[..., list[Shape]], lses: set[int]) -> Any:
-    """A primitive with all its rules; `lses`: operands i, and results as -1 - i, that have the axes of lse."""
+def _primitive(name: str) -> Any:
+    """The primitive of a target with all its rules."""
     made = Primitive(name)
     made.multiple_results = True
-    made.def_abstract_eval(types)
+    made.def_abstract_eval(functools.partial(_result_types, OPS[name]))
     made.def_impl(functools.partial(_run_eagerly, made))
-    batching.primitive_batchers[made] = functools.partial(_batched, made, shapes, lses)
+    batching.primitive_batchers[made] = functools.partial(_batched, made)
     ad.primitive_jvps[made] = functools.partial(_refuse_derivatives, name)
     mlir.register_lowering(made, functools.partial(_refuse_platform, name))
     mlir.register_lowering(made, functools.partial(_lower_for_cpu, name), platform="cpu")
@@ -125,13 +125,7 @@ def _refuse_derivatives(name: str, *arguments: Any, **parameters: Any) -> Any:
 
 
 def _batched(
-    primitive: Any,
-    shapes_of: Callable[..., list[Shape]],
-    lses: set[int],
-    operands: Sequence[Any],
-    axes: Sequence[int | None],
-    *,
-    static: Static,
+    primitive: Any, operands: Sequence[Any], axes: Sequence[int | None], *, static: Static
 ) -> tuple[list[Any], list[int]]:
     """The rule for vmap: the new axis joins batch, or heads if it stands before them, so that nothing is transposed.
 
@@ -139,7 +133,8 @@ def _batched(
     kernels, which costs more than the copy. (Query heads that share k and v need no vmap: give them to one call, as
     grouped heads.)
     """
-    for name, x in zip(OPS[primitive.name].names, operands, strict=False):
+    op, names = OPS[primitive.name], static.names
+    for name, x in zip(names, operands, strict=True):
         check_whole(name, x)
         check_not_reduced(name, x)
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
@@ -152,16 +147,17 @@ def _batched(
         return at - 1 if of_heads and like_lse else at
 
     folded, shapes = [], []
-    for index, (x, axis) in enumerate(zip(operands, axes, strict=True)):
-        to = place(index in lses)
+    for name, x, axis in zip(names, operands, axes, strict=True):
+        to = place(is_like_lse(op, name))
         x = jnp.broadcast_to(jnp.expand_dims(x, to), (*x.shape[:to], size, *x.shape[to:])) if axis is None else x
         x = x if axis is None else jnp.moveaxis(x, axis, to)
         shape = (*x.shape[:to], *x.shape[to + 1 :])
         shapes.append(shape)
-        folded.append(x.reshape(_folded(shape, index in lses, size, of_heads)))
+        folded.append(x.reshape(_folded(shape, is_like_lse(op, name), size, of_heads)))
     results, places = [], []
-    for index, (x, shape) in enumerate(zip(primitive.bind(*folded, static=static), shapes_of(shapes), strict=True)):
-        places.append(place(-1 - index in lses))
+    made = primitive.bind(*folded, static=static)
+    for operand, x, shape in zip(op.outputs, made, _result_shapes(op, names, shapes), strict=True):
+        places.append(place(is_like_lse(op, operand.name)))
         results.append(x.reshape(*shape[: places[-1]], size, *shape[places[-1] :]))
     return results, places
 
@@ -234,8 +230,7 @@ def _wait_at_exit() -> None:
     xla_handlers.on_cpu.wait(quiet=0.05)
 
 
-forward = _primitive(FORWARD, _forward_types, _forward_shapes, {-2})
-backward = _primitive(BACKWARD, _backward_types, _backward_shapes, {5, 6})
+forward, backward = _primitive(FORWARD), _primitive(BACKWARD)
 
 for _target in (FORWARD, BACKWARD):
     xla_ffi.register(_target, "cpu", 0, functools.partial(xla_handlers.run_on_cpu, _target))

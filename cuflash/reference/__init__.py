@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..problem.problem import Problem, States
+from ..problem.problem import Problem
 from . import flash1, flash2, flashd, standard
 from .backward import backward
 from .merge import merge_states
@@ -37,19 +37,10 @@ def lse(problem: Problem, q: Array, k: Array) -> Array:
     return forward(problem, q, k, k[..., :0])[1]
 
 
-def _backward(problem: Problem, q: Array, k: Array, v: Array, dout: Array, out: Array, *lses: Array) -> Sequence[Array]:
-    return backward(problem, dout, q, k, v, out, *lses)
-
-
-def _merge(states: States, *views: Array) -> Sequence[Array]:
-    count = len(views) // 2
-    return merge_states(views[:count], views[count:])
-
-
 # Each op's function, which computes its results from views of its inputs in their order.
 RUN: dict[str, Callable[..., Sequence[Array]]] = {
     "forward": forward,
     "lse": lambda problem, q, k: (lse(problem, q, k),),
-    "backward": _backward,
-    "merge": _merge,
+    "backward": lambda problem, q, k, v, dout, *others: backward(problem, dout, q, k, v, *others),
+    "merge": lambda states, *views: merge_states(views[: len(views) // 2], views[len(views) // 2 :]),
 }

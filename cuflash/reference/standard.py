@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..problem.problem import Problem
+from .tiles import accumulator, no_results
 
 
 def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any, Any]:
@@ -19,10 +20,8 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any
     """
     mask, heads_kv = problem.mask, problem.heads_kv
     group = problem.heads_q // heads_kv
-    dtype = xp.dtype("float64" if problem.dtype == "float64" else "float32")
-    out_dtype = q.dtype if problem.out_dtype == problem.dtype else xp.dtype(problem.out_dtype)
-    out = xp.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
-    lse = xp.full((problem.batch, problem.heads_q, problem.seqlen_q), -xp.inf, dtype)
+    dtype = accumulator(problem)
+    out, lse = no_results(problem, q, v, xp)
     # why: rows that see nothing keep 0 and -inf, and keys that nobody sees stay out of the products (0 * NaN is NaN).
     row_begin, row_end = mask.row_range(0, problem.seqlen_k)
     key_begin, key_end = mask.key_range(0, problem.seqlen_q)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 
 Array = NDArray[Any]
@@ -50,11 +51,11 @@ class QueryBlock:
 
     def fold(self, x: Array, dtype: np.dtype[Any]) -> Array:
         """(batch, seqlen_q, heads_q, n) -> the block's rows (rows, n), contiguous."""
-        return _contiguous(x[self.batch_idx, self.queries, self.heads], dtype).reshape(-1, x.shape[3])
+        return np.ascontiguousarray(x[self.batch_idx, self.queries, self.heads], dtype).reshape(-1, x.shape[3])
 
     def fold_lse(self, x: Array, dtype: np.dtype[Any]) -> Array:
         """(batch, heads_q, seqlen_q) -> the block's rows (rows,)."""
-        return _contiguous(x[self.batch_idx, self.heads, self.queries].T, dtype).reshape(-1)
+        return np.ascontiguousarray(x[self.batch_idx, self.heads, self.queries].T, dtype).reshape(-1)
 
     def unfold(self, rows: Array) -> Array:
         """(rows, …) -> (end - begin, group, …)."""
@@ -85,7 +86,14 @@ OnTile = Callable[[QueryBlock, Tile, Any], None]
 
 def accumulator(problem: Problem) -> np.dtype[Any]:
     """The dtype that scores, sums and lse are kept in."""
-    return np.dtype("float64" if problem.dtype == "float64" else "float32")
+    return np.dtype(DTYPES[problem.dtype].accumulator)
+
+
+def no_results(problem: Problem, q: Any, v: Any, xp: Any = np) -> tuple[Any, Any]:
+    """(out, lse) of rows that see no key, in the array library of q and v: 0 and -inf."""
+    out_dtype = q.dtype if problem.out_dtype == problem.dtype else xp.dtype(problem.out_dtype)
+    out = xp.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
+    return out, xp.full(problem.lse_shape_4d, -xp.inf, accumulator(problem))
 
 
 def rounded(x: Array, dtype: np.dtype[Any]) -> Array:
@@ -120,7 +128,7 @@ def query_blocks(
     for begin, end in spans(*problem.mask.row_range(0, problem.seqlen_k), block_q or max(16, BLOCK_ROWS // group)):
         rows = q[batch_idx, begin:end, head_kv_idx * group : (head_kv_idx + 1) * group]
         yield QueryBlock(
-            batch_idx, head_kv_idx, group, begin, end, _contiguous(rows, dtype).reshape(-1, problem.head_dim)
+            batch_idx, head_kv_idx, group, begin, end, np.ascontiguousarray(rows, dtype).reshape(-1, problem.head_dim)
         )
 
 
@@ -132,8 +140,8 @@ def key_tiles(problem: Problem, block: QueryBlock, k: Array, v: Array, block_k: 
     mask, dtype = problem.mask, accumulator(problem)
     full_begin, full_end = mask.full_range(block.begin, block.end)
     for begin, end in spans(*mask.key_range(block.begin, block.end), block_k or BLOCK_K):
-        k_tile = _contiguous(k[block.batch_idx, begin:end, block.head_kv_idx], dtype)
-        v_tile = _contiguous(v[block.batch_idx, begin:end, block.head_kv_idx], dtype)
+        k_tile = np.ascontiguousarray(k[block.batch_idx, begin:end, block.head_kv_idx], dtype)
+        v_tile = np.ascontiguousarray(v[block.batch_idx, begin:end, block.head_kv_idx], dtype)
         s = block.q @ k_tile.T
         s *= problem.softmax_scale
         if problem.options.softcap:
@@ -172,9 +180,7 @@ def by_tiles(
         `on_tile(block, tile, state)` is told of every tile after its update.
         """
         dtype = accumulator(problem)
-        out_dtype = q.dtype if problem.out_dtype == problem.dtype else np.dtype(problem.out_dtype)
-        out = np.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
-        lse = np.full((problem.batch, problem.heads_q, problem.seqlen_q), -np.inf, dtype)
+        out, lse = no_results(problem, q, v)
         with np.errstate(all="ignore"):  # why: visible NaN and inf belong into the result without a warning
             for batch_idx, head_kv_idx in np.ndindex(problem.batch, problem.heads_kv):
                 for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
@@ -189,7 +195,3 @@ def by_tiles(
         return out, lse
 
     return forward
-
-
-def _contiguous(x: Array, dtype: np.dtype[Any]) -> Array:
-    return np.ascontiguousarray(x, dtype=dtype)

@@ -33,8 +33,9 @@ X, LSE = (2, 300, 4, 64), (2, 4, 300, 1)
 
 
 def described(shapes: list[tuple[int, ...]], static: Static = STATIC, workspace: int = 10**7) -> Described:
-    dtypes = ["float32" if name.endswith("lse") else "bfloat16" for name in OPS[BACKWARD].names]
-    return Described(static, tuple(shapes), tuple(dtypes[: len(shapes)]), workspace)
+    names = OPS[BACKWARD].names[: len(shapes)]
+    dtypes = tuple("float32" if name.endswith("lse") else "bfloat16" for name in names)
+    return Described(static._replace(names=names), tuple(shapes), dtypes, workspace)
 
 
 def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
