@@ -29,7 +29,7 @@ from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import merge_op
 from cuflash.problem.options import Options
-from cuflash.problem.problem import judge
+from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler, launch
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
@@ -120,7 +120,7 @@ def variants() -> list[Variant]:
     made = [made for call in work() for made in plans(*call)]
     lse = ArraySpec.dense((1, 1, 1), "float32")
     states = [[ArraySpec.dense((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
-    made += [plan(judge(merge_op(1), specs, Options()), device.query(0)) for specs in states]
+    made += [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
     return list({launch.variant: None for each in made for launch in each.launches})
 
 

@@ -28,7 +28,7 @@ from .problem.dtypes import GPU_DTYPES
 from .problem.operands import OPS as PUBLIC
 from .problem.operands import merge_op
 from .problem.options import Options
-from .problem.problem import judge
+from .problem.problem import Problem
 from .runtime import compiler
 from .runtime.cache import cache_dir
 
@@ -129,12 +129,12 @@ def _variants_of(
     q, v = (ArraySpec.dense((2, SEQLEN, 2, dim), dtype) for dim in head_dims)
     if op == "merge":
         lse = ArraySpec.dense((2, 2, SEQLEN), "float32")
-        problems = [judge(merge_op(1), [v, lse], Options())]
+        problems = [Problem.of(merge_op(1), [v, lse], Options())]
     else:
         out = v._replace(dtype=more.get("out_dtype") or dtype)
         specs = {"lse": [q, q], "forward": [q, q, v], "backward": [q, q, v, v, out]}[op]
         # why both: Hopper may have another kernel for few keys under a mask
-        problems = [judge(PUBLIC[op], specs, Options(causal=causal, **more)) for causal in (True, False)]
+        problems = [Problem.of(PUBLIC[op], specs, Options(causal=causal, **more)) for causal in (True, False)]
     return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
 
 

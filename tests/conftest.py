@@ -21,7 +21,7 @@ from cuflash import reference
 from cuflash.arrays.cupy import CupyLibrary
 from cuflash.errors import UnsupportedError
 from cuflash.planning import device
-from cuflash.runtime import cache, compiler, launch, tensor_map
+from cuflash.runtime import cache, compiler, launch
 
 settings.register_profile("cuflash", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("cuflash")
@@ -91,9 +91,7 @@ def cupy() -> Any:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """What takes the place of the driver where tensor maps are made."""
-    driver = FakeDriver()
-    monkeypatch.setattr(tensor_map, "function", driver.function)
-    return driver
+    return FakeDriver.instead(monkeypatch)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -26,11 +27,14 @@ class FakeDriver:
         self.argtypes: dict[str, tuple[type, ...]] = {}
         self.result = 0
         self.records = True
+        self.writes = False  # whether a moved map has its address as its first word
 
     def function(self, name: str, *argtypes: type) -> Callable[..., int]:
         self.argtypes[name] = argtypes
 
         def called(address: int, *more: Any) -> int:
+            if self.writes and name == "cuTensorMapReplaceAddress":
+                ctypes.c_uint64.from_address(address).value = more[0]
             if self.records:
                 self.calls.append((name, address, self.read(*more) if name == "cuTensorMapEncodeTiled" else more))
             return self.result
@@ -44,12 +48,21 @@ class FakeDriver:
         arrays = (tuple(kind.from_address(address)) for kind, address in zip(kinds, more, strict=False))
         return dtype, rank, pointer, *arrays, *more[len(kinds) :]
 
+    @classmethod
+    def instead(cls, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+        """One that is asked in place of the driver during a test, and for every map again."""
+        driver = cls()
+        monkeypatch.setattr(tensor_map, "function", driver.function)
+        monkeypatch.setattr(structs, "encoded", functools.lru_cache(1024)(tensor_map.encoded.__wrapped__))
+        return driver
+
 
 class Gpus:
     """GPUs whose launches are recorded, as (stream, bytes of the parameters)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current, self.driver = 1, FakeDriver()
+        self.current, self.driver = 1, FakeDriver.instead(monkeypatch)
+        self.driver.writes = True
         self.launched: list[tuple[int, bytes]] = []
         self.records = True
         self.blocks: dict[int, int] = {}  # bytes of a struct by its address
@@ -58,17 +71,17 @@ class Gpus:
         monkeypatch.setattr(launch, "compiler", SimpleNamespace(load=lambda variant, ordinal: self.launch))
         monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream: 512 * stream)
         monkeypatch.setattr(device, "query", lambda ordinal: device.KNOWN["sm_90"])
-        monkeypatch.setattr(tensor_map, "function", self.driver.function)
+        monkeypatch.setattr(launch, "_free", {name: [] for name in structs.STRUCTS})
         function = SimpleNamespace(CPointer=lambda address: address)
         for name, module in (("cupy", SimpleNamespace()), ("cupy.cuda", SimpleNamespace()),
                              ("cupy.cuda.function", function)):  # fmt: skip
             monkeypatch.setitem(sys.modules, name, module)
         make = structs.Block.__init__
 
-        def noted(block: structs.Block, packed: bytes, counter: int | None) -> None:
-            make(block, packed, counter)
+        def noted(block: structs.Block, size: int) -> None:
+            make(block, size)
             if self.records:
-                self.blocks[block.address] = len(packed)
+                self.blocks[block.address] = size
 
         monkeypatch.setattr(structs.Block, "__init__", noted)
         monkeypatch.setitem(find._known, Array, Recorded())

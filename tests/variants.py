@@ -22,7 +22,7 @@ from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.dtypes import DTYPES as ROWS
 from cuflash.problem.operands import OPS, merge_op
 from cuflash.problem.options import Options
-from cuflash.problem.problem import Problem, States
+from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
 
 DTYPES = tuple(TILES)
@@ -59,10 +59,10 @@ def plan_of(
         return None
 
 
-def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> States:
+def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Problem:
     """So many states of one head."""
     out, lse = ArraySpec.dense((1, rows, 1, head_dim), dtype), ArraySpec.dense((1, 1, rows), "float32")
-    return States.of(merge_op(count), [out] * count + [lse] * count, Options())
+    return Problem.of(merge_op(count), [out] * count + [lse] * count, Options())
 
 
 def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:

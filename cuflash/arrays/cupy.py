@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 from ..problem.array_spec import ArraySpec
-from .library import NOTHING, GpuLibrary, cupy_module, element_strides
+from .library import NOTHING, GpuLibrary, cupy_module, dtype_name, element_strides
 
 
 class CupyLibrary(GpuLibrary):
@@ -23,7 +23,7 @@ class CupyLibrary(GpuLibrary):
 
     def spec(self, name: str, array: Any) -> ArraySpec:
         device = f"cuda:{array.data.device_id}"
-        return ArraySpec(array.shape, element_strides(array), array.dtype.name, device, self.name)
+        return ArraySpec(array.shape, element_strides(array), dtype_name(array.dtype), device, self.name)
 
     def key(self, array: Any) -> tuple[Any, ...]:
         return array.shape, array.strides, array.dtype, array.data.device_id

@@ -22,13 +22,13 @@ _singletons: dict[str, Library] = {"numpy": NUMPY}
 
 def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
     """(library, whether on a GPU) of the operands of a call, judged by the first; mixed ones are a `ProblemError`."""
-    names, kind = op.names, type(arrays[0])
-    first = library_of(names[0], arrays[0])
-    for index, array in enumerate(arrays):
-        if type(array) is kind or (array is None and op.operands[index].optional):
-            continue
-        if (other := library_of(names[index], array)) is not first:
-            check_alike({names[0]: first.spec(names[0], arrays[0]), names[index]: other.spec(names[index], array)})
+    kind, names = type(arrays[0]), op.names
+    first = _known.get(kind) or library_of(names[0], arrays[0])
+    for number, array in enumerate(arrays):
+        if type(array) is not kind and (array is not None or not op.operands[number].optional):
+            name, other = names[number], library_of(names[number], array)
+            if other is not first:
+                check_alike({names[0]: first.spec(names[0], arrays[0]), name: other.spec(name, array)})
     return first, first.on_gpu(arrays[0])
 
 

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from functools import cache
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,10 +16,16 @@ from ..problem.array_spec import ArraySpec
 NOTHING = contextlib.nullcontext()
 
 
+@cache
+def dtype_name(dtype: np.dtype[Any]) -> str:
+    """The name of a NumPy dtype. why: NumPy takes 1 µs to make it."""
+    return dtype.name
+
+
 def element_strides(array: Any) -> tuple[int, ...]:
     """Strides of a NumPy or CuPy array in elements."""
-    itemsize = array.dtype.itemsize
-    return tuple(stride // itemsize for stride in array.strides)
+    itemsize = array.itemsize
+    return tuple([stride // itemsize for stride in array.strides])
 
 
 class Library:

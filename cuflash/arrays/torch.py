@@ -45,8 +45,8 @@ class TorchLibrary(GpuLibrary):
             )
         if array.is_cuda and array.is_neg():
             raise UnsupportedError(f"{name} is a view that is yet to be negated; give {name}.resolve_neg()")
-        dtype = self._names.get(array.dtype, str(array.dtype).removeprefix("torch."))
-        device = str(array.device)
+        dtype = self._names.get(array.dtype) or str(array.dtype).removeprefix("torch.")
+        device = f"cuda:{array.get_device()}" if array.is_cuda else str(array.device)
         return ArraySpec(tuple(array.shape), tuple(array.stride()), dtype, device, self.name)
 
     def key(self, array: Any) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from ..problem.options import Options
 from ..problem.problem import Problem
 from ..runtime import counters, host
 from ..runtime.driver import on_device, relaxed_capture
-from ..runtime.launch import KEPT, Call, Judged, Prepared
+from ..runtime.launch import KEPT, Call, Judged, Kernels
 from . import xla_ffi
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the targets in XLA
@@ -149,10 +149,10 @@ def run_on_cuda(target: str, call: xla_ffi.Call) -> None:
     pointers = call.pointers()
     for place in found.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
-    prepared = found.call.prepared(pointers)
-    if prepared.plan is not found.call.plan:
-        found.check_workspace(prepared)
-    prepared.kernels.launch(pointers, call.stream())
+    kernels = found.call.kernels(pointers)
+    if kernels.plan is not found.call.plan:
+        found.check_workspace(kernels)
+    kernels.launch(pointers, call.stream())
 
 
 class Lowered(NamedTuple):
@@ -162,7 +162,7 @@ class Lowered(NamedTuple):
     absent: tuple[int, ...]  # places of the op's inputs that the calls do not have, rising
     workspace_bytes: int  # that the program gives
 
-    def check_workspace(self, needing: Call | Prepared) -> None:
+    def check_workspace(self, needing: Call | Kernels) -> None:
         """Raises UnsupportedError if the program's workspace is smaller than these kernels need."""
         needed = needing.plan.workspace_bytes
         if self.workspace_bytes < needed:

@@ -16,7 +16,7 @@ from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, ma
 from .tile import rounded_up
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
-from .variant import PORTABLE_THREADS, Variant
+from .variant import PORTABLE_THREADS, Variant, variant_of
 
 DELTA_ROWS = 32  # queries of a block of the delta kernel
 ACC_ROWS = 16  # rows of a tile of the accumulators
@@ -60,10 +60,10 @@ def backward_plan(problem: Problem, device: Device, misaligned: Collection[str])
         key_blocks = blocks_of(problem.seqlen_k, KEY_ROWS) * problem.heads_kv * problem.batch
         splits = grouped and 2 * key_blocks < device.num_sms
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)
-        rows = tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
+        rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
         if tile is not None and (problem.mask.is_full or not splits):
             return _warpgroup_plan(problem, device, tile)
-        if tile is None and rows and not splits:
+        if rows and not splits:
             return _rows_plan(problem, device, rows)
         reason = (
             "with so few keys, the query heads of a kv head are better shared out among blocks"
@@ -98,7 +98,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         )
 
     def variant(op: str, source: str, tile: Tile | BackwardTile | None = None) -> Variant:
-        return Variant(op, source, compile_arch("sm80", device), problem.dtype, problem.dtype, tile=tile)
+        return variant_of(op, source, compile_arch("sm80", device), problem.dtype, problem.dtype, tile=tile)
 
     heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
     num_q_blocks = blocks_of(problem.seqlen_q, dq_tile.block_q)
@@ -252,7 +252,7 @@ def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
 def _delta(problem: Problem, device: Device, stats_rows: int, stats_step: int, **fields: int) -> Launch:
     """The launch of delta. stats_step is 2 if lse and delta of a query stand side by side, 1 if each has a row."""
     arch = compile_arch("sm80", device)
-    variant = Variant("delta", "portable/delta.cu", arch, problem.dtype, problem.out_dtype)
+    variant = variant_of("delta", "portable/delta.cu", arch, problem.dtype, problem.out_dtype)
     fields |= {"stats_rows": stats_rows, "stats_step": stats_step, "stats_delta": 1 if stats_step == 2 else stats_rows}
     return Launch(variant, problem.batch * problem.heads_q * stats_rows // DELTA_ROWS, fields)
 
@@ -267,7 +267,7 @@ def _warpgroup_variant(
 ) -> Variant:
     source = "sm90/backward.cu" if isinstance(tile, WarpgroupBackwardTile) else "sm90/backward_rows.cu"
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
-    return Variant(op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped)
+    return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped)
 
 
 def _num_splits(problem: Problem, num_k_blocks: int, resident: int) -> int:

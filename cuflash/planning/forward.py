@@ -14,7 +14,7 @@ from .device import Device
 from .hopper import HOPPER, reason_against
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, make_plan
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
-from .variant import Variant
+from .variant import variant_of
 
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
 
@@ -46,7 +46,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         )
     if op == "lse":
         tile = replace(tile, head_dim_v=0, stages=2, max_slices=1, flash2_only=False)
-    variant = Variant(
+    variant = variant_of(
         op=op,
         source=f"sm80/{op}.cu",
         arch=compile_arch("sm80", device),
@@ -66,7 +66,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
     """A block of threads for each multiprocessor, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
     arch = compile_arch("sm90", device)
-    variant = Variant(op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped)
+    variant = variant_of(op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped)
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
     num_tiles = num_q_blocks * heads
@@ -77,9 +77,10 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
         head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
         together = heads_together(head_bytes, L2_BYTES * problem.heads_q, heads)
     seen = problem.mask.key_range(0, problem.seqlen_q)
-    boxes = {"q": Box(GROUP_ROWS, 0, problem.seqlen_q), "k": Box(tile.block_k, *seen)}
+    box_k = Box(tile.block_k, *seen)
+    boxes = {"q": Box(GROUP_ROWS, 0, problem.seqlen_q), "k": box_k}
     if op == "forward":
-        boxes |= {"v": Box(tile.block_k, *seen), "out": Box(OUT_ROWS, 0, problem.seqlen_q)}
+        boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, problem.seqlen_q)}
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_together": together}
     counted = num_tiles > device.num_sms and not full
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, counted)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
+from functools import lru_cache
 
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
@@ -31,12 +32,13 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         if name in misaligned:
             return f"{name} does not begin at a multiple of 16 bytes"
         spec = problem.spec(name)
-        if not allows_tma(spec.shape, spec.strides, spec.itemsize):
+        if not allows_tma(spec.shape, spec.strides):
             return f"the strides of {name} are not positive multiples of 16 bytes, which the copy engine needs"
     return None
 
 
-def allows_tma(shape: Sequence[int], strides: Sequence[int], itemsize: int = 2) -> bool:
+@lru_cache(maxsize=256)
+def allows_tma(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 2) -> bool:
     """Whether TMA can address a 4-D operand with these strides (in elements, the last one 1)."""
     for axis in range(3):
         step = itemsize * strides[axis]

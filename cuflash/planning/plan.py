@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
-from ..problem.problem import Problem, States
+from ..problem.problem import Problem
 from .device import Device
 from .variant import Variant
 
@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 class Plan(NamedTuple):
     """What a call would launch. Memory is in bytes; `workspace_bytes` is memory besides inputs and outputs."""
 
-    problem: Problem | States
+    problem: Problem
     device: str
     launches: tuple[Launch, ...]  # in order; empty on the CPU and where CuPy computes
     workspace_bytes: int = 0
@@ -122,7 +122,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(
-    problem: Problem | States,
+    problem: Problem,
     device: Device,
     launches: list[Launch],
     workspace: Mapping[str, int] | None = None,
@@ -133,7 +133,7 @@ def make_plan(
 
     workspace: floats of each part, by name. num_work: pieces of work that kernels number, if not by the block's index.
     """
-    if (most := max(num_work, *(launch.num_blocks for launch in launches))) > MAX_GRID:
+    if (most := max([num_work, *[launch.num_blocks for launch in launches]])) > MAX_GRID:
         raise UnsupportedError(
             f"{_described(problem)} need {most} blocks; a launch has at most {MAX_GRID}. Split the batch into several "
             "calls."
@@ -146,9 +146,9 @@ def make_plan(
     return Plan(problem, device.name, tuple(launches), begin, parts, fallback)
 
 
-def _described(problem: Problem | States) -> str:
-    if isinstance(problem, States):
-        return f"outs of shape {(problem.batch, problem.seqlen_q, problem.heads_q, problem.head_dim_v)}"
+def _described(problem: Problem) -> str:
+    if problem.op.name == "merge":
+        return f"outs of shape {problem.spec('out').shape}"
     return f"batch {problem.batch} x heads {problem.heads_q} x seqlens {problem.seqlen_q} and {problem.seqlen_k}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import GPU_DTYPES
-from ..problem.problem import Problem, States
+from ..problem.problem import Problem
 from .backward import backward_plan
 from .device import Device
 from .forward import forward_plan
@@ -14,7 +14,7 @@ from .merge import MAX_STATES, merge_plan
 from .plan import Plan
 
 
-def plan(problem: Problem | States, device: Device | None, misaligned: Collection[str] = ()) -> Plan:
+def plan(problem: Problem, device: Device | None, misaligned: Collection[str] = ()) -> Plan:
     """What a call launches on this device; None stands for NumPy on the CPU.
 
     misaligned: the operands that do not begin at a multiple of 16 bytes.
@@ -25,7 +25,7 @@ def plan(problem: Problem | States, device: Device | None, misaligned: Collectio
         raise UnsupportedError(
             f"{problem.dtype} has no GPU kernel; cast to float32, bfloat16 or float16, or pass NumPy arrays"
         )
-    if isinstance(problem, States):
+    if problem.op.name == "merge":
         if (count := len(problem.op.inputs) // 2) > MAX_STATES:
             raise UnsupportedError(
                 f"{count} states; one call merges at most {MAX_STATES} on a GPU. Merge groups of them, "
@@ -39,7 +39,7 @@ def plan(problem: Problem | States, device: Device | None, misaligned: Collectio
     return forward_plan(problem, device, misaligned)
 
 
-def _host_plan(problem: Problem | States) -> Plan:
+def _host_plan(problem: Problem) -> Plan:
     kernel = f"reference_{problem.op.name}_{problem.options.algorithm}"
     return Plan(problem, "cpu", (), instead=kernel)
 

@@ -7,7 +7,6 @@ each tile, and `EXPERIMENTS.csv` holds all measurements. L22 says why rings and 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from .tile import macros, rounded_up
 
@@ -199,21 +198,23 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
     if op == "lse":
         tile = choose("forward", head_dim, 1, float("inf"), softcap)
         return None if tile is None else replace(tile, head_dim_v=0, out_panels=0, ping_pong=False)
-    covering = (tile for tile in TILES if _covers(tile, head_dim, head_dim_v, softcap))
-    return next((tile for tile in covering if keys <= (tile.max_keys or keys)), None)
+    for tile in TILES:
+        covers = head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
+        if covers and keys <= (tile.max_keys or keys):
+            return tile
+    return None
 
 
 def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: bool) -> WarpgroupBackwardTile | None:
     """The first row for these head dims and for keys that `queries` queries see on average; None if there is none."""
-    covering = (tile for tile in BACKWARD if _covers(tile, head_dim, head_dim_v, softcap))
-    return next((tile for tile in covering if queries >= tile.min_queries), None)
+    for tile in BACKWARD:
+        covers = head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
+        if covers and queries >= tile.min_queries:
+            return tile
+    return None
 
 
 def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupRowsTile, ...]:
     """The first row for these head dims for each gradient; empty if there is none."""
-    covering = [tile for tile in ROWS if _covers(tile, head_dim, head_dim_v, softcap)]
-    return tuple(next(t for t in covering if t.gradient == gradient) for gradient in GRADIENTS) if covering else ()
-
-
-def _covers(tile: Any, head_dim: int, head_dim_v: int, softcap: bool) -> bool:
-    return head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
+    covers = [t for t in ROWS if head_dim <= t.head_dim and head_dim_v <= t.head_dim_v and t.softcap in (None, softcap)]
+    return tuple(next(t for t in covers if t.gradient == gradient) for gradient in GRADIENTS) if covers else ()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cache, cached_property
 
 from ..problem.dtypes import DTYPES
 from .tiles_sm80 import BackwardTile, Tile
@@ -27,7 +28,7 @@ PARAMS = {
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Variant:
     """One compiled kernel: everything that changes its code, and nothing that comes with the data."""
 
@@ -40,7 +41,14 @@ class Variant:
     tile: AnyTile | None = None
     softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:  # why cached: each call with new lengths asks for it, and most of it is that of the tile
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    @cached_property
     def name(self) -> str:
         """The name of the kernel's symbol, cubin file, test and benchmark row."""
         parts = [self.op, self.source.split("/")[0], DTYPES[self.dtype].short]
@@ -57,7 +65,7 @@ class Variant:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
         return "_".join(parts)
 
-    @property
+    @cached_property
     def params(self) -> str:
         """The struct of its run-time arguments."""
         return PARAMS[self.source]
@@ -67,12 +75,12 @@ class Variant:
         """Whether it is one of Hopper's own kernels."""
         return self.source.startswith("sm90/")
 
-    @property
+    @cached_property
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
         return 0 if self.tile is None else self.tile.smem_bytes(DTYPES[self.dtype].itemsize)
 
-    @property
+    @cached_property
     def num_threads(self) -> int:
         """Threads of one block."""
         return PORTABLE_THREADS if self.tile is None else 32 * self.tile.warps
@@ -94,3 +102,6 @@ class Variant:
             else:
                 constants["ALGORITHM"] = ALGORITHM_CODES[self.algorithm]
         return constants
+
+
+variant_of = cache(Variant)  # why: the same object again, which knows its hash, is found faster than a new one is made

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .options import WindowSize
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(NamedTuple):
     """Key `j` is visible to query `i` iff `i + lo <= j <= i + hi`, both ends inclusive, and `0 <= j < seqlen_k`.
 
     Bounds are normalised: a side that hides nothing is open, written `-seqlen_q` on the left and `seqlen_k` on the
@@ -31,12 +29,12 @@ class Mask:
         diagonal_offset: int | None = None,
     ) -> Mask:
         """The mask of arguments that were judged; without `diagonal_offset` the diagonal is bottom-right aligned."""
-        left, right = (None if side == -1 else side for side in window_size)
+        left, right = window_size
         if causal:
             right = 0
         offset = seqlen_k - seqlen_q if diagonal_offset is None else diagonal_offset
-        lo = -seqlen_q if left is None else offset - left
-        hi = seqlen_k if right is None else offset + right
+        lo = -seqlen_q if left is None or left == -1 else offset - left
+        hi = seqlen_k if right is None or right == -1 else offset + right
         # why: a bound that hides nothing is written as the open one, and a far bound is cut to where it hides all.
         lo = -seqlen_q if lo <= 1 - seqlen_q else min(lo, seqlen_k)
         hi = seqlen_k if hi >= seqlen_k - 1 else max(hi, -seqlen_q)

@@ -30,7 +30,7 @@ class Operand(NamedTuple):
     strided: bool = True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Op:
     """A public call: inputs in the order of its arguments, and outputs in the order of its results."""
 

@@ -163,17 +163,14 @@ class Options(NamedTuple):
     def judged(self, known: Known) -> "Options":
         """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
         try:
-            return _judged(self.key(), known, self)
+            return _judged(self.key(), known)
         except TypeError:  # an argument that cannot be hashed is judged anew each time
-            return _judged.__wrapped__((), known, self)
+            return _judged.__wrapped__((self,), known)
 
     @property
     def scores(self) -> Scores:
         """What the kernels are told, of judged arguments."""
-        scale, softcap = float(self.softmax_scale or 0.0), self.softcap
-        if softcap:
-            return Scores(scale, scale * LOG2_E, softcap / scale, scale / softcap)
-        return Scores(scale, scale * LOG2_E, 0.0, 0.0)
+        return _scores(self.softmax_scale, self.softcap)
 
 
 _HINTS = get_type_hints(Options, include_extras=True)
@@ -182,8 +179,14 @@ _JUDGES = [row.judge for row in ROWS.values()]
 
 
 @lru_cache(maxsize=256)
-def _judged(key: tuple[Any, ...], known: Known, options: Options) -> Options:
-    return Options(*(judge(value, known) for value, judge in zip(options, _JUDGES, strict=True)))
+def _judged(key: tuple[Any, ...], known: Known) -> Options:
+    return Options(*(judge(value, known) for value, judge in zip(key[0], _JUDGES, strict=True)))
+
+
+@lru_cache(maxsize=256)
+def _scores(scale: float, softcap: float) -> Scores:
+    capped = (softcap / scale, scale / softcap) if softcap else (0.0, 0.0)
+    return Scores(scale, scale * LOG2_E, *capped)
 
 
 def names(op: str) -> list[str]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 from ..errors import ProblemError
-from .array_spec import ArraySpec
+from .array_spec import ArraySpec, dense_strides
 from .dtypes import DTYPES, check_dtype
 from .mask import Mask
-from .operands import Op
+from .operands import Op, Operand
 from .options import Known, Options
 
 MAX_SEQLEN = 2**30 - 4096  # the sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels
@@ -18,14 +18,14 @@ LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen
 Specs = Sequence[ArraySpec | None]
 # The axes that arrays of this rank do not have.
 _MISSING: dict[int, tuple[str, ...]] = {4: (), 3: ("batch",), 2: ("batch", "heads_q", "heads_kv")}
-_LSES = ("lse", "dlse")
 # The products that an op makes: of head_dim (backward's s, dq and dk), and of head_dim_v (dp and dv).
 _PRODUCTS = {"backward": (3, 2)}
 
 
 class Problem(NamedTuple):
-    """A legal attention problem. Lengths are those of 4-D arrays; `head_dim_v` is 0 for `lse`, which has no v.
+    """A legal problem. Lengths are those of 4-D arrays; `head_dim_v` is 0 for `lse`, which has no v.
 
+    `merge_states` is the problem of its outs, without keys: seqlen_k and head_dim are 0.
     `specs` are of the op's operands in the caller's rank, in their order: None for an input that is not there.
     """
 
@@ -50,58 +50,39 @@ class Problem(NamedTuple):
 
         Operands at the end that are left out, and those that are None but are not optional, are dense.
         """
+        if op.name == "merge":
+            return _of_states(op, specs)
         specs = (*specs, *[None] * (len(op.operands) - len(specs)))
-        q, k = _given("q", specs[0]), _given("k", specs[1])
-        v = specs[2] if len(op.inputs) > 2 else None
-        named = {"q": q, "k": k} | ({} if v is None else {"v": v})
+        named: Any = dict(zip(("q", "k", "v") if "v" in op.index else ("q", "k"), specs, strict=False))
         check_alike(named)
-        _check_rank(named)
-        batch, seqlen_q, heads_q, head_dim = q.as_4d().shape
-        _, seqlen_k, heads_kv, _ = k.as_4d().shape
-        head_dim_v = 0 if v is None else v.shape[-1]
-        _check_lengths(named)
+        lengths = _lengths(named)
+        q = named["q"]
         if op.name == "backward" and (out := specs[op.index["out"]]) is not None:
             # why: out may have been made in float32 from 16-bit inputs, which is all that backward asks of it.
             wide = out.dtype == "float32" and DTYPES[q.dtype].itemsize == 2
             options = options._replace(out_dtype="float32" if wide else None)
-        options = options.judged(Known(head_dim, q.dtype))
-        mask = Mask.of(seqlen_q, seqlen_k, options.causal, options.window_size, options.diagonal_offset)
-        lengths = {
-            "batch": batch,
-            "seqlen_q": seqlen_q,
-            "seqlen_k": seqlen_k,
-            "heads_q": heads_q,
-            "heads_kv": heads_kv,
-            "head_dim": head_dim,
-            "head_dim_v": head_dim_v,
-        }
-        return cls(
-            op=op,
-            **lengths,
-            dtype=q.dtype,
-            mask=mask,
-            # why: masks that hide the same keys make the same problem, however they were asked for.
-            options=options._replace(causal=False, window_size=(None, None), diagonal_offset=None),
-            device=q.device,
-            library=q.library,
-            specs=_checked(op, specs, lengths, options.out_dtype or q.dtype, len(named)),
-        )
+        options = options.judged(Known(lengths["head_dim"], q.dtype))
+        hidden = options.causal, options.window_size, options.diagonal_offset
+        mask = Mask.of(lengths["seqlen_q"], lengths["seqlen_k"], *hidden)
+        checked = _checked(op, specs, lengths, _dtypes_of(q.dtype, options.out_dtype), len(named))
+        # why _make: keywords for 14 fields take 2 µs.
+        return cls._make((op, *lengths.values(), q.dtype, mask, _unmasked(options), q.device, q.library, checked))
+
+    def shape(self, operand: Operand) -> tuple[int, ...]:
+        """The shape of an operand with all of its axes."""
+        return tuple([getattr(self, axis) for axis in operand.axes])
 
     def spec(self, name: str) -> ArraySpec:
-        """The 4-D array of an operand that is there (lse: as it is)."""
-        spec = self.specs[self.op.index[name]]
+        """The array of an operand that is there: one with a head dim is seen as 4-D, another one as it is."""
+        number = self.op.index[name]
+        spec = self.specs[number]
         assert spec is not None
-        return spec if len(spec.shape) == 4 or name in _LSES else spec.as_4d()
+        return spec if len(spec.shape) == 4 or len(self.op.operands[number].axes) < 4 else spec.as_4d()
 
     @property
-    def outputs(self) -> Iterator[tuple[tuple[int, ...], str]]:
+    def outputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
         """Shape and dtype of each result."""
-        return ((spec.shape, spec.dtype) for spec in self.specs[len(self.op.inputs) :] if spec is not None)
-
-    @property
-    def lse_shape_4d(self) -> tuple[int, int, int]:
-        """Shape of lse with all of its axes."""
-        return self.batch, self.heads_q, self.seqlen_q
+        return tuple([(x.shape, x.dtype) for x in self.specs[len(self.op.inputs) :] if x is not None])
 
     @property
     def softmax_scale(self) -> float:
@@ -116,7 +97,7 @@ class Problem(NamedTuple):
     @property
     def ordinal(self) -> int | None:
         """Number of the GPU that the arrays are on; None for the CPU."""
-        return int(self.device.removeprefix("cuda:")) if self.device.startswith("cuda:") else None
+        return _ordinal(self.device)
 
     @property
     def flops(self) -> int:
@@ -126,41 +107,41 @@ class Problem(NamedTuple):
         return 2 * pairs * (by_dim * self.head_dim + by_dim_v * self.head_dim_v)
 
 
-def _given(name: str, spec: ArraySpec | None) -> ArraySpec:
-    if spec is None:
-        raise ProblemError(f"{name} is None; give an array")
-    return spec
+@cache
+def _ordinal(device: str) -> int | None:
+    return int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
 
 
-def _check_rank(named: dict[str, ArraySpec]) -> None:
-    """Judges the ranks of q, k and perhaps v, which must be alike."""
+@lru_cache(maxsize=256)
+def _unmasked(options: Options) -> Options:
+    # why: masks that hide the same keys make the same problem, however they were asked for.
+    return options._replace(causal=False, window_size=(None, None), diagonal_offset=None)
+
+
+def _lengths(named: dict[str, ArraySpec]) -> dict[str, Any]:
+    """The lengths of a problem in the order of its fields, from q, k and perhaps v, whose shapes are judged here."""
     rank = len(named["q"].shape)
     for name, spec in named.items():
-        if not 2 <= len(spec.shape) <= 4:
-            raise ProblemError(f"{name} has shape {spec.shape}, rank {len(spec.shape)}; give {LAYOUT}")
-        if len(spec.shape) != rank:
+        own = len(spec.shape)
+        if own != rank or not 2 <= rank <= 4:
+            alike = f", but q has rank {rank}; give all of {', '.join(named)} the same layout:"
             raise ProblemError(
-                f"{name} has shape {spec.shape}, rank {len(spec.shape)}, but q has rank {rank}; "
-                f"give all of {', '.join(named)} the same layout: {LAYOUT}"
+                f"{name} has shape {spec.shape}, rank {own}{alike if 2 <= own <= 4 else '; give'} {LAYOUT}"
             )
-
-
-def _check_lengths(named: dict[str, ArraySpec]) -> None:
-    """Judges the lengths of q, k and perhaps v against each other."""
-    shapes = {name: spec.as_4d().shape for name, spec in named.items()}
-    (batch, seqlen_q, heads_q, head_dim), (_, seqlen_k, heads_kv, head_dim_k) = shapes["q"], shapes["k"]
-    for name, shape in shapes.items():
+    q, k, *v = shapes = [spec.as_4d().shape for spec in named.values()]
+    (batch, seqlen_q, heads_q, head_dim), (_, seqlen_k, heads_kv, head_dim_k) = q, k
+    _, seqlen_v, heads_v, head_dim_v = v[0] if v else (*k[:3], 0)
+    for name, shape in zip(named, shapes, strict=True):
         if shape[0] != batch:
             raise ProblemError(f"{name} has batch {shape[0]}, but q has {batch}; give all the same batch")
     if head_dim_k != head_dim:
         raise ProblemError(f"k has head_dim {head_dim_k}, but q has {head_dim}; q and k must share head_dim")
-    v = shapes.get("v", shapes["k"])
-    if v[1:3] != (seqlen_k, heads_kv):
+    if (seqlen_v, heads_v) != (seqlen_k, heads_kv):
         raise ProblemError(
-            f"v has seqlen {v[1]} and {v[2]} heads, but k has seqlen {seqlen_k} and {heads_kv} heads; k and v must "
-            "share both"
+            f"v has seqlen {seqlen_v} and {heads_v} heads, but k has seqlen {seqlen_k} and {heads_kv} heads; k and v "
+            "must share both"
         )
-    if heads_q < 1 or heads_kv < 1 or head_dim < 1 or v[3] < 1:
+    if 0 in (heads_q, heads_kv, head_dim) or (v and not head_dim_v):
         raise ProblemError(
             f"shapes {', '.join(f'{n} {s.shape}' for n, s in named.items())}: heads and head_dim must be at least 1 "
             "(batch and seqlen may be 0)"
@@ -172,34 +153,47 @@ def _check_lengths(named: dict[str, ArraySpec]) -> None:
         )
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
         raise ProblemError(f"seqlen {max(seqlen_q, seqlen_k)} is over the limit of {MAX_SEQLEN}")
+    return {
+        "batch": batch,
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "heads_q": heads_q,
+        "heads_kv": heads_kv,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+    }
+
+
+@lru_cache(maxsize=64)
+def _dtypes_of(dtype: str, out_dtype: str | None) -> dict[str, tuple[str, ...]]:
+    """Which dtypes an operand may have, by its `Operand.dtype`; the first is that of new arrays."""
+    narrow = DTYPES[dtype].itemsize == 2
+    return {
+        "inputs": (dtype,),
+        "lse": (DTYPES[dtype].accumulator,),
+        "out": (out_dtype or dtype,),
+        "any out": (dtype, "float32") if narrow else (dtype,),
+    }
 
 
 def _checked(
-    op: Op, specs: Specs, lengths: Mapping[str, int], out_dtype: str, judged: int
+    op: Op, specs: Specs, lengths: Mapping[str, int], dtypes: Mapping[str, tuple[str, ...]], judged: int
 ) -> tuple[ArraySpec | None, ...]:
     """The specs of all operands, the first `judged` of which are judged already; dense where there are none yet."""
-    q = _given("q", specs[0])
-    missing, narrow = _MISSING[len(q.shape)], DTYPES[q.dtype].itemsize == 2
-    dtypes = {
-        "inputs": (q.dtype,),
-        "lse": (DTYPES[q.dtype].accumulator,),
-        "out": (out_dtype,),
-        "any out": (q.dtype, "float32") if narrow else (q.dtype,),
-    }
-    checked: list[ArraySpec | None] = list(specs[:judged])
+    q: Any = specs[0]
+    missing, checked = _MISSING[len(q.shape)], list(specs)
     for number, operand in enumerate(op.operands[judged:], judged):
-        spec = specs[number]
-        is_output = number >= len(op.inputs)
-        if spec is not None or is_output or not operand.optional:
-            shape = tuple([lengths[axis] for axis in operand.axes if axis not in missing])
-            allowed = dtypes[operand.dtype]
-            if spec is None:
-                spec = ArraySpec.dense(shape, allowed[0], q.device, q.library)
-            else:
-                _check_operand(operand.name, spec, q, shape, allowed)
-                if is_output:
-                    _check_output(operand.name, spec)
-        checked.append(spec)
+        spec, is_output = specs[number], number >= len(op.inputs)
+        if spec is None and operand.optional and not is_output:
+            continue
+        shape = tuple([lengths[axis] for axis in operand.axes if axis not in missing])
+        allowed = dtypes[operand.dtype]
+        if spec is None:
+            checked[number] = ArraySpec(shape, dense_strides(shape), allowed[0], q.device, q.library)
+        else:
+            _check_operand(operand.name, spec, q, shape, allowed)
+            if is_output:
+                _check_output(operand.name, spec)
     return tuple(checked)
 
 
@@ -225,6 +219,7 @@ def _check_output(name: str, spec: ArraySpec) -> None:
 def check_alike(named: dict[str, ArraySpec]) -> None:
     """Judges library, device and dtype of operands, which must all be those of the first."""
     of, first = next(iter(named.items()))
+    check_dtype(of, first.dtype)
     for name, spec in named.items():
         if spec.library != first.library:
             raise ProblemError(
@@ -233,77 +228,35 @@ def check_alike(named: dict[str, ArraySpec]) -> None:
             )
         if spec.device != first.device:
             raise ProblemError(f"{name} is on {spec.device}, but {of} is on {first.device}; move all to one device")
-        check_dtype(name, spec.dtype)
         if spec.dtype != first.dtype:
+            check_dtype(name, spec.dtype)
             raise ProblemError(f"{name} has dtype {spec.dtype}, but {of} has {first.dtype}; cast all to one dtype")
 
 
-class States(NamedTuple):
-    """A legal call of `merge_states`. Lengths are those of 4-D outs."""
-
-    op: Op
-    batch: int
-    seqlen_q: int
-    heads_q: int
-    head_dim_v: int
-    dtype: str
-    rank: int
-    device: str
-    library: str
-    specs: tuple[ArraySpec | None, ...]
-    flops: int = 0  # merging is no product
-    options: Options = Options()
-
-    @classmethod
-    def of(cls, op: Op, specs: Specs, options: Options) -> States:
-        """Judges the states of a call: outs, then as many lses."""
-        count = len(op.inputs) // 2
-        given = [_given(operand.name, spec) for operand, spec in zip(op.inputs, specs, strict=False)]
-        outs, lses = given[:count], given[count:]
-        check_alike({f"outs[{i}]": spec for i, spec in enumerate(outs)})
-        shape = outs[0].shape
-        if not 2 <= len(shape) <= 4:
-            raise ProblemError(f"outs[0] has shape {shape}, rank {len(shape)}; give {LAYOUT}")
-        b, s, h, d = outs[0].as_4d().shape
-        if h < 1 or d < 1:
-            raise ProblemError(f"outs[0] has shape {shape}; heads and head_dim must be at least 1 (others may be 0)")
-        lse_shape = {4: (b, h, s), 3: (h, s), 2: (s,)}[len(shape)]
-        lse_dtype = DTYPES[outs[0].dtype].accumulator
-        for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
-            if out.shape != shape:
-                raise ProblemError(f"outs[{i}] has shape {out.shape}, but outs[0] has {shape}; give all the same shape")
-            if (lse.shape, lse.dtype) != (lse_shape, lse_dtype):
-                raise ProblemError(
-                    f"lses[{i}] has shape {lse.shape} and dtype {lse.dtype}; outs of shape {shape} need {lse_shape} in "
-                    f"{lse_dtype}"
-                )
-            if (lse.library, lse.device) != (out.library, out.device):
-                raise ProblemError(f"lses[{i}] is a {lse}, but its out is a {out}; give both alike")
-        return cls(op, b, s, h, d, outs[0].dtype, len(shape), outs[0].device, outs[0].library, tuple(given))
-
-    @property
-    def outputs(self) -> Iterator[tuple[tuple[int, ...], str]]:
-        """Shape and dtype of out and lse: those of each state."""
-        states = [self.specs[0], self.specs[len(self.specs) // 2]]
-        return ((spec.shape, spec.dtype) for spec in states if spec is not None)
-
-    @property
-    def lse_shape_4d(self) -> tuple[int, int, int]:
-        """Shape of an lse with all of its axes."""
-        return self.batch, self.heads_q, self.seqlen_q
-
-    def spec(self, name: str) -> ArraySpec:
-        """The array of an operand as it is."""
-        spec = self.specs[self.op.index[name]]
-        assert spec is not None
-        return spec
-
-    @property
-    def num_elements(self) -> int:
-        """Elements of one out."""
-        return math.prod((self.batch, self.seqlen_q, self.heads_q, self.head_dim_v))
-
-
-def judge(op: Op, specs: Specs, options: Options) -> Problem | States:
-    """The problem of a call: the specs of its operands in their order, and its keyword arguments as given."""
-    return States.of(op, specs, options) if op.name == "merge" else Problem.of(op, specs, options)
+def _of_states(op: Op, specs: Specs) -> Problem:
+    """Judges the states of `merge_states`: outs, then as many lses."""
+    count = len(op.inputs) // 2
+    given: Any = specs[: 2 * count]
+    outs, lses = given[:count], given[count:]
+    check_alike({f"outs[{i}]": spec for i, spec in enumerate(outs)})
+    first = outs[0]
+    shape = first.shape
+    if not 2 <= len(shape) <= 4:
+        raise ProblemError(f"outs[0] has shape {shape}, rank {len(shape)}; give {LAYOUT}")
+    b, s, h, d = first.as_4d().shape
+    if h < 1 or d < 1:
+        raise ProblemError(f"outs[0] has shape {shape}; heads and head_dim must be at least 1 (others may be 0)")
+    lse_shape, lse_dtype = (b, h, s)[4 - len(shape) :], DTYPES[first.dtype].accumulator
+    for i, (out, lse) in enumerate(zip(outs, lses, strict=True)):
+        if out.shape != shape:
+            raise ProblemError(f"outs[{i}] has shape {out.shape}, but outs[0] has {shape}; give all the same shape")
+        if (lse.shape, lse.dtype) != (lse_shape, lse_dtype):
+            raise ProblemError(
+                f"lses[{i}] has shape {lse.shape} and dtype {lse.dtype}; outs of shape {shape} need {lse_shape} in "
+                f"{lse_dtype}"
+            )
+        if (lse.library, lse.device) != (out.library, out.device):
+            raise ProblemError(f"lses[{i}] is a {lse}, but its out is a {out}; give both alike")
+    results = first.densed(), lses[0].densed()
+    lengths = b, s, 0, h, h, 0, d
+    return Problem(op, *lengths, first.dtype, Mask.of(s, 0), Options(), first.device, first.library, (*given, *results))

@@ -7,6 +7,7 @@ the caller's other ranks and its outputs.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..problem.problem import Problem
 from . import flash1, flash2, flashd, standard
@@ -16,7 +17,7 @@ from .tiles import Array
 
 __all__ = ["RUN", "backward", "forward", "lse", "merge_states"]
 
-_FORWARD: dict[str, Callable[[Problem, Array, Array, Array], tuple[Array, Array]]] = {
+_FORWARD: dict[str, Callable[..., tuple[Array, Array]]] = {
     "standard": standard.forward,
     "flash1": flash1.forward,
     "flash2": flash2.forward,
@@ -24,12 +25,13 @@ _FORWARD: dict[str, Callable[[Problem, Array, Array, Array], tuple[Array, Array]
 }
 
 
-def forward(problem: Problem, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def forward(problem: Problem, q: Array, k: Array, v: Array, **library: Any) -> tuple[Array, Array]:
     """`(out, lse)` by `problem.options.algorithm`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq) float32.
 
     q (b, sq, hq, d), k (b, sk, hkv, d), v (b, sk, hkv, dv). lse is float64 if the inputs are.
+    Of the algorithms, "standard" computes in any array library: `xp=cupy`.
     """
-    return _FORWARD[problem.options.algorithm](problem, q, k, v)
+    return _FORWARD[problem.options.algorithm](problem, q, k, v, **library)
 
 
 def lse(problem: Problem, q: Array, k: Array) -> Array:

@@ -93,7 +93,7 @@ def no_results(problem: Problem, q: Any, v: Any, xp: Any = np) -> tuple[Any, Any
     """(out, lse) of rows that see no key, in the array library of q and v: 0 and -inf."""
     out_dtype = q.dtype if problem.out_dtype == problem.dtype else xp.dtype(problem.out_dtype)
     out = xp.zeros((problem.batch, problem.seqlen_q, problem.heads_q, v.shape[3]), out_dtype)
-    return out, xp.full(problem.lse_shape_4d, -xp.inf, accumulator(problem))
+    return out, xp.full((problem.batch, problem.heads_q, problem.seqlen_q), -xp.inf, accumulator(problem))
 
 
 def rounded(x: Array, dtype: np.dtype[Any]) -> Array:

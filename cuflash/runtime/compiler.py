@@ -6,6 +6,7 @@ import hashlib
 import re
 import threading
 import time
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from ..errors import INSTALL_HINT, CompileError, UnsupportedError
 from ..log import logger
 from ..planning.variant import Variant
 from .cache import cache_dir, is_sound, scratch_dir, warn_unwritable, write
+from .driver import current_device, on_device
 from .structs import size_of
 
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
@@ -118,7 +120,7 @@ def cubin_path(variant: Variant) -> Path:
 
 
 def load(variant: Variant, ordinal: int) -> Any:
-    """The kernel as a `cupy.cuda.Function` of the GPU `ordinal`, which must be the current device."""
+    """The kernel as a `cupy.cuda.Function` of the GPU `ordinal`."""
     key = (variant, ordinal)
     kernel = _kernels.get(key)
     if kernel is None:
@@ -127,20 +129,21 @@ def load(variant: Variant, ordinal: int) -> Any:
         with lock:
             kernel = _kernels.get(key)
             if kernel is None:
-                kernel = _kernels[key] = _load(variant)
+                kernel = _kernels[key] = _load(variant, ordinal)
     return kernel
 
 
-def _load(variant: Variant) -> Any:
+def _load(variant: Variant, ordinal: int) -> Any:
     nvrtc_version()
     import cupy
 
-    module = cupy.RawModule(path=str(cubin_path(variant)))
-    kernel = module.get_function(variant.name)
-    if variant.smem_bytes > 48 * 1024:
-        kernel.max_dynamic_shared_size_bytes = variant.smem_bytes
-    _modules.append(module)
-    return kernel.kernel
+    with nullcontext() if current_device() == ordinal else on_device(ordinal):
+        module = cupy.RawModule(path=str(cubin_path(variant)))
+        kernel = module.get_function(variant.name)
+        if variant.smem_bytes > 48 * 1024:
+            kernel.max_dynamic_shared_size_bytes = variant.smem_bytes
+        _modules.append(module)
+        return kernel.kernel  # why here: CuPy loads it for the current device
 
 
 # why kept: CuPy unloads a module with its Python object, but a captured graph may outlive all other references to it.

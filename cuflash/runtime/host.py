@@ -13,7 +13,7 @@ from ..arrays.library import Library, as_4d
 from ..errors import ProblemError
 from ..problem.operands import Op
 from ..problem.options import Options
-from ..problem.problem import Problem, States, judge
+from ..problem.problem import Problem
 
 Array = np.ndarray[Any, Any]
 
@@ -22,7 +22,7 @@ def run(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, options: Op
     """All results of a call on arrays in host memory."""
     given = (*arrays, out)
     specs = [None if x is None else library.spec(n, x) for n, x in zip(op.names, given, strict=False)]
-    problem = judge(op, specs, options)
+    problem = Problem.of(op, specs, options)
     views = [None if x is None else library.to_numpy(x) for x in arrays]
     target = None if out is None else _writable(library, out)
     if target is not None and any(np.shares_memory(target, x) for x in views if x is not None):
@@ -34,15 +34,19 @@ def run(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, options: Op
     return (*made,) if target is None else (out, *made)
 
 
-def compute(problem: Problem | States, arrays: Sequence[Array | None]) -> list[Array]:
+def compute(problem: Problem, arrays: Sequence[Array | None]) -> list[Array]:
     """The results of a problem, in the caller's rank, of inputs in that rank."""
-    op = problem.op
-    views = []
-    for operand, array in zip(op.inputs, arrays, strict=False):
-        if array is not None:
-            views.append(array.reshape(problem.lse_shape_4d) if len(operand.axes) == 3 else as_4d(array))
-    results = reference.RUN[op.name](problem, *views)
+    results = reference.RUN[problem.op.name](problem, *views_of(problem, arrays))
     return [np.asarray(x).reshape(shape) for x, (shape, _) in zip(results, problem.outputs, strict=True)]
+
+
+def views_of(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
+    """Views of the inputs that are there, which NumPy or CuPy arrays hold, with all of their axes."""
+    views = []
+    for operand, array in zip(problem.op.inputs, arrays, strict=False):
+        if array is not None:
+            views.append(as_4d(array) if len(operand.axes) == 4 else array.reshape(problem.shape(operand)))
+    return views
 
 
 def _writable(library: Library, out: Any) -> Array:

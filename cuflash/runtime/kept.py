@@ -18,7 +18,7 @@ class Kept:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
         self._entries: OrderedDict[Hashable, list[Any]] = OrderedDict()  # value, bytes, whether it was used
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # why: what is dropped in `put` may end with a call of its own
         self._find = self._entries.get
 
     def get(self, key: Hashable) -> Any:
@@ -32,9 +32,11 @@ class Kept:
     def put(self, key: Hashable, value: Any, size: int) -> None:
         """Keeps a value that takes about `size` bytes."""
         with self._lock:
-            entries = self._entries
-            self.num_bytes += size - entries.pop(key, (None, 0))[1]
-            entries[key] = [value, size, False]
+            entries, new = self._entries, [value, size, False]
+            self.num_bytes += size
+            if (entry := entries.setdefault(key, new)) is not new:
+                self.num_bytes -= entry[1]
+                entry[:] = new
             while self.num_bytes > self.max_bytes and len(entries) > 1:
                 oldest, entry = entries.popitem(last=False)
                 if entry[2] or oldest == key:

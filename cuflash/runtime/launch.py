@@ -10,32 +10,31 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
 
 from .. import reference
 from ..arrays.dlpack import DlpackLibrary
 from ..arrays.find import libraries_of
-from ..arrays.library import GpuLibrary, Library, as_4d, cupy_module
+from ..arrays.library import GpuLibrary, Library, cupy_module
 from ..errors import ProblemError, UnsupportedError
 from ..log import logger
 from ..planning import device
-from ..planning.plan import Launch, Plan
+from ..planning.plan import Plan
 from ..planning.planner import plan
 from ..problem.array_spec import ArraySpec
-from ..problem.operands import Op, Operand
+from ..problem.operands import Op
 from ..problem.options import Options
-from ..problem.problem import Problem, States, judge
+from ..problem.problem import Problem
 from . import compiler, counters, host
 from .driver import current_device, on_device, relaxed_capture
 from .kept import Kept, Seen
-from .structs import Block, Parameters, size_of
+from .structs import STRUCTS, Block, Parameters, size_of
 
 KEPT_BYTES = 32 * 2**20  # of all that calls leave behind in a process
-CALL_BYTES = 12 * 1024  # that a Call takes beside its parameters, as measured
-READY_BYTES = 1024  # that the parameters for some pointers take beside their own bytes, as measured
+CALL_BYTES, LAUNCH_BYTES = 5 * 1024, 3 * 1024  # that a Call takes, and each of its launches, as measured
+READY_BYTES = 1024  # that parameters for some pointers take beside their own bytes, as measured
 SEEN = 8192  # pointers of calls, of which those that come again get parameters of their own
 
 KEPT = Kept(KEPT_BYTES)
@@ -53,44 +52,34 @@ class Stream(NamedTuple):
 _stream = functools.lru_cache(Stream)  # why: to make one takes longer than to find it
 
 
-class Ready(NamedTuple):
-    """Launches whose parameters are written."""
-
-    launches: tuple[tuple[Any, ...], ...]  # function, grid, block, arguments, shared memory
-    counted: Block | None  # the parameters that have a counter
-    blocks: tuple[Block, ...]  # which own the memory of the arguments
-
-
 class Kernels:
     """The loaded kernels of a plan with their parameters; for one thread at a time."""
 
-    def __init__(self, problem: Problem | States, made: Plan, ordinal: int) -> None:
-        self.plan, self._ordinal, self._number = made, ordinal, next(_numbers)
-        self._loaded: list[tuple[Any, ...]] = []
-        blocks: dict[tuple[str, int], Parameters] = {}
-        self._of_launch: list[tuple[str, int]] = []
-        self._counted: tuple[str, int] | None = None
-        with nullcontext() if current_device() == ordinal else on_device(ordinal):
-            for launch in made.launches:
-                if not launch.num_blocks:
-                    continue
-                # why: launches that take the same struct share it: Hopper's three of one gradient each.
-                key = launch.variant.params, id(launch.fields)
-                if key not in blocks:
-                    blocks[key] = Parameters(problem, launch, made.workspace)
-                self._loaded.append(_loaded(launch, ordinal))
-                self._of_launch.append(key)
-                if launch.counted:
-                    self._counted = key
-        self._num_bytes = sum(size_of(name) for name, _ in blocks)
-        self._blocks = blocks
-        self._scratch = self._ready_for_last = self._ready(blocks)
-        self._last: tuple[int, ...] = ()  # pointers of the last launch
+    __slots__ = ("_counted", "_last", "_loaded", "_number", "_ordinal", "_parameters", "boxed", "plan", "workspace")
 
-    @property
-    def num_bytes(self) -> int:
-        """About what the parameters for some pointers take."""
-        return READY_BYTES * len(self._blocks) + self._num_bytes
+    def __init__(self, problem: Problem, made: Plan, ordinal: int) -> None:
+        self.plan, self._ordinal, self._number = made, ordinal, next(_numbers)
+        self._loaded: list[tuple[Any, ...]] = []  # function, grid, block, shared memory, number of its parameters
+        self._parameters: list[Parameters] = []
+        self._counted: tuple[int, int] | None = None  # number of the parameters that have a counter, and its word
+        numbers: dict[tuple[str, int], int] = {}
+        for launch in made.launches:
+            if not launch.num_blocks:
+                continue
+            variant = launch.variant
+            # why: launches that take the same struct share it: Hopper's three of one gradient each.
+            number = numbers.setdefault((variant.params, id(launch.fields)), len(numbers))
+            if number == len(self._parameters):
+                self._parameters.append(Parameters(problem, launch, made.workspace))
+                if launch.counted:
+                    self._counted = number, STRUCTS[variant.params].counter.offset // 8
+            grid, block = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
+            self._loaded.append((compiler.load(variant, ordinal), grid, block, variant.smem_bytes, number))
+        self._last: tuple[tuple[int, ...], list[Block]] = (), []  # pointers of the last launch, and their blocks
+        self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
+        index = problem.op.index
+        # The numbers of operands that must begin at 16 bytes.
+        self.boxed = [index[name] for launch in made.launches for name in launch.boxes]
 
     def launch(self, pointers: tuple[int, ...], stream: int) -> None:
         """In order, on this stream of the GPU. The driver copies the parameters before it returns.
@@ -104,90 +93,85 @@ class Kernels:
             self._launch(pointers, stream)
 
     def _launch(self, pointers: tuple[int, ...], stream: int) -> None:
-        if pointers != self._last:
+        last, blocks = self._last
+        again = True
+        if pointers != last:
             key = self._number, pointers
-            self._ready_for_last = _kept(key) or self._write(key)
-            self._last = pointers
-        launches, counted, _ = self._ready_for_last
-        if counted is not None:
-            counted.count_with(counters.counter(self._ordinal, stream))
+            kept = _kept(key)
+            blocks = kept or [_written(parameters, pointers) for parameters in self._parameters]
+            # why: parameters are kept from their second use on, and those of a growing cache have no second.
+            again = kept is not None or _seen.before(key)
+            if again:
+                self._last = pointers, blocks
+                if kept is None:
+                    KEPT.put(key, blocks, sum(READY_BYTES + len(block.memory) for block in blocks))
+        if self._counted is not None:
+            number, word = self._counted
+            blocks[number].words[word] = counters.counter(self._ordinal, stream)
         on = _stream(stream)
-        for function, grid, block, arguments, smem_bytes in launches:
-            function(grid, block, arguments, smem_bytes, on)
+        for function, grid, block, smem_bytes, number in self._loaded:
+            function(grid, block, blocks[number].arguments, smem_bytes, on)
+        if not again:
+            for parameters, written in zip(self._parameters, blocks, strict=True):
+                _free[parameters.name].append(written)
 
-    def _write(self, key: tuple[int, tuple[int, ...]]) -> Ready:
-        """Parameters for these pointers, kept from their second use on: those of a growing cache have no second."""
-        self._last = ()  # why: what an error leaves half written must not be taken for the old
-        for block in self._blocks.values():
-            block.write(key[1])
-        if not _seen.before(key):
-            return self._scratch
-        ready = self._ready({name: block.copy() for name, block in self._blocks.items()})
-        KEPT.put(key, ready, self.num_bytes)
-        return ready
 
-    def _ready(self, blocks: Mapping[tuple[str, int], Block]) -> Ready:
+_free: dict[str, list[Block]] = {name: [] for name in STRUCTS}  # memory of launches that have ended, by struct
+
+
+def _written(parameters: Parameters, pointers: tuple[int, ...]) -> Block:
+    """The parameters for these pointers."""
+    try:
+        block = _free[parameters.name].pop()
+    except IndexError:
         from cupy.cuda.function import CPointer
 
-        arguments = {key: (CPointer(block.address),) for key, block in blocks.items()}
-        launches = [
-            (function, grid, block, arguments[key], smem_bytes)
-            for (function, grid, block, smem_bytes), key in zip(self._loaded, self._of_launch, strict=True)
-        ]
-        return Ready(tuple(launches), blocks[self._counted] if self._counted else None, tuple(blocks.values()))
+        block = Block(size_of(parameters.name))
+        block.arguments = (CPointer(block.address),)
+    parameters.write(block, pointers)
+    return block
 
 
-def _loaded(launch: Launch, ordinal: int) -> tuple[Any, ...]:
-    variant = launch.variant
-    grid, block = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
-    return compiler.load(variant, ordinal), grid, block, variant.smem_bytes
-
-
-class Prepared:
-    """A plan with its kernels."""
-
-    def __init__(self, problem: Problem | States, ordinal: int, misaligned: tuple[str, ...] = ()) -> None:
-        self.plan = plan(problem, device.query(ordinal), misaligned)
-        _log(problem.op, self.plan)
-        floats = self.plan.workspace_bytes // 4
-        self.workspace = (floats,) if floats and self.plan.launches else ()  # its shape
-        self.kernels = Kernels(problem, self.plan, ordinal)
-        names = problem.op.names
-        self.boxed = [names.index(name) for name in self.plan.boxed]  # operands that must begin at 16 bytes
+def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> Kernels:
+    made = plan(problem, device.query(ordinal), misaligned)
+    if logger.isEnabledFor(logging.DEBUG):
+        _log(problem.op.name, made)
+    return Kernels(problem, made, ordinal)
 
 
 class Call:
     """All that calls on one GPU with such arrays and options repeat."""
 
     def __init__(self, judged: Judged) -> None:
-        problem = self.problem = judged.problem
-        assert problem.device.startswith("cuda:")
-        self.ordinal = int(problem.device.removeprefix("cuda:"))
-        self.copied, self._given = judged.copied, judged.given
-        self.outputs = tuple(problem.outputs)
-        self._prepared = Prepared(problem, self.ordinal)
-        self.plan = self._prepared.plan
+        problem, self.copied, self._given = judged
+        ordinal = problem.ordinal
+        assert ordinal is not None
+        self.problem, self.ordinal, self.outputs = problem, ordinal, problem.outputs
+        self.aligned = _kernels(problem, ordinal)
+        self.plan = self.aligned.plan
         # Whether inputs are copied, or nothing is launched.
-        self.is_special = True in judged.copied[: len(problem.op.inputs)] or not self.plan.launches
-        self._for_any: Prepared | None = None  # alignment, made when first needed
+        self.is_special = True in self.copied[: len(problem.op.inputs)] or not self.plan.launches
+        self.last: tuple[int, ...] = ()  # addresses that are aligned
+        self._for_any: Kernels | None = None  # alignment, made when first needed
 
     @property
     def num_bytes(self) -> int:
         """About what is kept of it."""
-        return CALL_BYTES + self._prepared.kernels.num_bytes
+        return CALL_BYTES + LAUNCH_BYTES * len(self.plan.launches)
 
-    def prepared(self, pointers: Sequence[int]) -> Prepared:
+    def kernels(self, pointers: tuple[int, ...]) -> Kernels:
         """The kernels for operands at these addresses."""
-        for number in self._prepared.boxed:
+        for number in self.aligned.boxed:
             if pointers[number] & 15:
                 break
         else:
-            return self._prepared
+            self.last = pointers
+            return self.aligned
         if self._for_any is None:
             names = self.problem.op.names
-            misaligned = tuple(names[number] for number in self._prepared.boxed if pointers[number] & 15)
             with relaxed_capture():  # why: perhaps it was captured with other pointers before
-                self._for_any = Prepared(self.problem, self.ordinal, misaligned)
+                # why all: in the next call, another operand may be misaligned.
+                self._for_any = _kernels(self.problem, self.ordinal, [names[n] for n in self.aligned.boxed])
         return self._for_any
 
     def check_separate(self, inputs: Sequence[int], out: int) -> None:
@@ -205,23 +189,23 @@ class Call:
 class Judged(NamedTuple):
     """A problem as kernels see it, and what was done about arrays that they cannot read."""
 
-    problem: Problem | States
+    problem: Problem
     copied: tuple[bool, ...] = ()  # of the operands: which are copied once
     given: Sequence[ArraySpec | None] = ()  # the operands as they are before that
 
 
 def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) -> Judged:
     """Judges a call: inputs, then outputs that are given, each None where it is not there."""
-    specs = [None if x is None else library.spec(o.name, x) for o, x in zip(op.operands, arrays, strict=False)]
-    copied = tuple([x is not None and _is_copied(o, x) for o, x in zip(op.operands, specs, strict=False)])
+    specs: list[ArraySpec | None] = []
+    copied = []
+    for operand, x in zip(op.operands, arrays, strict=False):
+        spec = None if x is None else library.spec(operand.name, x)
+        specs.append(spec)
+        copied.append(spec is not None and (spec.has_gaps if operand.strided else not spec.is_dense))
     read = specs
     if True in copied:
         read = [x.densed() if x is not None and copy else x for x, copy in zip(specs, copied, strict=True)]
-    return Judged(judge(op, read, options), copied, specs)
-
-
-def _is_copied(operand: Operand, spec: ArraySpec) -> bool:
-    return spec.has_gaps if operand.strided else not spec.is_dense
+    return Judged(Problem.of(op, read, options), tuple(copied), specs)
 
 
 def run(op: Op, arrays: tuple[Any, ...], options: Options, *, outputs: int | None = None, out: Any = None) -> Any:
@@ -253,22 +237,20 @@ def run(op: Op, arrays: tuple[Any, ...], options: Options, *, outputs: int | Non
             if not call.plan.launches:
                 return _standard(library, call.problem, arrays, out)[:outputs]
             arrays = tuple(library.dense(x) if copy else x for x, copy in zip(arrays, call.copied, strict=False))
-        pointers = [0 if x is None else pointer(x) for x in arrays]
+        inputs = [0 if x is None else pointer(x) for x in arrays]
         if out is not None:
-            call.check_separate(pointers, pointer(out))
+            call.check_separate(inputs, pointer(out))
         wanted = call.outputs if outputs is None else call.outputs[:outputs]
         if out is None or call.copied[len(arrays)]:
             results = [empty(shape, dtype, ordinal) for shape, dtype in wanted]
         else:
             results = [out, *[empty(shape, dtype, ordinal) for shape, dtype in wanted[1:]]]
-        pointers += map(pointer, results)
-        if outputs is not None:
-            pointers += [0] * (len(call.outputs) - outputs)
-        prepared = call.prepared(pointers)
-        if prepared.workspace:
-            workspace = empty(prepared.workspace, "float32", ordinal)
-            pointers.append(pointer(workspace))
-        prepared.kernels.launch(tuple(pointers), library.stream(ordinal))
+        pointers = (*inputs, *map(pointer, results), *(0,) * (len(call.outputs) - len(wanted)))
+        kernels = call.aligned if pointers == call.last else call.kernels(pointers)
+        if kernels.workspace:
+            workspace = empty(kernels.workspace, "float32", ordinal)
+            pointers = (*pointers, pointer(workspace))
+        kernels.launch(pointers, library.stream(ordinal))
         if out is not None and results[0] is not out:
             library.copy(results[0], out)
             results[0] = out
@@ -287,9 +269,9 @@ def _exchanged(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, opti
 def _standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], out: Any) -> tuple[Any, Any]:
     """algorithm="standard" on a GPU: whole matrices, through CuPy's matmul, on the caller's stream."""
     with library.cupy_stream(problem.ordinal):
-        q, k, v = (as_4d(library.to_cupy(x)) for x in arrays)
+        views = host.views_of(problem, [None if x is None else library.to_cupy(x) for x in arrays])
         try:
-            results = reference.standard.forward(problem, q, k, v, cupy_module())
+            results = reference.forward(problem, *views, xp=cupy_module())
         except ImportError as error:
             raise UnsupportedError(
                 "algorithm='standard' on a GPU multiplies through CuPy, which needs cuBLAS: pip install nvidia-cublas "
@@ -302,12 +284,11 @@ def _standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], out: A
     return result if out is None else out, lse
 
 
-def _log(op: Op, made: Plan) -> None:
+def _log(op: str, made: Plan) -> None:
     """A line of `CUFLASH_LOG` for every new plan, and one for each cause why Hopper's own kernels are not taken."""
-    if logger.isEnabledFor(logging.DEBUG):
-        logger.debug("%s: %s", op.name, str(made).replace("\n", "; "))
-        if made.fallback is not None:
-            _log_fallback(op.name, made.fallback)
+    logger.debug("%s: %s", op, str(made).replace("\n", "; "))
+    if made.fallback is not None:
+        _log_fallback(op, made.fallback)
 
 
 @functools.cache

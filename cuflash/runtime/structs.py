@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
-from functools import cache
-from typing import Any, ClassVar
+from functools import cache, lru_cache
+from typing import Any, ClassVar, NamedTuple
 
+from ..errors import UnsupportedError
 from ..planning.merge import MAX_STATES
 from ..planning.plan import Launch, Part
+from ..problem.operands import Op
 from ..problem.options import Scores
-from ..problem.problem import Problem, States
-from .tensor_map import MAP_BYTES, TensorMap
+from ..problem.problem import Problem
+from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, mover
 
-ALIGNMENT = 64  # of a tensor map
 Fields = list[tuple[str, Any]]
 
 
@@ -141,17 +142,40 @@ def size_of(name: str) -> int:
     return -(-size // step) * step
 
 
-@cache
-def _places(name: str) -> list[tuple[str, Any, int]]:
-    """(operand or part of the workspace, what the struct has of it, at which byte)."""
-    found: list[tuple[str, Any, int]] = []
-    for field, kind in _STRUCTS[name]:
-        offset = getattr(STRUCTS[name], field).offset
-        if kind in (Map, Operand, c_void_p):
-            found.append((field.removesuffix("_map"), kind, offset))
-        elif field in ("outs", "lses"):
-            found += [(f"{field}[{i}]", c_void_p, offset + 8 * i) for i in range(MAX_STATES)]
-    return found
+class Places(NamedTuple):
+    """Where a struct has what depends on pointers, in words of 8 bytes, and of which of the op's operands it is."""
+
+    plain: list[tuple[int, int]]  # number of the operand, word
+    operands: list[tuple[int, int, str]]  # the same, and its name
+    maps: list[tuple[int, int, str]]
+    workspace: list[tuple[str, int]]  # name of the part, word
+
+
+@lru_cache(maxsize=64)
+def _places(name: str, op: Op) -> Places:
+    places = Places([], [], [], [])
+    for field, kind, offset in _members(STRUCTS[name]):
+        word, operand = offset // 8, field.removesuffix("_map")
+        number = op.index.get(operand)
+        if field in ("outs", "lses"):
+            numbers = (op.index.get(f"{field}[{i}]") for i in range(MAX_STATES))
+            places.plain.extend((n, word + i) for i, n in enumerate(numbers) if n is not None)
+        elif number is None and kind is c_void_p:
+            places.workspace.append((operand, word))
+        elif number is not None and kind is c_void_p:
+            places.plain.append((number, word))
+        elif number is not None and kind in (Operand, Map):
+            (places.operands if kind is Operand else places.maps).append((number, word, operand))
+    return places
+
+
+def _members(of: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any, int]]:
+    """(field, kind, at which byte) of a struct, with those of `ProblemParams` in it."""
+    for field, kind in of._fields_:  # type: ignore[misc]
+        offset = begin + getattr(of, field).offset
+        yield field, kind, offset
+        if kind is ProblemParams:
+            yield from _members(kind, offset)
 
 
 @cache
@@ -163,105 +187,84 @@ def _numbers(name: str) -> dict[str, tuple[bool, int]]:
 
 
 class Block:
-    """The bytes of a struct in memory that stays where it is."""
+    """Memory for a struct that stays where it is. `arguments` are what a launch is given: the address."""
 
-    __slots__ = ("_counter", "_ints", "_owner", "_words", "address")
+    __slots__ = ("_owner", "address", "arguments", "ints", "memory", "words")
 
-    def __init__(self, packed: bytes, counter: int | None) -> None:
-        memory = bytearray(len(packed) + ALIGNMENT)
+    def __init__(self, size: int) -> None:
+        memory = bytearray(size + ALIGNMENT)
         self._owner = (ctypes.c_char * len(memory)).from_buffer(memory)
         begin = -ctypes.addressof(self._owner) % ALIGNMENT
         self.address = ctypes.addressof(self._owner) + begin
-        view = memoryview(memory)[begin : begin + len(packed)]
-        view[:] = packed
-        self._words, self._ints = view.cast("q"), view.cast("i")
-        self._counter = counter  # the word of the counter's address
-
-    def count_with(self, counter: int) -> None:
-        """The address of the counter that hands out work."""
-        assert self._counter is not None
-        self._words[self._counter] = counter
-
-    def copy(self) -> Block:
-        """The same bytes in memory of their own."""
-        return Block(bytes(self), self._counter)
-
-    def __bytes__(self) -> bytes:
-        return bytes(self._words)
+        self.memory = memoryview(memory)[begin : begin + size]
+        self.words, self.ints = self.memory.cast("q"), self.memory.cast("i")
+        self.arguments: tuple[Any, ...] = ()
 
 
-class Parameters(Block):
-    """The struct of a launch; what changes from call to call is written in place.
+class Parameters:
+    """The struct of a launch, all but its pointers."""
 
-    Pointers are given in the order of the op's operands, that of the workspace last.
-    """
+    __slots__ = ("_maps", "_move", "_operands", "_packed", "_plain", "_workspace", "name")
 
-    __slots__ = ("_encoded", "_pointers", "_written")
-
-    def __init__(self, problem: Problem | States, launch: Launch, workspace: Mapping[str, Part]) -> None:
-        name = launch.variant.params
-        counter = STRUCTS[name].counter.offset // 8 if launch.counted else None
-        super().__init__(bytes(size_of(name)), counter)
+    def __init__(self, problem: Problem, launch: Launch, workspace: Mapping[str, Part]) -> None:
+        name = self.name = launch.variant.params
+        packed = self._packed = bytearray(size_of(name))
         # why not through the ctypes structs: numbers are written five times as fast as their fields are set.
-        words, ints, numbers = self._words, self._ints, _numbers(name)
+        words, ints, numbers = memoryview(packed).cast("q"), memoryview(packed).cast("i"), _numbers(name)
         for field, value in launch.fields.items():
             wide, at = numbers[field]
             (words if wide else ints)[at] = value
-        if isinstance(problem, Problem):
-            self._write_problem(problem, STRUCTS[name].problem.offset)
-        # Which pointer goes where: (its number, offset to add, word, word of `aligned` or -1, bits that misalign, map).
-        self._pointers: list[tuple[int, int, int, int, int, TensorMap | None]] = []
-        add, index, boxes = self._pointers.append, problem.op.index, launch.boxes
-        for operand, kind, offset in _places(name):
-            number, word = index.get(operand), offset // 8
-            if number is None:
-                if operand in workspace:
-                    add((len(index), workspace[operand].begin, word, -1, 0, None))
-            elif kind is c_void_p:
-                add((number, 0, word, -1, 0, None))
-            elif kind is Operand:
-                spec = problem.spec(operand)
-                words[word + 1], words[word + 2], words[word + 3] = spec.strides[:3]
-                add((number, 0, word, 2 * word + 8, 15 if spec.has_aligned_rows else -1, None))
-            elif operand in boxes:
-                add((number, 0, offset, -1, 0, TensorMap.of(problem.spec(operand), boxes[operand])))
-        self._written: tuple[int, ...] = (-1,) * (len(index) + 1)
-        self._encoded: set[int] = set()
+        if problem.op.name != "merge":
+            _write_problem(problem, packed, STRUCTS[name].problem.offset)
+        self._plain, operands, maps, parts = _places(name, problem.op)
+        self._workspace = [(word, workspace[part].begin) for part, word in parts if part in workspace]
+        self._operands: list[tuple[int, int, int]] = []  # number, word, the bits that misalign
+        for number, word, operand in operands:
+            spec = problem.spec(operand)
+            words[word + 1], words[word + 2], words[word + 3] = spec.strides[:3]
+            self._operands.append((number, word, 15 if spec.has_aligned_rows else -1))
+        self._maps: list[tuple[int, int, int]] = []  # number, byte, bytes from the operand's first row to the map's
+        boxes = launch.boxes
+        self._move: Any = mover() if boxes else None
+        for number, word, operand in maps:
+            if operand in boxes:
+                spec, box, at = problem.spec(operand), boxes[operand], 8 * word
+                packed[at : at + MAP_BYTES] = encoded(spec, box)
+                self._maps.append((number, at, box.begin and box.begin * spec.strides[1] * spec.itemsize))
 
-    def _write_problem(self, problem: Problem, offset: int) -> None:
-        mask = problem.mask
-        _PACKED_PROBLEM.pack_into(
-            self._ints,
-            offset,
-            problem.batch,
-            problem.seqlen_q,
-            problem.seqlen_k,
-            problem.heads_q,
-            problem.heads_q // problem.heads_kv,
-            problem.head_dim,
-            problem.head_dim_v,
-            mask.lo,
-            mask.hi,
-            *mask.key_range(0, problem.seqlen_q),
-            *mask.row_range(0, problem.seqlen_k),
-            0,
-            *problem.options.scores,
-        )
-
-    def write(self, pointers: tuple[int, ...]) -> None:
-        """The pointers of operands and workspace; 0 for what is not there."""
-        before = self._written
-        self._written = (-1,) * len(pointers)  # why: or what an error leaves half written would be taken for the old
-        for number, begin, at, aligned, misaligning, tensor_map in self._pointers:
+    def write(self, block: Block, pointers: tuple[int, ...]) -> None:
+        """Writes the struct with the pointers of the op's operands, 0 for one that is not there, and the workspace."""
+        words = block.words
+        block.memory[:] = self._packed
+        for number, word in self._plain:
+            words[word] = pointers[number]
+        for word, begin in self._workspace:
+            words[word] = pointers[-1] + begin
+        for number, word, misaligning in self._operands:
+            words[word] = pointer = pointers[number]
+            block.ints[2 * word + 8] = not pointer & misaligning
+        for number, at, begin in self._maps:
             pointer = pointers[number]
-            if pointer == before[number]:
-                continue
-            if tensor_map is None:
-                self._words[at] = pointer + begin
-                if aligned >= 0:
-                    self._ints[aligned] = not pointer & misaligning
-            elif pointer:
-                write = tensor_map.move if number in self._encoded else tensor_map.encode
-                write(self.address + at, pointer)
-                self._encoded.add(number)
-        self._written = pointers
+            if pointer and self._move(block.address + at, pointer + begin):
+                raise UnsupportedError(f"the driver refuses the address {pointer:#x} in a TMA descriptor")
+
+
+def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:
+    mask = problem.mask
+    _PACKED_PROBLEM.pack_into(
+        packed,
+        offset,
+        problem.batch,
+        problem.seqlen_q,
+        problem.seqlen_k,
+        problem.heads_q,
+        problem.heads_q // problem.heads_kv,
+        problem.head_dim,
+        problem.head_dim_v,
+        mask.lo,
+        mask.hi,
+        *mask.key_range(0, problem.seqlen_q),
+        *mask.row_range(0, problem.seqlen_k),
+        0,
+        *problem.options.scores,
+    )

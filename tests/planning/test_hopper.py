@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 from typing import Any
-from unittest import mock
 
 import pytest
+from drivers import Gpus
 from plans import ARCHS, problem, problem_of
 
-from cuflash.planning import device as devices
 from cuflash.planning.device import KNOWN
 from cuflash.planning.hopper import allows_tma
 from cuflash.planning.plan import Plan
@@ -115,21 +114,20 @@ def test_what_is_near_to_a_cause_gets_hoppers_kernels(op: str) -> None:
 def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "Kernels", mock.MagicMock())  # the loaded kernels
+    Gpus(monkeypatch)
     monkeypatch.setattr(launch, "relaxed_capture", contextlib.nullcontext)  # the driver's
-    monkeypatch.setattr(devices, "query", lambda ordinal: H100)
-    of = problem_of(*[SOME._replace(device="cuda:0")] * 3, op=op)
+    of = problem_of(*[SOME._replace(device="cuda:1")] * 3, op=op)
     names = of.op.names
     pointers = [2**20 + 4 * (name in ("lse", "dlse")) for name in names]  # lse may be anywhere
     for number, name in enumerate(names):
         call = Call(Judged(of, (False,) * len(names)))
-        first = call.prepared(pointers)
+        first = call.kernels(pointers)
         assert is_hoppers(first.plan)
         off = [pointer + 2 * (at == number) for at, pointer in enumerate(pointers)]
         if name not in ("dq", "dk", "dv"):  # gradients are always new
-            assert is_hoppers(call.prepared(off).plan) == (name not in first.plan.boxed)
-            assert call.prepared(off) is call.prepared(off)  # it is made once
-        assert call.prepared(pointers) is first
+            assert is_hoppers(call.kernels(off).plan) == (name not in first.plan.boxed)
+            assert call.kernels(off) is call.kernels(off)  # it is made once
+        assert call.kernels(pointers) is first
 
 
 # Shape, strides in elements of 2 bytes, and whether the copy engine takes them.

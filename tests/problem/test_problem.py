@@ -15,7 +15,7 @@ from cuflash.errors import ProblemError
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import OPS, merge_op
 from cuflash.problem.options import Options
-from cuflash.problem.problem import MAX_SEQLEN, Problem, States
+from cuflash.problem.problem import MAX_SEQLEN, Problem
 
 
 def problem(*shapes: tuple[int, ...], dtype: str = "float16", **arguments: Any) -> Problem:
@@ -169,8 +169,8 @@ def test_further_operands_are_judged_against_the_problem(changes: dict[str, Any]
         Problem.of(OPS["forward"], [*specs, out._replace(**changes)], Options())
 
 
-def states(outs: list[ArraySpec], lses: list[ArraySpec]) -> States:
-    return States.of(merge_op(len(outs)), [*outs, *lses], Options())
+def states(outs: list[ArraySpec], lses: list[ArraySpec]) -> Problem:
+    return Problem.of(merge_op(len(outs)), [*outs, *lses], Options())
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (5, 4, 6), (2, 5, 4, 6)])

@@ -190,7 +190,7 @@ def test_the_cache_is_where_the_variable_says_or_the_users_cache_folder(
 def test_threads_at_once_compile_and_load_a_kernel_once(
     monkeypatch: pytest.MonkeyPatch, compiles: list[Variant]
 ) -> None:
-    def load(variant: Variant) -> Any:
+    def load(variant: Variant, ordinal: int) -> Any:
         time.sleep(0.05)
         return compiler.cubin_path(variant), object()
 
@@ -207,7 +207,7 @@ def test_threads_at_once_compile_and_load_a_kernel_once(
 def test_different_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     both = threading.Barrier(2)
 
-    def load(variant: Variant) -> Any:
+    def load(variant: Variant, ordinal: int) -> Any:
         both.wait(timeout=30)  # breaks, and fails the test, unless both threads are inside
         return variant
 
@@ -216,13 +216,13 @@ def test_different_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.Mon
 
 
 def test_a_failed_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(variant: Variant) -> Any:
+    def fails(variant: Variant, ordinal: int) -> Any:
         raise CompileError("no")
 
     monkeypatch.setattr(compiler, "_load", fails)
     with pytest.raises(CompileError):
         compiler.load(MERGE, 0)
-    monkeypatch.setattr(compiler, "_load", lambda variant: "kernel")
+    monkeypatch.setattr(compiler, "_load", lambda variant, ordinal: "kernel")
     assert compiler.load(MERGE, 0) == "kernel"
 
 

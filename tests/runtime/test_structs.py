@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from ctypes import Structure
+from ctypes import Structure, addressof
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from cuflash.problem.operands import FORWARD
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import structs
-from cuflash.runtime.structs import STRUCTS, Parameters, size_of
+from cuflash.runtime.structs import STRUCTS, Block, Parameters, size_of
 
 
 def fields_of(struct: type[Structure], prefix: str = "", begin: int = 0) -> Iterator[tuple[str, int, int]]:
@@ -54,17 +54,21 @@ def test_every_kernel_has_a_struct_and_every_architecture_takes_it() -> None:
     assert all(size_of(name) <= 4096 for name in STRUCTS)
 
 
-def filled(made: Plan, number: int = 0) -> tuple[Parameters, Any]:
-    """The parameters of a launch, and a view of them as their struct."""
+def filled(made: Plan, number: int = 0, pointers: tuple[int, ...] = (0,) * 16) -> Any:
+    """The parameters of a launch with these pointers, as their struct."""
     launch = made.launches[number]
     parameters = Parameters(made.problem, launch, made.workspace)
-    return parameters, STRUCTS[launch.variant.params].from_address(parameters.address)
+    block = Block(size_of(parameters.name))
+    parameters.write(block, pointers)
+    struct = STRUCTS[launch.variant.params].from_address(block.address)
+    struct.block = block  # whose memory it is
+    return struct
 
 
 def test_fields_are_those_of_the_problem_and_the_launch() -> None:
     of = problem(64, 40, softcap=30.0, softmax_scale=0.5, window_size=(20, 10), diagonal_offset=-50)
     made = plan(of, KNOWN["sm_80"])
-    _, struct = filled(made)
+    struct = filled(made)
     mask = of.mask
     for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "head_dim", "head_dim_v"):
         assert getattr(struct.problem, name) == getattr(of, name)
@@ -92,8 +96,7 @@ def test_pointers_and_parts_of_the_workspace_are_placed_by_name(arch: str, deter
     assert {"stats"} < set(parts) or deterministic
     wanted = dict(zip(names, pointers, strict=False)) | parts
     for number in range(len(made.launches)):
-        parameters, struct = filled(made, number)
-        parameters.write(pointers)
+        struct = filled(made, number, pointers)
         for name, kind in struct._fields_:
             if kind is structs.Operand:
                 assert getattr(struct, name).pointer == wanted[name], name
@@ -105,15 +108,13 @@ def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes() -> None:
     dense = ArraySpec.dense((2, 9, 3, 8), "float16")
     odd = ArraySpec((2, 9, 3, 8), (2 * 9 * 30, 30, 10, 1), "float16", "cpu", "numpy")
     made = plan(Problem.of(FORWARD, [dense, odd, dense], Options()), KNOWN["sm_80"])
-    parameters, struct = filled(made)
-    for last, aligned in ((0, (1, 0, 1, 1)), (8, (1, 0, 0, 1)), (0, (1, 0, 1, 1))):
-        parameters.write((2**30, 2**31, 2**32 + last, 2**33, 0))
+    for last, aligned in ((0, (1, 0, 1, 1)), (8, (1, 0, 0, 1))):
+        struct = filled(made, 0, (2**30, 2**31, 2**32 + last, 2**33, 0))
         assert tuple(x.aligned for x in (struct.q, struct.k, struct.v, struct.out)) == aligned
 
 
 def test_states_are_placed_by_number() -> None:
-    parameters, struct = filled(plan(merge_of("float16", 64, count=3), KNOWN["sm_80"]))
-    parameters.write((1, 2, 3, 4, 5, 6, 7, 8))
+    struct = filled(plan(merge_of("float16", 64, count=3), KNOWN["sm_80"]), 0, (1, 2, 3, 4, 5, 6, 7, 8))
     assert (list(struct.outs[:4]), list(struct.lses[:4])) == ([1, 2, 3, None], [4, 5, 6, None])
     assert (struct.out, struct.lse, struct.num_states, struct.heads, struct.seqlen) == (7, 8, 3, 1, 8)
 
@@ -122,55 +123,54 @@ WINDOW: dict[str, Any] = {"window_size": (20, 10), "diagonal_offset": 100, "dims
 POINTERS = 2**30, 2**31, 2**32, 2**33, 2**34
 
 
+def calls_of(driver: FakeDriver, name: str) -> list[Any]:
+    """(address, further arguments) of the driver's calls of one kind."""
+    return [call for called, *call in driver.calls if called == name]
+
+
+def moves(driver: FakeDriver, struct: Structure) -> list[tuple[int, int]]:
+    """(byte in the struct, address) of the maps that were moved."""
+    begin = addressof(struct)
+    return [(at - begin, pointer) for at, (pointer,) in calls_of(driver, "cuTensorMapReplaceAddress")]
+
+
 def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(driver: FakeDriver) -> None:
     of = problem(dtype="float16", out_dtype="float32", **WINDOW)
     begin, end = of.mask.key_range(0, 70)
     assert (begin, end) == (80, 180)
-    parameters, _ = filled(plan(of, KNOWN["sm_90"]))
-    assert parameters.address % 64 == 0
-    parameters.write(POINTERS)
-    assert [(name, at - parameters.address) for name, at, _ in driver.calls] == [
-        ("cuTensorMapEncodeTiled", offset) for offset in (0, 128, 256, 384)
-    ]
-    dtypes, _, pointers, lengths, _, boxes, *_ = zip(*(more for *_, more in driver.calls), strict=True)
+    struct = filled(plan(of, KNOWN["sm_90"]), 0, POINTERS)
+    assert addressof(struct) % 64 == 0
     first = begin * 2 * 64 * 2  # bytes
-    assert dtypes == (6, 6, 6, 7)  # float16 and float32 to the driver
-    assert pointers == (2**30, 2**31 + first, 2**32 + first, 2**33)
-    kv = 64, 100, 2, 2
-    assert lengths == ((64, 70, 4, 2), kv, kv, (64, 70, 4, 2))
-    rows = 64, TILES[0].block_k, TILES[0].block_k  # q of a warpgroup
+    wanted = (2**30, 2**31 + first, 2**32 + first, 2**33)
+    assert moves(driver, struct) == list(zip((0, 128, 256, 384), wanted, strict=True))
+    made = [more for _, more in calls_of(driver, "cuTensorMapEncodeTiled")]  # k and v are alike
+    dtypes, _, _, lengths, _, boxes, *_ = zip(*made, strict=True)
+    assert dtypes == (6, 6, 7)  # float16 and float32 to the driver
+    assert lengths == ((64, 70, 4, 2), (64, 100, 2, 2), (64, 70, 4, 2))
+    rows = 64, TILES[0].block_k  # q of a warpgroup
     assert boxes == (*((64, n, 1, 1) for n in rows), (32, 16, 1, 1))  # out of a warp, 128 bytes
 
 
-def test_a_tensor_map_is_made_once_and_moved_where_its_operand_moves(driver: FakeDriver) -> None:
-    parameters, _ = filled(plan(problem(**WINDOW), KNOWN["sm_90"]))
-    parameters.write(POINTERS)
+def test_a_tensor_map_is_made_once_and_moved_to_its_operand(driver: FakeDriver) -> None:
+    made = plan(problem(**WINDOW), KNOWN["sm_90"])
+    filled(made, 0, POINTERS)
     driver.calls.clear()
-    parameters.write(POINTERS)
-    assert driver.calls == []
-    parameters.write((2**30, 2**31, 2**32 + 64, 2**33 + 128, 2**35))  # lse has none
-    assert driver.calls == [
-        ("cuTensorMapReplaceAddress", parameters.address + 256, (2**32 + 64 + 80 * 256,)),
-        ("cuTensorMapReplaceAddress", parameters.address + 384, (2**33 + 128,)),
-    ]
+    struct = filled(made, 0, (2**30, 2**31, 2**32 + 64, 2**33 + 128, 2**35))  # lse has none
+    assert len(driver.calls) == 4
+    assert moves(driver, struct)[2:] == [(256, 2**32 + 64 + 80 * 256), (384, 2**33 + 128)]
 
 
-def test_after_pointers_that_were_refused_those_before_are_written_anew(driver: FakeDriver) -> None:
-    parameters, _ = filled(plan(problem(**WINDOW), KNOWN["sm_90"]))
-    parameters.write(POINTERS)
+def test_an_address_that_the_driver_refuses_is_named(driver: FakeDriver) -> None:
+    made = plan(problem(**WINDOW), KNOWN["sm_90"])
+    filled(made)
     driver.result = 1
-    with pytest.raises(UnsupportedError, match="the driver refuses"):
-        parameters.write((2**30 + 64, *POINTERS[1:]))
-    driver.result = 0
-    driver.calls.clear()
-    parameters.write(POINTERS)
-    assert ("cuTensorMapReplaceAddress", parameters.address, (2**30,)) in driver.calls
+    with pytest.raises(UnsupportedError, match="the driver refuses the address 0x40000000"):
+        filled(made, 0, POINTERS)
 
 
 def test_lse_has_tensor_maps_of_q_and_k_alone(driver: FakeDriver) -> None:
-    parameters, _ = filled(plan(problem(op="lse", **WINDOW), KNOWN["sm_90"]))
-    parameters.write((2**30, 2**31, 2**34))
-    assert [at - parameters.address for _, at, _ in driver.calls] == [0, 128]
+    struct = filled(plan(problem(op="lse", **WINDOW), KNOWN["sm_90"]), 0, (2**30, 2**31, 2**34))
+    assert [at for at, _ in moves(driver, struct)] == [0, 128]
 
 
 def test_gradients_have_tensor_maps_of_all_rows_and_what_is_read_of_those_that_see_or_are_seen(
@@ -180,12 +180,12 @@ def test_gradients_have_tensor_maps_of_all_rows_and_what_is_read_of_those_that_s
     of = problem(op="backward", **more)
     assert of.mask.key_range(0, 170) == (0, 130)
     assert of.mask.row_range(0, 500) == (40, 170)
-    parameters, _ = filled(plan(of, KNOWN["sm_90"]), 1)
     pointers = [2**30 * (n + 1) for n in range(11)]
-    parameters.write(tuple(pointers))
+    struct = filled(plan(of, KNOWN["sm_90"]), 1, tuple(pointers))
     moved = ("q", "k", "v", "dout", "dq", "dk", "dv")
     first = dict.fromkeys(("q", "dout"), 40 * 4 * 64 * 2)  # bytes
-    _, _, found, lengths, _, boxes, *_ = zip(*(more for *_, more in driver.calls), strict=True)
-    assert list(found) == [pointers[of.op.index[name]] + first.get(name, 0) for name in moved]
-    assert [length[1] for length in lengths] == [130, 130, 130, 130, 170, 500, 500]  # rows
-    assert [box[:2] for box in boxes] == [(64, n) for n in (128, 128, 128, 128, 16, 16, 16)]
+    found = [pointer for _, pointer in moves(driver, struct)]
+    assert found == [pointers[of.op.index[name]] + first.get(name, 0) for name in moved]
+    made = [more for _, more in calls_of(driver, "cuTensorMapEncodeTiled")]
+    # of q and dout, of k and v, of dq, of dk and dv: (rows, box)
+    assert [(more[3][1], more[5][1]) for more in made] == [(130, 128), (130, 128), (170, 16), (500, 16)]
