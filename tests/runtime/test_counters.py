@@ -237,7 +237,7 @@ def test_gpu_a_torch_graph_of_counted_launches_replays_beside_others() -> None:
     wanted = cuflash.forward(*arrays, causal=True)
     torch.cuda.synchronize()
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captured = [cuflash.forward(*arrays, causal=True) for _ in range(5)]
     for _ in range(20):
         for out in captured:
