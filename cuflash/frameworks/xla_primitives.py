@@ -27,17 +27,16 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
-from ..problem.operands import Op
+from ..problem.operands import MISSING_AXES, Op
 from . import xla_ffi, xla_handlers
 from .xla_handlers import BACKWARD, FORWARD, OPS, Described, Shape, Static, is_like_lse
 
 
 def _result_shapes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> list[Shape]:
     """Shapes of the results: an axis has the length that it has in the named operands."""
-    missing: tuple[str, ...] = {4: (), 3: ("batch",), 2: ("batch", "heads_q", "heads_kv")}[len(shapes[0])]
 
     def axes(name: str) -> list[str]:
-        named = [axis for axis in op.operands[op.index[name]].axes if axis not in missing]
+        named = [axis for axis in op.operands[op.index[name]].axes if axis not in MISSING_AXES[len(shapes[0])]]
         return [*named, "one"] if is_like_lse(op, name) else named
 
     lengths = {"one": 1}

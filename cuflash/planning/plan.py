@@ -94,9 +94,9 @@ class Plan(NamedTuple):
         return sum(sizes)
 
     @property
-    def boxed(self) -> frozenset[str]:
+    def boxed(self) -> tuple[str, ...]:
         """The operands that must begin at a multiple of 16 bytes, because the copy engine moves them."""
-        return frozenset(name for launch in self.launches for name in launch.boxes)
+        return tuple({name: None for launch in self.launches for name in launch.boxes})
 
     def __str__(self) -> str:
         several = len(self.launches) > 1

@@ -19,8 +19,8 @@ _FIELDS = "head_dim head_dim_v block_q block_k stages blocks_per_sm qk_unroll"
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """Compile-time shape of one block of threads. `head_dim_v` is 0 in kernels without v."""
+class _Shape:
+    """What every tile of this family has."""
 
     head_dim: int
     head_dim_v: int
@@ -29,6 +29,12 @@ class Tile:
     stages: int
     warps: int
     blocks_per_sm: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tile(_Shape):
+    """Compile-time shape of one block of threads. `head_dim_v` is 0 in kernels without v."""
+
     q_in_registers: bool = False
     max_slices: int = 1  # blocks that may share a query block, each with its own head_dim_v columns of v
     qk_unroll: int = 16  # unrolled steps of a product; fewer need fewer registers and less time to compile. why: L8
@@ -47,20 +53,13 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardTile:
+class BackwardTile(_Shape):
     """Compile-time shape of a block that owns `block_k` keys and takes queries `block_q` at a time.
 
     `warps * warp_keys / block_k` warps form a group: they share `warp_keys` keys, and each takes `piece_q` queries of a
     tile.
     """
 
-    head_dim: int
-    head_dim_v: int
-    block_q: int
-    block_k: int
-    stages: int
-    warps: int
-    blocks_per_sm: int
     warp_keys: int
     piece_q: int
     qk_unroll: int = 16

@@ -14,6 +14,8 @@ from typing import NamedTuple
 ROWS_Q = ("batch", "seqlen_q", "heads_q")
 ROWS_K = ("batch", "seqlen_k", "heads_kv")
 LSE_AXES = ("batch", "heads_q", "seqlen_q")
+# The axes that no operand has where q, k and v have this rank.
+MISSING_AXES: dict[int, tuple[str, ...]] = {4: (), 3: ("batch",), 2: ("batch", "heads_q", "heads_kv")}
 
 
 class Operand(NamedTuple):

@@ -7,17 +7,15 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from ..errors import ProblemError
-from .array_spec import ArraySpec, dense_strides
+from .array_spec import ArraySpec
 from .dtypes import DTYPES, check_dtype
 from .mask import Mask
-from .operands import Op, Operand
+from .operands import MISSING_AXES, Op, Operand
 from .options import Known, Options
 
 MAX_SEQLEN = 2**30 - 4096  # the sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels
 LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen, head_dim)"
 Specs = Sequence[ArraySpec | None]
-# The axes that arrays of this rank do not have.
-_MISSING: dict[int, tuple[str, ...]] = {4: (), 3: ("batch",), 2: ("batch", "heads_q", "heads_kv")}
 # The products that an op makes: of head_dim (backward's s, dq and dk), and of head_dim_v (dp and dv).
 _PRODUCTS = {"backward": (3, 2)}
 
@@ -181,7 +179,7 @@ def _checked(
 ) -> tuple[ArraySpec | None, ...]:
     """The specs of all operands, the first `judged` of which are judged already; dense where there are none yet."""
     q: Any = specs[0]
-    missing, checked = _MISSING[len(q.shape)], list(specs)
+    missing, checked = MISSING_AXES[len(q.shape)], list(specs)
     for number, operand in enumerate(op.operands[judged:], judged):
         spec, is_output = specs[number], number >= len(op.inputs)
         if spec is None and operand.optional and not is_output:
@@ -189,7 +187,7 @@ def _checked(
         shape = tuple([lengths[axis] for axis in operand.axes if axis not in missing])
         allowed = dtypes[operand.dtype]
         if spec is None:
-            checked[number] = ArraySpec(shape, dense_strides(shape), allowed[0], q.device, q.library)
+            checked[number] = ArraySpec.dense(shape, allowed[0], q.device, q.library)
         else:
             _check_operand(operand.name, spec, q, shape, allowed)
             if is_output:
