@@ -149,8 +149,9 @@ def run_on_cuda(target: str, call: xla_ffi.Call) -> None:
     pointers = call.pointers()
     for place in found.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
-    kernels = found.call.kernels(pointers)
-    if kernels.plan is not found.call.plan:
+    made = found.call
+    kernels = made.aligned if pointers == made.last else made.kernels(pointers)
+    if kernels is not made.aligned:
         found.check_workspace(kernels)
     kernels.launch(pointers, call.stream())
 

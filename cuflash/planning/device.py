@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 from ..errors import INSTALL_HINT, ProblemError, UnsupportedError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Device:
     """What plans know of a GPU. Shared memory is in bytes; `smem_per_block` is the opt-in limit of one block."""
 
@@ -18,7 +18,7 @@ class Device:
     smem_per_block: int
     smem_per_sm: int
 
-    @property
+    @cached_property
     def arch(self) -> str:
         """The name of its architecture, such as `sm_90`."""
         return f"sm_{self.capability[0]}{self.capability[1]}"

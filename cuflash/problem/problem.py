@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..errors import ProblemError
@@ -70,12 +71,18 @@ class Problem(NamedTuple):
         """The shape of an operand with all of its axes."""
         return tuple([getattr(self, axis) for axis in operand.axes])
 
+    @property
+    def specs_4d(self) -> Sequence[Any]:
+        """The operands' arrays in their order: those with a head dim are seen as 4-D, others as they are."""
+        if self.specs[0] is not None and len(self.specs[0].shape) == 4:
+            return self.specs
+        pairs = zip(self.op.operands, self.specs, strict=True)
+        return [spec.as_4d() if spec is not None and len(operand.axes) == 4 else spec for operand, spec in pairs]
+
     def spec(self, name: str) -> ArraySpec:
-        """The array of an operand that is there: one with a head dim is seen as 4-D, another one as it is."""
-        number = self.op.index[name]
-        spec = self.specs[number]
-        assert spec is not None
-        return spec if len(spec.shape) == 4 or len(self.op.operands[number].axes) < 4 else spec.as_4d()
+        """The array of an operand that is there, as in `specs_4d`."""
+        spec: ArraySpec = self.specs_4d[self.op.index[name]]
+        return spec
 
     @property
     def outputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:
@@ -119,9 +126,10 @@ def _unmasked(options: Options) -> Options:
 def _lengths(named: dict[str, ArraySpec]) -> dict[str, Any]:
     """The lengths of a problem in the order of its fields, from q, k and perhaps v, whose shapes are judged here."""
     rank = len(named["q"].shape)
+    is_legal = 2 <= rank <= 4
     for name, spec in named.items():
         own = len(spec.shape)
-        if own != rank or not 2 <= rank <= 4:
+        if own != rank or not is_legal:
             alike = f", but q has rank {rank}; give all of {', '.join(named)} the same layout:"
             raise ProblemError(
                 f"{name} has shape {spec.shape}, rank {own}{alike if 2 <= own <= 4 else '; give'} {LAYOUT}"
@@ -179,12 +187,12 @@ def _checked(
 ) -> tuple[ArraySpec | None, ...]:
     """The specs of all operands, the first `judged` of which are judged already; dense where there are none yet."""
     q: Any = specs[0]
-    missing, checked = MISSING_AXES[len(q.shape)], list(specs)
+    rank, checked = len(q.shape), list(specs)
     for number, operand in enumerate(op.operands[judged:], judged):
         spec, is_output = specs[number], number >= len(op.inputs)
         if spec is None and operand.optional and not is_output:
             continue
-        shape = tuple([lengths[axis] for axis in operand.axes if axis not in missing])
+        shape = _shaper(operand.axes, rank)(lengths)
         allowed = dtypes[operand.dtype]
         if spec is None:
             checked[number] = ArraySpec.dense(shape, allowed[0], q.device, q.library)
@@ -193,6 +201,13 @@ def _checked(
             if is_output:
                 _check_output(operand.name, spec)
     return tuple(checked)
+
+
+@lru_cache(maxsize=64)
+def _shaper(axes: tuple[str, ...], rank: int) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
+    """From the lengths of a problem whose arrays have this rank to the shape of an operand with these axes."""
+    there = [axis for axis in axes if axis not in MISSING_AXES[rank]]
+    return itemgetter(*there) if len(there) > 1 else lambda lengths: tuple([lengths[axis] for axis in there])
 
 
 def _check_operand(name: str, spec: ArraySpec, q: ArraySpec, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
@@ -218,7 +233,10 @@ def check_alike(named: dict[str, ArraySpec]) -> None:
     """Judges library, device and dtype of operands, which must all be those of the first."""
     of, first = next(iter(named.items()))
     check_dtype(of, first.dtype)
+    own = first.dtype, first.device, first.library
     for name, spec in named.items():
+        if spec[2:] == own:
+            continue
         if spec.library != first.library:
             raise ProblemError(
                 f"{name} is a {spec.library} array, but {of} is a {first.library} array; give all of one framework "
@@ -226,9 +244,8 @@ def check_alike(named: dict[str, ArraySpec]) -> None:
             )
         if spec.device != first.device:
             raise ProblemError(f"{name} is on {spec.device}, but {of} is on {first.device}; move all to one device")
-        if spec.dtype != first.dtype:
-            check_dtype(name, spec.dtype)
-            raise ProblemError(f"{name} has dtype {spec.dtype}, but {of} has {first.dtype}; cast all to one dtype")
+        check_dtype(name, spec.dtype)
+        raise ProblemError(f"{name} has dtype {spec.dtype}, but {of} has {first.dtype}; cast all to one dtype")
 
 
 def _of_states(op: Op, specs: Specs) -> Problem:

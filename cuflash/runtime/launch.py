@@ -79,7 +79,7 @@ class Kernels:
         self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
         index = problem.op.index
         # The numbers of operands that must begin at 16 bytes.
-        self.boxed = [index[name] for name in made.boxed]
+        self.boxed = tuple([index[name] for name in made.boxed])
 
     def launch(self, pointers: tuple[int, ...], stream: int) -> None:
         """In order, on this stream of the GPU. The driver copies the parameters before it returns.

@@ -146,8 +146,8 @@ class Places(NamedTuple):
     """Where a struct has what depends on pointers, in words of 8 bytes, and of which of the op's operands it is."""
 
     plain: list[tuple[int, int]]  # number of the operand, word
-    operands: list[tuple[int, int, str]]  # the same, and its name
-    maps: list[tuple[int, int, str]]
+    operands: list[tuple[int, int]]
+    maps: list[tuple[int, slice, str]]  # number, bytes, and the name
     workspace: list[tuple[str, int]]  # name of the part, word
 
 
@@ -164,8 +164,10 @@ def _places(name: str, op: Op) -> Places:
             places.workspace.append((operand, word))
         elif number is not None and kind is c_void_p:
             places.plain.append((number, word))
-        elif number is not None and kind in (Operand, Map):
-            (places.operands if kind is Operand else places.maps).append((number, word, operand))
+        elif number is not None and kind is Operand:
+            places.operands.append((number, word))
+        elif number is not None and kind is Map:
+            places.maps.append((number, slice(offset, offset + MAP_BYTES), operand))
     return places
 
 
@@ -217,20 +219,20 @@ class Parameters:
         if problem.op.name != "merge":
             _write_problem(problem, packed, STRUCTS[name].problem.offset)
         self._plain, operands, maps, parts = _places(name, problem.op)
-        self._workspace = [(word, workspace[part].begin) for part, word in parts if part in workspace]
-        self._operands: list[tuple[int, int, int]] = []  # number, word, the bits that misalign
-        for number, word, operand in operands:
-            spec = problem.spec(operand)
-            words[word + 1], words[word + 2], words[word + 3] = spec.strides[:3]
-            self._operands.append((number, word, 15 if spec.has_aligned_rows else -1))
-        self._maps: list[tuple[int, int, int]] = []  # number, byte, bytes from the operand's first row to the map's
-        boxes = launch.boxes
-        self._move: Any = mover() if boxes else None
-        for number, word, operand in maps:
-            if operand in boxes:
-                spec, box, at = problem.spec(operand), boxes[operand], 8 * word
-                packed[at : at + MAP_BYTES] = encoded(spec, box)
-                self._maps.append((number, at, box.begin and box.begin * spec.strides[1] * spec.itemsize))
+        # why tuples: those of numbers alone are not walked by Python's collector, and a process keeps thousands.
+        self._workspace = tuple([(word, workspace[part].begin) for part, word in parts if part in workspace])
+        specs, boxes = problem.specs_4d, launch.boxes
+        for number, word in operands:
+            words[word + 1], words[word + 2], words[word + 3] = specs[number].strides[:3]
+        # Number, word, the bits that misalign.
+        self._operands = tuple([(n, word, 15 if specs[n].has_aligned_rows else -1) for n, word in operands])
+        self._move: Any = mover() if maps else None
+        placed = []  # number, byte, bytes from the operand's first row to the map's
+        for number, span, operand in maps:
+            spec, box = specs[number], boxes[operand]
+            packed[span] = encoded(spec, box)
+            placed.append((number, span.start, box.begin and box.begin * spec.strides[1] * spec.itemsize))
+        self._maps = tuple(placed)
 
     def write(self, block: Block, pointers: tuple[int, ...]) -> None:
         """Writes the struct with the pointers of the op's operands, 0 for one that is not there, and the workspace."""
