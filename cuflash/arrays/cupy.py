@@ -15,6 +15,7 @@ class CupyLibrary(GpuLibrary):
 
     def __init__(self) -> None:
         cupy = self._cupy = cupy_module()
+        self._new = cupy.ndarray  # why not cupy.empty: it makes the same array, 0.3 µs later
         self._current_stream = cupy.cuda.get_current_stream
         self._current_device = cupy.cuda.runtime.getDevice
 
@@ -40,7 +41,7 @@ class CupyLibrary(GpuLibrary):
         return self._cupy.cuda.Device(ordinal)  # type: ignore[no-any-return]
 
     def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
-        return self._cupy.empty(shape, dtype)
+        return self._new(shape, dtype)
 
     def dense(self, array: Any) -> Any:
         return self._cupy.ascontiguousarray(array)

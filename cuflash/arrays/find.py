@@ -24,6 +24,8 @@ def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
     """(library, whether on a GPU) of the operands of a call, judged by the first; mixed ones are a `ProblemError`."""
     kind, names = type(arrays[0]), op.names
     first = _known.get(kind) or library_of(names[0], arrays[0])
+    if [*map(type, arrays)].count(kind) == len(arrays):
+        return first, first.on_gpu(arrays[0])
     for number, array in enumerate(arrays):
         if type(array) is not kind and (array is not None or not op.operands[number].optional):
             name, other = names[number], library_of(names[number], array)

@@ -48,5 +48,5 @@ def forward(
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
     """
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype)
-    results = run(FORWARD, (q, k, v), options, outputs=1 + bool(return_lse), out=out)
+    results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), out)
     return results if return_lse else results[0]

@@ -155,7 +155,7 @@ class Options(NamedTuple):
         """What a cache asks for: 1, 1.0 and True are equal, but not all of them are a scale or a window."""
         window = self.window_size
         if isinstance(window, tuple):
-            return self, *map(type, self), *map(type, window)
+            return self, *map(type, self + window)
         if isinstance(window, list):
             return self._replace(window_size=tuple(window)), *map(type, self), *map(type, window)
         return self, *map(type, self)

@@ -88,11 +88,8 @@ class Kernels:
         """
         if current_device() != self._ordinal:
             with on_device(self._ordinal):
-                self._launch(pointers, stream)
-        else:
-            self._launch(pointers, stream)
-
-    def _launch(self, pointers: tuple[int, ...], stream: int) -> None:
+                self.launch(pointers, stream)
+            return
         last, blocks = self._last
         again = True
         if pointers != last:
@@ -208,7 +205,7 @@ def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) ->
     return Judged(Problem.of(op, read, options), tuple(copied), specs)
 
 
-def run(op: Op, arrays: tuple[Any, ...], options: Options, *, outputs: int | None = None, out: Any = None) -> Any:
+def run(op: Op, arrays: tuple[Any, ...], options: Options, outputs: int | None = None, out: Any = None) -> Any:
     """The results of a call, in the library of its arrays; inputs that are not there are None.
 
     outputs: how many results are wanted (default all). out: an array for the first result.

@@ -70,11 +70,11 @@ def test_an_unknown_dlpack_producer_gives_numpy_or_cupy(xp: Any) -> None:
 
 @pytest.mark.gpu
 def test_torch_results_go_to_jax_and_cupy_without_a_copy(cupy: Any) -> None:
-    torch = pytest.importorskip("torch")
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    jax.devices()  # why first: JAX's start leaves the last GPU current, and torch exports tensors of that one alone
     q, k, v = (torch_of(x, "cuda") for x in CASE.arrays())
     out = cuflash.forward(q, k, v, causal=True)
     assert cupy.from_dlpack(out).data.ptr == out.data_ptr()
-    jax = pytest.importorskip("jax")
     seen = jax.dlpack.from_dlpack(out)
     assert seen.unsafe_buffer_pointer() == out.data_ptr()
     np.testing.assert_array_equal(np.asarray(seen), out.cpu().numpy())
@@ -96,7 +96,7 @@ def test_torch_runs_on_its_current_stream_and_in_its_graphs() -> None:
     side.synchronize()
     assert torch.equal(got, wanted)
     graph = torch.cuda.CUDAGraph()
-    # why: JAX's threads, at work since the tests before, may call CUDA, which ends a capture of the default mode.
+    # why: JAX's threads, at work since the tests before, may call CUDA, which can end a capture of the default mode.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         out = cuflash.forward(q, k, v, causal=True)
     new = [torch_of(x, "cuda") for x in CASE.arrays(7)]
