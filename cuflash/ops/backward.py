@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem.operands import BACKWARD
+from ..errors import UnsupportedError
+from ..problem.operands import BACKWARD, OF_SEQUENCES
 from ..problem.options import Options, WindowSize
 from ..runtime.launch import run
 
@@ -24,6 +25,14 @@ def backward(
     window_size: WindowSize = (-1, -1),
     diagonal_offset: int | None = None,
     softcap: float = 0.0,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    page_table: Any = None,
+    cache_batch_idx: Any = None,
 ) -> tuple[Any, Any, Any]:
     """Gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`, with nothing of size seqlen_q x seqlen_k kept.
 
@@ -38,8 +47,23 @@ def backward(
     about a third longer. Head dims up to 256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is
     rounded to the inputs' dtype: scale a large loss down, or take bfloat16. Errors as in `forward`.
 
+    Packed and used lengths are those of `forward`; gradients of rows that are not used are 0. Keys in pages, and those
+    of `cache_batch_idx`, have no gradients: an UnsupportedError.
+
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic)
-    dq, dk, dv = run(BACKWARD, (q, k, v, dout, out, lse, dlse), options)
+    if page_table is not None or cache_batch_idx is not None:
+        given = "page_table" if page_table is not None else "cache_batch_idx"
+        raise UnsupportedError(
+            f"{given} was given, but cached keys have no gradients, as several sequences may share them; gather them "
+            "into k and v, packed or one row of the batch for each sequence"
+        )
+    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
+                      max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)  # fmt: skip
+    arrays = q, k, v, dout, out, lse, dlse
+    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
+        dq, dk, dv = run(BACKWARD, arrays, options)
+    else:
+        told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        dq, dk, dv = run(OF_SEQUENCES["backward"], (*arrays, *told), options)
     return dq, dk, dv

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem.operands import FORWARD
+from ..problem.operands import FORWARD, OF_SEQUENCES
 from ..problem.options import Options, WindowSize
 from ..runtime.launch import run
 
@@ -23,6 +23,16 @@ def forward(
     return_lse: bool = False,
     out: Any = None,
     out_dtype: str | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    page_table: Any = None,
+    cache_batch_idx: Any = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
 ) -> Any:
     """Exact attention, `softmax(mask(cap(softmax_scale q kᵀ))) v`, with no seqlen_q x seqlen_k matrix in memory.
 
@@ -42,11 +52,30 @@ def forward(
     (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural logarithm of the sum of exp of the visible
     scores. A query that sees no key has out 0 and lse -inf. Work runs on the caller's current stream.
 
+    Sequences of several lengths, told by int32 arrays on the device of q. `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,):
+    q, or k and v, are packed, (total, heads, head_dim), and sequence b has the rows cu_seqlens[b] … cu_seqlens[b + 1] -
+    1; either alone is legal. `seqused_q`, `seqused_k` (batch,): how many rows of a sequence are used, packed, of q
+    (batch, seqlen_q, …), of a cache k (batch, capacity, …) or of pages. `page_table` (batch, max_pages): k and v are
+    pages, (num_pages, page_size, heads_kv, …), and key j of sequence b lies in page page_table[b, j // page_size].
+    `cache_batch_idx` (batch,): sequence b has that row of the cache. `max_seqlen_q`, `max_seqlen_k`: bounds that the
+    caller knows; rows past them count as unused. `diagonal_offset` counts from each sequence's own lengths. Lengths
+    outside the arrays are clamped; keys in pages that do not exist are not seen. Rows that belong to no sequence or are
+    not used have lse -inf and out 0; an `out` that was given keeps what it holds there. lse of packed q is (heads_q,
+    total_q).
+
+    num_splits: blocks that share the keys of a query, 0 for a choice by the GPU's size. split_size: keys of a split, a
+    multiple of 128; the bits of a row then depend on its q, its keys and this number alone.
+
     Raises ProblemError for arguments that fit no attention problem, UnsupportedError where this build or machine has no
     kernel, CompileError where NVRTC refuses one.
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
     """
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype)
-    results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), out)
+    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
+                      max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
+    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
+        results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), out)
+    else:
+        told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+        results = run(OF_SEQUENCES["forward"], (q, k, v, *told), options, 1 + bool(return_lse), out)
     return results if return_lse else results[0]

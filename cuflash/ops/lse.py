@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem.operands import LSE_ONLY
+from ..problem.operands import LSE_ONLY, OF_SEQUENCES
 from ..problem.options import Options, WindowSize
 from ..runtime.launch import run
 
@@ -18,11 +18,25 @@ def lse(
     window_size: WindowSize = (-1, -1),
     diagonal_offset: int | None = None,
     softcap: float = 0.0,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    page_table: Any = None,
+    cache_batch_idx: Any = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
 ) -> Any:
     """lse (batch, heads_q, seqlen_q) = log sum exp of the visible scores of each query: `forward`'s lse, without v.
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim) and all arguments as in `forward`.
     float32 (float64 for float64), natural logarithm, -inf for a query that sees no key. Errors as in `forward`.
     """
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap)
-    return run(LSE_ONLY, (q, k), options)[0]
+    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, max_seqlen_q=max_seqlen_q,
+                      max_seqlen_k=max_seqlen_k, num_splits=num_splits, split_size=split_size)  # fmt: skip
+    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
+        return run(LSE_ONLY, (q, k), options)[0]
+    told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+    return run(OF_SEQUENCES["lse"], (q, k, *told), options)[0]

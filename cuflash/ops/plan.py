@@ -9,13 +9,13 @@ from ..arrays.cupy import cupy
 from ..arrays.dlpack import DlpackLibrary
 from ..arrays.find import library_of
 from ..arrays.library import GpuLibrary
-from ..errors import ProblemError
+from ..errors import ProblemError, UnsupportedError
 from ..planning import device as devices
 from ..planning.device import Device
 from ..planning.plan import Plan
 from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
-from ..problem.operands import OPS
+from ..problem.operands import INTEGERS, OF_SEQUENCES, OPS
 from ..problem.options import Options, WindowSize, check_flag
 from ..problem.problem import Problem
 
@@ -37,11 +37,22 @@ def plan(
     algorithm: str = "flash2",
     out: Any = None,
     out_dtype: str | None = None,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    page_table: Any = None,
+    cache_batch_idx: Any = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
 ) -> Plan:
     """Kernels, tiles, grids and memory of a call; `print` it, or read its fields.
 
-    q, k, v and, for forward, out: arrays as in `forward`, whose strides and alignment count as they do there; or their
-    shapes as tuples together with `dtype` ("float16", "bfloat16", "float32"), which stand for dense, aligned arrays.
+    q, k, v, the arrays that tell lengths and, for forward, out: arrays as in `forward`, whose strides and alignment
+    count as they do there; or their shapes as tuples together with `dtype`, that of q ("float16", "bfloat16",
+    "float32"), which stand for dense, aligned arrays.
     op: "forward", "lse" (without v) or "backward" (plain or `deterministic`). device: "cpu", "cuda:0", or an
     architecture such as "sm_90", which needs no GPU; default: where the arrays are, and for shapes the first GPU, or
     the CPU where there is none.
@@ -54,17 +65,21 @@ def plan(
         raise ProblemError(f"op={op!r} takes neither algorithm nor out nor out_dtype; leave them out")
     if check_flag("deterministic", deterministic) and op != "backward":
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic)
-    given = {"q": q, "k": k, "v": v, "out": out}
-    if op == "lse":
-        del given["v"]
+    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
+                      max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
+    told = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+            "page_table": page_table, "cache_batch_idx": cache_batch_idx}  # fmt: skip
+    given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
+    given |= {name: operand for name, operand in (told | {"out": out}).items() if operand is not None}
     specs, misaligned = {}, []
     for name, operand in given.items():
-        if operand is not None or name != "out":
-            specs[name], aligned = _spec(name, operand, dtype)
-            if not aligned:
-                misaligned.append(name)
-    problem = Problem.of(OPS[op], [specs.get(name) for name in OPS[op].names], options)
+        specs[name], aligned = _spec(name, operand, INTEGERS if dtype is not None and name in told else dtype)
+        if not aligned:
+            misaligned.append(name)
+    whole = OPS[op] if told.keys().isdisjoint(given) else OF_SEQUENCES[op]
+    if unknown := given.keys() - set(whole.names):
+        raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
+    problem = Problem.of(whole, [specs.get(name) for name in whole.names], options)
     return make_plan(problem, _device(device, problem, isinstance(q, tuple)), misaligned)
 
 

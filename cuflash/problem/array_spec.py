@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from .dtypes import DTYPES
+from .dtypes import ITEMSIZE
 
 
 @lru_cache(maxsize=256)
@@ -47,7 +47,7 @@ class ArraySpec(NamedTuple):
     @property
     def itemsize(self) -> int:
         """Bytes of an element."""
-        return DTYPES[self.dtype].itemsize
+        return ITEMSIZE[self.dtype]
 
     @property
     def num_bytes(self) -> int:

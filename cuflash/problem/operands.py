@@ -11,17 +11,24 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-ROWS_Q = ("batch", "seqlen_q", "heads_q")
-ROWS_K = ("batch", "seqlen_k", "heads_kv")
-LSE_AXES = ("batch", "heads_q", "seqlen_q")
-# The axes that no operand has where q, k and v have this rank.
-MISSING_AXES: dict[int, tuple[str, ...]] = {4: (), 3: ("batch",), 2: ("batch", "heads_q", "heads_kv")}
+# why rows and not seqlen: a batch of sequences of several lengths may lie in any number of rows (problem/lengths.py).
+ROWS_Q = ("batch_q", "rows_q", "heads_q")
+ROWS_K = ("batch_k", "rows_k", "heads_kv")
+LSE_AXES = ("batch_q", "heads_q", "rows_q")
+# The axes that operands of q's kind lack where q has this rank, and those of k's kind where k has it.
+MISSING_AXES: dict[int, tuple[str, ...]] = {
+    4: (),
+    3: ("batch_q", "batch_k"),
+    2: ("batch_q", "batch_k", "heads_q", "heads_kv"),
+}
+INTEGERS = "int32"  # the dtype of operands that hold lengths and places
 
 
 class Operand(NamedTuple):
     """An array of a call. Axes are named as the lengths of a `Problem` are.
 
-    dtype: whose dtype it has: that of the "inputs", that of "out", "lse" for the accumulator's; "any out" is either.
+    dtype: whose dtype it has: that of the "inputs", that of "out", "lse" for the accumulator's; "any out" is either;
+    "int32" is itself.
     strided: whether kernels know strides of it; if not, what is not contiguous is copied.
     """
 
@@ -62,6 +69,18 @@ V = Operand("v", (*ROWS_K, "head_dim_v"))
 OUT = Operand("out", (*ROWS_Q, "head_dim_v"), "out")
 LSE = Operand("lse", LSE_AXES, "lse", strided=False)
 
+def _integers(name: str, *axes: str, strided: bool = False) -> Operand:
+    return Operand(name, axes, INTEGERS, optional=True, strided=strided)
+
+
+PACKED_OR_USED = (
+    _integers("cu_seqlens_q", "bounds"),
+    _integers("cu_seqlens_k", "bounds"),
+    _integers("seqused_q", "batch"),
+    _integers("seqused_k", "batch"),
+)
+CACHED = _integers("page_table", "batch", "max_pages", strided=True), _integers("cache_batch_idx", "batch")
+
 FORWARD = Op("forward", (Q, K, V), (OUT, LSE._replace(optional=True)))
 LSE_ONLY = Op("lse", (Q, K), (LSE,))
 BACKWARD = Op(
@@ -78,6 +97,14 @@ BACKWARD = Op(
     (Q._replace(name="dq"), K._replace(name="dk"), V._replace(name="dv")),
 )
 OPS = {op.name: op for op in (FORWARD, LSE_ONLY, BACKWARD)}
+
+
+def _of_sequences(op: Op) -> Op:
+    return Op(op.name, op.inputs + PACKED_OR_USED + (() if op is BACKWARD else CACHED), op.outputs)
+
+
+# The same ops on sequences of several lengths. why ops of their own: a dense call asks nothing of arrays that it lacks.
+OF_SEQUENCES = {name: _of_sequences(op) for name, op in OPS.items()}
 
 
 @lru_cache(maxsize=64)

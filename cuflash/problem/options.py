@@ -17,6 +17,7 @@ from .dtypes import DTYPES
 
 WindowSize = tuple[int | None, int | None]
 ALGORITHMS = ("standard", "flash1", "flash2", "flashd")
+SPLIT_STEP = 128  # keys: a multiple of every kernel's key tile
 LOG2_E = 1.4426950408889634
 
 
@@ -105,6 +106,26 @@ def _offset(value: Any, known: Known) -> int | None:
     return None if value is None else check_integer("diagonal_offset", value)
 
 
+def _bound(name: str, value: Any) -> int | None:
+    bound = None if value is None else check_integer(name, value)
+    if bound is not None and bound < 0:
+        raise ProblemError(f"{name}={bound} is negative; give a bound on the lengths, or None for that of the arrays")
+    return bound
+
+
+def _num_splits(value: Any, known: Known) -> int:
+    if (number := check_integer("num_splits", value)) < 0:
+        raise ProblemError(f"num_splits={number} is negative; give how many blocks share the keys of a query, or 0")
+    return number
+
+
+def _split_size(value: Any, known: Known) -> int | None:
+    size = None if value is None else check_integer("split_size", value)
+    if size is not None and (size < 1 or size % SPLIT_STEP):
+        raise ProblemError(f"split_size={size}; give a positive multiple of {SPLIT_STEP} keys, or None")
+    return size
+
+
 def _algorithm(value: Any, known: Known) -> str:
     if not isinstance(value, str) or value not in ALGORITHMS:
         raise ProblemError(f"algorithm={value!r} is not known; give one of {', '.join(ALGORITHMS)}")
@@ -150,6 +171,10 @@ class Options(NamedTuple):
     algorithm: Annotated[str, Option(_algorithm, ("forward",))] = "flash2"
     out_dtype: Annotated[str | None, Option(_out_dtype, ("forward",))] = None
     deterministic: Annotated[bool, Option(lambda value, _: check_flag("deterministic", value), ("backward",))] = False
+    max_seqlen_q: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_q", value))] = None
+    max_seqlen_k: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_k", value))] = None
+    num_splits: Annotated[int, Option(_num_splits, ("forward", "lse"))] = 0
+    split_size: Annotated[int | None, Option(_split_size, ("forward", "lse"))] = None
 
     def key(self) -> tuple[Any, ...]:
         """What a cache asks for: 1, 1.0 and True are equal, but not all of them are a scale or a window."""

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .dtypes import DTYPES, check_dtype
+from .lengths import Lengths, bounded, check_unbounded, places_of
 from .mask import Mask
-from .operands import MISSING_AXES, Op, Operand
+from .operands import INTEGERS, MISSING_AXES, Op, Operand
 from .options import Known, Options
 
 MAX_SEQLEN = 2**30 - 4096  # the sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels
@@ -24,6 +25,8 @@ _PRODUCTS = {"backward": (3, 2)}
 class Problem(NamedTuple):
     """A legal problem. Lengths are those of 4-D arrays; `head_dim_v` is 0 for `lse`, which has no v.
 
+    With `lengths`, batch is the number of sequences, seqlen_q and seqlen_k bound the lengths of each, and mask is that
+    of a sequence of these lengths.
     `merge_states` is the problem of its outs, without keys: seqlen_k and head_dim are 0.
     `specs` are of the op's operands in the caller's rank, in their order: None for an input that is not there.
     """
@@ -42,6 +45,7 @@ class Problem(NamedTuple):
     device: str
     library: str
     specs: tuple[ArraySpec | None, ...]
+    lengths: Lengths | None = None  # of sequences of several lengths; None where all are alike
 
     @classmethod
     def of(cls, op: Op, specs: Specs, options: Options) -> Problem:
@@ -54,27 +58,38 @@ class Problem(NamedTuple):
         specs = (*specs, *[None] * (len(op.operands) - len(specs)))
         named: Any = dict(zip(("q", "k", "v") if "v" in op.index else ("q", "k"), specs, strict=False))
         check_alike(named)
-        lengths = _lengths(named)
-        q = named["q"]
+        told = {x.name: spec for x, spec in zip(op.operands, specs, strict=True) if x.dtype == INTEGERS and spec}
+        places = places_of(named, told) if told else None
+        lengths, q = _lengths(named, places), named["q"]
         if op.name == "backward" and (out := specs[op.index["out"]]) is not None:
             # why: out may have been made in float32 from 16-bit inputs, which is all that backward asks of it.
             wide = out.dtype == "float32" and DTYPES[q.dtype].itemsize == 2
             options = options._replace(out_dtype="float32" if wide else None)
         options = options.judged(Known(lengths["head_dim"], q.dtype))
+        if places is None:
+            batch, seqlen_q, seqlen_k, *_ = lengths.values()
+            axes = {**lengths, "batch_q": batch, "rows_q": seqlen_q, "batch_k": batch, "rows_k": seqlen_k}
+            check_unbounded(options)
+            own = None
+        else:
+            own = Lengths.of(places, options)
+            lengths = bounded(lengths, options)
+            axes = {**places, **lengths}
         hidden = options.causal, options.window_size, options.diagonal_offset
         mask = Mask.of(lengths["seqlen_q"], lengths["seqlen_k"], *hidden)
-        checked = _checked(op, specs, lengths, _dtypes_of(q.dtype, options.out_dtype), len(named))
-        # why _make: keywords for 14 fields take 2 µs.
-        return cls._make((op, *lengths.values(), q.dtype, mask, _unmasked(options), q.device, q.library, checked))
+        checked = _checked(op, specs, axes, _dtypes_of(q.dtype, options.out_dtype), len(named))
+        # why _make: keywords for 15 fields take 2 µs.
+        return cls._make((op, *lengths.values(), q.dtype, mask, _unmasked(options), q.device, q.library, checked, own))
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
-        """The shape of an operand with all of its axes."""
-        return tuple([getattr(self, axis) for axis in operand.axes])
+        """The shape of an operand of q's or k's kind with all of its axes."""
+        own = self.lengths or Lengths(self.batch, self.seqlen_q, self.batch, self.seqlen_k)
+        return tuple([getattr(own if hasattr(own, axis) else self, axis) for axis in operand.axes])
 
     @property
     def specs_4d(self) -> Sequence[Any]:
         """The operands' arrays in their order: those with a head dim are seen as 4-D, others as they are."""
-        if self.specs[0] is not None and len(self.specs[0].shape) == 4:
+        if self.specs[0] is not None and len(self.specs[0].shape) == 4 and self.lengths is None:
             return self.specs
         pairs = zip(self.op.operands, self.specs, strict=True)
         return [spec.as_4d() if spec is not None and len(operand.axes) == 4 else spec for operand, spec in pairs]
@@ -120,26 +135,24 @@ def _ordinal(device: str) -> int | None:
 @lru_cache(maxsize=256)
 def _unmasked(options: Options) -> Options:
     # why: masks that hide the same keys make the same problem, however they were asked for.
-    return options._replace(causal=False, window_size=(None, None), diagonal_offset=None)
+    return options._replace(
+        causal=False, window_size=(None, None), diagonal_offset=None, max_seqlen_q=None, max_seqlen_k=None
+    )
 
 
-def _lengths(named: dict[str, ArraySpec]) -> dict[str, Any]:
+def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> dict[str, Any]:
     """The lengths of a problem in the order of its fields, from q, k and perhaps v, whose shapes are judged here."""
-    rank = len(named["q"].shape)
-    is_legal = 2 <= rank <= 4
-    for name, spec in named.items():
-        own = len(spec.shape)
-        if own != rank or not is_legal:
-            alike = f", but q has rank {rank}; give all of {', '.join(named)} the same layout:"
-            raise ProblemError(
-                f"{name} has shape {spec.shape}, rank {own}{alike if 2 <= own <= 4 else '; give'} {LAYOUT}"
-            )
+    if places is None:
+        _check_ranks(named)
     q, k, *v = shapes = [spec.as_4d().shape for spec in named.values()]
-    (batch, seqlen_q, heads_q, head_dim), (_, seqlen_k, heads_kv, head_dim_k) = q, k
-    _, seqlen_v, heads_v, head_dim_v = v[0] if v else (*k[:3], 0)
-    for name, shape in zip(named, shapes, strict=True):
-        if shape[0] != batch:
-            raise ProblemError(f"{name} has batch {shape[0]}, but q has {batch}; give all the same batch")
+    (batch, seqlen_q, heads_q, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q, k
+    batch_v, seqlen_v, heads_v, head_dim_v = v[0] if v else (*k[:3], 0)
+    if places is None:
+        for name, shape in zip(named, shapes, strict=True):
+            if shape[0] != batch:
+                raise ProblemError(f"{name} has batch {shape[0]}, but q has {batch}; give all the same batch")
+    elif batch_v != batch_k:
+        raise ProblemError(f"v has shape {named['v'].shape}, but k {named['k'].shape}; give both alike but in head_dim")
     if head_dim_k != head_dim:
         raise ProblemError(f"k has head_dim {head_dim_k}, but q has {head_dim}; q and k must share head_dim")
     if (seqlen_v, heads_v) != (seqlen_k, heads_kv):
@@ -157,6 +170,8 @@ def _lengths(named: dict[str, ArraySpec]) -> dict[str, Any]:
             f"q has {heads_q} heads and k has {heads_kv}; heads_q must be a multiple of heads_kv "
             "(query head h uses kv head h // (heads_q // heads_kv))"
         )
+    if places is not None:
+        batch, seqlen_q, seqlen_k = places["batch"], places["seqlen_q"], places["seqlen_k"]
     if max(seqlen_q, seqlen_k) > MAX_SEQLEN:
         raise ProblemError(f"seqlen {max(seqlen_q, seqlen_k)} is over the limit of {MAX_SEQLEN}")
     return {
@@ -170,6 +185,18 @@ def _lengths(named: dict[str, ArraySpec]) -> dict[str, Any]:
     }
 
 
+def _check_ranks(named: dict[str, ArraySpec]) -> None:
+    rank = len(named["q"].shape)
+    is_legal = 2 <= rank <= 4
+    for name, spec in named.items():
+        own = len(spec.shape)
+        if own != rank or not is_legal:
+            alike = f", but q has rank {rank}; give all of {', '.join(named)} the same layout:"
+            raise ProblemError(
+                f"{name} has shape {spec.shape}, rank {own}{alike if 2 <= own <= 4 else '; give'} {LAYOUT}"
+            )
+
+
 @lru_cache(maxsize=64)
 def _dtypes_of(dtype: str, out_dtype: str | None) -> dict[str, tuple[str, ...]]:
     """Which dtypes an operand may have, by its `Operand.dtype`; the first is that of new arrays."""
@@ -179,6 +206,7 @@ def _dtypes_of(dtype: str, out_dtype: str | None) -> dict[str, tuple[str, ...]]:
         "lse": (DTYPES[dtype].accumulator,),
         "out": (out_dtype or dtype,),
         "any out": (dtype, "float32") if narrow else (dtype,),
+        INTEGERS: (INTEGERS,),
     }
 
 
@@ -186,13 +214,15 @@ def _checked(
     op: Op, specs: Specs, lengths: Mapping[str, int], dtypes: Mapping[str, tuple[str, ...]], judged: int
 ) -> tuple[ArraySpec | None, ...]:
     """The specs of all operands, the first `judged` of which are judged already; dense where there are none yet."""
-    q: Any = specs[0]
-    rank, checked = len(q.shape), list(specs)
+    (q, k), checked = specs[:2], list(specs)
+    assert q is not None
+    assert k is not None
+    rank_q, rank_k = len(q.shape), len(k.shape)
     for number, operand in enumerate(op.operands[judged:], judged):
         spec, is_output = specs[number], number >= len(op.inputs)
         if spec is None and operand.optional and not is_output:
             continue
-        shape = _shaper(operand.axes, rank)(lengths)
+        shape = _shaper(operand.axes, rank_k if operand.axes[0] == "batch_k" else rank_q)(lengths)
         allowed = dtypes[operand.dtype]
         if spec is None:
             checked[number] = ArraySpec.dense(shape, allowed[0], q.device, q.library)
@@ -205,7 +235,7 @@ def _checked(
 
 @lru_cache(maxsize=64)
 def _shaper(axes: tuple[str, ...], rank: int) -> Callable[[Mapping[str, int]], tuple[int, ...]]:
-    """From the lengths of a problem whose arrays have this rank to the shape of an operand with these axes."""
+    """From the lengths of all axes to the shape of an operand with these axes where q, or k, has this rank."""
     there = [axis for axis in axes if axis not in MISSING_AXES[rank]]
     return itemgetter(*there) if len(there) > 1 else lambda lengths: tuple([lengths[axis] for axis in there])
 

@@ -6,16 +6,16 @@ the caller's other ranks and its outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..problem.problem import Problem
-from . import flash1, flash2, flashd, standard
+from . import flash1, flash2, flashd, sequences, standard
 from .backward import backward
 from .merge import merge_states
 from .tiles import Array
 
-__all__ = ["RUN", "backward", "forward", "lse", "merge_states"]
+__all__ = ["RUN", "backward", "forward", "lse", "merge_states", "of_sequences"]
 
 _FORWARD: dict[str, Callable[..., tuple[Array, Array]]] = {
     "standard": standard.forward,
@@ -46,3 +46,8 @@ RUN: dict[str, Callable[..., Sequence[Array]]] = {
     "backward": lambda problem, q, k, v, dout, *others: backward(problem, dout, q, k, v, *others),
     "merge": lambda states, *views: merge_states(views[: len(views) // 2], views[len(views) // 2 :]),
 }
+
+
+def of_sequences(problem: Problem, named: Mapping[str, Array], out: Array | None = None) -> list[Array]:
+    """The results of a problem of several lengths: see `sequences.run`. Arrays have all of their axes."""
+    return sequences.run(problem, RUN[problem.op.name], named, out)

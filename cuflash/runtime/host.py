@@ -11,7 +11,7 @@ from .. import reference
 from ..arrays.dlpack import DlpackLibrary
 from ..arrays.library import Library, as_4d
 from ..errors import ProblemError
-from ..problem.operands import Op
+from ..problem.operands import INTEGERS, Op
 from ..problem.options import Options
 from ..problem.problem import Problem
 
@@ -27,25 +27,32 @@ def run(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, options: Op
     target = None if out is None else _writable(library, out)
     if target is not None and any(np.shares_memory(target, x) for x in views if x is not None):
         raise ProblemError("out shares memory with an input; give an out of its own memory")
-    results = compute(problem, views)
-    if target is not None:
-        target[...] = results[0]
+    results = compute(problem, views, target)
     made = [library.from_numpy(x, like=arrays[0]) for x in results[target is not None :]]
     return (*made,) if target is None else (out, *made)
 
 
-def compute(problem: Problem, arrays: Sequence[Array | None]) -> list[Array]:
-    """The results of a problem, in the caller's rank, of inputs in that rank."""
-    results = reference.RUN[problem.op.name](problem, *views_of(problem, arrays))
+def compute(problem: Problem, arrays: Sequence[Array | None], out: Array | None = None) -> list[Array]:
+    """The results of a problem, in the caller's rank, of inputs in that rank; the first is also written to `out`."""
+    named = views_of(problem, arrays)
+    results: Sequence[Array]
+    if problem.lengths is not None:
+        results = reference.of_sequences(problem, named, None if out is None else as_4d(out))
+    else:
+        results = reference.RUN[problem.op.name](problem, *named.values())
+        if out is not None:
+            out[...] = results[0].reshape(out.shape)
     return [np.asarray(x).reshape(shape) for x, (shape, _) in zip(results, problem.outputs, strict=True)]
 
 
-def views_of(problem: Problem, arrays: Sequence[Any]) -> list[Any]:
-    """Views of the inputs that are there, which NumPy or CuPy arrays hold, with all of their axes."""
-    views = []
+def views_of(problem: Problem, arrays: Sequence[Any]) -> dict[str, Any]:
+    """Views of the inputs that are there, which NumPy or CuPy arrays hold, with all of their axes, by name."""
+    views = {}
     for operand, array in zip(problem.op.inputs, arrays, strict=False):
-        if array is not None:
-            views.append(as_4d(array) if len(operand.axes) == 4 else array.reshape(problem.shape(operand)))
+        if array is not None and operand.dtype == INTEGERS:
+            views[operand.name] = array
+        elif array is not None:
+            views[operand.name] = as_4d(array) if len(operand.axes) == 4 else array.reshape(problem.shape(operand))
     return views
 
 

@@ -262,7 +262,7 @@ def _exchanged(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, opti
 def _standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], out: Any) -> tuple[Any, Any]:
     """algorithm="standard" on a GPU: whole matrices, through CuPy's matmul, on the caller's stream."""
     with library.cupy_stream(problem.ordinal):
-        views = host.views_of(problem, [None if x is None else library.to_cupy(x) for x in arrays])
+        views = host.views_of(problem, [None if x is None else library.to_cupy(x) for x in arrays]).values()
         try:
             results = reference.forward(problem, *views, xp=cupy_module())
         except ImportError as error:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash.problem.operands import INTEGERS, OF_SEQUENCES
 from cuflash.problem.options import Known, Options, names
 
 KNOWN = Known(64, "float16")
@@ -16,7 +17,8 @@ KNOWN = Known(64, "float16")
 @pytest.mark.parametrize("op", ["forward", "lse", "backward"])
 def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str) -> None:
     signature = inspect.signature(getattr(cuflash, op)).parameters
-    own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": {"dlse"}}[op]
+    own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": {"dlse", "page_table", "cache_batch_idx"}}[op]
+    own |= {operand.name for operand in OF_SEQUENCES[op].inputs if operand.dtype == INTEGERS}
     keywords = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert keywords == set(names(op)) | own
     assert {name: signature[name].default for name in names(op)} == {

@@ -1,0 +1,146 @@
+"""Sequences of several lengths: which arrays tell where they lie, and how these fit q, k and v.
+
+The lengths themselves are in the memory of the device. The host never reads them: it knows bounds of them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from ..errors import ProblemError
+from .array_spec import ArraySpec
+from .mask import Mask
+from .operands import INTEGERS
+from .options import Options
+
+PACKED = "(total_{}, heads, head_dim)"
+PAGES, CACHE = "(num_pages, page_size, heads, head_dim)", "(batch, capacity, heads, head_dim)"
+_BOUNDS, _ONE_EACH = "(batch + 1,)", "(batch,)"
+_SHAPES = {
+    "cu_seqlens_q": _BOUNDS,
+    "cu_seqlens_k": _BOUNDS,
+    "seqused_q": _ONE_EACH,
+    "seqused_k": _ONE_EACH,
+    "page_table": "(batch, max_pages)",
+    "cache_batch_idx": _ONE_EACH,
+}
+Specs = Mapping[str, ArraySpec]
+
+
+class Lengths(NamedTuple):
+    """Where the sequences of a problem lie: the first two axes of q, and those of k and v, all seen as 4-D.
+
+    Query i of a sequence sees its key j iff i + offset - left <= j <= i + offset + right. None is open; as the offset,
+    it is seqlen_k - seqlen_q of the sequence.
+    """
+
+    batch_q: int
+    rows_q: int
+    batch_k: int
+    rows_k: int
+    left: int | None = None
+    right: int | None = None
+    offset: int | None = None
+
+    @classmethod
+    def of(cls, places: Mapping[str, int], options: Options) -> Lengths:
+        """Places as `places_of` gives them, and judged options."""
+        left, right = options.window_size
+        right = 0 if options.causal else right
+        offset = None if left is right is None else options.diagonal_offset
+        return cls(places["batch_q"], places["rows_q"], places["batch_k"], places["rows_k"], left, right, offset)
+
+    def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
+        """The mask of a sequence of these lengths."""
+        return Mask.of(seqlen_q, seqlen_k, False, (self.left, self.right), self.offset)
+
+
+def places_of(named: Specs, told: Specs) -> dict[str, int]:
+    """The lengths of all axes but heads and head dims, from q, k, perhaps v, and the arrays that tell the lengths.
+
+    `seqlen_q` and `seqlen_k` bound the lengths of one sequence.
+    """
+    _check_together(told)
+    _check_ranks(named, told)
+    q, k = named["q"].as_4d().shape, named["k"].as_4d().shape
+    is_paged = "page_table" in told
+    if is_paged and k[1] < 1:
+        raise ProblemError(f"k has shape {named['k'].shape}: pages of {k[1]} keys; give {PAGES} with page_size >= 1")
+    batch = _batch(named, told)
+    max_pages = told["page_table"].shape[1] if is_paged else 0
+    return {
+        "batch": batch,
+        "seqlen_q": q[1],
+        "seqlen_k": max_pages * k[1] if is_paged else k[1],
+        "batch_q": q[0],
+        "rows_q": q[1],
+        "batch_k": k[0],
+        "rows_k": k[1],
+        "bounds": batch + 1,
+        "max_pages": max_pages,
+    }
+
+
+def bounded(lengths: Mapping[str, int], options: Options) -> dict[str, int]:
+    """The lengths of a problem where the caller knows bounds on those of one sequence."""
+    bounds = {"seqlen_q": options.max_seqlen_q, "seqlen_k": options.max_seqlen_k}
+    known = {name: min(lengths[name], bound) for name, bound in bounds.items() if bound is not None}
+    return {**lengths, **known}
+
+
+def check_unbounded(options: Options) -> None:
+    """Raises ProblemError for options that bound lengths where no array tells any."""
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if (bound := getattr(options, name)) is not None:
+            raise ProblemError(
+                f"{name}={bound}, but no cu_seqlens, seqused, page_table or cache_batch_idx tells lengths; leave it out"
+            )
+
+
+def _check_together(told: Specs) -> None:
+    pairs = (("cu_seqlens_k", "page_table"), ("cu_seqlens_k", "cache_batch_idx"), ("page_table", "cache_batch_idx"))
+    for first, second in pairs:
+        if first in told and second in told:
+            hint = "give seqused_k for the lengths of cached keys" if first == "cu_seqlens_k" else "give one of them"
+            raise ProblemError(f"{first} and {second} place the same keys; {hint}")
+    for name, spec in told.items():
+        shape = _SHAPES[name]
+        if len(spec.shape) != shape.count(",") + (shape[-2] != ",") or (shape == _BOUNDS and spec.shape[0] < 1):
+            raise ProblemError(f"{name} has shape {spec.shape}; give {shape} in {INTEGERS}")
+
+
+def _check_ranks(named: Specs, told: Specs) -> None:
+    rank_q = len(named["q"].shape)
+    elsewhere = {"page_table", "cache_batch_idx", "cu_seqlens_q"} & set(told)
+    for name, spec in named.items():
+        side, rank = "q" if name == "q" else "k", len(spec.shape)
+        if f"cu_seqlens_{side}" in told:
+            is_legal, wanted = rank == 3, PACKED.format(side)
+        elif side == "k" and elsewhere:
+            is_legal, wanted = rank == 4, PAGES if "page_table" in told else CACHE
+        elif side == "k" and rank_q != rank:
+            is_legal, wanted = False, f"the rank of q, {rank_q}"
+        else:
+            is_legal, wanted = 2 <= rank <= 4, "(batch, seqlen, heads, head_dim)"
+        if not is_legal:
+            raise ProblemError(f"{name} has shape {spec.shape}, rank {rank}; with {', '.join(told)} give {wanted}")
+
+
+def _batch(named: Specs, told: Specs) -> int:
+    """The number of sequences, which all arrays that know it must agree on."""
+    known = {}
+    for name, spec in told.items():
+        known[name] = spec.shape[0] - (_SHAPES[name] == _BOUNDS)
+    if "cu_seqlens_q" not in told:
+        known["q"] = named["q"].as_4d().shape[0]
+    if not {"cu_seqlens_k", "page_table", "cache_batch_idx"} & set(told):
+        known |= {name: spec.as_4d().shape[0] for name, spec in named.items() if name != "q"}
+    (first, batch), *others = known.items()
+    for name, other in others:
+        if other != batch:
+            raise ProblemError(
+                f"{name} is for {other} sequences, but {first} for {batch}; give all for the same (cu_seqlens have one "
+                "number more)"
+            )
+    return batch
