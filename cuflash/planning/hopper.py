@@ -25,6 +25,8 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         return f"it takes float16 and bfloat16, not {problem.dtype}"
     if problem.options.algorithm != "flash2":
         return f"it computes flash2, not {problem.options.algorithm}"
+    if problem.lengths is not None:
+        return "it takes sequences that are all of one length"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     if begin >= end:
         return "no query sees any key"

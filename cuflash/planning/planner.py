@@ -21,8 +21,10 @@ def plan(problem: Problem, device: Device | None, misaligned: Collection[str] = 
     """
     if device is None:
         return _host_plan(problem)
-    if problem.lengths is not None:
-        raise UnsupportedError("sequences of several lengths have no GPU kernel yet; pass NumPy arrays")
+    if problem.lengths is not None and (problem.op.name == "backward" or problem.options.algorithm == "standard"):
+        raise UnsupportedError(
+            "backward and algorithm='standard' have no GPU kernel for sequences of several lengths; pass NumPy arrays"
+        )
     if problem.dtype not in GPU_DTYPES:
         raise UnsupportedError(
             f"{problem.dtype} has no GPU kernel; cast to float32, bfloat16 or float16, or pass NumPy arrays"

@@ -40,6 +40,7 @@ class Variant:
     algorithm: str = "flash2"
     tile: AnyTile | None = None
     softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
+    lengths: bool = False  # whether sequences have lengths of their own, which are read on the device
 
     def __hash__(self) -> int:
         return self._hash
@@ -61,6 +62,8 @@ class Variant:
             parts.append(self.algorithm)
         if self.softcap:
             parts.append("softcap")
+        if self.lengths:
+            parts.append("lengths")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
         return "_".join(parts)
@@ -95,6 +98,8 @@ class Variant:
             "SMEM_BYTES": self.smem_bytes,
             "WARPS": self.num_threads // 32,
         }
+        if self.lengths:
+            constants["LENGTHS"] = 1
         if self.tile is not None:
             constants |= self.tile.constants
             if self.of_warpgroups:

@@ -25,6 +25,7 @@ _SHAPES = {
     "page_table": "(batch, max_pages)",
     "cache_batch_idx": _ONE_EACH,
 }
+OPEN, MOST = -(2**31), 2**30 - 1  # a bound that is none, and the largest: its sum with any length fits 32 bits
 Specs = Mapping[str, ArraySpec]
 
 
@@ -42,18 +43,32 @@ class Lengths(NamedTuple):
     left: int | None = None
     right: int | None = None
     offset: int | None = None
+    clears_unused: bool = True  # whether rows of out that belong to no sequence or are not used become 0
 
     @classmethod
-    def of(cls, places: Mapping[str, int], options: Options) -> Lengths:
+    def of(cls, places: Mapping[str, int], options: Options, clears_unused: bool) -> Lengths:
         """Places as `places_of` gives them, and judged options."""
         left, right = options.window_size
         right = 0 if options.causal else right
         offset = None if left is right is None else options.diagonal_offset
-        return cls(places["batch_q"], places["rows_q"], places["batch_k"], places["rows_k"], left, right, offset)
+        return cls(places["batch_q"], places["rows_q"], places["batch_k"], places["rows_k"], left, right, offset,
+                   clears_unused)  # fmt: skip
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """The mask of a sequence of these lengths."""
         return Mask.of(seqlen_q, seqlen_k, False, (self.left, self.right), self.offset)
+
+
+    @property
+    def bounds(self) -> tuple[int, int, bool]:
+        """The first and the last key that query 0 sees, and whether both count from seqlen_k - seqlen_q of a sequence.
+
+        An open bound is OPEN; others are cut to what hides, or shows, as much.
+        """
+        offset = self.offset or 0
+        first = OPEN if self.left is None else min(max(offset - self.left, -MOST), MOST)
+        last = OPEN if self.right is None else min(max(offset + self.right, -MOST), MOST)
+        return first, last, self.offset is None
 
 
 def places_of(named: Specs, told: Specs) -> dict[str, int]:

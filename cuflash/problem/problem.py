@@ -72,7 +72,7 @@ class Problem(NamedTuple):
             check_unbounded(options)
             own = None
         else:
-            own = Lengths.of(places, options)
+            own = Lengths.of(places, options, specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
             axes = {**places, **lengths}
         hidden = options.causal, options.window_size, options.diagonal_offset
@@ -98,6 +98,11 @@ class Problem(NamedTuple):
         """The array of an operand that is there, as in `specs_4d`."""
         spec: ArraySpec = self.specs_4d[self.op.index[name]]
         return spec
+
+    def has(self, name: str) -> bool:
+        """Whether the op takes an operand of this name, and it is there."""
+        number = self.op.index.get(name)
+        return number is not None and self.specs[number] is not None
 
     @property
     def outputs(self) -> tuple[tuple[tuple[int, ...], str], ...]:

@@ -229,10 +229,12 @@ def run(op: Op, arrays: tuple[Any, ...], options: Options, outputs: int | None =
         if out is not None:
             call.check_separate(inputs, pointer(out))
         wanted = call.outputs if outputs is None else call.outputs[:outputs]
-        if out is None or call.copied[len(arrays)]:
+        if out is None:
             results = [empty(shape, dtype, ordinal) for shape, dtype in wanted]
         else:
-            results = [out, *[empty(shape, dtype, ordinal) for shape, dtype in wanted[1:]]]
+            # why a copy, and no new array: rows of no sequence keep what they hold.
+            first = library.dense(out) if call.copied[len(arrays)] else out
+            results = [first, *[empty(shape, dtype, ordinal) for shape, dtype in wanted[1:]]]
         pointers = (*inputs, *map(pointer, results), *(0,) * (len(call.outputs) - len(wanted)))
         if not _launched(call.aligned, library, pointers):
             _launched(call.for_any(), library, pointers)

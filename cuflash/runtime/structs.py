@@ -72,11 +72,17 @@ class ProblemParams(Structure):
         *_ints("batch seqlen_q seqlen_k heads_q heads_per_kv head_dim head_dim_v mask_lo mask_hi"),
         *_ints("key_begin key_end row_begin row_end unused"),
         ("score", ScoreParams),
+        *_pointers("cu_seqlens_q cu_seqlens_k seqused_q seqused_k page_table cache_batch_idx"),
+        ("page_table_stride", c_int64),
+        *_ints("rows_q rows_k batch_k mask_first mask_last mask_from_end clears_unused unused_too"),
     ]
 
 
 _PROBLEM: Fields = [("problem", ProblemParams)]
-_PACKED_PROBLEM = struct.Struct(f"={len(ProblemParams._fields_) - 1}i{len(Scores._fields)}f")
+# All of it up to the pointers, and what follows them.
+_PACKED_PROBLEM = struct.Struct(f"=14i{len(Scores._fields)}f")
+_PACKED_LENGTHS = struct.Struct("=q8i")
+_LENGTHS_OFFSET = ProblemParams.page_table_stride.offset
 _STRUCTS: dict[str, Fields] = {
     "ForwardParams": [*_operands("q k v out"), *_pointers("lse"), *_PROBLEM, *_ints("num_q_blocks num_slices")],
     "TiledForwardParams": [
@@ -270,3 +276,8 @@ def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:
         0,
         *problem.options.scores,
     )
+    if (own := problem.lengths) is not None:
+        table = problem.specs[problem.op.index["page_table"]] if "page_table" in problem.op.index else None
+        stride = 0 if table is None else table.strides[0]
+        kept = own.rows_q, own.rows_k, own.batch_k, *own.bounds, own.clears_unused, 0
+        _PACKED_LENGTHS.pack_into(packed, offset + _LENGTHS_OFFSET, stride, *kept)

@@ -28,6 +28,13 @@ static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded t
 static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");
 #endif
 
+// Whether sequences have lengths of their own (common/ragged.cuh), which are then read from memory.
+#ifdef CUFLASH_LENGTHS
+constexpr bool kLengths = CUFLASH_LENGTHS;
+#else
+constexpr bool kLengths = false;
+#endif
+
 // Whether scores are capped. Some kernels are compiled for one answer, the others ask their parameters.
 enum class Softcap { kNever, kAlways, kAtRunTime };
 #ifdef CUFLASH_SOFTCAP

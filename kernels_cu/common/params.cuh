@@ -12,7 +12,8 @@ struct Operand {
   int unused;
 };
 
-// What every attention kernel knows of its problem.
+// What every attention kernel knows of its problem. Of sequences of several lengths, `batch` is their number, seqlen_q
+// and seqlen_k bound their lengths, the mask and the ranges are not set, and the last part tells where they lie.
 struct ProblemParams {
   int batch, seqlen_q, seqlen_k;
   int heads_q, heads_per_kv;  // heads_per_kv query heads share one kv head
@@ -22,6 +23,16 @@ struct ProblemParams {
   int row_begin, row_end;  // the queries that see some key
   int unused;
   ScoreParams score;
+
+  // int32 arrays on the device, or null: common/ragged.cuh says what is then meant.
+  const int *cu_seqlens_q, *cu_seqlens_k;      // (batch + 1)
+  const int *seqused_q, *seqused_k;            // (batch)
+  const int *page_table, *cache_batch_idx;     // (batch, …) and (batch)
+  long long page_table_stride;                 // from the pages of one sequence to those of the next
+  int rows_q, rows_k, batch_k;                 // second axis of q; second and first axis of k
+  int mask_first, mask_last, mask_from_end;    // see RaggedSequence
+  int clears_unused;                           // whether rows of out that nobody uses become 0
+  int unused_too;
 };
 
 // sm80/forward.cu and sm80/lse.cu.

@@ -1,11 +1,28 @@
-// One batch element: its lengths, which of its keys and queries take part, and where its rows lie in memory. Kernels
-// ask nobody else for these, and ask for the batch element that they work on. Today all batch elements are alike, and
-// every answer is read from the parameters.
+// One sequence: its lengths, which of its keys and queries take part, and where its rows lie in memory. Kernels ask
+// nobody else for these, and ask for the sequence that they work on.
 #pragma once
 #include "mask.cuh"
 #include "params.cuh"
 
+// Rows that follow each other: those of row `batch` of an operand's first axis, from row `begin` of the second on.
+struct Place {
+  int batch, begin;
+
+  static constexpr bool kMayBePaged = false;
+
+  // Where an element of an operand lies whose elements have `bytes` bytes.
+  __device__ __forceinline__ char* address(const Operand& x, int bytes, int head, int row = 0, int column = 0) const {
+    const long long element =
+        batch * x.stride_batch + head * x.stride_head + (begin + row) * x.stride_seqlen + column;
+    return static_cast<char*>(x.pointer) + element * bytes;
+  }
+};
+
+// Sequences that are all alike: each is one element of the batch, and every answer is read from the parameters.
 struct Sequence {
+  using KeyPlace = Place;
+  using HeldMask = Mask;
+
   const ProblemParams& problem;
   int batch;
 
@@ -24,11 +41,9 @@ struct Sequence {
   __device__ static constexpr int most_queries(const ProblemParams& p) { return p.seqlen_q; }
   __device__ static constexpr int most_keys(const ProblemParams& p) { return p.seqlen_k; }
 
-  // Where an element of an operand lies whose elements have `bytes` bytes.
-  __device__ __forceinline__ char* address(const Operand& x, int bytes, int head, int row = 0, int column = 0) const {
-    const long long element = batch * x.stride_batch + head * x.stride_head + row * x.stride_seqlen + column;
-    return static_cast<char*>(x.pointer) + element * bytes;
-  }
+  // Where the rows of operands like q, and of those like k, lie.
+  __device__ constexpr Place queries() const { return {batch, 0}; }
+  __device__ constexpr Place keys() const { return {batch, 0}; }
 
   // Heads counted over the whole batch, and the number of all query heads.
   __device__ static constexpr long long num_query_heads(const ProblemParams& p) {

@@ -59,7 +59,8 @@ struct Conversion {
     const int rows = kRowsAreQueries ? sequence.seqlen_q() : sequence.seqlen_k();
     // Rows outside this range see nothing, or nobody sees them: they become zeros.
     const Range valid = kRowsAreQueries ? sequence.seen_queries() : sequence.seen_keys();
-    char* const gmem = sequence.address(out, kElementBytes, static_cast<int>(batch_head % heads));
+    const Place place = kRowsAreQueries ? sequence.queries() : sequence.keys();
+    char* const gmem = place.address(out, kElementBytes, static_cast<int>(batch_head % heads));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = strip * 16 + g + 8 * h;

@@ -56,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     const long long at = sequence.lse_offset(work.head) + row;
     lse = p.lse[at];  // why so early: the load is then on its way together with those that follow
     if (p.dlse != nullptr) dlse = p.dlse[at];
-    const char* const dout = sequence.address(p.dout, kElementBytes, work.head, row);
-    const char* const out = sequence.address(p.out, kOutBytes, work.head, row);
+    const char* const dout = sequence.queries().address(p.dout, kElementBytes, work.head, row);
+    const char* const out = sequence.queries().address(p.out, kOutBytes, work.head, row);
     const bool whole = p.dout.aligned && p.out.aligned && p.problem.head_dim_v % kChunkElements == 0;
     delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
   }
@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
 
   if (p.turns != nullptr) {
     if (!sees && row < sequence.seqlen_q()) {
-      char* const dq = sequence.address(p.dq, kElementBytes, work.head, row);
+      char* const dq = sequence.queries().address(p.dq, kElementBytes, work.head, row);
       for (int column = lane * kChunkElements; column < p.problem.head_dim; column += kLanes * kChunkElements) {
         store_chunk(dq, column, p.problem.head_dim - column, p.dq.aligned, Chunk<kDType>{});
       }

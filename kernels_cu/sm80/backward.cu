@@ -170,8 +170,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const AscendingTiles tiles = TileRange::covering(mask.key_range(work.keys.begin, work.keys.end), kBlockQ);
 
   auto fetch = [&](int head, int m, int slot) {
-    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence, head, problem.head_dim);
-    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence, head, problem.head_dim_v);
+    const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence.queries(), head, problem.head_dim);
+    const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence.queries(), head, problem.head_dim_v);
     const int row = m * kBlockQ, thread = fresh_thread();
     q_loader.load(smem_address(storage.q[slot]), row, sequence.seen_queries());
     dout_loader.load(smem_address(storage.dout[slot]), row, sequence.seen_queries());
@@ -188,8 +188,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   };
 
   float dk[kFragments][kHeadDim / kGroup / 2] = {}, dv[kFragments][kHeadDimV / kGroup / 2] = {};
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence, work.head, problem.head_dim);
-  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.head, problem.head_dim_v);
+  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence.keys(), work.head, problem.head_dim);
+  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence.keys(), work.head, problem.head_dim_v);
   k_loader.load(k_smem, work.keys.begin, sequence.seen_keys());
   v_loader.load(v_smem, work.keys.begin, sequence.seen_keys());
   if (tiles.has(tiles.first())) fetch(work.heads.begin, tiles.first(), 0);
@@ -259,8 +259,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   store_fragments<QSwizzle, 16 * kGroup>(k_smem, dk, role.key, 16 * role.member);
   store_fragments<VSwizzle, 16 * kGroup>(v_smem, dv, role.key, 16 * role.member);
   __syncthreads();
-  store_tile<kBlockK, kHeadDim>(params.dk, same.sequence, same.head, k_smem, same.keys, sequence.seen_keys(),
+  store_tile<kBlockK, kHeadDim>(params.dk, same.sequence.keys(), same.head, k_smem, same.keys, sequence.seen_keys(),
                                 problem.head_dim);
-  store_tile<kBlockK, kHeadDimV>(params.dv, same.sequence, same.head, v_smem, same.keys, sequence.seen_keys(),
+  store_tile<kBlockK, kHeadDimV>(params.dv, same.sequence.keys(), same.head, v_smem, same.keys, sequence.seen_keys(),
                                  problem.head_dim_v);
 }

@@ -52,9 +52,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const ProblemParams& problem = params.problem;
   const QueryBlock work(params);
   const DescendingTiles& tiles = work.tiles;
-  const Sequence& sequence = work.sequence;
-  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence, work.kv_head, problem.head_dim_v);
-  const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence, work.head, problem.head_dim_v);
+  const AnySequence& sequence = work.sequence;
+  const KeyLoader<kHeadDimV> v_loader(params.v, sequence.keys(), work.kv_head, problem.head_dim_v);
+  const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence.queries(), work.head, problem.head_dim_v);
   auto fetch = [&](int n, int slot) {
     if (tiles.has(n)) {
       work.k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const QueryWork same(params);
   const Range seen = same.sequence.seen_queries();
-  char* const out = same.sequence.address(params.dq, kElementBytes, same.head);
+  char* const out = same.sequence.queries().address(params.dq, kElementBytes, same.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
     const int i = lane_row(same) + 8 * r;

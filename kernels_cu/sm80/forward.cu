@@ -27,21 +27,21 @@ static_assert(sizeof(ForwardParams) == kParamsBytes, "the host packs other param
 
 // Normalises and stores this lane's rows, and the lse of each row once.
 template <typename Softmax>
-__device__ __forceinline__ void store_rows(const ForwardParams& params, float (&o)[kFragments][kHeadDimV / 2],
-                                           Softmax& softmax) {
-  const QueryWork work(params);
+__device__ __forceinline__ void store_rows(const ForwardParams& params, const QueryWork& work,
+                                           float (&o)[kFragments][kHeadDimV / 2], Softmax& softmax) {
   const int column = work.part * kHeadDimV;
-  char* const out = work.sequence.address(params.out, kOutBytes, work.head, 0, column);
+  char* const out = work.sequence.queries().address(params.out, kOutBytes, work.head, 0, column);
   float* const lse = params.lse + work.sequence.lse_offset(work.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
     const int i = lane_row(work) + 8 * r;
-    const bool exists = i < work.rows.end;
+    const bool is_used = i < work.rows.end, exists = i < work.written_end();
     float o_scale, row_lse;
     softmax.finish(r, o_scale, row_lse);
+    if (kLengths && !is_used) row_lse = -infinity();
     row_lse == -infinity() ? clear_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale);
     store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.problem.head_dim_v - column,
-              exists, params.out.aligned);
+              is_used || (exists && params.problem.clears_unused), params.out.aligned);
     if (params.lse != nullptr && work.part == 0 && threadIdx.x % 4 == 0 && exists) lse[i] = row_lse;
   }
 }
@@ -55,8 +55,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const QueryBlock work(params);
   const DescendingTiles& tiles = work.tiles;
-  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, work.sequence, work.kv_head, params.problem.head_dim_v,
-                                                work.part * kHeadDimV);
+  if (kLengths && work.rows.begin >= work.written_end()) return;
+  const KeyLoader<kHeadDimV> v_loader(params.v, work.sequence.keys(), work.kv_head, params.problem.head_dim_v,
+                                      work.part * kHeadDimV);
   auto fetch_k = [&](int n, int slot) { work.fetch(work.k_loader, k_smem, n, slot); };
   auto fetch_v = [&](int n, int slot) { work.fetch(v_loader, v_smem, n, slot); };
 
@@ -103,5 +104,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     if constexpr (kStages == 2) slot ^= 1;
   }
   cp_async_wait<0>();  // why: q may still be on its way when no key is visible
-  store_rows(params, o, softmax);
+  store_rows(params, work.again(params), o, softmax);
 }

@@ -26,6 +26,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]);
 
   const QueryBlock work(params);
+  if (kLengths && work.rows.begin >= work.written_end()) return;
   const DescendingTiles& tiles = work.tiles;
   auto fetch_k = [&](int n, int slot) { work.fetch(work.k_loader, k_smem, n, slot); };
 
@@ -53,13 +54,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   }
   cp_async_wait<0>();  // why: q may still be on its way when no key is visible
 
-  const QueryWork same(params);  // why again: its rows are then not held in registers over the loop
+  const QueryWork& same = work.again(params);
   float* const lse = params.lse + same.sequence.lse_offset(same.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
     const int i = lane_row(same) + 8 * r;
     float unused, row_lse;
     softmax.finish(r, unused, row_lse);
-    if (threadIdx.x % 4 == 0 && i < same.rows.end) lse[i] = row_lse;
+    if (kLengths && i >= same.rows.end) row_lse = -infinity();
+    if (threadIdx.x % 4 == 0 && i < same.written_end()) lse[i] = row_lse;
   }
 }

@@ -15,22 +15,29 @@ __device__ __forceinline__ int lane_row(const QueryWork& work) {
   return work.rows.begin + threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4;
 }
 
+// Loads key tiles of k or v.
+template <int kCols>
+using KeyLoader = TileLoader<kBlockK, kCols, AnySequence::KeyPlace>;
+
 // A block of queries, its scores, and the key tiles that some of its queries see.
 struct QueryBlock : QueryWork {
   const Score score;
-  const Mask mask;
+  const AnySequence::HeldMask mask;
   const DescendingTiles tiles;
   const TileLoader<kBlockQ, kHeadDim> q_loader;
-  const TileLoader<kBlockK, kHeadDim> k_loader;
+  const KeyLoader<kHeadDim> k_loader;
 
   template <class Params>
   __device__ __forceinline__ explicit QueryBlock(const Params& p)
       : QueryWork(p),
         score{p.problem.score},
         mask(sequence.mask()),
-        tiles(TileRange::covering(mask.key_range(rows.begin, rows.end), kBlockK)),
-        q_loader(p.q, sequence, head, p.problem.head_dim),
-        k_loader(p.k, sequence, kv_head, p.problem.head_dim) {}
+        tiles(TileRange::covering(exists() ? mask.key_range(rows.begin, rows.end) : Range{0, 0}, kBlockK)),
+        q_loader(p.q, sequence.queries(), head, p.problem.head_dim),
+        k_loader(p.k, sequence.keys(), kv_head, p.problem.head_dim) {}
+
+  // Whether the block has a query. Only blocks of sequences of several lengths may have none.
+  __device__ __forceinline__ bool exists() const { return !kLengths || rows.begin < rows.end; }
 
   // Begins to load key tile n of k or of v into a slot of the ring at `smem`, if there is such a tile.
   template <class Loader>
@@ -49,6 +56,25 @@ struct QueryBlock : QueryWork {
     if (needs_mask(n)) {
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) mask.apply(s[m], lane_row(*this) + 16 * m, n * kBlockK, threadIdx.x % 4);
+    }
+    if constexpr (kLengths) hide_missing_pages(s, n, sequence);
+  }
+
+ private:
+  // Scores of keys whose page is not there become -inf.
+  template <class Ragged>
+  __device__ __forceinline__ static void hide_missing_pages(float (&s)[kFragments][kBlockK / 2], int n,
+                                                            const Ragged& sequence) {
+    const PagedPlace& keys = sequence.k_place;
+    const Range range{n * kBlockK, smaller((n + 1) * kBlockK, sequence.seqlen_k())};
+    if (!keys.is_paged() || !keys.pages.lacks_some(range)) return;
+#pragma unroll
+    for (int j = 0; j < kBlockK / 4; ++j) {
+      const int key = range.begin + j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
+      if (key < range.end && !keys.pages.has(key)) {
+#pragma unroll
+        for (int m = 0; m < kFragments; ++m) s[m][j / 2 * 4 + j % 2] = s[m][j / 2 * 4 + 2 + j % 2] = -infinity();
+      }
     }
   }
 };

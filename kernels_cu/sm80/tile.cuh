@@ -8,8 +8,9 @@
 #include "../ptx/ldmatrix.cuh"
 
 // Loads (kRows, kCols) tiles of a head of an operand, from column `column` on; the head has `columns` of them. Rows
-// outside the range `valid` and columns past the last become zeros, whatever memory holds there.
-template <int kRows, int kCols>
+// outside the range `valid` and columns past the last become zeros, whatever memory holds there. `At` says where
+// the rows lie: in a Place, or in one that may have pages.
+template <int kRows, int kCols, class At = Place>
 struct TileLoader {
   static constexpr int kChunks = kCols / kChunkElements, kBytes = kRows * kChunks * 16;
   // Neighbouring threads take neighbouring chunks of a row, up to 128 bytes. The rows of a thread are kRowStep apart.
@@ -19,12 +20,15 @@ struct TileLoader {
   static_assert(kRowStep % 8 == 0, "a thread's rows must share their swizzle phase");
 
   const Operand& operand;
+  const At place;
   const char* gmem;  // row 0 of the head, first column of the tile
   int num_columns;   // that exist from there on
 
-  __device__ __forceinline__ TileLoader(const Operand& x, const Sequence& sequence, int head, int columns,
-                                        int column = 0)
-      : operand(x), gmem(sequence.address(x, kElementBytes, head, 0, column)), num_columns(columns - column) {}
+  __device__ __forceinline__ TileLoader(const Operand& x, const At& rows, int head, int columns, int column = 0)
+      : operand(x),
+        place(rows),
+        gmem(rows.address(x, kElementBytes, head, 0, column)),
+        num_columns(columns - column) {}
 
   // Begins to load the rows row … row + kRows - 1.
   __device__ __forceinline__ void load(unsigned smem, int row, Range valid) const {
@@ -32,6 +36,9 @@ struct TileLoader {
     const long long row_bytes = operand.stride_seqlen * kElementBytes;
     const char* source = gmem + (row + first_row) * row_bytes + lane * 16;
     const unsigned target = smem + Swizzle<kChunks>::offset(first_row, lane);
+    if constexpr (At::kMayBePaged) {
+      if (place.at.is_paged()) return load_paged(target, row + first_row, row + kRows, lane * kChunkElements, valid);
+    }
     if (operand.aligned && num_columns >= kCols && row >= valid.begin && row + kRows <= valid.end) {
 #pragma unroll
       for (int r = 0; r < kRows; r += kRowStep, source += kRowStep * row_bytes) {
@@ -56,15 +63,34 @@ struct TileLoader {
 #pragma unroll 1
       for (int c = 0; c < kChunks; c += kLanes) {
         const int count = is_valid ? min(max(num_columns - first_column - c * kChunkElements, 0), kChunkElements) : 0;
-        // why: an address outside the operand is never read, even for a copy of no bytes.
-        const char* from = count > 0 ? source + c * 16 : static_cast<const char*>(operand.pointer);
-        if (operand.aligned) {
-          cp_async_16_zfill(target + c * 16, from, count * kElementBytes);
-        } else {
-          const Chunk<kDType> chunk = load_chunk<kDType>(from, 0, count, false);
-          st_shared_v4(target + c * 16, chunk.words);
-        }
+        load_chunk_to(target + c * 16, source + c * 16, count);
       }
+    }
+  }
+
+  // The same of rows whose places are looked up one by one.
+  __device__ __forceinline__ void load_paged(unsigned target, int i, int row_end, int first_column, Range valid) const {
+    const int columns = num_columns - first_column;
+#pragma unroll 1
+    for (; i < row_end; i += kRowStep, target += kRowStep * kChunks * 16) {
+      const bool is_valid = i >= valid.begin && i < valid.end;
+      const char* const source = is_valid ? place.at.pages.row_of(gmem, operand, kElementBytes, i) : nullptr;
+#pragma unroll
+      for (int c = 0; c < kChunks; c += kLanes) {
+        const int count = source != nullptr ? min(max(columns - c * kChunkElements, 0), kChunkElements) : 0;
+        load_chunk_to(target + c * 16, source + first_column * kElementBytes + c * 16, count);
+      }
+    }
+  }
+
+  // `count` elements and zeros after them. An address outside the operand is never read, even for a copy of no bytes.
+  __device__ __forceinline__ void load_chunk_to(unsigned target, const char* source, int count) const {
+    const char* from = count > 0 ? source : static_cast<const char*>(operand.pointer);
+    if (operand.aligned) {
+      cp_async_16_zfill(target, from, count * kElementBytes);
+    } else {
+      const Chunk<kDType> chunk = load_chunk<kDType>(from, 0, count, false);
+      st_shared_v4(target, chunk.words);
     }
   }
 };
@@ -72,10 +98,10 @@ struct TileLoader {
 // Stores a (kRows, kCols) tile from swizzled shared memory to the rows of a head of an operand, which are at most kRows
 // and have `num_columns` columns. Rows outside the range `valid` become zeros, whatever the tile holds.
 template <int kRows, int kCols>
-__device__ __forceinline__ void store_tile(const Operand& x, const Sequence& sequence, int head, unsigned smem,
-                                           Range rows, Range valid, int num_columns) {
+__device__ __forceinline__ void store_tile(const Operand& x, const Place& place, int head, unsigned smem, Range rows,
+                                           Range valid, int num_columns) {
   constexpr int kChunks = kCols / kChunkElements;
-  char* const gmem = sequence.address(x, kElementBytes, head);
+  char* const gmem = place.address(x, kElementBytes, head);
 #pragma unroll 1
   for (int i = threadIdx.x; i < kRows * kChunks; i += kNumThreads) {
     const int r = i / kChunks, row = rows.begin + r, chunk = i % kChunks, count = num_columns - chunk * kChunkElements;
