@@ -31,8 +31,10 @@ struct Territory {
       part += max(__popc(__ballot_sync(0xffffffffu, is_before)) - 1, 0) * step;
       end = min(part + step, end);
     }
-    const Territory found{part - 1, bound(part), bound(part + 1), 0};
-    return {found.sequence, found.begin, found.end, found.end / size + part - slot};
+    const int first = bound(part), last = bound(part + 1), block = last / size + part - slot;
+    // why: where cu_seqlens fall, the search finds any part, and no row may lie outside of it.
+    if (block < 0 || last < first) return {-1, 0, 0, 0};
+    return {part - 1, first, last, block};
   }
 };
 
