@@ -12,7 +12,9 @@ import pytest
 from hypothesis import settings
 
 # why: the checks of helper modules tell what they compared, as those of test files do.
-pytest.register_assert_rewrite("oracle", "gradients", "hopper", "libraries", "refusals", "tensors", "workers")
+pytest.register_assert_rewrite(
+    "oracle", "gradients", "hopper", "libraries", "refusals", "sequences", "tensors", "workers"
+)
 
 from drivers import FakeDriver
 from libraries import bits

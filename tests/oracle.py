@@ -19,12 +19,16 @@ Array = np.ndarray[Any, Any]
 ULPS = {"float16": 1, "bfloat16": 1, "float32": 4, "float64": 16}
 
 
-def attention64(problem: Problem | Case, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """`(out, lse)` in float64 of inputs of any precision."""
-    return _forward(_problem(problem), q, k, v, np.dtype(np.float64), rounded=None)
+def attention64(
+    problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None
+) -> tuple[Array, Array]:
+    """`(out, lse)` in float64 of inputs of any precision. there: which keys are there at all, as booleans."""
+    return _forward(_problem(problem), q, k, v, np.dtype(np.float64), None, there)
 
 
-def naive(problem: Problem | Case, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def naive(
+    problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None
+) -> tuple[Array, Array]:
     """The same done naively in the problem's own precision: `out` in its out_dtype, `lse` in float32.
 
     16-bit: products in float32, the scores rounded to 16 bits, softmax in float32, p rounded to 16 bits. `lse` is of
@@ -32,7 +36,7 @@ def naive(problem: Problem | Case, q: Array, k: Array, v: Array) -> tuple[Array,
     """
     problem = _problem(problem)
     work, rounded = _precision(problem)
-    out, lse = _forward(problem, q, k, v, work, rounded)
+    out, lse = _forward(problem, q, k, v, work, rounded, there)
     return out.astype(numpy_dtype(problem.out_dtype)), lse
 
 
@@ -125,13 +129,15 @@ def _eps(dtype: np.dtype[Any]) -> float:
     return float(np.finfo(dtype).eps)
 
 
-def _visible(problem: Problem) -> tuple[Array, Array, Array]:
+def _visible(problem: Problem, there: Array | None = None) -> tuple[Array, Array, Array]:
     """The mask (rows, keys), cut to the rows that see something and the keys that are seen, and both sets' indices.
 
     why: what nobody sees is taken out rather than weighed with 0, because 0 * NaN is NaN.
     """
     i, j = np.arange(problem.seqlen_q)[:, None], np.arange(problem.seqlen_k)[None, :]
     sees = (i + problem.mask.lo <= j) & (j <= i + problem.mask.hi)
+    if there is not None:
+        sees &= there
     rows, keys = np.flatnonzero(sees.any(axis=1)), np.flatnonzero(sees.any(axis=0))
     return sees[np.ix_(rows, keys)], rows, keys
 
@@ -166,11 +172,17 @@ def _sum_exp(s: Array, sees: Array) -> tuple[Array, Array, Array]:
 
 
 def _forward(
-    problem: Problem, q: Array, k: Array, v: Array, work: np.dtype[Any], rounded: np.dtype[Any] | None
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    work: np.dtype[Any],
+    rounded: np.dtype[Any] | None,
+    there: Array | None,
 ) -> tuple[Array, Array]:
     b, sq, hq = problem.batch, problem.seqlen_q, problem.heads_q
     out, lse = np.zeros((b, sq, hq, problem.head_dim_v), work), np.full((b, hq, sq), -np.inf, work)
-    sees, rows, keys = _visible(problem)
+    sees, rows, keys = _visible(problem, there)
     if not len(rows):
         return out, lse
     for n, h in np.ndindex(b, hq):

@@ -63,6 +63,8 @@ def plan(
         raise ProblemError("op='lse' takes q and k alone; leave v=None")
     if op != "forward" and (algorithm != "flash2" or out_dtype is not None or out is not None):
         raise ProblemError(f"op={op!r} takes neither algorithm nor out nor out_dtype; leave them out")
+    if op == "backward" and (num_splits != 0 or split_size is not None):
+        raise ProblemError("op='backward' takes neither num_splits nor split_size; leave them out")
     if check_flag("deterministic", deterministic) and op != "backward":
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,

@@ -1,0 +1,128 @@
+"""Sequences of several lengths in NumPy: which rows are whose, keys with holes in them, and what is never touched.
+
+`ops/test_sequences` holds the results of calls against float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+from libraries import same
+from sequences import FAR, Made, Sequences, assembled, check, made
+
+import cuflash
+from cuflash import reference
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import OF_SEQUENCES
+from cuflash.problem.options import ALGORITHMS, Options
+from cuflash.problem.problem import Problem
+from cuflash.reference.sequences import One, each, run
+
+pytestmark = pytest.mark.filterwarnings("error")
+PAGED = Sequences("paged", (3, 1, 0, 9), (40, 17, 5, 33), "packed", "paged", used_k=True, page_size=3)
+USED = Sequences("used", (3, 0, 5), (4, 6, 0), used_q=True, used_k=True, spare_q=(2, 1, 0), spare_k=(0, 1, 2))
+# Where the keys of a sequence lie, and the ranges of those that are there.
+HOLES = {
+    "all": ([2, 0, 5, 1], [(0, 4)]),
+    "none": ([-1, -1, -1], [(0, 0)]),
+    "no_keys": ([], [(0, 0)]),
+    "first": ([-1, 3, 3], [(1, 3)]),
+    "last": ([3, 3, -1], [(0, 2)]),
+    "middle": ([0, -1, -1, 4, -1, 7], [(0, 1), (3, 4), (5, 6)]),
+}
+
+
+def problem_of(given: Made, **options: Any) -> Problem:
+    arguments = given.arguments()
+    specs = []
+    for operand in OF_SEQUENCES["forward"].inputs:
+        x = arguments.get(operand.name)
+        specs.append(None if x is None else ArraySpec.dense(x.shape, x.dtype.name))
+    return Problem.of(OF_SEQUENCES["forward"], specs, Options(**given.of.options(), **options))
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_keys_that_are_there_are_ranges_between_those_that_are_not(name: str) -> None:
+    rows, wanted = HOLES[name]
+    one = One(0, slice(0, 1), (np.array(rows, int), np.arange(len(rows))))
+    assert [(run.start, run.stop) for run in one.runs()] == wanted
+
+
+@pytest.mark.parametrize("case", [PAGED, USED, replace(PAGED, place_k="cache"), replace(PAGED, place_k="packed")])
+def test_each_sequence_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
+    given = made(case)
+    found = list(each(problem_of(given), given.told))
+    assert len(found) == len(case.queries)
+    for one, queries, keys in zip(found, given.queries, given.keys, strict=True):
+        assert list(range(one.queries.start, one.queries.stop)) == queries[1].tolist()
+        assert {one.batch_q} >= {*queries[0].tolist()}
+        same(one.keys, keys)
+
+
+def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out() -> None:
+    given = made(PAGED)
+    table = given.told["page_table"].copy()
+    table[0, 1], table[1, 0] = len(given.k), -FAR - 1
+    told = given.told | {"page_table": table}
+    first, second, *_ = each(problem_of(given), told)
+    assert np.flatnonzero(first.keys[0] < 0).tolist() == [3, 4, 5]
+    assert np.flatnonzero(second.keys[0] < 0).tolist() == [0, 1, 2]
+    packed = made(USED)
+    wild = packed.told | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
+    used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
+    assert [one.keys[1].tolist() for one in each(problem_of(packed), used)] == [[], list(range(9)), []]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (7, 1), "softcap": 3.0}], ids=str)
+def test_keys_with_holes_are_those_of_a_dense_problem_whose_other_keys_are_hidden(
+    mask: dict[str, Any], dtype: str, algorithm: str
+) -> None:
+    given = made(replace(PAGED, dtype=dtype, **mask)).without_pages(1)
+    check(given, *cuflash.forward(**given.arguments(), algorithm=algorithm, return_lse=True))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtype: str) -> None:
+    given = made(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
+    assert max(len(one.runs()) for one in each(problem_of(given), given.told)) > 5
+    out, wide = (cuflash.forward(**given.arguments(), out_dtype=name) for name in (None, "float32"))
+    np.testing.assert_array_equal(out, wide.astype(out.dtype))
+    exact, near = assembled(given)["out"]
+    oracle.assert_close("out", wide, exact[0], near[0])
+    assert np.abs(wide - exact[0]).max() < np.abs(out.astype("f8") - exact[0]).max()
+
+
+def test_rows_that_are_not_used_are_not_even_written() -> None:
+    given = made(USED)
+    named = {name: getattr(given, name) for name in "qkv"} | given.told
+    out = np.full((*given.q.shape[:3], given.of.dims[1]), 7.0, given.q.dtype)
+    results = run(problem_of(given), reference.forward, named, out)
+    assert results[0] is out
+    unused = given.unused("q")
+    assert (out[unused] == 7.0).all()
+    assert (out[~unused] != 7.0).any(axis=(-1, -2)).all()
+    fresh = run(problem_of(given), reference.forward, named, None)
+    np.testing.assert_array_equal(fresh[0][~unused], out[~unused])
+    assert not fresh[0][unused].any()
+    same([fresh[1]], [results[1]])
+
+
+def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
+    given = made(USED)
+    seen = []
+
+    def compute(problem: Problem, *arrays: Any) -> Any:
+        assert problem.lengths is None
+        seen.append((problem.batch, problem.seqlen_q, problem.seqlen_k, *(x.shape[:2] for x in arrays)))
+        return reference.forward(problem, *arrays)
+
+    run(problem_of(given), compute, {name: getattr(given, name) for name in "qkv"} | given.told, None)
+    assert seen == [
+        (1, n, m, (1, n), (1, m), (1, m)) for n, m in zip(given.of.queries, given.of.keys, strict=True)
+    ]
