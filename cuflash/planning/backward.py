@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
+from ..problem.lengths import PADDED_SLOT
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
 from .device import Device
@@ -97,18 +98,28 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
             "supported. Pass NumPy arrays (numpy.asarray, cupy.asnumpy, .cpu())."
         )
 
-    def variant(op: str, source: str, tile: Tile | BackwardTile | None = None) -> Variant:
-        return variant_of(op, source, compile_arch("sm80", device), problem.dtype, problem.dtype, tile=tile)
+    own = problem.lengths
 
-    heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
-    num_q_blocks = blocks_of(problem.seqlen_q, dq_tile.block_q)
-    num_k_blocks = blocks_of(problem.seqlen_k, tile.block_k)
+    def variant(op: str, source: str, tile: Tile | BackwardTile | None = None) -> Variant:
+        arch, lengths = compile_arch("sm80", device), own is not None
+        return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, lengths=lengths)
+
+    if own is None:
+        heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
+        num_q_blocks = blocks_of(problem.seqlen_q, dq_tile.block_q)
+        num_k_blocks = blocks_of(problem.seqlen_k, tile.block_k)
+        stats_rows = _stats_rows(problem)
+        rows_q, rows_k = (blocks_of(seqlen, ACC_ROWS) * ACC_ROWS for seqlen in (problem.seqlen_q, problem.seqlen_k))
+    else:  # all sequences follow each other in the blocks of a head, and in what is kept for its rows
+        heads, heads_kv = problem.heads_q, problem.heads_kv
+        num_q_blocks = own.num_slots("q", problem.batch, dq_tile.block_q)
+        num_k_blocks = own.num_slots("k", problem.batch, tile.block_k)
+        rows_q, rows_k = (own.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT for side in "qk")
+        stats_rows = rows_q
     # why no splits if deterministic: dk and dv would depend on the batch and on the GPU.
     splits = 1
     if not deterministic:
         splits = _num_splits(problem, num_k_blocks * heads_kv, device.num_sms * tile.blocks_per_sm)
-    stats_rows = _stats_rows(problem)
-    rows_q, rows_k = (blocks_of(seqlen, ACC_ROWS) * ACC_ROWS for seqlen in (problem.seqlen_q, problem.seqlen_k))
     shared_rows = heads_kv * splits * rows_k if splits > 1 else 0
     workspace = {
         "stats": 2 * heads * stats_rows,
@@ -252,9 +263,11 @@ def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
 def _delta(problem: Problem, device: Device, stats_rows: int, stats_step: int, **fields: int) -> Launch:
     """The launch of delta. stats_step is 2 if lse and delta of a query stand side by side, 1 if each has a row."""
     arch = compile_arch("sm80", device)
-    variant = variant_of("delta", "portable/delta.cu", arch, problem.dtype, problem.out_dtype)
+    lengths = problem.lengths is not None
+    variant = variant_of("delta", "portable/delta.cu", arch, problem.dtype, problem.out_dtype, lengths=lengths)
     fields |= {"stats_rows": stats_rows, "stats_step": stats_step, "stats_delta": 1 if stats_step == 2 else stats_rows}
-    return Launch(variant, problem.batch * problem.heads_q * stats_rows // DELTA_ROWS, fields)
+    heads = problem.heads_q * (1 if lengths else problem.batch)
+    return Launch(variant, heads * stats_rows // DELTA_ROWS, fields)
 
 
 def _stats_rows(problem: Problem, block_q: int = STATS_ROWS) -> int:

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import Lengths
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
 from .device import Device
@@ -59,18 +58,11 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     )
     num_q_blocks, times = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
     if (own := problem.lengths) is not None:
-        num_q_blocks, times = _all_q_blocks(problem, own, tile.block_q), 1
+        num_q_blocks, times = own.num_slots("q", problem.batch, tile.block_q), 1
     num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * times
     fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}
     return make_plan(problem, device, [Launch(variant, num_blocks, fields)], fallback=fallback)
-
-
-def _all_q_blocks(problem: Problem, own: Lengths, block_q: int) -> int:
-    """Query blocks of a head over all sequences, as `Territory` in kernels_cu/common/ragged.cuh counts them."""
-    if problem.has("cu_seqlens_q"):
-        return own.rows_q // block_q + problem.batch + 2
-    return problem.batch * blocks_of(own.rows_q, block_q)
 
 
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:

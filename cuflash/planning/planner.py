@@ -21,9 +21,9 @@ def plan(problem: Problem, device: Device | None, misaligned: Collection[str] = 
     """
     if device is None:
         return _host_plan(problem)
-    if problem.lengths is not None and (problem.op.name == "backward" or problem.options.algorithm == "standard"):
+    if problem.lengths is not None and problem.options.algorithm == "standard":
         raise UnsupportedError(
-            "backward and algorithm='standard' have no GPU kernel for sequences of several lengths; pass NumPy arrays"
+            "algorithm='standard' takes no sequences of several lengths on a GPU; take another one, or NumPy arrays"
         )
     if problem.dtype not in GPU_DTYPES:
         raise UnsupportedError(

@@ -6,7 +6,7 @@ The lengths themselves are in the memory of the device. The host never reads the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ProblemError
 from .array_spec import ArraySpec
@@ -26,6 +26,7 @@ _SHAPES = {
     "cache_batch_idx": _ONE_EACH,
 }
 OPEN, MOST = -(2**31), 2**30 - 1  # a bound that is none, and the largest: its sum with any length fits 32 bits
+PADDED_SLOT = 128  # rows of a slot of what is kept beside the operands: kPaddedSlot in kernels_cu/common/ragged.cuh
 Specs = Mapping[str, ArraySpec]
 
 
@@ -40,19 +41,25 @@ class Lengths(NamedTuple):
     rows_q: int
     batch_k: int
     rows_k: int
+    is_packed_q: bool = False
+    is_packed_k: bool = False
     left: int | None = None
     right: int | None = None
     offset: int | None = None
     clears_unused: bool = True  # whether rows of out that belong to no sequence or are not used become 0
 
     @classmethod
-    def of(cls, places: Mapping[str, int], options: Options, clears_unused: bool) -> Lengths:
+    def of(cls, places: Mapping[str, Any], options: Options, clears_unused: bool) -> Lengths:
         """Places as `places_of` gives them, and judged options."""
         left, right = options.window_size
         right = 0 if options.causal else right
         offset = None if left is right is None else options.diagonal_offset
-        return cls(places["batch_q"], places["rows_q"], places["batch_k"], places["rows_k"], left, right, offset,
-                   clears_unused)  # fmt: skip
+        return cls._make([*[places[name] for name in cls._fields[:6]], left, right, offset, clears_unused])
+
+    def num_slots(self, side: str, batch: int, size: int) -> int:
+        """How many blocks of `size` rows, of q or of k, all sequences may have: `Territory` in common/ragged.cuh."""
+        rows, is_packed = (self.rows_q, self.is_packed_q) if side == "q" else (self.rows_k, self.is_packed_k)
+        return rows // size + batch + 2 if is_packed else batch * -(-rows // size)
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """The mask of a sequence of these lengths."""
@@ -71,7 +78,7 @@ class Lengths(NamedTuple):
         return first, last, self.offset is None
 
 
-def places_of(named: Specs, told: Specs) -> dict[str, int]:
+def places_of(named: Specs, told: Specs) -> dict[str, Any]:
     """The lengths of all axes but heads and head dims, from q, k, perhaps v, and the arrays that tell the lengths.
 
     `seqlen_q` and `seqlen_k` bound the lengths of one sequence.
@@ -92,6 +99,8 @@ def places_of(named: Specs, told: Specs) -> dict[str, int]:
         "rows_q": q[1],
         "batch_k": k[0],
         "rows_k": k[1],
+        "is_packed_q": "cu_seqlens_q" in told,
+        "is_packed_k": "cu_seqlens_k" in told,
         "bounds": batch + 1,
         "max_pages": max_pages,
     }

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 from ..errors import UnsupportedError
 from ..planning.merge import MAX_STATES
 from ..planning.plan import Launch, Part
+from ..problem.lengths import PADDED_SLOT
 from ..problem.operands import Op
 from ..problem.options import Scores
 from ..problem.problem import Problem
@@ -74,14 +75,15 @@ class ProblemParams(Structure):
         ("score", ScoreParams),
         *_pointers("cu_seqlens_q cu_seqlens_k seqused_q seqused_k page_table cache_batch_idx"),
         ("page_table_stride", c_int64),
-        *_ints("rows_q rows_k batch_k mask_first mask_last mask_from_end clears_unused unused_too"),
+        *_ints("rows_q rows_k batch_k mask_first mask_last mask_from_end clears_unused"),
+        *_ints("padded_rows_q padded_rows_k unused_too"),
     ]
 
 
 _PROBLEM: Fields = [("problem", ProblemParams)]
 # All of it up to the pointers, and what follows them.
 _PACKED_PROBLEM = struct.Struct(f"=14i{len(Scores._fields)}f")
-_PACKED_LENGTHS = struct.Struct("=q8i")
+_PACKED_LENGTHS = struct.Struct("=q10i")
 _LENGTHS_OFFSET = ProblemParams.page_table_stride.offset
 _STRUCTS: dict[str, Fields] = {
     "ForwardParams": [*_operands("q k v out"), *_pointers("lse"), *_PROBLEM, *_ints("num_q_blocks num_slices")],
@@ -279,5 +281,6 @@ def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:
     if (own := problem.lengths) is not None:
         table = problem.specs[problem.op.index["page_table"]] if "page_table" in problem.op.index else None
         stride = 0 if table is None else table.strides[0]
-        kept = own.rows_q, own.rows_k, own.batch_k, *own.bounds, own.clears_unused, 0
+        padded = (own.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT for side in "qk")
+        kept = own.rows_q, own.rows_k, own.batch_k, *own.bounds, own.clears_unused, *padded, 0
         _PACKED_LENGTHS.pack_into(packed, offset + _LENGTHS_OFFSET, stride, *kept)

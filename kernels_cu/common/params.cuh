@@ -32,7 +32,7 @@ struct ProblemParams {
   int rows_q, rows_k, batch_k;                 // second axis of q; second and first axis of k
   int mask_first, mask_last, mask_from_end;    // see RaggedSequence
   int clears_unused;                           // whether rows of out that nobody uses become 0
-  int unused_too;
+  int padded_rows_q, padded_rows_k, unused_too;  // of a head in what is padded to slots, over all sequences
 };
 
 // sm80/forward.cu and sm80/lse.cu.

@@ -6,37 +6,59 @@
 
 __device__ __forceinline__ int clamped(int number, int most) { return min(max(number, 0), most); }
 
-// The part of the q axis that blocks of threads write for one sequence, used or not: all parts together are the axis.
-// Rows before the first sequence and after the last one are the parts of the sequences -1 and `batch`, which are empty.
-struct Territory {
-  int sequence;
-  int begin, end;  // rows of the second axis of q
-  int block;       // of query blocks, counted from the part's last
+// How the rows of one side, q's or k's, are cut into sequences.
+struct Axis {
+  const int* cu_seqlens;  // or null: each sequence is one row of the first axis
+  int rows;               // of the second axis
+  int batch;
 
-  // The part of slot `slot` of query blocks of `size` rows, and its block, which may lie after the part's end. All lanes
-  // of a warp ask together.
-  __device__ static Territory of_slot(const ProblemParams& p, int slot, int size) {
-    if (p.cu_seqlens_q == nullptr) {
-      const int blocks = (p.rows_q + size - 1) / size, sequence = slot / blocks;
-      return {sequence, 0, p.rows_q, (sequence + 1) * blocks - 1 - slot};
+  // Part i of the axis begins there. Parts 1 … batch are the sequences; rows before the first and after the last one are
+  // the parts 0 and batch + 1, so that all parts together are the axis.
+  __device__ __forceinline__ int bound(int part) const {
+    return part == 0 ? 0 : part > batch + 1 ? rows : clamped(cu_seqlens[part - 1], rows);
+  }
+};
+
+__device__ __forceinline__ Axis axis_of_queries(const ProblemParams& p) { return {p.cu_seqlens_q, p.rows_q, p.batch}; }
+__device__ __forceinline__ Axis axis_of_keys(const ProblemParams& p) { return {p.cu_seqlens_k, p.rows_k, p.batch}; }
+
+// The rows that blocks of threads write for one sequence, used or not. They are cut into blocks, each of which has a slot
+// of its own; part i begins at slot bound(i) / size + i, so that it has enough of them, and at most one too many.
+struct Territory {
+  int sequence;    // -1 or `batch` for rows of no sequence
+  int begin, end;  // rows of the second axis
+  int first_slot, num_slots;
+
+  // The territory of a slot of `size` rows. All lanes of a warp ask together.
+  __device__ static Territory of_slot(const Axis& axis, int slot, int size) {
+    if (axis.cu_seqlens == nullptr) {
+      const int blocks = (axis.rows + size - 1) / size, sequence = slot / blocks;
+      return {sequence, 0, axis.rows, sequence * blocks, blocks};
     }
-    // Part i begins at slot bound(i) / size + i, so that it has a slot for each of its blocks, and at most one more.
-    auto bound = [&](int i) {
-      return i == 0 ? 0 : i > p.batch + 1 ? p.rows_q : clamped(p.cu_seqlens_q[i - 1], p.rows_q);
-    };
-    int part = 0, end = p.batch + 2;
+    auto first_slot = [&](int part) { return axis.bound(part) / size + part; };
+    int part = 0, end = axis.batch + 2;
     while (end - part > 1) {
       const int step = (end - part + 31) / 32, i = part + threadIdx.x % 32 * step;
-      const bool is_before = i < end && bound(i) / size + i <= slot;
+      const bool is_before = i < end && first_slot(i) <= slot;
       part += max(__popc(__ballot_sync(0xffffffffu, is_before)) - 1, 0) * step;
       end = min(part + step, end);
     }
-    const int first = bound(part), last = bound(part + 1), block = last / size + part - slot;
+    const int first = first_slot(part);
+    const Territory found{part - 1, axis.bound(part), axis.bound(part + 1), first, first_slot(part + 1) - first};
     // why: where cu_seqlens fall, the search finds any part, and no row may lie outside of it.
-    if (block < 0 || last < first) return {-1, 0, 0, 0};
-    return {part - 1, first, last, block};
+    if (slot < first || slot >= first + found.num_slots || found.end < found.begin) return {-1, 0, 0, slot, 1};
+    return found;
   }
+
+  __device__ int num_rows() const { return end - begin; }
+
+  // The first row of a slot, within the territory: blocks in their order, or from the last one on.
+  __device__ int row(int slot, int size) const { return (slot - first_slot) * size; }
+  __device__ int row_from_end(int slot, int size) const { return (first_slot + num_slots - 1 - slot) * size; }
 };
+
+// What is kept for each row of a side, beside the operands, has its rows in slots of this many: see Territory.
+constexpr int kPaddedSlot = 128;
 
 // The pages of a sequence. Key j lies in row j % size of page table[j / size]; keys of a page that is not there are not
 // seen.
@@ -93,28 +115,30 @@ struct RaggedSequence {
   PagedPlace k_place;
   int length_q, length_k;
   Mask seen;
+  int padded_q, padded_k;  // the first rows of what is padded to slots
 
-  __device__ RaggedSequence(const ProblemParams& p, const Territory& at)
+  // A sequence of the batch; another number is a sequence of no rows.
+  __device__ RaggedSequence(const ProblemParams& p, int number)
       : heads_q(p.heads_q), rows_q(p.rows_q), seen(0, 0, 0, 0) {
-    const bool exists = at.sequence >= 0 && at.sequence < p.batch;
-    const int b = exists ? at.sequence : 0;
-    q_place = {p.cu_seqlens_q == nullptr ? b : 0, at.begin};
-    length_q = exists ? min(at.end - at.begin, p.seqlen_q) : 0;
-    k_place = {{b, 0}, {nullptr, 1, 0}};
-    length_k = length_q > 0 ? min(p.rows_k, p.seqlen_k) : 0;
-    if (length_q > 0) {
-      if (p.seqused_q != nullptr) length_q = clamped(p.seqused_q[b], length_q);
+    const bool exists = number >= 0 && number < p.batch;
+    const int b = exists ? number : 0;
+    length_q = exists ? p.rows_q : 0, length_k = exists ? p.rows_k : 0;
+    q_place = {b, 0}, k_place = {{b, 0}, {nullptr, 1, 0}};
+    padded_q = b * ((p.rows_q + kPaddedSlot - 1) / kPaddedSlot) * kPaddedSlot;
+    padded_k = b * ((p.rows_k + kPaddedSlot - 1) / kPaddedSlot) * kPaddedSlot;
+    if (exists) {
+      if (p.cu_seqlens_q != nullptr) find_packed(axis_of_queries(p), b, q_place, length_q, padded_q);
+      length_q = clamped(p.seqused_q != nullptr ? p.seqused_q[b] : length_q, min(length_q, p.seqlen_q));
       if (p.page_table != nullptr) {
         k_place = {{0, 0}, {p.page_table + b * p.page_table_stride, p.rows_k, p.batch_k}};
         length_k = p.seqlen_k;
       } else if (p.cu_seqlens_k != nullptr) {
-        k_place = {{0, clamped(p.cu_seqlens_k[b], p.rows_k)}, {nullptr, 1, 0}};
-        length_k = clamped(clamped(p.cu_seqlens_k[b + 1], p.rows_k) - k_place.begin, p.seqlen_k);
+        find_packed(axis_of_keys(p), b, k_place, length_k, padded_k);
       } else if (p.cache_batch_idx != nullptr) {
         k_place.batch = p.cache_batch_idx[b];
         if (k_place.batch < 0 || k_place.batch >= p.batch_k) length_k = 0;
       }
-      if (p.seqused_k != nullptr) length_k = clamped(p.seqused_k[b], length_k);
+      length_k = clamped(p.seqused_k != nullptr ? p.seqused_k[b] : length_k, min(length_k, p.seqlen_k));
     }
     const int shift = p.mask_from_end ? length_k - length_q : 0;
     const int lo = p.mask_first == kOpen ? -length_q : p.mask_first + shift;
@@ -134,9 +158,32 @@ struct RaggedSequence {
     return seen.lo <= seen.hi && keys.begin < keys.end ? keys : Range{0, 0};
   }
 
+  __device__ Range seen_queries() const {
+    const Range rows = seen.row_range(0, length_k);
+    return seen.lo <= seen.hi && rows.begin < rows.end ? rows : Range{0, 0};
+  }
+
+  // What is padded has its rows in slots, over all sequences; heads are then not counted over the batch.
+  __device__ static int most_queries(const ProblemParams& p) { return p.padded_rows_q; }
+  __device__ static int most_keys(const ProblemParams& p) { return p.padded_rows_k; }
+  __device__ int query_strip(int row) const { return (padded_q + row) / 16; }
+  __device__ int key_strip(int row) const { return (padded_k + row) / 16; }
+  __device__ long long query_head(int head) const { return head; }
+  __device__ long long kv_head(int head) const { return head; }
+  __device__ long long rows_offset(int head, int rows) const {
+    return static_cast<long long>(head) * rows + padded_q;
+  }
+
   // Numbers before query 0 of a query head in lse.
   __device__ long long lse_offset(int head) const {
     return (static_cast<long long>(q_place.batch) * heads_q + head) * rows_q + q_place.begin;
+  }
+
+ private:
+  __device__ static void find_packed(const Axis& axis, int b, Place& place, int& length, int& padded) {
+    place = {0, axis.bound(b + 1)};
+    length = max(axis.bound(b + 2) - place.begin, 0);
+    padded = (place.begin / kPaddedSlot + b + 1) * kPaddedSlot;
   }
 };
 

@@ -41,6 +41,10 @@ struct Sequence {
   __device__ static constexpr int most_queries(const ProblemParams& p) { return p.seqlen_q; }
   __device__ static constexpr int most_keys(const ProblemParams& p) { return p.seqlen_k; }
 
+  // Strips of 16 rows, in arrays whose heads have so many rows.
+  __device__ constexpr int query_strip(int row) const { return row / 16; }
+  __device__ constexpr int key_strip(int row) const { return row / 16; }
+
   // Where the rows of operands like q, and of those like k, lie.
   __device__ constexpr Place queries() const { return {batch, 0}; }
   __device__ constexpr Place keys() const { return {batch, 0}; }

@@ -5,12 +5,47 @@
 //
 // Roles    A thread owns 8 columns of two rows that are 8 apart: 64 bytes of an accumulator (common/accumulators.cuh).
 #include "../common/accumulators.cuh"
-#include "../common/sequence.cuh"
+#include "../common/ragged.cuh"
 #include "../common/vector.cuh"
 
 static_assert(sizeof(ConvertParams) == kParamsBytes, "the host packs other parameters");
 
 // The conversion of one gradient, whose rows are queries or keys.
+// Where 16 rows of the accumulators belong to: rows row … row + 15 of a sequence, of which num_rows are written. Rows
+// outside of `valid` see nothing, or nobody sees them: they become zeros.
+template <bool kOfSeveralLengths>
+struct Strip {
+  Place place;
+  Range valid;
+  int row, num_rows;
+
+  __device__ Strip(const ProblemParams& problem, bool of_queries, int batch, int first_row) : row(first_row) {
+    const Sequence sequence{problem, batch};
+    place = of_queries ? sequence.queries() : sequence.keys();
+    valid = of_queries ? sequence.seen_queries() : sequence.seen_keys();
+    num_rows = of_queries ? sequence.seqlen_q() : sequence.seqlen_k();
+  }
+};
+
+template <>
+struct Strip<true> {
+  Place place;
+  Range valid;
+  int row, num_rows;
+
+  // All lanes of a warp ask together, for the same strip.
+  __device__ Strip(const ProblemParams& problem, bool of_queries, int, int padded_row) {
+    const Axis axis = of_queries ? axis_of_queries(problem) : axis_of_keys(problem);
+    const Territory at = Territory::of_slot(axis, padded_row / kPaddedSlot, kPaddedSlot);
+    const RaggedSequence sequence(problem, at.sequence);
+    place = of_queries ? sequence.q_place : static_cast<const Place&>(sequence.k_place);
+    place.begin = at.begin;
+    valid = of_queries ? sequence.seen_queries() : sequence.seen_keys();
+    row = padded_row - at.first_slot * kPaddedSlot;
+    num_rows = at.num_rows();
+  }
+};
+
 template <bool kRowsAreQueries>
 struct Conversion {
   const ConvertParams& params;
@@ -22,11 +57,12 @@ struct Conversion {
   const ProblemParams& problem = params.problem;
   const int heads = kRowsAreQueries ? problem.heads_q : problem.heads_q / problem.heads_per_kv;
   const int splits = kRowsAreQueries ? 1 : params.splits;
-  const int most_rows = kRowsAreQueries ? Sequence::most_queries(problem) : Sequence::most_keys(problem);
+  const int most_rows = kRowsAreQueries ? AnySequence::most_queries(problem) : AnySequence::most_keys(problem);
   const int strips = (most_rows + 15) / 16;
 
   __device__ long long num_threads() const {
-    return acc == nullptr ? 0 : static_cast<long long>(problem.batch) * heads * strips * padded_columns;
+    const long long batch = kLengths ? 1 : problem.batch;  // rows of several lengths follow each other in a head
+    return acc == nullptr ? 0 : batch * heads * strips * padded_columns;
   }
 
   // `index` counts (batch, head, strip of 16 rows, fragment of 8 columns, row of the fragment), the last one fastest.
@@ -36,6 +72,7 @@ struct Conversion {
     const int fragment = static_cast<int>(index / 8 - outer * fragments), column = fragment * 8;
     const long long batch_head = outer / strips;
     const int strip = static_cast<int>(outer - batch_head * strips);
+    const Strip<kLengths> at(problem, kRowsAreQueries, static_cast<int>(batch_head / heads), strip * 16);
     if (column >= columns) return;
 
     float x[2][8] = {};  // (row, column)
@@ -55,17 +92,12 @@ struct Conversion {
         }
       }
     }
-    const Sequence sequence{problem, static_cast<int>(batch_head / heads)};
-    const int rows = kRowsAreQueries ? sequence.seqlen_q() : sequence.seqlen_k();
-    // Rows outside this range see nothing, or nobody sees them: they become zeros.
-    const Range valid = kRowsAreQueries ? sequence.seen_queries() : sequence.seen_keys();
-    const Place place = kRowsAreQueries ? sequence.queries() : sequence.keys();
-    char* const gmem = place.address(out, kElementBytes, static_cast<int>(batch_head % heads));
+    char* const gmem = at.place.address(out, kElementBytes, static_cast<int>(batch_head % heads));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int row = strip * 16 + g + 8 * h;
-      if (row >= rows) break;
-      const bool is_valid = row >= valid.begin && row < valid.end;
+      const int row = at.row + g + 8 * h;
+      if (row >= at.num_rows) break;
+      const bool is_valid = row >= at.valid.begin && row < at.valid.end;
 #pragma unroll
       for (int c = 0; c < 8; c += kChunkElements) {
         Chunk<kDType> chunk;

@@ -7,7 +7,7 @@
 //
 // Roles    8 threads own a query; a block of threads owns 32 queries of one head.
 #include "../common/accumulators.cuh"
-#include "../common/sequence.cuh"
+#include "../common/ragged.cuh"
 #include "../common/vector.cuh"
 #include "../common/work.cuh"
 
@@ -43,10 +43,47 @@ __device__ __forceinline__ float dot_row(const char* dout, const char* out, int 
   return sum;
 }
 
+// A block of kRows queries of a query head.
+struct DenseRows {
+  int batch, head, row_begin;
+  Sequence sequence;
+
+  __device__ DenseRows(const DeltaParams& p, const Work& work)
+      : batch(work.batch), head(work.head), row_begin(work.block * kRows), sequence{p.problem, work.batch} {}
+  __device__ explicit DenseRows(const DeltaParams& p)
+      : DenseRows(p, Work(head_by_head(blockIdx.x, p.stats_rows / kRows), p.problem.heads_q)) {}
+
+  __device__ static constexpr bool exists() { return true; }
+};
+
+struct RaggedRows {
+  int batch, head, row_begin;
+  RaggedSequence sequence;
+
+  __device__ RaggedRows(const ProblemParams& p, int head_idx, int row, const Territory& at)
+      : batch(at.sequence), head(head_idx), row_begin(row - at.first_slot * kPaddedSlot), sequence(p, at.sequence) {}
+  __device__ RaggedRows(const ProblemParams& p, int head_idx, int row)
+      : RaggedRows(p, head_idx, row, Territory::of_slot(axis_of_queries(p), row / kPaddedSlot, kPaddedSlot)) {}
+  __device__ explicit RaggedRows(const DeltaParams& p)
+      : RaggedRows(p.problem, blockIdx.x / (p.stats_rows / kRows), blockIdx.x % (p.stats_rows / kRows) * kRows) {}
+
+  __device__ bool exists() const { return sequence.seqlen_q() > 0; }
+};
+
+template <bool kOfSeveralLengths>
+struct RowsOf {
+  using Type = DenseRows;
+};
+template <>
+struct RowsOf<true> {
+  using Type = RaggedRows;
+};
+
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
-  const Work work(head_by_head(blockIdx.x, p.stats_rows / kRows), p.problem.heads_q);
-  const Sequence sequence{p.problem, work.batch};
-  const int row_begin = work.block * kRows;
+  const RowsOf<kLengths>::Type work(p);
+  const AnySequence& sequence = work.sequence;
+  if (!work.exists()) return;
+  const int row_begin = work.row_begin;
   const int row = row_begin + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const Range seen = sequence.seen_queries();
   const bool sees = row >= seen.begin && row < seen.end;
@@ -87,8 +124,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     }
   } else if (p.dq_acc != nullptr) {
     const int strip = row_begin / 16, strips = min(kRows / 16, (sequence.seqlen_q() + 15) / 16 - strip);
-    float* const first = fragment_strip(p.dq_acc, sequence.query_head(work.head), Sequence::most_queries(p.problem),
-                                        strip, p.padded_dim);
+    float* const first = fragment_strip(p.dq_acc, sequence.query_head(work.head), AnySequence::most_queries(p.problem),
+                                        sequence.query_strip(16 * strip), p.padded_dim);
     float4* const dq = reinterpret_cast<float4*>(first);
     for (int i = threadIdx.x; i < strips * p.padded_dim * 4; i += kNumThreads) dq[i] = make_float4(0, 0, 0, 0);
   }

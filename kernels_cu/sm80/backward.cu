@@ -104,7 +104,7 @@ __device__ __forceinline__ void add_fragment(float* gmem, int lane, const float*
 }
 
 // Adds this warp's share of dsᵀ k to the accumulator of dq, from row `row` of the head on.
-__device__ __forceinline__ void add_dq(const BackwardParams& params, const Sequence& sequence, unsigned ds_smem,
+__device__ __forceinline__ void add_dq(const BackwardParams& params, const AnySequence& sequence, unsigned ds_smem,
                                        unsigned k_smem, int head, int row) {
   const int thread = fresh_thread(), lane = thread % 32;
   const int row_warp = thread / 32 / kDqColumnWarps, column_warp = thread / 32 % kDqColumnWarps;
@@ -121,8 +121,8 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const Seque
     for (int m = 0; m < kDqFragments; ++m) {
       const int strip = row / 16 + row_warp * kDqFragments + m;
       if (strip * 16 >= sequence.seqlen_q()) continue;
-      const int most_queries = Sequence::most_queries(params.problem);
-      float* const target = fragment_strip(params.dq_acc, sequence.query_head(head), most_queries, strip, kHeadDim) +
+      const int most_queries = AnySequence::most_queries(params.problem), at = sequence.query_strip(16 * strip);
+      float* const target = fragment_strip(params.dq_acc, sequence.query_head(head), most_queries, at, kHeadDim) +
                             block * kFragmentBlock;
 #pragma unroll
       for (int j = 0; j < kPass / 8; ++j) {
@@ -137,13 +137,14 @@ template <int kColumns, int kCount>
 __device__ __forceinline__ void store_split(float* acc, const BackwardParams& params, const KeyWork& work,
                                             const float (&x)[kFragments][kCount], const WarpRole& role) {
   const int lane = threadIdx.x % 32;
-  const int most_keys = Sequence::most_keys(params.problem);
+  const int most_keys = AnySequence::most_keys(params.problem);
   const long long head = work.sequence.kv_head(work.head) * params.splits + work.part;
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
     const int strip = (work.keys.begin + role.key) / 16 + m;
     if (strip * 16 >= work.sequence.seqlen_k()) continue;
-    float* const target = fragment_strip(acc, head, most_keys, strip, kColumns) + role.member * kFragmentBlock;
+    const int at = work.sequence.key_strip(16 * strip);
+    float* const target = fragment_strip(acc, head, most_keys, at, kColumns) + role.member * kFragmentBlock;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
       float* const fragment = target + (j / 2 * kGroup * 2 + j % 2) * kFragmentFloats;
@@ -164,10 +165,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const ProblemParams& problem = params.problem;
   const Score score{problem.score};
   const KeyWork work(params);
-  const Sequence& sequence = work.sequence;
+  if (kLengths && work.keys.begin >= work.keys.end) return;
+  const AnySequence& sequence = work.sequence;
   const Mask mask = sequence.mask().transposed();
   // The query tiles that see some key of the block.
-  const AscendingTiles tiles = TileRange::covering(mask.key_range(work.keys.begin, work.keys.end), kBlockQ);
+  const Range queries = work.exists() ? mask.key_range(work.keys.begin, work.keys.end) : Range{0, 0};
+  const AscendingTiles tiles = TileRange::covering(queries, kBlockQ);
 
   auto fetch = [&](int head, int m, int slot) {
     const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence.queries(), head, problem.head_dim);
@@ -188,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   };
 
   float dk[kFragments][kHeadDim / kGroup / 2] = {}, dv[kFragments][kHeadDimV / kGroup / 2] = {};
-  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, sequence.keys(), work.head, problem.head_dim);
-  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, sequence.keys(), work.head, problem.head_dim_v);
+  const TileLoader<kBlockK, kHeadDim> k_loader(params.k, work.place_of_keys(), work.head, problem.head_dim);
+  const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, work.place_of_keys(), work.head, problem.head_dim_v);
   k_loader.load(k_smem, work.keys.begin, sequence.seen_keys());
   v_loader.load(v_smem, work.keys.begin, sequence.seen_keys());
   if (tiles.has(tiles.first())) fetch(work.heads.begin, tiles.first(), 0);
@@ -247,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   cp_async_wait<0>();  // why: k and v may still be on their way when no query sees the block
   __syncthreads();
   const WarpRole role;
-  const KeyWork same(params);
+  const KeyWork& same = work.again(params);
   if (params.dk_acc != nullptr) {
     store_split<kHeadDim>(params.dk_acc, params, same, dk, role);
     store_split<kHeadDimV>(params.dv_acc, params, same, dv, role);
@@ -259,8 +262,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   store_fragments<QSwizzle, 16 * kGroup>(k_smem, dk, role.key, 16 * role.member);
   store_fragments<VSwizzle, 16 * kGroup>(v_smem, dv, role.key, 16 * role.member);
   __syncthreads();
-  store_tile<kBlockK, kHeadDim>(params.dk, same.sequence.keys(), same.head, k_smem, same.keys, sequence.seen_keys(),
+  store_tile<kBlockK, kHeadDim>(params.dk, same.place_of_keys(), same.head, k_smem, same.keys, sequence.seen_keys(),
                                 problem.head_dim);
-  store_tile<kBlockK, kHeadDimV>(params.dv, same.sequence.keys(), same.head, v_smem, same.keys, sequence.seen_keys(),
+  store_tile<kBlockK, kHeadDimV>(params.dv, same.place_of_keys(), same.head, v_smem, same.keys, sequence.seen_keys(),
                                  problem.head_dim_v);
 }

@@ -51,6 +51,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const ProblemParams& problem = params.problem;
   const QueryBlock work(params);
+  if (kLengths && work.rows.begin >= work.written_end()) return;
   const DescendingTiles& tiles = work.tiles;
   const AnySequence& sequence = work.sequence;
   const KeyLoader<kHeadDimV> v_loader(params.v, sequence.keys(), work.kv_head, problem.head_dim_v);
@@ -108,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   }
   cp_async_wait<0>();  // why: q may still be on its way when no key is visible
 
-  const QueryWork same(params);
+  const QueryWork& same = work.again(params);
   const Range seen = same.sequence.seen_queries();
   char* const out = same.sequence.queries().address(params.dq, kElementBytes, same.head);
 #pragma unroll
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     const int i = lane_row(same) + 8 * r;
     const bool sees = i >= seen.begin && i < seen.end;
     sees ? scale_row(dq[r / 2], r % 2, problem.score.softmax_scale) : clear_row(dq[r / 2], r % 2);
-    store_row(out + i * params.dq.stride_seqlen * kElementBytes, dq[r / 2], r % 2, problem.head_dim, i < same.rows.end,
-              params.dq.aligned);
+    store_row(out + i * params.dq.stride_seqlen * kElementBytes, dq[r / 2], r % 2, problem.head_dim,
+              i < same.written_end(), params.dq.aligned);
   }
 }

@@ -37,8 +37,21 @@ struct DenseQueryWork : Work {
   __device__ int written_end() const { return rows.end; }
 };
 
-// The same for sequences of several lengths, of which num_q_blocks counts all blocks of a head. why in shared memory: it
-// is found by reading from memory, and a thread has no registers for it over the loop.
+// What one warp finds out about the work of a block of threads. why in shared memory: it is found by reading from memory,
+// and a thread has no registers for it over the loop.
+template <class Found, class Params>
+__device__ __forceinline__ const Found& shared_by_block(const Params& p, HeadBlock at) {
+  __shared__ alignas(Found) char memory[sizeof(Found)];
+  Found& shared = reinterpret_cast<Found&>(memory);
+  if (threadIdx.x < 32) {
+    const Found found(p, at);
+    if (threadIdx.x == 0) shared = found;
+  }
+  __syncthreads();
+  return shared;
+}
+
+// The same for sequences of several lengths, of which num_q_blocks counts all blocks of a head.
 struct RaggedQueryWork {
   struct Found {
     Territory territory;
@@ -48,12 +61,13 @@ struct RaggedQueryWork {
 
     template <class Params>
     __device__ Found(const Params& p, HeadBlock at)
-        : territory(Territory::of_slot(p.problem, at.block, kBlockQ)),
-          sequence(p.problem, territory),
+        : territory(Territory::of_slot(axis_of_queries(p.problem), at.block, kBlockQ)),
+          sequence(p.problem, territory.sequence),
           head(at.head / unsigned(p.num_slices)),
           kv_head(head / p.problem.heads_per_kv),
           part(at.head - head * p.num_slices) {
-      rows.begin = territory.block * kBlockQ;
+      if (sequence.seqlen_q() == 0) sequence.q_place.begin = territory.begin;
+      rows.begin = territory.row_from_end(at.block, kBlockQ);
       rows.end = smaller(rows.begin + kBlockQ, sequence.seqlen_q());
     }
   };
@@ -64,58 +78,97 @@ struct RaggedQueryWork {
   const int &head, &kv_head, &part;
 
   template <class Params>
-  __device__ __forceinline__ explicit RaggedQueryWork(const Params& p) : RaggedQueryWork(found(p)) {}
+  __device__ __forceinline__ explicit RaggedQueryWork(const Params& p)
+      : RaggedQueryWork(shared_by_block<Found>(p, head_by_head(blockIdx.x, p.num_q_blocks))) {}
 
   template <class Params>
   __device__ __forceinline__ const RaggedQueryWork& again(const Params&) const {
     return *this;
   }
 
-  __device__ int written_end() const { return smaller(rows.begin + kBlockQ, territory.end - territory.begin); }
+  __device__ int written_end() const { return smaller(rows.begin + kBlockQ, territory.num_rows()); }
 
  private:
   __device__ __forceinline__ explicit RaggedQueryWork(const Found& x)
       : territory(x.territory), sequence(x.sequence), rows(x.rows), head(x.head), kv_head(x.kv_head), part(x.part) {}
-
-  template <class Params>
-  __device__ __forceinline__ static const Found& found(const Params& p) {
-    __shared__ alignas(Found) char memory[sizeof(Found)];
-    Found& shared = reinterpret_cast<Found&>(memory);
-    if (threadIdx.x < 32) {
-      const Found made(p, head_by_head(blockIdx.x, p.num_q_blocks));
-      if (threadIdx.x == 0) shared = made;
-    }
-    __syncthreads();
-    return shared;
-  }
 };
-
-template <bool kOfSeveralLengths>
-struct QueryWorkOf {
-  using Type = DenseQueryWork;
-};
-template <>
-struct QueryWorkOf<true> {
-  using Type = RaggedQueryWork;
-};
-using QueryWork = QueryWorkOf<kLengths>::Type;
 
 // A block of keys of one kv head, and the query heads that it takes; `part` is the share of them (a split).
-struct KeyWork : Work {
+struct DenseKeyWork : Work {
   Sequence sequence;
   Range keys;
   Range heads;  // query heads
 
-  __device__ __forceinline__ explicit KeyWork(const BackwardParams& p)
+  __device__ __forceinline__ explicit DenseKeyWork(const BackwardParams& p)
       : Work(longest_first(opaque_block_index(), p.num_k_blocks,
                            p.problem.batch * (p.problem.heads_q / p.problem.heads_per_kv) * p.splits, p.heads_together),
              unsigned(p.problem.heads_q / p.problem.heads_per_kv), unsigned(p.splits)),
         sequence{p.problem, batch} {
-    const ProblemParams& problem = p.problem;
     keys.begin = block * kBlockK;
     keys.end = smaller(keys.begin + kBlockK, sequence.seqlen_k());
-    const int heads_of_split = (problem.heads_per_kv + p.splits - 1) / p.splits;
-    heads.begin = head * problem.heads_per_kv + part * heads_of_split;
-    heads.end = smaller(heads.begin + heads_of_split, (head + 1) * problem.heads_per_kv);
+    heads = query_heads(p, head, part);
   }
+
+  __device__ __forceinline__ static Range query_heads(const BackwardParams& p, int head, int part) {
+    const int group = p.problem.heads_per_kv, heads_of_split = (group + p.splits - 1) / p.splits;
+    const int begin = head * group + part * heads_of_split;
+    return {begin, smaller(begin + heads_of_split, (head + 1) * group)};
+  }
+
+  // The same work for the epilogue: see DenseQueryWork.
+  __device__ __forceinline__ DenseKeyWork again(const BackwardParams& p) const { return DenseKeyWork(p); }
+
+  __device__ __forceinline__ static constexpr bool exists() { return true; }
+  __device__ __forceinline__ Place place_of_keys() const { return sequence.keys(); }
 };
+
+// The same for sequences of several lengths, of which num_k_blocks counts all blocks of a head. `keys` are those of the
+// sequence, used or not.
+struct RaggedKeyWork {
+  struct Found {
+    Territory territory;
+    RaggedSequence sequence;
+    Range keys, heads;
+    int head, part;
+
+    __device__ Found(const BackwardParams& p, HeadBlock at)
+        : territory(Territory::of_slot(axis_of_keys(p.problem), at.block, kBlockK)),
+          sequence(p.problem, territory.sequence),
+          head(at.head / unsigned(p.splits)),
+          part(at.head - head * p.splits) {
+      if (sequence.seqlen_k() == 0) sequence.k_place.begin = territory.begin;
+      keys.begin = territory.row(at.block, kBlockK);
+      keys.end = smaller(keys.begin + kBlockK, territory.num_rows());
+      heads = DenseKeyWork::query_heads(p, head, part);
+    }
+  };
+
+  const RaggedSequence& sequence;
+  const Range &keys, &heads;
+  const int &head, &part;
+
+  __device__ __forceinline__ explicit RaggedKeyWork(const BackwardParams& p)
+      : RaggedKeyWork(shared_by_block<Found>(p, head_by_head(blockIdx.x, p.num_k_blocks))) {}
+
+  __device__ __forceinline__ const RaggedKeyWork& again(const BackwardParams&) const { return *this; }
+
+  __device__ __forceinline__ bool exists() const { return keys.begin < sequence.seqlen_k(); }
+  __device__ __forceinline__ const Place& place_of_keys() const { return sequence.k_place; }
+
+ private:
+  __device__ __forceinline__ explicit RaggedKeyWork(const Found& x)
+      : sequence(x.sequence), keys(x.keys), heads(x.heads), head(x.head), part(x.part) {}
+};
+
+template <bool kOfSeveralLengths>
+struct WorkOf {
+  using OfQueries = DenseQueryWork;
+  using OfKeys = DenseKeyWork;
+};
+template <>
+struct WorkOf<true> {
+  using OfQueries = RaggedQueryWork;
+  using OfKeys = RaggedKeyWork;
+};
+using QueryWork = WorkOf<kLengths>::OfQueries;
+using KeyWork = WorkOf<kLengths>::OfKeys;
