@@ -20,7 +20,7 @@ from cuflash.planning.tiles_sm80 import BACKWARD, DQ, TILES
 from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.dtypes import DTYPES as ROWS
-from cuflash.problem.operands import OPS, merge_op
+from cuflash.problem.operands import OF_SEQUENCES, OPS, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
@@ -41,9 +41,13 @@ def plan_of(
     queries: int = 8,
     keys: int = 8,
     aligned: bool = True,
+    packed: bool = False,
     **arguments: Any,
 ) -> Plan | None:
-    """What this device launches for a causal problem of these head dims and keys; None where it has no kernel."""
+    """What this device launches for a causal problem of these head dims and keys; None where it has no kernel.
+
+    packed: the same rows as one sequence of several, whose lengths are on the device.
+    """
     if op == "merge":
         return plan(merge_of(dtype, head_dim), device)
     shapes = (queries, head_dim), (keys, head_dim), (keys, head_dim_v)
@@ -52,7 +56,14 @@ def plan_of(
         specs += [specs[0]._replace(shape=(1, queries, 1, head_dim_v)).densed()] * 2
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
-    problem = Problem.of(OPS[op], specs[:2] if op == "lse" else specs, options)
+    given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
+    if packed:
+        told = [ArraySpec.dense((2,), "int32")] * 2
+        given = [None if x is None else x._replace(shape=x.shape[1:], strides=x.strides[1:]) for x in given]
+        given += [*[None] * (len(OPS[op].inputs) - len(given)), *told]
+        if op == "backward":
+            given[5] = ArraySpec.dense((1, queries), "float32")
+    problem = Problem.of(OF_SEQUENCES[op] if packed else OPS[op], given, options)
     try:
         return plan(problem, device, () if aligned else ("q",))
     except UnsupportedError:
@@ -67,13 +78,14 @@ def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Proble
 
 def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     """Calls of one problem that this device may have different kernels for."""
+    packed = {"packed": True}
     if device.capability != (9, 0):
-        return [{}]
+        return [{}, packed]
     lengths: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
     if op == "backward":
         lengths = [{"queries": tile.min_queries, "causal": False} for tile in tiles_sm90.BACKWARD if tile.min_queries]
         lengths.append({})
-    return [{"aligned": False}, *(length | {"softcap": cap} for length, cap in product(lengths, (0.0, 30.0)))]
+    return [{"aligned": False}, packed, *(length | {"softcap": cap} for length, cap in product(lengths, (0.0, 30.0)))]
 
 
 def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
@@ -109,8 +121,9 @@ def variants(arch: str) -> tuple[Variant, ...]:
         made += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(edges(dtype), ways(device))]
         for *dims, out_dtype in product(edges(dtype), edges(dtype), out_dtypes):
             made += [plan_of("forward", dtype, *dims, device, out_dtype=out_dtype, **way) for way in ways(device)]
-            for algorithm in (name for name in ALGORITHM_CODES if name != "flash2"):
-                made.append(plan_of("forward", dtype, *dims, device, algorithm=algorithm, out_dtype=out_dtype))
+            for algorithm, packed in product((name for name in ALGORITHM_CODES if name != "flash2"), (False, True)):
+                more = {"algorithm": algorithm, "out_dtype": out_dtype, "packed": packed}
+                made.append(plan_of("forward", dtype, *dims, device, **more))
             for deterministic, way in product((False, True), ways(device, "backward")):
                 made.append(plan_of("backward", dtype, *dims, device, deterministic, out_dtype=out_dtype, **way))
         found |= dict.fromkeys(launch.variant for each in made if each is not None for launch in each.launches)

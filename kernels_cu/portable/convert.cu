@@ -72,8 +72,7 @@ struct Conversion {
     const int fragment = static_cast<int>(index / 8 - outer * fragments), column = fragment * 8;
     const long long batch_head = outer / strips;
     const int strip = static_cast<int>(outer - batch_head * strips);
-    const Strip<kLengths> at(problem, kRowsAreQueries, static_cast<int>(batch_head / heads), strip * 16);
-    if (column >= columns) return;
+    if (!kLengths && column >= columns) return;
 
     float x[2][8] = {};  // (row, column)
 #pragma unroll 1
@@ -92,6 +91,8 @@ struct Conversion {
         }
       }
     }
+    const Strip<kLengths> at(problem, kRowsAreQueries, static_cast<int>(batch_head / heads), strip * 16);
+    if (kLengths && column >= columns) return;  // why not before: the lanes of a warp look for their strip together
     char* const gmem = at.place.address(out, kElementBytes, static_cast<int>(batch_head % heads));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

@@ -1,11 +1,34 @@
 // Tiles between global memory and swizzled shared memory: cp.async brings them, 16-byte stores take them back.
 #pragma once
 #include "../common/fragment.cuh"
-#include "../common/sequence.cuh"
+#include "../common/ragged.cuh"
 #include "../common/swizzle.cuh"
 #include "../common/vector.cuh"
 #include "../ptx/cp_async.cuh"
 #include "../ptx/ldmatrix.cuh"
+
+// Where row 0 of a head begins.
+template <class At>
+struct FirstRow {
+  const char* gmem;
+
+  __device__ __forceinline__ FirstRow(const Operand& x, const At& place, int head, int column)
+      : gmem(place.address(x, kElementBytes, head, 0, column)) {}
+  __device__ __forceinline__ const char* address(const Operand&) const { return gmem; }
+};
+
+// The same of keys whose place is in memory. why not kept: registers are short.
+template <>
+struct FirstRow<KeyPlaceInMemory> {
+  const KeyPlaceInMemory place;
+  int head, column;
+
+  __device__ __forceinline__ FirstRow(const Operand&, const KeyPlaceInMemory& keys, int head_idx, int first_column)
+      : place(keys), head(head_idx), column(first_column) {}
+  __device__ __forceinline__ const char* address(const Operand& x) const {
+    return place.address(x, kElementBytes, head, 0, column);
+  }
+};
 
 // Loads (kRows, kCols) tiles of a head of an operand, from column `column` on; the head has `columns` of them. Rows
 // outside the range `valid` and columns past the last become zeros, whatever memory holds there. `At` says where
@@ -20,24 +43,20 @@ struct TileLoader {
   static_assert(kRowStep % 8 == 0, "a thread's rows must share their swizzle phase");
 
   const Operand& operand;
-  const At place;
-  const char* gmem;  // row 0 of the head, first column of the tile
-  int num_columns;   // that exist from there on
+  const FirstRow<At> first;  // row 0 of the head, first column of the tile
+  int num_columns;           // that exist from there on
 
-  __device__ __forceinline__ TileLoader(const Operand& x, const At& rows, int head, int columns, int column = 0)
-      : operand(x),
-        place(rows),
-        gmem(rows.address(x, kElementBytes, head, 0, column)),
-        num_columns(columns - column) {}
+  __device__ __forceinline__ TileLoader(const Operand& x, const At& place, int head, int columns, int column = 0)
+      : operand(x), first(x, place, head, column), num_columns(columns - column) {}
 
   // Begins to load the rows row … row + kRows - 1.
   __device__ __forceinline__ void load(unsigned smem, int row, Range valid) const {
     const int thread = fresh_thread(), first_row = thread / kLanes, lane = thread % kLanes;
     const long long row_bytes = operand.stride_seqlen * kElementBytes;
-    const char* source = gmem + (row + first_row) * row_bytes + lane * 16;
+    const char* source = first.address(operand) + (row + first_row) * row_bytes + lane * 16;
     const unsigned target = smem + Swizzle<kChunks>::offset(first_row, lane);
     if constexpr (At::kMayBePaged) {
-      if (place.at.is_paged()) return load_paged(target, row + first_row, row + kRows, lane * kChunkElements, valid);
+      if (first.place.at.is_paged()) return load_paged(target, row + first_row, row + kRows, lane * kChunkElements, valid);
     }
     if (operand.aligned && num_columns >= kCols && row >= valid.begin && row + kRows <= valid.end) {
 #pragma unroll
@@ -74,7 +93,8 @@ struct TileLoader {
 #pragma unroll 1
     for (; i < row_end; i += kRowStep, target += kRowStep * kChunks * 16) {
       const bool is_valid = i >= valid.begin && i < valid.end;
-      const char* const source = is_valid ? place.at.pages.row_of(gmem, operand, kElementBytes, i) : nullptr;
+      const char* const source =
+          is_valid ? first.place.at.pages.row_of(first.address(operand), operand, kElementBytes, i) : nullptr;
 #pragma unroll
       for (int c = 0; c < kChunks; c += kLanes) {
         const int count = source != nullptr ? min(max(columns - c * kChunkElements, 0), kChunkElements) : 0;

@@ -37,6 +37,7 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("merge", "bfloat16", 64, 64, {}),
     *((op, "bfloat16", 128, 128, {"aligned": False}) for op in BACKWARD_OPS),
     ("backward", "bfloat16", 128, 128, {}),
+    *((op, "bfloat16", 128, 128, {"packed": True}) for op in ("forward", "lse", *BACKWARD_OPS)),
 )
 HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
 SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128)
