@@ -37,6 +37,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 static_assert(sizeof(BackwardParams) == kParamsBytes, "the host packs other parameters");
+static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
 constexpr int kFragments = kWarpKeys / 16;
 constexpr int kPieces = kGroup == 1 ? kBlockQ / kPieceQ : 1;

@@ -24,6 +24,7 @@ struct SharedStorage {
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 static_assert(sizeof(BackwardDqParams) == kParamsBytes, "the host packs other parameters");
+static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
 using Scores = float[kFragments][kBlockK / 2];
 

@@ -18,7 +18,8 @@ from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm90 import TILES
 from cuflash.planning.variant import PARAMS
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import FORWARD
+from cuflash.problem.lengths import OPEN, PADDED_SLOT
+from cuflash.problem.operands import FORWARD, OF_SEQUENCES
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import structs
@@ -102,6 +103,27 @@ def test_pointers_and_parts_of_the_workspace_are_placed_by_name(arch: str, deter
                 assert getattr(struct, name).pointer == wanted[name], name
             elif kind is structs.c_void_p:
                 assert getattr(struct, name) == wanted.get(name), name
+
+
+def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
+    q, pages = ArraySpec.dense((50, 4, 64), "float16"), ArraySpec.dense((9, 16, 2, 64), "float16")
+    bounds, used = ArraySpec.dense((4,), "int32"), ArraySpec.dense((3,), "int32")
+    table = ArraySpec((3, 7), (20, 1), "int32", "cpu", "numpy")
+    options = Options(window_size=(5, 2), diagonal_offset=3, max_seqlen_q=40)
+    given = [q, pages, pages, bounds, None, None, used, table]
+    of = Problem.of(OF_SEQUENCES["forward"], given, options)
+    struct = filled(plan(of, KNOWN["sm_80"]), 0, tuple(2**30 * (n + 1) for n in range(11))).problem
+    assert {name: getattr(struct, name) for name in of.op.names[3:9]} == {
+        name: 2**30 * (n + 4) for n, name in enumerate(of.op.names[3:9])
+    }
+    assert (struct.batch, struct.seqlen_q, struct.seqlen_k, struct.page_table_stride) == (3, 40, 7 * 16, 20)
+    assert (struct.rows_q, struct.rows_k, struct.batch_k, struct.clears_unused) == (50, 16, 9, 1)
+    assert (struct.mask_first, struct.mask_last, struct.mask_from_end) == (-2, 5, 0)
+    assert (struct.padded_rows_q, struct.padded_rows_k) == (128 * (0 + 3 + 2), 128 * 3)
+    program = '#include "common/ragged.cuh"'
+    wrong = f"kPaddedSlot == {PADDED_SLOT + 1}"
+    claims = [f"kPaddedSlot == {PADDED_SLOT}", f"RaggedSequence::kOpen == {OPEN}", wrong]
+    assert false_claims(program, claims) == [wrong]
 
 
 def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes() -> None:
