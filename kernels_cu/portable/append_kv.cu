@@ -4,8 +4,8 @@
 //   position = seqused_k[b] + i         page = page_table[b][position / page_size], or cache_batch_idx[b], or b
 //   k_cache[page][position % page_size] = rotated k, v_cache[page][position % page_size] = v, q_out[i] = rotated q
 //
-//   x' = x cos − y sin   y' = x sin + y cos   where pair j of a row is (row[j], row[rotary_dim / 2 + j]) or, where pairs
-//   are interleaved, (row[2 j], row[2 j + 1]), and its cos and sin are those of the tables at [position][j]
+//   x' = x cos − y sin   y' = x sin + y cos   where pair j of a row is (row[j], row[rotary_dim / 2 + j]) or, where
+//   pairs are interleaved, (row[2 j], row[2 j + 1]), and its cos and sin are those of the tables at [position][j]
 //
 // Numbers that are read from memory are not trusted: whatever they are, no address lies outside of the arrays.
 //
@@ -53,10 +53,10 @@ __device__ __forceinline__ NewRow new_row(const int* cu_seqlens, int num_sequenc
 
 // A piece of a row, of which `rotary_dim` elements are rotated: first and second side of some pairs, or one chunk.
 struct Piece {
-  int pair, pairs;                   // the first pair, and how many there are; 0: these elements are not rotated
-  int column, count;                 // of the first chunk: its column, and how many of its elements exist
-  int second_column, second_count;   // the same of the second chunk
-  bool in_chunks;                    // whether its chunks begin at 16 bytes of a row
+  int pair, pairs;                  // the first pair, and how many there are; 0: these elements are not rotated
+  int column, count;                // of the first chunk: its column, and how many of its elements exist
+  int second_column, second_count;  // the same of the second chunk
+  bool in_chunks;                   // whether its chunks begin at 16 bytes of a row
   Chunk<kDType> first, second;
 
   __device__ __forceinline__ Piece(int number, int columns, int rotary_dim, bool interleaved) {
