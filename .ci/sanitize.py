@@ -27,7 +27,7 @@ from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import merge_op
+from cuflash.problem.operands import APPEND_KV, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler, launch
@@ -116,11 +116,13 @@ def work() -> list[Call]:
 
 
 def variants() -> list[Variant]:
-    """All kernels that `run` launches, except a few of `merge_and_views`."""
+    """All kernels that `run` launches, except a few of `merge_and_views` and `append`."""
     made = [made for call in work() for made in plans(*call)]
     lse = ArraySpec.dense((1, 1, 1), "float32")
     states = [[ArraySpec.dense((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
     made += [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
+    caches = [[row] * 4 + [ArraySpec.dense((1,), "int32")] for row, _ in states]
+    made += [plan(Problem.of(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
     return list({launch.variant: None for each in made for launch in each.launches})
 
 
@@ -142,7 +144,7 @@ def unreached(wanted: list[Variant]) -> list[str]:
 
 
 def run() -> None:
-    """Makes all calls of `work`, then merges, and reads every result."""
+    """Makes all calls of `work`, then merges and appends, and reads every result."""
     cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
     query = device.query
     for count, (gpu, case, how) in enumerate(work()):
@@ -154,6 +156,7 @@ def run() -> None:
     device.query = query
     launch.KEPT.clear()
     merge_and_views()
+    append()
 
 
 def call(case: Case, how: str) -> None:
@@ -186,6 +189,25 @@ def merge_and_views() -> None:
         if dtype != "float32":
             out, lse = cuflash.forward(q, k, v, return_lse=True, out_dtype="float32")
             check(case, out, *cuflash.backward(q.copy(), q, k, v, out, lse))
+
+
+def append() -> None:
+    """Appends in each dtype, place, rotation and alignment, with lengths and pages that are not in the cache."""
+    ways = itertools.product(tiles_sm80.TILES, (64, 33), ("rows", "pages", "packed"), (False, True))
+    for dtype, head_dim, place, interleaved in ways:
+        case = Case("append", 3, 5, 40, 4, 2, head_dim, head_dim, dtype)
+        q, k_cache, v_cache = (cupy.asarray(x) for x in case.arrays())
+        k, v, lengths = q[:, :, :2], q[:, :, 2:], cupy.asarray([-3, 37, 2**31 - 1], "int32")
+        cos = cupy.ones((41, 16), "float32" if interleaved else q.dtype)
+        told = {"q": q, "rotary_cos": cos, "rotary_sin": cos, "rotary_interleaved": interleaved}
+        if place == "pages":
+            k_cache, v_cache = (x.reshape(-1, 8, 2, head_dim) for x in (k_cache, v_cache))
+            told["page_table"] = cupy.asarray([[0, 1, 2, 3, 4], [15, -1, 14, 13, 12], [99] * 5], "int32")
+        if place == "packed":
+            bounds = cupy.asarray([-1, 4, 9, 99], "int32")
+            q, k, v = (cupy.ascontiguousarray(x).reshape(15, -1, head_dim) for x in (q, k, v))
+            told |= {"q": q, "cu_seqlens_k": bounds, "cu_seqlens_q": bounds}
+        check(case, cuflash.append_kv(k_cache, v_cache, k, v, lengths, **told), k_cache, v_cache)
 
 
 def check(case: Case, *results: Any) -> None:

@@ -4,6 +4,7 @@
 """
 
 from .errors import CompileError, ProblemError, UnsupportedError
+from .ops.append import append_kv
 from .ops.backward import backward
 from .ops.forward import forward
 from .ops.lse import lse
@@ -15,6 +16,7 @@ __all__ = [
     "CompileError",
     "ProblemError",
     "UnsupportedError",
+    "append_kv",
     "backward",
     "forward",
     "lse",

@@ -25,14 +25,14 @@ from .planning.planner import plan
 from .planning.variant import ALGORITHM_CODES, Variant
 from .problem.array_spec import ArraySpec
 from .problem.dtypes import GPU_DTYPES
+from .problem.operands import APPEND_KV, INTEGERS, merge_op
 from .problem.operands import OPS as PUBLIC
-from .problem.operands import merge_op
 from .problem.options import Options
 from .problem.problem import Problem
 from .runtime import compiler
 from .runtime.cache import cache_dir
 
-OPS = ("forward", "lse", "backward", "merge")
+OPS = ("forward", "lse", "backward", "merge", "append_kv")
 SEQLEN = 128
 COMPILED, THERE, FAILED = "compiled", "there", "failed"
 HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
@@ -46,7 +46,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     add_list("--dtypes", "float16,bfloat16", _some_of(GPU_DTYPES), "also float32")
     add_list("--head-dims", "64,128", _head_dims, "each of q, k and v, or of q and k and of v as in 192x128")
-    add_list("--ops", "forward,backward", _some_of(OPS), "also lse, merge")
+    add_list("--ops", "forward,backward", _some_of(OPS), "also lse, merge, append_kv")
     add_list("--algorithms", "flash2", _some_of(ALGORITHM_CODES), "also flash1, flashd; of forward")
     parser.add_argument("--out-dtype", choices=["float32"], help="of out; default the dtype of the inputs")
     parser.add_argument("--softcap", action="store_true", help="the kernels of capped scores, too, where they differ")
@@ -130,6 +130,8 @@ def _variants_of(
     if op == "merge":
         lse = ArraySpec.dense((2, 2, SEQLEN), "float32")
         problems = [Problem.of(merge_op(1), [v, lse], Options())]
+    elif op == "append_kv":
+        problems = [Problem.of(APPEND_KV, [q, v, q, v, ArraySpec.dense((2,), INTEGERS)], Options())]
     else:
         out = v._replace(dtype=more.get("out_dtype") or dtype)
         specs = {"lse": [q, q], "forward": [q, q, v], "backward": [q, q, v, v, out]}[op]

@@ -91,12 +91,13 @@ def test_a_damaged_kernel_is_compiled_again_and_the_summary_tells_it_from_what_w
 
 def test_dtypes_head_dims_and_ops_are_all_combined(compiled: list[Variant]) -> None:
     # Hopper's own kernels read neither keys of head dim 33 nor values of head dim 4.
-    assert run("--dtypes", "bfloat16,float32", "--head-dims", "33,40,64x4,192x128", "--ops", "forward,lse,merge",
-               "--device", "sm_90") == 0  # fmt: skip
+    assert run("--dtypes", "bfloat16,float32", "--head-dims", "33,40,64x4,192x128", "--ops",
+               "forward,lse,merge,append_kv", "--device", "sm_90") == 0  # fmt: skip
     dims = (33, 33), (40, 40), (64, 4), (192, 128)
-    every = product(("forward", "lse", "merge"), ("bfloat16", "float32"), dims)
+    every = product(("forward", "lse", "merge", "append_kv"), ("bfloat16", "float32"), dims)
     assert set(compiled) == launched(*((op, dtype, *dims, "sm_90") for op, dtype, dims in every))
-    assert len(set(compiled)) == len(compiled) == 13  # merge has one for all head dims, 40 in bfloat16 two of forward
+    # merge and append_kv have one for all head dims, 40 in bfloat16 two of forward
+    assert len(set(compiled)) == len(compiled) == 15
 
 
 def test_softcap_adds_the_kernels_of_capped_scores_where_there_are_any(compiled: list[Variant]) -> None:
@@ -302,8 +303,8 @@ def test_a_person_sees_a_bar_and_a_log_does_not(
 
 BAD = {
     "dtype": (("--dtypes", "float16,float64"), "--dtypes: 'float64': give some of float16, bfloat16, float32"),
-    "nothing": (("--ops", ""), "--ops: '': give some of forward, lse, backward, merge"),
-    "op": (("--ops", "forward,standard"), "--ops: 'standard': give some of forward, lse, backward, merge"),
+    "nothing": (("--ops", ""), "--ops: '': give some of forward, lse, backward, merge, append_kv"),
+    "op": (("--ops", "forward,standard"), "--ops: 'standard': give some of forward, lse, backward, merge, append_kv"),
     "algorithm": (("--algorithms", "standard"), "--algorithms: 'standard': give some of flash1, flash2, flashd"),
     **{
         f"head_dims_{text}": (("--head-dims", text), f"--head-dims: {text!r}: give whole numbers above 0")

@@ -20,7 +20,7 @@ from cuflash.planning.tiles_sm80 import BACKWARD, DQ, TILES
 from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.dtypes import DTYPES as ROWS
-from cuflash.problem.operands import OF_SEQUENCES, OPS, merge_op
+from cuflash.problem.operands import APPEND_KV, OF_SEQUENCES, OPS, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
@@ -50,6 +50,8 @@ def plan_of(
     """
     if op == "merge":
         return plan(merge_of(dtype, head_dim), device)
+    if op == "append_kv":
+        return plan(append_of(dtype, head_dim, head_dim_v), device)
     shapes = (queries, head_dim), (keys, head_dim), (keys, head_dim_v)
     specs = [ArraySpec.dense((1, n, 1, d), dtype) for n, d in shapes]
     if op == "backward":  # dout, then out in its own dtype
@@ -74,6 +76,31 @@ def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Proble
     """So many states of one head."""
     out, lse = ArraySpec.dense((1, rows, 1, head_dim), dtype), ArraySpec.dense((1, 1, rows), "float32")
     return Problem.of(merge_op(count), [out] * count + [lse] * count, Options())
+
+
+def append_of(
+    dtype: str,
+    head_dim: int = 64,
+    head_dim_v: int = 64,
+    *,
+    rows: int = 1,
+    queries: int = 0,
+    pairs: int = 0,
+    page_size: int = 0,
+    wide: bool = False,
+    **flags: bool,
+) -> Problem:
+    """So many new rows for each of two sequences in a cache of 40 keys, or in pages, with tables of 50 positions."""
+    pool = (9, page_size) if page_size else (2, 40)
+    shapes = {"k_cache": (*pool, 2, head_dim), "v_cache": (*pool, 2, head_dim_v), "k": (2, rows, 2, head_dim),
+              "v": (2, rows, 2, head_dim_v), "q": (2, queries, 4, head_dim)}  # fmt: skip
+    specs = {name: ArraySpec.dense(shape, dtype) for name, shape in shapes.items() if name != "q" or queries}
+    specs["seqused_k"] = ArraySpec.dense((2,), "int32")
+    if page_size:
+        specs["page_table"] = ArraySpec.dense((2, 5), "int32")
+    if pairs:
+        specs["rotary_cos"] = specs["rotary_sin"] = ArraySpec.dense((50, pairs), "float32" if wide else dtype)
+    return Problem.of(APPEND_KV, [specs.get(operand.name) for operand in APPEND_KV.inputs], Options(**flags))
 
 
 def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
@@ -117,7 +144,7 @@ def variants(arch: str) -> tuple[Variant, ...]:
     for (block, whole), dtype in product(sizes, DTYPES):
         device = replace(KNOWN[arch], smem_per_block=block, smem_per_sm=whole)
         out_dtypes = (dtype, "float32") if ROWS[dtype].itemsize == 2 else (dtype,)
-        made = [plan_of("merge", dtype, 64, 64, device)]
+        made = [plan_of(op, dtype, 64, 64, device) for op in ("merge", "append_kv")]
         made += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(edges(dtype), ways(device))]
         for *dims, out_dtype in product(edges(dtype), edges(dtype), out_dtypes):
             made += [plan_of("forward", dtype, *dims, device, out_dtype=out_dtype, **way) for way in ways(device)]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
+from ..problem.checks import check_alike
 from ..problem.operands import Op
-from ..problem.problem import check_alike
 from .cupy import cupy
 from .dlpack import DlpackLibrary
 from .library import Library

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import UnsupportedError
-from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from .device import Device
 from .variant import Variant
@@ -89,9 +87,9 @@ class Plan(NamedTuple):
         return self._result_bytes(lse=True)
 
     def _result_bytes(self, lse: bool) -> int:
-        results = zip(self.problem.op.outputs, self.problem.outputs, strict=True)
-        sizes = (math.prod(shape) * DTYPES[t].itemsize for x, (shape, t) in results if (x.name == "lse") == lse)
-        return sum(sizes)
+        op, specs = self.problem.op, self.problem.specs
+        results = zip(op.outputs, specs[len(op.inputs) :], strict=True)
+        return sum(spec.num_bytes for x, spec in results if spec is not None and (x.name == "lse") == lse)
 
     @property
     def boxed(self) -> tuple[str, ...]:
@@ -149,6 +147,8 @@ def make_plan(
 def _described(problem: Problem) -> str:
     if problem.op.name == "merge":
         return f"outs of shape {problem.spec('out').shape}"
+    if problem.op.name == "append_kv":
+        return f"new keys of shape {problem.spec('k').shape} and their queries"
     return f"batch {problem.batch} x heads {problem.heads_q} x seqlens {problem.seqlen_q} and {problem.seqlen_k}"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from ..errors import UnsupportedError
 from ..problem.dtypes import GPU_DTYPES
 from ..problem.problem import Problem
+from .append import append_plan
 from .backward import backward_plan
 from .device import Device
 from .forward import forward_plan
@@ -36,6 +37,8 @@ def plan(problem: Problem, device: Device | None, misaligned: Collection[str] = 
                 "then the results (in float32, to round only once)."
             )
         return merge_plan(problem, device)
+    if problem.op.name == "append_kv":
+        return append_plan(problem, device)
     if problem.op.name == "backward":
         return backward_plan(problem, device, misaligned)
     if problem.options.algorithm == "standard":

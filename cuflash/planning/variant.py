@@ -24,6 +24,7 @@ PARAMS = {
     "portable/delta.cu": "DeltaParams",
     "portable/convert.cu": "ConvertParams",
     "portable/merge.cu": "MergeParams",
+    "portable/append_kv.cu": "AppendParams",
 }
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
 

@@ -28,8 +28,9 @@ class Operand(NamedTuple):
     """An array of a call. Axes are named as the lengths of a `Problem` are.
 
     dtype: whose dtype it has: that of the "inputs", that of "out", "lse" for the accumulator's; "any out" is either;
-    "int32" is itself.
+    "table" is that of the inputs or float32; "int32" is itself.
     strided: whether kernels know strides of it; if not, what is not contiguous is copied.
+    written: whether it is an input that the op writes to, in place. Such an array is never copied.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Operand(NamedTuple):
     dtype: str = "inputs"
     optional: bool = False
     strided: bool = True
+    written: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,11 @@ class Op:
     def names(self) -> tuple[str, ...]:
         """The names of all operands."""
         return tuple(operand.name for operand in self.operands)
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """The numbers of the inputs that are written to."""
+        return tuple(number for number, operand in enumerate(self.inputs) if operand.written)
 
 
 Q = Operand("q", (*ROWS_Q, "head_dim"))
@@ -105,6 +112,27 @@ def _of_sequences(op: Op) -> Op:
 
 # The same ops on sequences of several lengths. why ops of their own: a dense call asks nothing of arrays that it lacks.
 OF_SEQUENCES = {name: _of_sequences(op) for name, op in OPS.items()}
+
+# A cache without a page table is a pool whose pages are its rows: each holds the whole capacity of a sequence.
+POOL = ("num_pages", "page_size", "heads_kv")
+_TABLE = Operand("rotary_cos", ("positions", "pairs"), "table", optional=True)
+APPEND_KV = Op(
+    "append_kv",
+    (
+        Operand("k_cache", (*POOL, "head_dim"), written=True),
+        Operand("v_cache", (*POOL, "head_dim_v"), written=True),
+        K,
+        V,
+        _integers("seqused_k", "batch")._replace(optional=False),
+        *CACHED,
+        _integers("cu_seqlens_k", "bounds"),
+        Q._replace(optional=True),
+        _integers("cu_seqlens_q", "bounds"),
+        _TABLE,
+        _TABLE._replace(name="rotary_sin"),
+    ),
+    (Q._replace(name="q_out", optional=True),),
+)
 
 
 @lru_cache(maxsize=64)

@@ -126,6 +126,10 @@ def _split_size(value: Any, known: Known) -> int | None:
     return size
 
 
+def _flag(name: str) -> Callable[[Any, Known], bool]:
+    return lambda value, _: check_flag(name, value)
+
+
 def _algorithm(value: Any, known: Known) -> str:
     if not isinstance(value, str) or value not in ALGORITHMS:
         raise ProblemError(f"algorithm={value!r} is not known; give one of {', '.join(ALGORITHMS)}")
@@ -164,17 +168,19 @@ class Options(NamedTuple):
     """The keyword arguments of a call: as they were given (hashable where they are legal), or as `judged` made them."""
 
     softmax_scale: Annotated[float | None, Option(_scale)] = None
-    causal: Annotated[bool, Option(lambda value, _: check_flag("causal", value))] = False
+    causal: Annotated[bool, Option(_flag("causal"))] = False
     window_size: Annotated[WindowSize, Option(lambda value, _: check_window(value))] = (-1, -1)
     diagonal_offset: Annotated[int | None, Option(_offset)] = None
     softcap: Annotated[float, Option(_softcap)] = 0.0
     algorithm: Annotated[str, Option(_algorithm, ("forward",))] = "flash2"
     out_dtype: Annotated[str | None, Option(_out_dtype, ("forward",))] = None
-    deterministic: Annotated[bool, Option(lambda value, _: check_flag("deterministic", value), ("backward",))] = False
+    deterministic: Annotated[bool, Option(_flag("deterministic"), ("backward",))] = False
     max_seqlen_q: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_q", value))] = None
     max_seqlen_k: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_k", value))] = None
     num_splits: Annotated[int, Option(_num_splits, ("forward", "lse"))] = 0
     split_size: Annotated[int | None, Option(_split_size, ("forward", "lse"))] = None
+    q_same_position: Annotated[bool, Option(_flag("q_same_position"), ("append_kv",))] = False
+    rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
 
     def key(self) -> tuple[Any, ...]:
         """What a cache asks for: 1, 1.0 and True are equal, but not all of them are a scale or a window."""

@@ -8,14 +8,15 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..errors import ProblemError
+from . import append
 from .array_spec import ArraySpec
-from .dtypes import DTYPES, check_dtype
+from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
+from .dtypes import DTYPES
 from .lengths import Lengths, bounded, check_unbounded, places_of
 from .mask import Mask
 from .operands import INTEGERS, MISSING_AXES, Op, Operand
 from .options import Known, Options
 
-MAX_SEQLEN = 2**30 - 4096  # the sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels
 LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen, head_dim)"
 Specs = Sequence[ArraySpec | None]
 # The products that an op makes: of head_dim (backward's s, dq and dk), and of head_dim_v (dp and dv).
@@ -27,7 +28,8 @@ class Problem(NamedTuple):
 
     With `lengths`, batch is the number of sequences, seqlen_q and seqlen_k bound the lengths of each, and mask is that
     of a sequence of these lengths.
-    `merge_states` is the problem of its outs, without keys: seqlen_k and head_dim are 0.
+    `merge_states` is the problem of its outs, without keys: seqlen_k and head_dim are 0. For `append_kv`, seqlen_k and
+    the k of `lengths` are of the new keys; without q, what is of q is 0.
     `specs` are of the op's operands in the caller's rank, in their order: None for an input that is not there.
     """
 
@@ -55,6 +57,8 @@ class Problem(NamedTuple):
         """
         if op.name == "merge":
             return _of_states(op, specs)
+        if op.name == "append_kv":
+            return _of_append(op, specs, options)
         specs = (*specs, *[None] * (len(op.operands) - len(specs)))
         named: Any = dict(zip(("q", "k", "v") if "v" in op.index else ("q", "k"), specs, strict=False))
         check_alike(named)
@@ -232,9 +236,9 @@ def _checked(
         if spec is None:
             checked[number] = ArraySpec.dense(shape, allowed[0], q.device, q.library)
         else:
-            _check_operand(operand.name, spec, q, shape, allowed)
+            check_operand(operand.name, spec, q, shape, allowed)
             if is_output:
-                _check_output(operand.name, spec)
+                check_output(operand.name, spec)
     return tuple(checked)
 
 
@@ -243,44 +247,6 @@ def _shaper(axes: tuple[str, ...], rank: int) -> Callable[[Mapping[str, int]], t
     """From the lengths of all axes to the shape of an operand with these axes where q, or k, has this rank."""
     there = [axis for axis in axes if axis not in MISSING_AXES[rank]]
     return itemgetter(*there) if len(there) > 1 else lambda lengths: tuple([lengths[axis] for axis in there])
-
-
-def _check_operand(name: str, spec: ArraySpec, q: ArraySpec, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> None:
-    """Judges a further array of a call against the problem that q, k and v describe."""
-    if spec.library != q.library or spec.device != q.device:
-        raise ProblemError(f"{name} is a {spec}, but q is a {q.library} array on {q.device}; give both alike")
-    if spec.shape != shape:
-        raise ProblemError(f"{name} has shape {spec.shape}; this problem needs {shape}")
-    if spec.dtype not in dtypes:
-        raise ProblemError(f"{name} has dtype {spec.dtype}; this problem needs {' or '.join(dtypes)}")
-
-
-def _check_output(name: str, spec: ArraySpec) -> None:
-    """Judges an array that a call is to write to."""
-    repeated = any(stride == 0 and length > 1 for length, stride in zip(spec.shape, spec.strides, strict=True))
-    if repeated and 0 not in spec.shape:
-        raise ProblemError(
-            f"{name} has shape {spec.shape} and strides {spec.strides}: rows share memory; give a dense {name}"
-        )
-
-
-def check_alike(named: dict[str, ArraySpec]) -> None:
-    """Judges library, device and dtype of operands, which must all be those of the first."""
-    of, first = next(iter(named.items()))
-    check_dtype(of, first.dtype)
-    own = first.dtype, first.device, first.library
-    for name, spec in named.items():
-        if spec[2:] == own:
-            continue
-        if spec.library != first.library:
-            raise ProblemError(
-                f"{name} is a {spec.library} array, but {of} is a {first.library} array; give all of one framework "
-                "(convert with from_dlpack)"
-            )
-        if spec.device != first.device:
-            raise ProblemError(f"{name} is on {spec.device}, but {of} is on {first.device}; move all to one device")
-        check_dtype(name, spec.dtype)
-        raise ProblemError(f"{name} has dtype {spec.dtype}, but {of} has {first.dtype}; cast all to one dtype")
 
 
 def _of_states(op: Op, specs: Specs) -> Problem:
@@ -310,3 +276,14 @@ def _of_states(op: Op, specs: Specs) -> Problem:
     results = first.densed(), lses[0].densed()
     lengths = b, s, 0, h, h, 0, d
     return Problem(op, *lengths, first.dtype, Mask.of(s, 0), Options(), first.device, first.library, (*given, *results))
+
+
+def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
+    """Judges a call of `append_kv`."""
+    axes, checked = append.judged(op, specs)
+    cache: Any = checked[0]
+    options = options.judged(Known(axes["head_dim"], cache.dtype))
+    lengths = itemgetter("batch", "rows_q", "rows_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")(axes)
+    own = Lengths(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
+    of_cache = cache.device, cache.library
+    return Problem._make((op, *lengths, cache.dtype, Mask.of(0, 0), options, *of_cache, checked, own))

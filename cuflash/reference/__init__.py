@@ -11,11 +11,12 @@ from typing import Any
 
 from ..problem.problem import Problem
 from . import flash1, flash2, flashd, sequences, standard
+from .append import append_kv
 from .backward import backward
 from .merge import merge_states
 from .tiles import Array
 
-__all__ = ["RUN", "backward", "forward", "lse", "merge_states", "of_sequences"]
+__all__ = ["RUN", "append_kv", "backward", "forward", "lse", "merge_states", "of_sequences"]
 
 _FORWARD: dict[str, Callable[..., tuple[Array, Array]]] = {
     "standard": standard.forward,
@@ -39,15 +40,18 @@ def lse(problem: Problem, q: Array, k: Array) -> Array:
     return forward(problem, q, k, k[..., :0])[1]
 
 
-# Each op's function, which computes its results from views of its inputs in their order.
+# Each op's function, which computes its results from views of its inputs in their order; append_kv takes them by name.
 RUN: dict[str, Callable[..., Sequence[Array]]] = {
     "forward": forward,
     "lse": lambda problem, q, k: (lse(problem, q, k),),
     "backward": lambda problem, q, k, v, dout, *others: backward(problem, dout, q, k, v, *others),
     "merge": lambda states, *views: merge_states(views[: len(views) // 2], views[len(views) // 2 :]),
+    "append_kv": append_kv,
 }
 
 
 def of_sequences(problem: Problem, named: Mapping[str, Array], out: Array | None = None) -> list[Array]:
     """The results of a problem of several lengths: see `sequences.run`. Arrays have all of their axes."""
+    if problem.op.name == "append_kv":
+        return list(RUN["append_kv"](problem, named))
     return sequences.run(problem, RUN[problem.op.name], named, out)

@@ -75,7 +75,7 @@ def each(problem: Problem, named: Named) -> Iterator[One]:
     """The sequences of a batch; `named` has the arrays that tell their lengths."""
     rows_q = problem.shape(problem.op.operands[0])[1]
     for b in range(problem.batch):
-        row, begin, rows = _rows(b, rows_q, named.get("cu_seqlens_q"))
+        row, begin, rows = rows_of(b, rows_q, named.get("cu_seqlens_q"))
         count = _used("seqused_q", b, min(rows, problem.seqlen_q), named)
         yield One(row, slice(begin, begin + count), _keys(b, problem, named))
 
@@ -114,19 +114,20 @@ def _empty(problem: Problem, operand: Operand, named: Named) -> Array:
     return np.zeros(shape, np.float32 if wide else named["q"].dtype)
 
 
-def _clamped(number: Any, most: int) -> int:
+def clamped(number: Any, most: int) -> int:
+    """The nearest number from 0 to `most`."""
     return min(max(int(number), 0), most)
 
 
 def _used(name: str, b: int, rows: int, named: Named) -> int:
-    return _clamped(named[name][b], rows) if name in named else rows
+    return clamped(named[name][b], rows) if name in named else rows
 
 
-def _rows(b: int, rows: int, bounds: Array | None) -> tuple[int, int, int]:
+def rows_of(b: int, rows: int, bounds: Array | None) -> tuple[int, int, int]:
     """(row of the first axis, first row of the second, how many) of a sequence, used or not."""
     if bounds is None:
         return b, 0, rows
-    ((begin, end),) = pairwise(_clamped(bound, rows) for bound in bounds[b : b + 2])
+    ((begin, end),) = pairwise(clamped(bound, rows) for bound in bounds[b : b + 2])
     return 0, begin, max(end - begin, 0)
 
 
@@ -137,7 +138,7 @@ def _keys(b: int, problem: Problem, named: Named) -> tuple[Array, Array]:
         positions = np.arange(_used("seqused_k", b, rows, named))
         pages = table[b, positions // rows_k]
         return np.where((pages >= 0) & (pages < batch_k), pages, -1), positions % rows_k
-    row, begin, rows = _rows(b, rows_k, named.get("cu_seqlens_k"))
+    row, begin, rows = rows_of(b, rows_k, named.get("cu_seqlens_k"))
     if (cached := named.get("cache_batch_idx")) is not None:
         row = int(cached[b]) if 0 <= cached[b] < batch_k else -1
     count = _used("seqused_k", b, min(rows, problem.seqlen_k), named)

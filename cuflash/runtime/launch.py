@@ -142,6 +142,11 @@ class Call:
         ordinal = problem.ordinal
         assert ordinal is not None
         self.problem, self.ordinal, self.outputs = problem, ordinal, problem.outputs
+        own, inputs = [0 if spec is None else spec.own_bytes for spec in self._given], problem.op.inputs
+        # The arrays that there are: their numbers, and how many bytes of each are surely its own.
+        self._own = [(number, size) for number, size in enumerate(own) if size]
+        # The numbers of those that are written to: inputs, or an output that was given.
+        self.written = (*problem.op.written, *range(len(inputs), len(own)))
         self.aligned = _kernels(problem, ordinal)
         self.plan = self.aligned.plan
         # Whether inputs are copied, or nothing is launched.
@@ -162,16 +167,17 @@ class Call:
                 self._for_any = _kernels(self.problem, self.ordinal, [names[n] for n in self.aligned.boxed])
         return self._for_any
 
-    def check_separate(self, inputs: Sequence[int], out: int) -> None:
-        """`ProblemError` if the memory of the given output is seen to be that of an input, too."""
-        names = self.problem.op.names
-        *own, size_of_out = [0 if spec is None else spec.own_bytes for spec in self._given]
-        for name, start, size in zip(names, inputs, own, strict=False):
-            if out < start + size and start < out + size_of_out:
-                raise ProblemError(
-                    f"{names[len(own)]} shares memory with {name}, which is read while {names[len(own)]} is written; "
-                    "give another"
-                )
+    def check_separate(self, pointers: Sequence[int]) -> None:
+        """`ProblemError` if memory that is written to is seen to be that of another array, too."""
+        for number, size in self._own:
+            if number in self.written:
+                begin, end = pointers[number], pointers[number] + size
+                for other, bytes_of_other in self._own:
+                    if pointers[other] < end and begin < pointers[other] + bytes_of_other and other != number:
+                        name, shared = self.problem.op.names[number], self.problem.op.names[other]
+                        raise ProblemError(
+                            f"{name} shares memory with {shared}, which is read while {name} is written; give another"
+                        )
 
 
 class Judged(NamedTuple):
@@ -189,7 +195,8 @@ def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) ->
     for operand, x in zip(op.operands, arrays, strict=False):
         spec = None if x is None else library.spec(operand.name, x)
         specs.append(spec)
-        copied.append(spec is not None and (spec.has_gaps if operand.strided else not spec.is_dense))
+        has_gaps = spec is not None and (spec.has_gaps if operand.strided else not spec.is_dense)
+        copied.append(has_gaps and not operand.written)
     read = specs
     if True in copied:
         read = [x.densed() if x is not None and copy else x for x, copy in zip(specs, copied, strict=True)]
@@ -226,8 +233,8 @@ def run(op: Op, arrays: tuple[Any, ...], options: Options, outputs: int | None =
                 return _standard(library, call.problem, arrays, out)[:outputs]
             arrays = tuple(library.dense(x) if copy else x for x, copy in zip(arrays, call.copied, strict=False))
         inputs = [0 if x is None else pointer(x) for x in arrays]
-        if out is not None:
-            call.check_separate(inputs, pointer(out))
+        if call.written:
+            call.check_separate(inputs if out is None else [*inputs, pointer(out)])
         wanted = call.outputs if outputs is None else call.outputs[:outputs]
         if out is None:
             results = [empty(shape, dtype, ordinal) for shape, dtype in wanted]
@@ -257,6 +264,8 @@ def _exchanged(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, opti
     assert isinstance(library, DlpackLibrary)
     if out is not None:
         raise ProblemError(f"out= is not offered for {library.name} arrays; leave out=None")
+    if op.written:
+        host.refuse_to_write(op.names[op.written[0]], library)
     exchanged = tuple(None if x is None else library.to_cupy(x) for x in arrays)
     return tuple(map(library.from_cupy, run(op, exchanged, options)))
 

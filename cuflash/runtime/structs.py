@@ -137,6 +137,13 @@ _STRUCTS: dict[str, Fields] = {
         ("num_elements", c_int64),
         *_ints("head_dim_v heads seqlen num_states"),
     ],
+    "AppendParams": [
+        *_operands("k_cache v_cache k v q q_out"),
+        *_pointers("seqused_k page_table cache_batch_idx cu_seqlens_k cu_seqlens_q rotary_cos rotary_sin"),
+        *[(name, c_int64) for name in ("page_table_stride", "rotary_cos_stride", "rotary_sin_stride")],
+        *_ints("batch rows_k rows_q heads_kv heads_q head_dim_v head_dim rotary_dim pieces pieces_v"),
+        *_ints("num_pages page_size max_pages positions wide_table interleaved q_same_position num_key_blocks"),
+    ],
 }
 STRUCTS: dict[str, type[Structure]] = {
     name: type(name, (Structure,), {"_fields_": fields}) for name, fields in _STRUCTS.items()
@@ -224,12 +231,13 @@ class Parameters:
         for field, value in launch.fields.items():
             wide, at = numbers[field]
             (words if wide else ints)[at] = value
-        if problem.op.name != "merge":
+        if _PROBLEM[0] in _STRUCTS[name]:
             _write_problem(problem, packed, STRUCTS[name].problem.offset)
         self._plain, operands, maps, parts = _places(name, problem.op)
         # why tuples: those of numbers alone are not walked by Python's collector, and a process keeps thousands.
         self._workspace = tuple([(word, workspace[part].begin) for part, word in parts if part in workspace])
         specs, boxes = problem.specs_4d, launch.boxes
+        operands = [(number, word) for number, word in operands if specs[number] is not None]
         for number, word in operands:
             words[word + 1], words[word + 2], words[word + 3] = specs[number].strides[:3]
         # Number, word, the bits that misalign.

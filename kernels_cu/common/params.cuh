@@ -138,3 +138,25 @@ struct MergeParams {
   long long num_elements;  // of one out
   int head_dim_v, heads, seqlen, num_states;
 };
+
+// portable/append_kv.cu. k_cache and v_cache are (num_pages, page_size, heads_kv, …): a cache without page_table is one
+// page for each sequence. k and v are (batch, rows_k, heads_kv, …), q and q_out (batch, rows_q, heads_q, head_dim),
+// with batch 1 where cu_seqlens tell of packed rows.
+struct AppendParams {
+  Operand k_cache, v_cache, k, v, q, q_out;
+  const int* seqused_k;                     // (batch)
+  const int *page_table, *cache_batch_idx;  // (batch, max_pages) and (batch), or null
+  const int *cu_seqlens_k, *cu_seqlens_q;   // (batch + 1), or null
+  const void *rotary_cos, *rotary_sin;      // (positions, rotary_dim / 2), or null
+  // Elements from row to row.
+  long long page_table_stride, rotary_cos_stride, rotary_sin_stride;
+  int batch, rows_k, rows_q;             // batch: the number of sequences
+  int heads_kv, heads_q;                 // heads_q: 0 without q
+  int head_dim_v, head_dim, rotary_dim;  // rotary_dim: 0 where nothing is rotated
+  int pieces, pieces_v;                  // of a head of k or q, and of v: what one thread has
+  int num_pages, page_size, max_pages;   // max_pages: of one sequence
+  int positions;                         // of the tables
+  int wide_table;                        // whether rotary_cos and rotary_sin are float32, whatever the rows are
+  int interleaved, q_same_position;
+  int num_key_blocks;  // blocks of threads of keys and values; those of queries follow
+};

@@ -34,7 +34,7 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("forward", "bfloat16", 128, 128, {}),
     ("forward", "float32", 64, 64, {}),
     ("lse", "bfloat16", 64, 64, {}),
-    ("merge", "bfloat16", 64, 64, {}),
+    *((op, "bfloat16", 64, 64, {}) for op in ("merge", "append_kv")),
     *((op, "bfloat16", 128, 128, {"aligned": False}) for op in BACKWARD_OPS),
     ("backward", "bfloat16", 128, 128, {}),
     *((op, "bfloat16", 128, 128, {"packed": True}) for op in ("forward", "lse", *BACKWARD_OPS)),
@@ -51,6 +51,7 @@ ONE_OF_EACH_KIND = (
     ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]} | CAPPED),
     ("lse", "bfloat16", 192, 192, CAPPED),
     ("forward", "float32", 256, 256, {}),
+    *(("append_kv", dtype, 64, 64, {}) for dtype in ("float16", "float32")),
     ("forward", "bfloat16", 128, 128, {"algorithm": "flash1"}),
     ("forward", "bfloat16", 128, 128, {"algorithm": "flashd"}),
     *(("forward", "bfloat16", 128, 128, {"out_dtype": "float32"} | changes) for changes in ({}, GENERIC)),
@@ -155,7 +156,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
             assert ("backward_dkdv", dtype, dtype, "flash2", replace(row, with_dq=False)) in built
         for row in tiles_sm80.DQ[dtype]:
             assert ("backward_dq", dtype, dtype, "flash2", row) in built
-        for op, out_dtype in (("merge", dtype), ("convert", dtype), ("delta", dtype), ("delta", "float32")):
+        own = ((op, dtype) for op in ("merge", "append_kv", "convert", "delta"))
+        for op, out_dtype in (*own, ("delta", "float32")):
             assert (op, dtype, out_dtype, "flash2", None) in built
     hopper = [v for v in variants("sm_90") if v not in made]
     assert {(v.arch, v.algorithm) for v in hopper} == {("sm_90a", "flash2")}
@@ -200,7 +202,7 @@ WRONG = {
     ("arch", "op", "macro"),
     [
         *(("sm_80", op, "SMEM_BYTES") for op in ("forward", "lse", "backward", "backward_dkdv", "backward_dq")),
-        *(("sm_80", op, "PARAMS_BYTES") for op in ("forward", "lse", "merge", *BACKWARD_OPS)),
+        *(("sm_80", op, "PARAMS_BYTES") for op in ("forward", "lse", "merge", "append_kv", *BACKWARD_OPS)),
         *(("sm_90", op, macro) for op in ("forward", "lse", "backward", *BY_ROWS) for macro in WRONG),
     ],
 )

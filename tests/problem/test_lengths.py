@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -231,15 +232,27 @@ def test_bounds_are_those_of_the_arrays_or_what_the_caller_knows() -> None:
 
 
 def test_where_rows_lie_is_kept_and_masks_are_made_for_each_length() -> None:
-    assert problem("packed").lengths == Lengths(1, 5, 1, 7)
-    assert problem("cache").lengths == Lengths(1, 5, 2, 7)
-    assert problem("paged", window_size=(4, 2), diagonal_offset=1).lengths == Lengths(2, 5, 9, 16, 4, 2, 1)
+    assert problem("packed").lengths == Lengths(1, 5, 1, 7, True, True)
+    assert problem("cache").lengths == Lengths(1, 5, 2, 7, True)
+    windowed = problem("paged", window_size=(4, 2), diagonal_offset=1).lengths
+    assert windowed == Lengths(2, 5, 9, 16, left=4, right=2, offset=1)
     own = problem("cached", causal=True).lengths
-    assert own == Lengths(2, 5, 9, 7, None, 0)
+    assert own == Lengths(2, 5, 9, 7, right=0)
     assert own is not None
     for seqlen_q, seqlen_k in ((1, 7), (5, 3), (0, 4), (5, 0)):
         visible = own.mask(seqlen_q, seqlen_k).visible(np.arange(seqlen_q), np.arange(seqlen_k))
         np.testing.assert_array_equal(visible, np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, bool))
+
+
+def test_there_is_a_slot_for_each_block_of_every_sequence_and_of_the_rows_around_them() -> None:
+    assert Lengths(3, 130, 3, 64).num_slots("q", 3, 64) == 3 * 3
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        batch, rows = int(rng.integers(0, 9)), int(rng.integers(0, 400))
+        bounds = [0, *sorted(rng.integers(0, rows + 1, batch + 1).tolist()), rows]
+        slots = [bound // 64 + part for part, bound in enumerate(bounds)]  # where each part begins
+        assert all(end - begin >= -(-(bounds[i + 1] - bounds[i]) // 64) for i, (begin, end) in enumerate(pairwise(slots)))
+        assert Lengths(1, 8, 1, rows, False, True).num_slots("k", batch, 64) == slots[-1]
 
 
 def test_outputs_have_the_rows_of_q_wherever_the_keys_lie() -> None:

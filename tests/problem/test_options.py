@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.problem.operands import INTEGERS, OF_SEQUENCES
+from cuflash.problem.operands import APPEND_KV, INTEGERS, OF_SEQUENCES
 from cuflash.problem.options import Known, Options, names
 
 KNOWN = Known(64, "float16")
@@ -25,6 +25,17 @@ def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str)
         name: Options._field_defaults[name] for name in names(op)
     }
     assert set(names(op)) <= set(inspect.signature(cuflash.plan).parameters)
+
+
+def test_append_kv_takes_its_operands_in_their_order_and_the_options_of_the_table() -> None:
+    signature = inspect.signature(cuflash.append_kv).parameters
+    assert [name for name in signature if name not in names("append_kv")] == [x.name for x in APPEND_KV.inputs]
+    for operand in APPEND_KV.inputs:
+        assert signature[operand.name].default is (None if operand.optional else inspect.Parameter.empty)
+    assert {name: signature[name].default for name in names("append_kv")} == {
+        "q_same_position": False, "rotary_interleaved": False}  # fmt: skip
+    for name in names("append_kv"):
+        assert signature[name].default is Options._field_defaults[name]
 
 
 def test_equal_numbers_of_other_types_are_other_keys() -> None:

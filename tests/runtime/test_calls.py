@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import tracemalloc
+from typing import Any
 
 import pytest
 from drivers import Array, Gpus
 from plans import problem
 
 import cuflash
-from cuflash.errors import UnsupportedError
+from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning.device import KNOWN
 from cuflash.planning.planner import plan
 from cuflash.runtime import launch
@@ -172,6 +173,53 @@ def test_merges_and_windows_given_as_lists_are_kept(gpus: Gpus) -> None:
         entries = len(launch.KEPT)
         call()
         assert len(launch.KEPT) == entries
+
+
+def appended(**changes: Any) -> dict[str, Any]:
+    """A call of `append_kv` on the recorded GPU: a new key for each of two sequences, q and tables with `pairs`."""
+    shapes = {"k_cache": (2, 40, 8, 64), "v_cache": (2, 40, 8, 64), "k": (2, 1, 8, 64), "v": (2, 1, 8, 64)}
+    if pairs := changes.pop("pairs", 0):
+        shapes |= {"q": (2, 1, 16, 64), "rotary_cos": (50, pairs), "rotary_sin": (50, pairs)}
+    call = {name: Array.dense(shape, 2**20 * (n + 1)) for n, (name, shape) in enumerate(shapes.items())}
+    return call | {"seqused_k": Array((2,), (1,), "int32", 2**30)} | changes
+
+
+@pytest.mark.parametrize("pairs", [0, 16])
+def test_what_is_written_in_place_is_the_callers_and_only_q_is_new(
+    gpus: Gpus, pairs: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "cuflash")
+    call = appended(pairs=pairs)
+    for _ in range(3):
+        result = cuflash.append_kv(**call)
+        _, packed = gpus.launched[-1]
+        struct = STRUCTS["AppendParams"].from_buffer_copy(packed)
+        assert struct.k_cache.pointer == call["k_cache"].pointer  # type: ignore[attr-defined]
+        assert struct.q_out.pointer == (result and result.pointer)  # type: ignore[attr-defined]
+    assert (result is None) == (not pairs)
+    assert len(gpus.launched) == 3
+    assert "append_kv_portable_bf16" in caplog.text
+
+
+def test_caches_that_share_memory_are_refused_before_anything_is_launched(gpus: Gpus) -> None:
+    for name, pointer in (("v_cache", 2**20 + 2 * 40 * 8 * 64 * 2 - 2), ("k", 2**20), ("v", 2**21), ("q", 2**21 + 64)):
+        call = appended(pairs=16)
+        call[name] = call[name]._replace(pointer=pointer)
+        written = "k_cache" if pointer < 2**21 else "v_cache"
+        with pytest.raises(ProblemError, match=f"{written} shares memory with {name}, which is read"):
+            cuflash.append_kv(**call)
+    call = appended()  # nothing is known of what lies between the elements of a view
+    both = Array((2, 40, 8, 64), (2 * 40 * 8 * 128, 8 * 128, 128, 1), "bfloat16", 2**20)
+    cuflash.append_kv(**call | {"k_cache": both, "v_cache": both._replace(pointer=2**20 + 128), "k": call["k"]})
+    assert len(gpus.launched) == 1
+
+
+def test_a_cache_with_gaps_is_refused_and_not_copied(gpus: Gpus) -> None:
+    gaps = Array((2, 40, 8, 64), (40 * 8 * 128, 8 * 128, 128, 2), "bfloat16", 2**20)
+    for name in ("k_cache", "v_cache"):
+        with pytest.raises(ProblemError, match=f"{name} has shape .* its last dimension is not contiguous"):
+            cuflash.append_kv(**appended(**{name: gaps}))
+    assert not gpus.launched
 
 
 def test_what_is_used_least_recently_is_dropped_first() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from drivers import FakeDriver
 from plans import problem
-from variants import false_claims, merge_of
+from variants import append_of, false_claims, merge_of
 
 from cuflash.errors import UnsupportedError
 from cuflash.planning.device import KNOWN
@@ -139,6 +139,27 @@ def test_states_are_placed_by_number() -> None:
     struct = filled(plan(merge_of("float16", 64, count=3), KNOWN["sm_80"]), 0, (1, 2, 3, 4, 5, 6, 7, 8))
     assert (list(struct.outs[:4]), list(struct.lses[:4])) == ([1, 2, 3, None], [4, 5, 6, None])
     assert (struct.out, struct.lse, struct.num_states, struct.heads, struct.seqlen) == (7, 8, 3, 1, 8)
+
+
+def test_new_rows_have_places_and_tables_and_absent_arrays_are_null() -> None:
+    of = append_of("float16", queries=3, pairs=8, page_size=16, q_same_position=True)
+    names = of.op.names
+    pointers = tuple(0 if spec is None else 2**30 * (n + 1) for n, spec in enumerate(of.specs))
+    made = plan(of, KNOWN["sm_80"])
+    struct = filled(made, 0, pointers)
+    at = dict(zip(names, pointers, strict=True))
+    for name, kind in struct._fields_:
+        if kind is structs.Operand:
+            found, (batch, seqlen, head, _) = getattr(struct, name), of.spec(name).strides
+            assert (found.pointer, found.aligned) == (at[name], 1), name
+            assert (found.stride_batch, found.stride_seqlen, found.stride_head) == (batch, seqlen, head), name
+        elif kind is structs.c_void_p:
+            assert (getattr(struct, name) or 0) == at[name], name
+    assert (struct.cache_batch_idx, struct.cu_seqlens_k, struct.cu_seqlens_q) == (None, None, None)
+    assert {name: getattr(struct, name) for name in made.launches[0].fields} == dict(made.launches[0].fields)
+    without = append_of("float16")
+    struct = filled(plan(without, KNOWN["sm_80"]), 0, pointers[: len(without.op.inputs)])
+    assert (struct.q.pointer, struct.q_out.pointer, struct.q.stride_batch, struct.heads_q) == (None, None, 0, 0)
 
 
 WINDOW: dict[str, Any] = {"window_size": (20, 10), "diagonal_offset": 100, "dims": (2, 70, 500, 4, 2)}

@@ -1,0 +1,69 @@
+"""`cuflash.append_kv`: new keys and values go behind those that a cache holds, rotated on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..problem.operands import APPEND_KV
+from ..problem.options import Options
+from ..runtime.launch import run
+
+
+def append_kv(
+    k_cache: Any,
+    v_cache: Any,
+    k: Any,
+    v: Any,
+    seqused_k: Any,
+    *,
+    page_table: Any = None,
+    cache_batch_idx: Any = None,
+    cu_seqlens_k: Any = None,
+    q: Any = None,
+    cu_seqlens_q: Any = None,
+    q_same_position: bool = False,
+    rotary_cos: Any = None,
+    rotary_sin: Any = None,
+    rotary_interleaved: bool = False,
+) -> Any:
+    """Writes new keys and values, in place, behind those that are used; returns the rotated q, or None without q.
+
+    Key i of the new ones of sequence b goes to position seqused_k[b] + i. No length changes: add the counts of new keys
+    to seqused_k for the `forward` that follows, whose arguments describe a cache in the same way.
+
+    k_cache (batch, capacity, heads_kv, head_dim) and v_cache (batch, capacity, heads_kv, head_dim_v): CuPy, PyTorch or
+    NumPy arrays of one framework, device and dtype (float16, bfloat16, float32; float64 on the CPU), written to in any
+    strides but those with gaps in the last dimension. seqused_k (batch,): how many keys of each sequence are used.
+    `cache_batch_idx` (batch,): sequence b has that row of a cache with any number of rows. `page_table` (batch,
+    max_pages): the caches are pages, (num_pages, page_size, heads_kv, …), and position j of sequence b lies in page
+    page_table[b, j // page_size]. All integers are int32, on the device of the caches, and the host reads none of them.
+
+    k (batch, seqlen_new, heads_kv, head_dim) and v (batch, seqlen_new, heads_kv, head_dim_v), or packed with
+    `cu_seqlens_k` (batch + 1,): (total, heads_kv, …), where sequence b has the rows cu_seqlens_k[b] … cu_seqlens_k[b +
+    1] - 1. q (batch, seqlen_q, heads_q, head_dim), or packed with `cu_seqlens_q`, only beside a rotation.
+
+    `rotary_cos`, `rotary_sin` (positions, rotary_dim / 2), in the dtype of k or float32, rotate the first rotary_dim
+    elements of k and q: new key i at position seqused_k[b] + i, and query i there too, or all queries of a sequence at
+    seqused_k[b] with `q_same_position=True`, as FlashAttention has it without a causal mask. `rotary_interleaved`: pair
+    j is the elements 2j and 2j + 1 (GPT-J), else j and rotary_dim / 2 + j (GPT-NeoX). It is computed in float32
+    (float64 for float64) and rounded once, to the same bits on every device.
+
+    Nothing outside the arrays is read or written, whatever the integers say: lengths are clamped to the capacity; keys
+    past it, of a page or row that the cache does not have, or of no sequence are not written; rows at positions past
+    the end of rotary_cos are not rotated; rows of q that belong to no sequence become 0. Positions that two new keys
+    share hold either.
+
+    Raises ProblemError for arguments that do not fit together, for arrays that cannot be written to (JAX's, read-only
+    ones) and for caches that are seen to share memory with another argument; UnsupportedError and CompileError as in
+    `forward`.
+
+        cuflash.append_kv(k_cache, v_cache, k, v, lengths)                    # k, v (batch, 1, heads_kv, head_dim)
+        out = cuflash.forward(q, k_cache, v_cache, seqused_k=lengths + 1, causal=True)
+
+    Source: RoFormer, arXiv 2104.09864 (rotary position embedding).
+    """
+    options = Options(q_same_position=q_same_position, rotary_interleaved=rotary_interleaved)
+    arrays = (k_cache, v_cache, k, v, seqused_k, page_table, cache_batch_idx, cu_seqlens_k, q, cu_seqlens_q,
+              rotary_cos, rotary_sin)  # fmt: skip
+    results = run(APPEND_KV, arrays, options)
+    return results[0] if results else None

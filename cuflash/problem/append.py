@@ -1,0 +1,142 @@
+"""`append_kv`: which arrays belong together, and which shapes fit. Lengths are in the memory of the device alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..errors import ProblemError
+from .array_spec import ArraySpec
+from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
+from .lengths import CACHE, PACKED, PAGES
+from .operands import INTEGERS, Op
+
+NEW = "(batch, seqlen, heads, head_dim)"
+_FLOATS = ("k_cache", "v_cache", "k", "v", "q")
+_RANKS = {
+    "seqused_k": "(batch,)",
+    "page_table": "(batch, max_pages)",
+    "cache_batch_idx": "(batch,)",
+    "cu_seqlens_k": "(batch + 1,)",
+    "cu_seqlens_q": "(batch + 1,)",
+    "rotary_cos": "(positions, rotary_dim / 2)",
+    "rotary_sin": "(positions, rotary_dim / 2)",
+}
+# An array of the first name has a meaning only beside one of the second; what to do otherwise.
+_BESIDE = (
+    ("cu_seqlens_q", "q", "give q, or leave cu_seqlens_q=None"),
+    ("rotary_cos", "rotary_sin", "give both, or neither"),
+    ("rotary_sin", "rotary_cos", "give both, or neither"),
+    ("q", "rotary_cos", "q is only rotated here: give rotary_cos and rotary_sin, or leave q=None"),
+)
+Named = Mapping[str, ArraySpec]
+
+
+def judged(op: Op, specs: Sequence[ArraySpec | None]) -> tuple[dict[str, int], tuple[ArraySpec | None, ...]]:
+    """The lengths of all axes of a call, and the specs of all of its operands; without q, its lengths are 0."""
+    named = {x.name: spec for x, spec in zip(op.inputs, specs, strict=False) if spec is not None}
+    _check_together(named)
+    _check_ranks(named)
+    check_alike({name: named[name] for name in _FLOATS if name in named})
+    cache, axes = named["k_cache"], _axes(named)
+    _check_sizes(named, axes)
+    dtypes = {"inputs": (cache.dtype,), "table": (cache.dtype, "float32"), INTEGERS: (INTEGERS,)}
+    for operand in op.inputs:
+        if (spec := named.get(operand.name)) is None:
+            continue
+        shape = tuple([axes[axis] for axis in operand.axes])
+        if len(spec.shape) < len(shape):  # packed rows have no axis of the batch
+            shape = shape[1:]
+        check_operand(operand.name, spec, cache, shape, dtypes[operand.dtype], "k_cache")
+        if operand.written:
+            _check_written(operand.name, spec)
+    if named.get("rotary_sin", cache).dtype != named.get("rotary_cos", cache).dtype:
+        both = f"rotary_cos {named['rotary_cos'].dtype} and rotary_sin {named['rotary_sin'].dtype}"
+        raise ProblemError(f"{both} differ; give both in {cache.dtype}, or both in float32")
+    q = named.get("q")
+    inputs = tuple([named.get(operand.name) for operand in op.inputs])
+    return axes, (*inputs, None if q is None else q.densed())
+
+
+def _check_together(named: Named) -> None:
+    for name, other, hint in _BESIDE:
+        if name in named and other not in named:
+            raise ProblemError(f"{name} was given without {other}; {hint}")
+    if "page_table" in named and "cache_batch_idx" in named:
+        raise ProblemError("page_table and cache_batch_idx place the same keys; give one of them")
+
+
+def _check_ranks(named: Named) -> None:
+    for name, spec in named.items():
+        if name.endswith("_cache"):
+            wanted = PAGES if "page_table" in named else CACHE
+        elif name in _FLOATS:
+            side = "q" if name == "q" else "k"
+            wanted = PACKED.format(side) if f"cu_seqlens_{side}" in named else NEW
+        else:
+            wanted = _RANKS[name]
+        rank = len([axis for axis in wanted.strip("()").split(",") if axis])
+        if len(spec.shape) != rank:
+            raise ProblemError(f"{name} has shape {spec.shape}, rank {len(spec.shape)}; give {wanted}")
+
+
+def _axes(named: Named) -> dict[str, int]:
+    """The lengths of all axes, each from the first operand that has it."""
+    num_pages, page_size, heads_kv, head_dim = named["k_cache"].shape
+    batch_k, rows_k = named["k"].as_4d().shape[:2]
+    batch_q, rows_q, heads_q = named["q"].as_4d().shape[:3] if "q" in named else (0, 0, 0)
+    positions, pairs = named["rotary_cos"].shape if "rotary_cos" in named else (0, 0)
+    batch = named["seqused_k"].shape[0]
+    return {
+        "num_pages": num_pages,
+        "page_size": page_size,
+        "heads_kv": heads_kv,
+        "head_dim": head_dim,
+        "head_dim_v": named["v_cache"].shape[3],
+        "batch": batch,
+        "bounds": batch + 1,
+        "max_pages": named["page_table"].shape[1] if "page_table" in named else 1,
+        "batch_k": batch_k if "cu_seqlens_k" in named else batch,
+        "rows_k": rows_k,
+        "batch_q": batch_q if "cu_seqlens_q" in named or "q" not in named else batch,
+        "rows_q": rows_q,
+        "heads_q": heads_q,
+        "positions": positions,
+        "pairs": pairs,
+    }
+
+
+def _check_sizes(named: Named, axes: Mapping[str, int]) -> None:
+    shape = named["k_cache"].shape
+    if 0 in (axes["heads_kv"], axes["head_dim"], axes["head_dim_v"]):
+        both = f"k_cache {shape}, v_cache {named['v_cache'].shape}"
+        raise ProblemError(f"shapes {both}: heads and head_dim must be at least 1 (others may be 0)")
+    if "page_table" in named and axes["page_size"] < 1:
+        raise ProblemError(f"k_cache has shape {shape}: pages of 0 keys; give {PAGES} with page_size >= 1")
+    if not {"page_table", "cache_batch_idx"} & set(named) and axes["num_pages"] != axes["batch"]:
+        raise ProblemError(
+            f"k_cache has shape {shape}, {axes['num_pages']} rows, but seqused_k is for {axes['batch']} sequences; "
+            "give a row of the cache for each, or cache_batch_idx or page_table"
+        )
+    if "q" in named and (axes["heads_q"] < 1 or axes["heads_q"] % axes["heads_kv"]):
+        raise ProblemError(
+            f"q has {axes['heads_q']} heads and k_cache has {axes['heads_kv']}; heads_q must be a multiple of heads_kv"
+        )
+    if "rotary_cos" in named and not 1 <= axes["pairs"] <= axes["head_dim"] // 2:
+        raise ProblemError(
+            f"rotary_cos has shape {named['rotary_cos'].shape}, for {2 * axes['pairs']} elements of a row, but "
+            f"head_dim is {axes['head_dim']}; give (positions, rotary_dim / 2) with rotary_dim from 2 to head_dim"
+        )
+    capacity = axes["max_pages"] * axes["page_size"]
+    for name, seqlen in (("k_cache", capacity), ("k", axes["rows_k"]), ("q", axes["rows_q"])):
+        if seqlen > MAX_SEQLEN:
+            raise ProblemError(f"{name} has seqlen {seqlen}, over the limit of {MAX_SEQLEN}")
+
+
+def _check_written(name: str, spec: ArraySpec) -> None:
+    """Judges an input that is written to, so that a copy cannot take its place."""
+    if spec.has_gaps:
+        raise ProblemError(
+            f"{name} has shape {spec.shape} and strides {spec.strides}: its last dimension is not contiguous, and it "
+            "is written in place, so no copy can take its place; give one whose last stride is 1"
+        )
+    check_output(name, spec)

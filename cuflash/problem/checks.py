@@ -1,0 +1,51 @@
+"""What is judged of a single array of a call, or of all of them, alike for every op."""
+
+from __future__ import annotations
+
+from ..errors import ProblemError
+from .array_spec import ArraySpec
+from .dtypes import check_dtype
+
+# The sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels, and so must the position of a
+# new key: a used length and the number of a new row.
+MAX_SEQLEN = 2**30 - 4096
+
+def check_operand(
+    name: str, spec: ArraySpec, first: ArraySpec, shape: tuple[int, ...], dtypes: tuple[str, ...], of: str = "q"
+) -> None:
+    """Judges a further array of a call against the problem that the first ones describe; `of` is the very first."""
+    if spec.library != first.library or spec.device != first.device:
+        wanted = f"{first.library} array on {first.device}"
+        raise ProblemError(f"{name} is a {spec}, but {of} is a {wanted}; give both alike")
+    if spec.shape != shape:
+        raise ProblemError(f"{name} has shape {spec.shape}; this problem needs {shape}")
+    if spec.dtype not in dtypes:
+        raise ProblemError(f"{name} has dtype {spec.dtype}; this problem needs {' or '.join(dtypes)}")
+
+
+def check_output(name: str, spec: ArraySpec) -> None:
+    """Judges an array that a call is to write to."""
+    repeated = any(stride == 0 and length > 1 for length, stride in zip(spec.shape, spec.strides, strict=True))
+    if repeated and 0 not in spec.shape:
+        raise ProblemError(
+            f"{name} has shape {spec.shape} and strides {spec.strides}: rows share memory; give a dense {name}"
+        )
+
+
+def check_alike(named: dict[str, ArraySpec]) -> None:
+    """Judges library, device and dtype of operands, which must all be those of the first."""
+    of, first = next(iter(named.items()))
+    check_dtype(of, first.dtype)
+    own = first.dtype, first.device, first.library
+    for name, spec in named.items():
+        if spec[2:] == own:
+            continue
+        if spec.library != first.library:
+            raise ProblemError(
+                f"{name} is a {spec.library} array, but {of} is a {first.library} array; give all of one framework "
+                "(convert with from_dlpack)"
+            )
+        if spec.device != first.device:
+            raise ProblemError(f"{name} is on {spec.device}, but {of} is on {first.device}; move all to one device")
+        check_dtype(name, spec.dtype)
+        raise ProblemError(f"{name} has dtype {spec.dtype}, but {of} has {first.dtype}; cast all to one dtype")

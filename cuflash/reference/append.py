@@ -1,0 +1,80 @@
+"""New keys and values behind those that a cache holds, in place, and the rotation of keys and queries (RoPE).
+
+Rotary position embedding: RoFormer (Su et al., arXiv 2104.09864), equation 34. Each pair (x, y) of a row at position p
+is turned by its angle there, with cos and sin from a table:
+
+    x' = x cos − y sin        y' = x sin + y cos
+
+Pair j of a row is (row[j], row[rotary_dim / 2 + j]), or (row[2 j], row[2 j + 1]) where pairs are interleaved. The other
+elements of a row, and rows at positions that the table does not have, stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..problem.problem import Problem
+from .sequences import clamped, rows_of
+from .tiles import Array
+
+Named = Mapping[str, Array]
+
+
+def append_kv(problem: Problem, named: Named) -> list[Array]:
+    """Writes to k_cache and v_cache of the inputs that are there; returns the rotated q, or nothing without q.
+
+    Lengths and places are not trusted, here as on a GPU: a length is clamped to the capacity, and what has no place in
+    the cache is not written. Rows of q that belong to no sequence become 0.
+    """
+    k_cache, v_cache, k, v, q = (named.get(name) for name in ("k_cache", "v_cache", "k", "v", "q"))
+    assert k_cache is not None
+    assert v_cache is not None
+    assert k is not None
+    assert v is not None
+    page_size, table = k_cache.shape[1], named.get("page_table")
+    capacity = page_size * (1 if table is None else table.shape[1])
+    out = None if q is None else np.zeros(q.shape, q.dtype)
+    for b in range(problem.batch):
+        used = clamped(named["seqused_k"][b], capacity)
+        row, begin, count = rows_of(b, k.shape[1], named.get("cu_seqlens_k"))
+        positions = used + np.arange(min(count, capacity - used))
+        pages = _pages(b, positions // max(page_size, 1), named)
+        there = (pages >= 0) & (pages < len(k_cache))
+        to, new = (pages[there], positions[there] % max(page_size, 1)), begin + np.flatnonzero(there)
+        k_cache[to] = _rotated(problem, k[row, new], positions[there], named)
+        v_cache[to] = v[row, new]
+        if q is not None and out is not None:
+            row, begin, count = rows_of(b, q.shape[1], named.get("cu_seqlens_q"))
+            positions = used + np.arange(count) * (not problem.options.q_same_position)
+            queries = row, slice(begin, begin + count)
+            out[queries] = _rotated(problem, q[queries], positions, named)
+    return [] if out is None else [out]
+
+
+def _pages(b: int, slots: Array, named: Named) -> Array:
+    """The pages of the cache that hold these slots of sequence b. A cache without pages is one for each sequence."""
+    if (table := named.get("page_table")) is not None:
+        return np.asarray(table[b, slots])
+    cached = named.get("cache_batch_idx")
+    return np.full(len(slots), b if cached is None else cached[b])
+
+
+def _rotated(problem: Problem, rows: Array, positions: Array, named: Named) -> Array:
+    """Rows (n, heads, head_dim) that are rotated at their positions, in float32 (float64 if they are), rounded once."""
+    if "rotary_cos" not in named:
+        return rows
+    dtype: Any = np.float64 if rows.dtype == np.float64 else np.float32
+    known, out = positions < len(named["rotary_cos"]), rows.copy()
+    cos, sin = (np.asarray(named[name][positions[known], None], dtype) for name in ("rotary_cos", "rotary_sin"))
+    half = cos.shape[-1]
+    first, second = slice(half), slice(half, 2 * half)
+    if problem.options.rotary_interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    x, y = (np.asarray(rows[known][..., columns], dtype) for columns in (first, second))
+    with np.errstate(all="ignore"):
+        out[known, :, first] = (x * cos - y * sin).astype(rows.dtype)
+        out[known, :, second] = (x * sin + y * cos).astype(rows.dtype)
+    return out
