@@ -251,7 +251,8 @@ def test_there_is_a_slot_for_each_block_of_every_sequence_and_of_the_rows_around
         batch, rows = int(rng.integers(0, 9)), int(rng.integers(0, 400))
         bounds = [0, *sorted(rng.integers(0, rows + 1, batch + 1).tolist()), rows]
         slots = [bound // 64 + part for part, bound in enumerate(bounds)]  # where each part begins
-        assert all(end - begin >= -(-(bounds[i + 1] - bounds[i]) // 64) for i, (begin, end) in enumerate(pairwise(slots)))
+        for (begin, end), (first, last) in zip(pairwise(slots), pairwise(bounds), strict=True):
+            assert end - begin >= -(-(last - first) // 64)
         assert Lengths(1, 8, 1, rows, False, True).num_slots("k", batch, 64) == slots[-1]
 
 
