@@ -90,15 +90,23 @@ def attention(
         "diagonal_offset": diagonal_offset,
         "softcap": softcap,
     }
-    more: tuple[Any, ...] = ()
-    if num_splits != 0 or not (
+    more: tuple[Any, ...] = ()  # the keywords of the forward alone, then the tensors of TOLD
+    if not (
         cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx
-        is max_seqlen_q is max_seqlen_k is split_size is None
+        is max_seqlen_q is max_seqlen_k is None
     ):  # fmt: skip
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             refuse_cached(page_table, cache_batch_idx)
-        more = _told(told, keywords, (max_seqlen_q, max_seqlen_k), num_splits, split_size)
+        for name, tensor in zip(TOLD, told, strict=True):
+            if tensor is not None:
+                check_tensor(name, tensor)
+        bounds = zip(BOUNDS, (max_seqlen_q, max_seqlen_k), strict=True)
+        keywords |= {name: bound for name, bound in bounds if bound is not None}  # backward takes them, too
+        more = ({}, *told)
+    if num_splits != 0 or split_size is not None:
+        splits = {"num_splits": num_splits}
+        more = (splits if split_size is None else {**splits, "split_size": split_size}, *more[1:])
     run: Any
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         run = _by_op
@@ -116,24 +124,9 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _told(
-    told: tuple[Any, ...], keywords: dict[str, Any], bounds: tuple[Any, Any], num_splits: Any, split_size: Any
-) -> tuple[Any, ...]:
-    """What a call of sequences has beyond a dense one: the keywords of forward alone, then the tensors of TOLD.
-
-    Bounds that are given become keywords, as backward takes them too.
-    """
-    for name, tensor in zip(TOLD, told, strict=True):
-        if tensor is not None:
-            check_tensor(name, tensor)
-    keywords |= {name: x for name, x in zip(BOUNDS, bounds, strict=True) if x is not None}
-    of_forward = {"num_splits": num_splits}
-    return of_forward if split_size is None else {**of_forward, "split_size": split_size}, *told
-
-
-def _whole(keywords: dict[str, Any], of_forward: dict[str, Any], *told: Any) -> dict[str, Any]:
-    """All keywords of a call of sequences."""
-    return {**keywords, **of_forward, **{name: x for name, x in zip(TOLD, told, strict=True) if x is not None}}
+def _whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict[str, Any]:
+    """All keywords of a call that has more than dense ones have: those of the forward alone, and perhaps TOLD."""
+    return {**keywords, **splits, **{name: x for name, x in zip(TOLD, told, strict=False) if x is not None}}
 
 
 def _by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
@@ -197,7 +190,7 @@ class _Attention(Function):
         tensors: tuple[Any, ...] = (given(dout, out), q, k, v, out, lse, dlse)
         as_function = torch.is_grad_enabled() or any(x is not None and _is_transformed(x) for x in tensors)
         run: Any = _Gradients.apply if as_function else _gradients
-        return *run(*tensors, *ctx.options, *told), *(None,) * (9 if told else 2)
+        return *run(*tensors, *ctx.options, *told), *(None,) * 9  # autograd takes more than there are
 
 
 # why not `_Attention.apply`: it takes 5 µs to ask whether torch.func is or was active, which is known here.
