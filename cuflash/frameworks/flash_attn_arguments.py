@@ -38,8 +38,6 @@ def attend(
     returned: the name of the flag that asks for lse.
     """
     check_flag(returned, return_lse)
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise ProblemError(f"softcap={softcap!r} is a {type(softcap).__name__}; give a number, 0.0 for none")
     rank_q, rank_k = (3 if sequences.get(f"cu_seqlens_{side}") is not None else 4 for side in "qk")
     for name, tensor, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
         _check_rank(name, tensor, rank)
@@ -52,8 +50,8 @@ def attend(
         v,
         softmax_scale=softmax_scale,
         causal=causal,
-        window_size=_window(window_size),
-        softcap=0.0 if softcap <= 0 else softcap,
+        window_size=window_of(window_size),
+        softcap=cap_of(softcap),
         deterministic=deterministic,
         return_lse=return_lse,
         **sequences,
@@ -146,7 +144,7 @@ def refuse_of_version_2(dropout_p: Any, alibi_slopes: Any, leftpad_k: Any = None
             f"dropout_p={given} is a {type(dropout_p).__name__}; give 0.0. It stands before softmax_scale here, "
             "as in flash-attn 2; the order of flash-attn 3 is in cuflash.frameworks.flash_attn_3_interface"
         )
-    if dropout_p != 0:
+    if 1.0 - dropout_p != 1.0:  # why: diffusers gives 1e-30, which drops nothing, to make flash-attn return lse
         raise UnsupportedError(
             f"dropout_p={dropout_p}: cuflash has no dropout; give 0.0. If this was meant as softmax_scale, pass it by "
             "name, or take cuflash.frameworks.flash_attn_3_interface, which has no dropout_p"
@@ -187,6 +185,20 @@ def in_host_memory(name: str, value: Any) -> Any:
     return value.item()
 
 
+def window_of(window_size: Any) -> Any:
+    """The window, whose sides may be tensors in host memory."""
+    if isinstance(window_size, (tuple, list)) and any(isinstance(side, torch.Tensor) for side in window_size):
+        return tuple(in_host_memory("window_size", side) for side in window_size)
+    return window_size
+
+
+def cap_of(softcap: Any) -> Any:
+    """The softcap, for which flash-attn takes anything that is not positive as none."""
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise ProblemError(f"softcap={softcap!r} is a {type(softcap).__name__}; give a number, 0.0 for none")
+    return 0.0 if softcap <= 0 else softcap
+
+
 def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, seqlen") -> tuple[torch.Tensor, ...]:
     """Views (…, heads, head_dim) of the tensors in one (…, count, heads, head_dim), which has these leading axes."""
     check_tensor(name, packed)
@@ -204,9 +216,3 @@ def _check_rank(name: str, tensor: Any, rank: int) -> None:
     # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
     if tensor.ndim != rank:
         raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give {_SHAPES[rank]}")
-
-
-def _window(window_size: Any) -> Any:
-    if isinstance(window_size, (tuple, list)) and any(isinstance(side, torch.Tensor) for side in window_size):
-        return tuple(in_host_memory("window_size", side) for side in window_size)
-    return window_size

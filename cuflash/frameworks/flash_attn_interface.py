@@ -27,6 +27,12 @@ import torch
 
 from ..problem.options import WindowSize
 from .flash_attn_arguments import attend, check_integers, over_cache, paged_or_packed, refuse_of_version_2, unpack
+from .flash_attn_private import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
 
 __all__ = [
     "flash_attn_func",
@@ -37,6 +43,12 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def flash_attn_func(

@@ -189,7 +189,7 @@ class _Attention(Function):
         q, k, v, out, lse, *told = ctx.saved_tensors  # why only once: under a checkpoint they can be read only once
         tensors: tuple[Any, ...] = (given(dout, out), q, k, v, out, lse, dlse)
         as_function = torch.is_grad_enabled() or any(x is not None and _is_transformed(x) for x in tensors)
-        run: Any = _Gradients.apply if as_function else _gradients
+        run: Any = _Gradients.apply if as_function else gradients
         return *run(*tensors, *ctx.options, *told), *(None,) * 9  # autograd takes more than there are
 
 
@@ -225,13 +225,16 @@ class _Transformed(Function):
         return (_unfold(out, of_q, heads=2), _unfold(lse, of_q, heads=1)), (0, 0)
 
 
-def _gradients(*arguments: Any) -> Any:
-    """dq, dk and dv of dout, q, k, v, out, lse, dlse, the call's keywords, whether it is deterministic, and TOLD."""
+def gradients(*arguments: Any) -> Any:
+    """dq, dk and dv of dout, q, k, v, out, lse, dlse, the call's keywords, whether it is deterministic, and TOLD.
+
+    The last may also be among the keywords.
+    """
     dout, q, k, v, out, lse, dlse, keywords, deterministic, *told = arguments
     if told:
         keywords = _whole(keywords, {}, *told)
-    if torch._C._len_torch_dispatch_stack():
-        of_both = Arguments.of(keywords, deterministic)[: 15 if told else 7]
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        of_both = Arguments.of(keywords, deterministic)[:15]
         return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *of_both)
     return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
 
@@ -239,7 +242,7 @@ def _gradients(*arguments: Any) -> Any:
 class _Gradients(Function):
     """Gradients under torch.func, and where someone may differentiate them again: only that itself is refused."""
 
-    forward, backward = staticmethod(_gradients), staticmethod(refuse_twice)
+    forward, backward = staticmethod(gradients), staticmethod(refuse_twice)
     setup_context = staticmethod(lambda ctx, inputs, output: None)
 
     @staticmethod

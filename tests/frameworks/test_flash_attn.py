@@ -22,6 +22,8 @@ FA2 = (
     "deterministic=False, return_attn_probs=False"
 )
 LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+STATE = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+PRIVATE = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
 DESCALE = "q_descale=None, k_descale=None, v_descale=None"
 SIGNATURES = {
     (fa2, "flash_attn_func"): f"q, k, v, {FA2}",
@@ -34,6 +36,13 @@ SIGNATURES = {
     "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
     "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
     "return_softmax_lse=False",
+    (fa2, "_flash_attn_forward"): f"q, k, v, {PRIVATE}, return_softmax",
+    (fa2, "_flash_attn_backward"): f"{STATE}, {PRIVATE}, deterministic, rng_state=None",
+    (fa2, "_flash_attn_varlen_forward"): f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
+    "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
+    "seqused_k=None, zero_tensors=False",
+    (fa2, "_flash_attn_varlen_backward"): f"{STATE}, {LENGTHS}, {PRIVATE}, deterministic, rng_state=None, "
+    "zero_tensors=False",
     (fa3, "flash_attn_func"): f"q, k, v, softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), "
     "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
     "return_attn_probs=False",
@@ -212,7 +221,9 @@ def test_what_is_not_offered_is_refused_by_name(module: Any, arguments: dict[str
 
 def test_all_functions_have_a_signature_of_the_packages() -> None:
     for module in (fa2, fa3):
-        assert set(module.__all__) == {name for (home, name) in SIGNATURES if home is module}
+        assert set(module.__all__) == {name for (home, name) in SIGNATURES if home is module and name[0] != "_"}
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+        assert getattr(fa2, f"_wrapped_flash_attn_{name}") is getattr(fa2, f"_flash_attn_{name}")
 
 
 @pytest.mark.parametrize("hints", [{"num_splits": 3}, {"pack_gqa": True}, {"sm_margin": 8}, {"num_splits": 0}], ids=str)
