@@ -9,7 +9,8 @@ import gradients as of_gradients
 import numpy as np
 import oracle
 import torch
-from libraries import problem_of
+from libraries import problem_of, torch_of
+from sequences import Made, check, check_gradients, upstream
 
 from cuflash.bench.cases import numpy_dtype
 from cuflash.frameworks.torch import attention
@@ -84,3 +85,29 @@ def assert_equal(found: Any, wanted: Any) -> None:
     for x, y in zip(found, wanted, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_array_equal(in_numpy(x), in_numpy(y))
+
+
+def arguments_of(given: Made, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
+    """All arguments of `attention` for sequences of several lengths; q, k and v may want gradients."""
+    arguments = {
+        name: torch_of(x, device) if isinstance(x, np.ndarray) else x for name, x in given.arguments().items()
+    }
+    return arguments | {name: arguments[name].requires_grad_(grad) for name in "qkv"}
+
+
+def assert_sequences(given: Made, out: Any, lse: Any) -> None:
+    """Holds out and lse of sequences of several lengths against float64."""
+    check(given, in_numpy(out), in_numpy(lse))
+
+
+def upstream_of(given: Made, out: Any, lse: Any) -> tuple[Any, Any]:
+    """Gradients of out and lse, which hold NaN in rows of no sequence."""
+    pairs = zip(upstream(given), (out, lse), strict=True)
+    dout, dlse = (torch_of(x.reshape(like.shape), like.device) for x, like in pairs)
+    return dout, dlse
+
+
+def assert_pulled_sequences(given: Made, out: Any, lse: Any, inputs: Any) -> None:
+    """Holds what autograd makes of gradients of out and lse against float64."""
+    found = torch.autograd.grad((out, lse), inputs, upstream_of(given, out, lse))
+    check_gradients(given, [in_numpy(x) for x in found])

@@ -1,10 +1,11 @@
-"""The dense functions of FlashAttention-3's interface on cuflash: the same names, order, defaults and results.
+"""The functions of FlashAttention-3's interface on cuflash: the same names, order, defaults and results.
 
     from cuflash.frameworks.flash_attn_3_interface import flash_attn_func    # was: from flash_attn_interface import …
 
 The order of arguments differs from version 2, whose functions are in `cuflash.frameworks.flash_attn_interface`; what
-that module says about masks, dtypes and refused arguments also holds here. cuflash schedules each call itself, so it
-accepts only `num_splits` 0 or 1, `pack_gqa=None` and `sm_margin=0`.
+that module says about masks, lengths, dtypes and refused arguments also holds here. `num_splits` is how many blocks
+share the keys of a query, 0 for a choice. `pack_gqa`, `sm_margin` and `scheduler_metadata` change no result; cuflash
+schedules each call itself, and takes them without using them.
 
 Source: hopper/flash_attn_interface.py and hopper/flash_api.cpp of FlashAttention's main branch; in release 2.8.3 these
 functions have no `return_attn_probs`.
@@ -18,8 +19,8 @@ import torch
 
 from ..errors import ProblemError, UnsupportedError
 from ..ops.merge import merge_states
-from ..problem.options import WindowSize
-from .flash_attn_interface import dense, flash_attn_varlen_func, flash_attn_with_kvcache, refused, unpack
+from ..problem.options import WindowSize, check_flag, check_integer
+from .flash_attn_arguments import attend, check_integers, over_cache, unpack
 from .torch import check_tensor
 
 __all__ = [
@@ -58,17 +59,87 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_attn_probs`; lse is (batch,
     heads_q, seqlen_q) float32.
 
-    Raises UnsupportedError for qv, descales, attention_chunk and scheduling, other errors as `cuflash.forward` does.
+    Raises UnsupportedError for qv, descales and attention_chunk, other errors as `cuflash.forward` does.
     """
-    _refuse(softmax_scale, attention_chunk, sm_margin, qv, q_descale, k_descale, v_descale)
-    if num_splits not in (0, 1):
-        raise UnsupportedError(
-            f"num_splits={num_splits}: cuflash chooses how keys are split; give 0 or 1, or split the keys yourself and "
-            "merge the results with flash_attn_combine"
+    _refuse(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    return attend(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        num_splits=num_splits,
+    )
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Attention of packed sequences, with gradients.
+
+    q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence b has the rows
+    cu_seqlens[b] … cu_seqlens[b + 1] - 1, of which the first `seqused_q[b]`, `seqused_k[b]` count where given.
+    A side without cu_seqlens is (batch, seqlen, heads, head_dim). Rows past max_seqlen_q, and keys past max_seqlen_k,
+    do not count.
+
+    Returns out (total_q, heads_q, head_dim of v), or (out, lse) with `return_attn_probs`; lse is (heads_q, total_q)
+    float32. Errors are those of `flash_attn_func`.
+    """
+    if isinstance(seqused_q, (int, float)):
+        raise ProblemError(
+            f"seqused_q={seqused_q} is a number; give a tensor (batch,) or None. If this was meant as dropout_p, take "
+            "cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
         )
-    if pack_gqa is not None:
-        raise UnsupportedError(f"pack_gqa={pack_gqa}: cuflash chooses how heads share a tile; leave None")
-    return dense(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    _refuse(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    told = {
+        "cu_seqlens_q": cu_seqlens_q,
+        "cu_seqlens_k": cu_seqlens_k,
+        "seqused_q": seqused_q,
+        "seqused_k": seqused_k,
+    }
+    for name, tensor in told.items():
+        check_integers(name, tensor)
+    return attend(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_splits=num_splits,
+        **told,
+    )
 
 
 def flash_attn_qkvpacked_func(
@@ -95,8 +166,8 @@ def flash_attn_qkvpacked_func(
         q, k, v = _split_heads(qkv, num_heads_q)
     else:
         q, k, v = unpack("qkv", qkv, 3)
-    _refuse(softmax_scale, attention_chunk, sm_margin, None, q_descale, k_descale, v_descale)
-    return dense(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    _refuse(softmax_scale, attention_chunk, (None, sm_margin), None, q_descale, k_descale, v_descale)
+    return attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
 
 
 def flash_attn_combine(
@@ -140,8 +211,114 @@ def flash_attn_combine(
     return whole.to(dtype) if out is None else out.copy_(whole), lse.transpose(1, 2)
 
 
-# Schedules made ahead serve `flash_attn_with_kvcache`.
-get_scheduler_metadata = refused("get_scheduler_metadata", "cuflash makes its schedule in each call; pass none")
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention of q (batch, seqlen_q, heads_q, head_dim) over a cache (batch_cache, capacity, heads_kv, head_dim).
+
+    q may be packed, (total_q, heads_q, head_dim) with `cu_seqlens_q`; `max_seqlen_q` then bounds its
+    sequences, and otherwise says nothing.
+    `cache_seqlens`, a number or (batch,), tells how many keys of the cache are used; None: all. `cache_batch_idx`
+    (batch,) tells which row of the cache a sequence has. With `page_table` (batch, max_pages), the cache is pages
+    (num_pages, page_size, heads_kv, head_dim).
+
+    Returns out in the shape of q (with the head_dim of v), or (out, lse, out_accum, lse_accum) with
+    `return_softmax_lse`: lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q), float32; the last two are
+    empty. `cu_seqlens_k_new` says nothing without k, nor `rotary_interleaved` without rotary_cos.
+
+    Raises UnsupportedError for new keys (k, v), rotary embeddings, cache_leftpad, qv, descales and attention_chunk, and
+    for gradients of pages or of rows by cache_batch_idx; other errors are those of `cuflash.forward`.
+    """
+    _refuse(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    of_writes = {
+        "k": k,
+        "v": v,
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotary_seqlens": rotary_seqlens,
+        "cache_leftpad": cache_leftpad,
+    }
+    result = over_cache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        ("page_table", page_table),
+        of_writes,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        return_softmax_lse,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
+        cache_batch_idx=cache_batch_idx,
+        num_splits=num_splits,
+    )
+    if not return_softmax_lse:
+        return result
+    return *result, *(q.new_empty(0, dtype=torch.float32) for _ in range(2))
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: torch.Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    page_size: int | None = None,
+    max_seqlen_k_new: int = 0,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    has_softcap: bool = False,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """A schedule for `flash_attn_with_kvcache`: an int32 tensor of no elements on the device of `cache_seqlens`.
+
+    It can be kept, copied into a longer buffer and passed back; cuflash schedules each call itself and does not read
+    it, so whatever it was made for, results are the same. `cache_seqlens` must be a tensor; nothing else is judged.
+    """
+    check_tensor("cache_seqlens", cache_seqlens)
+    return cache_seqlens.new_empty(0, dtype=torch.int32)
 
 
 def _split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tensor, ...]:
@@ -156,8 +333,8 @@ def _split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tens
     return q, k, v
 
 
-def _refuse(softmax_scale: Any, attention_chunk: Any, sm_margin: Any, *tensors: Any) -> None:
-    """Raises for arguments that both functions have; the tensors are qv and the three descales."""
+def _refuse(softmax_scale: Any, attention_chunk: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
+    """Raises for arguments that several functions have; hints are pack_gqa and sm_margin, tensors qv and descales."""
     if softmax_scale == 0:
         raise ProblemError(
             f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
@@ -166,6 +343,9 @@ def _refuse(softmax_scale: Any, attention_chunk: Any, sm_margin: Any, *tensors: 
     for name, tensor in zip(("qv", "q_descale", "k_descale", "v_descale"), tensors, strict=True):
         if tensor is not None:
             raise UnsupportedError(f"{name}: cuflash has neither a second product qv nor 8-bit inputs; {_ELSEWHERE}")
-    for name, value in (("attention_chunk", attention_chunk), ("sm_margin", sm_margin)):
-        if value != 0:
-            raise UnsupportedError(f"{name}={value}: cuflash does not have it; {_ELSEWHERE}")
+    if attention_chunk != 0:
+        raise UnsupportedError(f"attention_chunk={attention_chunk}: cuflash does not have it; {_ELSEWHERE}")
+    pack_gqa, sm_margin = hints
+    if pack_gqa is not None:
+        check_flag("pack_gqa", pack_gqa)
+    check_integer("sm_margin", sm_margin)

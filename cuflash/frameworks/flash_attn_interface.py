@@ -1,29 +1,38 @@
-"""The dense functions of the flash-attn package, version 2, on cuflash: the same names, order, defaults and results.
+"""The functions of the flash-attn package, version 2, on cuflash: the same names, order, defaults and results.
 
     from cuflash.frameworks.flash_attn_interface import flash_attn_func    # was: from flash_attn import flash_attn_func
 
 FlashAttention-3 uses the same names but another order of arguments; its functions are in
-`cuflash.frameworks.flash_attn_3_interface`. A positional call that is meant for the other module is refused: the fourth
-argument is `dropout_p` here, which must be 0.0, and `softmax_scale` there, which must be None or positive.
+`cuflash.frameworks.flash_attn_3_interface`. A positional call that is meant for the other module is refused: the first
+argument after the tensors and lengths is `dropout_p` here, which must be 0.0, and `softmax_scale` there, which must be
+None or positive.
 
 As in flash-attn, causal masks are aligned bottom-right, `causal=True` closes the right side of `window_size`, -1 is an
-open side, and `softcap <= 0` means no softcap. Unlike there, tensors may be float32 or on the CPU and have any strides,
-v may have its own head dim, and gradients also flow through lse. A query that sees no key has lse -inf, which merges
-correctly; flash-attn 2 gives +inf. Arguments that are not supported are refused, never ignored.
+open side, and `softcap <= 0` means no softcap. Lengths and tables are int32 on the device, where alone they are read;
+`max_seqlen_q`, `max_seqlen_k` and windows may be numbers or tensors without axes in host memory, and bounds None.
+Unlike there, tensors may be float32 or on the CPU and have any strides, v may have its own head dim, pages may have any
+size, and gradients also flow through lse. A query that sees no key has lse -inf, which merges correctly; flash-attn 2
+gives +inf. Rows of no sequence have out 0. Arguments that are not supported are refused, never ignored.
+
+The private functions that other packages import from flash-attn's module of this name are here, too.
 
 Source: flash_attn/flash_attn_interface.py and csrc/flash_attn/flash_api.cpp of flash-attn 2.8.3.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from ..errors import ProblemError, UnsupportedError
-from ..problem.options import WindowSize, check_flag
-from .torch import attention, check_tensor
+from ..problem.options import WindowSize
+from .flash_attn_arguments import attend, check_integers, over_cache, paged_or_packed, refuse_of_version_2, unpack
+from .flash_attn_private import (
+    _flash_attn_backward,
+    _flash_attn_forward,
+    _flash_attn_varlen_backward,
+    _flash_attn_varlen_forward,
+)
 
 __all__ = [
     "flash_attn_func",
@@ -34,6 +43,12 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
 def flash_attn_func(
@@ -56,19 +71,8 @@ def flash_attn_func(
 
     Raises UnsupportedError for dropout and ALiBi; other errors are those of `cuflash.forward`.
     """
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        raise ProblemError(
-            f"dropout_p={dropout_p!r} is a {type(dropout_p).__name__}; give 0.0. It stands before softmax_scale here, "
-            "as in flash-attn 2; the order of flash-attn 3 is in cuflash.frameworks.flash_attn_3_interface"
-        )
-    if dropout_p != 0:
-        raise UnsupportedError(
-            f"dropout_p={dropout_p}: cuflash has no dropout; give 0.0. If this was meant as softmax_scale, pass it by "
-            "name, or take cuflash.frameworks.flash_attn_3_interface, where it stands fourth"
-        )
-    if alibi_slopes is not None:
-        raise UnsupportedError("alibi_slopes: cuflash has no ALiBi; leave None, or take flash-attn's own function")
-    result = dense(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    refuse_of_version_2(dropout_p, alibi_slopes)
+    result = attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
     return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
@@ -109,70 +113,143 @@ def flash_attn_qkvpacked_func(
     )
 
 
-def dense(
+def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    deterministic: bool,
-    return_lse: bool,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: torch.Tensor | None = None,
 ) -> Any:
-    """Computes out, or (out, lse), from the arguments that both versions of the interface share."""
-    check_flag("return_attn_probs", return_lse)
-    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
-        raise ProblemError(f"softcap={softcap!r} is a {type(softcap).__name__}; give a number, 0.0 for none")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, tensor)
-        # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
-        if tensor.ndim != 4:
-            raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give (batch, seqlen, heads, head_dim)")
-    return attention(
+    """Attention of packed sequences, with gradients.
+
+    q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence b has the rows
+    cu_seqlens[b] … cu_seqlens[b + 1] - 1. With `block_table` (batch, max_pages), k and v are pages (num_pages,
+    page_size, heads_kv, head_dim), which have no gradients, and cu_seqlens_k tells their lengths alone. Rows past
+    max_seqlen_q, and keys past max_seqlen_k, do not count.
+
+    Returns out (total_q, heads_q, head_dim of v), or (out, lse, S_dmask) with `return_attn_probs`: lse is (heads_q,
+    total_q) float32, and S_dmask is empty.
+
+    Raises UnsupportedError for dropout, ALiBi and gradients of pages; other errors are those of `cuflash.forward`.
+    """
+    refuse_of_version_2(dropout_p, alibi_slopes)
+    check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
+    result = attend(
         q,
         k,
         v,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        softcap=0.0 if softcap <= 0 else softcap,
-        deterministic=deterministic,
-        return_lse=return_lse,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        deterministic,
+        return_attn_probs,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        **paged_or_packed(cu_seqlens_k, None, block_table),
     )
+    return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
-def unpack(name: str, packed: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-    """Views (batch, seqlen, heads, head_dim) of the tensors in one (batch, seqlen, count, heads, head_dim)."""
-    check_tensor(name, packed)
-    if packed.ndim != 5 or packed.shape[2] != count:
-        raise ProblemError(
-            f"{name} has shape {tuple(packed.shape)}; give (batch, seqlen, {count}, heads, head_dim), or the "
-            f"{count} tensors by themselves"
-        )
-    return tuple(packed.unbind(2))
+def flash_attn_varlen_kvpacked_func(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` for k and v in one tensor kv (total_k, 2, heads_kv, head_dim), which is not copied."""
+    k, v = unpack("kv", kv, 2, "total_k")
+    masks = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *masks)
 
 
-def refused(function: str, why: str) -> Callable[..., NoReturn]:
-    """A function of the interface that is not supported, whatever its arguments."""
+def flash_attn_varlen_qkvpacked_func(
+    qkv: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Any:
+    """`flash_attn_varlen_func` for q, k and v in one tensor qkv (total, 3, heads, head_dim), which is not copied."""
+    q, k, v = unpack("qkv", qkv, 3, "total")
+    masks = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *masks)
 
-    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(f"{function}: {why}")
 
-    refuse.__name__ = refuse.__qualname__ = function
-    refuse.__doc__ = f"Raises UnsupportedError: {why}."
-    return refuse
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: int | torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Attention of q (batch, seqlen_q, heads_q, head_dim) over a cache (batch_cache, capacity, heads_kv, head_dim).
 
+    `cache_seqlens`, a number or (batch,), tells how many keys of the cache are used; None: all. `cache_batch_idx`
+    (batch,) tells which row of the cache a sequence has. With `block_table` (batch, max_pages), the cache is pages
+    (num_pages, page_size, heads_kv, head_dim). `num_splits`: blocks that share the keys of a query, 0 for a choice.
 
-NO_LENGTHS = (
-    "cuflash has no sequences of several lengths in one tensor (cu_seqlens) yet; call flash_attn_func for each "
-    "sequence, or for each group of equal lengths"
-)
-flash_attn_varlen_func = refused("flash_attn_varlen_func", NO_LENGTHS)
-flash_attn_varlen_kvpacked_func = refused("flash_attn_varlen_kvpacked_func", NO_LENGTHS)
-flash_attn_varlen_qkvpacked_func = refused("flash_attn_varlen_qkvpacked_func", NO_LENGTHS)
-flash_attn_with_kvcache = refused(
-    "flash_attn_with_kvcache",
-    "cuflash has no attention that updates, looks up or rotates a cache yet; write the new keys to the cache, then "
-    "call flash_attn_func with the part that is filled, k_cache[:, :length]",
-)
+    Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_softmax_lse`; lse is (batch,
+    heads_q, seqlen_q) float32. `rotary_interleaved` says nothing without rotary_cos.
+
+    Raises UnsupportedError for new keys (k, v), rotary embeddings, cache_leftpad and ALiBi, and for gradients of pages
+    or of rows by cache_batch_idx; other errors are those of `cuflash.forward`.
+    """
+    refuse_of_version_2(0.0, alibi_slopes)
+    return over_cache(
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        ("block_table", block_table),
+        {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad},
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        return_softmax_lse,
+        cache_batch_idx=cache_batch_idx,
+        num_splits=num_splits,
+    )

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch._C._functorch import TransformType
@@ -18,14 +18,10 @@ from ..errors import ProblemError, UnsupportedError
 from ..ops.backward import backward
 from ..ops.forward import forward
 from ..problem.options import WindowSize, check_flag
+from .torch_ops import BOUNDS, TOLD, Arguments, given, refuse_cached, refuse_twice
 
 __all__ = ["attention"]
 
-_TWICE = (
-    "cuflash has no second derivative: its gradients cannot be differentiated again. Take them without "
-    "create_graph=True, or compute this part with torch.nn.functional.scaled_dot_product_attention under "
-    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
-)
 _TANGENT = (
     "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
     "torch.autograd.grad or backward(), or torch.func.vjp"
@@ -35,37 +31,6 @@ _is_transforming = torch._C._are_functorch_transforms_active
 _is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 # This tells whether autograd's own vmap wraps a tensor. That vmap does not use the rules below.
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
-
-
-class _Options(NamedTuple):
-    """All arguments that are not tensors, in the order of the custom ops' schemas."""
-
-    softmax_scale: float | None
-    causal: bool
-    window_left: int
-    window_right: int
-    diagonal_offset: int | None
-    softcap: float
-    deterministic: bool
-
-    @classmethod
-    def of(cls, keywords: dict[str, Any], deterministic: bool) -> _Options:
-        """The options of a call. It refuses bools as numbers, because the ops' schemas would take True for 1."""
-        for name in ("softmax_scale", "diagonal_offset", "softcap"):
-            if isinstance(keywords[name], bool):
-                raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
-        left, right = (-1 if side is None else side for side in keywords["window_size"])
-        if isinstance(left, bool) or isinstance(right, bool):
-            raise ProblemError(f"window_size={keywords['window_size']} holds a bool; give numbers of keys")
-        causal = check_flag("causal", keywords["causal"])
-        scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
-        return cls(scale, causal, left, right, offset, softcap, deterministic)
-
-    def keywords(self) -> dict[str, Any]:
-        """The options as keyword arguments of `cuflash.forward`."""
-        scale, causal, left, right, offset, softcap, _ = self
-        masks = {"causal": causal, "window_size": (left, right), "diagonal_offset": offset}
-        return {"softmax_scale": scale, "softcap": softcap, **masks}
 
 
 def attention(
@@ -80,6 +45,16 @@ def attention(
     softcap: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    page_table: torch.Tensor | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
 ) -> Any:
     """`cuflash.forward` with gradients of q, k and v, which flow through out and through lse.
 
@@ -89,12 +64,16 @@ def attention(
     are cast to its dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured. Tensors on
     the CPU take the NumPy path.
 
+    Sequences of several lengths are told as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
+    `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.
+    lse of packed q is (heads_q, total_q). `num_splits` and `split_size` are of the forward alone.
+
     It works under `torch.compile(fullgraph=True)` with dynamic shapes, under `torch.utils.checkpoint`, eagerly under
     `torch.func.grad`, `vjp` and `vmap`, on several GPUs, and in CUDA graphs (a call before the capture must compile the
     kernels). Returns out, or (out, lse) with `return_lse`.
 
-    Raises ProblemError, UnsupportedError or CompileError as `cuflash.forward` does; second derivatives and forward-mode
-    differentiation are an UnsupportedError.
+    Raises ProblemError, UnsupportedError or CompileError as `cuflash.forward` does; second derivatives, forward-mode
+    differentiation, gradients of cached keys and `vmap` over sequences of several lengths are an UnsupportedError.
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
@@ -111,6 +90,23 @@ def attention(
         "diagonal_offset": diagonal_offset,
         "softcap": softcap,
     }
+    more: tuple[Any, ...] = ()  # the keywords of the forward alone, then the tensors of TOLD
+    if not (
+        cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx
+        is max_seqlen_q is max_seqlen_k is None
+    ):  # fmt: skip
+        told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            refuse_cached(page_table, cache_batch_idx)
+        for name, tensor in zip(TOLD, told, strict=True):
+            if tensor is not None:
+                check_tensor(name, tensor)
+        bounds = zip(BOUNDS, (max_seqlen_q, max_seqlen_k), strict=True)
+        keywords |= {name: bound for name, bound in bounds if bound is not None}  # backward takes them, too
+        more = ({}, *told)
+    if num_splits != 0 or split_size is not None:
+        splits = {"num_splits": num_splits}
+        more = (splits if split_size is None else {**splits, "split_size": split_size}, *more[1:])
     run: Any
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         run = _by_op
@@ -123,9 +119,19 @@ def attention(
     elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         run = _apply
     else:
-        return forward(q, k, v, return_lse=return_lse, **keywords)
-    out, lse = run(q, k, v, keywords, deterministic)
+        return forward(q, k, v, return_lse=return_lse, **(_whole(keywords, *more) if more else keywords))
+    out, lse = run(q, k, v, keywords, deterministic, *more)
     return (out, lse) if return_lse else out
+
+
+def _whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict[str, Any]:
+    """All keywords of a call that has more than dense ones have: those of the forward alone, and perhaps TOLD."""
+    return {**keywords, **splits, **{name: x for name, x in zip(TOLD, told, strict=False) if x is not None}}
+
+
+def _by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
+    arguments = Arguments.of(_whole(keywords, *more) if more else keywords, deterministic)
+    return torch.ops.cuflash.attention(q, k, v, *(arguments if more else arguments[:7]))
 
 
 def _is_functionalizing() -> bool:
@@ -156,8 +162,8 @@ def _refuse_tangents(**tensors: torch.Tensor | None) -> None:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.options = inputs[3:5]
+    ctx.save_for_backward(*inputs[:3], *output, *inputs[6:])
     ctx.set_materialize_grads(False)
 
 
@@ -166,8 +172,8 @@ class _Attention(Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        q, k, v, keywords, _ = inputs
-        result = forward(q, k, v, return_lse=True, **keywords)
+        keywords = inputs[3] if len(inputs) == 5 else _whole(inputs[3], *inputs[5:])
+        result = forward(*inputs[:3], return_lse=True, **keywords)
         _keep(ctx, inputs, result)
         return result
 
@@ -180,11 +186,11 @@ class _Attention(Function):
                 "several gradients of out at once (is_grads_batched=True) are not supported; take torch.func.vmap of "
                 "torch.func.vjp, or one at a time"
             )
-        saved = ctx.saved_tensors  # why only once: under a checkpoint they can be read only once
-        tensors: tuple[Any, ...] = (_given(dout, saved[3]), *saved, dlse)
+        q, k, v, out, lse, *told = ctx.saved_tensors  # why only once: under a checkpoint they can be read only once
+        tensors: tuple[Any, ...] = (given(dout, out), q, k, v, out, lse, dlse)
         as_function = torch.is_grad_enabled() or any(x is not None and _is_transformed(x) for x in tensors)
-        run: Any = _Gradients.apply if as_function else _gradients
-        return *run(*tensors, *ctx.options), None, None
+        run: Any = _Gradients.apply if as_function else gradients
+        return *run(*tensors, *ctx.options, *told), *(None,) * 9  # autograd takes more than there are
 
 
 # why not `_Attention.apply`: it takes 5 µs to ask whether torch.func is or was active, which is known here.
@@ -195,10 +201,10 @@ class _Transformed(Function):
     """Calls under torch.func, with its rules for vmap and jvp."""
 
     @staticmethod
-    def forward(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool) -> Any:
+    def forward(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
-            return _by_op(q, k, v, keywords, deterministic)
-        return forward(q, k, v, return_lse=True, **keywords)
+            return _by_op(q, k, v, keywords, deterministic, *more)
+        return forward(q, k, v, return_lse=True, **(_whole(keywords, *more) if more else keywords))
 
     setup_context = staticmethod(_keep)
     backward = _Attention.backward
@@ -209,6 +215,7 @@ class _Transformed(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        _refuse_mapped(arguments[6:])
         rank, *others = (x.dim() - (axis is not None) for x, axis in zip(arguments[:3], in_dims, strict=False))
         if others != [rank, rank]:
             raise ProblemError(f"q, k and v have ranks {rank}, {others[0]} and {others[1]} under vmap; give all alike")
@@ -218,22 +225,24 @@ class _Transformed(Function):
         return (_unfold(out, of_q, heads=2), _unfold(lse, of_q, heads=1)), (0, 0)
 
 
-def _gradients(*arguments: Any) -> Any:
-    """dq, dk and dv of dout, q, k, v, out, lse, dlse, the keywords of the call, and whether it is deterministic."""
-    *tensors, dlse, keywords, deterministic = arguments
-    if torch._C._len_torch_dispatch_stack():
-        return torch.ops.cuflash.attention_backward(*tensors, dlse, *_Options.of(keywords, deterministic))
-    return backward(*tensors, dlse=dlse, deterministic=deterministic, **keywords)
+def gradients(*arguments: Any) -> Any:
+    """dq, dk and dv of dout, q, k, v, out, lse, dlse, the call's keywords, whether it is deterministic, and TOLD.
 
-
-def _refuse_twice(ctx: Any, *gradients: Any) -> Any:
-    raise UnsupportedError(_TWICE)
+    The last may also be among the keywords.
+    """
+    dout, q, k, v, out, lse, dlse, keywords, deterministic, *told = arguments
+    if told:
+        keywords = _whole(keywords, {}, *told)
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        of_both = Arguments.of(keywords, deterministic)[:15]
+        return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *of_both)
+    return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
 
 
 class _Gradients(Function):
     """Gradients under torch.func, and where someone may differentiate them again: only that itself is refused."""
 
-    forward, backward = staticmethod(_gradients), staticmethod(_refuse_twice)
+    forward, backward = staticmethod(gradients), staticmethod(refuse_twice)
     setup_context = staticmethod(lambda ctx, inputs, output: None)
 
     @staticmethod
@@ -242,6 +251,7 @@ class _Gradients(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        _refuse_mapped(arguments[9:])
         heads = (2, 2, 2, 2, 2, 1, 1)
         folded = [
             _fold(x, axis, info.batch_size, at) for x, axis, at in zip(arguments[:7], in_dims, heads, strict=False)
@@ -251,9 +261,13 @@ class _Gradients(Function):
         return tuple(_unfold(x, of_q, heads=2) for x in gradients), (0, 0, 0)
 
 
-def _given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of out, which is zero where the loss depends on lse alone."""
-    return torch.zeros_like(out) if dout is None else dout
+def _refuse_mapped(told: tuple[Any, ...]) -> None:
+    named = [name for name, tensor in zip(TOLD, told, strict=False) if tensor is not None]
+    if named:
+        raise UnsupportedError(
+            f"{', '.join(named)} under vmap: sequences of several lengths have no axis to map over; pack what is "
+            "mapped as further sequences of one call, or call in a loop"
+        )
 
 
 def _fold(tensor: Any, axis: int | None, size: int, heads: int) -> Any:
@@ -277,66 +291,3 @@ def _unfold(tensor: torch.Tensor, q: torch.Size, heads: int) -> torch.Tensor:
 def _mapped(tensor: torch.Tensor, axis: int | None, size: int) -> torch.Tensor:
     """The operand with the mapped axis in front; one without that axis is expanded."""
     return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
-
-
-# The same calls as custom ops, for tools that look at calls before running them: torch.compile, export, dispatch modes.
-
-
-def _by_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any], deterministic: bool) -> Any:
-    return torch.ops.cuflash.attention(q, k, v, *_Options.of(keywords, deterministic))
-
-
-# why schemas: PyTorch cannot infer them, because annotations are strings in this module.
-_OPTIONS = (
-    "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, SymInt? diagonal_offset, "
-    "float softcap, bool deterministic"
-)
-
-
-@torch.library.custom_op(
-    "cuflash::attention", mutates_args=(), schema=f"(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)"
-)
-def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> Any:
-    with torch.no_grad():
-        return forward(q, k, v, return_lse=True, **_Options(*options).keywords())
-
-
-@torch.library.custom_op(
-    "cuflash::attention_backward",
-    mutates_args=(),
-    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_OPTIONS})"
-    " -> (Tensor, Tensor, Tensor)",
-)
-def _backward_op(*arguments: Any) -> Any:
-    given = _Options(*arguments[7:])
-    with torch.no_grad():
-        return backward(*arguments[:6], dlse=arguments[6], deterministic=given.deterministic, **given.keywords())
-
-
-@_attention_op.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    if not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4:
-        raise ProblemError(
-            f"q, k and v have ranks {q.dim()}, {k.dim()} and {v.dim()}; give all (batch, seqlen, heads, head_dim), "
-            "(seqlen, heads, head_dim) or (seqlen, head_dim)"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise ProblemError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; cast all to one dtype")
-    lse_shape = q.shape[:-1] if q.dim() == 2 else (*q.shape[:-3], q.shape[-2], q.shape[-3])
-    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype)
-
-
-@_backward_op.register_fake
-def _(dout: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in operands[:3])
-
-
-def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    saved = ctx.saved_tensors
-    gradients = torch.ops.cuflash.attention_backward(_given(dout, saved[3]), *saved, dlse, *ctx.options)
-    return *gradients, *(None for _ in ctx.options)
-
-
-_attention_op.register_autograd(_differentiate, setup_context=_keep)
-_backward_op.register_autograd(_refuse_twice)

@@ -21,16 +21,45 @@ FA2 = (
     "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
     "deterministic=False, return_attn_probs=False"
 )
+LENGTHS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+STATE = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+PRIVATE = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
 DESCALE = "q_descale=None, k_descale=None, v_descale=None"
 SIGNATURES = {
     (fa2, "flash_attn_func"): f"q, k, v, {FA2}",
     (fa2, "flash_attn_kvpacked_func"): f"q, kv, {FA2}",
     (fa2, "flash_attn_qkvpacked_func"): f"qkv, {FA2}",
+    (fa2, "flash_attn_varlen_func"): f"q, k, v, {LENGTHS}, {FA2}, block_table=None",
+    (fa2, "flash_attn_varlen_kvpacked_func"): f"q, kv, {LENGTHS}, {FA2}",
+    (fa2, "flash_attn_varlen_qkvpacked_func"): f"qkv, cu_seqlens, max_seqlen, {FA2}",
+    (fa2, "flash_attn_with_kvcache"): "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+    "return_softmax_lse=False",
+    (fa2, "_flash_attn_forward"): f"q, k, v, {PRIVATE}, return_softmax",
+    (fa2, "_flash_attn_backward"): f"{STATE}, {PRIVATE}, deterministic, rng_state=None",
+    (fa2, "_flash_attn_varlen_forward"): f"q, k, v, {LENGTHS}, dropout_p, softmax_scale, causal, window_size_left=-1, "
+    "window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, "
+    "seqused_k=None, zero_tensors=False",
+    (fa2, "_flash_attn_varlen_backward"): f"{STATE}, {LENGTHS}, {PRIVATE}, deterministic, rng_state=None, "
+    "zero_tensors=False",
     (fa3, "flash_attn_func"): f"q, k, v, softmax_scale=None, causal=False, qv=None, {DESCALE}, window_size=(-1, -1), "
     "attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, sm_margin=0, "
     "return_attn_probs=False",
     (fa3, "flash_attn_qkvpacked_func"): f"qkv, softmax_scale=None, causal=False, {DESCALE}, window_size=(-1, -1), "
     "attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, sm_margin=0, return_attn_probs=False",
+    (fa3, "flash_attn_varlen_func"): f"q, k, v, {LENGTHS}, seqused_q=None, seqused_k=None, softmax_scale=None, "
+    f"causal=False, qv=None, {DESCALE}, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, "
+    "pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False",
+    (fa3, "flash_attn_with_kvcache"): "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, "
+    "cache_seqlens=None, cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, "
+    f"cu_seqlens_k_new=None, max_seqlen_q=None, rotary_seqlens=None, {DESCALE}, softmax_scale=None, causal=False, "
+    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, "
+    "num_splits=0, pack_gqa=None, sm_margin=0, return_softmax_lse=False",
+    (fa3, "get_scheduler_metadata"): "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, "
+    "cache_seqlens, qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+    "cache_leftpad=None, page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, "
+    "has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0",
     (fa3, "flash_attn_combine"): "out_partial, lse_partial, out=None, out_dtype=None",
 }
 MASKS = [
@@ -182,9 +211,6 @@ def test_combine_refuses_what_does_not_fit() -> None:
         (fa3, {"qv": torch.ones(1)}),
         *((fa3, {f"{x}_descale": torch.ones(1)}) for x in "qkv"),
         (fa3, {"attention_chunk": 4}),
-        (fa3, {"num_splits": 3}),
-        (fa3, {"pack_gqa": True}),
-        (fa3, {"sm_margin": 8}),
     ],
     ids=lambda x: "_".join(x) if isinstance(x, dict) else x.__name__.split(".")[-1],
 )
@@ -193,12 +219,29 @@ def test_what_is_not_offered_is_refused_by_name(module: Any, arguments: dict[str
         module.flash_attn_func(*tensors(), **arguments)
 
 
-@pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
-def test_functions_that_are_not_offered_can_be_imported_and_say_so(module: Any) -> None:
-    offered = {name for (home, name) in SIGNATURES if home is module}
-    for name in set(module.__all__) - offered:
-        with pytest.raises(UnsupportedError, match=f"^{name}: "):
-            getattr(module, name)(*tensors(), causal=True)
+def test_all_functions_have_a_signature_of_the_packages() -> None:
+    for module in (fa2, fa3):
+        assert set(module.__all__) == {name for (home, name) in SIGNATURES if home is module and name[0] != "_"}
+    for name in ("forward", "backward", "varlen_forward", "varlen_backward"):
+        assert getattr(fa2, f"_wrapped_flash_attn_{name}") is getattr(fa2, f"_flash_attn_{name}")
+
+
+@pytest.mark.parametrize("hints", [{"num_splits": 3}, {"pack_gqa": True}, {"sm_margin": 8}, {"num_splits": 0}], ids=str)
+def test_what_only_schedules_changes_no_result(hints: dict[str, Any]) -> None:
+    inputs = tensors()
+    assert torch.equal(fa3.flash_attn_func(*inputs, **hints), fa3.flash_attn_func(*inputs))
+
+
+def test_windows_may_be_tensors_in_host_memory() -> None:
+    inputs = tensors()
+    for function in (fa2.flash_attn_func, fa3.flash_attn_func):
+        wanted = function(*inputs, window_size=(3, 1))
+        for window in ((torch.tensor(3), 1), [torch.tensor(3), torch.tensor(1)], [3, 1]):
+            assert torch.equal(function(*inputs, window_size=window), wanted)
+        with pytest.raises(ProblemError, match=r"window_size is a tensor of shape \(1,\)"):
+            function(*inputs, window_size=(torch.tensor([3]), 1))
+        with pytest.raises(ProblemError, match="window_size"):
+            function(*inputs, window_size=(torch.tensor(3.5), 1))
 
 
 def test_other_ranks_and_settings_are_refused() -> None:
@@ -209,7 +252,9 @@ def test_other_ranks_and_settings_are_refused() -> None:
         fa2.flash_attn_func(q, k, v, softmax_scale=True)
     with pytest.raises(ProblemError, match="causal"):
         fa2.flash_attn_func(q, k, v, causal=None)
-    assert fa3.flash_attn_func(q, k, v, num_splits=0).shape == q.shape
+    for name, wrong in (("num_splits", -1), ("pack_gqa", 1), ("sm_margin", 0.5)):
+        with pytest.raises(ProblemError, match=name):
+            fa3.flash_attn_func(q, k, v, **{name: wrong})
 
 
 @pytest.mark.gpu

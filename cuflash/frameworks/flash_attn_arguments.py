@@ -1,0 +1,218 @@
+"""What the interfaces of flash-attn 2 and 3 share: how arguments become those of `attention`, and what is refused.
+
+Both have dense calls, packed ones and calls over a cache, under the same names and with the same conventions; their
+functions differ in the order of arguments and in what they take besides.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ProblemError, UnsupportedError
+from ..problem.options import WindowSize, check_flag, check_integer
+from .torch import attention, check_tensor
+
+_SHAPES = {
+    3: "(total, heads, head_dim)",
+    4: "(batch, seqlen, heads, head_dim), and of a cache (num_pages, page_size, heads, head_dim) too",
+}
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    deterministic: bool,
+    return_lse: bool,
+    returned: str = "return_attn_probs",
+    **sequences: Any,
+) -> Any:
+    """Computes out, or (out, lse), from the arguments that both versions share, and those of `attention` on sequences.
+
+    returned: the name of the flag that asks for lse.
+    """
+    check_flag(returned, return_lse)
+    rank_q, rank_k = (3 if sequences.get(f"cu_seqlens_{side}") is not None else 4 for side in "qk")
+    for name, tensor, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
+        _check_rank(name, tensor, rank)
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        if name in sequences:
+            sequences[name] = in_host_memory(name, sequences[name])
+    return attention(
+        q,
+        k,
+        v,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_of(window_size),
+        softcap=cap_of(softcap),
+        deterministic=deterministic,
+        return_lse=return_lse,
+        **sequences,
+    )
+
+
+def over_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cache_seqlens: int | torch.Tensor | None,
+    table: tuple[str, torch.Tensor | None],
+    refused: dict[str, Any],
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    return_lse: bool,
+    **sequences: Any,
+) -> Any:
+    """Attention over a cache: `flash_attn_with_kvcache` of both versions.
+
+    table: the name and the value of the table of pages. refused: what only calls that write to the cache take, by name.
+    """
+    for name, value in refused.items():
+        if value is not None:
+            raise UnsupportedError(_REFUSED[name].format(name=name))
+    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        _check_rank(name, tensor, 4)
+    pages = table[1]
+    for name, tensor in (table, *((name, sequences.get(name)) for name in ("cu_seqlens_q", "cache_batch_idx"))):
+        check_integers(name, tensor)
+    if pages is not None and sequences.get("cache_batch_idx") is not None:
+        raise ProblemError(f"{table[0]} and cache_batch_idx place the same keys; give one of them")
+    if isinstance(cache_seqlens, torch.Tensor):
+        check_integers("cache_seqlens", cache_seqlens)
+        sequences["seqused_k"] = cache_seqlens
+    elif cache_seqlens is not None:
+        length = check_integer("cache_seqlens", cache_seqlens)
+        capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[-1])
+        if not 0 <= length <= capacity:
+            raise ProblemError(f"cache_seqlens={length}, but the cache has room for {capacity} keys of a sequence")
+        if pages is None:
+            k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
+        else:
+            sequences["seqused_k"] = torch.full(pages.shape[:1], length, dtype=torch.int32, device=pages.device)
+    return attend(
+        q,
+        k_cache,
+        v_cache,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        False,
+        return_lse,
+        "return_softmax_lse",
+        page_table=pages,
+        **sequences,
+    )
+
+
+_WRITE = (
+    "{name} was given, but cuflash does not write to a cache yet; write the new keys and values behind those that are "
+    "there, then call with None and with them counted in cache_seqlens"
+)
+_ROTATE = (
+    "{name} was given, but cuflash does not rotate queries and keys; rotate q, and new keys before they are written to "
+    "the cache, then call with None"
+)
+_LEFTPAD = (
+    "{name} was given, but the keys of a sequence begin at the first row of its cache; leave None, and keep them there"
+)
+_REFUSED = {
+    "k": _WRITE,
+    "v": _WRITE,
+    "rotary_cos": _ROTATE,
+    "rotary_sin": _ROTATE,
+    "rotary_seqlens": _ROTATE,
+    "cache_leftpad": _LEFTPAD,
+    "leftpad_k": _LEFTPAD,
+}
+
+
+def refuse_of_version_2(dropout_p: Any, alibi_slopes: Any, leftpad_k: Any = None) -> None:
+    """Raises for what flash-attn 2 has and cuflash has not, and for calls in the order of flash-attn 3."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        given = type(dropout_p).__name__ if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
+        raise ProblemError(
+            f"dropout_p={given} is a {type(dropout_p).__name__}; give 0.0. It stands before softmax_scale here, "
+            "as in flash-attn 2; the order of flash-attn 3 is in cuflash.frameworks.flash_attn_3_interface"
+        )
+    if 1.0 - dropout_p != 1.0:  # why: diffusers gives 1e-30, which drops nothing, to make flash-attn return lse
+        raise UnsupportedError(
+            f"dropout_p={dropout_p}: cuflash has no dropout; give 0.0. If this was meant as softmax_scale, pass it by "
+            "name, or take cuflash.frameworks.flash_attn_3_interface, which has no dropout_p"
+        )
+    if alibi_slopes is not None:
+        raise UnsupportedError("alibi_slopes: cuflash has no ALiBi; leave None, or take flash-attn's own function")
+    if leftpad_k is not None:
+        raise UnsupportedError(_LEFTPAD.format(name="leftpad_k"))
+
+
+def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
+    """Raises unless lengths or places are int32, as all of flash-attn's are, or None where they are not required."""
+    if tensor is not None or required:
+        check_tensor(name, tensor)
+        if tensor.dtype != torch.int32:
+            raise ProblemError(f"{name} has dtype {tensor.dtype}; give torch.int32")
+
+
+def paged_or_packed(cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> dict[str, Any]:
+    """Where keys are in flash-attn 2's packed calls. Beside a table of pages, cu_seqlens_k tells only lengths."""
+    check_integers("cu_seqlens_k", cu_seqlens_k, required=block_table is None or seqused_k is None)
+    check_integers("seqused_k", seqused_k)
+    if block_table is None:
+        return {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
+    check_integers("block_table", block_table)
+    return {"page_table": block_table, "seqused_k": cu_seqlens_k.diff() if seqused_k is None else seqused_k}
+
+
+def in_host_memory(name: str, value: Any) -> Any:
+    """`value`, or what a tensor without axes in host memory holds. One on a GPU would be waited for."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.ndim or value.device.type != "cpu":
+        raise ProblemError(
+            f"{name} is a tensor of shape {tuple(value.shape)} on {value.device}; give a number, or a tensor without "
+            "axes in host memory"
+        )
+    return value.item()
+
+
+def window_of(window_size: Any) -> Any:
+    """The window, whose sides may be tensors in host memory."""
+    if isinstance(window_size, (tuple, list)) and any(isinstance(side, torch.Tensor) for side in window_size):
+        return tuple(in_host_memory("window_size", side) for side in window_size)
+    return window_size
+
+
+def cap_of(softcap: Any) -> Any:
+    """The softcap, for which flash-attn takes anything that is not positive as none."""
+    if isinstance(softcap, bool) or not isinstance(softcap, (int, float)):
+        raise ProblemError(f"softcap={softcap!r} is a {type(softcap).__name__}; give a number, 0.0 for none")
+    return 0.0 if softcap <= 0 else softcap
+
+
+def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, seqlen") -> tuple[torch.Tensor, ...]:
+    """Views (…, heads, head_dim) of the tensors in one (…, count, heads, head_dim), which has these leading axes."""
+    check_tensor(name, packed)
+    axis = leading.count(",") + 1
+    if packed.ndim != axis + 3 or packed.shape[axis] != count:
+        raise ProblemError(
+            f"{name} has shape {tuple(packed.shape)}; give ({leading}, {count}, heads, head_dim), or the "
+            f"{count} tensors by themselves"
+        )
+    return tuple(packed.unbind(axis))
+
+
+def _check_rank(name: str, tensor: Any, rank: int) -> None:
+    check_tensor(name, tensor)
+    # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
+    if tensor.ndim != rank:
+        raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give {_SHAPES[rank]}")

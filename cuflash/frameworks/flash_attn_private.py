@@ -1,0 +1,222 @@
+"""The private functions of flash-attn 2, which TransformerEngine, diffusers and ring-flash-attention build upon.
+
+They are imported from `cuflash.frameworks.flash_attn_interface`, under these names and as `_wrapped_…`. Forwards return
+(out, softmax_lse, S_dmask, rng_state) and are differentiable, unlike flash-attn's; backwards write into dq, dk and dv,
+which may be views of any strides or None, and return softmax_d. S_dmask and softmax_d are empty, and rng_state, two
+int64 numbers, holds nothing: they are of dropout, and of flash-attn's own kernels. Rows of no sequence are always 0,
+whatever `zero_tensors` says.
+
+Source: flash_attn/flash_attn_interface.py of flash-attn 2.8.3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ProblemError
+from ..problem.options import check_flag
+from .flash_attn_arguments import (
+    attend,
+    cap_of,
+    check_integers,
+    in_host_memory,
+    paged_or_packed,
+    refuse_of_version_2,
+    window_of,
+)
+from .torch import check_tensor, gradients
+
+Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    return_softmax: bool,
+) -> Results:
+    """`flash_attn_func`; lse is (batch, heads_q, seqlen_q) float32. Errors are its own."""
+    refuse_of_version_2(dropout_p, alibi_slopes)
+    window = window_size_left, window_size_right
+    check_flag("return_softmax", return_softmax)
+    return _with_rest(q, *attend(q, k, v, softmax_scale, causal, window, softcap, False, True))
+
+
+def _flash_attn_varlen_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    return_softmax: bool = False,
+    block_table: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> Results:
+    """`flash_attn_varlen_func`; lse is (heads_q, total_q) float32.
+
+    `seqused_k` (batch,) tells how many keys of each sequence are used; beside a block table cu_seqlens_k may be None
+    then. Errors are those of that function; leftpad_k is an UnsupportedError.
+    """
+    refuse_of_version_2(dropout_p, alibi_slopes, leftpad_k)
+    check_flag("return_softmax", return_softmax)
+    check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
+    result = attend(
+        q,
+        k,
+        v,
+        softmax_scale,
+        causal,
+        (window_size_left, window_size_right),
+        softcap,
+        False,
+        True,
+        cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        **paged_or_packed(cu_seqlens_k, seqused_k, block_table),
+    )
+    return _with_rest(q, *result)
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gradients of `_flash_attn_forward`'s out, written into dq, dk and dv.
+
+    softmax_lse may be a view (batch, seqlen_q, heads_q) of what the forward returned, as flash-attn reads memory alone.
+    Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v; other errors are those of
+    `cuflash.backward`.
+    """
+    refuse_of_version_2(dropout_p, alibi_slopes)
+    check_tensor("q", q)
+    if q.ndim == 4:
+        softmax_lse = _heads_first(softmax_lse, q)
+    window = window_size_left, window_size_right
+    inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
+    return _write(inputs, targets, softmax_scale, causal, window, softcap, deterministic)
+
+
+def _flash_attn_varlen_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    dq: torch.Tensor | None,
+    dk: torch.Tensor | None,
+    dv: torch.Tensor | None,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    softmax_scale: float,
+    causal: bool,
+    window_size_left: int,
+    window_size_right: int,
+    softcap: float,
+    alibi_slopes: torch.Tensor | None,
+    deterministic: bool,
+    rng_state: torch.Tensor | None = None,
+    zero_tensors: bool = False,
+) -> torch.Tensor:
+    """Gradients of `_flash_attn_varlen_forward`'s out, written into dq, dk and dv; rows of no sequence become 0.
+
+    Errors are those of `_flash_attn_backward`.
+    """
+    refuse_of_version_2(dropout_p, alibi_slopes)
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, tensor in lengths.items():
+        check_integers(name, tensor, required=True)
+    bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    given = {name: in_host_memory(name, bound) for name, bound in bounds.items() if bound is not None}
+    window = window_size_left, window_size_right
+    inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
+    return _write(inputs, targets, softmax_scale, causal, window, softcap, deterministic, **lengths, **given)
+
+
+def _with_rest(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Results:
+    return out, lse, q.new_empty(0), q.new_empty(2, dtype=torch.int64)
+
+
+def _heads_first(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """lse as (batch, heads, seqlen). why: diffusers turns its last two axes before it hands it back."""
+    check_tensor("softmax_lse", lse)
+    batch, seqlen, heads, _ = q.shape
+    is_turned = lse.shape == (batch, seqlen, heads) and (seqlen != heads or not lse.is_contiguous())
+    return lse.transpose(1, 2) if is_turned else lse
+
+
+def _write(
+    inputs: tuple[torch.Tensor, ...],
+    targets: tuple[torch.Tensor | None, ...],
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    deterministic: bool,
+    **sequences: Any,
+) -> torch.Tensor:
+    """Gradients of q, k and v, the second to fourth of the inputs, into those targets that are there."""
+    for name, tensor in zip(("dout", "q", "k", "v", "out", "softmax_lse"), inputs, strict=True):
+        check_tensor(name, tensor)
+    for name, target, like in zip(("dq", "dk", "dv"), targets, inputs[1:4], strict=True):
+        if target is not None:
+            check_tensor(name, target)
+            if (target.shape, target.dtype, target.device) != (like.shape, like.dtype, like.device):
+                raise ProblemError(
+                    f"{name} has shape {tuple(target.shape)} and dtype {target.dtype} on {target.device}; give "
+                    f"{tuple(like.shape)} and {like.dtype} on {like.device}, or None"
+                )
+    keywords = {
+        "softmax_scale": softmax_scale,
+        "causal": causal,
+        "window_size": window_of(window_size),
+        "diagonal_offset": None,
+        "softcap": cap_of(softcap),
+        **sequences,
+    }
+    deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
+    with torch.no_grad():
+        for target, gradient in zip(targets, gradients(*inputs, None, keywords, deterministic), strict=True):
+            if target is not None:
+                target.copy_(gradient)
+    return inputs[1].new_empty(0, dtype=torch.float32)

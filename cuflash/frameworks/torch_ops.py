@@ -1,0 +1,207 @@
+"""Attention and its gradients as ops of PyTorch, for tools that look at a call before they run it, or instead.
+
+`torch.compile`, `torch.export`, dispatch modes and `torch.utils.flop_counter` see `torch.ops.cuflash.attention` and
+`attention_backward`. They count what PyTorch counts of its own attention: every pair of a query and a key of one
+sequence, also those that a mask hides. For that, and for nothing else, lengths are read from the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from ..errors import ProblemError, UnsupportedError
+from ..ops.backward import backward
+from ..ops.forward import forward
+from ..problem.options import check_flag
+
+# The tensors that tell where sequences lie and how long they are, in the order of the ops' schemas.
+TOLD = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
+BOUNDS, SPLITS = ("max_seqlen_q", "max_seqlen_k"), ("num_splits", "split_size")
+_SEQUENCES = (*TOLD, *BOUNDS, *SPLITS)
+_TWICE = (
+    "cuflash has no second derivative: its gradients cannot be differentiated again. Take them without "
+    "create_graph=True, or compute this part with torch.nn.functional.scaled_dot_product_attention under "
+    "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
+)
+
+
+class Arguments(NamedTuple):
+    """What follows q, k and v, or the gradients, in the ops' schemas; the gradients' ends before `num_splits`."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_left: int
+    window_right: int
+    diagonal_offset: int | None
+    softcap: float
+    deterministic: bool
+    cu_seqlens_q: torch.Tensor | None = None
+    cu_seqlens_k: torch.Tensor | None = None
+    seqused_q: torch.Tensor | None = None
+    seqused_k: torch.Tensor | None = None
+    page_table: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    num_splits: int | None = None
+    split_size: int | None = None
+
+    @classmethod
+    def of(cls, keywords: dict[str, Any], deterministic: bool) -> Arguments:
+        """The arguments of a call. It refuses bools as numbers, because the ops' schemas would take True for 1."""
+        for name in ("softmax_scale", "diagonal_offset", "softcap", *BOUNDS, *SPLITS):
+            if isinstance(keywords.get(name), bool):
+                raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
+        left, right = (-1 if side is None else side for side in keywords["window_size"])
+        if isinstance(left, bool) or isinstance(right, bool):
+            raise ProblemError(f"window_size={keywords['window_size']} holds a bool; give numbers of keys")
+        causal = check_flag("causal", keywords["causal"])
+        scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
+        of_sequences = (keywords.get(name) for name in _SEQUENCES)
+        return cls(scale, causal, left, right, offset, softcap, deterministic, *of_sequences)
+
+    def keywords(self) -> dict[str, Any]:
+        """The arguments as keywords of `cuflash.forward`."""
+        scale, causal, left, right, offset, softcap, _, *of_sequences = self
+        given = {name: x for name, x in zip(_SEQUENCES, of_sequences, strict=True) if x is not None}
+        masks = {"causal": causal, "window_size": (left, right), "diagonal_offset": offset}
+        return {"softmax_scale": scale, "softcap": softcap, **masks, **given}
+
+
+def refuse_cached(page_table: Any, cache_batch_idx: Any) -> None:
+    """Raises for keys in pages or in rows of a cache, where gradients are wanted."""
+    if page_table is not None or cache_batch_idx is not None:
+        given = "cache_batch_idx" if page_table is None else "page_table"
+        raise UnsupportedError(
+            f"{given} was given and gradients are wanted, but cached keys have none, as several sequences may share "
+            "them; call under torch.no_grad(), or gather the keys into k and v, packed (cu_seqlens_k) or one row of "
+            "the batch for each sequence (seqused_k)"
+        )
+
+
+def given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """The gradient of out, which is zero where the loss depends on lse alone."""
+    return torch.zeros_like(out) if dout is None else dout
+
+
+def refuse_twice(ctx: Any, *gradients: Any) -> Any:
+    """The backward of gradients."""
+    raise UnsupportedError(_TWICE)
+
+
+# why schemas: PyTorch cannot infer them, because annotations are strings in this module.
+_OF_BOTH = (
+    "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, SymInt? diagonal_offset, "
+    f"float softcap, bool deterministic, {', '.join(f'Tensor? {name}=None' for name in TOLD)}, "
+    f"{', '.join(f'SymInt? {name}=None' for name in BOUNDS)}"
+)
+
+
+@torch.library.custom_op(
+    "cuflash::attention",
+    mutates_args=(),
+    schema=f"(Tensor q, Tensor k, Tensor v, {_OF_BOTH}, {', '.join(f'SymInt? {name}=None' for name in SPLITS)})"
+    " -> (Tensor, Tensor)",
+)
+def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
+    with torch.no_grad():
+        return forward(q, k, v, return_lse=True, **Arguments(*arguments).keywords())
+
+
+@torch.library.custom_op(
+    "cuflash::attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_OF_BOTH})"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _backward_op(*operands: Any) -> Any:
+    arguments = Arguments(*operands[7:])
+    with torch.no_grad():
+        return backward(
+            *operands[:6], dlse=operands[6], deterministic=arguments.deterministic, **arguments.keywords()
+        )
+
+
+@_attention_op.register_fake
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    told = Arguments(*arguments)[7:13]
+    # why only dense calls: packed queries may see keys of a cache. The ranks of others are judged when they run.
+    if told == (None,) * len(TOLD) and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
+        raise ProblemError(
+            f"q, k and v have ranks {q.dim()}, {k.dim()} and {v.dim()}; give all (batch, seqlen, heads, head_dim), "
+            "(seqlen, heads, head_dim) or (seqlen, head_dim)"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise ProblemError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; cast all to one dtype")
+    lse_shape = q.shape[:-1] if q.dim() == 2 else (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    lse_dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(lse_shape, dtype=lse_dtype)
+
+
+@_backward_op.register_fake
+def _(dout: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in operands[:3])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    q, k, v, *rest = inputs
+    arguments = Arguments(*rest)
+    refuse_cached(arguments.page_table, arguments.cache_batch_idx)
+    ctx.options, ctx.bounds = arguments[:7], arguments[13:15]
+    ctx.save_for_backward(q, k, v, *output, *arguments[7:13])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    saved, told = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    of_backward = torch.ops.cuflash.attention_backward
+    gradients = of_backward(given(dout, saved[3]), *saved, dlse, *ctx.options, *told, *ctx.bounds)
+    return *gradients, *(None for _ in Arguments._fields)
+
+
+_attention_op.register_autograd(_differentiate, setup_context=_keep)
+_backward_op.register_autograd(refuse_twice)
+
+
+@register_flop_formula(torch.ops.cuflash.attention, get_raw=True)
+def _flops(q: Any, k: Any, v: Any, *arguments: Any, out_val: Any = None) -> int:
+    return 2 * _pairs(q, k, Arguments(*arguments)) * int(q.shape[-1] + v.shape[-1])
+
+
+@register_flop_formula(torch.ops.cuflash.attention_backward, get_raw=True)
+def _backward_flops(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *arguments: Any, out_val: Any = None
+) -> int:
+    # Of head_dim are s, dq and dk, of that of v dp and dv.
+    return 2 * _pairs(q, k, Arguments(*arguments)) * int(3 * q.shape[-1] + 2 * v.shape[-1])
+
+
+def _pairs(q: Any, k: Any, told: Arguments) -> int:
+    """How many scores there are, those that a mask hides included."""
+    rows_q, rows_k = (x.shape[-3] if x.dim() > 2 else x.shape[0] for x in (q, k))
+    batch_q, batch_k = (x.shape[0] if x.dim() == 4 else 1 for x in (q, k))
+    if told.page_table is not None:
+        batch_k, rows_k = told.page_table.shape[0], told.page_table.shape[1] * rows_k
+    elif told.cache_batch_idx is not None:
+        batch_k = told.cache_batch_idx.shape[0]
+    queries = _lengths(batch_q, rows_q, told.cu_seqlens_q, told.seqused_q, told.max_seqlen_q)
+    keys = _lengths(batch_k, rows_k, told.cu_seqlens_k, told.seqused_k, told.max_seqlen_k)
+    return (q.shape[-2] if q.dim() > 2 else 1) * sum(m * n for m, n in zip(queries, keys, strict=True))
+
+
+def _lengths(batch: int, rows: int, bounds: Any, used: Any, most: int | None) -> list[int]:
+    """The lengths of all sequences; without values in memory, the most that they may be."""
+    most = rows if most is None else min(rows, most)
+    lengths = [most] * (batch if bounds is None else bounds.shape[0] - 1)
+    if bounds is not None and _has_values(bounds):
+        lengths = [min(length, most) for length in bounds.diff().tolist()]
+    if used is not None and _has_values(used):
+        lengths = [min(length, own) for length, own in zip(used.tolist(), lengths, strict=True)]
+    return lengths
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not tensor.is_meta and type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__

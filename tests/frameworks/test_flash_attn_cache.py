@@ -1,0 +1,153 @@
+"""Attention over caches in the interfaces of flash-attn 2 and 3: `flash_attn_with_kvcache` and its schedules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from sequences import Made, Sequences, made
+from tensors import arguments_of, assert_pulled, assert_results, assert_sequences
+from tensors import made as dense
+
+from cuflash import ProblemError, UnsupportedError
+from cuflash.frameworks import flash_attn_3_interface as fa3
+from cuflash.frameworks import flash_attn_interface as fa2
+
+WHOLE = Sequences("whole", (2,) * 3, (19,) * 3, "rectangle", "rectangle", causal=True, dims=(16, 24), dtype="float32")
+CASES = [
+    WHOLE,
+    replace(WHOLE, name="used", keys=(4, 19, 0), used_k=True),
+    replace(WHOLE, name="decoding", queries=(1,) * 3, keys=(4, 19, 0), used_k=True, heads=(8, 1), dtype="bfloat16"),
+    replace(WHOLE, name="rows", keys=(12, 30, 0), place_k="cache", used_k=True),
+    replace(WHOLE, name="paged", keys=(40, 17, 5), place_k="paged", used_k=True, page_size=3),
+    replace(WHOLE, name="whole_pages", keys=(12,) * 3, place_k="paged", page_size=4, causal=False, window_size=(5, -1)),
+    replace(WHOLE, name="capped", keys=(12, 30, 1), used_k=True, softcap=2.0, softmax_scale=0.4),
+]
+PACKED = [
+    replace(WHOLE, name="packed", queries=(3, 1, 0), keys=(20, 7, 5), place_q="packed", used_k=True),
+    replace(WHOLE, name="packed_paged", queries=(3, 1, 20), keys=(40, 17, 20), place_q="packed", place_k="paged",
+            used_k=True, bounded=True),
+]  # fmt: skip
+BOTH = pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
+
+
+def each(cases: list[Sequences]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def arguments_for(module: Any, given: Made, device: str = "cpu") -> dict[str, Any]:
+    """The arguments of `flash_attn_with_kvcache`."""
+    arguments = arguments_of(given, device)
+    for ours, theirs in (("k", "k_cache"), ("v", "v_cache"), ("seqused_k", "cache_seqlens")):
+        if ours in arguments:
+            arguments[theirs] = arguments.pop(ours)
+    if module is fa2 and "page_table" in arguments:
+        arguments["block_table"] = arguments.pop("page_table")
+    return {name: x for name, x in arguments.items() if name not in ("diagonal_offset", "max_seqlen_k")}
+
+
+@BOTH
+@each(CASES)
+def test_results(module: Any, case: Sequences, device: str) -> None:
+    given = made(case)
+    arguments = arguments_for(module, given, device)
+    out, lse, *rest = module.flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
+    assert_sequences(given, out, lse)
+    assert lse.dtype == torch.float32
+    assert [x.numel() for x in rest] == [0] * (2 * (module is fa3))
+    assert torch.equal(module.flash_attn_with_kvcache(**arguments, num_splits=1), out)
+
+
+@each(PACKED)
+def test_version_3_takes_packed_queries(case: Sequences, device: str) -> None:
+    given = made(case)
+    arguments = arguments_for(fa3, given, device)
+    new = arguments["cu_seqlens_q"]
+    out, lse, *_ = fa3.flash_attn_with_kvcache(**arguments, cu_seqlens_k_new=new, return_softmax_lse=True)
+    assert lse.shape == (4, len(out))
+    assert_sequences(given, out, lse)
+
+
+def test_a_bound_on_queries_that_are_not_packed_says_nothing() -> None:
+    arguments = arguments_for(fa3, made(WHOLE))
+    wanted = fa3.flash_attn_with_kvcache(**arguments)
+    assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, max_seqlen_q=1), wanted)
+
+
+@BOTH
+@each([WHOLE, CASES[3], CASES[4]])
+def test_one_length_of_all_may_be_a_number(module: Any, case: Sequences, device: str) -> None:
+    case = replace(case, keys=(12,) * 3, spare_k=(4,) * 3, used_k=True)
+    given = made(case)
+    arguments = arguments_for(module, given, device) | {"cache_seqlens": 12}
+    assert_sequences(given, *module.flash_attn_with_kvcache(**arguments, return_softmax_lse=True)[:2])
+    for wrong in (-1, 1000):
+        with pytest.raises(ProblemError, match=f"cache_seqlens={wrong}, but the cache has room for"):
+            module.flash_attn_with_kvcache(**arguments | {"cache_seqlens": wrong})
+    for wrong in (True, 3.0):
+        with pytest.raises(ProblemError, match="cache_seqlens"):
+            module.flash_attn_with_kvcache(**arguments | {"cache_seqlens": wrong})
+
+
+def test_gradients_flow_where_keys_have_places_of_their_own() -> None:
+    q, k, v = dense("cpu", torch.float32)
+    out, lse = fa2.flash_attn_with_kvcache(q, k, v, cache_seqlens=12, causal=True, return_softmax_lse=True)
+    assert_results((q, k, v), out, lse, causal=True)
+    dout = torch.ones_like(out)
+    assert_pulled(torch.autograd.grad(out, (q, k, v), dout), (q, k, v), dout, causal=True)
+    with pytest.raises(UnsupportedError, match=r"cache_batch_idx was given and gradients.*torch.no_grad\(\)"):
+        fa2.flash_attn_with_kvcache(q, k, v, cache_batch_idx=torch.zeros(2, dtype=torch.int32))
+
+
+def test_schedules_are_made_kept_and_passed_back() -> None:
+    arguments = arguments_for(fa3, made(CASES[1]))
+    lengths = arguments["cache_seqlens"]
+    schedule = fa3.get_scheduler_metadata(3, 2, 19, 4, 2, 16, lengths, causal=True, window_size=(-1, -1), num_splits=4)
+    assert schedule.dtype == torch.int32
+    buffer = torch.zeros(8, dtype=torch.int32)
+    buffer[: len(schedule)] = schedule
+    wanted = fa3.flash_attn_with_kvcache(**arguments)
+    for given in (schedule, buffer):
+        hints = {"scheduler_metadata": given, "num_splits": 4, "pack_gqa": False, "sm_margin": 2}
+        assert torch.equal(fa3.flash_attn_with_kvcache(**arguments, **hints), wanted)
+    with pytest.raises(ProblemError, match="cache_seqlens is a int"):
+        fa3.get_scheduler_metadata(3, 2, 19, 4, 2, 16, 5)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "words"),
+    [
+        *((module, name, "does not write to a cache") for module in (fa2, fa3) for name in "kv"),
+        *((module, name, "does not rotate") for module in (fa2, fa3) for name in ("rotary_cos", "rotary_sin")),
+        *((module, "cache_leftpad", "first row of its cache") for module in (fa2, fa3)),
+        (fa3, "rotary_seqlens", "does not rotate"),
+        (fa2, "alibi_slopes", "has no ALiBi"),
+        *((fa3, name, "8-bit") for name in ("qv", "q_descale", "k_descale", "v_descale")),
+    ],
+    ids=lambda x: x.__name__.split(".")[-1] if hasattr(x, "__name__") else x.replace(" ", "_"),
+)
+def test_what_is_not_offered_is_refused_by_name(module: Any, name: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name}.*{words}"):
+        module.flash_attn_with_kvcache(**arguments_for(module, made(WHOLE)), **{name: torch.ones(1)})
+
+
+@BOTH
+def test_what_does_not_fit_is_refused(module: Any) -> None:
+    table = "block_table" if module is fa2 else "page_table"
+    arguments = arguments_for(module, made(CASES[4]))
+    for changes, words in (
+        ({"q": arguments["q"][0]}, r"q has shape \(2, 4, 16\)"),
+        ({"k_cache": arguments["k_cache"][0]}, r"k_cache has shape \(3, 2, 16\)"),
+        ({"v_cache": None}, "v_cache is a NoneType"),
+        ({"cache_seqlens": arguments["cache_seqlens"].long()}, "cache_seqlens has dtype torch.int64"),
+        ({table: arguments[table].long()}, f"{table} has dtype torch.int64"),
+        ({"cache_batch_idx": torch.zeros(3)}, "cache_batch_idx has dtype torch.float32"),
+        ({"cache_batch_idx": torch.zeros(3, dtype=torch.int32)}, f"{table} and cache_batch_idx"),
+        ({"return_softmax_lse": None}, "return_softmax_lse=None"),
+        ({"num_splits": -1}, "num_splits=-1 is negative"),
+    ):
+        with pytest.raises(ProblemError, match=words):
+            module.flash_attn_with_kvcache(**arguments | changes)

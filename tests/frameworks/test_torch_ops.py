@@ -1,0 +1,114 @@
+"""The ops of PyTorch behind `attention`: the rules of ops, and their FLOPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from sequences import Sequences, made
+from tensors import arguments_of
+from torch.utils.flop_counter import FlopCounterMode
+
+from cuflash import UnsupportedError
+from cuflash.frameworks.torch import attention
+from cuflash.frameworks.torch_ops import Arguments
+
+USED = Sequences("used", (5, 0, 17), (9, 3, 17), used_k=True, spare_k=(0, 3, 2), causal=True, dims=(16, 24))
+PAGED = Sequences("paged", (3, 1), (40, 17), "packed", "paged", used_k=True, dtype="float32")
+CACHE = Sequences("cache", (2,) * 3, (30,) * 3, "rectangle", "cache", dtype="float32")
+
+
+def operands(case: Sequences, device: str, **more: Any) -> tuple[Any, ...]:
+    """What the op takes."""
+    given = arguments_of(made(case).filled(0.0), device) | more
+    tensors = tuple(given.pop(name) for name in "qkv")
+    return *tensors, *Arguments.of(given, False)
+
+
+@pytest.mark.parametrize("case", [USED, PAGED, CACHE], ids=lambda case: case.name)
+def test_the_ops_keep_the_rules_of_ops(case: Sequences, device: str) -> None:
+    given = operands(case, device, max_seqlen_k=40, num_splits=1)
+    torch.library.opcheck(torch.ops.cuflash.attention, given)
+    if case.has_gradients:
+        q, k, v, *rest = given
+        torch.library.opcheck(
+            torch.ops.cuflash.attention, (*(x.detach().requires_grad_() for x in (q, k, v)), *rest)
+        )
+        out, lse = torch.ops.cuflash.attention(*given)
+        for dlse in (None, lse):
+            torch.library.opcheck(torch.ops.cuflash.attention_backward, (out, q, k, v, out, lse, dlse, *rest[:15]))
+
+
+def test_defaults_may_be_left_out_and_names_given(device: str) -> None:
+    q, k, v, *rest = operands(USED, device)
+    named = {name: x for name, x in zip(Arguments._fields, rest, strict=True) if x is not None}
+    wanted = torch.ops.cuflash.attention(q, k, v, *rest)
+    found = torch.ops.cuflash.attention(q, k, v, softmax_scale=None, diagonal_offset=None, **named)
+    assert all(map(torch.equal, found, wanted))
+
+
+def test_the_op_refuses_gradients_of_cached_keys() -> None:
+    q, *rest = operands(PAGED, "cpu")
+    with pytest.raises(UnsupportedError, match="page_table was given"):
+        torch.ops.cuflash.attention(q.requires_grad_(), *rest)
+
+
+def counted(call: Any) -> int:
+    with FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_flops_are_those_that_pytorch_counts_of_its_own_attention(causal: bool, device: str) -> None:
+    q, k, v = (torch.randn(2, 9, 4, n, device=device, requires_grad=True) for n in (16, 16, 24))
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+
+    def ours() -> None:
+        attention(q, k, v, causal=causal).sum().backward()
+
+    def theirs() -> None:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            sdpa(*(x.transpose(1, 2) for x in (q, k, v))).sum().backward()
+
+    assert counted(lambda: attention(q, k, v, causal=causal)) == 2 * 2 * 4 * 9 * 9 * (16 + 24)
+    # PyTorch's math kernel keeps the scores, which flash kernels compute again.
+    assert counted(ours) == counted(theirs) + 2 * 2 * 4 * 9 * 9 * 16
+
+
+def test_flops_without_batch_or_heads() -> None:
+    q, k = torch.zeros(9, 8), torch.zeros(7, 8)
+    assert counted(lambda: attention(q, k, k)) == 2 * 9 * 7 * 16
+    assert counted(lambda: attention(q[:, None], k[:, None], k[:, None])) == 2 * 9 * 7 * 16
+
+
+@pytest.mark.parametrize(
+    ("case", "pairs"),
+    [
+        (USED, 5 * 9 + 17 * 17),
+        (PAGED, 3 * 40 + 17),
+        (CACHE, 3 * 2 * 30),
+        (Sequences("used_q", (9, 2), (11, 11), "rectangle", "rectangle", used_q=True, spare_q=(2, 0)), 11 * 11),
+        (Sequences("bounded", (5, 1), (9, 3), bounded=True), 5 * 9 + 3),
+    ],
+    ids=lambda x: getattr(x, "name", ""),
+)
+def test_flops_of_sequences_are_those_of_each(case: Sequences, pairs: int, device: str) -> None:
+    arguments = arguments_of(made(case).filled(0.0), device, grad=case.has_gradients)
+    dim, dim_v = case.dims
+    forward = 2 * 4 * pairs * (dim + dim_v)
+    assert counted(lambda: attention(**arguments)) == forward
+    if case.has_gradients:
+        both = counted(lambda: attention(**arguments).sum().backward())
+        assert both == forward + 2 * 4 * pairs * (3 * dim + 2 * dim_v)
+
+
+def test_flops_of_tensors_without_memory_count_the_most_that_lengths_may_be() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, bounds = torch.empty(20, 2, 8), torch.empty(4, dtype=torch.int32)
+        bound = counted(lambda: attention(q, q, q, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=6))
+    assert bound == 2 * 2 * 3 * 6 * 20 * 16

@@ -1,0 +1,209 @@
+"""Sequences of several lengths in PyTorch's ways of calling attention: autograd, torch.compile, torch.func, ops."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import numpy as np
+from libraries import torch_of
+from sequences import Sequences, check_gradients, drawn, made
+from tensors import (
+    arguments_of,
+    assert_equal,
+    assert_pulled_sequences,
+    assert_sequences,
+    in_numpy,
+    upstream_of,
+)
+
+from cuflash import ProblemError, UnsupportedError
+from cuflash.frameworks.torch import attention
+
+PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 24), bounded=True)
+USED = replace(PACKED, name="used", used_q=True, used_k=True, spare_q=(1, 4, 0, 2), spare_k=(0, 3, 2, 1))
+RECTANGLE = Sequences("rectangle", (9, 2, 0), (4, 11, 3), "rectangle", "rectangle", True, True, softcap=2.0)
+OVER_CACHE = Sequences("over_cache", (3, 1, 0), (20, 7, 5), "packed", "rectangle", used_k=True, window_size=(4, 1))
+CACHE = Sequences("cache", (2,) * 3, (12, 30, 0), "rectangle", "cache", used_k=True, causal=True)
+PAGED = Sequences("paged", (3, 1, 0, 20), (40, 17, 5, 64), "packed", "paged", used_k=True, causal=True)
+WITH_GRADIENTS, CACHED = [PACKED, USED, RECTANGLE, OVER_CACHE], [CACHE, PAGED]
+
+
+def each(cases: list[Sequences]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def called(given: Any, device: str, *, grad: bool = True, **more: Any) -> tuple[Any, Any, tuple[Any, ...]]:
+    """out, lse and the leaves of a call."""
+    arguments = arguments_of(given, device, grad=grad) | more
+    leaves = tuple(arguments.pop(name) for name in "qkv")
+    return *attention(*leaves, return_lse=True, **arguments), leaves
+
+
+@each([*WITH_GRADIENTS, *CACHED])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None:
+    given = made(replace(case, dtype=dtype))
+    out, lse, leaves = called(given, device, grad=case.has_gradients)
+    assert_sequences(given, out, lse)
+    if case.has_gradients:
+        assert_pulled_sequences(given, out, lse, leaves)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_gradients_of_drawn_problems(seed: int, device: str) -> None:
+    given = made(drawn(seed, gradients=True), seed)
+    assert_pulled_sequences(given, *called(given, device))
+    given = made(drawn(seed), seed)
+    assert_sequences(given, *called(given, device, grad=False)[:2])
+
+
+@each(WITH_GRADIENTS)
+def test_numerical_gradients(case: Sequences) -> None:
+    given = made(replace(case, dtype="float64", dims=(3, 2), heads=(2, 1))).filled(0.0)
+    arguments = arguments_of(given, grad=True)
+    leaves = tuple(arguments.pop(name) for name in "qkv")
+
+    def used(*leaves: Any) -> tuple[Any, Any]:
+        out, lse = attention(*leaves, return_lse=True, **arguments)
+        return out, lse.masked_fill(lse == -torch.inf, 0.0)
+
+    assert torch.autograd.gradcheck(used, leaves)
+
+
+@each([*WITH_GRADIENTS, *CACHED])
+def test_compiled_is_eager(case: Sequences, device: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seed in range(2):
+        given = made(replace(case, dtype="float32"), seed)
+        arguments = arguments_of(given, device, grad=case.has_gradients)
+        found = compiled(**arguments, return_lse=True)
+        assert_equal([x.detach() for x in found], [x.detach() for x in attention(**arguments, return_lse=True)])
+        if case.has_gradients:
+            assert_pulled_sequences(given, *found, tuple(arguments[name] for name in "qkv"))
+
+
+@each(WITH_GRADIENTS)
+def test_pulled_back_by_function_transforms(case: Sequences, device: str) -> None:
+    given = made(replace(case, dtype="float32"))
+    arguments = arguments_of(given, device)
+    leaves = tuple(arguments.pop(name) for name in "qkv")
+    (out, lse), pull = torch.func.vjp(lambda *x: attention(*x, return_lse=True, **arguments), *leaves)
+    check_gradients(given, [in_numpy(x) for x in pull(upstream_of(given, out, lse))])
+
+
+@each([*WITH_GRADIENTS, *CACHED])
+def test_mapped_over_is_refused_and_beside_a_map_it_works(case: Sequences, device: str) -> None:
+    arguments = arguments_of(made(case).filled(0.0), device)
+    q = arguments.pop("q")
+    with pytest.raises(UnsupportedError, match=r"(cu_seqlens_q|seqused_k).* under vmap.*further sequences"):
+        torch.vmap(lambda x: attention(x, **arguments))(torch.stack([q, q]))
+    gradient = torch.func.grad(lambda x: attention(x, **arguments).sum())
+    with pytest.raises(UnsupportedError, match="under vmap" if case.has_gradients else "gradients are wanted"):
+        torch.vmap(gradient)(torch.stack([q, q]))
+    out = attention(q, **arguments)
+    scale = torch.arange(1.0, 3.0, device=device).to(q.dtype)
+    mapped = torch.vmap(lambda x: x * attention(q, **arguments))(scale)
+    assert_equal(mapped, torch.stack([x * out for x in scale]))
+
+
+@each(CACHED)
+def test_cached_keys_have_no_gradients(case: Sequences, device: str) -> None:
+    arguments = arguments_of(made(case).filled(0.0), device, grad=True)
+    name = "page_table" if case is PAGED else "cache_batch_idx"
+    words = rf"{name} was given and gradients are wanted.*torch.no_grad\(\), or gather"
+    with pytest.raises(UnsupportedError, match=words):
+        attention(**arguments)
+    with torch.no_grad():
+        assert attention(**arguments).grad_fn is None
+    q = arguments.pop("q").detach()
+    arguments |= {name: arguments[name].detach() for name in "kv"}
+    with pytest.raises(UnsupportedError, match=name):
+        torch.func.grad(lambda x: attention(x, **arguments).sum())(q)
+
+
+@each([*WITH_GRADIENTS, *CACHED])
+def test_keys_in_splits_and_repeatable_gradients(case: Sequences, device: str) -> None:
+    given = made(replace(case, dtype="float32"))
+    for more in ({"num_splits": 2}, {"split_size": 128}, {"num_splits": 1, "split_size": 256}):
+        out, lse, leaves = called(given, device, grad=case.has_gradients, deterministic=True, **more)
+        assert_sequences(given, out, lse)
+        if case.has_gradients:
+            assert_pulled_sequences(given, out, lse, leaves)
+
+
+def test_dense_calls_take_splits_too(device: str) -> None:
+    q, k, v = (torch.randn(2, n, 2, 16, device=device, requires_grad=True) for n in (5, 300, 300))
+    wanted = attention(q, k, v)
+    (slope,) = torch.autograd.grad(wanted.sum(), k)
+    torch._dynamo.reset()
+    for call in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
+        found = call(q, k, v, split_size=128, num_splits=2)
+        assert torch.allclose(found, wanted, atol=1e-5)
+        assert torch.allclose(torch.autograd.grad(found.sum(), k)[0], slope, atol=1e-5)
+    each_of = torch.vmap(lambda x: attention(x, k, v, num_splits=2))(torch.stack([q, -q]))
+    assert torch.allclose(each_of[0], wanted, atol=1e-5)
+
+
+def test_checkpoints_and_autocast(device: str) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    given = made(replace(PACKED, dtype="bfloat16"))
+    arguments = arguments_of(given, device, grad=True)
+    wide = {name: arguments[name].detach().float().requires_grad_() for name in "qkv"}
+    leaves = tuple(arguments[name] for name in "qkv")
+    assert_pulled_sequences(
+        given, *checkpoint(attention, use_reentrant=False, return_lse=True, **arguments), leaves
+    )
+    with torch.autocast(device, torch.bfloat16):
+        assert_sequences(given, *attention(**arguments | wide, return_lse=True))
+
+
+def test_lengths_that_change_after_the_call_are_seen_by_autograd() -> None:
+    arguments = arguments_of(made(PACKED), grad=True)
+    out = attention(**arguments)
+    arguments["cu_seqlens_q"].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_bad_arguments_say_what_they_are() -> None:
+    arguments = arguments_of(made(PACKED).filled(0.0))
+    compiled = torch.compile(attention, backend="eager")
+    for name, wrong, words in (
+        ("cu_seqlens_q", [0, 5], "cu_seqlens_q is a list; give a torch tensor"),
+        ("cu_seqlens_q", torch.zeros(5), "cu_seqlens_q has dtype float32; this problem needs int32"),
+        ("cu_seqlens_k", torch.zeros(3, dtype=torch.int32), "cu_seqlens_k is for 2 sequences"),
+        ("seqused_k", torch.zeros(4, dtype=torch.int32, device="meta"), "seqused_k is on the device meta"),
+        ("max_seqlen_q", True, "max_seqlen_q=True is a bool"),
+        ("num_splits", True, "num_splits=True is a bool"),
+        ("num_splits", None, "num_splits=None is a NoneType"),
+        ("split_size", 100, "split_size=100; give a positive multiple of 128"),
+    ):
+        with pytest.raises(ProblemError if "meta" not in words else UnsupportedError, match=words):
+            attention(**arguments | {name: wrong})
+    with pytest.raises(ProblemError, match="max_seqlen_k=3, but no cu_seqlens"):
+        attention(*(torch.zeros(1, 2, 2, 8) for _ in range(3)), max_seqlen_k=3)
+    torch._dynamo.reset()
+    with pytest.raises(ProblemError, match="max_seqlen_q=True is a bool"):
+        compiled(**arguments | {"max_seqlen_q": True})
+
+
+@pytest.mark.gpu
+def test_a_cuda_graph_replays_with_other_lengths() -> None:
+    case = replace(PACKED, queries=(60, 4), keys=(60, 4), dims=(64, 64), bounded=False)
+    arguments = arguments_of(made(case), "cuda")
+    attention(**arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attention(**arguments)
+    for bounds in ([2, 62, 66], [2, 10, 66]):
+        for side in "qk":
+            arguments[f"cu_seqlens_{side}"].copy_(torch_of(np.array(bounds, np.int32), "cuda"))
+        graph.replay()
+        assert_equal(captured, attention(**arguments))
