@@ -348,4 +348,5 @@ def _refuse(softmax_scale: Any, attention_chunk: Any, hints: tuple[Any, Any], *t
     pack_gqa, sm_margin = hints
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
-    check_integer("sm_margin", sm_margin)
+    if type(sm_margin) is not int:  # why first: the judge takes longer
+        check_integer("sm_margin", sm_margin)

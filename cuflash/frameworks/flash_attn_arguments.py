@@ -31,6 +31,7 @@ def attend(
     deterministic: bool,
     return_lse: bool,
     returned: str = "return_attn_probs",
+    num_splits: int = 0,
     **sequences: Any,
 ) -> Any:
     """Computes out, or (out, lse), from the arguments that both versions share, and those of `attention` on sequences.
@@ -38,12 +39,14 @@ def attend(
     returned: the name of the flag that asks for lse.
     """
     check_flag(returned, return_lse)
-    rank_q, rank_k = (3 if sequences.get(f"cu_seqlens_{side}") is not None else 4 for side in "qk")
+    rank_q = rank_k = 4
+    if sequences:
+        rank_q, rank_k = (3 if sequences.get(f"cu_seqlens_{side}") is not None else 4 for side in "qk")
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            if name in sequences:
+                sequences[name] = in_host_memory(name, sequences[name])
     for name, tensor, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
         _check_rank(name, tensor, rank)
-    for name in ("max_seqlen_q", "max_seqlen_k"):
-        if name in sequences:
-            sequences[name] = in_host_memory(name, sequences[name])
     return attention(
         q,
         k,
@@ -54,6 +57,7 @@ def attend(
         softcap=cap_of(softcap),
         deterministic=deterministic,
         return_lse=return_lse,
+        num_splits=num_splits,
         **sequences,
     )
 
@@ -80,6 +84,7 @@ def over_cache(
         if value is not None:
             raise UnsupportedError(_REFUSED[name].format(name=name))
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
+        check_tensor(name, tensor)
         _check_rank(name, tensor, 4)
     pages = table[1]
     for name, tensor in (table, *((name, sequences.get(name)) for name in ("cu_seqlens_q", "cache_batch_idx"))):
@@ -187,8 +192,10 @@ def in_host_memory(name: str, value: Any) -> Any:
 
 def window_of(window_size: Any) -> Any:
     """The window, whose sides may be tensors in host memory."""
-    if isinstance(window_size, (tuple, list)) and any(isinstance(side, torch.Tensor) for side in window_size):
-        return tuple(in_host_memory("window_size", side) for side in window_size)
+    if isinstance(window_size, (tuple, list)):
+        for side in window_size:
+            if type(side) is not int and isinstance(side, torch.Tensor):  # why first: to ask for tensors is slow
+                return tuple(in_host_memory("window_size", side) for side in window_size)
     return window_size
 
 
@@ -212,7 +219,6 @@ def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, s
 
 
 def _check_rank(name: str, tensor: Any, rank: int) -> None:
-    check_tensor(name, tensor)
     # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
-    if tensor.ndim != rank:
+    if getattr(tensor, "ndim", rank) != rank:  # what is no tensor is refused by `attention`
         raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give {_SHAPES[rank]}")

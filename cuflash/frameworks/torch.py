@@ -126,7 +126,9 @@ def attention(
 
 def _whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict[str, Any]:
     """All keywords of a call that has more than dense ones have: those of the forward alone, and perhaps TOLD."""
-    return {**keywords, **splits, **{name: x for name, x in zip(TOLD, told, strict=False) if x is not None}}
+    if told:
+        keywords = keywords | {name: x for name, x in zip(TOLD, told, strict=True) if x is not None}
+    return keywords | splits
 
 
 def _by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
