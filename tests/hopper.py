@@ -56,9 +56,11 @@ def one_call(hopper: bool) -> Iterator[None]:
     """What runs meanwhile is one call, by the kernels that are expected: Hopper's or not."""
     launch_it, ran = launch.Kernels.launch, []
 
-    def noted(kernels: launch.Kernels, pointers: tuple[int, ...], stream: int) -> None:
-        ran.append(kernels.plan.variant.of_warpgroups)
-        launch_it(kernels, pointers, stream)
+    def noted(kernels: launch.Kernels, pointers: tuple[int, ...], stream: int) -> bool:
+        launched: bool = launch_it(kernels, pointers, stream)
+        if launched:
+            ran.append(kernels.plan.variant.of_warpgroups)
+        return launched
 
     with mock.patch.object(launch.Kernels, "launch", noted):
         yield

@@ -149,11 +149,11 @@ def run_on_cuda(target: str, call: xla_ffi.Call) -> None:
     pointers = call.pointers()
     for place in found.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
-    made = found.call
-    kernels = made.aligned if pointers == made.last else made.kernels(pointers)
-    if kernels is not made.aligned:
+    stream = call.stream()
+    if not found.call.aligned.launch(pointers, stream):
+        kernels = found.call.for_any()
         found.check_workspace(kernels)
-    kernels.launch(pointers, call.stream())
+        kernels.launch(pointers, stream)
 
 
 class Lowered(NamedTuple):

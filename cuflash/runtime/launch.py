@@ -55,10 +55,10 @@ _stream = functools.lru_cache(Stream)  # why: to make one takes longer than to f
 class Kernels:
     """The loaded kernels of a plan with their parameters; for one thread at a time."""
 
-    __slots__ = ("_counted", "_last", "_loaded", "_number", "_ordinal", "_parameters", "boxed", "plan", "workspace")
+    __slots__ = ("_counted", "_loaded", "_number", "_parameters", "boxed", "ordinal", "plan", "workspace")
 
     def __init__(self, problem: Problem, made: Plan, ordinal: int) -> None:
-        self.plan, self._ordinal, self._number = made, ordinal, next(_numbers)
+        self.plan, self.ordinal, self._number = made, ordinal, next(_numbers)
         self._loaded: list[tuple[Any, ...]] = []  # function, grid, block, shared memory, number of its parameters
         self._parameters: list[Parameters] = []
         self._counted: tuple[int, int] | None = None  # number of the parameters that have a counter, and its word
@@ -75,42 +75,40 @@ class Kernels:
                     self._counted = number, STRUCTS[variant.params].counter.offset // 8
             grid, block = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
             self._loaded.append((compiler.load(variant, ordinal), grid, block, variant.smem_bytes, number))
-        self._last: tuple[tuple[int, ...], list[Block]] = (), []  # pointers of the last launch, and their blocks
         self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
         index = problem.op.index
-        # The numbers of operands that must begin at 16 bytes.
+        # The operands that must begin at a multiple of 16 bytes.
         self.boxed = tuple([index[name] for name in made.boxed])
 
-    def launch(self, pointers: tuple[int, ...], stream: int) -> None:
-        """In order, on this stream of the GPU. The driver copies the parameters before it returns.
+    def launch(self, pointers: tuple[int, ...], stream: int) -> bool:
+        """In order, on this stream of the GPU. False, and nothing is launched, if an operand's address forbids it.
 
-        The pointers are those of the op's operands in their order, then that of the workspace if there is one.
+        The pointers are those of the op's operands in their order, then that of the workspace if there is one. The
+        driver copies the parameters before it returns.
         """
-        if current_device() != self._ordinal:
-            with on_device(self._ordinal):
-                self.launch(pointers, stream)
-            return
-        last, blocks = self._last
-        again = True
-        if pointers != last:
-            key = self._number, pointers
-            kept = _kept(key)
-            blocks = kept or [_written(parameters, pointers) for parameters in self._parameters]
+        if current_device() != self.ordinal:
+            with on_device(self.ordinal):
+                return self.launch(pointers, stream)
+        key = self._number, pointers
+        blocks, again = _kept(key), True
+        if blocks is None:
+            if any([pointers[number] & 15 for number in self.boxed]):
+                return False
+            blocks = [_written(parameters, pointers) for parameters in self._parameters]
             # why: parameters are kept from their second use on, and those of a growing cache have no second.
-            again = kept is not None or _seen.before(key)
+            again = _seen.before(key)
             if again:
-                self._last = pointers, blocks
-                if kept is None:
-                    KEPT.put(key, blocks, sum(READY_BYTES + len(block.memory) for block in blocks))
+                KEPT.put(key, blocks, sum([READY_BYTES + len(block.memory) for block in blocks]))
         if self._counted is not None:
             number, word = self._counted
-            blocks[number].words[word] = counters.counter(self._ordinal, stream)
+            blocks[number].words[word] = counters.counter(self.ordinal, stream)
         on = _stream(stream)
         for function, grid, block, smem_bytes, number in self._loaded:
             function(grid, block, blocks[number].arguments, smem_bytes, on)
         if not again:
             for parameters, written in zip(self._parameters, blocks, strict=True):
                 _free[parameters.name].append(written)
+        return True
 
 
 _free: dict[str, list[Block]] = {name: [] for name in STRUCTS}  # memory of launches that have ended, by struct
@@ -148,22 +146,15 @@ class Call:
         self.plan = self.aligned.plan
         # Whether inputs are copied, or nothing is launched.
         self.is_special = True in self.copied[: len(problem.op.inputs)] or not self.plan.launches
-        self.last: tuple[int, ...] = ()  # addresses that are aligned
-        self._for_any: Kernels | None = None  # alignment, made when first needed
+        self._for_any: Kernels | None = None
 
     @property
     def num_bytes(self) -> int:
         """About what is kept of it."""
         return CALL_BYTES + LAUNCH_BYTES * len(self.plan.launches)
 
-    def kernels(self, pointers: tuple[int, ...]) -> Kernels:
-        """The kernels for operands at these addresses."""
-        for number in self.aligned.boxed:
-            if pointers[number] & 15:
-                break
-        else:
-            self.last = pointers
-            return self.aligned
+    def for_any(self) -> Kernels:
+        """The kernels for operands that begin anywhere, made when they are first needed."""
         if self._for_any is None:
             names = self.problem.op.names
             with relaxed_capture():  # why: perhaps it was captured with other pointers before
@@ -243,15 +234,20 @@ def run(op: Op, arrays: tuple[Any, ...], options: Options, outputs: int | None =
         else:
             results = [out, *[empty(shape, dtype, ordinal) for shape, dtype in wanted[1:]]]
         pointers = (*inputs, *map(pointer, results), *(0,) * (len(call.outputs) - len(wanted)))
-        kernels = call.aligned if pointers == call.last else call.kernels(pointers)
-        if kernels.workspace:
-            workspace = empty(kernels.workspace, "float32", ordinal)
-            pointers = (*pointers, pointer(workspace))
-        kernels.launch(pointers, library.stream(ordinal))
+        if not _launched(call.aligned, library, pointers):
+            _launched(call.for_any(), library, pointers)
         if out is not None and results[0] is not out:
             library.copy(results[0], out)
             results[0] = out
     return tuple(results)
+
+
+def _launched(kernels: Kernels, library: GpuLibrary, pointers: tuple[int, ...]) -> bool:
+    """Launches with a new workspace if the kernels take one; False where nothing was launched."""
+    if kernels.workspace:
+        workspace = library.empty(kernels.workspace, "float32", kernels.ordinal)
+        pointers = (*pointers, library.pointer(workspace))
+    return kernels.launch(pointers, library.stream(kernels.ordinal))
 
 
 def _exchanged(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, options: Options) -> tuple[Any, ...]:

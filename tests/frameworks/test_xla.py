@@ -142,9 +142,12 @@ class Recorded:
         self.streams: list[int] = []
         Recorded.made.append(self)
 
-    def launch(self, pointers: Any, stream: int) -> None:
+    def launch(self, pointers: Any, stream: int) -> bool:
+        if any(pointers[number] & 15 for number in self.boxed):
+            return False
         self.written.append(pointers)
         self.streams.append(stream)
+        return True
 
 
 @pytest.fixture

@@ -114,20 +114,21 @@ def test_what_is_near_to_a_cause_gets_hoppers_kernels(op: str) -> None:
 def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Gpus(monkeypatch)
+    gpus = Gpus(monkeypatch)
     monkeypatch.setattr(launch, "relaxed_capture", contextlib.nullcontext)  # the driver's
     of = problem_of(*[SOME._replace(device="cuda:1")] * 3, op=op)
-    names = of.op.names
-    pointers = [2**20 + 4 * (name in ("lse", "dlse")) for name in names]  # lse may be anywhere
+    call, names = Call(Judged(of, (False,) * len(of.op.names))), of.op.names
+    pointers = (*[2**20 + 4 * (name in ("lse", "dlse")) for name in names], 2**30)  # lse may be anywhere
     for number, name in enumerate(names):
-        call = Call(Judged(of, (False,) * len(names)))
-        first = call.kernels(pointers)
-        assert is_hoppers(first.plan)
-        off = [pointer + 2 * (at == number) for at, pointer in enumerate(pointers)]
-        if name not in ("dq", "dk", "dv"):  # gradients are always new
-            assert is_hoppers(call.kernels(off).plan) == (name not in first.plan.boxed)
-            assert call.kernels(off) is call.kernels(off)  # it is made once
-        assert call.kernels(pointers) is first
+        for _ in range(3):  # written, written once more and kept, and found
+            assert call.aligned.launch(pointers, 7)
+            del gpus.launched[:]
+            off = tuple(pointer + 2 * (at == number) for at, pointer in enumerate(pointers))
+            assert call.aligned.launch(off, 7) == bool(gpus.launched) == (name not in call.aligned.plan.boxed)
+            assert call.for_any().launch(off, 7)
+    assert is_hoppers(call.aligned.plan)
+    assert not is_hoppers(call.for_any().plan)
+    assert call.for_any() is call.for_any()
 
 
 # Shape, strides in elements of 2 bytes, and whether the copy engine takes them.
