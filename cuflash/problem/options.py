@@ -188,7 +188,7 @@ class Options(NamedTuple):
         if isinstance(window, tuple):
             return self, *map(type, self + window)
         if isinstance(window, list):
-            return self._replace(window_size=tuple(window)), *map(type, self), *map(type, window)
+            return self._replace(window_size=tuple(window)), *map(type, (*self, *window))
         return self, *map(type, self)
 
     def judged(self, known: Known) -> "Options":
