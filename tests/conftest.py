@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ from cuflash.arrays.cupy import CupyLibrary
 from cuflash.errors import UnsupportedError
 from cuflash.planning import device
 from cuflash.runtime import cache, compiler, launch
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX's processes leave memory to the others
 
 settings.register_profile("cuflash", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("cuflash")

@@ -140,8 +140,8 @@ def _load(variant: Variant, ordinal: int) -> Any:
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
         module = cupy.RawModule(path=str(cubin_path(variant)))
         kernel = module.get_function(variant.name)
-        if variant.smem_bytes > 48 * 1024:
-            kernel.max_dynamic_shared_size_bytes = variant.smem_bytes
+        # why for all: 48 KiB in all are free, of which the kernel may have taken some bytes itself.
+        kernel.max_dynamic_shared_size_bytes = variant.smem_bytes
         _modules.append(module)
         return kernel.kernel  # why here: CuPy loads it for the current device
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from workers import run_python, run_threads
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import UnsupportedError
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the other tests need memory, too
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 
