@@ -23,13 +23,23 @@ def forward_plan(problem: Problem, device: Device, misaligned: Collection[str]) 
     """The plan of forward or lse on this GPU."""
     reason = reason_against(problem, device, misaligned)
     if reason is None:
-        keys = math.inf if problem.mask.is_full else problem.mask.num_visible() / problem.seqlen_q
+        keys = _keys_of_a_query(problem)
         capped = problem.options.softcap > 0.0
         tile = tiles_sm90.choose(problem.op.name, problem.head_dim, problem.head_dim_v, keys, capped)
         if tile is not None:
             return _warpgroup_plan(problem, device, tile)
         reason = f"head dims ({problem.head_dim}, {problem.head_dim_v}) are over 256"
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
+
+
+def _keys_of_a_query(problem: Problem) -> float:
+    """How many keys a query sees on average under a mask; of several lengths, as if all sequences had the mean."""
+    if (own := problem.lengths) is not None:
+        mean_q, mean_k = (-(-batch * rows // max(problem.batch, 1)) for batch, rows in (own[:2], own[2:4]))
+        mask = own.mask(min(mean_q, problem.seqlen_q), min(mean_k, problem.seqlen_k))
+    else:
+        mask = problem.mask
+    return math.inf if mask.is_full else mask.num_visible() / max(mask.seqlen_q, 1)
 
 
 def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
@@ -68,6 +78,8 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
     """A block of threads for each multiprocessor, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
+    if problem.lengths is not None:
+        return _ragged_plan(problem, device, replace(tile, lengths=True))
     arch = compile_arch("sm90", device)
     variant = variant_of(op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped)
     heads = problem.heads_q * problem.batch
@@ -87,4 +99,26 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_together": together}
     counted = num_tiles > device.num_sms and not full
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, counted)
+    return make_plan(problem, device, [launch], num_work=num_tiles)
+
+
+def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
+    """The same for sequences of several lengths, of which the device alone knows how many query blocks they have."""
+    op, own = problem.op.name, problem.lengths
+    assert own is not None
+    is_capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
+    variant = variant_of(
+        op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=is_capped, lengths=True
+    )
+    num_q_blocks = min(own.num_slots("q", problem.batch, tile.block_q), own.batch_q * own.rows_q)
+    num_tiles = num_q_blocks * problem.heads_q
+    head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
+    together = heads_together(head_bytes, L2_BYTES * problem.heads_q, problem.heads_q)
+    page_box = math.gcd(own.rows_k, tile.block_k) if problem.has("page_table") else 0
+    box_k = Box(page_box or tile.block_k, 0, own.rows_k, ragged=True)
+    boxes = {"q": Box(GROUP_ROWS, 0, own.rows_q, ragged=True), "k": box_k}
+    if op == "forward":
+        boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, own.rows_q, ragged=True)}
+    fields = {"num_q_blocks": 0, "num_tiles": 0, "heads_together": together, "page_box": page_box}
+    launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, num_tiles > device.num_sms)
     return make_plan(problem, device, [launch], num_work=num_tiles)

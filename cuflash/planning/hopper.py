@@ -10,6 +10,7 @@ from ..problem.problem import Problem
 from .device import Device
 
 HOPPER = (9, 0)
+PAGE_STEP = 8  # keys: the rows of shared memory that are swizzled together
 # The operands of each op that the copy engine (TMA) moves. Gradients, which it also moves, are always new and dense.
 MOVED = {"forward": ("q", "k", "v", "out"), "lse": ("q", "k"), "backward": ("q", "k", "v", "dout")}
 
@@ -25,10 +26,15 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         return f"it takes float16 and bfloat16, not {problem.dtype}"
     if problem.options.algorithm != "flash2":
         return f"it computes flash2, not {problem.options.algorithm}"
-    if problem.lengths is not None:
-        return "it takes sequences that are all of one length"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
-    if begin >= end:
+    if (own := problem.lengths) is not None:
+        if problem.op.name == "backward":
+            return "its backward takes sequences that are all of one length"
+        if not all((own.batch_q, own.rows_q, own.batch_k, own.rows_k)):
+            return "there is no query, or no key"
+        if problem.has("page_table") and own.rows_k % PAGE_STEP:
+            return f"pages of {own.rows_k} keys are no multiple of {PAGE_STEP}"
+    elif begin >= end:
         return "no query sees any key"
     specs, index = problem.specs_4d, problem.op.index
     for name in MOVED[problem.op.name]:

@@ -16,11 +16,15 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Box(NamedTuple):
-    """An operand as the copy engine (TMA) moves it: rows `begin … end - 1` of each head, `rows` of them at a time."""
+    """An operand as the copy engine (TMA) moves it: rows `begin … end - 1` of each head, `rows` of them at a time.
+
+    ragged: whether a copy may end at any row, where a sequence ends: `RaggedMapRows` in common/ragged.cuh.
+    """
 
     rows: int
     begin: int
     end: int
+    ragged: bool = False
 
 
 class Part(NamedTuple):

@@ -12,7 +12,7 @@ from .tile import macros, rounded_up
 
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
-TILE_SLOTS = 16  # descriptions of tiles in shared memory, of 32 bytes
+TILE_SLOTS = 16  # descriptions of tiles in shared memory, of 32 bytes, or 64 with lengths of their own
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 FLOAT_BYTES = 4
@@ -38,6 +38,7 @@ class WarpgroupTile:
     ping_pong: bool = False  # warpgroups take turns at the tensor cores. why: L27
     max_keys: int | None = None  # the row is for queries that see at most so many keys on average, under a mask
     softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
+    lengths: bool = False  # whether sequences have lengths of their own
 
     @property
     def warps(self) -> int:
@@ -50,7 +51,8 @@ class WarpgroupTile:
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
         out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * (self.block_q // GROUP_ROWS) + 2 * self.stages)
-        return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + 32 * TILE_SLOTS, 1024)
+        work = (64 if self.lengths else 32) * TILE_SLOTS + (16 * self.stages + 16 if self.lengths else 0)
+        return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
 
     @property
     def constants(self) -> dict[str, int]:

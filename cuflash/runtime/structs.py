@@ -21,7 +21,7 @@ from ..problem.lengths import PADDED_SLOT
 from ..problem.operands import Op
 from ..problem.options import Scores
 from ..problem.problem import Problem
-from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, mover
+from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, mover, row_bytes
 
 Fields = list[tuple[str, Any]]
 
@@ -91,7 +91,7 @@ _STRUCTS: dict[str, Fields] = {
         *_maps("q k v out"),
         *_pointers("lse counter"),
         *_PROBLEM,
-        *_ints("num_q_blocks num_tiles heads_together unused"),
+        *_ints("num_q_blocks num_tiles heads_together page_box"),
     ],
     "DeltaParams": [
         *_operands("dout out dq"),
@@ -247,7 +247,8 @@ class Parameters:
         for number, span, operand in maps:
             spec, box = specs[number], boxes[operand]
             packed[span] = encoded(spec, box)
-            placed.append((number, span.start, box.begin and box.begin * spec.strides[1] * spec.itemsize))
+            first = -box.end if box.ragged else box.begin
+            placed.append((number, span.start, first and first * row_bytes(spec, box)))
         self._maps = tuple(placed)
 
     def write(self, block: Block, pointers: tuple[int, ...]) -> None:

@@ -1,4 +1,4 @@
-"""TMA descriptors: a 4-D operand as the copy engine sees it, encoded by the CUDA driver."""
+"""TMA descriptors: a 4-D operand as the copy engine (TMA) sees it, encoded by the CUDA driver."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from .driver import Function, function
 MAP_BYTES, ALIGNMENT = 128, 64
 # Source: CUDA driver API, "Tensor Map Object Management".
 _INTERLEAVE_NONE, _SWIZZLE_128B, _L2_PROMOTION_128B, _OUTSIDE_IS_ZERO = 0, 3, 2, 0
-_RANK = 4
 _ADDRESS, _ENUM = ctypes.c_void_p, ctypes.c_int
 _ARGUMENTS = (_ADDRESS, _ENUM, ctypes.c_uint32, *[_ADDRESS] * 5, *[_ENUM] * 4)
 
 
 # Lengths from the innermost axis on, bytes from one element of an outer axis to the next, the box, steps of elements.
-_GEOMETRY = struct.Struct("<4Q3Q4I4I")
-_STEPS, _BOX, _ELEMENT_STEPS = (struct.calcsize(before) for before in ("<4Q", "<4Q3Q", "<4Q3Q4I"))
-_ONES = 1, 1, 1, 1, 1, 1
+_GEOMETRY = struct.Struct("<5Q4Q5I5I")
+_STEPS, _BOX, _ELEMENT_STEPS = (struct.calcsize(before) for before in ("<5Q", "<5Q4Q", "<5Q4Q5I"))
+_ONES = 1, 1, 1, 1, 1, 1, 1, 1
 _Memory = ctypes.c_char * (2 * MAP_BYTES + _GEOMETRY.size)
 _SOMEWHERE = 2**12  # an address for the time being
 
@@ -33,27 +32,31 @@ _SOMEWHERE = 2**12  # an address for the time being
 def encoded(spec: ArraySpec, box: Box) -> bytes:
     """The descriptor of a 4-D array whose rows `begin … end - 1` are moved, of which only the address is missing.
 
-    Outside of these rows, reads give zeros and writes go nowhere.
+    Outside of these rows, reads give zeros and writes go nowhere. A ragged box has the axes of `RaggedMapRows`, and its
+    descriptor begins as many rows before the operand as the operand has.
     """
-    (batch, _, heads, dim), (outer, middle, inner, _) = spec.shape, spec.strides
+    (batch, _, heads, dim), (outer, _, inner, _) = spec.shape, spec.strides
     size, seqlen = spec.itemsize, box.end - box.begin
+    step = row_bytes(spec, box)
     # why 16: of a dimension of length 1 no stride is used, but all are judged.
-    steps = (
-        size * middle if seqlen > 1 else 16,
-        size * inner if heads > 1 else 16,
-        size * outer if batch > 1 else 16,
-    )
+    lengths, steps = [dim, seqlen, heads, batch], [step, size * inner if heads > 1 else 16, size * outer]
+    if box.ragged:
+        lengths.insert(3, seqlen + 1)
+        steps.insert(2, step)
+    if batch == 1:
+        steps[-1] = 16
+    rank = len(lengths)
+    unused = [0] * (5 - rank)
     # why one piece of memory: to make an array for each argument takes six times as long.
     memory = _Memory()
     to = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
     begin, at = to - ctypes.addressof(memory), to + MAP_BYTES
-    _GEOMETRY.pack_into(
-        memory, begin + MAP_BYTES, dim, seqlen, heads, batch, *steps, PANEL_BYTES // size, box.rows, *_ONES
-    )
+    sizes = PANEL_BYTES // size, box.rows, *_ONES
+    _GEOMETRY.pack_into(memory, begin + MAP_BYTES, *lengths, *unused, *steps, *unused, *sizes)
     result = function("cuTensorMapEncodeTiled", *_ARGUMENTS)(
         to,
         DTYPES[spec.dtype].tma,
-        _RANK,
+        rank,
         _SOMEWHERE,
         at,
         at + _STEPS,
@@ -67,6 +70,11 @@ def encoded(spec: ArraySpec, box: Box) -> bytes:
     if result:
         raise UnsupportedError(f"the driver refuses a TMA descriptor of {spec}, {box} (CUresult {result})")
     return ctypes.string_at(to, MAP_BYTES)
+
+
+def row_bytes(spec: ArraySpec, box: Box) -> int:
+    """From row to row in the descriptor."""
+    return spec.strides[1] * spec.itemsize if box.end - box.begin > 1 else 16
 
 
 def mover() -> Function:

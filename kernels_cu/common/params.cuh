@@ -51,7 +51,8 @@ struct TiledForwardParams {
   unsigned* counter;  // of tiles handed out beyond one a block, zero between launches; null: they are dealt in turn
   ProblemParams problem;
   int num_q_blocks, num_tiles;  // query blocks of a head, and of all heads
-  int heads_together, unused;   // query heads whose blocks start longest first: common/work.cuh
+  int heads_together;           // query heads whose blocks start longest first: common/work.cuh
+  int page_box;                 // keys of a page that one copy brings
 };
 
 // portable/delta.cu.

@@ -60,6 +60,18 @@ struct Territory {
 // What is kept for each row of a side, beside the operands, has its rows in slots of this many: see Territory.
 constexpr int kPaddedSlot = 128;
 
+// Where rows begin in a tensor map that ends where a sequence ends. Its axes are (head_dim, rows, heads, rows + 1,
+// batch), and both axes of rows go from row to row of an operand that begins `rows` rows after the map. So a box at
+// (rows + row - end, end) begins at `row`, and is cut off where the second axis ends, which is at row `end`.
+struct RaggedMapRows {
+  int row, end, batch;
+
+  __device__ static constexpr RaggedMapRows of(int rows, int row, int end, int batch) {
+    return {rows + row - end, end, batch};
+  }
+  __device__ constexpr RaggedMapRows from(int n) const { return {row + n, end, batch}; }
+};
+
 // The pages of a sequence. Key j lies in row j % size of page table[j / size]; keys of a page that is not there are not
 // seen.
 struct Pages {

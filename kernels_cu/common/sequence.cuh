@@ -4,6 +4,13 @@
 #include "mask.cuh"
 #include "params.cuh"
 
+// Where rows begin in a tensor map of (head_dim, seqlen, heads, batch).
+struct MapRows {
+  int row, batch;
+
+  __device__ constexpr MapRows from(int n) const { return {row + n, batch}; }
+};
+
 // Rows that follow each other: those of row `batch` of an operand's first axis, from row `begin` of the second on.
 struct Place {
   int batch, begin;
@@ -32,6 +39,9 @@ struct Sequence {
   __device__ constexpr Mask mask() const {
     return Mask(problem.seqlen_q, problem.seqlen_k, problem.mask_lo, problem.mask_hi);
   }
+
+  // Rows of out and lse that are written: all.
+  __device__ constexpr int written_end() const { return problem.seqlen_q; }
 
   // The keys that some query sees, and the queries that see some key. Kernels read all others as zeros.
   __device__ constexpr Range seen_keys() const { return {problem.key_begin, problem.key_end}; }
@@ -64,10 +74,10 @@ struct Sequence {
   __device__ constexpr long long lse_offset(int head) const { return rows_offset(head, problem.seqlen_q); }
   __device__ constexpr long long rows_offset(int head, int rows) const { return query_head(head) * rows; }
 
-  // Coordinates in tensor maps that hold all rows, and in those that begin at the first row that is seen.
-  __device__ constexpr int key_coordinate(int key) const { return key; }
-  __device__ constexpr int query_coordinate(int query) const { return query; }
-  __device__ constexpr int seen_key_coordinate(int key) const { return key - problem.key_begin; }
-  __device__ constexpr int seen_query_coordinate(int query) const { return query - problem.row_begin; }
-  __device__ constexpr int batch_coordinate() const { return batch; }
+  // Rows in tensor maps that hold all of them, and in those that begin at the first row that is seen.
+  __device__ constexpr MapRows keys_from(int key) const { return {key, batch}; }
+  __device__ constexpr MapRows queries_from(int query) const { return {query, batch}; }
+  __device__ constexpr MapRows out_from(int query) const { return queries_from(query); }
+  __device__ constexpr MapRows seen_keys_from(int key) const { return {key - problem.key_begin, batch}; }
+  __device__ constexpr MapRows seen_queries_from(int query) const { return {query - problem.row_begin, batch}; }
 };

@@ -49,28 +49,27 @@ struct Loader : Role {
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
         const Sequence of = sequence();
-        const int row = of.seen_query_coordinate(m * kBlockQ), key = of.seen_key_coordinate(block * kBlockK);
-        const int batch = of.batch_coordinate();
+        const auto rows = of.seen_queries_from(m * kBlockQ);
+        const auto keys = of.seen_keys_from(block * kBlockK);
         const unsigned stats_smem = smem.stats + slot * kBytesStats;
         const float* const lse = stats(head) + m * kBlockQ;
         mbarrier_wait(smem.q_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(q_full, kBytesQ + kBytesStats / 2 + (first ? kBytesK : 0));
-          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, row, head, batch);
+          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, rows, head);
           bulk_load(stats_smem, lse, kBytesStats / 2, q_full);
         }
         __syncwarp();
         if (first) {
           wait_for_kv(kv_parity);
-          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, key, kv_head, batch);
+          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, keys, kv_head);
           __syncwarp();
         }
         mbarrier_wait(smem.dout_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(dout_full, kBytesDout + kBytesStats / 2 + (first ? kBytesV : 0));
-          if (first) load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, key, kv_head, batch);
-          load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full, row, head,
-                                batch);
+          if (first) load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, keys, kv_head);
+          load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full, rows, head);
           bulk_load(stats_smem + kBytesStats / 2, lse + params.stats_rows, kBytesStats / 2, dout_full);
         }
         __syncwarp();
@@ -283,8 +282,7 @@ struct Consumer : Role {
     const Sequence of = sequence();
     const int row = group * kGroupRows + warp * 16, key = block * kBlockK + row;
     clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
-    store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.key_coordinate(key), kv_head,
-                         of.batch_coordinate(), leads);
+    store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.keys_from(key), kv_head, leads);
   }
 
   __device__ __forceinline__ void run() {

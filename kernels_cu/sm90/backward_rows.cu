@@ -31,11 +31,10 @@ struct Role {
 
 // One warp, whose lanes run together; the first lane copies tiles.
 struct Loader : Role {
-  template <int kPanels, int kCount>
-  __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned barrier, int row,
+  template <int kPanels, int kCount, class Rows>
+  __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned barrier, const Rows& rows,
                                        int head) const {
-    load_panels<kPanels, kCount / kBoxRows, kBoxRows>(map, target, kCount * 128, barrier, row, head,
-                                                      work.sequence().batch_coordinate());
+    load_panels<kPanels, kCount / kBoxRows, kBoxRows>(map, target, kCount * 128, barrier, rows, head);
   }
 
   // Loads lse or delta, if they are needed; every lane arrives at the barrier. why not by TMA: L41.
@@ -52,7 +51,7 @@ struct Loader : Role {
     const TensorMap& map_d = kRowsAreQueries ? params.v_map : params.dout_map;
     const int heads_per_kv = params.problem.heads_per_kv;
     const AscendingTiles tiles = work.columns;
-    const int row = work.row_coordinate();
+    const auto rows = work.seen_rows_from(work.row_begin);
     unsigned n = 0;
 #pragma unroll 1
     for (int i = 0; i < work.num_heads; ++i) {
@@ -63,15 +62,15 @@ struct Loader : Role {
         const bool first = n == 0, with_stats = first || !kRowsAreQueries;
         const Slot<kStages> b(n);
         const Slot<kSecondStages> d(n);
-        const int column = work.column_coordinate(tile * kColumns);
+        const auto columns = work.seen_columns_from(tile * kColumns);
         const float* const stats = params.stats + 2 * work.sequence().rows_offset(query_head, params.stats_rows) +
                                    (kRowsAreQueries ? work.row_begin : tile * kColumns);
         const unsigned b_full = smem.b_full + 8 * b.index, d_full = smem.d_full + 8 * d.index;
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
         if (leads) {
           mbarrier_arrive_expect_tx(b_full, kBytesB + (first ? kBytesA : 0));
-          if (first) load<kPanelsQk, kRows>(map_a, smem.a, b_full, row, work.head);
-          load<kPanelsQk, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, column, head);
+          if (first) load<kPanelsQk, kRows>(map_a, smem.a, b_full, rows, work.head);
+          load<kPanelsQk, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, columns, head);
         }
         __syncwarp();
         load_stats(smem.lse_of(n), stats, b_full, with_stats);
@@ -79,9 +78,9 @@ struct Loader : Role {
         if (leads) {
           mbarrier_arrive_expect_tx(d_full, kBytesD + (first ? kBytesC : 0));
           if constexpr (kWithDp) {
-            if (first) load<kPanelsV, kRows>(map_c, smem.c, d_full, row, work.head);
+            if (first) load<kPanelsV, kRows>(map_c, smem.c, d_full, rows, work.head);
           }
-          load<kPanelsV, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, column, head);
+          load<kPanelsV, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, columns, head);
         }
         __syncwarp();
         if constexpr (kWithDp) load_stats(smem.delta_of(n), stats + params.stats_rows, d_full, with_stats);
@@ -250,8 +249,7 @@ struct Consumer : Role {
     const int within = group * kGroupRows + warp * 16;
     bar_sync(kRowsRead + group, 128);
     store_rows<kOutDim>(map, out, scale, smem.a + within * 128, kPanelBytesRows,
-                        work.out_coordinate(work.row_begin + within), work.head, work.sequence().batch_coordinate(),
-                        leads);
+                        work.rows_from(work.row_begin + within), work.head, leads);
     if (leads) bulk_wait_read<0>();
   }
 };

@@ -89,6 +89,7 @@ struct Consumer : Role {
     return work.row_begin + block_row() + fresh_thread() % 32 / 4;
   }
   __device__ __forceinline__ Mask mask(const QueryWork& work) const { return work.sequence(params.problem).mask(); }
+  __device__ __forceinline__ AbsentKeys absent_keys(unsigned k_slot) const { return {params, smem, k_slot}; }
   __device__ __forceinline__ unsigned q_smem() const { return smem.q_rows(i, group) + warp * 16 * 128; }
 
   // Begins s = q kᵀ of the ring's next tile. The result is the tile's slot.
@@ -120,27 +121,40 @@ struct Consumer : Role {
   // Waits for s of key tile n and makes weights of it, with any mask and maximum. The caller multiplies o by o_scale.
   // At most kPending groups of products that were begun later may still run.
   template <int kPending>
-  __device__ __forceinline__ void weigh(const GroupKeys& keys, int n, float (&o_scale)[2]) {
+  __device__ __forceinline__ void weigh(const GroupKeys& keys, int n, unsigned k_slot, float (&o_scale)[2]) {
     const QueryWork work = smem.work(i);  // why here: L31
     const int row = lane_row(work);
     wgmma_wait<kPending>(s);
     Score{params.problem.score}.apply(s);
     if (n >= keys.clear.end) mask(work).hide_after(s, row, n * kBlockK, fresh_thread() % 4);
     if (n < keys.clear.begin) mask(work).hide_before(s, row, n * kBlockK, fresh_thread() % 4);
+    absent_keys(k_slot).hide(s, fresh_thread() % 4);
     softmax.raise(s, scale_log2(), o_scale);
     float sums[2];
     softmax.weigh(s, scale_log2(), sums);
     softmax.add(sums);
   }
 
+  // Gives the factors that turn this lane's rows of the output into the result, and their lse. Rows that no sequence
+  // uses see nothing.
+  __device__ __forceinline__ void finish(const QueryWork& work, const Softmax& softmax, float (&o_scale)[2],
+                                         float (&lse)[2]) const {
+    const int unused_row = kLengths ? work.sequence(params.problem).seqlen_q() - lane_row(work) : 0;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      softmax.finish(h, o_scale[h], lse[h]);
+      if (kLengths && 8 * h >= unused_row) o_scale[h] = 0.0f, lse[h] = -infinity();
+    }
+  }
+
   // Stores lse of this lane's rows.
   __device__ __forceinline__ void store_lse(const QueryWork& work, const float (&lse)[2]) const {
-    const Sequence sequence = work.sequence(params.problem);
+    const auto sequence = work.sequence(params.problem);
     const int lane = fresh_thread() % 32, row = work.row_begin + block_row() + lane / 4;
     float* const rows = params.lse + sequence.lse_offset(work.head);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (lane % 4 == 0 && row + 8 * h < sequence.seqlen_q()) rows[row + 8 * h] = lse[h];
+      if (lane % 4 == 0 && row + 8 * h < sequence.written_end()) rows[row + 8 * h] = lse[h];
   }
 };
 
@@ -153,7 +167,7 @@ __device__ __forceinline__ void run_roles(const TiledForwardParams& params) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
   QueryWork first;
-  if (warp == 0) first = WorkQueue().work(params);
+  if (warp == 0 && !kLengths) first = WorkQueue().work(params);
   if (threadIdx.x == 32) smem.init_barriers();
   if (threadIdx.x == 64) tma_prefetch(&params.q_map), tma_prefetch(&params.k_map);
   if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v_map), tma_prefetch(&params.out_map);
@@ -162,6 +176,7 @@ __device__ __forceinline__ void run_roles(const TiledForwardParams& params) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) KeyProducer{{params, smem}}.run(first);
     else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1}.run();
+    else if (kLengths && warp == 3) Dealer{{params, smem}}.run();
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     Computing({params, smem}, warp - 4).run();

@@ -97,18 +97,18 @@ struct DqWarp : Role {
       return;
     }
     const Sequence of = sequence();
-    const int row = of.query_coordinate(m * kBlockQ + (kDqByRows ? 64 * group : 0));
+    const auto rows = of.queries_from(m * kBlockQ + (kDqByRows ? 64 * group : 0));
     const int column = kDqByRows ? 0 : kDqColumns * group;
     if constexpr (kDqTransposed) {
 #pragma unroll
       for (int box = 0; box < kBlockQ / 16; ++box) {
-        store_panels<1>(params.dq_map, source + box * 2048, 0, column, row + 16 * box, head, of.batch_coordinate());
+        store_panels<1>(params.dq_map, source + box * 2048, 0, column, rows.from(16 * box), head);
       }
     } else {
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) {
         store_panels<kDqColumns / kPanelColumns>(params.dq_map, source + warp * (kBytesDq / 4), 2048, column,
-                                                 row + 16 * warp, head, of.batch_coordinate());
+                                                 rows.from(16 * warp), head);
       }
     }
   }

@@ -89,6 +89,7 @@ struct ForwardConsumer : Consumer {
       const int row = kHideBefore ? lane_row(work) : 0;
       wgmma_wait<1>(s);
       if constexpr (kHideBefore) mask(work).hide_before(s, row, step.n * kBlockK, fresh_thread() % 4);
+      absent_keys(step.k_slot).hide(s, fresh_thread() % 4);
       softmax.weigh(s, scale_log2(), step.sums);
       if (__any_sync(0xffffffffu, softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]))) {
         wgmma_wait<0>(o);
@@ -112,7 +113,7 @@ struct ForwardConsumer : Consumer {
 #pragma unroll 1
     for (; step.n >= exact_end; --step.n) {
       begin_step(step);
-      weigh<1>(keys, step.n, o_scale);
+      weigh<1>(keys, step.n, step.k_slot, o_scale);
       end_scores(keys, step.n, step.k_slot);
       end_output(step.v_slot);
       pack();
@@ -124,8 +125,13 @@ struct ForwardConsumer : Consumer {
 #pragma unroll 1
       while (!stale_steps<false>(step, keys, clear_begin) || !stale_steps<true>(step, keys, tiles.begin)) {
         const QueryWork work = smem.work(i);
-        weigh_again(s, softmax, step.sums, o_scale, mask(work), scale_log2(), lane_row(work), step.n * kBlockK, q,
-                    q_smem(), smem.kv + step.k_slot * kBytesSlot);
+        const int row = lane_row(work), key = step.n * kBlockK;
+        auto hide = [&](float (&fresh)[8], int piece) {
+          mask(work).hide_before(fresh, row, key + 16 * piece, fresh_thread() % 4);
+          absent_keys(step.k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
+        };
+        weigh_again(s, softmax, step.sums, o_scale, hide, scale_log2(), q, q_smem(),
+                    smem.kv + step.k_slot * kBytesSlot);
         end_scores(keys, step.n, step.k_slot);
         release(step.v_slot);
         pack();
@@ -169,10 +175,9 @@ struct ForwardConsumer : Consumer {
   // Stores the warp's rows of the work before this one: out goes through shared memory by TMA (L21), lse goes directly.
   __device__ __forceinline__ void store(const Softmax& softmax) {
     const QueryWork work = smem.work(i - 1);
-    const Sequence sequence = work.sequence(params.problem);
+    const auto out_rows = work.sequence(params.problem).out_from(work.row_begin + block_row());
     float lse[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) softmax.finish(h, o_scale[h], lse[h]);
+    finish(work, softmax, o_scale, lse);
     if (__any_sync(0xffffffffu, o_scale[0] == 0.0f || o_scale[1] == 0.0f)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
@@ -189,8 +194,7 @@ struct ForwardConsumer : Consumer {
       if (leads) {
 #pragma unroll
         for (int n = first; n < last; ++n) {
-          tma_store_4d(&params.out_map, out_smem(n - first), n * kOutColumns,
-                       sequence.query_coordinate(work.row_begin + block_row()), work.head, sequence.batch_coordinate());
+          store_box(params.out_map, out_smem(n - first), n * kOutColumns, out_rows, work.head);
         }
         bulk_commit();
       }
@@ -204,13 +208,14 @@ struct ForwardConsumer : Consumer {
   __device__ __forceinline__ void weigh_first(GroupKeys& keys, unsigned k_slot) {
     keys.find_clear(params.problem, smem.work(i), group);
     softmax.setup();
-    weigh<kPending>(keys, keys.tiles.end - 1, o_scale);
+    weigh<kPending>(keys, keys.tiles.end - 1, k_slot, o_scale);
     end_scores(keys, keys.tiles.end - 1, k_slot);
   }
 
   __device__ __forceinline__ void run() {
-    if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
     smem.await_work(0);
+    if (kLengths && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
+    if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
     GroupKeys keys(params.problem, smem.work(0), group, true);
     bool skips_v = keys.skips_first;  // v of a key tile that is skipped comes next in the ring
     unsigned k_slot = begin_first_scores(keys);

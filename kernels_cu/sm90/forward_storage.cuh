@@ -22,15 +22,33 @@ constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 // are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
 constexpr bool kNextScoresFirst = kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
 
-struct alignas(1024) SharedStorage {
+struct Storage {
   char q[kQStages][kBytesQ];
   char kv[kStages][kBytesSlot];  // the ring of k and v tiles in the order of their use
   char out[4 * kNumConsumers][kOutPanels > 0 ? kOutPanels * kWarpPanelBytes : 16];  // on its way to global memory
   unsigned long long work_full[kWorkSlots];
   unsigned long long q_full[kQStages][kNumConsumers], q_empty[kQStages][kNumConsumers];
   unsigned long long kv_full[kStages], kv_empty[kStages];
-  int4 work[kWorkSlots][2];
+  QueryWork work[kWorkSlots];
 };
+
+// What only sequences of several lengths need.
+template <bool kOfSeveralLengths>
+struct RaggedStorage {
+  __device__ unsigned present_keys() const { return 0; }
+  __device__ unsigned barriers() const { return 0; }
+};
+template <>
+struct RaggedStorage<true> {
+  uint4 present[kStages];        // of the key tile in each slot of the ring, one bit a key: whether its page is there
+  unsigned long long edge_full;  // v has arrived of a tile of which some keys are yet to become zeros
+  unsigned long long wanted;     // the next piece of work is to be described
+
+  __device__ unsigned present_keys() const { return smem_address(present); }
+  __device__ unsigned barriers() const { return smem_address(&edge_full); }
+};
+
+struct alignas(1024) SharedStorage : Storage, RaggedStorage<kLengths> {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 // The addresses of the members of SharedStorage. `i` counts the pieces of work of the block.
@@ -39,7 +57,9 @@ struct Addresses {
   const unsigned q = smem_address(at.q), kv = smem_address(at.kv), out = smem_address(at.out);
   const unsigned work_full = smem_address(at.work_full), q_barriers = smem_address(at.q_full);
   const unsigned kv_full = smem_address(at.kv_full), kv_empty = smem_address(at.kv_empty);
-  const unsigned works = smem_address(at.work);
+  const unsigned works = smem_address(at.work), present = at.present_keys(), edge_full = at.barriers();
+
+  __device__ __forceinline__ unsigned wanted() const { return edge_full + 8; }
 
   // A warpgroup's rows of q, and their barriers.
   __device__ __forceinline__ unsigned q_rows(unsigned i, int group) const {
@@ -54,10 +74,11 @@ struct Addresses {
 
   // One thread tells the others about work i.
   __device__ __forceinline__ void describe(unsigned i, const QueryWork& work) const {
-    const unsigned slot = i % kWorkSlots, address = works + 32 * slot;
-    st_shared_v4(address,
-                 {unsigned(work.row_begin), unsigned(work.keys.begin), unsigned(work.keys.end), unsigned(work.head)});
-    st_shared_v4(address + 16, {unsigned(work.kv_head), unsigned(work.batch), 0, 0});
+    const unsigned slot = i % kWorkSlots;
+    unsigned words[sizeof(QueryWork) / 16][4];
+    memcpy(words, &work, sizeof(words));
+#pragma unroll
+    for (int n = 0; n < sizeof(QueryWork) / 16; ++n) st_shared_v4(works + sizeof(QueryWork) * slot + 16 * n, words[n]);
     mbarrier_arrive(work_full + 8 * slot);
   }
 
@@ -67,11 +88,14 @@ struct Addresses {
 
   // why read again wherever it is needed: L5.
   __device__ __forceinline__ QueryWork work(unsigned i) const {
-    const unsigned address = works + 32 * (i % kWorkSlots);
-    unsigned keys[4], heads[4];
-    ld_shared_v4(keys, address);
-    ld_shared_v4(heads, address + 16);
-    return {int(keys[0]), {int(keys[1]), int(keys[2])}, int(keys[3]), int(heads[0]), int(heads[1])};
+    unsigned words[sizeof(QueryWork) / 16][4];
+#pragma unroll
+    for (int n = 0; n < sizeof(QueryWork) / 16; ++n) {
+      ld_shared_v4(words[n], works + sizeof(QueryWork) * (i % kWorkSlots) + 16 * n);
+    }
+    QueryWork work;
+    memcpy(&work, words, sizeof(work));
+    return work;
   }
 
   // One thread calls, before any other thread uses the barriers.
@@ -82,6 +106,7 @@ struct Addresses {
       for (int g = 0; g < kNumConsumers; ++g) mbarrier_init(q_full(i, g), 1), mbarrier_init(q_empty(i, g), 4);
     }
     for (int i = 0; i < kStages; ++i) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(kv_empty + 8 * i, kReleases);
+    if (kLengths) mbarrier_init(edge_full, 1), mbarrier_init(wanted(), 1);
     mbarrier_init_fence();
   }
 };

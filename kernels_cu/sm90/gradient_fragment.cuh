@@ -29,17 +29,17 @@ __device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float
   }
 }
 
-// Begins to store the warp's 16 rows of a gradient to global memory, from the coordinate `row` on, through `staged`,
-// which is their place in shared memory.
-template <int kColumns>
+// Begins to store the warp's 16 rows of a gradient to global memory, from `rows` on, through `staged`, which is their
+// place in shared memory.
+template <int kColumns, class Rows>
 __device__ __forceinline__ void store_rows(const TensorMap& map, const float (&x)[kColumns / 2], float scale,
-                                           unsigned staged, unsigned panel_bytes, int row, int head, int batch,
+                                           unsigned staged, unsigned panel_bytes, const Rows& rows, int head,
                                            bool leads) {
   stage_rows<kColumns>(x, scale, staged, panel_bytes);
   fence_proxy_async();
   __syncwarp();
   if (leads) {
-    store_panels<(kColumns + kPanelColumns - 1) / kPanelColumns>(map, staged, panel_bytes, 0, row, head, batch);
+    store_panels<(kColumns + kPanelColumns - 1) / kPanelColumns>(map, staged, panel_bytes, 0, rows, head);
     bulk_commit();
   }
 }

@@ -23,16 +23,12 @@ struct LseConsumer : Consumer {
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         const unsigned k_slot = n == tiles.first() ? begin_first_scores(keys) : begin_next_scores();
         float unused[2];
-        weigh<0>(keys, n, unused);
+        weigh<0>(keys, n, k_slot, unused);
         end_scores(keys, n, k_slot);
       }
       if (keys.skips_last) skip();
-      float lse[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float unused;
-        softmax.finish(h, unused, lse[h]);
-      }
+      float unused[2], lse[2];
+      finish(smem.work(i), softmax, unused, lse);
       store_lse(smem.work(i), lse);
     }
   }

@@ -1,6 +1,6 @@
 // The producers of forward and lse, which copy by TMA: one warp deals out work and loads k and v, others load q.
 #pragma once
-#include "forward_storage.cuh"
+#include "pages.cuh"
 
 // A warp whose lanes all run together, and whose first lane acts. why: L13.
 struct Role {
@@ -12,19 +12,27 @@ struct Role {
 // Warp 0 deals out work and fills the ring.
 struct KeyProducer : Role {
   RingPosition ring;
+  unsigned edge_parity = 0;
 
-  // Loads key tile n of k or v into the ring.
+  // Loads key tile n of k or v into the ring. The copies are counted at `barrier`.
   template <int kPanels>
-  __device__ __forceinline__ void load(const TensorMap& map, int n, const QueryWork& work) {
-    const Sequence sequence = work.sequence(params.problem);
-    const unsigned barrier = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
-    const int row = sequence.seen_key_coordinate(n * kBlockK);  // why before the wait: L17
-    mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
-    if (leads) {
-      mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
-      load_panels<kPanels>(map, target, kPanelBytesK, barrier, row, work.kv_head, sequence.batch_coordinate());
+  __device__ __forceinline__ void load(const TensorMap& map, int n, const QueryWork& work, unsigned barrier) {
+    const unsigned target = smem.kv + ring.slot * kBytesSlot;
+    if (kLengths && params.problem.page_table != nullptr) {
+      load_from_pages<kPanels>(params, smem, map, n, work, barrier, ring, leads);
+    } else {
+      const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
+      mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
+      if (leads) {
+        mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
+        load_panels<kPanels>(map, target, kPanelBytesK, barrier, rows, work.kv_head);
+      }
     }
     __syncwarp();
+  }
+
+  __device__ __forceinline__ void load_k(const QueryWork& work, int n) {
+    load<kPanelsQk>(params.k_map, n, work, smem.kv_full + 8 * ring.slot);
     ring.advance();
   }
 
@@ -34,7 +42,19 @@ struct KeyProducer : Role {
   }
 
   __device__ __forceinline__ void load_v(const QueryWork& work, int n) {
-    if constexpr (kPanelsV > 0) load<kPanelsV>(params.v_map, n, work);
+    if constexpr (kPanelsV > 0) {
+      const unsigned full = smem.kv_full + 8 * ring.slot;
+      if (has_hidden_before(work, n)) {
+        load<kPanelsV>(params.v_map, n, work, smem.edge_full);
+        mbarrier_wait(smem.edge_full, edge_parity);
+        edge_parity ^= 1;
+        clear_hidden_before<kPanelsV>(work, n, smem.kv + ring.slot * kBytesSlot);
+        if (leads) mbarrier_arrive(full);
+      } else {
+        load<kPanelsV>(params.v_map, n, work, full);
+      }
+      ring.advance();
+    }
   }
 
   // The last p v of a query block is made during the query block after it.
@@ -46,10 +66,11 @@ struct KeyProducer : Role {
   // why work is read back from shared memory: L5.
   __device__ __forceinline__ void run(const QueryWork& first) {
     WorkQueue queue;
-    describe(0, first);
+    if (!kLengths) describe(0, first);
     unsigned i = 0;
 #pragma unroll 1
     for (;; ++i) {
+      if (kLengths) smem.await_work(i);
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
@@ -58,16 +79,38 @@ struct KeyProducer : Role {
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         if (n == claim_at) {
-          queue.advance(params);
-          describe(i + 1, queue.work(params));
+          if constexpr (kLengths) {
+            if (leads) mbarrier_arrive(smem.wanted());
+          } else {
+            queue.advance(params);
+            describe(i + 1, queue.work(params));
+          }
         }
-        load<kPanelsQk>(params.k_map, n, work);
+        load_k(work, n);
         if (n < tiles.end - 1) load_v(work, n + 1);
         else if (kNextScoresFirst && i > 0) load_last_v(i - 1);
       }
       if (!kNextScoresFirst) load_v(work, work.keys.begin);
     }
-    if (kNextScoresFirst) load_last_v(i - 1);
+    if (kNextScoresFirst && (!kLengths || i > 0)) load_last_v(i - 1);
+  }
+};
+
+// Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others have
+// left, and nobody is to wait while it reads the lengths.
+struct Dealer : Role {
+  __device__ __forceinline__ void run() {
+    WorkQueue queue;
+    queue.begin(params);
+#pragma unroll 1
+    for (unsigned i = 0;; ++i) {
+      const QueryWork work = queue.work(params);
+      if (leads) smem.describe(i, work);
+      __syncwarp();
+      if (!work.exists()) break;
+      mbarrier_wait(smem.wanted(), i & 1);
+      queue.advance(params);
+    }
   }
 };
 
@@ -83,16 +126,15 @@ struct QueryProducer : Role {
       smem.await_work(i);
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
-      const Sequence sequence = work.sequence(params.problem);
+      const auto sequence = work.sequence(params.problem);
 #pragma unroll 1
       for (int group = first_group; group < kNumConsumers; group += kQueryWarps) {
         const unsigned barrier = smem.q_full(i, group);
         mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
         if (leads) {
-          const int row = sequence.query_coordinate(work.row_begin + kGroupRows * group);
+          const auto rows = sequence.queries_from(work.row_begin + kGroupRows * group);
           mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
-          load_panels<kPanelsQk>(params.q_map, smem.q_rows(i, group), kPanelBytesQ, barrier, row, work.head,
-                                 sequence.batch_coordinate());
+          load_panels<kPanelsQk>(params.q_map, smem.q_rows(i, group), kPanelBytesQ, barrier, rows, work.head);
         }
         __syncwarp();
       }

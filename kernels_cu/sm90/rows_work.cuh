@@ -43,14 +43,14 @@ struct RowWork {
     return kRowsAreQueries ? sequence().seen_queries() : sequence().seen_keys();
   }
 
-  // Coordinates in the tensor maps of the operands, and in that of the gradient.
-  __device__ __forceinline__ int row_coordinate() const {
-    return kRowsAreQueries ? sequence().seen_query_coordinate(row_begin) : sequence().seen_key_coordinate(row_begin);
+  // Rows and columns in the tensor maps of the operands, and rows in that of the gradient.
+  __device__ __forceinline__ auto seen_rows_from(int row) const {
+    return kRowsAreQueries ? sequence().seen_queries_from(row) : sequence().seen_keys_from(row);
   }
-  __device__ __forceinline__ int column_coordinate(int column) const {
-    return kRowsAreQueries ? sequence().seen_key_coordinate(column) : sequence().seen_query_coordinate(column);
+  __device__ __forceinline__ auto seen_columns_from(int column) const {
+    return kRowsAreQueries ? sequence().seen_keys_from(column) : sequence().seen_queries_from(column);
   }
-  __device__ __forceinline__ int out_coordinate(int row) const {
-    return kRowsAreQueries ? sequence().query_coordinate(row) : sequence().key_coordinate(row);
+  __device__ __forceinline__ auto rows_from(int row) const {
+    return kRowsAreQueries ? sequence().queries_from(row) : sequence().keys_from(row);
   }
 };

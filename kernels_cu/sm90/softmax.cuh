@@ -99,12 +99,12 @@ __device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsi
 }
 
 // Makes the weights of this warp's rows once more where they are out of range; other rows stay as they are. It is rare,
-// and only called where scores are products and no query of the tile has a hidden key after its last. `row` and `key`
-// are as in Mask.
-template <int kCount>
+// and only called where scores are products and no query of the tile has a hidden key after its last. hide(scores,
+// piece) hides the other keys that are not seen, of 16 keys.
+template <int kCount, class Hide>
 __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
-                                            float (&o_scale)[2], const Mask& mask, float scale_log2, int row, int key,
-                                            const Query& q, unsigned q_smem, unsigned k_smem) {
+                                            float (&o_scale)[2], Hide hide, float scale_log2, const Query& q,
+                                            unsigned q_smem, unsigned k_smem) {
   constexpr int kPieces = kCount / 8;  // of 16 keys
   bool again[2];
   float row_max[2], tile_sum[2];
@@ -121,7 +121,7 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
     const int piece = n % kPieces;
     float fresh[8];
     scores_again(fresh, q, q_smem, k_smem + piece * 16 * 128);
-    mask.hide_before(fresh, row, key + 16 * piece, fresh_thread() % 4);
+    hide(fresh, piece);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (n < kPieces) {

@@ -1,0 +1,130 @@
+// The work of forward and lse on Hopper where sequences have lengths of their own: query blocks of any of them.
+#pragma once
+#include "work_counter.cuh"
+
+// A query block of a head, as `QueryWork` of sequences that are all alike, and what is known of its sequence.
+struct alignas(16) RaggedQueryWork {
+  int row_begin;
+  TileRange keys;
+  int head, kv_head;
+  int number;  // of the sequence
+  int q_batch, q_begin, seqlen_q;
+  int num_rows;  // rows of the sequence, used or not
+  int k_batch, k_begin;
+  int seen_begin, seen_end;  // the keys that some query sees; all others are read as zeros
+  int lo, hi;
+
+  // What of a sequence its kernels ask.
+  struct Sequence {
+    const ProblemParams& problem;
+    const RaggedQueryWork& work;
+
+    __device__ int seqlen_q() const { return work.seqlen_q; }
+    __device__ Mask mask() const { return Mask(work.seqlen_q, work.seen_end, work.lo, work.hi); }
+
+    // Rows of lse, and perhaps of out, that are written. Those from seqlen_q on are not used.
+    __device__ int written_end() const { return work.num_rows; }
+    __device__ long long lse_offset(int head) const {
+      return (static_cast<long long>(work.q_batch) * problem.heads_q + head) * problem.rows_q + work.q_begin;
+    }
+
+    __device__ RaggedMapRows queries_from(int query) const {
+      return RaggedMapRows::of(problem.rows_q, work.q_begin + query, work.q_begin + work.seqlen_q, work.q_batch);
+    }
+    __device__ RaggedMapRows out_from(int query) const {
+      const int end = problem.clears_unused ? work.num_rows : work.seqlen_q;
+      return RaggedMapRows::of(problem.rows_q, work.q_begin + query, work.q_begin + end, work.q_batch);
+    }
+    __device__ RaggedMapRows seen_keys_from(int key) const {
+      return RaggedMapRows::of(problem.rows_k, work.k_begin + key, work.k_begin + work.seen_end, work.k_batch);
+    }
+  };
+
+  __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
+  __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, *this}; }
+};
+
+// Deals out work as WorkQueue does. One warp asks. Blocks of heads_together heads that have the same rows follow each
+// other; the last block of a sequence, the longest under a causal mask, comes before its others.
+struct RaggedWorkQueue : WorkCounter {
+  int blocks = 0;                    // query blocks of a head
+  int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
+
+  __device__ void begin(const TiledForwardParams& params) {
+    const Axis axis = axis_of_queries(params.problem);
+    if (axis.cu_seqlens == nullptr) {
+      blocks = axis.batch * blocks_of(axis.rows);
+      return;
+    }
+    for (int i = threadIdx.x % 32; i < axis.batch + 2; i += 32) blocks += blocks_of(axis, i);
+#pragma unroll
+    for (int step = 16; step > 0; step /= 2) blocks += __shfl_xor_sync(0xffffffffu, blocks, step);
+  }
+
+  __device__ void advance(const TiledForwardParams& params) { take_next(params, num_work(params)); }
+
+  __device__ RaggedQueryWork work(const TiledForwardParams& params) {
+    const ProblemParams& problem = params.problem;
+    RaggedQueryWork work;
+    work.row_begin = kNoWork;
+    if (index >= num_work(params)) return work;
+    const HeadBlock at = longest_first(index, blocks, problem.heads_q, params.heads_together);
+    const Axis axis = axis_of_queries(problem);
+    int begin = 0, end = axis.rows, block;
+    if (axis.cu_seqlens == nullptr) {
+      const int each = blocks_of(axis.rows), sequence = at.block / each;
+      work.number = sequence, block = (sequence + 1) * each - 1 - at.block;
+    } else {
+      const Found found = find(axis, at.block);
+      work.number = found.part - 1, block = found.block;
+      begin = axis.bound(found.part), end = axis.bound(found.part + 1);
+    }
+    const RaggedSequence sequence(problem, work.number);
+    const Range seen = sequence.seen_keys();
+    work.row_begin = block * kBlockQ;
+    work.head = at.head, work.kv_head = at.head / problem.heads_per_kv;
+    work.q_batch = sequence.q_place.batch, work.q_begin = begin, work.num_rows = end - begin;
+    work.seqlen_q = sequence.seqlen_q();
+    work.k_batch = sequence.k_place.batch, work.k_begin = sequence.k_place.begin;
+    work.seen_begin = seen.begin, work.seen_end = seen.end;
+    work.lo = sequence.mask().lo, work.hi = sequence.mask().hi;
+    const int row_end = smaller(work.row_begin + kBlockQ, work.seqlen_q);
+    work.keys = TileRange::touched(work.sequence(problem).mask().key_range(work.row_begin, row_end), kBlockK);
+    work.keys.end = larger(work.keys.end, work.keys.begin + 1);
+    return work;
+  }
+
+ private:
+  struct Found {
+    int part, block;
+  };
+
+  __device__ static int blocks_of(int rows) { return (rows + kBlockQ - 1) / kBlockQ; }
+  __device__ static int blocks_of(const Axis& axis, int part) {
+    return blocks_of(max(axis.bound(part + 1) - axis.bound(part), 0));
+  }
+
+  __device__ unsigned num_work(const TiledForwardParams& params) const { return blocks * params.problem.heads_q; }
+
+  // Finds the part of the axis that has this block of a head, and which of the part's blocks it is.
+  __device__ Found find(const Axis& axis, int block) {
+    const int lane = threadIdx.x % 32, parts = axis.batch + 2;
+    if (block < blocks_before) group = blocks_before = 0;
+    for (; group < parts; group += 32) {
+      int end = group + lane < parts ? blocks_of(axis, group + lane) : 0;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, end, step);
+        end += lane >= step ? other : 0;
+      }
+      end += blocks_before;
+      const unsigned past = __ballot_sync(0xffffffffu, end > block);
+      if (past != 0) {
+        const int first = __ffs(past) - 1;
+        return {group + first, __shfl_sync(0xffffffffu, end, first) - 1 - block};
+      }
+      blocks_before = __shfl_sync(0xffffffffu, end, 31);
+    }
+    return {0, 0};  // why: somebody may write to cu_seqlens while they are read
+  }
+};

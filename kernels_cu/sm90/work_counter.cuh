@@ -1,0 +1,32 @@
+// The number of a block's next piece of work, for forward and lse on Hopper.
+#pragma once
+#include "../common/ragged.cuh"
+#include "../common/tile_range.cuh"
+#include "../common/work.cuh"
+#include "config.cuh"
+
+static_assert(sizeof(TiledForwardParams) == kParamsBytes, "the host packs other parameters");
+
+constexpr int kNoWork = -1;
+
+// The first piece has the block's index; the others are as the counter hands them out or, without a counter, at a fixed
+// distance.
+struct WorkCounter {
+  unsigned index = blockIdx.x;
+
+  __device__ __forceinline__ void take_next(const TiledForwardParams& params, unsigned num_work) {
+    if (params.counter == nullptr) {
+      index += gridDim.x;
+    } else {
+      unsigned taken = 0;
+      if (threadIdx.x % 32 == 0) {  // of the one warp that asks
+        taken = atomicAdd(params.counter, 1u);
+        // why: the counter must be zero for the next launch. Each piece of work beyond the first of a block counts
+        // once, and so does the last question of each block, which finds none.
+        if (taken == num_work - 1) atomicExch(params.counter, 0u);
+      }
+      taken = __shfl_sync(0xffffffffu, taken, 0);
+      index = gridDim.x + taken;
+    }
+  }
+};
