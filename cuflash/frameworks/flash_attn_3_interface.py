@@ -20,7 +20,8 @@ import torch
 from ..errors import ProblemError, UnsupportedError
 from ..ops.merge import merge_states
 from ..problem.options import WindowSize, check_flag, check_integer
-from .flash_attn_arguments import attend, check_integers, over_cache, unpack
+from .flash_attn_arguments import attend, check_integers, unpack
+from .flash_attn_cache import New, over_cache
 from .torch import check_tensor
 
 __all__ = [
@@ -243,37 +244,34 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention of q (batch, seqlen_q, heads_q, head_dim) over a cache (batch_cache, capacity, heads_kv, head_dim).
+    """Attention over a cache, as `flash_attn_with_kvcache` of version 2, which tells about the arguments of its names.
 
-    q may be packed, (total_q, heads_q, head_dim) with `cu_seqlens_q`; `max_seqlen_q` then bounds its
-    sequences, and otherwise says nothing.
-    `cache_seqlens`, a number or (batch,), tells how many keys of the cache are used; None: all. `cache_batch_idx`
-    (batch,) tells which row of the cache a sequence has. With `page_table` (batch, max_pages), the cache is pages
-    (num_pages, page_size, heads_kv, head_dim).
+    Beyond it, q may be packed, (total_q, heads_q, head_dim) with `cu_seqlens_q`; `max_seqlen_q` then bounds its
+    sequences, and otherwise says nothing. New keys and values may be packed, (total_new, heads_kv, head_dim) with
+    `cu_seqlens_k_new`, which says nothing without k. The table of pages is `page_table`. `rotary_seqlens` may be
+    `cache_seqlens` itself.
 
     Returns out in the shape of q (with the head_dim of v), or (out, lse, out_accum, lse_accum) with
     `return_softmax_lse`: lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q), float32; the last two are
-    empty. `cu_seqlens_k_new` says nothing without k, nor `rotary_interleaved` without rotary_cos.
+    empty.
 
-    Raises UnsupportedError for new keys (k, v), rotary embeddings, cache_leftpad, qv, descales and attention_chunk, and
-    for gradients of pages or of rows by cache_batch_idx; other errors are those of `cuflash.forward`.
+    Raises UnsupportedError for other rotary_seqlens, qv, descales and attention_chunk; other errors as version 2 does.
     """
     _refuse(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
-    of_writes = {
-        "k": k,
-        "v": v,
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "rotary_seqlens": rotary_seqlens,
-        "cache_leftpad": cache_leftpad,
-    }
+    if rotary_seqlens is not None and rotary_seqlens is not cache_seqlens:
+        raise UnsupportedError(
+            "rotary_seqlens was given, but cuflash rotates at the positions in the cache, where cache_seqlens says; "
+            "leave None, or rotate q and k yourself"
+        )
     result = over_cache(
+        3,
         q,
         k_cache,
         v_cache,
+        New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new),
         cache_seqlens,
-        ("page_table", page_table),
-        of_writes,
+        cache_leftpad,
+        page_table,
         softmax_scale,
         causal,
         window_size,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.options import WindowSize, check_flag, check_integer
+from ..problem.options import WindowSize, check_flag
 from .torch import attention, check_tensor
 
 _SHAPES = {
@@ -46,7 +46,7 @@ def attend(
             if name in sequences:
                 sequences[name] = in_host_memory(name, sequences[name])
     for name, tensor, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
-        _check_rank(name, tensor, rank)
+        check_rank(name, tensor, rank)
     return attention(
         q,
         k,
@@ -62,83 +62,9 @@ def attend(
     )
 
 
-def over_cache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: int | torch.Tensor | None,
-    table: tuple[str, torch.Tensor | None],
-    refused: dict[str, Any],
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    return_lse: bool,
-    **sequences: Any,
-) -> Any:
-    """Attention over a cache: `flash_attn_with_kvcache` of both versions.
-
-    table: the name and the value of the table of pages. refused: what only calls that write to the cache take, by name.
-    """
-    for name, value in refused.items():
-        if value is not None:
-            raise UnsupportedError(_REFUSED[name].format(name=name))
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, tensor)
-        _check_rank(name, tensor, 4)
-    pages = table[1]
-    for name, tensor in (table, *((name, sequences.get(name)) for name in ("cu_seqlens_q", "cache_batch_idx"))):
-        check_integers(name, tensor)
-    if pages is not None and sequences.get("cache_batch_idx") is not None:
-        raise ProblemError(f"{table[0]} and cache_batch_idx place the same keys; give one of them")
-    if isinstance(cache_seqlens, torch.Tensor):
-        check_integers("cache_seqlens", cache_seqlens)
-        sequences["seqused_k"] = cache_seqlens
-    elif cache_seqlens is not None:
-        length = check_integer("cache_seqlens", cache_seqlens)
-        capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[-1])
-        if not 0 <= length <= capacity:
-            raise ProblemError(f"cache_seqlens={length}, but the cache has room for {capacity} keys of a sequence")
-        if pages is None:
-            k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
-        else:
-            sequences["seqused_k"] = torch.full(pages.shape[:1], length, dtype=torch.int32, device=pages.device)
-    return attend(
-        q,
-        k_cache,
-        v_cache,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        False,
-        return_lse,
-        "return_softmax_lse",
-        page_table=pages,
-        **sequences,
-    )
-
-
-_WRITE = (
-    "{name} was given, but cuflash does not write to a cache yet; write the new keys and values behind those that are "
-    "there, then call with None and with them counted in cache_seqlens"
-)
-_ROTATE = (
-    "{name} was given, but cuflash does not rotate queries and keys; rotate q, and new keys before they are written to "
-    "the cache, then call with None"
-)
-_LEFTPAD = (
+LEFTPAD = (
     "{name} was given, but the keys of a sequence begin at the first row of its cache; leave None, and keep them there"
 )
-_REFUSED = {
-    "k": _WRITE,
-    "v": _WRITE,
-    "rotary_cos": _ROTATE,
-    "rotary_sin": _ROTATE,
-    "rotary_seqlens": _ROTATE,
-    "cache_leftpad": _LEFTPAD,
-    "leftpad_k": _LEFTPAD,
-}
 
 
 def refuse_of_version_2(dropout_p: Any, alibi_slopes: Any, leftpad_k: Any = None) -> None:
@@ -157,7 +83,7 @@ def refuse_of_version_2(dropout_p: Any, alibi_slopes: Any, leftpad_k: Any = None
     if alibi_slopes is not None:
         raise UnsupportedError("alibi_slopes: cuflash has no ALiBi; leave None, or take flash-attn's own function")
     if leftpad_k is not None:
-        raise UnsupportedError(_LEFTPAD.format(name="leftpad_k"))
+        raise UnsupportedError(LEFTPAD.format(name="leftpad_k"))
 
 
 def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
@@ -218,7 +144,8 @@ def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, s
     return tuple(packed.unbind(axis))
 
 
-def _check_rank(name: str, tensor: Any, rank: int) -> None:
+def check_rank(name: str, tensor: Any, rank: int) -> None:
+    """Raises unless a tensor has the axes of a packed (3) or a dense one (4)."""
     # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
     if getattr(tensor, "ndim", rank) != rank:  # what is no tensor is refused by `attention`
         raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give {_SHAPES[rank]}")
