@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.options import WindowSize, check_flag
+from ..problem.options import WindowSize, check_flag, check_integer
 from .torch import attention, check_tensor
 
 _SHAPES = {
@@ -86,6 +86,28 @@ def refuse_of_version_2(dropout_p: Any, alibi_slopes: Any, leftpad_k: Any = None
         raise UnsupportedError(LEFTPAD.format(name="leftpad_k"))
 
 
+_ELSEWHERE = "leave the default, or take FlashAttention-3's own function"
+
+
+def refuse_of_version_3(softmax_scale: Any, attention_chunk: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
+    """Raises for arguments that several functions have; hints are pack_gqa and sm_margin, tensors qv and descales."""
+    if softmax_scale == 0:
+        raise ProblemError(
+            f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
+            "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
+        )
+    for name, tensor in zip(("qv", "q_descale", "k_descale", "v_descale"), tensors, strict=True):
+        if tensor is not None:
+            raise UnsupportedError(f"{name}: cuflash has neither a second product qv nor 8-bit inputs; {_ELSEWHERE}")
+    if attention_chunk != 0:
+        raise UnsupportedError(f"attention_chunk={attention_chunk}: cuflash does not have it; {_ELSEWHERE}")
+    pack_gqa, sm_margin = hints
+    if pack_gqa is not None:
+        check_flag("pack_gqa", pack_gqa)
+    if type(sm_margin) is not int:  # why first: the judge takes longer
+        check_integer("sm_margin", sm_margin)
+
+
 def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
     """Raises unless lengths or places are int32, as all of flash-attn's are, or None where they are not required."""
     if tensor is not None or required:
@@ -94,14 +116,45 @@ def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
             raise ProblemError(f"{name} has dtype {tensor.dtype}; give torch.int32")
 
 
-def paged_or_packed(cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> dict[str, Any]:
-    """Where keys are in flash-attn 2's packed calls. Beside a table of pages, cu_seqlens_k tells only lengths."""
-    check_integers("cu_seqlens_k", cu_seqlens_k, required=block_table is None or seqused_k is None)
+def paged_or_packed(
+    cu_seqlens_k: Any, seqused_k: Any, page_table: Any, table: str = "block_table", *, required: bool = True
+) -> dict[str, Any]:
+    """Where keys are. Beside a table of pages, whose name is told, cu_seqlens_k tells only lengths, unless seqused_k.
+
+    required: lengths must be told, as in flash-attn 2's packed calls.
+    """
+    check_integers("cu_seqlens_k", cu_seqlens_k, required=required and (page_table is None or seqused_k is None))
     check_integers("seqused_k", seqused_k)
-    if block_table is None:
+    check_integers(table, page_table)
+    if page_table is None:
         return {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-    check_integers("block_table", block_table)
-    return {"page_table": block_table, "seqused_k": cu_seqlens_k.diff() if seqused_k is None else seqused_k}
+    if seqused_k is None and cu_seqlens_k is not None:
+        seqused_k = cu_seqlens_k.diff()
+    return {"page_table": page_table, "seqused_k": seqused_k}
+
+
+def lengths_of(
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    page_table: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+) -> dict[str, Any]:
+    """The keywords of `attention` on sequences, from arguments of versions 3 and 4, all of which may be None.
+
+    As there, a bound on the lengths says nothing of a side that is a rectangle.
+    """
+    check_integers("cu_seqlens_q", cu_seqlens_q)
+    check_integers("seqused_q", seqused_q)
+    found = {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+    found |= paged_or_packed(cu_seqlens_k, seqused_k, page_table, "page_table", required=False)
+    if cu_seqlens_q is not None:
+        found["max_seqlen_q"] = max_seqlen_q
+    if cu_seqlens_k is not None or page_table is not None:
+        found["max_seqlen_k"] = max_seqlen_k
+    return found
 
 
 def in_host_memory(name: str, value: Any) -> Any:

@@ -107,6 +107,15 @@ def over_cache(
     )
 
 
+def refuse_rotary_seqlens(name: str, lengths: Any, cache_seqlens: Any) -> None:
+    """Raises for positions of a rotation that are not those in the cache."""
+    if lengths is not None and lengths is not cache_seqlens:
+        raise UnsupportedError(
+            f"{name} was given, but cuflash rotates at positions in the cache, behind its used keys; leave None, or "
+            "rotate q and k yourself"
+        )
+
+
 def _check_new(new: New, cache_seqlens: Any) -> int:
     """How many new keys each sequence has; 0 where only the device knows. Raises for what does not belong together."""
     if new.k is None or new.v is None:

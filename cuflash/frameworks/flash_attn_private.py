@@ -130,7 +130,7 @@ def _flash_attn_backward(
         softmax_lse = _heads_first(softmax_lse, q)
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    return _write(inputs, targets, softmax_scale, causal, window, softcap, deterministic)
+    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic)
 
 
 def _flash_attn_varlen_backward(
@@ -170,7 +170,7 @@ def _flash_attn_varlen_backward(
     given = {name: in_host_memory(name, bound) for name, bound in bounds.items() if bound is not None}
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    return _write(inputs, targets, softmax_scale, causal, window, softcap, deterministic, **lengths, **given)
+    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic, **lengths, **given)
 
 
 def _with_rest(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Results:
@@ -185,7 +185,7 @@ def _heads_first(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return lse.transpose(1, 2) if is_turned else lse
 
 
-def _write(
+def write_gradients(
     inputs: tuple[torch.Tensor, ...],
     targets: tuple[torch.Tensor | None, ...],
     softmax_scale: float | None,

@@ -1,8 +1,9 @@
 """Attention, its gradients and `append_kv` as ops of PyTorch, for tools that look at a call before they run it.
 
 `torch.compile`, `torch.export`, dispatch modes and `torch.utils.flop_counter` see `torch.ops.cuflash.attention`,
-`attention_backward` and `append_kv`. Of the first two they count what PyTorch counts of its own attention: every pair of a query and a key of one
-sequence, also those that a mask hides. For that, and for nothing else, lengths are read from the device.
+`attention_backward` and `append_kv`. Of the first two they count what PyTorch counts of its own attention: every pair
+of a query and a key of one sequence, also those that a mask hides. For that, and for nothing else, lengths are read
+from the device.
 """
 
 from __future__ import annotations

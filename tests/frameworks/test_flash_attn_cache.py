@@ -121,7 +121,7 @@ def test_schedules_are_made_kept_and_passed_back() -> None:
     ("module", "name", "words"),
     [
         *((module, "cache_leftpad", "first row of its cache") for module in (fa2, fa3)),
-        (fa3, "rotary_seqlens", "rotates at the positions in the cache"),
+        (fa3, "rotary_seqlens", "rotates at positions in the cache"),
         (fa2, "alibi_slopes", "has no ALiBi"),
         *((fa3, name, "8-bit") for name in ("qv", "q_descale", "k_descale", "v_descale")),
     ],
