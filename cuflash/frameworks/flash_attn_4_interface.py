@@ -150,8 +150,8 @@ def _refuse(pack_gqa: Any, **given: Any) -> None:
     for name, value in given.items():
         if value is not None:
             raise UnsupportedError(
-                f"{name} was given, but cuflash has neither functions of scores and masks, nor block sparsity, sinks or a "
-                "second product qv; leave None, or take FlashAttention-4's own function"
+                f"{name} was given, but cuflash has neither functions of scores and masks, nor block sparsity, sinks "
+                "or a second product qv; leave None, or take FlashAttention-4's own function"
             )
 
 
@@ -170,7 +170,7 @@ def _window(causal: Any, window_size: Any) -> Any:
         return -1, -1
     if -1 in (left, right):
         raise ProblemError(
-            f"window_size={tuple(window)}: beside such a side FlashAttention-4 takes -1 as a number of keys, which ends "
-            "the window before the query's own key; give None for an open side"
+            f"window_size={tuple(window)}: beside such a side FlashAttention-4 takes -1 as a number of keys, which "
+            "ends the window before the query's own key; give None for an open side"
         )
     return left, right

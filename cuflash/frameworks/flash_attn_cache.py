@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.options import Known, Options, WindowSize, check_integer, check_window
+from ..problem.options import Known, Options, WindowSize, check_flag, check_integer, check_window
 from .flash_attn_arguments import LEFTPAD, attend, cap_of, check_integers, check_rank, in_host_memory, window_of
 from .torch import check_tensor
 from .torch_ops import append
@@ -71,7 +71,9 @@ def over_cache(
             batch = q.shape[0] if bounds is None else bounds.shape[0] - 1
             used = torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
         if not torch.compiler.is_compiling():
-            # why here: what attention would refuse is refused before the cache is written to.
+            # why here: options that attention would refuse are refused before the cache is written to. A q that does
+            # not fit is refused after it; the new rows then stand behind those that are used, and count for nothing.
+            check_flag("return_softmax_lse", return_lse)
             splits = sequences["num_splits"]
             asked = Options(softmax_scale, causal, window_of(window_size), None, cap_of(softcap), num_splits=splits)
             asked.judged(Known(1, "float32"))

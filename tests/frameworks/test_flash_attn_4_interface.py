@@ -120,5 +120,5 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ProblemError, match=words):
             fa4.flash_attn_func(*tensors, **changes)
-    with pytest.raises(ProblemError, match="seqused_k has dtype torch.int64"):
+    with pytest.raises(ProblemError, match=r"seqused_k has dtype torch\.int64"):
         fa4.flash_attn_varlen_func(*tensors, seqused_k=torch.ones(2, dtype=torch.int64))
