@@ -70,18 +70,19 @@ def over_cache(
         if used is None:
             batch = q.shape[0] if bounds is None else bounds.shape[0] - 1
             used = torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
+        window_size = window_of(window_size)
         if not torch.compiler.is_compiling():
             # why here: options that attention would refuse are refused before the cache is written to. A q that does
             # not fit is refused after it; the new rows then stand behind those that are used, and count for nothing.
             check_flag("return_softmax_lse", return_lse)
             splits = sequences["num_splits"]
-            asked = Options(softmax_scale, causal, window_of(window_size), None, cap_of(softcap), num_splits=splits)
+            asked = Options(softmax_scale, causal, window_size, None, cap_of(softcap), num_splits=splits)
             asked.judged(Known(1, "float32"))
         longest = in_host_memory("max_seqlen_q", sequences.get("max_seqlen_q"))
         longest = q.shape[-3] if longest is None else longest
         widest = (capacity, capacity) if version == 2 else (capacity - 1, longest - 1)
-        window = check_window(window_of(window_size))
-        same = not causal and all(side is None or side >= wide for side, wide in zip(window, widest, strict=True))
+        sides = zip(check_window(window_size), widest, strict=True)
+        same = not causal and all(side is None or side >= wide for side, wide in sides)
         q = _write(q, k_cache, v_cache, new, used, page_table, capacity, same, sequences)
         if new.cu_seqlens_k_new is None and length is not None:
             length, used = length + rows, None
