@@ -206,9 +206,9 @@ def test_caches_that_share_memory_are_refused_before_anything_is_launched(gpus: 
         call = appended(pairs=16)
         call[name] = call[name]._replace(pointer=pointer)
         written = "k_cache" if pointer < 2**21 else "v_cache"
-        with pytest.raises(ProblemError, match=f"{written} shares memory with {name}, which is read"):
+        with pytest.raises(ProblemError, match=f"{written}, which is written to, shares memory with {name}"):
             cuflash.append_kv(**call)
-    call = appended()  # nothing is known of what lies between the elements of a view
+    call = appended()  # between the elements of a view lie those of another
     both = Array((2, 40, 8, 64), (2 * 40 * 8 * 128, 8 * 128, 128, 1), "bfloat16", 2**20)
     cuflash.append_kv(**call | {"k_cache": both, "v_cache": both._replace(pointer=2**20 + 128), "k": call["k"]})
     assert len(gpus.launched) == 1
