@@ -73,7 +73,7 @@ def forward(
     """
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
                       max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
-    outs = () if out is None else (out, None)
+    outs = () if out is None else (out,)
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
         results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), outs)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import numpy as np
@@ -32,8 +33,8 @@ def run(op: Op, library: Library, given: tuple[Any, ...], options: Options) -> t
                 if view is not None and name != other and np.shares_memory(written, view):
                     raise shared(name, other)
     results = compute(problem, views[:inputs], views[inputs:])
-    outs = (*given[inputs:], *[None] * len(results))
-    return tuple(library.from_numpy(x, like=given[0]) if y is None else y for x, y in zip(results, outs, strict=False))
+    pairs = zip_longest(results, given[inputs:])
+    return tuple(library.from_numpy(x, like=given[0]) if out is None else out for x, out in pairs)
 
 
 def shared(name: str, other: str) -> ProblemError:

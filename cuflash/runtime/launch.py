@@ -142,15 +142,15 @@ class Call:
         ordinal = problem.ordinal
         assert ordinal is not None
         self.problem, self.ordinal, self.outputs = problem, ordinal, problem.outputs
-        spans = [(0, 0) if spec is None else spec.span for spec in self._given]
-        # The arrays that have elements: their numbers, and the bytes in which each of them lies.
-        self._spans = [(number, *span) for number, span in enumerate(spans) if span[1]]
-        # The numbers of those that are written to: inputs, or outputs that were given.
-        self.written = (*problem.op.written, *range(len(problem.op.inputs), len(spans)))
+        inputs = len(problem.op.inputs)
+        written = (*problem.op.written, *range(inputs, len(self._given)))
+        self.pairs = _pairs(self._given, written) if written else []
         self.aligned = _kernels(problem, ordinal)
         self.plan = self.aligned.plan
         # Whether inputs are copied, or nothing is launched.
-        self.is_special = True in self.copied[: len(problem.op.inputs)] or not self.plan.launches
+        self.is_special = True in self.copied[:inputs] or not self.plan.launches
+        # Whether kernels write to all outputs that are given just as they are.
+        self.writes_to_given = True not in self.copied[inputs:] and None not in self._given[inputs:]
         self._for_any: Kernels | None = None
 
     @property
@@ -169,16 +169,25 @@ class Call:
 
     def check_separate(self, pointers: Sequence[int]) -> None:
         """`ProblemError` if memory that is written to is that of another array, too."""
-        placed = [(number, pointers[number] + begin, pointers[number] + end) for number, begin, end in self._spans]
-        for number, begin, end in placed:
-            if number in self.written:
-                for other, other_begin, other_end in placed:
-                    is_other = other > number or other not in self.written
-                    if other_begin < end and begin < other_end and is_other:
-                        first: Any = self._given[number]
-                        second: Any = self._given[other]
-                        if share_memory(first, second, pointers[other] - pointers[number]):
-                            raise host.shared(self.problem.op.names[number], self.problem.op.names[other])
+        for number, other, least, most in self.pairs:
+            if least < (distance := pointers[other] - pointers[number]) < most:
+                first, second = self._given[number], self._given[other]
+                if first is not None and second is not None and share_memory(first, second, distance):
+                    raise host.shared(self.problem.op.names[number], self.problem.op.names[other])
+
+
+def _pairs(specs: Sequence[ArraySpec | None], written: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """(number of an array that is written to, number of another one, least, most) of each pair of arrays.
+
+    Where their pointers are further apart than `least` and less far than `most`, they lie in one range of memory.
+    """
+    spans = [(0, 0) if spec is None else spec.span for spec in specs]
+    found = []
+    for number, (other, (other_begin, other_end)) in itertools.product(written, enumerate(spans)):
+        begin, end = spans[number]
+        if end and other_end and (other > number or other not in written):
+            found.append((number, other, begin - other_end, end - other_begin))
+    return found
 
 
 class Judged(NamedTuple):
@@ -209,7 +218,7 @@ def run(
 ) -> Any:
     """The results of a call, in the library of its arrays; inputs that are not there are None.
 
-    outputs: how many results are wanted (default all). outs: arrays for all results, None for a new one; or empty.
+    outputs: how many results are wanted (default all). outs: arrays for the first results, None for a new one.
     """
     given = (*arrays, *outs) if outs else arrays
     library, on_gpu = libraries_of(op, given)
@@ -231,30 +240,39 @@ def run(
             KEPT.put(key, call, call.num_bytes)
     ordinal, pointer, empty = call.ordinal, library.pointer, library.empty
     with library.device(ordinal):
+        inputs = [0 if x is None else pointer(x) for x in arrays]
+        if call.pairs:
+            call.check_separate([*inputs, *[0 if x is None else pointer(x) for x in outs]] if outs else inputs)
         if call.is_special:
             if not call.plan.launches:
                 return _standard(library, call.problem, arrays, outs)[:outputs]
             arrays = tuple(library.dense(x) if copy else x for x, copy in zip(arrays, call.copied, strict=False))
-        inputs = [0 if x is None else pointer(x) for x in arrays]
-        if call.written:
-            call.check_separate([*inputs, *[0 if x is None else pointer(x) for x in outs]])
+            inputs = [0 if x is None else pointer(x) for x in arrays]
         wanted = call.outputs if outputs is None else call.outputs[:outputs]
         if outs:
-            # why a copy, and no new array: rows of no sequence keep what they hold.
-            results = [
-                empty(shape, dtype, ordinal) if out is None else library.dense(out) if copy else out
-                for out, (shape, dtype), copy in zip(outs, wanted, call.copied[len(arrays) :], strict=False)
-            ]
+            results = [*outs] if call.writes_to_given else _targets(call, library, outs)
+            results += [empty(shape, dtype, ordinal) for shape, dtype in wanted[len(outs) :]]
         else:
             results = [empty(shape, dtype, ordinal) for shape, dtype in wanted]
         pointers = (*inputs, *map(pointer, results), *(0,) * (len(call.outputs) - len(wanted)))
         if not _launched(call.aligned, library, pointers):
             _launched(call.for_any(), library, pointers)
-        for number, out in enumerate(outs):
-            if out is not None and results[number] is not out:
-                library.copy(results[number], out)
-                results[number] = out
+        if outs and not call.writes_to_given:
+            for number, out in enumerate(outs):
+                if out is not None and results[number] is not out:
+                    library.copy(results[number], out)
+                    results[number] = out
     return tuple(results)
+
+
+def _targets(call: Call, library: GpuLibrary, outs: tuple[Any, ...]) -> list[Any]:
+    """What kernels write to for these results: what is given, or a copy where they cannot, or a new array."""
+    pairs = zip(outs, call.outputs, call.copied[-len(outs) :], strict=False)
+    # why a copy, and no new array: rows of no sequence keep what they hold.
+    return [
+        library.empty(shape, dtype, call.ordinal) if out is None else library.dense(out) if copy else out
+        for out, (shape, dtype), copy in pairs
+    ]
 
 
 def _launched(kernels: Kernels, library: GpuLibrary, pointers: tuple[int, ...]) -> bool:
