@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import ProblemError
+from ..ops.backward import backward
 from ..problem.options import check_flag
 from .flash_attn_arguments import (
     attend,
@@ -26,7 +27,7 @@ from .flash_attn_arguments import (
     refuse_of_version_2,
     window_of,
 )
-from .torch import check_tensor, gradients
+from .torch import becomes_an_op, check_tensor, gradients
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -121,8 +122,8 @@ def _flash_attn_backward(
     """Gradients of `_flash_attn_forward`'s out, written into dq, dk and dv.
 
     softmax_lse may be a view (batch, seqlen_q, heads_q) of what the forward returned, as flash-attn reads memory alone.
-    Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v; other errors are those of
-    `cuflash.backward`.
+    Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v, or shares memory with another
+    argument; other errors are those of `cuflash.backward`.
     """
     refuse_of_version_2(dropout_p, alibi_slopes)
     check_tensor("q", q)
@@ -216,6 +217,9 @@ def write_gradients(
     }
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
     with torch.no_grad():
+        if not becomes_an_op():
+            backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords)
+            return inputs[1].new_empty(0, dtype=torch.float32)
         for target, gradient in zip(targets, gradients(*inputs, None, keywords, deterministic), strict=True):
             if target is not None:
                 target.copy_(gradient)

@@ -73,9 +73,10 @@ def forward(
     """
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
                       max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
+    outs = () if out is None else (out,)
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
-        results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), out)
+        results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), outs)
     else:
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-        results = run(OF_SEQUENCES["forward"], (q, k, v, *told), options, 1 + bool(return_lse), out)
+        results = run(OF_SEQUENCES["forward"], (q, k, v, *told), options, 1 + bool(return_lse), outs)
     return results if return_lse else results[0]

@@ -10,8 +10,12 @@ from ..problem.problem import Problem
 from .device import Device
 
 HOPPER = (9, 0)
-# The operands of each op that the copy engine (TMA) moves. Gradients, which it also moves, are always new and dense.
-MOVED = {"forward": ("q", "k", "v", "out"), "lse": ("q", "k"), "backward": ("q", "k", "v", "dout")}
+# The operands of each op that the copy engine (TMA) moves.
+MOVED = {
+    "forward": ("q", "k", "v", "out"),
+    "lse": ("q", "k"),
+    "backward": ("q", "k", "v", "dout", "dq", "dk", "dv"),
+}
 
 
 def reason_against(problem: Problem, device: Device, misaligned: Collection[str]) -> str | None:

@@ -46,7 +46,7 @@ class Lengths(NamedTuple):
     left: int | None = None
     right: int | None = None
     offset: int | None = None
-    clears_unused: bool = True  # whether rows of out that belong to no sequence or are not used become 0
+    clears_unused: bool = True  # whether rows of results that belong to no sequence or are not used become 0
 
     @classmethod
     def of(cls, places: Mapping[str, Any], options: Options, clears_unused: bool) -> Lengths:

@@ -17,7 +17,8 @@ KNOWN = Known(64, "float16")
 @pytest.mark.parametrize("op", ["forward", "lse", "backward"])
 def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str) -> None:
     signature = inspect.signature(getattr(cuflash, op)).parameters
-    own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": {"dlse", "page_table", "cache_batch_idx"}}[op]
+    of_backward = {"dlse", "grads_out", "page_table", "cache_batch_idx"}
+    own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": of_backward}[op]
     own |= {operand.name for operand in OF_SEQUENCES[op].inputs if operand.dtype == INTEGERS}
     keywords = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert keywords == set(names(op)) | own
