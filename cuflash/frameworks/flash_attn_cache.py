@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.options import Known, Options, WindowSize, check_flag, check_integer, check_window
+from ..problem.options import (
+    Known,
+    Options,
+    WindowSize,
+    check_flag,
+    check_integer,
+    check_window,
+    sequence_options,
+)
 from .flash_attn_arguments import LEFTPAD, attend, cap_of, check_integers, check_rank, in_host_memory, window_of
 from .torch import check_tensor
 from .torch_ops import append
@@ -75,8 +83,8 @@ def over_cache(
             # why here: options that attention would refuse are refused before the cache is written to. A q that does
             # not fit is refused after it; the new rows then stand behind those that are used, and count for nothing.
             check_flag("return_softmax_lse", return_lse)
-            splits = sequences["num_splits"]
-            asked = Options(softmax_scale, causal, window_size, None, cap_of(softcap), num_splits=splits)
+            splits = sequence_options(None, None, sequences["num_splits"])
+            asked = Options(softmax_scale, causal, window_size, None, cap_of(softcap), sequences=splits)
             asked.judged(Known(1, "float32"))
         longest = in_host_memory("max_seqlen_q", sequences.get("max_seqlen_q"))
         longest = q.shape[-3] if longest is None else longest
