@@ -109,7 +109,7 @@ class Override:
         *operands, dropout_p, is_causal, return_debug_mask = arguments
         if dropout_p > 0.0 or return_debug_mask:
             return self._kernels[_PACKED].call_boxed(keyset, *arguments, **more)
-        out, lse = _packed(*operands, is_causal, **more)
+        out, lse = _packed(*operands, is_causal=is_causal, **more)
         query = operands[0]
         return (_like(out, query) if out.shape == query.shape else out), lse, *_of_dropout(query)
 
@@ -121,7 +121,7 @@ class Override:
                 f"dropout_p={dropout_p}, return_debug_mask={return_debug_mask}: {_IN_PLACE} has neither; give 0.0 and "
                 "False"
             )
-        lse: torch.Tensor = _packed(*operands, is_causal, out=out, **more)[1]
+        lse: torch.Tensor = _packed(*operands, is_causal=is_causal, out=out, **more)[1]
         return lse
 
     def quantized(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
@@ -140,7 +140,7 @@ class Override:
         dout, query, key, value, out, lse, *places, dropout_p, is_causal, _seed, _offset = arguments
         if dropout_p > 0.0:
             return self._kernels[_PACKED_BACKWARD].call_boxed(keyset, *arguments, **more)
-        told = _told(*places, is_causal, **more)
+        told = _told(*places, is_causal=is_causal, **more)
         deterministic = torch.are_deterministic_algorithms_enabled()
         gradients = backward(dout, query, key, value, out, lse, deterministic=deterministic, **told)
         return tuple(_like(x, of) for x, of in zip(gradients, (query, key, value), strict=True))
@@ -154,8 +154,8 @@ def _packed(
     cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
-    is_causal: bool,
     *,
+    is_causal: bool,
     out: torch.Tensor | None = None,
     alibi_slopes: torch.Tensor | None = None,
     num_splits: int | None = None,
@@ -166,7 +166,7 @@ def _packed(
         raise UnsupportedError(
             "alibi_slopes: cuflash has no ALiBi; leave None, or call cuflash.frameworks.sdpa.restore()"
         )
-    told = _told(cum_seq_q, cum_seq_k, max_q, max_k, is_causal, **more)
+    told = _told(cum_seq_q, cum_seq_k, max_q, max_k, is_causal=is_causal, **more)
     return forward(query, key, value, out=out, return_lse=True, num_splits=num_splits or 0, **told)
 
 
@@ -175,8 +175,8 @@ def _told(
     cum_seq_k: torch.Tensor | None,
     max_q: int,
     max_k: int,
-    is_causal: bool,
     *,
+    is_causal: bool,
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
