@@ -63,8 +63,10 @@ def forward(
     not used have lse -inf and out 0; an `out` that was given keeps what it holds there. lse of packed q is (heads_q,
     total_q).
 
-    num_splits: blocks that share the keys of a query, 0 for a choice by the GPU's size. split_size: keys of a split, a
-    multiple of 128; the bits of a row then depend on its q, its keys and this number alone.
+    num_splits: how many blocks may share the keys of a query, 0 for a choice by the GPU's size; this version takes one.
+    split_size: a multiple of 128 keys. On one kind of GPU, the bits of a row of out and lse then depend on its q, the
+    keys and values that it sees and this number alone: dense, packed, in a cache, in pages, with any other queries. On
+    Hopper, dense calls are slower with it, because Hopper's own kernels then do not run.
 
     Raises ProblemError for arguments that fit no attention problem, UnsupportedError where this build or machine has no
     kernel, CompileError where NVRTC refuses one.

@@ -31,6 +31,8 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         return f"it computes flash2, not {problem.options.algorithm}"
     if problem.lengths is not None:
         return "it takes sequences that are all of one length"
+    if problem.options.sequences.split_size is not None:
+        return "split_size asks for the bits of the kernels that take any lengths"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     if begin >= end:
         return "no query sees any key"
