@@ -195,5 +195,6 @@ def also_packed(mask: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
 
 def is_traced() -> bool:
     """Whether a trace or a capture runs, in which the values of tensors cannot be read."""
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing() or capturing)
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # why first: Dynamo cannot trace the question below
+        return True
+    return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

@@ -36,13 +36,15 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     if begin >= end:
         return "no query sees any key"
-    specs, index = problem.specs_4d, problem.op.index
+    specs, index, inputs = problem.specs_4d, problem.op.index, len(problem.op.inputs)
     for name in MOVED[problem.op.name]:
         if name in misaligned:
             return f"{name} does not begin at a multiple of 16 bytes"
         spec = specs[index[name]]
         if not allows_tma(spec.shape, spec.strides):
             return f"the strides of {name} are not positive multiples of 16 bytes, which the copy engine needs"
+        if index[name] >= inputs and spec.shape[3] * spec.itemsize % 16:
+            return f"rows of {name} end within 16 bytes, which the copy engine writes together"
     return None
 
 

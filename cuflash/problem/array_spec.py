@@ -59,7 +59,7 @@ class ArraySpec(NamedTuple):
     @property
     def has_gaps(self) -> bool:
         """Whether the last dimension is not contiguous: the kernels cannot read such an array, so it is copied."""
-        return self.strides[-1:] != (1,) and len(self.shape) > 1 and self.shape[-1] > 1
+        return self.strides[-1:] != (1,) and len(self.shape) > 1 and self.shape[-1] > 1 and 0 not in self.shape
 
     @property
     def is_dense(self) -> bool:

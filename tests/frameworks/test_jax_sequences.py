@@ -36,7 +36,7 @@ def platform(request: pytest.FixtureRequest) -> Iterator[str]:
         found = jax.local_devices(backend=request.param)[0]
     except RuntimeError as error:
         pytest.skip(f"JAX has no {request.param} here: {error}")
-    with jax.default_device(found):
+    with jax.default_device(found), jax.default_matmul_precision("highest"):  # JAX's own products have 10 bits else
         yield request.param
 
 
@@ -316,6 +316,8 @@ def test_a_program_of_several_lengths_is_exported_with_its_options() -> None:
     given = made(replace(PACKED, dtype="float32"))
     call, leaves, told = split(given, split_size=128)
     checks = [export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
-    program = export.export(jax.jit(lambda *x: call(*x[:3], **x[3])), disabled_checks=checks)(*leaves, told)
+    platforms = sorted({device.platform.replace("gpu", "cuda") for x in leaves for device in x.devices()})
+    exported = export.export(jax.jit(lambda *x: call(*x[:3], **x[3])), platforms=platforms, disabled_checks=checks)
+    program = exported(*leaves, told)
     again = export.deserialize(program.serialize())
     check(given, *map(np.asarray, again.call(*leaves, told)))

@@ -15,7 +15,7 @@ from cuflash.planning.hopper import allows_tma
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import BACKWARD
+from cuflash.problem.operands import BACKWARD, FORWARD
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
@@ -43,7 +43,13 @@ def strided(op: str, name: str, strides: tuple[int, ...]) -> Problem:
     return of._replace(specs=(*of.specs[:index], specs[name], *of.specs[index + 1 :]))
 
 
-UNEVEN = Problem.of(BACKWARD, [SOME._replace(shape=(2, 300, 4, 60))] * 4, Options())
+SLICE = SOME._replace(shape=(2, 300, 4, 60))  # of rows of 64
+UNEVEN = Problem.of(BACKWARD, [SLICE] * 4, Options())
+SLICED = {
+    "forward": Problem.of(FORWARD, [SOME, SOME, SLICE, SLICE], Options()),
+    "float32": Problem.of(FORWARD, [SOME, SOME, SLICE, SLICE._replace(dtype="float32")], Options(out_dtype="float32")),
+    "backward": Problem.of(BACKWARD, [*[SLICE] * 5, None, None, *[SLICE] * 3], Options()),
+}
 ALL = ("forward", "lse", "backward")
 STRIDES = "the strides of {} are not positive multiples of 16 bytes"
 # (the ops, what the problem has of its own or its operand with strides, why Hopper's kernels are not taken)
@@ -69,6 +75,8 @@ CAUSES: dict[str, tuple[tuple[str, ...], Given, str]] = {
     "broadcast_v": (("forward", "backward"), ("v", (76800, 256, 0, 1)), STRIDES.format("v")),
     "odd_out": (("forward",), ("out", (78000, 260, 65, 1)), STRIDES.format("out")),
     "odd_dout": (("backward",), ("dout", (78000, 260, 65, 1)), STRIDES.format("dout")),
+    "slice_out": (("forward",), SLICED["forward"], "rows of out end within 16 bytes"),
+    "slice_dq": (("backward",), SLICED["backward"], "rows of dq end within 16 bytes"),
     "odd_dk": (("backward",), ("dk", (78000, 260, 65, 1)), STRIDES.format("dk")),
 }
 
@@ -84,6 +92,10 @@ def test_what_hoppers_kernels_cannot_do_gets_the_others_and_the_plan_says_why(na
     assert made.fallback is not None
     assert words in made.fallback
     assert plan(of, KNOWN["sm_80"]).fallback is None
+
+
+def test_whole_pieces_of_16_bytes_of_an_out_that_is_a_slice_get_hoppers_kernels() -> None:
+    assert is_hoppers(plan(SLICED["float32"], H100))
 
 
 @pytest.mark.parametrize("op", ALL)
