@@ -115,7 +115,7 @@ class Array(NamedTuple):
     @classmethod
     def dense(cls, shape: tuple[int, ...], pointer: int, dtype: str = "bfloat16", rows: int = 0) -> Array:
         """A dense array, or the first rows of one that has `rows` of them."""
-        whole = (shape[0], rows or shape[1], *shape[2:])
+        whole = (shape[0], rows, *shape[2:]) if rows else shape
         return cls(shape, dense_strides(whole), dtype, pointer)
 
 

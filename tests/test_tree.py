@@ -48,8 +48,10 @@ TESTED_ELSEWHERE = {
     "runtime/cache": "runtime/test_compiler.py",
     "runtime/host": "problem/test_bad_input.py",
     "ops/plan": "planning/test_planner.py",
+    "frameworks/flash_attn": "frameworks/test_flash_attn_activate.py",
     **dict.fromkeys((f"frameworks/flash_attn_{name}" for name in ("interface", "3_interface", "arguments")),
                     "frameworks/test_flash_attn.py"),
+    "frameworks/transformers_masks": "frameworks/test_transformers_packed.py",
     **dict.fromkeys((f"frameworks/xla_{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
 }  # fmt: skip
 TOP_LEVEL = {"pyproject.toml", "README.md", "cuflash", "kernels_cu", "tests", "examples", "LICENSE", "CHANGELOG.md"}

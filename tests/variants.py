@@ -21,7 +21,7 @@ from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.dtypes import DTYPES as ROWS
 from cuflash.problem.operands import APPEND_KV, OF_SEQUENCES, OPS, merge_op
-from cuflash.problem.options import Options
+from cuflash.problem.options import Options, SequenceOptions
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
 
@@ -100,7 +100,8 @@ def append_of(
         specs["page_table"] = ArraySpec.dense((2, 5), "int32")
     if pairs:
         specs["rotary_cos"] = specs["rotary_sin"] = ArraySpec.dense((50, pairs), "float32" if wide else dtype)
-    return Problem.of(APPEND_KV, [specs.get(operand.name) for operand in APPEND_KV.inputs], Options(**flags))
+    options = Options(sequences=SequenceOptions(**flags))
+    return Problem.of(APPEND_KV, [specs.get(operand.name) for operand in APPEND_KV.inputs], options)
 
 
 def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:

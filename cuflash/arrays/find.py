@@ -33,7 +33,9 @@ def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
 def _check_others(op: Op, arrays: tuple[Any, ...], first: Library) -> None:
     kind, names = type(arrays[0]), op.names
     for number, array in enumerate(arrays):
-        if type(array) is not kind and (array is not None or not op.operands[number].optional):
+        if type(array) is not kind:
+            if array is None and (op.operands[number].optional or number >= len(op.inputs)):
+                continue
             name, other = names[number], library_of(names[number], array)
             if other is not first:
                 check_alike({names[0]: first.spec(names[0], arrays[0]), name: other.spec(name, array)})

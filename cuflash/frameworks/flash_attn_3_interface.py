@@ -7,6 +7,8 @@ that module says about masks, lengths, dtypes and refused arguments also holds h
 share the keys of a query, 0 for a choice. `pack_gqa`, `sm_margin` and `scheduler_metadata` change no result; cuflash
 schedules each call itself, and takes them without using them.
 
+The private functions that other packages import from FlashAttention-3's module are here, too.
+
 Source: hopper/flash_attn_interface.py and hopper/flash_api.cpp of FlashAttention's main branch; in release 2.8.3 these
 functions have no `return_attn_probs`.
 """
@@ -19,8 +21,11 @@ import torch
 
 from ..errors import ProblemError, UnsupportedError
 from ..ops.merge import merge_states
-from ..problem.options import WindowSize, check_flag, check_integer
-from .flash_attn_arguments import attend, check_integers, over_cache, unpack
+from ..problem.options import WindowSize
+from .flash_attn_3_private import _flash_attn_backward as _flash_attn_backward
+from .flash_attn_3_private import _flash_attn_forward as _flash_attn_forward
+from .flash_attn_arguments import attend, lengths_of, refuse_of_version_3, unpack
+from .flash_attn_cache import New, over_cache, refuse_rotary_seqlens
 from .torch import check_tensor
 
 __all__ = [
@@ -31,8 +36,6 @@ __all__ = [
     "flash_attn_with_kvcache",
     "get_scheduler_metadata",
 ]
-
-_ELSEWHERE = "leave the default, or take FlashAttention-3's own function"
 
 
 def flash_attn_func(
@@ -61,7 +64,7 @@ def flash_attn_func(
 
     Raises UnsupportedError for qv, descales and attention_chunk, other errors as `cuflash.forward` does.
     """
-    _refuse(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     return attend(
         q,
         k,
@@ -105,8 +108,8 @@ def flash_attn_varlen_func(
 
     q is (total_q, heads_q, head_dim), k and v are (total_k, heads_kv, head_dim). Sequence b has the rows
     cu_seqlens[b] … cu_seqlens[b + 1] - 1, of which the first `seqused_q[b]`, `seqused_k[b]` count where given.
-    A side without cu_seqlens is (batch, seqlen, heads, head_dim). Rows past max_seqlen_q, and keys past max_seqlen_k,
-    do not count.
+    A side without cu_seqlens is (batch, seqlen, heads, head_dim). Packed rows past max_seqlen_q, and packed keys past
+    max_seqlen_k, do not count.
 
     Returns out (total_q, heads_q, head_dim of v), or (out, lse) with `return_attn_probs`; lse is (heads_q, total_q)
     float32. Errors are those of `flash_attn_func`.
@@ -116,15 +119,7 @@ def flash_attn_varlen_func(
             f"seqused_q={seqused_q} is a number; give a tensor (batch,) or None. If this was meant as dropout_p, take "
             "cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
         )
-    _refuse(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
-    told = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-    }
-    for name, tensor in told.items():
-        check_integers(name, tensor)
+    refuse_of_version_3(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     return attend(
         q,
         k,
@@ -135,10 +130,8 @@ def flash_attn_varlen_func(
         softcap,
         deterministic,
         return_attn_probs,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
         num_splits=num_splits,
-        **told,
+        **lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, max_seqlen_q, max_seqlen_k),
     )
 
 
@@ -166,7 +159,7 @@ def flash_attn_qkvpacked_func(
         q, k, v = _split_heads(qkv, num_heads_q)
     else:
         q, k, v = unpack("qkv", qkv, 3)
-    _refuse(softmax_scale, attention_chunk, (None, sm_margin), None, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, attention_chunk, (None, sm_margin), None, q_descale, k_descale, v_descale)
     return attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
 
 
@@ -243,37 +236,30 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention of q (batch, seqlen_q, heads_q, head_dim) over a cache (batch_cache, capacity, heads_kv, head_dim).
+    """Attention over a cache, as `flash_attn_with_kvcache` of version 2, which tells about the arguments of its names.
 
-    q may be packed, (total_q, heads_q, head_dim) with `cu_seqlens_q`; `max_seqlen_q` then bounds its
-    sequences, and otherwise says nothing.
-    `cache_seqlens`, a number or (batch,), tells how many keys of the cache are used; None: all. `cache_batch_idx`
-    (batch,) tells which row of the cache a sequence has. With `page_table` (batch, max_pages), the cache is pages
-    (num_pages, page_size, heads_kv, head_dim).
+    Beyond it, q may be packed, (total_q, heads_q, head_dim) with `cu_seqlens_q`; `max_seqlen_q` then bounds its
+    sequences, and otherwise says nothing. New keys and values may be packed, (total_new, heads_kv, head_dim) with
+    `cu_seqlens_k_new`, which says nothing without k. The table of pages is `page_table`. `rotary_seqlens` may be
+    `cache_seqlens` itself.
 
     Returns out in the shape of q (with the head_dim of v), or (out, lse, out_accum, lse_accum) with
     `return_softmax_lse`: lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q), float32; the last two are
-    empty. `cu_seqlens_k_new` says nothing without k, nor `rotary_interleaved` without rotary_cos.
+    empty.
 
-    Raises UnsupportedError for new keys (k, v), rotary embeddings, cache_leftpad, qv, descales and attention_chunk, and
-    for gradients of pages or of rows by cache_batch_idx; other errors are those of `cuflash.forward`.
+    Raises UnsupportedError for other rotary_seqlens, qv, descales and attention_chunk; other errors as version 2 does.
     """
-    _refuse(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
-    of_writes = {
-        "k": k,
-        "v": v,
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "rotary_seqlens": rotary_seqlens,
-        "cache_leftpad": cache_leftpad,
-    }
+    refuse_of_version_3(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_rotary_seqlens("rotary_seqlens", rotary_seqlens, cache_seqlens)
     result = over_cache(
+        3,
         q,
         k_cache,
         v_cache,
+        New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new),
         cache_seqlens,
-        ("page_table", page_table),
-        of_writes,
+        cache_leftpad,
+        page_table,
         softmax_scale,
         causal,
         window_size,
@@ -331,22 +317,3 @@ def _split_heads(qkv: torch.Tensor, num_heads_q: int | None) -> tuple[torch.Tens
     heads_kv = (heads - num_heads_q) // 2
     q, k, v = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
     return q, k, v
-
-
-def _refuse(softmax_scale: Any, attention_chunk: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
-    """Raises for arguments that several functions have; hints are pack_gqa and sm_margin, tensors qv and descales."""
-    if softmax_scale == 0:
-        raise ProblemError(
-            f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
-            "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
-        )
-    for name, tensor in zip(("qv", "q_descale", "k_descale", "v_descale"), tensors, strict=True):
-        if tensor is not None:
-            raise UnsupportedError(f"{name}: cuflash has neither a second product qv nor 8-bit inputs; {_ELSEWHERE}")
-    if attention_chunk != 0:
-        raise UnsupportedError(f"attention_chunk={attention_chunk}: cuflash does not have it; {_ELSEWHERE}")
-    pack_gqa, sm_margin = hints
-    if pack_gqa is not None:
-        check_flag("pack_gqa", pack_gqa)
-    if type(sm_margin) is not int:  # why first: the judge takes longer
-        check_integer("sm_margin", sm_margin)

@@ -46,7 +46,7 @@ def attend(
             if name in sequences:
                 sequences[name] = in_host_memory(name, sequences[name])
     for name, tensor, rank in (("q", q, rank_q), ("k", k, rank_k), ("v", v, rank_k)):
-        _check_rank(name, tensor, rank)
+        check_rank(name, tensor, rank)
     return attention(
         q,
         k,
@@ -62,83 +62,9 @@ def attend(
     )
 
 
-def over_cache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    cache_seqlens: int | torch.Tensor | None,
-    table: tuple[str, torch.Tensor | None],
-    refused: dict[str, Any],
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: WindowSize,
-    softcap: float,
-    return_lse: bool,
-    **sequences: Any,
-) -> Any:
-    """Attention over a cache: `flash_attn_with_kvcache` of both versions.
-
-    table: the name and the value of the table of pages. refused: what only calls that write to the cache take, by name.
-    """
-    for name, value in refused.items():
-        if value is not None:
-            raise UnsupportedError(_REFUSED[name].format(name=name))
-    for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
-        check_tensor(name, tensor)
-        _check_rank(name, tensor, 4)
-    pages = table[1]
-    for name, tensor in (table, *((name, sequences.get(name)) for name in ("cu_seqlens_q", "cache_batch_idx"))):
-        check_integers(name, tensor)
-    if pages is not None and sequences.get("cache_batch_idx") is not None:
-        raise ProblemError(f"{table[0]} and cache_batch_idx place the same keys; give one of them")
-    if isinstance(cache_seqlens, torch.Tensor):
-        check_integers("cache_seqlens", cache_seqlens)
-        sequences["seqused_k"] = cache_seqlens
-    elif cache_seqlens is not None:
-        length = check_integer("cache_seqlens", cache_seqlens)
-        capacity = k_cache.shape[1] * (1 if pages is None else pages.shape[-1])
-        if not 0 <= length <= capacity:
-            raise ProblemError(f"cache_seqlens={length}, but the cache has room for {capacity} keys of a sequence")
-        if pages is None:
-            k_cache, v_cache = k_cache[:, :length], v_cache[:, :length]
-        else:
-            sequences["seqused_k"] = torch.full(pages.shape[:1], length, dtype=torch.int32, device=pages.device)
-    return attend(
-        q,
-        k_cache,
-        v_cache,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        False,
-        return_lse,
-        "return_softmax_lse",
-        page_table=pages,
-        **sequences,
-    )
-
-
-_WRITE = (
-    "{name} was given, but cuflash does not write to a cache yet; write the new keys and values behind those that are "
-    "there, then call with None and with them counted in cache_seqlens"
-)
-_ROTATE = (
-    "{name} was given, but cuflash does not rotate queries and keys; rotate q, and new keys before they are written to "
-    "the cache, then call with None"
-)
-_LEFTPAD = (
+LEFTPAD = (
     "{name} was given, but the keys of a sequence begin at the first row of its cache; leave None, and keep them there"
 )
-_REFUSED = {
-    "k": _WRITE,
-    "v": _WRITE,
-    "rotary_cos": _ROTATE,
-    "rotary_sin": _ROTATE,
-    "rotary_seqlens": _ROTATE,
-    "cache_leftpad": _LEFTPAD,
-    "leftpad_k": _LEFTPAD,
-}
 
 
 def refuse_of_version_2(dropout_p: Any, alibi_slopes: Any, leftpad_k: Any = None) -> None:
@@ -157,7 +83,29 @@ def refuse_of_version_2(dropout_p: Any, alibi_slopes: Any, leftpad_k: Any = None
     if alibi_slopes is not None:
         raise UnsupportedError("alibi_slopes: cuflash has no ALiBi; leave None, or take flash-attn's own function")
     if leftpad_k is not None:
-        raise UnsupportedError(_LEFTPAD.format(name="leftpad_k"))
+        raise UnsupportedError(LEFTPAD.format(name="leftpad_k"))
+
+
+_ELSEWHERE = "leave the default, or take FlashAttention-3's own function"
+
+
+def refuse_of_version_3(softmax_scale: Any, attention_chunk: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
+    """Raises for arguments that several functions have; hints are pack_gqa and sm_margin, tensors qv and descales."""
+    if softmax_scale == 0:
+        raise ProblemError(
+            f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
+            "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
+        )
+    for name, tensor in zip(("qv", "q_descale", "k_descale", "v_descale"), tensors, strict=True):
+        if tensor is not None:
+            raise UnsupportedError(f"{name}: cuflash has neither a second product qv nor 8-bit inputs; {_ELSEWHERE}")
+    if attention_chunk != 0:
+        raise UnsupportedError(f"attention_chunk={attention_chunk}: cuflash does not have it; {_ELSEWHERE}")
+    pack_gqa, sm_margin = hints
+    if pack_gqa is not None:
+        check_flag("pack_gqa", pack_gqa)
+    if type(sm_margin) is not int:  # why first: the judge takes longer
+        check_integer("sm_margin", sm_margin)
 
 
 def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
@@ -168,14 +116,45 @@ def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
             raise ProblemError(f"{name} has dtype {tensor.dtype}; give torch.int32")
 
 
-def paged_or_packed(cu_seqlens_k: Any, seqused_k: Any, block_table: Any) -> dict[str, Any]:
-    """Where keys are in flash-attn 2's packed calls. Beside a table of pages, cu_seqlens_k tells only lengths."""
-    check_integers("cu_seqlens_k", cu_seqlens_k, required=block_table is None or seqused_k is None)
+def paged_or_packed(
+    cu_seqlens_k: Any, seqused_k: Any, page_table: Any, table: str = "block_table", *, required: bool = True
+) -> dict[str, Any]:
+    """Where keys are. Beside a table of pages, whose name is told, cu_seqlens_k tells only lengths, unless seqused_k.
+
+    required: lengths must be told, as in flash-attn 2's packed calls.
+    """
+    check_integers("cu_seqlens_k", cu_seqlens_k, required=required and (page_table is None or seqused_k is None))
     check_integers("seqused_k", seqused_k)
-    if block_table is None:
+    check_integers(table, page_table)
+    if page_table is None:
         return {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-    check_integers("block_table", block_table)
-    return {"page_table": block_table, "seqused_k": cu_seqlens_k.diff() if seqused_k is None else seqused_k}
+    if seqused_k is None and cu_seqlens_k is not None:
+        seqused_k = cu_seqlens_k.diff()
+    return {"page_table": page_table, "seqused_k": seqused_k}
+
+
+def lengths_of(
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    seqused_q: Any,
+    seqused_k: Any,
+    page_table: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+) -> dict[str, Any]:
+    """The keywords of `attention` on sequences, from arguments of versions 3 and 4, all of which may be None.
+
+    As there, a bound on the lengths says nothing of a side that is a rectangle.
+    """
+    check_integers("cu_seqlens_q", cu_seqlens_q)
+    check_integers("seqused_q", seqused_q)
+    found = {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+    found |= paged_or_packed(cu_seqlens_k, seqused_k, page_table, "page_table", required=False)
+    if cu_seqlens_q is not None:
+        found["max_seqlen_q"] = max_seqlen_q
+    if cu_seqlens_k is not None or page_table is not None:
+        found["max_seqlen_k"] = max_seqlen_k
+    return found
 
 
 def in_host_memory(name: str, value: Any) -> Any:
@@ -218,7 +197,8 @@ def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, s
     return tuple(packed.unbind(axis))
 
 
-def _check_rank(name: str, tensor: Any, rank: int) -> None:
+def check_rank(name: str, tensor: Any, rank: int) -> None:
+    """Raises unless a tensor has the axes of a packed (3) or a dense one (4)."""
     # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
     if getattr(tensor, "ndim", rank) != rank:  # what is no tensor is refused by `attention`
         raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give {_SHAPES[rank]}")

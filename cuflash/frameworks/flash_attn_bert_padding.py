@@ -9,6 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+__all__ = [
+    "index_first_axis",
+    "index_first_axis_residual",
+    "index_put_first_axis",
+    "pad_input",
+    "unpad_input",
+    "unpad_input_for_concatenated_sequences",
+]
+
 Packed = tuple[Tensor, Tensor, Tensor, int]
 
 

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 
 from ..problem.options import WindowSize
-from .flash_attn_arguments import attend, check_integers, over_cache, paged_or_packed, refuse_of_version_2, unpack
+from .flash_attn_arguments import attend, check_integers, paged_or_packed, refuse_of_version_2, unpack
+from .flash_attn_cache import New, over_cache
 from .flash_attn_private import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -231,20 +232,32 @@ def flash_attn_with_kvcache(
     (batch,) tells which row of the cache a sequence has. With `block_table` (batch, max_pages), the cache is pages
     (num_pages, page_size, heads_kv, head_dim). `num_splits`: blocks that share the keys of a query, 0 for a choice.
 
-    Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_softmax_lse`; lse is (batch,
-    heads_q, seqlen_q) float32. `rotary_interleaved` says nothing without rotary_cos.
+    New keys and values, k and v (batch, seqlen_new, heads_kv, head_dim), are first written to the cache, in place,
+    behind those that `cache_seqlens` counts, and are seen; count them in the next call. With `rotary_cos` and
+    `rotary_sin` (positions, rotary_dim / 2), at least as many positions as the cache has room for, k and q are rotated
+    at their positions: query i stands where new key i does, or, without causal mask and window, all queries stand where
+    the first new key does. `rotary_interleaved`: pairs of neighbours (GPT-J), else of halves (GPT-NeoX); it says
+    nothing without rotary_cos.
 
-    Raises UnsupportedError for new keys (k, v), rotary embeddings, cache_leftpad and ALiBi, and for gradients of pages
-    or of rows by cache_batch_idx; other errors are those of `cuflash.forward`.
+    Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_softmax_lse`; lse is (batch,
+    heads_q, seqlen_q) float32.
+
+    Raises UnsupportedError for cache_leftpad and ALiBi, and for gradients of calls with new keys, of pages or of rows
+    by cache_batch_idx; ProblemError for a rotation without new keys, new keys without `cache_seqlens` or, where it is a
+    number, without room; other errors are those of `cuflash.append_kv` and `cuflash.forward`.
+
+        flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)    # lengths (batch,)
     """
     refuse_of_version_2(0.0, alibi_slopes)
     return over_cache(
+        2,
         q,
         k_cache,
         v_cache,
+        New(k, v, rotary_cos, rotary_sin, rotary_interleaved),
         cache_seqlens,
-        ("block_table", block_table),
-        {"k": k, "v": v, "rotary_cos": rotary_cos, "rotary_sin": rotary_sin, "cache_leftpad": cache_leftpad},
+        cache_leftpad,
+        block_table,
         softmax_scale,
         causal,
         window_size,

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import ProblemError
+from ..ops.backward import backward
 from ..problem.options import check_flag
 from .flash_attn_arguments import (
     attend,
@@ -26,7 +27,7 @@ from .flash_attn_arguments import (
     refuse_of_version_2,
     window_of,
 )
-from .torch import check_tensor, gradients
+from .torch import becomes_an_op, check_tensor, gradients
 
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -121,8 +122,8 @@ def _flash_attn_backward(
     """Gradients of `_flash_attn_forward`'s out, written into dq, dk and dv.
 
     softmax_lse may be a view (batch, seqlen_q, heads_q) of what the forward returned, as flash-attn reads memory alone.
-    Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v; other errors are those of
-    `cuflash.backward`.
+    Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v, or shares memory with another
+    argument; other errors are those of `cuflash.backward`.
     """
     refuse_of_version_2(dropout_p, alibi_slopes)
     check_tensor("q", q)
@@ -130,7 +131,7 @@ def _flash_attn_backward(
         softmax_lse = _heads_first(softmax_lse, q)
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    return _write(inputs, targets, softmax_scale, causal, window, softcap, deterministic)
+    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic)
 
 
 def _flash_attn_varlen_backward(
@@ -170,7 +171,7 @@ def _flash_attn_varlen_backward(
     given = {name: in_host_memory(name, bound) for name, bound in bounds.items() if bound is not None}
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    return _write(inputs, targets, softmax_scale, causal, window, softcap, deterministic, **lengths, **given)
+    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic, **lengths, **given)
 
 
 def _with_rest(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Results:
@@ -185,7 +186,7 @@ def _heads_first(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return lse.transpose(1, 2) if is_turned else lse
 
 
-def _write(
+def write_gradients(
     inputs: tuple[torch.Tensor, ...],
     targets: tuple[torch.Tensor | None, ...],
     softmax_scale: float | None,
@@ -216,6 +217,9 @@ def _write(
     }
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
     with torch.no_grad():
+        if not becomes_an_op():
+            backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords)
+            return inputs[1].new_empty(0, dtype=torch.float32)
         for target, gradient in zip(targets, gradients(*inputs, None, keywords, deterministic), strict=True):
             if target is not None:
                 target.copy_(gradient)

@@ -3,13 +3,14 @@
     from cuflash.frameworks.jax import attention
     gradient = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v, causal=True).sum()))
 
-`dot_product_attention` is the same function with the name and the arguments of the one in `jax.nn`.
+`dot_product_attention` is the same function with the name and the arguments of the one in `jax.nn`, and
+`ragged_paged_attention` with those of the one that JAX has for TPUs.
 """
 
 from __future__ import annotations
 
 import functools
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -17,12 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.array_spec import ArraySpec
-from ..problem.operands import FORWARD
-from ..problem.options import Options, WindowSize, check_flag, check_scale
+from ..problem.operands import INTEGERS
+from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale, sequence_options
 from ..problem.problem import Problem
-from .xla_handlers import Shape, Static
+from .xla_handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
 from .xla_primitives import backward, check_not_reduced, check_numbers, check_whole, forward
+
+_DEFAULT_MASK_VALUE = -0.7 * float(np.finfo("float32").max)
 
 
 def attention(
@@ -37,6 +39,16 @@ def attention(
     softcap: float = 0.0,
     deterministic: bool = False,
     return_lse: bool = False,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+    page_table: Any = None,
+    cache_batch_idx: Any = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
 ) -> Any:
     """`cuflash.forward` as a JAX function with gradients: it returns out, or (out, lse) with return_lse.
 
@@ -45,17 +57,26 @@ def attention(
     has it enabled). out (batch, seqlen_q, heads_q, head_dim_v) has q's dtype, lse (batch, heads_q, seqlen_q) is float32
     (float64 for float64). The mask and scale arguments are those of `cuflash.forward` and static.
 
+    Sequences of several lengths are told as there, by int32 arrays, which may be traced: packed (`cu_seqlens_q`,
+    `cu_seqlens_k`), used in part (`seqused_q`, `seqused_k`), in pages (`page_table`) or in rows of a cache
+    (`cache_batch_idx`); the last two have no gradients. Rows of no sequence have out 0, lse -inf and gradient 0. lse of
+    packed q is (heads_q, total_q). `max_seqlen_q`, `max_seqlen_k`, `num_splits` and `split_size` are static.
+
     Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
-    They can be taken once, in reverse mode. To use several devices, call this in `jax.shard_map`, with q, k and v split
-    alike over batch or heads; under jit alone each device would gather whole arrays. On the CPU it runs in NumPy.
+    They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
+    cache. To use several devices, call this in `jax.shard_map`, with q, k and v split alike over batch or heads; under
+    jit alone each device would gather whole arrays. On the CPU it runs in NumPy.
+
+        out = attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)    # q (total, heads, head_dim)
 
     Raises ProblemError, UnsupportedError and CompileError as `cuflash.forward` does, while the call is traced or
     lowered. A program that `jax.export` wrote runs only in a process that has imported this module.
     """
-    arrays = _arrays(q=q, k=k, v=v)
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic)
-    with_lse = check_flag("return_lse", return_lse)
-    return _attention(_static(arrays, options), with_lse, *_varying_alike(arrays))
+    told = dict(zip(TOLD, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx), strict=True))
+    named = {"q": q, "k": k, "v": v} | {name: x for name, x in told.items() if x is not None}
+    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
+                      sequences=sequence_options(max_seqlen_q, max_seqlen_k, num_splits, split_size))  # fmt: skip
+    return _called(named, options, check_flag("return_lse", return_lse))
 
 
 def dot_product_attention(
@@ -76,16 +97,16 @@ def dot_product_attention(
     """`jax.nn.dot_product_attention` on cuflash: query (B, T, N, H), key and value (B, S, K, H), or all without B.
 
     is_causal and local_window_size, which is (left, right) or one number for both, are aligned top-left, as in jax.nn.
+    query_seq_lengths and key_value_seq_lengths, int32 (B,), say how many rows of each are used: queries behind them
+    have out 0 and lse -inf, keys behind them are not seen, and the gradients of both are 0.
     return_residual gives (out, lse): lse is (B, T, N) in query's dtype, and no gradient flows through it. A query that
     sees no key has out 0, where jax.nn gives the mean of value.
 
-    Raises UnsupportedError for bias, mask, sequence lengths and implementation; other errors are those of `attention`.
+    Raises UnsupportedError for bias, mask and implementation; other errors are those of `attention`.
     """
     ways = {
         "bias": (bias, "leave it out"),
-        "mask": (mask, "say it by is_causal and local_window_size"),
-        "query_seq_lengths": (query_seq_lengths, "cut query to its length"),
-        "key_value_seq_lengths": (key_value_seq_lengths, "cut key and value to their length"),
+        "mask": (mask, "say it by is_causal, local_window_size and the two arguments of lengths"),
         "implementation": (implementation, "leave it None, as there is one alone"),
     }
     for name, (given, way) in ways.items():
@@ -98,6 +119,9 @@ def dot_product_attention(
         check_scale("scale", scale)
     check_flag("is_causal", is_causal)
     with_lse = check_flag("return_residual", return_residual)
+    batch = (arrays[0].shape[0] if arrays[0].ndim == 4 else 1,)
+    lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
+    used = [None if x is None else _integers(name, jnp.asarray(x), batch) for name, x in lengths.items()]
     out = attention(
         *arrays,
         softmax_scale=scale,
@@ -105,11 +129,91 @@ def dot_product_attention(
         window_size=_window(local_window_size),
         diagonal_offset=0,
         return_lse=with_lse,
+        seqused_q=used[0],
+        seqused_k=used[1],
     )
     if not with_lse:
         return out
     out, lse = out
     return out, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(out.dtype))
+
+
+def ragged_paged_attention(
+    q: Any,
+    kv_pages: Any,
+    kv_lens: Any,
+    page_indices: Any,
+    cu_q_lens: Any,
+    num_seqs: Any,
+    *,
+    sm_scale: float = 1.0,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    mask_value: float | None = _DEFAULT_MASK_VALUE,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    num_kv_pages_per_block: int | None = None,
+    num_queries_per_block: int | None = None,
+    vmem_limit_bytes: int | None = None,
+) -> Any:
+    """`ragged_paged_attention` of `jax.experimental.pallas.ops.tpu` on cuflash: causal attention over a paged cache.
+
+    q (max_num_batched_tokens, num_q_heads, head_dim), the queries of all sequences, packed. kv_pages (total_num_pages,
+    page_size, 2 · num_kv_heads, head_dim): heads of K and of V in turns; they are read where they lie. All else is
+    int32: kv_lens (max_num_seqs,), how many keys a sequence has; page_indices (max_num_seqs, pages_per_seq);
+    cu_q_lens (max_num_seqs + 1,), where its queries begin; num_seqs (1,), how many sequences there are. Behind
+    num_seqs nothing is looked at. The last query of a sequence stands at its last key.
+
+    sliding_window: the keys that a query sees at most, its own among them. k_scale and v_scale: what K and V are
+    multiplied by. mask_value: None or any number of -1e4 and less, as hidden keys count for nothing. The last three
+    arguments tune the TPU's kernel and change no result. All keywords are static.
+
+    Returns out (max_num_batched_tokens, num_q_heads, head_dim), 0 in rows of no sequence. It has no gradients.
+
+    Raises ProblemError and UnsupportedError as `attention` does.
+    """
+    arrays = q, kv_pages, *others = _arrays(
+        q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs
+    )
+    if q.ndim != 3 or kv_pages.ndim != 4 or kv_pages.shape[2] % 2 or kv_pages.shape[3] != q.shape[2]:
+        raise ProblemError(
+            f"q has shape {q.shape} and kv_pages {kv_pages.shape}; give (tokens, num_q_heads, head_dim) and (pages, "
+            "page_size, 2 * num_kv_heads, head_dim)"
+        )
+    if others[1].ndim != 2:
+        raise ProblemError(f"page_indices has shape {others[1].shape}; give (max_num_seqs, pages_per_seq)")
+    most = others[1].shape[0]
+    shapes = {"kv_lens": (most,), "page_indices": others[1].shape, "cu_q_lens": (most + 1,), "num_seqs": (1,)}
+    kv_lens, page_indices, cu_q_lens, num_seqs = (
+        _integers(name, x, shape) for (name, shape), x in zip(shapes.items(), arrays[2:], strict=True)
+    )
+    if sliding_window is not None and check_integer("sliding_window", sliding_window) < 1:
+        raise ProblemError(f"sliding_window={sliding_window}; give how many keys a query sees, 1 or more, or None")
+    if mask_value is not None and not (isinstance(mask_value, Real) and mask_value <= -1e4):
+        raise UnsupportedError(
+            f"mask_value={mask_value}: hidden keys are not seen at all here; give None, or -1e4 and less"
+        )
+    scale = check_scale("sm_scale", sm_scale) * (1.0 if k_scale is None else check_scale("k_scale", k_scale))
+    bounds = cu_q_lens[jnp.minimum(jnp.arange(most + 1), jnp.clip(num_seqs[0], 0, most))]
+    pages, page_size, heads, head_dim = kv_pages.shape
+    named = {
+        "q": q,
+        "kv": kv_pages.reshape(pages, page_size, heads // 2, 2 * head_dim),
+        "cu_seqlens_q": bounds,
+        "seqused_k": kv_lens,
+        "page_table": page_indices,
+    }
+    left = None if sliding_window is None else sliding_window - 1
+    options = Options(scale, True, (left, None), None, 0.0 if soft_cap is None else soft_cap)
+    out = _called(named, options, False)
+    return out if v_scale is None else (out * check_scale("v_scale", v_scale)).astype(out.dtype)
+
+
+def _integers(name: str, array: Any, shape: Shape) -> Any:
+    """An int32 array of this shape."""
+    if array.shape != shape or array.dtype != INTEGERS:
+        raise ProblemError(f"{name} is {array.dtype} of shape {array.shape}; give {INTEGERS} of shape {shape}")
+    return array
 
 
 def _window(local_window_size: Any) -> tuple[Any, Any]:
@@ -144,9 +248,16 @@ def _arrays(**named: Any) -> tuple[Any, ...]:
     return tuple(arrays)
 
 
-def _static(arrays: tuple[Any, ...], options: Options) -> Static:
+def _called(named: dict[str, Any], options: Options, with_lse: bool) -> Any:
+    """The result of a call of operands by name, in the order of the op's."""
+    arrays = _arrays(**named)
+    static = _static(tuple(named), arrays, options)
+    return _attention(static, with_lse, *_varying_alike(static.names, arrays))
+
+
+def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options) -> Static:
     """Checks a call; returns everything but its arrays."""
-    asked = tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key()
+    asked = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key()
     try:
         try:
             return _judged(*asked)
@@ -160,13 +271,15 @@ def _static(arrays: tuple[Any, ...], options: Options) -> Static:
 
 
 @functools.lru_cache(maxsize=4096)
-def _judged(shapes: tuple[Shape, ...], dtypes: tuple[Any, ...], options: tuple[Any, ...]) -> Static:
+def _judged(
+    names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[Any, ...], options: tuple[Any, ...]
+) -> Static:
     """`options` is `Options.key()`, which begins with the options and keeps 1 and True apart."""
-    specs = [ArraySpec.dense(shape, str(dtype), library="jax") for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return Static.of(Problem.of(FORWARD, specs, options[0]))
+    op = op_of(FORWARD, names)
+    return Static.of(Problem.of(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names)
 
 
-def _varying_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
+def _varying_alike(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any, ...]:
     """Under shard_map, marks all arrays as varying over the same mesh axes; JAX sums gradients over the added axes."""
     types = [jax.typeof(x) for x in arrays]
     # why: JAX up to 0.9 calls the axes `vma`.
@@ -176,29 +289,39 @@ def _varying_alike(arrays: tuple[Any, ...]) -> tuple[Any, ...]:
         x if own == axes else jax.lax.pcast(x, tuple(sorted(axes - own)), to="varying")
         for x, own in zip(arrays, varying, strict=True)
     )
-    for name, x in zip("qkv", alike, strict=True):
+    for name, x in zip(names, alike, strict=True):
         check_not_reduced(name, x)
     return alike
 
 
-# The function with gradients. Inside it lse has an extra last axis of length 1, so that all arrays have one rank.
+# The function with gradients. Inside it lse has an extra last axis of length 1, so that it has the rank of q.
 
 
-def _call(static: Static, with_lse: bool, q: Any, k: Any, v: Any) -> Any:
-    return _call_and_keep(static, with_lse, q, k, v)[0]
+def _call(static: Static, with_lse: bool, *operands: Any) -> Any:
+    out, lse = forward.bind(*operands, static=static)
+    return (out, lse[..., 0]) if with_lse else out
 
 
-def _call_and_keep(static: Static, with_lse: bool, q: Any, k: Any, v: Any) -> tuple[Any, tuple[Any, ...]]:
-    out, lse = forward.bind(q, k, v, static=static)
-    return (out, lse[..., 0]) if with_lse else out, (q, k, v, out, lse)
+def _call_and_keep(static: Static, with_lse: bool, *operands: Any) -> tuple[Any, tuple[Any, ...]]:
+    cached = [name for name in ("page_table", "cache_batch_idx") if name in static.names]
+    if cached:
+        raise UnsupportedError(
+            f"{cached[0]} was given and gradients are wanted, but cached keys have none, as several sequences may "
+            "share them; call it outside of jax.grad, or with jax.lax.stop_gradient of q, k and v, or gather the keys "
+            "into k and v, packed (cu_seqlens_k) or one row of the batch for each sequence (seqused_k)"
+        )
+    out, lse = forward.bind(*operands, static=static)
+    return (out, lse[..., 0]) if with_lse else out, (*operands, out, lse)
 
 
 def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
-    q, k, v, out, lse = kept
+    q, k, v, *told, out, lse = kept
     named = {"q": q, "k": k, "v": v, "dout": given[0] if with_lse else given, "out": out, "lse": lse}
     if with_lse:
         named["dlse"] = given[1][..., None]
-    return tuple(backward.bind(*named.values(), static=static._replace(names=tuple(named))))
+    named |= zip(static.names[3:], told, strict=True)
+    of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None)
+    return *backward.bind(*named.values(), static=of_backward), *(None for _ in told)
 
 
 _with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))

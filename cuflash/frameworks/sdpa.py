@@ -1,14 +1,18 @@
-"""`torch.nn.functional.scaled_dot_product_attention` on cuflash, through PyTorch's registry of flash implementations.
+"""PyTorch's flash backend on cuflash, through PyTorch's registry of flash implementations.
 
     import cuflash.frameworks.sdpa as sdpa
 
     sdpa.activate()    # or torch.nn.attention.activate_flash_attention_impl("cuflash")
     sdpa.restore()
 
-Calls that PyTorch's own flash backend could take on a GPU then run on cuflash: float16 and bfloat16, no mask tensor,
-grouped heads, any scale. That backend also becomes PyTorch's first choice; otherwise cuDNN is, on Hopper from 2.11 on.
-PyTorch aligns `is_causal` top-left and sends it here only if both lengths are equal; `causal_lower_right`, aligned as
-in cuflash, comes for any lengths. PyTorch still computes calls with dropout, and what its flash backend cannot take.
+Calls of `torch.nn.functional.scaled_dot_product_attention` that PyTorch's own flash backend could take on a GPU then
+run on cuflash: float16 and bfloat16, no mask tensor, grouped heads, any scale. That backend also becomes PyTorch's
+first choice; otherwise cuDNN is, on Hopper from 2.11 on. PyTorch aligns `is_causal` top-left and sends it here only if
+both lengths are equal; `causal_lower_right`, aligned as in cuflash, comes for any lengths. So does
+`torch.nn.attention.varlen.varlen_attn`, with gradients, windows, pages and used lengths, and `varlen_attn_out`.
+
+PyTorch still computes calls with dropout, which its own functions send through the same ops, those that want the
+weights, and what its flash backend cannot take. ALiBi and float8 are refused.
 """
 
 from __future__ import annotations
@@ -22,31 +26,41 @@ from ..arrays.library import cupy_module
 from ..errors import UnsupportedError
 from ..ops.backward import backward
 from ..ops.forward import forward
+from .flash_attn_arguments import paged_or_packed
 
 __all__ = ["activate", "restore"]
 
 IMPLEMENTATION = "cuflash"
 _FORWARD, _BACKWARD = "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward"
+_PACKED, _PACKED_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
+_IN_PLACE, _QUANTIZED = "_flash_attention_forward_no_dropout_inplace", "_flash_attention_forward.quantized"
 
 
 class Override:
-    """Replaces the two ops of PyTorch's flash backend by cuflash, until `remove` is called."""
+    """Replaces the ops of PyTorch's flash backend by cuflash, until `remove` is called."""
 
     def __init__(self, dispatch_key: str = "CUDA") -> None:
         if dispatch_key == "CUDA":
             if not torch.cuda.is_available():
                 raise UnsupportedError("PyTorch sees no GPU here, and its CPU attention is its own; leave it as it is")
             cupy_module()  # why now: a missing CuPy is reported once here, and not by every later call
-        self._kernels = {
-            name: torch.library.get_kernel(f"aten::{name}", dispatch_key) for name in (_FORWARD, _BACKWARD)
+        functions = {
+            _FORWARD: self.forward,
+            _BACKWARD: self.backward,
+            _PACKED: self.packed,
+            _PACKED_BACKWARD: self.packed_backward,
+            _IN_PLACE: self.packed_in_place,
+            _QUANTIZED: self.quantized,
         }
+        functions = {name: function for name, function in functions.items() if _is_there(name)}
+        self._kernels = {name: torch.library.get_kernel(f"aten::{name}", dispatch_key) for name in functions}
         self._library: Any = torch.library.Library("aten", "IMPL")
-        for name, function in ((_FORWARD, self.forward), (_BACKWARD, self.backward)):
+        for name, function in functions.items():
             self._library.impl(name, function, dispatch_key, with_keyset=True, allow_override=True)
         self._order = _prefer_flash() if dispatch_key == "CUDA" else None
 
     def remove(self) -> None:
-        """Gives the two ops back to PyTorch."""
+        """Gives the ops back to PyTorch."""
         self._library._destroy()
         if self._order is not None:
             torch._C._set_sdp_priority_order(self._order)
@@ -76,10 +90,7 @@ class Override:
             return_lse=True,
             out=None if out is None else out.transpose(1, 2),
         )
-        # The random state of dropout is unused; it has the shapes and dtype that PyTorch's fake kernel promises.
-        state, unused = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
-        lengths = query.shape[2], key.shape[2]
-        return result.transpose(1, 2), lse, None, None, *lengths, state, unused, query.new_empty(0)
+        return result.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_of_dropout(query)
 
     def backward(self, keyset: Any, *arguments: Any, scale: float | None = None) -> Any:
         """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
@@ -93,11 +104,115 @@ class Override:
         )
         return tuple(_like(x.transpose(1, 2), of) for x, of in zip(gradients, (query, key, value), strict=True))
 
+    def packed(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
+        """`varlen_attn`'s forward: query (total_q, heads, head_dim), or (batch, seqlen, heads, head_dim)."""
+        *operands, dropout_p, is_causal, return_debug_mask = arguments
+        if dropout_p > 0.0 or return_debug_mask:
+            return self._kernels[_PACKED].call_boxed(keyset, *arguments, **more)
+        out, lse = _packed(*operands, is_causal=is_causal, **more)
+        query = operands[0]
+        return (_like(out, query) if out.shape == query.shape else out), lse, *_of_dropout(query)
 
-def _like(gradient: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """The gradient in the strides of its operand. why: torch.compile expects these strides."""
+    def packed_in_place(self, keyset: Any, out: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
+        """The same into `out`, whose rows of no sequence keep what they hold; it returns lse."""
+        *operands, dropout_p, is_causal, return_debug_mask = arguments
+        if dropout_p > 0.0 or return_debug_mask:
+            raise UnsupportedError(
+                f"dropout_p={dropout_p}, return_debug_mask={return_debug_mask}: {_IN_PLACE} has neither; give 0.0 and "
+                "False"
+            )
+        lse: torch.Tensor = _packed(*operands, is_causal=is_causal, out=out, **more)[1]
+        return lse
+
+    def quantized(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
+        """The form that takes scales of float8 operands, which cuflash does not have."""
+        *plain, q_descale, k_descale, v_descale = arguments
+        for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+            if scale is not None:
+                raise UnsupportedError(
+                    f"{name}: cuflash has no float8 operands; give None and float16 or bfloat16, or call "
+                    "cuflash.frameworks.sdpa.restore() and take another implementation"
+                )
+        return self.packed(keyset, *plain, **more)
+
+    def packed_backward(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
+        """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
+        dout, query, key, value, out, lse, *places, dropout_p, is_causal, _seed, _offset = arguments
+        if dropout_p > 0.0:
+            return self._kernels[_PACKED_BACKWARD].call_boxed(keyset, *arguments, **more)
+        told = _told(*places, is_causal=is_causal, **more)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        gradients = backward(dout, query, key, value, out, lse, deterministic=deterministic, **told)
+        return tuple(_like(x, of) for x, of in zip(gradients, (query, key, value), strict=True))
+
+
+def _packed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    is_causal: bool,
+    out: torch.Tensor | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int | None = None,
+    **more: Any,
+) -> Any:
+    """(out, lse) of a call with the arguments of PyTorch's op."""
+    if alibi_slopes is not None:
+        raise UnsupportedError(
+            "alibi_slopes: cuflash has no ALiBi; leave None, or call cuflash.frameworks.sdpa.restore()"
+        )
+    told = _told(cum_seq_q, cum_seq_k, max_q, max_k, is_causal=is_causal, **more)
+    return forward(query, key, value, out=out, return_lse=True, num_splits=num_splits or 0, **told)
+
+
+def _told(
+    cum_seq_q: torch.Tensor | None,
+    cum_seq_k: torch.Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    is_causal: bool,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    seqused_k: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> dict[str, Any]:
+    """The keywords of `cuflash.forward` and `backward`."""
+    told: dict[str, Any] = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "seqused_k": seqused_k}
+    if block_table is not None:
+        told |= {"cu_seqlens_k": None, **paged_or_packed(cum_seq_k, seqused_k, block_table)}
+    if any(x is not None for x in told.values()):
+        told |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+    return {
+        "softmax_scale": scale,
+        "causal": is_causal,
+        "window_size": (window_size_left, window_size_right),
+        **{name: x for name, x in told.items() if x is not None},
+    }
+
+
+def _of_dropout(query: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The random state of dropout and its mask, unused, with the shapes and dtypes that PyTorch's fake kernels have."""
+    state, unused = (query.new_empty(shape, dtype=torch.uint64) for shape in ((2,), ()))
+    return state, unused, query.new_empty(0)
+
+
+def _is_there(name: str) -> bool:
+    """Whether this PyTorch has an op of this name; older ones lack some."""
+    op, _, overload = name.partition(".")
+    return hasattr(getattr(torch.ops.aten, op, None), overload or "default")
+
+
+def _like(result: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+    """The result in the strides of an operand. why: torch.compile expects these strides."""
     target = torch.empty_like(of)
-    return gradient if target.stride() == gradient.stride() else target.copy_(gradient)
+    return result if target.stride() == result.stride() else target.copy_(result)
 
 
 def _prefer_flash() -> list[int]:

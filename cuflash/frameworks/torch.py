@@ -235,10 +235,15 @@ def gradients(*arguments: Any) -> Any:
     dout, q, k, v, out, lse, dlse, keywords, deterministic, *told = arguments
     if told:
         keywords = _whole(keywords, {}, *told)
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+    if becomes_an_op():
         of_both = Arguments.of(keywords, deterministic)[:15]
         return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *of_both)
     return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
+
+
+def becomes_an_op() -> bool:
+    """Whether someone looks at the call, torch.compile or a dispatch mode, who is to see one op without targets."""
+    return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 
 
 class _Gradients(Function):

@@ -1,8 +1,9 @@
-"""Attention and its gradients as ops of PyTorch, for tools that look at a call before they run it, or instead.
+"""Attention, its gradients and `append_kv` as ops of PyTorch, for tools that look at a call before they run it.
 
-`torch.compile`, `torch.export`, dispatch modes and `torch.utils.flop_counter` see `torch.ops.cuflash.attention` and
-`attention_backward`. They count what PyTorch counts of its own attention: every pair of a query and a key of one
-sequence, also those that a mask hides. For that, and for nothing else, lengths are read from the device.
+`torch.compile`, `torch.export`, dispatch modes and `torch.utils.flop_counter` see `torch.ops.cuflash.attention`,
+`attention_backward` and `append_kv`. Of the first two they count what PyTorch counts of its own attention: every pair
+of a query and a key of one sequence, also those that a mask hides. For that, and for nothing else, lengths are read
+from the device.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import ProblemError, UnsupportedError
+from ..ops.append import append_kv
 from ..ops.backward import backward
 from ..ops.forward import forward
 from ..problem.options import check_flag
@@ -120,9 +122,7 @@ def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments:
 def _backward_op(*operands: Any) -> Any:
     arguments = Arguments(*operands[7:])
     with torch.no_grad():
-        return backward(
-            *operands[:6], dlse=operands[6], deterministic=arguments.deterministic, **arguments.keywords()
-        )
+        return backward(*operands[:6], dlse=operands[6], deterministic=arguments.deterministic, **arguments.keywords())
 
 
 @_attention_op.register_fake
@@ -164,6 +164,38 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
 
 _attention_op.register_autograd(_differentiate, setup_context=_keep)
 _backward_op.register_autograd(refuse_twice)
+
+
+_OF_APPEND = ("page_table", "cache_batch_idx", "cu_seqlens_k", "q", "cu_seqlens_q", "rotary_cos", "rotary_sin")
+_FLAGS = ("q_same_position", "rotary_interleaved")
+
+
+@torch.library.custom_op(
+    "cuflash::append_kv",
+    mutates_args=("k_cache", "v_cache"),
+    schema="(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqused_k, "
+    f"{', '.join(f'Tensor? {name}' for name in _OF_APPEND)}, {', '.join(f'bool {name}' for name in _FLAGS)}) -> Tensor",
+)
+def _append_op(*operands: Any) -> torch.Tensor:
+    keywords = dict(zip((*_OF_APPEND, *_FLAGS), operands[5:], strict=True))
+    with torch.no_grad():
+        q = append_kv(*operands[:5], **keywords)
+    return operands[2].new_empty(0) if q is None else q
+
+
+@_append_op.register_fake
+def _(*operands: Any) -> torch.Tensor:
+    like = operands[2].new_empty(0) if operands[8] is None else operands[8]
+    return like.new_empty(like.shape)
+
+
+def append(*arrays: torch.Tensor, **keywords: Any) -> torch.Tensor | None:
+    """`cuflash.append_kv` for tensors, which is an op where somebody looks at calls."""
+    if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
+        return append_kv(*arrays, **keywords)
+    flags = (check_flag(name, keywords.get(name, False)) for name in _FLAGS)
+    q = torch.ops.cuflash.append_kv(*arrays, *(keywords.get(name) for name in _OF_APPEND), *flags)
+    return None if keywords.get("q") is None else q
 
 
 @register_flop_formula(torch.ops.cuflash.attention, get_raw=True)

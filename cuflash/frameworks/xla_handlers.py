@@ -1,19 +1,20 @@
 """The handlers that XLA calls: attention on the buffers of a call frame, by kernels on a GPU and by NumPy on the CPU.
 
 Operands and results are those of the ops, in the same order; what is like lse has an extra last axis of length 1. A
-call names its operands, so that an optional one takes its place among the op's by its name.
+call names its operands, so that an optional one takes its place among the op's by its name. The name "kv" is of one
+operand that holds k and v, as halves of its last axis: XLA has no views, and would copy each of them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import itertools
+import json
 import math
-import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,11 +22,11 @@ import numpy as np
 from ..arrays.library import numpy_dtype
 from ..errors import UnsupportedError
 from ..problem.array_spec import ArraySpec
-from ..problem.dtypes import DTYPES
-from ..problem.mask import Mask
-from ..problem.operands import LSE_AXES, Op
+from ..problem.dtypes import DTYPES, ITEMSIZE
+from ..problem.lengths import OPEN
+from ..problem.operands import INTEGERS, LSE_AXES, OF_SEQUENCES, Op
 from ..problem.operands import OPS as PUBLIC
-from ..problem.options import Options
+from ..problem.options import Options, sequence_options
 from ..problem.problem import Problem
 from ..runtime import counters, host
 from ..runtime.driver import on_device, relaxed_capture
@@ -34,47 +35,81 @@ from . import xla_ffi
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the targets in XLA
 OPS = {FORWARD: PUBLIC["forward"], BACKWARD: PUBLIC["backward"]}
-_NAMES = {row.xla: name for name, row in DTYPES.items()}
-_HEADER = struct.Struct("<3q2d4q")
-_FORMAT_VERSION = 3
+# The operands that tell where sequences lie and how long they are, in their order.
+TOLD = tuple(operand.name for operand in OF_SEQUENCES["forward"].inputs if operand.dtype == INTEGERS)
+_LIKE_LSE = frozenset(x.name for op in OPS.values() for x in op.operands if x.axes == LSE_AXES)
+_NAMES = {row.xla: name for name, row in DTYPES.items()} | {4: INTEGERS}  # by XLA_FFI_DataType
+_FORMAT_VERSION = 4
 Shape = tuple[int, ...]
 
 
 class Static(NamedTuple):
-    """The options of a call and the names of its operands. `lo` and `hi` are its `Mask`, normalised for its lengths."""
+    """The options of a call and the names of its operands.
 
-    lo: int
-    hi: int
+    A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `of_each` both count from
+    seqlen_k - seqlen_q of its own sequence. They are normalised, so that masks which hide the same keys are equal.
+    """
+
+    lo: int | None
+    hi: int | None
     softmax_scale: float
     softcap: float
     deterministic: bool = False
     names: tuple[str, ...] = ("q", "k", "v")
+    of_each: bool = False
+    max_seqlen_q: int | None = None
+    max_seqlen_k: int | None = None
+    num_splits: int = 0
+    split_size: int | None = None
 
     @classmethod
-    def of(cls, problem: Problem) -> Static:
-        """The options of a problem."""
-        options = problem.options
-        return cls(problem.mask.lo, problem.mask.hi, problem.softmax_scale, options.softcap, options.deterministic)
+    def of(cls, problem: Problem, names: tuple[str, ...]) -> Static:
+        """The options of a problem whose operands are these."""
+        options, own, mask = problem.options, problem.lengths, problem.mask
+        lo, hi, of_each = (mask.lo, mask.hi, False) if own is None else own.bounds
+        return cls(
+            lo=None if lo == OPEN and own else lo,
+            hi=None if hi == OPEN and own else hi,
+            softmax_scale=problem.softmax_scale,
+            softcap=options.softcap,
+            deterministic=options.deterministic,
+            names=names,
+            of_each=of_each,
+            max_seqlen_q=problem.seqlen_q if own else None,
+            max_seqlen_k=problem.seqlen_k if own else None,
+            num_splits=options.sequences.num_splits,
+            split_size=options.sequences.split_size,
+        )
+
+    def options(self) -> Options:
+        """The arguments of a call whose problem has these options."""
+        lo, hi = self.lo, self.hi
+        # why: a window goes around its diagonal, which is one of the bounds if it is the same for all sequences.
+        offset = None if self.of_each else hi if lo is None else lo
+        at = offset or 0
+        return Options(
+            self.softmax_scale,
+            window_size=(None if lo is None else at - lo, None if hi is None else hi - at),
+            diagonal_offset=offset,
+            softcap=self.softcap,
+            deterministic=self.deterministic,
+            sequences=sequence_options(self.max_seqlen_q, self.max_seqlen_k, self.num_splits, self.split_size),
+        )
 
 
 class Described(NamedTuple):
     """All of a call but its addresses. It is the call's attribute in XLA, under which its prepared launch is kept."""
 
     static: Static
-    shapes: tuple[Shape, ...] = ()  # of the named operands, all of one rank; none on the CPU
+    shapes: tuple[Shape, ...] = ()  # of the named operands; none on the CPU
     dtypes: tuple[str, ...] = ()
     workspace: int = 0  # floats of the call's workspace
 
     def encode(self) -> np.ndarray[Any, Any]:
         """The description as 64-bit numbers, because JAX keeps it in compilation caches and exported programs."""
-        counts = self.workspace, len(self.shapes), len(self.shapes[0]) if self.shapes else 0
-        *options, names = self.static
-        head = _HEADER.pack(_FORMAT_VERSION, *options, *counts)
-        codes = [DTYPES[dtype].xla for dtype in self.dtypes]
-        tail = " ".join(names).encode()
-        tail = tail.ljust(-(-len(tail) // 8) * 8)
-        numbers = np.array([*codes, *itertools.chain(*self.shapes)], np.int64)
-        return np.frombuffer(bytearray(head + numbers.tobytes() + tail), np.int64)
+        text = json.dumps(self).encode()
+        text = text.ljust(-(-len(text) // 8) * 8)
+        return np.frombuffer(bytearray(_FORMAT_VERSION.to_bytes(8, "little") + text), np.int64)
 
     @classmethod
     def decode(cls, attribute: bytes) -> Described:
@@ -84,26 +119,46 @@ class Described(NamedTuple):
                 "the program was lowered by another version of cuflash, whose options this one does not read; lower or "
                 "export it again"
             )
-        _, lo, hi, softmax_scale, softcap, deterministic, workspace, count, rank = _HEADER.unpack_from(attribute)
-        numbers = np.frombuffer(attribute, np.int64, count * (1 + rank), _HEADER.size)
-        shapes = tuple(map(tuple, numbers[count:].reshape(count, rank).tolist()))
-        names = tuple(attribute[_HEADER.size + numbers.nbytes :].decode().split())
-        static = Static(lo, hi, softmax_scale, softcap, bool(deterministic), names)
-        return cls(static, shapes, tuple(_NAMES[code] for code in numbers[:count].tolist()), workspace)
+        options, shapes, dtypes, workspace = json.loads(attribute[8:])
+        static = Static(*options)
+        static = static._replace(names=tuple(static.names))
+        return cls(static, tuple(map(tuple, shapes)), tuple(dtypes), workspace)
 
     def problem(self, target: str, device: str) -> Problem:
         """The problem of the call."""
-        op, static, specs = OPS[target], self.static, {}
-        for name, shape, dtype in zip(static.names, self.shapes, self.dtypes, strict=True):
-            specs[name] = ArraySpec.dense(shape[:-1] if is_like_lse(op, name) else shape, dtype, device, "jax")
-        options = Options(static.softmax_scale, softcap=static.softcap, deterministic=static.deterministic)
-        problem = Problem.of(op, [specs.get(operand.name) for operand in op.inputs], options)
-        return problem._replace(mask=Mask(problem.seqlen_q, problem.seqlen_k, static.lo, static.hi))
+        op = op_of(target, self.static.names)
+        return Problem.of(op, specs_of(op, self.static.names, self.shapes, self.dtypes, device), self.static.options())
 
 
-def is_like_lse(op: Op, name: str) -> bool:
+@lru_cache(maxsize=256)
+def op_of(target: str, names: tuple[str, ...]) -> Op:
+    """The op of a target: that of dense calls, or that of several lengths if one of the operands tells them."""
+    return OPS[target] if set(TOLD).isdisjoint(names) else OF_SEQUENCES[OPS[target].name]
+
+
+def is_like_lse(name: str) -> bool:
     """Whether an operand has the axes of lse, and so an extra one in XLA."""
-    return op.operands[op.index[name]].axes == LSE_AXES
+    return name in _LIKE_LSE
+
+
+def halved(names: Sequence[str], shapes: Iterable[Shape]) -> dict[str, Shape]:
+    """The shapes of the operands by name, k and v instead of "kv"."""
+    found: dict[str, Shape] = {}
+    for name, shape in zip(names, shapes, strict=True):
+        found |= dict.fromkeys("kv", (*shape[:-1], shape[-1] // 2)) if name == "kv" else {name: shape}
+    return found
+
+
+def specs_of(
+    op: Op, names: Sequence[str], shapes: Sequence[Shape], dtypes: Sequence[str], device: str = "cpu"
+) -> list[ArraySpec | None]:
+    """The arrays of an op's inputs, None for those that are not named."""
+    specs: dict[str, ArraySpec] = {}
+    for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
+        spec = ArraySpec.dense(shape[:-1] if is_like_lse(name) else shape, dtype, device, "jax")
+        parts = halved([name], [spec.shape])
+        specs |= {part: spec._replace(shape=of_part) for part, of_part in parts.items()}
+    return [specs.get(operand.name) for operand in op.inputs]
 
 
 class Activity(contextlib.ContextDecorator):
@@ -137,6 +192,8 @@ def run_on_cpu(target: str, call: xla_ffi.Call) -> None:
     shapes, dtypes = tuple(x.shape for x in operands), tuple(_NAMES[x.dtype] for x in operands)
     problem = described._replace(shapes=shapes, dtypes=dtypes).problem(target, "cpu")
     views = dict(zip(described.static.names, map(_view, operands), strict=True))
+    if (both := views.pop("kv", None)) is not None:
+        views["k"], views["v"] = np.split(both, 2, axis=-1)
     arrays = [views.get(operand.name) for operand in problem.op.inputs]
     for buffer, result in zip(results, host.compute(problem, arrays), strict=True):
         made = _view(buffer)
@@ -144,9 +201,11 @@ def run_on_cpu(target: str, call: xla_ffi.Call) -> None:
 
 
 def run_on_cuda(target: str, call: xla_ffi.Call) -> None:
-    """Runs a target's op on the call's buffers, on XLA's stream; backward has its workspace as an extra result."""
+    """Runs a target's op on the call's buffers, on XLA's stream; a workspace is an extra result."""
     found = _lowered(target, call.attribute(), call.ordinal())
     pointers = call.pointers()
+    if found.half:
+        pointers = (*pointers[:2], pointers[1] + found.half, *pointers[2:])
     for place in found.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
     stream = call.stream()
@@ -161,6 +220,7 @@ class Lowered(NamedTuple):
 
     call: Call
     absent: tuple[int, ...]  # places of the op's inputs that the calls do not have, rising
+    half: int  # bytes from k to v where one operand holds both; else 0
     workspace_bytes: int  # that the program gives
 
     def check_workspace(self, needing: Call | Kernels) -> None:
@@ -168,8 +228,8 @@ class Lowered(NamedTuple):
         needed = needing.plan.workspace_bytes
         if self.workspace_bytes < needed:
             raise UnsupportedError(
-                f"backward takes a workspace of {needed} bytes on this GPU, but the program was lowered with one of "
-                f"{self.workspace_bytes}: lower or export it again in a process that sees this GPU"
+                f"{needing.plan.problem.op.name} takes a workspace of {needed} bytes on this GPU, but the program was "
+                f"lowered with one of {self.workspace_bytes}: lower or export it again in a process that sees this GPU"
             )
 
 
@@ -205,9 +265,10 @@ def _lowered(target: str, attribute: bytes, ordinal: int) -> Lowered:
         # Then they are loaded in the first call, which may be captured.
         with relaxed_capture():
             call = _call(target, described, ordinal)
-        names = described.static.names
-        absent = tuple(place for place, operand in enumerate(OPS[target].inputs) if operand.name not in names)
-        found = Lowered(call, absent, 4 * described.workspace)
+        absent = tuple(place for place, _ in enumerate(call.problem.op.inputs) if call.problem.specs[place] is None)
+        names, shapes = described.static.names, described.shapes
+        half = shapes[1][-1] // 2 * ITEMSIZE[described.dtypes[1]] if "kv" in names else 0
+        found = Lowered(call, absent, half, 4 * described.workspace)
         found.check_workspace(call)
         KEPT.put(key, found, call.num_bytes)
     return found

@@ -1,12 +1,13 @@
 """The two JAX primitives under `attention`: forward and backward, each one call of XLA's foreign function interface.
 
-Operands and results are those of the ops, and `static.names` tells which inputs there are. All arrays of a call have
-q's rank: x is (batch, seqlen, heads, dim), or lacks the first axis, or the first and third; what is like lse is (batch,
-heads, seqlen, 1), or lacks the first axis, or the first two. The operands have been checked before.
+Operands and results are those of the ops, and `static.names` tells which inputs there are. Those of q's kind have one
+rank, and so have those of k's kind: x is (batch, seqlen, heads, dim), or lacks the first axis, or the first and third;
+what is like lse is (batch, heads, seqlen, 1), or lacks the first axis, or the first two. int32 operands that tell
+lengths are as they are given. The operands have been checked before.
 
 why primitives, and not `jax.ffi.ffi_call`: only the lowering of a primitive knows the platform and the final shapes
-(vmap has been applied), which decide what a GPU needs. There the kernels are compiled and loaded, and backward gets its
-workspace as an extra result, so that XLA plans its memory like that of any other result. Memory that a handler asks for
+(vmap has been applied), which decide what a GPU needs. There the kernels are compiled and loaded, and a workspace
+becomes an extra result, so that XLA plans its memory like that of any other result. Memory that a handler asks for
 while its stream is captured would be given to others before the graph runs.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,24 +30,27 @@ from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
 from ..problem.operands import MISSING_AXES, Op
 from . import xla_ffi, xla_handlers
-from .xla_handlers import BACKWARD, FORWARD, OPS, Described, Shape, Static, is_like_lse
+from .xla_handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, halved, is_like_lse, op_of
 
 
-def _result_shapes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> list[Shape]:
-    """Shapes of the results: an axis has the length that it has in the named operands."""
+def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
+    """Shapes of the results: an axis has the length that it has in the operands, whose shapes are given by name."""
+    ranks = {"batch_q": len(shapes["q"]), "batch_k": len(shapes["k"])}
 
     def axes(name: str) -> list[str]:
-        named = [axis for axis in op.operands[op.index[name]].axes if axis not in MISSING_AXES[len(shapes[0])]]
-        return [*named, "one"] if is_like_lse(op, name) else named
+        own = op.operands[op.index[name]].axes
+        named = [axis for axis in own if axis not in MISSING_AXES[ranks.get(own[0], 4)]]
+        return [*named, "one"] if is_like_lse(name) else named
 
     lengths = {"one": 1}
-    for name, shape in zip(names, shapes, strict=True):
+    for name, shape in shapes.items():
         lengths |= zip(axes(name), shape, strict=True)
     return [tuple(lengths[axis] for axis in axes(operand.name)) for operand in op.outputs]
 
 
-def _result_types(op: Op, *operands: Any, static: Static) -> list[Any]:
-    q, shapes = operands[0], _result_shapes(op, static.names, [x.shape for x in operands])
+def _result_types(target: str, *operands: Any, static: Static) -> list[Any]:
+    op, q = op_of(target, static.names), operands[0]
+    shapes = _result_shapes(op, halved(static.names, [x.shape for x in operands]))
     accumulator = np.dtype(DTYPES[str(q.dtype)].accumulator)
     dtypes = [accumulator if operand.dtype == "lse" else q.dtype for operand in op.outputs]
     return [q.update(shape=x, dtype=dtype, weak_type=False) for x, dtype in zip(shapes, dtypes, strict=True)]
@@ -88,7 +92,7 @@ def _primitive(name: str) -> Any:
     """The primitive of a target with all its rules."""
     made = Primitive(name)
     made.multiple_results = True
-    made.def_abstract_eval(functools.partial(_result_types, OPS[name]))
+    made.def_abstract_eval(functools.partial(_result_types, name))
     made.def_impl(functools.partial(_run_eagerly, made))
     batching.primitive_batchers[made] = functools.partial(_batched, made)
     ad.primitive_jvps[made] = functools.partial(_refuse_derivatives, name)
@@ -128,11 +132,14 @@ def _batched(
 ) -> tuple[list[Any], list[int]]:
     """The rule for vmap: the new axis joins batch, or heads if it stands before them, so that nothing is transposed.
 
+    With rows that are packed, or keys in pages or in rows of a cache, it joins heads, as all of them have the same
+    lengths then.
+
     why an operand without the axis is copied: TMA cannot address a stride of 0, so that Hopper would run the generic
     kernels, which costs more than the copy. (Query heads that share k and v need no vmap: give them to one call, as
     grouped heads.)
     """
-    op, names = OPS[primitive.name], static.names
+    op, names = op_of(primitive.name, static.names), static.names
     for name, x in zip(names, operands, strict=True):
         check_whole(name, x)
         check_not_reduced(name, x)
@@ -140,36 +147,52 @@ def _batched(
     rank = operands[0].ndim - (axes[0] is not None)
     before_heads = 2 if rank == 4 else 1
     at = axes[0] if axes[0] is not None and axes[0] <= before_heads else 0
-    of_heads = at == before_heads
+    mapped = [name for name, axis in zip(names, axes, strict=True) if name in TOLD and axis is not None]
+    is_placed = not set(TOLD).isdisjoint(set(names) - {"seqused_q", "seqused_k"})
+    if mapped and is_placed:
+        raise UnsupportedError(
+            f"{', '.join(mapped)} under vmap: sequences that are packed or lie in a cache have no axis to map lengths "
+            "over; pack what is mapped as further sequences of one call, or take jax.lax.map"
+        )
+    of_heads = is_placed or (at == before_heads and not mapped)
+    at = 0 if mapped and at == before_heads else at
 
-    def place(like_lse: bool) -> int:
-        return at - 1 if of_heads and like_lse else at
+    def place(name: str, rank: int) -> int:
+        """Where the new axis stands in an operand that has this rank without it."""
+        if not of_heads:
+            return at
+        return rank - (1 if rank == 2 else 2) - is_like_lse(name)
 
     folded, shapes = [], []
     for name, x, axis in zip(names, operands, axes, strict=True):
-        to = place(is_like_lse(op, name))
-        x = jnp.broadcast_to(jnp.expand_dims(x, to), (*x.shape[:to], size, *x.shape[to:])) if axis is None else x
-        x = x if axis is None else jnp.moveaxis(x, axis, to)
-        shape = (*x.shape[:to], *x.shape[to + 1 :])
+        shape = x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :])
         shapes.append(shape)
-        folded.append(x.reshape(_folded(shape, is_like_lse(op, name), size, of_heads)))
+        if name not in TOLD or not of_heads:
+            to = place(name, len(shape))
+            whole = (*shape[:to], size, *shape[to:])
+            x = jnp.broadcast_to(jnp.expand_dims(x, to), whole) if axis is None else jnp.moveaxis(x, axis, to)
+            x = x.reshape(_folded(name, shape, size, of_heads))
+        folded.append(x)
     results, places = [], []
     made = primitive.bind(*folded, static=static)
-    for operand, x, shape in zip(op.outputs, made, _result_shapes(op, names, shapes), strict=True):
-        places.append(place(is_like_lse(op, operand.name)))
+    for operand, x, shape in zip(op.outputs, made, _result_shapes(op, halved(names, shapes)), strict=True):
+        places.append(place(operand.name, len(shape)))
         results.append(x.reshape(*shape[: places[-1]], size, *shape[places[-1] :]))
     return results, places
 
 
-def _folded(shape: Shape, like_lse: bool, size: int, of_heads: bool) -> Shape:
-    """The 4-D shape of an operand with `size` times the batch or the heads."""
+def _folded(name: str, shape: Shape, size: int, of_heads: bool) -> Shape:
+    """The shape of an operand with `size` times the heads, or with `size` times the batch, and then with all axes."""
+    if name in TOLD:
+        return (size * shape[0], *shape[1:])
+    like_lse = is_like_lse(name)
     if len(shape) == 2:
         shape = (1, *shape) if like_lse else (shape[0], 1, shape[1])
-    batch, *inner = (1, *shape) if len(shape) == 3 else shape
-    heads_at = 0 if like_lse else 1
     if of_heads:
-        inner[heads_at] *= size
-    return (batch if of_heads else batch * size, *inner)
+        heads_at = len(shape) - (3 if like_lse else 2)
+        return (*shape[:heads_at], size * shape[heads_at], *shape[heads_at + 1 :])
+    batch, *inner = (1, *shape) if len(shape) == 3 else shape
+    return (batch * size, *inner)
 
 
 def _refuse_platform(name: str, context: Any, *operands: Any, static: Static) -> Any:
@@ -196,9 +219,9 @@ def _lower_for_cuda(name: str, context: Any, *operands: Any, static: Static) -> 
             ) from error
         devices = []
     floats = xla_handlers.load(name, described, [device.local_hardware_id for device in devices])
-    if name == FORWARD:
+    if not floats:
         return jax.ffi.ffi_lowering(name)(context, *operands, call=described.encode())
-    described = described._replace(workspace=max(floats, 1))
+    described = described._replace(workspace=floats)
     workspace = jax.core.ShapedArray((described.workspace,), np.dtype("float32"))
     context = context.replace(avals_out=[*context.avals_out, workspace])
     return jax.ffi.ffi_lowering(name)(context, *operands, call=described.encode())[:-1]

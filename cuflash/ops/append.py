@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import APPEND_KV
-from ..problem.options import Options
+from ..problem.options import Options, SequenceOptions
 from ..runtime.launch import run
 
 
@@ -62,8 +62,8 @@ def append_kv(
 
     Source: RoFormer, arXiv 2104.09864 (rotary position embedding).
     """
-    options = Options(q_same_position=q_same_position, rotary_interleaved=rotary_interleaved)
+    flags = SequenceOptions(q_same_position=q_same_position, rotary_interleaved=rotary_interleaved)
     arrays = (k_cache, v_cache, k, v, seqused_k, page_table, cache_batch_idx, cu_seqlens_k, q, cu_seqlens_q,
               rotary_cos, rotary_sin)  # fmt: skip
-    results = run(APPEND_KV, arrays, options)
+    results = run(APPEND_KV, arrays, Options(sequences=flags))
     return results[0] if results else None

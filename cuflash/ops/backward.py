@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, OF_SEQUENCES
-from ..problem.options import Options, WindowSize
+from ..problem.options import Options, WindowSize, sequence_options
 from ..runtime.launch import run
 
 
@@ -20,6 +21,7 @@ def backward(
     *,
     dlse: Any = None,
     deterministic: bool = False,
+    grads_out: Sequence[Any] | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
@@ -47,8 +49,15 @@ def backward(
     about a third longer. Head dims up to 256 on a GPU; float16 needs |p (dout vᵀ - delta)| < 65504 there, as it is
     rounded to the inputs' dtype: scale a large loss down, or take bfloat16. Errors as in `forward`.
 
-    Packed and used lengths are those of `forward`; gradients of rows that are not used are 0. Keys in pages, and those
-    of `cache_batch_idx`, have no gradients: an UnsupportedError.
+    grads_out: (dq, dk, dv), arrays to write to, None for a new one. They have the shapes and dtype of q, k, v and any
+    strides, such as those of views of one packed array, and are returned. ProblemError for one that shares an element
+    with another of them or with an input, that repeats memory, or that cannot be written to (JAX's, read-only ones).
+
+    Packed and used lengths are those of `forward`; gradients of rows that are not used, or of no sequence, are 0, in
+    `grads_out` too. Keys in pages, and those of `cache_batch_idx`, have no gradients: an UnsupportedError.
+
+        dqkv = cupy.empty((batch, seqlen, 3, heads, head_dim), q.dtype)
+        cuflash.backward(dout, q, k, v, out, lse, grads_out=[dqkv[:, :, i] for i in range(3)])
 
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
@@ -59,11 +68,22 @@ def backward(
             "into k and v, packed or one row of the batch for each sequence"
         )
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
-                      max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)  # fmt: skip
+                      sequences=sequence_options(max_seqlen_q, max_seqlen_k))  # fmt: skip
     arrays = q, k, v, dout, out, lse, dlse
+    outs = () if grads_out is None else _three(grads_out)
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
-        dq, dk, dv = run(BACKWARD, arrays, options)
+        dq, dk, dv = run(BACKWARD, arrays, options, None, outs)
     else:
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-        dq, dk, dv = run(OF_SEQUENCES["backward"], (*arrays, *told), options)
+        dq, dk, dv = run(OF_SEQUENCES["backward"], (*arrays, *told), options, None, outs)
     return dq, dk, dv
+
+
+def _three(grads_out: Any) -> tuple[Any, ...]:
+    """The arrays for dq, dk and dv."""
+    if not isinstance(grads_out, (tuple, list)) or len(grads_out) != 3:
+        count = f" of {len(grads_out)}" if isinstance(grads_out, (tuple, list)) else ""
+        raise ProblemError(
+            f"grads_out is a {type(grads_out).__name__}{count}; give (dq, dk, dv), each an array or None for a new one"
+        )
+    return tuple(grads_out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import FORWARD, OF_SEQUENCES
-from ..problem.options import Options, WindowSize
+from ..problem.options import Options, WindowSize, sequence_options
 from ..runtime.launch import run
 
 
@@ -63,19 +63,23 @@ def forward(
     not used have lse -inf and out 0; an `out` that was given keeps what it holds there. lse of packed q is (heads_q,
     total_q).
 
-    num_splits: blocks that share the keys of a query, 0 for a choice by the GPU's size. split_size: keys of a split, a
-    multiple of 128; the bits of a row then depend on its q, its keys and this number alone.
+    num_splits: how many blocks may share the keys of a query, 0 for a choice by the GPU's size; this version takes one.
+    split_size: a multiple of 128 keys. On one kind of GPU, the bits of a row of out and lse then depend on its q, the
+    keys and values that it sees and this number alone: dense, packed, in a cache, in pages, with any other queries. On
+    Hopper, dense calls are slower with it, because Hopper's own kernels then do not run.
 
     Raises ProblemError for arguments that fit no attention problem, UnsupportedError where this build or machine has no
     kernel, CompileError where NVRTC refuses one.
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
     """
+    sequences = sequence_options(max_seqlen_q, max_seqlen_k, num_splits, split_size)
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
-                      max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
+                      sequences)  # fmt: skip
+    outs = () if out is None else (out,)
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
-        results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), out)
+        results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), outs)
     else:
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-        results = run(OF_SEQUENCES["forward"], (q, k, v, *told), options, 1 + bool(return_lse), out)
+        results = run(OF_SEQUENCES["forward"], (q, k, v, *told), options, 1 + bool(return_lse), outs)
     return results if return_lse else results[0]

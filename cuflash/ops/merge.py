@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ..arrays.find import libraries_of
 from ..errors import ProblemError
+from ..planning.merge import MAX_STATES
 from ..problem.operands import merge_op
 from ..problem.options import Options
-from ..runtime.launch import run
+from ..runtime.launch import judged, run
 
 
 def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -19,13 +21,33 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     the dtype of outs; it is blended in float32 (float64). A state whose lse is -inf counts for nothing. What ring
     attention and split keys need; keep the states in float32 (`forward(..., out_dtype="float32")`) to round only once.
 
+    States are blended from the first to the last, 248 at once: of more, what the first ones give is the first state of
+    the rest. That changes no bit where outs are float32 (float64); 16-bit outs are rounded each time. Arrays that are
+    not contiguous are copied.
+
     Source: FLASH-D, arXiv 2505.14201.
     """
     outs, lses = _states("outs", outs), _states("lses", lses)
     if not outs or len(outs) != len(lses):
         raise ProblemError(f"{len(outs)} outs and {len(lses)} lses; give one lse for each out, and at least one state")
+    if len(outs) > MAX_STATES:
+        _check(outs, lses)
+    while len(outs) > MAX_STATES:
+        out, lse = _merged(outs[:MAX_STATES], lses[:MAX_STATES])
+        outs, lses = [out, *outs[MAX_STATES:]], [lse, *lses[MAX_STATES:]]
+    return _merged(outs, lses)
+
+
+def _merged(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
     out, lse = run(merge_op(len(outs)), (*outs, *lses), Options())
     return out, lse
+
+
+def _check(outs: list[Any], lses: list[Any]) -> None:
+    """Judges all states. why: none may be refused when some are merged already."""
+    op, arrays = merge_op(len(outs)), (*outs, *lses)
+    library, _ = libraries_of(op, arrays)
+    judged(op, library, arrays, Options())
 
 
 def _states(name: str, states: Any) -> list[Any]:

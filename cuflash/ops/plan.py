@@ -16,7 +16,7 @@ from ..planning.plan import Plan
 from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
 from ..problem.operands import INTEGERS, OF_SEQUENCES, OPS
-from ..problem.options import Options, WindowSize, check_flag
+from ..problem.options import Options, WindowSize, check_flag, sequence_options
 from ..problem.problem import Problem
 
 
@@ -67,8 +67,9 @@ def plan(
         raise ProblemError("op='backward' takes neither num_splits nor split_size; leave them out")
     if check_flag("deterministic", deterministic) and op != "backward":
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
+    sequences = sequence_options(max_seqlen_q, max_seqlen_k, num_splits, split_size)
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
-                      max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
+                      sequences)  # fmt: skip
     told = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
             "page_table": page_table, "cache_batch_idx": cache_batch_idx}  # fmt: skip
     given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})

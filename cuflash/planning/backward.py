@@ -78,8 +78,6 @@ def _reason_against(problem: Problem) -> str | None:
     """Why Hopper's kernels cannot take this backward, besides the reasons that also hold for forward."""
     if problem.batch == 0:
         return "the batch is empty"
-    if problem.head_dim % 8 or problem.head_dim_v % 8:  # why: gradients are contiguous, and TMA needs rows of 16 bytes
-        return f"not both of the head dims ({problem.head_dim}, {problem.head_dim_v}) are multiples of 8"
     if blocks_of(problem.seqlen_k, KEY_ROWS) > MAX_TURNS:
         return f"seqlen_k {problem.seqlen_k} is over {MAX_TURNS * KEY_ROWS}"
     return None

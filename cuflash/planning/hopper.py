@@ -11,8 +11,12 @@ from .device import Device
 
 HOPPER = (9, 0)
 PAGE_STEP = 8  # keys: the rows of shared memory that are swizzled together
-# The operands of each op that the copy engine (TMA) moves. Gradients, which it also moves, are always new and dense.
-MOVED = {"forward": ("q", "k", "v", "out"), "lse": ("q", "k"), "backward": ("q", "k", "v", "dout")}
+# The operands of each op that the copy engine (TMA) moves.
+MOVED = {
+    "forward": ("q", "k", "v", "out"),
+    "lse": ("q", "k"),
+    "backward": ("q", "k", "v", "dout", "dq", "dk", "dv"),
+}
 
 
 def reason_against(problem: Problem, device: Device, misaligned: Collection[str]) -> str | None:
@@ -26,6 +30,8 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         return f"it takes float16 and bfloat16, not {problem.dtype}"
     if problem.options.algorithm != "flash2":
         return f"it computes flash2, not {problem.options.algorithm}"
+    if problem.options.sequences.split_size is not None:
+        return "split_size asks for the bits of the kernels that take any lengths"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     if (own := problem.lengths) is not None:
         if problem.op.name == "backward":
@@ -36,13 +42,15 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
             return f"pages of {own.rows_k} keys are no multiple of {PAGE_STEP}"
     elif begin >= end:
         return "no query sees any key"
-    specs, index = problem.specs_4d, problem.op.index
+    specs, index, inputs = problem.specs_4d, problem.op.index, len(problem.op.inputs)
     for name in MOVED[problem.op.name]:
         if name in misaligned:
             return f"{name} does not begin at a multiple of 16 bytes"
         spec = specs[index[name]]
         if not allows_tma(spec.shape, spec.strides):
             return f"the strides of {name} are not positive multiples of 16 bytes, which the copy engine needs"
+        if index[name] >= inputs and spec.shape[3] * spec.itemsize % 16:
+            return f"rows of {name} end within 16 bytes, which the copy engine writes together"
     return None
 
 

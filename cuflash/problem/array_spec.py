@@ -6,6 +6,8 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
+
 from .dtypes import ITEMSIZE
 
 
@@ -57,7 +59,7 @@ class ArraySpec(NamedTuple):
     @property
     def has_gaps(self) -> bool:
         """Whether the last dimension is not contiguous: the kernels cannot read such an array, so it is copied."""
-        return self.strides[-1:] != (1,) and len(self.shape) > 1 and self.shape[-1] > 1
+        return self.strides[-1:] != (1,) and len(self.shape) > 1 and self.shape[-1] > 1 and 0 not in self.shape
 
     @property
     def is_dense(self) -> bool:
@@ -65,12 +67,16 @@ class ArraySpec(NamedTuple):
         return self.strides == dense_strides(self.shape)
 
     @property
-    def own_bytes(self) -> int:
-        """Bytes from the first element on that are surely the array's own.
+    def span(self) -> tuple[int, int]:
+        """The bytes `begin … end - 1` in which all elements lie, counted from the first one. Others may lie there too.
 
-        A view with gaps is only known to own its first element: what lies between may be another array's.
+        It is (0, 0) for an array without elements.
         """
-        return self.num_bytes if self.is_dense else min(1, math.prod(self.shape))
+        if 0 in self.shape:
+            return 0, 0
+        steps = [(length - 1) * stride for length, stride in zip(self.shape, self.strides, strict=True)]
+        begin, end = sum([min(step, 0) for step in steps]), sum([max(step, 0) for step in steps])
+        return begin * self.itemsize, (end + 1) * self.itemsize
 
     @property
     def has_aligned_rows(self) -> bool:
@@ -80,3 +86,33 @@ class ArraySpec(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.library} {self.dtype}{list(self.shape)} on {self.device}"
+
+
+_FAR, _MOST_WORK = 2**60, 10_000
+
+
+@lru_cache(maxsize=1024)  # why: parts of one array that are handed over again lie as far apart as before
+def share_memory(first: ArraySpec, second: ArraySpec, distance: int) -> bool:
+    """Whether elements of two arrays lie in the same bytes; the second begins `distance` bytes behind the first.
+
+    It is False, too, where strides are so strange that it takes long to tell.
+    """
+    one, other = np.asarray(_At(first, _FAR)), np.asarray(_At(second, _FAR + distance))
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return False
+
+
+class _At:
+    """An array at an address where there is no memory. NumPy makes a view of it, of which nobody reads an element."""
+
+    def __init__(self, spec: ArraySpec, address: int) -> None:
+        size = spec.itemsize
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, True),
+            "shape": spec.shape,
+            "strides": tuple([stride * size for stride in spec.strides]),
+            "typestr": f"|V{size}",
+        }

@@ -46,7 +46,7 @@ class Lengths(NamedTuple):
     left: int | None = None
     right: int | None = None
     offset: int | None = None
-    clears_unused: bool = True  # whether rows of out that belong to no sequence or are not used become 0
+    clears_unused: bool = True  # whether rows of results that belong to no sequence or are not used become 0
 
     @classmethod
     def of(cls, places: Mapping[str, Any], options: Options, clears_unused: bool) -> Lengths:
@@ -108,7 +108,7 @@ def places_of(named: Specs, told: Specs) -> dict[str, Any]:
 
 def bounded(lengths: Mapping[str, int], options: Options) -> dict[str, int]:
     """The lengths of a problem where the caller knows bounds on those of one sequence."""
-    bounds = {"seqlen_q": options.max_seqlen_q, "seqlen_k": options.max_seqlen_k}
+    bounds = {"seqlen_q": options.sequences.max_seqlen_q, "seqlen_k": options.sequences.max_seqlen_k}
     known = {name: min(lengths[name], bound) for name, bound in bounds.items() if bound is not None}
     return {**lengths, **known}
 
@@ -116,7 +116,7 @@ def bounded(lengths: Mapping[str, int], options: Options) -> dict[str, int]:
 def check_unbounded(options: Options) -> None:
     """Raises ProblemError for options that bound lengths where no array tells any."""
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        if (bound := getattr(options, name)) is not None:
+        if (bound := getattr(options.sequences, name)) is not None:
             raise ProblemError(
                 f"{name}={bound}, but no cu_seqlens, seqused, page_table or cache_batch_idx tells lengths; leave it out"
             )

@@ -17,6 +17,7 @@ from .dtypes import DTYPES
 
 WindowSize = tuple[int | None, int | None]
 ALGORITHMS = ("standard", "flash1", "flash2", "flashd")
+_NO_SPLITS = 0
 SPLIT_STEP = 128  # keys: a multiple of every kernel's key tile
 LOG2_E = 1.4426950408889634
 
@@ -164,6 +165,32 @@ class Scores(NamedTuple):
     inverse_cap: float
 
 
+class SequenceOptions(NamedTuple):
+    """The keyword arguments of calls on sequences of several lengths.
+
+    why apart: a dense call, whose host time counts, then has one argument more to look at, and not six.
+    """
+
+    max_seqlen_q: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_q", value))] = None
+    max_seqlen_k: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_k", value))] = None
+    num_splits: Annotated[int, Option(_num_splits, ("forward", "lse"))] = 0
+    split_size: Annotated[int | None, Option(_split_size, ("forward", "lse"))] = None
+    q_same_position: Annotated[bool, Option(_flag("q_same_position"), ("append_kv",))] = False
+    rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
+
+
+DENSE = SequenceOptions()
+
+
+def sequence_options(
+    max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int = 0, split_size: int | None = None
+) -> SequenceOptions:
+    """The options of a call on sequences of several lengths: `DENSE` itself where none is given."""
+    if max_seqlen_q is max_seqlen_k is split_size is None and num_splits is _NO_SPLITS:
+        return DENSE
+    return SequenceOptions(max_seqlen_q, max_seqlen_k, num_splits, split_size)
+
+
 class Options(NamedTuple):
     """The keyword arguments of a call: as they were given (hashable where they are legal), or as `judged` made them."""
 
@@ -175,21 +202,16 @@ class Options(NamedTuple):
     algorithm: Annotated[str, Option(_algorithm, ("forward",))] = "flash2"
     out_dtype: Annotated[str | None, Option(_out_dtype, ("forward",))] = None
     deterministic: Annotated[bool, Option(_flag("deterministic"), ("backward",))] = False
-    max_seqlen_q: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_q", value))] = None
-    max_seqlen_k: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_k", value))] = None
-    num_splits: Annotated[int, Option(_num_splits, ("forward", "lse"))] = 0
-    split_size: Annotated[int | None, Option(_split_size, ("forward", "lse"))] = None
-    q_same_position: Annotated[bool, Option(_flag("q_same_position"), ("append_kv",))] = False
-    rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
+    sequences: SequenceOptions = DENSE
 
     def key(self) -> tuple[Any, ...]:
         """What a cache asks for: 1, 1.0 and True are equal, but not all of them are a scale or a window."""
         window = self.window_size
-        if isinstance(window, tuple):
+        if isinstance(window, tuple) and self.sequences is DENSE:
             return self, *map(type, self + window)
-        if isinstance(window, list):
-            return self._replace(window_size=tuple(window)), *map(type, (*self, *window))
-        return self, *map(type, self)
+        sides = tuple(window) if isinstance(window, (tuple, list)) else ()
+        flat = self._replace(window_size=sides) if isinstance(window, list) else self
+        return flat, *map(type, (*self, *self.sequences, *sides))
 
     def judged(self, known: Known) -> "Options":
         """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
@@ -204,14 +226,24 @@ class Options(NamedTuple):
         return _scores(self.softmax_scale, self.softcap)
 
 
-_HINTS = get_type_hints(Options, include_extras=True)
-ROWS: dict[str, Option] = {name: get_args(hint)[1] for name, hint in _HINTS.items()}
-_JUDGES = [row.judge for row in ROWS.values()]
+def _rows(of: Any) -> dict[str, Option]:
+    hints = get_type_hints(of, include_extras=True)
+    return {name: get_args(hint)[1] for name, hint in hints.items() if name != "sequences"}
+
+
+_OWN, _OF_SEQUENCES = _rows(Options), _rows(SequenceOptions)
+ROWS = _OWN | _OF_SEQUENCES
+DEFAULTS: dict[str, Any] = {
+    name: value for of in (Options, SequenceOptions) for name, value in of._field_defaults.items() if name in ROWS
+}
 
 
 @lru_cache(maxsize=256)
 def _judged(key: tuple[Any, ...], known: Known) -> Options:
-    return Options(*(judge(value, known) for value, judge in zip(key[0], _JUDGES, strict=True)))
+    *own, sequences = key[0]
+    judged = [row.judge(value, known) for value, row in zip(own, _OWN.values(), strict=True)]
+    of_sequences = (row.judge(value, known) for value, row in zip(sequences, _OF_SEQUENCES.values(), strict=True))
+    return Options._make([*judged, SequenceOptions._make(of_sequences)])
 
 
 @lru_cache(maxsize=256)

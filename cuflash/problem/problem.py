@@ -76,7 +76,8 @@ class Problem(NamedTuple):
             check_unbounded(options)
             own = None
         else:
-            own = Lengths.of(places, options, specs[len(op.inputs)] is None)
+            # why: gradients of rows that nobody uses are 0 wherever they go.
+            own = Lengths.of(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
             axes = {**places, **lengths}
         hidden = options.causal, options.window_size, options.diagonal_offset
@@ -144,9 +145,8 @@ def _ordinal(device: str) -> int | None:
 @lru_cache(maxsize=256)
 def _unmasked(options: Options) -> Options:
     # why: masks that hide the same keys make the same problem, however they were asked for.
-    return options._replace(
-        causal=False, window_size=(None, None), diagonal_offset=None, max_seqlen_q=None, max_seqlen_k=None
-    )
+    sequences = options.sequences._replace(max_seqlen_q=None, max_seqlen_k=None)
+    return options._replace(causal=False, window_size=(None, None), diagonal_offset=None, sequences=sequences)
 
 
 def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import numpy as np
@@ -18,36 +19,44 @@ from ..problem.problem import Problem
 Array = np.ndarray[Any, Any]
 
 
-def run(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, options: Options) -> tuple[Any, ...]:
-    """All results of a call on arrays in host memory."""
-    given = (*arrays, out)
+def run(op: Op, library: Library, given: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
+    """All results of a call on arrays in host memory: its inputs, then arrays for results, None for a new one."""
     specs = [None if x is None else library.spec(n, x) for n, x in zip(op.names, given, strict=False)]
     problem = Problem.of(op, specs, options)
-    views = [None if x is None else library.to_numpy(x) for x in arrays]
-    target = None if out is None else _writable(library, "out", out, " or leave out=None")
-    if target is not None and any(np.shares_memory(target, x) for x in views if x is not None):
-        raise ProblemError("out shares memory with an input; give an out of its own memory")
-    for number in op.written:
-        written = _writable(library, op.names[number], arrays[number])
-        for name, view in zip(op.names, views, strict=False):
-            if view is not None and name != op.names[number] and np.shares_memory(written, view):
-                raise ProblemError(f"{op.names[number]}, which is written to, shares memory with {name}; give another")
-    results = compute(problem, views, target)
-    made = [library.from_numpy(x, like=arrays[0]) for x in results[target is not None :]]
-    return (*made,) if target is None else (out, *made)
+    views = [None if x is None else library.to_numpy(x) for x in given]
+    inputs = len(op.inputs)
+    for number in (*op.written, *range(inputs, len(given))):
+        if given[number] is not None:
+            name, otherwise = op.names[number], "" if number < inputs else " or None"
+            views[number] = written = _writable(library, name, given[number], otherwise)
+            for other, view in zip(op.names, views, strict=False):
+                if view is not None and name != other and np.shares_memory(written, view):
+                    raise shared(name, other)
+    results = compute(problem, views[:inputs], views[inputs:])
+    pairs = zip_longest(results, given[inputs:])
+    return tuple(library.from_numpy(x, like=given[0]) if out is None else out for x, out in pairs)
 
 
-def compute(problem: Problem, arrays: Sequence[Array | None], out: Array | None = None) -> list[Array]:
-    """The results of a problem, in the caller's rank, of inputs in that rank; the first is also written to `out`."""
+def shared(name: str, other: str) -> ProblemError:
+    """The error for an array that is written to and lies where another one does."""
+    return ProblemError(f"{name}, which is written to, shares memory with {other}; give {name} memory of its own")
+
+
+def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Array | None] = ()) -> list[Array]:
+    """The results of a problem, in the caller's rank, of inputs in that rank, which are also written to `outs`."""
     named = views_of(problem, arrays)
     results: Sequence[Array]
     if problem.lengths is not None:
-        results = reference.of_sequences(problem, named, None if out is None else as_4d(out))
+        # why: what this gets keeps what it holds in rows that nobody uses.
+        kept = None if problem.lengths.clears_unused else outs[0]
+        results = reference.of_sequences(problem, named, None if kept is None else as_4d(kept))
     else:
         results = reference.RUN[problem.op.name](problem, *named.values())
+    made = [np.asarray(x).reshape(shape) for x, (shape, _) in zip(results, problem.outputs, strict=True)]
+    for out, result in zip(outs, made, strict=False):
         if out is not None:
-            out[...] = results[0].reshape(out.shape)
-    return [np.asarray(x).reshape(shape) for x, (shape, _) in zip(results, problem.outputs, strict=True)]
+            out[...] = result
+    return made
 
 
 def views_of(problem: Problem, arrays: Sequence[Any]) -> dict[str, Any]:

@@ -18,12 +18,12 @@ from .. import reference
 from ..arrays.dlpack import DlpackLibrary
 from ..arrays.find import libraries_of
 from ..arrays.library import GpuLibrary, Library, cupy_module
-from ..errors import ProblemError, UnsupportedError
+from ..errors import UnsupportedError
 from ..log import logger
 from ..planning import device
 from ..planning.plan import Plan
 from ..planning.planner import plan
-from ..problem.array_spec import ArraySpec
+from ..problem.array_spec import ArraySpec, share_memory
 from ..problem.operands import Op
 from ..problem.options import Options
 from ..problem.problem import Problem
@@ -142,15 +142,15 @@ class Call:
         ordinal = problem.ordinal
         assert ordinal is not None
         self.problem, self.ordinal, self.outputs = problem, ordinal, problem.outputs
-        own, inputs = [0 if spec is None else spec.own_bytes for spec in self._given], problem.op.inputs
-        # The arrays that there are: their numbers, and how many bytes of each are surely its own.
-        self._own = [(number, size) for number, size in enumerate(own) if size]
-        # The numbers of those that are written to: inputs, or an output that was given.
-        self.written = (*problem.op.written, *range(len(inputs), len(own)))
+        inputs = len(problem.op.inputs)
+        written = (*problem.op.written, *range(inputs, len(self._given)))
+        self.pairs = _pairs(self._given, written) if written else []
         self.aligned = _kernels(problem, ordinal)
         self.plan = self.aligned.plan
         # Whether inputs are copied, or nothing is launched.
-        self.is_special = True in self.copied[: len(problem.op.inputs)] or not self.plan.launches
+        self.is_special = True in self.copied[:inputs] or not self.plan.launches
+        # Whether kernels write to all outputs that are given just as they are.
+        self.writes_to_given = True not in self.copied[inputs:] and None not in self._given[inputs:]
         self._for_any: Kernels | None = None
 
     @property
@@ -168,16 +168,26 @@ class Call:
         return self._for_any
 
     def check_separate(self, pointers: Sequence[int]) -> None:
-        """`ProblemError` if memory that is written to is seen to be that of another array, too."""
-        for number, size in self._own:
-            if number in self.written:
-                begin, end = pointers[number], pointers[number] + size
-                for other, bytes_of_other in self._own:
-                    if pointers[other] < end and begin < pointers[other] + bytes_of_other and other != number:
-                        name, shared = self.problem.op.names[number], self.problem.op.names[other]
-                        raise ProblemError(
-                            f"{name} shares memory with {shared}, which is read while {name} is written; give another"
-                        )
+        """`ProblemError` if memory that is written to is that of another array, too."""
+        for number, other, least, most in self.pairs:
+            if least < (distance := pointers[other] - pointers[number]) < most:
+                first, second = self._given[number], self._given[other]
+                if first is not None and second is not None and share_memory(first, second, distance):
+                    raise host.shared(self.problem.op.names[number], self.problem.op.names[other])
+
+
+def _pairs(specs: Sequence[ArraySpec | None], written: Sequence[int]) -> list[tuple[int, int, int, int]]:
+    """(number of an array that is written to, number of another one, least, most) of each pair of arrays.
+
+    Where their pointers are further apart than `least` and less far than `most`, they lie in one range of memory.
+    """
+    spans = [(0, 0) if spec is None else spec.span for spec in specs]
+    found = []
+    for number, (other, (other_begin, other_end)) in itertools.product(written, enumerate(spans)):
+        begin, end = spans[number]
+        if end and other_end and (other > number or other not in written):
+            found.append((number, other, begin - other_end, end - other_begin))
+    return found
 
 
 class Judged(NamedTuple):
@@ -203,17 +213,19 @@ def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) ->
     return Judged(Problem.of(op, read, options), tuple(copied), specs)
 
 
-def run(op: Op, arrays: tuple[Any, ...], options: Options, outputs: int | None = None, out: Any = None) -> Any:
+def run(
+    op: Op, arrays: tuple[Any, ...], options: Options, outputs: int | None = None, outs: tuple[Any, ...] = ()
+) -> Any:
     """The results of a call, in the library of its arrays; inputs that are not there are None.
 
-    outputs: how many results are wanted (default all). out: an array for the first result.
+    outputs: how many results are wanted (default all). outs: arrays for the first results, None for a new one.
     """
-    given = arrays if out is None else (*arrays, out)
+    given = (*arrays, *outs) if outs else arrays
     library, on_gpu = libraries_of(op, given)
     if not on_gpu:
-        return host.run(op, library, arrays, out, options)[:outputs]
+        return host.run(op, library, given, options)[:outputs]
     if not isinstance(library, GpuLibrary):
-        return _exchanged(op, library, arrays, out, options)[:outputs]
+        return _exchanged(op, library, arrays, outs, options)[:outputs]
     key_of = library.key
     # why the thread: what is kept is written to. why not threading.local: it forgets a thread that XLA or autograd
     # began after each call of Python.
@@ -228,27 +240,39 @@ def run(op: Op, arrays: tuple[Any, ...], options: Options, outputs: int | None =
             KEPT.put(key, call, call.num_bytes)
     ordinal, pointer, empty = call.ordinal, library.pointer, library.empty
     with library.device(ordinal):
+        inputs = [0 if x is None else pointer(x) for x in arrays]
+        if call.pairs:
+            call.check_separate([*inputs, *[0 if x is None else pointer(x) for x in outs]] if outs else inputs)
         if call.is_special:
             if not call.plan.launches:
-                return _standard(library, call.problem, arrays, out)[:outputs]
+                return _standard(library, call.problem, arrays, outs)[:outputs]
             arrays = tuple(library.dense(x) if copy else x for x, copy in zip(arrays, call.copied, strict=False))
-        inputs = [0 if x is None else pointer(x) for x in arrays]
-        if call.written:
-            call.check_separate(inputs if out is None else [*inputs, pointer(out)])
+            inputs = [0 if x is None else pointer(x) for x in arrays]
         wanted = call.outputs if outputs is None else call.outputs[:outputs]
-        if out is None:
-            results = [empty(shape, dtype, ordinal) for shape, dtype in wanted]
+        if outs:
+            results = [*outs] if call.writes_to_given else _targets(call, library, outs)
+            results += [empty(shape, dtype, ordinal) for shape, dtype in wanted[len(outs) :]]
         else:
-            # why a copy, and no new array: rows of no sequence keep what they hold.
-            first = library.dense(out) if call.copied[len(arrays)] else out
-            results = [first, *[empty(shape, dtype, ordinal) for shape, dtype in wanted[1:]]]
+            results = [empty(shape, dtype, ordinal) for shape, dtype in wanted]
         pointers = (*inputs, *map(pointer, results), *(0,) * (len(call.outputs) - len(wanted)))
         if not _launched(call.aligned, library, pointers):
             _launched(call.for_any(), library, pointers)
-        if out is not None and results[0] is not out:
-            library.copy(results[0], out)
-            results[0] = out
+        if outs and not call.writes_to_given:
+            for number, out in enumerate(outs):
+                if out is not None and results[number] is not out:
+                    library.copy(results[number], out)
+                    results[number] = out
     return tuple(results)
+
+
+def _targets(call: Call, library: GpuLibrary, outs: tuple[Any, ...]) -> list[Any]:
+    """What kernels write to for these results: what is given, or a copy where they cannot, or a new array."""
+    pairs = zip(outs, call.outputs, call.copied[-len(outs) :], strict=False)
+    # why a copy, and no new array: rows of no sequence keep what they hold.
+    return [
+        library.empty(shape, dtype, call.ordinal) if out is None else library.dense(out) if copy else out
+        for out, (shape, dtype), copy in pairs
+    ]
 
 
 def _launched(kernels: Kernels, library: GpuLibrary, pointers: tuple[int, ...]) -> bool:
@@ -259,18 +283,21 @@ def _launched(kernels: Kernels, library: GpuLibrary, pointers: tuple[int, ...]) 
     return kernels.launch(pointers, library.stream(kernels.ordinal))
 
 
-def _exchanged(op: Op, library: Library, arrays: tuple[Any, ...], out: Any, options: Options) -> tuple[Any, ...]:
+def _exchanged(
+    op: Op, library: Library, arrays: tuple[Any, ...], outs: tuple[Any, ...], options: Options
+) -> tuple[Any, ...]:
     """All results of a call on arrays that cross over to CuPy and back."""
     assert isinstance(library, DlpackLibrary)
-    if out is not None:
-        raise ProblemError(f"out= is not offered for {library.name} arrays; leave out=None")
+    for operand, out in zip(op.outputs, outs, strict=False):
+        if out is not None:
+            host.refuse_to_write(operand.name, library, " or None")
     if op.written:
         host.refuse_to_write(op.names[op.written[0]], library)
     exchanged = tuple(None if x is None else library.to_cupy(x) for x in arrays)
     return tuple(map(library.from_cupy, run(op, exchanged, options)))
 
 
-def _standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], out: Any) -> tuple[Any, Any]:
+def _standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> tuple[Any, Any]:
     """algorithm="standard" on a GPU: whole matrices, through CuPy's matmul, on the caller's stream."""
     with library.cupy_stream(problem.ordinal):
         views = host.views_of(problem, [None if x is None else library.to_cupy(x) for x in arrays]).values()
@@ -283,9 +310,10 @@ def _standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], out: A
             ) from error
         shaped = zip(results, problem.outputs, strict=True)
         result, lse = (library.from_cupy(x.reshape(shape)) for x, (shape, _) in shaped)
-    if out is not None:
-        library.copy(result, out)
-    return result if out is None else out, lse
+    if not outs:
+        return result, lse
+    library.copy(result, outs[0])
+    return outs[0], lse
 
 
 def _log(op: str, made: Plan) -> None:

@@ -28,7 +28,7 @@ struct Place {
 // Sequences that are all alike: each is one element of the batch, and every answer is read from the parameters.
 struct Sequence {
   using KeyPlace = Place;
-  using HeldMask = Mask;
+  using HeldMask = const Mask;
 
   const ProblemParams& problem;
   int batch;

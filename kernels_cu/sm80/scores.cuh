@@ -22,7 +22,7 @@ using KeyLoader = TileLoader<kBlockK, kCols, AnySequence::KeyPlace>;
 // A block of queries, its scores, and the key tiles that some of its queries see.
 struct QueryBlock : QueryWork {
   const Score score;
-  const AnySequence::HeldMask mask;
+  AnySequence::HeldMask mask;
   const DescendingTiles tiles;
   const TileLoader<kBlockQ, kHeadDim> q_loader;
   const KeyLoader<kHeadDim> k_loader;

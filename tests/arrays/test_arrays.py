@@ -64,7 +64,7 @@ def test_an_unknown_dlpack_producer_gives_numpy_or_cupy(xp: Any) -> None:
     got = cuflash.forward(Producer(q), Producer(k), Producer(v), **CASE.arguments())
     assert type(got) is xp.ndarray
     assert bool((got == cuflash.forward(q, k, v, **CASE.arguments())).all())
-    with pytest.raises(ProblemError, match="cannot be written to" if xp is np else "not offered"):
+    with pytest.raises(ProblemError, match="cannot be written to"):
         cuflash.forward(Producer(q), Producer(k), Producer(v), out=Producer(got), causal=True)
 
 

@@ -120,10 +120,8 @@ def test_schedules_are_made_kept_and_passed_back() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "words"),
     [
-        *((module, name, "does not write to a cache") for module in (fa2, fa3) for name in "kv"),
-        *((module, name, "does not rotate") for module in (fa2, fa3) for name in ("rotary_cos", "rotary_sin")),
         *((module, "cache_leftpad", "first row of its cache") for module in (fa2, fa3)),
-        (fa3, "rotary_seqlens", "does not rotate"),
+        (fa3, "rotary_seqlens", "rotates at positions in the cache"),
         (fa2, "alibi_slopes", "has no ALiBi"),
         *((fa3, name, "8-bit") for name in ("qv", "q_descale", "k_descale", "v_descale")),
     ],

@@ -19,6 +19,7 @@ from tensors import (
     in_numpy,
     upstream_of,
 )
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention
@@ -85,6 +86,31 @@ def test_compiled_is_eager(case: Sequences, device: str) -> None:
         assert_equal([x.detach() for x in found], [x.detach() for x in attention(**arguments, return_lse=True)])
         if case.has_gradients:
             assert_pulled_sequences(given, *found, tuple(arguments[name] for name in "qkv"))
+
+
+def test_one_graph_trains_a_layer_on_packed_rows_of_any_lengths(device: str) -> None:
+    """Operands are views of one projection, and the lengths are inputs of the graph."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    weights = [torch.randn(32, n, generator=generator).to(device).requires_grad_() for n in (96, 32)]
+
+    def layer(x: Any, bounds: Any, longest: int) -> Any:
+        q, k, v = (x @ weights[0]).view(-1, 3, 2, 16).unbind(1)
+        lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": longest, "max_seqlen_k": longest}
+        return attention(q, k, v, causal=True, window_size=(4, -1), **lengths).flatten(1) @ weights[1]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled, compilations = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True), set()
+    for bounds in ([0, 5, 5, 17, 30], [0, 1, 12, 13, 20], [0, 3, 6, 25, 41]):
+        x = torch.randn(bounds[-1], 32, generator=generator).to(device)
+        told = torch.tensor(bounds, dtype=torch.int32, device=device), max(np.diff(bounds).tolist())
+        found, wanted = (
+            [out, *torch.autograd.grad(out.square().sum(), weights)] for out in (f(x, *told) for f in (compiled, layer))
+        )
+        for got, plain in zip(found, wanted, strict=True):
+            torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4 * float(plain.detach().abs().max()))
+        compilations.add(counter.frame_count)
+    assert len(compilations) == 1, "the first call compiles for all lengths"
 
 
 @each(WITH_GRADIENTS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,70 +12,26 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers", minversion="4.53")
 
-import oracle
-from tensors import assert_results, in_numpy
+from models import (
+    IDS,
+    MODELS,
+    ONES,
+    SIZES,
+    as_exact_as,
+    close,
+    counted_calls,
+    exact_model,
+    heads,
+    layer,
+    model_of,
+)
+from tensors import assert_results
 from workers import run_python
 
 import cuflash.frameworks.transformers as bridge
 from cuflash.errors import ProblemError, UnsupportedError
 
-SIZES = {
-    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
-    "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-    "tie_word_embeddings": False,
-}  # fmt: skip
-EXPERTS = {"num_experts_per_tok": 1, "moe_intermediate_size": 8}
-LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-    "v_head_dim": 6, "head_dim": 4, "first_k_dense_replace": 2, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
-}  # fmt: skip
-# Configurations; each prompt of these tests is longer than every window.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", {"sliding_window": 6}),
-    "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
-    "qwen3": ("Qwen3", {}),
-    "phi3": ("Phi3", {"sliding_window": 4}),
-    "gemma2": ("Gemma2", {"sliding_window": 6, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 20}),
-    "gemma3": ("Gemma3", {"sliding_window": 6, "query_pre_attn_scalar": 20}),
-    "deepseek": ("DeepseekV3", LATENT | EXPERTS),
-}
-PADDED = [name for name in MODELS if name != "gemma2"]
-IDS = torch.randint(1, 64, (2, 11), generator=torch.Generator().manual_seed(1))
-ONES = torch.ones_like(IDS)  # why given: without it and without a cache, transformers 4 makes mask tensors
-
-
-@pytest.fixture(autouse=True)
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Registers cuflash, and counts the layers' calls by who computed them."""
-    bridge.register()
-    counts = {"cuflash": 0, "sdpa": 0}
-
-    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts[name] += not torch.compiler.is_compiling()
-            return function(*args, **kwargs)
-
-        return call
-
-    monkeypatch.setattr(bridge, "attention", counted("cuflash", bridge.attention))
-    monkeypatch.setattr(bridge, "sdpa_attention_forward", counted("sdpa", bridge.sdpa_attention_forward))
-    yield counts
-    torch.compiler.reset()
-
-
-def model_of(name: str, implementation: str, **settings: Any) -> Any:
-    """A small model with weights large enough that tokens differ, the same for every implementation."""
-    family, own = MODELS[name]
-    config_of = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    config = config_of(**(SIZES | own | settings))
-    model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation=implementation)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.dim() > 1:
-                weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
-    return model.eval()
+__all__ = ["counted_calls"]  # the fixture
 
 
 def generate(model: Any, ids: Any, length: int = 24, **arguments: Any) -> Any:
@@ -86,27 +41,6 @@ def generate(model: Any, ids: Any, length: int = 24, **arguments: Any) -> Any:
         ids, max_new_tokens=length, do_sample=False, return_dict_in_generate=True, output_scores=True, **arguments
     )
     return done.sequences, torch.stack(done.scores)
-
-
-def exact_model(name: str) -> Any:
-    """The model in float64, by an attention of transformers' own that computes in it."""
-    return model_of(name, "eager" if name == "gemma2" else "sdpa").double()  # sdpa has no softcap
-
-
-def close(got: Any, exact: Any, naive: Any, ulps: float = 4) -> None:
-    """The tolerance rule: `exact` is of transformers' own attention in float64, `naive` in the precision of `got`."""
-    oracle.assert_close("result", *map(in_numpy, (got, exact, naive)), ulps=ulps)
-
-
-def as_exact_as(peer: str, model_class: Any, config: Any, **inputs: Any) -> None:
-    """Holds the logits of a random model with cuflash against those of a peer in float64 under the tolerance rule."""
-    logits = []
-    for implementation, dtype in (("cuflash", torch.float32), (peer, torch.float64), (peer, torch.float32)):
-        torch.manual_seed(0)
-        model = model_class._from_config(config, attn_implementation=implementation).eval().to(dtype)
-        with torch.no_grad():
-            logits.append(model(IDS, **inputs).logits)
-    close(*logits)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -120,23 +54,25 @@ def test_generation_equals_eager_and_sdpa_token_by_token(name: str, device: str,
     close(scores, *(wanted for _, wanted in peers))
 
 
-@pytest.mark.parametrize("name", PADDED)
+@pytest.mark.parametrize("name", MODELS)
 def test_a_batch_padded_on_the_left_equals_eager_and_its_rows_alone(name: str, calls: dict[str, int]) -> None:
     model, mask = model_of(name, "cuflash"), ONES.clone()
     mask[0, :4] = 0
     ids = IDS * mask
     tokens, scores = generate(model, ids, attention_mask=mask)
-    assert calls["sdpa"] >= 2
-    peers = [generate(peer, ids, attention_mask=mask) for peer in (exact_model(name), model_of(name, "eager"))]
-    assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
-    close(scores, *(wanted for _, wanted in peers))
+    assert calls == {"cuflash": 2 * 24, "sdpa": 0}
+    if name != "gemma2":  # whose eager attention gives NaN in float64 where a query sees no key
+        peers = [generate(peer, ids, attention_mask=mask) for peer in (exact_model(name), model_of(name, "eager"))]
+        assert all(torch.equal(tokens, wanted) for wanted, _ in peers)
+        close(scores, *(wanted for _, wanted in peers))
     for row, begin in ((0, 4), (1, 0)):
         alone, _ = generate(model, ids[row : row + 1, begin:])
         assert torch.equal(alone[0], tokens[row, begin:])
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", [name for name in PADDED if name != "deepseek"])  # which 4.57 cannot cache so itself
+# why not deepseek: transformers 4.57 cannot cache it so itself.
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("gemma2", "deepseek")])
 def test_a_static_cache_equals_eager(name: str, compiled: bool, calls: dict[str, int]) -> None:
     settings: dict[str, Any] = {"disable_compile": True}
     if compiled:
@@ -196,13 +132,9 @@ def test_a_training_step_is_as_exact_as_eager(name: str, device: str, dtype: Any
 def test_masks_that_are_not_of_one_causal_sequence_go_to_sdpa(name: str, calls: dict[str, int]) -> None:
     rows, keys = torch.arange(11)[:, None], torch.arange(11)
     seen = (keys <= rows) & (keys % 3 != 1) | (keys == rows)
-    right = torch.ones_like(IDS)
-    right[1, 7:] = 0
-    for given in (
-        {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5]]), "use_cache": False},
-        {"attention_mask": seen.expand(2, 1, 11, 11)},
-        {"attention_mask": right},
-    ):
+    between = torch.ones_like(IDS)
+    between[1, 4:7] = 0
+    for given in ({"attention_mask": seen.expand(2, 1, 11, 11)}, {"attention_mask": between}):
         calls.update(cuflash=0, sdpa=0)
         with torch.no_grad():
             got, wanted = (model_of(name, which)(IDS, **given).logits for which in ("cuflash", "sdpa"))
@@ -230,18 +162,6 @@ def test_models_that_are_not_causal_equal_sdpa(calls: dict[str, int]) -> None:
     )  # fmt: skip
     as_exact_as("sdpa", transformers.BartForConditionalGeneration, config, decoder_input_ids=IDS[:, :7])
     assert calls["cuflash"] >= 2
-
-
-def layer(causal: bool = True, **config: Any) -> Any:
-    """What attention functions read of a layer."""
-    module = torch.nn.Module()
-    module.is_causal, module.config, module.num_key_value_groups = causal, type("Config", (), config)(), 2
-    return module
-
-
-def heads(seqlen_q: int = 6, seqlen_k: int = 6) -> list[Any]:
-    """query, key and value as transformers has them."""
-    return [torch.randn(2, h, s, 8) for h, s in ((4, seqlen_q), (2, seqlen_k), (2, seqlen_k))]
 
 
 def test_tensors_are_handed_over_as_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +192,6 @@ def test_a_single_query_sees_its_window_of_the_cache() -> None:
         ({"dropout": 0.1}, "dropout=0.1"),
         ({"output_attentions": True}, "output_attentions=True.*eager"),
         ({"softcap": 5.0, "attention_mask": torch.ones(2, 1, 6, 6, dtype=torch.bool)}, "softcap=5.0 with a mask"),
-        ({"cu_seq_lens_q": torch.tensor([0, 6])}, "cu_seq_lens_q"),
         ({"is_causal": False, "sliding_window": 3}, "without causality"),
         *(({name: torch.ones(4)}, f"^{name}: ") for name in bridge._REFUSED),
     ],
@@ -303,7 +222,7 @@ def test_models_refuse_as_the_layers_do() -> None:
     with pytest.raises(UnsupportedError, match="output_attentions"):
         model_of("llama", "cuflash")(IDS, output_attentions=True)
     with pytest.raises(UnsupportedError, match=r"softcap=1\.0 with a mask tensor"):
-        model_of("gemma2", "cuflash")(IDS, attention_mask=torch.tensor([[0] * 3 + [1] * 8] * 2))
+        model_of("gemma2", "cuflash")(IDS, attention_mask=torch.tensor([[1] * 3 + [0] + [1] * 7] * 2))
 
 
 @pytest.mark.parametrize("family", ["Bloom", "Falcon", "RemBert", "XGLM"])

@@ -39,7 +39,8 @@ def described(shapes: list[tuple[int, ...]], static: Static = STATIC, workspace:
 
 
 def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
-    for static in (STATIC, Static(-(2**31), 2**31, 1e-15, 1e15, True), Static(0, 0, 0.1, 30.0)):
+    told = Static(None, -3, 0.1, 0.0, of_each=True, max_seqlen_k=7, num_splits=2, split_size=256)
+    for static in (STATIC, Static(-(2**31), 2**31, 1e-15, 1e15, True), Static(0, 0, 0.1, 30.0), told):
         for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)], []):
             attribute = described(shapes, static).encode()
             assert attribute.dtype == np.int64
@@ -218,6 +219,25 @@ def test_operands_that_are_not_aligned_take_the_generic_kernel(gpus: list[str]) 
     hopper, generic = Recorded.made
     assert (hopper.plan.variant.of_warpgroups, generic.plan.variant.of_warpgroups) == (True, False)
     assert (len(hopper.streams), len(generic.streams)) == (0, 1)
+
+
+def test_operands_take_their_places_by_name_and_both_halves_of_one_operand(gpus: list[str]) -> None:
+    names, shapes = (
+        ("q", "kv", "cu_seqlens_q", "seqused_k", "page_table"),
+        ((9, 4, 64), (5, 16, 2, 128), (3,), (2,), (2, 4)),
+    )
+    static = Static(None, 0, 0.125, 0.0, names=names, of_each=True, max_seqlen_q=9, max_seqlen_k=64)
+    whole = Described(static, shapes, ("bfloat16", "bfloat16", "int32", "int32", "int32"))
+    problem = whole.problem(FORWARD, "cuda:1")
+    assert problem.spec("v").strides == (16 * 2 * 128, 2 * 128, 128, 1)
+    assert Static.of(problem, names) == static
+    pointers = *(4096 * (n + 1) for n in range(5)), 2**20, 2**21
+    call = SimpleNamespace(attribute=lambda: whole.encode().tobytes(), pointers=lambda: pointers, stream=lambda: 7,
+                           ordinal=lambda: 1)  # fmt: skip
+    xla_handlers.run_on_cuda(FORWARD, call)
+    inputs = {"q": 4096, "k": 8192, "v": 8192 + 2 * 64, "cu_seqlens_q": 12288, "seqused_k": 16384, "page_table": 20480}
+    wanted = [inputs.get(operand.name, 0) for operand in problem.op.inputs]
+    assert Recorded.made[-1].written == [(*wanted, 2**20, 2**21)]
 
 
 def lowered(function: Any, *shapes: tuple[int, ...]) -> str:

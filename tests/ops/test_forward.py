@@ -39,6 +39,21 @@ def test_out_is_written_and_returned() -> None:
     np.testing.assert_array_equal(out, cuflash.forward(q, k, v))
 
 
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+@pytest.mark.parametrize("dim", [60, 62, 40, 1])
+def test_nothing_is_written_beside_an_out_that_is_a_slice(dim: int, out_dtype: str | None, xp: Any) -> None:
+    case = Case("slice", 2, 65, 130, 4, 2, 64, dim, "float16", causal=True)
+    arrays = case.arrays()
+    q, k, v = map(xp.asarray, arrays)
+    wide_v, wide = xp.full((*v.shape[:3], 64), xp.nan, v.dtype), xp.full((2, 65, 4, 64), 7.0, out_dtype or v.dtype)
+    wide_v[..., :dim] = v
+    out, lse = cuflash.forward(
+        q, k, wide_v[..., :dim], causal=True, out_dtype=out_dtype, out=wide[..., :dim], return_lse=True
+    )
+    oracle.assert_attention(case, arrays, host(out).astype(arrays[0].dtype), host(lse), ulps=1)
+    assert bool((wide[..., dim:] == 7.0).all())
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_out_dtype_keeps_what_16_bits_would_round(dtype: str, xp: Any) -> None:
     case = Case("wide", 2, 100, 130, 4, 2, 40, 72, dtype, causal=True)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import oracle
 import pytest
-from libraries import host
+from libraries import host, identical
 
 import cuflash
 from cuflash.bench.cases import Case
-from cuflash.errors import UnsupportedError
+from cuflash.errors import ProblemError
 from cuflash.planning.merge import MAX_STATES
 
 CASES = [
@@ -87,5 +87,27 @@ def test_gpu_states_of_any_layout_and_as_many_as_fit(cupy: Any) -> None:
     # why more units: the kernel adds the states one after the other, NumPy adds them in pairs.
     oracle.assert_close("out", out.get().transpose(0, 2, 1, 3), exact[0], near[0], ulps=6)
     oracle.assert_close("lse", lse.get(), exact[1], near[1], ulps=6)
-    with pytest.raises(UnsupportedError, match="Merge groups"):
-        cuflash.merge_states([outs[0]] * (MAX_STATES + 1), [lses[0]] * (MAX_STATES + 1))
+
+
+@pytest.mark.parametrize("count", [MAX_STATES + 1, 2 * MAX_STATES, 2 * MAX_STATES + 37])
+def test_more_states_than_one_launch_takes_give_the_bits_of_one_after_the_other(count: int, xp: Any) -> None:
+    rng = np.random.default_rng(0)
+    outs = xp.asarray(rng.standard_normal((count, 2, 3, 2, 8)).astype("f4"))
+    lses = xp.asarray(rng.standard_normal((count, 2, 2, 3)).astype("f4"))
+    got = cuflash.merge_states(outs, lses)
+    one = outs[0], lses[0]
+    for out, lse in zip(outs[1:], lses[1:], strict=True):
+        one = cuflash.merge_states([one[0], out], [one[1], lse])
+    assert identical(got, one)
+    narrow, lse = cuflash.merge_states(outs.astype("f2"), lses)
+    assert identical([lse], got[1:])
+    # It is rounded at most three times beside the rounding of the states.
+    np.testing.assert_allclose(host(narrow).astype("f4"), host(got[0]), rtol=4e-3, atol=2e-3)
+
+
+def test_all_states_are_judged_before_some_are_merged(xp: Any, nothing_runs: None) -> None:
+    outs, lses = [xp.zeros((5, 2, 8), "f4")] * (MAX_STATES + 2), [xp.zeros((2, 5), "f4")] * (MAX_STATES + 2)
+    with pytest.raises(ProblemError, match=rf"lses\[{MAX_STATES + 1}\] has shape \(2, 4\)"):
+        cuflash.merge_states(outs, [*lses[:-1], lses[0][:, :4]])
+    with pytest.raises(ProblemError, match=rf"outs\[{MAX_STATES + 1}\] is a list"):
+        cuflash.merge_states([*outs[:-1], [0.0]], lses)

@@ -15,7 +15,7 @@ from cuflash.planning.hopper import allows_tma
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import BACKWARD
+from cuflash.problem.operands import BACKWARD, FORWARD
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
@@ -43,7 +43,13 @@ def strided(op: str, name: str, strides: tuple[int, ...]) -> Problem:
     return of._replace(specs=(*of.specs[:index], specs[name], *of.specs[index + 1 :]))
 
 
-UNEVEN = Problem.of(BACKWARD, [SOME._replace(shape=(2, 300, 4, 60))] * 4, Options())
+SLICE = SOME._replace(shape=(2, 300, 4, 60))  # of rows of 64
+UNEVEN = Problem.of(BACKWARD, [SLICE] * 4, Options())
+SLICED = {
+    "forward": Problem.of(FORWARD, [SOME, SOME, SLICE, SLICE], Options()),
+    "float32": Problem.of(FORWARD, [SOME, SOME, SLICE, SLICE._replace(dtype="float32")], Options(out_dtype="float32")),
+    "backward": Problem.of(BACKWARD, [*[SLICE] * 5, None, None, *[SLICE] * 3], Options()),
+}
 ALL = ("forward", "lse", "backward")
 STRIDES = "the strides of {} are not positive multiples of 16 bytes"
 # (the ops, what the problem has of its own or its operand with strides, why Hopper's kernels are not taken)
@@ -60,7 +66,7 @@ CAUSES: dict[str, tuple[tuple[str, ...], Given, str]] = {
     "head_dim_v": (("forward",), {"head_dim_v": 264}, "head dims (64, 264) are over 256"),
     "odd_head_dim": (("forward", "lse"), {"head_dim": 65}, STRIDES.format("q")),
     "odd_head_dim_v": (("forward",), {"head_dim_v": 65}, STRIDES.format("v")),
-    "odd_gradients": (("backward",), UNEVEN, "not both of the head dims (60, 60)"),
+    "odd_new_gradients": (("backward",), UNEVEN, STRIDES.format("dq")),
     "many_keys": (("backward",), {"dims": (2, 300, 2**23, 2, 2)}, "seqlen_k 8388608 is over 8388480"),
     "few_keys": (("backward",), {"dims": (1, 300, 128 * 65, 8, 1), "causal": True}, "with so few keys"),
     "few_keys_wide": (("backward",), {"dims": (1, 300, 128, 8, 1), "head_dim": 256}, "with so few keys"),
@@ -69,6 +75,9 @@ CAUSES: dict[str, tuple[tuple[str, ...], Given, str]] = {
     "broadcast_v": (("forward", "backward"), ("v", (76800, 256, 0, 1)), STRIDES.format("v")),
     "odd_out": (("forward",), ("out", (78000, 260, 65, 1)), STRIDES.format("out")),
     "odd_dout": (("backward",), ("dout", (78000, 260, 65, 1)), STRIDES.format("dout")),
+    "slice_out": (("forward",), SLICED["forward"], "rows of out end within 16 bytes"),
+    "slice_dq": (("backward",), SLICED["backward"], "rows of dq end within 16 bytes"),
+    "odd_dk": (("backward",), ("dk", (78000, 260, 65, 1)), STRIDES.format("dk")),
 }
 
 
@@ -83,6 +92,10 @@ def test_what_hoppers_kernels_cannot_do_gets_the_others_and_the_plan_says_why(na
     assert made.fallback is not None
     assert words in made.fallback
     assert plan(of, KNOWN["sm_80"]).fallback is None
+
+
+def test_whole_pieces_of_16_bytes_of_an_out_that_is_a_slice_get_hoppers_kernels() -> None:
+    assert is_hoppers(plan(SLICED["float32"], H100))
 
 
 @pytest.mark.parametrize("op", ALL)
@@ -103,10 +116,13 @@ def test_what_is_near_to_a_cause_gets_hoppers_kernels(op: str) -> None:
             assert not is_hoppers(plan(of, KNOWN[arch]))
         for name in of.op.names:
             off = plan(of, H100, (name,))
-            moved = name in made.boxed and name not in ("dq", "dk", "dv")
+            moved = name in made.boxed
             assert is_hoppers(off) == (not moved), name
             assert off.fallback == (f"{name} does not begin at a multiple of 16 bytes" if moved else None)
-        if op == "backward":  # heads of a group are not shared out among blocks, which would add up in any order
+        if op == "backward":
+            for name in ("dq", "dk", "dv"):  # views of one packed array
+                assert is_hoppers(plan(strided(op, name, (230400, 768, 64, 1)), H100))
+            # heads of a group are not shared out among blocks, which would add up in any order
             assert is_hoppers(plan(problem(op=op, deterministic=True, **more), H100)), more
 
 

@@ -122,8 +122,8 @@ FORWARD = rows(
     ("out_float16", {"out": zeros(2, 5, 4, 6, dtype=np.float16)}, ("out has dtype float16", "float32")),
     ("out_producer", {"out": Producer(zeros(2, 5, 4, 6))}, ("out is a", "libraries", "numpy")),
     ("out_list", {"out": [0.0]}, ("out is a list",)),
-    ("out_read_only", {"out": _read_only()}, ("out is read-only", "writable", "out=None")),
-    *((f"out_over_{n}", _out_over(n), ("out shares memory with an input", "own memory")) for n in "qkv"),
+    ("out_read_only", {"out": _read_only()}, ("out is read-only", "writable", "or None")),
+    *((f"out_over_{n}", _out_over(n), ("out, which is written to, shares memory with",)) for n in "qkv"),
 )  # fmt: skip
 HALF = rows(
     lambda changes: forward_with(changes, np.float16),

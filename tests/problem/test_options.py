@@ -9,7 +9,7 @@ import pytest
 
 import cuflash
 from cuflash.problem.operands import APPEND_KV, INTEGERS, OF_SEQUENCES
-from cuflash.problem.options import Known, Options, names
+from cuflash.problem.options import DEFAULTS, DENSE, Known, Options, names, sequence_options
 
 KNOWN = Known(64, "float16")
 
@@ -17,12 +17,13 @@ KNOWN = Known(64, "float16")
 @pytest.mark.parametrize("op", ["forward", "lse", "backward"])
 def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str) -> None:
     signature = inspect.signature(getattr(cuflash, op)).parameters
-    own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": {"dlse", "page_table", "cache_batch_idx"}}[op]
+    of_backward = {"dlse", "grads_out", "page_table", "cache_batch_idx"}
+    own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": of_backward}[op]
     own |= {operand.name for operand in OF_SEQUENCES[op].inputs if operand.dtype == INTEGERS}
     keywords = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert keywords == set(names(op)) | own
     assert {name: signature[name].default for name in names(op)} == {
-        name: Options._field_defaults[name] for name in names(op)
+        name: DEFAULTS[name] for name in names(op)
     }
     assert set(names(op)) <= set(inspect.signature(cuflash.plan).parameters)
 
@@ -35,7 +36,7 @@ def test_append_kv_takes_its_operands_in_their_order_and_the_options_of_the_tabl
     assert {name: signature[name].default for name in names("append_kv")} == {
         "q_same_position": False, "rotary_interleaved": False}  # fmt: skip
     for name in names("append_kv"):
-        assert signature[name].default is Options._field_defaults[name]
+        assert signature[name].default is DEFAULTS[name]
 
 
 def test_equal_numbers_of_other_types_are_other_keys() -> None:
@@ -43,6 +44,16 @@ def test_equal_numbers_of_other_types_are_other_keys() -> None:
     assert Options(window_size=(1, 2)).key() != Options(window_size=(True, 2)).key()
     assert Options(window_size=[1, 2]).key() == Options(window_size=[1, 2]).key()  # type: ignore[arg-type]
     hash(Options(window_size=[1, 2]).key())  # type: ignore[arg-type]
+    ones = [sequence_options(one, None) for one in (1, True, 1.0)]  # type: ignore[arg-type]
+    made = [Options(window_size=window, sequences=one) for one in ones for window in ((1, 2), (1, True))]
+    assert len({options.key() for options in made}) == 6
+
+
+def test_options_of_sequences_that_are_defaults_are_those_of_dense_calls() -> None:
+    assert sequence_options(None, None, 0, None) is DENSE
+    for more in ((None, None, False), (None, None, 0.0), (0, None), (None, 0), (None, None, 0, 0)):
+        assert sequence_options(*more) is not DENSE  # type: ignore[arg-type]
+    assert Options(causal=True).judged(KNOWN).sequences == DENSE
 
 
 def test_defaults_are_filled_in() -> None:

@@ -206,12 +206,35 @@ def test_caches_that_share_memory_are_refused_before_anything_is_launched(gpus: 
         call = appended(pairs=16)
         call[name] = call[name]._replace(pointer=pointer)
         written = "k_cache" if pointer < 2**21 else "v_cache"
-        with pytest.raises(ProblemError, match=f"{written} shares memory with {name}, which is read"):
+        with pytest.raises(ProblemError, match=f"{written}, which is written to, shares memory with {name}"):
             cuflash.append_kv(**call)
-    call = appended()  # nothing is known of what lies between the elements of a view
+    call = appended()  # between the elements of a view lie those of another
     both = Array((2, 40, 8, 64), (2 * 40 * 8 * 128, 8 * 128, 128, 1), "bfloat16", 2**20)
     cuflash.append_kv(**call | {"k_cache": both, "v_cache": both._replace(pointer=2**20 + 128), "k": call["k"]})
     assert len(gpus.launched) == 1
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_go_to_the_arrays_that_are_given_and_others_are_new(gpus: Gpus, deterministic: bool) -> None:
+    shape, step = (2, 300, 8, 64), 8 * 64
+    arrays = [Array.dense(shape, 2**30 * (n + 1), "float32") for n in range(5)]
+    lse = Array.dense((2, 8, 300), 2**33, "float32")
+    # why float32: the kernels that take it have pointers and strides in their structs, and not in tensor maps.
+    packed = [Array(shape, (300 * 3 * step, 3 * step, 64, 1), "float32", 2**40 + 4 * step * n) for n in range(3)]
+    recorded = "BackwardParams", "BackwardDqParams" if deterministic else "ConvertParams"
+    for grads_out in (packed, [None, packed[1], None]):
+        got = cuflash.backward(*arrays, lse, deterministic=deterministic, grads_out=grads_out)
+        assert [x is y for x, y in zip(got, grads_out, strict=True)] == [y is not None for y in grads_out]
+        structs = [STRUCTS[name].from_buffer_copy(x) for name, (_, x) in zip(recorded, gpus.launched[-2:], strict=True)]
+        for name, x in zip(("dq", "dk", "dv"), got, strict=True):
+            for target in (getattr(struct, name) for struct in structs if hasattr(struct, name)):
+                strides = target.stride_batch, target.stride_seqlen, target.stride_head
+                assert (target.pointer, strides) == (x.pointer, x.strides[:3])
+    count = len(gpus.launched)
+    nearer = packed[1]._replace(pointer=packed[1].pointer - 4)
+    with pytest.raises(ProblemError, match="dq, which is written to, shares memory with dk"):
+        cuflash.backward(*arrays, lse, deterministic=deterministic, grads_out=[packed[0], nearer, None])
+    assert len(gpus.launched) == count
 
 
 def test_a_cache_with_gaps_is_refused_and_not_copied(gpus: Gpus) -> None:

@@ -1,0 +1,151 @@
+"""The cases of sanitize.py: small problems that reach every row of the tile tables."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cuflash.arrays.numpy import NUMPY
+from cuflash.bench.cases import Case
+from cuflash.planning import device, tiles_sm80, tiles_sm90
+from cuflash.planning.device import KNOWN, Device
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import OF_SEQUENCES
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+import appends as appends
+from sequences import FAR, Sequences, made
+
+ALGORITHMS = ("flash2", "flash1", "flashd")
+BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
+# Integers that a caller may have on the device by mistake.
+WRONG = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
+
+
+def devices() -> list[Device]:
+    """This GPU, and copies of it that claim the shared memory of smaller GPUs."""
+    here = device.query(0)
+    smaller = {(known.smem_per_block, known.smem_per_sm) for known in KNOWN.values()}
+    return [here] + [
+        replace(here, smem_per_block=block, smem_per_sm=whole)
+        for block, whole in sorted(smaller, reverse=True)
+        if whole < here.smem_per_sm
+    ]
+
+
+def tile_cases() -> Iterator[Case]:
+    """For each pair of head dims in the tables an aligned causal case, and one of dims - 1, window, softcap and GQA."""
+    for dtype, (d, dv) in _dims():
+        yield Case(f"{dtype}_{d}_{dv}", 1, 131, 197, 1, 1, d, dv, dtype, causal=True)
+        yield Case(f"{dtype}_{d - 1}_{dv - 1}", 1, 70, 150, 2, 1, d - 1, dv - 1, dtype, False, (90, 20), 60, 15.0)
+
+
+def _dims() -> Iterator[tuple[str, tuple[int, int]]]:
+    """Each dtype with each pair of head dims in its tables."""
+    for dtype, forward in tiles_sm80.TILES.items():
+        pairs = [(tile.head_dim, tile.head_dim_v * tile.max_slices) for tile in forward]
+        pairs += [(t.head_dim, t.head_dim_v) for t in (*tiles_sm80.BACKWARD[dtype], *tiles_sm80.DQ[dtype])]
+        yield from ((dtype, pair) for pair in dict.fromkeys(pairs))
+
+
+def hopper_cases() -> Iterator[Case]:
+    """For each row of Hopper's tables a causal case and one of window, softcap and GQA; then cases of further kinds."""
+    for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.TILES):
+        rows = tiles_sm90.TILES[: tiles_sm90.TILES.index(tile)]
+        dims = tile.head_dim, tile.head_dim_v
+        least = max((row.max_keys or 0 for row in rows if (row.head_dim, row.head_dim_v) == dims), default=0)
+        name = f"{dtype}_{tile.head_dim}_{tile.head_dim_v}_{least}"
+        yield Case(name, 1, 200, least + 260, 1, 1, *dims, dtype, causal=True)
+        yield Case(f"{name}_w", 1, 200, least + 260, 2, 1, *dims, dtype, False, (least + 90, 20), None, 15.0)
+    rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]
+    for dtype, dims in itertools.product(("float16", "bfloat16"), dict.fromkeys(rows)):
+        shape, name = (2, 2, *dims, dtype), f"{dtype}_{dims[0]}_{dims[1]}_gradients"
+        yield Case(name, 1, 200, 300, *shape, causal=True)
+        yield Case(f"{name}_w", 1, 270, 300, *shape, False, (150, 20), 10, 15.0)
+        if dims[0] > 128:  # enough tiles for the rings to wrap around
+            yield Case(f"{name}_long", 1, 700, 150, *shape)
+    for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.BACKWARD):  # rows for many queries
+        for capped in (0.0, 15.0) if tile.min_queries else ():
+            shape = 1, tile.min_queries + 8, 200, 1, 1, tile.head_dim, tile.head_dim_v
+            yield Case(f"{dtype}_{tile.min_queries}_queries", *shape, dtype, softcap=capped)
+    for causal in (False, True):  # a block of threads takes several key blocks
+        heads = device.query(0).num_sms
+        yield Case(f"key_blocks_{causal}", 4, 300, 520, heads, heads, 64, 64, "bfloat16", causal=causal)
+    for dim in (64, 128):  # a counter hands out the tiles
+        yield Case(f"counted_{dim}", 2, 70, 130, device.query(0).num_sms, 1, dim, dim, "float16", causal=True)
+
+
+def wild(told: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """The same arguments, but about every second number of their arrays of integers is wrong."""
+    rng = np.random.default_rng(seed)
+    integers = {name: x for name, x in told.items() if isinstance(x, np.ndarray) and x.dtype == np.int32}
+    return {**told, **{
+        name: np.where(rng.random(x.shape) < 0.5, rng.choice(WRONG, x.shape), x).astype(np.int32)
+        for name, x in integers.items()
+    }}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class SequenceCase:
+    """Sequences of several lengths. wide: out in float32. wild: half of the integers on the device are wrong."""
+
+    of: Sequences
+    wide: bool = False
+    wild: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.of.dtype}_{self.of.dims[0]}_{self.of.dims[1]}_{self.of.name}{'_wild' if self.wild else ''}"
+
+    @property
+    def out_dtype(self) -> str:
+        return "float32" if self.wide else self.of.dtype
+
+    def given(self) -> dict[str, Any]:
+        """All arguments of `cuflash.forward` in NumPy, but out_dtype."""
+        drawn = made(self.of)
+        return wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()
+
+    @cache  # noqa: B019 (few cases, whose arrays are drawn just to look at their shapes)
+    def problem(self, op: str = "forward", **more: Any) -> Problem:
+        """The `Problem` of a public call with these and `more` arguments."""
+        given, whole = self.given(), OF_SEQUENCES[op]
+        specs = {name: NUMPY.spec(name, x) for name, x in given.items() if isinstance(x, np.ndarray)}
+        if op == "forward":
+            more["out_dtype"] = self.out_dtype
+        if op == "backward":
+            specs["out"] = ArraySpec.dense((*given["q"].shape[:-1], self.of.dims[1]), self.out_dtype)
+        told = {name: x for name, x in given.items() if name in Options._fields}
+        return Problem.of(whole, [specs.get(name) for name in whole.names], Options(**told, **more))
+
+
+def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
+    """For each pair of head dims cases with what is called of them: packed, used in part, in pages, in cache rows."""
+    masked: dict[str, Any] = {"window_size": (90, 20), "diagonal_offset": 60, "softcap": 15.0, "heads": (2, 1)}
+    lengths = (70, 0, 131, 1), (150, 5, 197, 0)
+    packed = Sequences("packed", *lengths, gaps=(0, 0), heads=(1, 1), causal=True)
+    used = Sequences("used", *lengths, "rectangle", "rectangle", True, True, **masked)
+    spare = Sequences("spare", *lengths, "packed", "packed", True, True, (5, 3, 0, 9), (0, 9, 2, 3), **masked)
+    pages = Sequences("pages", *lengths, "packed", "paged", False, True, bounded=True, heads=(1, 1), causal=True)
+    cache_rows = Sequences("cache_rows", *lengths, "rectangle", "cache", True, True, **masked)
+    for dtype, dims in _dims():
+        odd = dims[0] - 1, dims[1] - 1
+
+        def case(of: Sequences, dims: tuple[int, int], dtype: str = dtype, **more: bool) -> SequenceCase:
+            return SequenceCase(replace(of, dtype=dtype, dims=dims), **more)
+
+        yield case(packed, dims), ("flash2", *BACKWARD)
+        yield case(used, odd, wide=dtype != "float32"), (*ALGORITHMS, *BACKWARD)
+        yield case(pages, dims), ALGORITHMS
+        yield case(spare, odd, wild=True), ("flash2", *BACKWARD)
+        yield case(replace(pages, page_size=3, **masked), odd, wild=True), ALGORITHMS
+        yield case(cache_rows, odd, wild=True), ("flash2",)

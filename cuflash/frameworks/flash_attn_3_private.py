@@ -1,0 +1,151 @@
+"""The private functions of FlashAttention-3, which Megatron, TransformerEngine and ring attention build upon.
+
+They are imported from `cuflash.frameworks.flash_attn_3_interface`. The forward is differentiable as long as nothing is
+written to a cache; the backward writes into dq, dk and dv, which may be views of any strides or None. What they return
+beside out and lse is of flash-attn's own kernels, and empty.
+
+Source: hopper/flash_attn_interface.py of FlashAttention's main branch. Before windows were two numbers there, they were
+one pair `window_size`; callers who give it are refused by Python.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ProblemError, UnsupportedError
+from .flash_attn_arguments import LEFTPAD, attend, check_integers, in_host_memory, lengths_of, refuse_of_version_3
+from .flash_attn_cache import New, over_cache, refuse_rotary_seqlens
+from .flash_attn_private import Results, write_gradients
+from .torch import check_tensor
+
+
+def _flash_attn_forward(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_new: torch.Tensor | None = None,
+    v_new: torch.Tensor | None = None,
+    qv: torch.Tensor | None = None,
+    out_: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    cu_seqlens_k_new: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
+    seqused_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    page_table: torch.Tensor | None = None,
+    kv_batch_idx: torch.Tensor | None = None,
+    leftpad_k: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    seqlens_rotary: torch.Tensor | None = None,
+    q_descale: torch.Tensor | None = None,
+    k_descale: torch.Tensor | None = None,
+    v_descale: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: torch.Tensor | None = None,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+) -> Results:
+    """Attention of dense, packed or cached sequences: what all public functions of FlashAttention-3 call.
+
+    With k_new and v_new, k and v are caches that hold `seqused_k` keys, and everything is as in
+    `flash_attn_with_kvcache`. Beside a `page_table`, `cu_seqlens_k` tells lengths alone, unless `seqused_k` does.
+
+    Returns (out, lse, out_accum, lse_accum): lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q),
+    float32, and the last two are empty. out is written into `out_`, if that is given, in the same shape and dtype.
+
+    Errors are those of the public functions; ProblemError for an `out_` that does not fit.
+    """
+    refuse_of_version_3(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_rotary_seqlens("seqlens_rotary", seqlens_rotary, seqused_k)
+    if leftpad_k is not None:
+        raise UnsupportedError(LEFTPAD.format(name="leftpad_k"))
+    check_tensor("q", q)
+    check_tensor("v", v)
+    window = window_size_left, window_size_right
+    if out_ is not None:
+        check_tensor("out_", out_)
+        wanted = (*q.shape[:-1], v.shape[-1]), q.dtype, q.device
+        if (out_.shape, out_.dtype, out_.device) != wanted:
+            raise ProblemError(
+                f"out_ has shape {tuple(out_.shape)} and dtype {out_.dtype} on {out_.device}; give {wanted[0]} and "
+                f"{wanted[1]} on {wanted[2]}, or None"
+            )
+    told: dict[str, Any] = {"cache_batch_idx": kv_batch_idx, "num_splits": num_splits}
+    if any(x is not None for x in (k_new, v_new, rotary_cos, rotary_sin)):
+        if cu_seqlens_k is not None:
+            raise ProblemError("cu_seqlens_k was given beside new keys; give a cache, and seqused_k for its lengths")
+        check_integers("seqused_q", seqused_q)
+        told |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+        told["max_seqlen_q"] = None if cu_seqlens_q is None else max_seqlen_q
+        new = New(k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
+        result = over_cache(
+            3, q, k, v, new, seqused_k, None, page_table, softmax_scale, causal, window, softcap, True, **told
+        )
+    else:
+        check_integers("kv_batch_idx", kv_batch_idx)
+        told |= lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+        result = attend(q, k, v, softmax_scale, causal, window, softcap, False, True, **told)
+    out, lse = result
+    if out_ is not None:
+        out = out_.copy_(out)
+    return out, lse, q.new_empty(0), q.new_empty(0, dtype=torch.float32)
+
+
+def _flash_attn_backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    sequed_q: torch.Tensor | None = None,
+    sequed_k: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    dq: torch.Tensor | None = None,
+    dk: torch.Tensor | None = None,
+    dv: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    window_size_left: int = -1,
+    window_size_right: int = -1,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+) -> torch.Tensor:
+    """Gradients of `_flash_attn_forward`'s out, written into dq, dk and dv; rows of no sequence become 0.
+
+    `sequed_q` and `sequed_k` (flash-attn spells them so) are the forward's seqused_q and seqused_k. Returns softmax_d,
+    which is empty. Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v; other errors are
+    those of `cuflash.backward`.
+    """
+    refuse_of_version_3(softmax_scale, 0, (None, sm_margin), None, None, None, None)
+    sequences: dict[str, Any] = {}
+    lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": sequed_q, "seqused_k": sequed_k}
+    for name, tensor in lengths.items():
+        check_integers(name, tensor)
+        if tensor is not None:
+            sequences[name] = tensor
+    for name, bound, packed in (
+        ("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
+        ("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
+    ):
+        if bound is not None and packed is not None:
+            sequences[name] = in_host_memory(name, bound)
+    window = window_size_left, window_size_right
+    inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
+    return write_gradients(inputs, targets, softmax_scale, is_causal, window, softcap, deterministic, **sequences)

@@ -1,0 +1,126 @@
+"""FlashAttention-3's private functions, called as the packages call them that build upon these."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from appends import WRITTEN, drawn
+from libraries import torch_of
+from sequences import Sequences, check_gradients, made, upstream
+from tensors import arguments_of, assert_equal, assert_pulled, assert_results, assert_sequences, in_numpy
+from tensors import made as dense
+
+from cuflash import ProblemError, UnsupportedError
+from cuflash.frameworks import flash_attn_3_interface as fa3
+
+CASE = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 16), dtype="float32")
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+
+
+@pytest.mark.parametrize(
+    "mask", [{}, {"causal": True}, {"window_size": (4, 2), "softcap": 1.5, "softmax_scale": 0.25}], ids=str
+)
+def test_dense(mask: dict[str, Any], device: str) -> None:
+    q, k, v = tensors = dense(device, torch.bfloat16, grad=False)
+    given = dict(mask)
+    left, right = given.pop("window_size", (-1, -1))
+    given |= {"window_size_left": left, "window_size_right": torch.tensor(right)}
+    out, lse, *rest = fa3._flash_attn_forward(q, k, v, **given)
+    assert_results(tensors, out, lse, **mask)
+    assert [x.numel() for x in rest] == [0, 0]
+    causal = given.pop("causal", False)
+    targets, dout = tuple(torch.full_like(x, torch.nan) for x in tensors), out.cos()
+    found = dict(zip(("dq", "dk", "dv"), targets, strict=True))
+    rest = fa3._flash_attn_backward(dout, q, k, v, out, lse, **found, is_causal=causal, deterministic=True, **given)
+    assert (rest.numel(), rest.dtype) == (0, torch.float32)
+    assert_pulled(targets, tensors, dout, **mask)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_packed(used: bool, device: str) -> None:
+    case = replace(CASE, used_q=used, used_k=used)
+    given = made(replace(case, spare_q=(1, 2, 0, 3), spare_k=(0, 3, 2, 1)) if used else case)
+    arguments = arguments_of(given, device)
+    q, k, v = tensors = tuple(arguments[name] for name in "qkv")
+    told = {name: arguments[name] for name in LENGTHS if name in arguments}
+    bounds = {"max_seqlen_q": 20, "max_seqlen_k": torch.tensor(20)}
+    out, lse, *_ = fa3._flash_attn_forward(q, k, v, **told, **bounds, causal=True)
+    assert_sequences(given, out, lse)
+    targets, dout = tuple(torch.full_like(x, torch.nan) for x in tensors), torch_of(upstream(given)[0][0], device)
+    told = {name.replace("seqused", "sequed"): x for name, x in told.items()}
+    found = dict(zip(("dq", "dk", "dv"), targets, strict=True))
+    fa3._flash_attn_backward(dout, q, k, v, out, lse, **told, **bounds, **found, is_causal=True)
+    check_gradients(given, [in_numpy(x) for x in targets], dlse=False)
+
+
+def test_caches(device: str) -> None:
+    for place in ("paged", "cache"):
+        given = made(replace(CASE, place_k=place, used_k=True, page_size=3))
+        arguments = arguments_of(given, device)
+        q, k, v, used = (arguments[name] for name in ("q", "k", "v", "seqused_k"))
+        told = {"cu_seqlens_q": arguments["cu_seqlens_q"], "max_seqlen_q": 17, "causal": True}
+        told |= {"page_table": arguments.get("page_table"), "kv_batch_idx": arguments.get("cache_batch_idx")}
+        assert_sequences(given, *fa3._flash_attn_forward(q, k, v, seqused_k=used, **told)[:2])
+        if place == "paged":
+            bounds = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
+            assert_sequences(given, *fa3._flash_attn_forward(q, k, v, cu_seqlens_k=bounds, **told)[:2])
+            more = {"cu_seqlens_k": bounds + 7, "seqused_k": used}
+            assert_sequences(given, *fa3._flash_attn_forward(q, k, v, **more, **told)[:2])
+
+
+def test_new_keys_are_those_of_the_public_function(device: str) -> None:
+    call = drawn(place="pages of 3", dims=(16, 16), rotary_dim=8)
+    call = {name: torch_of(x, device) for name, x in call.items()}
+    call |= {name: torch.ones_like(call[name]) for name in WRITTEN}  # why: they hold NaN
+    q, k, v, k_new, v_new, used = (call[name] for name in ("q", "k_cache", "v_cache", "k", "v", "seqused_k"))
+    rest = {"page_table": call["page_table"], "rotary_cos": call["rotary_cos"], "rotary_sin": call["rotary_sin"]}
+    again = k.clone(), v.clone()
+    wanted = fa3.flash_attn_with_kvcache(q, *again, k_new, v_new, cache_seqlens=used, **rest, causal=True, num_splits=1)
+    found = fa3._flash_attn_forward(q, k, v, k_new, v_new, seqused_k=used, seqlens_rotary=used, **rest, causal=True)
+    assert_equal((found[0], k, v), (wanted, *again))
+    with pytest.raises(ProblemError, match="cu_seqlens_k was given beside new keys"):
+        fa3._flash_attn_forward(q, k, v, k_new, v_new, cu_seqlens_k=used, seqused_k=used)
+
+
+def test_out_is_written_and_must_fit() -> None:
+    q, k, v = dense("cpu", torch.float32, grad=False)
+    out = torch.full_like(q, torch.nan)
+    found, *_ = fa3._flash_attn_forward(q, k, v, out_=out)
+    assert found is out
+    assert_results((q, k, v), out)
+    for wrong in (out[:, :3], out.half()):
+        with pytest.raises(ProblemError, match=r"out_ has shape .*give \(2, 9, 4, 16\) and torch.float32"):
+            fa3._flash_attn_forward(q, k, v, out_=wrong)
+
+
+def test_gradients_flow() -> None:
+    q, k, v = tensors = dense("cpu", torch.float32)
+    out, lse, *_ = fa3._flash_attn_forward(*tensors, causal=True)
+    found = torch.autograd.grad(out, tensors, out.detach())
+    assert_pulled(found, tensors, out.detach(), causal=True)
+    only = torch.empty_like(k)
+    fa3._flash_attn_backward(out, q, k, v, out, lse, dk=only, is_causal=True)
+    assert torch.allclose(only, found[1], atol=1e-5)
+
+
+def test_what_is_not_offered_is_refused_by_name() -> None:
+    q, k, v = dense("cpu", torch.float32, grad=False)
+    ones = torch.ones(2, dtype=torch.int32)
+    for changes, error, words in (
+        ({"qv": q}, UnsupportedError, "qv"),
+        ({"q_descale": q}, UnsupportedError, "q_descale"),
+        ({"attention_chunk": 4}, UnsupportedError, "attention_chunk=4"),
+        ({"leftpad_k": ones}, UnsupportedError, "leftpad_k was given"),
+        ({"seqlens_rotary": ones}, UnsupportedError, "seqlens_rotary was given"),
+        ({"rotary_cos": q}, ProblemError, "rotary_cos was given, but not both of k and v"),
+        ({"seqused_k": ones.long()}, ProblemError, "seqused_k has dtype torch.int64"),
+        ({"pack_gqa": 1}, ProblemError, "pack_gqa=1"),
+    ):
+        with pytest.raises(error, match=words):
+            fa3._flash_attn_forward(q, k, v, **changes)
+    with pytest.raises(ProblemError, match="sm_margin"):
+        fa3._flash_attn_backward(q, q, k, v, q, q, sm_margin=None)

@@ -1,0 +1,206 @@
+"""cuflash under flash-attn's names: what is registered, what asks for it, and what `restore` leaves."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from workers import run_python
+
+from cuflash import UnsupportedError
+from cuflash.frameworks import (
+    flash_attn,
+    flash_attn_3_interface,
+    flash_attn_4_interface,
+    flash_attn_bert_padding,
+    flash_attn_interface,
+)
+
+ROOTS = "flash_attn", "flash_attn_3", "flash_attn_interface"
+if any(importlib.util.find_spec(name) for name in ROOTS):
+    pytest.skip("flash-attn itself is installed", allow_module_level=True)
+MODULES = {
+    "flash_attn": flash_attn_interface,
+    "flash_attn.flash_attn_interface": flash_attn_interface,
+    "flash_attn.bert_padding": flash_attn_bert_padding,
+    "flash_attn.cute": flash_attn_4_interface,
+    "flash_attn.cute.interface": flash_attn_4_interface,
+    "flash_attn_3.flash_attn_interface": flash_attn_3_interface,
+    "flash_attn_interface": flash_attn_3_interface,
+}
+
+
+def registered() -> dict[str, Any]:
+    return {name: module for name, module in sys.modules.items() if name.split(".")[0] in ROOTS}
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    before = registered()
+    yield
+    flash_attn.restore()
+    assert registered() == before
+    assert not [finder for finder in sys.meta_path if type(finder).__module__ == flash_attn.__name__]
+    importlib.invalidate_caches()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A package flash_attn that is installed, with a module that cuflash does not have."""
+    for name, text in (
+        ("flash_attn/__init__.py", "__version__ = '1.0'"),
+        ("flash_attn/layers/__init__.py", ""),
+        ("flash_attn/layers/rotary.py", "from flash_attn import __version__ as seen"),
+        ("flash_attn/cute/__init__.py", ""),
+        ("flash_attn/cute/utils.py", "here = True"),
+    ):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield tmp_path
+    flash_attn.restore()
+    for name in registered():
+        del sys.modules[name]
+
+
+def test_imports_find_the_functions_of_cuflash_under_their_names() -> None:
+    flash_attn.activate()
+    for name, source in MODULES.items():
+        module = importlib.import_module(name)
+        assert module.__spec__ is importlib.util.find_spec(name)
+        assert (module.__name__, module.__spec__.name) == (name, name)
+        for one in source.__all__:
+            assert getattr(module, one) is getattr(source, one)
+        parent, _, child = name.rpartition(".")
+        assert not parent or getattr(sys.modules[parent], child) is module
+    from flash_attn import flash_attn_varlen_func
+    from flash_attn.bert_padding import pad_input, unpad_input
+    from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _wrapped_flash_attn_forward
+    from flash_attn_interface import _flash_attn_backward
+
+    assert "window_size" in inspect.signature(flash_attn_varlen_func).parameters
+    assert _wrapped_flash_attn_forward is flash_attn_interface._flash_attn_forward
+    assert _flash_attn_varlen_backward is flash_attn_interface._flash_attn_varlen_backward
+    assert _flash_attn_backward is flash_attn_3_interface._flash_attn_backward
+    x, mask = torch.arange(12.0).reshape(2, 3, 2), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    rows, indices, *_ = unpad_input(x, mask)
+    assert torch.equal(pad_input(rows, indices, 2, 3), x * mask[..., None])
+
+
+def test_the_version_is_one_that_clients_take() -> None:
+    flash_attn.activate()
+    import flash_attn as theirs
+
+    assert theirs.__version__ == "2.8.3"
+
+
+def test_what_is_not_there_is_a_module_that_is_not_found() -> None:
+    flash_attn.activate()
+    for name in ("flash_attn.layers.rotary", "flash_attn.cute.utils", "flash_attn_2_cuda"):
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module(name)
+    with pytest.raises(ImportError, match="attend"):
+        from flash_attn.flash_attn_interface import attend  # noqa: F401
+
+
+def test_a_second_call_does_nothing_and_restore_may_be_called_at_any_time() -> None:
+    flash_attn.restore()
+    flash_attn.activate()
+    first = registered()
+    flash_attn.activate(force=True, as_installed=True)
+    assert registered() == first
+    flash_attn.restore()
+    flash_attn.restore()
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("flash_attn")
+
+
+def test_an_installed_package_is_refused_unless_forced(package: Path) -> None:
+    with pytest.raises(UnsupportedError, match=f"flash_attn .{package}.* is installed; give force=True"):
+        flash_attn.activate()
+    assert not registered()
+    flash_attn.activate(force=True)
+    assert importlib.import_module("flash_attn").flash_attn_func is flash_attn_interface.flash_attn_func
+    assert importlib.import_module("flash_attn.layers.rotary").seen == "2.8.3"
+    assert importlib.import_module("flash_attn.cute.utils").here
+    flash_attn.restore()
+    assert not registered()
+    assert importlib.import_module("flash_attn.layers.rotary").seen == "1.0"
+
+
+def test_modules_of_an_installed_package_stand_again_where_they_stood(package: Path) -> None:
+    before = {name: importlib.import_module(name) for name in ("flash_attn", "flash_attn.layers", "flash_attn.cute")}
+    flash_attn.activate(force=True)
+    theirs = importlib.import_module("flash_attn")
+    assert theirs is not before["flash_attn"]
+    assert theirs.layers is before["flash_attn.layers"]
+    flash_attn.restore()
+    assert registered() == before
+    assert before["flash_attn"].cute is before["flash_attn.cute"]
+
+
+def test_a_module_that_somebody_made_is_refused_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    stub = type(sys)("flash_attn_interface")
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", stub)
+    with pytest.raises(UnsupportedError, match=r"flash_attn_interface .* is installed"):
+        flash_attn.activate()
+    flash_attn.activate(force=True)
+    assert sys.modules["flash_attn_interface"] is not stub
+    flash_attn.restore()
+    assert sys.modules["flash_attn_interface"] is stub
+
+
+def test_distributions_are_told_only_if_asked() -> None:
+    flash_attn.activate()
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash_attn")
+    flash_attn.restore()
+    flash_attn.activate(as_installed=True)
+    assert [importlib.metadata.version(name) for name in ("flash_attn", "flash-attn", "Flash.Attn")] == ["2.8.3"] * 3
+    assert importlib.metadata.version("flash_attn_3") == "3.0.0"
+    assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn", "flash-attn-4"]
+    assert importlib.metadata.packages_distributions()["flash_attn_interface"] == ["flash-attn-3"]
+    assert importlib.metadata.version("numpy")
+    flash_attn.restore()
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("flash_attn")
+
+
+TRANSFORMERS = """
+from cuflash.frameworks import flash_attn
+flash_attn.activate(as_installed={as_installed})
+import torch
+from transformers.utils import import_utils
+import_utils.is_torch_cuda_available = lambda: True
+print([getattr(import_utils, f"is_flash_attn_{{i}}_available")() for i in (2, 3, 4)])
+if {as_installed}:
+    from cuflash.frameworks.torch import attention
+    from transformers import modeling_flash_attention_utils as utils
+    q, k, v = (torch.randn(1, 9, heads, 16) for heads in (4, 2, 2))
+    for version in (2, 3, 4):
+        name = f"flash_attention_{{version}}"
+        (function, *_), _ = utils.lazy_import_flash_attention(name)
+        found = utils._flash_attention_forward(
+            q, k, v, None, query_length=9, is_causal=True, sliding_window=4, softcap=2.0, implementation=name
+        )
+        wanted = attention(q, k, v, causal=True, window_size=(3, 3), softcap=2.0)
+        print(function.__module__, torch.equal(found, wanted))
+"""
+
+
+@pytest.mark.parametrize("as_installed", [False, True])
+def test_transformers_offers_it_if_distributions_are_told(as_installed: bool) -> None:
+    pytest.importorskip("transformers", "5.0", reason="its checks are written as those of version 5")
+    printed = run_python("-c", TRANSFORMERS.format(as_installed=as_installed)).splitlines()
+    assert printed[0] == str([as_installed] * 3)
+    names = ("flash_attn_interface", "flash_attn_3_interface", "flash_attn_4_interface") if as_installed else ()
+    assert printed[1:] == [f"cuflash.frameworks.{name} True" for name in names]

@@ -1,0 +1,323 @@
+"""Sequences of several lengths in JAX: values, gradients and transformations, on the CPU and on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from sequences import Made, Sequences, check, check_gradients, drawn, made, upstream
+
+from cuflash.errors import ProblemError, UnsupportedError
+
+jax = pytest.importorskip("jax")
+import jax.numpy as jnp
+
+from cuflash.frameworks.jax import attention, dot_product_attention, ragged_paged_attention
+
+PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 24), bounded=True)
+USED = replace(PACKED, name="used", used_q=True, used_k=True, spare_q=(1, 4, 0, 2), spare_k=(0, 3, 2, 1))
+RECTANGLE = Sequences("rectangle", (9, 2, 0), (4, 11, 3), "rectangle", "rectangle", True, True, softcap=2.0)
+TOP_LEFT = replace(RECTANGLE, name="top_left", causal=True, diagonal_offset=0, window_size=(3, -1))
+OVER_CACHE = Sequences("over_cache", (3, 1, 0), (20, 7, 5), "packed", "rectangle", used_k=True, window_size=(4, 1))
+CACHE = Sequences("cache", (2,) * 3, (12, 30, 0), "rectangle", "cache", used_k=True, causal=True)
+PAGED = Sequences("paged", (3, 1, 0, 20), (40, 17, 5, 64), "packed", "paged", used_k=True, causal=True)
+WITH_GRADIENTS, CACHED = [PACKED, USED, RECTANGLE, TOP_LEFT, OVER_CACHE], [CACHE, PAGED]
+NAMES = ("q", "k", "v")
+
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def platform(request: pytest.FixtureRequest) -> Iterator[str]:
+    try:
+        found = jax.local_devices(backend=request.param)[0]
+    except RuntimeError as error:
+        pytest.skip(f"JAX has no {request.param} here: {error}")
+    with jax.default_device(found), jax.default_matmul_precision("highest"):  # JAX's own products have 10 bits else
+        yield request.param
+
+
+def each(cases: list[Sequences]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
+
+
+def split(given: Made, **more: Any) -> tuple[Any, list[Any], dict[str, Any]]:
+    """`attention` of q, k and v alone, these, and the int32 arrays of the call, which it takes by keyword."""
+    arguments = given.arguments(jnp)
+    leaves = [arguments.pop(name) for name in NAMES]
+    told = {name: arguments.pop(name) for name in given.told}
+    return functools.partial(attention, return_lse=True, **arguments, **more), leaves, told
+
+
+def pulled(given: Made, **more: Any) -> tuple[Any, Any, Any]:
+    """out, lse and gradients by one jitted program, to which the lengths are arguments."""
+    call, leaves, told = split(given, **more)
+
+    def both(leaves: Any, told: Any, upstream: Any) -> Any:
+        results, pull = jax.vjp(functools.partial(call, **told), *leaves)
+        return *results, pull(upstream)
+
+    shapes = jax.eval_shape(functools.partial(call, **told), *leaves)
+    from_above = tuple(jnp.asarray(x.reshape(y.shape)) for x, y in zip(upstream(given), shapes, strict=True))
+    out, lse, gradients = jax.jit(both)(leaves, told, from_above)
+    return np.asarray(out), np.asarray(lse), [np.asarray(x) for x in gradients]
+
+
+@each([*WITH_GRADIENTS, *CACHED])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> None:
+    given = made(replace(case, dtype=dtype))
+    call, leaves, told = split(given)
+    check(given, *map(np.asarray, call(*leaves, **told)))
+    if case.has_gradients:
+        out, lse, gradients = pulled(given)
+        check(given, out, lse)
+        check_gradients(given, gradients)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_drawn_problems(seed: int) -> None:
+    given = made(drawn(seed, gradients=True), seed)
+    check_gradients(given, pulled(given, deterministic=True)[2])
+    call, leaves, told = split(made(drawn(seed), seed))
+    check(made(drawn(seed), seed), *map(np.asarray, call(*leaves, **told)))
+
+
+@each([*WITH_GRADIENTS, *CACHED])
+def test_one_program_serves_all_lengths_and_splits(case: Sequences) -> None:
+    given = made(replace(case, bounded=False, dtype="float32"))
+    call, leaves, told = split(given)
+    traces = 0
+
+    def counted(leaves: Any, told: Any) -> Any:
+        nonlocal traces
+        traces += 1
+        return call(*leaves, **told)
+
+    program = jax.jit(counted)
+    for shift in (0, 1):
+        name = next(iter(told))
+        changed = told | {name: jnp.maximum(told[name] - shift, 0)}
+        for got, wanted in zip(program(leaves, changed), call(*leaves, **changed), strict=True):
+            np.testing.assert_array_equal(got, wanted)
+    assert traces == 1
+    for splits in ({"num_splits": 2}, {"split_size": 128}):
+        check(given, *map(np.asarray, split(given, **splits)[0](*leaves, **told)))
+
+
+def looped(function: Any, leaves: list[Any], told: dict[str, Any], axes: Any, told_axes: Any) -> Any:
+    """What vmap stands for."""
+    size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
+
+    def at(n: int) -> Any:
+        one = [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(leaves, axes, strict=True)]
+        return function(*one, {name: x[n] if told_axes[name] == 0 else x for name, x in told.items()})
+
+    return jax.tree.map(lambda *x: jnp.stack(x), *map(at, range(size)))
+
+
+def close(got: Any, wanted: Any) -> None:
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@each([*WITH_GRADIENTS, *CACHED])
+@pytest.mark.parametrize("mapped", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
+def test_vmap_over_arrays_of_the_same_lengths(case: Sequences, mapped: tuple[bool, ...]) -> None:
+    given = made(replace(case, dtype="float32")).filled(0.0)
+    call, plain, told = split(given)
+    value = lambda *x: call(*x[:-1], **x[-1])  # noqa: E731
+    functions = [value]
+    if case.has_gradients:
+        functions.append(jax.grad(lambda *x: (value(*x)[0] ** 2).sum(), (0, 1, 2)))
+    for axis in range(4):
+        leaves = [jnp.stack([x, -x, 0.5 * x], min(axis, x.ndim)) if on else x
+                  for x, on in zip(plain, mapped, strict=True)]  # fmt: skip
+        axes = tuple(min(axis, x.ndim) if on else None for x, on in zip(plain, mapped, strict=True))
+        for function in functions:
+            got = jax.vmap(function, (*axes, None))(*leaves, told)
+            close(got, looped(function, leaves, told, axes, dict.fromkeys(told)))
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+@pytest.mark.parametrize("axis", [0, 1, None])
+def test_vmap_over_used_lengths(rank: int, axis: int | None) -> None:
+    generator = np.random.default_rng(rank)
+    shapes = [(2, n, h, 8)[4 - rank if rank > 2 else 1 :] for n, h in ((6, 4), (9, 2), (9, 2))]
+    shapes = [(shape[0], shape[2]) if rank == 2 else shape for shape in shapes]
+    leaves = [jnp.asarray(generator.standard_normal((3, *shape)), "float32") for shape in shapes]
+    leaves = [leaves[0] if axis is None else jnp.moveaxis(leaves[0], 0, min(axis, rank)), *leaves[1:]]
+    lengths = jnp.asarray(generator.integers(0, 10, (3, 2 if rank == 4 else 1)), "int32")
+    axes = axis, 0, 0
+    if axis is None:
+        leaves[0] = leaves[0][0]
+    told = {"seqused_k": lengths, "seqused_q": lengths[0] % 6}
+    value = lambda q, k, v, told: attention(q, k, v, causal=True, return_lse=True, **told)  # noqa: E731
+    gradient = jax.grad(lambda *x: (value(*x)[0] ** 2).sum(), (0, 1, 2))
+    for function in (value, gradient):
+        places = {"seqused_k": 0, "seqused_q": None}
+        close(jax.vmap(function, (*axes, places))(*leaves, told), looped(function, leaves, told, axes, places))
+
+
+def test_what_vmap_and_gradients_cannot_do_is_refused() -> None:
+    call, leaves, told = split(made(PACKED).filled(0.0))
+    name = "cu_seqlens_q"
+    with pytest.raises(UnsupportedError, match=r"cu_seqlens_q under vmap.*further sequences.*jax\.lax\.map"):
+        jax.vmap(lambda x: call(*leaves, **told | {name: x}))(jnp.stack([told[name]] * 2))
+    for case, cached in ((PAGED, "page_table"), (CACHE, "cache_batch_idx")):
+        call, leaves, told = split(made(case).filled(0.0))
+        with pytest.raises(UnsupportedError, match=f"{cached} was given and gradients are wanted.*stop_gradient"):
+            jax.grad(lambda q, f=call, x=leaves, t=told: f(q, *x[1:], **t)[0].sum())(leaves[0])
+        jax.grad(lambda s, f=call, x=leaves, t=told: (s * f(*map(jax.lax.stop_gradient, x), **t)[0]).sum())(1.0)
+
+
+def test_in_scan_and_under_a_checkpoint() -> None:
+    call, (q, k, v), told = split(made(replace(PACKED, dims=(16, 16), dtype="float32")).filled(0.0))
+
+    def deep(q: Any, told: Any, remat: bool) -> Any:
+        layer = lambda x, told: call(x, k, v, **told)[0]  # noqa: E731
+        layer = jax.checkpoint(layer) if remat else layer
+        return jax.lax.scan(lambda x, _: (x + layer(x, told), None), q, length=3)[0].sum()
+
+    plain = jax.grad(lambda q: (lambda f: f(f(f(q))))(lambda x: x + call(x, k, v, **told)[0]).sum())(q)
+    for remat in (False, True):
+        close(jax.jit(jax.grad(functools.partial(deep, remat=remat)))(q, told), plain)
+
+
+def test_bad_lengths_say_what_they_are() -> None:
+    arguments = made(PACKED).filled(0.0).arguments(jnp)
+    for name, wrong, words in (
+        ("cu_seqlens_q", [0, 5], "cu_seqlens_q is a list; give a JAX or NumPy array"),
+        ("cu_seqlens_q", jnp.zeros(5), "cu_seqlens_q has dtype float32; this problem needs int32"),
+        ("cu_seqlens_k", jnp.zeros(3, "int32"), "cu_seqlens_k is for 2 sequences"),
+        ("page_table", jnp.zeros((4, 1), "int32"), "cu_seqlens_k and page_table place the same keys"),
+        ("max_seqlen_q", True, "max_seqlen_q=True is a bool"),
+        ("max_seqlen_q", jnp.int32(3), "max_seqlen_q=.* give an integer"),
+        ("num_splits", None, "num_splits=None is a NoneType"),
+        ("split_size", 100, "split_size=100; give a positive multiple of 128"),
+    ):
+        with pytest.raises(ProblemError, match=words):
+            attention(**arguments | {name: wrong})
+    with pytest.raises(ProblemError, match="max_seqlen_k=3, but no cu_seqlens"):
+        attention(*(jnp.zeros((1, 2, 2, 8)) for _ in range(3)), max_seqlen_k=3)
+
+
+@pytest.mark.parametrize("which", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window", [None, (3, 1)], ids=str)
+@pytest.mark.parametrize("rank", [3, 4])
+def test_dot_product_attention_with_lengths_is_that_of_jax(
+    rank: int, window: Any, is_causal: bool, which: tuple[bool, bool]
+) -> None:
+    generator, batch = np.random.default_rng(0), 3 if rank == 4 else 1
+    shapes = ((batch, 8, 4, 8), (batch, 11, 2, 8), (batch, 11, 2, 8))
+    leaves = [jnp.asarray(generator.standard_normal(shape[4 - rank :]), "float32") for shape in shapes]
+    queries, keys = np.array([3, 8, 0][:batch], "int32"), np.array([11, 4, 5][:batch], "int32")
+    # A query that sees no key has another out in jax.nn: none of these is one, as all windows reach the first keys.
+    lengths = {"query_seq_lengths": queries if which[0] else None, "key_value_seq_lengths": keys if which[1] else None}
+    used = queries if which[0] else np.full(batch, 8)
+    cut = jnp.minimum(used, 5)  # of these rows all see a key
+    rows = (jnp.arange(8) < cut[:, None])[..., None][4 - rank :]
+    options = {"is_causal": is_causal, "local_window_size": window, **lengths}
+
+    def value(function: Any, *leaves: Any) -> Any:
+        out, lse = function(*leaves, return_residual=True, **options)
+        return (jnp.where(rows[..., None], out, 0.0) ** 2).sum(), (out, lse)
+
+    found = []
+    for function in (dot_product_attention, jax.nn.dot_product_attention):
+        gradient = jax.value_and_grad(functools.partial(value, function), (0, 1, 2), has_aux=True)
+        (_, (out, lse)), slopes = jax.jit(gradient)(*leaves)
+        found.append((jnp.where(rows[..., None], out, 0.0), jnp.where(rows, lse, 0.0), slopes))
+    close(*found)
+    out, lse = dot_product_attention(*leaves, return_residual=True, **options)
+    unused = np.broadcast_to((np.arange(8) >= used[:, None])[..., None], (batch, 8, 4)).reshape(lse.shape)
+    assert not np.asarray(out)[unused].any()
+    assert (np.asarray(lse)[unused] == -np.inf).all()
+
+
+def test_lengths_of_dot_product_attention_are_judged_by_their_names() -> None:
+    arrays = [jnp.zeros((2, 4, 2, 8))] * 3
+    for name, wrong in (("query_seq_lengths", jnp.ones(3, "int32")), ("key_value_seq_lengths", jnp.ones(2))):
+        with pytest.raises(ProblemError, match=rf"{name} is .* give int32 of shape \(2,\)"):
+            dot_product_attention(*arrays, **{name: wrong})
+
+
+def pages(**more: Any) -> dict[str, Any]:
+    """Arguments of the paged function; NaN lies where nothing is to be read, and what is behind num_seqs is junk."""
+    generator = np.random.default_rng(3)
+    kv_lens, table = np.array([5, 9, 1, -7, 2**30], "int32"), generator.permutation(10).reshape(5, 2).astype("int32")
+    kv = generator.standard_normal((10, 5, 4, 8)).astype("float32")
+    for sequence, length in enumerate(kv_lens[:3]):
+        kv[table[sequence, 0], length:] = kv[table[sequence, 1], max(length - 5, 0) :] = np.nan
+    kv[table[3:]] = np.nan
+    table[3:] = 2**30
+    given = {"q": generator.standard_normal((12, 4, 8)).astype("float32"), "kv_pages": kv, "kv_lens": kv_lens,
+             "page_indices": table, "cu_q_lens": np.array([0, 2, 7, 8, 3, 99], "int32"),
+             "num_seqs": np.array([3], "int32")}  # fmt: skip
+    return {name: jnp.asarray(x) for name, x in given.items()} | more
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sm_scale": 0.4}, {"sliding_window": 3, "soft_cap": 2.0}, {"k_scale": 0.5, "v_scale": 2.0, "mask_value": -1e9}],
+    ids=str,
+)
+def test_the_paged_function_of_tpus_here(options: dict[str, Any]) -> None:
+    kernel = pytest.importorskip("jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel")
+    arrays = pages()
+    names = tuple(arrays)
+    call = functools.partial(ragged_paged_attention, **options)
+    program = jax.jit(lambda *x: call(**dict(zip(names, x, strict=True))))
+    cleared = arrays | {"kv_pages": jnp.nan_to_num(arrays["kv_pages"])}
+    for count in (3, 2, 0):
+        out = program(*(arrays | {"num_seqs": jnp.array([count], "int32")}).values())
+        end = int(arrays["cu_q_lens"][count])
+        assert not np.asarray(out[end:]).any()
+        if count:
+            plain = cleared | {"num_seqs": jnp.array([count], "int32")}
+            close(out[:end], kernel.ref_ragged_paged_attention(*plain.values(), **options))
+
+
+def test_the_paged_function_reads_the_pages_where_they_lie() -> None:
+    arrays = pages()
+    text = jax.jit(ragged_paged_attention).lower(**arrays).compile().as_text()
+    assert "cuflash_forward" in text
+    assert "f32[10,5,2,8]" not in text, "K and V are no arrays of their own"
+
+
+def test_the_paged_function_has_the_signature_of_tpus_and_judges_its_arguments() -> None:
+    kernel = pytest.importorskip("jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel")
+    ours, theirs = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(f).parameters.values()]
+        for f in (ragged_paged_attention, kernel.ragged_paged_attention)
+    )
+    assert ours == theirs
+    for more, words in (
+        ({"kv_lens": jnp.ones(4, "int32")}, r"kv_lens is int32 of shape \(4,\); give int32 of shape \(5,\)"),
+        ({"num_seqs": jnp.ones(())}, r"num_seqs is float32 of shape \(\); give int32 of shape \(1,\)"),
+        ({"page_indices": jnp.ones(5, "int32")}, r"page_indices has shape \(5,\); give \(max_num_seqs, pages_per_seq"),
+        ({"kv_pages": jnp.ones((10, 5, 3, 8))}, r"kv_pages \(10, 5, 3, 8\); give .*2 \* num_kv_heads"),
+        ({"sliding_window": 0}, "sliding_window=0; give how many keys"),
+        ({"sm_scale": 0.0}, "sm_scale=0.0 is not positive"),
+    ):
+        with pytest.raises(ProblemError, match=words):
+            ragged_paged_attention(**pages(**more))
+    with pytest.raises(UnsupportedError, match=r"mask_value=0\.0: hidden keys are not seen at all"):
+        ragged_paged_attention(**pages(mask_value=0.0))
+
+
+def test_a_program_of_several_lengths_is_exported_with_its_options() -> None:
+    export = pytest.importorskip("jax.export")
+    pytest.importorskip("flatbuffers")
+    given = made(replace(PACKED, dtype="float32"))
+    call, leaves, told = split(given, split_size=128)
+    checks = [export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
+    platforms = sorted({device.platform.replace("gpu", "cuda") for x in leaves for device in x.devices()})
+    exported = export.export(jax.jit(lambda *x: call(*x[:3], **x[3])), platforms=platforms, disabled_checks=checks)
+    program = exported(*leaves, told)
+    again = export.deserialize(program.serialize())
+    check(given, *map(np.asarray, again.call(*leaves, told)))

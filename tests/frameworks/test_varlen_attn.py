@@ -1,0 +1,179 @@
+"""`torch.nn.attention.varlen` on cuflash: packed sequences, pages and used lengths, through the ops that it calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cuflash import UnsupportedError
+
+torch = pytest.importorskip("torch")
+varlen = pytest.importorskip("torch.nn.attention.varlen")
+if not hasattr(torch.nn.attention, "register_flash_attention_impl") or not hasattr(varlen, "varlen_attn_out"):
+    pytest.skip("needs PyTorch 2.13", allow_module_level=True)
+from libraries import torch_of
+from sequences import Made, Sequences, check_gradients, made, upstream
+from tensors import arguments_of, assert_equal, assert_results, assert_sequences, in_numpy
+from tensors import made as dense
+
+from cuflash.frameworks import sdpa
+from cuflash.frameworks.torch import attention
+
+OPS = torch.ops.aten
+PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), dims=(16, 16), bounded=True)
+CAUSAL = replace(PACKED, name="causal", causal=True, softmax_scale=0.3)
+WINDOW = replace(PACKED, name="window", window_size=(3, 1))
+USED = replace(PACKED, name="used", used_k=True, spare_k=(0, 3, 2, 1))
+PAGED = Sequences("paged", (3, 1, 0, 20), (40, 17, 5, 64), "packed", "paged", used_k=True, causal=True, dims=(16, 16))
+
+
+@pytest.fixture(autouse=True, params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """cuflash in the place of PyTorch's ops, which PyTorch has for GPUs alone, on the CPU or on a GPU."""
+    if request.param == "cuda":
+        sdpa.activate()
+        yield "cuda"
+        sdpa.restore()
+    else:
+        monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Kernel(name))
+        override = sdpa.Override("CPU")
+        yield "cpu"
+        override.remove()
+
+
+class Kernel:
+    """PyTorch's own, as far as its being called goes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def call_boxed(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
+        raise NotImplementedError(f"PyTorch's own {self.name}")
+
+
+def called(given: Made, device: str, *, grad: bool = False, out: Any = None, **more: Any) -> tuple[Any, Any, Any]:
+    """out, lse and the leaves of a call of PyTorch's function."""
+    arguments, of = arguments_of(given, device, grad=grad), given.of
+    leaves = tuple(arguments[name] for name in "qkv")
+    lengths = max(of.queries), max(of.keys)
+    keywords = {
+        "scale": of.softmax_scale,
+        "window_size": (-1, 0) if of.causal else of.window_size,
+        "seqused_k": arguments.get("seqused_k"),
+        "block_table": arguments.get("page_table"),
+        "return_aux": varlen.AuxRequest(lse=True),
+        "enable_gqa": True,
+    } | more
+    bounds = arguments["cu_seqlens_q"], arguments.get("cu_seqlens_k")
+    if out is None:
+        return *varlen.varlen_attn(*leaves, *bounds, *lengths, **keywords), leaves
+    return *varlen.varlen_attn_out(out, *leaves, *bounds, *lengths, **keywords), leaves
+
+
+@pytest.mark.parametrize("case", [PACKED, CAUSAL, WINDOW, USED, PAGED], ids=lambda case: case.name)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None:
+    given = made(replace(case, dtype=dtype))
+    trains = case.has_gradients and not case.used_k  # PyTorch has no gradients with used lengths
+    out, lse, leaves = called(given, device, grad=trains)
+    assert_sequences(given, out, lse)
+    if trains:
+        found = torch.autograd.grad((out.float() ** 2).sum(), leaves)
+        arguments = arguments_of(given, device, grad=True)
+        plain = [arguments[name] for name in "qkv"]
+        wanted = torch.autograd.grad((attention(**arguments).float() ** 2).sum(), plain)
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y)
+    assert_sequences(given, *(x.detach() for x in called(given, device, num_splits=2)[:2]))
+
+
+def test_gradients_are_those_of_float64(device: str) -> None:
+    given = made(CAUSAL)
+    arguments = arguments_of(given, device)
+    bounds, lengths = [arguments[f"cu_seqlens_{side}"] for side in "qk"], (17, 17)
+    q, k, v = (arguments[name] for name in "qkv")
+    out, lse, *state, mask = OPS._flash_attention_forward(q, k, v, *bounds, *lengths, 0.0, True, False, scale=0.3)
+    assert ([x.shape for x in state], mask.numel()) == ([(2,), ()], 0)
+    assert all(x.dtype == torch.uint64 for x in state)
+
+    dout = torch_of(upstream(given)[0], device)[0]
+    found = OPS._flash_attention_backward(dout, q, k, v, out, lse, *bounds, *lengths, 0.0, True, *state, scale=0.3)
+    check_gradients(given, [in_numpy(x) for x in found], dlse=False)
+
+
+def test_an_out_that_is_given_keeps_rows_of_no_sequence(device: str) -> None:
+    given = made(CAUSAL)
+    target = torch.full_like(arguments_of(given, device)["q"].detach(), 7.0)
+    out, lse, _ = called(given, device, out=target)
+    assert out.data_ptr() == target.data_ptr()
+    unused = torch.from_numpy(given.unused("q")[0]).to(device)
+    assert (out[unused] == 7.0).all()
+    assert_sequences(given, out.masked_fill(unused[:, None, None], 0.0), lse)
+
+
+def test_bounds_beside_a_table_tell_lengths(device: str) -> None:
+    given = made(PAGED)
+    arguments = arguments_of(given, device)
+    bounds = torch.nn.functional.pad(arguments["seqused_k"].cumsum(0, dtype=torch.int32), (1, 0))
+    q, k, v = (arguments[name] for name in "qkv")
+    out, lse, *_ = OPS._flash_attention_forward(
+        q, k, v, arguments["cu_seqlens_q"], bounds, 20, 64, 0.0, True, False, block_table=arguments["page_table"]
+    )
+    assert_sequences(given, out, lse)
+
+
+def test_dense_calls_of_the_same_op(device: str) -> None:
+    q, k, v = dense(device, torch.float16, dim=16, grad=False)
+    out, lse, *_ = OPS._flash_attention_forward(
+        q, k, v, None, None, 9, 12, 0.0, False, False, window_size_left=3, window_size_right=1
+    )
+    assert_results((q, k, v), out, lse, window_size=(3, 1))
+
+
+def test_results_have_the_strides_of_their_operands(device: str) -> None:
+    """As PyTorch's fake kernels promise to torch.compile."""
+    q, k, v = torch.randn(3, 4, 20, 16, device=device).to(torch.float16).transpose(1, 2).unbind()
+    bounds = torch.tensor([0, 8, 20], dtype=torch.int32, device=device)
+    out, lse, *state, _ = OPS._flash_attention_forward(q, k, v, bounds, bounds, 12, 12, 0.0, True, False)
+    assert out.stride() == torch.empty_like(q).stride() != (64, 16, 1)
+    found = OPS._flash_attention_backward(out, q, k, v, out, lse, bounds, bounds, 12, 12, 0.0, True, *state)
+    assert [x.stride() for x in found] == [torch.empty_like(x).stride() for x in (q, k, v)]
+
+
+def test_compiled_whole_with_gradients(device: str) -> None:
+    torch._dynamo.reset()
+    given = made(CAUSAL)
+    arguments = arguments_of(given, device, grad=True)
+    leaves = tuple(arguments[name] for name in "qkv")
+    bounds = arguments["cu_seqlens_q"], arguments["cu_seqlens_k"]
+
+    def call(*leaves: Any) -> Any:
+        return varlen.varlen_attn(*leaves, *bounds, 17, 17, scale=0.3, window_size=(-1, 0), enable_gqa=True) * 2
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    found, wanted = ([f(*leaves), *torch.autograd.grad(f(*leaves).float().sum(), leaves)] for f in (compiled, call))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_what_is_refused_and_what_is_pytorchs_own(device: str) -> None:
+    q, k, v = (x.detach() for x in dense(device, torch.float16, dim=16))
+    places = None, None, 9, 12
+    with pytest.raises(UnsupportedError, match="alibi_slopes: cuflash has no ALiBi"):
+        OPS._flash_attention_forward(q, k, v, *places, 0.0, False, False, alibi_slopes=torch.ones(4, device=device))
+    with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1.*give 0\.0 and False"):
+        OPS._flash_attention_forward_no_dropout_inplace(torch.empty_like(q), q, k, v, *places, 0.1, False, False)
+    quantized = OPS._flash_attention_forward.quantized
+    with pytest.raises(UnsupportedError, match="k_descale: cuflash has no float8"):
+        quantized(q, k, v, *places, 0.0, False, False, None, torch.ones(2, 2, device=device), None)
+    plain = OPS._flash_attention_forward(q, k, v, *places, 0.0, False, False)
+    assert_equal(quantized(q, k, v, *places, 0.0, False, False, None, None, None)[:2], plain[:2])
+    if device == "cpu":
+        with pytest.raises(NotImplementedError, match=r"own aten::_flash_attention_forward$"):
+            OPS._flash_attention_forward(q, k, v, *places, 0.1, False, False)
+        out, lse, *state, _ = plain
+        with pytest.raises(NotImplementedError, match=r"own aten::_flash_attention_backward$"):
+            OPS._flash_attention_backward(out, q, k, v, out, lse, *places, 0.1, False, *state)

@@ -1,0 +1,26 @@
+"""What `.ci/gpu sanitize` runs, as a stand-in for a GPU plans it: the kernels themselves need one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+from variants import variants
+from workers import ROOT
+
+from cuflash.planning import device
+from cuflash.planning.device import KNOWN
+
+if not (ROOT / ".ci").is_dir():
+    pytest.skip("needs a checkout", allow_module_level=True)
+pytest.importorskip("cupy")
+
+
+def test_the_sanitizer_reaches_every_tile_and_every_kernel_for_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "query", lambda ordinal: KNOWN["sm_90"])
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    sanitize = import_module("sanitize")
+    wanted = sanitize.variants()
+    assert not sanitize.unreached(wanted)
+    assert {x for x in variants("sm_90") if x.lengths} == {x for x in wanted if x.lengths}
+    assert sanitize.unreached([x for x in wanted if not x.lengths])
