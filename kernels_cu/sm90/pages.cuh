@@ -5,7 +5,7 @@
 
 // The keys of a tile whose pages are not there, which nobody sees.
 struct AbsentKeys {
-  const TiledForwardParams& params;
+  const KernelParams& params;
   const Addresses& smem;
   unsigned slot;  // of the ring
 
@@ -44,8 +44,7 @@ struct AbsentKeys {
 // One warp loads key tile n of k or v, whose keys lie in pages, into a slot of the ring. Each lane copies one box, of
 // keys of one page.
 template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const TiledForwardParams& params, const Addresses& smem,
-                                                const TensorMap& map, int n, const QueryWork& work, unsigned barrier,
+__device__ __forceinline__ void load_from_pages(const KernelParams& params, const Addresses& smem, const TensorMap& map, int n, const QueryWork& work, unsigned barrier,
                                                 const RingPosition& ring, bool leads) {
   const ProblemParams& problem = params.problem;
   const Pages pages{problem.page_table + work.number * problem.page_table_stride, problem.rows_k, problem.batch_k};
@@ -98,7 +97,7 @@ __device__ __forceinline__ void clear_hidden_before(const QueryWork& work, int n
 #else
 // Sequences that are all alike have no pages, and begin with the first key that is seen.
 template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const TiledForwardParams&, const Addresses&, const TensorMap&, int,
+__device__ __forceinline__ void load_from_pages(const KernelParams&, const Addresses&, const TensorMap&, int,
                                                 const QueryWork&, unsigned, const RingPosition&, bool) {}
 __device__ constexpr bool has_hidden_before(const QueryWork&, int) { return false; }
 template <int kPanels>
