@@ -16,6 +16,7 @@ TILE_SLOTS = 16  # descriptions of tiles in shared memory
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 FLOAT_BYTES = 4
+SMEM_PER_BLOCK = 227 * 1024  # what a block may have
 GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
 
 
@@ -62,14 +63,14 @@ class WarpgroupTile:
         found = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
         return found | ({"DECODES": 1} if self.decodes else {})
 
-    def for_decoding(self, smem_per_block: int, itemsize: int) -> WarpgroupTile:
+    def for_decoding(self) -> WarpgroupTile:
         """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block."""
-        columns = self.q_columns if self.q_columns == self.head_dim else 0
+        columns = self.head_dim if self.head_dim <= 192 else 0  # why not more: out needs the registers
         tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=columns, out_panels=0, ping_pong=False,
-                       lengths=True, decodes=True)  # fmt: skip
+                       max_keys=None, lengths=True, decodes=True)  # fmt: skip
         most = 2 * (TILE_SLOTS - 3)  # why: a description of work for each two slots of the ring
         fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
-        return next(each for each in fitting if each.smem_bytes(itemsize) <= smem_per_block)
+        return next(each for each in fitting if each.smem_bytes(2) <= SMEM_PER_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

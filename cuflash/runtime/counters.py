@@ -24,7 +24,7 @@ _of_stream: dict[tuple[int, int, int], int] = {}
 
 def counter(ordinal: int, stream: int, words: int = 1) -> int:
     """Address of the counter for a launch on this stream of the GPU `ordinal`, the current device; or of so many."""
-    words = 1 << (words - 1).bit_length()
+    words = _rounded(words)
     if _asked("cuStreamIsCapturing", stream, ctypes.c_int()):
         return _fresh(ordinal, words)
     key = ordinal, words, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
@@ -44,10 +44,16 @@ def _asked(name: str, stream: int, answer: Any) -> int:
 
 def reserve(ordinal: int, words: int = 1) -> None:
     """Makes sure that the next counter needs no allocation. The GPU must be the current device."""
+    words = _rounded(words)
     with _lock:
         free = _free.setdefault((ordinal, words), [])
         if not free:
             free += _page(words)
+
+
+def _rounded(words: int) -> int:
+    """The power of two that is not below: calls of nearly the same size then share counters."""
+    return 1 << (words - 1).bit_length()
 
 
 def _fresh(ordinal: int, words: int) -> int:
