@@ -40,11 +40,10 @@ struct AbsentKeys {
   }
 };
 
-#if CUFLASH_LENGTHS
 // One warp loads key tile n of k or v, whose keys lie in pages, into a slot of the ring. Each lane copies one box, of
 // keys of one page.
 template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const KernelParams& params, const Addresses& smem, const TensorMap& map, int n, const QueryWork& work, unsigned barrier,
+__device__ __forceinline__ void load_from_pages(const KernelParams& params, const Addresses& smem, const TensorMap& map, int n, const RaggedQueryWork& work, unsigned barrier,
                                                 const RingPosition& ring, bool leads) {
   const ProblemParams& problem = params.problem;
   const Pages pages{problem.page_table + work.number * problem.page_table_stride, problem.rows_k, problem.batch_k};
@@ -79,13 +78,13 @@ __device__ __forceinline__ void load_from_pages(const KernelParams& params, cons
 }
 
 // Whether key tile n has keys before the first that is seen. TMA does not make zeros of them.
-__device__ __forceinline__ bool has_hidden_before(const QueryWork& work, int n) {
+__device__ __forceinline__ bool has_hidden_before(const RaggedQueryWork& work, int n) {
   return n * kBlockK < work.seen_begin;
 }
 
 // One warp makes zeros of those keys in a tile of v, so that nothing is seen of what they hold.
 template <int kPanels>
-__device__ __forceinline__ void clear_hidden_before(const QueryWork& work, int n, unsigned tile) {
+__device__ __forceinline__ void clear_hidden_before(const RaggedQueryWork& work, int n, unsigned tile) {
   const int chunks = smaller(work.seen_begin - n * kBlockK, kBlockK) * 8;  // of 16 bytes, in a panel
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
@@ -94,12 +93,11 @@ __device__ __forceinline__ void clear_hidden_before(const QueryWork& work, int n
   fence_proxy_async();
   __syncwarp();
 }
-#else
+
 // Sequences that are all alike have no pages, and begin with the first key that is seen.
 template <int kPanels>
 __device__ __forceinline__ void load_from_pages(const KernelParams&, const Addresses&, const TensorMap&, int,
-                                                const QueryWork&, unsigned, const RingPosition&, bool) {}
-__device__ constexpr bool has_hidden_before(const QueryWork&, int) { return false; }
+                                                const DenseQueryWork&, unsigned, const RingPosition&, bool) {}
+__device__ constexpr bool has_hidden_before(const DenseQueryWork&, int) { return false; }
 template <int kPanels>
-__device__ __forceinline__ void clear_hidden_before(const QueryWork&, int, unsigned) {}
-#endif
+__device__ __forceinline__ void clear_hidden_before(const DenseQueryWork&, int, unsigned) {}

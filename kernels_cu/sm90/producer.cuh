@@ -117,7 +117,8 @@ struct Dealer : Role {
 };
 
 // One warp begins to load a warpgroup's rows of q, which are counted at the barrier.
-__device__ __forceinline__ void load_queries(const TiledForwardParams& params, const QueryWork& work, int group,
+template <class AnyWork>
+__device__ __forceinline__ void load_queries(const TiledForwardParams& params, const AnyWork& work, int group,
                                              unsigned target, unsigned barrier, bool leads) {
   if (!leads) return;
   const auto rows = work.sequence(params.problem).queries_from(work.row_begin + kGroupRows * group);
@@ -125,7 +126,6 @@ __device__ __forceinline__ void load_queries(const TiledForwardParams& params, c
   load_panels<kPanelsQk>(params.q_map, target, kPanelBytesQ, barrier, rows, work.head);
 }
 
-#if CUFLASH_DECODES
 // The same for rows of several heads, which lie anywhere.
 __device__ __forceinline__ void load_queries(const DecodeParams& params, const DecodeWork& work, int group,
                                              unsigned target, unsigned barrier, bool leads) {
@@ -147,7 +147,6 @@ __device__ __forceinline__ void load_queries(const DecodeParams& params, const D
   __syncwarp();
   if (leads) mbarrier_arrive(barrier);
 }
-#endif
 
 // Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18).
 constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
