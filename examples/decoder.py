@@ -92,7 +92,7 @@ def generate(model: Decoder, tokens: Any, count: int, stream: Any) -> Any:
         log_probs[...] = xp.where(here, model.log_probs(logits, newest)[:, None], log_probs)
         used[...] = lengths
 
-    extend(xp.concatenate([tokens[b, :n] for b, n in enumerate(PROMPTS)]), xp.asarray(np.cumsum([0, *PROMPTS]), "int32"))
+    extend(xp.concatenate([tokens[b, :n] for b, n in enumerate(PROMPTS)]), xp.asarray(np.cumsum([0, *PROMPTS]), "i4"))
     step = functools.partial(extend, newest, xp.arange(batch + 1, dtype="int32"))
     step()  # compiles what no capture can
     if stream is not None:
