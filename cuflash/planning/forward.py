@@ -84,7 +84,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
     if problem.lengths is not None:
         if op == "forward" and problem.seqlen_q * (problem.heads_q // problem.heads_kv) <= DECODED_ROWS:
             return _decode_plan(problem, device, tile.for_decoding())
-        return _ragged_plan(problem, device, replace(tile, lengths=True))
+        return _ragged_plan(problem, device, tile.for_lengths())
     arch = compile_arch("sm90", device)
     variant = variant_of(op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped)
     heads = problem.heads_q * problem.batch

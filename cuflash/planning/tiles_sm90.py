@@ -63,6 +63,12 @@ class WarpgroupTile:
         found = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
         return found | ({"DECODES": 1} if self.decodes else {})
 
+    def for_lengths(self) -> WarpgroupTile:
+        """The tile for sequences of several lengths, which goes over the same key tiles."""
+        # why fewer columns: the warp that deals out work takes some registers from the others.
+        columns = min(self.q_columns, 32) if self.head_dim > 192 else self.q_columns
+        return replace(self, q_columns=columns, lengths=True)
+
     def for_decoding(self) -> WarpgroupTile:
         """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block."""
         columns = self.head_dim if self.head_dim <= 192 else 0  # why not more: out needs the registers

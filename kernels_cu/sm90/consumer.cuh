@@ -23,6 +23,7 @@ struct GroupKeys {
   TileRange tiles;  // those that the group computes
   bool skips_first = false, skips_last = false;
   TileRange clear;  // those that need no mask
+  int last_common;  // the tile of the last key that all rows see, if there is one
 
   // may_skip_first: false after a query block whose last key tile was skipped.
   __device__ __forceinline__ GroupKeys(const ProblemParams& problem, const QueryWork& work, int group,
@@ -43,7 +44,8 @@ struct GroupKeys {
   // why apart from the constructor: L31.
   __device__ __forceinline__ void find_clear(const ProblemParams& problem, const QueryWork& work, int group) {
     const Range rows = group_rows(problem, work, group);
-    clear = TileRange::inside(work.sequence(problem).mask().full_range(rows.begin, rows.end), kBlockK);
+    const Range common = work.sequence(problem).mask().full_range(rows.begin, rows.end);
+    clear = TileRange::inside(common, kBlockK), last_common = (common.end - 1) / kBlockK;
   }
 
  private:
