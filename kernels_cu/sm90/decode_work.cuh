@@ -20,11 +20,9 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
 
 // Deals out work. One warp asks. The splits of a query block follow each other, then come the other kv heads.
 struct DecodeQueue : WorkCounter {
-  int split_tiles = 0;  // key tiles of a split
-  int num_work = 0;
-
   __device__ void begin(const DecodeParams& params) {
     const ProblemParams& problem = params.problem;
+    known = part_of(problem, 0, 0);
     split_tiles = params.split_tiles;
     if (split_tiles == 0) {
       float tiles = 0.0f;  // of all query blocks. why a float: sequences that share keys may have more than 2^31
@@ -87,6 +85,10 @@ struct DecodeQueue : WorkCounter {
     }
   };
 
+  int split_tiles = 0;  // key tiles of a split
+  int num_work = 0;
+  Part known;  // of the first 32 parts, this lane's
+
   __device__ static int heads_kv(const ProblemParams& problem) { return problem.heads_q / problem.heads_per_kv; }
   __device__ static int blocks_of(const ProblemParams& problem, int rows) {
     return (rows * problem.heads_per_kv + kBlockQ - 1) / kBlockQ;
@@ -106,38 +108,46 @@ struct DecodeQueue : WorkCounter {
     return each <= kLong ? larger(each, kLeast) : larger((each + 3) / 4, kLong);
   }
 
-  // Calls visit(part, number of its sequence) in each lane for 32 parts at a time, until it returns true. why the
-  // largest bound so far: parts then do not overlap, whatever cu_seqlens say.
-  template <class Visit>
-  __device__ static void for_each_group(const ProblemParams& problem, Visit visit) {
+  // Parts of the axis of queries, and the sequence that a part is.
+  __device__ static bool is_packed(const ProblemParams& problem) { return problem.cu_seqlens_q != nullptr; }
+  __device__ static int num_parts(const ProblemParams& problem) { return problem.batch + (is_packed(problem) ? 2 : 0); }
+  __device__ static int sequence_of(const ProblemParams& problem, int part) { return part - is_packed(problem); }
+
+  // Each lane's part, from `group` on; the parts before end with row so_far. why the largest bound so far: parts then do
+  // not overlap, whatever cu_seqlens say.
+  __device__ static Part part_of(const ProblemParams& problem, int group, int so_far) {
     const Axis axis = axis_of_queries(problem);
-    const bool is_packed = axis.cu_seqlens != nullptr;
-    const int lane = threadIdx.x % 32, parts = axis.batch + (is_packed ? 2 : 0);
-    int so_far = 0;
-#pragma unroll 1
-    for (int group = 0; group < parts; group += 32) {
-      const int number = group + lane - (is_packed ? 1 : 0);
-      Part part = {{0, axis.rows}, 0, {0, 1}};
-      if (is_packed) {
-        int end = group + lane < parts ? axis.bound(group + lane + 1) : 0;
+    const int lane = threadIdx.x % 32;
+    const bool exists = group + lane < num_parts(problem);
+    Part part = {{0, axis.rows}, 0, {0, 1}};
+    if (is_packed(problem)) {
+      int end = exists ? axis.bound(group + lane + 1) : 0;
 #pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          const int other = __shfl_up_sync(0xffffffffu, end, step);
-          end = lane >= step ? larger(end, other) : end;
-        }
-        end = larger(end, so_far);
-        const int before = __shfl_up_sync(0xffffffffu, end, 1);
-        part.rows = {lane == 0 ? so_far : before, end};
-        so_far = __shfl_sync(0xffffffffu, end, 31);
+      for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(0xffffffffu, end, step);
+        end = lane >= step ? larger(end, other) : end;
       }
-      if (group + lane < parts) {
-        part.blocks = blocks_of(problem, part.rows.end - part.rows.begin);
-        if (part.blocks > 0) {
-          part.tiles = TileRange::touched(RaggedSequence(problem, number).seen_keys(), kBlockK);
-          part.tiles.end = larger(part.tiles.end, part.tiles.begin + 1);
-        }
-      }
-      if (visit(part, number)) return;
+      end = larger(end, so_far);
+      const int before = __shfl_up_sync(0xffffffffu, end, 1);
+      part.rows = {lane == 0 ? so_far : before, end};
+    }
+    if (exists) part.blocks = blocks_of(problem, part.rows.end - part.rows.begin);
+    if (part.blocks > 0) {
+      const RaggedSequence sequence(problem, sequence_of(problem, group + lane));
+      part.tiles = TileRange::touched(sequence.seen_keys(), kBlockK);
+      part.tiles.end = larger(part.tiles.end, part.tiles.begin + 1);
+    }
+    return part;
+  }
+
+  // Calls visit(part, number of its sequence) in each lane for 32 parts at a time, until it returns true.
+  template <class Visit>
+  __device__ void for_each_group(const ProblemParams& problem, Visit visit) const {
+    Part part = known;
+#pragma unroll 1
+    for (int group = 0; group < num_parts(problem); group += 32) {
+      if (group > 0) part = part_of(problem, group, __shfl_sync(0xffffffffu, part.rows.end, 31));
+      if (visit(part, sequence_of(problem, group + threadIdx.x % 32))) return;
     }
   }
 
@@ -153,8 +163,7 @@ struct DecodeQueue : WorkCounter {
     work.row_begin = block * kBlockQ;
     work.split = split, work.num_splits = splits, work.first_piece = int(index) - split;
     // why so: a sequence has at most one block more than its rows fill, so that no two have the same number.
-    const bool is_packed = problem.cu_seqlens_q != nullptr;
-    const int before = is_packed ? rows.begin * problem.heads_per_kv / kBlockQ + number + 1 : number * blocks;
+    const int before = is_packed(problem) ? rows.begin * problem.heads_per_kv / kBlockQ + number + 1 : number * blocks;
     work.block = (before + block) * heads_kv(problem) + head;
     const Range queries = work.queries(problem, 0, kBlockQ);
     const Range seen = work.sequence(problem).mask().key_range(queries.begin, smaller(queries.end, work.seqlen_q));
