@@ -50,10 +50,10 @@ __device__ __forceinline__ void load_from_pages(const KernelParams& params, cons
   const int lane = threadIdx.x % 32, rows = params.page_box, key = n * kBlockK + lane * rows;
   auto page_of = [&](int key) { return key < work.seen_end ? pages.table[key / pages.size] : pages.count; };
   const bool copies = lane * rows < kBlockK;
-  // A page that is not there, or not needed, gives zeros, because the map has no such number.
-  int page = copies ? page_of(key) : 0;
-  const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !pages.is_there(page));
-  if (!pages.is_there(page)) page = pages.count;
+  // A page that is not there, or not needed, gives zeros.
+  const int page = copies ? page_of(key) : 0;
+  const bool is_there = pages.is_there(page);
+  const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !is_there);
   mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
   uint4 present = {~0u, ~0u, ~0u, ~0u};
   if (lacks_some) {
@@ -72,7 +72,8 @@ __device__ __forceinline__ void load_from_pages(const KernelParams& params, cons
   __syncwarp();
   if (!copies) return;
   const int first = key / pages.size * pages.size;  // key of the page
-  const auto from = RaggedMapRows::of(pages.size, key - first, clamped(work.seen_end - first, pages.size), page);
+  const int end = is_there ? clamped(work.seen_end - first, pages.size) : 0;
+  const RaggedMapRows from{pages.size, key - first, end, page};
   const unsigned target = smem.kv + ring.slot * kBytesSlot + lane * rows * 128;
   load_panels<kPanels>(map, target, kPanelBytesK, barrier, from, work.kv_head);
 }

@@ -14,7 +14,7 @@ __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, 
 }
 __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, unsigned barrier, int column,
                                          const RaggedMapRows& rows, int head) {
-  tma_load_5d(target, &map, barrier, column, rows.row, head, rows.end, rows.batch);
+  tma_load_5d(target, &map, barrier, column, rows.first(), head, rows.last(), rows.outer());
 }
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const MapRows& rows,
                                           int head) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source,
 }
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const RaggedMapRows& rows,
                                           int head) {
-  tma_store_5d(&map, source, column, rows.row, head, rows.end, rows.batch);
+  tma_store_5d(&map, source, column, rows.first(), head, rows.last(), rows.outer());
 }
 
 // Begins to load the panels of a tile, from these rows on. One thread calls. A panel comes by kBoxes copies of kBoxRows

@@ -29,14 +29,14 @@ struct alignas(16) RaggedQueryWork {
     }
 
     __device__ RaggedMapRows queries_from(int query) const {
-      return RaggedMapRows::of(problem.rows_q, work.q_begin + query, work.q_begin + work.seqlen_q, work.q_batch);
+      return {problem.rows_q, work.q_begin + query, work.q_begin + work.seqlen_q, work.q_batch};
     }
     __device__ RaggedMapRows out_from(int query) const {
       const int end = problem.clears_unused ? work.num_rows : work.seqlen_q;
-      return RaggedMapRows::of(problem.rows_q, work.q_begin + query, work.q_begin + end, work.q_batch);
+      return {problem.rows_q, work.q_begin + query, work.q_begin + end, work.q_batch};
     }
     __device__ RaggedMapRows seen_keys_from(int key) const {
-      return RaggedMapRows::of(problem.rows_k, work.k_begin + key, work.k_begin + work.seen_end, work.k_batch);
+      return {problem.rows_k, work.k_begin + key, work.k_begin + work.seen_end, work.k_batch};
     }
   };
 
