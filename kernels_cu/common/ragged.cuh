@@ -68,12 +68,7 @@ struct RaggedMapRows {
 
   __device__ constexpr RaggedMapRows from(int n) const { return {rows, row + n, end, batch}; }
 
-  // The coordinates in the map. A box that has no row lies past the end of the second axis at the operand's first row,
-  // because one that begins in memory that nobody has is an error even so (L49).
-  __device__ constexpr bool is_empty() const { return row >= end; }
-  __device__ constexpr int first() const { return is_empty() ? rows : rows + row - end; }
-  __device__ constexpr int last() const { return is_empty() ? 0 : end; }
-  __device__ constexpr int outer() const { return is_empty() ? 0 : batch; }
+  __device__ constexpr int first() const { return rows + row - end; }
 };
 
 // The pages of a sequence. Key j lies in row j % size of page table[j / size]; keys of a page that is not there are not

@@ -40,10 +40,11 @@ struct AbsentKeys {
   }
 };
 
-// One warp loads key tile n of k or v, whose keys lie in pages, into a slot of the ring. Each lane copies one box, of
-// keys of one page.
+// One warp loads key tile n of k or v, of so many columns, whose keys lie in pages, into a slot of the ring. Each lane
+// copies one box, of keys of one page.
 template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const KernelParams& params, const Addresses& smem, const TensorMap& map, int n, const RaggedQueryWork& work, unsigned barrier,
+__device__ __forceinline__ void load_from_pages(const KernelParams& params, const Addresses& smem, const TensorMap& map,
+                                                int columns, int n, const RaggedQueryWork& work, unsigned barrier,
                                                 const RingPosition& ring, bool leads) {
   const ProblemParams& problem = params.problem;
   const Pages pages{problem.page_table + work.number * problem.page_table_stride, problem.rows_k, problem.batch_k};
@@ -75,7 +76,7 @@ __device__ __forceinline__ void load_from_pages(const KernelParams& params, cons
   const int end = is_there ? clamped(work.seen_end - first, pages.size) : 0;
   const RaggedMapRows from{pages.size, key - first, end, page};
   const unsigned target = smem.kv + ring.slot * kBytesSlot + lane * rows * 128;
-  load_panels<kPanels>(map, target, kPanelBytesK, barrier, from, work.kv_head);
+  load_panels<kPanels>(map, target, kPanelBytesK, barrier, boxed(from, rows, columns), work.kv_head);
 }
 
 // Whether key tile n has keys before the first that is seen. TMA does not make zeros of them.
@@ -97,7 +98,7 @@ __device__ __forceinline__ void clear_hidden_before(const RaggedQueryWork& work,
 
 // Sequences that are all alike have no pages, and begin with the first key that is seen.
 template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const KernelParams&, const Addresses&, const TensorMap&, int,
+__device__ __forceinline__ void load_from_pages(const KernelParams&, const Addresses&, const TensorMap&, int, int,
                                                 const DenseQueryWork&, unsigned, const RingPosition&, bool) {}
 __device__ constexpr bool has_hidden_before(const DenseQueryWork&, int) { return false; }
 template <int kPanels>

@@ -16,25 +16,26 @@ struct KeyProducer : Role {
   RingPosition ring;
   unsigned edge_parity = 0;
 
-  // Loads key tile n of k or v into the ring. The copies are counted at `barrier`.
+  // Loads key tile n of k or v, of so many columns, into the ring. The copies are counted at `barrier`.
   template <int kPanels>
-  __device__ __forceinline__ void load(const TensorMap& map, int n, const QueryWork& work, unsigned barrier) {
+  __device__ __forceinline__ void load(const TensorMap& map, int columns, int n, const QueryWork& work,
+                                       unsigned barrier) {
     const unsigned target = smem.kv + ring.slot * kBytesSlot;
     if (kLengths && params.problem.page_table != nullptr) {
-      load_from_pages<kPanels>(params, smem, map, n, work, barrier, ring, leads);
+      load_from_pages<kPanels>(params, smem, map, columns, n, work, barrier, ring, leads);
     } else {
       const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
       mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
       if (leads) {
         mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
-        load_panels<kPanels>(map, target, kPanelBytesK, barrier, rows, work.kv_head);
+        load_panels<kPanels>(map, target, kPanelBytesK, barrier, boxed(rows, kBlockK, columns), work.kv_head);
       }
     }
     __syncwarp();
   }
 
   __device__ __forceinline__ void load_k(const QueryWork& work, int n) {
-    load<kPanelsQk>(params.k_map, n, work, smem.kv_full + 8 * ring.slot);
+    load<kPanelsQk>(params.k_map, params.problem.head_dim, n, work, smem.kv_full + 8 * ring.slot);
     ring.advance();
   }
 
@@ -47,13 +48,13 @@ struct KeyProducer : Role {
     if constexpr (kPanelsV > 0) {
       const unsigned full = smem.kv_full + 8 * ring.slot;
       if (has_hidden_before(work, n)) {
-        load<kPanelsV>(params.v_map, n, work, smem.edge_full);
+        load<kPanelsV>(params.v_map, params.problem.head_dim_v, n, work, smem.edge_full);
         mbarrier_wait(smem.edge_full, edge_parity);
         edge_parity ^= 1;
         clear_hidden_before<kPanelsV>(work, n, smem.kv + ring.slot * kBytesSlot);
         if (leads) mbarrier_arrive(full);
       } else {
-        load<kPanelsV>(params.v_map, n, work, full);
+        load<kPanelsV>(params.v_map, params.problem.head_dim_v, n, work, full);
       }
       ring.advance();
     }
@@ -123,7 +124,8 @@ __device__ __forceinline__ void load_queries(const TiledForwardParams& params, c
   if (!leads) return;
   const auto rows = work.sequence(params.problem).queries_from(work.row_begin + kGroupRows * group);
   mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
-  load_panels<kPanelsQk>(params.q_map, target, kPanelBytesQ, barrier, rows, work.head);
+  load_panels<kPanelsQk>(params.q_map, target, kPanelBytesQ, barrier,
+                         boxed(rows, kGroupRows, params.problem.head_dim), work.head);
 }
 
 // The same for rows of several heads, which lie anywhere.
