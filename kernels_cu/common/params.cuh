@@ -68,7 +68,7 @@ struct DecodeParams {
   int page_box;
   int max_slots;     // splits that there is room for
   int partial_rows;  // of a query block
-  int split_tiles;   // key tiles of a split; 0: all blocks of threads take as many
+  int split_tiles;   // key tiles of a split; 0: as many as keep the GPU busy
 };
 
 // portable/delta.cu.
