@@ -154,7 +154,7 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
     page_box = math.gcd(own.rows_k, tile.block_k) if problem.has("page_table") else 0
     box = Box(page_box or tile.block_k, 0, own.rows_k, ragged=True)
-    fields = {"page_box": page_box, "max_slots": max_slots, "partial_rows": partial_rows}
+    fields = {"heads_kv": problem.heads_kv, "page_box": page_box, "max_slots": max_slots, "partial_rows": partial_rows}
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     alone = splits == 1
     workspace = {"partial_out": max_slots * partial_rows * problem.head_dim_v, "partial_lse": max_slots * partial_rows}

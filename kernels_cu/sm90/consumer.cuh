@@ -166,6 +166,12 @@ __device__ __forceinline__ void prefetch_out_map(const TiledForwardParams& p) { 
 __device__ __forceinline__ void prefetch_query_map(const DecodeParams&) {}
 __device__ __forceinline__ void prefetch_out_map(const DecodeParams&) {}
 
+// The warps that compute make zeros of all rows of q, of which the work may fill a part.
+__device__ __forceinline__ void clear_queries(const Addresses& smem) {
+  for (unsigned at = threadIdx.x % 128 * 16; at < kBytesQ; at += 128 * 16) st_shared_v4(smem.q + at, {0, 0, 0, 0});
+  fence_proxy_async();
+}
+
 // The body of a kernel whose computing warps run `Computing`.
 template <class Computing>
 __device__ __forceinline__ void run_roles(const KernelParams& params) {
@@ -179,6 +185,7 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   if (threadIdx.x == 32) smem.init_barriers();
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
   if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
+  if (kDecodes && warp >= 4) clear_queries(smem);
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
