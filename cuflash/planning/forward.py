@@ -145,7 +145,7 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
     group = problem.heads_q // problem.heads_kv
     rows = own._replace(rows_q=own.rows_q * group)  # of a kv head
     num_blocks = rows.num_slots("q", problem.batch, tile.block_q) * problem.heads_kv
-    tiles = blocks_of(problem.seqlen_k, tile.block_k)
+    tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
     # why one more: splits are counted from the first key, which need not be seen.
     max_slots = SPLITS_OF_A_BLOCK * device.num_sms + num_blocks if splits == 0 else (splits + 1) * num_blocks
     num_work = min(num_blocks * tiles, max_slots)

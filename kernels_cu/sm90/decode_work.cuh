@@ -34,7 +34,7 @@ struct DecodeQueue : WorkCounter {
         read(params, next, last_of_warp(part.rows_end()));
         blocks += part.blocks, tiles += part.blocks * part.tiles.count();
       }
-      most_tiles = tiles_of_split(__reduce_add_sync(0xffffffffu, blocks), __reduce_add_sync(0xffffffffu, tiles));
+      choose_splits(__reduce_add_sync(0xffffffffu, blocks), __reduce_add_sync(0xffffffffu, tiles));
       if (num_groups > 1) read(params, 0, 0);
     }
     cut(params, 0);
@@ -81,13 +81,21 @@ struct DecodeQueue : WorkCounter {
   __device__ static int last_of_warp(int x) { return __shfl_sync(0xffffffffu, x, 31); }
   __device__ static int ceil_div(int x, int by) { return (x + by - 1) / by; }
 
-  // As many key tiles as give each block of threads one split. Where there are more query blocks than blocks of threads,
-  // shorter ones, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
-  __device__ static int tiles_of_split(int blocks, int tiles) {
+  // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
+  // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
+  __device__ void choose_splits(int blocks, int tiles) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
     const int num_ctas = gridDim.x, each = ceil_div(tiles, num_ctas);
-    if (blocks <= num_ctas) return larger(each, kLeast);
-    return blocks < 3 * num_ctas ? larger((each + 1) / 2, kLeastOfSome) : larger(each / 8, kLeastOfMany);
+    if (blocks > num_ctas) {
+      most_tiles = blocks < 3 * num_ctas ? larger((each + 1) / 2, kLeastOfSome) : larger(each / 8, kLeastOfMany);
+      return;
+    }
+    most_tiles = larger(each, kLeast);
+    const int pieces = part.blocks * ceil_div(part.tiles.count(), most_tiles);
+    // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
+    if (blocks != __reduce_add_sync(0xffffffffu, part.blocks) || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
+      most_tiles = larger(most_tiles, ceil_div(tiles, larger(num_ctas - blocks, 1)));
+    }
   }
 
   // Parts of the axis of queries, and the sequence that this lane's part is.

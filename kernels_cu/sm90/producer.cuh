@@ -67,8 +67,7 @@ struct KeyProducer : Role {
   }
 
   // why work is read back from shared memory: L5.
-  __device__ __forceinline__ void run(const QueryWork& first) {
-    WorkQueue queue;
+  __device__ __forceinline__ void run(WorkQueue& queue, const QueryWork& first) {
     if (!kLengths) describe(0, first);
     unsigned i = 0;
 #pragma unroll 1
@@ -104,17 +103,15 @@ struct KeyProducer : Role {
 // Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others have
 // left, and nobody is to wait while it reads the lengths.
 struct Dealer : Role {
-  __device__ __forceinline__ void run() {
-    WorkQueue queue;
-    queue.begin(params);
+  __device__ __forceinline__ void run(WorkQueue& queue, QueryWork work) {
 #pragma unroll 1
     for (unsigned i = 0;; ++i) {
-      const QueryWork work = queue.work(params);
       if (leads) smem.describe(i, work);
       __syncwarp();
       if (!work.exists()) break;
       mbarrier_wait(smem.wanted(), i & 1);
       queue.advance(params);
+      work = queue.work(params);
     }
   }
 };
