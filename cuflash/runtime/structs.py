@@ -21,7 +21,7 @@ from ..problem.lengths import PADDED_SLOT
 from ..problem.operands import Op
 from ..problem.options import Scores
 from ..problem.problem import Problem
-from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, mover, row_bytes
+from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover
 
 Fields = list[tuple[str, Any]]
 
@@ -254,8 +254,7 @@ class Parameters:
         for number, span, operand in maps:
             spec, box = specs[number], boxes[operand]
             packed[span] = encoded(spec, box)
-            first = -box.end if box.ragged else box.begin
-            placed.append((number, span.start, first and first * row_bytes(spec, box)))
+            placed.append((number, span.start, first_byte(spec, box)))
         self._maps = tuple(placed)
 
     def write(self, block: Block, pointers: tuple[int, ...]) -> None:
