@@ -1,4 +1,4 @@
-"""With one split_size, or one split, a row has the same bits in calls of every kind: dense, packed, cached, in pages."""
+"""With one split_size, or one split, a row has the same bits in dense, packed, cached, paged and decoding calls."""
 
 from __future__ import annotations
 
