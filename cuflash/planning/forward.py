@@ -121,12 +121,12 @@ def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
     num_tiles = num_q_blocks * problem.heads_q
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
     together = heads_together(head_bytes, L2_BYTES * problem.heads_q, problem.heads_q)
-    page_box = math.gcd(own.rows_k, tile.block_k) if problem.has("page_table") else 0
-    box_k = Box(page_box or tile.block_k, 0, own.rows_k, ragged=True)
+    cut = _page_cut(problem, tile)
+    box_k = Box(cut["page_box"] or tile.block_k, 0, own.rows_k, ragged=True)
     boxes = {"q": Box(GROUP_ROWS, 0, own.rows_q, ragged=True), "k": box_k}
     if op == "forward":
         boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, own.rows_q, ragged=True)}
-    fields = {"num_q_blocks": 0, "num_tiles": 0, "heads_together": together, "page_box": page_box}
+    fields = {"num_q_blocks": 0, "num_tiles": 0, "heads_together": together} | cut
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, num_tiles > device.num_sms)
     return make_plan(problem, device, [launch], num_work=num_tiles)
 
@@ -152,9 +152,9 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
     if num_blocks * tiles > MAX_TILES:
         return None
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
-    page_box = math.gcd(own.rows_k, tile.block_k) if problem.has("page_table") else 0
-    box = Box(page_box or tile.block_k, 0, own.rows_k, ragged=True)
-    fields = {"heads_kv": problem.heads_kv, "page_box": page_box, "max_slots": max_slots, "partial_rows": partial_rows}
+    cut = _page_cut(problem, tile)
+    box = Box(cut["page_box"] or tile.block_k, 0, own.rows_k, ragged=True)
+    fields = {"heads_kv": problem.heads_kv, "max_slots": max_slots, "partial_rows": partial_rows} | cut
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     alone = splits == 1
     workspace = {"partial_out": max_slots * partial_rows * problem.head_dim_v, "partial_lse": max_slots * partial_rows}
@@ -164,3 +164,14 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
         variant, min(num_work, device.num_sms), fields, boxes, num_work > device.num_sms, 0 if alone else num_blocks
     )
     return make_plan(problem, device, [launch], {} if alone else workspace, num_work=num_work)
+
+
+def _page_cut(problem: Problem, tile: WarpgroupTile) -> dict[str, int]:
+    """`PageCut` in common/params.cuh: of a page of d keys, key // d == key * magic >> shift for keys below 2^31."""
+    if not problem.has("page_table"):
+        return {"page_box": 0, "page_magic": 0, "page_shift": 0}
+    assert problem.lengths is not None
+    size = problem.lengths.rows_k
+    shift = 31 + (size - 1).bit_length()
+    magic = -(-(1 << shift) // size)
+    return {"page_box": math.gcd(size, tile.block_k), "page_magic": magic - (magic >> 31 << 32), "page_shift": shift}

@@ -81,6 +81,7 @@ class ProblemParams(Structure):
 
 
 _PROBLEM: Fields = [("problem", ProblemParams)]
+_PAGE_CUT = _ints("page_box page_magic page_shift")
 # All of it up to the pointers, and what follows them.
 _PACKED_PROBLEM = struct.Struct(f"=14i{len(Scores._fields)}f")
 _PACKED_LENGTHS = struct.Struct("=q10i")
@@ -91,14 +92,17 @@ _STRUCTS: dict[str, Fields] = {
         *_maps("q k v out"),
         *_pointers("lse counter"),
         *_PROBLEM,
-        *_ints("num_q_blocks num_tiles heads_together page_box"),
+        *_ints("num_q_blocks num_tiles heads_together"),
+        *_PAGE_CUT,
     ],
     "DecodeParams": [
         *_maps("k v"),
         *_operands("q out"),
         *_pointers("lse counter arrivals partial_out partial_lse"),
         *_PROBLEM,
-        *_ints("heads_kv page_box max_slots partial_rows split_tiles"),
+        *_ints("heads_kv"),
+        *_PAGE_CUT,
+        *_ints("max_slots partial_rows split_tiles"),
     ],
     "DeltaParams": [
         *_operands("dout out dq"),

@@ -43,6 +43,17 @@ struct ForwardParams {
   int num_q_blocks, num_slices;
 };
 
+// How keys are cut into pages.
+struct PageCut {
+  int box;         // keys of a page that one copy brings
+  unsigned magic;  // key / page size is key * magic / 2^shift
+  int shift;
+
+  __device__ __forceinline__ int page(int key) const {
+    return static_cast<int>(static_cast<unsigned long long>(key) * magic >> shift);
+  }
+};
+
 // sm90/forward.cu and sm90/lse.cu. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at
 // key_begin and end at key_end.
 struct TiledForwardParams {
@@ -52,7 +63,7 @@ struct TiledForwardParams {
   ProblemParams problem;
   int num_q_blocks, num_tiles;  // query blocks of a head, and of all heads
   int heads_together;           // query heads whose blocks start longest first: common/work.cuh
-  int page_box;                 // keys of a page that one copy brings
+  PageCut page_cut;
 };
 
 // sm90/decode.cu. The maps of k and v are those of forward.
@@ -65,7 +76,8 @@ struct DecodeParams {
   float* partial_out;  // of a split, (max_slots, partial_rows, head_dim_v) …
   float* partial_lse;  // … and (max_slots, partial_rows)
   ProblemParams problem;
-  int heads_kv, page_box;
+  int heads_kv;
+  PageCut page_cut;
   int max_slots;     // splits that there is room for
   int partial_rows;  // of a query block
   int split_tiles;   // key tiles of a split; 0: as many as keep the GPU busy

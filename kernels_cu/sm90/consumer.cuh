@@ -191,9 +191,14 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0) KeyProducer{{params, smem}}.run(queue, first);
-    else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1}.run();
-    else if (kLengths && warp == 3) Dealer{{params, smem}}.run(queue, first);
+    if (warp == 0) {
+      if constexpr (kLengths) RaggedKeyProducer<QueryWork>{{params, smem}}.run();
+      else DenseKeyProducer<QueryWork>{{params, smem}}.run(queue, first);
+    } else if (warp <= kQueryWarps) {
+      QueryProducer{{params, smem}, warp - 1}.run();
+    } else if (kLengths && warp == 3) {
+      Dealer{{params, smem}}.run(queue, first);
+    }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     Computing({params, smem}, warp - 4).run();

@@ -122,3 +122,10 @@ struct RingPosition {
     return left;
   }
 };
+
+// A warp whose lanes all run together, and whose first lane acts. why: L13.
+struct Role {
+  const KernelParams& params;
+  const Addresses& smem;
+  const bool leads = threadIdx.x % 32 == 0;
+};

@@ -1,5 +1,5 @@
-// Keys of sequences of several lengths in the ring of forward and lse on Hopper: those that lie in pages, and the first
-// ones, which no query sees.
+// Keys of sequences of several lengths in the ring of forward and lse on Hopper: those whose pages are not there, and
+// the first ones, which no query sees.
 #pragma once
 #include "forward_storage.cuh"
 
@@ -40,66 +40,30 @@ struct AbsentKeys {
   }
 };
 
-// One warp loads key tile n of k or v, of so many columns, whose keys lie in pages, into a slot of the ring. Each lane
-// copies one box, of keys of one page.
-template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const KernelParams& params, const Addresses& smem, const TensorMap& map,
-                                                int columns, int n, const RaggedQueryWork& work, unsigned barrier,
-                                                const RingPosition& ring, bool leads) {
+// One warp tells which keys of tile n, in a slot of the ring, lie in pages that are there.
+__device__ __forceinline__ void tell_present_keys(const KernelParams& params, const Addresses& smem,
+                                                  const RaggedQueryWork& work, int n, unsigned slot, bool lacks_some) {
   const ProblemParams& problem = params.problem;
-  const Pages pages{problem.page_table + work.number * problem.page_table_stride, problem.rows_k, problem.batch_k};
-  const int lane = threadIdx.x % 32, rows = params.page_box, key = n * kBlockK + lane * rows;
-  auto page_of = [&](int key) { return key < work.seen_end ? pages.table[key / pages.size] : pages.count; };
-  const bool copies = lane * rows < kBlockK;
-  // A page that is not there, or not needed, gives zeros.
-  const int page = copies ? page_of(key) : 0;
-  const bool is_there = pages.is_there(page);
-  const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !is_there);
-  mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
-  uint4 present = {~0u, ~0u, ~0u, ~0u};
+  const int* const table = problem.page_table + work.number * problem.page_table_stride;
+  unsigned words[4] = {~0u, ~0u, ~0u, ~0u};
   if (lacks_some) {
-    unsigned words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int at = n * kBlockK + 32 * i + lane;
-      words[i] = __ballot_sync(0xffffffffu, at >= work.seen_end || pages.has(at));
+      const int key = n * kBlockK + 32 * i + threadIdx.x % 32;
+      const int page = key < work.seen_end ? table[params.page_cut.page(key)] : 0;
+      words[i] = __ballot_sync(0xffffffffu, page >= 0 && page < problem.batch_k);
     }
-    present = {words[0], words[1], words[2], words[3]};
   }
-  if (leads) {
-    st_shared_v4(smem.present + 16 * ring.slot, {present.x, present.y, present.z, present.w});
-    mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
-  }
-  __syncwarp();
-  if (!copies) return;
-  const int first = key / pages.size * pages.size;  // key of the page
-  const int end = is_there ? clamped(work.seen_end - first, pages.size) : 0;
-  const RaggedMapRows from{pages.size, key - first, end, page};
-  const unsigned target = smem.kv + ring.slot * kBytesSlot + lane * rows * 128;
-  load_panels<kPanels>(map, target, kPanelBytesK, barrier, boxed(from, rows, columns), work.kv_head);
+  if (threadIdx.x % 32 == 0) st_shared_v4(smem.present + 16 * slot, words);
 }
 
-// Whether key tile n has keys before the first that is seen. TMA does not make zeros of them.
-__device__ __forceinline__ bool has_hidden_before(const RaggedQueryWork& work, int n) {
-  return n * kBlockK < work.seen_begin;
-}
-
-// One warp makes zeros of those keys in a tile of v, so that nothing is seen of what they hold.
-template <int kPanels>
+// One warp makes zeros of the keys before the first that is seen in tile n of v, so that nothing is seen of what they
+// hold.
 __device__ __forceinline__ void clear_hidden_before(const RaggedQueryWork& work, int n, unsigned tile) {
   const int chunks = smaller(work.seen_begin - n * kBlockK, kBlockK) * 8;  // of 16 bytes, in a panel
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
+  for (int panel = 0; panel < kPanelsV; ++panel) {
     for (int i = threadIdx.x % 32; i < chunks; i += 32) st_shared_v4(tile + panel * kPanelBytesK + 16 * i, {0, 0, 0, 0});
   }
   fence_proxy_async();
   __syncwarp();
 }
-
-// Sequences that are all alike have no pages, and begin with the first key that is seen.
-template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const KernelParams&, const Addresses&, const TensorMap&, int, int,
-                                                const DenseQueryWork&, unsigned, const RingPosition&, bool) {}
-__device__ constexpr bool has_hidden_before(const DenseQueryWork&, int) { return false; }
-template <int kPanels>
-__device__ __forceinline__ void clear_hidden_before(const DenseQueryWork&, int, unsigned) {}

@@ -2,93 +2,60 @@
 #pragma once
 #include "../common/swizzle.cuh"
 #include "../ptx/cp_async.cuh"
-#include "pages.cuh"
-
-// A warp whose lanes all run together, and whose first lane acts. why: L13.
-struct Role {
-  const KernelParams& params;
-  const Addresses& smem;
-  const bool leads = threadIdx.x % 32 == 0;
-};
+#include "ragged_producer.cuh"
 
 // Warp 0 deals out work and fills the ring.
-struct KeyProducer : Role {
+template <class AnyWork>
+struct DenseKeyProducer : Role {
   RingPosition ring;
-  unsigned edge_parity = 0;
 
-  // Loads key tile n of k or v, of so many columns, into the ring. The copies are counted at `barrier`.
+  // Loads key tile n of k or v into the ring.
   template <int kPanels>
-  __device__ __forceinline__ void load(const TensorMap& map, int columns, int n, const QueryWork& work,
-                                       unsigned barrier) {
-    const unsigned target = smem.kv + ring.slot * kBytesSlot;
-    if (kLengths && params.problem.page_table != nullptr) {
-      load_from_pages<kPanels>(params, smem, map, columns, n, work, barrier, ring, leads);
-    } else {
-      const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
-      mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
-      if (leads) {
-        mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
-        load_panels<kPanels>(map, target, kPanelBytesK, barrier, boxed(rows, kBlockK, columns), work.kv_head);
-      }
+  __device__ __forceinline__ void load(const TensorMap& map, int n, const AnyWork& work) {
+    const unsigned full = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
+    const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
+    mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
+    if (leads) {
+      mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
+      load_panels<kPanels>(map, target, kPanelBytesK, full, rows, work.kv_head);
     }
     __syncwarp();
-  }
-
-  __device__ __forceinline__ void load_k(const QueryWork& work, int n) {
-    load<kPanelsQk>(params.k_map, params.problem.head_dim, n, work, smem.kv_full + 8 * ring.slot);
     ring.advance();
   }
 
-  __device__ __forceinline__ void describe(unsigned i, const QueryWork& work) const {
-    if (leads) smem.describe(i, work);
-    __syncwarp();
-  }
+  __device__ __forceinline__ void load_k(const AnyWork& work, int n) { load<kPanelsQk>(params.k_map, n, work); }
 
-  __device__ __forceinline__ void load_v(const QueryWork& work, int n) {
-    if constexpr (kPanelsV > 0) {
-      const unsigned full = smem.kv_full + 8 * ring.slot;
-      if (has_hidden_before(work, n)) {
-        load<kPanelsV>(params.v_map, params.problem.head_dim_v, n, work, smem.edge_full);
-        mbarrier_wait(smem.edge_full, edge_parity);
-        edge_parity ^= 1;
-        clear_hidden_before<kPanelsV>(work, n, smem.kv + ring.slot * kBytesSlot);
-        if (leads) mbarrier_arrive(full);
-      } else {
-        load<kPanelsV>(params.v_map, params.problem.head_dim_v, n, work, full);
-      }
-      ring.advance();
-    }
+  __device__ __forceinline__ void load_v(const AnyWork& work, int n) {
+    if constexpr (kPanelsV > 0) load<kPanelsV>(params.v_map, n, work);
   }
 
   // The last p v of a query block is made during the query block after it.
   __device__ __forceinline__ void load_last_v(unsigned i) {
-    const QueryWork work = smem.work(i);
+    const AnyWork work = smem.work(i);
     load_v(work, work.keys.begin);
   }
 
+  __device__ __forceinline__ void describe(unsigned i, const AnyWork& work) const {
+    if (leads) smem.describe(i, work);
+    __syncwarp();
+  }
+
   // why work is read back from shared memory: L5.
-  __device__ __forceinline__ void run(WorkQueue& queue, const QueryWork& first) {
-    if (!kLengths) describe(0, first);
+  __device__ __forceinline__ void run(WorkQueue& queue, const AnyWork& first) {
+    describe(0, first);
     unsigned i = 0;
 #pragma unroll 1
     for (;; ++i) {
-      if (kLengths) smem.await_work(i);
-      const QueryWork work = smem.work(i);
+      const AnyWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
-      // The key tile before which the next work is claimed. why so late: L19. why so early: splits are short.
-      const int claim_at = kDecodes                    ? tiles.end - 1
-                           : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
-                                                       : tiles.begin;
+      // The key tile before which the next work is claimed. why so late: L19.
+      const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4) : tiles.begin;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         if (n == claim_at) {
-          if constexpr (kLengths) {
-            if (leads) mbarrier_arrive(smem.wanted());
-          } else {
-            queue.advance(params);
-            describe(i + 1, queue.work(params));
-          }
+          queue.advance(params);
+          describe(i + 1, queue.work(params));
         }
         load_k(work, n);
         if (n < tiles.end - 1) load_v(work, n + 1);
@@ -96,7 +63,7 @@ struct KeyProducer : Role {
       }
       if (!kNextScoresFirst) load_v(work, work.keys.begin);
     }
-    if (kNextScoresFirst && (!kLengths || i > 0)) load_last_v(i - 1);
+    if (kNextScoresFirst) load_last_v(i - 1);
   }
 };
 
