@@ -12,6 +12,13 @@ struct Axis {
   int rows;               // of the second axis
   int batch;
 
+  // Whether each part begins where the one before it ends. All lanes of a warp ask together.
+  __device__ __forceinline__ bool is_in_order() const {
+    bool falls = false;
+    for (int i = threadIdx.x % 32; cu_seqlens != nullptr && i < batch; i += 32) falls |= bound(i + 2) < bound(i + 1);
+    return !__any_sync(0xffffffffu, falls);
+  }
+
   // Part i of the axis begins there. Parts 1 … batch are the sequences; rows before the first and after the last one are
   // the parts 0 and batch + 1, so that all parts together are the axis.
   __device__ __forceinline__ int bound(int part) const {
@@ -178,7 +185,8 @@ struct RaggedSequence {
   // What is padded has its rows in slots, over all sequences; heads are then not counted over the batch.
   __device__ static int most_queries(const ProblemParams& p) { return p.padded_rows_q; }
   __device__ static int most_keys(const ProblemParams& p) { return p.padded_rows_k; }
-  __device__ int query_strip(int row) const { return (padded_q + row) / 16; }
+  __device__ int padded_query(int row) const { return padded_q + row; }
+  __device__ int query_strip(int row) const { return padded_query(row) / 16; }
   __device__ int key_strip(int row) const { return (padded_k + row) / 16; }
   __device__ long long query_head(int head) const { return head; }
   __device__ long long kv_head(int head) const { return head; }

@@ -48,7 +48,7 @@ struct Loader : Role {
         const unsigned slot = step % kStages, empty = (step / kStages + 1) & 1;
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
-        const Sequence of = sequence();
+        const auto of = sequence();
         const auto rows = of.seen_queries_from(m * kBlockQ);
         const auto keys = of.seen_keys_from(block * kBlockK);
         const unsigned stats_smem = smem.stats + slot * kBytesStats;
@@ -279,7 +279,7 @@ struct Consumer : Role {
   template <int kColumns>
   __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
                                         unsigned place) const {
-    const Sequence of = sequence();
+    const auto of = sequence();
     const int row = group * kGroupRows + warp * 16, key = block * kBlockK + row;
     clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
     store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.keys_from(key), kv_head, leads);
@@ -316,10 +316,11 @@ struct Consumer : Role {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     CUFLASH_KERNEL(const __grid_constant__ TiledBackwardParams params) {
   extern __shared__ __align__(1024) char smem_bytes[];
-  const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
+  const Addresses smem{storage};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) smem.init();
-  __syncthreads();
+  if (!find_work<KeyWork::Found>(storage, params)) return;
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader(params, smem).run();

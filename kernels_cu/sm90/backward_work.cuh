@@ -1,39 +1,46 @@
 // The work of a block of threads in backward on Hopper: key blocks, each with the query tiles that see some of them.
 #pragma once
-#include "../common/sequence.cuh"
 #include "../common/tile_range.cuh"
 #include "../common/work.cuh"
 #include "config.cuh"
+#include "seen_sequence.cuh"
 
 static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
+static_assert(!kLengths || kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
 // The query tiles that see some key of a block, in the order in which the block takes them.
 struct QueryTiles : TileRange {
   int first;
+  int num_tiles;  // of the sequence
+
+  QueryTiles() = default;
 
   // Each key block begins at a tile of its own (L38): under a mask at the first that it sees, else as if there were a
   // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys.
-  __device__ __forceinline__ QueryTiles(const TiledBackwardParams& p, const Sequence& sequence, int block) {
-    const int key_begin = block * kBlockK, key_end = smaller(key_begin + kBlockK, sequence.seqlen_k());
-    TileRange::operator=(TileRange::covering(sequence.mask().row_range(key_begin, key_end), kBlockQ));
-    const bool all = begin < end && count() == p.num_q_blocks;
+  __device__ __forceinline__ QueryTiles(const TiledBackwardParams& p, const Mask& mask, int num_query_tiles, int block)
+      : num_tiles(num_query_tiles) {
+    const int key_begin = block * kBlockK, key_end = smaller(key_begin + kBlockK, mask.seqlen_k);
+    TileRange::operator=(TileRange::covering(mask.row_range(key_begin, key_end), kBlockQ));
+    const bool all = begin < end && count() == num_tiles;
     first = p.deterministic ? end - 1
-            : all           ? unsigned(block) * (kBlockK / 16) / (kBlockQ / 16) % p.num_q_blocks
+            : all           ? unsigned(block) * (kBlockK / 16) / (kBlockQ / 16) % num_tiles
                             : begin;
   }
 
   // The tile of step n of a head, and the tile after tile m.
   __device__ __forceinline__ int at(const TiledBackwardParams& p, int n) const {
-    return p.deterministic ? first - n : first + n >= p.num_q_blocks ? first + n - p.num_q_blocks : first + n;
+    return p.deterministic ? first - n : first + n >= num_tiles ? first + n - num_tiles : first + n;
   }
-  __device__ __forceinline__ static int next(const TiledBackwardParams& p, int m) {
-    return p.deterministic ? m - 1 : m + 1 == p.num_q_blocks ? 0 : m + 1;
+  __device__ __forceinline__ int next(const TiledBackwardParams& p, int m) const {
+    return p.deterministic ? m - 1 : m + 1 == num_tiles ? 0 : m + 1;
   }
 };
 
 // The key blocks index … index_end - 1, counted over batch and kv heads, which a block of threads takes one after the
 // other, each over its query heads. Of the first and of the last one it may take only some steps, if others share them.
-struct KeyWork {
+struct DenseKeyBlocks {
+  struct Found {};  // what blocks of threads find out before they begin: nothing
+
   const TiledBackwardParams& params;
   int index, index_end;
   int skipped, last_steps;    // steps that others take of the first key block; end of the steps of the last one
@@ -41,7 +48,7 @@ struct KeyWork {
   Range steps;                // of the key block at hand
 
   // Blocks of threads wait only for blocks with a lower index (sm90/dq_turns.cuh), which are on the GPU already.
-  __device__ __forceinline__ explicit KeyWork(const TiledBackwardParams& p) : params(p) {
+  __device__ __forceinline__ DenseKeyBlocks(const TiledBackwardParams& p, const Found&) : params(p) {
     const ProblemParams& problem = p.problem;
     if (blockIdx.x >= p.whole_blocks) {
       const unsigned all_steps = p.num_q_blocks * problem.heads_per_kv;
@@ -60,18 +67,90 @@ struct KeyWork {
 
   __device__ __forceinline__ Sequence sequence() const { return {params.problem, batch}; }
 
+  __device__ __forceinline__ QueryTiles query_tiles() const {
+    return QueryTiles(params, sequence().mask(), params.num_q_blocks, block);
+  }
+
   // Goes to the next key block. The result is false if there is none.
   __device__ __forceinline__ bool next_block() {
     if (index == index_end) return false;
     const ProblemParams& problem = params.problem;
     const Work work(head_by_head(index, params.num_k_blocks), unsigned(problem.heads_q / problem.heads_per_kv));
     batch = work.batch, kv_head = work.head, block = work.block;
-    const QueryTiles tiles(params, sequence(), block);
+    const QueryTiles tiles = query_tiles();
     steps = {skipped, tiles.count() * problem.heads_per_kv};
     skipped = 0;
     if (++index == index_end) steps.end = smaller(steps.end, last_steps);
     return true;
   }
+};
+
+// One key block of sequences of several lengths.
+struct RaggedKeyBlock {
+  struct Found {
+    SeenRows rows;
+    QueryTiles tiles;
+    int kv_head, block;  // block: -1 where a block of threads has nothing to do
+
+    Found() = default;
+    // One warp finds out.
+    __device__ explicit Found(const TiledBackwardParams& p) {
+      const ProblemParams& problem = p.problem;
+      const unsigned heads = problem.heads_q / problem.heads_per_kv;
+      const HeadBlock at = longest_first(blockIdx.x, p.num_k_blocks, heads, p.heads_together);
+      const Axis axis = axis_of_keys(problem);
+      const Territory territory = Territory::of_slot(axis, at.block, kBlockK);
+      rows = SeenRows(problem, RaggedSequence(problem, territory.sequence));
+      kv_head = at.head, block = at.block - territory.first_slot;
+      const Mask mask(rows.seqlen_q, rows.seqlen_k, rows.lo, rows.hi);
+      tiles = QueryTiles(p, mask, (rows.seqlen_q + kBlockQ - 1) / kBlockQ, block);
+      // why in order: if cu_seqlens fall, nobody may have the key block that another one waits for.
+      if (block * kBlockK >= rows.seqlen_k || (p.deterministic && !axis.is_in_order())) block = -1;
+    }
+  };
+
+  static constexpr unsigned kTilesAt = sizeof(SeenRows), kHeadAt = kTilesAt + sizeof(QueryTiles);  // of Found
+
+  const TiledBackwardParams& params;
+  unsigned found;  // the address of Found in shared memory
+  int kv_head, block = -1;
+  Range steps;
+
+  __device__ __forceinline__ RaggedKeyBlock(const TiledBackwardParams& p, const Found& in_memory)
+      : params(p), found(smem_address(&in_memory)), kv_head(ld_shared_u32(found + kHeadAt)) {}
+
+  __device__ __forceinline__ SeenSequence sequence() const { return {found}; }
+
+  __device__ __forceinline__ QueryTiles query_tiles() const {
+    unsigned x[4];
+    ld_shared_v4(x, found + kTilesAt);
+    QueryTiles tiles;
+    tiles.begin = x[0], tiles.end = x[1], tiles.first = x[2], tiles.num_tiles = x[3];
+    return tiles;
+  }
+
+  __device__ __forceinline__ bool next_block() {
+    if (block >= 0) return false;
+    block = ld_shared_u32(found + kHeadAt + 4);
+    steps = {0, query_tiles().count() * params.problem.heads_per_kv};
+    return true;
+  }
+};
+
+template <bool kOfSeveralLengths>
+struct KeyBlocksOf {
+  using Type = DenseKeyBlocks;
+};
+template <>
+struct KeyBlocksOf<true> {
+  using Type = RaggedKeyBlock;
+};
+
+using KeyBlocks = KeyBlocksOf<kLengths>::Type;
+
+// What warps do with the key block at hand.
+struct KeyWork : KeyBlocks {
+  using KeyBlocks::KeyBlocks;
 
   // Calls f(query head, query tile) for every step of the key block. `step` counts on over key blocks.
   template <class F>
@@ -79,7 +158,7 @@ struct KeyWork {
     int left = steps.end - steps.begin, head = kv_head * params.problem.heads_per_kv, n = steps.begin;
 #pragma unroll 1
     while (left > 0) {
-      const QueryTiles tiles(params, sequence(), block);  // why here: L5
+      const QueryTiles tiles = query_tiles();  // why here: L5
       const int count = tiles.count();
       if (n >= count) {
         n -= count, ++head;
@@ -89,7 +168,7 @@ struct KeyWork {
 #pragma unroll 1
       for (int i = smaller(count - n, left); i > 0; --i, --left, ++step) {
         f(head, m);
-        m = QueryTiles::next(params, m);
+        m = tiles.next(params, m);
       }
       n = 0, ++head;
     }
@@ -97,11 +176,11 @@ struct KeyWork {
 
   // The number of a tile of dq: of its counter, and of its accumulator.
   __device__ __forceinline__ unsigned dq_tile(int head, int m) const {
-    return static_cast<unsigned>(sequence().query_head(head)) * params.num_q_blocks + m;
+    return static_cast<unsigned>(sequence().query_head(head)) * params.num_q_blocks + sequence().padded_query(0) / kBlockQ + m;
   }
 
   // Where lse and then delta of query 0 of a head lie.
   __device__ __forceinline__ const float* stats(int head) const {
-    return params.stats + 2 * sequence().rows_offset(head, params.stats_rows);
+    return params.stats + 2 * sequence().query_head(head) * params.stats_rows + sequence().padded_query(0);
   }
 };

@@ -4,6 +4,14 @@
 #include "backward_storage.cuh"
 #include "turn_counter.cuh"
 
+#if CUFLASH_LENGTHS
+// Key blocks of sequences of several lengths are not shared.
+__device__ constexpr bool shares_keys(const Role&) { return false; }
+template <int kDk, int kDv>
+__device__ __forceinline__ bool add_up_shared(const Role&, float (&)[kDk], float (&)[kDv], int) {
+  return true;
+}
+#else
 // Whether other blocks of threads take steps of the key block at hand, too.
 __device__ __forceinline__ bool shares_keys(const Role& role) {
   const TiledBackwardParams& p = role.params;
@@ -55,3 +63,4 @@ __device__ __forceinline__ bool add_up_shared(const Role& role, float (&dk)[kDk]
   if (thread == 0) tell_added(counter);
   return false;
 }
+#endif
