@@ -63,8 +63,9 @@ struct Loader : Role {
         const Slot<kStages> b(n);
         const Slot<kSecondStages> d(n);
         const auto columns = work.seen_columns_from(tile * kColumns);
-        const float* const stats = params.stats + 2 * work.sequence().rows_offset(query_head, params.stats_rows) +
-                                   (kRowsAreQueries ? work.row_begin : tile * kColumns);
+        const auto sequence = work.sequence();
+        const float* const stats = params.stats + 2 * sequence.query_head(query_head) * params.stats_rows +
+                                   sequence.padded_query(kRowsAreQueries ? work.row_begin : tile * kColumns);
         const unsigned b_full = smem.b_full + 8 * b.index, d_full = smem.d_full + 8 * d.index;
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
         if (leads) {
@@ -257,11 +258,12 @@ struct Consumer : Role {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     CUFLASH_KERNEL(const __grid_constant__ TiledRowsParams params) {
   extern __shared__ __align__(1024) char smem_bytes[];
-  const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
+  const Addresses smem{storage};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) smem.init();
-  __syncthreads();
-  const RowWork work(params);
+  if (!find_work<RowWork::Found>(storage, params)) return;
+  const RowWork work(params, storage);
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader{{params, smem, work}}.run();

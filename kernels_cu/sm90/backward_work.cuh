@@ -102,11 +102,12 @@ struct RaggedKeyBlock {
       const Territory territory = Territory::of_slot(axis, at.block, kBlockK);
       rows = SeenRows(problem, RaggedSequence(problem, territory.sequence));
       kv_head = at.head, block = at.block - territory.first_slot;
-      const Mask mask(rows.seqlen_q, rows.seqlen_k, rows.lo, rows.hi);
-      tiles = QueryTiles(p, mask, (rows.seqlen_q + kBlockQ - 1) / kBlockQ, block);
+      tiles = QueryTiles(p, rows.mask(), (rows.seqlen_q + kBlockQ - 1) / kBlockQ, block);
       // why in order: if cu_seqlens fall, nobody may have the key block that another one waits for.
       if (block * kBlockK >= rows.seqlen_k || (p.deterministic && !axis.is_in_order())) block = -1;
     }
+
+    __device__ __forceinline__ bool exists() const { return block >= 0; }
   };
 
   static constexpr unsigned kTilesAt = sizeof(SeenRows), kHeadAt = kTilesAt + sizeof(QueryTiles);  // of Found

@@ -6,10 +6,15 @@
 constexpr bool kIsFloat16 = kDType == DType::kFloat16;
 constexpr int kNumConsumers = kNumWarps / 4 - 1;  // warpgroups that compute
 constexpr int kGroupRows = 64;                    // of a product: the queries, or the keys, of a consumer
+#ifdef CUFLASH_Q_STAGES
+constexpr bool kDealsOut = kLengths;  // whether a warp deals out work as it reads the lengths
+#else
+constexpr bool kDealsOut = false;
+#endif
 // why: a block of 384 threads is started with 168 registers each, of 512 threads with 128, and a warpgroup that asks for
 // more than the others give back waits for ever. A dealer of work needs more than 24.
-constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : kLengths && 0 ? 40 : 24;
-constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : kLengths && 0 ? 232 : 240;
+constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : kDealsOut ? 40 : 24;
+constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : kDealsOut ? 232 : 240;
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= (kNumConsumers + 1) * (kNumConsumers == 3 ? 128 : 168),
               "more registers than the block is started with");
 

@@ -26,6 +26,8 @@ struct alignas(16) SeenRows {
     k = RaggedMapRows::of(p.rows_k, in_k.begin + keys.begin, in_k.begin + keys.end, in_k.batch);
     padded_q = sequence.padded_q;
   }
+
+  __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, lo, hi); }
 };
 
 // The same as a sequence, of which kernels ask what they ask of `Sequence`. `at` is the address of SeenRows in shared
@@ -69,7 +71,7 @@ __device__ __forceinline__ bool find_work(Found& shared, const Params& params) {
       if (threadIdx.x % 32 == 0) shared = found;
     }
     __syncthreads();
-    return shared.block >= 0;
+    return shared.exists();
   } else {
     __syncthreads();
     return true;
