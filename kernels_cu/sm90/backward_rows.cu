@@ -51,7 +51,6 @@ struct Loader : Role {
     const TensorMap& map_d = kRowsAreQueries ? params.v_map : params.dout_map;
     const int heads_per_kv = params.problem.heads_per_kv;
     const AscendingTiles tiles = work.columns;
-    const auto rows = work.seen_rows_from(work.row_begin);
     unsigned n = 0;
 #pragma unroll 1
     for (int i = 0; i < work.num_heads; ++i) {
@@ -70,7 +69,7 @@ struct Loader : Role {
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
         if (leads) {
           mbarrier_arrive_expect_tx(b_full, kBytesB + (first ? kBytesA : 0));
-          if (first) load<kPanelsQk, kRows>(map_a, smem.a, b_full, rows, work.head);
+          if (first) load<kPanelsQk, kRows>(map_a, smem.a, b_full, work.seen_rows_from(work.row_begin), work.head);
           load<kPanelsQk, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, columns, head);
         }
         __syncwarp();
@@ -79,7 +78,7 @@ struct Loader : Role {
         if (leads) {
           mbarrier_arrive_expect_tx(d_full, kBytesD + (first ? kBytesC : 0));
           if constexpr (kWithDp) {
-            if (first) load<kPanelsV, kRows>(map_c, smem.c, d_full, rows, work.head);
+            if (first) load<kPanelsV, kRows>(map_c, smem.c, d_full, work.seen_rows_from(work.row_begin), work.head);
           }
           load<kPanelsV, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, columns, head);
         }
