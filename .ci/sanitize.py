@@ -24,6 +24,7 @@ from sanitize_cases import (
     appends,
     devices,
     hopper_cases,
+    hopper_sequence_cases,
     sequence_cases,
     tile_cases,
     wild,
@@ -69,7 +70,9 @@ def work() -> list[Call]:
         algorithms = ALGORITHMS[:2] if case.dtype == "float16" else ALGORITHMS
         generic = [op + BACKWARDS for op in ("flash2", *BACKWARD)]
         calls += [(gpu, case, how) for how in (*algorithms, *generic, *BACKWARD)]
-    calls += [(gpu, case, how) for gpu, (case, ways) in itertools.product(devices(), sequence_cases()) for how in ways]
+    for gpu, (case, ways) in itertools.product(devices(), sequence_cases()):
+        calls += [(gpu, case, how) for how in (*ways, "flash2" + BACKWARDS)]
+    calls += [(device.query(0), case, how) for case, ways in hopper_sequence_cases() for how in ways]
     found: dict[tuple[Any, ...], Call] = {}
     for gpu, case, how in calls:
         with contextlib.suppress(UnsupportedError):  # the largest head dims fit neither the smallest GPUs nor backward

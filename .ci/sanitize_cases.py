@@ -149,3 +149,20 @@ def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         yield case(spare, odd, wild=True), ("flash2", *BACKWARD)
         yield case(replace(pages, page_size=3, **masked), odd, wild=True), ALGORITHMS
         yield case(cache_rows, odd, wild=True), ("flash2",)
+
+
+def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
+    """For each row of Hopper's forward table cases of many queries and of few, whose keys are split."""
+    few, cached = (1, 2, 0, 3), (150, 5, 700, 0)
+    for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.TILES):
+        keys, left, offset = ((300, 0, 131), 90, 60) if tile.max_keys else ((1900, 1, 2800), 1200, None)
+        masked: dict[str, Any] = {"window_size": (left, 20), "diagonal_offset": offset, "softcap": 15.0}
+        shape: dict[str, Any] = {"dtype": dtype, "dims": (tile.head_dim, tile.head_dim_v)}
+        many = Sequences("many", (200, 1, 150), keys, heads=(2, 1), causal=True, **shape)
+        decoding = Sequences("decoding", few, cached, "packed", "paged", used_k=True, bounded=True, **shape)
+        for of in (many, replace(many, name="many_pages", place_k="paged", used_k=True, causal=False, **masked)):
+            yield SequenceCase(of), ("flash2",)
+            yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True), ("flash2",)
+        for of in (decoding, replace(decoding, name="decoding_masked", **masked)):
+            yield SequenceCase(of), ("flash2",)
+            yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True, wild=True), ("flash2",)

@@ -6,12 +6,15 @@ import importlib.util
 import re
 import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import oracle
 import pytest
 from workers import ROOT, run_python
+
+import cuflash
 
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
@@ -50,6 +53,18 @@ def test_training_that_does_not_come_far_is_a_failure(monkeypatch: pytest.Monkey
     main = train()["main"]
     monkeypatch.setitem(main.__globals__, "find_library", lambda: np)
     assert main(steps=1) == 1
+
+
+@pytest.mark.parametrize("count", [1, 20])
+def test_log_probabilities_that_are_others_in_training_are_a_failure(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    names = runpy.run_path(str(FOLDER / "decoder.py"))
+    main, in_training = names["main"], names["in_training"]
+    monkeypatch.setattr(cuflash, "plan", lambda *_, **__: SimpleNamespace(device="cpu"))
+    assert main(count) == 0
+    monkeypatch.setitem(main.__globals__, "in_training", lambda *arguments: in_training(*arguments) + 1e-3)
+    assert main(count) == 1
 
 
 def test_the_gradients_of_training_are_those_of_its_loss() -> None:

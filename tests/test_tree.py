@@ -194,7 +194,7 @@ def test_macros_are_read_in_the_config_of_a_family_and_are_those_that_the_host_g
 
 
 def test_files_stay_small() -> None:
-    for folder, most in (("cuflash", 400), ("kernels_cu", 400), ("tests", 400), ("examples", 100)):
+    for folder, most in (("cuflash", 400), ("kernels_cu", 400), ("tests", 400), ("examples", 150)):
         files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
         assert files
         long = {short(path): lines for path in files if (lines := len(path.read_text("utf-8").splitlines())) > most}

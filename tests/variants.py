@@ -113,7 +113,11 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     if op == "backward":
         lengths = [{"queries": tile.min_queries, "causal": False} for tile in tiles_sm90.BACKWARD if tile.min_queries]
         lengths.append({})
-    return [{"aligned": False}, packed, *(length | {"softcap": cap} for length, cap in product(lengths, (0.0, 30.0)))]
+    capped = [{"softcap": cap} for cap in (0.0, 30.0)]
+    several = [packed | {"aligned": False}, *(packed | cap for cap in capped)]
+    if op != "backward":  # of more queries than kernels for decoding take
+        several += [packed | cap | {"queries": 300, "keys": keys} for cap, keys in product(capped, (300, 2000))]
+    return [{"aligned": False}, *several, *(length | cap for length, cap in product(lengths, capped))]
 
 
 def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:

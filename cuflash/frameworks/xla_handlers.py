@@ -247,9 +247,10 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
             continue
         loaded += 1
         workspace = max(workspace, found.plan.workspace_bytes // 4)
-        if any(launch.counted for launch in found.plan.launches):
-            with on_device(ordinal):
-                counters.reserve(ordinal)
+        for launch in found.plan.launches:
+            for words in filter(None, (launch.counted, launch.arrivals)):
+                with on_device(ordinal):
+                    counters.reserve(ordinal, words)
     if refused is not None and not loaded:
         raise refused
     return workspace

@@ -47,7 +47,7 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         spec = specs[index[name]]
         if not allows_tma(spec.shape, spec.strides):
             return f"the strides of {name} are not positive multiples of 16 bytes, which the copy engine needs"
-        if index[name] >= inputs and spec.shape[3] * spec.itemsize % 16:
+        if index[name] >= inputs and spec.shape[3] * spec.itemsize % 16:  # why: L47
             return f"rows of {name} end within 16 bytes, which the copy engine writes together"
     return None
 

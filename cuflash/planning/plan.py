@@ -39,6 +39,7 @@ class Launch(NamedTuple):
 
     `fields` are the members of its parameter struct that are neither pointers, nor strides, nor part of
     `ProblemParams`; `boxes` are its tensor maps by operand. If `counted`, blocks share out their work by a counter.
+    `arrivals` is the number of counters by which blocks find out which of them was the last to end.
     """
 
     variant: Variant
@@ -46,6 +47,7 @@ class Launch(NamedTuple):
     fields: Mapping[str, int] = _NOTHING
     boxes: Mapping[str, Box] = _NOTHING
     counted: bool = False
+    arrivals: int = 0
 
     def __str__(self) -> str:
         return (

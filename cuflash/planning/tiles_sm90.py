@@ -12,11 +12,12 @@ from .tile import macros, rounded_up
 
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
-TILE_SLOTS = 16  # descriptions of tiles in shared memory, of 32 bytes, or 64 with lengths of their own
+TILE_SLOTS = 16  # descriptions of tiles in shared memory
 WORK_BYTES = 80  # description of a block's work in backward, where sequences have lengths of their own
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 FLOAT_BYTES = 4
+SMEM_PER_BLOCK = 227 * 1024  # what a block may have
 GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
 
 
@@ -40,6 +41,7 @@ class WarpgroupTile:
     max_keys: int | None = None  # the row is for queries that see at most so many keys on average, under a mask
     softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
     lengths: bool = False  # whether sequences have lengths of their own
+    decodes: bool = False  # whether it is a tile of sm90/decode.cu, whose rows are those of all heads of a group
 
     @property
     def warps(self) -> int:
@@ -52,13 +54,30 @@ class WarpgroupTile:
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
         out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * (self.block_q // GROUP_ROWS) + 2 * self.stages)
-        work = (64 if self.lengths else 32) * TILE_SLOTS + (16 * self.stages + 16 if self.lengths else 0)
+        work = (80 if self.decodes else 64 if self.lengths else 32) * TILE_SLOTS
+        work += 16 * self.stages + 16 if self.lengths else 0
         return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
 
     @property
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
-        return macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
+        found = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
+        return found | ({"DECODES": 1} if self.decodes else {})
+
+    def for_lengths(self) -> WarpgroupTile:
+        """The tile for sequences of several lengths, which goes over the same key tiles."""
+        # why fewer columns: the warp that deals out work takes some registers from the others.
+        columns = min(self.q_columns, 32) if self.head_dim > 192 else self.q_columns
+        return replace(self, q_columns=columns, lengths=True)
+
+    def for_decoding(self) -> WarpgroupTile:
+        """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block."""
+        columns = self.head_dim if self.head_dim <= 192 else 0  # why not more: out needs the registers
+        tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=columns, out_panels=0, ping_pong=False,
+                       max_keys=None, lengths=True, decodes=True)  # fmt: skip
+        most = 2 * (TILE_SLOTS - 3)  # why: a description of work for each two slots of the ring
+        fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
+        return next(each for each in fitting if each.smem_bytes(2) <= SMEM_PER_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)

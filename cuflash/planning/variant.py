@@ -19,6 +19,7 @@ PARAMS = {
     "sm80/backward_dq.cu": "BackwardDqParams",
     "sm90/forward.cu": "TiledForwardParams",
     "sm90/lse.cu": "TiledForwardParams",
+    "sm90/decode.cu": "DecodeParams",
     "sm90/backward.cu": "TiledBackwardParams",
     "sm90/backward_rows.cu": "TiledRowsParams",
     "portable/delta.cu": "DeltaParams",
@@ -64,7 +65,7 @@ class Variant:
         if self.softcap:
             parts.append("softcap")
         if self.lengths:
-            parts.append("lengths")
+            parts.append("decode" if self.source == "sm90/decode.cu" else "lengths")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
         return "_".join(parts)

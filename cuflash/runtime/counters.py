@@ -1,4 +1,4 @@
-"""Counters in device memory by which the blocks of a launch share out their tiles.
+"""Counters in device memory by which the blocks of a launch share out their tiles, and tell which of them was last.
 
 A launch leaves its counter at zero, so launches that follow one another can share one: each stream has a counter. A
 launch that is captured into a graph gets a counter that is never given out again, because the graph may later run
@@ -16,20 +16,22 @@ from .driver import function, relaxed_capture
 PAGE = 4096  # counters of 4 bytes that are allocated together
 
 _lock = threading.RLock()
-_free: dict[int, list[int]] = {}  # unused counters by GPU
-# Counters by GPU and by the stream's unique number. why not its handle: CUDA reuses handles while work still runs.
-_of_stream: dict[tuple[int, int], int] = {}
+_free: dict[tuple[int, int], list[int]] = {}  # unused counters by GPU and number of words
+# Counters by GPU, number of words, and the stream's unique number. why not its handle: CUDA reuses handles while work
+# still runs.
+_of_stream: dict[tuple[int, int, int], int] = {}
 
 
-def counter(ordinal: int, stream: int) -> int:
-    """Address of the counter for a launch on this stream of the GPU `ordinal`, the current device."""
+def counter(ordinal: int, stream: int, words: int = 1) -> int:
+    """Address of the counter for a launch on this stream of the GPU `ordinal`, the current device; or of so many."""
+    words = _rounded(words)
     if _asked("cuStreamIsCapturing", stream, ctypes.c_int()):
-        return _fresh(ordinal)
-    key = ordinal, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
+        return _fresh(ordinal, words)
+    key = ordinal, words, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
     found = _of_stream.get(key)
     if found is None:
         with _lock:
-            found = _of_stream[key] = _of_stream.get(key) or _fresh(ordinal)
+            found = _of_stream[key] = _of_stream.get(key) or _fresh(ordinal, words)
     return found
 
 
@@ -40,27 +42,34 @@ def _asked(name: str, stream: int, answer: Any) -> int:
     return int(answer.value)
 
 
-def reserve(ordinal: int) -> None:
+def reserve(ordinal: int, words: int = 1) -> None:
     """Makes sure that the next counter needs no allocation. The GPU must be the current device."""
+    words = _rounded(words)
     with _lock:
-        free = _free.setdefault(ordinal, [])
+        free = _free.setdefault((ordinal, words), [])
         if not free:
-            free += _page()
+            free += _page(words)
 
 
-def _fresh(ordinal: int) -> int:
+def _rounded(words: int) -> int:
+    """The power of two that is not below: calls of nearly the same size then share counters."""
+    return 1 << (words - 1).bit_length()
+
+
+def _fresh(ordinal: int, words: int) -> int:
     with _lock:
-        reserve(ordinal)
-        return _free[ordinal].pop()
+        reserve(ordinal, words)
+        return _free[ordinal, words].pop()
 
 
-def _page() -> list[int]:
-    """Addresses of new counters, all zero."""
+def _page(words: int) -> list[int]:
+    """Addresses of new counters of so many words, all zero."""
+    size = 4 * max(PAGE, words)
     from cupy.cuda import Stream, runtime
 
     with relaxed_capture():
-        page = runtime.malloc(4 * PAGE)
+        page = runtime.malloc(size)
         stream = Stream(non_blocking=True)  # why: the default stream waits for others, which a capture forbids
-        runtime.memsetAsync(page, 0, 4 * PAGE, stream.ptr)
+        runtime.memsetAsync(page, 0, size, stream.ptr)
         stream.synchronize()
-    return list(range(page, page + 4 * PAGE, 4))
+    return list(range(page, page + size, 4 * words))

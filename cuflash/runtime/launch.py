@@ -61,7 +61,7 @@ class Kernels:
         self.plan, self.ordinal, self._number = made, ordinal, next(_numbers)
         self._loaded: list[tuple[Any, ...]] = []  # function, grid, block, shared memory, number of its parameters
         self._parameters: list[Parameters] = []
-        self._counted: tuple[int, int] | None = None  # number of the parameters that have a counter, and its word
+        self._counted: list[tuple[int, int, int]] = []  # number of the parameters, word, and how many counters it is of
         numbers: dict[tuple[str, int], int] = {}
         for launch in made.launches:
             if not launch.num_blocks:
@@ -71,8 +71,9 @@ class Kernels:
             number = numbers.setdefault((variant.params, id(launch.fields)), len(numbers))
             if number == len(self._parameters):
                 self._parameters.append(Parameters(problem, launch, made.workspace))
-                if launch.counted:
-                    self._counted = number, STRUCTS[variant.params].counter.offset // 8
+                counts = {"counter": int(launch.counted), "arrivals": launch.arrivals}
+                found = ((getattr(STRUCTS[variant.params], name, None), count) for name, count in counts.items())
+                self._counted += [(number, field.offset // 8, count) for field, count in found if field and count]
             grid, block = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
             self._loaded.append((compiler.load(variant, ordinal), grid, block, variant.smem_bytes, number))
         self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
@@ -99,9 +100,8 @@ class Kernels:
             again = _seen.before(key)
             if again:
                 KEPT.put(key, blocks, sum([READY_BYTES + len(block.memory) for block in blocks]))
-        if self._counted is not None:
-            number, word = self._counted
-            blocks[number].words[word] = counters.counter(self.ordinal, stream)
+        for number, word, count in self._counted:
+            blocks[number].words[word] = counters.counter(self.ordinal, stream, count)
         on = _stream(stream)
         for function, grid, block, smem_bytes, number in self._loaded:
             function(grid, block, blocks[number].arguments, smem_bytes, on)

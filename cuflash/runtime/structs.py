@@ -93,6 +93,13 @@ _STRUCTS: dict[str, Fields] = {
         *_PROBLEM,
         *_ints("num_q_blocks num_tiles heads_together page_box"),
     ],
+    "DecodeParams": [
+        *_maps("k v"),
+        *_operands("q out"),
+        *_pointers("lse counter arrivals partial_out partial_lse"),
+        *_PROBLEM,
+        *_ints("page_box max_work partial_rows split_tiles"),
+    ],
     "DeltaParams": [
         *_operands("dout out dq"),
         *_pointers("lse dlse stats dq_acc turns"),

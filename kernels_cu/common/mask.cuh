@@ -3,6 +3,13 @@
 #include "numeric.cuh"
 #include "range.cuh"
 
+// The queries of the two rows of a fragment that a lane has.
+struct LaneQueries {
+  int upper, lower;
+
+  __device__ constexpr int operator[](int half) const { return half == 0 ? upper : lower; }
+};
+
 struct Mask {
   int seqlen_q, seqlen_k;
   int lo, hi;  // query i sees the keys i + lo … i + hi that exist
@@ -63,14 +70,14 @@ struct Mask {
 
   // Scores of keys after the last that the query sees become -inf.
   template <int kCount>
-  __device__ __forceinline__ void hide_after(float (&s)[kCount], int row, int key, int column_pair) const {
-    keep(s, key, column_pair, [&](int half) { return Range{kNoBound, min(row + 8 * half + hi + 1, seqlen_k)}; });
+  __device__ __forceinline__ void hide_after(float (&s)[kCount], LaneQueries rows, int key, int column_pair) const {
+    keep(s, key, column_pair, [&](int half) { return Range{kNoBound, min(rows[half] + hi + 1, seqlen_k)}; });
   }
 
   // Scores of keys before the first that the query sees become -inf.
   template <int kCount>
-  __device__ __forceinline__ void hide_before(float (&s)[kCount], int row, int key, int column_pair) const {
-    keep(s, key, column_pair, [&](int half) { return Range{row + 8 * half + lo, kNoBound}; });
+  __device__ __forceinline__ void hide_before(float (&s)[kCount], LaneQueries rows, int key, int column_pair) const {
+    keep(s, key, column_pair, [&](int half) { return Range{rows[half] + lo, kNoBound}; });
   }
 
  private:

@@ -55,6 +55,22 @@ struct TiledForwardParams {
   int page_box;                 // keys of a page that one copy brings
 };
 
+// sm90/decode.cu. The maps of k and v are those of forward.
+struct DecodeParams {
+  TensorMap k_map, v_map;
+  Operand q, out;
+  float* lse;          // (batch, heads_q, seqlen_q), contiguous, or null
+  unsigned* counter;   // as in TiledForwardParams
+  unsigned* arrivals;  // splits that have ended, for each warp of each query block; zero between launches
+  float* partial_out;  // of a split, (max_work, partial_rows, head_dim_v) …
+  float* partial_lse;  // … and (max_work, partial_rows)
+  ProblemParams problem;
+  int page_box;
+  int max_work;      // pieces of work that there is room for
+  int partial_rows;  // of a query block
+  int split_tiles;   // key tiles of a split; 0: as many as keep the GPU busy
+};
+
 // portable/delta.cu.
 struct DeltaParams {
   Operand dout, out, dq;

@@ -71,12 +71,11 @@ constexpr int kPaddedSlot = 128;
 // batch), and both axes of rows go from row to row of an operand that begins `rows` rows after the map. So a box at
 // (rows + row - end, end) begins at `row`, and is cut off where the second axis ends, which is at row `end`.
 struct RaggedMapRows {
-  int row, end, batch;
+  int rows, row, end, batch;
 
-  __device__ static constexpr RaggedMapRows of(int rows, int row, int end, int batch) {
-    return {rows + row - end, end, batch};
-  }
-  __device__ constexpr RaggedMapRows from(int n) const { return {row + n, end, batch}; }
+  __device__ constexpr RaggedMapRows from(int n) const { return {rows, row + n, end, batch}; }
+
+  __device__ constexpr int first() const { return rows + row - end; }
 };
 
 // The pages of a sequence. Key j lies in row j % size of page table[j / size]; keys of a page that is not there are not

@@ -11,12 +11,12 @@ constexpr bool kDealsOut = kLengths;  // whether a warp deals out work as it rea
 #else
 constexpr bool kDealsOut = false;
 #endif
-// why: a block of 384 threads is started with 168 registers each, of 512 threads with 128, and a warpgroup that asks for
-// more than the others give back waits for ever. A dealer of work needs more than 24.
-constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : kDealsOut ? 40 : 24;
-constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : kDealsOut ? 232 : 240;
-static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= (kNumConsumers + 1) * (kNumConsumers == 3 ? 128 : 168),
-              "more registers than the block is started with");
+// why: a warpgroup that asks for more registers than the block was started with and the others gave back waits for ever. A
+// dealer of work needs more than 24.
+constexpr int kStartRegisters = kNumConsumers == 3 ? 128 : kNumConsumers == 2 ? 168 : 248;
+constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 1 ? 152 : kDealsOut ? 40 : 24;
+constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : kNumConsumers == 1 ? 248 : kDealsOut ? 232 : 240;
+static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= (kNumConsumers + 1) * kStartRegisters, "");
 
 // Forward and lse. A stage of the ring is a tile of k or a tile of v.
 #ifdef CUFLASH_Q_STAGES
@@ -24,6 +24,11 @@ constexpr int kQStages = CUFLASH_Q_STAGES;                // query blocks in sha
 constexpr int kQSteps = CUFLASH_Q_COLUMNS / 16;           // steps of q kᵀ whose columns of q stay in registers
 constexpr bool kQInRegisters = 16 * kQSteps == kHeadDim;  // whether all columns of q do
 constexpr int kOutPanels = CUFLASH_OUT_PANELS;            // panels of a warp's rows of out that are stored at a time
+#ifdef CUFLASH_DECODES
+constexpr bool kDecodes = true;  // few queries of each sequence: the heads of a group share blocks (decode.cu)
+#else
+constexpr bool kDecodes = false;
+#endif
 constexpr bool kPingPong = CUFLASH_PING_PONG;             // whether only one warpgroup issues products at a time
 static_assert(kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif

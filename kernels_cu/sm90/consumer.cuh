@@ -23,6 +23,7 @@ struct GroupKeys {
   TileRange tiles;  // those that the group computes
   bool skips_first = false, skips_last = false;
   TileRange clear;  // those that need no mask
+  int last_common;  // the tile of the last key that all rows see, if there is one
 
   // may_skip_first: false after a query block whose last key tile was skipped.
   __device__ __forceinline__ GroupKeys(const ProblemParams& problem, const QueryWork& work, int group,
@@ -43,13 +44,15 @@ struct GroupKeys {
   // why apart from the constructor: L31.
   __device__ __forceinline__ void find_clear(const ProblemParams& problem, const QueryWork& work, int group) {
     const Range rows = group_rows(problem, work, group);
-    clear = TileRange::inside(work.sequence(problem).mask().full_range(rows.begin, rows.end), kBlockK);
+    const Range common = work.sequence(problem).mask().full_range(rows.begin, rows.end);
+    clear = TileRange::inside(common, kBlockK), last_common = (common.end - 1) / kBlockK;
   }
 
  private:
   __device__ static Range group_rows(const ProblemParams& problem, const QueryWork& work, int group) {
-    const int begin = work.row_begin + kGroupRows * group;
-    return {begin, smaller(begin + kGroupRows, work.sequence(problem).seqlen_q())};
+    const int begin = kGroupRows * group;
+    const Range queries = work.queries(problem, begin, begin + kGroupRows);
+    return {queries.begin, smaller(queries.end, work.sequence(problem).seqlen_q())};
   }
 };
 
@@ -83,10 +86,10 @@ struct Consumer : Role {
     release(ring.advance().slot);
   }
 
-  // The warp's first row in the query block, this lane's first query, the mask, and the warp's rows of q.
+  // The warp's first row in the query block, this lane's queries, the mask, and the warp's rows of q.
   __device__ __forceinline__ int block_row() const { return group * kGroupRows + warp * 16; }
-  __device__ __forceinline__ int lane_row(const QueryWork& work) const {
-    return work.row_begin + block_row() + fresh_thread() % 32 / 4;
+  __device__ __forceinline__ LaneQueries lane_queries(const QueryWork& work) const {
+    return work.lane_queries(params.problem, block_row() + fresh_thread() % 32 / 4);
   }
   __device__ __forceinline__ Mask mask(const QueryWork& work) const { return work.sequence(params.problem).mask(); }
   __device__ __forceinline__ AbsentKeys absent_keys(unsigned k_slot) const { return {params, smem, k_slot}; }
@@ -123,11 +126,11 @@ struct Consumer : Role {
   template <int kPending>
   __device__ __forceinline__ void weigh(const GroupKeys& keys, int n, unsigned k_slot, float (&o_scale)[2]) {
     const QueryWork work = smem.work(i);  // why here: L31
-    const int row = lane_row(work);
+    const LaneQueries rows = lane_queries(work);
     wgmma_wait<kPending>(s);
     Score{params.problem.score}.apply(s);
-    if (n >= keys.clear.end) mask(work).hide_after(s, row, n * kBlockK, fresh_thread() % 4);
-    if (n < keys.clear.begin) mask(work).hide_before(s, row, n * kBlockK, fresh_thread() % 4);
+    if (n >= keys.clear.end) mask(work).hide_after(s, rows, n * kBlockK, fresh_thread() % 4);
+    if (n < keys.clear.begin) mask(work).hide_before(s, rows, n * kBlockK, fresh_thread() % 4);
     absent_keys(k_slot).hide(s, fresh_thread() % 4);
     softmax.raise(s, scale_log2(), o_scale);
     float sums[2];
@@ -139,11 +142,11 @@ struct Consumer : Role {
   // uses see nothing.
   __device__ __forceinline__ void finish(const QueryWork& work, const Softmax& softmax, float (&o_scale)[2],
                                          float (&lse)[2]) const {
-    const int unused_row = kLengths ? work.sequence(params.problem).seqlen_q() - lane_row(work) : 0;
+    const LaneQueries rows = lane_queries(work);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       softmax.finish(h, o_scale[h], lse[h]);
-      if (kLengths && 8 * h >= unused_row) o_scale[h] = 0.0f, lse[h] = -infinity();
+      if (kLengths && rows[h] >= work.sequence(params.problem).seqlen_q()) o_scale[h] = 0.0f, lse[h] = -infinity();
     }
   }
 
@@ -158,9 +161,14 @@ struct Consumer : Role {
   }
 };
 
+__device__ __forceinline__ void prefetch_query_map(const TiledForwardParams& p) { tma_prefetch(&p.q_map); }
+__device__ __forceinline__ void prefetch_out_map(const TiledForwardParams& p) { tma_prefetch(&p.out_map); }
+__device__ __forceinline__ void prefetch_query_map(const DecodeParams&) {}
+__device__ __forceinline__ void prefetch_out_map(const DecodeParams&) {}
+
 // The body of a kernel whose computing warps run `Computing`.
 template <class Computing>
-__device__ __forceinline__ void run_roles(const TiledForwardParams& params) {
+__device__ __forceinline__ void run_roles(const KernelParams& params) {
   extern __shared__ __align__(1024) char smem_bytes[];
   const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
   // why by a shuffle: a warp's number is the same in all its lanes, and the compiler must know.
@@ -169,8 +177,8 @@ __device__ __forceinline__ void run_roles(const TiledForwardParams& params) {
   QueryWork first;
   if (warp == 0 && !kLengths) first = WorkQueue().work(params);
   if (threadIdx.x == 32) smem.init_barriers();
-  if (threadIdx.x == 64) tma_prefetch(&params.q_map), tma_prefetch(&params.k_map);
-  if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v_map), tma_prefetch(&params.out_map);
+  if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
+  if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();

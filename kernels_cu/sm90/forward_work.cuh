@@ -1,12 +1,20 @@
 // The work of forward and lse on Hopper: query blocks of any heads, one after the other.
 #pragma once
-#include "ragged_work.cuh"
+#include "decode_work.cuh"
 
 // A query block of a head. It has at least one key tile, if only to find that nothing is seen.
 struct alignas(16) DenseQueryWork {
   int row_begin;  // kNoWork once there is no more
   TileRange keys;
   int head, kv_head, batch;
+
+  // As in RaggedQueryWork.
+  __device__ __forceinline__ Range queries(const ProblemParams&, int begin, int end) const {
+    return {row_begin + begin, row_begin + end};
+  }
+  __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams&, int row) const {
+    return {row_begin + row, row_begin + row + 8};
+  }
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, batch}; }
@@ -35,15 +43,20 @@ struct DenseWorkQueue : WorkCounter {
   }
 };
 
-template <bool kOfSeveralLengths>
+template <bool kOfSeveralLengths, bool kOfFewQueries>
 struct TiledWorkOf {
   using Type = DenseQueryWork;
   using Queue = DenseWorkQueue;
 };
 template <>
-struct TiledWorkOf<true> {
+struct TiledWorkOf<true, false> {
   using Type = RaggedQueryWork;
   using Queue = RaggedWorkQueue;
 };
-using QueryWork = TiledWorkOf<kLengths>::Type;
-using WorkQueue = TiledWorkOf<kLengths>::Queue;
+template <>
+struct TiledWorkOf<true, true> {
+  using Type = DecodeWork;
+  using Queue = DecodeQueue;
+};
+using QueryWork = TiledWorkOf<kLengths, kDecodes>::Type;
+using WorkQueue = TiledWorkOf<kLengths, kDecodes>::Queue;

@@ -5,7 +5,7 @@
 
 // The keys of a tile whose pages are not there, which nobody sees.
 struct AbsentKeys {
-  const TiledForwardParams& params;
+  const KernelParams& params;
   const Addresses& smem;
   unsigned slot;  // of the ring
 
@@ -40,22 +40,21 @@ struct AbsentKeys {
   }
 };
 
-#if CUFLASH_LENGTHS
-// One warp loads key tile n of k or v, whose keys lie in pages, into a slot of the ring. Each lane copies one box, of
-// keys of one page.
+// One warp loads key tile n of k or v, of so many columns, whose keys lie in pages, into a slot of the ring. Each lane
+// copies one box, of keys of one page.
 template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const TiledForwardParams& params, const Addresses& smem,
-                                                const TensorMap& map, int n, const QueryWork& work, unsigned barrier,
+__device__ __forceinline__ void load_from_pages(const KernelParams& params, const Addresses& smem, const TensorMap& map,
+                                                int columns, int n, const RaggedQueryWork& work, unsigned barrier,
                                                 const RingPosition& ring, bool leads) {
   const ProblemParams& problem = params.problem;
   const Pages pages{problem.page_table + work.number * problem.page_table_stride, problem.rows_k, problem.batch_k};
   const int lane = threadIdx.x % 32, rows = params.page_box, key = n * kBlockK + lane * rows;
   auto page_of = [&](int key) { return key < work.seen_end ? pages.table[key / pages.size] : pages.count; };
   const bool copies = lane * rows < kBlockK;
-  // A page that is not there, or not needed, gives zeros, because the map has no such number.
-  int page = copies ? page_of(key) : 0;
-  const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !pages.is_there(page));
-  if (!pages.is_there(page)) page = pages.count;
+  // A page that is not there, or not needed, gives zeros.
+  const int page = copies ? page_of(key) : 0;
+  const bool is_there = pages.is_there(page);
+  const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !is_there);
   mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
   uint4 present = {~0u, ~0u, ~0u, ~0u};
   if (lacks_some) {
@@ -74,19 +73,20 @@ __device__ __forceinline__ void load_from_pages(const TiledForwardParams& params
   __syncwarp();
   if (!copies) return;
   const int first = key / pages.size * pages.size;  // key of the page
-  const auto from = RaggedMapRows::of(pages.size, key - first, clamped(work.seen_end - first, pages.size), page);
+  const int end = is_there ? clamped(work.seen_end - first, pages.size) : 0;
+  const RaggedMapRows from{pages.size, key - first, end, page};
   const unsigned target = smem.kv + ring.slot * kBytesSlot + lane * rows * 128;
-  load_panels<kPanels>(map, target, kPanelBytesK, barrier, from, work.kv_head);
+  load_panels<kPanels>(map, target, kPanelBytesK, barrier, boxed(from, rows, columns), work.kv_head);
 }
 
 // Whether key tile n has keys before the first that is seen. TMA does not make zeros of them.
-__device__ __forceinline__ bool has_hidden_before(const QueryWork& work, int n) {
+__device__ __forceinline__ bool has_hidden_before(const RaggedQueryWork& work, int n) {
   return n * kBlockK < work.seen_begin;
 }
 
 // One warp makes zeros of those keys in a tile of v, so that nothing is seen of what they hold.
 template <int kPanels>
-__device__ __forceinline__ void clear_hidden_before(const QueryWork& work, int n, unsigned tile) {
+__device__ __forceinline__ void clear_hidden_before(const RaggedQueryWork& work, int n, unsigned tile) {
   const int chunks = smaller(work.seen_begin - n * kBlockK, kBlockK) * 8;  // of 16 bytes, in a panel
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
@@ -95,12 +95,11 @@ __device__ __forceinline__ void clear_hidden_before(const QueryWork& work, int n
   fence_proxy_async();
   __syncwarp();
 }
-#else
+
 // Sequences that are all alike have no pages, and begin with the first key that is seen.
 template <int kPanels>
-__device__ __forceinline__ void load_from_pages(const TiledForwardParams&, const Addresses&, const TensorMap&, int,
-                                                const QueryWork&, unsigned, const RingPosition&, bool) {}
-__device__ constexpr bool has_hidden_before(const QueryWork&, int) { return false; }
+__device__ __forceinline__ void load_from_pages(const KernelParams&, const Addresses&, const TensorMap&, int, int,
+                                                const DenseQueryWork&, unsigned, const RingPosition&, bool) {}
+__device__ constexpr bool has_hidden_before(const DenseQueryWork&, int) { return false; }
 template <int kPanels>
-__device__ __forceinline__ void clear_hidden_before(const QueryWork&, int, unsigned) {}
-#endif
+__device__ __forceinline__ void clear_hidden_before(const DenseQueryWork&, int, unsigned) {}

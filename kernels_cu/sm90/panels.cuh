@@ -7,22 +7,40 @@ constexpr int kPanelColumns = 64;  // of 16-bit numbers: the 128 bytes of a swiz
 constexpr int kPanelsQk = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
 
+// A box of `bytes` bytes in a ragged map, of an operand of so many columns. why it must be known whether it lies outside:
+// the copy engine then touches the first byte of the map, and at the beginning of a ragged map there may be no memory
+// (L49).
+struct RaggedBox : RaggedMapRows {
+  int columns, bytes;
+
+  __device__ constexpr RaggedBox from(int n) const { return {RaggedMapRows::from(n), columns, bytes}; }
+  __device__ constexpr bool is_outside(int column) const { return row >= end || column >= columns; }
+};
+
+// What is loaded, as load_box wants it: boxes of so many rows of 128 bytes.
+__device__ constexpr MapRows boxed(const MapRows& rows, int, int) { return rows; }
+__device__ constexpr RaggedBox boxed(const RaggedMapRows& rows, int num_rows, int columns) {
+  return {rows, columns, num_rows * 128};
+}
+
 // One box of a panel, from these rows on, in either kind of map.
 __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, unsigned barrier, int column,
                                          const MapRows& rows, int head) {
   tma_load_4d(target, &map, barrier, column, rows.row, head, rows.batch);
 }
 __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, unsigned barrier, int column,
-                                         const RaggedMapRows& rows, int head) {
-  tma_load_5d(target, &map, barrier, column, rows.row, head, rows.end, rows.batch);
+                                         const RaggedBox& box, int head) {
+  __device__ static uint4 zeros[(kBlockK > 64 ? kBlockK : 64) * 128 / sizeof(uint4)];
+  if (box.is_outside(column)) bulk_load(target, zeros, box.bytes, barrier);
+  else tma_load_5d(target, &map, barrier, column, box.first(), head, box.end, box.batch);
 }
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const MapRows& rows,
                                           int head) {
   tma_store_4d(&map, source, column, rows.row, head, rows.batch);
 }
-__device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const RaggedMapRows& rows,
+__device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const RaggedBox& box,
                                           int head) {
-  tma_store_5d(&map, source, column, rows.row, head, rows.end, rows.batch);
+  if (box.row < box.end) tma_store_5d(&map, source, column, box.first(), head, box.end, box.batch);
 }
 
 // Begins to load the panels of a tile, from these rows on. One thread calls. A panel comes by kBoxes copies of kBoxRows

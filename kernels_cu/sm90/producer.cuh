@@ -1,10 +1,12 @@
 // The producers of forward and lse, which copy by TMA: one warp deals out work and loads k and v, others load q.
 #pragma once
+#include "../common/swizzle.cuh"
+#include "../ptx/cp_async.cuh"
 #include "pages.cuh"
 
 // A warp whose lanes all run together, and whose first lane acts. why: L13.
 struct Role {
-  const TiledForwardParams& params;
+  const KernelParams& params;
   const Addresses& smem;
   const bool leads = threadIdx.x % 32 == 0;
 };
@@ -14,25 +16,26 @@ struct KeyProducer : Role {
   RingPosition ring;
   unsigned edge_parity = 0;
 
-  // Loads key tile n of k or v into the ring. The copies are counted at `barrier`.
+  // Loads key tile n of k or v, of so many columns, into the ring. The copies are counted at `barrier`.
   template <int kPanels>
-  __device__ __forceinline__ void load(const TensorMap& map, int n, const QueryWork& work, unsigned barrier) {
+  __device__ __forceinline__ void load(const TensorMap& map, int columns, int n, const QueryWork& work,
+                                       unsigned barrier) {
     const unsigned target = smem.kv + ring.slot * kBytesSlot;
     if (kLengths && params.problem.page_table != nullptr) {
-      load_from_pages<kPanels>(params, smem, map, n, work, barrier, ring, leads);
+      load_from_pages<kPanels>(params, smem, map, columns, n, work, barrier, ring, leads);
     } else {
       const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
       mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
       if (leads) {
         mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
-        load_panels<kPanels>(map, target, kPanelBytesK, barrier, rows, work.kv_head);
+        load_panels<kPanels>(map, target, kPanelBytesK, barrier, boxed(rows, kBlockK, columns), work.kv_head);
       }
     }
     __syncwarp();
   }
 
   __device__ __forceinline__ void load_k(const QueryWork& work, int n) {
-    load<kPanelsQk>(params.k_map, n, work, smem.kv_full + 8 * ring.slot);
+    load<kPanelsQk>(params.k_map, params.problem.head_dim, n, work, smem.kv_full + 8 * ring.slot);
     ring.advance();
   }
 
@@ -45,13 +48,13 @@ struct KeyProducer : Role {
     if constexpr (kPanelsV > 0) {
       const unsigned full = smem.kv_full + 8 * ring.slot;
       if (has_hidden_before(work, n)) {
-        load<kPanelsV>(params.v_map, n, work, smem.edge_full);
+        load<kPanelsV>(params.v_map, params.problem.head_dim_v, n, work, smem.edge_full);
         mbarrier_wait(smem.edge_full, edge_parity);
         edge_parity ^= 1;
         clear_hidden_before<kPanelsV>(work, n, smem.kv + ring.slot * kBytesSlot);
         if (leads) mbarrier_arrive(full);
       } else {
-        load<kPanelsV>(params.v_map, n, work, full);
+        load<kPanelsV>(params.v_map, params.problem.head_dim_v, n, work, full);
       }
       ring.advance();
     }
@@ -114,6 +117,39 @@ struct Dealer : Role {
   }
 };
 
+// One warp begins to load a warpgroup's rows of q, which are counted at the barrier.
+template <class AnyWork>
+__device__ __forceinline__ void load_queries(const TiledForwardParams& params, const AnyWork& work, int group,
+                                             unsigned target, unsigned barrier, bool leads) {
+  if (!leads) return;
+  const auto rows = work.sequence(params.problem).queries_from(work.row_begin + kGroupRows * group);
+  mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
+  load_panels<kPanelsQk>(params.q_map, target, kPanelBytesQ, barrier,
+                         boxed(rows, kGroupRows, params.problem.head_dim), work.head);
+}
+
+// The same for rows of several heads, which lie anywhere.
+__device__ __forceinline__ void load_queries(const DecodeParams& params, const DecodeWork& work, int group,
+                                             unsigned target, unsigned barrier, bool leads) {
+  constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
+  const ProblemParams& problem = params.problem;
+  const Place place{work.q_batch, work.q_begin};
+#pragma unroll 1
+  for (int at = threadIdx.x % 32; at < kGroupRows * kChunks; at += 32) {
+    const int row = at / kChunks, chunk = at % kChunks, of_heads = work.row_begin + kGroupRows * group + row;
+    const int query = of_heads / problem.heads_per_kv, head = of_heads - query * problem.heads_per_kv;
+    const int bytes = query < work.seqlen_q ? clamped((problem.head_dim - 8 * chunk) * 2, 16) : 0;
+    const char* const from = place.address(params.q, 2, work.head * problem.heads_per_kv + head, bytes ? query : 0,
+                                           bytes ? 8 * chunk : 0);
+    cp_async_16_zfill(target + chunk / 8 * kPanelBytesQ + Swizzle<8>::offset(row, chunk % 8), from, bytes);
+  }
+  cp_async_commit();
+  cp_async_wait<0>();
+  fence_proxy_async();
+  __syncwarp();
+  if (leads) mbarrier_arrive(barrier);
+}
+
 // Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18).
 constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
 
@@ -126,16 +162,10 @@ struct QueryProducer : Role {
       smem.await_work(i);
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
-      const auto sequence = work.sequence(params.problem);
 #pragma unroll 1
       for (int group = first_group; group < kNumConsumers; group += kQueryWarps) {
-        const unsigned barrier = smem.q_full(i, group);
         mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
-        if (leads) {
-          const auto rows = sequence.queries_from(work.row_begin + kGroupRows * group);
-          mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
-          load_panels<kPanelsQk>(params.q_map, smem.q_rows(i, group), kPanelBytesQ, barrier, rows, work.head);
-        }
+        load_queries(params, work, group, smem.q_rows(i, group), smem.q_full(i, group), leads);
         __syncwarp();
       }
     }

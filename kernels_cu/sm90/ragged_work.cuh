@@ -29,19 +29,38 @@ struct alignas(16) RaggedQueryWork {
     }
 
     __device__ RaggedMapRows queries_from(int query) const {
-      return RaggedMapRows::of(problem.rows_q, work.q_begin + query, work.q_begin + work.seqlen_q, work.q_batch);
+      return {problem.rows_q, work.q_begin + query, work.q_begin + work.seqlen_q, work.q_batch};
     }
     __device__ RaggedMapRows out_from(int query) const {
       const int end = problem.clears_unused ? work.num_rows : work.seqlen_q;
-      return RaggedMapRows::of(problem.rows_q, work.q_begin + query, work.q_begin + end, work.q_batch);
+      return {problem.rows_q, work.q_begin + query, work.q_begin + end, work.q_batch};
     }
     __device__ RaggedMapRows seen_keys_from(int key) const {
-      return RaggedMapRows::of(problem.rows_k, work.k_begin + key, work.k_begin + work.seen_end, work.k_batch);
+      return {problem.rows_k, work.k_begin + key, work.k_begin + work.seen_end, work.k_batch};
     }
   };
 
+  // The queries of these rows of the block, and of a lane's row and the row 8 below it.
+  __device__ __forceinline__ Range queries(const ProblemParams&, int begin, int end) const {
+    return {row_begin + begin, row_begin + end};
+  }
+  __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams&, int row) const {
+    return {row_begin + row, row_begin + row + 8};
+  }
+
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, *this}; }
+
+  // What is known of the sequence whose rows are `territory`.
+  __device__ __forceinline__ void set(const RaggedSequence& sequence, int sequence_number, Range territory) {
+    const Range seen = sequence.seen_keys();
+    number = sequence_number;
+    q_batch = sequence.q_place.batch, q_begin = territory.begin, num_rows = territory.end - territory.begin;
+    seqlen_q = sequence.seqlen_q();
+    k_batch = sequence.k_place.batch, k_begin = sequence.k_place.begin;
+    seen_begin = seen.begin, seen_end = seen.end;
+    lo = sequence.mask().lo, hi = sequence.mask().hi;
+  }
 };
 
 // Deals out work as WorkQueue does. One warp asks. Blocks of heads_together heads that have the same rows follow each
@@ -79,15 +98,9 @@ struct RaggedWorkQueue : WorkCounter {
       work.number = found.part - 1, block = found.block;
       begin = axis.bound(found.part), end = axis.bound(found.part + 1);
     }
-    const RaggedSequence sequence(problem, work.number);
-    const Range seen = sequence.seen_keys();
+    work.set(RaggedSequence(problem, work.number), work.number, {begin, end});
     work.row_begin = block * kBlockQ;
     work.head = at.head, work.kv_head = at.head / problem.heads_per_kv;
-    work.q_batch = sequence.q_place.batch, work.q_begin = begin, work.num_rows = end - begin;
-    work.seqlen_q = sequence.seqlen_q();
-    work.k_batch = sequence.k_place.batch, work.k_begin = sequence.k_place.begin;
-    work.seen_begin = seen.begin, work.seen_end = seen.end;
-    work.lo = sequence.mask().lo, work.hi = sequence.mask().hi;
     const int row_end = smaller(work.row_begin + kBlockQ, work.seqlen_q);
     work.keys = TileRange::touched(work.sequence(problem).mask().key_range(work.row_begin, row_end), kBlockK);
     work.keys.end = larger(work.keys.end, work.keys.begin + 1);

@@ -35,6 +35,17 @@ struct Softmax {
     for (int h = 0; h < 2; ++h) raise_row(h, quad_max(lane_row_max(s, h)), scale_log2, o_scale[h]);
   }
 
+  // The same for rows that have seen nothing yet, of which neither the sums nor the output need a factor.
+  template <int kCount>
+  __device__ __forceinline__ void raise_unseen(const float (&s)[kCount], float scale_log2) {
+    if (!__any_sync(0xffffffffu, shift[0] == kUnseen | shift[1] == kUnseen)) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float row_max = quad_max(lane_row_max(s, h));
+      if (shift[h] == kUnseen) shift[h] = fmaxf(kUnseen, fmaf(row_max, scale_log2, kBias));
+    }
+  }
+
   __device__ __forceinline__ void raise_row(int h, float row_max, float scale_log2, float& o_scale) {
     const float raised = fmaxf(shift[h], fmaf(row_max, scale_log2, kBias));
     o_scale = exp2_approx(shift[h] - raised);

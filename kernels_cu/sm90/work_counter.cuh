@@ -5,7 +5,16 @@
 #include "../common/work.cuh"
 #include "config.cuh"
 
-static_assert(sizeof(TiledForwardParams) == kParamsBytes, "the host packs other parameters");
+template <bool kOfFewQueries>
+struct KernelParamsOf {
+  using Type = TiledForwardParams;
+};
+template <>
+struct KernelParamsOf<true> {
+  using Type = DecodeParams;
+};
+using KernelParams = KernelParamsOf<kDecodes>::Type;
+static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parameters");
 
 constexpr int kNoWork = -1;
 
@@ -14,7 +23,8 @@ constexpr int kNoWork = -1;
 struct WorkCounter {
   unsigned index = blockIdx.x;
 
-  __device__ __forceinline__ void take_next(const TiledForwardParams& params, unsigned num_work) {
+  template <class Params>
+  __device__ __forceinline__ void take_next(const Params& params, unsigned num_work) {
     if (params.counter == nullptr) {
       index += gridDim.x;
     } else {

@@ -167,7 +167,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(xla_handlers, "on_device", lambda ordinal: entered(f"device {ordinal}"))
     for module in (launch, xla_handlers):
         monkeypatch.setattr(module, "relaxed_capture", lambda: entered("relaxed"))
-    monkeypatch.setattr(xla_handlers.counters, "reserve", lambda ordinal: told.append(f"reserve {ordinal}"))
+    monkeypatch.setattr(xla_handlers.counters, "reserve", lambda ordinal, words: told.append(f"reserve {ordinal}"))
     launch.KEPT.clear()
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])
     return told
@@ -229,15 +229,16 @@ def test_operands_take_their_places_by_name_and_both_halves_of_one_operand(gpus:
     static = Static(None, 0, 0.125, 0.0, names=names, of_each=True, max_seqlen_q=9, max_seqlen_k=64)
     whole = Described(static, shapes, ("bfloat16", "bfloat16", "int32", "int32", "int32"))
     problem = whole.problem(FORWARD, "cuda:1")
+    whole = whole._replace(workspace=plan(problem, H100).workspace_bytes // 4)
     assert problem.spec("v").strides == (16 * 2 * 128, 2 * 128, 128, 1)
     assert Static.of(problem, names) == static
-    pointers = *(4096 * (n + 1) for n in range(5)), 2**20, 2**21
+    pointers = *(4096 * (n + 1) for n in range(5)), 2**20, 2**21, 2**22
     call = SimpleNamespace(attribute=lambda: whole.encode().tobytes(), pointers=lambda: pointers, stream=lambda: 7,
                            ordinal=lambda: 1)  # fmt: skip
     xla_handlers.run_on_cuda(FORWARD, call)
     inputs = {"q": 4096, "k": 8192, "v": 8192 + 2 * 64, "cu_seqlens_q": 12288, "seqused_k": 16384, "page_table": 20480}
     wanted = [inputs.get(operand.name, 0) for operand in problem.op.inputs]
-    assert Recorded.made[-1].written == [(*wanted, 2**20, 2**21)]
+    assert Recorded.made[-1].written == [(*wanted, 2**20, 2**21, 2**22)]
 
 
 def lowered(function: Any, *shapes: tuple[int, ...]) -> str:

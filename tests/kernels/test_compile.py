@@ -165,8 +165,11 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     halves = [dtype for dtype in DTYPES if TABLE[dtype].itemsize == 2]
     for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
         if row.softcap in (None, capped):
-            wanted |= {("forward", dtype, out_dtype, row, capped) for out_dtype in (dtype, "float32")}
-        wanted.add(("lse", dtype, dtype, tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped), capped))
+            rows_of = row, row.for_lengths(), row.for_decoding()
+            wanted |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
+        of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
+        assert of_lse is not None
+        wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, of_lse.for_lengths())}
     gradients = [("backward", row) for row in tiles_sm90.BACKWARD]
     gradients += [(f"backward_{row.gradient}", row) for row in tiles_sm90.ROWS]
     for dtype, (op, row), capped in product(halves, gradients, (False, True)):

@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from appends import PLACES, ROTATIONS, Arguments, drawn, expected, made
-from libraries import bits, identical, torch_of
+from libraries import as_numpy, bits, identical, torch_of
 from problems import far_apart, need_memory
-from tensors import in_numpy
 
 import cuflash
 
@@ -39,7 +38,7 @@ def test_torch_gets_the_same_bits(dtype: str, place: str, rotation: str) -> None
     got = done(as_torch(call))
     wanted = expected(call)
     for x, y in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(in_numpy(x).astype("f4"), y.astype("f4"))  # NaN equals itself
+        np.testing.assert_array_equal(as_numpy(x), y.astype("f4"))  # NaN equals itself
 
 
 @pytest.mark.parametrize("place", PLACES)

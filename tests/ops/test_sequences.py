@@ -5,7 +5,7 @@ Whatever no sequence uses holds NaN, so that what is read there shows; what is a
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 from libraries import GPU_MAKERS, MAKERS, as_numpy, host, identical
-from plans import planned_with
+from plans import for_any_gpu
 from problems import laid_out
 from sequences import (
     FAR,
@@ -32,7 +32,6 @@ from sequences import (
 
 import cuflash
 from cuflash.bench.cases import numpy_dtype
-from cuflash.planning import forward as plan_forward
 
 pytestmark = pytest.mark.usefixtures("new_memory_holds_nan")
 RAGGED, OTHERS = (5, 0, 1, 17, 30), (9, 3, 0, 17, 31)
@@ -95,11 +94,6 @@ def each(cases: list[Sequences]) -> Any:
 
 def forward(given: Made, xp: Any, layout: str = "dense", **more: Any) -> Any:
     return cuflash.forward(**given.arguments(xp, layout) | more, return_lse=True)
-
-
-def for_any_gpu() -> AbstractContextManager[None]:
-    """Meanwhile forward and lse run on the kernels for any GPU, on Hopper too."""
-    return planned_with(plan_forward, reason_against=lambda *_: "the test asks for it")
 
 
 def lse_of(given: Made, xp: Any, **more: Any) -> Any:

@@ -1,0 +1,218 @@
+// The consumers of the kernels that make out: their steps over the key tiles, see forward.cu.
+#pragma once
+#include "consumer.cuh"
+
+enum NamedBarrier { kIssue = 1 };  // one for each warpgroup, from this number on
+
+using Weights = unsigned[kBlockK / 4];
+using Output = float[kHeadDimV / 2];
+
+// `Computing` is the struct that derives from this one: its store(softmax) stores the rows of the work before this one.
+template <class Computing>
+struct OutputConsumer : Consumer {
+  Weights p;
+  Output o;
+  float o_scale[2];
+
+  using Consumer::Consumer;
+
+  __device__ __forceinline__ Computing& self() { return static_cast<Computing&>(*this); }
+
+  // Ping-pong: warpgroups issue their products alternately (L27).
+  __device__ __forceinline__ void await_issue() const {
+    if constexpr (kPingPong) bar_sync(kIssue + group, 256);
+  }
+
+  __device__ __forceinline__ void pass_issue() const {
+    if constexpr (kPingPong) bar_arrive(kIssue + (group + 1) % kNumConsumers, 256);
+  }
+
+  // For a step that is skipped. why: all warpgroups must pass as often.
+  __device__ __forceinline__ void skip_issue() const { await_issue(), pass_issue(); }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int j = 0; j < kBlockK / 4; ++j) p[j] = pack2(s[2 * j], s[2 * j + 1]);
+  }
+
+  __device__ __forceinline__ void rescale() {
+    if (!__any_sync(0xffffffffu, o_scale[0] != 1.0f | o_scale[1] != 1.0f)) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) scale_row(o, h, o_scale[h]);
+  }
+
+  __device__ __forceinline__ unsigned begin_next_output(bool accumulate) {
+    begin_sum<kBlockK, kHeadDimV>(o, p, await(ring), kPanelBytesK, accumulate);
+    return ring.advance().slot;
+  }
+
+  __device__ __forceinline__ void end_output(unsigned v_slot) {
+    wgmma_wait<0>(o);
+    release(v_slot);
+  }
+
+  // One of the steps of a query block.
+  struct Step {
+    int n;                    // the key tile of s
+    bool accumulate = false;  // o has the p v of a key tile
+    unsigned k_slot, v_slot;
+    float sums[2];  // of the weights
+  };
+
+  // Begins s = q kᵀ of the next key tile and o += p v of the one before.
+  __device__ __forceinline__ void begin_step(Step& step) {
+    await_issue();
+    step.k_slot = begin_next_scores();
+    step.v_slot = begin_next_output(step.accumulate);
+    step.accumulate = true;
+    pass_issue();
+  }
+
+  // Which rows may have seen nothing, and which keys of a tile may be hidden. why loops of their own: L28.
+  enum class Tiles { kUpper, kClear, kLower };
+
+  // Takes steps down to tile `begin`; false if weights left the range, their step unfinished. Rows keep the maximum of
+  // the first tile in which they see a key, as long as their weights are in range. So the bits of a row depend on no
+  // other row, nor on which of these loops a tile falls into.
+  template <Tiles kTiles>
+  __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
+    constexpr bool kAny = kTiles == Tiles::kUpper, kHides = kTiles != Tiles::kClear;
+#pragma unroll 1
+    for (; step.n >= begin; --step.n) {
+      begin_step(step);
+      const QueryWork work = kHides ? smem.work(i) : QueryWork();  // why here: L31
+      const LaneQueries rows = kHides ? lane_queries(work) : LaneQueries();
+      wgmma_wait<1>(s);
+      if (kAny && step.n >= keys.clear.end) mask(work).hide_after(s, rows, step.n * kBlockK, fresh_thread() % 4);
+      if (kHides && (!kAny || step.n < keys.clear.begin)) {
+        mask(work).hide_before(s, rows, step.n * kBlockK, fresh_thread() % 4);
+      }
+      absent_keys(step.k_slot).hide(s, fresh_thread() % 4);
+      if constexpr (kAny) softmax.raise_unseen(s, scale_log2());
+      softmax.weigh(s, scale_log2(), step.sums);
+      if (__any_sync(0xffffffffu, softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]))) {
+        wgmma_wait<0>(o);
+        return false;
+      }
+      softmax.add(step.sums);
+      end_scores(keys, step.n, step.k_slot);
+      end_output(step.v_slot);
+      pack();
+    }
+    return true;
+  }
+
+  // Takes the steps of all key tiles but the first; p is then that of the last. The result tells whether o holds a sum.
+  __device__ __forceinline__ bool steps(const GroupKeys& keys) {
+    const TileRange tiles = keys.tiles;
+    Step step{tiles.end - 2};
+    if constexpr (Score::kAlwaysChanges) {
+#pragma unroll 1
+      for (; step.n >= tiles.begin; --step.n) {
+        begin_step(step);
+        weigh<1>(keys, step.n, step.k_slot, o_scale);
+        end_scores(keys, step.n, step.k_slot);
+        end_output(step.v_slot);
+        pack();
+        rescale();
+      }
+    } else {
+      // why: after the tile of the last key that all rows see, no row has seen nothing.
+      const bool some_clear = keys.clear.begin < min(keys.clear.end, tiles.end);
+      const int upper_begin = some_clear ? max(tiles.begin, keys.last_common) : tiles.begin;
+      const int clear_begin = max(tiles.begin, keys.clear.begin);
+#pragma unroll 1
+      while (!stale_steps<Tiles::kUpper>(step, keys, upper_begin) ||
+             !stale_steps<Tiles::kClear>(step, keys, clear_begin) ||
+             !stale_steps<Tiles::kLower>(step, keys, tiles.begin)) {
+        const QueryWork work = smem.work(i);
+        const LaneQueries rows = lane_queries(work);
+        auto hide = [&](float (&fresh)[8], int piece) {
+          const int key = step.n * kBlockK + 16 * piece;
+          if (step.n >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
+          mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
+          absent_keys(step.k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
+        };
+        weigh_again(s, softmax, step.sums, o_scale, hide, scale_log2(), q, q_smem(),
+                    smem.kv + step.k_slot * kBytesSlot);
+        end_scores(keys, step.n, step.k_slot);
+        release(step.v_slot);
+        pack();
+        rescale();
+        --step.n;
+      }
+    }
+    return step.accumulate;
+  }
+
+  // Makes the weights of the first key tile.
+  template <int kPending>
+  __device__ __forceinline__ void weigh_first(GroupKeys& keys, unsigned k_slot) {
+    keys.find_clear(params.problem, smem.work(i), group);
+    softmax.setup();
+    weigh<kPending>(keys, keys.tiles.end - 1, k_slot, o_scale);
+    end_scores(keys, keys.tiles.end - 1, k_slot);
+  }
+
+  __device__ __forceinline__ void run() {
+    smem.await_work(0);
+    if (kLengths && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
+    if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
+    GroupKeys keys(params.problem, smem.work(0), group, true);
+    bool skips_v = keys.skips_first;  // v of a key tile that is skipped comes next in the ring
+    unsigned k_slot = begin_first_scores(keys);
+    if constexpr (kNextScoresFirst) weigh_first<0>(keys, k_slot);
+#pragma unroll 1
+    for (;;) {
+      if constexpr (!kNextScoresFirst) weigh_first<0>(keys, k_slot);
+      if (skips_v) skip();
+      if (keys.skips_first) skip_issue();
+      pack();
+      const bool accumulate = steps(keys);
+
+      // The last p v goes with the first s of the next work.
+      smem.await_work(++i);
+      const QueryWork next = smem.work(i);
+      const bool skips_last = keys.skips_last;
+      if (skips_last) skip(), skip_issue();
+      if (!next.exists()) {  // why a copy of the end: L12
+        begin_next_output(accumulate);
+        wgmma_wait<0>(o);
+        self().store(softmax);
+        if (leads) bulk_wait_read<0>();
+        break;
+      }
+      await_issue();
+      if constexpr (kNextScoresFirst) {
+        keys = GroupKeys(params.problem, next, group, !skips_last);
+        if (keys.skips_first) skip();
+        skips_v = skips_last || keys.skips_first;
+        const RingPosition first = ring.advance(), second = ring.advance();
+        // why: v of a skipped key tile stands before the next k in the ring.
+        const RingPosition k = skips_v ? second : first, v = skips_v ? first : second;
+        await_query();
+        begin_scores(s, q, smem.q_rows(i, group), await(k));
+        begin_sum<kBlockK, kHeadDimV>(o, p, await(v), kPanelBytesK, accumulate);
+        k_slot = k.slot;
+        const unsigned v_slot = v.slot;
+        pass_issue();
+        const Softmax done = softmax;
+        weigh_first<1>(keys, k_slot);
+        end_output(v_slot);
+        self().store(done);
+      } else {
+        const unsigned v_slot = begin_next_output(accumulate);
+        if (skips_last) skip();
+        keys = GroupKeys(params.problem, next, group, true);
+        skips_v = keys.skips_first;
+        k_slot = begin_first_scores(keys);
+        pass_issue();
+        wgmma_wait<1>(o);
+        release(v_slot);
+        self().store(softmax);
+      }
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 2; ++j) asm volatile("" : "=f"(o[j]));  // why: L11
+    }
+  }
+};

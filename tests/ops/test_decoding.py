@@ -1,0 +1,132 @@
+"""Few queries over many keys on a GPU, which Hopper shares out among blocks of threads: against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import identical
+from sequences import FAR, Sequences, check, made
+
+import cuflash
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+LENGTHS = (4097, 0, 1, 128, 129, 2500)
+ROWS = Sequences("rows", (1,) * 6, LENGTHS, "rectangle", "rectangle", used_k=True, heads=(8, 2), causal=True)
+CACHE = replace(ROWS, name="cache", place_k="cache")
+PAGES = replace(ROWS, name="pages", place_q="packed", place_k="paged", page_size=64, bounded=True)
+PACKED = replace(ROWS, name="packed", queries=(1, 2, 0, 3, 1, 8), place_q="packed", place_k="packed", bounded=True)
+KINDS = [ROWS, CACHE, PAGES, PACKED]
+DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72)]
+
+
+def forward(given: Any, cupy: Any, **more: Any) -> Any:
+    return cuflash.forward(**given.arguments(cupy) | more, return_lse=True)
+
+
+@pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_kind_of_cache_and_head_dim(cupy: Any, case: Sequences, dims: tuple[int, int], dtype: str) -> None:
+    given = made(replace(case, dims=dims, dtype=dtype))
+    got = forward(given, cupy)
+    check(given, *got)
+    assert identical(forward(given, cupy), got)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (8, 1), (32, 8), (33, 11), (64, 1), (96, 1)], ids=str)
+@pytest.mark.parametrize("queries", [1, 2, 8, 16])
+def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int], queries: int) -> None:
+    for case in (ROWS, replace(PAGES, page_size=8)):
+        check(given := made(replace(case, queries=(queries,) * 6, heads=heads)), *forward(given, cupy))
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 24, 64, 96, 256, 1000, 3])
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128), (256, 256)], ids=str)
+def test_pages_of_any_size(cupy: Any, page_size: int, dims: tuple[int, int]) -> None:
+    check(given := made(replace(PAGES, page_size=page_size, dims=dims)), *forward(given, cupy))
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [{"causal": False}, {"window_size": (700, -1)}, {"window_size": (0, 0)}, {"causal": False, "window_size": (130, 5)},
+     {"diagonal_offset": 300}, {"diagonal_offset": -5}, {"softcap": 3.0}, {"softcap": 3.0, "window_size": (300, 0)}],
+    ids=str,
+)  # fmt: skip
+def test_masks_and_capped_scores(cupy: Any, mask: dict[str, Any]) -> None:
+    for case in (replace(ROWS, queries=(3,) * 6), PAGES, PACKED):
+        check(given := made(replace(case, **mask)), *forward(given, cupy))
+
+
+@pytest.mark.parametrize("num_splits", [0, 1, 2, 7, 50, 1000])
+def test_any_number_of_splits(cupy: Any, num_splits: int) -> None:
+    for case in (replace(ROWS, queries=(2,) * 6), PAGES, replace(PAGES, window_size=(900, -1))):
+        given = made(case)
+        got = forward(given, cupy, num_splits=num_splits)
+        check(given, *got)
+        for _ in range(3):
+            assert identical(forward(given, cupy, num_splits=num_splits), got)
+
+
+@pytest.mark.parametrize("out_dtype", [None, "float32"])
+def test_rows_past_a_bound_that_is_too_small_count_as_unused(cupy: Any, out_dtype: str | None) -> None:
+    given = made(replace(PACKED, queries=(1, 2, 0, 9, 1, 80), heads=(4, 1)))
+    q, cu = (given.arguments(cupy)[name] for name in ("q", "cu_seqlens_q"))
+    out, lse = forward(given, cupy, max_seqlen_q=1, out_dtype=out_dtype)
+    begins = cu.get()[:-1]
+    used = np.zeros(len(q), bool)
+    used[[begin for begin, end in zip(begins, cu.get()[1:], strict=True) if begin < end]] = True
+    assert not bool(cupy.isnan(out).any())
+    assert not bool(out[~used].any())
+    assert bool((lse[:, ~used] == -np.inf).all())
+
+
+def test_wrong_integers_leave_nothing_behind(cupy: Any) -> None:
+    for case in (PAGES, PACKED):
+        given = made(case)
+        right = forward(given, cupy)
+        rng = np.random.default_rng(0)
+        for _ in range(20):
+            wild = {
+                name: np.where(rng.random(x.shape) < 0.5, rng.choice([-FAR, -1, 3, 700, 90_000, FAR], x.shape), x)
+                for name, x in given.told.items()
+            }
+            forward(given, cupy, **{name: cupy.asarray(x.astype(np.int32)) for name, x in wild.items()})
+            assert identical(forward(given, cupy), right)
+
+
+def test_a_graph_that_was_captured_with_short_lengths_replays_with_long_ones(cupy: Any) -> None:
+    given = made(PAGES)
+    arguments = given.arguments(cupy)
+    used = arguments["seqused_k"]
+    wanted, short = used.copy(), cupy.minimum(used, 5)
+    used[...] = short
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cuflash.forward(**arguments)
+        stream.synchronize()
+        stream.begin_capture()
+        out, lse = cuflash.forward(**arguments, return_lse=True)
+        graph = stream.end_capture()
+    for _ in range(3):
+        out[...], lse[...] = cupy.nan, cupy.nan
+        used[...] = wanted
+        cupy.cuda.get_current_stream().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        check(given, out, lse)
+
+
+def test_calls_on_several_streams_at_once(cupy: Any) -> None:
+    given = made(replace(ROWS, queries=(2,) * 6))
+    right, streams = forward(given, cupy), [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for _ in range(20):
+        for stream in streams:
+            with stream:
+                results.append(forward(given, cupy))
+    cupy.cuda.Device().synchronize()
+    assert all(identical(result, right) for result in results)
