@@ -16,9 +16,8 @@ from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, ma
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import variant_of
 
-WARPS_OF_A_GROUP = 4
 DECODED_ROWS = 2 * GROUP_ROWS  # rows of the heads of a group, up to which they share blocks
-SPLITS_OF_A_BLOCK = 4  # splits that a block of threads has at most, beside two for each query block: `tiles_of_split`
+MAX_PLACES = 2**30  # of `DecodeQueue`, which adds one share of them at most
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
 
 
@@ -83,7 +82,9 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
     op, capped = problem.op.name, problem.options.softcap > 0.0
     if problem.lengths is not None:
         if op == "forward" and problem.seqlen_q * (problem.heads_q // problem.heads_kv) <= DECODED_ROWS:
-            return _decode_plan(problem, device, tile.for_decoding())
+            made = _decode_plan(problem, device, tile.for_decoding())
+            if made is not None:
+                return made
         return _ragged_plan(problem, device, tile.for_lengths())
     arch = compile_arch("sm90", device)
     variant = variant_of(op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped)
@@ -129,8 +130,11 @@ def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
     return make_plan(problem, device, [launch], num_work=num_tiles)
 
 
-def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
-    """The plan for few queries of each sequence, whose keys are shared out among blocks of threads."""
+def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan | None:
+    """The plan for few queries of each sequence, whose keys are shared out among blocks of threads.
+
+    None if there may be more key tiles than the kernel can count.
+    """
     own, splits = problem.lengths, problem.options.sequences.num_splits
     assert own is not None
     capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
@@ -142,16 +146,19 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
     num_blocks = rows.num_slots("q", problem.batch, tile.block_q) * problem.heads_kv
     tiles = blocks_of(problem.seqlen_k, tile.block_k)
     # why one more: splits are counted from the first key, which need not be seen.
-    most = SPLITS_OF_A_BLOCK * device.num_sms + 2 * num_blocks + 1 if splits == 0 else (splits + 1) * num_blocks
+    max_slots = device.num_sms + num_blocks if splits == 0 else (splits + 1) * num_blocks
+    num_work = num_blocks * (tiles + 1) if splits == 0 else max_slots
+    if num_work > MAX_PLACES:
+        return None
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
     page_box = math.gcd(own.rows_k, tile.block_k) if problem.has("page_table") else 0
     box = Box(page_box or tile.block_k, 0, own.rows_k, ragged=True)
-    fields = {"page_box": page_box, "max_work": most, "partial_rows": partial_rows}
+    fields = {"page_box": page_box, "max_slots": max_slots, "partial_rows": partial_rows}
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     alone = splits == 1
-    workspace = {"partial_out": most * partial_rows * problem.head_dim_v, "partial_lse": most * partial_rows}
-    arrivals = 0 if alone else WARPS_OF_A_GROUP * num_blocks
+    workspace = {"partial_out": max_slots * partial_rows * problem.head_dim_v, "partial_lse": max_slots * partial_rows}
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     boxes = {"k": box, "v": box, "q": box, "out": box}
-    launch = Launch(variant, min(most, device.num_sms), fields, boxes, most > device.num_sms, arrivals)
-    return make_plan(problem, device, [launch], {} if alone else workspace, num_work=most)
+    counted, arrivals = splits > 0 and num_work > device.num_sms, 0 if alone else num_blocks
+    launch = Launch(variant, min(num_work, device.num_sms), fields, boxes, counted, arrivals)
+    return make_plan(problem, device, [launch], {} if alone else workspace, num_work=num_work)

@@ -98,7 +98,7 @@ _STRUCTS: dict[str, Fields] = {
         *_operands("q out"),
         *_pointers("lse counter arrivals partial_out partial_lse"),
         *_PROBLEM,
-        *_ints("page_box max_work partial_rows split_tiles"),
+        *_ints("page_box max_slots partial_rows split_tiles"),
     ],
     "DeltaParams": [
         *_operands("dout out dq"),

@@ -61,14 +61,14 @@ struct DecodeParams {
   Operand q, out;
   float* lse;          // (batch, heads_q, seqlen_q), contiguous, or null
   unsigned* counter;   // as in TiledForwardParams
-  unsigned* arrivals;  // splits that have ended, for each warp of each query block; zero between launches
-  float* partial_out;  // of a split, (max_work, partial_rows, head_dim_v) …
-  float* partial_lse;  // … and (max_work, partial_rows)
+  unsigned* arrivals;  // splits that have ended, of each query block; zero between launches
+  float* partial_out;  // of a split, (max_slots, partial_rows, head_dim_v) …
+  float* partial_lse;  // … and (max_slots, partial_rows)
   ProblemParams problem;
   int page_box;
-  int max_work;      // pieces of work that there is room for
+  int max_slots;     // splits that there is room for
   int partial_rows;  // of a query block
-  int split_tiles;   // key tiles of a split; 0: as many as keep the GPU busy
+  int split_tiles;   // key tiles of a split; 0: all blocks of threads take as many
 };
 
 // portable/delta.cu.

@@ -5,9 +5,11 @@
 //   out = sum w o / sum w       over the splits, w = exp(lse of the split - the largest of them)
 //
 // Roles    As in forward.cu, with one warpgroup that computes; q is copied by cp.async.
-// Splits   A warp leaves its rows of o and lse in memory. That of the last split to end merges them, in their order.
-// Barriers As in forward.cu, without kIssue.
+// Splits   Their rows of o and lse lie in memory. The block whose split ends last merges them, in their order.
+// Barriers As in forward.cu, and kMerge instead of kIssue.
 #include "output.cuh"
+
+constexpr int kMerge = 1;  // the warps that compute
 
 struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   using OutputConsumer::OutputConsumer;
@@ -56,7 +58,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
 
   __device__ __forceinline__ void store_split(const QueryWork& work, Range rows, const float (&lse)[2]) const {
     const int lane = fresh_thread() % 32, dim = params.problem.head_dim_v;
-    const long long first = static_cast<long long>(work.first_piece + work.split) * params.partial_rows;
+    const long long first = static_cast<long long>(work.first_slot + work.split) * params.partial_rows;
     for_each_row(rows, [&](int h, int row) {
       if (lane % 4 == 0) params.partial_lse[first + row] = lse[h];
       float* const out = params.partial_out + (first + row) * dim;
@@ -69,27 +71,38 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     });
   }
 
-  // Merges the splits of the warp's rows, four columns a lane.
+  // Merges the splits of the block's rows, a part of which is this thread's, four columns at a time.
   __device__ __forceinline__ void merge(const QueryWork& work, int num_rows) const {
-    const int dim = params.problem.head_dim_v, chunks = dim / 4, rows = min(num_rows - block_row(), 16);
+    constexpr int kTogether = kHeadDimV > 128 ? 4 : 8;  // splits that are loaded together. why fewer: registers
+    const int dim = params.problem.head_dim_v, chunks = dim / 4;
     const long long of_split = params.partial_rows;
 #pragma unroll 1
-    for (int at = fresh_thread() % 32; at < rows * chunks; at += 32) {
-      const int row = block_row() + at / chunks, column = at % chunks * 4;
-      const long long first = work.first_piece * of_split + row;
-      float most = -infinity();
-      for (int split = 0; split < work.num_splits; ++split) {
-        most = fmaxf(most, __ldcg(params.partial_lse + first + split * of_split));
-      }
-      float sum = 0.0f;
+    for (int at = threadIdx.x % 128; at < num_rows * chunks; at += 128) {
+      const int row = at / chunks, column = at % chunks * 4;
+      const long long first = work.first_slot * of_split + row;
+      float most = -infinity(), sum = 0.0f;
       float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
-      if (most != -infinity()) {
-#pragma unroll 4
-        for (int split = 0; split < work.num_splits; ++split) {
-          const long long from = first + split * of_split;
-          const float4 x = __ldcg(reinterpret_cast<const float4*>(params.partial_out + from * dim + column));
-          const float w = exp2_approx((__ldcg(params.partial_lse + from) - most) * (1.0f / kLn2));
-          total.x += w * x.x, total.y += w * x.y, total.z += w * x.z, total.w += w * x.w, sum += w;
+#pragma unroll 1
+      for (int split = 0; split < work.num_splits; split += kTogether) {
+        float lse[kTogether];
+        float4 x[kTogether];
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          const bool exists = split + n < work.num_splits;
+          const long long from = first + (split + n) * of_split;
+          lse[n] = exists ? __ldcg(params.partial_lse + from) : -infinity();
+          x[n] = exists ? __ldcg(reinterpret_cast<const float4*>(params.partial_out + from * dim + column)) : float4{};
+        }
+        float next = most;
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) next = fmaxf(next, lse[n]);
+        if (next == -infinity()) continue;
+        const float scale = exp2_approx((most - next) * (1.0f / kLn2));
+        total.x *= scale, total.y *= scale, total.z *= scale, total.w *= scale, sum *= scale, most = next;
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+          const float w = exp2_approx((lse[n] - most) * (1.0f / kLn2));
+          total.x += w * x[n].x, total.y += w * x[n].y, total.z += w * x[n].z, total.w += w * x[n].w, sum += w;
         }
       }
       const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -106,11 +119,10 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     }
   }
 
-  // Stores the warp's rows of the work before this one.
+  // Stores the rows of the work before this one.
   __device__ __forceinline__ void store(const Softmax& softmax) {
     const QueryWork work = smem.work(i - 1);
     const int num_rows = min(work.num_rows * params.problem.heads_per_kv - work.row_begin, kBlockQ);
-    if (num_rows <= block_row()) return;
     float lse[2];
     finish(work, softmax, o_scale, lse);
 #pragma unroll
@@ -123,18 +135,17 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     // Rows past the bound on lengths are not used, and belong to the first split.
     const int shared_rows = min(num_rows, params.partial_rows);
     if (work.split == 0) store_rows(work, {shared_rows, num_rows}, lse);
-    if (shared_rows <= block_row()) return;
     store_split(work, {0, shared_rows}, lse);
-    __threadfence();
-    __syncwarp();
-    unsigned* const arrivals = params.arrivals + 4 * work.block + warp;
-    unsigned before = 0;
-    if (leads) before = atomicAdd(arrivals, 1u);
-    before = __shfl_sync(0xffffffffu, before, 0);
-    if (before != work.num_splits - 1) return;
-    if (leads) *arrivals = 0;  // why: it must be zero for the next launch
-    __threadfence();
-    merge(work, shared_rows);
+    bar_sync(kMerge, 128);
+    bool is_last = false;
+    if (threadIdx.x % 128 == 0) {
+      __threadfence();
+      unsigned* const arrivals = params.arrivals + work.block;
+      is_last = atomicAdd(arrivals, 1u) == work.num_splits - 1;
+      if (is_last) *arrivals = 0;  // why: it must be zero for the next launch
+      __threadfence();
+    }
+    if (bar_sync_any(kMerge, 128, is_last)) merge(work, shared_rows);
   }
 };
 
