@@ -51,25 +51,29 @@ struct Loader : Role {
         const auto of = sequence();
         const auto rows = of.seen_queries_from(m * kBlockQ);
         const auto keys = of.seen_keys_from(block * kBlockK);
+        const int dim = params.problem.head_dim, dim_v = params.problem.head_dim_v;
         const unsigned stats_smem = smem.stats + slot * kBytesStats;
         const float* const lse = stats(head) + m * kBlockQ;
         mbarrier_wait(smem.q_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(q_full, kBytesQ + kBytesStats / 2 + (first ? kBytesK : 0));
-          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, rows, head);
+          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, boxed(rows, kBlockQ, dim), head);
           bulk_load(stats_smem, lse, kBytesStats / 2, q_full);
         }
         __syncwarp();
         if (first) {
           wait_for_kv(kv_parity);
-          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, keys, kv_head);
+          const auto box = boxed(keys, kBlockK, dim);
+          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, box, kv_head);
           __syncwarp();
         }
         mbarrier_wait(smem.dout_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(dout_full, kBytesDout + kBytesStats / 2 + (first ? kBytesV : 0));
-          if (first) load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, keys, kv_head);
-          load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full, rows, head);
+          const auto box = boxed(keys, kBlockK, dim_v);
+          if (first) load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, box, kv_head);
+          load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full,
+                                boxed(rows, kBlockQ, dim_v), head);
           bulk_load(stats_smem + kBytesStats / 2, lse + params.stats_rows, kBytesStats / 2, dout_full);
         }
         __syncwarp();
@@ -277,12 +281,13 @@ struct Consumer : Role {
 
   // Begins to store the warp's rows of dk or dv, through the place of k or v.
   template <int kColumns>
-  __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
-                                        unsigned place) const {
+  __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale, unsigned place,
+                                        int columns) const {
     const auto of = sequence();
     const int row = group * kGroupRows + warp * 16, key = block * kBlockK + row;
     clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
-    store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.keys_from(key), kv_head, leads);
+    store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, boxed(of.keys_from(key), kStoredRows, columns),
+                         kv_head, leads);
   }
 
   __device__ __forceinline__ void run() {
@@ -303,8 +308,8 @@ struct Consumer : Role {
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed, kKeysThreads);
       if (!shares_keys(*this) || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
-        store<kHeadDimV>(params.dv_map, dv, 1.0f, smem.v);
-        store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k);
+        store<kHeadDimV>(params.dv_map, dv, 1.0f, smem.v, params.problem.head_dim_v);
+        store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k, params.problem.head_dim);
         if (leads) bulk_wait_read<0>();
       }
       mbarrier_arrive_warp(smem.kv_empty, leads);

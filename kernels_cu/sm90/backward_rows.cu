@@ -31,10 +31,12 @@ struct Role {
 
 // One warp, whose lanes run together; the first lane copies tiles.
 struct Loader : Role {
-  template <int kPanels, int kCount, class Rows>
+  template <bool kIsOfV, int kCount, class Rows>
   __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned barrier, const Rows& rows,
                                        int head) const {
-    load_panels<kPanels, kCount / kBoxRows, kBoxRows>(map, target, kCount * 128, barrier, rows, head);
+    const int columns = kIsOfV ? params.problem.head_dim_v : params.problem.head_dim;
+    load_panels<kIsOfV ? kPanelsV : kPanelsQk, kCount / kBoxRows, kBoxRows>(
+        map, target, kCount * 128, barrier, boxed(rows, kBoxRows, columns), head);
   }
 
   // Loads lse or delta, if they are needed; every lane arrives at the barrier. why not by TMA: L41.
@@ -69,8 +71,8 @@ struct Loader : Role {
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
         if (leads) {
           mbarrier_arrive_expect_tx(b_full, kBytesB + (first ? kBytesA : 0));
-          if (first) load<kPanelsQk, kRows>(map_a, smem.a, b_full, work.seen_rows_from(work.row_begin), work.head);
-          load<kPanelsQk, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, columns, head);
+          if (first) load<false, kRows>(map_a, smem.a, b_full, work.seen_rows_from(work.row_begin), work.head);
+          load<false, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, columns, head);
         }
         __syncwarp();
         load_stats(smem.lse_of(n), stats, b_full, with_stats);
@@ -78,9 +80,9 @@ struct Loader : Role {
         if (leads) {
           mbarrier_arrive_expect_tx(d_full, kBytesD + (first ? kBytesC : 0));
           if constexpr (kWithDp) {
-            if (first) load<kPanelsV, kRows>(map_c, smem.c, d_full, work.seen_rows_from(work.row_begin), work.head);
+            if (first) load<true, kRows>(map_c, smem.c, d_full, work.seen_rows_from(work.row_begin), work.head);
           }
-          load<kPanelsV, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, columns, head);
+          load<true, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, columns, head);
         }
         __syncwarp();
         if constexpr (kWithDp) load_stats(smem.delta_of(n), stats + params.stats_rows, d_full, with_stats);
@@ -242,14 +244,13 @@ struct Consumer : Role {
 
   // Stores the warp's rows of the gradient, through the place of a.
   __device__ __forceinline__ void store() {
-    constexpr bool kIsDq = kGradient == Gradient::kDq, kIsDk = kGradient == Gradient::kDk;
-    const TensorMap& map = kIsDq ? params.dq_map : kIsDk ? params.dk_map : params.dv_map;
     clear_outside(out, row(), work.seen_rows());
-    const float scale = kIsDq || kIsDk ? params.problem.score.softmax_scale : 1.0f;
+    const float scale = kIsDv ? 1.0f : params.problem.score.softmax_scale;
     const int within = group * kGroupRows + warp * 16;
     bar_sync(kRowsRead + group, 128);
-    store_rows<kOutDim>(map, out, scale, smem.a + within * 128, kPanelBytesRows,
-                        work.rows_from(work.row_begin + within), work.head, leads);
+    store_rows<kOutDim>(map_of_gradient(params), out, scale, smem.a + within * 128, kPanelBytesRows,
+                        boxed(work.rows_from(work.row_begin + within), kStoredRows,
+                              kIsDv ? params.problem.head_dim_v : params.problem.head_dim), work.head, leads);
     if (leads) bulk_wait_read<0>();
   }
 };

@@ -13,8 +13,6 @@ struct QueryTiles : TileRange {
   int first;
   int num_tiles;  // of the sequence
 
-  QueryTiles() = default;
-
   // Each key block begins at a tile of its own (L38): under a mask at the first that it sees, else as if there were a
   // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys.
   __device__ __forceinline__ QueryTiles(const TiledBackwardParams& p, const Mask& mask, int num_query_tiles, int block)
@@ -85,54 +83,59 @@ struct DenseKeyBlocks {
   }
 };
 
-// One key block of sequences of several lengths.
-struct RaggedKeyBlock {
-  struct Found {
+// The same of a sequence among several of different lengths: key blocks that follow each other.
+struct RaggedKeyBlocks {
+  // What one warp finds out before the others begin.
+  struct alignas(16) Found {
     SeenRows rows;
-    QueryTiles tiles;
-    int kv_head, block;  // block: -1 where a block of threads has nothing to do
+    int kv_head, begin, end;  // the key blocks begin … end - 1
 
     Found() = default;
-    // One warp finds out.
-    __device__ explicit Found(const TiledBackwardParams& p) {
+    __device__ Found(const TiledBackwardParams& p, UnseenRows& unseen) {
       const ProblemParams& problem = p.problem;
       const unsigned heads = problem.heads_q / problem.heads_per_kv;
       const HeadBlock at = longest_first(blockIdx.x, p.num_k_blocks, heads, p.heads_together);
       const Axis axis = axis_of_keys(problem);
-      const Territory territory = Territory::of_slot(axis, at.block, kBlockK);
-      rows = SeenRows(problem, RaggedSequence(problem, territory.sequence));
-      kv_head = at.head, block = at.block - territory.first_slot;
-      tiles = QueryTiles(p, rows.mask(), (rows.seqlen_q + kBlockQ - 1) / kBlockQ, block);
+      const int size = kBlockK * p.key_blocks;
+      const Territory territory = Territory::of_slot(axis, at.block, size);
+      const RaggedSequence sequence(problem, territory.sequence);
+      const int row = territory.row(at.block, size);
+      rows = SeenRows(problem, sequence);
+      kv_head = at.head, begin = row / kBlockK;
+      end = min(begin + p.key_blocks, (rows.seqlen_k + kBlockK - 1) / kBlockK);
       // why in order: if cu_seqlens fall, nobody may have the key block that another one waits for.
-      if (block * kBlockK >= rows.seqlen_k || (p.deterministic && !axis.is_in_order())) block = -1;
+      if (p.deterministic && !axis.is_in_order()) end = begin;
+      unseen = {problem.rows_k, sequence.k_place.batch, territory.begin, {row, min(row + size, territory.num_rows())},
+                sequence.seen_keys()};
     }
 
-    __device__ __forceinline__ bool exists() const { return block >= 0; }
-  };
+    __device__ __forceinline__ bool exists() const { return begin < end; }
 
-  static constexpr unsigned kTilesAt = sizeof(SeenRows), kHeadAt = kTilesAt + sizeof(QueryTiles);  // of Found
+    __device__ void clear(const TiledBackwardParams& p, const UnseenRows& unseen, unsigned zeros) const {
+      unseen.clear<kPanelsQk>(p.dk_map, zeros, p.problem.head_dim, kv_head);
+      unseen.clear<kPanelsV>(p.dv_map, zeros, p.problem.head_dim_v, kv_head);
+    }
+  };
 
   const TiledBackwardParams& params;
   unsigned found;  // the address of Found in shared memory
-  int kv_head, block = -1;
+  int kv_head, block, block_end;
   Range steps;
 
-  __device__ __forceinline__ RaggedKeyBlock(const TiledBackwardParams& p, const Found& in_memory)
-      : params(p), found(smem_address(&in_memory)), kv_head(ld_shared_u32(found + kHeadAt)) {}
+  __device__ __forceinline__ RaggedKeyBlocks(const TiledBackwardParams& p, const Found& in_memory)
+      : params(p), found(smem_address(&in_memory)), kv_head(ld_shared_u32(smem_address(&in_memory.kv_head))) {
+    block = ld_shared_u32(smem_address(&in_memory.begin)) - 1, block_end = ld_shared_u32(smem_address(&in_memory.end));
+  }
 
   __device__ __forceinline__ SeenSequence sequence() const { return {found}; }
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
-    unsigned x[4];
-    ld_shared_v4(x, found + kTilesAt);
-    QueryTiles tiles;
-    tiles.begin = x[0], tiles.end = x[1], tiles.first = x[2], tiles.num_tiles = x[3];
-    return tiles;
+    const Mask mask = sequence().mask();
+    return QueryTiles(params, mask, (mask.seqlen_q + kBlockQ - 1) / kBlockQ, block);
   }
 
   __device__ __forceinline__ bool next_block() {
-    if (block >= 0) return false;
-    block = ld_shared_u32(found + kHeadAt + 4);
+    if (++block == block_end) return false;
     steps = {0, query_tiles().count() * params.problem.heads_per_kv};
     return true;
   }
@@ -144,7 +147,7 @@ struct KeyBlocksOf {
 };
 template <>
 struct KeyBlocksOf<true> {
-  using Type = RaggedKeyBlock;
+  using Type = RaggedKeyBlocks;
 };
 
 using KeyBlocks = KeyBlocksOf<kLengths>::Type;
@@ -177,7 +180,8 @@ struct KeyWork : KeyBlocks {
 
   // The number of a tile of dq: of its counter, and of its accumulator.
   __device__ __forceinline__ unsigned dq_tile(int head, int m) const {
-    return static_cast<unsigned>(sequence().query_head(head)) * params.num_q_blocks + sequence().padded_query(0) / kBlockQ + m;
+    const unsigned head_tile = static_cast<unsigned>(sequence().query_head(head)) * params.num_q_blocks;
+    return head_tile + sequence().padded_query(0) / kBlockQ + m;
   }
 
   // Where lse and then delta of query 0 of a head lie.

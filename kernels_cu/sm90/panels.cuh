@@ -40,7 +40,7 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source,
 }
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const RaggedBox& box,
                                           int head) {
-  if (box.row < box.end) tma_store_5d(&map, source, column, box.first(), head, box.end, box.batch);
+  if (!box.is_outside(column)) tma_store_5d(&map, source, column, box.first(), head, box.end, box.batch);
 }
 
 // Begins to load the panels of a tile, from these rows on. One thread calls. A panel comes by kBoxes copies of kBoxRows
@@ -55,7 +55,7 @@ __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned targe
     for (int box = 0; box < kBoxes; ++box) {
       // why: no document says whether a copy may lie before the first row altogether. After the last row it may.
       Rows from = rows.from(box * kBoxRows);
-      if (kBoxes > 1 && from.row <= -kBoxRows) from.row = kPastTheEnd;
+      if (!kLengths && kBoxes > 1 && from.row <= -kBoxRows) from.row = kPastTheEnd;
       load_box(target + panel * panel_bytes + box * kBoxRows * 128, map, barrier, panel * kPanelColumns, from, head);
     }
   }

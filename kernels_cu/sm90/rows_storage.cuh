@@ -3,7 +3,6 @@
 #include "gradient_fragment.cuh"
 #include "rows_work.cuh"
 
-constexpr int kOutDim = kGradient == Gradient::kDv ? kHeadDimV : kHeadDim;
 static_assert(kOutDim <= kHeadDim, "the gradient leaves through the place of a");
 
 constexpr unsigned kPanelBytesRows = kRows * 128, kPanelBytesColumns = kColumns * 128;

@@ -12,6 +12,13 @@ constexpr bool kRowsAreQueries = kGradient == Gradient::kDq, kWithDp = kGradient
 constexpr int kRows = kGroupRows * kNumConsumers, kColumns = kRowsAreQueries ? kBlockK : kBlockQ;
 static_assert(kRows == (kRowsAreQueries ? kBlockQ : kBlockK), "the consumers share the rows of a block");
 
+constexpr bool kIsDv = kGradient == Gradient::kDv;
+constexpr int kOutDim = kIsDv ? kHeadDimV : kHeadDim, kOutPanels = kIsDv ? kPanelsV : kPanelsQk;
+
+__device__ __forceinline__ const TensorMap& map_of_gradient(const TiledRowsParams& p) {
+  return kIsDv ? p.dv_map : kGradient == Gradient::kDk ? p.dk_map : p.dq_map;
+}
+
 // In the names of the result, rows are queries.
 __device__ __forceinline__ Mask mask_of_rows(const Mask& mask) { return kRowsAreQueries ? mask : mask.transposed(); }
 
@@ -45,29 +52,38 @@ struct DenseRowBlock {
 
 // The same of sequences of several lengths.
 struct RaggedRowBlock {
-  struct Found {
+  // What one warp finds out before the others begin.
+  struct alignas(16) Found {
     SeenRows rows;
     TileRange columns;
     int head, row_begin;  // row_begin: -1 where a block of threads has nothing to do
 
     Found() = default;
-    // One warp finds out.
-    __device__ explicit Found(const TiledRowsParams& p) {
+    __device__ Found(const TiledRowsParams& p, UnseenRows& unseen) {
       const ProblemParams& problem = p.problem;
       const unsigned slots = kRowsAreQueries ? p.num_q_blocks : p.num_k_blocks;
       const unsigned heads = kRowsAreQueries ? problem.heads_q : problem.heads_q / problem.heads_per_kv;
       const HeadBlock at = longest_first(blockIdx.x, slots, heads, p.heads_together);
       const Axis axis = kRowsAreQueries ? axis_of_queries(problem) : axis_of_keys(problem);
       const Territory territory = Territory::of_slot(axis, at.block, kRows);
-      rows = SeenRows(problem, RaggedSequence(problem, territory.sequence));
+      const RaggedSequence sequence(problem, territory.sequence);
+      rows = SeenRows(problem, sequence);
       const Mask mask = mask_of_rows(rows.mask());
       head = at.head;
       row_begin = kRowsAreQueries ? territory.row_from_end(at.block, kRows) : territory.row(at.block, kRows);
+      const int row_end = min(row_begin + kRows, territory.num_rows());
+      const Place& place = kRowsAreQueries ? sequence.q_place : static_cast<const Place&>(sequence.k_place);
+      unseen = {axis.rows, place.batch, territory.begin, {row_begin, row_end},
+                kRowsAreQueries ? sequence.seen_queries() : sequence.seen_keys()};
       columns = seen_columns(mask, row_begin);
       if (row_begin >= mask.seqlen_q) row_begin = -1;
     }
 
     __device__ __forceinline__ bool exists() const { return row_begin >= 0; }
+
+    __device__ void clear(const TiledRowsParams& p, const UnseenRows& unseen, unsigned zeros) const {
+      unseen.clear<kOutPanels>(map_of_gradient(p), zeros, kIsDv ? p.problem.head_dim_v : p.problem.head_dim, head);
+    }
   };
 
   const ProblemParams& problem;
