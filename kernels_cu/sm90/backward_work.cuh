@@ -103,8 +103,7 @@ struct RaggedKeyBlocks {
       rows = SeenRows(problem, sequence);
       kv_head = at.head, begin = row / kBlockK;
       end = min(begin + p.key_blocks, (rows.seqlen_k + kBlockK - 1) / kBlockK);
-      // why in order: if cu_seqlens fall, nobody may have the key block that another one waits for.
-      if (p.deterministic && !axis.is_in_order()) end = begin;
+      if (p.turns[problem.heads_q * p.num_q_blocks] != 0) end = begin;  // why: see delta.cu
       unseen = {problem.rows_k, sequence.k_place.batch, territory.begin, {row, min(row + size, territory.num_rows())},
                 sequence.seen_keys()};
     }
