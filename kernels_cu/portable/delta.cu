@@ -136,7 +136,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   if (lane == 0 && work.exists()) {
     // why inf: a query that sees nothing, and one past the last, weighs nothing, because exp2(s - inf) = 0.
     const bool nothing = lse == -infinity();
-    float* const stats = p.stats + 2 * sequence.rows_offset(work.head, p.stats_rows) + p.stats_step * row;
+    float* const of_head = p.stats + 2 * (sequence.query_head(work.head) * p.stats_rows);
+    float* const stats = of_head + p.stats_step * sequence.padded_query(row);
     stats[0] = nothing ? infinity() : lse * kLog2E;
     stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;
   }

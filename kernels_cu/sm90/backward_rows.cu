@@ -52,6 +52,7 @@ struct Loader : Role {
     const TensorMap& map_c = kRowsAreQueries ? params.dout_map : params.v_map;
     const TensorMap& map_d = kRowsAreQueries ? params.v_map : params.dout_map;
     const int heads_per_kv = params.problem.heads_per_kv;
+    const auto rows = work.seen_rows_from(work.row_begin);
     const AscendingTiles tiles = work.columns;
     unsigned n = 0;
 #pragma unroll 1
@@ -65,13 +66,13 @@ struct Loader : Role {
         const Slot<kSecondStages> d(n);
         const auto columns = work.seen_columns_from(tile * kColumns);
         const auto sequence = work.sequence();
-        const float* const stats = params.stats + 2 * sequence.query_head(query_head) * params.stats_rows +
+        const float* const stats = params.stats + 2 * (sequence.query_head(query_head) * params.stats_rows) +
                                    sequence.padded_query(kRowsAreQueries ? work.row_begin : tile * kColumns);
         const unsigned b_full = smem.b_full + 8 * b.index, d_full = smem.d_full + 8 * d.index;
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
         if (leads) {
           mbarrier_arrive_expect_tx(b_full, kBytesB + (first ? kBytesA : 0));
-          if (first) load<false, kRows>(map_a, smem.a, b_full, work.seen_rows_from(work.row_begin), work.head);
+          if (first) load<false, kRows>(map_a, smem.a, b_full, rows, work.head);
           load<false, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, columns, head);
         }
         __syncwarp();
@@ -80,7 +81,7 @@ struct Loader : Role {
         if (leads) {
           mbarrier_arrive_expect_tx(d_full, kBytesD + (first ? kBytesC : 0));
           if constexpr (kWithDp) {
-            if (first) load<true, kRows>(map_c, smem.c, d_full, work.seen_rows_from(work.row_begin), work.head);
+            if (first) load<true, kRows>(map_c, smem.c, d_full, rows, work.head);
           }
           load<true, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, columns, head);
         }

@@ -11,12 +11,11 @@ static_assert(!kLengths || kPaddedSlot % kBlockQ == 0, "a query tile would read 
 // The query tiles that see some key of a block, in the order in which the block takes them.
 struct QueryTiles : TileRange {
   int first;
-  int num_tiles;  // of the sequence
 
   // Each key block begins at a tile of its own (L38): under a mask at the first that it sees, else as if there were a
-  // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys.
-  __device__ __forceinline__ QueryTiles(const TiledBackwardParams& p, const Mask& mask, int num_query_tiles, int block)
-      : num_tiles(num_query_tiles) {
+  // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys. num_tiles: of
+  // the sequence.
+  __device__ __forceinline__ QueryTiles(const TiledBackwardParams& p, const Mask& mask, int num_tiles, int block) {
     const int key_begin = block * kBlockK, key_end = smaller(key_begin + kBlockK, mask.seqlen_k);
     TileRange::operator=(TileRange::covering(mask.row_range(key_begin, key_end), kBlockQ));
     const bool all = begin < end && count() == num_tiles;
@@ -26,10 +25,10 @@ struct QueryTiles : TileRange {
   }
 
   // The tile of step n of a head, and the tile after tile m.
-  __device__ __forceinline__ int at(const TiledBackwardParams& p, int n) const {
+  __device__ __forceinline__ int at(const TiledBackwardParams& p, int n, int num_tiles) const {
     return p.deterministic ? first - n : first + n >= num_tiles ? first + n - num_tiles : first + n;
   }
-  __device__ __forceinline__ int next(const TiledBackwardParams& p, int m) const {
+  __device__ __forceinline__ static int next(const TiledBackwardParams& p, int m, int num_tiles) {
     return p.deterministic ? m - 1 : m + 1 == num_tiles ? 0 : m + 1;
   }
 };
@@ -66,8 +65,9 @@ struct DenseKeyBlocks {
   __device__ __forceinline__ Sequence sequence() const { return {params.problem, batch}; }
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
-    return QueryTiles(params, sequence().mask(), params.num_q_blocks, block);
+    return QueryTiles(params, sequence().mask(), num_query_tiles(), block);
   }
+  __device__ __forceinline__ int num_query_tiles() const { return params.num_q_blocks; }
 
   // Goes to the next key block. The result is false if there is none.
   __device__ __forceinline__ bool next_block() {
@@ -129,9 +129,9 @@ struct RaggedKeyBlocks {
   __device__ __forceinline__ SeenSequence sequence() const { return {found}; }
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
-    const Mask mask = sequence().mask();
-    return QueryTiles(params, mask, (mask.seqlen_q + kBlockQ - 1) / kBlockQ, block);
+    return QueryTiles(params, sequence().mask(), num_query_tiles(), block);
   }
+  __device__ __forceinline__ int num_query_tiles() const { return (sequence().seqlen_q() + kBlockQ - 1) / kBlockQ; }
 
   __device__ __forceinline__ bool next_block() {
     if (++block == block_end) return false;
@@ -167,11 +167,11 @@ struct KeyWork : KeyBlocks {
         n -= count, ++head;
         continue;
       }
-      int m = tiles.at(params, n);
+      int m = tiles.at(params, n, num_query_tiles());
 #pragma unroll 1
       for (int i = smaller(count - n, left); i > 0; --i, --left, ++step) {
         f(head, m);
-        m = tiles.next(params, m);
+        m = QueryTiles::next(params, m, num_query_tiles());
       }
       n = 0, ++head;
     }
@@ -179,12 +179,12 @@ struct KeyWork : KeyBlocks {
 
   // The number of a tile of dq: of its counter, and of its accumulator.
   __device__ __forceinline__ unsigned dq_tile(int head, int m) const {
-    const unsigned head_tile = static_cast<unsigned>(sequence().query_head(head)) * params.num_q_blocks;
-    return head_tile + sequence().padded_query(0) / kBlockQ + m;
+    const auto of = sequence();
+    return static_cast<unsigned>(of.query_head(head)) * params.num_q_blocks + of.padded_query(0) / kBlockQ + m;
   }
 
   // Where lse and then delta of query 0 of a head lie.
   __device__ __forceinline__ const float* stats(int head) const {
-    return params.stats + 2 * sequence().query_head(head) * params.stats_rows + sequence().padded_query(0);
+    return params.stats + 2 * (sequence().query_head(head) * params.stats_rows) + sequence().padded_query(0);
   }
 };

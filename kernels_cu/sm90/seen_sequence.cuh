@@ -33,6 +33,23 @@ struct alignas(16) SeenRows {
   }
 };
 
+// Rows from query or key `row` on. `at` is the address of RaggedMapRows of the first in shared memory. why read where they
+// are needed: L5.
+struct RowsInMemory {
+  unsigned at;
+  int row;
+
+  __device__ __forceinline__ RowsInMemory from(int n) const { return {at, row + n}; }
+};
+
+__device__ __forceinline__ RaggedBox boxed(const RowsInMemory& rows, int num_rows, int columns) {
+  unsigned x[4];
+  ld_shared_v4(x, rows.at);
+  const RaggedMapRows first{static_cast<int>(x[0]), static_cast<int>(x[1]), static_cast<int>(x[2]),
+                            static_cast<int>(x[3])};
+  return boxed(first.from(rows.row), num_rows, columns);
+}
+
 // The same as a sequence, of which kernels ask what they ask of `Sequence`. `at` is the address of SeenRows in shared
 // memory. why read again wherever it is needed: L5.
 struct SeenSequence {
@@ -51,17 +68,10 @@ struct SeenSequence {
   __device__ __forceinline__ static long long query_head(int head) { return head; }
   __device__ __forceinline__ int padded_query(int row) const { return ld_shared_u32(at + 48) + row; }
 
-  __device__ __forceinline__ RaggedMapRows queries_from(int query) const { return rows(at + 16).from(query); }
-  __device__ __forceinline__ RaggedMapRows keys_from(int key) const { return rows(at + 32).from(key); }
-  __device__ __forceinline__ RaggedMapRows seen_queries_from(int query) const { return queries_from(query); }
-  __device__ __forceinline__ RaggedMapRows seen_keys_from(int key) const { return keys_from(key); }
-
- private:
-  __device__ __forceinline__ static RaggedMapRows rows(unsigned from) {
-    unsigned x[4];
-    ld_shared_v4(x, from);
-    return {static_cast<int>(x[0]), static_cast<int>(x[1]), static_cast<int>(x[2]), static_cast<int>(x[3])};
-  }
+  __device__ __forceinline__ RowsInMemory queries_from(int query) const { return {at + 16, query}; }
+  __device__ __forceinline__ RowsInMemory keys_from(int key) const { return {at + 32, key}; }
+  __device__ __forceinline__ RowsInMemory seen_queries_from(int query) const { return queries_from(query); }
+  __device__ __forceinline__ RowsInMemory seen_keys_from(int key) const { return keys_from(key); }
 };
 static_assert(sizeof(RaggedMapRows) == 16, "SeenSequence reads the members of SeenRows from other places");
 
