@@ -8,28 +8,32 @@
 static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
 static_assert(!kLengths || kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
-// The query tiles that see some key of a block, in the order in which the block takes them.
+// The query tiles that see some key of a block, in the order in which the block takes them. `of` are its key blocks, and
+// are asked for the number of all query tiles where it is needed. why: L5.
 struct QueryTiles : TileRange {
   int first;
 
   // Each key block begins at a tile of its own (L38): under a mask at the first that it sees, else as if there were a
-  // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys. num_tiles: of
-  // the sequence.
-  __device__ __forceinline__ QueryTiles(const TiledBackwardParams& p, const Mask& mask, int num_tiles, int block) {
+  // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys.
+  template <class KeyBlocks>
+  __device__ __forceinline__ QueryTiles(const KeyBlocks& of, const Mask& mask, int block) {
     const int key_begin = block * kBlockK, key_end = smaller(key_begin + kBlockK, mask.seqlen_k);
     TileRange::operator=(TileRange::covering(mask.row_range(key_begin, key_end), kBlockQ));
-    const bool all = begin < end && count() == num_tiles;
-    first = p.deterministic ? end - 1
-            : all           ? unsigned(block) * (kBlockK / 16) / (kBlockQ / 16) % num_tiles
-                            : begin;
+    const bool all = begin < end && count() == of.num_query_tiles();
+    first = of.params.deterministic ? end - 1
+            : all ? unsigned(block) * (kBlockK / 16) / (kBlockQ / 16) % of.num_query_tiles()
+                  : begin;
   }
 
   // The tile of step n of a head, and the tile after tile m.
-  __device__ __forceinline__ int at(const TiledBackwardParams& p, int n, int num_tiles) const {
-    return p.deterministic ? first - n : first + n >= num_tiles ? first + n - num_tiles : first + n;
+  template <class KeyBlocks>
+  __device__ __forceinline__ int at(const KeyBlocks& of, int n) const {
+    if (of.params.deterministic) return first - n;
+    return first + n >= of.num_query_tiles() ? first + n - of.num_query_tiles() : first + n;
   }
-  __device__ __forceinline__ static int next(const TiledBackwardParams& p, int m, int num_tiles) {
-    return p.deterministic ? m - 1 : m + 1 == num_tiles ? 0 : m + 1;
+  template <class KeyBlocks>
+  __device__ __forceinline__ static int next(const KeyBlocks& of, int m) {
+    return of.params.deterministic ? m - 1 : m + 1 == of.num_query_tiles() ? 0 : m + 1;
   }
 };
 
@@ -65,7 +69,7 @@ struct DenseKeyBlocks {
   __device__ __forceinline__ Sequence sequence() const { return {params.problem, batch}; }
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
-    return QueryTiles(params, sequence().mask(), num_query_tiles(), block);
+    return QueryTiles(*this, sequence().mask(), block);
   }
   __device__ __forceinline__ int num_query_tiles() const { return params.num_q_blocks; }
 
@@ -129,7 +133,7 @@ struct RaggedKeyBlocks {
   __device__ __forceinline__ SeenSequence sequence() const { return {found}; }
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
-    return QueryTiles(params, sequence().mask(), num_query_tiles(), block);
+    return QueryTiles(*this, sequence().mask(), block);
   }
   __device__ __forceinline__ int num_query_tiles() const { return (sequence().seqlen_q() + kBlockQ - 1) / kBlockQ; }
 
@@ -167,11 +171,11 @@ struct KeyWork : KeyBlocks {
         n -= count, ++head;
         continue;
       }
-      int m = tiles.at(params, n, num_query_tiles());
+      int m = tiles.at(*this, n);
 #pragma unroll 1
       for (int i = smaller(count - n, left); i > 0; --i, --left, ++step) {
         f(head, m);
-        m = QueryTiles::next(params, m, num_query_tiles());
+        m = QueryTiles::next(*this, m);
       }
       n = 0, ++head;
     }
