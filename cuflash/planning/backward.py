@@ -58,7 +58,7 @@ def backward_plan(problem: Problem, device: Device, misaligned: Collection[str])
         # why 0: tiles for many queries have no place in the slots of sequences of several lengths.
         queries = problem.mask.num_visible() / max(problem.seqlen_k, 1) if own is None else 0
         # why: with few key blocks most of the GPU would idle, so the generic kernel splits the query heads of a group
-        # among blocks; not if deterministic (see `_generic_plan`), nor where Hopper shares key blocks: see `_shared_keys`.
+        # among blocks; not if deterministic (see `_generic_plan`), nor where Hopper shares key blocks (`_shared_keys`).
         grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
         splits = grouped and 2 * _key_blocks(problem, KEY_ROWS) < device.num_sms
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)

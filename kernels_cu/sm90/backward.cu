@@ -307,7 +307,7 @@ struct Consumer : Role {
       for_each_step(n, [&](int, int m) { step(n, m, n == first, n == last); });
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed, kKeysThreads);
-      if (!shares_keys(*this) || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
+      if (!is_shared() || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
         store<kHeadDimV>(params.dv_map, dv, 1.0f, smem.v, params.problem.head_dim_v);
         store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k, params.problem.head_dim);
         if (leads) bulk_wait_read<0>();

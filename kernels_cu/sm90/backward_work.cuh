@@ -85,6 +85,13 @@ struct DenseKeyBlocks {
     if (++index == index_end) steps.end = smaller(steps.end, last_steps);
     return true;
   }
+
+  // Whether other blocks of threads take steps of the key block at hand, too, and its number among such key blocks.
+  __device__ __forceinline__ bool is_shared() const {
+    return blockIdx.x >= params.whole_blocks &&
+           steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv;
+  }
+  __device__ __forceinline__ unsigned nth_shared() const { return index - 1 - params.shared_first; }
 };
 
 // The same of a sequence among several of different lengths: key blocks that follow each other.
@@ -142,6 +149,9 @@ struct RaggedKeyBlocks {
     steps = {0, query_tiles().count() * params.problem.heads_per_kv};
     return true;
   }
+
+  __device__ static constexpr bool is_shared() { return false; }
+  __device__ static constexpr unsigned nth_shared() { return 0; }
 };
 
 template <bool kOfSeveralLengths>

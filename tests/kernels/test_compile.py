@@ -58,7 +58,11 @@ ONE_OF_EACH_KIND = (
     ("forward", "bfloat16", 128, 128, {"algorithm": "flashd"}),
     *(("forward", "bfloat16", 128, 128, {"out_dtype": "float32"} | changes) for changes in ({}, GENERIC)),
     ("delta", "bfloat16", 128, 128, {"out_dtype": "float32"}),
-    *(("backward", "float16", dim, dim, changes) for dim in (64, 96, 128) for changes in ({}, CAPPED, PACKED, PACKED | CAPPED)),
+    *(
+        ("backward", "float16", dim, dim, changes)
+        for dim in (64, 96, 128)
+        for changes in ({}, CAPPED, PACKED, PACKED | CAPPED)
+    ),
     *(("backward", "float16", 128, 128, {"queries": 2**16, "causal": False} | changes) for changes in ({}, CAPPED)),
     *(
         (op, "float16", *dims, changes)
