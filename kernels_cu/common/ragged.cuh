@@ -171,15 +171,8 @@ struct RaggedSequence {
   __device__ const Place& queries() const { return q_place; }
   __device__ KeyPlace keys() const { return {k_place}; }
 
-  __device__ Range seen_keys() const {
-    const Range keys = seen.key_range(0, length_q);
-    return seen.lo <= seen.hi && keys.begin < keys.end ? keys : Range{0, 0};
-  }
-
-  __device__ Range seen_queries() const {
-    const Range rows = seen.row_range(0, length_k);
-    return seen.lo <= seen.hi && rows.begin < rows.end ? rows : Range{0, 0};
-  }
+  __device__ Range seen_keys() const { return seen_of(seen.key_range(0, length_q)); }
+  __device__ Range seen_queries() const { return seen_of(seen.row_range(0, length_k)); }
 
   // What is padded has its rows in slots, over all sequences; heads are then not counted over the batch.
   __device__ static int most_queries(const ProblemParams& p) { return p.padded_rows_q; }
@@ -199,6 +192,12 @@ struct RaggedSequence {
   }
 
  private:
+  // why the lengths: of no queries, or of no keys, the ranges of a mask say nothing.
+  __device__ Range seen_of(Range range) const {
+    const bool any = length_q > 0 && length_k > 0 && seen.lo <= seen.hi && range.begin < range.end;
+    return any ? range : Range{0, 0};
+  }
+
   __device__ static void find_packed(const Axis& axis, int b, Place& place, int& length, int& padded) {
     place = {0, axis.bound(b + 1)};
     length = max(axis.bound(b + 2) - place.begin, 0);
