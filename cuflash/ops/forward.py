@@ -63,7 +63,8 @@ def forward(
     not used have lse -inf and out 0; an `out` that was given keeps what it holds there. lse of packed q is (heads_q,
     total_q).
 
-    num_splits: how many blocks may share the keys of a query, 0 for a choice by the GPU's size; this version takes one.
+    num_splits: how many blocks of threads share the keys of a query at most, 0 for a choice by the GPU's size and the
+    lengths. More than one do on Hopper, if queries of a sequence times query heads of a group are at most 128.
     split_size: a multiple of 128 keys. On one kind of GPU, the bits of a row of out and lse then depend on its q, the
     keys and values that it sees and this number alone: dense, packed, in a cache, in pages, with any other queries. On
     Hopper, dense calls are slower with it, because Hopper's own kernels then do not run.

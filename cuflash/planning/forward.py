@@ -17,7 +17,8 @@ from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import variant_of
 
 DECODED_ROWS = 2 * GROUP_ROWS  # rows of the heads of a group, up to which they share blocks
-MAX_PLACES = 2**30  # of `DecodeQueue`, which adds one share of them at most
+SPLITS_OF_A_BLOCK = 8  # splits that a block of threads has at most, beside one for each query block: `tiles_of_split`
+MAX_TILES = 2**30  # key tiles of all query blocks that `DecodeQueue` can count
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
 
 
@@ -144,21 +145,22 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
     group = problem.heads_q // problem.heads_kv
     rows = own._replace(rows_q=own.rows_q * group)  # of a kv head
     num_blocks = rows.num_slots("q", problem.batch, tile.block_q) * problem.heads_kv
-    tiles = blocks_of(problem.seqlen_k, tile.block_k)
+    tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
     # why one more: splits are counted from the first key, which need not be seen.
-    max_slots = device.num_sms + num_blocks if splits == 0 else (splits + 1) * num_blocks
-    num_work = num_blocks * (tiles + 1) if splits == 0 else max_slots
-    if num_work > MAX_PLACES:
+    max_slots = SPLITS_OF_A_BLOCK * device.num_sms + num_blocks if splits == 0 else (splits + 1) * num_blocks
+    num_work = min(num_blocks * tiles, max_slots)
+    if num_blocks * tiles > MAX_TILES:
         return None
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
     page_box = math.gcd(own.rows_k, tile.block_k) if problem.has("page_table") else 0
     box = Box(page_box or tile.block_k, 0, own.rows_k, ragged=True)
-    fields = {"page_box": page_box, "max_slots": max_slots, "partial_rows": partial_rows}
+    fields = {"heads_kv": problem.heads_kv, "page_box": page_box, "max_slots": max_slots, "partial_rows": partial_rows}
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     alone = splits == 1
     workspace = {"partial_out": max_slots * partial_rows * problem.head_dim_v, "partial_lse": max_slots * partial_rows}
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     boxes = {"k": box, "v": box, "q": box, "out": box}
-    counted, arrivals = splits > 0 and num_work > device.num_sms, 0 if alone else num_blocks
-    launch = Launch(variant, min(num_work, device.num_sms), fields, boxes, counted, arrivals)
+    launch = Launch(
+        variant, min(num_work, device.num_sms), fields, boxes, num_work > device.num_sms, 0 if alone else num_blocks
+    )
     return make_plan(problem, device, [launch], {} if alone else workspace, num_work=num_work)

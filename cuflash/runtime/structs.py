@@ -21,7 +21,7 @@ from ..problem.lengths import PADDED_SLOT
 from ..problem.operands import Op
 from ..problem.options import Scores
 from ..problem.problem import Problem
-from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, mover, row_bytes
+from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover
 
 Fields = list[tuple[str, Any]]
 
@@ -98,7 +98,7 @@ _STRUCTS: dict[str, Fields] = {
         *_operands("q out"),
         *_pointers("lse counter arrivals partial_out partial_lse"),
         *_PROBLEM,
-        *_ints("page_box max_slots partial_rows split_tiles"),
+        *_ints("heads_kv page_box max_slots partial_rows split_tiles"),
     ],
     "DeltaParams": [
         *_operands("dout out dq"),
@@ -254,8 +254,7 @@ class Parameters:
         for number, span, operand in maps:
             spec, box = specs[number], boxes[operand]
             packed[span] = encoded(spec, box)
-            first = -box.end if box.ragged else box.begin
-            placed.append((number, span.start, first and first * row_bytes(spec, box)))
+            placed.append((number, span.start, first_byte(spec, box)))
         self._maps = tuple(placed)
 
     def write(self, block: Block, pointers: tuple[int, ...]) -> None:

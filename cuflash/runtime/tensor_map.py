@@ -37,7 +37,7 @@ def encoded(spec: ArraySpec, box: Box) -> bytes:
     """
     (batch, _, heads, dim), (outer, _, inner, _) = spec.shape, spec.strides
     size, seqlen = spec.itemsize, box.end - box.begin
-    step = row_bytes(spec, box)
+    step = _row_bytes(spec, box)
     # why 16: of a dimension of length 1 no stride is used, but all are judged.
     lengths, steps = [dim, seqlen, heads, batch], [step, size * inner if heads > 1 else 16, size * outer]
     if box.ragged:
@@ -72,9 +72,16 @@ def encoded(spec: ArraySpec, box: Box) -> bytes:
     return ctypes.string_at(to, MAP_BYTES)
 
 
-def row_bytes(spec: ArraySpec, box: Box) -> int:
+def _row_bytes(spec: ArraySpec, box: Box) -> int:
     """From row to row in the descriptor."""
     return spec.strides[1] * spec.itemsize if box.end - box.begin > 1 else 16
+
+
+def first_byte(spec: ArraySpec, box: Box) -> int:
+    """Where the descriptor begins, in bytes from the operand's first element."""
+    if box.ragged:
+        return -box.end * _row_bytes(spec, box)
+    return box.begin and box.begin * spec.strides[1] * spec.itemsize
 
 
 def mover() -> Function:

@@ -65,10 +65,10 @@ struct DecodeParams {
   float* partial_out;  // of a split, (max_slots, partial_rows, head_dim_v) …
   float* partial_lse;  // … and (max_slots, partial_rows)
   ProblemParams problem;
-  int page_box;
+  int heads_kv, page_box;
   int max_slots;     // splits that there is room for
   int partial_rows;  // of a query block
-  int split_tiles;   // key tiles of a split; 0: all blocks of threads take as many
+  int split_tiles;   // key tiles of a split; 0: as many as keep the GPU busy
 };
 
 // portable/delta.cu.

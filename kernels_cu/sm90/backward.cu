@@ -282,13 +282,12 @@ struct Consumer : Role {
 
   // Begins to store the warp's rows of dk or dv, through the place of k or v.
   template <int kColumns>
-  __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale, unsigned place,
-                                        int columns) const {
+  __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
+                                        unsigned place) const {
     const auto of = sequence();
     const int row = group * kGroupRows + warp * 16, key = block * kBlockK + row;
     clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
-    store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, boxed(of.keys_from(key), kStoredRows, columns),
-                         kv_head, leads);
+    store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.keys_from(key), kv_head, leads);
   }
 
   __device__ __forceinline__ void run() {
@@ -309,8 +308,8 @@ struct Consumer : Role {
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed, kKeysThreads);
       if (!is_shared() || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
-        store<kHeadDimV>(params.dv_map, dv, 1.0f, smem.v, params.problem.head_dim_v);
-        store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k, params.problem.head_dim);
+        store<kHeadDimV>(params.dv_map, dv, 1.0f, smem.v);
+        store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k);
         if (leads) bulk_wait_read<0>();
       }
       mbarrier_arrive_warp(smem.kv_empty, leads);

@@ -249,10 +249,8 @@ struct Consumer : Role {
     const float scale = kIsDv ? 1.0f : params.problem.score.softmax_scale;
     const int within = group * kGroupRows + warp * 16;
     bar_sync(kRowsRead + group, 128);
-    const auto rows = boxed(work.rows_from(work.row_begin + within), kStoredRows,
-                            kIsDv ? params.problem.head_dim_v : params.problem.head_dim);
-    store_rows<kOutDim>(map_of_gradient(params), out, scale, smem.a + within * 128, kPanelBytesRows, rows, work.head,
-                        leads);
+    store_rows<kOutDim>(map_of_gradient(params), out, scale, smem.a + within * 128, kPanelBytesRows,
+                        work.rows_from(work.row_begin + within), work.head, leads);
     if (leads) bulk_wait_read<0>();
   }
 };

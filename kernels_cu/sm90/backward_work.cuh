@@ -122,8 +122,8 @@ struct RaggedKeyBlocks {
     __device__ __forceinline__ bool exists() const { return begin < end; }
 
     __device__ void clear(const TiledBackwardParams& p, const UnseenRows& unseen, unsigned zeros) const {
-      unseen.clear<kPanelsQk>(p.dk_map, zeros, p.problem.head_dim, kv_head);
-      unseen.clear<kPanelsV>(p.dv_map, zeros, p.problem.head_dim_v, kv_head);
+      unseen.clear<kPanelsQk>(p.dk_map, zeros, kv_head);
+      unseen.clear<kPanelsV>(p.dv_map, zeros, kv_head);
     }
   };
 

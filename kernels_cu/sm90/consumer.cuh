@@ -166,6 +166,12 @@ __device__ __forceinline__ void prefetch_out_map(const TiledForwardParams& p) { 
 __device__ __forceinline__ void prefetch_query_map(const DecodeParams&) {}
 __device__ __forceinline__ void prefetch_out_map(const DecodeParams&) {}
 
+// The warps that compute make zeros of all rows of q, of which the work may fill a part.
+__device__ __forceinline__ void clear_queries(const Addresses& smem) {
+  for (unsigned at = threadIdx.x % 128 * 16; at < kBytesQ; at += 128 * 16) st_shared_v4(smem.q + at, {0, 0, 0, 0});
+  fence_proxy_async();
+}
+
 // The body of a kernel whose computing warps run `Computing`.
 template <class Computing>
 __device__ __forceinline__ void run_roles(const KernelParams& params) {
@@ -175,16 +181,19 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
   QueryWork first;
-  if (warp == 0 && !kLengths) first = WorkQueue().work(params);
+  WorkQueue queue;
+  if (warp == 0 && !kLengths) first = queue.work(params);
+  if (warp == 3 && kLengths) queue.begin(params), first = queue.work(params);
   if (threadIdx.x == 32) smem.init_barriers();
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
   if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
+  if (kDecodes && warp >= 4) clear_queries(smem);
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0) KeyProducer{{params, smem}}.run(first);
+    if (warp == 0) KeyProducer{{params, smem}}.run(queue, first);
     else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1}.run();
-    else if (kLengths && warp == 3) Dealer{{params, smem}}.run();
+    else if (kLengths && warp == 3) Dealer{{params, smem}}.run(queue, first);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
     Computing({params, smem}, warp - 4).run();

@@ -139,7 +139,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     bar_sync(kMerge, 128);
     bool is_last = false;
     if (threadIdx.x % 128 == 0) {
-      __threadfence();
+      __threadfence();  // why one for all: they stored before the barrier
       unsigned* const arrivals = params.arrivals + work.block;
       is_last = atomicAdd(arrivals, 1u) == work.num_splits - 1;
       if (is_last) *arrivals = 0;  // why: it must be zero for the next launch

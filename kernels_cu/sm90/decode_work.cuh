@@ -18,92 +18,103 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
   }
 };
 
-// Deals out work. One warp asks. All query blocks stand in a line: sequence after sequence, in it block after block, of
-// each the kv heads. Each takes as many places as it has pieces of work; or, if the line is cut into shares of equal
-// length for the blocks of threads, as many as it has key tiles, and kOverhead more.
+// Deals out work, in order. One warp asks. Each sequence has its splits one after the other, and of each split the query
+// blocks of all kv heads. So heads that lie beside each other in memory are read at the same time.
+//
+// Nothing is loaded before the first piece is known. So lengths are read once for 32 sequences, one in each lane, and the
+// lane keeps what follows from them.
 struct DecodeQueue : WorkCounter {
   __device__ void begin(const DecodeParams& params) {
-    const ProblemParams& problem = params.problem;
-    known = part_of(problem, 0, 0);
-    split_tiles = params.split_tiles;
-    for_each_group(problem, [&](const Part& part, int) {
-      num_places += part.places(problem, split_tiles);
-      return false;
-    });
-    num_places = sum_of_warp(num_places);
-    if (split_tiles > 0) {
-      num_places = smaller(num_places, params.max_slots);
-    } else {
-      share = larger((num_places + int(gridDim.x) - 1) / int(gridDim.x), kLeastShare);
-      place = index * share, share_end = smaller(place + share, num_places);
+    const int num_groups = (num_parts(params) + 31) / 32;
+    most_tiles = params.split_tiles;
+    read(params, 0, 0);
+    if (params.split_tiles == 0) {
+      int blocks = part.blocks, tiles = part.blocks * part.tiles.count();
+      for (int next = 1; next < num_groups; ++next) {
+        read(params, next, last_of_warp(part.rows_end()));
+        blocks += part.blocks, tiles += part.blocks * part.tiles.count();
+      }
+      choose_splits(__reduce_add_sync(0xffffffffu, blocks), __reduce_add_sync(0xffffffffu, tiles));
+      if (num_groups > 1) read(params, 0, 0);
     }
+    cut(params, 0);
+    while (go_on(params)) {
+    }
+    num_work = smaller(last_of_warp(pieces_end), params.max_slots);
+    if (num_groups > 1) read(params, 0, 0), cut(params, 0);
   }
 
-  __device__ void advance(const DecodeParams& params) {
-    if (split_tiles > 0) take_next(params, num_places);
-  }
+  __device__ void advance(const DecodeParams& params) { take_next(params, num_work); }
 
-  // With equal shares, each call gives the next piece of the block's share.
   __device__ DecodeWork work(const DecodeParams& params) {
-    const ProblemParams& problem = params.problem;
     DecodeWork work;
     work.row_begin = kNoWork;
-    if (split_tiles > 0) place = index, share_end = num_places;
-    while (place < share_end && !work.exists()) find(problem, work);
+    if (index >= unsigned(num_work)) return work;
+    for (;;) {
+      const unsigned past = __ballot_sync(0xffffffffu, pieces_end > int(index));
+      if (past != 0) {
+        describe(params, work, __ffs(past) - 1);
+        break;
+      }
+      if (!go_on(params)) break;  // why: somebody may write to the lengths while they are read
+    }
     return work;
   }
 
  private:
-  static constexpr int kOverhead = 1;  // key tiles that take as long as it takes to begin and to end a piece
-  static constexpr int kLeastShare = 2;
-
-  // The rows that blocks of threads write for one sequence, or for no sequence.
+  // The rows that blocks of threads write for one sequence, or for no sequence, and how its keys are cut.
   struct Part {
-    Range rows;       // of the second axis of q
-    int blocks;       // query blocks of a kv head
-    TileRange tiles;  // key tiles that some query sees; at least one
+    RaggedQueryWork of;  // what is known of the sequence
+    int blocks;          // query blocks of all kv heads
+    TileRange tiles;     // key tiles that some query sees; at least one
+    int first_tile, split_tiles, splits;
 
-    __device__ int splits(int split_tiles) const {
-      return (tiles.end + split_tiles - 1) / split_tiles - tiles.begin / split_tiles;
-    }
-    // Those of a query block, and of all of them.
-    __device__ int places_of_block(int split_tiles) const {
-      return split_tiles > 0 ? splits(split_tiles) : tiles.count() + kOverhead;
-    }
-    __device__ int places(const ProblemParams& problem, int split_tiles) const {
-      return blocks * heads_kv(problem) * places_of_block(split_tiles);
-    }
+    __device__ int rows_end() const { return of.q_begin + of.num_rows; }
   };
 
-  int split_tiles = 0;  // key tiles of a split; 0 for equal shares
-  int num_places = 0;
-  int share = 0, place = 0, share_end = 0;
-  Part known;  // of the first 32 parts, this lane's
+  int most_tiles = 0;  // key tiles of a split at most
+  int num_work = 0;
+  int group;       // each lane holds a part of the axis of queries, of 32 that follow each other: the number of the 32 …
+  Part part;       // … the part …
+  int pieces_end;  // … and the pieces of it and of all parts before
 
-  __device__ static int heads_kv(const ProblemParams& problem) { return problem.heads_q / problem.heads_per_kv; }
-  __device__ static int blocks_of(const ProblemParams& problem, int rows) {
-    return (rows * problem.heads_per_kv + kBlockQ - 1) / kBlockQ;
+  __device__ static int last_of_warp(int x) { return __shfl_sync(0xffffffffu, x, 31); }
+  __device__ static int ceil_div(int x, int by) { return (x + by - 1) / by; }
+
+  // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
+  // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
+  __device__ void choose_splits(int blocks, int tiles) {
+    constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
+    const int num_ctas = gridDim.x, each = ceil_div(tiles, num_ctas);
+    if (blocks > num_ctas) {
+      most_tiles = blocks < 3 * num_ctas ? larger((each + 1) / 2, kLeastOfSome) : larger(each / 8, kLeastOfMany);
+      return;
+    }
+    most_tiles = larger(each, kLeast);
+    const int pieces = part.blocks * ceil_div(part.tiles.count(), most_tiles);
+    // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
+    if (blocks != __reduce_add_sync(0xffffffffu, part.blocks) || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
+      most_tiles = larger(most_tiles, ceil_div(tiles, larger(num_ctas - blocks, 1)));
+    }
   }
-  __device__ static int sum_of_warp(int x) {
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
-    return x;
+
+  // Parts of the axis of queries, and the sequence that this lane's part is.
+  __device__ static bool is_packed(const DecodeParams& params) { return params.problem.cu_seqlens_q != nullptr; }
+  __device__ static int num_parts(const DecodeParams& params) {
+    return params.problem.batch + (is_packed(params) ? 2 : 0);
   }
 
-  // Parts of the axis of queries, and the sequence that a part is.
-  __device__ static bool is_packed(const ProblemParams& problem) { return problem.cu_seqlens_q != nullptr; }
-  __device__ static int num_parts(const ProblemParams& problem) { return problem.batch + (is_packed(problem) ? 2 : 0); }
-  __device__ static int sequence_of(const ProblemParams& problem, int part) { return part - is_packed(problem); }
-
-  // Each lane's part, from `group` on; the parts before end with row so_far. why the largest bound so far: parts then do
-  // not overlap, whatever cu_seqlens say.
-  __device__ static Part part_of(const ProblemParams& problem, int group, int so_far) {
+  // Reads the parts of a group; those before end with row so_far. why the largest bound so far: parts then do not
+  // overlap, whatever cu_seqlens say.
+  __device__ void read(const DecodeParams& params, int next_group, int so_far) {
+    group = next_group;
+    const ProblemParams& problem = params.problem;
     const Axis axis = axis_of_queries(problem);
-    const int lane = threadIdx.x % 32;
-    const bool exists = group + lane < num_parts(problem);
-    Part part = {{0, axis.rows}, 0, {0, 1}};
-    if (is_packed(problem)) {
-      int end = exists ? axis.bound(group + lane + 1) : 0;
+    const int lane = threadIdx.x % 32, number = 32 * group + lane;
+    const bool exists = number < num_parts(params);
+    Range rows = {0, axis.rows};
+    if (is_packed(params)) {
+      int end = exists ? axis.bound(number + 1) : 0;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, end, step);
@@ -111,87 +122,71 @@ struct DecodeQueue : WorkCounter {
       }
       end = larger(end, so_far);
       const int before = __shfl_up_sync(0xffffffffu, end, 1);
-      part.rows = {lane == 0 ? so_far : before, end};
+      rows = {lane == 0 ? so_far : before, end};
     }
-    if (exists) part.blocks = blocks_of(problem, part.rows.end - part.rows.begin);
-    if (part.blocks > 0) {
-      const RaggedSequence sequence(problem, sequence_of(problem, group + lane));
-      part.tiles = TileRange::touched(sequence.seen_keys(), kBlockK);
-      part.tiles.end = larger(part.tiles.end, part.tiles.begin + 1);
-    }
-    return part;
+    const int of_batch = number - is_packed(params);
+    part.of.set(RaggedSequence(problem, exists ? of_batch : -1), of_batch, rows);
+    const int num_rows = exists ? (rows.end - rows.begin) * problem.heads_per_kv : 0;
+    part.blocks = (num_rows + kBlockQ - 1) / kBlockQ * params.heads_kv;
+    part.tiles = TileRange::touched({part.of.seen_begin, part.of.seen_end}, kBlockK);
+    part.tiles.end = larger(part.tiles.end, part.tiles.begin + 1);
   }
 
-  // Calls visit(part, number of its sequence) in each lane for 32 parts at a time, until it returns true.
-  template <class Visit>
-  __device__ void for_each_group(const ProblemParams& problem, Visit visit) const {
-    Part part = known;
-#pragma unroll 1
-    for (int group = 0; group < num_parts(problem); group += 32) {
-      if (group > 0) part = part_of(problem, group, __shfl_sync(0xffffffffu, part.rows.end, 31));
-      if (visit(part, sequence_of(problem, group + threadIdx.x % 32))) return;
-    }
-  }
-
-  // Describes the piece of work at `place`, if there is one, and goes on behind it.
-  __device__ void find(const ProblemParams& problem, DecodeWork& work) {
-    int before = 0;  // places of the parts before
-    bool is_found = false;
-    for_each_group(problem, [&](const Part& part, int number) {
-      const int lane = threadIdx.x % 32, places = part.places(problem, split_tiles);
-      int end = places;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(0xffffffffu, end, step);
-        end += lane >= step ? other : 0;
-      }
-      end += before;
-      const unsigned past = __ballot_sync(0xffffffffu, end > place);
-      before = __shfl_sync(0xffffffffu, end, 31);
-      if (past == 0) return false;
-      const int found = __ffs(past) - 1;
-      auto of_found = [&](int x) { return __shfl_sync(0xffffffffu, x, found); };
-      const Range rows = {of_found(part.rows.begin), of_found(part.rows.end)};
-      const TileRange tiles = {of_found(part.tiles.begin), of_found(part.tiles.end)};
-      describe(problem, work, {rows, of_found(part.blocks), tiles}, of_found(end - places), of_found(number));
-      return is_found = true;
-    });
-    if (!is_found) place = share_end;  // why: somebody may write to the lengths while they are read
-  }
-
-  // The piece at `place`, of a sequence whose first one is at `first`.
-  __device__ void describe(const ProblemParams& problem, DecodeWork& work, const Part& part, int first, int number) {
-    const int places = part.places_of_block(split_tiles), within = place - first;
-    const int block_of_head = within / places, place_of_block = within - block_of_head * places;
-    const int head = block_of_head % heads_kv(problem), block = block_of_head / heads_kv(problem);
-    // why so: a sequence has at most one block more than its rows fill, so that no two have the same number.
-    const int before = is_packed(problem) ? part.rows.begin * problem.heads_per_kv / kBlockQ + number + 1
-                                          : number * part.blocks;
-    work.block = (before + block) * heads_kv(problem) + head;
-    int begin, end;
-    if (split_tiles > 0) {
-      const int first_split = part.tiles.begin / split_tiles;
-      begin = (first_split + place_of_block) * split_tiles, end = begin + split_tiles;
-      work.split = place_of_block, work.num_splits = places, work.first_slot = place - place_of_block;
+  // Cuts the group's parts into pieces, of which so many stand before it.
+  __device__ void cut(const DecodeParams& params, int before) {
+    const int lane = threadIdx.x % 32, count = part.tiles.count();
+    if (params.split_tiles > 0) {
+      part.split_tiles = most_tiles, part.first_tile = part.tiles.begin / most_tiles * most_tiles;
     } else {
-      const int first_place = place - place_of_block, first_share = first_place / share, count = part.tiles.count();
-      const int here = smaller(count - place_of_block, share_end - place);
-      place = smaller(share_end, first_place + places);
-      if (here <= 0) return;
-      begin = part.tiles.begin + place_of_block, end = begin + here;
-      const int last_share = smaller((first_place + count - 1) / share, int(gridDim.x) - 1);
-      work.split = index - first_share, work.num_splits = last_share - first_share + 1;
-      // why: along the line, each piece is of the next share, or of the next query block.
-      work.first_slot = first_share + work.block;
+      part.split_tiles = ceil_div(count, ceil_div(count, most_tiles)), part.first_tile = part.tiles.begin;
     }
-    work.set(RaggedSequence(problem, number), number, part.rows);
-    work.head = work.kv_head = head;
+    part.splits = ceil_div(part.tiles.end - part.first_tile, part.split_tiles);
+    pieces_end = part.blocks * part.splits;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, pieces_end, step);
+      pieces_end += lane >= step ? other : 0;
+    }
+    pieces_end += before;
+  }
+
+  // Goes on to the next group, if there is one.
+  __device__ bool go_on(const DecodeParams& params) {
+    if (32 * (group + 1) >= num_parts(params)) return false;
+    const int before = last_of_warp(pieces_end);
+    read(params, group + 1, last_of_warp(part.rows_end()));
+    cut(params, before);
+    return true;
+  }
+
+  // Piece `index`, which is of the part that lane `found` holds.
+  __device__ void describe(const DecodeParams& params, DecodeWork& work, int found) const {
+    Part of;
+    int words[sizeof(Part) / 4];
+    memcpy(words, &part, sizeof(Part));
+#pragma unroll
+    for (int i = 0; i < int(sizeof(Part) / 4); ++i) words[i] = __shfl_sync(0xffffffffu, words[i], found);
+    memcpy(&of, words, sizeof(Part));
+    const int end = __shfl_sync(0xffffffffu, pieces_end, found);
+    // why: somebody may write to the lengths while they are read.
+    if (end > params.max_slots) return;
+    const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
+    const int split = within / of.blocks, block_and_head = within - split * of.blocks, block = block_and_head / heads;
+    static_cast<RaggedQueryWork&>(work) = of.of;
+    work.head = work.kv_head = block_and_head - block * heads;
     work.row_begin = block * kBlockQ;
-    const Range queries = work.queries(problem, 0, kBlockQ);
-    const Range seen = work.sequence(problem).mask().key_range(queries.begin, smaller(queries.end, work.seqlen_q));
+    work.split = split, work.num_splits = of.splits;
+    work.first_slot = first + block_and_head * of.splits;
+    // why so: a sequence has at most one block more than its rows fill, so that no two have the same number.
+    work.block = is_packed(params) ? (of.of.q_begin * params.problem.heads_per_kv / kBlockQ + of.of.number + 1) * heads
+                                   : of.of.number * of.blocks;
+    work.block += block_and_head;
+    const int begin = of.first_tile + split * of.split_tiles;
+    const Range queries = work.queries(params.problem, 0, kBlockQ);
+    const Range seen = work.sequence(params.problem).mask().key_range(queries.begin, smaller(queries.end, work.seqlen_q));
     work.keys = TileRange::touched(seen, kBlockK);
     work.keys.begin = larger(work.keys.begin, begin);
-    work.keys.end = smaller(work.keys.end, end);
+    work.keys.end = smaller(work.keys.end, begin + of.split_tiles);
     if (work.keys.count() < 1) work.keys = {begin, begin + 1};
   }
 };

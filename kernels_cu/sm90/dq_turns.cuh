@@ -98,8 +98,7 @@ struct DqWarp : Role {
       return;
     }
     const auto of = sequence();
-    const auto rows = boxed(of.queries_from(m * kBlockQ + (kDqByRows ? 64 * group : 0)), kStoredRows,
-                            params.problem.head_dim);
+    const auto rows = of.queries_from(m * kBlockQ + (kDqByRows ? 64 * group : 0));
     const int column = kDqByRows ? 0 : kDqColumns * group;
     if constexpr (kDqTransposed) {
 #pragma unroll

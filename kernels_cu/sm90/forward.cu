@@ -53,8 +53,7 @@ struct ForwardConsumer : OutputConsumer<ForwardConsumer> {
   // Stores the warp's rows of the work before this one: out goes through shared memory by TMA (L21), lse goes directly.
   __device__ __forceinline__ void store(const Softmax& softmax) {
     const QueryWork work = smem.work(i - 1);
-    const auto out_rows = boxed(work.sequence(params.problem).out_from(work.row_begin + block_row()), 16,
-                                params.problem.head_dim_v);
+    const auto out_rows = work.sequence(params.problem).out_from(work.row_begin + block_row());
     float lse[2];
     finish(work, softmax, o_scale, lse);
     if (__any_sync(0xffffffffu, o_scale[0] == 0.0f || o_scale[1] == 0.0f)) {

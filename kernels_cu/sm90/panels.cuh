@@ -8,8 +8,7 @@ constexpr int kPanelsQk = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
 
 // A box of `bytes` bytes in a ragged map, of an operand of so many columns. why it must be known whether it lies outside:
-// the copy engine then touches the first byte of the map, and at the beginning of a ragged map there may be no memory
-// (L49).
+// a load then touches the first byte of the map, and at the beginning of a ragged map there may be no memory (L49).
 struct RaggedBox : RaggedMapRows {
   int columns, bytes;
 
@@ -38,9 +37,9 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source,
                                           int head) {
   tma_store_4d(&map, source, column, rows.row, head, rows.batch);
 }
-__device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const RaggedBox& box,
+__device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const RaggedMapRows& rows,
                                           int head) {
-  if (!box.is_outside(column)) tma_store_5d(&map, source, column, box.first(), head, box.end, box.batch);
+  tma_store_5d(&map, source, column, rows.first(), head, rows.end, rows.batch);
 }
 
 // Begins to load the panels of a tile, from these rows on. One thread calls. A panel comes by kBoxes copies of kBoxRows

@@ -67,8 +67,7 @@ struct KeyProducer : Role {
   }
 
   // why work is read back from shared memory: L5.
-  __device__ __forceinline__ void run(const QueryWork& first) {
-    WorkQueue queue;
+  __device__ __forceinline__ void run(WorkQueue& queue, const QueryWork& first) {
     if (!kLengths) describe(0, first);
     unsigned i = 0;
 #pragma unroll 1
@@ -77,8 +76,10 @@ struct KeyProducer : Role {
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
-      // The key tile before which the next work is claimed. why so late: L19.
-      const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4) : tiles.begin;
+      // The key tile before which the next work is claimed. why so late: L19. why so early: splits are short.
+      const int claim_at = kDecodes                    ? tiles.end - 1
+                           : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
+                                                       : tiles.begin;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         if (n == claim_at) {
@@ -102,17 +103,15 @@ struct KeyProducer : Role {
 // Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others have
 // left, and nobody is to wait while it reads the lengths.
 struct Dealer : Role {
-  __device__ __forceinline__ void run() {
-    WorkQueue queue;
-    queue.begin(params);
+  __device__ __forceinline__ void run(WorkQueue& queue, QueryWork work) {
 #pragma unroll 1
     for (unsigned i = 0;; ++i) {
-      const QueryWork work = queue.work(params);
       if (leads) smem.describe(i, work);
       __syncwarp();
       if (!work.exists()) break;
       mbarrier_wait(smem.wanted(), i & 1);
       queue.advance(params);
+      work = queue.work(params);
     }
   }
 };
@@ -120,7 +119,7 @@ struct Dealer : Role {
 // One warp begins to load a warpgroup's rows of q, which are counted at the barrier.
 template <class AnyWork>
 __device__ __forceinline__ void load_queries(const TiledForwardParams& params, const AnyWork& work, int group,
-                                             unsigned target, unsigned barrier, bool leads) {
+                                             unsigned target, unsigned barrier, int&, bool leads) {
   if (!leads) return;
   const auto rows = work.sequence(params.problem).queries_from(work.row_begin + kGroupRows * group);
   mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
@@ -128,21 +127,22 @@ __device__ __forceinline__ void load_queries(const TiledForwardParams& params, c
                          boxed(rows, kGroupRows, params.problem.head_dim), work.head);
 }
 
-// The same for rows of several heads, which lie anywhere.
-__device__ __forceinline__ void load_queries(const DecodeParams& params, const DecodeWork& work, int group,
-                                             unsigned target, unsigned barrier, bool leads) {
+// The same for rows of several heads, which lie anywhere. `filled` rows in shared memory are not zeros.
+__device__ __forceinline__ void load_queries(const DecodeParams& params, const DecodeWork& work, int, unsigned target,
+                                             unsigned barrier, int& filled, bool leads) {
   constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
   const ProblemParams& problem = params.problem;
   const Place place{work.q_batch, work.q_begin};
+  const int group = problem.heads_per_kv, rows = smaller(work.seqlen_q * group - work.row_begin, kGroupRows);
 #pragma unroll 1
-  for (int at = threadIdx.x % 32; at < kGroupRows * kChunks; at += 32) {
-    const int row = at / kChunks, chunk = at % kChunks, of_heads = work.row_begin + kGroupRows * group + row;
-    const int query = of_heads / problem.heads_per_kv, head = of_heads - query * problem.heads_per_kv;
-    const int bytes = query < work.seqlen_q ? clamped((problem.head_dim - 8 * chunk) * 2, 16) : 0;
-    const char* const from = place.address(params.q, 2, work.head * problem.heads_per_kv + head, bytes ? query : 0,
-                                           bytes ? 8 * chunk : 0);
+  for (int at = threadIdx.x % 32; at < larger(rows, filled) * kChunks; at += 32) {
+    const int row = at / kChunks, chunk = at % kChunks, of_heads = work.row_begin + row;
+    const int query = of_heads / group, head = work.head * group + of_heads - query * group;
+    const int bytes = row < rows ? clamped((problem.head_dim - 8 * chunk) * 2, 16) : 0;
+    const char* const from = place.address(params.q, 2, head, bytes ? query : 0, bytes ? 8 * chunk : 0);
     cp_async_16_zfill(target + chunk / 8 * kPanelBytesQ + Swizzle<8>::offset(row, chunk % 8), from, bytes);
   }
+  filled = larger(rows, 0);
   cp_async_commit();
   cp_async_wait<0>();
   fence_proxy_async();
@@ -157,6 +157,7 @@ struct QueryProducer : Role {
   const int first_group;
 
   __device__ __forceinline__ void run() {
+    int filled = 0;
 #pragma unroll 1
     for (unsigned i = 0;; ++i) {
       smem.await_work(i);
@@ -165,7 +166,7 @@ struct QueryProducer : Role {
 #pragma unroll 1
       for (int group = first_group; group < kNumConsumers; group += kQueryWarps) {
         mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
-        load_queries(params, work, group, smem.q_rows(i, group), smem.q_full(i, group), leads);
+        load_queries(params, work, group, smem.q_rows(i, group), smem.q_full(i, group), filled, leads);
         __syncwarp();
       }
     }

@@ -82,7 +82,7 @@ struct RaggedRowBlock {
     __device__ __forceinline__ bool exists() const { return row_begin >= 0; }
 
     __device__ void clear(const TiledRowsParams& p, const UnseenRows& unseen, unsigned zeros) const {
-      unseen.clear<kOutPanels>(map_of_gradient(p), zeros, kIsDv ? p.problem.head_dim_v : p.problem.head_dim, head);
+      unseen.clear<kOutPanels>(map_of_gradient(p), zeros, head);
     }
   };
 

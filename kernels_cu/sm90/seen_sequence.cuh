@@ -39,15 +39,15 @@ struct RowsInMemory {
   unsigned at;
   int row;
 
-  __device__ __forceinline__ RowsInMemory from(int n) const { return {at, row + n}; }
+  __device__ __forceinline__ RaggedMapRows read() const {
+    unsigned x[4];
+    ld_shared_v4(x, at);
+    return {static_cast<int>(x[0]), static_cast<int>(x[1]) + row, static_cast<int>(x[2]), static_cast<int>(x[3])};
+  }
 };
 
 __device__ __forceinline__ RaggedBox boxed(const RowsInMemory& rows, int num_rows, int columns) {
-  unsigned x[4];
-  ld_shared_v4(x, rows.at);
-  const RaggedMapRows first{static_cast<int>(x[0]), static_cast<int>(x[1]), static_cast<int>(x[2]),
-                            static_cast<int>(x[3])};
-  return boxed(first.from(rows.row), num_rows, columns);
+  return boxed(rows.read(), num_rows, columns);
 }
 
 // The same as a sequence, of which kernels ask what they ask of `Sequence`. `at` is the address of SeenRows in shared
@@ -68,10 +68,10 @@ struct SeenSequence {
   __device__ __forceinline__ static long long query_head(int head) { return head; }
   __device__ __forceinline__ int padded_query(int row) const { return ld_shared_u32(at + 48) + row; }
 
-  __device__ __forceinline__ RowsInMemory queries_from(int query) const { return {at + 16, query}; }
-  __device__ __forceinline__ RowsInMemory keys_from(int key) const { return {at + 32, key}; }
-  __device__ __forceinline__ RowsInMemory seen_queries_from(int query) const { return queries_from(query); }
-  __device__ __forceinline__ RowsInMemory seen_keys_from(int key) const { return keys_from(key); }
+  __device__ __forceinline__ RowsInMemory seen_queries_from(int query) const { return {at + 16, query}; }
+  __device__ __forceinline__ RowsInMemory seen_keys_from(int key) const { return {at + 32, key}; }
+  __device__ __forceinline__ RaggedMapRows queries_from(int query) const { return seen_queries_from(query).read(); }
+  __device__ __forceinline__ RaggedMapRows keys_from(int key) const { return seen_keys_from(key).read(); }
 };
 static_assert(sizeof(RaggedMapRows) == 16, "SeenSequence reads the members of SeenRows from other places");
 
@@ -90,9 +90,9 @@ struct UnseenRows {
   // Begins to store zeros, which are kStoredRows rows of a panel in shared memory, in the bulk group at hand. One thread
   // calls.
   template <int kPanels>
-  __device__ void clear(const TensorMap& map, unsigned zeros, int columns, int head) const {
-    clear<kPanels>(map, zeros, columns, head, before());
-    clear<kPanels>(map, zeros, columns, head, after());
+  __device__ void clear(const TensorMap& map, unsigned zeros, int head) const {
+    clear<kPanels>(map, zeros, head, before());
+    clear<kPanels>(map, zeros, head, after());
   }
 
  private:
@@ -100,11 +100,11 @@ struct UnseenRows {
   __device__ Range after() const { return {max(rows.begin, seen.end), rows.end}; }
 
   template <int kPanels>
-  __device__ void clear(const TensorMap& map, unsigned zeros, int columns, int head, Range part) const {
+  __device__ void clear(const TensorMap& map, unsigned zeros, int head, Range part) const {
 #pragma unroll 1
     for (int row = part.begin; row < part.end; row += kStoredRows) {
       const RaggedMapRows from{num_rows, begin + row, begin + part.end, batch};
-      store_panels<kPanels>(map, zeros, 0, 0, boxed(from, kStoredRows, columns), head);
+      store_panels<kPanels>(map, zeros, 0, 0, from, head);
     }
   }
 };

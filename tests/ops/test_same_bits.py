@@ -1,4 +1,4 @@
-"""With one split_size, a row has the same bits in calls of every kind: dense, packed, in a cache, in pages."""
+"""With one split_size, or one split, a row has the same bits in calls of every kind: dense, packed, cached, in pages."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from cuflash.bench.cases import numpy_dtype
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("cut", [{"split_size": 128}, {"num_splits": 1}], ids=str)
 @pytest.mark.parametrize("more", [{}, {"window_size": (70, 0)}, {"softcap": 5.0}], ids=["plain", "window", "softcap"])
 def test_gpu_a_row_has_the_same_bits_in_calls_of_every_kind(
-    cupy: Any, dtype: str, dims: tuple[int, int], more: dict[str, Any]
+    cupy: Any, dtype: str, dims: tuple[int, int], cut: dict[str, int], more: dict[str, Any]
 ) -> None:
     rng, rows = np.random.default_rng(dims[0]), 300
     shapes = (rows, 4, dims[0]), (rows, 2, dims[0]), (rows, 2, dims[1])
     q, k, v = (cupy.asarray((2 * rng.standard_normal(shape)).astype(numpy_dtype(dtype))) for shape in shapes)
-    more = {"causal": True, "split_size": 128, "return_lse": True} | more
+    more = {"causal": True, "return_lse": True} | cut | more
     out, lse = (host(x[0]) for x in cuflash.forward(q[None], k[None], v[None], **more))
 
     def ints(*numbers: Any) -> Any:

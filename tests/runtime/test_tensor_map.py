@@ -14,7 +14,7 @@ from cuflash.planning.plan import Box
 from cuflash.problem.array_spec import ArraySpec, dense_strides
 from cuflash.runtime import structs
 from cuflash.runtime.structs import Block
-from cuflash.runtime.tensor_map import MAP_BYTES, encoded, mover
+from cuflash.runtime.tensor_map import MAP_BYTES, encoded, first_byte, mover
 
 SHAPE = (2, 300, 4, 64)
 DENSE = dense_strides(SHAPE)
@@ -33,6 +33,17 @@ def asked(driver: FakeDriver, of: ArraySpec, box: Box) -> dict[str, Any]:
     names = ("tensorMap", "tensorDataType", "tensorRank", "globalAddress", "globalDim", "globalStrides", "boxDim",
              "elementStrides", "interleave", "swizzle", "l2Promotion", "oobFill")  # fmt: skip
     return dict(zip(names, (arguments[0], *arguments[1]), strict=True))
+
+
+def test_a_descriptor_begins_at_its_first_row_or_as_many_rows_before_the_operand() -> None:
+    of = ArraySpec.dense((2, 300, 4, 64), "float16")
+    row = 4 * 64 * 2
+    assert first_byte(of, Box(128, 0, 300)) == 0
+    assert first_byte(of, Box(128, 199, 300)) == 199 * row
+    assert first_byte(of, Box(128, 199, 200)) == 199 * row  # of one row, whose own stride is not used
+    assert first_byte(of, Box(128, 0, 300, ragged=True)) == -300 * row
+    assert first_byte(ArraySpec.dense((2, 1, 4, 64), "float16"), Box(128, 0, 1, ragged=True)) == -16
+
 
 
 def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver: FakeDriver) -> None:

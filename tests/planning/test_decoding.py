@@ -1,0 +1,88 @@
+"""Plans of forward on Hopper for few queries over many keys, and for many queries of sequences of several lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import cuflash
+from cuflash.planning import forward
+from cuflash.planning.plan import Launch, Plan
+
+
+def made(queries: int = 1, keys: int = 4096, heads: tuple[int, int] = (32, 8), batch: int = 4, **more: Any) -> Plan:
+    """The plan of a call over a cache."""
+    shapes = (batch, queries, heads[0], 128), *[(batch, keys, heads[1], 128)] * 2
+    return cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", seqused_k=(batch,), **more)
+
+
+def launched(*given: Any, **more: Any) -> Launch:
+    (launch,) = made(*given, **more).launches
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "few"),
+    [(1, (32, 8), True), (32, (32, 8), True), (33, (32, 8), False), (128, (4, 4), True), (129, (4, 4), False),
+     (1, (128, 1), True), (1, (129, 1), False)],
+)  # fmt: skip
+def test_queries_are_few_if_the_rows_of_a_group_fill_at_most_two_blocks(
+    queries: int, heads: tuple[int, int], few: bool
+) -> None:
+    source = launched(queries, heads=heads).variant.source
+    assert source == ("sm90/decode.cu" if few else "sm90/forward.cu")
+
+
+def test_a_bound_on_queries_counts_and_not_their_total() -> None:
+    shapes = (900, 32, 128), (900, 8, 128), (900, 8, 128)
+    for bound, source in ((32, "sm90/decode.cu"), (33, "sm90/forward.cu"), (None, "sm90/forward.cu")):
+        lengths = {"cu_seqlens_q": (5,), "cu_seqlens_k": (5,), "max_seqlen_q": bound}
+        (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", **lengths).launches
+        assert launch.variant.source == source
+
+
+def test_the_device_cuts_keys_unless_the_call_says_how() -> None:
+    assert launched().fields["split_tiles"] == 0
+    assert launched(num_splits=1).fields["split_tiles"] == 4096 // 128
+    assert launched(num_splits=5).fields["split_tiles"] == 7  # of 32 tiles
+    assert launched(num_splits=99).fields["split_tiles"] == 1
+
+
+def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:
+    plan = made(num_splits=1)
+    assert not plan.workspace_bytes
+    assert not plan.launches[0].arrivals
+    plan = made(num_splits=2)
+    assert plan.workspace_bytes
+    assert plan.launches[0].arrivals == 4 * 8  # query blocks
+
+
+def test_the_workspace_holds_all_splits_that_the_device_may_make() -> None:
+    slots = launched(batch=300).fields["max_slots"]
+    assert slots >= 8 * 132 + 300 * 8
+    assert made(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 1)
+
+
+def test_there_are_blocks_of_threads_even_if_no_key_may_be_used() -> None:
+    assert launched(max_seqlen_k=0).num_blocks == 32
+
+
+def test_more_key_tiles_than_can_be_counted_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "MAX_TILES", 4 * 8 * 32)
+    assert launched().variant.source == "sm90/decode.cu"
+    assert launched(keys=4097).variant.source == "sm90/forward.cu"
+
+
+@pytest.mark.parametrize(("page_size", "box"), [(8, 8), (24, 8), (64, 64), (128, 128), (256, 128), (1000, 8)])
+def test_a_copy_brings_keys_of_one_page(page_size: int, box: int) -> None:
+    shapes = (4, 1, 32, 128), (90, page_size, 8, 128), (90, page_size, 8, 128)
+    (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", page_table=(4, 9), seqused_k=(4,)).launches
+    assert launch.fields["page_box"] == launch.boxes["k"].rows == box
+
+
+def test_pages_that_no_copy_can_bring_run_on_the_kernels_for_any_gpu() -> None:
+    shapes = (4, 1, 32, 128), (90, 12, 8, 128), (90, 12, 8, 128)
+    plan = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", page_table=(4, 9), seqused_k=(4,))
+    assert plan.launches[0].variant.source == "sm80/forward.cu"
+    assert "pages of 12 keys" in str(plan.fallback)
