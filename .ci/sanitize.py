@@ -71,7 +71,8 @@ def work() -> list[Call]:
         generic = [op + BACKWARDS for op in ("flash2", *BACKWARD)]
         calls += [(gpu, case, how) for how in (*algorithms, *generic, *BACKWARD)]
     for gpu, (case, ways) in itertools.product(devices(), sequence_cases()):
-        calls += [(gpu, case, how) for how in (*ways, "flash2" + BACKWARDS)]
+        generic = [how + BACKWARDS for how in ways if how in ("flash2", *BACKWARD)]
+        calls += [(gpu, case, how) for how in (*ways, *generic)]
     calls += [(device.query(0), case, how) for case, ways in hopper_sequence_cases() for how in ways]
     found: dict[tuple[Any, ...], Call] = {}
     for gpu, case, how in calls:
@@ -105,7 +106,9 @@ def unreached(wanted: list[Variant]) -> list[str]:
             rows += [(dtype, row, capped, False)] if row.softcap in (None, capped) else []
             rows.append((dtype, tiles_sm90.choose("lse", row.head_dim, 0, 0.0, capped), capped, False))
         for gradient, capped in itertools.product((*tiles_sm90.BACKWARD, *tiles_sm90.ROWS), (False, True)):
-            rows += [(dtype, gradient, capped, False)] if gradient.softcap in (None, capped) else []
+            several = () if getattr(gradient, "min_queries", 0) else (True,)
+            if gradient.softcap in (None, capped):
+                rows += [(dtype, gradient, capped, lengths) for lengths in (False, *several)]
     missing = [row for row in dict.fromkeys(rows) if row not in reached]
     return [
         f"{dtype} {row}{', capped' * capped}{', of several lengths' * lengths}"

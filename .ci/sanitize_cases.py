@@ -152,7 +152,7 @@ def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
 
 
 def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
-    """For each row of Hopper's forward table cases of many queries and of few, whose keys are split."""
+    """For each row of Hopper's tables cases of many queries and, of forward, of few, whose keys are split."""
     few, cached = (1, 2, 0, 3), (150, 5, 700, 0)
     for dtype, tile in itertools.product(("float16", "bfloat16"), tiles_sm90.TILES):
         keys, left, offset = ((300, 0, 131), 90, 60) if tile.max_keys else ((1900, 1, 2800), 1200, None)
@@ -166,3 +166,17 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         for of in (decoding, replace(decoding, name="decoding_masked", **masked)):
             yield SequenceCase(of), ("flash2",)
             yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True, wild=True), ("flash2",)
+    rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]
+    lengths = (300, 0, 1, 200), (150, 5, 260, 0)
+    masked = {"window_size": (150, 20), "diagonal_offset": 10, "softcap": 15.0}
+    for dtype, dims in itertools.product(("float16", "bfloat16"), dict.fromkeys(rows)):
+        shape = {"dtype": dtype, "dims": dims, "heads": (2, 2)}
+        plain = Sequences("gradients", *lengths, causal=True, **shape)
+        spare = Sequences("gradients_w", *lengths, "packed", "rectangle", True, True, (5, 3, 0, 9), **masked, **shape)
+        for of in (plain, spare):
+            yield SequenceCase(of), tuple(BACKWARD)
+        yield SequenceCase(spare, wild=True), tuple(BACKWARD)
+    heads = (device.query(0).num_sms,) * 2  # a block of threads takes several key blocks
+    for causal in (False, True):
+        several = Sequences(f"key_blocks_{causal}", (300, 1, 700), (1040, 700, 90), heads=heads, causal=causal)
+        yield SequenceCase(several), ("backward",)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+from cuflash.planning import backward as plan_backward
 from cuflash.planning import forward as plan_forward
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import OPS
@@ -43,6 +44,9 @@ def planned_with(module: Any, **others: Any) -> Iterator[None]:
             launch.KEPT.clear()
 
 
-def for_any_gpu() -> AbstractContextManager[None]:
-    """Meanwhile forward and lse run on the kernels for any GPU, on Hopper too."""
-    return planned_with(plan_forward, reason_against=lambda *_: "the test asks for it")
+@contextmanager
+def for_any_gpu() -> Iterator[None]:
+    """Meanwhile all ops run on the kernels for any GPU, on Hopper too."""
+    others = {"reason_against": lambda *_: "the test asks for it"}
+    with planned_with(plan_forward, **others), planned_with(plan_backward, **others):
+        yield

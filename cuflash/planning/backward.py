@@ -54,15 +54,16 @@ def backward_plan(problem: Problem, device: Device, misaligned: Collection[str])
     """The plan of backward on this GPU."""
     reason = reason_against(problem, device, misaligned) or _reason_against(problem)
     if reason is None:
-        queries, capped = problem.mask.num_visible() / max(problem.seqlen_k, 1), problem.options.softcap > 0.0
+        own, capped = problem.lengths, problem.options.softcap > 0.0
+        # why 0: tiles for many queries have no place in the slots of sequences of several lengths.
+        queries = problem.mask.num_visible() / max(problem.seqlen_k, 1) if own is None else 0
         # why: with few key blocks most of the GPU would idle, so the generic kernel splits the query heads of a group
-        # among blocks; not if deterministic (see `_generic_plan`), nor without a mask, where Hopper shares key blocks.
+        # among blocks; not if deterministic (see `_generic_plan`), nor where Hopper shares key blocks (`_shared_keys`).
         grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
-        key_blocks = blocks_of(problem.seqlen_k, KEY_ROWS) * problem.heads_kv * problem.batch
-        splits = grouped and 2 * key_blocks < device.num_sms
+        splits = grouped and 2 * _key_blocks(problem, KEY_ROWS) < device.num_sms
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)
         rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
-        if tile is not None and (problem.mask.is_full or not splits):
+        if tile is not None and (_can_share(problem) or not splits):
             return _warpgroup_plan(problem, device, tile)
         if rows and not splits:
             return _rows_plan(problem, device, rows)
@@ -106,14 +107,13 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
         num_q_blocks = blocks_of(problem.seqlen_q, dq_tile.block_q)
         num_k_blocks = blocks_of(problem.seqlen_k, tile.block_k)
-        stats_rows = _stats_rows(problem)
         rows_q, rows_k = (blocks_of(seqlen, ACC_ROWS) * ACC_ROWS for seqlen in (problem.seqlen_q, problem.seqlen_k))
     else:  # all sequences follow each other in the blocks of a head, and in what is kept for its rows
         heads, heads_kv = problem.heads_q, problem.heads_kv
         num_q_blocks = own.num_slots("q", problem.batch, dq_tile.block_q)
         num_k_blocks = own.num_slots("k", problem.batch, tile.block_k)
         rows_q, rows_k = (own.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT for side in "qk")
-        stats_rows = rows_q
+    stats_rows = _stats_rows(problem)
     # why no splits if deterministic: dk and dv would depend on the batch and on the GPU.
     splits = 1
     if not deterministic:
@@ -153,14 +153,17 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
 
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile) -> Plan:
     """Kernels: delta, then all gradients in one."""
-    deterministic = problem.options.deterministic
-    heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
-    num_q_blocks, num_k_blocks = blocks_of(problem.seqlen_q, tile.block_q), blocks_of(problem.seqlen_k, tile.block_k)
-    key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if problem.mask.is_full else 2))
-    blocks = blocks_of(num_k_blocks, key_blocks) * heads_kv
-    if problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
-        key_blocks, blocks = 1, num_k_blocks * heads_kv
+    deterministic, is_full, own = problem.options.deterministic, _is_full(problem), problem.lengths
+    heads = problem.heads_q * (1 if own is not None else problem.batch)
     stats_rows = _stats_rows(problem, tile.block_q)
+    num_q_blocks = blocks_of(problem.seqlen_q if own is None else stats_rows, tile.block_q)
+    num_k_blocks = blocks_of(problem.seqlen_k, tile.block_k)  # of a sequence
+    key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if is_full else 2))
+    blocks = _key_blocks(problem, tile.block_k * key_blocks)
+    if problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
+        key_blocks, blocks = 1, _key_blocks(problem, tile.block_k)
+    if own is not None:
+        blocks = own.num_slots("k", problem.batch, tile.block_k * key_blocks) * problem.heads_kv
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
     shared = None if deterministic else _shared_keys(problem, device, key_blocks, num_k_blocks, steps)
     if shared is not None:
@@ -168,33 +171,51 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     else:
         shared = SharedKeys(blocks, 0, 0, 0)
     if deterministic:
-        together = HEADS_TOGETHER if problem.mask.is_full else ORDERED_HEADS_TOGETHER
+        together = HEADS_TOGETHER if is_full else ORDERED_HEADS_TOGETHER
     else:
-        together = 1 if problem.mask.is_full else _heads_together(problem, device, num_k_blocks)
+        together = 1 if is_full else _heads_together(problem, device, num_k_blocks)
     fields = {
         "num_q_blocks": num_q_blocks,
-        "num_k_blocks": num_k_blocks,
+        "num_k_blocks": num_k_blocks if own is None else blocks // problem.heads_kv,
         "key_blocks": key_blocks,
         "heads_together": together,
         "stats_rows": stats_rows,
         "deterministic": int(deterministic),
         **shared._asdict(),
     }
-    # `turns` has a counter for each tile of dq and for each shared key block.
+    # `turns` has a counter for each tile of dq and for each shared key block; of several lengths, one number more.
     shared_floats = shared.shared_keys * tile.block_k
     workspace = {
         "stats": 2 * heads * stats_rows,
         "dq_acc": heads * num_q_blocks * tile.acc_floats,
         "dk_acc": shared_floats * tile.head_dim,
         "dv_acc": shared_floats * tile.head_dim_v,
-        "turns": heads * num_q_blocks + shared.shared_keys,
+        "turns": heads * num_q_blocks + (shared.shared_keys if own is None else 1),
     }
     variant = _warpgroup_variant(problem, device, "backward", tile)
     launches = [
         _delta(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, shared_keys=shared.shared_keys),
         Launch(variant, blocks, fields, _boxes(problem, *tile.boxes)),
     ]
-    return make_plan(problem, device, launches, workspace, num_work=num_k_blocks * heads_kv)
+    return make_plan(problem, device, launches, workspace, num_work=_key_blocks(problem, tile.block_k))
+
+
+def _key_blocks(problem: Problem, size: int) -> int:
+    """Blocks of so many keys of all kv heads; of several lengths, as if all were whole."""
+    if (own := problem.lengths) is not None:
+        return own.batch_k * blocks_of(own.rows_k, size) * problem.heads_kv
+    return blocks_of(problem.seqlen_k, size) * problem.heads_kv * problem.batch
+
+
+def _can_share(problem: Problem) -> bool:
+    """Whether all key blocks have the same number of steps, so that blocks of threads may share them."""
+    return problem.lengths is None and problem.mask.is_full
+
+
+def _is_full(problem: Problem) -> bool:
+    """Whether every query sees every key of its sequence."""
+    own = problem.lengths
+    return problem.mask.is_full if own is None else own.left is own.right is None
 
 
 def _heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
@@ -212,9 +233,9 @@ def _shared_keys(
 ) -> SharedKeys | None:
     """Lets a block per multiprocessor, at most, share the key blocks of the last wave; None where none share (L35).
 
-    This is for calls without a mask, in which every key block has the same number of steps, `of_one`.
+    Every key block has the same number of steps, `of_one`.
     """
-    if not problem.mask.is_full:
+    if not _can_share(problem):
         return None
     parts, heads_kv = blocks_of(num_k_blocks, key_blocks), problem.batch * problem.heads_kv
     whole = parts * heads_kv // device.num_sms * device.num_sms
@@ -231,12 +252,17 @@ def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile,
     """Kernels: delta, dq, dk and dv. They are always deterministic, so the option `deterministic` changes nothing."""
     num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
     num_k_blocks = blocks_of(problem.seqlen_k, tiles[1].block_k)
-    blocks = problem.batch * problem.heads_q * num_q_blocks, problem.batch * problem.heads_kv * num_k_blocks
+    times = problem.batch
+    if (own := problem.lengths) is not None:
+        num_q_blocks = own.num_slots("q", problem.batch, tiles[0].block_q)
+        num_k_blocks = own.num_slots("k", problem.batch, tiles[1].block_k)
+        times = 1
+    blocks = times * problem.heads_q * num_q_blocks, times * problem.heads_kv * num_k_blocks
     stats_rows = _stats_rows(problem)
     fields = {
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": num_k_blocks,
-        "heads_together": 1 if problem.mask.is_full else HEADS_TOGETHER,
+        "heads_together": 1 if _is_full(problem) else HEADS_TOGETHER,
         "stats_rows": stats_rows,
     }
     boxes = _boxes(problem, *tiles[0].boxes)
@@ -244,16 +270,21 @@ def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile,
     for tile in tiles:
         variant = _warpgroup_variant(problem, device, f"backward_{tile.gradient}", tile)
         launches.append(Launch(variant, blocks[tile.gradient != "dq"], fields, boxes))
-    return make_plan(problem, device, launches, {"stats": 2 * problem.batch * problem.heads_q * stats_rows})
+    return make_plan(problem, device, launches, {"stats": 2 * times * problem.heads_q * stats_rows})
 
 
 def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
     """Boxes for the rows of q and dout that see a key, those of k and v that are seen, and all rows of the gradients.
 
-    why all rows of dq: a store may not begin before the first row of its box.
+    why all rows of dq: a store may not begin before the first row of its box. Of several lengths, boxes of any rows.
     """
-    rows, keys = problem.mask.row_range(0, problem.seqlen_k), problem.mask.key_range(0, problem.seqlen_q)
-    boxes = {"q": Box(box_q, *rows), "k": Box(box_k, *keys), "v": Box(box_k, *keys), "dout": Box(box_q, *rows)}
+    if (own := problem.lengths) is not None:
+        rows = {"q": own.rows_q, "k": own.rows_k, "v": own.rows_k, "dout": own.rows_q}
+        loaded = {"q": box_q, "k": box_k, "v": box_k, "dout": box_q}
+        boxes = {name: Box(loaded[name], 0, rows[name], ragged=True) for name in rows}
+        return boxes | {f"d{name}": Box(OUT_ROWS, 0, rows[name], ragged=True) for name in "qkv"}
+    seen_q, seen_k = problem.mask.row_range(0, problem.seqlen_k), problem.mask.key_range(0, problem.seqlen_q)
+    boxes = {"q": Box(box_q, *seen_q), "k": Box(box_k, *seen_k), "v": Box(box_k, *seen_k), "dout": Box(box_q, *seen_q)}
     stored = Box(OUT_ROWS, 0, problem.seqlen_k)
     return boxes | {"dq": Box(OUT_ROWS, 0, problem.seqlen_q), "dk": stored, "dv": stored}
 
@@ -269,7 +300,9 @@ def _delta(problem: Problem, device: Device, stats_rows: int, stats_step: int, *
 
 
 def _stats_rows(problem: Problem, block_q: int = STATS_ROWS) -> int:
-    """Queries of a head in the workspace, rounded up to whole tiles of every kernel."""
+    """Queries of a head in the workspace, rounded up to whole tiles of every kernel; of several lengths, to slots."""
+    if (own := problem.lengths) is not None:
+        return own.num_slots("q", problem.batch, PADDED_SLOT) * PADDED_SLOT
     return rounded_up(rounded_up(problem.seqlen_q, block_q), STATS_ROWS)
 
 
@@ -278,7 +311,8 @@ def _warpgroup_variant(
 ) -> Variant:
     source = "sm90/backward.cu" if isinstance(tile, WarpgroupBackwardTile) else "sm90/backward_rows.cu"
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
-    return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped)
+    lengths = problem.lengths is not None
+    return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths)
 
 
 def _num_splits(problem: Problem, num_k_blocks: int, resident: int) -> int:

@@ -34,8 +34,6 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         return "split_size asks for the bits of the kernels that take any lengths"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     if (own := problem.lengths) is not None:
-        if problem.op.name == "backward":
-            return "its backward takes sequences that are all of one length"
         if not all((own.batch_q, own.rows_q, own.batch_k, own.rows_k)):
             return "there is no query, or no key"
         if problem.has("page_table") and own.rows_k % PAGE_STEP:

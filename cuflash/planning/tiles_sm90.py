@@ -13,6 +13,7 @@ from .tile import macros, rounded_up
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
 TILE_SLOTS = 16  # descriptions of tiles in shared memory
+WORK_BYTES = 80  # description of a block's work in backward, where sequences have lengths of their own
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 FLOAT_BYTES = 4
@@ -110,7 +111,7 @@ class WarpgroupBackwardTile:
         sums = 2 * 8 if self.block_q % GROUP_ROWS else dq * PANEL_BYTES  # transposed dq and its sums share a place
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
         barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
-        return rounded_up(rows * PANEL_BYTES + sums + stats + barriers + modes, 1024)
+        return rounded_up(rows * PANEL_BYTES + sums + stats + barriers + modes + WORK_BYTES, 1024)
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -169,7 +170,7 @@ class WarpgroupRowsTile:
         # Floats of lse and delta: for dq of the block's queries, for dk of four tiles; for dv lse alone, of eight.
         queries = 2 * 2 * GROUP_ROWS if self.gradient == "dq" else 8 * self.columns
         barriers = 16 * (self.stages + self.second_stages)
-        return rounded_up(rows * PANEL_BYTES + nothing + queries * FLOAT_BYTES + barriers, 1024)
+        return rounded_up(rows * PANEL_BYTES + nothing + queries * FLOAT_BYTES + barriers + WORK_BYTES, 1024)
 
     @property
     def constants(self) -> dict[str, int]:

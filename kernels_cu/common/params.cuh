@@ -90,7 +90,8 @@ struct DeltaParams {
   const float* dlse;  // … and the same, or null
   float* stats;       // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
   float* dq_acc;      // to be set to zero, unless there are turns; or null
-  unsigned* turns;    // (batch, heads_q, num_q_blocks) counters, then shared_keys more: to be set to zero; or null
+  unsigned* turns;    // (batch, heads_q, num_q_blocks) counters, then shared_keys more: to be set to zero; or null. Of
+                      // several lengths (heads_q, num_q_blocks), then a number: whether cu_seqlens fall somewhere
   ProblemParams problem;
   int stats_rows;  // seqlen_q rounded up to whole tiles
   // Of query i of a head: lse * log2(e), inf where nothing is seen, stands at stats[2 * stats_rows * head + stats_step
@@ -135,7 +136,8 @@ struct TiledBackwardParams {
   const float* stats;      // (batch, heads_q, 2, stats_rows): lse * log2(e), and delta
   float* dq_acc;           // dq / softmax_scale in the order of the product's fragments
   float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each of the shared_keys, in the same order; or null
-  unsigned* turns;         // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv
+  unsigned* turns;         // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv; of several
+                           // lengths as in DeltaParams
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int key_blocks;                 // of a head that one block takes, one after the other

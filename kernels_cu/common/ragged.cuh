@@ -12,6 +12,13 @@ struct Axis {
   int rows;               // of the second axis
   int batch;
 
+  // Whether each part begins where the one before it ends. All lanes of a warp ask together.
+  __device__ __forceinline__ bool is_in_order() const {
+    bool falls = false;
+    for (int i = threadIdx.x % 32; cu_seqlens != nullptr && i < batch; i += 32) falls |= bound(i + 2) < bound(i + 1);
+    return !__any_sync(0xffffffffu, falls);
+  }
+
   // Part i of the axis begins there. Parts 1 … batch are the sequences; rows before the first and after the last one are
   // the parts 0 and batch + 1, so that all parts together are the axis.
   __device__ __forceinline__ int bound(int part) const {
@@ -164,20 +171,14 @@ struct RaggedSequence {
   __device__ const Place& queries() const { return q_place; }
   __device__ KeyPlace keys() const { return {k_place}; }
 
-  __device__ Range seen_keys() const {
-    const Range keys = seen.key_range(0, length_q);
-    return seen.lo <= seen.hi && keys.begin < keys.end ? keys : Range{0, 0};
-  }
-
-  __device__ Range seen_queries() const {
-    const Range rows = seen.row_range(0, length_k);
-    return seen.lo <= seen.hi && rows.begin < rows.end ? rows : Range{0, 0};
-  }
+  __device__ Range seen_keys() const { return seen_of(seen.key_range(0, length_q)); }
+  __device__ Range seen_queries() const { return seen_of(seen.row_range(0, length_k)); }
 
   // What is padded has its rows in slots, over all sequences; heads are then not counted over the batch.
   __device__ static int most_queries(const ProblemParams& p) { return p.padded_rows_q; }
   __device__ static int most_keys(const ProblemParams& p) { return p.padded_rows_k; }
-  __device__ int query_strip(int row) const { return (padded_q + row) / 16; }
+  __device__ int padded_query(int row) const { return padded_q + row; }
+  __device__ int query_strip(int row) const { return padded_query(row) / 16; }
   __device__ int key_strip(int row) const { return (padded_k + row) / 16; }
   __device__ long long query_head(int head) const { return head; }
   __device__ long long kv_head(int head) const { return head; }
@@ -191,6 +192,12 @@ struct RaggedSequence {
   }
 
  private:
+  // why the lengths: of no queries, or of no keys, the ranges of a mask say nothing.
+  __device__ Range seen_of(Range range) const {
+    const bool any = length_q > 0 && length_k > 0 && seen.lo <= seen.hi && range.begin < range.end;
+    return any ? range : Range{0, 0};
+  }
+
   __device__ static void find_packed(const Axis& axis, int b, Place& place, int& length, int& padded) {
     place = {0, axis.bound(b + 1)};
     length = max(axis.bound(b + 2) - place.begin, 0);

@@ -59,6 +59,9 @@ struct Sequence {
   __device__ constexpr Place queries() const { return {batch, 0}; }
   __device__ constexpr Place keys() const { return {batch, 0}; }
 
+  // A query's row in arrays of numbers of each query, whose heads are those of query_head.
+  __device__ constexpr int padded_query(int row) const { return row; }
+
   // Heads counted over the whole batch, and the number of all query heads.
   __device__ static constexpr long long num_query_heads(const ProblemParams& p) {
     return static_cast<long long>(p.batch) * p.heads_q;

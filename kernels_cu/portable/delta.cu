@@ -47,6 +47,7 @@ __device__ __forceinline__ float dot_row(const char* dout, const char* out, int 
 struct DenseRows {
   int batch, head, row_begin;
   Sequence sequence;
+  Place place = sequence.queries();
 
   __device__ DenseRows(const DeltaParams& p, const Work& work)
       : batch(work.batch), head(work.head), row_begin(work.block * kRows), sequence{p.problem, work.batch} {}
@@ -54,20 +55,52 @@ struct DenseRows {
       : DenseRows(p, Work(head_by_head(blockIdx.x, p.stats_rows / kRows), p.problem.heads_q)) {}
 
   __device__ static constexpr bool exists() { return true; }
+  __device__ bool is_first_of_head() const { return row_begin == 0; }
+  __device__ bool is_of_last_head(const DeltaParams& p) const {
+    return batch == p.problem.batch - 1 && head == p.problem.heads_q - 1;
+  }
+  // What follows the turns of the last head.
+  __device__ static void prepare_last(const DeltaParams& p, unsigned* turns) {
+    for (int i = threadIdx.x; i < p.shared_keys; i += kNumThreads) turns[p.num_q_blocks + i] = 0;
+  }
+
+  // Rows of dq, and the query whose stats come first.
+  __device__ int num_rows() const { return sequence.seqlen_q(); }
+  __device__ static constexpr int first_query(const DeltaParams&) { return 0; }
 };
 
+// Rows of a sequence among several of different lengths, or of none.
 struct RaggedRows {
-  int batch, head, row_begin;
+  int head;
+  unsigned row_of_head;
+  Territory territory;
+  int row_begin;
   RaggedSequence sequence;
+  Place place;
 
-  __device__ RaggedRows(const ProblemParams& p, int head_idx, int row, const Territory& at)
-      : batch(at.sequence), head(head_idx), row_begin(row - at.first_slot * kPaddedSlot), sequence(p, at.sequence) {}
-  __device__ RaggedRows(const ProblemParams& p, int head_idx, int row)
-      : RaggedRows(p, head_idx, row, Territory::of_slot(axis_of_queries(p), row / kPaddedSlot, kPaddedSlot)) {}
   __device__ explicit RaggedRows(const DeltaParams& p)
-      : RaggedRows(p.problem, blockIdx.x / (p.stats_rows / kRows), blockIdx.x % (p.stats_rows / kRows) * kRows) {}
+      : head(blockIdx.x / (p.stats_rows / kRows)),
+        row_of_head(blockIdx.x % (p.stats_rows / kRows) * kRows),
+        territory(Territory::of_slot(axis_of_queries(p.problem), row_of_head / kPaddedSlot, kPaddedSlot)),
+        row_begin(row_of_head - territory.first_slot * kPaddedSlot),
+        sequence(p.problem, territory.sequence),
+        place{sequence.q_place.batch, territory.begin} {}
 
   __device__ bool exists() const { return sequence.seqlen_q() > 0; }
+  __device__ bool is_first_of_head() const { return row_of_head == 0; }
+  __device__ bool is_of_last_head(const DeltaParams& p) const { return head == p.problem.heads_q - 1; }
+  // why: if cu_seqlens fall, tiles of dq have turns that nobody takes, and others would wait for them for ever.
+  __device__ static void prepare_last(const DeltaParams& p, unsigned* turns) {
+    const bool in_order = axis_of_queries(p.problem).is_in_order() && axis_of_keys(p.problem).is_in_order();
+    if (threadIdx.x == 0) turns[p.num_q_blocks] = !in_order;
+  }
+
+  __device__ int num_rows() const { return territory.num_rows(); }
+
+  // why: the kernels whose stats stand in rows number queries from the first that sees a key (sm90/seen_sequence.cuh).
+  __device__ int first_query(const DeltaParams& p) const {
+    return p.stats_step == 1 ? sequence.seen_queries().begin : 0;
+  }
 };
 
 template <bool kOfSeveralLengths>
@@ -82,45 +115,44 @@ struct RowsOf<true> {
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
   const RowsOf<kLengths>::Type work(p);
   const AnySequence& sequence = work.sequence;
-  if (!work.exists()) return;
   const int row_begin = work.row_begin;
   const int row = row_begin + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
   const Range seen = sequence.seen_queries();
-  const bool sees = row >= seen.begin && row < seen.end;
+  const int query = row + work.first_query(p);
+  const bool sees = query >= seen.begin && query < seen.end;
 
   float delta = 0.0f, lse = -infinity(), dlse = 0.0f;
   if (sees) {
-    const long long at = sequence.lse_offset(work.head) + row;
+    const long long at = sequence.lse_offset(work.head) + query;
     lse = p.lse[at];  // why so early: the load is then on its way together with those that follow
     if (p.dlse != nullptr) dlse = p.dlse[at];
-    const char* const dout = sequence.queries().address(p.dout, kElementBytes, work.head, row);
-    const char* const out = sequence.queries().address(p.out, kOutBytes, work.head, row);
+    const char* const dout = sequence.queries().address(p.dout, kElementBytes, work.head, query);
+    const char* const out = sequence.queries().address(p.out, kOutBytes, work.head, query);
     const bool whole = p.dout.aligned && p.out.aligned && p.problem.head_dim_v % kChunkElements == 0;
     delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
   }
 #pragma unroll
   for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
-  if (lane == 0) {
+  if (lane == 0 && work.exists()) {
     // why inf: a query that sees nothing, and one past the last, weighs nothing, because exp2(s - inf) = 0.
     const bool nothing = lse == -infinity();
-    float* const stats = p.stats + 2 * sequence.rows_offset(work.head, p.stats_rows) + p.stats_step * row;
+    float* const of_head = p.stats + 2 * (sequence.query_head(work.head) * p.stats_rows);
+    float* const stats = of_head + p.stats_step * sequence.padded_query(row);
     stats[0] = nothing ? infinity() : lse * kLog2E;
     stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;
   }
 
   if (p.turns != nullptr) {
-    if (!sees && row < sequence.seqlen_q()) {
-      char* const dq = sequence.queries().address(p.dq, kElementBytes, work.head, row);
+    if ((row < seen.begin || row >= seen.end) && row < work.num_rows()) {
+      char* const dq = work.place.address(p.dq, kElementBytes, work.head, row);
       for (int column = lane * kChunkElements; column < p.problem.head_dim; column += kLanes * kChunkElements) {
         store_chunk(dq, column, p.problem.head_dim - column, p.dq.aligned, Chunk<kDType>{});
       }
     }
-    if (row_begin == 0) {
-      unsigned* const turns = p.turns + sequence.rows_offset(work.head, p.num_q_blocks);
+    if (work.is_first_of_head()) {
+      unsigned* const turns = p.turns + sequence.query_head(work.head) * p.num_q_blocks;
       for (int i = threadIdx.x; i < p.num_q_blocks; i += kNumThreads) turns[i] = 0;
-      if (work.batch == p.problem.batch - 1 && work.head == p.problem.heads_q - 1) {
-        for (int i = threadIdx.x; i < p.shared_keys; i += kNumThreads) turns[p.num_q_blocks + i] = 0;
-      }
+      if (work.is_of_last_head(p)) work.prepare_last(p, turns);
     }
   } else if (p.dq_acc != nullptr) {
     const int strip = row_begin / 16, strips = min(kRows / 16, (sequence.seqlen_q() + 15) / 16 - strip);

@@ -48,28 +48,33 @@ struct Loader : Role {
         const unsigned slot = step % kStages, empty = (step / kStages + 1) & 1;
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
-        const Sequence of = sequence();
+        const auto of = sequence();
         const auto rows = of.seen_queries_from(m * kBlockQ);
         const auto keys = of.seen_keys_from(block * kBlockK);
+        const int dim = params.problem.head_dim, dim_v = params.problem.head_dim_v;
         const unsigned stats_smem = smem.stats + slot * kBytesStats;
         const float* const lse = stats(head) + m * kBlockQ;
         mbarrier_wait(smem.q_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(q_full, kBytesQ + kBytesStats / 2 + (first ? kBytesK : 0));
-          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, rows, head);
+          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full,
+                                 boxed(rows, kBlockQ, dim), head);
           bulk_load(stats_smem, lse, kBytesStats / 2, q_full);
         }
         __syncwarp();
         if (first) {
           wait_for_kv(kv_parity);
-          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, keys, kv_head);
+          const auto box = boxed(keys, kBlockK, dim);
+          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, box, kv_head);
           __syncwarp();
         }
         mbarrier_wait(smem.dout_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(dout_full, kBytesDout + kBytesStats / 2 + (first ? kBytesV : 0));
-          if (first) load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, keys, kv_head);
-          load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full, rows, head);
+          const auto box = boxed(keys, kBlockK, dim_v);
+          if (first) load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, box, kv_head);
+          load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full,
+                                boxed(rows, kBlockQ, dim_v), head);
           bulk_load(stats_smem + kBytesStats / 2, lse + params.stats_rows, kBytesStats / 2, dout_full);
         }
         __syncwarp();
@@ -279,7 +284,7 @@ struct Consumer : Role {
   template <int kColumns>
   __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
                                         unsigned place) const {
-    const Sequence of = sequence();
+    const auto of = sequence();
     const int row = group * kGroupRows + warp * 16, key = block * kBlockK + row;
     clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
     store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.keys_from(key), kv_head, leads);
@@ -302,7 +307,7 @@ struct Consumer : Role {
       for_each_step(n, [&](int, int m) { step(n, m, n == first, n == last); });
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed, kKeysThreads);
-      if (!shares_keys(*this) || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
+      if (!is_shared() || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
         store<kHeadDimV>(params.dv_map, dv, 1.0f, smem.v);
         store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k);
         if (leads) bulk_wait_read<0>();
@@ -316,10 +321,11 @@ struct Consumer : Role {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     CUFLASH_KERNEL(const __grid_constant__ TiledBackwardParams params) {
   extern __shared__ __align__(1024) char smem_bytes[];
-  const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
+  const Addresses smem{storage};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) smem.init();
-  __syncthreads();
+  if (!find_work<KeyWork::Found>(storage, params)) return;
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader(params, smem).run();

@@ -31,10 +31,12 @@ struct Role {
 
 // One warp, whose lanes run together; the first lane copies tiles.
 struct Loader : Role {
-  template <int kPanels, int kCount, class Rows>
+  template <bool kIsOfV, int kCount, class Rows>
   __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned barrier, const Rows& rows,
                                        int head) const {
-    load_panels<kPanels, kCount / kBoxRows, kBoxRows>(map, target, kCount * 128, barrier, rows, head);
+    const int columns = kIsOfV ? params.problem.head_dim_v : params.problem.head_dim;
+    load_panels<kIsOfV ? kPanelsV : kPanelsQk, kCount / kBoxRows, kBoxRows>(
+        map, target, kCount * 128, barrier, boxed(rows, kBoxRows, columns), head);
   }
 
   // Loads lse or delta, if they are needed; every lane arrives at the barrier. why not by TMA: L41.
@@ -50,8 +52,8 @@ struct Loader : Role {
     const TensorMap& map_c = kRowsAreQueries ? params.dout_map : params.v_map;
     const TensorMap& map_d = kRowsAreQueries ? params.v_map : params.dout_map;
     const int heads_per_kv = params.problem.heads_per_kv;
-    const AscendingTiles tiles = work.columns;
     const auto rows = work.seen_rows_from(work.row_begin);
+    const AscendingTiles tiles = work.columns;
     unsigned n = 0;
 #pragma unroll 1
     for (int i = 0; i < work.num_heads; ++i) {
@@ -63,14 +65,15 @@ struct Loader : Role {
         const Slot<kStages> b(n);
         const Slot<kSecondStages> d(n);
         const auto columns = work.seen_columns_from(tile * kColumns);
-        const float* const stats = params.stats + 2 * work.sequence().rows_offset(query_head, params.stats_rows) +
-                                   (kRowsAreQueries ? work.row_begin : tile * kColumns);
+        const auto sequence = work.sequence();
+        const float* const stats = params.stats + 2 * (sequence.query_head(query_head) * params.stats_rows) +
+                                   sequence.padded_query(kRowsAreQueries ? work.row_begin : tile * kColumns);
         const unsigned b_full = smem.b_full + 8 * b.index, d_full = smem.d_full + 8 * d.index;
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
         if (leads) {
           mbarrier_arrive_expect_tx(b_full, kBytesB + (first ? kBytesA : 0));
-          if (first) load<kPanelsQk, kRows>(map_a, smem.a, b_full, rows, work.head);
-          load<kPanelsQk, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, columns, head);
+          if (first) load<false, kRows>(map_a, smem.a, b_full, rows, work.head);
+          load<false, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, columns, head);
         }
         __syncwarp();
         load_stats(smem.lse_of(n), stats, b_full, with_stats);
@@ -78,9 +81,9 @@ struct Loader : Role {
         if (leads) {
           mbarrier_arrive_expect_tx(d_full, kBytesD + (first ? kBytesC : 0));
           if constexpr (kWithDp) {
-            if (first) load<kPanelsV, kRows>(map_c, smem.c, d_full, rows, work.head);
+            if (first) load<true, kRows>(map_c, smem.c, d_full, rows, work.head);
           }
-          load<kPanelsV, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, columns, head);
+          load<true, kColumns>(map_d, smem.d + d.index * kBytesD, d_full, columns, head);
         }
         __syncwarp();
         if constexpr (kWithDp) load_stats(smem.delta_of(n), stats + params.stats_rows, d_full, with_stats);
@@ -242,13 +245,11 @@ struct Consumer : Role {
 
   // Stores the warp's rows of the gradient, through the place of a.
   __device__ __forceinline__ void store() {
-    constexpr bool kIsDq = kGradient == Gradient::kDq, kIsDk = kGradient == Gradient::kDk;
-    const TensorMap& map = kIsDq ? params.dq_map : kIsDk ? params.dk_map : params.dv_map;
     clear_outside(out, row(), work.seen_rows());
-    const float scale = kIsDq || kIsDk ? params.problem.score.softmax_scale : 1.0f;
+    const float scale = kIsDv ? 1.0f : params.problem.score.softmax_scale;
     const int within = group * kGroupRows + warp * 16;
     bar_sync(kRowsRead + group, 128);
-    store_rows<kOutDim>(map, out, scale, smem.a + within * 128, kPanelBytesRows,
+    store_rows<kOutDim>(map_of_gradient(params), out, scale, smem.a + within * 128, kPanelBytesRows,
                         work.rows_from(work.row_begin + within), work.head, leads);
     if (leads) bulk_wait_read<0>();
   }
@@ -257,11 +258,12 @@ struct Consumer : Role {
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
     CUFLASH_KERNEL(const __grid_constant__ TiledRowsParams params) {
   extern __shared__ __align__(1024) char smem_bytes[];
-  const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
+  const Addresses smem{storage};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) smem.init();
-  __syncthreads();
-  const RowWork work(params);
+  if (!find_work<RowWork::Found>(storage, params)) return;
+  const RowWork work(params, storage);
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader{{params, smem, work}}.run();

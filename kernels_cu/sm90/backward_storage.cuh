@@ -19,7 +19,7 @@ constexpr unsigned kBytesDq = 128 * kDqFloats * 4;                           // 
 static_assert(kDqByRows || kDqTransposed || kBlockQ == 64, "a warpgroup multiplies 64 rows");
 static_assert(kDqColumns % kPanelColumns == 0 && (!kDqTransposed || kDqColumns == 64), "whole panels of k");
 
-struct alignas(1024) SharedStorage {
+struct Storage {
   char k[kBytesK], v[kBytesV];
   char q[kStages][kBytesQ], dout[kStages][kBytesDout];
   char ds[kDsStages][kBytesDs];
@@ -32,6 +32,7 @@ struct alignas(1024) SharedStorage {
   unsigned turn_modes[2], dq_modes[2];  // of even and of odd steps, for DqWarp and for consumers
   unsigned shared_rank;
 };
+struct alignas(1024) SharedStorage : Storage, KeyWork::Found {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 // The addresses of the members of SharedStorage.
@@ -78,5 +79,5 @@ struct Role : KeyWork {
   const bool leads = threadIdx.x % 32 == 0;
 
   __device__ __forceinline__ Role(const TiledBackwardParams& p, const Addresses& addresses)
-      : KeyWork(p), smem(addresses) {}
+      : KeyWork(p, addresses.at), smem(addresses) {}
 };

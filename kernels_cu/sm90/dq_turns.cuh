@@ -18,7 +18,8 @@ enum DqMode : unsigned {
 struct DqTurn {
   int rank, count;
 
-  __device__ __forceinline__ DqTurn(const Sequence& sequence, int m, int block) {
+  template <class AnySequence>
+  __device__ __forceinline__ DqTurn(const AnySequence& sequence, int m, int block) {
     const int row_end = smaller((m + 1) * kBlockQ, sequence.seqlen_q());
     const TileRange keys = TileRange::touched(sequence.mask().key_range(m * kBlockQ, row_end), kBlockK);
     rank = block - keys.begin, count = keys.count();
@@ -96,7 +97,7 @@ struct DqWarp : Role {
       else bulk_add(target, source, kBytesDq);
       return;
     }
-    const Sequence of = sequence();
+    const auto of = sequence();
     const auto rows = of.queries_from(m * kBlockQ + (kDqByRows ? 64 * group : 0));
     const int column = kDqByRows ? 0 : kDqColumns * group;
     if constexpr (kDqTransposed) {

@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_panels(const TensorMap& map, unsigned targe
     for (int box = 0; box < kBoxes; ++box) {
       // why: no document says whether a copy may lie before the first row altogether. After the last row it may.
       Rows from = rows.from(box * kBoxRows);
-      if (kBoxes > 1 && from.row <= -kBoxRows) from.row = kPastTheEnd;
+      if (!kLengths && kBoxes > 1 && from.row <= -kBoxRows) from.row = kPastTheEnd;
       load_box(target + panel * panel_bytes + box * kBoxRows * 128, map, barrier, panel * kPanelColumns, from, head);
     }
   }

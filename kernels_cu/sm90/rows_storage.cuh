@@ -3,7 +3,6 @@
 #include "gradient_fragment.cuh"
 #include "rows_work.cuh"
 
-constexpr int kOutDim = kGradient == Gradient::kDv ? kHeadDimV : kHeadDim;
 static_assert(kOutDim <= kHeadDim, "the gradient leaves through the place of a");
 
 constexpr unsigned kPanelBytesRows = kRows * 128, kPanelBytesColumns = kColumns * 128;
@@ -17,13 +16,14 @@ static_assert(kRowsAreQueries || (kStatsSlots > kStages && (!kWithDp || kStatsSl
 constexpr int kBoxRows = 32;  // rows that one copy brings
 static_assert(kRows % kBoxRows == 0 && kColumns % kBoxRows == 0, "tiles are whole boxes");
 
-struct alignas(1024) SharedStorage {
+struct Storage {
   char a[kBytesA];
   char b[kStages][kBytesB], d[kSecondStages][kBytesD];
   char c[kBytesC == 0 ? 16 : kBytesC];
   float stats[kWithDp ? 2 : 1][kStatsSlots][kQueries];  // lse, then delta
   unsigned long long b_full[kStages], b_empty[kStages], d_full[kSecondStages], d_empty[kSecondStages];
 };
+struct alignas(1024) SharedStorage : Storage, RowWork::Found {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 // The slot of step n in a ring of tiles. `parity` is that of the phase in which the slot is filled.

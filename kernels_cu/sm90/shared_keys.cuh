@@ -4,12 +4,6 @@
 #include "backward_storage.cuh"
 #include "turn_counter.cuh"
 
-// Whether other blocks of threads take steps of the key block at hand, too.
-__device__ __forceinline__ bool shares_keys(const Role& role) {
-  const TiledBackwardParams& p = role.params;
-  return blockIdx.x >= p.whole_blocks && role.steps.end - role.steps.begin < p.num_q_blocks * p.problem.heads_per_kv;
-}
-
 // Adds up the thread's part of key block `nth` of those that are shared.
 template <int kCount>
 __device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, unsigned nth, int thread, bool first,
@@ -35,7 +29,7 @@ __device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, un
 template <int kDk, int kDv>
 __device__ __forceinline__ bool add_up_shared(const Role& role, float (&dk)[kDk], float (&dv)[kDv], int thread) {
   const TiledBackwardParams& p = role.params;
-  const unsigned nth = role.index - 1 - p.shared_first, steps = p.num_q_blocks * p.problem.heads_per_kv;
+  const unsigned nth = role.nth_shared(), steps = p.num_q_blocks * p.problem.heads_per_kv;
   const unsigned sharers = ((nth + 1) * steps - 1) / p.shared_steps - nth * steps / p.shared_steps + 1;
   // The counters of shared key blocks follow those of all tiles of dq.
   unsigned* const counter = p.turns + Sequence::num_query_heads(p.problem) * p.num_q_blocks + nth;

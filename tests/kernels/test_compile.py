@@ -29,6 +29,7 @@ ALL = ("sm_80", "sm_90")  # every variant is compiled for these with -m exhausti
 BACKWARD_OPS = ("delta", "convert", "backward", "backward_dkdv", "backward_dq")
 GENERIC = {"aligned": False}  # on Hopper, where other calls have kernels of their own
 CAPPED = {"softcap": 30.0}  # the same
+PACKED = {"packed": True}
 # (op, dtype, head_dim, head_dim_v, changes): one of each kernel, and of each way of building it.
 ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("forward", "bfloat16", 128, 128, {}),
@@ -37,7 +38,8 @@ ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     *((op, "bfloat16", 64, 64, {}) for op in ("merge", "append_kv")),
     *((op, "bfloat16", 128, 128, {"aligned": False}) for op in BACKWARD_OPS),
     ("backward", "bfloat16", 128, 128, {}),
-    *((op, "bfloat16", 128, 128, {"packed": True}) for op in ("forward", "lse", *BACKWARD_OPS)),
+    *((op, "bfloat16", 128, 128, PACKED) for op in ("forward", "lse", "delta", "backward")),
+    *((op, "bfloat16", 128, 128, PACKED | GENERIC) for op in BACKWARD_OPS),
 )
 HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
 SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128)
@@ -56,13 +58,17 @@ ONE_OF_EACH_KIND = (
     ("forward", "bfloat16", 128, 128, {"algorithm": "flashd"}),
     *(("forward", "bfloat16", 128, 128, {"out_dtype": "float32"} | changes) for changes in ({}, GENERIC)),
     ("delta", "bfloat16", 128, 128, {"out_dtype": "float32"}),
-    *(("backward", "float16", dim, dim, changes) for dim in (64, 96, 128) for changes in ({}, CAPPED)),
+    *(
+        ("backward", "float16", dim, dim, changes)
+        for dim in (64, 96, 128)
+        for changes in ({}, CAPPED, PACKED, PACKED | CAPPED)
+    ),
     *(("backward", "float16", 128, 128, {"queries": 2**16, "causal": False} | changes) for changes in ({}, CAPPED)),
     *(
         (op, "float16", *dims, changes)
         for op in HOPPER_GRADIENTS
         for dims in ((192, 128), (192, 192), (256, 256))
-        for changes in ({}, CAPPED)
+        for changes in ({}, CAPPED, PACKED)
     ),
     *(
         (op, dtype, head_dim, head_dim, {"aligned": False})
@@ -170,12 +176,15 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
         wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, of_lse.for_lengths())}
-    gradients = [("backward", row) for row in tiles_sm90.BACKWARD]
-    gradients += [(f"backward_{row.gradient}", row) for row in tiles_sm90.ROWS]
-    for dtype, (op, row), capped in product(halves, gradients, (False, True)):
+    gradients = [("backward", row, lengths) for row in tiles_sm90.BACKWARD for lengths in {not row.min_queries, False}]
+    gradients += [(f"backward_{row.gradient}", row, lengths) for row in tiles_sm90.ROWS for lengths in (False, True)]
+    of_gradients = set()
+    for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):
         if row.softcap in (None, capped):
-            wanted.add((op, dtype, dtype, row, capped))
-    assert {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap) for v in hopper} == wanted
+            of_gradients.add((op, dtype, dtype, row, capped, lengths))
+    found = {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap, v.lengths) for v in hopper}
+    assert {each for each in found if each[0].startswith("backward")} == of_gradients
+    assert {each[:-1] for each in found - of_gradients} == wanted
     assert not any(v.softcap for v in made)
     sources = {path.relative_to(compiler.source_root()).as_posix() for path in compiler.source_root().rglob("*.cu")}
     assert {v.source for v in variants("sm_90")} == sources

@@ -9,6 +9,7 @@ import pytest
 from gradients import DETERMINISTIC
 from plans import ARCHS, DTYPES, problem
 
+import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.planning.backward import DELTA_ROWS, L2_BYTES, SHORT_KEYS, SHORT_WAVES, STATS_ROWS
 from cuflash.planning.device import KNOWN
@@ -164,3 +165,42 @@ def test_what_heads_that_start_together_touch_stays_in_l2_unless_they_do_not_fil
         assert found == 16 or 2 * found * head_bytes > L2_BYTES
     assert fields(dims=(4, 4096, 4096, 8, 8))["heads_together"] == 1  # key blocks of equal length
     assert fields(dims=(4, 1024, 1024, 8, 8), causal=True, deterministic=True)["heads_together"] > 16
+
+
+def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int, int] = (16, 16), **more: Any) -> Plan:
+    """Backward on an H100 of so many packed sequences of these lengths."""
+    q, k = ((batch * rows, count, head_dim) for count in heads)
+    told = {"cu_seqlens_q": (batch + 1,), "cu_seqlens_k": (batch + 1,), "max_seqlen_q": rows, "max_seqlen_k": rows}
+    return cuflash.plan(q, k, k, dtype="bfloat16", device="sm_90", op="backward", **told | more)
+
+
+@pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_packed_sequences_are_cut_as_dense_ones_into_slots_that_hold_them_all(dim: int, more: dict[str, Any]) -> None:
+    made, dense = of_lengths(dim, **more), backward(dim, dim, arch="sm_90", dims=(4, 4096, 4096, 16, 16), **more)
+    assert made.fallback is None
+    assert [x.variant for x in made.launches] == [replace(x.variant, lengths=True) for x in dense.launches]
+    for launch, like in zip(made.launches, dense.launches, strict=True):
+        assert {name for name, box in launch.boxes.items() if box.ragged} == set(like.boxes)
+        for name in {"key_blocks", "heads_together", "deterministic"} & set(like.fields):
+            assert launch.fields[name] == like.fields[name], name
+    found, tile = made.launches[1].fields, made.launches[1].variant.tile
+    assert tile is not None
+    assert found["stats_rows"] == (4 * 4096 // 128 + 4 + 2) * 128
+    assert made.launches[0].num_blocks == 16 * found["stats_rows"] // DELTA_ROWS
+    keys = tile.block_k * found.get("key_blocks", 1) if dim <= 128 else 128
+    assert found["num_k_blocks"] == 4 * 4096 // keys + 4 + 2
+    assert made.launches[-1].num_blocks == 16 * found["num_k_blocks"]
+    if dim <= 128:
+        assert found["num_q_blocks"] * tile.block_q == found["stats_rows"]
+        assert made.workspace["turns"].size == 4 * (16 * found["num_q_blocks"] + 1)
+        assert shared(found)[1:] == (0, 0, 0)
+
+
+def test_few_packed_keys_of_grouped_heads_are_shared_out_by_the_kernels_for_any_gpu() -> None:
+    few = of_lengths(128, 2, 256, heads=(16, 2))
+    assert few.fallback is not None
+    assert "few keys" in few.fallback
+    assert of_lengths(128, 2, 256, heads=(16, 2), deterministic=True).fallback is None
+    assert of_lengths(128, 2, 256, heads=(2, 2)).fallback is None
+    assert of_lengths(256, 64, 256, heads=(16, 2)).fallback is None

@@ -1,0 +1,58 @@
+"""Gradients of sequences of several lengths on a GPU, at the tiles of Hopper's own kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from libraries import identical
+from plans import planned_with
+from sequences import Sequences, check_gradients, gradients, made
+
+from cuflash.planning import backward as plan_backward
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+# why heads of their own: with few keys, the query heads of a group are shared out by the kernels for any GPU.
+PACKED = Sequences("gpu", (700, 0, 1, 130, 65), (1000, 9, 0, 127, 129), heads=(2, 2), causal=True)
+CASES = [
+    PACKED,
+    replace(PACKED, name="full", causal=False, gaps=(200, 300)),
+    replace(PACKED, name="used", used_q=True, used_k=True, spare_q=(9, 3, 0, 2, 200), spare_k=(1, 130, 4, 0, 7)),
+    replace(PACKED, name="rectangle", place_q="rectangle", place_k="rectangle", used_q=True, used_k=True),
+    replace(PACKED, name="window", causal=False, window_size=(150, 20), diagonal_offset=100, softcap=5.0),
+    replace(PACKED, name="window_of_one", causal=False, window_size=(0, 0), gaps=(0, 0)),
+    replace(PACKED, name="offset_negative", diagonal_offset=-300),
+]
+
+
+DIMS = [(64, 64), (40, 56), (96, 96), (128, 128), (192, 128), (192, 64), (192, 192), (256, 256)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("dims", DIMS)
+def test_gradients_agree_with_float64_at_several_tiles(
+    cupy: Any, dims: tuple[int, int], case: Sequences, deterministic: bool
+) -> None:
+    given = made(replace(case, dims=dims))
+    for several in ({}, {"SHORT_WAVES": 0}):  # one key block of a block of threads, and as many as its tile says
+        with planned_with(plan_backward, **several):
+            found = gradients(given, cupy, deterministic=deterministic)
+            check_gradients(given, found)
+            if deterministic:
+                assert identical(gradients(given, cupy, deterministic=True), found)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+def test_gradients_end_where_cu_seqlens_fall(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
+    given = made(replace(PACKED, dims=dims)).filled(0.5)
+    rows_q, rows_k = (given.told[f"cu_seqlens_{side}"][-1] for side in "qk")
+    for more in (
+        {"cu_seqlens_q": [0, rows_q, 0, rows_q, 0, rows_q]},
+        {"cu_seqlens_k": [0, rows_k, 0, rows_k, 9, rows_k]},
+        {"cu_seqlens_q": [rows_q, 0, rows_q, 5, 300, 0], "cu_seqlens_k": [rows_k, 5, rows_k, 0, 200, 9]},
+    ):
+        wild = given.with_told(**more)
+        assert [x.shape for x in gradients(wild, cupy, deterministic=deterministic, unused=0.0)]
