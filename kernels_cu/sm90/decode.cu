@@ -7,6 +7,7 @@
 // Roles    As in forward.cu, with one warpgroup that computes; q is copied by cp.async.
 // Splits   Their rows of o and lse lie in memory. The block whose split ends last merges them, in their order.
 // Barriers As in forward.cu, and kMerge instead of kIssue.
+#include "../ptx/atomic.cuh"
 #include "output.cuh"
 
 constexpr int kMerge = 1;  // the warps that compute
@@ -138,12 +139,9 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     store_split(work, {0, shared_rows}, lse);
     bar_sync(kMerge, 128);
     bool is_last = false;
-    if (threadIdx.x % 128 == 0) {
-      __threadfence();  // why one for all: they stored before the barrier
-      unsigned* const arrivals = params.arrivals + work.block;
-      is_last = atomicAdd(arrivals, 1u) == work.num_splits - 1;
-      if (is_last) *arrivals = 0;  // why: it must be zero for the next launch
-      __threadfence();
+    if (threadIdx.x % 128 == 0) {  // why one for all: they stored before the barrier
+      is_last = atomic_add_acq_rel(params.arrivals + work.block, 1) == work.num_splits - 1;
+      if (is_last) params.arrivals[work.block] = 0;  // why: it must be zero for the next launch
     }
     if (bar_sync_any(kMerge, 128, is_last)) merge(work, shared_rows);
   }

@@ -2,6 +2,13 @@
 #pragma once
 #include "ragged_work.cuh"
 
+// x / by, of numbers that are not negative. why not by the operator: it takes twice as long, and several of them follow each
+// other before anything is loaded. Below 2^20, half a unit is more than the error of the quotient.
+__device__ __forceinline__ int quotient(int x, int by) {
+  return x < 1 << 20 ? static_cast<int>(__fdividef(x + 0.5f, by)) : x / by;
+}
+__device__ __forceinline__ int ceil_quotient(int x, int by) { return quotient(x + by - 1, by); }
+
 // A share (a split) of the keys of a query block. Its rows are those of all query heads of a kv head: row r is query
 // r / heads_per_kv of head r % heads_per_kv of the group. Its `head` is the kv head.
 struct alignas(16) DecodeWork : RaggedQueryWork {
@@ -11,7 +18,7 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
 
   __device__ __forceinline__ Range queries(const ProblemParams& problem, int begin, int end) const {
     const int group = problem.heads_per_kv;
-    return {(row_begin + begin) / group, (row_begin + end + group - 1) / group};
+    return {quotient(row_begin + begin, group), ceil_quotient(row_begin + end, group)};
   }
   __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams& problem, int row) const {
     return {(row_begin + row) / problem.heads_per_kv, (row_begin + row + 8) / problem.heads_per_kv};
@@ -79,22 +86,21 @@ struct DecodeQueue : WorkCounter {
   int pieces_end;  // … and the pieces of it and of all parts before
 
   __device__ static int last_of_warp(int x) { return __shfl_sync(0xffffffffu, x, 31); }
-  __device__ static int ceil_div(int x, int by) { return (x + by - 1) / by; }
 
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
   // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
   __device__ void choose_splits(int blocks, int tiles) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
-    const int num_ctas = gridDim.x, each = ceil_div(tiles, num_ctas);
+    const int num_ctas = gridDim.x, each = ceil_quotient(tiles, num_ctas);
     if (blocks > num_ctas) {
       most_tiles = blocks < 3 * num_ctas ? larger((each + 1) / 2, kLeastOfSome) : larger(each / 8, kLeastOfMany);
       return;
     }
     most_tiles = larger(each, kLeast);
-    const int pieces = part.blocks * ceil_div(part.tiles.count(), most_tiles);
+    const int pieces = part.blocks * ceil_quotient(part.tiles.count(), most_tiles);
     // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
     if (blocks != __reduce_add_sync(0xffffffffu, part.blocks) || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
-      most_tiles = larger(most_tiles, ceil_div(tiles, larger(num_ctas - blocks, 1)));
+      most_tiles = larger(most_tiles, ceil_quotient(tiles, larger(num_ctas - blocks, 1)));
     }
   }
 
@@ -138,9 +144,9 @@ struct DecodeQueue : WorkCounter {
     if (params.split_tiles > 0) {
       part.split_tiles = most_tiles, part.first_tile = part.tiles.begin / most_tiles * most_tiles;
     } else {
-      part.split_tiles = ceil_div(count, ceil_div(count, most_tiles)), part.first_tile = part.tiles.begin;
+      part.split_tiles = ceil_quotient(count, ceil_quotient(count, most_tiles)), part.first_tile = part.tiles.begin;
     }
-    part.splits = ceil_div(part.tiles.end - part.first_tile, part.split_tiles);
+    part.splits = ceil_quotient(part.tiles.end - part.first_tile, part.split_tiles);
     pieces_end = part.blocks * part.splits;
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -171,7 +177,7 @@ struct DecodeQueue : WorkCounter {
     // why: somebody may write to the lengths while they are read.
     if (end > params.max_slots) return;
     const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
-    const int split = within / of.blocks, block_and_head = within - split * of.blocks, block = block_and_head / heads;
+    const int split = quotient(within, of.blocks), block_and_head = within - split * of.blocks, block = quotient(block_and_head, heads);
     static_cast<RaggedQueryWork&>(work) = of.of;
     work.head = work.kv_head = block_and_head - block * heads;
     work.row_begin = block * kBlockQ;
