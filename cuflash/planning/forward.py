@@ -18,6 +18,7 @@ from .variant import variant_of
 
 DECODED_ROWS = 2 * GROUP_ROWS  # rows of the heads of a group, up to which they share blocks
 SPLITS_OF_A_BLOCK = 8  # splits that a block of threads has at most, beside one for each query block: `tiles_of_split`
+PAGE_STEP = 8  # keys: the rows of shared memory that are swizzled together
 MAX_TILES = 2**30  # key tiles of all query blocks that `DecodeQueue` can count
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
 
@@ -126,7 +127,7 @@ def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
     boxes = {"q": Box(GROUP_ROWS, 0, own.rows_q, ragged=True), "k": box_k}
     if op == "forward":
         boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, own.rows_q, ragged=True)}
-    fields = {"num_q_blocks": 0, "num_tiles": 0, "heads_together": together} | cut
+    fields = {"heads_together": together} | cut
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, num_tiles > device.num_sms)
     return make_plan(problem, device, [launch], num_work=num_tiles)
 
@@ -167,11 +168,16 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
 
 
 def _page_cut(problem: Problem, tile: WarpgroupTile) -> dict[str, int]:
-    """`PageCut` in common/params.cuh: of a page of d keys, key // d == key * magic >> shift for keys below 2^31."""
+    """`PageCut` in common/params.cuh: of a page of d keys, key // d == key * magic >> shift for keys below 2^31.
+
+    A copy brings whole swizzled groups of rows; of pages that do not consist of them, threads copy each key by itself.
+    """
     if not problem.has("page_table"):
         return {"page_box": 0, "page_magic": 0, "page_shift": 0}
     assert problem.lengths is not None
     size = problem.lengths.rows_k
     shift = 31 + (size - 1).bit_length()
     magic = -(-(1 << shift) // size)
-    return {"page_box": math.gcd(size, tile.block_k), "page_magic": magic - (magic >> 31 << 32), "page_shift": shift}
+    box = math.gcd(size, tile.block_k)
+    box = box if box % PAGE_STEP == 0 else 0
+    return {"page_box": box, "page_magic": magic - (magic >> 31 << 32), "page_shift": shift}

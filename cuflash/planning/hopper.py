@@ -10,7 +10,6 @@ from ..problem.problem import Problem
 from .device import Device
 
 HOPPER = (9, 0)
-PAGE_STEP = 8  # keys: the rows of shared memory that are swizzled together
 # The operands of each op that the copy engine (TMA) moves.
 MOVED = {
     "forward": ("q", "k", "v", "out"),
@@ -36,8 +35,6 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
     if (own := problem.lengths) is not None:
         if not all((own.batch_q, own.rows_q, own.batch_k, own.rows_k)):
             return "there is no query, or no key"
-        if problem.has("page_table") and own.rows_k % PAGE_STEP:
-            return f"pages of {own.rows_k} keys are no multiple of {PAGE_STEP}"
     elif begin >= end:
         return "no query sees any key"
     specs, index, inputs = problem.specs_4d, problem.op.index, len(problem.op.inputs)

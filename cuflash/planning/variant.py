@@ -73,7 +73,8 @@ class Variant:
     @cached_property
     def params(self) -> str:
         """The struct of its run-time arguments."""
-        return PARAMS[self.source]
+        params = PARAMS[self.source]
+        return "RaggedForwardParams" if self.lengths and params == "TiledForwardParams" else params
 
     @property
     def of_warpgroups(self) -> bool:

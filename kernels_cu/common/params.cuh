@@ -45,7 +45,7 @@ struct ForwardParams {
 
 // How keys are cut into pages.
 struct PageCut {
-  int box;         // keys of a page that one copy brings
+  int box;         // keys of a page that the copy engine brings at a time; 0: threads copy each key by itself
   unsigned magic;  // key / page size is key * magic / 2^shift
   int shift;
 
@@ -63,13 +63,23 @@ struct TiledForwardParams {
   ProblemParams problem;
   int num_q_blocks, num_tiles;  // query blocks of a head, and of all heads
   int heads_together;           // query heads whose blocks start longest first: common/work.cuh
+};
+
+// The same of sequences of several lengths.
+struct RaggedForwardParams {
+  TensorMap q_map, k_map, v_map, out_map;
+  Operand k, v;
+  float* lse;
+  unsigned* counter;
+  ProblemParams problem;
+  int heads_together;
   PageCut page_cut;
 };
 
 // sm90/decode.cu. The maps of k and v are those of forward.
 struct DecodeParams {
   TensorMap k_map, v_map;
-  Operand q, out;
+  Operand q, k, v, out;
   float* lse;          // (batch, heads_q, seqlen_q), contiguous, or null
   unsigned* counter;   // as in TiledForwardParams
   unsigned* arrivals;  // splits that have ended, of each query block; zero between launches

@@ -161,8 +161,14 @@ struct Consumer : Role {
   }
 };
 
-__device__ __forceinline__ void prefetch_query_map(const TiledForwardParams& p) { tma_prefetch(&p.q_map); }
-__device__ __forceinline__ void prefetch_out_map(const TiledForwardParams& p) { tma_prefetch(&p.out_map); }
+template <class Params>
+__device__ __forceinline__ void prefetch_query_map(const Params& p) {
+  tma_prefetch(&p.q_map);
+}
+template <class Params>
+__device__ __forceinline__ void prefetch_out_map(const Params& p) {
+  tma_prefetch(&p.out_map);
+}
 __device__ __forceinline__ void prefetch_query_map(const DecodeParams&) {}
 __device__ __forceinline__ void prefetch_out_map(const DecodeParams&) {}
 

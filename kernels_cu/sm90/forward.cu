@@ -83,6 +83,6 @@ struct ForwardConsumer : OutputConsumer<ForwardConsumer> {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ TiledForwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ KernelParams params) {
   run_roles<ForwardConsumer>(params);
 }

@@ -35,6 +35,6 @@ struct LseConsumer : Consumer {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ TiledForwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ KernelParams params) {
   run_roles<LseConsumer>(params);
 }

@@ -84,8 +84,8 @@ struct Dealer : Role {
 };
 
 // One warp begins to load a warpgroup's rows of q, which are counted at the barrier.
-template <class AnyWork>
-__device__ __forceinline__ void load_queries(const TiledForwardParams& params, const AnyWork& work, int group,
+template <class Params, class AnyWork>
+__device__ __forceinline__ void load_queries(const Params& params, const AnyWork& work, int group,
                                              unsigned target, unsigned barrier, int&, bool leads) {
   if (!leads) return;
   const auto rows = work.sequence(params.problem).queries_from(work.row_begin + kGroupRows * group);

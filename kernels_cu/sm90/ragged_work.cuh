@@ -69,7 +69,7 @@ struct RaggedWorkQueue : WorkCounter {
   int blocks = 0;                    // query blocks of a head
   int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
 
-  __device__ void begin(const TiledForwardParams& params) {
+  __device__ void begin(const RaggedForwardParams& params) {
     const Axis axis = axis_of_queries(params.problem);
     if (axis.cu_seqlens == nullptr) {
       blocks = axis.batch * blocks_of(axis.rows);
@@ -80,9 +80,9 @@ struct RaggedWorkQueue : WorkCounter {
     for (int step = 16; step > 0; step /= 2) blocks += __shfl_xor_sync(0xffffffffu, blocks, step);
   }
 
-  __device__ void advance(const TiledForwardParams& params) { take_next(params, num_work(params)); }
+  __device__ void advance(const RaggedForwardParams& params) { take_next(params, num_work(params)); }
 
-  __device__ RaggedQueryWork work(const TiledForwardParams& params) {
+  __device__ RaggedQueryWork work(const RaggedForwardParams& params) {
     const ProblemParams& problem = params.problem;
     RaggedQueryWork work;
     work.row_begin = kNoWork;
@@ -117,7 +117,7 @@ struct RaggedWorkQueue : WorkCounter {
     return blocks_of(max(axis.bound(part + 1) - axis.bound(part), 0));
   }
 
-  __device__ unsigned num_work(const TiledForwardParams& params) const { return blocks * params.problem.heads_q; }
+  __device__ unsigned num_work(const RaggedForwardParams& params) const { return blocks * params.problem.heads_q; }
 
   // Finds the part of the axis that has this block of a head, and which of the part's blocks it is.
   __device__ Found find(const Axis& axis, int block) {

@@ -5,15 +5,19 @@
 #include "../common/work.cuh"
 #include "config.cuh"
 
-template <bool kOfFewQueries>
+template <bool kOfSeveralLengths, bool kOfFewQueries>
 struct KernelParamsOf {
   using Type = TiledForwardParams;
 };
 template <>
-struct KernelParamsOf<true> {
+struct KernelParamsOf<true, false> {
+  using Type = RaggedForwardParams;
+};
+template <>
+struct KernelParamsOf<true, true> {
   using Type = DecodeParams;
 };
-using KernelParams = KernelParamsOf<kDecodes>::Type;
+using KernelParams = KernelParamsOf<kLengths, kDecodes>::Type;
 static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parameters");
 
 constexpr int kNoWork = -1;

@@ -81,8 +81,19 @@ def test_a_copy_brings_keys_of_one_page(page_size: int, box: int) -> None:
     assert launch.fields["page_box"] == launch.boxes["k"].rows == box
 
 
-def test_pages_that_no_copy_can_bring_run_on_the_kernels_for_any_gpu() -> None:
-    shapes = (4, 1, 32, 128), (90, 12, 8, 128), (90, 12, 8, 128)
-    plan = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", page_table=(4, 9), seqused_k=(4,))
-    assert plan.launches[0].variant.source == "sm80/forward.cu"
-    assert "pages of 12 keys" in str(plan.fallback)
+@pytest.mark.parametrize("page_size", [1, 2, 3, 12, 20, 1001])
+def test_keys_of_odd_pages_are_copied_by_threads(page_size: int) -> None:
+    shapes = (4, 1, 32, 128), (90, page_size, 8, 128), (90, page_size, 8, 128)
+    (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", page_table=(4, 9), seqused_k=(4,)).launches
+    assert launch.variant.source == "sm90/decode.cu"
+    assert launch.fields["page_box"] == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 3, 7, 8, 12, 24, 64, 96, 255, 256, 257, 1000, 2**20 + 1])
+def test_the_page_of_a_key_is_a_product_and_a_shift(page_size: int) -> None:
+    shapes = (4, 1, 32, 128), (9, page_size, 8, 128), (9, page_size, 8, 128)
+    (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", page_table=(4, 9), seqused_k=(4,)).launches
+    magic, shift = launch.fields["page_magic"] % 2**32, launch.fields["page_shift"]
+    keys = {key for n in (1, 2, 1000, 2**31 // page_size - 1) for key in (n * page_size - 1, n * page_size)}
+    for key in sorted({0, 2**31 - 1, *keys}):
+        assert key * magic >> shift == key // page_size
