@@ -168,7 +168,7 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
 
 
 def _page_cut(problem: Problem, tile: WarpgroupTile) -> dict[str, int]:
-    """`PageCut` in common/params.cuh: of a page of d keys, key // d == key * magic >> shift for keys below 2^31.
+    """Of a page of d keys, key // d == key * magic >> shift for keys below 2^31.
 
     A copy brings whole swizzled groups of rows; of pages that do not consist of them, threads copy each key by itself.
     """

@@ -27,6 +27,8 @@ PARAMS = {
     "portable/merge.cu": "MergeParams",
     "portable/append_kv.cu": "AppendParams",
 }
+# Those that take another one where sequences have lengths of their own.
+PARAMS_OF_LENGTHS = {"sm90/forward.cu": "RaggedForwardParams", "sm90/lse.cu": "RaggedForwardParams"}
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
 
 
@@ -73,8 +75,7 @@ class Variant:
     @cached_property
     def params(self) -> str:
         """The struct of its run-time arguments."""
-        params = PARAMS[self.source]
-        return "RaggedForwardParams" if self.lengths and params == "TiledForwardParams" else params
+        return (self.lengths and PARAMS_OF_LENGTHS.get(self.source)) or PARAMS[self.source]
 
     @property
     def of_warpgroups(self) -> bool:

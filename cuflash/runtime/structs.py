@@ -81,7 +81,6 @@ class ProblemParams(Structure):
 
 
 _PROBLEM: Fields = [("problem", ProblemParams)]
-_PAGE_CUT = _ints("page_box page_magic page_shift")
 # All of it up to the pointers, and what follows them.
 _PACKED_PROBLEM = struct.Struct(f"=14i{len(Scores._fields)}f")
 _PACKED_LENGTHS = struct.Struct("=q10i")
@@ -99,17 +98,14 @@ _STRUCTS: dict[str, Fields] = {
         *_operands("k v"),
         *_pointers("lse counter"),
         *_PROBLEM,
-        *_ints("heads_together"),
-        *_PAGE_CUT,
+        *_ints("heads_together page_box page_magic page_shift"),
     ],
     "DecodeParams": [
         *_maps("k v"),
         *_operands("q k v out"),
         *_pointers("lse counter arrivals partial_out partial_lse"),
         *_PROBLEM,
-        *_ints("heads_kv"),
-        *_PAGE_CUT,
-        *_ints("max_slots partial_rows split_tiles"),
+        *_ints("heads_kv page_box page_magic page_shift max_slots partial_rows split_tiles unused"),
     ],
     "DeltaParams": [
         *_operands("dout out dq"),

@@ -43,17 +43,6 @@ struct ForwardParams {
   int num_q_blocks, num_slices;
 };
 
-// How keys are cut into pages.
-struct PageCut {
-  int box;         // keys of a page that the copy engine brings at a time; 0: threads copy each key by itself
-  unsigned magic;  // key / page size is key * magic / 2^shift
-  int shift;
-
-  __device__ __forceinline__ int page(int key) const {
-    return static_cast<int>(static_cast<unsigned long long>(key) * magic >> shift);
-  }
-};
-
 // sm90/forward.cu and sm90/lse.cu. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at
 // key_begin and end at key_end.
 struct TiledForwardParams {
@@ -63,6 +52,7 @@ struct TiledForwardParams {
   ProblemParams problem;
   int num_q_blocks, num_tiles;  // query blocks of a head, and of all heads
   int heads_together;           // query heads whose blocks start longest first: common/work.cuh
+  int unused;
 };
 
 // The same of sequences of several lengths.
@@ -73,7 +63,9 @@ struct RaggedForwardParams {
   unsigned* counter;
   ProblemParams problem;
   int heads_together;
-  PageCut page_cut;
+  int page_box;    // keys of a page that the copy engine brings at a time; 0: threads copy each key by itself
+  int page_magic;  // unsigned: key / page size is key * page_magic / 2^page_shift, for keys below 2^31
+  int page_shift;
 };
 
 // sm90/decode.cu. The maps of k and v are those of forward.
@@ -87,10 +79,11 @@ struct DecodeParams {
   float* partial_lse;  // … and (max_slots, partial_rows)
   ProblemParams problem;
   int heads_kv;
-  PageCut page_cut;
+  int page_box, page_magic, page_shift;  // as in RaggedForwardParams
   int max_slots;     // splits that there is room for
   int partial_rows;  // of a query block
   int split_tiles;   // key tiles of a split; 0: as many as keep the GPU busy
+  int unused;
 };
 
 // portable/delta.cu.

@@ -3,6 +3,13 @@
 #pragma once
 #include "forward_storage.cuh"
 
+// The page of a sequence that a key lies in.
+template <class Params>
+__device__ __forceinline__ int page_of(const Params& params, int key) {
+  const unsigned long long product = static_cast<unsigned long long>(key) * static_cast<unsigned>(params.page_magic);
+  return static_cast<int>(product >> params.page_shift);
+}
+
 // The keys of a tile whose pages are not there, which nobody sees.
 struct AbsentKeys {
   const KernelParams& params;
@@ -50,7 +57,7 @@ __device__ __forceinline__ void tell_present_keys(const KernelParams& params, co
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int key = n * kBlockK + 32 * i + threadIdx.x % 32;
-      const int page = key < work.seen_end ? table[params.page_cut.page(key)] : 0;
+      const int page = key < work.seen_end ? table[page_of(params, key)] : 0;
       words[i] = __ballot_sync(0xffffffffu, page >= 0 && page < problem.batch_k);
     }
   }

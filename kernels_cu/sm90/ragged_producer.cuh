@@ -50,11 +50,11 @@ struct RaggedKeyProducer : Role {
   static constexpr int kNoPage = -1;
 
   // The page of this lane's keys in a tile, if it has any that are seen.
-  __device__ __forceinline__ int page_of(const AnyWork& work, int n) const {
+  __device__ __forceinline__ int page_in_tile(const AnyWork& work, int n) const {
     const ProblemParams& problem = params.problem;
-    const int begin = threadIdx.x % 32 * params.page_cut.box, key = n * kBlockK + begin;
+    const int begin = threadIdx.x % 32 * params.page_box, key = n * kBlockK + begin;
     if (begin >= kBlockK || key >= work.seen_end) return kNoPage;
-    return problem.page_table[work.number * problem.page_table_stride + params.page_cut.page(key)];
+    return problem.page_table[work.number * problem.page_table_stride + page_of(params, key)];
   }
 
   // Loads k or v of tile n of work i into the ring. A lane loads a box: of keys of one page, or the first lane of all.
@@ -62,22 +62,22 @@ struct RaggedKeyProducer : Role {
     const ProblemParams& problem = params.problem;
     const AnyWork work = smem.work(i);
     const bool is_paged = problem.page_table != nullptr;
-    if (is_paged && params.page_cut.box == 0) {
+    if (is_paged && params.page_box == 0) {
       copy_keys(is_v, work, n);
       return;
     }
-    const int rows = is_paged ? params.page_cut.box : kBlockK, begin = threadIdx.x % 32 * rows;
+    const int rows = is_paged ? params.page_box : kBlockK, begin = threadIdx.x % 32 * rows;
     const int key = n * kBlockK + begin;
     RaggedMapRows from = work.sequence(problem).seen_keys_from(key);
     bool is_absent = false;
     if (is_paged) {
       if (!is_v) {
-        k_page = n == work.keys.end - 1 ? page_of(work, n) : page;
-        if (n > work.keys.begin) page = page_of(work, n - 1);  // why so early: it comes from memory
+        k_page = n == work.keys.end - 1 ? page_in_tile(work, n) : page;
+        if (n > work.keys.begin) page = page_in_tile(work, n - 1);  // why so early: it comes from memory
       }
       const int of = is_v ? v_page : k_page;
       const bool is_there = of >= 0 && of < problem.batch_k;
-      const int within = key - params.page_cut.page(key) * problem.rows_k;
+      const int within = key - page_of(params, key) * problem.rows_k;
       const int end = is_there ? smaller(within + work.seen_end - key, problem.rows_k) : 0;
       from = {problem.rows_k, within, end, of};
       is_absent = !is_there && begin < kBlockK && key < work.seen_end;
@@ -123,7 +123,7 @@ struct RaggedKeyProducer : Role {
     for (int part = 0; part < 4; ++part) {
       const int row = 32 * part + lane, key = n * kBlockK + row;
       const bool is_needed = row < kBlockK && key < work.seen_end;
-      pages[part] = is_needed ? table[params.page_cut.page(key)] : kNoPage;
+      pages[part] = is_needed ? table[page_of(params, key)] : kNoPage;
       if (pages[part] >= problem.batch_k) pages[part] = kNoPage;
       is_absent |= is_needed && pages[part] < 0;
     }
@@ -136,7 +136,7 @@ struct RaggedKeyProducer : Role {
       const int row = 16 * part + lane / 2, key = n * kBlockK + row;
       const int page = __shfl_sync(0xffffffffu, pages[part / 2], row % 32);
       const bool is_seen = page >= 0 && !(is_v && key < work.seen_begin);
-      const int within = key - params.page_cut.page(key) * problem.rows_k;
+      const int within = key - page_of(params, key) * problem.rows_k;
       const char* const from = Place{is_seen ? page : 0, 0}.address(x, 2, work.kv_head, is_seen ? within : 0);
 #pragma unroll 1
       for (int panel = 0; panel < panels; ++panel) {

@@ -16,7 +16,7 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm90 import TILES
-from cuflash.planning.variant import PARAMS
+from cuflash.planning.variant import PARAMS, PARAMS_OF_LENGTHS
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.lengths import OPEN, PADDED_SLOT
 from cuflash.problem.operands import FORWARD, OF_SEQUENCES
@@ -51,7 +51,7 @@ def test_every_field_stands_where_the_kernel_reads_it(name: str) -> None:
 
 
 def test_every_kernel_has_a_struct_and_every_architecture_takes_it() -> None:
-    assert set(PARAMS.values()) == set(STRUCTS)
+    assert {*PARAMS.values(), *PARAMS_OF_LENGTHS.values()} == set(STRUCTS)
     assert all(size_of(name) <= 4096 for name in STRUCTS)
 
 
