@@ -13,7 +13,7 @@ from . import tiles_sm80, tiles_sm90
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, make_plan
-from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
+from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import variant_of
 
 DECODED_ROWS = 2 * GROUP_ROWS  # rows of the heads of a group, up to which they share blocks
@@ -84,7 +84,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
     op, capped = problem.op.name, problem.options.softcap > 0.0
     if problem.lengths is not None:
         if op == "forward" and problem.seqlen_q * (problem.heads_q // problem.heads_kv) <= DECODED_ROWS:
-            made = _decode_plan(problem, device, tile.for_decoding())
+            made = _decode_plan(problem, device, tile)
             if made is not None:
                 return made
         return _ragged_plan(problem, device, tile.for_lengths())
@@ -132,7 +132,7 @@ def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
     return make_plan(problem, device, [launch], num_work=num_tiles)
 
 
-def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan | None:
+def _decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | None:
     """The plan for few queries of each sequence, whose keys are shared out among blocks of threads.
 
     None if there may be more key tiles than the kernel can count.
@@ -140,6 +140,8 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
     own, splits = problem.lengths, problem.options.sequences.num_splits
     assert own is not None
     capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
+    is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
+    tile = row.for_decoding(few=problem.batch <= FEW_SEQUENCES and not is_packed)
     variant = variant_of(
         "forward", "sm90/decode.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, lengths=True
     )
@@ -158,7 +160,7 @@ def _decode_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan 
     fields = {"heads_kv": problem.heads_kv, "max_slots": max_slots, "partial_rows": partial_rows} | cut
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     alone = splits == 1
-    workspace = {"partial_out": max_slots * partial_rows * problem.head_dim_v, "partial_lse": max_slots * partial_rows}
+    workspace = {"partial_out": max_slots * partial_rows * tile.head_dim_v, "partial_lse": max_slots * partial_rows}
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     boxes = {"k": box, "v": box, "q": box, "out": box}
     launch = Launch(

@@ -17,6 +17,7 @@ WORK_BYTES = 80  # description of a block's work in backward, where sequences ha
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 FLOAT_BYTES = 4
+FEW_SEQUENCES = 32  # one in each lane of a warp
 SMEM_PER_BLOCK = 227 * 1024  # what a block may have
 GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
 
@@ -42,6 +43,7 @@ class WarpgroupTile:
     softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
     lengths: bool = False  # whether sequences have lengths of their own
     decodes: bool = False  # whether it is a tile of sm90/decode.cu, whose rows are those of all heads of a group
+    few: bool = False  # whether it decodes at most FEW_SEQUENCES, none of them packed. why: L50
 
     @property
     def warps(self) -> int:
@@ -62,7 +64,7 @@ class WarpgroupTile:
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
         found = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
-        return found | ({"DECODES": 1} if self.decodes else {})
+        return found | ({"DECODES": 1} if self.decodes else {}) | ({"FEW": 1} if self.few else {})
 
     def for_lengths(self) -> WarpgroupTile:
         """The tile for sequences of several lengths, which goes over the same key tiles."""
@@ -70,11 +72,11 @@ class WarpgroupTile:
         columns = min(self.q_columns, 32) if self.head_dim > 192 else self.q_columns
         return replace(self, q_columns=columns, lengths=True)
 
-    def for_decoding(self) -> WarpgroupTile:
+    def for_decoding(self, few: bool) -> WarpgroupTile:
         """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block."""
-        columns = self.head_dim if self.head_dim <= 192 else 0  # why not more: out needs the registers
-        tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=columns, out_panels=0, ping_pong=False,
-                       max_keys=None, lengths=True, decodes=True)  # fmt: skip
+        # why no columns of q in registers: L51.
+        tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
+                       max_keys=None, lengths=True, decodes=True, few=few)  # fmt: skip
         most = 2 * (TILE_SLOTS - 3)  # why: a description of work for each two slots of the ring
         fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
         return next(each for each in fitting if each.smem_bytes(2) <= SMEM_PER_BLOCK)

@@ -68,6 +68,8 @@ class Variant:
             parts.append("softcap")
         if self.lengths:
             parts.append("decode" if self.source == "sm90/decode.cu" else "lengths")
+        if getattr(self.tile, "few", False):
+            parts.append("few")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
         return "_".join(parts)

@@ -75,7 +75,7 @@ struct DecodeParams {
   float* lse;          // (batch, heads_q, seqlen_q), contiguous, or null
   unsigned* counter;   // as in TiledForwardParams
   unsigned* arrivals;  // splits that have ended, of each query block; zero between launches
-  float* partial_out;  // of a split, (max_slots, partial_rows, head_dim_v) …
+  float* partial_out;  // of a split, (max_slots, partial_rows, the tile's head_dim_v) …
   float* partial_lse;  // … and (max_slots, partial_rows)
   ProblemParams problem;
   int heads_kv;

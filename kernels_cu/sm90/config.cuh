@@ -29,6 +29,11 @@ constexpr bool kDecodes = true;  // few queries of each sequence: the heads of a
 #else
 constexpr bool kDecodes = false;
 #endif
+#ifdef CUFLASH_FEW
+constexpr bool kFew = true;  // decoding at most 32 sequences, none of them packed
+#else
+constexpr bool kFew = false;
+#endif
 constexpr bool kPingPong = CUFLASH_PING_PONG;             // whether only one warpgroup issues products at a time
 static_assert(kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif

@@ -196,23 +196,25 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
   QueryWork first;
   WorkQueue queue;
-  if (warp == 0 && !kLengths) first = queue.work(params);
-  if (warp == 3 && kLengths) queue.begin(params), first = queue.work(params);
+  if (warp == (kLengths ? 3 : 0)) first = queue.first_work(params);
+  if (kLengths && threadIdx.x == 96) smem.write(0, first);
   if (threadIdx.x == 32) smem.init_barriers();
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
-  if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
-  if (kDecodes && warp == 4) touch(params);
+  if (threadIdx.x == (kLengths ? 64 : 96) && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
+  if (kDecodes && warp == 7) touch(params);
   if (kDecodes && warp >= 4) clear_queries(smem);
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) {
-      if constexpr (kLengths) RaggedKeyProducer<QueryWork>{{params, smem}}.run();
+      if constexpr (kLengths) produce_keys<QueryWork>(params, smem, 0);
       else DenseKeyProducer<QueryWork>{{params, smem}}.run(queue, first);
     } else if (warp <= kQueryWarps) {
       QueryProducer{{params, smem}, warp - 1}.run();
     } else if (kLengths && warp == 3) {
-      Dealer{{params, smem}}.run(queue, first);
+      Dealer{{params, smem}}.run(queue, first.exists());
+    } else if (kTwoLoadPages) {
+      if constexpr (kTwoLoadPages) produce_keys<QueryWork>(params, smem, 1);
     }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();

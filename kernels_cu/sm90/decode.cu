@@ -15,6 +15,68 @@ constexpr int kMerge = 1;  // the warps that compute
 struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   using OutputConsumer::OutputConsumer;
 
+  // why one loop for all key tiles, the first and the last and those that need a mask, and one product at a time: the code
+  // is read from memory once a launch (L50), and the products wait for keys. The bits are those of OutputConsumer::run.
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (;;) {
+      smem.await_work(i);
+      // why: the host launches as many blocks as there may be work for.
+      if (!smem.work(i).exists()) break;
+      const TileRange tiles = smem.work(i).keys;
+      await_query();
+      softmax.setup();
+#pragma unroll 1
+      for (int n = tiles.end - 1; n >= tiles.begin; --n) {
+        const bool is_first = n == tiles.end - 1;
+        const unsigned k_slot = begin_next_scores();
+        wgmma_wait<0>(s);
+        const bool changes_o = weigh_tile(n, k_slot);
+        __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
+        release(k_slot);
+        if (n == (kQInRegisters ? tiles.end - 1 : tiles.begin) && leads) mbarrier_arrive(smem.q_empty(i, group));
+        pack();
+        if (changes_o && !is_first) rescale();
+        end_output(begin_next_output(!is_first));
+      }
+      ++i;
+      store(softmax);
+    }
+  }
+
+  // Makes weights of the scores of key tile n. o must be multiplied by o_scale if the result says so.
+  __device__ __forceinline__ bool weigh_tile(int n, unsigned k_slot) {
+    const QueryWork work = smem.work(i);  // why here: L31
+    const LaneQueries rows = lane_queries(work);
+    GroupKeys keys(params.problem, work, group, true);
+    keys.find_clear(params.problem, work, group);
+    Score{params.problem.score}.apply(s);
+    if (n >= keys.clear.end) mask(work).hide_after(s, rows, n * kBlockK, fresh_thread() % 4);
+    if (n < keys.clear.begin) mask(work).hide_before(s, rows, n * kBlockK, fresh_thread() % 4);
+    absent_keys(k_slot).hide(s, fresh_thread() % 4);
+    float sums[2];
+    if constexpr (Score::kAlwaysChanges) {
+      softmax.raise(s, scale_log2(), o_scale);
+      softmax.weigh(s, scale_log2(), sums);
+      softmax.add(sums);
+      return true;
+    }
+    softmax.raise_unseen(s, scale_log2());
+    softmax.weigh(s, scale_log2(), sums);
+    if (!__any_sync(0xffffffffu, softmax.out_of_range(0, sums[0]) | softmax.out_of_range(1, sums[1]))) {
+      softmax.add(sums);
+      return false;
+    }
+    auto hide = [&](float (&fresh)[8], int piece) {
+      const int key = n * kBlockK + 16 * piece;
+      if (n >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
+      if (n < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
+      absent_keys(k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
+    };
+    weigh_again(s, softmax, sums, o_scale, hide, scale_log2(), q, q_smem(), smem.kv + k_slot * kBytesSlot);
+    return true;
+  }
+
   // Calls visit(h, row of the block) for this lane's row in half h of the fragment, if it is one of these rows.
   template <class Visit>
   __device__ __forceinline__ void for_each_row(Range rows, Visit visit) const {
@@ -58,64 +120,81 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   }
 
   __device__ __forceinline__ void store_split(const QueryWork& work, Range rows, const float (&lse)[2]) const {
-    const int lane = fresh_thread() % 32, dim = params.problem.head_dim_v;
+    const int lane = fresh_thread() % 32;
     const long long first = static_cast<long long>(work.first_slot + work.split) * params.partial_rows;
     for_each_row(rows, [&](int h, int row) {
       if (lane % 4 == 0) params.partial_lse[first + row] = lse[h];
-      float* const out = params.partial_out + (first + row) * dim;
+      float* const out = params.partial_out + (first + row) * kHeadDimV + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
-        const int column = 8 * j + lane % 4 * 2;
-        if (column >= dim) break;
-        *reinterpret_cast<float2*>(out + column) = {o[4 * j + 2 * h] * o_scale[h], o[4 * j + 2 * h + 1] * o_scale[h]};
+        *reinterpret_cast<float2*>(out + 8 * j) = {o[4 * j + 2 * h] * o_scale[h], o[4 * j + 2 * h + 1] * o_scale[h]};
       }
     });
   }
 
-  // Merges the splits of the block's rows, a part of which is this thread's, four columns at a time.
+  // Merges the splits of the block's rows. A thread has kItems times four columns of a row at a time, of kTogether splits.
+  template <int kItems, int kTogether>
   __device__ __forceinline__ void merge(const QueryWork& work, int num_rows) const {
-    constexpr int kTogether = kHeadDimV > 128 ? 4 : 8;  // splits that are loaded together. why fewer: registers
-    const int dim = params.problem.head_dim_v, chunks = dim / 4;
-    const long long of_split = params.partial_rows;
+    const int chunks = params.problem.head_dim_v / 4, num_items = num_rows * chunks;
+    const long long of_split = params.partial_rows, of_block = work.first_slot * of_split;
 #pragma unroll 1
-    for (int at = threadIdx.x % 128; at < num_rows * chunks; at += 128) {
-      const int row = at / chunks, column = at % chunks * 4;
-      const long long first = work.first_slot * of_split + row;
-      float most = -infinity(), sum = 0.0f;
-      float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
+    for (int at = threadIdx.x % 128; at < num_items; at += 128 * kItems) {
+      int row[kItems], column[kItems];
+      float most[kItems], sum[kItems];
+      float4 total[kItems];
+#pragma unroll
+      for (int item = 0; item < kItems; ++item) {
+        const int number = smaller(at + 128 * item, num_items - 1);  // some threads do the last one twice
+        row[item] = number / chunks, column[item] = number % chunks * 4;
+        most[item] = -infinity(), sum[item] = 0.0f, total[item] = {0.0f, 0.0f, 0.0f, 0.0f};
+      }
 #pragma unroll 1
       for (int split = 0; split < work.num_splits; split += kTogether) {
-        float lse[kTogether];
-        float4 x[kTogether];
+        float lse[kItems][kTogether];
+        float4 x[kItems][kTogether];
 #pragma unroll
-        for (int n = 0; n < kTogether; ++n) {
-          const bool exists = split + n < work.num_splits;
-          const long long from = first + (split + n) * of_split;
-          lse[n] = exists ? __ldcg(params.partial_lse + from) : -infinity();
-          x[n] = exists ? __ldcg(reinterpret_cast<const float4*>(params.partial_out + from * dim + column)) : float4{};
+        for (int item = 0; item < kItems; ++item) {
+          const long long first = of_block + split * of_split + row[item];
+          const float* const y = params.partial_out + first * kHeadDimV + column[item];
+#pragma unroll
+          for (int n = 0; n < kTogether; ++n) {
+            const bool exists = split + n < work.num_splits;
+            lse[item][n] = exists ? __ldcg(params.partial_lse + first + n * of_split) : -infinity();
+            x[item][n] = exists ? __ldcg(reinterpret_cast<const float4*>(y + n * of_split * kHeadDimV)) : float4{};
+          }
         }
-        float next = most;
 #pragma unroll
-        for (int n = 0; n < kTogether; ++n) next = fmaxf(next, lse[n]);
-        if (next == -infinity()) continue;
-        const float scale = exp2_approx((most - next) * (1.0f / kLn2));
-        total.x *= scale, total.y *= scale, total.z *= scale, total.w *= scale, sum *= scale, most = next;
+        for (int item = 0; item < kItems; ++item) {
+          float next = most[item];
 #pragma unroll
-        for (int n = 0; n < kTogether; ++n) {
-          const float w = exp2_approx((lse[n] - most) * (1.0f / kLn2));
-          total.x += w * x[n].x, total.y += w * x[n].y, total.z += w * x[n].z, total.w += w * x[n].w, sum += w;
+          for (int n = 0; n < kTogether; ++n) next = fmaxf(next, lse[item][n]);
+          if (next == -infinity()) continue;
+          float4& y = total[item];
+          const float scale = exp2_approx((most[item] - next) * (1.0f / kLn2));
+          y.x *= scale, y.y *= scale, y.z *= scale, y.w *= scale, sum[item] *= scale, most[item] = next;
+#pragma unroll
+          for (int n = 0; n < kTogether; ++n) {
+            const float w = exp2_approx((lse[item][n] - next) * (1.0f / kLn2));
+            const float4& z = x[item][n];
+            y.x += w * z.x, y.y += w * z.y, y.z += w * z.z, y.w += w * z.w, sum[item] += w;
+          }
         }
       }
-      const float scale = sum == 0.0f ? 0.0f : 1.0f / sum;
-      if (column == 0) store_row_lse(work, row, sum == 0.0f ? -infinity() : most + log2_approx(sum) * kLn2);
-      char* const out = out_row(work, row);
-      if (out == nullptr) continue;
-      if constexpr (kOutBytes == 2) {
-        *reinterpret_cast<uint2*>(out + 2 * column) = {pack2(total.x * scale, total.y * scale),
-                                                       pack2(total.z * scale, total.w * scale)};
-      } else {
-        *reinterpret_cast<float4*>(out + 4 * column) = {total.x * scale, total.y * scale, total.z * scale,
-                                                        total.w * scale};
+#pragma unroll
+      for (int item = 0; item < kItems; ++item) {
+        const float4& y = total[item];
+        const float scale = sum[item] == 0.0f ? 0.0f : 1.0f / sum[item];
+        if (column[item] == 0) {
+          store_row_lse(work, row[item], sum[item] == 0.0f ? -infinity() : most[item] + log2_approx(sum[item]) * kLn2);
+        }
+        char* const out = out_row(work, row[item]);
+        if (out == nullptr) continue;
+        if constexpr (kOutBytes == 2) {
+          *reinterpret_cast<uint2*>(out + 2 * column[item]) = {pack2(y.x * scale, y.y * scale),
+                                                               pack2(y.z * scale, y.w * scale)};
+        } else {
+          *reinterpret_cast<float4*>(out + 4 * column[item]) = {y.x * scale, y.y * scale, y.z * scale, y.w * scale};
+        }
       }
     }
   }
@@ -143,7 +222,10 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
       is_last = atomic_add_acq_rel(params.arrivals + work.block, 1) == work.num_splits - 1;
       if (is_last) params.arrivals[work.block] = 0;  // why: it must be zero for the next launch
     }
-    if (bar_sync_any(kMerge, 128, is_last)) merge(work, shared_rows);
+    if (!bar_sync_any(kMerge, 128, is_last)) return;
+    // why two ways: what is loaded comes from far, and all that a thread loads together comes at the same time.
+    if (work.num_splits <= 2) merge<4, 2>(work, shared_rows);
+    else merge<1, (kHeadDimV > 128 ? 4 : 8)>(work, shared_rows);
   }
 };
 

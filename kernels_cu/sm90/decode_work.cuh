@@ -31,24 +31,16 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
 // Nothing is loaded before the first piece is known. So lengths are read once for 32 sequences, one in each lane, and the
 // lane keeps what follows from them.
 struct DecodeQueue : WorkCounter {
-  __device__ void begin(const DecodeParams& params) {
-    const int num_groups = (num_parts(params) + 31) / 32;
-    most_tiles = params.split_tiles;
+  __device__ DecodeWork first_work(const DecodeParams& params) {
     read(params, 0, 0);
-    if (params.split_tiles == 0) {
-      int blocks = part.blocks, tiles = part.blocks * part.tiles.count();
-      for (int next = 1; next < num_groups; ++next) {
-        read(params, next, last_of_warp(part.rows_end()));
-        blocks += part.blocks, tiles += part.blocks * part.tiles.count();
-      }
-      choose_splits(__reduce_add_sync(0xffffffffu, blocks), __reduce_add_sync(0xffffffffu, tiles));
-      if (num_groups > 1) read(params, 0, 0);
-    }
+    most_tiles = params.split_tiles;
+    if (most_tiles == 0) choose_splits(params);
     cut(params, 0);
-    while (go_on(params)) {
-    }
+    bool goes_on = false;
+    while (go_on(params)) goes_on = true;
     num_work = smaller(last_of_warp(pieces_end), params.max_slots);
-    if (num_groups > 1) read(params, 0, 0), cut(params, 0);
+    if (goes_on) read(params, 0, 0), cut(params, 0);
+    return work(params);
   }
 
   __device__ void advance(const DecodeParams& params) { take_next(params, num_work); }
@@ -87,6 +79,17 @@ struct DecodeQueue : WorkCounter {
 
   __device__ static int last_of_warp(int x) { return __shfl_sync(0xffffffffu, x, 31); }
 
+  __device__ void choose_splits(const DecodeParams& params) {
+    const int num_groups = kFew ? 1 : (num_parts(params) + 31) / 32;
+    int blocks = part.blocks, tiles = part.blocks * part.tiles.count();
+    for (int next = 1; next < num_groups; ++next) {
+      read(params, next, last_of_warp(part.rows_end()));
+      blocks += part.blocks, tiles += part.blocks * part.tiles.count();
+    }
+    choose_splits(__reduce_add_sync(0xffffffffu, blocks), __reduce_add_sync(0xffffffffu, tiles));
+    if (num_groups > 1) read(params, 0, 0);
+  }
+
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
   // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
   __device__ void choose_splits(int blocks, int tiles) {
@@ -105,7 +108,9 @@ struct DecodeQueue : WorkCounter {
   }
 
   // Parts of the axis of queries, and the sequence that this lane's part is.
-  __device__ static bool is_packed(const DecodeParams& params) { return params.problem.cu_seqlens_q != nullptr; }
+  __device__ static bool is_packed(const DecodeParams& params) {
+    return !kFew && params.problem.cu_seqlens_q != nullptr;
+  }
   __device__ static int num_parts(const DecodeParams& params) {
     return params.problem.batch + (is_packed(params) ? 2 : 0);
   }
@@ -115,6 +120,7 @@ struct DecodeQueue : WorkCounter {
   __device__ void read(const DecodeParams& params, int next_group, int so_far) {
     group = next_group;
     const ProblemParams& problem = params.problem;
+    if (kFew) __builtin_assume(problem.cu_seqlens_q == nullptr), __builtin_assume(problem.cu_seqlens_k == nullptr);
     const Axis axis = axis_of_queries(problem);
     const int lane = threadIdx.x % 32, number = 32 * group + lane;
     const bool exists = number < num_parts(params);
@@ -158,7 +164,7 @@ struct DecodeQueue : WorkCounter {
 
   // Goes on to the next group, if there is one.
   __device__ bool go_on(const DecodeParams& params) {
-    if (32 * (group + 1) >= num_parts(params)) return false;
+    if (kFew || 32 * (group + 1) >= num_parts(params)) return false;
     const int before = last_of_warp(pieces_end);
     read(params, group + 1, last_of_warp(part.rows_end()));
     cut(params, before);

@@ -20,7 +20,10 @@ constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 
 // Whether the first s of a query block is issued before the last p v of the query block before it; the first weights
 // are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
-constexpr bool kNextScoresFirst = kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
+constexpr bool kNextScoresFirst = !kDecodes && kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
+
+// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18).
+constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
 
 struct Storage {
   char q[kQStages][kBytesQ];
@@ -73,16 +76,18 @@ struct Addresses {
   }
 
   // One thread tells the others about work i.
-  __device__ __forceinline__ void describe(unsigned i, const QueryWork& work) const {
+  __device__ __forceinline__ void describe(unsigned i, const QueryWork& work) const { write(i, work), tell(i); }
+  __device__ __forceinline__ void tell(unsigned i) const { mbarrier_arrive(work_full + 8 * (i % kWorkSlots)); }
+  __device__ __forceinline__ void write(unsigned i, const QueryWork& work) const {
     const unsigned slot = i % kWorkSlots;
     unsigned words[sizeof(QueryWork) / 16][4];
     memcpy(words, &work, sizeof(words));
 #pragma unroll
     for (int n = 0; n < sizeof(QueryWork) / 16; ++n) st_shared_v4(works + sizeof(QueryWork) * slot + 16 * n, words[n]);
-    mbarrier_arrive(work_full + 8 * slot);
   }
 
   __device__ __forceinline__ void await_work(unsigned i) const {
+    if (kLengths && i == 0) return;  // why: it was written before the threads of the block met
     mbarrier_wait(work_full + 8 * (i % kWorkSlots), i / kWorkSlots & 1);
   }
 

@@ -22,7 +22,9 @@ struct alignas(16) DenseQueryWork {
 
 // Deals out the work of a block of threads.
 struct DenseWorkQueue : WorkCounter {
-  __device__ __forceinline__ void begin(const TiledForwardParams&) {}
+  __device__ __forceinline__ DenseQueryWork first_work(const TiledForwardParams& params) const {
+    return work(params);
+  }
 
   __device__ __forceinline__ void advance(const TiledForwardParams& params) { take_next(params, params.num_tiles); }
 

@@ -48,8 +48,9 @@ struct AbsentKeys {
 };
 
 // One warp tells which keys of tile n, in a slot of the ring, lie in pages that are there.
-__device__ __forceinline__ void tell_present_keys(const KernelParams& params, const Addresses& smem,
-                                                  const RaggedQueryWork& work, int n, unsigned slot, bool lacks_some) {
+template <class Params, class AnyWork>
+__device__ __forceinline__ void tell_present_keys(const Params& params, const Addresses& smem, const AnyWork& work, int n,
+                                                  unsigned slot, bool lacks_some) {
   const ProblemParams& problem = params.problem;
   const int* const table = problem.page_table + work.number * problem.page_table_stride;
   unsigned words[4] = {~0u, ~0u, ~0u, ~0u};

@@ -70,15 +70,16 @@ struct DenseKeyProducer : Role {
 // Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others have
 // left, and nobody is to wait while it reads the lengths.
 struct Dealer : Role {
-  __device__ __forceinline__ void run(WorkQueue& queue, QueryWork work) {
+  __device__ __forceinline__ void run(WorkQueue& queue, bool exists) {
+    if (leads) smem.tell(0);
 #pragma unroll 1
-    for (unsigned i = 0;; ++i) {
+    for (unsigned i = 1; exists; ++i) {
+      mbarrier_wait(smem.wanted(), i - 1 & 1);
+      queue.advance(params);
+      const QueryWork work = queue.work(params);
+      exists = work.exists();
       if (leads) smem.describe(i, work);
       __syncwarp();
-      if (!work.exists()) break;
-      mbarrier_wait(smem.wanted(), i & 1);
-      queue.advance(params);
-      work = queue.work(params);
     }
   }
 };
@@ -116,9 +117,6 @@ __device__ __forceinline__ void load_queries(const DecodeParams& params, const D
   __syncwarp();
   if (leads) mbarrier_arrive(barrier);
 }
-
-// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18).
-constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
 
 struct QueryProducer : Role {
   const int first_group;

@@ -1,18 +1,118 @@
 // The producer of keys of sequences of several lengths, for forward and lse on Hopper.
 #pragma once
-#include "../common/swizzle.cuh"
-#include "../ptx/cp_async.cuh"
 #include "pages.cuh"
 
-// Warp 0 fills the ring. All loads are made in one place, because the code is long and is read from memory once a launch.
-// why AnyWork: only kernels of several lengths have work that can be loaded so.
-template <class AnyWork>
-struct RaggedKeyProducer : Role {
+// What warps that fill the ring with keys have in common.
+// why a template: only kernels of several lengths have work and parameters that it can read.
+template <class AnyWork, class Params>
+struct RaggedProducer {
+  const Params& params;
+  const Addresses& smem;
+  const bool leads = threadIdx.x % 32 == 0;
   RingPosition ring;
   unsigned edge_parity = 0;
-  int on_the_way = 0;                      // tiles that threads copy, and that nobody was told of yet
-  int page = 0, k_page = 0, v_page = 0;  // of this lane's keys in the next tile, that of k at hand, and that of v
 
+  __device__ __forceinline__ RaggedProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
+
+  // The next work is claimed before key tile n of a piece.
+  // why so late: L19. why so early: splits are short.
+  __device__ __forceinline__ void claim_at(int n, const TileRange& tiles) const {
+    const int at = kDecodes                    ? tiles.end - 1
+                   : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
+                                               : tiles.begin;
+    if (n == at && leads) mbarrier_arrive(smem.wanted());
+  }
+
+  __device__ __forceinline__ unsigned target() const { return smem.kv + ring.slot * kBytesSlot; }
+  __device__ __forceinline__ unsigned full() const { return smem.kv_full + 8 * ring.slot; }
+  __device__ __forceinline__ void await_slot() const { mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1); }
+
+  // TMA makes zeros of keys behind the last one that is seen, but not of those before the first. Of tiles of v that have
+  // some of these, the warp waits for the copies, and makes the zeros.
+  __device__ __forceinline__ static bool has_edge(bool is_v, const AnyWork& work, int n) {
+    return is_v && n * kBlockK < work.seen_begin;
+  }
+  __device__ __forceinline__ unsigned barrier_of_copies(bool has_edge) const { return has_edge ? smem.edge_full : full(); }
+  __device__ __forceinline__ void clear_edge(const AnyWork& work, int n) {
+    mbarrier_wait(smem.edge_full, edge_parity);
+    edge_parity ^= 1;
+    clear_hidden_before(work, n, target());
+    if (leads) mbarrier_arrive(full());
+  }
+};
+
+// Keys that lie one after the other.
+template <class AnyWork, class Params>
+struct RowProducer : RaggedProducer<AnyWork, Params> {
+  using Base = RaggedProducer<AnyWork, Params>;
+  using Base::Base, Base::params, Base::smem, Base::leads, Base::ring;
+
+  __device__ __forceinline__ void run() {
+    unsigned i = 0;
+#pragma unroll 1
+    for (;; ++i) {
+      smem.await_work(i);
+      const AnyWork work = smem.work(i);
+      if (!work.exists()) break;
+      const DescendingTiles tiles = work.keys;
+#pragma unroll 1
+      for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
+        this->claim_at(n, tiles);
+        load<false>(work, n);
+        if (kDecodes) load_v(work, n);
+        else if (n < tiles.end - 1) load_v(work, n + 1);
+        else if (kNextScoresFirst && i > 0) load_last_v(i - 1);
+      }
+      if (!kNextScoresFirst && !kDecodes) load_v(work, work.keys.begin);
+    }
+    if (kNextScoresFirst && i > 0) load_last_v(i - 1);
+  }
+
+ private:
+  __device__ __forceinline__ void load_v(const AnyWork& work, int n) {
+    if constexpr (kPanelsV > 0) load<true>(work, n);
+  }
+
+  // The last p v of a query block is made during the query block after it.
+  __device__ __forceinline__ void load_last_v(unsigned i) {
+    const AnyWork work = smem.work(i);
+    load_v(work, work.keys.begin);
+  }
+
+  template <bool kIsV>
+  __device__ __forceinline__ void load(const AnyWork& work, int n) {
+    constexpr int kPanels = kIsV ? kPanelsV : kPanelsQk;
+    const RaggedMapRows rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
+    const bool has_edge = this->has_edge(kIsV, work, n);
+    const unsigned barrier = this->barrier_of_copies(has_edge);
+    this->await_slot();
+    if (leads) {
+      mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
+      load_panels<kPanels>(kIsV ? params.v_map : params.k_map, this->target(), kPanelBytesK, barrier,
+                           boxed(rows, kBlockK, kIsV ? params.problem.head_dim_v : params.problem.head_dim),
+                           work.kv_head);
+    }
+    __syncwarp();
+    if (has_edge) this->clear_edge(work, n);
+    ring.advance();
+  }
+};
+
+// Whether two warps load keys that lie in pages, k and v. why: there are many small copies, and a warp makes one at a time.
+constexpr bool kTwoLoadPages = kLengths && kQueryWarps < 2 && kPanelsV > 0;
+
+// Keys that lie in pages. kCopies: threads copy them. why two kinds: registers.
+template <class AnyWork, class Params, bool kCopies>
+struct PageProducer : RaggedProducer<AnyWork, Params> {
+  using Base = RaggedProducer<AnyWork, Params>;
+  using Base::params, Base::smem, Base::leads, Base::ring;
+
+  const bool loads_k, loads_v;
+
+  __device__ __forceinline__ PageProducer(const Params& p, const Addresses& addresses, int number)
+      : Base(p, addresses), loads_k(number == 0), loads_v(!kTwoLoadPages || number == 1) {}
+
+  // why one site for all loads: their code is long.
   __device__ __forceinline__ void run() {
     // The tile whose v is still to be loaded, because o += p v follows the scores of the next tile: of which work, which.
     unsigned pending_work = kNone;
@@ -23,24 +123,24 @@ struct RaggedKeyProducer : Role {
       const bool exists = smem.work(i).exists();
       const DescendingTiles tiles = exists ? smem.work(i).keys : TileRange{0, 1};
       // why one turn more: for v of the last tile, after each piece of work or after all of them.
-      const int last = tiles.begin - (exists && !kNextScoresFirst);
+      const int last = tiles.begin - (exists && !kNextScoresFirst && !kDecodes);
 #pragma unroll 1
       for (int n = tiles.first(); n >= last; --n) {
         const bool has_k = exists && n >= tiles.begin;
-        // why so late: L19. why so early: splits are short.
-        const int claim_at = kDecodes                    ? tiles.end - 1
-                             : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
-                                                         : tiles.begin;
-        if (has_k && n == claim_at && leads) mbarrier_arrive(smem.wanted());
+        if (loads_k && has_k) this->claim_at(n, tiles);
+        if (!has_k) v_page = k_page;
 #pragma unroll 1
         for (int turn = 0; turn < (kPanelsV > 0 ? 2 : 1); ++turn) {
           const bool is_v = turn == 1;
-          const unsigned of = is_v ? pending_work : has_k ? i : kNone;
-          if (of != kNone) load(is_v, of, is_v ? pending_tile : n);
+          const bool is_late = is_v && !kDecodes;
+          const unsigned of = is_late ? pending_work : has_k ? i : kNone;
+          if (of == kNone) continue;
+          if (is_v ? loads_v : loads_k) load(is_v, of, is_late ? pending_tile : n);
+          ring.advance();
         }
-        pending_work = has_k ? i : kNone, pending_tile = n, v_page = k_page;
+        pending_work = has_k ? i : kNone, pending_tile = n;
       }
-      if (on_the_way > 0) tell_of_all_but<0>();
+      if (kCopies && num_untold > 0) tell_of_all_but<0>();
       if (!exists) break;
     }
   }
@@ -48,113 +148,123 @@ struct RaggedKeyProducer : Role {
  private:
   static constexpr unsigned kNone = ~0u;
   static constexpr int kNoPage = -1;
+  static constexpr int kParts = (kBlockK + 31) / 32;
+  using Pages = int[kParts];
+  static constexpr int kHeld = kCopies ? kDecodes ? kParts : 0 : 1;  // why not elsewhere: registers
 
-  // The page of this lane's keys in a tile, if it has any that are seen.
-  __device__ __forceinline__ int page_in_tile(const AnyWork& work, int n) const {
+  // Pages of the tile that is likely to be next, which come from memory.
+  unsigned held_work = kNone;
+  int held_tile = 0;
+  Pages held;
+  int k_page = kNoPage, v_page = kNoPage;  // where one warp loads both: of the k at hand, and of the v that follows it
+  // Tiles that threads copy, and that nobody was told of yet: how many, and their slots, a byte each.
+  int num_untold = 0;
+  unsigned untold = 0;
+
+  // The page of this lane's key in a tile, if the key is seen: the first of the box that it copies, or one of 32.
+  __device__ __forceinline__ int look_up(const AnyWork& work, int n, int part) const {
     const ProblemParams& problem = params.problem;
-    const int begin = threadIdx.x % 32 * params.page_box, key = n * kBlockK + begin;
-    if (begin >= kBlockK || key >= work.seen_end) return kNoPage;
+    const int lane = threadIdx.x % 32, row = kCopies ? 32 * part + lane : lane * params.page_box;
+    const int key = n * kBlockK + row;
+    if (row >= kBlockK || key >= work.seen_end) return kNoPage;
     return problem.page_table[work.number * problem.page_table_stride + page_of(params, key)];
   }
-
-  // Loads k or v of tile n of work i into the ring. A lane loads a box: of keys of one page, or the first lane of all.
-  __device__ __forceinline__ void load(bool is_v, unsigned i, int n) {
-    const ProblemParams& problem = params.problem;
-    const AnyWork work = smem.work(i);
-    const bool is_paged = problem.page_table != nullptr;
-    if (is_paged && params.page_box == 0) {
-      copy_keys(is_v, work, n);
-      return;
-    }
-    const int rows = is_paged ? params.page_box : kBlockK, begin = threadIdx.x % 32 * rows;
-    const int key = n * kBlockK + begin;
-    RaggedMapRows from = work.sequence(problem).seen_keys_from(key);
-    bool is_absent = false;
-    if (is_paged) {
-      if (!is_v) {
-        k_page = n == work.keys.end - 1 ? page_in_tile(work, n) : page;
-        if (n > work.keys.begin) page = page_in_tile(work, n - 1);  // why so early: it comes from memory
-      }
-      const int of = is_v ? v_page : k_page;
-      const bool is_there = of >= 0 && of < problem.batch_k;
-      const int within = key - page_of(params, key) * problem.rows_k;
-      const int end = is_there ? smaller(within + work.seen_end - key, problem.rows_k) : 0;
-      from = {problem.rows_k, within, end, of};
-      is_absent = !is_there && begin < kBlockK && key < work.seen_end;
-    }
-    const bool lacks_some = __any_sync(0xffffffffu, is_absent);
-    // TMA makes zeros of keys behind the last one that is seen, but not of those before the first.
-    const bool has_edge = is_v && n * kBlockK < work.seen_begin;
-    const unsigned full = smem.kv_full + 8 * ring.slot, barrier = has_edge ? smem.edge_full : full;
-    const unsigned target = smem.kv + ring.slot * kBytesSlot;
-    const int panels = is_v ? kPanelsV : kPanelsQk;
-    mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
-    if (is_paged && !is_v) tell_present_keys(params, smem, work, n, ring.slot, lacks_some);
-    if (leads) mbarrier_arrive_expect_tx(barrier, panels * kPanelBytesK);
-    __syncwarp();
-    if (begin < kBlockK) {
-      const RaggedBox box = boxed(from, rows, is_v ? problem.head_dim_v : problem.head_dim);
-      const TensorMap& map = is_v ? params.v_map : params.k_map;
-#pragma unroll 1
-      for (int panel = 0; panel < panels; ++panel) {
-        load_box(target + panel * kPanelBytesK + begin * 128, map, barrier, panel * kPanelColumns, box, work.kv_head);
-      }
-    }
-    __syncwarp();
-    if (has_edge) {
-      mbarrier_wait(smem.edge_full, edge_parity);
-      edge_parity ^= 1;
-      clear_hidden_before(work, n, target);
-      if (leads) mbarrier_arrive(full);
-    }
-    ring.advance();
+  __device__ __forceinline__ void look_up(const AnyWork& work, int n) {
+#pragma unroll
+    for (int part = 0; part < kHeld; ++part) held[part] = look_up(work, n, part);
   }
 
-  // The same by threads, two for a key, where pages are of any size.
-  __device__ __forceinline__ void copy_keys(bool is_v, const AnyWork& work, int n) {
-    const ProblemParams& problem = params.problem;
-    const Operand& x = is_v ? params.v : params.k;
-    const int* const table = problem.page_table + work.number * problem.page_table_stride;
-    const int lane = threadIdx.x % 32, columns = is_v ? problem.head_dim_v : problem.head_dim;
-    const int panels = is_v ? kPanelsV : kPanelsQk;
-    int pages[4];  // of 32 keys each, one in each lane
-    bool is_absent = false;
+  // Loads k or v of tile n of work i into the ring.
+  __device__ __forceinline__ void load(bool is_v, unsigned i, int n) {
+    const AnyWork work = smem.work(i);
+    Pages pages;
+    if (!kTwoLoadPages && !kCopies && is_v) {
+      pages[0] = v_page;
+    } else if constexpr (kHeld > 0) {
+      if (held_work != i || held_tile != n) look_up(work, n);
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      const int row = 32 * part + lane, key = n * kBlockK + row;
-      const bool is_needed = row < kBlockK && key < work.seen_end;
-      pages[part] = is_needed ? table[page_of(params, key)] : kNoPage;
-      if (pages[part] >= problem.batch_k) pages[part] = kNoPage;
-      is_absent |= is_needed && pages[part] < 0;
+      for (int part = 0; part < kHeld; ++part) pages[part] = held[part];
+      held_work = i, held_tile = n - 1;
+      if (n > work.keys.begin) look_up(work, n - 1);
+      v_page = k_page, k_page = pages[0];
     }
-    const bool lacks_some = __any_sync(0xffffffffu, is_absent);
-    mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
+    if constexpr (kCopies) copy_keys(is_v, work, n, pages);
+    else load_boxes(is_v, work, n, pages[0]);
+  }
+
+  __device__ __forceinline__ bool is_there(int page) const { return page >= 0 && page < params.problem.batch_k; }
+
+  // Each of the first lanes loads a box, of keys of one page.
+  __device__ __forceinline__ void load_boxes(bool is_v, const AnyWork& work, int n, int page) {
+    const ProblemParams& problem = params.problem;
+    const int rows = params.page_box, begin = threadIdx.x % 32 * rows, key = n * kBlockK + begin;
+    const bool copies = begin < kBlockK;
+    const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !is_there(page));
+    const int within = key - page_of(params, key) * problem.rows_k;
+    const int end = is_there(page) ? smaller(within + work.seen_end - key, problem.rows_k) : 0;
+    const RaggedBox box = boxed(RaggedMapRows{problem.rows_k, within, end, page}, rows,
+                                is_v ? problem.head_dim_v : problem.head_dim);
+    const TensorMap& map = is_v ? params.v_map : params.k_map;
+    const int panels = is_v ? kPanelsV : kPanelsQk;
+    const bool has_edge = this->has_edge(is_v, work, n);
+    const unsigned barrier = this->barrier_of_copies(has_edge), target = this->target() + begin * 128;
+    this->await_slot();
     if (!is_v) tell_present_keys(params, smem, work, n, ring.slot, lacks_some);
-    const unsigned target = smem.kv + ring.slot * kBytesSlot;
-#pragma unroll
-    for (int part = 0; part < kBlockK / 16; ++part) {
-      const int row = 16 * part + lane / 2, key = n * kBlockK + row;
-      const int page = __shfl_sync(0xffffffffu, pages[part / 2], row % 32);
-      const bool is_seen = page >= 0 && !(is_v && key < work.seen_begin);
-      const int within = key - page_of(params, key) * problem.rows_k;
-      const char* const from = Place{is_seen ? page : 0, 0}.address(x, 2, work.kv_head, is_seen ? within : 0);
+    if (leads) mbarrier_arrive_expect_tx(barrier, panels * kPanelBytesK);
+    __syncwarp();
+    if (copies) {
 #pragma unroll 1
       for (int panel = 0; panel < panels; ++panel) {
+        load_box(target + panel * kPanelBytesK, map, barrier, panel * kPanelColumns, box, work.kv_head);
+      }
+    }
+    __syncwarp();
+    if (has_edge) this->clear_edge(work, n);
+  }
+
+  // Threads copy, eight a panel of a key, where pages are small or of any size.
+  __device__ __forceinline__ void copy_keys(bool is_v, const AnyWork& work, int n, const Pages& pages) {
+    constexpr int kUnrolled = kDecodes ? 4 : 1;  // why not elsewhere: registers
+    const ProblemParams& problem = params.problem;
+    const Operand& x = is_v ? params.v : params.k;
+    const int lane = threadIdx.x % 32, columns = is_v ? problem.head_dim_v : problem.head_dim;
+    const int panels = is_v ? kPanelsV : kPanelsQk;
+    bool is_absent = kHeld == 0;  // or not known
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          const int chunk = 2 * pair + lane % 2, column = panel * kPanelColumns + 8 * chunk;
-          const int bytes = is_seen ? clamped((columns - column) * 2, 16) : 0;
-          cp_async_16_zfill(target + panel * kPanelBytesK + Swizzle<8>::offset(row, chunk),
-                            bytes > 0 ? from + 2 * column : from, bytes);
+    for (int part = 0; part < kHeld; ++part) {
+      const int row = 32 * part + lane;
+      is_absent |= row < kBlockK && n * kBlockK + row < work.seen_end && !is_there(pages[part]);
+    }
+    const bool lacks_some = __any_sync(0xffffffffu, is_absent);
+    const unsigned target = this->target();
+    this->await_slot();
+    if (!is_v) tell_present_keys(params, smem, work, n, ring.slot, lacks_some);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int key = n * kBlockK + 32 * part + lane;  // whose row this lane finds. It is null if it is read as zeros
+      const int page = kHeld > 0 ? pages[part] : look_up(work, n, part);
+      const bool is_seen = is_there(page) && !(is_v && key < work.seen_begin);
+      const int within = key - page_of(params, key) * problem.rows_k;
+      const char* const row = is_seen ? Place{page, 0}.address(x, 2, work.kv_head, within) : nullptr;
+#pragma unroll kUnrolled
+      for (int step = 0; step < 8 && 32 * part + 4 * step < kBlockK; ++step) {
+        const auto at = reinterpret_cast<unsigned long long>(row);
+        const auto from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, at, 4 * step + lane / 8));
+        const unsigned to = target + Swizzle<8>::offset(32 * part + 4 * step + lane / 8, lane % 8);
+#pragma unroll
+        for (int panel = 0; panel < panels; ++panel) {
+          const int column = panel * kPanelColumns + lane % 8 * 8;
+          const int bytes = from != nullptr ? clamped((columns - column) * 2, 16) : 0;
+          cp_async_16_zfill(to + panel * kPanelBytesK, bytes > 0 ? from + 2 * column : x.pointer, bytes);
         }
       }
     }
     cp_async_commit();
-    ring.advance();
     // why not at once: copies of several tiles are then on their way. why no more: the consumers release a slot only
-    // after they were told of the two that follow it.
-    constexpr int kAhead = kStages - 3 < 3 ? kStages - 3 : 3;
-    if (++on_the_way > kAhead) tell_of_all_but<kAhead>();
+    // after they were told of the two that follow it, and with two warps each loads every other tile, or every third.
+    constexpr int kMost = kTwoLoadPages ? (kStages - 4) / 2 : kStages - 3, kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
+    untold = untold << 8 | ring.slot, ++num_untold;
+    if (num_untold > kAhead) tell_of_all_but<kAhead>();
   }
 
   // Waits for all tiles that threads copy but the latest kPending, and tells the consumers of them.
@@ -163,9 +273,21 @@ struct RaggedKeyProducer : Role {
     cp_async_wait<kPending>();
     fence_proxy_async();
     __syncwarp();
-    for (; on_the_way > kPending; --on_the_way) {
-      const unsigned behind = ring.slot + kStages - on_the_way, slot = behind < kStages ? behind : behind - kStages;
+    for (; num_untold > kPending; --num_untold) {
+      const unsigned slot = untold >> 8 * (num_untold - 1) & 255;
       if (leads) mbarrier_arrive(smem.kv_full + 8 * slot);
     }
   }
 };
+
+// The body of the warps that load keys: number 0, and where keys lie in pages perhaps number 1.
+template <class AnyWork, class Params>
+__device__ __forceinline__ void produce_keys(const Params& params, const Addresses& smem, int number) {
+  if (params.problem.page_table == nullptr) {
+    if (number == 0) RowProducer<AnyWork, Params>(params, smem).run();
+  } else if (params.page_box > 0) {
+    PageProducer<AnyWork, Params, false>(params, smem, number).run();
+  } else {
+    PageProducer<AnyWork, Params, true>(params, smem, number).run();
+  }
+}

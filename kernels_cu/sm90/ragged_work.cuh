@@ -80,6 +80,11 @@ struct RaggedWorkQueue : WorkCounter {
     for (int step = 16; step > 0; step /= 2) blocks += __shfl_xor_sync(0xffffffffu, blocks, step);
   }
 
+  __device__ RaggedQueryWork first_work(const RaggedForwardParams& params) {
+    begin(params);
+    return work(params);
+  }
+
   __device__ void advance(const RaggedForwardParams& params) { take_next(params, num_work(params)); }
 
   __device__ RaggedQueryWork work(const RaggedForwardParams& params) {

@@ -36,8 +36,9 @@ def test_gradients_agree_with_float64_at_several_tiles(
     cupy: Any, dims: tuple[int, int], case: Sequences, deterministic: bool
 ) -> None:
     given = made(replace(case, dims=dims))
-    for several in ({}, {"SHORT_WAVES": 0}):  # one key block of a block of threads, and as many as its tile says
-        with planned_with(plan_backward, **several):
+    # One key block of a block of threads, and as many as its tile says.
+    for waves in (plan_backward.SHORT_WAVES, 0):
+        with planned_with(plan_backward, SHORT_WAVES=waves):
             found = gradients(given, cupy, deterministic=deterministic)
             check_gradients(given, found)
             if deterministic:

@@ -42,6 +42,16 @@ def test_a_bound_on_queries_counts_and_not_their_total() -> None:
         assert launch.variant.source == source
 
 
+def test_few_sequences_that_are_not_packed_have_kernels_of_their_own() -> None:
+    for batch, few in ((1, True), (32, True), (33, False)):
+        assert launched(batch=batch).variant.name.endswith("_decode_few") == few
+    told = {"cu_seqlens_q": (3,), "max_seqlen_q": 1, "seqused_k": (2,)}
+    (launch,) = cuflash.plan(
+        (2, 32, 128), (2, 99, 8, 128), (2, 99, 8, 128), dtype="bfloat16", device="sm_90", **told
+    ).launches
+    assert launch.variant.name.endswith("_decode")
+
+
 def test_the_device_cuts_keys_unless_the_call_says_how() -> None:
     assert launched().fields["split_tiles"] == 0
     assert launched(num_splits=1).fields["split_tiles"] == 4096 // 128
