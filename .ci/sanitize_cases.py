@@ -163,7 +163,9 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         for of in (many, replace(many, name="many_pages", place_k="paged", used_k=True, causal=False, **masked)):
             yield SequenceCase(of), ("flash2",)
             yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True), ("flash2",)
-        for of in (decoding, replace(decoding, name="decoding_masked", **masked)):
+        rows = replace(decoding, name="decoding_rows", place_q="rectangle", used_q=True, bounded=False)
+        both = (decoding, rows)
+        for of in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
             yield SequenceCase(of), ("flash2",)
             yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True, wild=True), ("flash2",)
     rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]

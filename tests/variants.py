@@ -42,11 +42,12 @@ def plan_of(
     keys: int = 8,
     aligned: bool = True,
     packed: bool = False,
+    used: bool = False,
     **arguments: Any,
 ) -> Plan | None:
     """What this device launches for a causal problem of these head dims and keys; None where it has no kernel.
 
-    packed: the same rows as one sequence of several, whose lengths are on the device.
+    packed: the same rows as one sequence of several, whose lengths are on the device. used: some of the keys are used.
     """
     if op == "merge":
         return plan(merge_of(dtype, head_dim), device)
@@ -65,7 +66,9 @@ def plan_of(
         given += [*[None] * (len(OPS[op].inputs) - len(given)), *told]
         if op == "backward":
             given[5] = ArraySpec.dense((1, queries), "float32")
-    problem = Problem.of(OF_SEQUENCES[op] if packed else OPS[op], given, options)
+    if used:
+        given += [None, None, None, ArraySpec.dense((1,), "int32")]
+    problem = Problem.of((OF_SEQUENCES if packed or used else OPS)[op], given, options)
     try:
         return plan(problem, device, () if aligned else ("q",))
     except UnsupportedError:
@@ -116,6 +119,7 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     capped = [{"softcap": cap} for cap in (0.0, 30.0)]
     several = [packed | {"aligned": False}, *(packed | cap for cap in capped)]
     if op != "backward":  # of more queries than kernels for decoding take
+        several += [{"used": True} | cap for cap in capped if op == "forward"]
         several += [packed | cap | {"queries": 300, "keys": keys} for cap, keys in product(capped, (300, 2000))]
     return [{"aligned": False}, *several, *(length | cap for length, cap in product(lengths, capped))]
 
