@@ -1,5 +1,6 @@
 // The producer of keys of sequences of several lengths, for forward and lse on Hopper.
 #pragma once
+#include "../common/fragment.cuh"
 #include "pages.cuh"
 
 // What warps that fill the ring with keys have in common.
@@ -188,7 +189,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
       if (n > work.keys.begin) look_up(work, n - 1);
       v_page = k_page, k_page = pages[0];
     }
-    if constexpr (kCopies) copy_keys(is_v, work, n, pages);
+    if constexpr (kCopies) copy_keys(is_v, i, n, pages);
     else load_boxes(is_v, work, n, pages[0]);
   }
 
@@ -223,12 +224,13 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
   }
 
   // Threads copy, eight a panel of a key, where pages are small or of any size.
-  __device__ __forceinline__ void copy_keys(bool is_v, const AnyWork& work, int n, const Pages& pages) {
+  __device__ __forceinline__ void copy_keys(bool is_v, unsigned i, int n, const Pages& pages) {
     constexpr int kUnrolled = kDecodes ? 4 : 1;  // why not elsewhere: registers
     const ProblemParams& problem = params.problem;
     const Operand& x = is_v ? params.v : params.k;
     const int lane = threadIdx.x % 32, columns = is_v ? problem.head_dim_v : problem.head_dim;
     const int panels = is_v ? kPanelsV : kPanelsQk;
+    const AnyWork work = smem.work(i);
     bool is_absent = kHeld == 0;  // or not known
 #pragma unroll
     for (int part = 0; part < kHeld; ++part) {
@@ -241,6 +243,8 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
     if (!is_v) tell_present_keys(params, smem, work, n, ring.slot, lacks_some);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
+      const AnyWork work = smem.work(i);  // why again, and another lane: L5
+      const int lane = fresh_thread() % 32;
       const int key = n * kBlockK + 32 * part + lane;  // whose row this lane finds. It is null if it is read as zeros
       const int page = kHeld > 0 ? pages[part] : look_up(work, n, part);
       const bool is_seen = is_there(page) && !(is_v && key < work.seen_begin);
