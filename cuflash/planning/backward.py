@@ -39,15 +39,17 @@ STATS_ROWS = 128  # the largest block_q
 
 
 class SharedKeys(NamedTuple):
-    """The last key blocks, which would not fill Hopper's multiprocessors, and the blocks of threads that share them.
+    """Key blocks that would not fill Hopper's multiprocessors, and the blocks of threads that share them.
 
-    Key blocks are counted over batch and kv heads. `TiledBackwardParams` has the same fields.
+    They are the last ones or, if each is shared by heads, all. Key blocks are counted over batch and kv heads.
+    `TiledBackwardParams` has the same fields.
     """
 
     whole_blocks: int  # blocks of threads that take whole key blocks; the rest of the grid shares
     shared_first: int  # the first key block that is shared
     shared_keys: int  # how many key blocks are shared
     shared_steps: int  # query tiles that each sharing block takes
+    head_parts: int = 1  # blocks of threads for each key block, which share the query heads of its group
 
 
 def backward_plan(problem: Problem, device: Device, misaligned: Collection[str]) -> Plan:
@@ -57,19 +59,18 @@ def backward_plan(problem: Problem, device: Device, misaligned: Collection[str])
         own, capped = problem.lengths, problem.options.softcap > 0.0
         # why 0: tiles for many queries have no place in the slots of sequences of several lengths.
         queries = problem.mask.num_visible() / max(problem.seqlen_k, 1) if own is None else 0
-        # why: with few key blocks most of the GPU would idle, so the generic kernel splits the query heads of a group
-        # among blocks; not if deterministic (see `_generic_plan`), nor where Hopper shares key blocks (`_shared_keys`).
-        grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
-        splits = grouped and 2 * _key_blocks(problem, KEY_ROWS) < device.num_sms
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)
         rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
-        if tile is not None and (_can_share(problem) or not splits):
+        if tile is not None:
             return _warpgroup_plan(problem, device, tile)
-        if rows and not splits:
+        # why: with few key blocks most of the GPU would idle, so the generic kernel splits the query heads of a group
+        # among blocks; not if deterministic (see `_generic_plan`).
+        grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
+        if rows and not (grouped and 2 * _key_blocks(problem, KEY_ROWS) < device.num_sms):
             return _rows_plan(problem, device, rows)
         reason = (
             "with so few keys, the query heads of a kv head are better shared out among blocks"
-            if tile is not None or rows
+            if rows
             else f"head dims ({problem.head_dim}, {problem.head_dim_v}) are over 256"
         )
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
@@ -165,8 +166,12 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     if own is not None:
         blocks = own.num_slots("k", problem.batch, tile.block_k * key_blocks) * problem.heads_kv
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
+    head_parts = _head_parts(problem, device, tile.block_q) if key_blocks == 1 else 1
     shared = None if deterministic else _shared_keys(problem, device, key_blocks, num_k_blocks, steps)
-    if shared is not None:
+    if head_parts > 1:
+        shared = SharedKeys(blocks * head_parts, 0, blocks, 0, head_parts)
+        blocks *= head_parts
+    elif shared is not None:
         blocks = shared.whole_blocks + blocks_of(shared.shared_keys * steps, shared.shared_steps)
     else:
         shared = SharedKeys(blocks, 0, 0, 0)
@@ -176,7 +181,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         together = 1 if is_full else _heads_together(problem, device, num_k_blocks)
     fields = {
         "num_q_blocks": num_q_blocks,
-        "num_k_blocks": num_k_blocks if own is None else blocks // problem.heads_kv,
+        "num_k_blocks": num_k_blocks if own is None else blocks // head_parts // problem.heads_kv,
         "key_blocks": key_blocks,
         "heads_together": together,
         "stats_rows": stats_rows,
@@ -190,7 +195,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "dq_acc": heads * num_q_blocks * tile.acc_floats,
         "dk_acc": shared_floats * tile.head_dim,
         "dv_acc": shared_floats * tile.head_dim_v,
-        "turns": heads * num_q_blocks + (shared.shared_keys if own is None else 1),
+        "turns": heads * num_q_blocks + shared.shared_keys + (own is not None),
     }
     variant = _warpgroup_variant(problem, device, "backward", tile)
     launches = [
@@ -226,6 +231,22 @@ def _heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
     head_bytes = problem.seqlen_k * row + group * problem.seqlen_q * (row + acc)  # k, v; q, dout, dq
     waves = -(-WAVES_TOGETHER * device.num_sms // num_k_blocks)
     return heads_together(head_bytes, L2_BYTES, HEADS_TOGETHER, waves)
+
+
+def _head_parts(problem: Problem, device: Device, block_q: int) -> int:
+    """How many blocks of threads share the query heads of each key block (L35).
+
+    One where key blocks are shared by steps, where there are almost WAVES waves of them, or where sums are ordered.
+    """
+    if problem.options.deterministic or _can_share(problem):
+        return 1
+    group, blocks = problem.heads_q // problem.heads_kv, _key_blocks(problem, KEY_ROWS)
+    # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
+    most = min(group, group * blocks_of(problem.seqlen_q, block_q) // (4 * SHARED_STEPS))
+    parts = 1
+    while 2 * parts <= most and 8 * blocks * parts < 7 * WAVES * device.num_sms:
+        parts *= 2
+    return parts
 
 
 def _shared_keys(

@@ -94,7 +94,8 @@ struct DeltaParams {
   float* stats;       // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
   float* dq_acc;      // to be set to zero, unless there are turns; or null
   unsigned* turns;    // (batch, heads_q, num_q_blocks) counters, then shared_keys more: to be set to zero; or null. Of
-                      // several lengths (heads_q, num_q_blocks), then a number: whether cu_seqlens fall somewhere
+                      // several lengths (heads_q, num_q_blocks), then a number, whether cu_seqlens fall somewhere,
+                      // and then shared_keys more
   ProblemParams problem;
   int stats_rows;  // seqlen_q rounded up to whole tiles
   // Of query i of a head: lse * log2(e), inf where nothing is seen, stands at stats[2 * stats_rows * head + stats_step
@@ -147,8 +148,9 @@ struct TiledBackwardParams {
   int heads_together;             // kv heads whose key blocks start longest first: common/work.cuh
   int stats_rows, deterministic;  // deterministic: key blocks add to dq in the order of their keys
   // Blocks of threads beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over
-  // batch and kv heads: shared_steps of their query tiles each.
-  int whole_blocks, shared_first, shared_keys, shared_steps;
+  // batch and kv heads: shared_steps of their query tiles each. Or head_parts blocks that follow each other share each
+  // key block, and shared_keys are all of them: each has some of the query heads of its group.
+  int whole_blocks, shared_first, shared_keys, shared_steps, head_parts, unused;
 };
 
 // sm90/backward_rows.cu, the same for its three gradients.

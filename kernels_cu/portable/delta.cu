@@ -93,6 +93,7 @@ struct RaggedRows {
   __device__ static void prepare_last(const DeltaParams& p, unsigned* turns) {
     const bool in_order = axis_of_queries(p.problem).is_in_order() && axis_of_keys(p.problem).is_in_order();
     if (threadIdx.x == 0) turns[p.num_q_blocks] = !in_order;
+    for (int i = threadIdx.x; i < p.shared_keys; i += kNumThreads) turns[p.num_q_blocks + 1 + i] = 0;
   }
 
   __device__ int num_rows() const { return territory.num_rows(); }

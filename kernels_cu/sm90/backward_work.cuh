@@ -37,6 +37,12 @@ struct QueryTiles : TileRange {
   }
 };
 
+// The steps of a key block that this block of threads takes, of so many query tiles: those of some query heads.
+__device__ __forceinline__ Range steps_of_part(const TiledBackwardParams& p, int tiles) {
+  const int part = blockIdx.x % p.head_parts, heads = p.problem.heads_per_kv;
+  return {heads * part / p.head_parts * tiles, heads * (part + 1) / p.head_parts * tiles};
+}
+
 // The key blocks index … index_end - 1, counted over batch and kv heads, which a block of threads takes one after the
 // other, each over its query heads. Of the first and of the last one it may take only some steps, if others share them.
 struct DenseKeyBlocks {
@@ -61,7 +67,7 @@ struct DenseKeyBlocks {
     }
     const unsigned heads = problem.batch * (problem.heads_q / problem.heads_per_kv);
     const unsigned num_parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
-    const HeadBlock part = longest_first(blockIdx.x, num_parts, heads, p.heads_together);
+    const HeadBlock part = longest_first(blockIdx.x / p.head_parts, num_parts, heads, p.heads_together);
     index = part.head * p.num_k_blocks + part.block * p.key_blocks, skipped = 0;
     index_end = smaller<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
   }
@@ -79,19 +85,31 @@ struct DenseKeyBlocks {
     const ProblemParams& problem = params.problem;
     const Work work(head_by_head(index, params.num_k_blocks), unsigned(problem.heads_q / problem.heads_per_kv));
     batch = work.batch, kv_head = work.head, block = work.block;
-    const QueryTiles tiles = query_tiles();
-    steps = {skipped, tiles.count() * problem.heads_per_kv};
-    skipped = 0;
+    steps = steps_of_part(params, query_tiles().count());
+    steps.begin += skipped, skipped = 0;
     if (++index == index_end) steps.end = smaller(steps.end, last_steps);
     return true;
   }
 
   // Whether other blocks of threads take steps of the key block at hand, too, and its number among such key blocks.
   __device__ __forceinline__ bool is_shared() const {
-    return blockIdx.x >= params.whole_blocks &&
-           steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv;
+    return params.head_parts > 1 ||
+           (blockIdx.x >= params.whole_blocks &&
+            steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
   }
-  __device__ __forceinline__ unsigned nth_shared() const { return index - 1 - params.shared_first; }
+  __device__ __forceinline__ unsigned nth_shared() const {
+    return params.head_parts > 1 ? blockIdx.x / params.head_parts : index - 1 - params.shared_first;
+  }
+  // The blocks of threads that share it.
+  __device__ __forceinline__ unsigned num_sharers() const {
+    if (params.head_parts > 1) return params.head_parts;
+    const unsigned nth = nth_shared(), all_steps = params.num_q_blocks * params.problem.heads_per_kv;
+    return ((nth + 1) * all_steps - 1) / params.shared_steps - nth * all_steps / params.shared_steps + 1;
+  }
+  // Its counter follows those of all tiles of dq.
+  __device__ __forceinline__ unsigned* shared_counter() const {
+    return params.turns + Sequence::num_query_heads(params.problem) * params.num_q_blocks + nth_shared();
+  }
 };
 
 // The same of a sequence among several of different lengths: key blocks that follow each other.
@@ -105,7 +123,7 @@ struct RaggedKeyBlocks {
     __device__ Found(const TiledBackwardParams& p, UnseenRows& unseen) {
       const ProblemParams& problem = p.problem;
       const unsigned heads = problem.heads_q / problem.heads_per_kv;
-      const HeadBlock at = longest_first(blockIdx.x, p.num_k_blocks, heads, p.heads_together);
+      const HeadBlock at = longest_first(blockIdx.x / p.head_parts, p.num_k_blocks, heads, p.heads_together);
       const Axis axis = axis_of_keys(problem);
       const int size = kBlockK * p.key_blocks;
       const Territory territory = Territory::of_slot(axis, at.block, size);
@@ -146,12 +164,17 @@ struct RaggedKeyBlocks {
 
   __device__ __forceinline__ bool next_block() {
     if (++block == block_end) return false;
-    steps = {0, query_tiles().count() * params.problem.heads_per_kv};
+    steps = steps_of_part(params, query_tiles().count());
     return true;
   }
 
-  __device__ static constexpr bool is_shared() { return false; }
-  __device__ static constexpr unsigned nth_shared() { return 0; }
+  __device__ __forceinline__ bool is_shared() const { return params.head_parts > 1; }
+  __device__ __forceinline__ unsigned nth_shared() const { return blockIdx.x / params.head_parts; }
+  __device__ __forceinline__ unsigned num_sharers() const { return params.head_parts; }
+  // why one further: see DeltaParams.
+  __device__ __forceinline__ unsigned* shared_counter() const {
+    return params.turns + params.problem.heads_q * params.num_q_blocks + 1 + nth_shared();
+  }
 };
 
 template <bool kOfSeveralLengths>

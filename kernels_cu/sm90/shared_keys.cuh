@@ -1,4 +1,4 @@
-// dk and dv of a key block that several blocks of threads share (L35): each takes some of the query tiles. Their sums
+// dk and dv of a key block that several blocks of threads share (L35): each takes some of the steps. Their sums
 // are added up in turns (turn_counter.cuh), in the order of the fragments. The last block has the whole sums.
 #pragma once
 #include "backward_storage.cuh"
@@ -29,10 +29,8 @@ __device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, un
 template <int kDk, int kDv>
 __device__ __forceinline__ bool add_up_shared(const Role& role, float (&dk)[kDk], float (&dv)[kDv], int thread) {
   const TiledBackwardParams& p = role.params;
-  const unsigned nth = role.nth_shared(), steps = p.num_q_blocks * p.problem.heads_per_kv;
-  const unsigned sharers = ((nth + 1) * steps - 1) / p.shared_steps - nth * steps / p.shared_steps + 1;
-  // The counters of shared key blocks follow those of all tiles of dq.
-  unsigned* const counter = p.turns + Sequence::num_query_heads(p.problem) * p.num_q_blocks + nth;
+  const unsigned nth = role.nth_shared(), sharers = role.num_sharers();
+  unsigned* const counter = role.shared_counter();
   if (thread == 0) {
     const unsigned came = come_to(counter), rank = rank_of(came);
     await_turn(counter, came, rank, rank == sharers - 1);
