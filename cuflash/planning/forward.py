@@ -137,8 +137,10 @@ def _decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan |
 
     None if there may be more key tiles than the kernel can count.
     """
-    own, splits = problem.lengths, problem.options.sequences.num_splits
+    own, asked = problem.lengths, problem.options.sequences
     assert own is not None
+    # why one: a row then has the bits that it has in calls of many queries, whose keys are never cut.
+    splits = asked.num_splits if asked.split_size is None else 1
     capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
     is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
     tile = row.for_decoding(few=problem.batch <= FEW_SEQUENCES and not is_packed)

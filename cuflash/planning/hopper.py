@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from functools import lru_cache
 
+from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from .device import Device
@@ -29,14 +30,27 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         return f"it takes float16 and bfloat16, not {problem.dtype}"
     if problem.options.algorithm != "flash2":
         return f"it computes flash2, not {problem.options.algorithm}"
-    if problem.options.sequences.split_size is not None:
-        return "split_size asks for the bits of the kernels that take any lengths"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
     if (own := problem.lengths) is not None:
         if not all((own.batch_q, own.rows_q, own.batch_k, own.rows_k)):
             return "there is no query, or no key"
     elif begin >= end:
         return "no query sees any key"
+    if problem.options.sequences.split_size is None:
+        return _reason_of_places(problem, misaligned)
+    # why: whether the kernels take a problem must not depend on its strides, because others give other bits.
+    if problem.head_dim % 8 or problem.head_dim_v % 8:
+        return "with split_size it takes head dims that are multiples of 8"
+    if (reason := _reason_of_places(problem, misaligned)) is not None:
+        raise UnsupportedError(
+            f"on {device.name} split_size asks for the bits of kernels that cannot take this call: {reason}. Copy that "
+            "array, so that it is contiguous, or leave split_size out."
+        )
+    return None
+
+
+def _reason_of_places(problem: Problem, misaligned: Collection[str]) -> str | None:
+    """Why the copy engine cannot move some operand."""
     specs, index, inputs = problem.specs_4d, problem.op.index, len(problem.op.inputs)
     for name in MOVED[problem.op.name]:
         if name in misaligned:

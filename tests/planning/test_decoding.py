@@ -57,6 +57,7 @@ def test_the_device_cuts_keys_unless_the_call_says_how() -> None:
     assert launched(num_splits=1).fields["split_tiles"] == 4096 // 128
     assert launched(num_splits=5).fields["split_tiles"] == 7  # of 32 tiles
     assert launched(num_splits=99).fields["split_tiles"] == 1
+    assert launched(num_splits=5, split_size=256).fields["split_tiles"] == 4096 // 128  # one: see hopper.py
 
 
 def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:

@@ -10,13 +10,14 @@ import pytest
 from drivers import Gpus
 from plans import ARCHS, problem, problem_of
 
+from cuflash.errors import UnsupportedError
 from cuflash.planning.device import KNOWN
 from cuflash.planning.hopper import allows_tma
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import BACKWARD, FORWARD
-from cuflash.problem.options import Options
+from cuflash.problem.options import Options, SequenceOptions
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
 from cuflash.runtime.launch import Call, Judged
@@ -33,11 +34,11 @@ def is_hoppers(made: Plan) -> bool:
     return made.variant.of_warpgroups
 
 
-def strided(op: str, name: str, strides: tuple[int, ...]) -> Problem:
+def strided(op: str, name: str, strides: tuple[int, ...], **options: Any) -> Problem:
     """The problem of dense arrays but for one operand."""
     specs = {operand: SOME for operand in "qkv"} | {name: SOME._replace(strides=strides)}
     if name in "qkv":
-        return problem_of(*(specs[x] for x in "qkv"), op=op)
+        return problem_of(*(specs[x] for x in "qkv"), op=op, **options)
     of = problem_of(SOME, SOME, SOME, op=op)
     index = of.op.index[name]
     return of._replace(specs=(*of.specs[:index], specs[name], *of.specs[index + 1 :]))
@@ -91,6 +92,23 @@ def test_what_hoppers_kernels_cannot_do_gets_the_others_and_the_plan_says_why(na
     assert made.fallback is not None
     assert words in made.fallback
     assert plan(of, KNOWN["sm_80"]).fallback is None
+
+
+@pytest.mark.parametrize("op", ["forward", "lse"])
+def test_with_split_size_strides_do_not_decide_about_the_kernels(op: str) -> None:
+    more = {"sequences": SequenceOptions(split_size=128)}
+    assert is_hoppers(plan(problem(op=op, **more), H100))
+    odd = plan(problem(op=op, head_dim=66, head_dim_v=66, **more), H100)
+    assert odd.fallback is not None
+    assert "with split_size it takes head dims that are multiples of 8" in odd.fallback
+    for of, misaligned, words in (
+        (strided(op, "q", (76800, -256, 64, 1), **more), (), STRIDES.format("q")),
+        (problem(op=op, **more), ("k",), "k does not begin at a multiple of 16 bytes"),
+    ):
+        with pytest.raises(UnsupportedError, match="split_size") as error:
+            plan(of, H100, misaligned)
+        assert words in str(error.value)
+        assert not is_hoppers(plan(of, KNOWN["sm_80"], misaligned))
 
 
 def test_whole_pieces_of_16_bytes_of_an_out_that_is_a_slice_get_hoppers_kernels() -> None:
