@@ -209,12 +209,13 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
     if (warp == 0) {
       if constexpr (kLengths) produce_keys<QueryWork>(params, smem, 0);
       else DenseKeyProducer<QueryWork>{{params, smem}}.run(queue, first);
-    } else if (warp <= kQueryWarps) {
-      QueryProducer{{params, smem}, warp - 1}.run();
     } else if (kLengths && warp == 3) {
       Dealer{{params, smem}}.run(queue, first.exists());
-    } else if (kTwoLoadPages) {
-      if constexpr (kTwoLoadPages) produce_keys<QueryWork>(params, smem, 1);
+    } else if (kLengths && warp == 2 && params.problem.page_table != nullptr) {
+      if constexpr (kLengths && kPanelsV > 0) produce_keys<QueryWork>(params, smem, 1);
+    } else if (warp <= kQueryWarps) {
+      const bool is_alone = kLengths && params.problem.page_table != nullptr;
+      QueryProducer{{params, smem}, warp - 1, is_alone ? 1 : kQueryWarps}.run();
     }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();

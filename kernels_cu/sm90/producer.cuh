@@ -119,7 +119,7 @@ __device__ __forceinline__ void load_queries(const DecodeParams& params, const D
 }
 
 struct QueryProducer : Role {
-  const int first_group;
+  const int first_group, step;
 
   __device__ __forceinline__ void run() {
     int filled = 0;
@@ -129,7 +129,7 @@ struct QueryProducer : Role {
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
 #pragma unroll 1
-      for (int group = first_group; group < kNumConsumers; group += kQueryWarps) {
+      for (int group = first_group; group < kNumConsumers; group += step) {
         mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
         load_queries(params, work, group, smem.q_rows(i, group), smem.q_full(i, group), filled, leads);
         __syncwarp();

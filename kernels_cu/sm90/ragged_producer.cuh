@@ -99,9 +99,6 @@ struct RowProducer : RaggedProducer<AnyWork, Params> {
   }
 };
 
-// Whether two warps load keys that lie in pages, k and v. why: there are many small copies, and a warp makes one at a time.
-constexpr bool kTwoLoadPages = kLengths && kQueryWarps < 2 && kPanelsV > 0;
-
 // Keys that lie in pages. kCopies: threads copy them. why two kinds: registers.
 template <class AnyWork, class Params, bool kCopies>
 struct PageProducer : RaggedProducer<AnyWork, Params> {
@@ -110,8 +107,9 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
 
   const bool loads_k, loads_v;
 
+  // why two warps: there are many small copies, and a warp makes one at a time.
   __device__ __forceinline__ PageProducer(const Params& p, const Addresses& addresses, int number)
-      : Base(p, addresses), loads_k(number == 0), loads_v(!kTwoLoadPages || number == 1) {}
+      : Base(p, addresses), loads_k(number == 0), loads_v(number == 1) {}
 
   // why one site for all loads: their code is long.
   __device__ __forceinline__ void run() {
@@ -129,7 +127,6 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
       for (int n = tiles.first(); n >= last; --n) {
         const bool has_k = exists && n >= tiles.begin;
         if (loads_k && has_k) this->claim_at(n, tiles);
-        if (!has_k) v_page = k_page;
 #pragma unroll 1
         for (int turn = 0; turn < (kPanelsV > 0 ? 2 : 1); ++turn) {
           const bool is_v = turn == 1;
@@ -157,7 +154,6 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
   unsigned held_work = kNone;
   int held_tile = 0;
   Pages held;
-  int k_page = kNoPage, v_page = kNoPage;  // where one warp loads both: of the k at hand, and of the v that follows it
   // Tiles that threads copy, and that nobody was told of yet: how many, and their slots, a byte each.
   int num_untold = 0;
   unsigned untold = 0;
@@ -179,15 +175,12 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
   __device__ __forceinline__ void load(bool is_v, unsigned i, int n) {
     const AnyWork work = smem.work(i);
     Pages pages;
-    if (!kTwoLoadPages && !kCopies && is_v) {
-      pages[0] = v_page;
-    } else if constexpr (kHeld > 0) {
+    if constexpr (kHeld > 0) {
       if (held_work != i || held_tile != n) look_up(work, n);
 #pragma unroll
       for (int part = 0; part < kHeld; ++part) pages[part] = held[part];
       held_work = i, held_tile = n - 1;
       if (n > work.keys.begin) look_up(work, n - 1);
-      v_page = k_page, k_page = pages[0];
     }
     if constexpr (kCopies) copy_keys(is_v, i, n, pages);
     else load_boxes(is_v, work, n, pages[0]);
@@ -266,7 +259,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
     cp_async_commit();
     // why not at once: copies of several tiles are then on their way. why no more: the consumers release a slot only
     // after they were told of the two that follow it, and with two warps each loads every other tile, or every third.
-    constexpr int kMost = kTwoLoadPages ? (kStages - 4) / 2 : kStages - 3, kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
+    constexpr int kMost = kPanelsV > 0 ? (kStages - 4) / 2 : kStages - 3, kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
     untold = untold << 8 | ring.slot, ++num_untold;
     if (num_untold > kAhead) tell_of_all_but<kAhead>();
   }
