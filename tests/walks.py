@@ -214,7 +214,7 @@ class Walk:
             return
         of, per_head = self.problem, fields["num_k_blocks"]
         num_parts = -(-per_head // fields["key_blocks"])
-        slot = index // fields["head_parts"]
+        slot = index >> fields["parts_log2"]
         head, part = longest_first(slot, num_parts, of.batch * of.heads_kv, fields["heads_together"])
         first = head * per_head + part * fields["key_blocks"]
         for block in range(first, min(first + fields["key_blocks"], (head + 1) * per_head)):
@@ -229,9 +229,9 @@ class Walk:
             keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
             tiles = covering(of.mask.row_range(keys.start, keys.stop), tile.block_q)
             steps = [(work.head * self.group + i, m) for i in range(self.group) for m in tiles]
-            slot, part = divmod(index, fields["head_parts"])
-            if fields["head_parts"] > 1:
-                begin, end = (self.group * p // fields["head_parts"] * len(tiles) for p in (part, part + 1))
+            slot, part = divmod(index, 1 << fields["parts_log2"])
+            if fields["parts_log2"]:
+                begin, end = ((self.group * p >> fields["parts_log2"]) * len(tiles) for p in (part, part + 1))
             for head, m in steps[begin:end]:
                 rows, nth = self.rows_of(m, tile.block_q, of.seqlen_q), self.query_head(work.batch, head)
                 yield Piece("dq dk dv", work.batch, head, rows, keys)
@@ -240,8 +240,8 @@ class Walk:
                 nth = nth * num_blocks + m
                 yield Touch("count", "turns", slice(nth, nth + 1))
                 yield Touch("turn", "dq_acc", slice(nth * dq_floats, (nth + 1) * dq_floats))
-            if fields["head_parts"] > 1 or steps[begin:end] != steps:  # others take steps of these keys, too
-                nth = slot if fields["head_parts"] > 1 else number - fields["shared_first"]
+            if fields["parts_log2"] or steps[begin:end] != steps:  # others take steps of these keys, too
+                nth = slot if fields["parts_log2"] else number - fields["shared_first"]
                 first = of.batch * of.heads_q * num_blocks + nth
                 yield Touch("count", "turns", slice(first, first + 1))
                 for part, columns in (("dk_acc", tile.head_dim), ("dv_acc", tile.head_dim_v)):

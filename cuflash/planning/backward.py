@@ -49,7 +49,7 @@ class SharedKeys(NamedTuple):
     shared_first: int  # the first key block that is shared
     shared_keys: int  # how many key blocks are shared
     shared_steps: int  # query tiles that each sharing block takes
-    head_parts: int = 1  # blocks of threads for each key block, which share the query heads of its group
+    parts_log2: int = 0  # 2^parts_log2 blocks of threads share the query heads of each key block
 
 
 def backward_plan(problem: Problem, device: Device, misaligned: Collection[str]) -> Plan:
@@ -166,11 +166,11 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     if own is not None:
         blocks = own.num_slots("k", problem.batch, tile.block_k * key_blocks) * problem.heads_kv
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
-    head_parts = _head_parts(problem, device, tile.block_q) if key_blocks == 1 else 1
+    parts_log2 = _parts_log2(problem, device, tile.block_q) if key_blocks == 1 else 0
     shared = None if deterministic else _shared_keys(problem, device, key_blocks, num_k_blocks, steps)
-    if head_parts > 1:
-        shared = SharedKeys(blocks * head_parts, 0, blocks, 0, head_parts)
-        blocks *= head_parts
+    if parts_log2 > 0:
+        shared = SharedKeys(blocks << parts_log2, 0, blocks, 0, parts_log2)
+        blocks <<= parts_log2
     elif shared is not None:
         blocks = shared.whole_blocks + blocks_of(shared.shared_keys * steps, shared.shared_steps)
     else:
@@ -181,7 +181,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         together = 1 if is_full else _heads_together(problem, device, num_k_blocks)
     fields = {
         "num_q_blocks": num_q_blocks,
-        "num_k_blocks": num_k_blocks if own is None else blocks // head_parts // problem.heads_kv,
+        "num_k_blocks": num_k_blocks if own is None else (blocks >> parts_log2) // problem.heads_kv,
         "key_blocks": key_blocks,
         "heads_together": together,
         "stats_rows": stats_rows,
@@ -233,20 +233,20 @@ def _heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
     return heads_together(head_bytes, L2_BYTES, HEADS_TOGETHER, waves)
 
 
-def _head_parts(problem: Problem, device: Device, block_q: int) -> int:
-    """How many blocks of threads share the query heads of each key block (L35).
+def _parts_log2(problem: Problem, device: Device, block_q: int) -> int:
+    """2 to this power blocks of threads share the query heads of each key block (L35).
 
     One where key blocks are shared by steps, where there are almost WAVES waves of them, or where sums are ordered.
     """
     if problem.options.deterministic or _can_share(problem):
-        return 1
+        return 0
     group, blocks = problem.heads_q // problem.heads_kv, _key_blocks(problem, KEY_ROWS)
     # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
     most = min(group, group * blocks_of(problem.seqlen_q, block_q) // (4 * SHARED_STEPS))
-    parts = 1
-    while 2 * parts <= most and 8 * blocks * parts < 7 * WAVES * device.num_sms:
-        parts *= 2
-    return parts
+    log2 = 0
+    while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
+        log2 += 1
+    return log2
 
 
 def _shared_keys(

@@ -136,7 +136,7 @@ _STRUCTS: dict[str, Fields] = {
         *_pointers("stats dq_acc dk_acc dv_acc turns"),
         *_PROBLEM,
         *_ints("num_q_blocks num_k_blocks key_blocks heads_together stats_rows deterministic"),
-        *_ints("whole_blocks shared_first shared_keys shared_steps head_parts unused"),
+        *_ints("whole_blocks shared_first shared_keys shared_steps parts_log2 unused"),
     ],
     "TiledRowsParams": [
         *_maps("q k v dout dq dk dv"),

@@ -148,9 +148,9 @@ struct TiledBackwardParams {
   int heads_together;             // kv heads whose key blocks start longest first: common/work.cuh
   int stats_rows, deterministic;  // deterministic: key blocks add to dq in the order of their keys
   // Blocks of threads beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over
-  // batch and kv heads: shared_steps of their query tiles each. Or head_parts blocks that follow each other share each
-  // key block, and shared_keys are all of them: each has some of the query heads of its group.
-  int whole_blocks, shared_first, shared_keys, shared_steps, head_parts, unused;
+  // batch and kv heads: shared_steps of their query tiles each. Or 2^parts_log2 blocks that follow each other share
+  // each key block, and shared_keys are all of them: each has some of the query heads of its group.
+  int whole_blocks, shared_first, shared_keys, shared_steps, parts_log2, unused;
 };
 
 // sm90/backward_rows.cu, the same for its three gradients.

@@ -200,8 +200,9 @@ def test_packed_sequences_are_cut_as_dense_ones_into_slots_that_hold_them_all(di
 def test_blocks_share_the_query_heads_of_few_key_blocks_under_a_mask() -> None:
     def parts(batch: int, seqlen: int, heads: tuple[int, int] = (8, 1), **more: Any) -> tuple[int, int, int]:
         made = fields(128, 128, dims=(batch, seqlen, seqlen, *heads), **({"causal": True} | more))
-        assert made["head_parts"] == 1 or made["whole_blocks"] == made["shared_keys"] * made["head_parts"]
-        return made["head_parts"], made["shared_keys"], made["shared_steps"]
+        count = 1 << made["parts_log2"]
+        assert count == 1 or made["whole_blocks"] == made["shared_keys"] * count
+        return count, made["shared_keys"], made["shared_steps"]
 
     assert parts(8, 2048) == (2, 128, 0)  # almost two waves
     assert parts(15, 2048) == (1, 0, 0)
@@ -212,7 +213,7 @@ def test_blocks_share_the_query_heads_of_few_key_blocks_under_a_mask() -> None:
     assert parts(1, 2048, causal=False)[0] == 1  # blocks share steps
     packed = of_lengths(128, 8, 2048, heads=(8, 1), causal=True)
     found = packed.launches[1].fields
-    assert (found["head_parts"], found["shared_keys"]) == (2, 8 * 2048 // 128 + 8 + 2)
+    assert (found["parts_log2"], found["shared_keys"]) == (1, 8 * 2048 // 128 + 8 + 2)
     assert packed.launches[1].num_blocks == found["whole_blocks"] == 2 * found["shared_keys"]
     assert packed.workspace["turns"].size == 4 * (8 * found["num_q_blocks"] + 1 + found["shared_keys"])
 

@@ -163,7 +163,7 @@ WAYS: dict[str, tuple[Problem, Device, dict[str, int]]] = {
     "all_shared": (problem(128, 128, "backward", dims=(1, 512, 300, 2, 1)), FEW, {"shared_keys": 3, "whole_blocks": 0}),
     "some_shared": (problem(96, 96, "backward", dims=(1, 500, 300, 9, 9)), FEW, {"key_blocks": 2, "shared_keys": 3}),
     "tiles_of_80": (problem(128, 128, "backward", dims=(1, 8192, 130, 1, 1)), FEW, {"num_q_blocks": 103}),
-    "head_parts": (problem(96, 96, "backward", dims=(1, 900, 300, 5, 1), causal=True), FEW, {"head_parts": 4}),
+    "parts_of_heads": (problem(96, 96, "backward", dims=(1, 900, 300, 5, 1), causal=True), FEW, {"parts_log2": 2}),
     "several": (problem(64, 64, "backward", dims=(2, 200, 700, 9, 9), causal=True), FEW, {"key_blocks": 2}),
     "tiles": (problem(128, 128, dims=(3, 300, 300, 7, 7), causal=True), FEW, {"num_tiles": 63, "heads_together": 16}),
     "in_order": (problem(64, 64, "backward", dims=(1, 300, 300, 4, 2), deterministic=True), FEW, {"deterministic": 1}),
