@@ -17,7 +17,7 @@ from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import variant_of
 
 DECODED_ROWS = 2 * GROUP_ROWS  # rows of the heads of a group, up to which they share blocks
-SPLITS_OF_A_BLOCK = 8  # splits that a block of threads has at most, beside one for each query block: `tiles_of_split`
+SPLITS_OF_A_BLOCK = 8  # splits that a block of threads has at most, beside one for each query block: `choose_splits`
 PAGE_STEP = 8  # keys: the rows of shared memory that are swizzled together
 MAX_TILES = 2**30  # key tiles of all query blocks that `DecodeQueue` can count
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)

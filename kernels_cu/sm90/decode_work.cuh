@@ -183,7 +183,8 @@ struct DecodeQueue : WorkCounter {
     // why: somebody may write to the lengths while they are read.
     if (end > params.max_slots) return;
     const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
-    const int split = quotient(within, of.blocks), block_and_head = within - split * of.blocks, block = quotient(block_and_head, heads);
+    const int split = quotient(within, of.blocks), block_and_head = within - split * of.blocks;
+    const int block = quotient(block_and_head, heads);
     static_cast<RaggedQueryWork&>(work) = of.of;
     work.head = work.kv_head = block_and_head - block * heads;
     work.row_begin = block * kBlockQ;

@@ -105,11 +105,11 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
   using Base = RaggedProducer<AnyWork, Params>;
   using Base::params, Base::smem, Base::leads, Base::ring;
 
-  const bool loads_k, loads_v;
+  const bool loads_v;  // or k
 
   // why two warps: there are many small copies, and a warp makes one at a time.
   __device__ __forceinline__ PageProducer(const Params& p, const Addresses& addresses, int number)
-      : Base(p, addresses), loads_k(number == 0), loads_v(number == 1) {}
+      : Base(p, addresses), loads_v(number == 1) {}
 
   // why one site for all loads: their code is long.
   __device__ __forceinline__ void run() {
@@ -126,14 +126,14 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
 #pragma unroll 1
       for (int n = tiles.first(); n >= last; --n) {
         const bool has_k = exists && n >= tiles.begin;
-        if (loads_k && has_k) this->claim_at(n, tiles);
+        if (!loads_v && has_k) this->claim_at(n, tiles);
 #pragma unroll 1
         for (int turn = 0; turn < (kPanelsV > 0 ? 2 : 1); ++turn) {
           const bool is_v = turn == 1;
           const bool is_late = is_v && !kDecodes;
           const unsigned of = is_late ? pending_work : has_k ? i : kNone;
           if (of == kNone) continue;
-          if (is_v ? loads_v : loads_k) load(is_v, of, is_late ? pending_tile : n);
+          if (is_v == loads_v) load(is_v, of, is_late ? pending_tile : n);
           ring.advance();
         }
         pending_work = has_k ? i : kNone, pending_tile = n;

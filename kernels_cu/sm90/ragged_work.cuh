@@ -69,19 +69,15 @@ struct RaggedWorkQueue : WorkCounter {
   int blocks = 0;                    // query blocks of a head
   int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
 
-  __device__ void begin(const RaggedForwardParams& params) {
+  __device__ RaggedQueryWork first_work(const RaggedForwardParams& params) {
     const Axis axis = axis_of_queries(params.problem);
     if (axis.cu_seqlens == nullptr) {
       blocks = axis.batch * blocks_of(axis.rows);
-      return;
-    }
-    for (int i = threadIdx.x % 32; i < axis.batch + 2; i += 32) blocks += blocks_of(axis, i);
+    } else {
+      for (int i = threadIdx.x % 32; i < axis.batch + 2; i += 32) blocks += blocks_of(axis, i);
 #pragma unroll
-    for (int step = 16; step > 0; step /= 2) blocks += __shfl_xor_sync(0xffffffffu, blocks, step);
-  }
-
-  __device__ RaggedQueryWork first_work(const RaggedForwardParams& params) {
-    begin(params);
+      for (int step = 16; step > 0; step /= 2) blocks += __shfl_xor_sync(0xffffffffu, blocks, step);
+    }
     return work(params);
   }
 
