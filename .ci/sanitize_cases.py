@@ -77,6 +77,10 @@ def hopper_cases() -> Iterator[Case]:
         for capped in (0.0, 15.0) if tile.min_queries else ():
             shape = 1, tile.min_queries + 8, 200, 1, 1, tile.head_dim, tile.head_dim_v
             yield Case(f"{dtype}_{tile.min_queries}_queries", *shape, dtype, softcap=capped)
+        for capped in (0.0, 15.0):  # blocks of threads share the query heads of a key block
+            name, queries = f"{dtype}_{tile.head_dim}_{tile.min_queries}_parts", max(tile.min_queries + 100, 300)
+            shape = queries, 200, 16, 1, tile.head_dim, tile.head_dim_v
+            yield Case(name, 1, *shape, dtype, causal=True, diagonal_offset=100, softcap=capped)
     for causal in (False, True):  # a block of threads takes several key blocks
         heads = device.query(0).num_sms
         yield Case(f"key_blocks_{causal}", 4, 300, 520, heads, heads, 64, 64, "bfloat16", causal=causal)
@@ -178,6 +182,9 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         for of in (plain, spare):
             yield SequenceCase(of), tuple(BACKWARD)
         yield SequenceCase(spare, wild=True), tuple(BACKWARD)
+        parts = replace(plain, name="parts", heads=(16, 1))  # blocks of threads share the query heads of a key block
+        for of in (parts, replace(parts, name="parts_masked", **masked)):
+            yield SequenceCase(of), ("backward",)
     heads = (device.query(0).num_sms,) * 2  # a block of threads takes several key blocks
     for causal in (False, True):
         several = Sequences(f"key_blocks_{causal}", (300, 1, 700), (1040, 700, 90), heads=heads, causal=causal)

@@ -29,6 +29,9 @@ DTYPES = tuple(TILES)
 # Numbers of keys between which the choice of a Hopper tile changes, and more than any of them.
 KEYS = (8, *sorted({tile.max_keys + 9 for tile in tiles_sm90.TILES if tile.max_keys is not None}))
 
+# Of backward on Hopper: blocks of threads share the query heads of a key block.
+SHARED_HEADS = {"group": 16, "queries": 512}
+
 
 def plan_of(
     op: str,
@@ -40,6 +43,7 @@ def plan_of(
     *,
     queries: int = 8,
     keys: int = 8,
+    group: int = 1,
     aligned: bool = True,
     packed: bool = False,
     used: bool = False,
@@ -47,16 +51,17 @@ def plan_of(
 ) -> Plan | None:
     """What this device launches for a causal problem of these head dims and keys; None where it has no kernel.
 
-    packed: the same rows as one sequence of several, whose lengths are on the device. used: some of the keys are used.
+    group: query heads of the kv head. packed: the rows are one sequence of several, whose lengths are on the device.
+    used: some of the keys are used.
     """
     if op == "merge":
         return plan(merge_of(dtype, head_dim), device)
     if op == "append_kv":
         return plan(append_of(dtype, head_dim, head_dim_v), device)
-    shapes = (queries, head_dim), (keys, head_dim), (keys, head_dim_v)
-    specs = [ArraySpec.dense((1, n, 1, d), dtype) for n, d in shapes]
+    shapes = (queries, group, head_dim), (keys, 1, head_dim), (keys, 1, head_dim_v)
+    specs = [ArraySpec.dense((1, *shape), dtype) for shape in shapes]
     if op == "backward":  # dout, then out in its own dtype
-        specs += [specs[0]._replace(shape=(1, queries, 1, head_dim_v)).densed()] * 2
+        specs += [specs[0]._replace(shape=(1, queries, group, head_dim_v)).densed()] * 2
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
     given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
@@ -65,7 +70,7 @@ def plan_of(
         given = [None if x is None else x._replace(shape=x.shape[1:], strides=x.strides[1:]) for x in given]
         given += [*[None] * (len(OPS[op].inputs) - len(given)), *told]
         if op == "backward":
-            given[5] = ArraySpec.dense((1, queries), "float32")
+            given[5] = ArraySpec.dense((group, queries), "float32")
     if used:
         given += [None, None, None, ArraySpec.dense((1,), "int32")]
     problem = Problem.of((OF_SEQUENCES if packed or used else OPS)[op], given, options)
@@ -114,13 +119,17 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
         return [{}, packed]
     lengths: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
     if op == "backward":
-        lengths = [{"queries": tile.min_queries, "causal": False} for tile in tiles_sm90.BACKWARD if tile.min_queries]
-        lengths.append({})
+        long = [tile.min_queries for tile in tiles_sm90.BACKWARD if tile.min_queries]
+        lengths = [{"queries": queries, "causal": False} for queries in long]
+        lengths += [SHARED_HEADS | {"queries": queries + 8, "diagonal_offset": 4} for queries in long]
+        lengths += [{}, SHARED_HEADS]
     capped = [{"softcap": cap} for cap in (0.0, 30.0)]
     several = [packed | {"aligned": False}, *(packed | cap for cap in capped)]
     if op != "backward":  # of more queries than kernels for decoding take
         several += [{"used": True} | cap for cap in capped if op == "forward"]
         several += [packed | cap | {"queries": 300, "keys": keys} for cap, keys in product(capped, (300, 2000))]
+    else:
+        several += [packed | cap | SHARED_HEADS for cap in capped]
     return [{"aligned": False}, *several, *(length | cap for length, cap in product(lengths, capped))]
 
 

@@ -3,8 +3,15 @@
 #include "numeric.cuh"
 #include "range.cuh"
 
-// The queries of the two rows of a fragment that a lane has.
+// The queries of the two rows of a fragment that a lane has, where rows are queries that follow each other …
 struct LaneQueries {
+  int upper;
+
+  __device__ constexpr int operator[](int half) const { return upper + 8 * half; }
+};
+
+// … and where they are any.
+struct AnyLaneQueries {
   int upper, lower;
 
   __device__ constexpr int operator[](int half) const { return half == 0 ? upper : lower; }
@@ -69,14 +76,14 @@ struct Mask {
   }
 
   // Scores of keys after the last that the query sees become -inf.
-  template <int kCount>
-  __device__ __forceinline__ void hide_after(float (&s)[kCount], LaneQueries rows, int key, int column_pair) const {
+  template <int kCount, class Queries>
+  __device__ __forceinline__ void hide_after(float (&s)[kCount], Queries rows, int key, int column_pair) const {
     keep(s, key, column_pair, [&](int half) { return Range{kNoBound, min(rows[half] + hi + 1, seqlen_k)}; });
   }
 
   // Scores of keys before the first that the query sees become -inf.
-  template <int kCount>
-  __device__ __forceinline__ void hide_before(float (&s)[kCount], LaneQueries rows, int key, int column_pair) const {
+  template <int kCount, class Queries>
+  __device__ __forceinline__ void hide_before(float (&s)[kCount], Queries rows, int key, int column_pair) const {
     keep(s, key, column_pair, [&](int half) { return Range{rows[half] + lo, kNoBound}; });
   }
 

@@ -37,10 +37,14 @@ struct QueryTiles : TileRange {
   }
 };
 
+// 2 to this power blocks of threads share the query heads of each key block. why a variant: L53.
+__device__ __forceinline__ unsigned parts_log2(const TiledBackwardParams& p) { return kParts ? p.parts_log2 : 0; }
+
 // The steps of a key block that this block of threads takes, of so many query tiles: those of some query heads.
 __device__ __forceinline__ Range steps_of_part(const TiledBackwardParams& p, int tiles) {
-  const int part = blockIdx.x & ((1u << p.parts_log2) - 1), heads = p.problem.heads_per_kv;
-  return {(heads * part >> p.parts_log2) * tiles, (heads * (part + 1) >> p.parts_log2) * tiles};
+  const unsigned log2 = parts_log2(p);
+  const int part = blockIdx.x & ((1u << log2) - 1), heads = p.problem.heads_per_kv;
+  return {(heads * part >> log2) * tiles, (heads * (part + 1) >> log2) * tiles};
 }
 
 // The key blocks index … index_end - 1, counted over batch and kv heads, which a block of threads takes one after the
@@ -67,7 +71,7 @@ struct DenseKeyBlocks {
     }
     const unsigned heads = problem.batch * (problem.heads_q / problem.heads_per_kv);
     const unsigned num_parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
-    const HeadBlock part = longest_first(blockIdx.x >> p.parts_log2, num_parts, heads, p.heads_together);
+    const HeadBlock part = longest_first(blockIdx.x >> parts_log2(p), num_parts, heads, p.heads_together);
     index = part.head * p.num_k_blocks + part.block * p.key_blocks, skipped = 0;
     index_end = smaller<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
   }
@@ -93,16 +97,15 @@ struct DenseKeyBlocks {
 
   // Whether other blocks of threads take steps of the key block at hand, too, and its number among such key blocks.
   __device__ __forceinline__ bool is_shared() const {
-    return params.parts_log2 > 0 ||
-           (blockIdx.x >= params.whole_blocks &&
-            steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
+    return kParts || (blockIdx.x >= params.whole_blocks &&
+                      steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
   }
   __device__ __forceinline__ unsigned nth_shared() const {
-    return params.parts_log2 > 0 ? blockIdx.x >> params.parts_log2 : index - 1 - params.shared_first;
+    return kParts ? blockIdx.x >> parts_log2(params) : index - 1 - params.shared_first;
   }
   // The blocks of threads that share it.
   __device__ __forceinline__ unsigned num_sharers() const {
-    if (params.parts_log2 > 0) return 1u << params.parts_log2;
+    if (kParts) return 1u << parts_log2(params);
     const unsigned nth = nth_shared(), all_steps = params.num_q_blocks * params.problem.heads_per_kv;
     return ((nth + 1) * all_steps - 1) / params.shared_steps - nth * all_steps / params.shared_steps + 1;
   }
@@ -123,7 +126,7 @@ struct RaggedKeyBlocks {
     __device__ Found(const TiledBackwardParams& p, UnseenRows& unseen) {
       const ProblemParams& problem = p.problem;
       const unsigned heads = problem.heads_q / problem.heads_per_kv;
-      const HeadBlock at = longest_first(blockIdx.x >> p.parts_log2, p.num_k_blocks, heads, p.heads_together);
+      const HeadBlock at = longest_first(blockIdx.x >> parts_log2(p), p.num_k_blocks, heads, p.heads_together);
       const Axis axis = axis_of_keys(problem);
       const int size = kBlockK * p.key_blocks;
       const Territory territory = Territory::of_slot(axis, at.block, size);
@@ -168,9 +171,9 @@ struct RaggedKeyBlocks {
     return true;
   }
 
-  __device__ __forceinline__ bool is_shared() const { return params.parts_log2 > 0; }
-  __device__ __forceinline__ unsigned nth_shared() const { return blockIdx.x >> params.parts_log2; }
-  __device__ __forceinline__ unsigned num_sharers() const { return 1u << params.parts_log2; }
+  __device__ __forceinline__ bool is_shared() const { return kParts; }
+  __device__ __forceinline__ unsigned nth_shared() const { return blockIdx.x >> parts_log2(params); }
+  __device__ __forceinline__ unsigned num_sharers() const { return 1u << parts_log2(params); }
   // why one further: see DeltaParams.
   __device__ __forceinline__ unsigned* shared_counter() const {
     return params.turns + params.problem.heads_q * params.num_q_blocks + 1 + nth_shared();

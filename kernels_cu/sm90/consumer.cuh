@@ -45,7 +45,11 @@ struct GroupKeys {
   __device__ __forceinline__ void find_clear(const ProblemParams& problem, const QueryWork& work, int group) {
     const Range rows = group_rows(problem, work, group);
     const Range common = work.sequence(problem).mask().full_range(rows.begin, rows.end);
-    clear = TileRange::inside(common, kBlockK), last_common = (common.end - 1) / kBlockK;
+    clear = TileRange::inside(common, kBlockK);
+    if constexpr (!Score::kAlwaysChanges) {
+      last_common = (common.end - 1) / kBlockK;
+      clear.begin = larger(clear.begin, tiles.begin);  // why here: a loop that ends there would find it in every turn
+    }
   }
 
  private:
@@ -88,7 +92,7 @@ struct Consumer : Role {
 
   // The warp's first row in the query block, this lane's queries, the mask, and the warp's rows of q.
   __device__ __forceinline__ int block_row() const { return group * kGroupRows + warp * 16; }
-  __device__ __forceinline__ LaneQueries lane_queries(const QueryWork& work) const {
+  __device__ __forceinline__ auto lane_queries(const QueryWork& work) const {
     return work.lane_queries(params.problem, block_row() + fresh_thread() % 32 / 4);
   }
   __device__ __forceinline__ Mask mask(const QueryWork& work) const { return work.sequence(params.problem).mask(); }
@@ -126,7 +130,7 @@ struct Consumer : Role {
   template <int kPending>
   __device__ __forceinline__ void weigh(const GroupKeys& keys, int n, unsigned k_slot, float (&o_scale)[2]) {
     const QueryWork work = smem.work(i);  // why here: L31
-    const LaneQueries rows = lane_queries(work);
+    const auto rows = lane_queries(work);
     wgmma_wait<kPending>(s);
     Score{params.problem.score}.apply(s);
     if (n >= keys.clear.end) mask(work).hide_after(s, rows, n * kBlockK, fresh_thread() % 4);
@@ -142,7 +146,7 @@ struct Consumer : Role {
   // uses see nothing.
   __device__ __forceinline__ void finish(const QueryWork& work, const Softmax& softmax, float (&o_scale)[2],
                                          float (&lse)[2]) const {
-    const LaneQueries rows = lane_queries(work);
+    const auto rows = lane_queries(work);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       softmax.finish(h, o_scale[h], lse[h]);
@@ -196,8 +200,8 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
   QueryWork first;
   WorkQueue queue;
-  if (warp == (kLengths ? 3 : 0)) first = queue.first_work(params);
-  if (kLengths && threadIdx.x == 96) smem.write(0, first);
+  if (warp == kDealingWarp) first = queue.first_work(params);
+  if (kLengths && threadIdx.x == 32 * kDealingWarp) smem.write(0, first);
   if (threadIdx.x == 32) smem.init_barriers();
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
   if (threadIdx.x == (kLengths ? 64 : 96) && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
@@ -206,16 +210,16 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0) {
-      if constexpr (kLengths) produce_keys<QueryWork>(params, smem, 0);
-      else DenseKeyProducer<QueryWork>{{params, smem}}.run(queue, first);
-    } else if (kLengths && warp == 3) {
-      Dealer{{params, smem}}.run(queue, first.exists());
-    } else if (kLengths && warp == 2 && params.problem.page_table != nullptr) {
-      if constexpr (kLengths && kPanelsV > 0) produce_keys<QueryWork>(params, smem, 1);
-    } else if (warp <= kQueryWarps) {
-      const bool is_alone = kLengths && params.problem.page_table != nullptr;
-      QueryProducer{{params, smem}, warp - 1, is_alone ? 1 : kQueryWarps}.run();
+    if constexpr (!kLengths) {
+      if (warp == 0) DenseKeyProducer<QueryWork>{{params, smem}}.run(first);
+      else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1, kQueryWarps}.run();
+    } else {
+      const bool has_pages = params.problem.page_table != nullptr;
+      if (warp == 0) produce_keys<QueryWork>(params, smem, 0);
+      else if (warp == kDealingWarp) Dealer{{params, smem}}.run(queue, first.exists());
+      else if (warp == 1 || (warp <= kQueryWarps && !has_pages)) {
+        QueryProducer{{params, smem}, warp - 1, has_pages ? 1 : kQueryWarps}.run();
+      } else if (warp == 2 && has_pages && kPanelsV > 0) produce_keys<QueryWork>(params, smem, 1);
     }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();

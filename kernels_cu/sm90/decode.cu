@@ -47,7 +47,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   // Makes weights of the scores of key tile n. o must be multiplied by o_scale if the result says so.
   __device__ __forceinline__ bool weigh_tile(int n, unsigned k_slot) {
     const QueryWork work = smem.work(i);  // why here: L31
-    const LaneQueries rows = lane_queries(work);
+    const auto rows = lane_queries(work);
     GroupKeys keys(params.problem, work, group, true);
     keys.find_clear(params.problem, work, group);
     Score{params.problem.score}.apply(s);

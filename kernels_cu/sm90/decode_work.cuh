@@ -20,7 +20,7 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
     const int group = problem.heads_per_kv;
     return {quotient(row_begin + begin, group), ceil_quotient(row_begin + end, group)};
   }
-  __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams& problem, int row) const {
+  __device__ __forceinline__ AnyLaneQueries lane_queries(const ProblemParams& problem, int row) const {
     return {(row_begin + row) / problem.heads_per_kv, (row_begin + row + 8) / problem.heads_per_kv};
   }
 };

@@ -53,7 +53,6 @@ struct ForwardConsumer : OutputConsumer<ForwardConsumer> {
   // Stores the warp's rows of the work before this one: out goes through shared memory by TMA (L21), lse goes directly.
   __device__ __forceinline__ void store(const Softmax& softmax) {
     const QueryWork work = smem.work(i - 1);
-    const auto out_rows = work.sequence(params.problem).out_from(work.row_begin + block_row());
     float lse[2];
     finish(work, softmax, o_scale, lse);
     if (__any_sync(0xffffffffu, o_scale[0] == 0.0f || o_scale[1] == 0.0f)) {
@@ -61,6 +60,10 @@ struct ForwardConsumer : OutputConsumer<ForwardConsumer> {
       for (int h = 0; h < 2; ++h)
         if (o_scale[h] == 0.0f) clear_row(o, h);
     }
+    // why found here only where sequences have lengths of their own: L53.
+    auto find_rows = [&] { return work.sequence(params.problem).out_from(work.row_begin + block_row()); };
+    decltype(find_rows()) rows;
+    if constexpr (kLengths) rows = find_rows();
 #pragma unroll
     for (int first = 0; first < kPanelsOut; first += kOutPanels) {
       const int last = min(first + kOutPanels, kPanelsOut);
@@ -70,9 +73,10 @@ struct ForwardConsumer : OutputConsumer<ForwardConsumer> {
       fence_proxy_async();
       __syncwarp();
       if (leads) {
+        if constexpr (!kLengths) rows = find_rows();
 #pragma unroll
         for (int n = first; n < last; ++n) {
-          store_box(params.out_map, out_smem(n - first), n * kOutColumns, out_rows, work.head);
+          store_box(params.out_map, out_smem(n - first), n * kOutColumns, rows, work.head);
         }
         bulk_commit();
       }

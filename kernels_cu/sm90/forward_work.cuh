@@ -13,7 +13,7 @@ struct alignas(16) DenseQueryWork {
     return {row_begin + begin, row_begin + end};
   }
   __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams&, int row) const {
-    return {row_begin + row, row_begin + row + 8};
+    return {row_begin + row};
   }
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
@@ -22,8 +22,9 @@ struct alignas(16) DenseQueryWork {
 
 // Deals out the work of a block of threads.
 struct DenseWorkQueue : WorkCounter {
-  __device__ __forceinline__ DenseQueryWork first_work(const TiledForwardParams& params) const {
-    return work(params);
+  // why of a queue of its own: L53.
+  __device__ __forceinline__ static DenseQueryWork first_work(const TiledForwardParams& params) {
+    return DenseWorkQueue().work(params);
   }
 
   __device__ __forceinline__ void advance(const TiledForwardParams& params) { take_next(params, params.num_tiles); }

@@ -68,27 +68,24 @@ struct OutputConsumer : Consumer {
     pass_issue();
   }
 
-  // Which rows may have seen nothing, and which keys of a tile may be hidden. why loops of their own: L28.
-  enum class Tiles { kUpper, kClear, kLower };
-
   // Takes steps down to tile `begin`; false if weights left the range, their step unfinished. Rows keep the maximum of
   // the first tile in which they see a key, as long as their weights are in range. So the bits of a row depend on no
-  // other row, nor on which of these loops a tile falls into.
-  template <Tiles kTiles>
+  // other row, nor on which of the two loops a tile falls into. why a loop of their own for tiles without hidden keys,
+  // after the first key that all rows see: L28.
+  template <bool kClear>
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
-    constexpr bool kAny = kTiles == Tiles::kUpper, kHides = kTiles != Tiles::kClear;
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
       begin_step(step);
-      const QueryWork work = kHides ? smem.work(i) : QueryWork();  // why here: L31
-      const LaneQueries rows = kHides ? lane_queries(work) : LaneQueries();
+      const QueryWork work = kClear ? QueryWork() : smem.work(i);  // why here: L31
+      const auto rows = kClear ? decltype(lane_queries(work))() : lane_queries(work);
       wgmma_wait<1>(s);
-      if (kAny && step.n >= keys.clear.end) mask(work).hide_after(s, rows, step.n * kBlockK, fresh_thread() % 4);
-      if (kHides && (!kAny || step.n < keys.clear.begin)) {
-        mask(work).hide_before(s, rows, step.n * kBlockK, fresh_thread() % 4);
+      if constexpr (!kClear) {
+        if (step.n >= keys.clear.end) mask(work).hide_after(s, rows, step.n * kBlockK, fresh_thread() % 4);
+        if (step.n < keys.clear.begin) mask(work).hide_before(s, rows, step.n * kBlockK, fresh_thread() % 4);
       }
       absent_keys(step.k_slot).hide(s, fresh_thread() % 4);
-      if constexpr (kAny) softmax.raise_unseen(s, scale_log2());
+      if constexpr (!kClear) softmax.raise_unseen(s, scale_log2());
       softmax.weigh(s, scale_log2(), step.sums);
       if (__any_sync(0xffffffffu, softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]))) {
         wgmma_wait<0>(o);
@@ -120,17 +117,20 @@ struct OutputConsumer : Consumer {
       // why: after the tile of the last key that all rows see, no row has seen nothing.
       const bool some_clear = keys.clear.begin < min(keys.clear.end, tiles.end);
       const int upper_begin = some_clear ? max(tiles.begin, keys.last_common) : tiles.begin;
-      const int clear_begin = max(tiles.begin, keys.clear.begin);
 #pragma unroll 1
-      while (!stale_steps<Tiles::kUpper>(step, keys, upper_begin) ||
-             !stale_steps<Tiles::kClear>(step, keys, clear_begin) ||
-             !stale_steps<Tiles::kLower>(step, keys, tiles.begin)) {
+      while (step.n >= tiles.begin) {
+        // why in this order: L52.
+        const bool upper = step.n >= upper_begin;
+        if ((upper || stale_steps<true>(step, keys, keys.clear.begin)) &&
+            stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {
+          continue;
+        }
         const QueryWork work = smem.work(i);
-        const LaneQueries rows = lane_queries(work);
+        const auto rows = lane_queries(work);
         auto hide = [&](float (&fresh)[8], int piece) {
           const int key = step.n * kBlockK + 16 * piece;
           if (step.n >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
-          mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
+          if (step.n < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
           absent_keys(step.k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
         };
         weigh_again(s, softmax, step.sums, o_scale, hide, scale_log2(), q, q_smem(),

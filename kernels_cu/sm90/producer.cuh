@@ -41,7 +41,8 @@ struct DenseKeyProducer : Role {
   }
 
   // why work is read back from shared memory: L5.
-  __device__ __forceinline__ void run(WorkQueue& queue, const AnyWork& first) {
+  __device__ __forceinline__ void run(const AnyWork& first) {
+    WorkQueue queue;
     describe(0, first);
     unsigned i = 0;
 #pragma unroll 1

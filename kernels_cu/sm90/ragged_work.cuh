@@ -45,7 +45,7 @@ struct alignas(16) RaggedQueryWork {
     return {row_begin + begin, row_begin + end};
   }
   __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams&, int row) const {
-    return {row_begin + row, row_begin + row + 8};
+    return {row_begin + row};
   }
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }

@@ -21,6 +21,7 @@ using KernelParams = KernelParamsOf<kLengths, kDecodes>::Type;
 static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parameters");
 
 constexpr int kNoWork = -1;
+constexpr int kDealingWarp = kLengths ? 3 : 0;  // deals out the work of a block of threads
 
 // The first piece has the block's index; the others are as the counter hands them out or, without a counter, at a fixed
 // distance.
@@ -33,7 +34,8 @@ struct WorkCounter {
       index += gridDim.x;
     } else {
       unsigned taken = 0;
-      if (threadIdx.x % 32 == 0) {  // of the one warp that asks
+      // why a number, and not the first lane: the compiler then knows that no other thread counts.
+      if (threadIdx.x == 32 * kDealingWarp) {
         taken = atomicAdd(params.counter, 1u);
         // why: the counter must be zero for the next launch. Each piece of work beyond the first of a block counts
         // once, and so does the last question of each block, which finds none.

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from variants import DTYPES, KEYS, variant_of, variants
+from variants import DTYPES, KEYS, SHARED_HEADS, variant_of, variants
 
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning import tiles_sm80, tiles_sm90
@@ -64,6 +64,7 @@ ONE_OF_EACH_KIND = (
         for changes in ({}, CAPPED, PACKED, PACKED | CAPPED)
     ),
     *(("backward", "float16", 128, 128, {"queries": 2**16, "causal": False} | changes) for changes in ({}, CAPPED)),
+    *(("backward", "float16", dim, dim, SHARED_HEADS | changes) for dim in (64, 128) for changes in ({}, PACKED)),
     *(
         (op, "float16", *dims, changes)
         for op in HOPPER_GRADIENTS
@@ -176,7 +177,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
         wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, of_lse.for_lengths())}
-    gradients = [("backward", row, lengths) for row in tiles_sm90.BACKWARD for lengths in {not row.min_queries, False}]
+    whole = [row for each in tiles_sm90.BACKWARD for row in (each, replace(each, parts=True))]
+    gradients = [("backward", row, lengths) for row in whole for lengths in {not row.min_queries, False}]
     gradients += [(f"backward_{row.gradient}", row, lengths) for row in tiles_sm90.ROWS for lengths in (False, True)]
     of_gradients = set()
     for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):
