@@ -105,7 +105,8 @@ def unreached(wanted: list[Variant]) -> list[str]:
         for row, capped in itertools.product(tiles_sm90.TILES, (False, True)):
             rows += [(dtype, row, capped, False)] if row.softcap in (None, capped) else []
             rows.append((dtype, tiles_sm90.choose("lse", row.head_dim, 0, 0.0, capped), capped, False))
-        gradients = *tiles_sm90.BACKWARD, *(replace(row, parts=True) for row in tiles_sm90.BACKWARD), *tiles_sm90.ROWS
+        shared = (replace(row, shares_heads=True) for row in tiles_sm90.BACKWARD)
+        gradients = *tiles_sm90.BACKWARD, *shared, *tiles_sm90.ROWS
         for gradient, capped in itertools.product(gradients, (False, True)):
             several = () if getattr(gradient, "min_queries", 0) else (True,)
             if gradient.softcap in (None, capped):

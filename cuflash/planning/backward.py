@@ -197,7 +197,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "dv_acc": shared_floats * tile.head_dim_v,
         "turns": heads * num_q_blocks + shared.shared_keys + (own is not None),
     }
-    variant = _warpgroup_variant(problem, device, "backward", replace(tile, parts=parts_log2 > 0))
+    variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0))
     launches = [
         _delta(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, shared_keys=shared.shared_keys),
         Launch(variant, blocks, fields, _boxes(problem, *tile.boxes)),

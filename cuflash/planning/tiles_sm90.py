@@ -98,7 +98,7 @@ class WarpgroupBackwardTile:
     v_steps: int = 0
     softcap: bool | None = None  # as in `WarpgroupTile`
     min_queries: int = 0  # the row is for keys that at least so many queries see on average
-    parts: bool = False  # whether blocks of threads share the query heads of each key block. why: L35
+    shares_heads: bool = False  # whether blocks of threads share the query heads of each key block. why: L35
     block_k: int = 128
     stages: int = 2  # tiles of q and of dout in shared memory
     ds_stages: int = 2
@@ -130,7 +130,7 @@ class WarpgroupBackwardTile:
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
         found = macros(self, "head_dim head_dim_v block_q block_k stages ds_stages k_steps v_steps")
-        return found | ({"PARTS": 1} if self.parts else {})
+        return found | ({"SHARES_HEADS": 1} if self.shares_heads else {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ struct QueryTiles : TileRange {
 };
 
 // 2 to this power blocks of threads share the query heads of each key block. why a variant: L53.
-__device__ __forceinline__ unsigned parts_log2(const TiledBackwardParams& p) { return kParts ? p.parts_log2 : 0; }
+__device__ __forceinline__ unsigned parts_log2(const TiledBackwardParams& p) { return kSharesHeads ? p.parts_log2 : 0; }
 
 // The steps of a key block that this block of threads takes, of so many query tiles: those of some query heads.
 __device__ __forceinline__ Range steps_of_part(const TiledBackwardParams& p, int tiles) {
@@ -97,15 +97,15 @@ struct DenseKeyBlocks {
 
   // Whether other blocks of threads take steps of the key block at hand, too, and its number among such key blocks.
   __device__ __forceinline__ bool is_shared() const {
-    return kParts || (blockIdx.x >= params.whole_blocks &&
+    return kSharesHeads || (blockIdx.x >= params.whole_blocks &&
                       steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
   }
   __device__ __forceinline__ unsigned nth_shared() const {
-    return kParts ? blockIdx.x >> parts_log2(params) : index - 1 - params.shared_first;
+    return kSharesHeads ? blockIdx.x >> parts_log2(params) : index - 1 - params.shared_first;
   }
   // The blocks of threads that share it.
   __device__ __forceinline__ unsigned num_sharers() const {
-    if (kParts) return 1u << parts_log2(params);
+    if (kSharesHeads) return 1u << parts_log2(params);
     const unsigned nth = nth_shared(), all_steps = params.num_q_blocks * params.problem.heads_per_kv;
     return ((nth + 1) * all_steps - 1) / params.shared_steps - nth * all_steps / params.shared_steps + 1;
   }
@@ -171,7 +171,7 @@ struct RaggedKeyBlocks {
     return true;
   }
 
-  __device__ __forceinline__ bool is_shared() const { return kParts; }
+  __device__ __forceinline__ bool is_shared() const { return kSharesHeads; }
   __device__ __forceinline__ unsigned nth_shared() const { return blockIdx.x >> parts_log2(params); }
   __device__ __forceinline__ unsigned num_sharers() const { return 1u << parts_log2(params); }
   // why one further: see DeltaParams.

@@ -44,10 +44,10 @@ constexpr int kDsStages = CUFLASH_DS_STAGES;  // tiles of ds in shared memory
 constexpr int kKSteps = CUFLASH_K_STEPS;      // steps of k qᵀ whose columns of k stay in registers
 constexpr int kVSteps = CUFLASH_V_STEPS;      // steps of v doutᵀ whose columns of v stay in registers
 static_assert(kNumConsumers == 2 && kBlockK == 2 * kGroupRows, "two consumers share the keys of a block");
-#ifdef CUFLASH_PARTS
-constexpr bool kParts = true;  // blocks of threads share the query heads of each key block
+#ifdef CUFLASH_SHARES_HEADS
+constexpr bool kSharesHeads = true;  // blocks of threads share the query heads of each key block
 #else
-constexpr bool kParts = false;
+constexpr bool kSharesHeads = false;
 #endif
 #endif
 
