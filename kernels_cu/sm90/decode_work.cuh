@@ -92,11 +92,12 @@ struct DecodeQueue : WorkCounter {
 
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
   // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
+  // A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
   __device__ void choose_splits(int blocks, int tiles) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
     const int num_ctas = gridDim.x, each = ceil_quotient(tiles, num_ctas);
     if (blocks > num_ctas) {
-      most_tiles = blocks < 3 * num_ctas ? larger((each + 1) / 2, kLeastOfSome) : larger(each / 8, kLeastOfMany);
+      most_tiles = blocks < 3 * num_ctas ? larger((each + 1) / 2, kLeastOfSome) : larger((each + 7) / 8, kLeastOfMany);
       return;
     }
     most_tiles = larger(each, kLeast);

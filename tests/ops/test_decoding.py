@@ -119,6 +119,21 @@ def test_a_graph_that_was_captured_with_short_lengths_replays_with_long_ones(cup
         check(given, out, lse)
 
 
+def test_there_is_room_for_all_splits_that_the_device_makes(cupy: Any) -> None:
+    # Query blocks are a few more than four for each multiprocessor: there are about as many splits as there may be.
+    num_sms = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
+    for batch, keys in ((num_sms + 1, 8193), (num_sms + 1, 8320), (num_sms // 2 + 3, 2500)):
+        shapes = (batch, 1, 16, 64), (batch, keys, 4, 64), (batch, keys, 4, 64)
+        q, k, v = (cupy.random.standard_normal(shape, dtype="float32").astype("float16") for shape in shapes)
+        used = cupy.full(batch, keys, "int32")
+        whole, whole_lse = cuflash.forward(q, k, v, seqused_k=used, return_lse=True, num_splits=1)
+        for _ in range(2):
+            out = cupy.full_like(q, cupy.nan)
+            _, lse = cuflash.forward(q, k, v, seqused_k=used, return_lse=True, out=out)
+            assert float(abs(out - whole).max()) < 1e-3
+            assert float(abs(lse - whole_lse).max()) < 1e-4
+
+
 def test_calls_on_several_streams_at_once(cupy: Any) -> None:
     given = made(replace(ROWS, queries=(2,) * 6))
     right, streams = forward(given, cupy), [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
