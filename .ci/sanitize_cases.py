@@ -64,8 +64,9 @@ def hopper_cases() -> Iterator[Case]:
         dims = tile.head_dim, tile.head_dim_v
         least = max((row.max_keys or 0 for row in rows if (row.head_dim, row.head_dim_v) == dims), default=0)
         name = f"{dtype}_{tile.head_dim}_{tile.head_dim_v}_{least}"
-        yield Case(name, 1, 200, least + 260, 1, 1, *dims, dtype, causal=True)
-        yield Case(f"{name}_w", 1, 200, least + 260, 2, 1, *dims, dtype, False, (least + 90, 20), None, 15.0)
+        shape = 200, least + 260, *((12, 6) if least else (2, 1)), *dims  # of two heads, many keys would be shared out
+        yield Case(name, 1, *shape, dtype, causal=True)
+        yield Case(f"{name}_w", 1, *shape, dtype, False, (least + 90, 20), None, 15.0)
     rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]
     for dtype, dims in itertools.product(("float16", "bfloat16"), dict.fromkeys(rows)):
         shape, name = (2, 2, *dims, dtype), f"{dtype}_{dims[0]}_{dims[1]}_gradients"
@@ -162,7 +163,8 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         keys, left, offset = ((300, 0, 131), 90, 60) if tile.max_keys else ((1900, 1, 2800), 1200, None)
         masked: dict[str, Any] = {"window_size": (left, 20), "diagonal_offset": offset, "softcap": 15.0}
         shape: dict[str, Any] = {"dtype": dtype, "dims": (tile.head_dim, tile.head_dim_v)}
-        many = Sequences("many", (200, 1, 150), keys, heads=(2, 1), causal=True, **shape)
+        heads = (2, 1) if tile.max_keys else (12, 6)  # of two heads, many keys would be shared out
+        many = Sequences("many", (200, 1, 150), keys, heads=heads, causal=True, **shape)
         decoding = Sequences("decoding", few, cached, "packed", "paged", used_k=True, bounded=True, **shape)
         for of in (many, replace(many, name="many_pages", place_k="paged", used_k=True, causal=False, **masked)):
             yield SequenceCase(of), ("flash2",)

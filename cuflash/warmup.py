@@ -33,7 +33,7 @@ from .runtime import compiler
 from .runtime.cache import cache_dir
 
 OPS = ("forward", "lse", "backward", "merge", "append_kv")
-SEQLEN = 128
+SEQLEN, MANY_KEYS = 128, 8192
 COMPILED, THERE, FAILED = "compiled", "there", "failed"
 HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
 
@@ -137,6 +137,10 @@ def _variants_of(
         specs = {"lse": [q, q], "forward": [q, q, v], "backward": [q, q, v, v, out]}[op]
         # why both: Hopper may have another kernel for few keys under a mask
         problems = [Problem.of(PUBLIC[op], specs, Options(causal=causal, **more)) for causal in (True, False)]
+        if op == "forward":  # and for few queries over many keys
+            few = [ArraySpec.dense((1, length, 2, spec.shape[3]), dtype) for length, spec in
+                   zip((1, MANY_KEYS, MANY_KEYS), specs, strict=True)]
+            problems.append(Problem.of(PUBLIC[op], few, Options(causal=True, **more)))
     return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
 
 

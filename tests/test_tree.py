@@ -41,6 +41,7 @@ TESTED_ELSEWHERE = {
                     "reference/test_forward.py"),
     **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",
                     "variant")), "planning/test_planner.py"),
+    "planning/pages": "planning/test_decoding.py",
     "reference/append": "ops/test_append.py",
     **dict.fromkeys((f"problem/{name}" for name in ("array_spec", "dtypes", "operands")), "problem/test_problem.py"),
     "problem/checks": "problem/test_bad_input.py",

@@ -64,6 +64,9 @@ def plan_of(
         specs += [specs[0]._replace(shape=(1, queries, group, head_dim_v)).densed()] * 2
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
+    if op == "forward" and not used:
+        # why: many keys of one head would be shared out among blocks of threads, which `used` stands for
+        options = options._replace(sequences=SequenceOptions(num_splits=1))
     given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
     if packed:
         told = [ArraySpec.dense((2,), "int32")] * 2

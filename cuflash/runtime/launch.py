@@ -57,7 +57,7 @@ class Kernels:
 
     __slots__ = ("_counted", "_loaded", "_number", "_parameters", "boxed", "ordinal", "plan", "workspace")
 
-    def __init__(self, problem: Problem, made: Plan, ordinal: int) -> None:
+    def __init__(self, made: Plan, ordinal: int) -> None:
         self.plan, self.ordinal, self._number = made, ordinal, next(_numbers)
         self._loaded: list[tuple[Any, ...]] = []  # function, grid, block, shared memory, number of its parameters
         self._parameters: list[Parameters] = []
@@ -70,14 +70,14 @@ class Kernels:
             # why: launches that take the same struct share it: Hopper's three of one gradient each.
             number = numbers.setdefault((variant.params, id(launch.fields)), len(numbers))
             if number == len(self._parameters):
-                self._parameters.append(Parameters(problem, launch, made.workspace))
+                self._parameters.append(Parameters(made.problem, launch, made.workspace))
                 counts = {"counter": int(launch.counted), "arrivals": launch.arrivals}
                 found = ((getattr(STRUCTS[variant.params], name, None), count) for name, count in counts.items())
                 self._counted += [(number, field.offset // 8, count) for field, count in found if field and count]
             grid, block = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
             self._loaded.append((compiler.load(variant, ordinal), grid, block, variant.smem_bytes, number))
         self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
-        index = problem.op.index
+        index = made.problem.op.index
         # The operands that must begin at a multiple of 16 bytes.
         self.boxed = tuple([index[name] for name in made.boxed])
 
@@ -131,7 +131,7 @@ def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> 
     made = plan(problem, device.query(ordinal), misaligned)
     if logger.isEnabledFor(logging.DEBUG):
         _log(problem.op.name, made)
-    return Kernels(problem, made, ordinal)
+    return Kernels(made, ordinal)
 
 
 class Call:

@@ -76,7 +76,7 @@ def test_head_dims_and_keys_choose_the_tile(tile: WarpgroupTile, dtype: str, cau
     if tile.max_keys and not causal:
         pytest.skip("without a mask the other tile is taken")
     case = case_of(tile, dtype, 293, 2800 if short else 410, heads=(2, 1), causal=causal)
-    made = cuflash.plan(*case.shapes(), dtype=dtype, device="sm_90", causal=causal)
+    made = cuflash.plan(*case.shapes(), dtype=dtype, device="sm_90", causal=causal, num_splits=1)
     assert made.variant is not None
     assert made.variant.tile == tile
     check(case)

@@ -7,10 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hopper import assert_right
 from libraries import identical
 from sequences import FAR, Sequences, check, made
 
 import cuflash
+from cuflash.bench.cases import Case
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = (4097, 0, 1, 128, 129, 2500)
@@ -68,6 +70,33 @@ def test_any_number_of_splits(cupy: Any, num_splits: int) -> None:
         check(given, *got)
         for _ in range(3):
             assert identical(forward(given, cupy, num_splits=num_splits), got)
+
+
+# batch, queries, keys, query heads, kv heads
+IDLE = [(1, 1, 4097, 32, 8), (2, 3, 5000, 4, 1), (1, 100, 3000, 2, 2), (1, 300, 4000, 2, 1), (40, 1, 3001, 4, 2)]
+
+
+@pytest.mark.parametrize("sizes", IDLE, ids=lambda sizes: "_".join(map(str, sizes)))
+@pytest.mark.parametrize(
+    "mask",
+    [{}, {"causal": True}, {"causal": True, "softcap": 5.0}, {"window_size": (2500, 20)},
+     {"causal": True, "diagonal_offset": 2222}, {"causal": True, "diagonal_offset": -1, "window_size": (-1, -1)}],
+    ids=str,
+)  # fmt: skip
+def test_sequences_that_are_all_alike(cupy: Any, sizes: tuple[int, ...], mask: dict[str, Any]) -> None:
+    for dims in (64, 64), (192, 128):
+        case = Case("idle", *sizes, *dims, "bfloat16", **mask)
+        arrays = case.arrays()
+        given = [cupy.asarray(x) for x in arrays]
+        results = {n: cuflash.forward(*given, **case.arguments(), return_lse=True, num_splits=n) for n in (0, 1, 3)}
+        for out, lse in results.values():
+            assert_right(case, arrays, out, lse)
+        assert identical(cuflash.forward(*given, **case.arguments(), return_lse=True), results[0])
+        rank3 = [x[0] for x in given]
+        one = replace(case, batch=1).arguments()
+        assert_right(replace(case, batch=1), tuple(x[:1] for x in arrays), *(
+            x[None] for x in cuflash.forward(*rank3, **one, return_lse=True)
+        ))  # fmt: skip
 
 
 @pytest.mark.parametrize("out_dtype", [None, "float32"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import cuflash
-from cuflash.planning import forward
+from cuflash.planning import decoding
 from cuflash.planning.plan import Launch, Plan
 
 
@@ -24,22 +24,56 @@ def launched(*given: Any, **more: Any) -> Launch:
 
 @pytest.mark.parametrize(
     ("queries", "heads", "few"),
-    [(1, (32, 8), True), (32, (32, 8), True), (33, (32, 8), False), (128, (4, 4), True), (129, (4, 4), False),
-     (1, (128, 1), True), (1, (129, 1), False)],
-)  # fmt: skip
-def test_queries_are_few_if_the_rows_of_a_group_fill_at_most_two_blocks(
+    [(1, (32, 8), True), (16, (32, 8), True), (1, (128, 1), True), (16, (4, 4), True), (300, (32, 8), False)],
+)
+def test_keys_are_shared_out_where_a_sequence_has_few_queries(
     queries: int, heads: tuple[int, int], few: bool
 ) -> None:
-    source = launched(queries, heads=heads).variant.source
-    assert source == ("sm90/decode.cu" if few else "sm90/forward.cu")
+    for batch in (1, 4, 300):
+        for keys in (100, 4096) if few else (4096,):
+            source = launched(queries, keys, heads, batch).variant.source
+            assert source == ("sm90/decode.cu" if few else "sm90/forward.cu")
 
 
 def test_a_bound_on_queries_counts_and_not_their_total() -> None:
-    shapes = (900, 32, 128), (900, 8, 128), (900, 8, 128)
-    for bound, source in ((32, "sm90/decode.cu"), (33, "sm90/forward.cu"), (None, "sm90/forward.cu")):
+    shapes = (90_000, 32, 128), (90_000, 8, 128), (90_000, 8, 128)
+    for bound, source in ((16, "sm90/decode.cu"), (300, "sm90/forward.cu"), (None, "sm90/forward.cu")):
         lengths = {"cu_seqlens_q": (5,), "cu_seqlens_k": (5,), "max_seqlen_q": bound}
         (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", **lengths).launches
         assert launch.variant.source == source
+
+
+def test_keys_are_shared_out_where_most_of_the_gpu_would_idle() -> None:
+    # (batch, queries, keys, query heads, kv heads)
+    idle = [(1, 1, 4096, 32, 8), (1, 64, 4096, 32, 8), (1, 300, 9000, 2, 1), (4, 1, 32768, 16, 16),
+            (1, 4096, 4096, 1, 1)]  # fmt: skip
+    busy = [(1, 1, 300, 32, 8), (1, 512, 512, 16, 16), (64, 128, 128, 12, 12), (16, 2048, 2048, 16, 16),
+            (1, 2048, 2048, 16, 16), (4, 512, 8192, 32, 32)]  # fmt: skip
+    for sizes in (*idle, *busy):
+        batch, queries, keys, heads_q, heads_kv = sizes
+        shapes = (batch, queries, heads_q, 128), (batch, keys, heads_kv, 128), (batch, keys, heads_kv, 128)
+        for more in ({}, {"seqused_k": (batch,)} if queries > 16 else {}):
+            (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", causal=True, **more).launches
+            assert launch.variant.source == ("sm90/decode.cu" if sizes in idle else "sm90/forward.cu"), (sizes, more)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [{}, {"causal": True}, {"window_size": (3000, 30)}, {"diagonal_offset": 4000, "window_size": (-1, 7)}],
+    ids=str,
+)
+def test_lengths_that_are_all_alike_come_with_the_mask_of_the_call(mask: dict[str, Any]) -> None:
+    plan = cuflash.plan((2, 5, 8, 64), (2, 4096, 2, 64), (2, 4096, 2, 64), dtype="bfloat16", device="sm_90", **mask)
+    own = plan.problem.lengths
+    assert own is not None
+    assert (own.batch_q, own.rows_q, own.batch_k, own.rows_k) == (2, 5, 2, 4096)
+    assert own.mask(5, 4096) == plan.problem.mask
+
+
+def test_the_bits_of_other_calls_are_kept_where_the_call_asks_for_them() -> None:
+    shapes = (1, 1, 4, 64), (1, 9000, 4, 64), (1, 9000, 4, 64)
+    (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", split_size=256).launches
+    assert launch.variant.source == "sm90/forward.cu"
 
 
 def test_few_sequences_that_are_not_packed_have_kernels_of_their_own() -> None:
@@ -72,6 +106,7 @@ def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:
 def test_the_workspace_holds_all_splits_that_the_device_may_make() -> None:
     slots = launched(batch=300).fields["max_slots"]
     assert slots >= 8 * 132 + 300 * 8
+    assert launched(batch=4).fields["max_slots"] == 132  # each block of threads has one at most
     assert made(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 1)
 
 
@@ -80,7 +115,7 @@ def test_there_are_blocks_of_threads_even_if_no_key_may_be_used() -> None:
 
 
 def test_more_key_tiles_than_can_be_counted_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "MAX_TILES", 4 * 8 * 32)
+    monkeypatch.setattr(decoding, "MAX_TILES", 4 * 8 * 32)
     assert launched().variant.source == "sm90/decode.cu"
     assert launched(keys=4097).variant.source == "sm90/forward.cu"
 

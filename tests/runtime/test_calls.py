@@ -31,7 +31,7 @@ def forward(seqlen: int = 300, counted: bool = False) -> tuple[launch.Kernels, P
     of = problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
     made = plan(of, KNOWN["sm_90"])
     assert made.launches[0].counted == counted
-    return launch.Kernels(of, made, 1), Parameters(of, made.launches[0], {})
+    return launch.Kernels(made, 1), Parameters(of, made.launches[0], {})
 
 
 def moved(by: int) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
     of = problem(256, 256, "backward", dims=(1, 300, 300, 2, 2))
     made = plan(of, KNOWN["sm_90"])
     assert len(made.launches) == 4  # delta, dq, dk, dv
-    launch.Kernels(of, made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
+    launch.Kernels(made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
     delta, *rows = [packed for _, packed in gpus.launched]
     assert rows == rows[:1] * 3 != [delta] * 3
 
