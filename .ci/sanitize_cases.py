@@ -165,12 +165,15 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         shape: dict[str, Any] = {"dtype": dtype, "dims": (tile.head_dim, tile.head_dim_v)}
         heads = (2, 1) if tile.max_keys else (12, 6)  # of two heads, many keys would be shared out
         many = Sequences("many", (200, 1, 150), keys, heads=heads, causal=True, **shape)
-        decoding = Sequences("decoding", few, cached, "packed", "paged", used_k=True, bounded=True, **shape)
+        given: tuple[Any, ...] = few, cached, "packed", "paged"
+        told: dict[str, Any] = {"used_k": True, "bounded": True, **shape}
+        # the rows of a group fit a warp, or do not
+        decoding = [Sequences("decoding", *given, heads=heads, **told) for heads in ((2, 2), (24, 2))]
         for of in (many, replace(many, name="many_pages", place_k="paged", used_k=True, causal=False, **masked)):
             yield SequenceCase(of), ("flash2",)
             yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True), ("flash2",)
-        rows = replace(decoding, name="decoding_rows", place_q="rectangle", used_q=True, bounded=False)
-        both = (decoding, rows)
+        of_rows: dict[str, Any] = {"name": "decoding_rows", "place_q": "rectangle", "used_q": True, "bounded": False}
+        both = [*decoding, *(replace(of, heads=(2 * of.heads[0], 2), **of_rows) for of in decoding)]
         for of in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
             yield SequenceCase(of), ("flash2",)
             yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True, wild=True), ("flash2",)

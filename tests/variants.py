@@ -47,12 +47,13 @@ def plan_of(
     aligned: bool = True,
     packed: bool = False,
     used: bool = False,
+    shared: bool = False,
     **arguments: Any,
 ) -> Plan | None:
     """What this device launches for a causal problem of these head dims and keys; None where it has no kernel.
 
     group: query heads of the kv head. packed: the rows are one sequence of several, whose lengths are on the device.
-    used: some of the keys are used.
+    used: some of the keys are used. shared: blocks of threads may share keys, as they may with `used`.
     """
     if op == "merge":
         return plan(merge_of(dtype, head_dim), device)
@@ -64,9 +65,8 @@ def plan_of(
         specs += [specs[0]._replace(shape=(1, queries, group, head_dim_v)).densed()] * 2
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
-    if op == "forward" and not used:
-        # why: many keys of one head would be shared out among blocks of threads, which `used` stands for
-        options = options._replace(sequences=SequenceOptions(num_splits=1))
+    if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among blocks of threads
+        options = options._replace(sequences=SequenceOptions(num_splits=0 if used or shared else 1))
     given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
     if packed:
         told = [ArraySpec.dense((2,), "int32")] * 2
@@ -129,7 +129,8 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     capped = [{"softcap": cap} for cap in (0.0, 30.0)]
     several = [packed | {"aligned": False}, *(packed | cap for cap in capped)]
     if op != "backward":  # of more queries than kernels for decoding take
-        several += [{"used": True} | cap for cap in capped if op == "forward"]
+        few = {"used": True}, {"used": True, "queries": 16, "group": 4}, packed | {"shared": True}
+        several += [way | cap for way, cap in product(few, capped) if op == "forward"]
         several += [packed | cap | {"queries": 300, "keys": keys} for cap, keys in product(capped, (300, 2000))]
     else:
         several += [packed | cap | SHARED_HEADS for cap in capped]

@@ -10,7 +10,7 @@ from ..problem.problem import Problem
 from .device import Device
 from .pages import page_cut
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
-from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WarpgroupTile
+from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile
 from .variant import variant_of
 
 # Few queries of a sequence of several lengths, and few rows with all heads of a group: keys are then what takes time.
@@ -32,17 +32,19 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     if own is None:
         mask, places = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
         own = Lengths(*places, left=-mask.lo, right=mask.hi, offset=0)
+    is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
+    # why not for one split: its bits are those of other kernels.
+    is_narrow = splits != 1 and problem.seqlen_q * group <= WARP_ROWS
     rows = own._replace(rows_q=own.rows_q * group)  # of a kv head
-    num_blocks = rows.num_slots("q", problem.batch, GROUP_ROWS) * problem.heads_kv
-    tiles = max(blocks_of(problem.seqlen_k, row.block_k), 1)
-    if num_blocks * tiles > MAX_TILES:
-        return None
+    num_blocks = rows.num_slots("q", problem.batch, WARP_ROWS if is_narrow else GROUP_ROWS) * problem.heads_kv
     if not is_few:
         whole = own.num_slots("q", problem.batch, row.block_q) * problem.heads_q
         if not _is_faster(problem, row, num_blocks, whole, splits, device.num_sms):
             return None
-    is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
-    tile = row.for_decoding(few=problem.batch <= FEW_SEQUENCES and not is_packed)
+    tile = row.for_decoding(few=problem.batch <= FEW_SEQUENCES and not is_packed, narrow=is_narrow)
+    tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
+    if num_blocks * tiles > MAX_TILES:
+        return None
     problem = problem._replace(lengths=own)
     if splits == 0:
         most = device.num_sms if num_blocks <= device.num_sms else SPLITS_OF_A_BLOCK * device.num_sms + num_blocks
@@ -58,8 +60,9 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     boxes = {"k": box, "v": box, "q": box, "out": box}
     capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
+    source = "sm90/decode_narrow.cu" if is_narrow else "sm90/decode.cu"
     variant = variant_of(
-        "forward", "sm90/decode.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, lengths=True
+        "forward", source, arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, lengths=True
     )
     alone = splits == 1
     launch = Launch(

@@ -16,6 +16,8 @@ TILE_SLOTS = 16  # descriptions of tiles in shared memory
 WORK_BYTES = 80  # description of a block's work in backward, where sequences have lengths of their own
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
+WARP_ROWS = 16  # queries of a warp
+ROW_PADDING = 8  # floats between rows in shared memory. why: bank conflicts
 FLOAT_BYTES = 4
 FEW_SEQUENCES = 32  # one in each lane of a warp
 SMEM_PER_BLOCK = 227 * 1024  # what a block may have
@@ -48,14 +50,21 @@ class WarpgroupTile:
     @property
     def warps(self) -> int:
         """Warps of one block."""
-        return 4 * (self.block_q // GROUP_ROWS + 1)
+        return 4 * (self._groups + 1)
+
+    @property
+    def _groups(self) -> int:
+        return max(self.block_q // GROUP_ROWS, 1)
 
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of one block; `SharedStorage` in the kernels asserts the same figure."""
         q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
-        out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
-        barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * (self.block_q // GROUP_ROWS) + 2 * self.stages)
+        if self.block_q == WARP_ROWS:  # each warp has rows of its own keys
+            out = 4 * WARP_ROWS * FLOAT_BYTES * (self.head_dim_v + ROW_PADDING + 1)
+        else:
+            out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
+        barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
         work = (80 if self.decodes else 64 if self.lengths else 32) * TILE_SLOTS
         work += 16 * self.stages + 16 if self.lengths else 0
         return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
@@ -72,11 +81,16 @@ class WarpgroupTile:
         columns = min(self.q_columns, 32) if self.head_dim > 192 else self.q_columns
         return replace(self, q_columns=columns, lengths=True)
 
-    def for_decoding(self, few: bool) -> WarpgroupTile:
-        """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block."""
+    def for_decoding(self, few: bool, narrow: bool = False) -> WarpgroupTile:
+        """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block.
+
+        narrow: the tile of `sm90/decode_narrow.cu`, for the rows of one warp.
+        """
         # why no columns of q in registers: L51.
         tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
                        max_keys=None, lengths=True, decodes=True, few=few)  # fmt: skip
+        if narrow:
+            tile = replace(tile, block_q=WARP_ROWS, block_k=128 if self.head_dim <= 128 else 64, q_stages=2)
         most = 2 * (TILE_SLOTS - 3)  # why: a description of work for each two slots of the ring
         fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
         return next(each for each in fitting if each.smem_bytes(2) <= SMEM_PER_BLOCK)

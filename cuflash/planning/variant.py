@@ -20,6 +20,7 @@ PARAMS = {
     "sm90/forward.cu": "TiledForwardParams",
     "sm90/lse.cu": "TiledForwardParams",
     "sm90/decode.cu": "DecodeParams",
+    "sm90/decode_narrow.cu": "DecodeParams",
     "sm90/backward.cu": "TiledBackwardParams",
     "sm90/backward_rows.cu": "TiledRowsParams",
     "portable/delta.cu": "DeltaParams",
@@ -67,7 +68,7 @@ class Variant:
         if self.softcap:
             parts.append("softcap")
         if self.lengths:
-            parts.append("decode" if self.source == "sm90/decode.cu" else "lengths")
+            parts.append("decode" if self.source.startswith("sm90/decode") else "lengths")
         parts += [flag for flag in ("few", "shares_heads") if getattr(self.tile, flag, False)]
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")

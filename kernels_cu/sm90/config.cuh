@@ -35,7 +35,8 @@ constexpr bool kFew = true;  // decoding at most 32 sequences, none of them pack
 constexpr bool kFew = false;
 #endif
 constexpr bool kPingPong = CUFLASH_PING_PONG;             // whether only one warpgroup issues products at a time
-static_assert(kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
+constexpr bool kNarrow = kBlockQ == 16;  // the warps of the one consumer share keys, not queries (decode_narrow.cu)
+static_assert(kNarrow || kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif
 
 // Backward for dq, dk and dv together.

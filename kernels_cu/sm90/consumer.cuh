@@ -176,7 +176,8 @@ __device__ __forceinline__ void prefetch_out_map(const Params& p) {
 __device__ __forceinline__ void prefetch_query_map(const DecodeParams&) {}
 __device__ __forceinline__ void prefetch_out_map(const DecodeParams&) {}
 
-// The warps that compute make zeros of all rows of q, of which the work may fill a part.
+// The warps that compute make zeros of all rows of q, of which the work may fill a part. why: weights of other rows could
+// leave the range (sm90/softmax.cuh).
 __device__ __forceinline__ void clear_queries(const Addresses& smem) {
   for (unsigned at = threadIdx.x % 128 * 16; at < kBytesQ; at += 128 * 16) st_shared_v4(smem.q + at, {0, 0, 0, 0});
   fence_proxy_async();
@@ -206,10 +207,10 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
   if (threadIdx.x == (kLengths ? 64 : 96) && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
   if (kDecodes && warp == 7) touch(params);
-  if (kDecodes && warp >= 4) clear_queries(smem);
+  if (kDecodes && !kNarrow && warp >= 4) clear_queries(smem);
   __syncthreads();
   if (warp < 4) {
-    setmaxnreg_dec<kProducerRegisters>();
+    if (!kNarrow) setmaxnreg_dec<kProducerRegisters>();
     if constexpr (!kLengths) {
       if (warp == 0) DenseKeyProducer<QueryWork>{{params, smem}}.run(first);
       else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1, kQueryWarps}.run();
@@ -222,7 +223,7 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
       } else if (warp == 2 && has_pages && kPanelsV > 0) produce_keys<QueryWork>(params, smem, 1);
     }
   } else {
-    setmaxnreg_inc<kConsumerRegisters>();
+    if (!kNarrow) setmaxnreg_inc<kConsumerRegisters>();
     Computing({params, smem}, warp - 4).run();
   }
 }

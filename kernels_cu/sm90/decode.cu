@@ -7,10 +7,8 @@
 // Roles    As in forward.cu, with one warpgroup that computes; q is copied by cp.async.
 // Splits   Their rows of o and lse lie in memory. The block whose split ends last merges them, in their order.
 // Barriers As in forward.cu, and kMerge instead of kIssue.
-#include "../ptx/atomic.cuh"
+#include "decode_output.cuh"
 #include "output.cuh"
-
-constexpr int kMerge = 1;  // the warps that compute
 
 struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   using OutputConsumer::OutputConsumer;
@@ -87,26 +85,13 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     }
   }
 
-  // Where a row of the block lies in out; null where out keeps what it holds there.
-  __device__ __forceinline__ char* out_row(const QueryWork& work, int row) const {
-    const int group = params.problem.heads_per_kv, query = (work.row_begin + row) / group;
-    if (query >= work.seqlen_q && !params.problem.clears_unused) return nullptr;
-    const int head = work.head * group + (work.row_begin + row) % group;
-    return Place{work.q_batch, work.q_begin}.address(params.out, kOutBytes, head, query);
-  }
-
-  __device__ __forceinline__ void store_row_lse(const QueryWork& work, int row, float lse) const {
-    const int group = params.problem.heads_per_kv, query = (work.row_begin + row) / group;
-    const int head = work.head * group + (work.row_begin + row) % group;
-    if (params.lse != nullptr) params.lse[work.sequence(params.problem).lse_offset(head) + query] = lse;
-  }
-
   // Stores rows that no other split has a share in.
   __device__ __forceinline__ void store_rows(const QueryWork& work, Range rows, const float (&lse)[2]) const {
     const int lane = fresh_thread() % 32;
+    const DecodeOutput output{params};
     for_each_row(rows, [&](int h, int row) {
-      if (lane % 4 == 0) store_row_lse(work, row, lse[h]);
-      char* const out = out_row(work, row);
+      if (lane % 4 == 0) output.store_lse(work, row, lse[h]);
+      char* const out = output.out_row(work, row);
       if (out == nullptr) return;
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
@@ -121,10 +106,10 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
 
   __device__ __forceinline__ void store_split(const QueryWork& work, Range rows, const float (&lse)[2]) const {
     const int lane = fresh_thread() % 32;
-    const long long first = static_cast<long long>(work.first_slot + work.split) * params.partial_rows;
     for_each_row(rows, [&](int h, int row) {
-      if (lane % 4 == 0) params.partial_lse[first + row] = lse[h];
-      float* const out = params.partial_out + (first + row) * kHeadDimV + lane % 4 * 2;
+      const long long at = DecodeOutput{params}.partial_row(work, row);
+      if (lane % 4 == 0) params.partial_lse[at] = lse[h];
+      float* const out = params.partial_out + at * kHeadDimV + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
         *reinterpret_cast<float2*>(out + 8 * j) = {o[4 * j + 2 * h] * o_scale[h], o[4 * j + 2 * h + 1] * o_scale[h]};
@@ -132,9 +117,10 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     });
   }
 
-  // Merges the splits of the block's rows. A thread has kItems times four columns of a row at a time, of kTogether splits.
+  // Merges the splits of a block. A thread has kItems times four columns of a row at a time, of kTogether splits.
   template <int kItems, int kTogether>
   __device__ __forceinline__ void merge(const QueryWork& work, int num_rows) const {
+    const DecodeOutput output{params};
     const int chunks = params.problem.head_dim_v / 4, num_items = num_rows * chunks;
     const long long of_split = params.partial_rows, of_block = work.first_slot * of_split;
 #pragma unroll 1
@@ -145,7 +131,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
 #pragma unroll
       for (int item = 0; item < kItems; ++item) {
         const int number = smaller(at + 128 * item, num_items - 1);  // some threads do the last one twice
-        row[item] = number / chunks, column[item] = number % chunks * 4;
+        row[item] = quotient(number, chunks), column[item] = (number - row[item] * chunks) * 4;
         most[item] = -infinity(), sum[item] = 0.0f, total[item] = {0.0f, 0.0f, 0.0f, 0.0f};
       }
 #pragma unroll 1
@@ -185,16 +171,10 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
         const float4& y = total[item];
         const float scale = sum[item] == 0.0f ? 0.0f : 1.0f / sum[item];
         if (column[item] == 0) {
-          store_row_lse(work, row[item], sum[item] == 0.0f ? -infinity() : most[item] + log2_approx(sum[item]) * kLn2);
+          output.store_lse(work, row[item], sum[item] == 0.0f ? -infinity() : most[item] + log2_approx(sum[item]) * kLn2);
         }
-        char* const out = out_row(work, row[item]);
-        if (out == nullptr) continue;
-        if constexpr (kOutBytes == 2) {
-          *reinterpret_cast<uint2*>(out + 2 * column[item]) = {pack2(y.x * scale, y.y * scale),
-                                                               pack2(y.z * scale, y.w * scale)};
-        } else {
-          *reinterpret_cast<float4*>(out + 4 * column[item]) = {y.x * scale, y.y * scale, y.z * scale, y.w * scale};
-        }
+        char* const out = output.out_row(work, row[item]);
+        if (out != nullptr) output.store_four(out, column[item], {y.x * scale, y.y * scale, y.z * scale, y.w * scale});
       }
     }
   }
@@ -202,30 +182,19 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   // Stores the rows of the work before this one.
   __device__ __forceinline__ void store(const Softmax& softmax) {
     const QueryWork work = smem.work(i - 1);
-    const int num_rows = min(work.num_rows * params.problem.heads_per_kv - work.row_begin, kBlockQ);
+    const DecodeOutput output{params};
     float lse[2];
     finish(work, softmax, o_scale, lse);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
       if (o_scale[h] == 0.0f) clear_row(o, h);
-    if (work.num_splits == 1) {
-      store_rows(work, {0, num_rows}, lse);
-      return;
-    }
-    // Rows past the bound on lengths are not used, and belong to the first split.
-    const int shared_rows = min(num_rows, params.partial_rows);
-    if (work.split == 0) store_rows(work, {shared_rows, num_rows}, lse);
-    store_split(work, {0, shared_rows}, lse);
-    bar_sync(kMerge, 128);
-    bool is_last = false;
-    if (threadIdx.x % 128 == 0) {  // why one for all: they stored before the barrier
-      is_last = atomic_add_acq_rel(params.arrivals + work.block, 1) == work.num_splits - 1;
-      if (is_last) params.arrivals[work.block] = 0;  // why: it must be zero for the next launch
-    }
-    if (!bar_sync_any(kMerge, 128, is_last)) return;
+    const int shared = output.shared_rows(work);
+    if (work.split == 0) store_rows(work, {shared, output.num_rows(work)}, lse);
+    store_split(work, {0, shared}, lse);
+    if (!output.is_last_split(work)) return;
     // why two ways: what is loaded comes from far, and all that a thread loads together comes at the same time.
-    if (work.num_splits <= 2) merge<4, 2>(work, shared_rows);
-    else merge<1, (kHeadDimV > 128 ? 4 : 8)>(work, shared_rows);
+    if (work.num_splits <= 2) merge<4, 2>(work, shared);
+    else merge<1, (kHeadDimV > 128 ? 4 : 8)>(work, shared);
   }
 };
 

@@ -102,9 +102,9 @@ __device__ __forceinline__ void load_queries(const DecodeParams& params, const D
   constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
   const ProblemParams& problem = params.problem;
   const Place place{work.q_batch, work.q_begin};
-  const int group = problem.heads_per_kv, rows = smaller(work.seqlen_q * group - work.row_begin, kGroupRows);
+  const int group = problem.heads_per_kv, rows = smaller(work.seqlen_q * group - work.row_begin, kBlockQ);
 #pragma unroll 1
-  for (int at = threadIdx.x % 32; at < larger(rows, filled) * kChunks; at += 32) {
+  for (int at = threadIdx.x % 32; at < (kNarrow ? rows : larger(rows, filled)) * kChunks; at += 32) {
     const int row = at / kChunks, chunk = at % kChunks, of_heads = work.row_begin + row;
     const int query = of_heads / group, head = work.head * group + of_heads - query * group;
     const int bytes = row < rows ? clamped((problem.head_dim - 8 * chunk) * 2, 16) : 0;

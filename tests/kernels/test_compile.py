@@ -172,7 +172,7 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     halves = [dtype for dtype in DTYPES if TABLE[dtype].itemsize == 2]
     for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
         if row.softcap in (None, capped):
-            rows_of = row, row.for_lengths(), *(row.for_decoding(few) for few in (False, True))
+            rows_of = row, row.for_lengths(), *(row.for_decoding(*each) for each in product((False, True), repeat=2))
             wanted |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None

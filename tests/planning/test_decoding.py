@@ -32,12 +32,13 @@ def test_keys_are_shared_out_where_a_sequence_has_few_queries(
     for batch in (1, 4, 300):
         for keys in (100, 4096) if few else (4096,):
             source = launched(queries, keys, heads, batch).variant.source
-            assert source == ("sm90/decode.cu" if few else "sm90/forward.cu")
+            assert source.startswith("sm90/decode" if few else "sm90/forward")
 
 
 def test_a_bound_on_queries_counts_and_not_their_total() -> None:
     shapes = (90_000, 32, 128), (90_000, 8, 128), (90_000, 8, 128)
-    for bound, source in ((16, "sm90/decode.cu"), (300, "sm90/forward.cu"), (None, "sm90/forward.cu")):
+    for bound, source in ((4, "sm90/decode_narrow.cu"), (16, "sm90/decode.cu"), (300, "sm90/forward.cu"),
+                          (None, "sm90/forward.cu")):  # fmt: skip
         lengths = {"cu_seqlens_q": (5,), "cu_seqlens_k": (5,), "max_seqlen_q": bound}
         (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", **lengths).launches
         assert launch.variant.source == source
@@ -54,7 +55,15 @@ def test_keys_are_shared_out_where_most_of_the_gpu_would_idle() -> None:
         shapes = (batch, queries, heads_q, 128), (batch, keys, heads_kv, 128), (batch, keys, heads_kv, 128)
         for more in ({}, {"seqused_k": (batch,)} if queries > 16 else {}):
             (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", causal=True, **more).launches
-            assert launch.variant.source == ("sm90/decode.cu" if sizes in idle else "sm90/forward.cu"), (sizes, more)
+            source = "sm90/decode" if sizes in idle else "sm90/forward"
+            assert launch.variant.source.startswith(source), (sizes, more)
+
+
+def test_rows_that_fit_a_warp_have_kernels_of_their_own_unless_their_bits_are_those_of_others() -> None:
+    for queries, heads, narrow in ((1, (8, 8), True), (4, (32, 8), True), (5, (32, 8), False), (1, (17, 1), False)):
+        assert (launched(queries, heads=heads).variant.source == "sm90/decode_narrow.cu") == narrow
+    assert launched(num_splits=3).variant.source == "sm90/decode_narrow.cu"
+    assert launched(num_splits=1).variant.source == launched(split_size=512).variant.source == "sm90/decode.cu"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,7 @@ def test_there_are_blocks_of_threads_even_if_no_key_may_be_used() -> None:
 
 def test_more_key_tiles_than_can_be_counted_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MAX_TILES", 4 * 8 * 32)
-    assert launched().variant.source == "sm90/decode.cu"
+    assert launched().variant.source == "sm90/decode_narrow.cu"
     assert launched(keys=4097).variant.source == "sm90/forward.cu"
 
 
@@ -131,7 +140,7 @@ def test_a_copy_brings_keys_of_one_page(page_size: int, box: int) -> None:
 def test_keys_of_odd_pages_are_copied_by_threads(page_size: int) -> None:
     shapes = (4, 1, 32, 128), (90, page_size, 8, 128), (90, page_size, 8, 128)
     (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", page_table=(4, 9), seqused_k=(4,)).launches
-    assert launch.variant.source == "sm90/decode.cu"
+    assert launch.variant.of_warpgroups
     assert launch.fields["page_box"] == 0
 
 

@@ -1,0 +1,57 @@
+// Rows of out and lse of the kernels for decoding on Hopper: they are stored, or come from the splits of a query block.
+#pragma once
+#include "../ptx/atomic.cuh"
+#include "consumer.cuh"
+
+constexpr int kMerge = 1;  // the named barrier of the warps that compute
+
+struct DecodeOutput {
+  const DecodeParams& params;
+
+  // Where a row of the block lies in out; null where out keeps what it holds there.
+  __device__ __forceinline__ char* out_row(const QueryWork& work, int row) const {
+    const int group = params.problem.heads_per_kv, query = quotient(work.row_begin + row, group);
+    if (query >= work.seqlen_q && !params.problem.clears_unused) return nullptr;
+    const int head = work.head * group + work.row_begin + row - query * group;
+    return Place{work.q_batch, work.q_begin}.address(params.out, kOutBytes, head, query);
+  }
+
+  __device__ __forceinline__ void store_lse(const QueryWork& work, int row, float lse) const {
+    const int group = params.problem.heads_per_kv, query = quotient(work.row_begin + row, group);
+    const int head = work.head * group + work.row_begin + row - query * group;
+    if (params.lse != nullptr) params.lse[work.sequence(params.problem).lse_offset(head) + query] = lse;
+  }
+
+  // Stores four columns of a row of out.
+  __device__ __forceinline__ static void store_four(char* out, int column, const float4& x) {
+    if constexpr (kOutBytes == 2) *reinterpret_cast<uint2*>(out + 2 * column) = {pack2(x.x, x.y), pack2(x.z, x.w)};
+    else *reinterpret_cast<float4*>(out + 4 * column) = x;
+  }
+
+  // The rows of a block that exist, and those of them that all splits have a share in. Rows past the bound on lengths are
+  // not used, and belong to the first split.
+  __device__ __forceinline__ int num_rows(const QueryWork& work) const {
+    return min(work.num_rows * params.problem.heads_per_kv - work.row_begin, kBlockQ);
+  }
+  __device__ __forceinline__ int shared_rows(const QueryWork& work) const {
+    return work.num_splits == 1 ? 0 : min(num_rows(work), params.partial_rows);
+  }
+
+  // The place of a row of this split among those that are to be merged.
+  __device__ __forceinline__ long long partial_row(const QueryWork& work, int row) const {
+    return static_cast<long long>(work.first_slot + work.split) * params.partial_rows + row;
+  }
+
+  // Whether this split is the last of its block to end, so that the rows of all of them may be merged. All warps that
+  // compute ask, and have stored their rows.
+  __device__ __forceinline__ bool is_last_split(const QueryWork& work) const {
+    if (work.num_splits == 1) return false;
+    bar_sync(kMerge, 128);
+    bool is_last = false;
+    if (threadIdx.x % 128 == 0) {  // why one for all: they stored before the barrier
+      is_last = atomic_add_acq_rel(params.arrivals + work.block, 1) == work.num_splits - 1;
+      if (is_last) params.arrivals[work.block] = 0;  // why: it must be zero for the next launch
+    }
+    return bar_sync_any(kMerge, 128, is_last);
+  }
+};
