@@ -68,6 +68,7 @@ class Gpus:
         self.blocks: dict[int, int] = {}  # bytes of a struct by its address
         monkeypatch.setattr(launch, "current_device", lambda: self.current)
         monkeypatch.setattr(launch, "on_device", self.on_device)
+        monkeypatch.setattr(launch, "launches_early", lambda: False)
         monkeypatch.setattr(launch, "compiler", SimpleNamespace(load=lambda variant, ordinal: self.launch))
         monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream, words: 512 * stream)
         monkeypatch.setattr(device, "query", lambda ordinal: device.KNOWN["sm_90"])

@@ -50,6 +50,11 @@ class Variant:
     def __hash__(self) -> int:
         return self._hash
 
+    @property
+    def waits(self) -> bool:
+        """Whether the kernel waits by itself for those ahead of it on the stream, so that it may be launched early."""
+        return self.source.startswith("sm90/decode")
+
     @cached_property
     def _hash(self) -> int:  # why cached: each call with new lengths asks for it, and most of it is that of the tile
         return hash(tuple(getattr(self, field.name) for field in fields(self)))

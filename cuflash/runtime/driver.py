@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import struct
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any
 
 Function = Callable[..., int]
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -29,6 +31,47 @@ def current_device() -> int:
     # why a new one for each call: another thread could overwrite a shared one before it is read.
     ordinal = ctypes.c_int(-1)
     return -1 if function("cuCtxGetDevice", ctypes.c_void_p)(ctypes.addressof(ordinal)) else ordinal.value
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with a number for its value."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+# CUlaunchConfig: the grid, the block, bytes of shared memory, the stream, the attributes and their number.
+_CONFIG = struct.Struct("=7I4xQQI4x")
+_EARLY = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+EARLY_DRIVER = 12040  # the first driver whose graphs take such launches from every capture
+
+
+@cache
+def launches_early() -> bool:
+    """Whether the driver lets a kernel begin before the one ahead of it has ended."""
+    version = ctypes.c_int(0)
+    failed = function("cuDriverGetVersion", ctypes.c_void_p)(ctypes.addressof(version))
+    return not failed and version.value >= EARLY_DRIVER
+
+
+class EarlyLaunch:
+    """Launches a kernel that waits by itself for the kernels ahead of it (`griddepcontrol.wait`).
+
+    Its blocks begin while those of the kernel ahead of it end.
+    """
+
+    __slots__ = ("_function",)
+
+    def __init__(self, kernel: Any) -> None:
+        self._function = kernel.ptr
+
+    def __call__(self, grid: Any, block: Any, pointers: int, smem_bytes: int, stream: int) -> None:
+        """`pointers` is the address of the arguments' addresses, `stream` that of the stream."""
+        config = _CONFIG.pack(*grid, *block, smem_bytes, stream, ctypes.addressof(_EARLY), 1)
+        launch = function("cuLaunchKernelEx", ctypes.c_char_p, *[ctypes.c_void_p] * 3)
+        if result := launch(config, self._function, pointers, None):
+            from cupy.cuda.driver import CUDADriverError
+
+            raise CUDADriverError(result)
 
 
 @contextlib.contextmanager

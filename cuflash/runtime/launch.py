@@ -28,7 +28,7 @@ from ..problem.operands import Op
 from ..problem.options import Options
 from ..problem.problem import Problem
 from . import compiler, counters, host
-from .driver import current_device, on_device, relaxed_capture
+from .driver import EarlyLaunch, current_device, launches_early, on_device, relaxed_capture
 from .kept import Kept, Seen
 from .structs import STRUCTS, Block, Parameters, size_of
 
@@ -59,7 +59,8 @@ class Kernels:
 
     def __init__(self, made: Plan, ordinal: int) -> None:
         self.plan, self.ordinal, self._number = made, ordinal, next(_numbers)
-        self._loaded: list[tuple[Any, ...]] = []  # function, grid, block, shared memory, number of its parameters
+        # Function, grid, block, shared memory, number of its parameters, whether it is launched early.
+        self._loaded: list[tuple[Any, ...]] = []
         self._parameters: list[Parameters] = []
         self._counted: list[tuple[int, int, int]] = []  # number of the parameters, word, and how many counters it is of
         numbers: dict[tuple[str, int], int] = {}
@@ -75,7 +76,10 @@ class Kernels:
                 found = ((getattr(STRUCTS[variant.params], name, None), count) for name, count in counts.items())
                 self._counted += [(number, field.offset // 8, count) for field, count in found if field and count]
             grid, block = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
-            self._loaded.append((compiler.load(variant, ordinal), grid, block, variant.smem_bytes, number))
+            function, early = compiler.load(variant, ordinal), variant.waits and launches_early()
+            self._loaded.append(
+                (EarlyLaunch(function) if early else function, grid, block, variant.smem_bytes, number, early)
+            )
         self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
         index = made.problem.op.index
         # The operands that must begin at a multiple of 16 bytes.
@@ -103,8 +107,11 @@ class Kernels:
         for number, word, count in self._counted:
             blocks[number].words[word] = counters.counter(self.ordinal, stream, count)
         on = _stream(stream)
-        for function, grid, block, smem_bytes, number in self._loaded:
-            function(grid, block, blocks[number].arguments, smem_bytes, on)
+        for function, grid, block, smem_bytes, number, early in self._loaded:
+            if early:
+                function(grid, block, blocks[number].pointers, smem_bytes, stream)
+            else:
+                function(grid, block, blocks[number].arguments, smem_bytes, on)
         if not again:
             for parameters, written in zip(self._parameters, blocks, strict=True):
                 _free[parameters.name].append(written)

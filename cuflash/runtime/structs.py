@@ -218,9 +218,12 @@ def _numbers(name: str) -> dict[str, tuple[bool, int]]:
 
 
 class Block:
-    """Memory for a struct that stays where it is. `arguments` are what a launch is given: the address."""
+    """Memory for a struct that stays where it is.
 
-    __slots__ = ("_owner", "address", "arguments", "ints", "memory", "words")
+    `arguments` are what a launch is given: the address. `pointers` is where the address itself lies in memory.
+    """
+
+    __slots__ = ("_owner", "_pointers", "address", "arguments", "ints", "memory", "pointers", "words")
 
     def __init__(self, size: int) -> None:
         memory = bytearray(size + ALIGNMENT)
@@ -230,6 +233,8 @@ class Block:
         self.memory = memoryview(memory)[begin : begin + size]
         self.words, self.ints = self.memory.cast("q"), self.memory.cast("i")
         self.arguments: tuple[Any, ...] = ()
+        self._pointers = c_void_p(self.address)
+        self.pointers = ctypes.addressof(self._pointers)
 
 
 class Parameters:

@@ -1,6 +1,7 @@
 // What the consumers of forward and lse on Hopper share: their key tiles, their place in the ring, and their scores.
 #pragma once
 #include "../common/score.cuh"
+#include "../ptx/grid.cuh"
 #include "../ptx/warpgroup.cuh"
 #include "producer.cuh"
 #include "products.cuh"
@@ -201,6 +202,9 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
   QueryWork first;
   WorkQueue queue;
+  if (kDecodes) launch_next_kernel();
+  // why one warp: the others read nothing of what the kernels ahead wrote before the threads of the block have met.
+  if (kDecodes && warp == kDealingWarp) await_kernels_ahead();
   if (warp == kDealingWarp) first = queue.first_work(params);
   if (kLengths && threadIdx.x == 32 * kDealingWarp) smem.write(0, first);
   if (threadIdx.x == 32) smem.init_barriers();

@@ -1,0 +1,8 @@
+// Kernels that are launched before the kernel ahead of them on the stream has ended.
+#pragma once
+
+// Waits until the kernels ahead have ended, and what they wrote can be read. Nothing of that is read or written before.
+__device__ __forceinline__ void await_kernels_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
+// Lets the next kernel be launched, if it is one of these: it waits by itself.
+__device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
