@@ -142,6 +142,9 @@ def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
     spare = Sequences("spare", *lengths, "packed", "packed", True, True, (5, 3, 0, 9), (0, 9, 2, 3), **masked)
     pages = Sequences("pages", *lengths, "packed", "paged", False, True, bounded=True, heads=(1, 1), causal=True)
     cache_rows = Sequences("cache_rows", *lengths, "rectangle", "cache", True, True, **masked)
+    # Few queries, whose keys are shared out: packed over pages, and in rectangles with a mask.
+    few = Sequences("few", (1, 2, 0, 3), (900, 5, 2700, 0), "packed", "paged", used_k=True, bounded=True, heads=(6, 2))
+    few_rows = Sequences("few_rows", (1, 2, 0, 3), (900, 5, 2700, 0), "rectangle", "rectangle", True, True, **masked)
     for dtype, dims in _dims():
         odd = dims[0] - 1, dims[1] - 1
 
@@ -154,6 +157,9 @@ def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         yield case(spare, odd, wild=True), ("flash2", *BACKWARD)
         yield case(replace(pages, page_size=3, **masked), odd, wild=True), ALGORITHMS
         yield case(cache_rows, odd, wild=True), ("flash2",)
+        for of in few, few_rows:
+            yield case(of, dims, wide=dtype != "float32"), ("flash2",)
+            yield case(replace(of, page_size=3), odd, wild=True), ("flash2",)
 
 
 def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:

@@ -118,8 +118,9 @@ def append_of(
 def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     """Calls of one problem that this device may have different kernels for."""
     packed = {"packed": True}
+    few = [{"used": True}] if op == "forward" else []
     if device.capability != (9, 0):
-        return [{}, packed]
+        return [{}, packed, *few]
     lengths: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
     if op == "backward":
         long = [tile.min_queries for tile in tiles_sm90.BACKWARD if tile.min_queries]
@@ -129,8 +130,9 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     capped = [{"softcap": cap} for cap in (0.0, 30.0)]
     several = [packed | {"aligned": False}, *(packed | cap for cap in capped)]
     if op != "backward":  # of more queries than kernels for decoding take
-        few = {"used": True}, {"used": True, "queries": 16, "group": 4}, packed | {"shared": True}
-        several += [way | cap for way, cap in product(few, capped) if op == "forward"]
+        decoding = *few, {"used": True, "queries": 16, "group": 4}, packed | {"shared": True}
+        several += [way | cap for way, cap in product(decoding, capped) if op == "forward"]
+        several += [way | {"aligned": False} for way in few]
         several += [packed | cap | {"queries": 300, "keys": keys} for cap, keys in product(capped, (300, 2000))]
     else:
         several += [packed | cap | SHARED_HEADS for cap in capped]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from cuflash.planning.decoding import LEAST_TILES
 from cuflash.planning.plan import Launch, Plan
 
 HeadBlock = tuple[int, int]  # a head, counted over the whole batch, and a block of its rows
@@ -171,6 +172,31 @@ class Walk:
         if "stats_rows" in fields:
             yield from self.stats(work.batch, work.head, block * self.tile.block_q, self.tile.block_q)
 
+    def rows_of_group(self, index: int) -> Iterator[Piece | Rows | Touch]:
+        """Few queries of all heads of a group, with a share of the keys: sm80/decode.cu."""
+        of, fields, tile = self.problem, self.fields, self.tile
+        rest, kv_head = divmod(index, fields["heads_kv"])
+        rest, part = divmod(rest, fields["head_parts"])
+        slot, split = divmod(rest, fields["splits"])
+        batch, block = divmod(slot, -(-of.seqlen_q // fields["queries"]))
+        rows, heads = self.rows_of(block, fields["queries"], of.seqlen_q), min(self.group, tile.block_q)
+        tiles = covering(of.mask.key_range(rows.start, rows.stop), tile.block_k)
+        most = max(min(fields["splits"], -(-len(tiles) // LEAST_TILES)), 1)
+        each = max(-(-len(tiles) // most), 1)
+        num_splits = max(-(-len(tiles) // each), 1)
+        mine = tiles[split * each : (split + 1) * each] if split < num_splits else range(0)
+        keys = range(mine.start * tile.block_k, min(mine.stop * tile.block_k, of.seqlen_k)) if mine else range(0)
+        first = part * tile.block_q
+        for head in range(first, min(first + heads, self.group)):
+            yield Piece("out0 lse", batch, kv_head * self.group + head, rows, keys)
+            if split == num_splits - 1:
+                yield from (Rows(result, batch, kv_head * self.group + head, rows) for result in ("out0", "lse"))
+        if 1 < num_splits > split:
+            number = (slot * fields["head_parts"] + part) * fields["heads_kv"] + kv_head
+            begin, count = (number * fields["splits"] + split) * tile.block_q, len(rows) * heads
+            yield Touch("store", "partial_lse", slice(begin, begin + count))
+            yield Touch("store", "partial_out", slice(begin * tile.head_dim_v, (begin + count) * tile.head_dim_v))
+
     def key_block(self, index: int) -> Iterator[Piece | Rows | Touch]:
         """A block of keys of any kernel but Hopper's for all gradients."""
         of, fields, tile, splits = self.problem, self.fields, self.tile, self.fields.get("splits", 1)
@@ -253,6 +279,7 @@ class Walk:
 ONE_BLOCK: dict[str, Callable[[Walk, int], Iterator[Piece | Rows | Touch]]] = {
     "sm80/forward.cu": Walk.query_block,
     "sm80/lse.cu": Walk.query_block,
+    "sm80/decode.cu": Walk.rows_of_group,
     "sm90/forward.cu": Walk.query_block,
     "sm90/lse.cu": Walk.query_block,
     "portable/delta.cu": Walk.delta,

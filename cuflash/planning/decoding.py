@@ -1,15 +1,20 @@
-"""The plan of forward on Hopper for few queries over many keys, where blocks of threads share the keys of a query.
+"""The plans of forward for few queries over many keys, where blocks of threads share the keys of a query.
 
 The query heads of a group are rows of one block, so a cache is read once for all of them.
 """
 
 from __future__ import annotations
 
-from ..problem.lengths import Lengths
+import math
+
+from ..problem.dtypes import DTYPES
+from ..problem.lengths import PADDED_SLOT, Lengths
 from ..problem.problem import Problem
+from . import tiles_sm80
 from .device import Device
 from .pages import page_cut
-from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
+from .plan import MAX_GRID, Box, Launch, Plan, blocks_of, compile_arch, make_plan
+from .tiles_sm80 import FLOAT_BYTES, Tile
 from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile
 from .variant import variant_of
 
@@ -17,21 +22,23 @@ from .variant import variant_of
 FEW_QUERIES, FEW_ROWS = 16, 2 * GROUP_ROWS
 SPLITS_OF_A_BLOCK = 8  # splits that a block of threads has at most, beside one for each query block: `choose_splits`
 MAX_TILES = 2**30  # key tiles of all query blocks that `DecodeQueue` can count
-# Times of a key tile of 64 rows and of merging splits, where a key tile takes forward.cu 1: about 1.2 µs.
-STEP, MERGE = 4 / 3, 4.0
+# Times of a key tile of 64 rows, of 16 rows, and of merging splits; a key tile takes forward.cu 1, on Hopper 1.2 µs.
+STEP, STEP_OF_A_WARP, MERGE = 4 / 3, 0.6, 4.0
+# Of sm80/decode.cu, whose splits the host chooses: keys of a split at most and tiles at least (kLeast in the kernel),
+# and bytes of all states at most.
+LONG_SPLIT, LEAST_TILES, MAX_STATES_BYTES = 8192, 4, 64 * 2**20
 GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
 
 
 def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | None:
-    """The plan; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
-    asked, own = problem.options.sequences, problem.lengths
+    """The plan on Hopper; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
+    asked = problem.options.sequences
     # why one: a row then has the bits that it has in calls of many queries, whose keys are never cut.
     splits = asked.num_splits if asked.split_size is None else 1
     group = problem.heads_q // problem.heads_kv
-    is_few = own is not None and problem.seqlen_q <= FEW_QUERIES and problem.seqlen_q * group <= FEW_ROWS
-    if own is None:
-        mask, places = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
-        own = Lengths(*places, left=-mask.lo, right=mask.hi, offset=0)
+    is_few = problem.lengths is not None and problem.seqlen_q <= FEW_QUERIES and problem.seqlen_q * group <= FEW_ROWS
+    if (own := _lengths(problem)) is None:
+        return None
     is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
     # why not for one split: its bits are those of other kernels.
     is_narrow = splits != 1 and problem.seqlen_q * group <= WARP_ROWS
@@ -39,7 +46,8 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     num_blocks = rows.num_slots("q", problem.batch, WARP_ROWS if is_narrow else GROUP_ROWS) * problem.heads_kv
     if not is_few:
         whole = own.num_slots("q", problem.batch, row.block_q) * problem.heads_q
-        if not _is_faster(problem, row, num_blocks, whole, splits, device.num_sms):
+        seen = _seen(problem, row.block_q, row.block_k)
+        if not _is_faster(STEP * num_blocks, whole, seen, splits, device.num_sms):
             return None
     tile = row.for_decoding(few=problem.batch <= FEW_SEQUENCES and not is_packed, narrow=is_narrow)
     tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
@@ -71,12 +79,71 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     return make_plan(problem, device, [launch], {} if alone else workspace, num_work=num_work)
 
 
-def _is_faster(problem: Problem, row: WarpgroupTile, num_blocks: int, whole: int, splits: int, num_sms: int) -> bool:
-    """Whether `num_blocks` query blocks of sm90/decode.cu look faster than `whole` of forward.cu."""
-    seen = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + row.block_q)  # keys, by the queries of a block
-    tiles = max(blocks_of(seen, row.block_k), 1)
+def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback: str | None) -> Plan | None:
+    """The plan on any GPU; None if `whole` blocks of sm80/forward.cu, of this tile, are faster, or if no tile fits."""
+    asked, options = problem.options.sequences, problem.options
+    splits = asked.num_splits if asked.split_size is None else 1
+    # why not for one split: its bits are those of forward.cu.
+    if problem.op.name != "forward" or options.algorithm != "flash2" or splits == 1:
+        return None
+    rows, dims = tiles_sm80.DECODE[problem.dtype], (problem.head_dim, problem.head_dim_v)
+    tile = tiles_sm80.choose(rows, DTYPES[problem.dtype].itemsize, *dims, device)
+    own, group = _lengths(problem), problem.heads_q // problem.heads_kv
+    if tile is None or own is None:
+        return None
+    queries, head_parts = max(tile.block_q // group, 1), blocks_of(group, tile.block_q)
+    num_blocks = own.num_slots("q", problem.batch, queries) * head_parts * problem.heads_kv
+    is_few = problem.lengths is not None and problem.seqlen_q <= FEW_QUERIES and problem.seqlen_q * group <= FEW_ROWS
+    seen = _seen(problem, row.block_q, row.block_k)
+    if not is_few and not _is_faster(STEP_OF_A_WARP * num_blocks, whole, seen, splits, device.num_sms):
+        return None
     if splits == 0:
-        steps = max(num_blocks * tiles / num_sms, 1.0) * STEP + MERGE
+        resident = device.num_sms * tile.blocks_per_sm
+        splits = max(blocks_of(2 * resident, max(num_blocks, 1)), blocks_of(problem.seqlen_k, LONG_SPLIT))
+    states_bytes = FLOAT_BYTES * max(num_blocks, 1) * tile.block_q * (tile.head_dim_v + 1)
+    most = min(blocks_of(problem.seqlen_k, LEAST_TILES * tile.block_k), MAX_STATES_BYTES // states_bytes)
+    splits = max(min(splits, most), 1)
+    if num_blocks * splits > MAX_GRID:
+        return None
+    fields = {"heads_kv": problem.heads_kv, "head_parts": head_parts, "queries": queries, "splits": splits}
+    variant = variant_of(
+        op="forward",
+        source="sm80/decode.cu",
+        arch=compile_arch("sm80", device),
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        tile=tile,
+        lengths=True,
+    )
+    states = num_blocks * splits * tile.block_q if splits > 1 else 0
+    workspace = {"partial_out": states * tile.head_dim_v, "partial_lse": states}
+    launch = Launch(variant, num_blocks * splits, fields, arrivals=num_blocks if splits > 1 else 0)
+    return make_plan(problem._replace(lengths=own), device, [launch], workspace, fallback)
+
+
+def _lengths(problem: Problem) -> Lengths | None:
+    """The lengths of a problem whose sequences may all be alike; None if they are more than kernels count."""
+    if problem.lengths is not None:
+        return problem.lengths
+    mask, places = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
+    own = Lengths(*places, left=-mask.lo, right=mask.hi, offset=0)
+    most = max([own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk"])
+    return own if most * PADDED_SLOT < 2**31 else None
+
+
+def _seen(problem: Problem, block_q: int, block_k: int) -> int:
+    """Key tiles that the queries of a block see."""
+    mask = problem.mask
+    return max(blocks_of(min(problem.seqlen_k, mask.hi - mask.lo + block_q), block_k), 1)
+
+
+def _is_faster(num_blocks: float, whole: int, tiles: int, splits: int, num_sms: int) -> bool:
+    """Whether `num_blocks` query blocks that share keys look faster than `whole` of forward.cu, by their key tiles.
+
+    A block of the first counts as many as it takes times the time of one of the second.
+    """
+    if splits == 0:
+        steps = max(num_blocks * tiles / num_sms, 1.0) + MERGE
     else:
-        steps = blocks_of(num_blocks * splits, num_sms) * blocks_of(tiles, splits) * STEP + MERGE * (splits > 1)
+        steps = math.ceil(num_blocks * splits / num_sms) * blocks_of(tiles, splits) + MERGE * (splits > 1)
     return GAIN * steps < blocks_of(whole, num_sms) * tiles

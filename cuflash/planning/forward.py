@@ -10,7 +10,7 @@ from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
-from .decoding import decode_plan
+from .decoding import decode_plan, split_plan
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .pages import page_cut
@@ -73,6 +73,8 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         num_q_blocks, times = own.num_slots("q", problem.batch, tile.block_q), 1
     num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * times
+    if (made := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
+        return made
     fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}
     return make_plan(problem, device, [Launch(variant, num_blocks, fields)], fallback=fallback)
 

@@ -11,9 +11,12 @@ from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from .device import Device
-from .tile import macros
+from .tile import macros, rounded_up
 
 SMEM_RESERVED = 1024  # bytes of each resident block that the hardware keeps for itself
+SMEM_ALIGNMENT = 128  # bytes
+FLOAT_BYTES = 4
+ROW_PADDING = 8  # floats between rows in shared memory. why: bank conflicts
 # The macros of every tile of this family.
 _FIELDS = "head_dim head_dim_v block_q block_k stages blocks_per_sm qk_unroll"
 
@@ -50,6 +53,16 @@ class Tile(_Shape):
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
         return macros(self, f"{_FIELDS} q_in_registers")
+
+
+class DecodeTile(Tile):
+    """`Tile` of `sm80/decode.cu`, whose four warps share the keys of a tile, and at the end the ring's memory."""
+
+    def smem_bytes(self, itemsize: int) -> int:
+        """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
+        ring = itemsize * self.stages * self.block_k * (self.head_dim + self.head_dim_v)
+        states = FLOAT_BYTES * self.warps * self.block_q * (self.head_dim_v + ROW_PADDING + 1)
+        return itemsize * self.block_q * self.head_dim + rounded_up(max(ring, states), SMEM_ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +185,25 @@ DQ_32BIT = (
 )
 DQ = {"float16": DQ_16BIT, "bfloat16": DQ_16BIT, "float32": DQ_32BIT}
 
-AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile)
+# Rows that are not here stay in forward.cu.
+DECODE_16BIT = (
+    DecodeTile(32, 32, 16, 128, 2, 4, 4),
+    DecodeTile(64, 64, 16, 128, 2, 4, 2),
+    DecodeTile(96, 96, 16, 64, 2, 4, 2),
+    DecodeTile(128, 128, 16, 64, 2, 4, 2),
+    DecodeTile(192, 128, 16, 64, 2, 4, 1),
+    DecodeTile(192, 192, 16, 64, 2, 4, 1),
+    DecodeTile(256, 256, 16, 64, 2, 4, 1),
+)
+DECODE_32BIT = (
+    DecodeTile(32, 32, 16, 64, 2, 4, 3),
+    DecodeTile(64, 64, 16, 64, 2, 4, 2),
+    DecodeTile(96, 96, 16, 64, 2, 4, 1, qk_unroll=4),
+    DecodeTile(128, 128, 16, 64, 2, 4, 1, qk_unroll=4),
+)
+DECODE = {"float16": DECODE_16BIT, "bfloat16": DECODE_16BIT, "float32": DECODE_32BIT}
+
+AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile, DecodeTile)
 
 
 def of_algorithm(dtype: str, algorithm: str) -> list[Tile]:

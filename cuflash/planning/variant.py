@@ -15,6 +15,7 @@ PORTABLE_THREADS = 256
 PARAMS = {
     "sm80/forward.cu": "ForwardParams",
     "sm80/lse.cu": "ForwardParams",
+    "sm80/decode.cu": "SplitParams",
     "sm80/backward.cu": "BackwardParams",
     "sm80/backward_dq.cu": "BackwardDqParams",
     "sm90/forward.cu": "TiledForwardParams",
@@ -73,7 +74,7 @@ class Variant:
         if self.softcap:
             parts.append("softcap")
         if self.lengths:
-            parts.append("decode" if self.source.startswith("sm90/decode") else "lengths")
+            parts.append("decode" if self.source.split("/")[1].startswith("decode") else "lengths")
         parts += [flag for flag in ("few", "shares_heads") if getattr(self.tile, flag, False)]
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")

@@ -107,6 +107,12 @@ _STRUCTS: dict[str, Fields] = {
         *_PROBLEM,
         *_ints("heads_kv page_box page_magic page_shift max_slots partial_rows split_tiles unused"),
     ],
+    "SplitParams": [
+        *_operands("q k v out"),
+        *_pointers("lse arrivals partial_out partial_lse"),
+        *_PROBLEM,
+        *_ints("heads_kv head_parts queries splits"),
+    ],
     "DeltaParams": [
         *_operands("dout out dq"),
         *_pointers("lse dlse stats dq_acc turns"),

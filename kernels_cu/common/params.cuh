@@ -86,6 +86,19 @@ struct DecodeParams {
   int unused;
 };
 
+// sm80/decode.cu.
+struct SplitParams {
+  Operand q, k, v, out;
+  float* lse;          // as in DecodeParams
+  unsigned* arrivals;  // splits that have ended, of each block of rows; zero between launches; or null
+  float* partial_out;  // (blocks of rows, splits, 16, the tile's head_dim_v) …
+  float* partial_lse;  // … and (blocks of rows, splits, 16); or null
+  ProblemParams problem;
+  int heads_kv, head_parts;  // head_parts: blocks that share the heads of a group
+  int queries;               // of a block of rows
+  int splits;                // blocks that share the keys of a query at most
+};
+
 // portable/delta.cu.
 struct DeltaParams {
   Operand dout, out, dq;

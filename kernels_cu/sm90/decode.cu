@@ -107,7 +107,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   __device__ __forceinline__ void store_split(const QueryWork& work, Range rows, const float (&lse)[2]) const {
     const int lane = fresh_thread() % 32;
     for_each_row(rows, [&](int h, int row) {
-      const long long at = DecodeOutput{params}.partial_row(work, row);
+      const long long at = DecodeOutput{params}.partial_row(work, work.split, row);
       if (lane % 4 == 0) params.partial_lse[at] = lse[h];
       float* const out = params.partial_out + at * kHeadDimV + lane % 4 * 2;
 #pragma unroll
@@ -191,7 +191,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     const int shared = output.shared_rows(work);
     if (work.split == 0) store_rows(work, {shared, output.num_rows(work)}, lse);
     store_split(work, {0, shared}, lse);
-    if (!output.is_last_split(work)) return;
+    if (work.num_splits == 1 || !output.is_last_split(work)) return;
     // why two ways: what is loaded comes from far, and all that a thread loads together comes at the same time.
     if (work.num_splits <= 2) merge<4, 2>(work, shared);
     else merge<1, (kHeadDimV > 128 ? 4 : 8)>(work, shared);

@@ -14,6 +14,8 @@ struct NarrowConsumer : Role {
   const int warp;
   unsigned i = 0;
   RingPosition ring;
+  static constexpr unsigned kNoSlot = ~0u;
+  unsigned held = kNoSlot;  // the slot of v that is still to be released
   Softmax softmax;
   float o[kHeadDimV / 2];
 
@@ -33,7 +35,7 @@ struct NarrowConsumer : Role {
       const Seen seen(params, smem.work(i));
 #pragma unroll 1
       for (int n = tiles.end - 1; n >= tiles.begin; --n) step(seen, n);
-      __syncwarp();
+      give_back_v();
       if (leads) mbarrier_arrive(smem.q_empty(i, 0));
       store(smem.work(i));
     }
@@ -63,6 +65,7 @@ struct NarrowConsumer : Role {
     float s[kWarpKeys / 2] = {};
     const RingPosition k = ring.advance();
     mbarrier_wait(smem.kv_full + 8 * k.slot, k.parity);
+    give_back_v();
     const unsigned q_rows = smem.q_rows(i, 0) + Panel::offset(lane % 16, lane / 16);
     const unsigned k_rows = smem.kv + k.slot * kBytesSlot + own + Panel::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
@@ -96,8 +99,15 @@ struct NarrowConsumer : Role {
         mma_sync_m16n8k16<kIsFloat16>(o + 8 * j + 4, a, b[2], b[3]);
       }
     }
+    held = v.slot;
+  }
+
+  // Releases the latest tile of v. why so late: the compiler moves an arrival in front of products of the same block of
+  // code, and what they load may then still be on its way (L40).
+  __device__ __forceinline__ void give_back_v() {
     __syncwarp();
-    if (leads) mbarrier_arrive(smem.kv_empty + 8 * v.slot);
+    if (leads && held != kNoSlot) mbarrier_arrive(smem.kv_empty + 8 * held);
+    held = kNoSlot;
   }
 
   // Scores of the warp's keys of tile n become weights, and o is multiplied by what they ask for.
@@ -121,140 +131,38 @@ struct NarrowConsumer : Role {
     for (int h = 0; h < 2; ++h) scale_row(o, h, o_scale[h]);
   }
 
-  // Stores the rows of a piece of work. They are merged twice, by the same code: those of the warps, which gives the rows of
-  // a split, and by the block of threads whose split ends last those of the splits, in their order.
-  __device__ __forceinline__ void store(const QueryWork& work) const {
-    const DecodeOutput output{params};
-    bar_sync(kMerge, 128);  // why: the rows of the work before this one were read
-    put_rows(work);
-    bar_sync(kMerge, 128);
-    const int shared = output.shared_rows(work);
-    int num_rows = output.num_rows(work);
-    // why one loop: L50.
-#pragma unroll 1
-    for (bool of_splits = false;; of_splits = true) {
-#pragma unroll 1
-      for (int first = 0; first < num_rows; first += kPassRows) {
-        const int row = first + thread_row(), column = thread_column();
-        // Of a warp's rows, or of what was fetched: the bytes of a row, how many rows follow each other, and which of
-        // them this thread's is.
-        const int row_bytes = of_splits ? 4 * kHeadDimV : 4 * kNarrowColumns, together = of_splits ? kPassRows : 16;
-        const int at = of_splits ? thread_row() : row, num_states = of_splits ? work.num_splits : 4;
-        const bool exists = thread_row() < kPassRows && row < num_rows;
-        Merged merged;
-#pragma unroll 1
-        for (int n = 0; n < num_states; n += 4) {
-          if (of_splits && n % kFetched == 0) fetch(work, first, shared, n);
-          const int begin = n % kFetched * together + at;
-          const unsigned rows = smem.out + begin * row_bytes + 4 * column, lses = lse_smem() + 4 * begin;
-          if (exists) merged.add(rows, together * row_bytes, lses, 4 * together);
-        }
-        if (!exists) continue;
-        const float4 x = merged.out();
-        if (!of_splits && row < shared) {
-          const long long place = output.partial_row(work, row);
-          if (column == 0) params.partial_lse[place] = merged.lse();
-          *reinterpret_cast<float4*>(params.partial_out + place * kHeadDimV + column) = x;
-        } else if (of_splits || work.split == 0) {
-          if (column == 0) output.store_lse(work, row, merged.lse());
-          char* const out = output.out_row(work, row);
-          if (out != nullptr && column < params.problem.head_dim_v) output.store_four(out, column, x);
-        }
-      }
-      if (of_splits || !output.is_last_split(work)) break;
-      num_rows = shared;
+  // The rows of a piece of work, as RowStates asks for them.
+  struct Rows {
+    const DecodeOutput output;
+    const QueryWork work;
+    const int num_rows = output.num_rows(work), shared_rows = output.shared_rows(work);
+    const int split = work.split, num_splits = work.num_splits;
+
+    __device__ __forceinline__ static void sync() { bar_sync(kMerge, 128); }
+    __device__ __forceinline__ float* partial_out() const { return output.params.partial_out; }
+    __device__ __forceinline__ float* partial_lse() const { return output.params.partial_lse; }
+    __device__ __forceinline__ long long partial_row(int of, int row) const { return output.partial_row(work, of, row); }
+    __device__ __forceinline__ bool is_last_split() const { return output.is_last_split(work); }
+    __device__ __forceinline__ void store(int row, int column, const float4& x, float lse) const {
+      if (column == 0) output.store_lse(work, row, lse);
+      char* const out = output.out_row(work, row);
+      if (out != nullptr && column < output.params.problem.head_dim_v) output.store_four(out, column, x);
     }
-  }
-
- private:
-  static constexpr int kChunks = kHeadDimV / 4;       // of four columns, in a row
-  static constexpr int kPassRows = 128 / kChunks;     // rows that the threads have together
-  static constexpr int kFetched = 64 / kPassRows / 4 * 4;  // splits of so many rows for which there is room
-
-  // The thread's row, of those of a pass, and its first column.
-  __device__ __forceinline__ static int thread_row() { return fresh_thread() % 128 / kChunks; }
-  __device__ __forceinline__ static int thread_column() { return fresh_thread() % 128 % kChunks * 4; }
-
-  // Behind the rows, lse of each of them.
-  __device__ __forceinline__ unsigned lse_smem() const { return smem.out + 4 * 4 * 16 * kNarrowColumns; }
-
-  // What is known of four columns of a row, from states of it: rows of out with their lse.
-  struct Merged {
-    float most = -infinity(), sum = 0.0f;
-    float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
-
-    // Adds four states that lie in shared memory so many bytes apart.
-    __device__ __forceinline__ void add(unsigned rows, unsigned step, unsigned lses, unsigned lse_step) {
-      float lse[4], next = most;
-      float4 x[4];
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        lse[n] = __uint_as_float(ld_shared_u32(lses + n * lse_step)), x[n] = ld_shared_v4_f32(rows + n * step);
-        next = fmaxf(next, lse[n]);
-      }
-      const float scale = next == most ? 1.0f : exp2_approx((most - next) * (1.0f / kLn2));
-      total = {total.x * scale, total.y * scale, total.z * scale, total.w * scale};
-      sum *= scale, most = next;
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        if (lse[n] == -infinity()) continue;  // why not a weight of 0: x may be NaN
-        const float weight = exp2_approx((lse[n] - most) * (1.0f / kLn2));
-        total.x += weight * x[n].x, total.y += weight * x[n].y, total.z += weight * x[n].z;
-        total.w += weight * x[n].w, sum += weight;
-      }
-    }
-
-    __device__ __forceinline__ float4 out() const {
-      const float scale = sum == 0.0f ? 0.0f : rcp_approx(sum);
-      return {total.x * scale, total.y * scale, total.z * scale, total.w * scale};
-    }
-    __device__ __forceinline__ float lse() const { return sum == 0.0f ? -infinity() : most + log2_approx(sum) * kLn2; }
   };
 
-  // Puts the warp's rows, and their lse, where all warps read them.
-  __device__ __forceinline__ void put_rows(const QueryWork& work) const {
-    const int lane = fresh_thread() % 32;
-    const auto rows = work.lane_queries(params.problem, lane / 4);
+  __device__ __forceinline__ void store(const QueryWork& work) const {
+    const Rows rows{{params}, work};
+    const RowStates<Rows> states{rows, smem.out};
+    const auto queries = work.lane_queries(params.problem, fresh_thread() % 32 / 4);
+    Rows::sync();  // why: the rows of the work before this one were read
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float scale, lse;
       softmax.finish(h, scale, lse);
-      const int row = 16 * warp + lane / 4 + 8 * h;
-      if (lane % 4 == 0) {
-        st_shared_u32(lse_smem() + 4 * row, __float_as_uint(rows[h] < work.seqlen_q ? lse : -infinity()));
-      }
-      const unsigned to = smem.out + 4 * (row * kNarrowColumns + lane % 4 * 2);
-#pragma unroll
-      for (int j = 0; j < kHeadDimV / 8; ++j) {
-        st_shared_v2(to + 32 * j, __float_as_uint(o[4 * j + 2 * h] * scale), __float_as_uint(o[4 * j + 2 * h + 1] * scale));
-      }
+      states.put(warp, h, o, scale, queries[h] < work.seqlen_q ? lse : -infinity());
     }
-  }
-
-  // Gets the rows from `first` on of kFetched splits; those that do not exist see nothing. Each thread copies the columns
-  // that it merges. why by cp.async: all copies are on their way together, and one instruction makes them.
-  __device__ __forceinline__ void fetch(const QueryWork& work, int first, int end, int begin) const {
-    const long long of_split = params.partial_rows, place = (work.first_slot + begin) * of_split + first;
-    const int row = thread_row(), count = min(work.num_splits - begin, kFetched);
-    bar_sync(kMerge, 128);  // why: lse of the splits before these were read
-    if (row < kPassRows && first + row < end) {
-      const float* from = params.partial_out + (place + row) * kHeadDimV + thread_column();
-      unsigned to = smem.out + 4 * (thread_column() + kHeadDimV * row);
-#pragma unroll 1
-      for (int n = 0; n < count; ++n) {
-        cp_async_16(to, from);
-        to += 4 * kPassRows * kHeadDimV, from += of_split * kHeadDimV;
-      }
-    }
-    const int at = fresh_thread() % 128, split = at / kPassRows, of_row = at % kPassRows;
-    if (split < kFetched) {
-      const bool exists = split < count && first + of_row < end;
-      const float lse = exists ? __ldcg(params.partial_lse + place + split * of_split + of_row) : -infinity();
-      st_shared_u32(lse_smem() + 4 * at, __float_as_uint(lse));
-    }
-    cp_async_commit();
-    cp_async_wait<0>();
-    bar_sync(kMerge, 128);
+    Rows::sync();
+    states.store();
   }
 };
 

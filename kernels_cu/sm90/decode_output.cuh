@@ -37,15 +37,14 @@ struct DecodeOutput {
     return work.num_splits == 1 ? 0 : min(num_rows(work), params.partial_rows);
   }
 
-  // The place of a row of this split among those that are to be merged.
-  __device__ __forceinline__ long long partial_row(const QueryWork& work, int row) const {
-    return static_cast<long long>(work.first_slot + work.split) * params.partial_rows + row;
+  // The place of a row of a split among those that are to be merged.
+  __device__ __forceinline__ long long partial_row(const QueryWork& work, int split, int row) const {
+    return static_cast<long long>(work.first_slot + split) * params.partial_rows + row;
   }
 
   // Whether this split is the last of its block to end, so that the rows of all of them may be merged. All warps that
   // compute ask, and have stored their rows.
   __device__ __forceinline__ bool is_last_split(const QueryWork& work) const {
-    if (work.num_splits == 1) return false;
     bar_sync(kMerge, 128);
     bool is_last = false;
     if (threadIdx.x % 128 == 0) {  // why one for all: they stored before the barrier

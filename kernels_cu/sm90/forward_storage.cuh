@@ -1,5 +1,6 @@
 // Shared memory of forward and lse on Hopper: tiles, their barriers, and the descriptions of the block's work.
 #pragma once
+#include "../common/row_states.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "forward_work.cuh"
@@ -17,7 +18,6 @@ constexpr int kWorkSlots = 16;
 static_assert(kWorkInRing + 3 <= kWorkSlots, "a description would be written over while it is needed");
 
 constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
-constexpr int kNarrowColumns = kHeadDimV + 8;   // floats between a warp's rows of out. why more: bank conflicts
 
 // Whether the first s of a query block is issued before the last p v of the query block before it; the first weights
 // are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
@@ -29,8 +29,8 @@ constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
 struct Storage {
   char q[kQStages][kBytesQ];
   char kv[kStages][kBytesSlot];  // the ring of k and v tiles in the order of their use
-  // On its way to global memory, or for other warps, with lse.
-  char out[4 * kNumConsumers][kNarrow ? 16 * 4 * (kNarrowColumns + 1) : kOutPanels > 0 ? kOutPanels * kWarpPanelBytes : 16];
+  // On its way to global memory, or states of rows for other warps.
+  char out[4 * kNumConsumers][kNarrow ? kStateBytes / 4 : kOutPanels > 0 ? kOutPanels * kWarpPanelBytes : 16];
   unsigned long long work_full[kWorkSlots];
   unsigned long long q_full[kQStages][kNumConsumers], q_empty[kQStages][kNumConsumers];
   unsigned long long kv_full[kStages], kv_empty[kStages];

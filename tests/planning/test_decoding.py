@@ -103,6 +103,13 @@ def test_the_device_cuts_keys_unless_the_call_says_how() -> None:
     assert launched(num_splits=5, split_size=256).fields["split_tiles"] == 4096 // 128  # one: see hopper.py
 
 
+def test_more_rows_than_kernels_count_are_not_shared_out() -> None:
+    for batch, decodes in ((2**16, True), (2**24, False)):
+        shapes = (batch, 1, 16, 64), (batch, 1, 1, 64), (batch, 1, 1, 64)
+        plan = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90")
+        assert ("decode" in plan.kernel) == decodes
+
+
 def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:
     plan = made(num_splits=1)
     assert not plan.workspace_bytes
