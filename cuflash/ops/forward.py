@@ -64,7 +64,7 @@ def forward(
     total_q).
 
     num_splits: how many blocks of threads share the keys of a query at most, 0 for a choice by the GPU's size and the
-    lengths. More than one do on Hopper, where queries are so few that most of the GPU would idle.
+    lengths. More than one do where queries are so few that most of the GPU would idle.
     split_size: a multiple of 128 keys. On one kind of GPU, the bits of a row of out and lse then depend on its q, the
     keys and values that it sees and this number alone: dense, packed, in a cache, in pages, with any other queries.
     One block of threads then takes all keys of a query, so few queries over many keys are slower with it. On Hopper,

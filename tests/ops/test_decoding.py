@@ -1,7 +1,12 @@
-"""Few queries over many keys on a GPU, which Hopper shares out among blocks of threads: against float64."""
+"""Few queries over many keys on a GPU, which are shared out among blocks of threads: against float64.
+
+All of it runs on Hopper's own kernels, where the GPU has them, and on those for any GPU.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +14,7 @@ import numpy as np
 import pytest
 from hopper import assert_right
 from libraries import identical
+from plans import for_any_gpu
 from sequences import FAR, Sequences, check, made
 
 import cuflash
@@ -24,13 +30,19 @@ KINDS = [ROWS, CACHE, PAGES, PACKED]
 DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 72)]
 
 
+@pytest.fixture(autouse=True, params=["own", "for_any"])
+def family(request: pytest.FixtureRequest) -> Iterator[None]:
+    with for_any_gpu() if request.param == "for_any" else nullcontext():
+        yield
+
+
 def forward(given: Any, cupy: Any, **more: Any) -> Any:
     return cuflash.forward(**given.arguments(cupy) | more, return_lse=True)
 
 
 @pytest.mark.parametrize("case", KINDS, ids=lambda case: case.name)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_every_kind_of_cache_and_head_dim(cupy: Any, case: Sequences, dims: tuple[int, int], dtype: str) -> None:
     given = made(replace(case, dims=dims, dtype=dtype))
     got = forward(given, cupy)
