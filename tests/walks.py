@@ -194,7 +194,7 @@ class Walk:
         if 1 < num_splits > split:
             number = (slot * fields["head_parts"] + part) * fields["heads_kv"] + kv_head
             begin, count = (number * fields["splits"] + split) * tile.block_q, len(rows) * heads
-            yield Touch("store", "partial_lse", slice(begin, begin + count))
+            yield Touch("store", "partial_sums", slice(2 * begin, 2 * (begin + count)))
             yield Touch("store", "partial_out", slice(begin * tile.head_dim_v, (begin + count) * tile.head_dim_v))
 
     def key_block(self, index: int) -> Iterator[Piece | Rows | Touch]:

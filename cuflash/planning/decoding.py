@@ -64,7 +64,9 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     box = Box(cut["page_box"] or tile.block_k, 0, own.rows_k, ragged=True)
     fields = {"heads_kv": problem.heads_kv, "max_slots": most, "partial_rows": partial_rows} | cut
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
-    workspace = {"partial_out": most * partial_rows * tile.head_dim_v, "partial_lse": most * partial_rows}
+    rows_of_splits = most * partial_rows
+    sums = rows_of_splits * (2 if is_narrow else 1)
+    workspace = {"partial_out": rows_of_splits * tile.head_dim_v, "partial_sums": sums}
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     boxes = {"k": box, "v": box, "q": box, "out": box}
     capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
@@ -100,7 +102,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
     if splits == 0:
         resident = device.num_sms * tile.blocks_per_sm
         splits = max(blocks_of(2 * resident, max(num_blocks, 1)), blocks_of(problem.seqlen_k, LONG_SPLIT))
-    states_bytes = FLOAT_BYTES * max(num_blocks, 1) * tile.block_q * (tile.head_dim_v + 1)
+    states_bytes = FLOAT_BYTES * max(num_blocks, 1) * tile.block_q * (tile.head_dim_v + 2)
     most = min(blocks_of(problem.seqlen_k, LEAST_TILES * tile.block_k), MAX_STATES_BYTES // states_bytes)
     splits = max(min(splits, most), 1)
     if num_blocks * splits > MAX_GRID:
@@ -116,7 +118,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
         lengths=True,
     )
     states = num_blocks * splits * tile.block_q if splits > 1 else 0
-    workspace = {"partial_out": states * tile.head_dim_v, "partial_lse": states}
+    workspace = {"partial_out": states * tile.head_dim_v, "partial_sums": 2 * states}
     launch = Launch(variant, num_blocks * splits, fields, arrivals=num_blocks if splits > 1 else 0)
     return make_plan(problem._replace(lengths=own), device, [launch], workspace, fallback)
 

@@ -61,7 +61,7 @@ class DecodeTile(Tile):
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
         ring = itemsize * self.stages * self.block_k * (self.head_dim + self.head_dim_v)
-        states = FLOAT_BYTES * self.warps * self.block_q * (self.head_dim_v + ROW_PADDING + 1)
+        states = FLOAT_BYTES * self.warps * self.block_q * (self.head_dim_v + ROW_PADDING + 2)
         return itemsize * self.block_q * self.head_dim + rounded_up(max(ring, states), SMEM_ALIGNMENT)
 
 

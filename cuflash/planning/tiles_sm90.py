@@ -61,7 +61,7 @@ class WarpgroupTile:
         q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
         if self.block_q == WARP_ROWS:  # each warp has rows of its own keys
-            out = 4 * WARP_ROWS * FLOAT_BYTES * (self.head_dim_v + ROW_PADDING + 1)
+            out = 4 * WARP_ROWS * FLOAT_BYTES * (self.head_dim_v + ROW_PADDING + 2)
         else:
             out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)

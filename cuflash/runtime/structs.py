@@ -103,13 +103,13 @@ _STRUCTS: dict[str, Fields] = {
     "DecodeParams": [
         *_maps("k v"),
         *_operands("q k v out"),
-        *_pointers("lse counter arrivals partial_out partial_lse"),
+        *_pointers("lse counter arrivals partial_out partial_sums"),
         *_PROBLEM,
         *_ints("heads_kv page_box page_magic page_shift max_slots partial_rows split_tiles unused"),
     ],
     "SplitParams": [
         *_operands("q k v out"),
-        *_pointers("lse arrivals partial_out partial_lse"),
+        *_pointers("lse arrivals partial_out partial_sums"),
         *_PROBLEM,
         *_ints("heads_kv head_parts queries splits"),
     ],

@@ -76,7 +76,7 @@ struct DecodeParams {
   unsigned* counter;   // as in TiledForwardParams
   unsigned* arrivals;  // splits that have ended, of each query block; zero between launches
   float* partial_out;  // of a split, (max_slots, partial_rows, the tile's head_dim_v) …
-  float* partial_lse;  // … and (max_slots, partial_rows)
+  float* partial_sums;  // … and (max_slots, partial_rows): lse, or in decode_narrow.cu pairs of a sum and a shift
   ProblemParams problem;
   int heads_kv;
   int page_box, page_magic, page_shift;  // as in RaggedForwardParams
@@ -92,7 +92,7 @@ struct SplitParams {
   float* lse;          // as in DecodeParams
   unsigned* arrivals;  // splits that have ended, of each block of rows; zero between launches; or null
   float* partial_out;  // (blocks of rows, splits, 16, the tile's head_dim_v) …
-  float* partial_lse;  // … and (blocks of rows, splits, 16); or null
+  float2* partial_sums;  // … and (blocks of rows, splits, 16): sum and shift; or null
   ProblemParams problem;
   int heads_kv, head_parts;  // head_parts: blocks that share the heads of a group
   int queries;               // of a block of rows

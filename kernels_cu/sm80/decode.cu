@@ -84,7 +84,7 @@ struct BlockRows {
 
   __device__ __forceinline__ static void sync() { __syncthreads(); }
   __device__ __forceinline__ float* partial_out() const { return params.partial_out; }
-  __device__ __forceinline__ float* partial_lse() const { return params.partial_lse; }
+  __device__ __forceinline__ float2* partial_sums() const { return params.partial_sums; }
   __device__ __forceinline__ long long partial_row(int of, int row) const {
     return (static_cast<long long>(at.block) * params.splits + of) * kBlockQ + row;
   }
@@ -97,14 +97,18 @@ struct BlockRows {
     }
     return __syncthreads_or(is_last);
   }
-  __device__ __forceinline__ void store(int row, int column, const float4& x, float lse) const {
+  __device__ __forceinline__ void store(int row, int column, const MergedRow& merged) const {
     const int query = at.query_of(row), head = row % at.heads;
     if (head >= at.heads_here) return;
     const RaggedSequence& sequence = at.sequence;
-    if (column == 0 && params.lse != nullptr) params.lse[sequence.lse_offset(at.first_head + head) + query] = lse;
+    if (column == 0 && params.lse != nullptr) {
+      const float lse = merged.sum == 0.0f ? -infinity() : merged.shift * kLn2 + logf(merged.sum);
+      params.lse[sequence.lse_offset(at.first_head + head) + query] = lse;
+    }
     const int count = params.problem.head_dim_v - column;
     if (count <= 0 || (query >= at.queries.end && !params.problem.clears_unused)) return;
     char* const out = sequence.queries().address(params.out, kOutBytes, at.first_head + head, query, column);
+    const float4 x = merged.out();
     const float values[4] = {x.x, x.y, x.z, x.w};
     if (params.out.aligned && count >= 4) {
       if constexpr (kOutBytes == 2) *reinterpret_cast<uint2*>(out) = {pack2(x.x, x.y), pack2(x.z, x.w)};
@@ -213,10 +217,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const RowStates<BlockRows> states{rows, smem_address(storage.states)};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float scale, lse;
-    softmax.finish(h, scale, lse);
+    const float sum = quad_sum(softmax.sum[h]);
     const bool is_used = at.query_of(threadIdx.x % 32 / 4 + 8 * h) < at.queries.end;
-    states.put(warp, h, o[0], scale, is_used ? lse : -infinity());
+    states.put(warp, h, o[0], is_used ? sum : 0.0f, softmax.max_log2[h]);
   }
   __syncthreads();
   states.store();

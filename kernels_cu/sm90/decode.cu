@@ -108,7 +108,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     const int lane = fresh_thread() % 32;
     for_each_row(rows, [&](int h, int row) {
       const long long at = DecodeOutput{params}.partial_row(work, work.split, row);
-      if (lane % 4 == 0) params.partial_lse[at] = lse[h];
+      if (lane % 4 == 0) params.partial_sums[at] = lse[h];
       float* const out = params.partial_out + at * kHeadDimV + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
@@ -145,7 +145,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
 #pragma unroll
           for (int n = 0; n < kTogether; ++n) {
             const bool exists = split + n < work.num_splits;
-            lse[item][n] = exists ? __ldcg(params.partial_lse + first + n * of_split) : -infinity();
+            lse[item][n] = exists ? __ldcg(params.partial_sums + first + n * of_split) : -infinity();
             x[item][n] = exists ? __ldcg(reinterpret_cast<const float4*>(y + n * of_split * kHeadDimV)) : float4{};
           }
         }

@@ -79,10 +79,14 @@ struct Softmax {
 
   // Gives the factor that turns the accumulated output into the result, and the row's lse.
   __device__ __forceinline__ void finish(int h, float& o_scale, float& lse) const {
-    constexpr float kUnit = kIsFloat16 ? 1.0f : 268435456.0f;  // 2^kBias
     const float total = quad_sum(sum[h]);
     o_scale = total == 0.0f ? 0.0f : rcp_approx(total);
-    lse = total == 0.0f ? -infinity() : (shift[h] - kBias + log2_approx(total * kUnit)) * kLn2;
+    lse = Softmax::lse(total, shift[h]);
+  }
+
+  __device__ __forceinline__ static float lse(float total, float shift) {
+    constexpr float kUnit = kIsFloat16 ? 1.0f : 268435456.0f;  // 2^kBias
+    return total == 0.0f ? -infinity() : (shift - kBias + log2_approx(total * kUnit)) * kLn2;
   }
 };
 

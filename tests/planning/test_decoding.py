@@ -123,7 +123,7 @@ def test_the_workspace_holds_all_splits_that_the_device_may_make() -> None:
     slots = launched(batch=300).fields["max_slots"]
     assert slots >= 8 * 132 + 300 * 8
     assert launched(batch=4).fields["max_slots"] == 132  # each block of threads has one at most
-    assert made(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 1)
+    assert made(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 2)
 
 
 def test_there_are_blocks_of_threads_even_if_no_key_may_be_used() -> None:
