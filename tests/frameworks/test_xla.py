@@ -136,9 +136,9 @@ class Recorded:
 
     made: list[Recorded]
 
-    def __init__(self, problem: Any, plan: Any, ordinal: int) -> None:
+    def __init__(self, plan: Any, ordinal: int) -> None:
         self.plan, self.ordinal, self.thread = plan, ordinal, threading.get_ident()
-        self.boxed = [problem.op.index[name] for name in plan.boxed]
+        self.boxed = [plan.problem.op.index[name] for name in plan.boxed]
         self.written: list[Any] = []
         self.streams: list[int] = []
         Recorded.made.append(self)

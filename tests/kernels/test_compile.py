@@ -34,6 +34,8 @@ PACKED = {"packed": True}
 ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("forward", "bfloat16", 128, 128, {}),
     ("forward", "float32", 64, 64, {}),
+    ("forward", "bfloat16", 128, 128, {"used": True}),
+    ("forward", "bfloat16", 128, 128, {"used": True} | GENERIC),
     ("lse", "bfloat16", 64, 64, {}),
     *((op, "bfloat16", 64, 64, {}) for op in ("merge", "append_kv")),
     *((op, "bfloat16", 128, 128, {"aligned": False}) for op in BACKWARD_OPS),
