@@ -41,7 +41,8 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
         return None
     is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
     # why not for one split: its bits are those of other kernels.
-    is_narrow = splits != 1 and problem.seqlen_q * group <= WARP_ROWS
+    queries = problem.seqlen_q if problem.has("cu_seqlens_q") else own.rows_q
+    is_narrow = splits != 1 and queries * group <= WARP_ROWS
     rows = own._replace(rows_q=own.rows_q * group)  # of a kv head
     num_blocks = rows.num_slots("q", problem.batch, WARP_ROWS if is_narrow else GROUP_ROWS) * problem.heads_kv
     if not is_few:
@@ -65,8 +66,7 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     fields = {"heads_kv": problem.heads_kv, "max_slots": most, "partial_rows": partial_rows} | cut
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     rows_of_splits = most * partial_rows
-    sums = rows_of_splits * (2 if is_narrow else 1)
-    workspace = {"partial_out": rows_of_splits * tile.head_dim_v, "partial_sums": sums}
+    workspace = {"partial_out": rows_of_splits * tile.head_dim_v, "partial_sums": 2 * rows_of_splits}
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     boxes = {"k": box, "v": box, "q": box, "out": box}
     capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)

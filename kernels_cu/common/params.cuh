@@ -76,7 +76,7 @@ struct DecodeParams {
   unsigned* counter;   // as in TiledForwardParams
   unsigned* arrivals;  // splits that have ended, of each query block; zero between launches
   float* partial_out;  // of a split, (max_slots, partial_rows, the tile's head_dim_v) …
-  float* partial_sums;  // … and (max_slots, partial_rows): lse, or in decode_narrow.cu pairs of a sum and a shift
+  float2* partial_sums;  // … and (max_slots, partial_rows): sum and shift
   ProblemParams problem;
   int heads_kv;
   int page_box, page_magic, page_shift;  // as in RaggedForwardParams

@@ -18,28 +18,38 @@ struct MergedRow {
   float shift = -infinity(), sum = 0.0f;
   float4 total = {0.0f, 0.0f, 0.0f, 0.0f};
 
-  // Adds four states that lie in shared memory so many bytes apart: rows of o, and their sums and shifts.
+  // Adds states: their sums and shifts, and four columns of o.
+  template <int kCount>
+  __device__ __forceinline__ void add(float2 (&of)[kCount], float4 (&x)[kCount]) {
+    float next = shift;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      // why x, too: it may be NaN.
+      if (of[n].x == 0.0f) of[n].y = -infinity(), x[n] = {0.0f, 0.0f, 0.0f, 0.0f};
+      next = fmaxf(next, of[n].y);
+    }
+    const float base = next == -infinity() ? 0.0f : next, scale = exp2_approx(shift - base);
+    total = {total.x * scale, total.y * scale, total.z * scale, total.w * scale};
+    sum *= scale, shift = next;
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const float weight = exp2_approx(of[n].y - base);
+      total.x += weight * x[n].x, total.y += weight * x[n].y, total.z += weight * x[n].z;
+      total.w += weight * x[n].w, sum += weight * of[n].x;
+    }
+  }
+
+  // The same with four states that lie in shared memory so many bytes apart.
   __device__ __forceinline__ void add(unsigned rows, unsigned step, unsigned sums, unsigned sum_step) {
     float2 of[4];
     float4 x[4];
-    float next = shift;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       unsigned words[2];
       ld_shared_v2(words[0], words[1], sums + n * sum_step);
       of[n] = {__uint_as_float(words[0]), __uint_as_float(words[1])}, x[n] = ld_shared_v4_f32(rows + n * step);
-      if (of[n].x != 0.0f) next = fmaxf(next, of[n].y);
     }
-    const float scale = next == shift ? 1.0f : exp2_approx(shift - next);
-    total = {total.x * scale, total.y * scale, total.z * scale, total.w * scale};
-    sum *= scale, shift = next;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      if (of[n].x == 0.0f) continue;  // why not a weight of 0: x may be NaN
-      const float weight = exp2_approx(of[n].y - shift);
-      total.x += weight * x[n].x, total.y += weight * x[n].y, total.z += weight * x[n].z;
-      total.w += weight * x[n].w, sum += weight * of[n].x;
-    }
+    add(of, x);
   }
 
   __device__ __forceinline__ float4 out() const {
@@ -123,22 +133,20 @@ struct RowStates {
   __device__ __forceinline__ void fetch(int first, int end, int begin) const {
     const long long place = rows.partial_row(begin, first), of_split = rows.partial_row(begin + 1, first) - place;
     const int row = thread_row(), count = min(rows.num_splits - begin, kFetched);
+    const int number = fresh_thread() % kStateThreads, split = number / kPassRows, of_row = number % kPassRows;
+    float2 of = {0.0f, 0.0f};
+    if (split < count && first + of_row < end) of = __ldcg(rows.partial_sums() + place + split * of_split + of_row);
     rows.sync();  // why: the sums of the splits before these were read
     if (row < kPassRows && first + row < end) {
       const float* from = rows.partial_out() + (place + row) * kHeadDimV + thread_column();
       unsigned to = smem + 4 * (thread_column() + kHeadDimV * row);
-#pragma unroll 1
+#pragma unroll 4
       for (int n = 0; n < count; ++n) {
         cp_async_16(to, from);
         to += 4 * kPassRows * kHeadDimV, from += of_split * kHeadDimV;
       }
     }
-    const int number = fresh_thread() % kStateThreads, split = number / kPassRows, of_row = number % kPassRows;
-    if (split < kFetched) {
-      const bool exists = split < count && first + of_row < end;
-      const float2 of = exists ? __ldcg(rows.partial_sums() + place + split * of_split + of_row) : float2{0.0f, 0.0f};
-      st_shared_v2(sums() + 8 * number, __float_as_uint(of.x), __float_as_uint(of.y));
-    }
+    if (split < kFetched) st_shared_v2(sums() + 8 * number, __float_as_uint(of.x), __float_as_uint(of.y));
     cp_async_commit();
     cp_async_wait<0>();
     rows.sync();

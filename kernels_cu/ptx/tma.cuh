@@ -22,8 +22,25 @@ __device__ __forceinline__ void tma_load_4d(unsigned smem_address, const TensorM
       : "memory");
 }
 
+// What L2 gives up first, because nobody reads it again.
+__device__ __forceinline__ unsigned long long evict_first_policy() {
+  unsigned long long policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// kOnce: nobody reads the tile again.
+template <bool kOnce>
 __device__ __forceinline__ void tma_load_5d(unsigned smem_address, const TensorMap* map, unsigned barrier, int c0,
                                             int c1, int c2, int c3, int c4) {
+  if constexpr (kOnce) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(smem_address),
+        "l"(map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "l"(evict_first_policy())
+        : "memory");
+    return;
+  }
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
       "[%2];" ::"r"(smem_address),

@@ -18,17 +18,18 @@ constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 1 
 constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : kNumConsumers == 1 ? 248 : kDealsOut ? 232 : 240;
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= (kNumConsumers + 1) * kStartRegisters, "");
 
+#ifdef CUFLASH_DECODES
+constexpr bool kDecodes = true;  // few queries of each sequence: the heads of a group share blocks (decode.cu)
+#else
+constexpr bool kDecodes = false;
+#endif
+
 // Forward and lse. A stage of the ring is a tile of k or a tile of v.
 #ifdef CUFLASH_Q_STAGES
 constexpr int kQStages = CUFLASH_Q_STAGES;                // query blocks in shared memory
 constexpr int kQSteps = CUFLASH_Q_COLUMNS / 16;           // steps of q kᵀ whose columns of q stay in registers
 constexpr bool kQInRegisters = 16 * kQSteps == kHeadDim;  // whether all columns of q do
 constexpr int kOutPanels = CUFLASH_OUT_PANELS;            // panels of a warp's rows of out that are stored at a time
-#ifdef CUFLASH_DECODES
-constexpr bool kDecodes = true;  // few queries of each sequence: the heads of a group share blocks (decode.cu)
-#else
-constexpr bool kDecodes = false;
-#endif
 #ifdef CUFLASH_FEW
 constexpr bool kFew = true;  // decoding at most 32 sequences, none of them packed
 #else

@@ -2,7 +2,7 @@
 // threads share the keys of a sequence.
 //
 //   s, p, o                     as in forward.cu, over the key tiles of a split
-//   out = sum w o / sum w       over the splits, w = exp(lse of the split - the largest of them)
+//   out = sum w o / sum w sum   over the splits: common/row_states.cuh
 //
 // Roles    As in forward.cu, with one warpgroup that computes; q is copied by cp.async.
 // Splits   Their rows of o and lse lie in memory. The block whose split ends last merges them, in their order.
@@ -90,8 +90,9 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     const int lane = fresh_thread() % 32;
     const DecodeOutput output{params};
     for_each_row(rows, [&](int h, int row) {
-      if (lane % 4 == 0) output.store_lse(work, row, lse[h]);
-      char* const out = output.out_row(work, row);
+      const DecodeOutput::Row at = output.row(work, row);
+      if (lane % 4 == 0) output.store_lse(work, at, lse[h]);
+      char* const out = output.out_row(work, at);
       if (out == nullptr) return;
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
@@ -104,15 +105,17 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     });
   }
 
-  __device__ __forceinline__ void store_split(const QueryWork& work, Range rows, const float (&lse)[2]) const {
+  // Stores the states of rows. What they have seen is nothing if o_scale is 0.
+  __device__ __forceinline__ void store_split(const QueryWork& work, Range rows, const Softmax& softmax) const {
     const int lane = fresh_thread() % 32;
+    const float sums[2] = {quad_sum(softmax.sum[0]), quad_sum(softmax.sum[1])};
     for_each_row(rows, [&](int h, int row) {
       const long long at = DecodeOutput{params}.partial_row(work, work.split, row);
-      if (lane % 4 == 0) params.partial_sums[at] = lse[h];
+      if (lane % 4 == 0) params.partial_sums[at] = {o_scale[h] == 0.0f ? 0.0f : sums[h], softmax.shift[h]};
       float* const out = params.partial_out + at * kHeadDimV + lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
-        *reinterpret_cast<float2*>(out + 8 * j) = {o[4 * j + 2 * h] * o_scale[h], o[4 * j + 2 * h + 1] * o_scale[h]};
+        *reinterpret_cast<float2*>(out + 8 * j) = {o[4 * j + 2 * h], o[4 * j + 2 * h + 1]};
       }
     });
   }
@@ -126,17 +129,15 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
 #pragma unroll 1
     for (int at = threadIdx.x % 128; at < num_items; at += 128 * kItems) {
       int row[kItems], column[kItems];
-      float most[kItems], sum[kItems];
-      float4 total[kItems];
+      MergedRow merged[kItems];
 #pragma unroll
       for (int item = 0; item < kItems; ++item) {
         const int number = smaller(at + 128 * item, num_items - 1);  // some threads do the last one twice
         row[item] = quotient(number, chunks), column[item] = (number - row[item] * chunks) * 4;
-        most[item] = -infinity(), sum[item] = 0.0f, total[item] = {0.0f, 0.0f, 0.0f, 0.0f};
       }
 #pragma unroll 1
       for (int split = 0; split < work.num_splits; split += kTogether) {
-        float lse[kItems][kTogether];
+        float2 of[kItems][kTogether];
         float4 x[kItems][kTogether];
 #pragma unroll
         for (int item = 0; item < kItems; ++item) {
@@ -145,37 +146,15 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
 #pragma unroll
           for (int n = 0; n < kTogether; ++n) {
             const bool exists = split + n < work.num_splits;
-            lse[item][n] = exists ? __ldcg(params.partial_sums + first + n * of_split) : -infinity();
+            of[item][n] = exists ? __ldcg(params.partial_sums + first + n * of_split) : float2{};
             x[item][n] = exists ? __ldcg(reinterpret_cast<const float4*>(y + n * of_split * kHeadDimV)) : float4{};
           }
         }
 #pragma unroll
-        for (int item = 0; item < kItems; ++item) {
-          float next = most[item];
-#pragma unroll
-          for (int n = 0; n < kTogether; ++n) next = fmaxf(next, lse[item][n]);
-          if (next == -infinity()) continue;
-          float4& y = total[item];
-          const float scale = exp2_approx((most[item] - next) * (1.0f / kLn2));
-          y.x *= scale, y.y *= scale, y.z *= scale, y.w *= scale, sum[item] *= scale, most[item] = next;
-#pragma unroll
-          for (int n = 0; n < kTogether; ++n) {
-            const float w = exp2_approx((lse[item][n] - next) * (1.0f / kLn2));
-            const float4& z = x[item][n];
-            y.x += w * z.x, y.y += w * z.y, y.z += w * z.z, y.w += w * z.w, sum[item] += w;
-          }
-        }
+        for (int item = 0; item < kItems; ++item) merged[item].add(of[item], x[item]);
       }
 #pragma unroll
-      for (int item = 0; item < kItems; ++item) {
-        const float4& y = total[item];
-        const float scale = sum[item] == 0.0f ? 0.0f : 1.0f / sum[item];
-        if (column[item] == 0) {
-          output.store_lse(work, row[item], sum[item] == 0.0f ? -infinity() : most[item] + log2_approx(sum[item]) * kLn2);
-        }
-        char* const out = output.out_row(work, row[item]);
-        if (out != nullptr) output.store_four(out, column[item], {y.x * scale, y.y * scale, y.z * scale, y.w * scale});
-      }
+      for (int item = 0; item < kItems; ++item) output.store(work, row[item], column[item], merged[item]);
     }
   }
 
@@ -190,7 +169,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
       if (o_scale[h] == 0.0f) clear_row(o, h);
     const int shared = output.shared_rows(work);
     if (work.split == 0) store_rows(work, {shared, output.num_rows(work)}, lse);
-    store_split(work, {0, shared}, lse);
+    store_split(work, {0, shared}, softmax);
     if (work.num_splits == 1 || !output.is_last_split(work)) return;
     // why two ways: what is loaded comes from far, and all that a thread loads together comes at the same time.
     if (work.num_splits <= 2) merge<4, 2>(work, shared);

@@ -140,15 +140,11 @@ struct NarrowConsumer : Role {
 
     __device__ __forceinline__ static void sync() { bar_sync(kMerge, 128); }
     __device__ __forceinline__ float* partial_out() const { return output.params.partial_out; }
-    __device__ __forceinline__ float2* partial_sums() const {
-      return reinterpret_cast<float2*>(output.params.partial_sums);
-    }
+    __device__ __forceinline__ float2* partial_sums() const { return output.params.partial_sums; }
     __device__ __forceinline__ long long partial_row(int of, int row) const { return output.partial_row(work, of, row); }
     __device__ __forceinline__ bool is_last_split() const { return output.is_last_split(work); }
     __device__ __forceinline__ void store(int row, int column, const MergedRow& merged) const {
-      if (column == 0) output.store_lse(work, row, Softmax::lse(merged.sum, merged.shift));
-      char* const out = output.out_row(work, row);
-      if (out != nullptr && column < output.params.problem.head_dim_v) output.store_four(out, column, merged.out());
+      output.store(work, row, column, merged);
     }
   };
 
@@ -160,7 +156,7 @@ struct NarrowConsumer : Role {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float sum = quad_sum(softmax.sum[h]);
-      states.put(warp, h, o, queries[h] < work.seqlen_q ? sum : 0.0f, softmax.shift[h]);
+      if (8 * h < rows.num_rows) states.put(warp, h, o, queries[h] < work.seqlen_q ? sum : 0.0f, softmax.shift[h]);
     }
     Rows::sync();
     states.store();

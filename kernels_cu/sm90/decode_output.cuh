@@ -8,24 +8,37 @@ constexpr int kMerge = 1;  // the named barrier of the warps that compute
 struct DecodeOutput {
   const DecodeParams& params;
 
-  // Where a row of the block lies in out; null where out keeps what it holds there.
-  __device__ __forceinline__ char* out_row(const QueryWork& work, int row) const {
-    const int group = params.problem.heads_per_kv, query = quotient(work.row_begin + row, group);
-    if (query >= work.seqlen_q && !params.problem.clears_unused) return nullptr;
-    const int head = work.head * group + work.row_begin + row - query * group;
-    return Place{work.q_batch, work.q_begin}.address(params.out, kOutBytes, head, query);
+  // The query and the head of a row of the block.
+  struct Row {
+    int query, head;
+  };
+  __device__ __forceinline__ Row row(const QueryWork& work, int number) const {
+    const int group = params.problem.heads_per_kv, query = quotient(work.row_begin + number, group);
+    return {query, work.head * group + work.row_begin + number - query * group};
   }
 
-  __device__ __forceinline__ void store_lse(const QueryWork& work, int row, float lse) const {
-    const int group = params.problem.heads_per_kv, query = quotient(work.row_begin + row, group);
-    const int head = work.head * group + work.row_begin + row - query * group;
-    if (params.lse != nullptr) params.lse[work.sequence(params.problem).lse_offset(head) + query] = lse;
+  // Where a row lies in out; null where out keeps what it holds there.
+  __device__ __forceinline__ char* out_row(const QueryWork& work, const Row& row) const {
+    if (row.query >= work.seqlen_q && !params.problem.clears_unused) return nullptr;
+    return Place{work.q_batch, work.q_begin}.address(params.out, kOutBytes, row.head, row.query);
+  }
+
+  __device__ __forceinline__ void store_lse(const QueryWork& work, const Row& row, float lse) const {
+    if (params.lse != nullptr) params.lse[work.sequence(params.problem).lse_offset(row.head) + row.query] = lse;
   }
 
   // Stores four columns of a row of out.
   __device__ __forceinline__ static void store_four(char* out, int column, const float4& x) {
     if constexpr (kOutBytes == 2) *reinterpret_cast<uint2*>(out + 2 * column) = {pack2(x.x, x.y), pack2(x.z, x.w)};
     else *reinterpret_cast<float4*>(out + 4 * column) = x;
+  }
+
+  // Stores four columns of a row that was merged.
+  __device__ __forceinline__ void store(const QueryWork& work, int number, int column, const MergedRow& merged) const {
+    const Row row = this->row(work, number);
+    char* const out = out_row(work, row);
+    if (out != nullptr && column < params.problem.head_dim_v) store_four(out, column, merged.out());
+    if (column == 0) store_lse(work, row, Softmax::lse(merged.sum, merged.shift));
   }
 
   // The rows of a block that exist, and those of them that all splits have a share in. Rows past the bound on lengths are

@@ -2,14 +2,26 @@
 #pragma once
 #include "ragged_work.cuh"
 
-// x / by, of numbers that are not negative and have a quotient below 2^21. why not by the operator: its code is twice as
-// long, and all of it is read from memory once a launch (L50). The product is then at most one too large or too small.
-__device__ __forceinline__ int quotient(int x, int by) {
-  const int near = static_cast<int>(static_cast<float>(x) * rcp_approx(static_cast<float>(by)));
-  const int rest = x - near * by;
-  return near + (rest >= by) - (rest < 0);
-}
-__device__ __forceinline__ int ceil_quotient(int x, int by) { return quotient(x + by - 1, by); }
+// Divides numbers that are not negative and have a quotient below 2^21. why not by the operator: its code is twice as long,
+// and all of it is read from memory once a launch (L50). The product is then at most one too large or too small.
+struct Divisor {
+  int by;
+  float reciprocal;  // why kept: it is there before what is divided is known
+
+  __device__ __forceinline__ Divisor(int number) : by(number), reciprocal(rcp_approx(static_cast<float>(number))) {}
+
+  __device__ __forceinline__ int quotient(int x) const {
+    const int near = static_cast<int>(static_cast<float>(x) * reciprocal), rest = x - near * by;
+    return near + (rest >= by) - (rest < 0);
+  }
+  __device__ __forceinline__ int ceil_quotient(int x) const { return quotient(x + by - 1); }
+};
+__device__ __forceinline__ int quotient(int x, int by) { return Divisor(by).quotient(x); }
+__device__ __forceinline__ int ceil_quotient(int x, int by) { return Divisor(by).ceil_quotient(x); }
+
+// Whether a sequence has one query block of a kv head. The host chooses such a kernel only for sequences that have no more
+// rows than the block.
+constexpr bool kOneBlock = kNarrow && kFew;
 
 // A share (a split) of the keys of a query block. Its rows are those of all query heads of a kv head: row r is query
 // r / heads_per_kv of head r % heads_per_kv of the group. Its `head` is the kv head.
@@ -34,9 +46,10 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
 // lane keeps what follows from them.
 struct DecodeQueue : WorkCounter {
   __device__ DecodeWork first_work(const DecodeParams& params) {
+    const Divisor ctas(gridDim.x);
     read(params, 0, 0);
     most_tiles = params.split_tiles;
-    if (most_tiles == 0) choose_splits(params);
+    if (most_tiles == 0) choose_splits(params, ctas);
     cut(params, 0);
     bool goes_on = false;
     while (go_on(params)) goes_on = true;
@@ -68,7 +81,7 @@ struct DecodeQueue : WorkCounter {
     RaggedQueryWork of;  // what is known of the sequence
     int blocks;          // query blocks of all kv heads
     TileRange tiles;     // key tiles that some query sees; at least one
-    int first_tile, split_tiles, splits;
+    int first_tile, splits;
 
     __device__ int rows_end() const { return of.q_begin + of.num_rows; }
   };
@@ -81,33 +94,43 @@ struct DecodeQueue : WorkCounter {
 
   __device__ static int last_of_warp(int x) { return __shfl_sync(0xffffffffu, x, 31); }
 
-  __device__ void choose_splits(const DecodeParams& params) {
+  __device__ void choose_splits(const DecodeParams& params, const Divisor& ctas) {
     const int num_groups = kFew ? 1 : (num_parts(params) + 31) / 32;
     int blocks = part.blocks, tiles = part.blocks * part.tiles.count();
     for (int next = 1; next < num_groups; ++next) {
       read(params, next, last_of_warp(part.rows_end()));
       blocks += part.blocks, tiles += part.blocks * part.tiles.count();
     }
-    choose_splits(__reduce_add_sync(0xffffffffu, blocks), __reduce_add_sync(0xffffffffu, tiles));
+    tiles = __reduce_add_sync(0xffffffffu, tiles);
+    // why apart: this is known before the lengths are.
+    blocks = kFew ? params.problem.batch * blocks_of(params, params.problem.rows_q) : __reduce_add_sync(0xffffffffu, blocks);
+    choose_splits(ctas, blocks, tiles, num_groups > 1);
     if (num_groups > 1) read(params, 0, 0);
   }
 
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
   // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
   // A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
-  __device__ void choose_splits(int blocks, int tiles) {
+  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, bool has_more) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
-    const int num_ctas = gridDim.x, each = ceil_quotient(tiles, num_ctas);
+    const int num_ctas = ctas.by, each = ctas.ceil_quotient(tiles);
     if (blocks > num_ctas) {
-      most_tiles = blocks < 3 * num_ctas ? larger((each + 1) / 2, kLeastOfSome) : larger((each + 7) / 8, kLeastOfMany);
+      const unsigned half = (each + 1u) / 2, eighth = (each + 7u) / 8;
+      most_tiles = blocks < 3 * num_ctas ? larger(int(half), kLeastOfSome) : larger(int(eighth), kLeastOfMany);
       return;
     }
     most_tiles = larger(each, kLeast);
     const int pieces = part.blocks * ceil_quotient(part.tiles.count(), most_tiles);
     // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
-    if (blocks != __reduce_add_sync(0xffffffffu, part.blocks) || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
+    if (has_more || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
       most_tiles = larger(most_tiles, ceil_quotient(tiles, larger(num_ctas - blocks, 1)));
     }
+  }
+
+  // Query blocks of all kv heads that so many queries in memory have.
+  __device__ static int blocks_of(const DecodeParams& params, int num_queries) {
+    if (kOneBlock) return params.heads_kv;
+    return (num_queries * params.problem.heads_per_kv + kBlockQ - 1) / kBlockQ * params.heads_kv;
   }
 
   // Parts of the axis of queries, and the sequence that this lane's part is.
@@ -122,8 +145,8 @@ struct DecodeQueue : WorkCounter {
   // overlap, whatever cu_seqlens say.
   __device__ void read(const DecodeParams& params, int next_group, int so_far) {
     group = next_group;
-    const ProblemParams& problem = params.problem;
-    if (kFew) __builtin_assume(problem.cu_seqlens_q == nullptr), __builtin_assume(problem.cu_seqlens_k == nullptr);
+    ProblemParams problem = params.problem;
+    if (kFew) problem.cu_seqlens_q = problem.cu_seqlens_k = nullptr;
     const Axis axis = axis_of_queries(problem);
     const int lane = threadIdx.x % 32, number = 32 * group + lane;
     const bool exists = number < num_parts(params);
@@ -141,22 +164,22 @@ struct DecodeQueue : WorkCounter {
     }
     const int of_batch = number - is_packed(params);
     part.of.set(RaggedSequence(problem, exists ? of_batch : -1), of_batch, rows);
-    const int num_rows = exists ? (rows.end - rows.begin) * problem.heads_per_kv : 0;
-    part.blocks = (num_rows + kBlockQ - 1) / kBlockQ * params.heads_kv;
+    part.blocks = exists ? blocks_of(params, rows.end - rows.begin) : 0;
     part.tiles = TileRange::touched({part.of.seen_begin, part.of.seen_end}, kBlockK);
     part.tiles.end = larger(part.tiles.end, part.tiles.begin + 1);
   }
 
   // Cuts the group's parts into pieces, of which so many stand before it.
   __device__ void cut(const DecodeParams& params, int before) {
-    const int lane = threadIdx.x % 32, count = part.tiles.count();
-    if (params.split_tiles > 0) {
-      part.split_tiles = most_tiles, part.first_tile = part.tiles.begin / most_tiles * most_tiles;
-    } else {
-      part.split_tiles = ceil_quotient(count, ceil_quotient(count, most_tiles)), part.first_tile = part.tiles.begin;
-    }
-    part.splits = ceil_quotient(part.tiles.end - part.first_tile, part.split_tiles);
+    const int lane = threadIdx.x % 32;
+    part.first_tile = part.tiles.begin;
+    if (params.split_tiles > 0) part.first_tile -= static_cast<unsigned>(part.tiles.begin) % most_tiles;
+    part.splits = ceil_quotient(part.tiles.end - part.first_tile, most_tiles);
     pieces_end = part.blocks * part.splits;
+    if (kFew && params.problem.batch == 1) {
+      pieces_end = __shfl_sync(0xffffffffu, pieces_end, 0);
+      return;
+    }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
       const int other = __shfl_up_sync(0xffffffffu, pieces_end, step);
@@ -185,9 +208,10 @@ struct DecodeQueue : WorkCounter {
     const int end = __shfl_sync(0xffffffffu, pieces_end, found);
     // why: somebody may write to the lengths while they are read.
     if (end > params.max_slots) return;
+    if (kFew) of.blocks = blocks_of(params, params.problem.rows_q);
     const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
     const int split = quotient(within, of.blocks), block_and_head = within - split * of.blocks;
-    const int block = quotient(block_and_head, heads);
+    const int block = kOneBlock ? 0 : quotient(block_and_head, heads);
     static_cast<RaggedQueryWork&>(work) = of.of;
     work.head = work.kv_head = block_and_head - block * heads;
     work.row_begin = block * kBlockQ;
@@ -197,12 +221,16 @@ struct DecodeQueue : WorkCounter {
     work.block = is_packed(params) ? (of.of.q_begin * params.problem.heads_per_kv / kBlockQ + of.of.number + 1) * heads
                                    : of.of.number * of.blocks;
     work.block += block_and_head;
-    const int begin = of.first_tile + split * of.split_tiles;
-    const Range queries = work.queries(params.problem, 0, kBlockQ);
-    const Range seen = work.sequence(params.problem).mask().key_range(queries.begin, smaller(queries.end, work.seqlen_q));
-    work.keys = TileRange::touched(seen, kBlockK);
+    const int begin = of.first_tile + split * most_tiles;
+    work.keys = kOneBlock ? of.tiles : TileRange::touched(seen_by(params.problem, work), kBlockK);
     work.keys.begin = larger(work.keys.begin, begin);
-    work.keys.end = smaller(work.keys.end, begin + of.split_tiles);
+    work.keys.end = smaller(work.keys.end, begin + most_tiles);
     if (work.keys.count() < 1) work.keys = {begin, begin + 1};
+  }
+
+  // The keys that some query of the block sees.
+  __device__ static Range seen_by(const ProblemParams& problem, const DecodeWork& work) {
+    const Range queries = work.queries(problem, 0, kBlockQ);
+    return work.sequence(problem).mask().key_range(queries.begin, smaller(queries.end, work.seqlen_q));
   }
 };

@@ -30,8 +30,9 @@ __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, 
 __device__ __forceinline__ void load_box(unsigned target, const TensorMap& map, unsigned barrier, int column,
                                          const RaggedBox& box, int head) {
   __device__ static uint4 zeros[(kBlockK > 64 ? kBlockK : 64) * 128 / sizeof(uint4)];
+  constexpr bool kOnce = kDecodes;  // why L2 is told: parameters, code and lengths stay there for the next call
   if (box.is_outside(column)) bulk_load(target, zeros, box.bytes, barrier);
-  else tma_load_5d(target, &map, barrier, column, box.first(), head, box.end, box.batch);
+  else tma_load_5d<kOnce>(target, &map, barrier, column, box.first(), head, box.end, box.batch);
 }
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned source, int column, const MapRows& rows,
                                           int head) {

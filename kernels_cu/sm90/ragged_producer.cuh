@@ -218,26 +218,26 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
 
   // Threads copy, eight a panel of a key, where pages are small or of any size.
   __device__ __forceinline__ void copy_keys(bool is_v, unsigned i, int n, const Pages& pages) {
-    constexpr int kUnrolled = kDecodes ? 4 : 1;  // why not elsewhere: registers
+    constexpr int kUnrolled = kDecodes ? 8 : 1;  // why not elsewhere: registers
     const ProblemParams& problem = params.problem;
     const Operand& x = is_v ? params.v : params.k;
     const int lane = threadIdx.x % 32, columns = is_v ? problem.head_dim_v : problem.head_dim;
     const int panels = is_v ? kPanelsV : kPanelsQk;
-    const AnyWork work = smem.work(i);
+    const AnyWork known = smem.work(i);
     bool is_absent = kHeld == 0;  // or not known
 #pragma unroll
     for (int part = 0; part < kHeld; ++part) {
       const int row = 32 * part + lane;
-      is_absent |= row < kBlockK && n * kBlockK + row < work.seen_end && !is_there(pages[part]);
+      is_absent |= row < kBlockK && n * kBlockK + row < known.seen_end && !is_there(pages[part]);
     }
     const bool lacks_some = __any_sync(0xffffffffu, is_absent);
     const unsigned target = this->target();
     this->await_slot();
-    if (!is_v) tell_present_keys(params, smem, work, n, ring.slot, lacks_some);
+    if (!is_v) tell_present_keys(params, smem, known, n, ring.slot, lacks_some);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const AnyWork work = smem.work(i);  // why again, and another lane: L5
-      const int lane = fresh_thread() % 32;
+      const AnyWork work = kDecodes ? known : smem.work(i);  // why again, and another lane: L5
+      const int lane = kDecodes ? threadIdx.x % 32 : fresh_thread() % 32;
       const int key = n * kBlockK + 32 * part + lane;  // whose row this lane finds. It is null if it is read as zeros
       const int page = kHeld > 0 ? pages[part] : look_up(work, n, part);
       const bool is_seen = is_there(page) && !(is_v && key < work.seen_begin);
@@ -245,23 +245,40 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
       const char* const row = is_seen ? Place{page, 0}.address(x, 2, work.kv_head, within) : nullptr;
 #pragma unroll kUnrolled
       for (int step = 0; step < 8 && 32 * part + 4 * step < kBlockK; ++step) {
-        const auto at = reinterpret_cast<unsigned long long>(row);
-        const auto from = reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, at, 4 * step + lane / 8));
+        const char* const from = from_lane(row, 4 * step + lane / 8);
         const unsigned to = target + Swizzle<8>::offset(32 * part + 4 * step + lane / 8, lane % 8);
 #pragma unroll
         for (int panel = 0; panel < panels; ++panel) {
           const int column = panel * kPanelColumns + lane % 8 * 8;
-          const int bytes = from != nullptr ? clamped((columns - column) * 2, 16) : 0;
-          cp_async_16_zfill(to + panel * kPanelBytesK, bytes > 0 ? from + 2 * column : x.pointer, bytes);
+          cp_async_16_or_zeros(to + panel * kPanelBytesK, from + 2 * column, from != nullptr && column + 8 <= columns);
+        }
+      }
+      // A chunk that is cut off by the last column takes the place of zeros that were on their way.
+      if (columns % 8 != 0) {
+        const int column = columns / 8 * 8, chunk = column % kPanelColumns / 8;
+        cp_async_commit();
+        cp_async_wait<0>();
+        __syncwarp();
+        if (row != nullptr && 32 * part + lane < kBlockK) {
+          const unsigned to = target + column / kPanelColumns * kPanelBytesK + Swizzle<8>::offset(32 * part + lane, chunk);
+          cp_async_16_zfill(to, row + 2 * column, (columns - column) * 2);
         }
       }
     }
     cp_async_commit();
     // why not at once: copies of several tiles are then on their way. why no more: the consumers release a slot only
-    // after they were told of the two that follow it, and with two warps each loads every other tile, or every third.
-    constexpr int kMost = kPanelsV > 0 ? (kStages - 4) / 2 : kStages - 3, kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
+    // after they were told of the two that follow it (or the one, if the warps share keys), and with two warps each loads
+    // every other tile, or every third.
+    constexpr int kNeeded = kNarrow ? 2 : 4, kMost = kPanelsV > 0 ? (kStages - kNeeded) / 2 : kStages - 3;
+    constexpr int kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
     untold = untold << 8 | ring.slot, ++num_untold;
     if (num_untold > kAhead) tell_of_all_but<kAhead>();
+  }
+
+  // The pointer that another lane has.
+  __device__ __forceinline__ static const char* from_lane(const char* pointer, int lane) {
+    const auto bits = reinterpret_cast<unsigned long long>(pointer);
+    return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, bits, lane));
   }
 
   // Waits for all tiles that threads copy but the latest kPending, and tells the consumers of them.
