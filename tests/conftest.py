@@ -45,6 +45,18 @@ def no_gpu_reason() -> str | None:
     return None
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Lets the tests of drawn problems run on more of them than they do by themselves."""
+    parser.addoption("--drawn", type=int, default=0, metavar="N", help="problems that each test of drawn ones runs on")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Numbers the problems of tests that are marked `drawn`."""
+    if marker := metafunc.definition.get_closest_marker("drawn"):
+        asked: int = metafunc.config.getoption("drawn")
+        metafunc.parametrize("seed", range(asked or marker.args[0]))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skips, with the reason, what cannot run here and what was not asked for."""
     reason = no_gpu_reason() if any(item.get_closest_marker("gpu") for item in items) else None

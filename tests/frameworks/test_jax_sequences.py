@@ -78,7 +78,7 @@ def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> No
         check_gradients(given, gradients)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.drawn(12)
 def test_drawn_problems(seed: int) -> None:
     given = made(drawn(seed, gradients=True), seed)
     check_gradients(given, pulled(given, deterministic=True)[2])

@@ -54,7 +54,7 @@ def test_results_and_gradients(case: Sequences, dtype: str, device: str) -> None
         assert_pulled_sequences(given, out, lse, leaves)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.drawn(20)
 def test_gradients_of_drawn_problems(seed: int, device: str) -> None:
     given = made(drawn(seed, gradients=True), seed)
     assert_pulled_sequences(given, *called(given, device))

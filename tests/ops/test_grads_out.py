@@ -151,7 +151,7 @@ def test_host_arrays_that_cannot_be_written_to_are_refused() -> None:
         backward(CASE, theirs, grads_out=(None, None, theirs.v))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.drawn(100)
 def test_arrays_share_memory_where_numpy_says_so(seed: int) -> None:
     rng = np.random.default_rng(seed)
     memory = np.zeros(4096, np.float16)

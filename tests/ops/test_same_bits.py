@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,55 @@ from libraries import host, identical
 
 import cuflash
 from cuflash.bench.cases import numpy_dtype
+
+CHUNKS = ((0, 129), (129, 70), (199, 1), (200, 99), (299, 1))
+Arrays = tuple[Any, Any, Any]  # q, k and v of one sequence: (rows, heads, head_dim)
+
+
+def check(cupy: Any, arrays: Arrays, chunks: Iterable[tuple[int, int]], page_size: int, **options: Any) -> None:
+    """Compares the rows of calls of every kind with those of one dense call.
+
+    chunks: the first row of calls with fewer rows, and how many they have; their keys end where their rows end.
+    """
+    q, k, v = arrays
+    rows, heads = q.shape[:2]
+    options |= {"causal": True, "return_lse": True}
+    out, lse = (host(x[0]) for x in cuflash.forward(q[None], k[None], v[None], **options))
+
+    def ints(*numbers: Any) -> Any:
+        return cupy.asarray(np.array(numbers, np.int32))
+
+    def same(got: Any, first: int) -> None:
+        """Whether the call gave the rows from `first` on of the dense one."""
+        count = got[0].shape[-3]
+        at = slice(first, first + count)
+        assert identical([host(got[0]).reshape(count, heads, -1)], [out[at]])
+        assert identical([host(got[1]).reshape(heads, count)], [np.ascontiguousarray(lse[:, at])])
+
+    neighbour = min(45, rows)
+    twice, bounds = [cupy.concatenate([x[:neighbour], x]) for x in arrays], ints(0, neighbour, neighbour + rows)
+    got = cuflash.forward(*twice, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **options)
+    same([got[0][neighbour:], got[1][:, neighbour:]], 0)
+    same([got[0][:neighbour], got[1][:, :neighbour]], 0)
+    used = -(-rows // page_size)
+    pages = np.random.default_rng(0).permutation(used + 12).astype(np.int32)[None]
+    pool_k, pool_v = (cupy.full((used + 12, page_size, *x.shape[1:]), cupy.nan, x.dtype) for x in (k, v))
+    for number, page in enumerate(pages[0, :used]):
+        begin = number * page_size
+        for pool, x in ((pool_k, k), (pool_v, v)):
+            pool[page, : rows - begin] = x[begin : begin + page_size]
+    for first, count in chunks:
+        part, end = q[None, first : first + count], first + count
+        same(cuflash.forward(part, k[None, :end], v[None, :end], **options), first)
+        same(cuflash.forward(part, k[None], v[None], seqused_k=ints(end), **options), first)
+        in_pages = {"page_table": cupy.asarray(pages), "seqused_k": ints(end)}
+        same(cuflash.forward(part, pool_k, pool_v, **in_pages, **options), first)
+
+
+def normal(cupy: Any, seed: int, dtype: str, *shapes: tuple[int, ...], deviation: float = 2.0) -> Any:
+    """Arrays of normal numbers."""
+    rng = np.random.default_rng(seed)
+    return [cupy.asarray((deviation * rng.standard_normal(shape)).astype(numpy_dtype(dtype))) for shape in shapes]
 
 
 @pytest.mark.gpu
@@ -20,34 +70,29 @@ from cuflash.bench.cases import numpy_dtype
 def test_gpu_a_row_has_the_same_bits_in_calls_of_every_kind(
     cupy: Any, dtype: str, dims: tuple[int, int], cut: dict[str, int], more: dict[str, Any]
 ) -> None:
-    rng, rows = np.random.default_rng(dims[0]), 300
-    shapes = (rows, 4, dims[0]), (rows, 2, dims[0]), (rows, 2, dims[1])
-    q, k, v = (cupy.asarray((2 * rng.standard_normal(shape)).astype(numpy_dtype(dtype))) for shape in shapes)
-    more = {"causal": True, "return_lse": True} | cut | more
-    out, lse = (host(x[0]) for x in cuflash.forward(q[None], k[None], v[None], **more))
+    arrays = normal(cupy, dims[0], dtype, (300, 4, dims[0]), (300, 2, dims[0]), (300, 2, dims[1]))
+    check(cupy, arrays, CHUNKS, 8, **cut, **more)
 
-    def ints(*numbers: Any) -> Any:
-        return cupy.asarray(np.array(numbers, np.int32))
 
-    def same(got: Any, first: int) -> None:
-        """Whether the call gave the rows from `first` on of the dense one."""
-        count = got[0].shape[-3]
-        at = slice(first, first + count)
-        assert identical([host(got[0]).reshape(count, 4, -1)], [out[at]])
-        assert identical([host(got[1]).reshape(4, count)], [np.ascontiguousarray(lse[:, at])])
-
-    twice, bounds = [cupy.concatenate([x[:45], x]) for x in (q, k, v)], ints(0, 45, 345)
-    got = cuflash.forward(*twice, cu_seqlens_q=bounds, cu_seqlens_k=bounds, **more)
-    same([got[0][45:], got[1][:, 45:]], 0)
-    same([got[0][:45], got[1][:, :45]], 0)
-    pages = np.random.default_rng(0).permutation(50).astype(np.int32)[None]
-    pool_k, pool_v = (cupy.full((50, 8, *x.shape[1:]), cupy.nan, x.dtype) for x in (k, v))
-    for number, page in enumerate(pages[0, :38]):
-        pool_k[page, : rows - 8 * number], pool_v[page, : rows - 8 * number] = (
-            x[8 * number : 8 * number + 8] for x in (k, v)
-        )
-    for first, count in ((0, 129), (129, 70), (199, 1), (200, 99), (299, 1)):
-        part, end = q[None, first : first + count], first + count
-        same(cuflash.forward(part, k[None, :end], v[None, :end], **more), first)
-        same(cuflash.forward(part, k[None], v[None], seqused_k=ints(end), **more), first)
-        same(cuflash.forward(part, pool_k, pool_v, page_table=cupy.asarray(pages), seqused_k=ints(end), **more), first)
+@pytest.mark.gpu
+@pytest.mark.drawn(12)
+def test_gpu_a_row_of_a_drawn_problem_has_the_same_bits_in_calls_of_every_kind(cupy: Any, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    dtype, rows = rng.choice(["float16", "bfloat16", "bfloat16", "float32"]), int(np.exp(rng.uniform(0.0, 6.6)))
+    head_dim, head_dim_v = (8 * int(rng.integers(1, 33 if dtype != "float32" else 17)) for _ in range(2))
+    head_dim_v = head_dim_v if rng.random() < 0.3 else head_dim
+    heads_kv, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 3, 4, 8]))
+    cut = {"num_splits": 1} if rng.random() < 0.3 else {"split_size": 128 * int(rng.integers(1, 5))}
+    more: dict[str, Any] = {}
+    if rng.random() < 0.3:
+        more["window_size"] = int(rng.integers(0, rows + 1)), 0
+    if rng.random() < 0.2:
+        more["softcap"] = float(rng.uniform(1.0, 40.0))
+    shapes = (heads_kv * group, head_dim), (heads_kv, head_dim), (heads_kv, head_dim_v)
+    arrays = normal(cupy, seed, dtype, *((rows, *shape) for shape in shapes), deviation=rng.uniform(0.5, 4.0))
+    begins = [int(rng.integers(0, rows)) for _ in range(6)]
+    most = [rows, 200, 16, 8, 1, 1]
+    chunks = [
+        (first, int(rng.integers(1, min(each, rows - first) + 1))) for first, each in zip(begins, most, strict=True)
+    ]
+    check(cupy, arrays, chunks, int(rng.choice([1, 3, 8, 16, 64, 256])), **cut, **more)

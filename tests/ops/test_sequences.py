@@ -119,21 +119,21 @@ def test_gradients_agree_with_float64(case: Sequences, deterministic: bool, xp: 
         check_gradients(given, gradients(given, xp, dlse=dlse, deterministic=deterministic), dlse=dlse)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.drawn(150)
 def test_forward_agrees_with_float64_on_drawn_problems(seed: int, xp: Any) -> None:
     given = made(drawn(seed), seed)
     check(given, *forward(given, xp))
     check(given, None, lse_of(given, xp))
 
 
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.drawn(80)
 def test_gradients_agree_with_float64_on_drawn_problems(seed: int, xp: Any) -> None:
     given = made(drawn(seed, gradients=True), seed)
     check_gradients(given, gradients(given, xp, deterministic=seed % 2 == 0))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.drawn(150)
 def test_gpu_agrees_with_float64_at_lengths_around_tiles(cupy: Any, seed: int) -> None:
     given, other = (made(drawn(seed, TILED, KERNEL_DIMS, gradients=grads), seed) for grads in (False, True))
     for kernels in (nullcontext, for_any_gpu):
@@ -273,7 +273,7 @@ def test_packed_places_outside_the_arrays_are_clamped(xp: Any) -> None:
         check_gradients(wild, gradients(wild, xp, deterministic=True))
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.drawn(60)
 def test_whatever_the_integers_say_nothing_outside_the_arrays_is_read_or_written(seed: int, xp: Any) -> None:
     has_gradients = seed % 3 == 0
     given = made(drawn(seed, gradients=has_gradients), seed).filled(0.5)
