@@ -23,7 +23,7 @@ if not KERNELS.is_dir():
 # A module or room of cuflash imports lower floors only.
 FLOORS = {
     0: ("errors", "log"),
-    1: ("problem",),
+    1: ("problem", "mods"),
     2: ("arrays", "reference", "planning"),
     3: ("runtime",),
     4: ("ops",),
@@ -41,6 +41,7 @@ TESTED_ELSEWHERE = {
                     "reference/test_forward.py"),
     **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",
                     "variant")), "planning/test_planner.py"),
+    "mods/operations": "mods/test_build.py",
     "planning/pages": "planning/test_decoding.py",
     "reference/append": "ops/test_append.py",
     **dict.fromkeys((f"problem/{name}" for name in ("array_spec", "dtypes", "operands")), "problem/test_problem.py"),

@@ -1,0 +1,263 @@
+"""Makes nodes: gives them types, folds constants, and simplifies what the ranges of integers decide.
+
+Types are torch's without float64: bool < int32 < int64 < float32, and a Python number does not widen anything. Integers
+wrap as they do in C, and what a range says holds only where they do not.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..errors import ProblemError
+from . import operations
+from .graph import Node, Range, node
+from .operations import BITS, COMMUTATIVE, COMPARISONS, NUMPY, OF_BOOLS, OF_FLOATS, ROUNDING, Type
+
+BOOL, INT32, INT64, FLOAT32 = Type
+# Of two bools these have a meaning; for all others they become integers.
+_TAKE_BOOLS = {*COMPARISONS, "bitwise_and", "bitwise_or", "bitwise_xor", "logical_not"}
+
+
+def constant(value: Any, type: Type | None = None) -> Node:
+    """The node of a number. Without a type, an integer that int32 does not hold is int64, and a float is float32."""
+    if type is None:
+        type = _type_of_number(value)
+    if type == FLOAT32:
+        with np.errstate(over="ignore"):
+            return node("constant", type, value=float(np.float32(value)))
+    value = bool(value) if type == BOOL else int(value)
+    return node("constant", type, value=value, range=(int(value), int(value)))
+
+
+def _type_of_number(value: Any) -> Type:
+    if isinstance(value, bool | np.bool_):
+        return BOOL
+    if isinstance(value, float | np.floating):
+        return FLOAT32
+    least, greatest = INT32.limits
+    return INT32 if least <= int(value) <= greatest else INT64
+
+
+def cast(x: Node, type: Type) -> Node:
+    """x as a node of another type. Floats become integers towards zero; what is not zero becomes True."""
+    if x.type == type:
+        return x
+    if x.op == "constant":
+        with np.errstate(all="ignore"):
+            value = x.type.numpy(x.value).astype(type.numpy)
+        return constant(value, type)
+    if type == BOOL:
+        return build("not_equal", x, constant(0, x.type))
+    if type == FLOAT32 and x.type.is_integer and x.op in ("absolute", "negative") and _is_inside(x):
+        return build(x.op, cast(x.arguments[0], FLOAT32))  # why: of floats it costs nothing
+    range = None
+    if type.is_integer and x.range is not None and _contains(type.limits, x.range):
+        range = x.range
+    return node("cast", type, [x], range=range)
+
+
+def _is_inside(x: Node) -> bool:
+    """Whether -x does not wrap."""
+    return x.bounds[0] > x.type.limits[0]
+
+
+def build(op: str, *arguments: Node) -> Node:
+    """The node of an operation of `operations.NUMPY`, or a simpler one that has the same value."""
+    args = list(arguments)
+    if op in ROUNDING and args[0].type != FLOAT32:
+        return args[0]
+    op, args, type, result = _typed(op, args)
+    if all(each.op == "constant" for each in args):
+        with np.errstate(all="ignore"):
+            return constant(NUMPY[op](*(each.type.numpy(each.value) for each in args)), result)
+    if op in COMMUTATIVE:
+        args.sort(key=lambda each: (each.op == "constant", each.digest))
+    simpler = _simplified(op, args, type) or (_decided(op, *args) if type != FLOAT32 and len(args) == 2 else None)
+    return simpler or node(op, result, args, range=_range(op, result, args))
+
+
+def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
+    """The operation, its arguments after they were cast, their type and that of the result."""
+    if op in OF_FLOATS or op in ROUNDING:
+        return op, [cast(each, FLOAT32) for each in args], FLOAT32, FLOAT32
+    if op == "where":
+        type = max(args[1].type, args[2].type)
+        return op, [cast(args[0], BOOL), *(cast(each, type) for each in args[1:])], type, type
+    if op == "logical_not":
+        return op, [cast(args[0], BOOL)], BOOL, BOOL
+    type = max(each.type for each in args)
+    if type == BOOL:
+        if op in ("negative", "subtract"):
+            raise ProblemError(f"{op} of bool has no meaning; write ~ or ^")
+        op = OF_BOOLS.get(op, op)
+        if op not in _TAKE_BOOLS:
+            type = INT32
+    if op in BITS and type == FLOAT32:
+        raise ProblemError(f"{op} of a float has no meaning; it takes integers and bool")
+    return op, [cast(each, type) for each in args], type, BOOL if op in COMPARISONS else type
+
+
+def _is(x: Node, value: float) -> bool:
+    """Whether x is this constant; -0.0 is not 0."""
+    return x.op == "constant" and x.value == value and not (value == 0 and math.copysign(1, x.value) < 0)
+
+
+def _simplified(op: str, args: list[Node], type: Type) -> Node | None:
+    """A simpler node, by rules of algebra that hold for all values of the type."""
+    if op == "where":
+        return _simplified_where(*args)
+    if len(args) == 1:
+        return _simplified_unary(op, args[0], type)
+    x, y = args
+    is_exact = type != FLOAT32
+    # why not x + 0.0: it makes 0.0 of -0.0.
+    if op in ("add", "subtract", "bitwise_or", "bitwise_xor", "left_shift", "right_shift") and is_exact and _is(y, 0):
+        return x
+    if (op == "subtract" and _is(y, 0.0)) or (op in ("multiply", "divide") and _is(y, 1)):
+        return x
+    if op in ("floor_divide", "truncated_divide") and is_exact and _is(y, 1):
+        return x
+    if op in ("multiply", "bitwise_and") and is_exact and _is(y, 0):
+        return y
+    if op in ("subtract", "bitwise_xor") and is_exact and x is y:
+        return constant(0, type)
+    if op in ("minimum", "maximum", "fmin", "fmax", "bitwise_and", "bitwise_or") and x is y:
+        return x
+    if type == BOOL and y.op == "constant":
+        return _simplified_bool(op, x, y)
+    if op == "divide" and y.op == "constant" and _is_power_of_two(y.value):
+        return build("multiply", x, constant(1 / y.value))
+    return _simplified_power(x, y) if op == "power" else None
+
+
+def _simplified_where(condition: Node, x: Node, y: Node) -> Node | None:
+    if condition.op == "constant":
+        return x if condition.value else y
+    if x is y:
+        return x
+    if condition.op == "logical_not":
+        return build("where", condition.arguments[0], y, x)
+    if x.type == BOOL and x.op == y.op == "constant":
+        return condition if x.value else build("logical_not", condition)
+    return None
+
+
+def _simplified_unary(op: str, x: Node, type: Type) -> Node | None:
+    below = x.arguments
+    if op in ("logical_not", "negative", "invert") and x.op == op:
+        return below[0]
+    if op == "absolute" and type != FLOAT32 and x.bounds[0] >= 0:
+        return x
+    if op == "negative" and type != FLOAT32 and x.op == "subtract":
+        return build("subtract", below[1], below[0])
+    if op != "logical_not" or x.op not in COMPARISONS:
+        return None
+    if x.op in ("equal", "not_equal"):
+        return build("not_equal" if x.op == "equal" else "equal", *below)
+    # why not of floats: both comparisons with NaN are false.
+    exchanged = {"less": "less_equal", "less_equal": "less"}
+    return build(exchanged[x.op], below[1], below[0]) if below[0].type != FLOAT32 else None
+
+
+def _simplified_bool(op: str, x: Node, y: Node) -> Node | None:
+    """With a condition that is known."""
+    if op == "bitwise_and":
+        return x if y.value else y
+    if op == "bitwise_or":
+        return y if y.value else x
+    if op in ("bitwise_xor", "not_equal"):
+        return build("logical_not", x) if y.value else x
+    if op == "equal":
+        return x if y.value else build("logical_not", x)
+    return None
+
+
+def _is_power_of_two(value: float) -> bool:
+    return math.isfinite(value) and abs(math.frexp(value)[0]) == 0.5 and 2.0**-100 < abs(value) < 2.0**100
+
+
+def _simplified_power(x: Node, y: Node) -> Node | None:
+    if y.op == "constant" and y.value in (2.0, 3.0):
+        square = build("multiply", x, x)
+        return square if y.value == 2.0 else build("multiply", square, x)
+    if y.op == "constant" and y.value in (0.5, -0.5):
+        return build("sqrt" if y.value > 0 else "rsqrt", x)
+    if x.op == "constant" and x.value > 0 and math.isfinite(x.value):
+        return build("exp2", build("multiply", y, constant(math.log2(x.value))))
+    return None
+
+
+def _decided(op: str, x: Node, y: Node) -> Node | None:
+    """What the ranges of two integers decide, such as q_idx >= 0."""
+    (least_x, greatest_x), (least_y, greatest_y) = x.bounds, y.bounds
+    if op == "less" and (greatest_x < least_y or least_x >= greatest_y or x is y):
+        return constant(greatest_x < least_y)
+    if op == "less_equal" and (greatest_x <= least_y or least_x > greatest_y or x is y):
+        return constant(greatest_x <= least_y or x is y)
+    if op in ("equal", "not_equal") and (greatest_x < least_y or least_x > greatest_y or x is y):
+        return constant((op == "equal") == (x is y))
+    if op in ("maximum", "fmax"):
+        return x if least_x >= greatest_y else y if least_y >= greatest_x else None
+    if op in ("minimum", "fmin"):
+        return x if greatest_x <= least_y else y if greatest_y <= least_x else None
+    return None
+
+
+def _contains(outer: Range, inner: Range) -> bool:
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
+
+
+def _range(op: str, type: Type, args: list[Node]) -> Range | None:
+    """What the integers of a result lie in; None, which means the whole type, where they may wrap or nobody knows."""
+    if type == FLOAT32 or any(each.range is None for each in args):
+        return None
+    found = _of_one(op, *args[0].bounds) if len(args) == 1 else _of_two(op, args[-2].bounds, args[-1].bounds)
+    return found if found is not None and _contains(type.limits, found) else None
+
+
+def _of_one(op: str, least: int, greatest: int) -> Range | None:
+    if op == "negative":
+        return -greatest, -least
+    if op == "absolute":
+        nearest = 0 if least <= 0 <= greatest else min(abs(least), abs(greatest))
+        return nearest, max(abs(least), abs(greatest))
+    return None
+
+
+def _of_two(op: str, x: Range, y: Range) -> Range | None:
+    """The range of a result from those of two arguments; of `where` they are the values."""
+    is_positive = y[0] > 0
+    if op == "add":
+        return x[0] + y[0], x[1] + y[1]
+    if op == "subtract":
+        return x[0] - y[1], x[1] - y[0]
+    if op in ("minimum", "fmin"):
+        return min(x[0], y[0]), min(x[1], y[1])
+    if op in ("maximum", "fmax"):
+        return max(x[0], y[0]), max(x[1], y[1])
+    if op == "where":
+        return min(x[0], y[0]), max(x[1], y[1])
+    if op == "multiply":
+        return _extremes(lambda a, b: a * b, x, y)
+    if is_positive and (op == "floor_divide" or (op == "truncated_divide" and x[0] >= 0)):
+        return _extremes(lambda a, b: a // b, x, y)
+    if is_positive and (op == "remainder" or (op == "truncated_remainder" and x[0] >= 0)):
+        return x if x[0] >= 0 and x[1] < y[0] else (0, y[1] - 1)
+    if op == "right_shift" and y[0] >= 0 and y[1] < 32:
+        return _extremes(lambda a, b: a >> b, x, y)
+    if op == "bitwise_and" and (x[0] >= 0 or y[0] >= 0):
+        return 0, min(bound[1] for bound in (x, y) if bound[0] >= 0)
+    return None
+
+
+def _extremes(function: operations.Function, x: Range, y: Range) -> Range:
+    values = [function(a, b) for a in x for b in y]
+    return min(values), max(values)
+
+
+def load(number: int, type: Type, indices: list[Node]) -> Node:
+    """An element of a captured array. A negative index counts from the end, and others are clamped into the axis."""
+    return node("load", type, indices, number)

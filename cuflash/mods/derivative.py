@@ -1,0 +1,189 @@
+"""Derivatives of expression graphs, as expressions again."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from .build import build, cast, constant
+from .graph import Node, post_order
+from .operations import Type
+
+
+class _Adjoint(NamedTuple):
+    """How much the root changes with a node: by `value` where all conditions in `guard` hold, and not at all elsewhere.
+
+    why two parts: where a condition is false, `value` may become infinite, and zero times infinity is NaN.
+    """
+
+    guard: frozenset[Node]
+    value: Node
+
+
+def differentiate(root: Node, seed: Node | None = None) -> dict[Node, Node]:
+    """The derivatives of a node with respect to the score and to every float that is loaded below it, times `seed`.
+
+    The keys are the nodes of the score and of the loads. Where a function has a corner, its derivative is that of
+    PyTorch and JAX: equal arguments of minimum and maximum share, and that of the absolute value is 0 at 0. Rounding,
+    comparisons and integers are flat. What `where` does not take adds nothing, even if its derivative is not finite.
+    """
+    order = post_order([root])
+    live = _live(order)
+    adjoints: dict[Node, _Adjoint] = {}
+    if root in live:
+        adjoints[root] = _Adjoint(frozenset(), constant(1.0) if seed is None else cast(seed, Type.FLOAT32))
+    for each in reversed(order):
+        if each not in adjoints:
+            continue
+        for place, argument in enumerate(each.arguments):
+            if argument in live:
+                part = _part(each, place, adjoints[each])
+                adjoints[argument] = _sum(adjoints[argument], part) if argument in adjoints else part
+    return {each: _closed(adjoints.get(each)) for each in order if _is_key(each)}
+
+
+def _is_key(node: Node) -> bool:
+    return node.type == Type.FLOAT32 and node.op in ("input", "load")
+
+
+def _live(order: list[Node]) -> set[Node]:
+    """The nodes that change with the score or with a loaded float."""
+    live: set[Node] = set()
+    for each in order:
+        is_smooth = each.type == Type.FLOAT32 and each.op in _SMOOTH
+        if _is_key(each) or (is_smooth and any(argument in live for argument in each.arguments)):
+            live.add(each)
+    return live
+
+
+def _part(node: Node, place: int, adjoint: _Adjoint) -> _Adjoint:
+    """What the argument at `place` gets of the adjoint of a node."""
+    guard, value = adjoint
+    if node.op == "where":
+        condition = node.arguments[0]
+        return _Adjoint(guard | {condition if place == 1 else build("logical_not", condition)}, value)
+    if node.op in _EXTREMES:
+        own, other = node.arguments[place], node.arguments[1 - place]
+        is_taken = build("less_equal", *((own, other) if node.op in ("minimum", "fmin") else (other, own)))
+        half = build("multiply", value, constant(0.5))
+        return _Adjoint(guard | {is_taken}, build("where", build("equal", own, other), half, value))
+    if node.op in _SLOPES:
+        return _Adjoint(guard, build("multiply", value, _SLOPES[node.op](node)))
+    return _Adjoint(guard, _PARTS[node.op][place](node, value))
+
+
+def _sum(x: _Adjoint, y: _Adjoint) -> _Adjoint:
+    common = x.guard & y.guard
+    one, other = _all(x.guard - common), _all(y.guard - common)
+    if other is build("logical_not", one):
+        return _Adjoint(common, build("where", one, x.value, y.value))
+    zero = constant(0.0)
+    total = build("add", build("where", one, x.value, zero), build("where", other, y.value, zero))
+    either = build("bitwise_or", one, other)
+    return _Adjoint(common if either.op == "constant" else common | {either}, total)
+
+
+def _all(conditions: frozenset[Node]) -> Node:
+    """Whether all conditions hold."""
+    result = constant(True)
+    # why sorted: a set has no order of its own, and the code must be the same in every process.
+    for each in sorted(conditions, key=lambda condition: condition.digest):
+        result = build("bitwise_and", result, each)
+    return result
+
+
+def _closed(adjoint: _Adjoint | None) -> Node:
+    """The derivative that an adjoint stands for."""
+    if adjoint is None:
+        return constant(0.0)  # why: what lies between the root and the node is flat
+    return build("where", _all(adjoint.guard), adjoint.value, constant(0.0))
+
+
+def _negative(x: Node) -> Node:
+    return build("negative", x)
+
+
+def _times(x: Node, y: Node | float) -> Node:
+    return build("multiply", x, y if isinstance(y, Node) else constant(y))
+
+
+def _inverse(x: Node) -> Node:
+    return build("divide", constant(1.0), x)
+
+
+def _slope_of_erf(node: Node) -> Node:
+    x = node.arguments[0]
+    return _times(build("exp", _negative(_times(x, x))), 2 / math.sqrt(math.pi))
+
+
+# The derivatives of functions of one argument. Where it is shorter, they are made of the value of the function.
+_SLOPES: dict[str, Callable[[Node], Node]] = {
+    "exp": lambda node: node,
+    "exp2": lambda node: _times(node, math.log(2)),
+    "expm1": lambda node: build("add", node, constant(1.0)),
+    "log": lambda node: _inverse(node.arguments[0]),
+    "log2": lambda node: build("divide", constant(1 / math.log(2)), node.arguments[0]),
+    "log1p": lambda node: _inverse(build("add", node.arguments[0], constant(1.0))),
+    "sqrt": lambda node: build("divide", constant(0.5), node),
+    "rsqrt": lambda node: _times(_times(node, _times(node, node)), -0.5),
+    "tanh": lambda node: build("subtract", constant(1.0), _times(node, node)),
+    "sin": lambda node: build("cos", node.arguments[0]),
+    "cos": lambda node: _negative(build("sin", node.arguments[0])),
+    "erf": _slope_of_erf,
+    "absolute": lambda node: build("sign", node.arguments[0]),
+}
+
+
+def _same(node: Node, adjoint: Node) -> Node:
+    return adjoint
+
+
+def _opposite(node: Node, adjoint: Node) -> Node:
+    return _negative(adjoint)
+
+
+def _of_divisor(node: Node, adjoint: Node) -> Node:
+    return _negative(build("divide", _times(adjoint, node), node.arguments[1]))
+
+
+def _of_base(node: Node, adjoint: Node) -> Node:
+    base, exponent = node.arguments
+    slope = _times(exponent, build("power", base, build("subtract", exponent, constant(1.0))))
+    # why: anything to the power of 0 is 1, but base ** -1 may be infinite.
+    is_flat = build("equal", exponent, constant(0.0))
+    return _times(adjoint, build("where", is_flat, constant(0.0), slope))
+
+
+def _of_exponent(node: Node, adjoint: Node) -> Node:
+    base, exponent = node.arguments
+    zero = constant(0.0)
+    # why: a power of 0 stays 0 when its positive exponent changes, but log(0) is infinite.
+    is_flat = build("bitwise_and", build("equal", base, zero), build("less_equal", zero, exponent))
+    return _times(adjoint, build("where", is_flat, zero, _times(node, build("log", base))))
+
+
+def _of_modulus(divide: str) -> Callable[[Node, Node], Node]:
+    def part(node: Node, adjoint: Node) -> Node:
+        return _negative(_times(adjoint, build(divide, *node.arguments)))
+
+    return part
+
+
+# For other operations, the adjoint of each argument from the node and its adjoint.
+_PARTS: dict[str, tuple[Callable[[Node, Node], Node], ...]] = {
+    "negative": (_opposite,),
+    "add": (_same, _same),
+    "subtract": (_same, _opposite),
+    "multiply": (
+        lambda node, adjoint: _times(adjoint, node.arguments[1]),
+        lambda node, adjoint: _times(adjoint, node.arguments[0]),
+    ),
+    "divide": (lambda node, adjoint: build("divide", adjoint, node.arguments[1]), _of_divisor),
+    "power": (_of_base, _of_exponent),
+    "remainder": (_same, _of_modulus("floor_divide")),
+    "truncated_remainder": (_same, _of_modulus("truncated_divide")),
+}
+_EXTREMES = ("minimum", "maximum", "fmin", "fmax")
+# All that is not flat.
+_SMOOTH = {*_SLOPES, *_PARTS, *_EXTREMES, "where"}

@@ -1,0 +1,141 @@
+"""The expression graph: nodes that are kept once, the walk over them, and the digest of what code depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .operations import Type
+
+# The arguments of the user's functions, and the lengths of the sequence that they may ask for.
+SCORE_ARGUMENTS = ("score", "b", "h", "q_idx", "k_idx")
+MASK_ARGUMENTS = SCORE_ARGUMENTS[1:]
+LENGTHS = ("seqlen_q", "seqlen_k")
+INPUTS = (*SCORE_ARGUMENTS, *LENGTHS)
+# why below 2^31: so that sums of a few indices stay in int32.
+MAX_INDEX = 2**30 - 1
+Range = tuple[int, int]
+
+
+class Node:
+    """One expression. Equal expressions are one object, so they are compared by `is`.
+
+    `op` is "constant" (its value is `value`), "input" (`value` is its name), "load" (`value` is the number of the
+    captured array, `arguments` are its indices), "cast", or a name of `operations.NUMPY`. `inputs` holds the names of
+    all inputs below, `range` is what bool and integer values lie in, and `digest` is of the whole expression: the same
+    in every process.
+    """
+
+    __slots__ = ("__weakref__", "arguments", "digest", "inputs", "op", "range", "type", "value")
+
+    op: str
+    type: Type
+    arguments: tuple[Node, ...]
+    value: Any
+    inputs: frozenset[str]
+    range: Range | None
+    digest: bytes
+
+    def __repr__(self) -> str:
+        if self.op in ("constant", "input"):
+            return str(self.value)
+        number = str(self.value) if self.op == "load" else ""
+        return f"{self.op}{number}({', '.join(map(repr, self.arguments))})"
+
+    @property
+    def bounds(self) -> Range:
+        """The range of a node that is known to have one."""
+        assert self.range is not None, self
+        return self.range
+
+
+_Key = tuple[str, Type, tuple[Node, ...], Any]
+_nodes: weakref.WeakValueDictionary[_Key, Node] = weakref.WeakValueDictionary()
+_lock = threading.Lock()
+
+
+def node(op: str, type: Type, arguments: Sequence[Node] = (), value: Any = None, range: Range | None = None) -> Node:
+    """The node of an expression, which is made if nobody has it. Nothing is folded: see `build`."""
+    # why bits: -0.0 and 0.0 are equal, and NaN is not equal to itself.
+    mark = struct.pack("<f", value) if op == "constant" and type == Type.FLOAT32 else value
+    key = op, type, tuple(arguments), mark
+    with _lock:
+        found = _nodes.get(key)
+        if found is None:
+            found = _nodes[key] = _new(op, type, tuple(arguments), value, range)
+    return found
+
+
+def _new(op: str, type: Type, arguments: tuple[Node, ...], value: Any, range: Range | None) -> Node:
+    made = Node()
+    made.op, made.type, made.arguments, made.value = op, type, arguments, value
+    own = frozenset([value]) if op == "input" else frozenset()
+    made.inputs = own.union(*(each.inputs for each in arguments))
+    made.range = None if type == Type.FLOAT32 else range or type.limits
+    bits = struct.pack("<f", value) if op == "constant" and type == Type.FLOAT32 else repr(value).encode()
+    made.digest = _hash(f"{op} {type.name} ".encode(), bits, *(each.digest for each in arguments))
+    return made
+
+
+def _hash(*parts: bytes) -> bytes:
+    return hashlib.blake2b(b"".join(len(part).to_bytes(4, "little") + part for part in parts), digest_size=16).digest()
+
+
+def variable(name: str) -> Node:
+    """The node of an input: a float score, and integers of which none is negative."""
+    if name == "score":
+        return node("input", Type.FLOAT32, value=name)
+    return node("input", Type.INT32, value=name, range=(0, MAX_INDEX))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedArray:
+    """An array that a function refers to. Code depends on its dtype and its number of axes, and on nothing else.
+
+    array: the user's object, of any library. dtype: its name in NumPy or ml_dtypes, such as "bfloat16".
+    """
+
+    array: Any
+    dtype: str
+    shape: tuple[int, ...]
+    type: Type
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """A traced function: its result, and the arrays that its loads refer to by their place in `arrays`."""
+
+    root: Node
+    arrays: tuple[CapturedArray, ...]
+
+    @property
+    def digest(self) -> str:
+        """What code depends on."""
+        return digest([self.root], self.arrays)
+
+
+def post_order(roots: Iterable[Node]) -> list[Node]:
+    """All nodes below `roots`, each once, and after its arguments."""
+    seen: set[Node] = set()
+    order: list[Node] = []
+    stack = [(root, False) for root in reversed(list(roots))]
+    while stack:
+        at, is_done = stack.pop()
+        if is_done:
+            order.append(at)
+        elif at not in seen:
+            seen.add(at)
+            stack.append((at, True))
+            stack += [(each, False) for each in reversed(at.arguments) if each not in seen]
+    return order
+
+
+def digest(roots: Iterable[Node], arrays: Iterable[CapturedArray]) -> str:
+    """What code depends on: operations, types, the bits of constants, dtypes and ranks. No value of an array."""
+    kinds = [f"{each.dtype} {len(each.shape)}".encode() for each in arrays]
+    return _hash(*(root.digest for root in roots), *kinds).hex()

@@ -1,0 +1,155 @@
+"""The operations of the expression graph: the types that they take and give, and what they are in NumPy.
+
+Every name is NumPy's, where NumPy has one. `truncated_divide` and `truncated_remainder` are C's / and %, which round
+towards zero. Division of an integer by zero gives zero.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+Function = Callable[..., Any]
+
+
+class Type(enum.IntEnum):
+    """The type of a node. Where two meet, the larger one is the type of the result."""
+
+    BOOL = 0
+    INT32 = 1
+    INT64 = 2
+    FLOAT32 = 3
+
+    @property
+    def numpy(self) -> type[np.generic]:
+        """The scalar type of NumPy."""
+        return _NUMPY[self]
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it is an integer type; bool is none."""
+        return self in (Type.INT32, Type.INT64)
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the greatest value of bool and of integers."""
+        return _LIMITS[self]
+
+
+_NUMPY: dict[Type, type[np.generic]] = {
+    Type.BOOL: np.bool_,
+    Type.INT32: np.int32,
+    Type.INT64: np.int64,
+    Type.FLOAT32: np.float32,
+}
+_LIMITS = {Type.BOOL: (0, 1), Type.INT32: (-(2**31), 2**31 - 1), Type.INT64: (-(2**63), 2**63 - 1)}
+
+
+def _is_float(x: Any) -> bool:
+    return bool(np.asarray(x).dtype.kind == "f")
+
+
+def _by_integer(divide: Function, a: Any, b: Any) -> Any:
+    """`divide`, where integers divided by zero give zero."""
+    if _is_float(a):
+        return divide(a, b)
+    return np.where(b == 0, 0, divide(a, np.where(b == 0, 1, b).astype(np.asarray(b).dtype)))
+
+
+def _floor_divide(a: Any, b: Any) -> Any:
+    return _by_integer(np.floor_divide, a, b)
+
+
+def _remainder(a: Any, b: Any) -> Any:
+    return _by_integer(np.remainder, a, b)
+
+
+def _truncated_divide(a: Any, b: Any) -> Any:
+    if _is_float(a):
+        return np.trunc(a / b)
+    return _by_integer(lambda x, y: np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y)), a, b)
+
+
+def _truncated_remainder(a: Any, b: Any) -> Any:
+    return _by_integer(np.fmod, a, b)
+
+
+def _rsqrt(x: Any) -> Any:
+    return np.asarray(1, x.dtype) / np.sqrt(x)
+
+
+def _erf(x: Any) -> Any:
+    return np.vectorize(math.erf, otypes=[np.float64])(x).astype(np.asarray(x).dtype)
+
+
+# Of floats, and of others after they became floats.
+OF_FLOATS: dict[str, Function] = {
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log2": np.log2,
+    "log1p": np.log1p,
+    "sqrt": np.sqrt,
+    "rsqrt": _rsqrt,
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+    "erf": _erf,
+    "sign": np.sign,
+    "divide": np.divide,
+    "power": np.power,
+}
+ROUNDING: dict[str, Function] = {"floor": np.floor, "ceil": np.ceil, "trunc": np.trunc, "round": np.rint}
+# Of numbers: the result has the larger of their types.
+ARITHMETIC: dict[str, Function] = {
+    "negative": np.negative,
+    "absolute": np.absolute,
+    "add": np.add,
+    "subtract": np.subtract,
+    "multiply": np.multiply,
+    "minimum": np.minimum,
+    "maximum": np.maximum,
+    "fmin": np.fmin,
+    "fmax": np.fmax,
+    "floor_divide": _floor_divide,
+    "remainder": _remainder,
+    "truncated_divide": _truncated_divide,
+    "truncated_remainder": _truncated_remainder,
+}
+BITS: dict[str, Function] = {
+    "invert": np.invert,
+    "bitwise_and": np.bitwise_and,
+    "bitwise_or": np.bitwise_or,
+    "bitwise_xor": np.bitwise_xor,
+    "left_shift": np.left_shift,
+    "right_shift": np.right_shift,
+}
+COMPARISONS: dict[str, Function] = {
+    "less": np.less,
+    "less_equal": np.less_equal,
+    "equal": np.equal,
+    "not_equal": np.not_equal,
+}
+# Of conditions. On bool `&` and `logical_and` are one node, and so on.
+LOGIC: dict[str, Function] = {"logical_not": np.logical_not}
+
+NUMPY: dict[str, Function] = OF_FLOATS | ROUNDING | ARITHMETIC | BITS | COMPARISONS | LOGIC | {"where": np.where}
+# What these become where both arguments are bool, as in NumPy, torch and JAX.
+OF_BOOLS = {
+    "add": "bitwise_or",
+    "maximum": "bitwise_or",
+    "fmax": "bitwise_or",
+    "multiply": "bitwise_and",
+    "minimum": "bitwise_and",
+    "fmin": "bitwise_and",
+    "invert": "logical_not",
+}
+COMMUTATIVE = {
+    *("add", "multiply", "minimum", "maximum", "fmin", "fmax"),
+    *("bitwise_and", "bitwise_or", "bitwise_xor", "equal", "not_equal"),
+}

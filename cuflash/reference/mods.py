@@ -1,0 +1,50 @@
+"""Values of expression graphs on NumPy arrays: the written definition of what a traced function computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..mods.graph import Node, post_order
+from ..mods.operations import NUMPY, Type
+
+
+def evaluate(
+    roots: Sequence[Node],
+    inputs: Mapping[str, Any],
+    arrays: Sequence[Any],
+    float_type: type[np.floating[Any]] = np.float32,
+) -> list[Any]:
+    """The values of nodes, as arrays or scalars of NumPy.
+
+    inputs: the values of inputs by name, which are broadcast together. arrays: the captured arrays, as NumPy's.
+    float_type: the type in which floats are computed; float64 shows what rounding adds.
+    """
+    values: dict[Node, Any] = {}
+    with np.errstate(all="ignore"):
+        for each in post_order(roots):
+            below = [values[argument] for argument in each.arguments]
+            kind: Any = float_type if each.type == Type.FLOAT32 else each.type.numpy
+            value: Any
+            if each.op == "constant":
+                value = kind(each.value)
+            elif each.op == "input":
+                value = np.asarray(inputs[each.value])
+            elif each.op == "cast":
+                value = below[0]
+            elif each.op == "load":
+                value = _load(arrays[each.value], below)
+            else:
+                value = NUMPY[each.op](*below)
+            values[each] = np.asarray(value).astype(kind)
+    return [values[root] for root in roots]
+
+
+def _load(array: Any, indices: list[Any]) -> Any:
+    """Elements of an array: a negative index counts from the end, and others are clamped into the axis."""
+    if 0 in array.shape:
+        return np.zeros((), array.dtype)
+    wrapped = [np.where(i < 0, i + length, i) for i, length in zip(indices, array.shape, strict=True)]
+    return array[tuple(np.clip(i, 0, length - 1) for i, length in zip(wrapped, array.shape, strict=True))]

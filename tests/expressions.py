@@ -1,0 +1,149 @@
+"""Random expression graphs for tests, the tables that they load from, and points at which to evaluate them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cuflash.mods.build import build, cast, constant, load
+from cuflash.mods.graph import Node, variable
+from cuflash.mods.operations import Type
+from cuflash.reference.mods import evaluate
+
+B, H, Q, K = (variable(name) for name in ("b", "h", "q_idx", "k_idx"))
+SCORE = variable("score")
+LENGTH = 60  # of queries and of keys
+# The captured arrays, by the number of their loads.
+FLOATS, INTEGERS = 0, 1
+ARRAYS: tuple[Any, ...] = (
+    np.linspace(-1.0, 1.0, 5).astype(np.float32),
+    np.array([[3, -1, 2], [0, 7, -5]], np.int32),
+)
+
+
+def number(value: float) -> Node:
+    return constant(value)
+
+
+def of_floats(index: Node) -> Node:
+    """An element of the table of floats."""
+    return load(FLOATS, Type.FLOAT32, [index])
+
+
+def of_integers(row: Node, column: Node) -> Node:
+    """An element of the table of integers."""
+    return load(INTEGERS, Type.INT32, [row, column])
+
+
+def points(count: int = 40) -> dict[str, Any]:
+    """Inputs of so many random points; their score is float64."""
+    rng = np.random.default_rng(0)
+    most = {"b": 2, "h": 4, "q_idx": LENGTH, "k_idx": LENGTH, "seqlen_q": LENGTH, "seqlen_k": LENGTH}
+    return {name: rng.integers(0, end, count) for name, end in most.items()} | {"score": rng.standard_normal(count)}
+
+
+def grid() -> dict[str, Any]:
+    """Inputs of all points of two sequences, in the order b, q_idx, k_idx; h is 1."""
+    rows, keys = np.arange(LENGTH)[:, None], np.arange(LENGTH)
+    lengths = {"seqlen_q": LENGTH, "seqlen_k": LENGTH}
+    return {"b": np.arange(2)[:, None, None], "h": 1, "q_idx": rows, "k_idx": keys} | lengths
+
+
+def values(root: Node, inputs: dict[str, Any], arrays: tuple[Any, ...] = ARRAYS) -> Any:
+    """The values of a node, one for each point, computed in float64."""
+    shape = np.broadcast_shapes(*(np.shape(each) for each in inputs.values()))
+    return np.broadcast_to(evaluate([root], inputs, arrays, np.float64)[0], shape)
+
+
+def _of(op: str, *arguments: Node | int | float) -> Node:
+    return build(op, *(each if isinstance(each, Node) else constant(each) for each in arguments))
+
+
+def _many(one: dict[str, tuple[float, ...]], two: tuple[str, ...], below: st.SearchStrategy[Node]) -> Any:
+    """Operations of one node and a number of those given, and operations of two nodes."""
+    with_numbers = [st.builds(_of, st.just(op), below, st.sampled_from(numbers)) for op, numbers in one.items()]
+    return st.one_of(*with_numbers, st.builds(_of, st.sampled_from(two), below, below))
+
+
+# What an integer is combined with. Both are small, so that sums do not wrap.
+_INTEGER_NUMBERS: dict[str, tuple[float, ...]] = {
+    "multiply": (3, -2),
+    "floor_divide": (4, -3),
+    "truncated_divide": (4, 5),
+    "remainder": (5, -4),
+    "truncated_remainder": (7,),
+    "bitwise_and": (6,),
+    "left_shift": (1,),
+    "right_shift": (1, 2),
+}
+_INTEGER_PAIRS = ("add", "subtract", "minimum", "maximum")
+
+
+def _more_integers(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    return st.one_of(
+        _many(_INTEGER_NUMBERS, _INTEGER_PAIRS, below),
+        st.builds(_of, st.sampled_from(["absolute", "negative", "invert"]), below),
+        st.builds(cast, below, st.just(Type.INT64)),
+        st.builds(of_integers, below, below),
+        st.builds(lambda x, y, z: build("where", build("less", x, y), y, z), below, below, below),
+    )
+
+
+def integers() -> st.SearchStrategy[Node]:
+    """Integer nodes."""
+    leaves = st.sampled_from([B, H, Q, K, Q, K, number(3), number(-2), number(7)])
+    return st.recursive(leaves, _more_integers, max_leaves=8)
+
+
+def conditions() -> st.SearchStrategy[Node]:
+    """Bool nodes, of integers."""
+    op = st.sampled_from(["less", "less_equal", "equal", "not_equal"])
+    return st.recursive(
+        st.builds(_of, op, integers(), integers()),
+        lambda below: st.one_of(
+            st.builds(_of, st.sampled_from(["bitwise_and", "bitwise_or", "bitwise_xor"]), below, below),
+            st.builds(_of, st.just("logical_not"), below),
+            st.builds(_of, st.just("where"), below, below, below),
+        ),
+        max_leaves=5,
+    )
+
+
+def _positive(x: Node) -> Node:
+    """A node between 1/2 and 5/2, so that roots and logarithms of it are finite."""
+    return _of("add", _of("tanh", x), 1.5)
+
+
+def _more_floats(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    of_any = st.sampled_from(["tanh", "sin", "cos", "erf", "negative"])
+    of_bounded = st.sampled_from(["exp", "exp2", "expm1"])
+    of_positive = st.sampled_from(["log", "log2", "log1p", "sqrt", "rsqrt"])
+    return st.one_of(
+        st.builds(_of, st.sampled_from(["add", "subtract"]), below, below),
+        st.builds(lambda x, y: _of("multiply", x, _of("tanh", y)), below, below),
+        st.builds(lambda x, y: _of("divide", x, _positive(y)), below, below),
+        st.builds(lambda x, y: _of("power", _positive(x), _of("tanh", y)), below, below),
+        st.builds(_of, of_any, below),
+        st.builds(lambda op, x: _of(op, _of("tanh", x)), of_bounded, below),
+        st.builds(lambda op, x: _of(op, _positive(x)), of_positive, below),
+        st.builds(_of, st.just("where"), conditions(), below, below),
+    )
+
+
+def _more_rough_floats(below: st.SearchStrategy[Node]) -> st.SearchStrategy[Node]:
+    two = ["minimum", "maximum", "fmin", "fmax", "remainder", "truncated_remainder", "floor_divide"]
+    return st.one_of(
+        _more_floats(below),
+        st.builds(_of, st.sampled_from(two), below, below),
+        st.builds(_of, st.sampled_from(["absolute", "floor", "ceil", "trunc", "round", "sign"]), below),
+        st.builds(lambda x, y, z: _of("where", _of("less", x, y), y, z), below, below, below),
+    )
+
+
+def floats(smooth: bool = False) -> st.SearchStrategy[Node]:
+    """Float nodes; of smooth ones, every derivative is that of a function without corners and jumps."""
+    constants = st.sampled_from([SCORE, SCORE, number(0.5), number(-1.25), of_floats(H), of_floats(_of("add", Q, K))])
+    leaves = st.one_of(constants, integers().map(lambda x: _of("sin", _of("multiply", x, 0.125))))
+    return st.recursive(leaves, _more_floats if smooth else _more_rough_floats, max_leaves=8)
