@@ -160,7 +160,8 @@ def test_headers_include_each_other_in_one_direction_and_all_are_used() -> None:
     graph = {path: included(path) for path in SOURCES}
     list(TopologicalSorter(graph).static_order())  # raises CycleError
     used = {other for others in graph.values() for other in others}
-    assert {path for path in SOURCES if path.suffix == ".cuh"} == used
+    printed = {KERNELS / "common" / "mod_functions.cuh"}  # what the text of expression graphs includes
+    assert {path for path in SOURCES if path.suffix == ".cuh"} == used | printed
     assert all(path.read_text("utf-8").count("#pragma once") == (path.suffix == ".cuh") for path in SOURCES)
 
 

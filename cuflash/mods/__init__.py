@@ -1,1 +1,1 @@
-"""*Which* scores and masks? Their expression graphs, with derivatives and the intervals of keys that rows see."""
+"""*Which* scores and masks? Their expression graphs, with derivatives, the keys that rows see, and their CUDA text."""

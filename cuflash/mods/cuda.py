@@ -1,0 +1,310 @@
+"""Expression graphs as CUDA: a struct of static functions, which compute each value as seldom as they can.
+
+A kernel calls `head` once for a head, `row` once for a row of a tile, and `element` for each score. The text calls the
+functions of kernels_cu/common/mod_functions.cuh, which is to be included before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .build import constant
+from .graph import CapturedArray, Node, post_order
+from .operations import COMPARISONS, Type
+from .stages import STAGE_NAMES, STAGES, SUMS, has_inverse, stage_of, staged
+
+_SCALARS = {Type.BOOL: "bool", Type.INT32: "int", Type.INT64: "long long", Type.FLOAT32: "float"}
+_STORAGE = {
+    "bool": "unsigned char",
+    "int8": "signed char",
+    "uint8": "unsigned char",
+    "int16": "short",
+    "uint16": "unsigned short",
+    "int32": "int",
+    "uint32": "unsigned",
+    "int64": "long long",
+    "uint64": "unsigned long long",
+    "float16": "Float16",
+    "bfloat16": "BFloat16",
+    "float32": "float",
+    "float64": "double",
+}
+_INFIX = {
+    "add": "+",
+    "subtract": "-",
+    "multiply": "*",
+    "divide": "/",
+    "less": "<",
+    "less_equal": "<=",
+    "equal": "==",
+    "not_equal": "!=",
+    "bitwise_and": "&",
+    "bitwise_or": "|",
+    "bitwise_xor": "^",
+}
+_PREFIX = {"negative": "-", "invert": "~", "logical_not": "!"}
+_OF_FLOATS = {
+    "exp": "expf",
+    "exp2": "exp2f",
+    "expm1": "expm1f",
+    "log": "logf",
+    "log2": "log2f",
+    "log1p": "log1pf",
+    "sqrt": "sqrtf",
+    "rsqrt": "rsqrtf",
+    "tanh": "hyperbolic_tangent",
+    "sin": "sinf",
+    "cos": "cosf",
+    "erf": "erff",
+    "sign": "sign",
+    "power": "powf",
+    "floor": "floorf",
+    "ceil": "ceilf",
+    "trunc": "truncf",
+    "round": "rintf",
+    "absolute": "fabsf",
+    "minimum": "minimum",
+    "maximum": "maximum",
+    "fmin": "fminf",
+    "fmax": "fmaxf",
+}
+_OF_INTEGERS = {
+    "absolute": "absolute",
+    "minimum": "min",
+    "maximum": "max",
+    "fmin": "min",
+    "fmax": "max",
+    "right_shift": "shifted_right",
+}
+_DIVISIONS = {
+    "floor_divide": "floor_divide",
+    "remainder": "floor_remainder",
+    "truncated_divide": "truncated_divide",
+    "truncated_remainder": "truncated_remainder",
+}
+
+
+def print_struct(roots: Sequence[Node], arrays: Sequence[CapturedArray], name: str, results: Sequence[str]) -> str:
+    """The text of a struct template `name`, whose `element` returns the values of the roots under the names `results`.
+
+    Its parameter says whether the offsets in all captured arrays fit into an int. Equal graphs give equal text.
+    """
+    return _Printer(staged(roots), arrays).text(name, results)
+
+
+class _PartOfOffset(NamedTuple):
+    """The axes of a captured array along which a stage is the first to know the index."""
+
+    array: int
+    stage: int
+    axes: tuple[tuple[int, Node], ...]
+
+
+def _parts_of_offset(x: Node) -> list[_PartOfOffset]:
+    """The offset of a load, in parts of all stages up to its own."""
+    axes = list(enumerate(x.arguments))
+    return [
+        _PartOfOffset(x.value, stage, tuple(pair for pair in axes if stage_of(pair[1]) == stage))
+        for stage in range(stage_of(x) + 1)
+    ]
+
+
+class _Printer:
+    """Writes the statements of the three functions, and finds what each leaves to the later ones."""
+
+    def __init__(self, roots: Sequence[Node], arrays: Sequence[CapturedArray]) -> None:
+        self.roots, self.arrays = roots, arrays
+        self.order = post_order(roots)
+        self.users: dict[Node, list[Node]] = {each: [] for each in self.order}
+        for each in self.order:
+            for argument in each.arguments:
+                self.users[argument].append(each)
+        self.joined = {each: at for each in self.order if (at := self._joined(each)) is not None}
+        inside = {each.arguments[at] for each, at in self.joined.items()}
+        values = (each for each in self.order if each.op not in ("input", "constant") and each not in inside)
+        self.names = {each: f"value{number}" for number, each in enumerate(values)}
+        # why: what a loop does not change must be computed before it, or NVRTC may copy the loop for either outcome of
+        # a minimum.
+        parts = dict.fromkeys(part for x in self.order if x.op == "load" for part in _parts_of_offset(x)[:-1])
+        self.offsets = {part: f"offset{number}" for number, part in enumerate(parts) if part.axes}
+
+    def _joined(self, x: Node) -> int | None:
+        """The place of the argument of a sum that is multiplied in the same instruction."""
+        if x.type != Type.FLOAT32 or x.op not in ("add", "subtract"):
+            return None
+        for place in (1, 0):
+            below = x.arguments[place]
+            is_alone = self.users[below] == [x] and below not in self.roots
+            if below.op == "multiply" and is_alone and stage_of(below) == stage_of(x):
+                return place
+        return None
+
+    def text(self, name: str, results: Sequence[str]) -> str:
+        """The whole struct."""
+        arrays = "".join(
+            f"    CapturedArray<{_STORAGE[each.dtype]}, {len(each.shape)}, kShortOffsets> array{number};\n"
+            for number, each in enumerate(self.arrays)
+        )
+        kept = [self._kept(stage) for stage in (0, 1)]
+        fields = "".join(f"    {_SCALARS[x.type]} {result};\n" for x, result in zip(self.roots, results, strict=True))
+        structs = [("Arrays", arrays), ("Head", _fields(kept[0])), ("Row", _fields(kept[1])), ("Result", fields)]
+        text = [f"template <bool kShortOffsets>\nstruct {name} {{\n"]
+        text.append("  using Offset = typename OffsetOf<kShortOffsets>::Type;\n")
+        text += [f"  struct {title} {{\n{members}  }};\n" for title, members in structs]
+        text.append(self._function(0, "Head", list(kept[0])))
+        text.append(self._function(1, "Row", list(kept[1])))
+        values = [f"static_cast<{_SCALARS[x.type]}>({self._of(x, 2)})" for x in self.roots]
+        return "".join([*text, self._function(2, "Result", values), "};\n"])
+
+    def _kept(self, stage: int) -> dict[str, str]:
+        """The names and types of what a stage knows and later ones need."""
+        needed = set(self.roots) | {argument for x in self.order if stage_of(x) > stage for argument in x.arguments}
+        known = [x for x in self.order if x in needed and x.op != "constant" and stage_of(x) == stage]
+        offsets = {name: "Offset" for part, name in self.offsets.items() if part.stage == stage}
+        return {self._name(x): _SCALARS[_kind(x)] for x in known} | offsets
+
+    def _function(self, stage: int, result: str, values: list[str]) -> str:
+        parameters = ["const Arrays& arrays"]
+        parameters += [f"const {each.capitalize()}& {each}" for each in STAGE_NAMES[:stage]]
+        parameters += [f"{'float' if name == 'score' else 'int'} {name}" for name in STAGES[stage]]
+        lines = [
+            f"const {_SCALARS[_kind(x)]} {name} = {self._expression(x, stage)};"
+            for x, name in self.names.items()
+            if stage_of(x) == stage
+        ]
+        lines += [
+            f"const Offset {name} = {self._offset(part, stage)};"
+            for part, name in self.offsets.items()
+            if part.stage == stage
+        ]
+        body = "".join(f"    {line}\n" for line in [*lines, f"return {{{', '.join(values)}}};"])
+        head = f"  __device__ __forceinline__ static {result} {STAGE_NAMES[stage]}({', '.join(parameters)}) {{\n"
+        return f"{head}{body}  }}\n"
+
+    def _name(self, x: Node) -> str:
+        return str(x.value) if x.op == "input" else self.names[x]
+
+    def _of(self, x: Node, stage: int) -> str:
+        """How a stage calls a value."""
+        if x.op == "constant":
+            return _literal(x)
+        return self._name(x) if stage_of(x) == stage else f"{STAGE_NAMES[stage_of(x)]}.{self._name(x)}"
+
+    def _expression(self, x: Node, stage: int) -> str:
+        if x in self.joined:
+            return self._fused(x, stage)
+        if x.op == "load":
+            return self._load(x)
+        arguments = [self._of(each, stage) for each in x.arguments]
+        if x.op == "cast":
+            return f"static_cast<{_SCALARS[_kind(x)]}>({arguments[0]})"
+        if x.op == "where":
+            return (
+                f"{arguments[0]} ? {_as(_kind(x), *_pair(x, arguments, 1))} : {_as(_kind(x), *_pair(x, arguments, 2))}"
+            )
+        kind = max(_kind(x), *map(_kind, x.arguments)) if x.op not in COMPARISONS else max(map(_kind, x.arguments))
+        return _operation(x, kind, [_as(kind, each, text) for each, text in zip(x.arguments, arguments, strict=True)])
+
+    def _fused(self, x: Node, stage: int) -> str:
+        place = self.joined[x]
+        one, other = (self._of(each, stage) for each in x.arguments[place].arguments)
+        added = self._of(x.arguments[1 - place], stage)
+        if x.op == "subtract":
+            one, added = (f"-{one}", added) if place == 1 else (one, f"-{added}")
+        return f"fmaf({one}, {other}, {added})"
+
+    def _load(self, x: Node) -> str:
+        *earlier, own = _parts_of_offset(x)
+        terms = [f"{STAGE_NAMES[part.stage]}.{self.offsets[part]}" for part in earlier if part.axes]
+        terms += [self._offset(own, own.stage)] if own.axes else []
+        return f"static_cast<{_SCALARS[x.type]}>(arrays.array{x.value}.at({' + '.join(terms) or '0'}))"
+
+    def _offset(self, part: _PartOfOffset, stage: int) -> str:
+        return " + ".join(
+            f"arrays.array{part.array}.{'clamped' if x.bounds[0] >= 0 else 'wrapped'}({axis}, {self._of(x, stage)})"
+            for axis, x in part.axes
+        )
+
+
+def _fields(members: dict[str, str]) -> str:
+    return "".join(f"    {kind} {name};\n" for name, kind in members.items())
+
+
+def _pair(x: Node, texts: list[str], place: int) -> tuple[Node, str]:
+    return x.arguments[place], texts[place]
+
+
+def _kind(x: Node) -> Type:
+    """The type in which a value is kept. why not always that of the node: arithmetic of int64 takes twice as long."""
+    least, greatest = Type.INT32.limits
+    is_short = x.type == Type.INT64 and least <= x.bounds[0] and x.bounds[1] <= greatest
+    return Type.INT32 if is_short else x.type
+
+
+def _as(kind: Type, x: Node, text: str) -> str:
+    return text if _kind(x) == kind else f"static_cast<{_SCALARS[kind]}>({text})"
+
+
+def _operation(x: Node, kind: Type, arguments: list[str]) -> str:
+    """An operation of arguments that are all of this kind."""
+    is_float = kind == Type.FLOAT32
+    if x.op in _DIVISIONS and not is_float:
+        return _division(x, kind, arguments)
+    if not is_float and x.op in SUMS and x.range == x.type.limits:
+        return _wrapping(x.op, kind, arguments)
+    if x.op == "divide" and has_inverse(x.arguments[1]):
+        return f"divided({', '.join(arguments)}, {_literal(constant(1 / x.arguments[1].value))})"
+    if x.op in _PREFIX:
+        return f"{_PREFIX[x.op]}{arguments[0]}"
+    if x.op in _INFIX:
+        return f"{arguments[0]} {_INFIX[x.op]} {arguments[1]}"
+    name = _DIVISIONS.get(x.op) or (_OF_FLOATS if is_float else _OF_INTEGERS)[x.op]
+    return f"{name}({', '.join(arguments)})"
+
+
+def _wrapping(op: str, kind: Type, arguments: list[str]) -> str:
+    if op == "left_shift":
+        return f"shifted_left({', '.join(arguments)})"
+    if op == "negative":
+        return f"wrapping_subtract({_integer(0, kind)}, {arguments[0]})"
+    return f"wrapping_{op}({', '.join(arguments)})"
+
+
+def _division(x: Node, kind: Type, arguments: list[str]) -> str:
+    """A division of integers or its remainder; unsigned ones and shifts are shorter."""
+    scalar, (one, other) = _SCALARS[kind], x.arguments
+    is_quotient = x.op in ("floor_divide", "truncated_divide")
+    if one.bounds[0] >= 0 and other.bounds[0] > 0:
+        first, second = (f"static_cast<unsigned {scalar}>({each})" for each in arguments)
+        return f"static_cast<{scalar}>({first} {'/' if is_quotient else '%'} {second})"
+    is_floor = x.op in ("floor_divide", "remainder")
+    if is_floor and other.op == "constant" and other.value > 0 and other.value & (other.value - 1) == 0:
+        bits = other.value.bit_length() - 1
+        return f"{arguments[0]} >> {bits}" if is_quotient else f"{arguments[0]} & {_integer(other.value - 1, kind)}"
+    return f"{_DIVISIONS[x.op]}({', '.join(arguments)})"
+
+
+def _literal(x: Node) -> str:
+    """A constant. No number of it is a double."""
+    if x.type == Type.BOOL:
+        return "true" if x.value else "false"
+    if x.type != Type.FLOAT32:
+        return _integer(x.value, _kind(x))
+    if not math.isfinite(x.value):
+        bits = "0x7fc00000" if math.isnan(x.value) else "0x7f800000" if x.value > 0 else "0xff800000"
+        return f"__uint_as_float({bits}u)"
+    mantissa, _, exponent = x.value.hex().partition("p")
+    if "." in mantissa:
+        mantissa = mantissa.rstrip("0").rstrip(".")
+    text = f"{mantissa}p{exponent}f"
+    return f"({text})" if text[0] == "-" else text
+
+
+def _integer(value: int, kind: Type) -> str:
+    suffix = "ll" if kind == Type.INT64 else ""
+    # why: C++ has no literal of the least integer, it takes the minus off a positive one that does not fit.
+    if value in (Type.INT32.limits[0], Type.INT64.limits[0]):
+        return f"({value + 1}{suffix} - 1)"
+    return f"{value}{suffix}" if value >= 0 else f"({value}{suffix})"

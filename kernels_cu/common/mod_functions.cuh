@@ -1,0 +1,183 @@
+// What the text of traced functions calls (cuflash/mods/cuda.py): the operations of cuflash/mods/operations.py that C++
+// has no operator or function for, and captured arrays.
+#pragma once
+#include "../ptx/float_math.cuh"
+#include "config.cuh"
+
+template <class T>
+struct Unsigned;
+template <>
+struct Unsigned<int> {
+  using Type = unsigned;
+};
+template <>
+struct Unsigned<long long> {
+  using Type = unsigned long long;
+};
+
+// Integers that wrap. why through unsigned ones: the compiler may take it that a sum of signed ones does not wrap.
+template <class T>
+__device__ __forceinline__ T wrapping_add(T x, T y) {
+  using U = typename Unsigned<T>::Type;
+  return static_cast<T>(static_cast<U>(x) + static_cast<U>(y));
+}
+
+template <class T>
+__device__ __forceinline__ T wrapping_subtract(T x, T y) {
+  using U = typename Unsigned<T>::Type;
+  return static_cast<T>(static_cast<U>(x) - static_cast<U>(y));
+}
+
+template <class T>
+__device__ __forceinline__ T wrapping_multiply(T x, T y) {
+  using U = typename Unsigned<T>::Type;
+  return static_cast<T>(static_cast<U>(x) * static_cast<U>(y));
+}
+
+// Shifts by any number of bits, of which a negative one counts as very many.
+template <class T>
+__device__ __forceinline__ T shifted_left(T x, T bits) {
+  using U = typename Unsigned<T>::Type;
+  constexpr U kBits = 8 * sizeof(T);
+  return static_cast<U>(bits) < kBits ? static_cast<T>(static_cast<U>(x) << (static_cast<U>(bits) % kBits)) : T(0);
+}
+
+template <class T>
+__device__ __forceinline__ T shifted_right(T x, T bits) {
+  using U = typename Unsigned<T>::Type;
+  constexpr U kBits = 8 * sizeof(T);
+  return x >> (static_cast<U>(bits) < kBits ? bits : T(kBits - 1));
+}
+
+template <class T>
+__device__ __forceinline__ T absolute(T x) {
+  return max(x, wrapping_subtract(T(0), x));
+}
+
+// Division towards zero and its remainder, as in C. Of an integer by zero both are zero.
+template <class T>
+__device__ __forceinline__ T truncated_divide(T x, T y) {
+  return y == 0 ? T(0) : x / y;
+}
+__device__ __forceinline__ float truncated_divide(float x, float y) { return truncf(x / y); }
+
+template <class T>
+__device__ __forceinline__ T truncated_remainder(T x, T y) {
+  return y == 0 ? T(0) : x % y;
+}
+__device__ __forceinline__ float truncated_remainder(float x, float y) { return fmodf(x, y); }
+
+// Division towards minus infinity and its remainder, which has the sign of the divisor, as in Python. Of an integer by
+// zero both are zero.
+template <class T>
+__device__ __forceinline__ T floor_divide(T x, T y) {
+  const T remainder = truncated_remainder(x, y);
+  return truncated_divide(x, y) - T(remainder != 0 && (remainder < 0) != (y < 0));
+}
+
+template <class T>
+__device__ __forceinline__ T floor_remainder(T x, T y) {
+  const T remainder = truncated_remainder(x, y);
+  return remainder + (remainder != 0 && (remainder < 0) != (y < 0) ? y : T(0));
+}
+
+__device__ __forceinline__ float floor_remainder(float x, float y) {
+  const float remainder = fmodf(x, y);
+  if (remainder == 0.0f) return copysignf(0.0f, y);
+  return (remainder < 0.0f) != (y < 0.0f) ? remainder + y : remainder;
+}
+
+__device__ __forceinline__ float floor_divide(float x, float y) {
+  if (y == 0.0f) return x / y;
+  // why not the floor of x / y: the division may round up to a whole number.
+  const float remainder = fmodf(x, y);
+  const float below = remainder != 0.0f && (remainder < 0.0f) != (y < 0.0f) ? 1.0f : 0.0f;
+  const float quotient = (x - remainder) / y - below;
+  const float whole = floorf(quotient);
+  return quotient - whole > 0.5f ? whole + 1.0f : whole;
+}
+
+// x / y, rounded as a division is, by the inverse of a constant. why: a division takes several times as long, and a call.
+__device__ __forceinline__ float divided(float x, float y, float inverse) {
+  const float quotient = x * inverse;
+  const float corrected = fmaf(fmaf(-quotient, y, x), inverse, quotient);
+  return corrected == corrected ? corrected : quotient;  // why: of an infinite x the remainder is NaN
+}
+
+// The smaller or larger number; NaN if one of them is NaN. fminf and fmaxf ignore NaN.
+__device__ __forceinline__ float minimum(float x, float y) { return min_nan_f32(x, y); }
+__device__ __forceinline__ float maximum(float x, float y) { return max_nan_f32(x, y); }
+
+// -1, 0 or 1, and NaN of NaN.
+__device__ __forceinline__ float sign(float x) { return x > 0.0f ? 1.0f : x < 0.0f ? -1.0f : x; }
+
+// why approximate: it is one instruction. Its error, up to 2^-11 of the result, is below that of 16-bit numbers.
+__device__ __forceinline__ float hyperbolic_tangent(float x) {
+  if constexpr (kDType == DType::kFloat32) return tanhf(x);
+  else return tanh_approx_f32(x);
+}
+
+// Elements of captured arrays that C++ has no type for.
+struct Float16 {
+  unsigned short bits;
+};
+struct BFloat16 {
+  unsigned short bits;
+};
+
+// An element of an array that no kernel writes.
+template <class T>
+__device__ __forceinline__ T element_at(const T* pointer) {
+  return __ldg(pointer);
+}
+__device__ __forceinline__ float element_at(const Float16* pointer) { return cvt_f32_f16(__ldg(&pointer->bits)); }
+__device__ __forceinline__ float element_at(const BFloat16* pointer) {
+  return __uint_as_float(static_cast<unsigned>(__ldg(&pointer->bits)) << 16);
+}
+
+template <bool kShortOffsets>
+struct OffsetOf {
+  using Type = long long;
+};
+template <>
+struct OffsetOf<true> {
+  using Type = int;
+};
+
+// An array that a traced function refers to. kShortOffsets: every offset of an element fits into an int, as do the
+// strides. The layout is the same either way. No extent is zero: for an empty array the host gives one that holds a zero.
+template <class T, int kRank, bool kShortOffsets>
+struct CapturedArray {
+  using Offset = typename OffsetOf<kShortOffsets>::Type;
+  static constexpr int kAxes = kRank > 0 ? kRank : 1;
+
+  const T* pointer;
+  long long strides[kAxes];  // in elements
+  int extents[kAxes];
+
+  // The way along an axis to an index, of which a negative one counts from the end. It stays inside the array for any
+  // index. why no conditional expression: NVRTC may copy an unrolled loop for each of its outcomes.
+  __device__ __forceinline__ Offset wrapped(int axis, int index) const {
+    return way(axis, min(max(index + (index >> 31 & extents[axis]), 0), extents[axis] - 1));
+  }
+  __device__ __forceinline__ Offset wrapped(int axis, long long index) const {
+    const long long extent = extents[axis];
+    return way(axis, static_cast<int>(min(max(index + (index >> 63 & extent), 0ll), extent - 1)));
+  }
+
+  // The same for an index that is known not to be negative.
+  __device__ __forceinline__ Offset clamped(int axis, int index) const {
+    return way(axis, min(index, extents[axis] - 1));
+  }
+  __device__ __forceinline__ Offset clamped(int axis, long long index) const {
+    return way(axis, static_cast<int>(min(index, static_cast<long long>(extents[axis] - 1))));
+  }
+
+  // The element at the sum of the ways along all axes.
+  __device__ __forceinline__ auto at(Offset offset) const { return element_at(pointer + offset); }
+
+ private:
+  __device__ __forceinline__ Offset way(int axis, int index) const {
+    return static_cast<Offset>(index) * static_cast<Offset>(strides[axis]);
+  }
+};

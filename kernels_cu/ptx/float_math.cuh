@@ -1,0 +1,29 @@
+// Functions of float32 that are one instruction, and the conversion of float16.
+#pragma once
+
+// The smaller number; NaN if one of them is NaN.
+__device__ __forceinline__ float min_nan_f32(float x, float y) {
+  float smallest;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smallest) : "f"(x), "f"(y));
+  return smallest;
+}
+
+// The larger number; NaN if one of them is NaN.
+__device__ __forceinline__ float max_nan_f32(float x, float y) {
+  float largest;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(largest) : "f"(x), "f"(y));
+  return largest;
+}
+
+// The result differs from tanh(x) by up to 2^-11 of it.
+__device__ __forceinline__ float tanh_approx_f32(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+__device__ __forceinline__ float cvt_f32_f16(unsigned short bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+  return x;
+}

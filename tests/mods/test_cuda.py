@@ -1,0 +1,400 @@
+"""The text of expression graphs: on the CPU it has the values of the graph, and NVRTC compiles it."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+from expressions import ARRAYS, SCORE, B, H, K, Q, conditions, floats, integers, points
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from workers import ROOT
+
+from cuflash.mods.build import build, cast, constant, load
+from cuflash.mods.cuda import print_struct
+from cuflash.mods.derivative import differentiate
+from cuflash.mods.graph import CapturedArray, Node, variable
+from cuflash.mods.operations import Type
+from cuflash.reference.mods import evaluate
+
+KERNELS = ROOT / "kernels_cu"
+if not KERNELS.is_dir():
+    pytest.skip("needs a checkout", allow_module_level=True)
+
+SEQLEN_Q, SEQLEN_K = variable("seqlen_q"), variable("seqlen_k")
+INPUTS = ("b", "h", "seqlen_q", "seqlen_k", "q_idx", "k_idx")
+INF = constant(float("inf"))
+TYPES = {"b": Type.BOOL, "f": Type.FLOAT32, "V": Type.FLOAT32, "i": Type.INT32, "u": Type.INT32}
+COLUMNS = 16  # of the tiles in which points are computed
+
+# What CUDA has and C++ has not.
+SHIM = r"""
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+using std::max;
+using std::min;
+enum class DType { kFloat16, kBFloat16, kFloat32 };
+constexpr DType kDType = DType::kFloat32;
+template <class T> T __ldg(const T* pointer) { return *pointer; }
+inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float min_nan_f32(float x, float y) { return x != x ? x : y != y || y < x ? y : x; }
+inline float max_nan_f32(float x, float y) { return x != x ? x : y != y || y > x ? y : x; }
+inline float tanh_approx_f32(float x) { return tanhf(x); }
+inline float cvt_f32_f16(unsigned short bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = std::ldexp(exponent ? 1024.0f + fraction : 1.0f * fraction, std::max(exponent, 1) - 25);
+  return bits >> 15 ? -size : size;
+}
+"""
+CALL = """
+extern "C" void run_{name}(const void* captured, int count, const int (*at)[6], const float* score, double* out) {{
+  using Mod = {name}<{short}>;
+  const Mod::Arrays& arrays = *static_cast<const Mod::Arrays*>(captured);
+  for (int i = 0; i < count; ++i) {{
+    const int column = at[i][5] % {columns};
+    const Mod::Head head = Mod::head(arrays, at[i][0], at[i][1], at[i][2], at[i][3]);
+    const Mod::Row row = Mod::row(arrays, head, at[i][4], at[i][5] - column);
+    const Mod::Result result = Mod::element(arrays, head, row, score[i], column);
+    {stores}
+  }}
+}}
+"""
+
+
+def op(name: str, *arguments: Node | float) -> Node:
+    return build(name, *(each if isinstance(each, Node) else constant(each) for each in arguments))
+
+
+def captured(array: Any) -> CapturedArray:
+    wide = array.dtype.kind in "iu" and (array.dtype.itemsize == 8 or array.dtype == np.uint32)
+    return CapturedArray(array, array.dtype.name, array.shape, Type.INT64 if wide else TYPES[array.dtype.kind])
+
+
+def of(array: Any, number: int, *indices: Node | int) -> Node:
+    """An element of a captured array."""
+    nodes = [each if isinstance(each, Node) else constant(each) for each in indices]
+    return load(number, captured(array).type, nodes)
+
+
+class Case(NamedTuple):
+    """Nodes, and the arrays that they load from."""
+
+    roots: Sequence[Node]
+    arrays: Sequence[Any] = ARRAYS
+
+    def text(self, name: str = "Mod") -> str:
+        results = [f"result{number}" for number in range(len(self.roots))]
+        return print_struct(self.roots, [captured(each) for each in self.arrays], name, results)
+
+
+def packed(arrays: Sequence[Any]) -> bytes:
+    """The struct of captured arrays."""
+    parts = []
+    for each in arrays:
+        strides, extents = [n // each.itemsize for n in each.strides] or [0], list(each.shape) or [1]
+        parts.append(struct.pack(f"Q{len(strides)}q{len(extents)}i0q", each.ctypes.data, *strides, *extents))
+    return b"".join(parts)
+
+
+def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short: bool = True) -> list[list[Any]]:
+    """The values that the texts have on the CPU, of every case and root."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    header = (KERNELS / "common" / "mod_functions.cuh").read_text("utf-8")
+    lines = [SHIM, re.sub(r"#(include|pragma) .*", "", header)]
+    for number, case in enumerate(cases):
+        name, roots = f"Mod{number}", range(len(case.roots))
+        stores = " ".join(
+            f"out[i * {len(roots)} + {root}] = static_cast<double>(result.result{root});" for root in roots
+        )
+        lines += [case.text(name), CALL.format(name=name, short=str(short).lower(), columns=COLUMNS, stores=stores)]
+    source, library = folder / "mods.cpp", folder / "mods.so"
+    source.write_text("\n".join(lines), "utf-8")
+    command = ["g++", "-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    loaded = ctypes.CDLL(str(library))
+    score = np.asarray(inputs["score"], np.float32)
+    at = np.stack([np.broadcast_to(inputs[name], score.shape) for name in INPUTS], axis=1).astype(np.int32)
+    found = []
+    for number, case in enumerate(cases):
+        out = np.empty((len(score), len(case.roots)))
+        call, addresses = (
+            loaded[f"run_Mod{number}"],
+            [each.ctypes.data_as(ctypes.c_void_p) for each in (at, score, out)],
+        )
+        call(packed(case.arrays), len(score), *addresses)
+        found.append(list(out.T))
+    return found
+
+
+def check(cases: Sequence[Case], folder: Path, inputs: dict[str, Any] | None = None, short: bool = True) -> None:
+    """That the texts have the values of the graphs, up to a few units of what rounding changes anyway."""
+    inputs = points() if inputs is None else inputs
+    inputs = inputs | {"score": np.asarray(inputs["score"], np.float32)}
+    for case, results in zip(cases, computed(cases, inputs, folder, short), strict=True):
+        pairs = [evaluate(case.roots, inputs, case.arrays, kind) for kind in (np.float32, np.float64)]
+        for root, result, single, double in zip(case.roots, results, *pairs, strict=True):
+            single, double = (np.broadcast_to(each, result.shape).astype(np.float64) for each in (single, double))
+            if root.type != Type.FLOAT32:
+                np.testing.assert_array_equal(result, single, err_msg=repr(root))
+                continue
+            np.testing.assert_array_equal(np.isnan(result), np.isnan(single), err_msg=repr(root))
+            with np.errstate(invalid="ignore"):
+                room = 1e-5 + 1e-5 * np.abs(double) + 8 * np.abs(single - double)
+                is_near = (result == single) | np.isnan(single) | (np.abs(result - double) <= room)
+            assert is_near.all(), (root, case.text(), result[~is_near], single[~is_near])
+
+
+@settings(
+    deadline=None,
+    derandomize=True,
+    max_examples=4,
+    phases=[Phase.generate],
+    suppress_health_check=[*HealthCheck],
+)
+@given(st.lists(st.one_of(floats(), integers(), conditions()), min_size=20, max_size=20))
+def test_the_text_of_random_graphs_has_their_values(
+    tmp_path_factory: pytest.TempPathFactory, roots: list[Node]
+) -> None:
+    check([Case([root]) for root in roots], tmp_path_factory.mktemp("random"))
+
+
+def distance() -> Node:
+    return op("subtract", K, Q)
+
+
+def alibi(slope: Node) -> Node:
+    return op("add", SCORE, op("multiply", slope, distance()))
+
+
+def computed_slope() -> Node:
+    return op("exp2", op("multiply", op("add", H, 1), -0.5))
+
+
+def softcap(cap: float = 20.0) -> Node:
+    return op("multiply", op("tanh", op("divide", SCORE, cap)), cap)
+
+
+def t5_bucket() -> Node:
+    """The bucket of a distance in both directions, as in T5: exact up to 8, then on a scale of logarithms."""
+    far = op("maximum", op("absolute", distance()), 1)
+    log = op("divide", op("log", op("divide", cast(far, Type.FLOAT32), 8.0)), float(np.log(16)))
+    on_scale = op("minimum", op("add", cast(op("multiply", log, 8.0), Type.INT32), 8), 15)
+    own = op("where", op("less", far, 8), far, on_scale)
+    return op("add", op("multiply", op("less", 0, distance()), 16), own)
+
+
+def window(last: Node | int) -> Node:
+    near = op("less_equal", op("absolute", op("subtract", Q, K)), last)
+    return op("bitwise_and", op("less_equal", K, Q), near)
+
+
+RNG = np.random.default_rng(0)
+SLOPES = RNG.random(4).astype(np.float32)
+BUCKETS = RNG.standard_normal((32, 4)).astype(np.float32)
+DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 60)))
+OFFSETS = RNG.standard_normal((4, 119)).astype(np.float32)
+WIDTHS = np.array([3, 2**31 - 1, 0, -5], np.int32)  # the second one sees all, and a sum with it may wrap
+DOCUMENT = op("equal", of(DOCUMENTS, 0, B, Q), of(DOCUMENTS, 0, B, K))
+RELATIVE = op("add", op("subtract", Q, K), 59)
+
+NAMED = {
+    "alibi_computed": Case([alibi(computed_slope())], []),
+    "alibi_loaded": Case([alibi(of(SLOPES, 0, H))], [SLOPES]),
+    "alibi_both_directions": Case([op("subtract", SCORE, op("multiply", op("absolute", distance()), 0.25))], []),
+    "alibi_from_the_end": Case([op("add", SCORE, op("multiply", op("subtract", distance(), SEQLEN_K), 0.5))], []),
+    "softcap": Case([softcap()], []),
+    "t5": Case([op("add", SCORE, of(BUCKETS, 0, t5_bucket(), H)), t5_bucket()], [BUCKETS]),
+    "document": Case([DOCUMENT, op("where", DOCUMENT, SCORE, op("negative", INF))], [DOCUMENTS]),
+    "window": Case([window(7)], []),
+    "loaded_window": Case([window(of(WIDTHS, 0, H))], [WIDTHS]),
+    "relative": Case([op("add", SCORE, of(OFFSETS, 0, H, RELATIVE))], [OFFSETS]),
+    "transposed": Case([of(OFFSETS.T, 0, RELATIVE, H)], [OFFSETS.T]),
+    "scaled": Case([op("divide", SCORE, op("add", of(SLOPES, 0, H), distance()))], [SLOPES]),
+}
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_the_text_of_known_functions_has_their_values(tmp_path: Path, short: bool) -> None:
+    check(list(NAMED.values()), tmp_path, short=short)
+
+
+def test_an_index_counts_from_the_end_or_stays_inside_the_array(tmp_path: Path) -> None:
+    table = np.arange(12, dtype=np.float32).reshape(3, 4)
+    wide = [op("subtract", cast(each, Type.INT64), 2**33 + 5) for each in (Q, K)]
+    indices = [
+        (-1, -4),
+        (-4, 2),
+        (3, 100),
+        (-(2**31), 2**31 - 1),
+        (distance(), Q),
+        (B, distance()),
+        (*wide,),
+        (wide[0], 2),
+    ]
+    check([Case([of(table, 0, *each)], [table]) for each in indices], tmp_path)
+    check([Case([of(table, 0, *each)], [table]) for each in indices], tmp_path, short=False)
+
+
+def test_every_dtype_is_read_as_numpy_reads_it(tmp_path: Path) -> None:
+    names = "bool int8 uint8 int16 uint16 int32 uint32 int64 uint64 float16 bfloat16 float32 float64"
+    values = np.array([0, 1, 100, 3, -2.5, -120, 6e-8])
+    arrays = []
+    for name in names.split():
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        arrays.append(np.abs(values).astype(dtype) if dtype.kind in "ub" else values.astype(dtype))
+    scalar = np.array(2.5, np.float32)
+    check([Case([of(each, 0, Q)], [each]) for each in arrays] + [Case([of(scalar, 0)], [scalar])], tmp_path)
+
+
+def test_integers_wrap_shift_and_divide_as_in_numpy(tmp_path: Path) -> None:
+    numbers = np.array([0, 1, -1, 7, -8, 33, -(2**31), 2**31 - 1], np.int32)
+    x, y = of(numbers, 0, Q), of(numbers, 0, op("add", K, 1))
+    least = constant(-(2**31))
+    names = ["add", "subtract", "multiply", "left_shift", "right_shift", "minimum", "fmax", "bitwise_xor"]
+    roots = [op(name, *pair) for name in names for pair in ((x, y), (x, least), (cast(x, Type.INT64), y))]
+    roots += [op(name, x) for name in ("negative", "absolute", "invert")] + [op("less", x, least)]
+    # why only these divisors: the processor stops a program that divides the least integer by -1.
+    divisors = [of(np.array([0, 3, -7]), 1, K), constant(8), constant(-3), op("add", K, 1)]
+    for name in ("floor_divide", "remainder", "truncated_divide", "truncated_remainder"):
+        roots += [op(name, each, divisor) for divisor in divisors for each in (op("maximum", x, -(2**31) + 1), Q)]
+    check([Case(roots, [numbers, np.array([0, 3, -7])])], tmp_path)
+
+
+def test_floats_that_are_not_finite_are_those_of_numpy(tmp_path: Path) -> None:
+    numbers = np.array([0.0, -0.0, 1.5, -2.5, np.inf, -np.inf, np.nan], np.float32)
+    x, y = of(numbers, 0, Q), of(numbers, 0, K)
+    pairs = ["minimum", "maximum", "fmin", "fmax", "remainder", "truncated_remainder", "floor_divide", "less", "equal"]
+    roots = [op(name, x, y) for name in pairs] + [op(name, x) for name in ("sign", "round", "absolute", "floor")]
+    roots += [op(name, constant(each), x) for name in ("add", "maximum") for each in (np.nan, np.inf, -np.inf, -0.0)]
+    every = {name: 0 for name in INPUTS} | {
+        "score": np.zeros(49),
+        "q_idx": np.arange(49) // 7,
+        "k_idx": np.arange(49) % 7,
+    }
+    check([Case(roots, [numbers])], tmp_path, every)
+
+
+def with_derivative(case: Case) -> Case:
+    root = case.roots[0]
+    slope = differentiate(root).get(SCORE) if root.type == Type.FLOAT32 else None
+    return case if slope is None else Case([root, slope], case.arrays)
+
+
+def test_values_and_derivatives_share_a_struct(tmp_path: Path) -> None:
+    cases = [with_derivative(NAMED[name]) for name in ("softcap", "alibi_loaded", "scaled")]
+    assert [len(case.roots) for case in cases] == [2, 2, 2]
+    check(cases, tmp_path)
+    assert cases[0].text().count("hyperbolic_tangent") == 1
+
+
+def compiled(cases: Sequence[Case], arch: str) -> None:
+    """Raises if NVRTC does not compile the texts in a loop that it unrolls."""
+    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+    names = ("DTYPE", "OUT_DTYPE", "WARPS", "SMEM_BYTES", "PARAMS_BYTES")
+    lines = ['#include "common/mod_functions.cuh"']
+    for number, case in enumerate(cases):
+        total = " + ".join(f"static_cast<float>(result.result{root})" for root in range(len(case.roots)))
+        lines += [case.text(f"Mod{number}"), KERNEL.format(name=f"Mod{number}", total=total)]
+    try:
+        program = nvrtc.createProgram("\n".join(lines), "mods.cu", (), ())
+    except Exception as error:
+        pytest.skip(f"needs NVRTC: {error}")
+    options = [f"-arch={arch}", "-std=c++17", f"-I{KERNELS}", *(f"-DCUFLASH_{name}=1" for name in names)]
+    try:
+        nvrtc.compileProgram(program, tuple(options))
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program)[:4000])
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+KERNEL = """
+extern "C" __global__ void kernel_{name}({name}<true>::Arrays arrays, float* scores) {{
+  using Mod = {name}<true>;
+  const Mod::Head head = Mod::head(arrays, blockIdx.x, blockIdx.y, gridDim.x, gridDim.y);
+  const Mod::Row row = Mod::row(arrays, head, threadIdx.x, 8 * blockIdx.z);
+#pragma unroll
+  for (int column = 0; column < 4; ++column) {{
+    const Mod::Result result = Mod::element(arrays, head, row, scores[4 * threadIdx.x + column], column);
+    scores[4 * threadIdx.x + column] = {total};
+  }}
+}}
+"""
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_nvrtc_compiles_values_and_derivatives(arch: str) -> None:
+    extremes = Case([op("minimum", op("round", SCORE), op("floor_divide", SCORE, 3.0))], [])
+    halves = [np.ones(3, ml_dtypes.bfloat16), np.ones(3, np.float16), np.ones(3, np.uint8)]
+    loads = Case([op("add", of(each, number, Q), SCORE) for number, each in enumerate(halves)], halves)
+    compiled([with_derivative(case) for case in NAMED.values()] + [extremes, loads], arch)
+
+
+def test_equal_graphs_have_equal_text() -> None:
+    text = NAMED["t5"].text()
+    assert text == Case([op("add", SCORE, of(BUCKETS, 0, t5_bucket(), H)), t5_bucket()], [BUCKETS]).text()
+    other_values = Case(NAMED["t5"].roots, [np.zeros((9, 9), np.float32)])
+    assert text == other_values.text()
+
+
+DOUBLE = re.compile(r"(?<![\w.])(?:0x[\da-f.]+p[+-]\d+|\d+\.\d*(?:e[+-]?\d+)?|\d+e[+-]?\d+)(?![f\d])")
+
+
+def test_doubles_are_found_in_text() -> None:
+    assert DOUBLE.findall("x * 0x1.8p+1 + 2.5 - 3. + 1e9") == ["0x1.8p+1", "2.5", "3.", "1e9"]
+    assert not DOUBLE.findall("x * 0x1.8p+1f + 2.5f - 3.f + 7 + value3.x + 0x7f800000u")
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_no_number_of_the_text_is_a_double(name: str) -> None:
+    text = with_derivative(NAMED[name]).text()
+    assert "double" not in text
+    assert not DOUBLE.findall(text)
+
+
+def function(case: Case, name: str) -> str:
+    """The body of a function of the struct."""
+    return case.text().partition(f" {name}(const Arrays& arrays")[2].partition("  }\n")[0]
+
+
+def test_an_element_of_alibi_is_an_addition_and_a_fused_multiplication() -> None:
+    for name in ("alibi_computed", "alibi_loaded"):
+        body = function(NAMED[name], "element")
+        assert body.count("fmaf") == 1
+        assert body.count(" = ") == 3, body  # the column as a float, the sum with the row's part, the column's part
+        assert "arrays." not in body
+
+
+def test_an_element_of_a_window_compares_columns_with_what_the_row_knows() -> None:
+    causal = function(Case([op("less_equal", K, Q)], []), "element")
+    assert causal.count(" = ") == 1
+    assert re.search(r"column <= row\.value\d", causal)
+
+
+def test_what_a_head_or_a_row_knows_is_computed_there() -> None:
+    case = NAMED["document"]
+    assert "array0" in function(case, "row")
+    assert function(case, "element").count("array0.at") == 1
+    slopes = NAMED["alibi_loaded"]
+    assert "array0" in function(slopes, "head")
+    assert "array0" not in function(slopes, "row")
+
+
+def test_indices_that_cannot_be_negative_are_not_wrapped() -> None:
+    assert "wrapped" not in NAMED["document"].text()
+    assert "wrapped(1" in NAMED["relative"].text()
