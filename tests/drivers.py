@@ -70,7 +70,7 @@ class Gpus:
         monkeypatch.setattr(launch, "on_device", self.on_device)
         monkeypatch.setattr(launch, "launches_early", lambda: False)
         monkeypatch.setattr(launch, "compiler", SimpleNamespace(load=lambda variant, ordinal: self.launch))
-        monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream, words: 512 * stream)
+        monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream, words, use: 512 * stream)
         monkeypatch.setattr(device, "query", lambda ordinal: device.KNOWN["sm_90"])
         monkeypatch.setattr(launch, "_free", {name: [] for name in structs.STRUCTS})
         function = SimpleNamespace(CPointer=lambda address: address)

@@ -125,8 +125,7 @@ class _Printer:
         inside = {each.arguments[at] for each, at in self.joined.items()}
         values = (each for each in self.order if each.op not in ("input", "constant") and each not in inside)
         self.names = {each: f"value{number}" for number, each in enumerate(values)}
-        # why: what a loop does not change must be computed before it, or NVRTC may copy the loop for either outcome of
-        # a minimum.
+        # why: NVRTC may copy an unrolled loop for either outcome of a minimum in it that is the same for all elements.
         parts = dict.fromkeys(part for x in self.order if x.op == "load" for part in _parts_of_offset(x)[:-1])
         self.offsets = {part: f"offset{number}" for number, part in enumerate(parts) if part.axes}
 
@@ -201,9 +200,8 @@ class _Printer:
         if x.op == "cast":
             return f"static_cast<{_SCALARS[_kind(x)]}>({arguments[0]})"
         if x.op == "where":
-            return (
-                f"{arguments[0]} ? {_as(_kind(x), *_pair(x, arguments, 1))} : {_as(_kind(x), *_pair(x, arguments, 2))}"
-            )
+            one, other = (_as(_kind(x), x.arguments[place], arguments[place]) for place in (1, 2))
+            return f"{arguments[0]} ? {one} : {other}"
         kind = max(_kind(x), *map(_kind, x.arguments)) if x.op not in COMPARISONS else max(map(_kind, x.arguments))
         return _operation(x, kind, [_as(kind, each, text) for each, text in zip(x.arguments, arguments, strict=True)])
 
@@ -230,10 +228,6 @@ class _Printer:
 
 def _fields(members: dict[str, str]) -> str:
     return "".join(f"    {kind} {name};\n" for name, kind in members.items())
-
-
-def _pair(x: Node, texts: list[str], place: int) -> tuple[Node, str]:
-    return x.arguments[place], texts[place]
 
 
 def _kind(x: Node) -> Type:

@@ -58,7 +58,8 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     if splits == 0:
         most = device.num_sms if num_blocks <= device.num_sms else SPLITS_OF_A_BLOCK * device.num_sms + num_blocks
     else:
-        most = (splits + 1) * num_blocks  # why one more: splits are counted from the first key, which may be hidden
+        # why no more than tiles: each split has one. why one more: splits begin at the first key, which may be hidden.
+        most = (min(splits, tiles) + 1) * num_blocks
     num_work = min(num_blocks * tiles, most)
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
     cut = page_cut(problem, tile.block_k)
@@ -147,5 +148,6 @@ def _is_faster(num_blocks: float, whole: int, tiles: int, splits: int, num_sms: 
     if splits == 0:
         steps = max(num_blocks * tiles / num_sms, 1.0) + MERGE
     else:
+        splits = min(splits, tiles)
         steps = math.ceil(num_blocks * splits / num_sms) * blocks_of(tiles, splits) + MERGE * (splits > 1)
     return GAIN * steps < blocks_of(whole, num_sms) * tiles

@@ -17,17 +17,20 @@ PAGE = 4096  # counters of 4 bytes that are allocated together
 
 _lock = threading.RLock()
 _free: dict[tuple[int, int], list[int]] = {}  # unused counters by GPU and number of words
-# Counters by GPU, number of words, and the stream's unique number. why not its handle: CUDA reuses handles while work
-# still runs.
-_of_stream: dict[tuple[int, int, int], int] = {}
+# Counters by GPU, number of words, use, and the stream's unique number. why not its handle: CUDA reuses handles while
+# work still runs.
+_of_stream: dict[tuple[int, int, int, int], int] = {}
 
 
-def counter(ordinal: int, stream: int, words: int = 1) -> int:
-    """Address of the counter for a launch on this stream of the GPU `ordinal`, the current device; or of so many."""
+def counter(ordinal: int, stream: int, words: int = 1, use: int = 0) -> int:
+    """Address of the counter for a launch on this stream of the GPU `ordinal`, the current device; or of so many.
+
+    use: tells the counters of one launch apart, which count at the same time.
+    """
     words = _rounded(words)
     if _asked("cuStreamIsCapturing", stream, ctypes.c_int()):
         return _fresh(ordinal, words)
-    key = ordinal, words, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
+    key = ordinal, words, use, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
     found = _of_stream.get(key)
     if found is None:
         with _lock:

@@ -105,7 +105,7 @@ class Kernels:
             if again:
                 KEPT.put(key, blocks, sum([READY_BYTES + len(block.memory) for block in blocks]))
         for number, word, count in self._counted:
-            blocks[number].words[word] = counters.counter(self.ordinal, stream, count)
+            blocks[number].words[word] = counters.counter(self.ordinal, stream, count, word)
         on = _stream(stream)
         for function, grid, block, smem_bytes, number, early in self._loaded:
             if early:

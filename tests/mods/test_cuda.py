@@ -30,9 +30,8 @@ KERNELS = ROOT / "kernels_cu"
 if not KERNELS.is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)
 
-SEQLEN_Q, SEQLEN_K = variable("seqlen_q"), variable("seqlen_k")
+SEQLEN_K = variable("seqlen_k")
 INPUTS = ("b", "h", "seqlen_q", "seqlen_k", "q_idx", "k_idx")
-INF = constant(float("inf"))
 TYPES = {"b": Type.BOOL, "f": Type.FLOAT32, "V": Type.FLOAT32, "i": Type.INT32, "u": Type.INT32}
 COLUMNS = 16  # of the tiles in which points are computed
 
@@ -210,6 +209,7 @@ DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 60)))
 OFFSETS = RNG.standard_normal((4, 119)).astype(np.float32)
 WIDTHS = np.array([3, 2**31 - 1, 0, -5], np.int32)  # the second one sees all, and a sum with it may wrap
 DOCUMENT = op("equal", of(DOCUMENTS, 0, B, Q), of(DOCUMENTS, 0, B, K))
+SQUARE = op("subtract", op("multiply", SCORE, SCORE), of(SLOPES, 0, H))
 RELATIVE = op("add", op("subtract", Q, K), 59)
 
 NAMED = {
@@ -219,12 +219,13 @@ NAMED = {
     "alibi_from_the_end": Case([op("add", SCORE, op("multiply", op("subtract", distance(), SEQLEN_K), 0.5))], []),
     "softcap": Case([softcap()], []),
     "t5": Case([op("add", SCORE, of(BUCKETS, 0, t5_bucket(), H)), t5_bucket()], [BUCKETS]),
-    "document": Case([DOCUMENT, op("where", DOCUMENT, SCORE, op("negative", INF))], [DOCUMENTS]),
+    "document": Case([DOCUMENT, op("where", DOCUMENT, SCORE, -np.inf)], [DOCUMENTS]),
     "window": Case([window(7)], []),
     "loaded_window": Case([window(of(WIDTHS, 0, H))], [WIDTHS]),
     "relative": Case([op("add", SCORE, of(OFFSETS, 0, H, RELATIVE))], [OFFSETS]),
+    "rounded_quotient": Case([op("floor", op("divide", op("multiply", K, n), float(n))) for n in (49, -41)], []),
     "transposed": Case([of(OFFSETS.T, 0, RELATIVE, H)], [OFFSETS.T]),
-    "scaled": Case([op("divide", SCORE, op("add", of(SLOPES, 0, H), distance()))], [SLOPES]),
+    "scaled": Case([op("divide", SCORE, op("add", of(SLOPES, 0, H), distance())), SQUARE], [SLOPES]),
 }
 
 
@@ -279,14 +280,11 @@ def test_floats_that_are_not_finite_are_those_of_numpy(tmp_path: Path) -> None:
     numbers = np.array([0.0, -0.0, 1.5, -2.5, np.inf, -np.inf, np.nan], np.float32)
     x, y = of(numbers, 0, Q), of(numbers, 0, K)
     pairs = ["minimum", "maximum", "fmin", "fmax", "remainder", "truncated_remainder", "floor_divide", "less", "equal"]
-    roots = [op(name, x, y) for name in pairs] + [op(name, x) for name in ("sign", "round", "absolute", "floor")]
+    roots = [op("floor", op("divide", x, 49.0))]
+    roots += [op(name, x, y) for name in pairs] + [op(name, x) for name in ("sign", "round", "absolute", "floor")]
     roots += [op(name, constant(each), x) for name in ("add", "maximum") for each in (np.nan, np.inf, -np.inf, -0.0)]
-    every = {name: 0 for name in INPUTS} | {
-        "score": np.zeros(49),
-        "q_idx": np.arange(49) // 7,
-        "k_idx": np.arange(49) % 7,
-    }
-    check([Case(roots, [numbers])], tmp_path, every)
+    every = {"q_idx": np.arange(49) // 7, "k_idx": np.arange(49) % 7, "score": np.zeros(49)}
+    check([Case(roots, [numbers])], tmp_path, dict.fromkeys(INPUTS, 0) | every)
 
 
 def with_derivative(case: Case) -> Case:
@@ -389,7 +387,7 @@ def test_an_element_of_a_window_compares_columns_with_what_the_row_knows() -> No
 def test_what_a_head_or_a_row_knows_is_computed_there() -> None:
     case = NAMED["document"]
     assert "array0" in function(case, "row")
-    assert function(case, "element").count("array0.at") == 1
+    assert function(case, "element").count("array0.at(head.offset0 +") == 1
     slopes = NAMED["alibi_loaded"]
     assert "array0" in function(slopes, "head")
     assert "array0" not in function(slopes, "row")

@@ -72,6 +72,11 @@ def test_terms_are_not_moved_across_a_comparison_that_then_may_wrap() -> None:
     assert [each.op for each in root.arguments] == ["subtract", "load"]
 
 
+def test_terms_of_a_sum_that_wraps_are_not_exchanged() -> None:
+    root = cast(op("add", op("multiply", Q, 2**29), K), Type.FLOAT32)
+    np.testing.assert_array_equal(*(evaluate([each], STAGED, ARRAYS)[0] for each in (root, *staged([root]))))
+
+
 def test_a_division_by_what_a_row_knows_is_a_multiplication_unless_its_last_bit_counts() -> None:
     assert elements(op("divide", SCORE, of_floats(Q))) == ["multiply"]
     assert elements(op("divide", SCORE, 3.0)) == ["multiply"]

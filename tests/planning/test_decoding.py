@@ -126,6 +126,22 @@ def test_the_workspace_holds_all_splits_that_the_device_may_make() -> None:
     assert made(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 2)
 
 
+def test_more_splits_than_key_tiles_take_no_more_memory() -> None:
+    for queries in (1, 16):
+        tiles = 4096 // launched(queries, num_splits=7).variant.tile.block_k
+        most = made(queries, num_splits=tiles)
+        for splits in (tiles + 1, 10**6, 10**400):
+            more = made(queries, num_splits=splits)
+            assert more.workspace == most.workspace
+            assert more.launches[0].fields["max_slots"] == most.launches[0].fields["max_slots"]
+
+
+def test_dense_calls_take_any_number_of_splits() -> None:
+    for arch in ("sm_90", "sm_80"):
+        shapes = (1, 1, 8, 64), (1, 4096, 8, 64), (1, 4096, 8, 64)
+        assert cuflash.plan(*shapes, dtype="bfloat16", device=arch, num_splits=10**400).launches
+
+
 def test_there_are_blocks_of_threads_even_if_no_key_may_be_used() -> None:
     assert launched(max_seqlen_k=0).num_blocks == 32
 

@@ -81,6 +81,12 @@ def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(driver: Driver) 
     assert [counters.counter(0, stream) for stream in (0, 1, 2, 8)] == first
 
 
+def test_what_one_launch_counts_for_two_uses_is_counted_apart(driver: Driver) -> None:
+    pieces, arrivals = (counters.counter(0, 1, 1, use) for use in (40, 41))
+    assert pieces != arrivals
+    assert [counters.counter(0, 1, 1, use) for use in (40, 41)] == [pieces, arrivals]
+
+
 def test_a_captured_launch_has_a_counter_that_is_given_to_none_again(driver: Driver) -> None:
     before = counters.counter(0, 1)
     captured = [counters.counter(0, CAPTURING) for _ in range(20)]
