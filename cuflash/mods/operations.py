@@ -71,7 +71,13 @@ def _remainder(a: Any, b: Any) -> Any:
 def _truncated_divide(a: Any, b: Any) -> Any:
     if _is_float(a):
         return np.trunc(a / b)
-    return _by_integer(lambda x, y: np.sign(x) * np.sign(y) * (np.abs(x) // np.abs(y)), a, b)
+    return _by_integer(_towards_zero, a, b)
+
+
+def _towards_zero(a: Any, b: Any) -> Any:
+    # why not by absolute values: the least integer has none.
+    is_below = (np.remainder(a, b) != 0) & ((a < 0) != (b < 0))
+    return np.floor_divide(a, b) + is_below.astype(np.asarray(a).dtype)
 
 
 def _truncated_remainder(a: Any, b: Any) -> Any:

@@ -61,3 +61,6 @@ def test_python_rounds_down_and_c_towards_zero() -> None:
     found = [evaluate([build(op, root, number(2))], {"q_idx": 0}, ())[0] for op in (
         "floor_divide", "remainder", "truncated_divide", "truncated_remainder")]  # fmt: skip
     assert found == [-4, 1, -3, -1]
+    least = number(-(2**31))
+    divided = build("truncated_divide", build("add", Q, least), number(3))
+    assert evaluate([divided], {"q_idx": 0}, ())[0] == -715827882
