@@ -108,9 +108,9 @@ def unreached(wanted: list[Variant]) -> list[str]:
         shared = (replace(row, shares_heads=True) for row in tiles_sm90.BACKWARD)
         gradients = *tiles_sm90.BACKWARD, *shared, *tiles_sm90.ROWS
         for gradient, capped in itertools.product(gradients, (False, True)):
-            several = () if getattr(gradient, "min_queries", 0) else (True,)
+            is_dense = getattr(gradient, "min_queries", 0) or getattr(gradient, "shares_heads", False)
             if gradient.softcap in (None, capped):
-                rows += [(dtype, gradient, capped, lengths) for lengths in (False, *several)]
+                rows += [(dtype, gradient, capped, lengths) for lengths in (False, *(() if is_dense else (True,)))]
     missing = [row for row in dict.fromkeys(rows) if row not in reached]
     return [
         f"{dtype} {row}{', capped' * capped}{', of several lengths' * lengths}"

@@ -43,6 +43,7 @@ TESTED_ELSEWHERE = {
                     "variant")), "planning/test_planner.py"),
     "mods/operations": "mods/test_build.py",
     "planning/pages": "planning/test_decoding.py",
+    "planning/key_blocks": "planning/test_backward.py",
     "reference/append": "ops/test_append.py",
     **dict.fromkeys((f"problem/{name}" for name in ("array_spec", "dtypes", "operands")), "problem/test_problem.py"),
     "problem/checks": "problem/test_bad_input.py",

@@ -134,8 +134,6 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
         several += [way | cap for way, cap in product(decoding, capped) if op == "forward"]
         several += [way | {"aligned": False} for way in few]
         several += [packed | cap | {"queries": 300, "keys": keys} for cap, keys in product(capped, (300, 2000))]
-    else:
-        several += [packed | cap | SHARED_HEADS for cap in capped]
     return [{"aligned": False}, *several, *(length | cap for length, cap in product(lengths, capped))]
 
 

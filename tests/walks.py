@@ -126,7 +126,7 @@ class Walk:
                     yield Rows("dq", work.batch, work.head, range(i, i + 1))
             if row == 0:
                 num_blocks = fields["num_q_blocks"]
-                last = fields["shared_keys"] if head == of.batch * of.heads_q - 1 else 0
+                last = fields["more_turns"] if head == of.batch * of.heads_q - 1 else 0
                 yield Touch("zero", "turns", slice(head * num_blocks, (head + 1) * num_blocks + last))
         elif "dq_acc" in parts:
             rows = range(row, row + count)

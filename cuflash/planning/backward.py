@@ -4,52 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
-from typing import NamedTuple
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import PADDED_SLOT
+from ..problem.lengths import PADDED_SLOT, Lengths
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
 from .device import Device
 from .hopper import HOPPER, reason_against
-from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, make_plan
+from .key_blocks import (
+    HEADS_TOGETHER,
+    KEY_ROWS,
+    SHARED_STEPS,
+    WAVES,
+    SharedKeys,
+    choose_parts,
+    choose_shared,
+    count_key_blocks,
+    is_full,
+    kv_heads_together,
+)
+from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
 from .tile import rounded_up
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
 from .variant import PORTABLE_THREADS, Variant, variant_of
 
 DELTA_ROWS = 32  # queries of a block of the delta kernel
+# Heads of such a block at most, where it has to find its sequence first, and blocks of a multiprocessor that are left.
+DELTA_HEADS, DELTA_BLOCKS = 8, 16
+# Numbers of a key block in the list that delta makes, and of how it is shared out: common/seen_rows.cuh.
+KEY_BLOCK_WORDS, KEY_SHARES_WORDS = 16, 4
+SORTED_WAVES = 2  # the last waves of that list, in which the longest key blocks come first
+MOST_PARTS = 8  # blocks of threads that share a key block of the list at most
 ACC_ROWS = 16  # rows of a tile of the accumulators
 ACC_OF_THREAD = 16  # elements that a thread of the convert kernel converts
-HEADS_TOGETHER = 16  # under a mask, the key blocks of this many heads start together, longest first. why: L34
-ORDERED_HEADS_TOGETHER = 32  # the same where Hopper's key blocks wait for each other; without a mask 16. why: L38
-# Hopper's other calls take fewer kv heads: as many as touch L2_BYTES (about two L2 caches), but at least as many as
-# have WAVES_TOGETHER waves of blocks; a wave has one block for each multiprocessor. why: L34
-L2_BYTES = 96 * 2**20
-WAVES_TOGETHER = 3
 # Up to this seqlen_k a block on Hopper takes several key blocks, if SHORT_WAVES waves of blocks remain. why: L35
 SHORT_KEYS = 2**14
 SHORT_WAVES = 4
-KEY_ROWS = 128  # keys of a key block on Hopper
 MAX_TURNS = 2**16 - 1  # the most key blocks that Hopper's counter of a dq tile can count
-SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
-WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
 STATS_ROWS = 128  # the largest block_q
-
-
-class SharedKeys(NamedTuple):
-    """Key blocks that would not fill Hopper's multiprocessors, and the blocks of threads that share them.
-
-    They are the last ones or, if each is shared by heads, all. Key blocks are counted over batch and kv heads.
-    `TiledBackwardParams` has the same fields.
-    """
-
-    whole_blocks: int  # blocks of threads that take whole key blocks; the rest of the grid shares
-    shared_first: int  # the first key block that is shared
-    shared_keys: int  # how many key blocks are shared
-    shared_steps: int  # query tiles that each sharing block takes
-    parts_log2: int = 0  # 2^parts_log2 blocks of threads share the query heads of each key block
 
 
 def backward_plan(problem: Problem, device: Device, misaligned: Collection[str]) -> Plan:
@@ -62,11 +56,13 @@ def backward_plan(problem: Problem, device: Device, misaligned: Collection[str])
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)
         rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
         if tile is not None:
+            if own is not None and own.num_slots("k", problem.batch, tile.block_k) > 0:
+                return _listed_plan(problem, device, tile, own)
             return _warpgroup_plan(problem, device, tile)
         # why: with few key blocks most of the GPU would idle, so the generic kernel splits the query heads of a group
         # among blocks; not if deterministic (see `_generic_plan`).
         grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
-        if rows and not (grouped and 2 * _key_blocks(problem, KEY_ROWS) < device.num_sms):
+        if rows and not (grouped and 2 * count_key_blocks(problem, KEY_ROWS) < device.num_sms):
             return _rows_plan(problem, device, rows)
         reason = (
             "with so few keys, the query heads of a kv head are better shared out among blocks"
@@ -154,20 +150,16 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
 
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile) -> Plan:
     """Kernels: delta, then all gradients in one."""
-    deterministic, is_full, own = problem.options.deterministic, _is_full(problem), problem.lengths
-    heads = problem.heads_q * (1 if own is not None else problem.batch)
+    deterministic, full, heads = problem.options.deterministic, problem.mask.is_full, problem.batch * problem.heads_q
     stats_rows = _stats_rows(problem, tile.block_q)
-    num_q_blocks = blocks_of(problem.seqlen_q if own is None else stats_rows, tile.block_q)
-    num_k_blocks = blocks_of(problem.seqlen_k, tile.block_k)  # of a sequence
-    key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if is_full else 2))
-    blocks = _key_blocks(problem, tile.block_k * key_blocks)
+    num_q_blocks, num_k_blocks = blocks_of(problem.seqlen_q, tile.block_q), blocks_of(problem.seqlen_k, tile.block_k)
+    key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if full else 2))
+    blocks = count_key_blocks(problem, tile.block_k * key_blocks)
     if problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
-        key_blocks, blocks = 1, _key_blocks(problem, tile.block_k)
-    if own is not None:
-        blocks = own.num_slots("k", problem.batch, tile.block_k * key_blocks) * problem.heads_kv
+        key_blocks, blocks = 1, count_key_blocks(problem, tile.block_k)
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
-    parts_log2 = _parts_log2(problem, device, tile.block_q) if key_blocks == 1 else 0
-    shared = None if deterministic else _shared_keys(problem, device, key_blocks, num_k_blocks, steps)
+    parts_log2 = choose_parts(problem, device, tile.block_q) if key_blocks == 1 else 0
+    shared = None if deterministic else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
     if parts_log2 > 0:
         shared = SharedKeys(blocks << parts_log2, 0, blocks, 0, parts_log2)
         blocks <<= parts_log2
@@ -175,98 +167,84 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         blocks = shared.whole_blocks + blocks_of(shared.shared_keys * steps, shared.shared_steps)
     else:
         shared = SharedKeys(blocks, 0, 0, 0)
-    if deterministic:
-        together = HEADS_TOGETHER if is_full else ORDERED_HEADS_TOGETHER
-    else:
-        together = 1 if is_full else _heads_together(problem, device, num_k_blocks)
     fields = {
         "num_q_blocks": num_q_blocks,
-        "num_k_blocks": num_k_blocks if own is None else (blocks >> parts_log2) // problem.heads_kv,
+        "num_k_blocks": num_k_blocks,
         "key_blocks": key_blocks,
-        "heads_together": together,
+        "heads_together": kv_heads_together(problem, device, num_k_blocks),
         "stats_rows": stats_rows,
         "deterministic": int(deterministic),
         **shared._asdict(),
     }
-    # `turns` has a counter for each tile of dq and for each shared key block; of several lengths, one number more.
-    shared_floats = shared.shared_keys * tile.block_k
-    workspace = {
-        "stats": 2 * heads * stats_rows,
-        "dq_acc": heads * num_q_blocks * tile.acc_floats,
-        "dk_acc": shared_floats * tile.head_dim,
-        "dv_acc": shared_floats * tile.head_dim_v,
-        "turns": heads * num_q_blocks + shared.shared_keys + (own is not None),
-    }
+    # `turns` has a counter for each tile of dq and for each shared key block.
+    workspace = _sums(tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
+    workspace["turns"] = heads * num_q_blocks + shared.shared_keys
     variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0))
     launches = [
-        _delta(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, shared_keys=shared.shared_keys),
+        _delta(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared.shared_keys),
         Launch(variant, blocks, fields, _boxes(problem, *tile.boxes)),
     ]
-    return make_plan(problem, device, launches, workspace, num_work=_key_blocks(problem, tile.block_k))
+    return make_plan(problem, device, launches, workspace, num_work=count_key_blocks(problem, tile.block_k))
 
 
-def _key_blocks(problem: Problem, size: int) -> int:
-    """Blocks of so many keys of all kv heads; of several lengths, as if all were whole."""
-    if (own := problem.lengths) is not None:
-        return own.batch_k * blocks_of(own.rows_k, size) * problem.heads_kv
-    return blocks_of(problem.seqlen_k, size) * problem.heads_kv * problem.batch
-
-
-def _can_share(problem: Problem) -> bool:
-    """Whether all key blocks have the same number of steps, so that blocks of threads may share them."""
-    return problem.lengths is None and problem.mask.is_full
-
-
-def _is_full(problem: Problem) -> bool:
-    """Whether every query sees every key of its sequence."""
-    own = problem.lengths
-    return problem.mask.is_full if own is None else own.left is own.right is None
-
-
-def _heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
-    """How many kv heads start their key blocks together, longest first. why: L34"""
-    row = DTYPES[problem.dtype].itemsize * (problem.head_dim + problem.head_dim_v)
+def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, own: Lengths) -> Plan:
+    """The same for sequences of several lengths: delta lists key blocks, which all blocks of threads then take."""
+    deterministic, full = problem.options.deterministic, is_full(problem)
     group = problem.heads_q // problem.heads_kv
-    acc = tiles_sm90.FLOAT_BYTES * problem.head_dim
-    head_bytes = problem.seqlen_k * row + group * problem.seqlen_q * (row + acc)  # k, v; q, dout, dq
-    waves = -(-WAVES_TOGETHER * device.num_sms // num_k_blocks)
-    return heads_together(head_bytes, L2_BYTES, HEADS_TOGETHER, waves)
+    stats_rows = _stats_rows(problem)
+    num_q_blocks = blocks_of(stats_rows, tile.block_q)
+    most_blocks = own.num_slots("k", problem.batch, tile.block_k)
+    blocks = most_blocks * problem.heads_kv
+    takers = min(blocks, device.num_sms)
+    together = kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k))
+    # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
+    steps = group * blocks_of(own.rows_q // (problem.batch if own.is_packed_q else 1), tile.block_q)
+    most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
+    shared_keys = 0
+    if not deterministic and most_parts > 1 and (full or blocks < WAVES * device.num_sms):
+        shared_keys = takers if full else blocks
+    fields = {
+        "num_q_blocks": num_q_blocks,
+        "num_k_blocks": most_blocks,
+        "key_blocks": 1,
+        "heads_together": together,
+        "stats_rows": stats_rows,
+        "deterministic": int(deterministic),
+        **SharedKeys(takers, 0, shared_keys, 0)._asdict(),
+    }
+    of_keys = {
+        "key_slots": own.num_slots("k", problem.batch, PADDED_SLOT),
+        "block_k": tile.block_k,
+        "max_key_blocks": most_blocks,
+        "sorted_blocks": blocks_of(SORTED_WAVES * device.num_sms, min(together, problem.heads_kv)),
+        "takers": takers,
+        "shared_keys": shared_keys,
+        "most_parts": most_parts,
+        "last_steps": steps if full else 0,
+    }
+    workspace = _sums(tile, problem.heads_q, stats_rows, num_q_blocks, shared_keys) | {
+        "key_list": most_blocks * KEY_BLOCK_WORDS,
+        "key_shares": KEY_SHARES_WORDS,
+        # A counter for each tile of dq, for each shared key block, and for what blocks of threads have taken.
+        "turns": problem.heads_q * num_q_blocks + shared_keys + 1,
+    }
+    launches = [
+        _delta(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared_keys + 1, **of_keys),
+        Launch(_warpgroup_variant(problem, device, "backward", tile), takers, fields, _boxes(problem, *tile.boxes)),
+    ]
+    return make_plan(problem, device, launches, workspace, num_work=MOST_PARTS * blocks)
 
 
-def _parts_log2(problem: Problem, device: Device, block_q: int) -> int:
-    """2 to this power blocks of threads share the query heads of each key block (L35).
-
-    One where key blocks are shared by steps, where there are almost WAVES waves of them, or where sums are ordered.
-    """
-    if problem.options.deterministic or _can_share(problem):
-        return 0
-    group, blocks = problem.heads_q // problem.heads_kv, _key_blocks(problem, KEY_ROWS)
-    # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
-    most = min(group, group * blocks_of(problem.seqlen_q, block_q) // (4 * SHARED_STEPS))
-    log2 = 0
-    while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
-        log2 += 1
-    return log2
-
-
-def _shared_keys(
-    problem: Problem, device: Device, key_blocks: int, num_k_blocks: int, of_one: int
-) -> SharedKeys | None:
-    """Lets a block per multiprocessor, at most, share the key blocks of the last wave; None where none share (L35).
-
-    Every key block has the same number of steps, `of_one`.
-    """
-    if not _can_share(problem):
-        return None
-    parts, heads_kv = blocks_of(num_k_blocks, key_blocks), problem.batch * problem.heads_kv
-    whole = parts * heads_kv // device.num_sms * device.num_sms
-    first = whole // parts * num_k_blocks + whole % parts * key_blocks
-    count = heads_kv * num_k_blocks - first
-    steps = max(-(-count * of_one // device.num_sms), SHARED_STEPS)
-    # why: adding up dk and dv of a shared key block costs about as much as SHARED_STEPS steps.
-    if count == 0 or steps + SHARED_STEPS > min(key_blocks, num_k_blocks) * of_one or count * of_one >= 2**31:
-        return None
-    return SharedKeys(whole, first, count, steps)
+def _sums(
+    tile: WarpgroupBackwardTile, heads: int, stats_rows: int, num_q_blocks: int, shared_keys: int
+) -> dict[str, int]:
+    """Floats of the workspace but for counters: stats, and sums that blocks of threads make together."""
+    return {
+        "stats": 2 * heads * stats_rows,
+        "dq_acc": heads * num_q_blocks * tile.acc_floats,
+        "dk_acc": shared_keys * tile.block_k * tile.head_dim,
+        "dv_acc": shared_keys * tile.block_k * tile.head_dim_v,
+    }
 
 
 def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...]) -> Plan:
@@ -283,7 +261,7 @@ def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile,
     fields = {
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": num_k_blocks,
-        "heads_together": 1 if _is_full(problem) else HEADS_TOGETHER,
+        "heads_together": 1 if is_full(problem) else HEADS_TOGETHER,
         "stats_rows": stats_rows,
     }
     boxes = _boxes(problem, *tiles[0].boxes)
@@ -312,17 +290,26 @@ def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
 
 def _delta(problem: Problem, device: Device, stats_rows: int, stats_step: int, **fields: int) -> Launch:
     """The launch of delta. stats_step is 2 if lse and delta of a query stand side by side, 1 if each has a row."""
-    arch = compile_arch("sm80", device)
-    lengths = problem.lengths is not None
-    variant = variant_of("delta", "portable/delta.cu", arch, problem.dtype, problem.out_dtype, lengths=lengths)
+    arch, own = compile_arch("sm80", device), problem.lengths
+    variant = variant_of("delta", "portable/delta.cu", arch, problem.dtype, problem.out_dtype, lengths=own is not None)
     fields |= {"stats_rows": stats_rows, "stats_step": stats_step, "stats_delta": 1 if stats_step == 2 else stats_rows}
-    heads = problem.heads_q * (1 if lengths else problem.batch)
-    return Launch(variant, heads * stats_rows // DELTA_ROWS, fields)
+    blocks, each = problem.heads_q * (stats_rows // DELTA_ROWS), 1
+    if own is None:
+        return Launch(variant, problem.batch * blocks, fields)
+    each = max(1, min(DELTA_HEADS, blocks // (DELTA_BLOCKS * device.num_sms)))
+    of_keys = 1 + fields["key_slots"] if "key_slots" in fields else 0
+    num_blocks = of_keys + blocks_of(problem.heads_q, each) * (stats_rows // DELTA_ROWS)
+    return Launch(variant, num_blocks, fields | {"heads_each": each})
 
 
 def _stats_rows(problem: Problem, block_q: int = STATS_ROWS) -> int:
     """Queries of a head in the workspace, rounded up to whole tiles of every kernel; of several lengths, to slots."""
     if (own := problem.lengths) is not None:
+        if max(own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk") * PADDED_SLOT >= 2**31:
+            raise UnsupportedError(
+                f"{own.batch_q} x {own.rows_q} queries and {own.batch_k} x {own.rows_k} keys, with each sequence "
+                f"rounded up to {PADDED_SLOT}, are {2**31} rows or more; split the batch into several calls"
+            )
         return own.num_slots("q", problem.batch, PADDED_SLOT) * PADDED_SLOT
     return rounded_up(rounded_up(problem.seqlen_q, block_q), STATS_ROWS)
 

@@ -13,7 +13,8 @@ from .tile import macros, rounded_up
 PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
 TILE_SLOTS = 16  # descriptions of tiles in shared memory
-WORK_BYTES = 80  # description of a block's work in backward, where sequences have lengths of their own
+# Of sequences that have lengths of their own: descriptions of a block's work in backward, and in backward by rows.
+DEALT_BYTES, WORK_BYTES = 4 * (80 + 16), 80
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 WARP_ROWS = 16  # queries of a warp
@@ -128,7 +129,7 @@ class WarpgroupBackwardTile:
         sums = 2 * 8 if self.block_q % GROUP_ROWS else dq * PANEL_BYTES  # transposed dq and its sums share a place
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
         barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
-        return rounded_up(rows * PANEL_BYTES + sums + stats + barriers + modes + WORK_BYTES, 1024)
+        return rounded_up(rows * PANEL_BYTES + sums + stats + barriers + modes + DEALT_BYTES, 1024)
 
     @property
     def boxes(self) -> tuple[int, int]:

@@ -114,10 +114,11 @@ _STRUCTS: dict[str, Fields] = {
         *_ints("heads_kv head_parts queries splits"),
     ],
     "DeltaParams": [
-        *_operands("dout out dq"),
-        *_pointers("lse dlse stats dq_acc turns"),
+        *_operands("dout out dq dk dv"),
+        *_pointers("lse dlse stats dq_acc turns key_list key_shares"),
         *_PROBLEM,
-        *_ints("stats_rows stats_step stats_delta num_q_blocks shared_keys padded_dim"),
+        *_ints("stats_rows stats_step stats_delta num_q_blocks more_turns padded_dim heads_each key_slots"),
+        *_ints("block_k max_key_blocks sorted_blocks takers shared_keys most_parts last_steps"),
     ],
     "BackwardParams": [
         *_operands("q k v dout dk dv"),
@@ -139,7 +140,7 @@ _STRUCTS: dict[str, Fields] = {
     ],
     "TiledBackwardParams": [
         *_maps("q k v dout dq dk dv"),
-        *_pointers("stats dq_acc dk_acc dv_acc turns"),
+        *_pointers("stats dq_acc dk_acc dv_acc turns key_list key_shares"),
         *_PROBLEM,
         *_ints("num_q_blocks num_k_blocks key_blocks heads_together stats_rows deterministic"),
         *_ints("whole_blocks shared_first shared_keys shared_steps parts_log2 unused"),
@@ -314,6 +315,7 @@ def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:
     if (own := problem.lengths) is not None:
         table = problem.specs[problem.op.index["page_table"]] if "page_table" in problem.op.index else None
         stride = 0 if table is None else table.strides[0]
-        padded = (own.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT for side in "qk")
+        # why cut: forward has no use for it, and backward has refused more.
+        padded = (min(own.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT, 2**31 - 1) for side in "qk")
         kept = own.rows_q, own.rows_k, own.batch_k, *own.bounds, own.clears_unused, *padded, 0
         _PACKED_LENGTHS.pack_into(packed, offset + _LENGTHS_OFFSET, stride, *kept)

@@ -101,20 +101,28 @@ struct SplitParams {
 
 // portable/delta.cu.
 struct DeltaParams {
-  Operand dout, out, dq;
+  Operand dout, out, dq, dk, dv;  // dk and dv are not used but with key_list
   const float* lse;   // (batch, heads_q, seqlen_q), contiguous …
   const float* dlse;  // … and the same, or null
   float* stats;       // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
   float* dq_acc;      // to be set to zero, unless there are turns; or null
-  unsigned* turns;    // (batch, heads_q, num_q_blocks) counters, then shared_keys more: to be set to zero; or null. Of
-                      // several lengths (heads_q, num_q_blocks), then a number, whether cu_seqlens fall somewhere,
-                      // and then shared_keys more
+  unsigned* turns;    // (batch, heads_q, num_q_blocks) counters, then more_turns: to be set to zero; or null
+  void *key_list, *key_shares;  // (max_key_blocks) SeenKeyBlock of sequences of several lengths, and KeyShares of them, to
+                                // be written; or null
   ProblemParams problem;
   int stats_rows;  // seqlen_q rounded up to whole tiles
   // Of query i of a head: lse * log2(e), inf where nothing is seen, stands at stats[2 * stats_rows * head + stats_step
   // * i], and delta stats_delta floats further.
   int stats_step, stats_delta;
-  int num_q_blocks, shared_keys, padded_dim;  // padded_dim: columns of a row of dq_acc
+  int num_q_blocks, more_turns;
+  int padded_dim;             // columns of a row of dq_acc
+  int heads_each;             // of a block of threads, one after the other
+  int key_slots;              // blocks of threads that clear dk and dv; 0 without key_list
+  int block_k, max_key_blocks;  // keys of a key block; key blocks that there is room for
+  int sorted_blocks;            // of the list, the last ones
+  int takers;                   // blocks of threads that take key blocks
+  int shared_keys, most_parts;  // key blocks that may be shared, and blocks of threads that share one at most
+  int last_steps;               // of a key block if only those are shared that do not fill the GPU, else 0
 };
 
 // sm80/backward.cu: dk, dv and a share of dq.
@@ -153,8 +161,10 @@ struct TiledBackwardParams {
   const float* stats;      // (batch, heads_q, 2, stats_rows): lse * log2(e), and delta
   float* dq_acc;           // dq / softmax_scale in the order of the product's fragments
   float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each of the shared_keys, in the same order; or null
-  unsigned* turns;         // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv; of several
-                           // lengths as in DeltaParams
+  // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv; of several lengths then another, of
+  // key blocks that blocks of threads have taken.
+  unsigned* turns;
+  const void *key_list, *key_shares;  // of several lengths, as in DeltaParams
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int key_blocks;                 // of a head that one block takes, one after the other

@@ -98,7 +98,7 @@ struct Pages {
   // Whether a page of the keys `keys` is not there. All lanes of a warp ask together.
   __device__ __forceinline__ bool lacks_some(Range keys) const {
     bool lacks = false;
-    for (int i = keys.begin / size + threadIdx.x % 32; i * size < keys.end; i += 32) lacks |= !is_there(table[i]);
+    for (long long i = keys.begin / size + threadIdx.x % 32; i * size < keys.end; i += 32) lacks |= !is_there(table[i]);
     return __any_sync(0xffffffffu, lacks);
   }
 };

@@ -3,13 +3,14 @@
 //   delta = rowsum(dout ∘ out) - dlse        lse_log2 = lse * log2(e), or inf where a query sees nothing
 //
 // It also prepares the sums that blocks of threads make together: it sets the accumulator of dq to zero or, for kernels
-// that take turns at dq, the counters of the turns and those rows of dq that these kernels pass over.
+// that take turns at dq, the counters of the turns and those rows of dq that these kernels pass over. Of sequences of
+// several lengths it then does the same for keys (key_blocks.cuh).
 //
-// Roles    8 threads own a query; a block of threads owns 32 queries of one head.
+// Roles    8 threads own a query; a block of threads owns 32 queries, of one head after the other. With a list of key
+//          blocks, the first block of threads writes it, and those after it own a slot of keys each.
 #include "../common/accumulators.cuh"
-#include "../common/ragged.cuh"
-#include "../common/vector.cuh"
 #include "../common/work.cuh"
+#include "key_blocks.cuh"
 
 static_assert(sizeof(DeltaParams) == kParamsBytes, "the host packs other parameters");
 
@@ -43,25 +44,22 @@ __device__ __forceinline__ float dot_row(const char* dout, const char* out, int 
   return sum;
 }
 
-// A block of kRows queries of a query head.
+// A block of kRows queries of the query heads head … head_end - 1.
 struct DenseRows {
-  int batch, head, row_begin;
+  int batch, head, head_end, row_begin;
   Sequence sequence;
   Place place = sequence.queries();
 
   __device__ DenseRows(const DeltaParams& p, const Work& work)
-      : batch(work.batch), head(work.head), row_begin(work.block * kRows), sequence{p.problem, work.batch} {}
+      : batch(work.batch), head(work.head), head_end(work.head + 1), row_begin(work.block * kRows),
+        sequence{p.problem, work.batch} {}
   __device__ explicit DenseRows(const DeltaParams& p)
       : DenseRows(p, Work(head_by_head(blockIdx.x, p.stats_rows / kRows), p.problem.heads_q)) {}
 
   __device__ static constexpr bool exists() { return true; }
   __device__ bool is_first_of_head() const { return row_begin == 0; }
-  __device__ bool is_of_last_head(const DeltaParams& p) const {
+  __device__ bool is_last(int head, const DeltaParams& p) const {
     return batch == p.problem.batch - 1 && head == p.problem.heads_q - 1;
-  }
-  // What follows the turns of the last head.
-  __device__ static void prepare_last(const DeltaParams& p, unsigned* turns) {
-    for (int i = threadIdx.x; i < p.shared_keys; i += kNumThreads) turns[p.num_q_blocks + i] = 0;
   }
 
   // Rows of dq, and the query whose stats come first.
@@ -71,16 +69,18 @@ struct DenseRows {
 
 // Rows of a sequence among several of different lengths, or of none.
 struct RaggedRows {
-  int head;
+  int head, head_end;
   unsigned row_of_head;
   Territory territory;
   int row_begin;
   RaggedSequence sequence;
   Place place;
 
-  __device__ explicit RaggedRows(const DeltaParams& p)
-      : head(blockIdx.x / (p.stats_rows / kRows)),
-        row_of_head(blockIdx.x % (p.stats_rows / kRows) * kRows),
+  __device__ explicit RaggedRows(const DeltaParams& p) : RaggedRows(p, head_by_head(index(p), p.stats_rows / kRows)) {}
+  __device__ RaggedRows(const DeltaParams& p, const HeadBlock& at)
+      : head(at.head * p.heads_each),
+        head_end(min(head + p.heads_each, p.problem.heads_q)),
+        row_of_head(at.block * kRows),
         territory(Territory::of_slot(axis_of_queries(p.problem), row_of_head / kPaddedSlot, kPaddedSlot)),
         row_begin(row_of_head - territory.first_slot * kPaddedSlot),
         sequence(p.problem, territory.sequence),
@@ -88,13 +88,7 @@ struct RaggedRows {
 
   __device__ bool exists() const { return sequence.seqlen_q() > 0; }
   __device__ bool is_first_of_head() const { return row_of_head == 0; }
-  __device__ bool is_of_last_head(const DeltaParams& p) const { return head == p.problem.heads_q - 1; }
-  // why: if cu_seqlens fall, tiles of dq have turns that nobody takes, and others would wait for them for ever.
-  __device__ static void prepare_last(const DeltaParams& p, unsigned* turns) {
-    const bool in_order = axis_of_queries(p.problem).is_in_order() && axis_of_keys(p.problem).is_in_order();
-    if (threadIdx.x == 0) turns[p.num_q_blocks] = !in_order;
-    for (int i = threadIdx.x; i < p.shared_keys; i += kNumThreads) turns[p.num_q_blocks + 1 + i] = 0;
-  }
+  __device__ bool is_last(int head, const DeltaParams& p) const { return head == p.problem.heads_q - 1; }
 
   __device__ int num_rows() const { return territory.num_rows(); }
 
@@ -102,6 +96,10 @@ struct RaggedRows {
   __device__ int first_query(const DeltaParams& p) const {
     return p.stats_step == 1 ? sequence.seen_queries().begin : 0;
   }
+
+  // Blocks of threads for keys come before those for queries.
+  __device__ static int blocks_for_keys(const DeltaParams& p) { return p.key_list == nullptr ? 0 : 1 + p.key_slots; }
+  __device__ static unsigned index(const DeltaParams& p) { return blockIdx.x - blocks_for_keys(p); }
 };
 
 template <bool kOfSeveralLengths>
@@ -114,6 +112,13 @@ struct RowsOf<true> {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
+  if constexpr (kLengths) {
+    if (blockIdx.x < RaggedRows::blocks_for_keys(p)) {
+      if (blockIdx.x == 0) list_key_blocks(p);
+      else clear_unseen_keys<kLanes>(p, blockIdx.x - 1);
+      return;
+    }
+  }
   const RowsOf<kLengths>::Type work(p);
   const AnySequence& sequence = work.sequence;
   const int row_begin = work.row_begin;
@@ -121,45 +126,43 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   const Range seen = sequence.seen_queries();
   const int query = row + work.first_query(p);
   const bool sees = query >= seen.begin && query < seen.end;
+  const bool whole = p.dout.aligned && p.out.aligned && p.problem.head_dim_v % kChunkElements == 0;
+  const bool clears = p.turns != nullptr && (row < seen.begin || row >= seen.end) && row < work.num_rows();
 
-  float delta = 0.0f, lse = -infinity(), dlse = 0.0f;
-  if (sees) {
-    const long long at = sequence.lse_offset(work.head) + query;
-    lse = p.lse[at];  // why so early: the load is then on its way together with those that follow
-    if (p.dlse != nullptr) dlse = p.dlse[at];
-    const char* const dout = sequence.queries().address(p.dout, kElementBytes, work.head, query);
-    const char* const out = sequence.queries().address(p.out, kOutBytes, work.head, query);
-    const bool whole = p.dout.aligned && p.out.aligned && p.problem.head_dim_v % kChunkElements == 0;
-    delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
-  }
+#pragma unroll 1
+  for (int head = work.head; head < work.head_end; ++head) {
+    float delta = 0.0f, lse = -infinity(), dlse = 0.0f;
+    if (sees) {
+      const long long at = sequence.lse_offset(head) + query;
+      lse = p.lse[at];  // why so early: the load is then on its way together with those that follow
+      if (p.dlse != nullptr) dlse = p.dlse[at];
+      const char* const dout = sequence.queries().address(p.dout, kElementBytes, head, query);
+      const char* const out = sequence.queries().address(p.out, kOutBytes, head, query);
+      delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
+    }
 #pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
-  if (lane == 0 && work.exists()) {
-    // why inf: a query that sees nothing, and one past the last, weighs nothing, because exp2(s - inf) = 0.
-    const bool nothing = lse == -infinity();
-    float* const of_head = p.stats + 2 * (sequence.query_head(work.head) * p.stats_rows);
-    float* const stats = of_head + p.stats_step * sequence.padded_query(row);
-    stats[0] = nothing ? infinity() : lse * kLog2E;
-    stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;
-  }
+    for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
+    if (lane == 0 && work.exists()) {
+      // why inf: a query that sees nothing, and one past the last, weighs nothing, because exp2(s - inf) = 0.
+      const bool nothing = lse == -infinity();
+      float* const of_head = p.stats + 2 * (sequence.query_head(head) * p.stats_rows);
+      float* const stats = of_head + p.stats_step * sequence.padded_query(row);
+      stats[0] = nothing ? infinity() : lse * kLog2E;
+      stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;
+    }
 
-  if (p.turns != nullptr) {
-    if ((row < seen.begin || row >= seen.end) && row < work.num_rows()) {
-      char* const dq = work.place.address(p.dq, kElementBytes, work.head, row);
-      for (int column = lane * kChunkElements; column < p.problem.head_dim; column += kLanes * kChunkElements) {
-        store_chunk(dq, column, p.problem.head_dim - column, p.dq.aligned, Chunk<kDType>{});
-      }
+    if (clears) clear_row<kLanes>(p.dq, work.place, head, row, p.problem.head_dim);
+    if (p.turns != nullptr && work.is_first_of_head()) {
+      unsigned* const turns = p.turns + sequence.query_head(head) * p.num_q_blocks;
+      const int count = p.num_q_blocks + (work.is_last(head, p) ? p.more_turns : 0);
+      for (int i = threadIdx.x; i < count; i += kNumThreads) turns[i] = 0;
     }
-    if (work.is_first_of_head()) {
-      unsigned* const turns = p.turns + sequence.query_head(work.head) * p.num_q_blocks;
-      for (int i = threadIdx.x; i < p.num_q_blocks; i += kNumThreads) turns[i] = 0;
-      if (work.is_of_last_head(p)) work.prepare_last(p, turns);
+    if (p.turns == nullptr && p.dq_acc != nullptr) {
+      const int strip = row_begin / 16, strips = min(kRows / 16, (sequence.seqlen_q() + 15) / 16 - strip);
+      float* const first = fragment_strip(p.dq_acc, sequence.query_head(head), AnySequence::most_queries(p.problem),
+                                          sequence.query_strip(16 * strip), p.padded_dim);
+      float4* const dq = reinterpret_cast<float4*>(first);
+      for (int i = threadIdx.x; i < strips * p.padded_dim * 4; i += kNumThreads) dq[i] = make_float4(0, 0, 0, 0);
     }
-  } else if (p.dq_acc != nullptr) {
-    const int strip = row_begin / 16, strips = min(kRows / 16, (sequence.seqlen_q() + 15) / 16 - strip);
-    float* const first = fragment_strip(p.dq_acc, sequence.query_head(work.head), AnySequence::most_queries(p.problem),
-                                        sequence.query_strip(16 * strip), p.padded_dim);
-    float4* const dq = reinterpret_cast<float4*>(first);
-    for (int i = threadIdx.x; i < strips * p.padded_dim * 4; i += kNumThreads) dq[i] = make_float4(0, 0, 0, 0);
   }
 }

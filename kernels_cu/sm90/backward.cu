@@ -41,6 +41,7 @@ struct Loader : Role {
 
   __device__ __forceinline__ void run() {
     unsigned step = 0, kv_parity = 1;
+    deal();
 #pragma unroll 1
     for (; next_block(); kv_parity ^= 1) {
       const unsigned first_step = step;
@@ -49,7 +50,7 @@ struct Loader : Role {
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
         const auto of = sequence();
-        const auto rows = of.seen_queries_from(m * kBlockQ);
+        const auto rows = read(of.seen_queries_from(m * kBlockQ));  // why before the wait: L17
         const auto keys = of.seen_keys_from(block * kBlockK);
         const int dim = params.problem.head_dim, dim_v = params.problem.head_dim_v;
         const unsigned stats_smem = smem.stats + slot * kBytesStats;
@@ -71,8 +72,9 @@ struct Loader : Role {
         mbarrier_wait(smem.dout_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(dout_full, kBytesDout + kBytesStats / 2 + (first ? kBytesV : 0));
-          const auto box = boxed(keys, kBlockK, dim_v);
-          if (first) load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, box, kv_head);
+          if (first) {
+            load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, boxed(keys, kBlockK, dim_v), kv_head);
+          }
           load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full,
                                 boxed(rows, kBlockQ, dim_v), head);
           bulk_load(stats_smem + kBytesStats / 2, lse + params.stats_rows, kBytesStats / 2, dout_full);
@@ -80,6 +82,7 @@ struct Loader : Role {
         __syncwarp();
       });
       if (step == first_step) wait_for_kv(kv_parity);
+      deal();
     }
   }
 };
@@ -325,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const Addresses smem{storage};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) smem.init();
-  if (!find_work<KeyWork::Found>(storage, params)) return;
+  __syncthreads();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader(params, smem).run();

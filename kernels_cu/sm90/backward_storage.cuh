@@ -32,7 +32,7 @@ struct Storage {
   unsigned turn_modes[2], dq_modes[2];  // of even and of odd steps, for DqWarp and for consumers
   unsigned shared_rank;
 };
-struct alignas(1024) SharedStorage : Storage, KeyWork::Found {};
+struct alignas(1024) SharedStorage : Storage, KeyWork::Dealt {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 // The addresses of the members of SharedStorage.
@@ -59,6 +59,7 @@ struct Addresses {
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(turn_full + 8 * i, 1), mbarrier_init(turn_empty + 8 * i, 1), mbarrier_init(dq_empty + 8 * i, 1);
     }
+    at.KeyWork::Dealt::init();
     mbarrier_init_fence();
   }
 };

@@ -2,6 +2,7 @@
 #pragma once
 #include "../common/tile_range.cuh"
 #include "../common/work.cuh"
+#include "../ptx/mbarrier.cuh"
 #include "config.cuh"
 #include "seen_sequence.cuh"
 
@@ -50,7 +51,9 @@ __device__ __forceinline__ Range steps_of_part(const TiledBackwardParams& p, int
 // The key blocks index … index_end - 1, counted over batch and kv heads, which a block of threads takes one after the
 // other, each over its query heads. Of the first and of the last one it may take only some steps, if others share them.
 struct DenseKeyBlocks {
-  struct Found {};  // what blocks of threads find out before they begin: nothing
+  struct Dealt {  // what is kept of it in shared memory: nothing
+    __device__ void init() const {}
+  };
 
   const TiledBackwardParams& params;
   int index, index_end;
@@ -59,7 +62,7 @@ struct DenseKeyBlocks {
   Range steps;                // of the key block at hand
 
   // Blocks of threads wait only for blocks with a lower index (sm90/dq_turns.cuh), which are on the GPU already.
-  __device__ __forceinline__ DenseKeyBlocks(const TiledBackwardParams& p, const Found&) : params(p) {
+  __device__ __forceinline__ DenseKeyBlocks(const TiledBackwardParams& p, const Dealt&) : params(p) {
     const ProblemParams& problem = p.problem;
     if (blockIdx.x >= p.whole_blocks) {
       const unsigned all_steps = p.num_q_blocks * problem.heads_per_kv;
@@ -82,6 +85,9 @@ struct DenseKeyBlocks {
     return QueryTiles(*this, sequence().mask(), block);
   }
   __device__ __forceinline__ int num_query_tiles() const { return params.num_q_blocks; }
+
+  // One warp gets the next work for all of them: each finds it by itself.
+  __device__ __forceinline__ void deal() const {}
 
   // Goes to the next key block. The result is false if there is none.
   __device__ __forceinline__ bool next_block() {
@@ -115,69 +121,109 @@ struct DenseKeyBlocks {
   }
 };
 
-// The same of a sequence among several of different lengths: key blocks that follow each other.
+// The same of sequences of several lengths: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many blocks of
+// threads as there are multiprocessors take them one by one. why: many sequences leave room for more key blocks than there
+// are, and a block of threads takes 2 to 3 µs to begin.
 struct RaggedKeyBlocks {
-  // What one warp finds out before the others begin.
-  struct alignas(16) Found {
-    SeenRows rows;
-    int kv_head, begin, end;  // the key blocks begin … end - 1
+  // A key block of a kv head.
+  struct alignas(16) Slot {
+    SeenKeyBlock of;
+    int kv_head;      // kNoWork once there is no more
+    int nth;          // its number among those that are shared
+    int part, parts;  // which of its parts this is: steps that follow each other
+  };
 
-    Found() = default;
-    __device__ Found(const TiledBackwardParams& p, UnseenRows& unseen) {
-      const ProblemParams& problem = p.problem;
-      const unsigned heads = problem.heads_q / problem.heads_per_kv;
-      const HeadBlock at = longest_first(blockIdx.x >> parts_log2(p), p.num_k_blocks, heads, p.heads_together);
-      const Axis axis = axis_of_keys(problem);
-      const int size = kBlockK * p.key_blocks;
-      const Territory territory = Territory::of_slot(axis, at.block, size);
-      const RaggedSequence sequence(problem, territory.sequence);
-      const int row = territory.row(at.block, size);
-      rows = SeenRows(problem, sequence);
-      kv_head = at.head, begin = row / kBlockK;
-      end = min(begin + p.key_blocks, (rows.seqlen_k + kBlockK - 1) / kBlockK);
-      if (p.turns[problem.heads_q * p.num_q_blocks] != 0) end = begin;  // why: see delta.cu
-      unseen = {problem.rows_k, sequence.k_place.batch, territory.begin, {row, min(row + size, territory.num_rows())},
-                sequence.seen_keys()};
-    }
+  // Work goes from one warp to all others through a ring of slots.
+  struct Dealt {
+    static constexpr int kSlots = 4;
 
-    __device__ __forceinline__ bool exists() const { return begin < end; }
+    Slot slots[kSlots];
+    unsigned long long full[kSlots], empty[kSlots];
 
-    __device__ void clear(const TiledBackwardParams& p, const UnseenRows& unseen, unsigned zeros) const {
-      unseen.clear<kPanelsQk>(p.dk_map, zeros, kv_head);
-      unseen.clear<kPanelsV>(p.dv_map, zeros, kv_head);
+    // One thread calls.
+    __device__ void init() const {
+      for (int i = 0; i < kSlots; ++i) {
+        mbarrier_init(smem_address(&full[i]), 1), mbarrier_init(smem_address(&empty[i]), kNumThreads / 32);
+      }
     }
   };
 
   const TiledBackwardParams& params;
-  unsigned found;  // the address of Found in shared memory
-  int kv_head, block, block_end;
+  unsigned dealt;          // the address of Dealt in shared memory
+  unsigned number = kNone;  // counts this block's work
+  int kv_head, block;
   Range steps;
 
-  __device__ __forceinline__ RaggedKeyBlocks(const TiledBackwardParams& p, const Found& in_memory)
-      : params(p), found(smem_address(&in_memory)), kv_head(ld_shared_u32(smem_address(&in_memory.kv_head))) {
-    block = ld_shared_u32(smem_address(&in_memory.begin)) - 1, block_end = ld_shared_u32(smem_address(&in_memory.end));
-  }
+  __device__ __forceinline__ RaggedKeyBlocks(const TiledBackwardParams& p, const Dealt& in_memory)
+      : params(p), dealt(smem_address(&in_memory)) {}
 
-  __device__ __forceinline__ SeenSequence sequence() const { return {found}; }
+  __device__ __forceinline__ SeenSequence sequence() const { return {slot(number)}; }
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
     return QueryTiles(*this, sequence().mask(), block);
   }
   __device__ __forceinline__ int num_query_tiles() const { return (sequence().seqlen_q() + kBlockQ - 1) / kBlockQ; }
 
+  // Blocks of threads wait only for work that was taken before theirs, and so is being done (sm90/dq_turns.cuh).
+  __device__ __forceinline__ void deal() const {
+    const unsigned next = number + 1, to = slot(next);
+    mbarrier_wait(empty(next), (next / Dealt::kSlots & 1) ^ 1);
+    if (threadIdx.x % 32 == 0) {
+      const ProblemParams& problem = params.problem;
+      const int4 shares = __ldcg(static_cast<const int4*>(params.key_shares));
+      const unsigned index = atomicAdd(taken(), 1u);
+      const unsigned heads = problem.heads_q / problem.heads_per_kv, listed = shares.x, whole = shares.y;
+      const unsigned parts = index < whole ? 1 : shares.z, of_parts = (index - whole) / parts;
+      const unsigned number = index < whole ? index : whole + of_parts;
+      if (number < listed * heads) {
+        const HeadBlock at = longest_first(number, listed, heads, params.heads_together);
+        st_shared_v4(to + kHeadOffset, {at.head, of_parts, index - whole - of_parts * parts, parts});
+        mbarrier_arrive_expect_tx(full(next), sizeof(SeenKeyBlock));
+        bulk_load(to, static_cast<const SeenKeyBlock*>(params.key_list) + at.block, sizeof(SeenKeyBlock), full(next));
+      } else {
+        st_shared_u32(to + kHeadOffset, unsigned(kNoWork));
+        mbarrier_arrive(full(next));
+      }
+    }
+    __syncwarp();
+  }
+
   __device__ __forceinline__ bool next_block() {
-    if (++block == block_end) return false;
-    steps = steps_of_part(params, query_tiles().count());
+    if (number != kNone) mbarrier_arrive_warp(empty(number), threadIdx.x % 32 == 0);
+    ++number;
+    mbarrier_wait(full(number), number / Dealt::kSlots & 1);
+    kv_head = ld_shared_u32(slot(number) + kHeadOffset);
+    if (kv_head == kNoWork) return false;
+    block = ld_shared_u32(slot(number) + kBlockOffset);
+    steps = {0, query_tiles().count() * params.problem.heads_per_kv};
+    if (const int parts = num_sharers(); parts > 1) {
+      const int part = ld_shared_u32(slot(number) + kHeadOffset + 8), each = steps.end / parts, more = steps.end % parts;
+      steps.begin = part * each + smaller(part, more);
+      steps.end = steps.begin + each + (part < more);
+    }
     return true;
   }
 
-  __device__ __forceinline__ bool is_shared() const { return kSharesHeads; }
-  __device__ __forceinline__ unsigned nth_shared() const { return blockIdx.x >> parts_log2(params); }
-  __device__ __forceinline__ unsigned num_sharers() const { return 1u << parts_log2(params); }
-  // why one further: see DeltaParams.
-  __device__ __forceinline__ unsigned* shared_counter() const {
-    return params.turns + params.problem.heads_q * params.num_q_blocks + 1 + nth_shared();
+  __device__ __forceinline__ bool is_shared() const { return num_sharers() > 1; }
+  __device__ __forceinline__ unsigned nth_shared() const { return ld_shared_u32(slot(number) + kHeadOffset + 4); }
+  __device__ __forceinline__ unsigned num_sharers() const { return ld_shared_u32(slot(number) + kHeadOffset + 12); }
+  __device__ __forceinline__ unsigned* shared_counter() const { return turns_behind() + nth_shared(); }
+
+ private:
+  static constexpr unsigned kNone = ~0u, kBlockOffset = 52, kHeadOffset = sizeof(SeenKeyBlock);
+  static constexpr int kNoWork = -1;
+
+  __device__ __forceinline__ unsigned slot(unsigned n) const { return dealt + n % Dealt::kSlots * sizeof(Slot); }
+  __device__ __forceinline__ unsigned full(unsigned n) const {
+    return dealt + sizeof(Dealt::slots) + n % Dealt::kSlots * 8;
   }
+  __device__ __forceinline__ unsigned empty(unsigned n) const { return full(n) + sizeof(Dealt::full); }
+
+  // Counters behind the turns at dq: of shared key blocks, then of the work that was taken.
+  __device__ __forceinline__ unsigned* turns_behind() const {
+    return params.turns + params.problem.heads_q * params.num_q_blocks;
+  }
+  __device__ __forceinline__ unsigned* taken() const { return turns_behind() + params.shared_keys; }
 };
 
 template <bool kOfSeveralLengths>

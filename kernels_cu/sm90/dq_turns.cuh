@@ -50,11 +50,11 @@ struct TurnWarp : Role {
     while (next_block()) {
       for_each_step(step, [&](int head, int m) {
         const unsigned slot = step & 1, parity = step / 2 & 1;
-        mbarrier_wait(smem.turn_empty + 8 * slot, parity ^ 1);
-        const unsigned tile = dq_tile(head, m);
+        const unsigned tile = dq_tile(head, m);  // why before the wait: L17
         unsigned* const counter = params.turns + tile;
         DqTurn turn(sequence(), m, block);
         unsigned seen = 0;
+        mbarrier_wait(smem.turn_empty + 8 * slot, parity ^ 1);
         if (!params.deterministic) {
           if (leads) seen = come_to(counter);
           seen = __shfl_sync(0xffffffffu, seen, 0);
@@ -89,10 +89,10 @@ struct DqWarp : Role {
   __device__ __forceinline__ DqWarp(const TiledBackwardParams& p, const Addresses& addresses, unsigned odd)
       : Role(p, addresses), odd(odd) {}
 
-  __device__ __forceinline__ void move(unsigned mode, int group, int head, int m) const {
+  __device__ __forceinline__ void move(unsigned mode, unsigned tile, int group, int head, int m) const {
     const unsigned source = smem.dq + group * kBytesDq;
     if (mode < kDqFinishAlone) {
-      float* const target = dq_acc(*this, dq_tile(head, m), group);
+      float* const target = dq_acc(*this, tile, group);
       if (mode == kDqStore) bulk_store(target, source, kBytesDq);
       else bulk_add(target, source, kBytesDq);
       return;
@@ -120,7 +120,7 @@ struct DqWarp : Role {
     while (next_block()) {
       for_each_step(step, [&](int head, int m) {
         if ((step & 1) != odd) return;
-        const unsigned parity = step / 2 & 1;
+        const unsigned parity = step / 2 & 1, tile = dq_tile(head, m);
         mbarrier_wait(smem.turn_full + 8 * odd, parity);
         unsigned mode = 0;
         if (leads) {  // why handed on: the consumers tell this warp, not TurnWarp, that they have read the mode (L41)
@@ -134,7 +134,7 @@ struct DqWarp : Role {
           if (leads) fence_proxy_async_global();
           // Waits until the consumers are done with the place of the sum, in the step before.
           if (step > 0) mbarrier_wait(smem.q_empty + 8 * ((step - 1) % kStages), (step - 1) / kStages & 1);
-          fetch_sum(*this, dq_tile(head, m));
+          fetch_sum(*this, tile);
         }
         // why not both at once if transposed: L32.
         if constexpr (!kDqTransposed) {
@@ -146,7 +146,7 @@ struct DqWarp : Role {
           if constexpr (kDqTransposed) bar_arrive(kDqReady + group, kDqThreads);
           bar_sync(kDqFilled + group, kDqThreads);
           if (leads) {
-            move(mode, group, head, m);
+            move(mode, tile, group, head, m);
             bulk_commit();
           }
         }
@@ -157,7 +157,7 @@ struct DqWarp : Role {
           bulk_wait<0>();
           if (mode < kDqFinishAlone) {  // why at once: L37
             fence_proxy_async_global();
-            tell_added(params.turns + dq_tile(head, m));
+            tell_added(params.turns + tile);
           }
         }
         __syncwarp();

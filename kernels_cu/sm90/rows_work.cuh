@@ -4,7 +4,7 @@
 #include "../common/tile_range.cuh"
 #include "../common/work.cuh"
 #include "config.cuh"
-#include "seen_sequence.cuh"
+#include "unseen_rows.cuh"
 
 static_assert(sizeof(TiledRowsParams) == kParamsBytes, "the host packs other parameters");
 

@@ -179,8 +179,9 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
         wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, of_lse.for_lengths())}
-    whole = [row for each in tiles_sm90.BACKWARD for row in (each, replace(each, shares_heads=True))]
-    gradients = [("backward", row, lengths) for row in whole for lengths in {not row.min_queries, False}]
+    # Only dense calls share key blocks by heads, and only they know that a sequence has many queries.
+    gradients = [("backward", replace(row, shares_heads=True), False) for row in tiles_sm90.BACKWARD]
+    gradients += [("backward", row, lengths) for row in tiles_sm90.BACKWARD for lengths in {not row.min_queries, False}]
     gradients += [(f"backward_{row.gradient}", row, lengths) for row in tiles_sm90.ROWS for lengths in (False, True)]
     of_gradients = set()
     for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):

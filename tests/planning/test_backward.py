@@ -11,8 +11,9 @@ from plans import ARCHS, DTYPES, problem
 
 import cuflash
 from cuflash.errors import UnsupportedError
-from cuflash.planning.backward import DELTA_ROWS, L2_BYTES, SHORT_KEYS, SHORT_WAVES, STATS_ROWS
+from cuflash.planning.backward import DELTA_HEADS, DELTA_ROWS, MOST_PARTS, SHORT_KEYS, SHORT_WAVES, STATS_ROWS
 from cuflash.planning.device import KNOWN
+from cuflash.planning.key_blocks import L2_BYTES
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.options import Options
@@ -176,25 +177,51 @@ def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_packed_sequences_are_cut_as_dense_ones_into_slots_that_hold_them_all(dim: int, more: dict[str, Any]) -> None:
+def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str, Any]) -> None:
     made, dense = of_lengths(dim, **more), backward(dim, dim, arch="sm_90", dims=(4, 4096, 4096, 16, 16), **more)
     assert made.fallback is None
     assert [x.variant for x in made.launches] == [replace(x.variant, lengths=True) for x in dense.launches]
     for launch, like in zip(made.launches, dense.launches, strict=True):
         assert {name for name, box in launch.boxes.items() if box.ragged} == set(like.boxes)
-        for name in {"key_blocks", "heads_together", "deterministic"} & set(like.fields):
+        for name in {"heads_together", "deterministic"} & set(like.fields):
             assert launch.fields[name] == like.fields[name], name
-    found, tile = made.launches[1].fields, made.launches[1].variant.tile
+    found, slots, delta = made.launches[1].fields, 4 * 4096 // 128 + 4 + 2, made.launches[0]
+    rows = delta.fields["stats_rows"] // DELTA_ROWS * -(-16 // delta.fields["heads_each"])
+    assert found["stats_rows"] == slots * 128
+    assert found["num_k_blocks"] == slots
+    if dim > 128:
+        assert delta.num_blocks == rows
+        assert made.launches[-1].num_blocks == 16 * slots
+        return
+    tile = made.launches[1].variant.tile
     assert tile is not None
-    assert found["stats_rows"] == (4 * 4096 // 128 + 4 + 2) * 128
-    assert made.launches[0].num_blocks == 16 * found["stats_rows"] // DELTA_ROWS
-    keys = tile.block_k * found.get("key_blocks", 1) if dim <= 128 else 128
-    assert found["num_k_blocks"] == 4 * 4096 // keys + 4 + 2
-    assert made.launches[-1].num_blocks == 16 * found["num_k_blocks"]
-    if dim <= 128:
-        assert found["num_q_blocks"] * tile.block_q == found["stats_rows"]
-        assert made.workspace["turns"].size == 4 * (16 * found["num_q_blocks"] + 1)
-        assert shared(found)[1:] == (0, 0, 0)
+    assert delta.num_blocks == 1 + slots + rows
+    assert found["num_q_blocks"] * tile.block_q == found["stats_rows"]
+    assert made.workspace["turns"].size == 4 * (16 * found["num_q_blocks"] + found["shared_keys"] + 1)
+    assert made.workspace["key_list"].size == 64 * slots
+
+
+def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() -> None:
+    def listed(batch: int, rows: int, heads: tuple[int, int], **more: Any) -> tuple[int, int, int, int]:
+        made = of_lengths(128, batch, rows, heads, **more)
+        delta, taking = made.launches[0].fields, made.launches[1]
+        assert taking.num_blocks == delta["takers"]
+        assert taking.fields["shared_keys"] == delta["shared_keys"]
+        return taking.num_blocks, delta["shared_keys"], delta["most_parts"], delta["last_steps"]
+
+    assert listed(4, 4096, (16, 16)) == (132, 132, MOST_PARTS, 64)  # those of the last wave
+    assert listed(4, 4096, (16, 16), causal=True) == (132, 0, 4, 0)  # none: they are many
+    assert listed(4, 4096, (16, 16), deterministic=True)[1] == 0
+    assert listed(8, 2048, (8, 1), causal=True) == (132, 138, MOST_PARTS, 0)  # all, perhaps
+    assert listed(1, 128, (1, 1)) == (4, 0, 0, 2)  # adding up takes longer
+    assert listed(8, 2048, (8, 1), causal=True, deterministic=True)[1] == 0
+    assert of_lengths(64).launches[0].fields["heads_each"] == DELTA_HEADS // 2
+
+
+def test_rows_of_more_sequences_than_kernels_count_are_refused() -> None:
+    few, told = (2**24, 1, 1, 64), {"seqused_k": (2**24,)}
+    with pytest.raises(UnsupportedError, match=r"16777216 x 1 queries.* rounded up to 128, are 2147483648 rows"):
+        cuflash.plan(few, few, few, op="backward", dtype="bfloat16", device="sm_90", **told)
 
 
 def test_blocks_share_the_query_heads_of_few_key_blocks_under_a_mask() -> None:
@@ -211,11 +238,6 @@ def test_blocks_share_the_query_heads_of_few_key_blocks_under_a_mask() -> None:
     assert parts(1, 128) == (1, 0, 0)  # adding up takes longer
     assert parts(1, 2048, (2, 2)) == parts(1, 2048, deterministic=True) == (1, 0, 0)
     assert parts(1, 2048, causal=False)[0] == 1  # blocks share steps
-    packed = of_lengths(128, 8, 2048, heads=(8, 1), causal=True)
-    found = packed.launches[1].fields
-    assert (found["parts_log2"], found["shared_keys"]) == (1, 8 * 2048 // 128 + 8 + 2)
-    assert packed.launches[1].num_blocks == found["whole_blocks"] == 2 * found["shared_keys"]
-    assert packed.workspace["turns"].size == 4 * (8 * found["num_q_blocks"] + 1 + found["shared_keys"])
 
 
 def test_few_packed_keys_of_wide_grouped_heads_are_shared_out_by_the_kernels_for_any_gpu() -> None:

@@ -1,0 +1,98 @@
+"""How the key blocks of backward on Hopper are dealt out to blocks of threads: their order, and who shares them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..problem.dtypes import DTYPES
+from ..problem.problem import Problem
+from . import tiles_sm90
+from .device import Device
+from .plan import blocks_of, heads_together
+
+KEY_ROWS = 128  # keys of a key block on Hopper
+HEADS_TOGETHER = 16  # under a mask, the key blocks of this many heads start together, longest first. why: L34
+ORDERED_HEADS_TOGETHER = 32  # the same where Hopper's key blocks wait for each other; without a mask 16. why: L38
+# Hopper's other calls take fewer kv heads: as many as touch L2_BYTES (about two L2 caches), but at least as many as
+# have WAVES_TOGETHER waves of blocks; a wave has one block for each multiprocessor. why: L34
+L2_BYTES = 96 * 2**20
+WAVES_TOGETHER = 3
+SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
+WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
+
+
+class SharedKeys(NamedTuple):
+    """Key blocks that would not fill Hopper's multiprocessors, and the blocks of threads that share them.
+
+    They are the last ones or, if each is shared by heads, all. Key blocks are counted over batch and kv heads.
+    `TiledBackwardParams` has the same fields.
+    """
+
+    whole_blocks: int  # blocks of threads that take whole key blocks; the rest of the grid shares
+    shared_first: int  # the first key block that is shared
+    shared_keys: int  # how many key blocks are shared
+    shared_steps: int  # query tiles that each sharing block takes
+    parts_log2: int = 0  # 2^parts_log2 blocks of threads share the query heads of each key block
+
+
+def count_key_blocks(problem: Problem, size: int) -> int:
+    """Blocks of so many keys of all kv heads; of several lengths, as if all were whole."""
+    if (own := problem.lengths) is not None:
+        return own.batch_k * blocks_of(own.rows_k, size) * problem.heads_kv
+    return blocks_of(problem.seqlen_k, size) * problem.heads_kv * problem.batch
+
+
+def is_full(problem: Problem) -> bool:
+    """Whether every query sees every key of its sequence."""
+    own = problem.lengths
+    return problem.mask.is_full if own is None else own.left is own.right is None
+
+
+def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
+    """How many kv heads start their key blocks, so many of a sequence, together, longest first. why: L34"""
+    if problem.options.deterministic:
+        return HEADS_TOGETHER if is_full(problem) else ORDERED_HEADS_TOGETHER
+    if is_full(problem):
+        return 1
+    row = DTYPES[problem.dtype].itemsize * (problem.head_dim + problem.head_dim_v)
+    group = problem.heads_q // problem.heads_kv
+    acc = tiles_sm90.FLOAT_BYTES * problem.head_dim
+    head_bytes = problem.seqlen_k * row + group * problem.seqlen_q * (row + acc)  # k, v; q, dout, dq
+    waves = -(-WAVES_TOGETHER * device.num_sms // max(num_k_blocks, 1))
+    return heads_together(head_bytes, L2_BYTES, HEADS_TOGETHER, waves)
+
+
+def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
+    """2 to this power blocks of threads share the query heads of each key block (L35).
+
+    One where key blocks are shared by steps, where there are almost WAVES waves of them, or where sums are ordered.
+    """
+    if problem.options.deterministic or problem.mask.is_full:
+        return 0
+    group, blocks = problem.heads_q // problem.heads_kv, count_key_blocks(problem, KEY_ROWS)
+    # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
+    most = min(group, group * blocks_of(problem.seqlen_q, block_q) // (4 * SHARED_STEPS))
+    log2 = 0
+    while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
+        log2 += 1
+    return log2
+
+
+def choose_shared(
+    problem: Problem, device: Device, key_blocks: int, num_k_blocks: int, of_one: int
+) -> SharedKeys | None:
+    """Lets a block per multiprocessor, at most, share the key blocks of the last wave; None where none share (L35).
+
+    Every key block has the same number of steps, `of_one`.
+    """
+    if not problem.mask.is_full:
+        return None
+    parts, heads_kv = blocks_of(num_k_blocks, key_blocks), problem.batch * problem.heads_kv
+    whole = parts * heads_kv // device.num_sms * device.num_sms
+    first = whole // parts * num_k_blocks + whole % parts * key_blocks
+    count = heads_kv * num_k_blocks - first
+    steps = max(-(-count * of_one // device.num_sms), SHARED_STEPS)
+    # why: adding up dk and dv of a shared key block costs about as much as SHARED_STEPS steps.
+    if count == 0 or steps + SHARED_STEPS > min(key_blocks, num_k_blocks) * of_one or count * of_one >= 2**31:
+        return None
+    return SharedKeys(whole, first, count, steps)

@@ -1,0 +1,57 @@
+// What of a sequence among several of different lengths takes part in backward on Hopper, and where it lies.
+#pragma once
+#include "ragged.cuh"
+
+// The queries of a sequence that see some key, and the keys that some query sees, numbered from the first of each. why
+// not the whole sequence: copies are cut off behind the last of these rows, but not before the first. So no other row is
+// read; delta.cu numbers queries in the same way.
+struct alignas(16) SeenRows {
+  int seqlen_q, seqlen_k, lo, hi;  // of the mask
+  RaggedMapRows q, k;              // of query 0 and of key 0
+  int padded_q;                    // the row of query 0 in what is padded to slots
+
+  SeenRows() = default;
+  __device__ SeenRows(const ProblemParams& p, const RaggedSequence& sequence) {
+    const Range queries = sequence.seen_queries(), keys = sequence.seen_keys();
+    const Mask& mask = sequence.mask();
+    const int shift = queries.begin - keys.begin;
+    seqlen_q = queries.end - queries.begin, seqlen_k = keys.end - keys.begin;
+    lo = mask.lo + shift, hi = mask.hi + shift;
+    q = rows_of(p.rows_q, sequence.q_place, queries), k = rows_of(p.rows_k, sequence.k_place, keys);
+    padded_q = sequence.padded_q;
+  }
+
+  __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, lo, hi); }
+
+  // What another lane has. All lanes of a warp ask together.
+  __device__ SeenRows of_lane(int lane) const {
+    auto get = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
+    auto get_rows = [&](const RaggedMapRows& x) {
+      return RaggedMapRows{get(x.rows), get(x.row), get(x.end), get(x.batch)};
+    };
+    SeenRows other;
+    other.seqlen_q = get(seqlen_q), other.seqlen_k = get(seqlen_k), other.lo = get(lo), other.hi = get(hi);
+    other.q = get_rows(q), other.k = get_rows(k), other.padded_q = get(padded_q);
+    return other;
+  }
+
+ private:
+  __device__ static RaggedMapRows rows_of(int rows, const Place& place, Range seen) {
+    return {rows, place.begin + seen.begin, place.begin + seen.end, place.batch};
+  }
+};
+
+// A key block of a sequence, as the kernel that goes over them is told of it.
+struct alignas(16) SeenKeyBlock : SeenRows {
+  int block;
+
+  SeenKeyBlock() = default;
+  __device__ SeenKeyBlock(const SeenRows& rows, int number) : SeenRows(rows), block(number) {}
+};
+static_assert(sizeof(SeenKeyBlock) == 64, "the host reserves this much for each");
+
+// How the key blocks of a list are shared out, counted over the list and kv heads: the first `whole` of them each to one
+// block of threads, each of the others to `parts` of them.
+struct alignas(16) KeyShares {
+  int listed, whole, parts, unused;
+};

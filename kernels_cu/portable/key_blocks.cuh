@@ -1,0 +1,122 @@
+// Of sequences of several lengths, what delta.cu does for the kernel that goes over their key blocks (sm90/backward.cu):
+// it lists those that some query sees, and sets the gradients of all other keys to zero.
+#pragma once
+#include "../common/seen_rows.cuh"
+#include "../common/vector.cuh"
+
+// How so many key blocks are shared out, counted over kv heads, too (L35). With last_steps, those of the last wave are shared
+// if that is shorter. Else all are, until there are almost two waves of parts.
+__device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
+  constexpr int kAddingUp = 6;  // so many steps take as long as adding up a part of a key block
+  const int all = listed * (p.problem.heads_q / p.problem.heads_per_kv), rest = all % p.takers;
+  KeyShares shares{listed, all, 1};
+  if (p.last_steps > 0) {
+    float best = p.last_steps;
+    for (int parts = 2; parts <= p.most_parts && rest > 0 && rest <= p.shared_keys; ++parts) {
+      const int rounds = (rest * parts + p.takers - 1) / p.takers;
+      const float steps = rounds * (__fdividef(p.last_steps, parts) + kAddingUp);
+      if (steps < best) best = steps, shares.parts = parts, shares.whole = all - rest;
+    }
+  } else if (all <= p.shared_keys) {
+    while (2 * shares.parts <= p.most_parts && 8 * all * shares.parts < 14 * p.takers) shares.parts *= 2;
+    if (shares.parts > 1) shares.whole = 0;
+  }
+  return shares;
+}
+
+// Sorts the last key blocks of the list, so that the longest come first, and those of a sequence in their order. All
+// threads call. why not all: others that use the same rows of q follow each other, so that L2 has these.
+__device__ inline void sort_last(const DeltaParams& p, SeenKeyBlock* list, int listed) {
+  __shared__ int lengths[kNumThreads];
+  const int count = min(listed, min(p.sorted_blocks, kNumThreads)), i = threadIdx.x;
+  SeenKeyBlock* const last = list + listed - count;
+  __syncthreads();  // why: others wrote them
+  SeenKeyBlock own;
+  if (i < count) {
+    own = last[i];
+    // Without a mask they are as long as there are queries; under a causal mask the more, the more keys follow.
+    lengths[i] = p.last_steps > 0 ? own.seqlen_q : own.seqlen_k - own.block * p.block_k;
+  }
+  __syncthreads();
+  if (i >= count) return;
+  int rank = 0;
+  for (int other = 0; other < count; ++other) {
+    rank += lengths[other] > lengths[i] || (lengths[other] == lengths[i] && other < i);
+  }
+  last[rank] = own;
+}
+
+// Writes the list, in the order of the sequences, and how it is shared out. One block of threads calls. why a list: the
+// kernel then knows how many there are, and gets what it has to know of one by one copy.
+__device__ inline void list_key_blocks(const DeltaParams& p) {
+  constexpr int kWarps = kNumThreads / 32;
+  __shared__ int of_warps[kWarps];
+  const ProblemParams& problem = p.problem;
+  SeenKeyBlock* const list = static_cast<SeenKeyBlock*>(p.key_list);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int listed = 0;
+  // why none else: tiles of dq would have turns that nobody takes, and others would wait for them for ever.
+  const bool in_order = axis_of_queries(problem).is_in_order() && axis_of_keys(problem).is_in_order();
+  const int batch = __syncthreads_and(in_order) ? problem.batch : 0;
+  for (int first = 0; first < batch; first += kNumThreads) {
+    const SeenRows rows(problem, RaggedSequence(problem, first + threadIdx.x));
+    const int count = (rows.seqlen_k + p.block_k - 1) / p.block_k;
+    int end = count;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const int other = __shfl_up_sync(0xffffffffu, end, step);
+      end += lane >= step ? other : 0;
+    }
+    if (lane == 31) of_warps[warp] = end;
+    __syncthreads();
+    end += listed;
+#pragma unroll
+    for (int other = 0; other < kWarps; ++other) {
+      end += other < warp ? of_warps[other] : 0;
+      listed += of_warps[other];
+    }
+    __syncthreads();
+    // A warp writes those of its sequences one after the other.
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(0xffffffffu, count > 0); left != 0; left &= left - 1) {
+      const int of = __ffs(left) - 1, blocks = __shfl_sync(0xffffffffu, count, of);
+      const int to = __shfl_sync(0xffffffffu, end, of) - blocks;
+      const SeenRows same = rows.of_lane(of);
+#pragma unroll 1
+      for (int block = lane; block < blocks; block += 32) {
+        // why a bound: somebody may write to the lengths while they are read.
+        if (unsigned(to + block) < p.max_key_blocks) list[to + block] = SeenKeyBlock(same, block);
+      }
+    }
+  }
+  listed = clamped(listed, p.max_key_blocks);
+  sort_last(p, list, listed);
+  if (threadIdx.x == 0) *static_cast<KeyShares*>(p.key_shares) = shares_of(p, listed);
+}
+
+// Sets a row of a gradient to zero, with kLanes threads.
+template <int kLanes>
+__device__ __forceinline__ void clear_row(const Operand& x, const Place& place, int head, int row, int columns) {
+  char* const to = place.address(x, kElementBytes, head, row);
+  for (int column = threadIdx.x % kLanes * kChunkElements; column < columns; column += kLanes * kChunkElements) {
+    store_chunk(to, column, columns - column, x.aligned, Chunk<kDType>{});
+  }
+}
+
+// Sets dk and dv of those keys of a slot to zero that no query sees.
+template <int kLanes>
+__device__ void clear_unseen_keys(const DeltaParams& p, int slot) {
+  const ProblemParams& problem = p.problem;
+  const Territory territory = Territory::of_slot(axis_of_keys(problem), slot, kPaddedSlot);
+  const RaggedSequence sequence(problem, territory.sequence);
+  const Range seen = sequence.seen_keys();
+  const Place place{sequence.k_place.batch, territory.begin};
+  const int begin = territory.row(slot, kPaddedSlot), end = min(begin + kPaddedSlot, territory.num_rows());
+  for (int key = begin + threadIdx.x / kLanes; key < end; key += kNumThreads / kLanes) {
+    if (key >= seen.begin && key < seen.end) continue;
+    for (int head = 0; head < problem.heads_q / problem.heads_per_kv; ++head) {
+      clear_row<kLanes>(p.dk, place, head, key, problem.head_dim);
+      clear_row<kLanes>(p.dv, place, head, key, problem.head_dim_v);
+    }
+  }
+}
