@@ -175,11 +175,13 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         told: dict[str, Any] = {"used_k": True, "bounded": True, **shape}
         # the rows of a group fit a warp, or do not
         decoding = [Sequences("decoding", *given, heads=heads, **told) for heads in ((2, 2), (24, 2))]
-        for of in (many, replace(many, name="many_pages", place_k="paged", used_k=True, causal=False, **masked)):
+        both = [many, replace(many, name="many_pages", place_k="paged", used_k=True)]
+        for of in (*both, *(replace(each, name=f"{each.name}_masked", causal=False, **masked) for each in both)):
             yield SequenceCase(of), ("flash2",)
             yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True), ("flash2",)
         of_rows: dict[str, Any] = {"name": "decoding_rows", "place_q": "rectangle", "used_q": True, "bounded": False}
         both = [*decoding, *(replace(of, heads=(2 * of.heads[0], 2), **of_rows) for of in decoding)]
+        both += [replace(of, name=f"{of.name}_without_pages", place_k="rectangle") for of in both]
         for of in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
             yield SequenceCase(of), ("flash2",)
             yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True, wild=True), ("flash2",)

@@ -46,6 +46,7 @@ def plan_of(
     group: int = 1,
     aligned: bool = True,
     packed: bool = False,
+    paged: bool = False,
     used: bool = False,
     shared: bool = False,
     **arguments: Any,
@@ -53,7 +54,8 @@ def plan_of(
     """What this device launches for a causal problem of these head dims and keys; None where it has no kernel.
 
     group: query heads of the kv head. packed: the rows are one sequence of several, whose lengths are on the device.
-    used: some of the keys are used. shared: blocks of threads may share keys, as they may with `used`.
+    used: some of the keys are used. paged: the same, and they lie in a page. shared: blocks of threads may share keys,
+    as they may with `used`.
     """
     if op == "merge":
         return plan(merge_of(dtype, head_dim), device)
@@ -68,15 +70,17 @@ def plan_of(
     if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among blocks of threads
         options = options._replace(sequences=SequenceOptions(num_splits=0 if used or shared else 1))
     given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
-    if packed:
-        told = [ArraySpec.dense((2,), "int32")] * 2
-        given = [None if x is None else x._replace(shape=x.shape[1:], strides=x.strides[1:]) for x in given]
-        given += [*[None] * (len(OPS[op].inputs) - len(given)), *told]
+    if packed or used or paged:
+        bounds, one, table = (ArraySpec.dense(shape, "int32") for shape in ((2,), (1,), (1, 1)))
+        for number, x in enumerate(given):
+            if packed and x is not None and not (paged and number in (1, 2)):
+                given[number] = x._replace(shape=x.shape[1:], strides=x.strides[1:])
+        given += [None] * (len(OPS[op].inputs) - len(given))
         if op == "backward":
             given[5] = ArraySpec.dense((group, queries), "float32")
-    if used:
-        given += [None, None, None, ArraySpec.dense((1,), "int32")]
-    problem = Problem.of((OF_SEQUENCES if packed or used else OPS)[op], given, options)
+        given += [bounds if packed else None, bounds if packed and not paged else None, None]
+        given += [one if used or paged else None, *([table] if paged else [])]
+    problem = Problem.of((OF_SEQUENCES if packed or used or paged else OPS)[op], given, options)
     try:
         return plan(problem, device, () if aligned else ("q",))
     except UnsupportedError:
@@ -130,10 +134,12 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     capped = [{"softcap": cap} for cap in (0.0, 30.0)]
     several = [packed | {"aligned": False}, *(packed | cap for cap in capped)]
     if op != "backward":  # of more queries than kernels for decoding take
+        pages = {"paged": False}, {"paged": True}
         decoding = *few, {"used": True, "queries": 16, "group": 4}, packed | {"shared": True}
-        several += [way | cap for way, cap in product(decoding, capped) if op == "forward"]
+        several += [way | cap | page for way, cap, page in product(decoding, capped, pages) if op == "forward"]
         several += [way | {"aligned": False} for way in few]
-        several += [packed | cap | {"queries": 300, "keys": keys} for cap, keys in product(capped, (300, 2000))]
+        shapes = {}, {"queries": 300, "keys": 300}, {"queries": 300, "keys": 2000}
+        several += [packed | cap | shape | page for cap, shape, page in product(capped, shapes, pages)]
     return [{"aligned": False}, *several, *(length | cap for length, cap in product(lengths, capped))]
 
 

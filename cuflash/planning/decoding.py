@@ -50,7 +50,8 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
         seen = _seen(problem, row.block_q, row.block_k)
         if not _is_faster(STEP * num_blocks, whole, seen, splits, device.num_sms):
             return None
-    tile = row.for_decoding(few=problem.batch <= FEW_SEQUENCES and not is_packed, narrow=is_narrow)
+    few, paged = problem.batch <= FEW_SEQUENCES and not is_packed, problem.has("page_table")
+    tile = row.for_decoding(paged, few, is_narrow)
     tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
     if num_blocks * tiles > MAX_TILES:
         return None

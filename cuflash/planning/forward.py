@@ -85,7 +85,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
     if op == "forward" and (made := decode_plan(problem, device, tile)) is not None:
         return made
     if problem.lengths is not None:
-        return _ragged_plan(problem, device, tile.for_lengths())
+        return _ragged_plan(problem, device, tile.for_lengths(problem.has("page_table")))
     arch = compile_arch("sm90", device)
     variant = variant_of(op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped)
     heads = problem.heads_q * problem.batch

@@ -46,6 +46,7 @@ class WarpgroupTile:
     softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
     lengths: bool = False  # whether sequences have lengths of their own
     decodes: bool = False  # whether it is a tile of sm90/decode.cu, whose rows are those of all heads of a group
+    paged: bool = False  # whether keys lie in pages. why: L50
     few: bool = False  # whether it decodes at most FEW_SEQUENCES, none of them packed. why: L50
 
     @property
@@ -74,22 +75,22 @@ class WarpgroupTile:
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
         found = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
-        return found | ({"DECODES": 1} if self.decodes else {}) | ({"FEW": 1} if self.few else {})
+        return found | {flag.upper(): 1 for flag in ("decodes", "paged", "few") if getattr(self, flag)}
 
-    def for_lengths(self) -> WarpgroupTile:
+    def for_lengths(self, paged: bool) -> WarpgroupTile:
         """The tile for sequences of several lengths, which goes over the same key tiles."""
-        # why fewer columns: the warp that deals out work takes some registers from the others.
-        columns = min(self.q_columns, 32) if self.head_dim > 192 else self.q_columns
-        return replace(self, q_columns=columns, lengths=True)
+        # why fewer columns: the warps that deal out work and copy pages take some registers from the others.
+        columns = min(self.q_columns, 32 if paged else 16) if self.head_dim > 192 else self.q_columns
+        return replace(self, q_columns=columns, lengths=True, paged=paged)
 
-    def for_decoding(self, few: bool, narrow: bool = False) -> WarpgroupTile:
+    def for_decoding(self, paged: bool, few: bool, narrow: bool = False) -> WarpgroupTile:
         """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block.
 
         narrow: the tile of `sm90/decode_narrow.cu`, for the rows of one warp.
         """
         # why no columns of q in registers: L51.
         tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
-                       max_keys=None, lengths=True, decodes=True, few=few)  # fmt: skip
+                       max_keys=None, lengths=True, decodes=True, paged=paged, few=few)  # fmt: skip
         if narrow:
             tile = replace(tile, block_q=WARP_ROWS, block_k=128 if self.head_dim <= 128 else 64, q_stages=2)
         most = 2 * (TILE_SLOTS - 3)  # why: a description of work for each two slots of the ring

@@ -20,9 +20,15 @@ struct Axis {
   }
 
   // Part i of the axis begins there. Parts 1 … batch are the sequences; rows before the first and after the last one are
-  // the parts 0 and batch + 1, so that all parts together are the axis.
+  // the parts 0 and batch + 1, so that all parts together are the axis. why read in any case: a branch is longer (L50).
   __device__ __forceinline__ int bound(int part) const {
-    return part == 0 ? 0 : part > batch + 1 ? rows : clamped(cu_seqlens[part - 1], rows);
+    const int read = clamped(cu_seqlens[clamped(part - 1, batch)], rows);
+    return part < 1 ? 0 : part > batch + 1 ? rows : read;
+  }
+
+  // The rows of a sequence that there is.
+  __device__ __forceinline__ Range rows_of(int number) const {
+    return {clamped(cu_seqlens[number], rows), clamped(cu_seqlens[number + 1], rows)};
   }
 };
 
@@ -137,21 +143,25 @@ struct RaggedSequence {
 
   // A sequence of the batch; another number is a sequence of no rows.
   __device__ RaggedSequence(const ProblemParams& p, int number)
+      : RaggedSequence(p, number, p.cu_seqlens_q != nullptr ? axis_of_queries(p).rows_of(existing(p, number)) : Range{}) {}
+
+  // The same where it is known which rows of packed queries are the sequence's.
+  __device__ RaggedSequence(const ProblemParams& p, int number, Range packed_q)
       : heads_q(p.heads_q), rows_q(p.rows_q), seen(0, 0, 0, 0) {
     const bool exists = number >= 0 && number < p.batch;
-    const int b = exists ? number : 0;
+    const int b = existing(p, number);
     length_q = exists ? p.rows_q : 0, length_k = exists ? p.rows_k : 0;
     q_place = {b, 0}, k_place = {{b, 0}, {nullptr, 1, 0}};
     padded_q = b * ((p.rows_q + kPaddedSlot - 1) / kPaddedSlot) * kPaddedSlot;
     padded_k = b * ((p.rows_k + kPaddedSlot - 1) / kPaddedSlot) * kPaddedSlot;
     if (exists) {
-      if (p.cu_seqlens_q != nullptr) find_packed(axis_of_queries(p), b, q_place, length_q, padded_q);
+      if (p.cu_seqlens_q != nullptr) lay_packed(packed_q, b, q_place, length_q, padded_q);
       length_q = clamped(p.seqused_q != nullptr ? p.seqused_q[b] : length_q, min(length_q, p.seqlen_q));
       if (p.page_table != nullptr) {
         k_place = {{0, 0}, {p.page_table + b * p.page_table_stride, p.rows_k, p.batch_k}};
         length_k = p.seqlen_k;
       } else if (p.cu_seqlens_k != nullptr) {
-        find_packed(axis_of_keys(p), b, k_place, length_k, padded_k);
+        lay_packed(axis_of_keys(p).rows_of(b), b, k_place, length_k, padded_k);
       } else if (p.cache_batch_idx != nullptr) {
         k_place.batch = p.cache_batch_idx[b];
         if (k_place.batch < 0 || k_place.batch >= p.batch_k) length_k = 0;
@@ -198,9 +208,13 @@ struct RaggedSequence {
     return any ? range : Range{0, 0};
   }
 
-  __device__ static void find_packed(const Axis& axis, int b, Place& place, int& length, int& padded) {
-    place = {0, axis.bound(b + 1)};
-    length = max(axis.bound(b + 2) - place.begin, 0);
+  __device__ static int existing(const ProblemParams& p, int number) {
+    return number >= 0 && number < p.batch ? number : 0;
+  }
+
+  __device__ static void lay_packed(Range rows, int b, Place& place, int& length, int& padded) {
+    place = {0, rows.begin};
+    length = max(rows.end - rows.begin, 0);
     padded = (place.begin / kPaddedSlot + b + 1) * kPaddedSlot;
   }
 };

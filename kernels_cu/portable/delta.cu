@@ -111,7 +111,11 @@ struct RowsOf<true> {
   using Type = RaggedRows;
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
+// why so many blocks for each multiprocessor: with no number, some NVRTC choose too few registers, and then spill.
+constexpr int kMinBlocks = kLengths ? 4 : 0;
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
   if constexpr (kLengths) {
     if (blockIdx.x < RaggedRows::blocks_for_keys(p)) {
       if (blockIdx.x == 0) list_key_blocks(p);

@@ -192,39 +192,50 @@ __device__ __forceinline__ void touch(const KernelParams& params) {
   for (unsigned at = 0; at < sizeof(KernelParams) / 4; at += 16) asm volatile("" ::"r"(words[at]));
 }
 
+// Brings the lengths to the L2 cache. why: the warp that deals out work reads those of keys after those of queries.
+__device__ __forceinline__ void fetch_lengths(const ProblemParams& p) {
+  const int at = threadIdx.x % 32 * 32;
+  auto fetch = [&](const int* lengths) {
+    if (lengths != nullptr && at < p.batch) asm volatile("prefetch.global.L2 [%0];" ::"l"(lengths + at));
+  };
+  fetch(p.cu_seqlens_k), fetch(p.seqused_q), fetch(p.seqused_k);
+}
+
 // The body of a kernel whose computing warps run `Computing`.
 template <class Computing>
 __device__ __forceinline__ void run_roles(const KernelParams& params) {
+  using Queue = typename Computing::Queue;
   extern __shared__ __align__(1024) char smem_bytes[];
   const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
   // why by a shuffle: a warp's number is the same in all its lanes, and the compiler must know.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
-  QueryWork first;
-  WorkQueue queue;
   if (kDecodes) launch_next_kernel();
   // why one warp: the others read nothing of what the kernels ahead wrote before the threads of the block have met.
   if (kDecodes && warp == kDealingWarp) await_kernels_ahead();
-  if (warp == kDealingWarp) first = queue.first_work(params);
-  if (kLengths && threadIdx.x == 32 * kDealingWarp) smem.write(0, first);
+  // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
+  QueryWork first;
+  if constexpr (kLengths) {
+    if (warp < 4 && !kNarrow) setmaxnreg_dec<kProducerRegisters>();
+    if (warp == kDealingWarp) return Dealer<Queue>{{params, smem}}.run();
+  } else {
+    if (warp == kDealingWarp) first = Queue().work(params);  // why a queue of its own: L53
+  }
   if (threadIdx.x == 32) smem.init_barriers();
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
   if (threadIdx.x == (kLengths ? 64 : 96) && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
-  if (kDecodes && warp == 7) touch(params);
+  if (kLengths && warp == 7) touch(params);
+  if (kLengths && !kDecodes && warp == 6) fetch_lengths(params.problem);
   if (kDecodes && !kNarrow && warp >= 4) clear_queries(smem);
   __syncthreads();
   if (warp < 4) {
-    if (!kNarrow) setmaxnreg_dec<kProducerRegisters>();
     if constexpr (!kLengths) {
+      setmaxnreg_dec<kProducerRegisters>();
       if (warp == 0) DenseKeyProducer<QueryWork>{{params, smem}}.run(first);
       else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1, kQueryWarps}.run();
     } else {
-      const bool has_pages = params.problem.page_table != nullptr;
       if (warp == 0) produce_keys<QueryWork>(params, smem, 0);
-      else if (warp == kDealingWarp) Dealer{{params, smem}}.run(queue, first.exists());
-      else if (warp == 1 || (warp <= kQueryWarps && !has_pages)) {
-        QueryProducer{{params, smem}, warp - 1, has_pages ? 1 : kQueryWarps}.run();
-      } else if (warp == 2 && has_pages && kPanelsV > 0) produce_keys<QueryWork>(params, smem, 1);
+      else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1, kQueryWarps}.run();
+      else if (warp == 2 && kPaged && kPanelsV > 0) produce_keys<QueryWork>(params, smem, 1);
     }
   } else {
     if (!kNarrow) setmaxnreg_inc<kConsumerRegisters>();

@@ -2,23 +2,6 @@
 #pragma once
 #include "ragged_work.cuh"
 
-// Divides numbers that are not negative and have a quotient below 2^21. why not by the operator: its code is twice as long,
-// and all of it is read from memory once a launch (L50). The product is then at most one too large or too small.
-struct Divisor {
-  int by;
-  float reciprocal;  // why kept: it is there before what is divided is known
-
-  __device__ __forceinline__ Divisor(int number) : by(number), reciprocal(rcp_approx(static_cast<float>(number))) {}
-
-  __device__ __forceinline__ int quotient(int x) const {
-    const int near = static_cast<int>(static_cast<float>(x) * reciprocal), rest = x - near * by;
-    return near + (rest >= by) - (rest < 0);
-  }
-  __device__ __forceinline__ int ceil_quotient(int x) const { return quotient(x + by - 1); }
-};
-__device__ __forceinline__ int quotient(int x, int by) { return Divisor(by).quotient(x); }
-__device__ __forceinline__ int ceil_quotient(int x, int by) { return Divisor(by).ceil_quotient(x); }
-
 // Whether a sequence has one query block of a kv head. The host chooses such a kernel only for sequences that have no more
 // rows than the block.
 constexpr bool kOneBlock = kNarrow && kFew;
@@ -45,7 +28,7 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
 // Nothing is loaded before the first piece is known. So lengths are read once for 32 sequences, one in each lane, and the
 // lane keeps what follows from them.
 struct DecodeQueue : WorkCounter {
-  __device__ DecodeWork first_work(const DecodeParams& params) {
+  __device__ void begin(const DecodeParams& params) {
     const Divisor ctas(gridDim.x);
     read(params, 0, 0);
     most_tiles = params.split_tiles;
@@ -55,19 +38,27 @@ struct DecodeQueue : WorkCounter {
     while (go_on(params)) goes_on = true;
     num_work = smaller(last_of_warp(pieces_end), params.max_slots);
     if (goes_on) read(params, 0, 0), cut(params, 0);
-    return work(params);
   }
 
   __device__ void advance(const DecodeParams& params) { take_next(params, num_work); }
 
-  __device__ DecodeWork work(const DecodeParams& params) {
+  // Describes a piece as work i of the block of threads; false if there is none.
+  template <class Addresses>
+  __device__ __forceinline__ bool describe(const DecodeParams& params, const Addresses& smem, unsigned i) {
+    const DecodeWork work = find(params);
+    if (threadIdx.x % 32 == 0) smem.write(i, work);
+    return work.exists();
+  }
+
+ private:
+  __device__ DecodeWork find(const DecodeParams& params) {
     DecodeWork work;
     work.row_begin = kNoWork;
     if (index >= unsigned(num_work)) return work;
     for (;;) {
       const unsigned past = __ballot_sync(0xffffffffu, pieces_end > int(index));
       if (past != 0) {
-        describe(params, work, __ffs(past) - 1);
+        find(params, work, __ffs(past) - 1);
         break;
       }
       if (!go_on(params)) break;  // why: somebody may write to the lengths while they are read
@@ -75,7 +66,6 @@ struct DecodeQueue : WorkCounter {
     return work;
   }
 
- private:
   // The rows that blocks of threads write for one sequence, or for no sequence, and how its keys are cut.
   struct Part {
     RaggedQueryWork of;  // what is known of the sequence
@@ -198,7 +188,7 @@ struct DecodeQueue : WorkCounter {
   }
 
   // Piece `index`, which is of the part that lane `found` holds.
-  __device__ void describe(const DecodeParams& params, DecodeWork& work, int found) const {
+  __device__ void find(const DecodeParams& params, DecodeWork& work, int found) const {
     Part of;
     int words[sizeof(Part) / 4];
     memcpy(words, &part, sizeof(Part));

@@ -15,7 +15,7 @@ constexpr unsigned kBytesSlot = (kPanelsQk > kPanelsV ? kPanelsQk : kPanelsV) * 
 // holds this many pieces of work if each has one key tile.
 constexpr int kWorkInRing = kHeadDimV > 0 ? kStages / 2 : kStages;
 constexpr int kWorkSlots = 16;
-static_assert(kWorkInRing + 3 <= kWorkSlots, "a description would be written over while it is needed");
+static_assert(kWorkInRing + 3 + kLengths <= kWorkSlots, "a description would be written over while it is needed");
 
 constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 
@@ -23,8 +23,9 @@ constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 // are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
 constexpr bool kNextScoresFirst = !kDecodes && kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
 
-// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18).
-constexpr int kQueryWarps = kQStages > 1 ? 1 : kNumConsumers;
+// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18), but where
+// keys lie in pages one of these loads v.
+constexpr int kQueryWarps = kQStages > 1 || kPaged ? 1 : kNumConsumers;
 
 struct Storage {
   char q[kQStages][kBytesQ];
@@ -80,12 +81,30 @@ struct Addresses {
   // One thread tells the others about work i.
   __device__ __forceinline__ void describe(unsigned i, const QueryWork& work) const { write(i, work), tell(i); }
   __device__ __forceinline__ void tell(unsigned i) const { mbarrier_arrive(work_full + 8 * (i % kWorkSlots)); }
+  // Its 16 bytes kFirst … kEnd - 1.
+  template <int kFirst = 0, int kEnd = sizeof(QueryWork) / 16>
   __device__ __forceinline__ void write(unsigned i, const QueryWork& work) const {
-    const unsigned slot = i % kWorkSlots;
     unsigned words[sizeof(QueryWork) / 16][4];
     memcpy(words, &work, sizeof(words));
 #pragma unroll
-    for (int n = 0; n < sizeof(QueryWork) / 16; ++n) st_shared_v4(works + sizeof(QueryWork) * slot + 16 * n, words[n]);
+    for (int n = kFirst; n < kEnd; ++n) st_shared_v4(description(i) + 16 * n, words[n]);
+  }
+  __device__ __forceinline__ unsigned description(unsigned i) const { return works + sizeof(QueryWork) * (i % kWorkSlots); }
+
+  // All lanes of a warp copy together.
+  __device__ __forceinline__ void copy_description(unsigned from, unsigned to) const {
+    const int lane = threadIdx.x % 32;
+    if (lane < sizeof(QueryWork) / 16) {
+      unsigned words[4];
+      ld_shared_v4(words, description(from) + 16 * lane);
+      st_shared_v4(description(to) + 16 * lane, words);
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void write_heads(unsigned i, int head, int kv_head) const {
+    const QueryWork& work = at.work[i % kWorkSlots];
+    st_shared_u32(smem_address(&work.head), head);
+    st_shared_u32(smem_address(&work.kv_head), kv_head);
   }
 
   __device__ __forceinline__ void await_work(unsigned i) const {
@@ -98,7 +117,7 @@ struct Addresses {
     unsigned words[sizeof(QueryWork) / 16][4];
 #pragma unroll
     for (int n = 0; n < sizeof(QueryWork) / 16; ++n) {
-      ld_shared_v4(words[n], works + sizeof(QueryWork) * (i % kWorkSlots) + 16 * n);
+      ld_shared_v4(words[n], description(i) + 16 * n);
     }
     QueryWork work;
     memcpy(&work, words, sizeof(work));
@@ -132,6 +151,8 @@ struct RingPosition {
 
 // A warp whose lanes all run together, and whose first lane acts. why: L13.
 struct Role {
+  using Queue = WorkQueue;
+
   const KernelParams& params;
   const Addresses& smem;
   const bool leads = threadIdx.x % 32 == 0;

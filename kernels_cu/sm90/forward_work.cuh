@@ -22,11 +22,6 @@ struct alignas(16) DenseQueryWork {
 
 // Deals out the work of a block of threads.
 struct DenseWorkQueue : WorkCounter {
-  // why of a queue of its own: L53.
-  __device__ __forceinline__ static DenseQueryWork first_work(const TiledForwardParams& params) {
-    return DenseWorkQueue().work(params);
-  }
-
   __device__ __forceinline__ void advance(const TiledForwardParams& params) { take_next(params, params.num_tiles); }
 
   __device__ __forceinline__ DenseQueryWork work(const TiledForwardParams& params) const {

@@ -19,7 +19,7 @@ struct AbsentKeys {
   // Their scores in the tile become -inf.
   template <int kCount>
   __device__ __forceinline__ void hide(float (&s)[kCount], int column_pair) const {
-    if (!kLengths || params.problem.page_table == nullptr) return;
+    if (!kPaged) return;
     unsigned present[4];
     ld_shared_v4(present, smem.present + 16 * slot);
     if ((present[0] & present[1] & present[2] & present[3]) == ~0u) return;
@@ -29,7 +29,7 @@ struct AbsentKeys {
 
   // Those among 16 keys of the tile.
   __device__ __forceinline__ void hide_piece(float (&s)[8], int piece, int column_pair) const {
-    if (!kLengths || params.problem.page_table == nullptr) return;
+    if (!kPaged) return;
     const unsigned present = ld_shared_u32(smem.present + 16 * slot + 4 * (piece / 2));
 #pragma unroll
     for (int j = 0; j < 2; ++j) hide_eight(s + 4 * j, present, piece % 2 * 2 + j, column_pair);

@@ -70,17 +70,28 @@ struct DenseKeyProducer : Role {
 
 // Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others have
 // left, and nobody is to wait while it reads the lengths.
+template <class Queue>
 struct Dealer : Role {
-  __device__ __forceinline__ void run(WorkQueue& queue, bool exists) {
-    if (leads) smem.tell(0);
+  // why one site for all pieces: L50.
+  __device__ __forceinline__ void run() {
+    Queue queue;
+    queue.begin(params);
+    bool exists = true, is_second = false;  // of a pair
 #pragma unroll 1
-    for (unsigned i = 1; exists; ++i) {
-      mbarrier_wait(smem.wanted(), i - 1 & 1);
-      queue.advance(params);
-      const QueryWork work = queue.work(params);
-      exists = work.exists();
-      if (leads) smem.describe(i, work);
+    for (unsigned i = 0; exists; ++i) {
+      if (is_second) {
+        queue.describe_second(params, smem, i);
+      } else {
+        if (i > 0) queue.advance(params);
+        exists = queue.describe(params, smem, i);
+      }
+      if (i == 0) __syncthreads();  // the other warps of the block wait for the first piece, and make the barriers
+      if (leads) smem.tell(i);
       __syncwarp();
+      // why not before the second piece of a pair is told of, too: it is known already.
+      if (is_second) mbarrier_wait(smem.wanted(), i - 1 & 1);
+      is_second = !is_second && queue.is_pair();
+      if (exists && !is_second) mbarrier_wait(smem.wanted(), i & 1);
     }
   }
 };

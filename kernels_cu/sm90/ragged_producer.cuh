@@ -294,14 +294,10 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
   }
 };
 
-// The body of the warps that load keys: number 0, and where keys lie in pages perhaps number 1.
+// The body of the warps that load keys: number 0, and where keys lie in pages also number 1.
 template <class AnyWork, class Params>
 __device__ __forceinline__ void produce_keys(const Params& params, const Addresses& smem, int number) {
-  if (params.problem.page_table == nullptr) {
-    if (number == 0) RowProducer<AnyWork, Params>(params, smem).run();
-  } else if (params.page_box > 0) {
-    PageProducer<AnyWork, Params, false>(params, smem, number).run();
-  } else {
-    PageProducer<AnyWork, Params, true>(params, smem, number).run();
-  }
+  if constexpr (!kPaged) RowProducer<AnyWork, Params>(params, smem).run();
+  else if (params.page_box > 0) PageProducer<AnyWork, Params, false>(params, smem, number).run();
+  else PageProducer<AnyWork, Params, true>(params, smem, number).run();
 }

@@ -65,67 +65,100 @@ struct alignas(16) RaggedQueryWork {
 
 // Deals out work as WorkQueue does. One warp asks. Blocks of heads_together heads that have the same rows follow each
 // other; the last block of a sequence, the longest under a causal mask, comes before its others.
+//
+// Two heads of the same rows are dealt together, since such a pair is found as quickly as one piece. The last kSingles
+// pieces of each block of threads are dealt one at a time, so that all blocks end together.
 struct RaggedWorkQueue : WorkCounter {
   int blocks = 0;                    // query blocks of a head
   int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
 
-  __device__ RaggedQueryWork first_work(const RaggedForwardParams& params) {
+  __device__ void begin(const RaggedForwardParams& params) {
     const Axis axis = axis_of_queries(params.problem);
     if (axis.cu_seqlens == nullptr) {
       blocks = axis.batch * blocks_of(axis.rows);
     } else {
-      for (int i = threadIdx.x % 32; i < axis.batch + 2; i += 32) blocks += blocks_of(axis, i);
-#pragma unroll
-      for (int step = 16; step > 0; step /= 2) blocks += __shfl_xor_sync(0xffffffffu, blocks, step);
+#pragma unroll 1
+      for (int i = threadIdx.x % 32; i < axis.batch + 2; i += 32) blocks += blocks_of(axis.bound(i + 1) - axis.bound(i));
+      blocks = __reduce_add_sync(0xffffffffu, blocks);
     }
-    return work(params);
   }
 
-  __device__ void advance(const RaggedForwardParams& params) { take_next(params, num_work(params)); }
+  __device__ void advance(const RaggedForwardParams& params) { take_next(params, num_numbers(params)); }
 
-  __device__ RaggedQueryWork work(const RaggedForwardParams& params) {
+  __device__ bool is_pair() const { return paired; }
+
+  // Describes a piece as work i of the block of threads; false if there is none. why in parts: registers.
+  template <class Addresses>
+  __device__ __forceinline__ bool describe(const RaggedForwardParams& params, const Addresses& smem, unsigned i) {
     const ProblemParams& problem = params.problem;
     RaggedQueryWork work;
-    work.row_begin = kNoWork;
-    if (index >= num_work(params)) return work;
-    const HeadBlock at = longest_first(index, blocks, problem.heads_q, params.heads_together);
-    const Axis axis = axis_of_queries(problem);
-    int begin = 0, end = axis.rows, block;
-    if (axis.cu_seqlens == nullptr) {
-      const int each = blocks_of(axis.rows), sequence = at.block / each;
-      work.number = sequence, block = (sequence + 1) * each - 1 - at.block;
-    } else {
-      const Found found = find(axis, at.block);
-      work.number = found.part - 1, block = found.block;
-      begin = axis.bound(found.part), end = axis.bound(found.part + 1);
+    const bool exists = index < num_numbers(params), leads = threadIdx.x % 32 == 0;
+    work.row_begin = kNoWork, paired = false;
+    if (exists) {
+      const unsigned pairs = num_pairs(params);
+      paired = index < pairs;
+      const HeadBlock at =
+          longest_first(index + smaller(index, pairs), blocks, problem.heads_q, params.heads_together);
+      const Axis axis = axis_of_queries(problem);
+      Range rows = {0, axis.rows};
+      int block;
+      if (axis.cu_seqlens == nullptr) {
+        const int each = blocks_of(axis.rows), sequence = at.block / each;
+        work.number = sequence, block = (sequence + 1) * each - 1 - at.block;
+      } else {
+        const Found found = find(axis, at.block);
+        work.number = found.part - 1, block = found.block, rows = found.rows;
+      }
+      work.set(RaggedSequence(problem, work.number, rows), work.number, rows);
+      work.head = head = at.head, work.kv_head = quotient(at.head, problem.heads_per_kv);
+      if (leads) smem.template write<1>(i, work);
+      work.row_begin = block * kBlockQ;
+      const int row_end = smaller(work.row_begin + kBlockQ, work.seqlen_q);
+      work.keys = TileRange::touched(work.sequence(problem).mask().key_range(work.row_begin, row_end), kBlockK);
+      work.keys.end = larger(work.keys.end, work.keys.begin + 1);
     }
-    work.set(RaggedSequence(problem, work.number), work.number, {begin, end});
-    work.row_begin = block * kBlockQ;
-    work.head = at.head, work.kv_head = at.head / problem.heads_per_kv;
-    const int row_end = smaller(work.row_begin + kBlockQ, work.seqlen_q);
-    work.keys = TileRange::touched(work.sequence(problem).mask().key_range(work.row_begin, row_end), kBlockK);
-    work.keys.end = larger(work.keys.end, work.keys.begin + 1);
-    return work;
+    if (leads) smem.template write<0, 1>(i, work);
+    return exists;
+  }
+
+  // Describes the second piece of a pair.
+  template <class Addresses>
+  __device__ __forceinline__ void describe_second(const RaggedForwardParams& params, const Addresses& smem, unsigned i) {
+    smem.copy_description(i - 1, i);
+    ++head;
+    if (threadIdx.x % 32 == 0) smem.write_heads(i, head, quotient(head, params.problem.heads_per_kv));
   }
 
  private:
+  static constexpr unsigned kSingles = 4;
+
+  bool paired = false;
+  int head;  // of the latest piece
+
   struct Found {
     int part, block;
+    Range rows;
   };
 
-  __device__ static int blocks_of(int rows) { return (rows + kBlockQ - 1) / kBlockQ; }
-  __device__ static int blocks_of(const Axis& axis, int part) {
-    return blocks_of(max(axis.bound(part + 1) - axis.bound(part), 0));
-  }
+  __device__ static int blocks_of(int rows) { return rows > 0 ? (unsigned(rows) + kBlockQ - 1) / kBlockQ : 0; }
 
   __device__ unsigned num_work(const RaggedForwardParams& params) const { return blocks * params.problem.heads_q; }
+  __device__ unsigned num_pairs(const RaggedForwardParams& params) const {
+    const unsigned work = num_work(params), singles = kSingles * gridDim.x;
+    return work < singles || (params.heads_together | params.problem.heads_q) & 1 ? 0 : (work - singles) / 2;
+  }
+  __device__ unsigned num_numbers(const RaggedForwardParams& params) const {
+    return num_work(params) - num_pairs(params);
+  }
 
   // Finds the part of the axis that has this block of a head, and which of the part's blocks it is.
   __device__ Found find(const Axis& axis, int block) {
     const int lane = threadIdx.x % 32, parts = axis.batch + 2;
     if (block < blocks_before) group = blocks_before = 0;
+#pragma unroll 1
     for (; group < parts; group += 32) {
-      int end = group + lane < parts ? blocks_of(axis, group + lane) : 0;
+      const Range rows = {axis.bound(group + lane), axis.bound(group + lane + 1)};
+      int end = group + lane < parts ? blocks_of(rows.end - rows.begin) : 0;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, end, step);
@@ -135,10 +168,11 @@ struct RaggedWorkQueue : WorkCounter {
       const unsigned past = __ballot_sync(0xffffffffu, end > block);
       if (past != 0) {
         const int first = __ffs(past) - 1;
-        return {group + first, __shfl_sync(0xffffffffu, end, first) - 1 - block};
+        auto found = [&](int x) { return __shfl_sync(0xffffffffu, x, first); };
+        return {group + first, found(end) - 1 - block, {found(rows.begin), found(rows.end)}};
       }
       blocks_before = __shfl_sync(0xffffffffu, end, 31);
     }
-    return {0, 0};  // why: somebody may write to cu_seqlens while they are read
+    return {0, 0, {0, 0}};  // why: somebody may write to cu_seqlens while they are read
   }
 };

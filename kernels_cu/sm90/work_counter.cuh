@@ -1,5 +1,6 @@
 // The number of a block's next piece of work, for forward and lse on Hopper.
 #pragma once
+#include "../common/division.cuh"
 #include "../common/ragged.cuh"
 #include "../common/tile_range.cuh"
 #include "../common/work.cuh"
@@ -27,6 +28,11 @@ constexpr int kDealingWarp = kLengths ? 3 : 0;  // deals out the work of a block
 // distance.
 struct WorkCounter {
   unsigned index = blockIdx.x;
+
+  // Whether the number is that of two pieces.
+  __device__ __forceinline__ bool is_pair() const { return false; }
+  template <class Params, class Addresses>
+  __device__ __forceinline__ void describe_second(const Params&, const Addresses&, unsigned) const {}
 
   template <class Params>
   __device__ __forceinline__ void take_next(const Params& params, unsigned num_work) {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import time
 from typing import Any
 
 import pytest
@@ -242,11 +244,21 @@ def test_a_gradient_is_the_first_that_autograds_thread_does_on_the_gpu() -> None
 def test_all_memory_is_of_torchs_allocator(cupy: Any) -> None:
     tensors = made("cuda", torch.bfloat16, dim=64)
     gradients(with_lse, tensors)
-    torch.cuda.synchronize()
-    pool, held = cupy.get_default_memory_pool().used_bytes(), torch.cuda.memory_allocated()
+    pool, held = cupy.get_default_memory_pool().used_bytes(), held_by_torch()
     found = gradients(with_lse, tensors)
     assert cupy.get_default_memory_pool().used_bytes() == pool
-    assert torch.cuda.memory_allocated() - held == sum(-(-2 * x.numel() // 512) * 512 for x in found)
+    assert held_by_torch() - held == sum(-(-2 * x.numel() // 512) * 512 for x in found)
+
+
+def held_by_torch() -> int:
+    """Bytes of tensors on the GPU. The thread that ran backward lets go of its own a moment after the call."""
+    torch.cuda.synchronize()
+    gc.collect()
+    readings = []
+    for _ in range(20):
+        time.sleep(0.01)
+        readings.append(torch.cuda.memory_allocated())
+    return min(readings)
 
 
 @pytest.mark.gpu

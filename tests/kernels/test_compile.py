@@ -174,11 +174,12 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     halves = [dtype for dtype in DTYPES if TABLE[dtype].itemsize == 2]
     for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
         if row.softcap in (None, capped):
-            rows_of = row, row.for_lengths(), *(row.for_decoding(*each) for each in product((False, True), repeat=2))
+            rows_of = [row, *map(row.for_lengths, (False, True))]
+            rows_of += [row.for_decoding(*each) for each in product((False, True), repeat=3)]
             wanted |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
-        wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, of_lse.for_lengths())}
+        wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, *map(of_lse.for_lengths, (False, True)))}
     # Only dense calls share key blocks by heads, and only they know that a sequence has many queries.
     gradients = [("backward", replace(row, shares_heads=True), False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row, lengths) for row in tiles_sm90.BACKWARD for lengths in {not row.min_queries, False}]
