@@ -41,6 +41,7 @@ TESTED_ELSEWHERE = {
                     "reference/test_forward.py"),
     **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",
                     "variant")), "planning/test_planner.py"),
+    "mods/operand": "mods/test_traced.py",
     "mods/operations": "mods/test_build.py",
     "planning/pages": "planning/test_decoding.py",
     "planning/key_blocks": "planning/test_backward.py",

@@ -1,1 +1,1 @@
-"""*Which* scores and masks? Their expression graphs, with derivatives, the keys that rows see, and their CUDA text."""
+"""*Which* scores and masks? Functions traced into expression graphs, with derivatives, intervals and CUDA text."""

@@ -140,9 +140,18 @@ def _simplified_where(condition: Node, x: Node, y: Node) -> Node | None:
         return x
     if condition.op == "logical_not":
         return build("where", condition.arguments[0], y, x)
-    if x.type == BOOL and x.op == y.op == "constant":
-        return condition if x.value else build("logical_not", condition)
-    return None
+    return _simplified_choice(condition, x, y) if x.type == BOOL else None
+
+
+def _simplified_choice(condition: Node, x: Node, y: Node) -> Node | None:
+    """A choice among conditions. One that is the condition itself is True where it is taken first, False last."""
+    if x is condition or (x.op == "constant" and x.value):
+        return build("bitwise_or", condition, y)
+    if y is condition or (y.op == "constant" and not y.value):
+        return build("bitwise_and", condition, x)
+    if x.op == "constant":
+        return build("bitwise_and", build("logical_not", condition), y)
+    return build("bitwise_or", build("logical_not", condition), x) if y.op == "constant" else None
 
 
 def _simplified_unary(op: str, x: Node, type: Type) -> Node | None:
@@ -261,3 +270,12 @@ def _extremes(function: operations.Function, x: Range, y: Range) -> Range:
 def load(number: int, type: Type, indices: list[Node]) -> Node:
     """An element of a captured array. A negative index counts from the end, and others are clamped into the axis."""
     return node("load", type, indices, number)
+
+
+def rebuilt(x: Node, arguments: list[Node]) -> Node:
+    """The same operation of other arguments, which have the types of those before."""
+    if x.op in ("input", "constant"):
+        return x
+    if x.op == "load":
+        return load(x.value, x.type, arguments)
+    return cast(arguments[0], x.type) if x.op == "cast" else build(x.op, *arguments)

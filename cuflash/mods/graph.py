@@ -108,15 +108,11 @@ class CapturedArray:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Graph:
-    """A traced function: its result, and the arrays that its loads refer to by their place in `arrays`."""
+    """A traced function: its result, the arrays that its loads refer to by their place, and what code depends on."""
 
     root: Node
     arrays: tuple[CapturedArray, ...]
-
-    @property
-    def digest(self) -> str:
-        """What code depends on."""
-        return digest([self.root], self.arrays)
+    digest: str
 
 
 def post_order(roots: Iterable[Node]) -> list[Node]:

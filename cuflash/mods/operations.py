@@ -159,3 +159,5 @@ COMMUTATIVE = {
     *("add", "multiply", "minimum", "maximum", "fmin", "fmax"),
     *("bitwise_and", "bitwise_or", "bitwise_xor", "equal", "not_equal"),
 }
+# The operations of one argument; `where` has three, and all others have two.
+UNARY = {*OF_FLOATS, *ROUNDING, *LOGIC, "negative", "absolute", "invert"} - {"divide", "power"}

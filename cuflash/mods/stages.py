@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .build import build, cast, constant, load
+from .build import build, cast, constant, rebuilt
 from .graph import MAX_INDEX, Node, node, post_order, variable
 from .linear import LinearForm, from_linear, linear
 from .operations import COMPARISONS, ROUNDING, Type
@@ -47,15 +47,6 @@ def _is_element(node: Node) -> bool:
     return not node.inputs.isdisjoint(_ELEMENT)
 
 
-def _rebuilt(x: Node, arguments: list[Node]) -> Node:
-    """The same operation of other arguments, which have the types of those before."""
-    if x.op in ("input", "constant"):
-        return x
-    if x.op == "load":
-        return load(x.value, x.type, arguments)
-    return cast(arguments[0], x.type) if x.op == "cast" else build(x.op, *arguments)
-
-
 def _sharp(roots: Iterable[Node]) -> set[Node]:
     """Floats whose last bit may decide something, such as what is rounded down: they are computed as written."""
     sharp: set[Node] = set()
@@ -81,7 +72,7 @@ def _with_columns(roots: Sequence[Node]) -> list[Node]:
         elif each.op == "cast" and each.type == Type.FLOAT32 and arguments[0].type.is_integer:
             new[each] = _float_of(arguments[0])
         else:
-            new[each] = _integer_sum(_rebuilt(each, arguments))
+            new[each] = _integer_sum(rebuilt(each, arguments))
     return [new[root] for root in roots]
 
 
@@ -161,7 +152,7 @@ def _with_sums(roots: Sequence[Node]) -> list[Node]:
         if found is not None and _FLOAT_COLUMN in found:
             new[each] = _sum_of(found)
         else:
-            new[each] = _rebuilt(each, [new[argument] for argument in each.arguments])
+            new[each] = rebuilt(each, [new[argument] for argument in each.arguments])
     return [new[root] for root in roots]
 
 

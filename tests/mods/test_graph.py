@@ -9,7 +9,7 @@ from expressions import K, Q, of_floats
 from workers import run_python
 
 from cuflash.mods.build import build, constant
-from cuflash.mods.graph import MAX_INDEX, CapturedArray, Graph, digest, post_order, variable
+from cuflash.mods.graph import MAX_INDEX, CapturedArray, digest, post_order, variable
 from cuflash.mods.operations import Type
 
 
@@ -62,7 +62,7 @@ def test_nodes_that_nobody_holds_are_forgotten() -> None:
 
 def test_a_digest_is_of_operations_types_constants_dtypes_and_ranks() -> None:
     root = build("multiply", of_floats(Q), constant(0.5))
-    own = Graph(root, (captured(),)).digest
+    own = digest([root], [captured()])
     assert own == digest([root], [captured(shape=(7,))]), "lengths are no part of the code"
     others = [
         digest([build("multiply", of_floats(Q), constant(0.25))], [captured()]),

@@ -1,0 +1,335 @@
+"""Functions of NumPy, CuPy, PyTorch, JAX and `math` on traced scalars, found by their names."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
+
+from ..errors import ProblemError
+from .build import build, cast, constant
+from .graph import Node
+from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, type_of_dtype
+from .operations import OF_FLOATS, ROUNDING, UNARY, Type
+
+BOOL, INT32, INT64, FLOAT32 = Type
+MAX_EXPONENT = 8  # of integer powers, which become products
+# exp(60) is large enough for a sigmoid of 0 in float32, and its square does not overflow in the derivative.
+MAX_EXP = 60.0
+
+
+def operation(op: str, *values: Any) -> Node:
+    """An operation of `operations.NUMPY`, one of the comparisons that it has not, or an integer power."""
+    if len(values) != (3 if op == "where" else 1 if op in UNARY else 2):
+        raise TypeError(f"it takes {1 if op in UNARY else 2} but was given {len(values)}")
+    nodes = [as_node(value) for value in values]
+    if op in ("greater", "greater_equal"):
+        return build("less" if op == "greater" else "less_equal", nodes[1], nodes[0])
+    if op == "power" and all(each.type != FLOAT32 for each in nodes):
+        return _integer_power(*nodes)
+    try:
+        return build(op, *nodes)
+    except ProblemError as error:
+        raise fault(str(error)) from None
+
+
+def _integer_power(base: Node, exponent: Node) -> Node:
+    if exponent.op == "constant" and 0 <= exponent.value <= MAX_EXPONENT:
+        return reduce(partial(build, "multiply"), [base] * exponent.value, constant(1))
+    if base.op == "constant" and base.value == 2 and exponent.bounds[0] >= 0:
+        return build("left_shift", constant(1), exponent)
+    raise fault(f"an integer to the power of an integer that is not one of 0 to {MAX_EXPONENT}; write 2.0 ** x")
+
+
+def to_type(value: Any, dtype: Any) -> Node:
+    """A value as the type that a dtype of any library has."""
+    return cast(as_node(value), type_of_dtype(dtype))
+
+
+def _logical(op: str) -> Callable[[Any, Any], Node]:
+    return lambda x, y: build(op, cast(as_node(x), BOOL), cast(as_node(y), BOOL))
+
+
+def _exchanged(op: str) -> Callable[[Any, Any], Node]:
+    """Of methods such as __rsub__, which libraries call by name."""
+    return lambda x, y: operation(op, y, x)
+
+
+def _clip(x: Any, min: Any = None, max: Any = None, *, a_min: Any = None, a_max: Any = None) -> Node:
+    low, high = a_min if min is None else min, a_max if max is None else max
+    result = as_node(x)
+    if low is not None:
+        result = operation("maximum", result, low)
+    return result if high is None else operation("minimum", result, high)
+
+
+def _divide(x: Any, y: Any, rounding_mode: str | None = None) -> Node:
+    op = {None: "divide", "floor": "floor_divide", "trunc": "truncated_divide"}.get(rounding_mode)
+    if op is None:
+        raise TypeError(f"rounding_mode is {rounding_mode}; None, 'floor' and 'trunc' are known")
+    return operation(op, x, y)
+
+
+def _lax_divide(x: Any, y: Any) -> Node:
+    nodes = as_node(x), as_node(y)
+    return build("divide" if FLOAT32 in [each.type for each in nodes] else "truncated_divide", *nodes)
+
+
+def _rounded(x: Any, decimals: int = 0) -> Node:
+    if decimals != 0:
+        raise fault(f"round to {decimals} digits; only whole numbers are known")
+    return operation("round", x)
+
+
+def _where(condition: Any, x: Any = None, y: Any = None) -> Node:
+    if x is None or y is None:
+        raise fault("where with one argument finds places in an array; where(condition, x, y) chooses")
+    return operation("where", condition, x, y)
+
+
+def _where_of_tensor(x: Any, condition: Any, y: Any) -> Node:
+    return operation("where", condition, x, y)
+
+
+def _masked_fill(x: Any, mask: Any, value: Any) -> Node:
+    return operation("where", mask, value, x)
+
+
+def _select_n(which: Any, *cases: Any) -> Node:
+    if len(cases) != 2:
+        raise fault(f"select_n of {len(cases)} cases; 2 are known")
+    return operation("where", which, cases[1], cases[0])
+
+
+def _log(x: Any, base: Any = None) -> Node:
+    logarithm = operation("log", x)
+    return logarithm if base is None else operation("divide", logarithm, operation("log", base))
+
+
+def _log10(x: Any) -> Node:
+    return operation("multiply", operation("log2", x), math.log10(2))
+
+
+def _tan(x: Any) -> Node:
+    return operation("divide", operation("sin", x), operation("cos", x))
+
+
+def _square(x: Any) -> Node:
+    return operation("multiply", x, x)
+
+
+def _inverse(x: Any) -> Node:
+    return operation("divide", 1.0, x)
+
+
+def _sigmoid(x: Any) -> Node:
+    # why a bound: an infinite exponential would make NaN of the derivative.
+    power = operation("exp", operation("minimum", operation("negative", x), MAX_EXP))
+    return _inverse(operation("add", 1.0, power))
+
+
+def _silu(x: Any, inplace: bool = False) -> Node:
+    return operation("multiply", x, _sigmoid(x))
+
+
+def _relu(x: Any, inplace: bool = False) -> Node:
+    return operation("maximum", x, 0)
+
+
+def _leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> Node:
+    return operation("where", operation("less", 0.0, x), x, operation("multiply", x, negative_slope))
+
+
+def _softplus(x: Any) -> Node:
+    size = operation("exp", operation("negative", operation("absolute", x)))
+    return operation("add", operation("maximum", x, 0.0), operation("log1p", size))
+
+
+def _log_sigmoid(x: Any) -> Node:
+    return operation("negative", _softplus(operation("negative", x)))
+
+
+def _gelu(x: Any, approximate: Any = "none") -> Node:
+    half = operation("multiply", 0.5, x)
+    if approximate in ("tanh", True):
+        cube = operation("multiply", operation("multiply", x, x), x)
+        sum_ = operation("add", x, operation("multiply", 0.044715, cube))
+        curve = operation("tanh", operation("multiply", math.sqrt(2 / math.pi), sum_))
+    else:
+        curve = operation("erf", operation("multiply", math.sqrt(0.5), x))
+    return operation("multiply", half, operation("add", 1.0, curve))
+
+
+def _lerp(x: Any, y: Any, weight: Any) -> Node:
+    return operation("add", x, operation("multiply", weight, operation("subtract", y, x)))
+
+
+def _is_nan(x: Any) -> Node:
+    return operation("not_equal", x, x)
+
+
+def _is_inf(x: Any) -> Node:
+    return operation("equal", operation("absolute", x), math.inf)
+
+
+def _is_finite(x: Any) -> Node:
+    return operation("less", operation("absolute", x), math.inf)
+
+
+def _to(x: Any, *others: Any, dtype: Any = None, **_: Any) -> Node:
+    """x.to(dtype), x.to(device), x.to(other), x.astype("int32"): devices, layouts and flags change nothing."""
+    for other in (dtype, *others):
+        if isinstance(other, Node):
+            return cast(as_node(x), other.type)
+        if isinstance(other, Operand) or is_array(other):
+            return to_type(x, other.dtype)
+        if isinstance(other, str) and not is_name_of_dtype(other):
+            continue
+        if other is not None and type(other).__name__ not in ("bool", "int", "device", "memory_format", "Device"):
+            return to_type(x, other)
+    return as_node(x)
+
+
+def _filled(value: float) -> Callable[..., Node]:
+    """x.new_zeros(shape, dtype) and such: of a scalar. Without a dtype it has the type of x."""
+
+    def filled(x: Any, shape: Any = (), *_: Any, dtype: Any = None, **__: Any) -> Node:
+        return _full(x, shape, value, dtype=dtype)
+
+    return filled
+
+
+def _full(x: Any, shape: Any, value: Any, *_: Any, dtype: Any = None, **__: Any) -> Node:
+    if tuple(shape if isinstance(shape, Sequence) else (shape,)) not in ((), (1,)):
+        raise fault(f"an array of shape {shape} is made inside the function; make it before the call, and refer to it")
+    return cast(as_node(value), as_node(x).type if dtype is None else type_of_dtype(dtype))
+
+
+def _like(value: float) -> Callable[..., Node]:
+    return lambda x, dtype=None, **_: _full(x, (), value, dtype=dtype)
+
+
+def _full_like(x: Any, fill_value: Any, dtype: Any = None, **_: Any) -> Node:
+    return _full(x, (), fill_value, dtype=dtype)
+
+
+def _same(x: Any, *_: Any, **__: Any) -> Node:
+    return as_node(x)
+
+
+def _cast(type: Type) -> Callable[..., Node]:
+    return lambda x, *_, **__: cast(as_node(x), type)
+
+
+def _as_integer(op: str) -> Callable[[Any], Node]:
+    return lambda x: cast(operation(op, x), INT32)
+
+
+# Names of all libraries, after the names of operations themselves, for the functions above and for operations.
+_SAME_AS = {
+    "absolute": "abs fabs",
+    "add": "radd",
+    "subtract": "sub",
+    "multiply": "mul rmul",
+    "floor_divide": "floordiv",
+    "remainder": "mod",
+    "truncated_remainder": "fmod rem",
+    "power": "pow float_power",
+    "minimum": "min amin",
+    "maximum": "max amax",
+    "negative": "neg",
+    "less": "lt",
+    "less_equal": "le",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "equal": "eq",
+    "not_equal": "ne",
+    "round": "rint",
+    "trunc": "fix",
+    "sign": "sgn",
+    "erf": "special_erf",
+    "exp2": "special_exp2",
+    "expm1": "special_expm1",
+    "log1p": "special_log1p",
+    "bitwise_and": "and rand",
+    "bitwise_or": "or ror",
+    "bitwise_xor": "xor rxor",
+    "invert": "bitwise_not inv",
+    "left_shift": "lshift shift_left bitwise_left_shift",
+    "right_shift": "rshift shift_right_arithmetic bitwise_right_shift",
+}
+_OTHERS: dict[str, Callable[..., Node]] = {
+    "where": _where,
+    "select": _where,
+    "select_n": _select_n,
+    "masked_fill": _masked_fill,
+    "logical_not": partial(operation, "logical_not"),
+    "logical_and": _logical("bitwise_and"),
+    "logical_or": _logical("bitwise_or"),
+    "logical_xor": _logical("bitwise_xor"),
+    **dict.fromkeys(("clamp", "clip"), _clip),
+    "clamp_min": lambda x, min: _clip(x, min),
+    "clamp_max": lambda x, max: _clip(x, None, max),
+    **dict.fromkeys(("div", "true_divide", "truediv"), _divide),
+    **{f"r{name}": _exchanged(op) for name, op in {"sub": "subtract", "div": "divide", "truediv": "divide",
+       "floordiv": "floor_divide", "mod": "remainder", "pow": "power"}.items()},
+    "round": _rounded,
+    "around": _rounded,
+    "log": _log,
+    "log10": _log10,
+    "tan": _tan,
+    "square": _square,
+    "reciprocal": _inverse,
+    **dict.fromkeys(("sigmoid", "special_expit", "expit", "logistic"), _sigmoid),
+    **dict.fromkeys(("silu", "swish"), _silu),
+    "relu": _relu,
+    "leaky_relu": _leaky_relu,
+    "softplus": _softplus,
+    **dict.fromkeys(("logsigmoid", "log_sigmoid"), _log_sigmoid),
+    "gelu": _gelu,
+    "lerp": _lerp,
+    "isnan": _is_nan,
+    "isinf": _is_inf,
+    **dict.fromkeys(("isfinite", "is_finite"), _is_finite),
+    **dict.fromkeys(("to", "astype", "type", "type_as", "asarray", "array", "as_tensor"), _to),
+    "new_zeros": _filled(0),
+    "new_ones": _filled(1),
+    "new_full": _full,
+    "new_tensor": lambda x, value, dtype=None, **_: _full(x, (), value, dtype=dtype),
+    "zeros_like": _like(0),
+    "ones_like": _like(1),
+    "full_like": _full_like,
+    **{name: _cast(type) for name, type in {"float": FLOAT32, "float32": FLOAT32, "float16": FLOAT32, "half": FLOAT32,
+       "double": FLOAT32, "float64": FLOAT32, "bfloat16": FLOAT32, "int": INT32, "int32": INT32, "long": INT64,
+       "int64": INT64, "bool": BOOL, "bool_": BOOL, "any": BOOL, "all": BOOL}.items()},
+    **dict.fromkeys(("clone", "detach", "contiguous", "squeeze", "unsqueeze", "view", "reshape", "expand", "cpu",
+       "cuda", "copy", "positive", "expand_dims", "ravel", "flatten", "stop_gradient", "broadcast_to"), _same),
+}  # fmt: skip
+FUNCTIONS: dict[str, Callable[..., Node]] = {
+    name: partial(operation, op)
+    for op in (*OF_FLOATS, *ROUNDING, *_SAME_AS, "fmin", "fmax", "truncated_divide")
+    for name in (op, *_SAME_AS.get(op, "").split())
+} | _OTHERS
+# What a name means in one library alone.
+_OF_LIBRARY: dict[tuple[str, str], Callable[..., Node]] = {
+    ("jax", "gelu"): lambda x, approximate=True: _gelu(x, approximate),
+    ("jax", "div"): _lax_divide,
+    ("numpy", "log"): partial(operation, "log"),
+    **{("math", name): _as_integer(name) for name in ("floor", "ceil", "trunc")},
+}
+# Keywords of NumPy's and PyTorch's functions that say nothing with these values.
+_NO_MEANING = {"out": None, "where": True, "dtype": None, "casting": "same_kind", "axis": None, "dim": None}
+
+
+def call(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], library: str = "") -> Node:
+    """What a function of a library returns for traced arguments."""
+    function = _OF_LIBRARY.get((library, name)) or FUNCTIONS.get(name)
+    if function is None:
+        known = ", ".join(sorted(FUNCTIONS))
+        raise fault(f"{library}{'.' if library else ''}{name} of a traced value is not known; these are: {known}")
+    told = {key: value for key, value in keywords.items() if key not in _NO_MEANING or value is not _NO_MEANING[key]}
+    try:
+        return function(*arguments, **told)
+    except TypeError as error:
+        raise fault(f"{name} of a traced value does not take these arguments: {error}") from error

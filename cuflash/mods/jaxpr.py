@@ -1,0 +1,146 @@
+"""JAX's expressions of scalars, which `jax.make_jaxpr` writes, as an expression graph. JAX is not imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from .build import build, cast, constant
+from .functions import call, operation, to_type
+from .graph import Graph, Node, variable
+from .operand import captured, fault, is_array, type_of_dtype
+from .operations import Type
+from .trace import KINDS, graph_of
+from .traced import Arrays, TracedArray, TracedScalar
+
+# What changes no value of a scalar.
+_SAME = {"broadcast_in_dim", "squeeze", "reshape", "copy", "copy_p", "optimization_barrier"}
+# Primitives whose names are not those of functions that `call` knows, or that mean something else.
+_PRIMITIVES: dict[str, Callable[..., Node]] = {
+    "clamp": lambda low, x, high: operation("minimum", operation("maximum", x, low), high),
+    "not": partial(operation, "invert"),
+    "rem": partial(operation, "truncated_remainder"),
+}
+# Functions of jax.numpy that are calls inside a jaxpr. why by name: what they are made of hides what they mean.
+_CALLS_BY_NAME = ("floor_divide", "remainder")
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+
+def graph_of_jaxpr(closed: Any, kind: str) -> Graph:
+    """The graph of a closed jaxpr, whose arguments are those of a score_mod or mask_mod, each a scalar.
+
+    The arrays that its loads refer to are constants of the jaxpr.
+    """
+    reader = _Reader()
+    arguments = [TracedScalar(variable(name)) for name in KINDS[kind][0]]
+    results = reader.run(closed.jaxpr, [reader.constant(each) for each in closed.consts], arguments)
+    if len(results) != 1:
+        raise fault(f"{kind} returned {len(results)} values; it must return one")
+    return graph_of(results[0].node, reader.arrays, kind, "as a jaxpr")
+
+
+class _Reader:
+    """Reads jaxprs, and knows the arrays that they refer to."""
+
+    def __init__(self) -> None:
+        self.arrays = Arrays()
+        self._known: list[tuple[Any, TracedArray]] = []
+
+    def constant(self, value: Any) -> Any:
+        """A constant of a jaxpr: a number of Python or NumPy, or an array, which is captured."""
+        if not is_array(value):
+            return TracedScalar(constant(value))
+        for known, array in self._known:
+            if known is value:
+                return array
+        array = TracedArray(captured(value), self.arrays)
+        self._known.append((value, array))
+        return array
+
+    def run(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        """The values that a jaxpr returns."""
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
+
+        def read(variable: Any) -> Any:
+            return self._literal(variable) if hasattr(variable, "val") else values[variable]
+
+        for equation in jaxpr.eqns:
+            results = self._equation(equation, [read(each) for each in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(each) for each in jaxpr.outvars]
+
+    def _literal(self, literal: Any) -> Any:
+        if np.ndim(literal.val) == 0:
+            return TracedScalar(constant(np.asarray(literal.val).item(), type_of_dtype(literal.aval.dtype)))
+        return self.constant(literal.val)
+
+    def _equation(self, equation: Any, arguments: list[Any]) -> list[Any]:
+        name, parameters = equation.primitive.name, equation.params
+        inner = next((parameters[key] for key in _INNER if key in parameters), None)
+        if name == "cond":
+            return self._cond(parameters["branches"], *arguments)
+        if inner is not None and name not in ("while", "scan"):
+            if parameters.get("name") in _CALLS_BY_NAME:
+                return [TracedScalar(call(parameters["name"], arguments, {}))]
+            constants = [self.constant(each) for each in getattr(inner, "consts", ())]
+            return self.run(getattr(inner, "jaxpr", inner), constants, arguments)
+        if name == "concatenate":
+            return [[part for each in arguments for part in (each if isinstance(each, list) else [each])]]
+        if name in _SAME:
+            return arguments
+        if name == "convert_element_type" and arguments[0].ndim > 0:
+            return [arguments[0].astype(parameters["new_dtype"])]
+        if name == "dynamic_slice":
+            return [self._slice(arguments[0], arguments[1:], parameters["slice_sizes"])]
+        if name == "gather":
+            return [self._gather(arguments[0], arguments[1], parameters)]
+        return [TracedScalar(self._scalar(name, parameters, arguments))]
+
+    def _scalar(self, name: str, parameters: Any, arguments: list[Any]) -> Node:
+        if name == "convert_element_type":
+            return to_type(arguments[0], parameters["new_dtype"])
+        if name == "integer_pow":
+            power = operation("power", arguments[0], abs(parameters["y"]))
+            return power if parameters["y"] >= 0 else operation("divide", 1.0, power)
+        if name == "round" and int(parameters["rounding_method"]) != 1:
+            raise fault("lax.round that takes halves away from zero; jax.numpy.round takes them to even numbers")
+        if name in _PRIMITIVES:
+            return _PRIMITIVES[name](*arguments)
+        return call(name, arguments, {}, "jax")
+
+    def _cond(self, branches: Sequence[Any], which: Any, *arguments: Any) -> list[Any]:
+        """The results of the branch of number `which`; of the first or last one, if there is none."""
+        results: list[Any] | None = None
+        for place, branch in reversed(list(enumerate(branches))):
+            own = self.run(branch.jaxpr, [self.constant(each) for each in branch.consts], arguments)
+            if results is None:
+                results = own
+                continue
+            is_taken = build("less_equal", cast(which.node, Type.INT32), constant(place))
+            results = [
+                TracedScalar(operation("where", is_taken, *pair)) for pair in zip(own, results, strict=True)
+            ]
+        return results or []
+
+    def _slice(self, array: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
+        """array[i, :, j]: an axis with a size of 1 has an index, all others are whole."""
+        keys: list[Any] = []
+        for start, size, extent in zip(starts, sizes, array.shape, strict=True):
+            if size not in (1, extent):
+                raise fault(f"a slice of {size} elements of {extent}; single elements and whole axes are known")
+            # why not negative: JAX has wrapped such indices itself, and takes the first element for what is left.
+            keys.append(TracedScalar(operation("maximum", start, 0)) if size == 1 else slice(None))
+        return array[tuple(keys)]
+
+    def _gather(self, array: Any, index: Any, parameters: Any) -> Any:
+        numbers, sizes = parameters["dimension_numbers"], parameters["slice_sizes"]
+        given = index if isinstance(index, list) else [index]
+        if len(given) != len(numbers.start_index_map):
+            raise fault(f"{len(given)} indices of {len(numbers.start_index_map)} axes; single elements are known")
+        starts: list[Any] = [0] * array.ndim
+        for axis, each in zip(numbers.start_index_map, given, strict=True):
+            starts[axis] = each
+        return self._slice(array, starts, sizes)

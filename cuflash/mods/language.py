@@ -1,0 +1,48 @@
+"""What functions of the user may call: the lengths of the sequence, and functions of scalars.
+
+Functions of NumPy, CuPy, PyTorch, jax.numpy and `math`, Python's operators and `if` do the same. These serve where a
+function is to run with every array library, or with none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .functions import call
+from .graph import variable
+from .operand import Operand, fault
+from .paths import is_tracing
+from .traced import TracedScalar
+
+FUNCTIONS = (
+    *("where", "minimum", "maximum", "clip", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid"),
+    *("sin", "cos", "erf", "floor", "ceil", "trunc", "round", "sign"),
+)
+
+
+def seqlen_q() -> Any:
+    """The number of used queries of the sequence, inside a function that is traced."""
+    return _length("seqlen_q")
+
+
+def seqlen_k() -> Any:
+    """The number of used keys of the sequence, inside a function that is traced."""
+    return _length("seqlen_k")
+
+
+def _length(name: str) -> TracedScalar:
+    if not is_tracing():
+        raise fault(f"{name}() is known inside a score_mod or mask_mod alone, while cuflash traces it")
+    return TracedScalar(variable(name))
+
+
+def function(name: str) -> Any:
+    """The function of a name, for traced values and for numbers."""
+
+    def of_scalars(*arguments: Any) -> Any:
+        node = call(name, arguments, {}, "cuflash")
+        return TracedScalar(node) if any(isinstance(each, Operand) for each in arguments) else node.value
+
+    of_scalars.__name__ = of_scalars.__qualname__ = name
+    of_scalars.__doc__ = f"{name} of traced values, or of numbers."
+    return of_scalars

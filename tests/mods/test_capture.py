@@ -1,0 +1,238 @@
+"""Capturing: whatever a function refers to takes part in its graph, and the user's objects stay as they are."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import enum
+import functools
+import math
+import types
+from collections.abc import Callable, Iterator
+from math import tanh as hyperbolic
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import pytest
+from traces import check
+
+from cuflash.errors import ProblemError
+from cuflash.mods.trace import trace
+
+TABLE = np.array([0.5, -0.25, 1.5, 2.0], np.float32)
+LIMITS = np.array([[3, 9], [20, 5]], np.int32)
+SCALE = 0.5
+MANY = {"window": 7, "tables": [TABLE, TABLE * 2], "both": (LIMITS, 2)}
+
+
+class Place(NamedTuple):
+    begin: int
+    end: Any
+
+
+class Side(enum.Enum):
+    LEFT = 1
+    RIGHT = 2
+
+
+class Mask:
+    width: ClassVar[int] = 6
+
+    def __init__(self, limits: Any) -> None:
+        self.limits, self.parts = limits, [limits, limits + 1]
+
+    def is_near(self, x: Any, y: Any) -> Any:
+        return abs(x - y) < self.width
+
+    def below(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.is_near(q, k) & (k < self.limits[b % 2, h % 2])
+
+    @property
+    def doubled(self) -> Any:
+        return self.limits
+
+    @staticmethod
+    def small(x: Any) -> Any:
+        return x < 9
+
+    def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.below(b, h, q, k) | self.small(k) | (self.doubled[0, 0] == q) | (len(self.parts) == q)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[int]:
+        return iter((3, 4))
+
+
+def both(*masks: Callable[..., Any]) -> Callable[..., Any]:
+    def joined(b: Any, h: Any, q: Any, k: Any) -> Any:
+        result = q >= 0
+        for mask in masks:
+            result = result & mask(b, h, q, k)
+        return result
+
+    return joined
+
+
+def shifted(mask: Callable[..., Any], offset: Any) -> Callable[..., Any]:
+    return lambda b, h, q, k: mask(b, h, q + offset, k)
+
+
+def fact(n: int) -> int:
+    return 1 if n < 2 else n * fact(n - 1)
+
+
+def recursive(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q % fact(4)) < k
+
+
+def own_cell() -> Callable[..., Any]:
+    def rounds(x: Any, count: int) -> Any:
+        return x if count == 0 else rounds(x * 3 % 17, count - 1)
+
+    return lambda b, h, q, k: rounds(q, 3) < k
+
+
+def with_defaults(b: Any, h: Any, q: Any, k: Any, limits: Any = LIMITS, *, width: int = 5) -> Any:
+    return (q - k < width) | (limits[b % 2, h % 2] < k)
+
+
+def imported_inside(b: Any, h: Any, q: Any, k: Any) -> Any:
+    import math as m
+    from math import floor
+
+    return floor(q / 3) + m.ceil(k / 2) < 9
+
+
+def wrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def outer(*arguments: Any, **keywords: Any) -> Any:
+        return function(*arguments, **keywords)
+
+    return outer
+
+
+@wrapped
+def decorated(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q < k + 3
+
+
+@functools.lru_cache
+def remembered(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return q < k + 2
+
+
+def of_many(b: Any, h: Any, q: Any, k: Any) -> Any:
+    limits, number = MANY["both"]
+    return (q - k < MANY["window"]) | (limits[b % 2, 1] > k + number) | (MANY["tables"][0][h % 4] < 0)
+
+
+PLACE, SIDE = Place(3, LIMITS), Side.LEFT
+SPACE = types.SimpleNamespace(limits=LIMITS, width=4)
+HEADS = {1, 3}
+COUNTED = collections.OrderedDict(a=5)
+
+
+def of_others(b: Any, h: Any, q: Any, k: Any) -> Any:
+    kind = 3 if SIDE is Side.LEFT else 4
+    return (PLACE.begin + PLACE.end[b % 2, 0] < k) | (SPACE.limits[0, 1] - SPACE.width + kind < q) | (h in HEADS) | (
+        COUNTED["a"] == q
+    )  # fmt: skip
+
+
+def isinstance_and_types(b: Any, h: Any, q: Any, k: Any) -> Any:
+    return (q < 5) if isinstance(SCALE, float) and isinstance(True, (bool, int)) else (q > 5)
+
+
+MASK = Mask(LIMITS)
+MASKS = {
+    "closure": both(lambda b, h, q, k: q < k, lambda b, h, q, k: LIMITS[b % 2, h % 2] < q),
+    "closures in closures": both(shifted(both(shifted(lambda b, h, q, k: q > k, 4)), np.int32(2)), MASK.below),
+    "method": MASK.below,
+    "object": MASK,
+    "static": lambda b, h, q, k: Mask.small(q) & MASK.small(k),
+    "partial": functools.partial(lambda width, b, h, q, k, more: q - k < width + more, 4, more=2),
+    "partial of a method": functools.partial(MASK.below),
+    "recursion by a global": recursive,
+    "recursion by a cell": own_cell(),
+    "defaults": with_defaults,
+    "imports": imported_inside,
+    "wraps": decorated,
+    "lru_cache": shifted(lambda b, h, q, k: q < k + 2, 0),
+    "vectorize": shifted(np.vectorize(lambda b, h, q, k: q < k + 1).pyfunc, 1),
+    "containers": of_many,
+    "others": of_others,
+    "types": isinstance_and_types,
+    "iteration": lambda b, h, q, k: functools.reduce(lambda x, y: x | (y == q), list(MASK), k < 2),
+    "0-d array": lambda b, h, q, k: q - k < np.array(3),
+    "elements": lambda b, h, q, k: (LIMITS[b % 2] == k).any(),
+    "unrolled": lambda b, h, q, k: any(x < q for x in LIMITS[0]),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks_refer_to_what_functions_can_refer_to(name: str) -> None:
+    check(MASKS[name], "mask_mod")
+
+
+def own_sum(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score + (LIMITS[b % 2] * TABLE[:2]).sum() if False else score + sum(LIMITS[b % 2])
+
+
+SCORES = {
+    "from math": lambda score, b, h, q, k: hyperbolic(score) * SCALE,
+    "module": lambda score, b, h, q, k: math.exp(-abs(score)) + math.floor(score) + math.pi,
+    "tables": lambda score, b, h, q, k: score * MANY["tables"][1][h % 4] + TABLE[-1],
+    "builtins": lambda score, b, h, q, k: max(min(score, 1.0), float(q) / 9, -1.0) + int(score) + round(score),
+    "numpy types": lambda score, b, h, q, k: np.float32(q) * np.float32(2) + np.int32(score),
+    "sum": own_sum,
+    "dot": lambda score, b, h, q, k: score + np.dot(LIMITS[b % 2], LIMITS[h % 2]),
+    "log with a base": lambda score, b, h, q, k: math.log(abs(score) + 2, 3) + np.log(abs(score) + 2),
+    "casts": lambda score, b, h, q, k: score + LIMITS.astype("float32")[b % 2, 0] / 3 + (q > k),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_refer_to_what_functions_can_refer_to(name: str) -> None:
+    check(SCORES[name], "score_mod")
+
+
+def test_wrappers_are_looked_through() -> None:
+    assert trace(remembered, "mask_mod").root is trace(remembered.__wrapped__, "mask_mod").root
+    assert trace(np.vectorize(remembered.__wrapped__), "mask_mod").root is trace(remembered, "mask_mod").root
+
+
+def test_the_users_objects_stay_as_they_are() -> None:
+    words = [5]
+    limits = {"width": words}
+
+    def function(b: Any, h: Any, q: Any, k: Any) -> Any:
+        words.append(6)
+        limits["more"] = [7]
+        return q - k < words[0]
+
+    before = function.__code__, function.__globals__, function.__closure__, builtins.min
+    trace(function, "mask_mod")
+    assert (words, limits) == ([5], {"width": [5]})
+    assert (function.__code__, function.__globals__, function.__closure__, builtins.min) == before
+
+
+def test_attributes_of_captured_objects_are_not_set() -> None:
+    def function(b: Any, h: Any, q: Any, k: Any) -> Any:
+        SPACE.width = 9
+        return q < k
+
+    with pytest.raises(ProblemError, match="the attribute width of a captured object is set"):
+        trace(function, "mask_mod")
+    assert SPACE.width == 4
+
+
+def test_only_arrays_are_indexed_by_traced_values() -> None:
+    with pytest.raises(ProblemError, match="a OrderedDict has a traced index"):
+        trace(lambda b, h, q, k: COUNTED[h] < q, "mask_mod")
+
+
+def test_an_object_that_is_not_like_an_array_meets_no_traced_values() -> None:
+    with pytest.raises((ProblemError, TypeError), match="a Mask meets traced values"):
+        trace(lambda b, h, q, k: np.where(q < k, MASK, 3), "mask_mod")

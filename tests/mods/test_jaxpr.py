@@ -1,0 +1,109 @@
+"""JAX's expressions: the graph of a jaxpr has the values of the function that was traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from traces import POINTS, values_of
+
+jax = pytest.importorskip("jax")
+from jax import numpy as jnp
+
+from cuflash.errors import ProblemError
+from cuflash.mods.intervals import row_interval
+from cuflash.mods.jaxpr import graph_of_jaxpr
+
+SLOPES = jnp.asarray([0.5, 0.25, 0.125, 0.0625])
+LIMITS = jnp.asarray([[3, 9, 20], [20, 5, 1]], jnp.int32)
+
+
+def graph_of(function: Callable[..., Any], kind: str) -> Any:
+    scores = [jnp.float32(0)] if kind == "score_mod" else []
+    return graph_of_jaxpr(jax.make_jaxpr(function)(*scores, *[jnp.int32(0)] * 4), kind)
+
+
+def check(function: Callable[..., Any], kind: str) -> Any:
+    graph = graph_of(function, kind)
+    indices = [jnp.asarray(POINTS[name], jnp.int32) for name in ("b", "h", "q_idx", "k_idx")]
+    scores = [jnp.asarray(POINTS["score"], jnp.float32)] if kind == "score_mod" else []
+    wanted = np.asarray(jax.vmap(function)(*scores, *indices))
+    if kind == "mask_mod":
+        np.testing.assert_array_equal(values_of(graph), wanted)
+    else:
+        np.testing.assert_allclose(values_of(graph), wanted, rtol=2e-5, atol=2e-5)
+    return graph
+
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": lambda b, h, q, k: q >= k,
+    "window": lambda b, h, q, k: (q >= k) & (q - k < 8),
+    "chunks": lambda b, h, q, k: q // 8 == k // 8,
+    "remainder": lambda b, h, q, k: (q - k) % 3 == 0,
+    "limits": lambda b, h, q, k: k < LIMITS[b % 2, h % 3],
+    "a row and then an element": lambda b, h, q, k: k < LIMITS[b % 2][h % 3],
+    "a negative index": lambda b, h, q, k: k < LIMITS[-1, h % 3 - 3],
+    "logic": lambda b, h, q, k: jnp.logical_or(jnp.logical_not(q < k), jnp.logical_xor(h == 0, b == 1)),
+    "bits": lambda b, h, q, k: ((q ^ k) & 5) | (q >> 1) << 2 > ~k,
+    "select": lambda b, h, q, k: jnp.where(h < 2, q > k, q < k),
+    "cond": lambda b, h, q, k: jax.lax.cond(h < 2, lambda: q > k, lambda: q < k + b),
+    "switch": lambda b, h, q, k: jax.lax.switch(h, [lambda x: x > k, lambda x: x < k, lambda x: x == k], q),
+    "jit": jax.jit(lambda b, h, q, k: jax.jit(lambda x: x + 1)(q) > k),
+    "power": lambda b, h, q, k: (q % 5) ** 3 > k,
+    "clip": lambda b, h, q, k: jnp.clip(q, 3, 20) > k,
+    "max and min": lambda b, h, q, k: jnp.maximum(q, h) > jnp.minimum(k, 30),
+}
+SCORES: dict[str, Callable[..., Any]] = {
+    "alibi": lambda s, b, h, q, k: s + SLOPES[h] * (k - q),
+    "softcap": lambda s, b, h, q, k: 20 * jnp.tanh(s / 20),
+    "curves": lambda s, b, h, q, k: jax.nn.gelu(s) + jax.nn.silu(s) + jax.nn.sigmoid(s) + jax.nn.relu(s),
+    "functions": lambda s, b, h, q, k: jnp.exp(-jnp.abs(s)) + jnp.log1p(s * s) + jnp.sin(s) * jnp.cos(q) + jnp.sign(s),
+    "powers": lambda s, b, h, q, k: s**3 + jnp.square(s) + (jnp.abs(s) + 1) ** -2 + jnp.sqrt(s * s + 1) + 2.0**s,
+    "rounding": lambda s, b, h, q, k: jnp.floor(s) + jnp.ceil(s) + jnp.round(s) + jnp.trunc(s),
+    "casts": lambda s, b, h, q, k: s.astype(jnp.int32) + (q > k).astype(jnp.float32) + q / 3,
+    "bfloat16": lambda s, b, h, q, k: s + SLOPES.astype(jnp.bfloat16)[h].astype(jnp.float32),
+    "stop_gradient": lambda s, b, h, q, k: jax.lax.stop_gradient(s) + jnp.where(q < k, s, 0.0) + jnp.isfinite(s),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    check(MASKS[name], "mask_mod")
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores(name: str) -> None:
+    check(SCORES[name], "score_mod")
+
+
+def test_arrays_are_constants_of_the_jaxpr() -> None:
+    graph = graph_of(SCORES["alibi"], "score_mod")
+    assert [(each.array is SLOPES, each.dtype, each.shape) for each in graph.arrays] == [(True, "float32", (4,))]
+    twice = graph_of(lambda s, b, h, q, k: s + SLOPES[h] - SLOPES[q % 4], "score_mod")
+    assert len(twice.arrays) == 1
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "chunks"])
+def test_intervals_are_found(name: str) -> None:
+    found = row_interval(graph_of(MASKS[name], "mask_mod").root)
+    assert found is not None
+    assert found.is_exact
+    assert found.is_monotone
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"),
+    [
+        (lambda b, h, q, k: jax.lax.while_loop(lambda x: x > 3, lambda x: x - 1, q) < k, "jax.while of a traced value"),
+        (lambda b, h, q, k: jnp.arctan2(q, k) < 1, "jax.atan2 of a traced value is not known"),
+        (lambda b, h, q, k: jax.lax.dynamic_slice(LIMITS, (b, h), (1, 2)).sum() < q, "a slice of 2 elements of 3"),
+        (lambda b, h, q, k: jax.lax.round(q / 3) < k, "takes halves away from zero"),
+        (lambda b, h, q, k: (q < k, True), "returned 2 values"),
+        (lambda b, h, q, k: q - k, "returned a value of type int32"),
+    ],
+)
+def test_what_is_not_known_is_refused(function: Callable[..., Any], wanted: str) -> None:
+    with pytest.raises(ProblemError, match=wanted):
+        graph_of(function, "mask_mod")

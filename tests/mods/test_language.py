@@ -1,0 +1,40 @@
+"""The functions that cuflash gives to functions of the user."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from cuflash.errors import ProblemError
+from cuflash.mods.graph import variable
+from cuflash.mods.language import FUNCTIONS, function, seqlen_k, seqlen_q
+from cuflash.mods.trace import trace
+
+
+def test_the_lengths_of_the_sequence_are_inputs() -> None:
+    root = trace(lambda b, h, q, k: k - seqlen_k() <= q - seqlen_q(), "mask_mod").root
+    assert root.inputs == {"q_idx", "k_idx", "seqlen_q", "seqlen_k"}
+    assert variable("seqlen_k").bounds[0] == 0
+
+
+@pytest.mark.parametrize("length", [seqlen_q, seqlen_k])
+def test_lengths_are_known_inside_a_function_alone(length: object) -> None:
+    with pytest.raises(ProblemError, match=r"seqlen_[qk]\(\) is known inside a score_mod or mask_mod alone"):
+        length()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_traced_values_and_numbers(name: str) -> None:
+    of = function(name)
+    arguments = {"where": (True, 0.5, 2.0), "clip": (0.5, 0.0, 1.0), "minimum": (0.5, 2), "maximum": (0.5, 0.25)}
+    given = arguments.get(name, (0.5,))
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return of(score > 0, score, 1) if name == "where" else of(score, *given[1:])
+
+    assert "score" in trace(score_mod, "score_mod").root.inputs
+    plain = {"where": 0.5, "clip": 0.5, "minimum": 0.5, "maximum": 0.5, "rsqrt": 2**0.5, "exp2": 2**0.5, "sign": 1.0,
+             "sigmoid": 1 / (1 + math.exp(-0.5)), "round": 0.0}  # fmt: skip
+    assert of(*given) == pytest.approx(plain[name] if name in plain else getattr(math, name)(0.5), rel=1e-6)
+    assert of.__name__ == name

@@ -1,0 +1,101 @@
+"""Paths: conditions on traced values are answered both ways, and the results are joined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from expressions import H, K, Q
+from traces import check
+
+from cuflash.errors import ProblemError
+from cuflash.mods.build import build, constant
+from cuflash.mods.graph import Node
+from cuflash.mods.paths import MAX_PATHS, all_paths, is_tracing, truth
+
+
+def less(x: Node, y: Node | int) -> Node:
+    return build("less", x, y if isinstance(y, Node) else constant(y))
+
+
+def test_a_condition_is_answered_both_ways() -> None:
+    root = all_paths(lambda: Q if truth(less(H, 2)) else K)
+    assert root is build("where", less(H, 2), Q, K)
+
+
+def test_known_conditions_have_one_answer() -> None:
+    asked = []
+
+    def run() -> Node:
+        asked.append(None)
+        first = truth(less(H, 2))
+        assert truth(less(H, 2)) == first
+        assert truth(build("less_equal", constant(2), H)) != first
+        assert truth(constant(True))
+        assert not truth(less(Q, 0))
+        return constant(first)
+
+    assert all_paths(run) is less(H, 2)
+    assert len(asked) == 2
+
+
+@pytest.mark.parametrize("count", [1, 2, MAX_PATHS - 1])
+def test_a_chain_of_conditions_ends_in_as_many_paths(count: int) -> None:
+    def chain(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        for i in range(count):
+            if q == i:
+                return score * i
+        return score - 100
+
+    check(chain, "score_mod")
+
+
+def test_a_tree_of_conditions_joins_in_its_order() -> None:
+    def tree(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        result = score
+        for place in range(5):
+            result = result + (q >> place if (k >> place) % 2 else -1)
+        return result
+
+    check(tree, "score_mod")
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_more_paths_are_refused(is_tree: bool) -> None:
+    calls = []
+
+    def function() -> Node:
+        calls.append(None)
+        for i in range(6 if is_tree else MAX_PATHS):
+            if truth(less(Q, i + 1)) and not is_tree:
+                return Q
+        return K
+
+    with pytest.raises(ProblemError, match=f"more than {MAX_PATHS} paths"):
+        all_paths(function)
+    assert len(calls) <= MAX_PATHS
+
+
+def test_a_truth_is_known_while_tracing_only() -> None:
+    assert not is_tracing()
+    with pytest.raises(ProblemError, match="outside of its function"):
+        truth(less(Q, 2))
+    seen = []
+    all_paths(lambda: seen.append(is_tracing()) or Q)
+    assert seen == [True]
+    assert not is_tracing()
+
+
+def test_an_error_on_a_path_ends_the_tracing() -> None:
+    def run() -> Node:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        all_paths(run)
+    assert not is_tracing()
+
+
+def test_results_of_different_types_meet() -> None:
+    root = all_paths(lambda: constant(1.5) if truth(less(H, 2)) else Q)
+    assert root.type.numpy is np.float32

@@ -1,0 +1,156 @@
+"""Traced values: what they answer while a function is traced, to NumPy, to PyTorch and to Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import torch_of
+from traces import check
+
+from cuflash.errors import ProblemError
+from cuflash.mods.build import build, cast, constant, load
+from cuflash.mods.functions import FUNCTIONS
+from cuflash.mods.graph import variable
+from cuflash.mods.operand import captured
+from cuflash.mods.operations import Type
+from cuflash.mods.trace import trace
+from cuflash.mods.traced import MAX_ELEMENTS, Arrays, Elements, TracedArray, TracedScalar
+
+Q, H = variable("q_idx"), variable("h")
+TABLE = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+
+def array(values: Any = TABLE) -> TracedArray:
+    return TracedArray(captured(values), Arrays())
+
+
+def scalar(node: Any = Q) -> TracedScalar:
+    return TracedScalar(node)
+
+
+def test_indexing_is_a_load() -> None:
+    q, h = scalar(), scalar(H)
+    wanted = load(0, Type.FLOAT32, [H, Q, constant(3)])
+    own = array()
+    for each in (own[h, q, 3], own[h][q][-1], own[h, :, 3][q], own[..., 3][h, q], own[:, :, -1][h][q]):
+        assert each.ndim == 0
+        assert each.node is wanted
+    assert array()[h].shape == (3, 4)
+    assert array()[..., 1].shape == (2, 3)
+    assert len(array()) == 2
+    assert [each.shape for each in array()] == [(3, 4)] * 2
+
+
+def test_arrays_say_what_they_are_as_in_their_library() -> None:
+    own = array()[scalar()]
+    assert (own.shape, own.ndim, own.dtype, own.size, own.numel(), own.dim()) == ((3, 4), 2, np.float32, 12, 12, 2)
+    assert scalar().dtype == np.int32
+    assert (scalar().shape, scalar().ndim) == ((), 0)
+    assert repr(own) == "captured float32 array of shape (3, 4)"
+    assert repr(scalar()) == "traced q_idx"
+
+
+def test_casts_of_whole_arrays_are_casts_of_elements() -> None:
+    integers = array(np.arange(4, dtype=np.int64))
+    assert integers.astype(np.float32)[scalar()].node is cast(load(0, Type.INT64, [Q]), Type.FLOAT32)
+    assert integers.copy()[scalar()].node is load(0, Type.INT64, [Q])
+    with pytest.raises(ProblemError, match=r"exp of an array of shape \(4,\)"):
+        integers.exp()
+
+
+def test_short_arrays_are_computed_element_by_element() -> None:
+    rows = np.arange(6, dtype=np.int32).reshape(2, 3)
+    check(lambda b, h, q, k: (rows[b % 2] == k).any() | (rows[h % 2] > 3).all(), "mask_mod")
+    check(lambda score, b, h, q, k: (rows[b % 2] * 2 - rows[h % 2]).sum() + abs(-rows[0]).sum() + score, "score_mod")
+    assert isinstance(array(rows)[0] * scalar(), Elements)
+    for values in (np.zeros(MAX_ELEMENTS + 1, np.float32), TABLE):
+        with pytest.raises(ProblemError, match="is computed with as a whole"):
+            array(values) + scalar()
+    with pytest.raises(ProblemError, match="arrays of 3 and 4 elements"):
+        array(rows)[0] + array(TABLE)[0, 0]
+
+
+def test_nobody_takes_a_traced_value_for_a_number() -> None:
+    q = scalar()
+    for take in (int, float, complex, hash, range, [1, 2].__getitem__, np.asarray, lambda x: x.item(), lambda x: {x}):
+        with pytest.raises(ProblemError, match="has no number yet"):
+            take(q)
+    with pytest.raises(TypeError, match="not iterable"):
+        iter(q)
+    with pytest.raises(ProblemError, match="outside of its function"):
+        bool(q)
+    assert (q == None) is False  # noqa: E711
+    assert (q != "q") is True
+    with pytest.raises(TypeError, match="unsupported operand"):
+        q + "a"
+
+
+def test_numpy_leaves_its_operators_and_functions_to_traced_values() -> None:
+    q = scalar()
+    assert (np.int32(3) + q).node is (3 + q).node is (np.array(3, "i4") + q).node
+    assert (np.float32(0.5) * q).node is (q * 0.5).node
+    assert np.where(q < 3, q, 0).node is build("where", (q < 3).node, Q, constant(0))
+    assert np.tanh(q).node is build("tanh", Q)
+    with pytest.raises(ProblemError, match="meets traced values; make it before the call"):
+        np.arange(3) + q
+
+
+def test_methods_are_functions_by_name() -> None:
+    q = scalar()
+    assert q.clamp(2, 5).node is np.clip(q, 2, 5).node
+    assert q.float().tanh().node is build("tanh", Q)
+    assert {"clamp", "float", "masked_fill"} <= set(FUNCTIONS)
+    assert not hasattr(q, "backward")
+
+
+def test_torch_leaves_its_functions_to_traced_values() -> None:
+    torch = pytest.importorskip("torch")
+    q, h = scalar(), scalar(H)
+    assert torch.where(q < 3, q, 0).node is build("where", (q < 3).node, Q, constant(0))
+    assert torch.clamp(q, min=2, max=5).node is q.clamp(2, 5).node
+    assert (torch.tensor(3) - q).node is build("subtract", constant(3, Type.INT64), cast(Q, Type.INT64))
+    assert (torch.tensor(True) & (q < h)).node is (q < h).node
+    assert torch.nn.functional.gelu(q, approximate="tanh").node.type == Type.FLOAT32
+    assert torch.ops.aten.exp(q).node is build("exp", Q)
+    assert q.to(torch.float32).node.type == q.to(dtype=torch.bfloat16).node.type == Type.FLOAT32
+    assert q.new_zeros((), dtype=torch.bool).node is constant(False)
+    with pytest.raises(ProblemError, match="a tensor made inside the function has a traced index"):
+        torch.arange(3)[q]
+    with pytest.raises(ProblemError, match=r"torch.add_ of a traced value is not known"):
+        torch.tensor(3).add_(q)
+    with pytest.raises(ProblemError, match=r"torch.lgamma of a traced value is not known"):
+        torch.lgamma(q)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "int32", "bool"])
+def test_tensors_are_captured(dtype: str) -> None:
+    import ml_dtypes
+
+    values = np.array([0, 1, 0.5, -2, 3], np.float32).astype(np.dtype(getattr(ml_dtypes, dtype, dtype)))
+    tensor = torch_of(values, "cpu")
+    kind = "mask_mod" if dtype == "bool" else "score_mod"
+    torch = pytest.importorskip("torch")
+    function = (lambda *x: tensor[x[-1] % 5]) if dtype == "bool" else (lambda *x: tensor[x[-1] % 5].float() + x[0])
+    graph = check(function, kind, lambda i: torch.tensor(i, dtype=torch.int32))
+    assert graph.arrays[0].dtype == dtype
+    assert trace(function, kind).arrays[0].array is tensor
+
+
+def test_modules_of_torch_are_captured() -> None:
+    torch = pytest.importorskip("torch")
+
+    class Bias(torch.nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.slopes = torch.nn.Parameter(torch.tensor([0.5, 1.5]))
+            self.table = torch.nn.Embedding(4, 1)
+
+        def forward(self, score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return self.slopes[h % 2] * score + torch.tanh(self.table.weight[q % 4, 0])
+
+    bias = Bias()
+    graph = check(bias, "score_mod", lambda i: torch.tensor(i, dtype=torch.int32))
+    assert [id(each.array) for each in graph.arrays] == [id(bias.slopes), id(bias.table.weight)]
+    assert trace(bias.forward, "score_mod").digest == graph.digest

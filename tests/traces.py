@@ -1,0 +1,51 @@
+"""Traced functions beside the functions themselves, called with plain numbers, in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from expressions import points
+
+from cuflash.mods.graph import Graph
+from cuflash.mods.trace import trace
+from cuflash.reference.mods import evaluate
+
+COUNT = 40
+POINTS = points(COUNT)
+_INTEGERS = ("b", "h", "q_idx", "k_idx")
+
+
+def host(array: Any) -> Any:
+    """A captured array in NumPy."""
+    if hasattr(array, "detach"):
+        array = array.detach().float() if "bfloat16" in str(array.dtype) else array.detach()
+    return np.asarray(array)
+
+
+def values_of(graph: Graph, float_type: type[np.floating[Any]] = np.float64) -> Any:
+    """The values of a graph at all points."""
+    arrays = [host(each.array) for each in graph.arrays]
+    return np.broadcast_to(evaluate([graph.root], POINTS, arrays, float_type)[0], COUNT)
+
+
+def called(function: Callable[..., Any], kind: str, number: Callable[[Any], Any] = int) -> Any:
+    """What a function itself returns at all points. `number`: makes an index, of a library perhaps."""
+    found = []
+    for i in range(COUNT):
+        indices = [number(int(POINTS[name][i])) for name in _INTEGERS]
+        scores = [POINTS["score"][i]] if kind == "score_mod" else []
+        found.append(function(*scores, *indices))
+    return np.array([np.asarray(host(each)) for each in found])
+
+
+def check(function: Callable[..., Any], kind: str, number: Callable[[Any], Any] = int) -> Graph:
+    """Traces a function and compares its graph with what it returns."""
+    graph = trace(function, kind)
+    wanted = called(function, kind, number)
+    if kind == "mask_mod":
+        np.testing.assert_array_equal(values_of(graph), wanted)
+    else:
+        np.testing.assert_allclose(values_of(graph), wanted.astype(np.float64), rtol=1e-5, atol=1e-5)
+    return graph
