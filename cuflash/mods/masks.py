@@ -1,0 +1,322 @@
+"""Ready-made masks. A query's position is `q_idx + seqlen_k - seqlen_q`: the last query stands beside the last key.
+
+In the pictures a row is a query, a column a key, and x a key that is seen. Numbers are constants of the kernel, so that
+each new one compiles anew; arrays are read by every call, so that they may change, in CUDA graphs too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from numbers import Integral
+from typing import Any
+
+from ..errors import ProblemError
+from .language import seqlen_k, seqlen_q
+
+Mod = Callable[..., Any]
+
+
+def _position(q_idx: Any) -> Any:
+    return q_idx + seqlen_k() - seqlen_q()
+
+
+def check_number(name: str, value: Any, least: int, otherwise: str = "") -> int:
+    """`value` if it is an integer that is large enough. otherwise: what else is accepted."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ProblemError(f"{name}={value!r}; give an integer of at least {least}{otherwise}")
+    return int(value)
+
+
+def and_masks(*mask_mods: Mod) -> Mod:
+    """What all of the masks show."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        result = True
+        for each in mask_mods:
+            result = each(b, h, q_idx, k_idx) & result
+        return result
+
+    return mask_mod
+
+
+def or_masks(*mask_mods: Mod) -> Mod:
+    """What at least one of the masks shows."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        result = False
+        for each in mask_mods:
+            result = each(b, h, q_idx, k_idx) | result
+        return result
+
+    return mask_mod
+
+
+def causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    """A mask_mod itself: keys up to the query's position, as `causal=True` shows them.
+
+    causal, 4 queries, 6 keys:
+        x x x . . .
+        x x x x . .
+        x x x x x .
+        x x x x x x
+    """
+    return k_idx <= _position(q_idx)
+
+
+def sliding_window(left: int, right: int = 0) -> Mod:
+    """Keys up to `left` before and `right` after the query's position, as `window_size=(left, right)` shows them.
+
+    sliding_window(2, 1), 6 queries, 6 keys:
+        x x . . . .
+        x x x . . .
+        x x x x . .
+        . x x x x .
+        . . x x x x
+        . . . x x x
+    """
+    left, right = check_number("left", left, 0), check_number("right", right, 0)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        position = _position(q_idx)
+        return (position - left <= k_idx) & (k_idx <= position + right)
+
+    return mask_mod
+
+
+def dilated_window(left: int, dilation: int, right: int = 0) -> Mod:
+    """Of a sliding window, the keys at distances that are multiples of `dilation` (Longformer, arXiv 2004.05150).
+
+    dilated_window(4, 2), 7 queries, 7 keys:
+        x . . . . . .
+        . x . . . . .
+        x . x . . . .
+        . x . x . . .
+        x . x . x . .
+        . x . x . x .
+        . . x . x . x
+    """
+    window, dilation = sliding_window(left, right), check_number("dilation", dilation, 1)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return window(b, h, q_idx, k_idx) & ((_position(q_idx) - k_idx) % dilation == 0)
+
+    return mask_mod
+
+
+def global_window(num_global: Any, left: int, right: int = 0) -> Mod:
+    """A sliding window, and tokens that see all and are seen by all (Longformer, arXiv 2004.05150).
+
+    num_global: that many tokens at the front, or an array of bool (seqlen_k,) that is True for them.
+
+    global_window(1, 1), 6 queries, 6 keys:
+        x x x x x x
+        x x . . . .
+        x x x . . .
+        x . x x . .
+        x . . x x .
+        x . . . x x
+    """
+    window = sliding_window(left, right)
+    is_array = bool(getattr(num_global, "shape", ()))
+    count = 0 if is_array else check_number("num_global", num_global, 0, ", or an array of bool (seqlen_k,)")
+
+    def is_global(position: Any) -> Any:
+        return num_global[position] if is_array else position < count
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return window(b, h, q_idx, k_idx) | is_global(k_idx) | is_global(_position(q_idx))
+
+    return mask_mod
+
+
+def chunked(size: int) -> Mod:
+    """Keys of the same chunk; with `causal=True` the chunked attention of Llama 4.
+
+    chunked(3), 7 queries, 7 keys:
+        x x x . . . .
+        x x x . . . .
+        x x x . . . .
+        . . . x x x .
+        . . . x x x .
+        . . . x x x .
+        . . . . . . x
+    """
+    size = check_number("size", size, 1)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return _position(q_idx) // size == k_idx // size
+
+    return mask_mod
+
+
+def prefix_lm(prefix_length: Any) -> Mod:
+    """A prefix that all see, and after it a causal mask (T5, arXiv 1910.10683, section 3.2.1).
+
+    prefix_length: a number, or an array of integers (batch,).
+
+    prefix_lm(3), 6 queries, 6 keys:
+        x x x . . .
+        x x x . . .
+        x x x . . .
+        x x x x . .
+        x x x x x .
+        x x x x x x
+    """
+    of_batch = bool(getattr(prefix_length, "shape", ()))
+    if not of_batch:
+        prefix_length = check_number("prefix_length", prefix_length, 0, ", or an array of integers (batch,)")
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        length = prefix_length[b] if of_batch else prefix_length
+        return (k_idx < length) | (k_idx <= _position(q_idx))
+
+    return mask_mod
+
+
+def document(offsets: Any) -> Mod:
+    """Keys of the same document, of documents that lie one after the other in each sequence.
+
+    offsets: an array of integers (num_documents + 1,) that does not fall: document i has the tokens offsets[i] …
+    offsets[i + 1] - 1. Tokens in no document see nothing. Each row finds its document by itself, so nothing is computed
+    beforehand when offsets change. For a batch without padding, `cu_seqlens_q` and `cu_seqlens_k` are faster.
+
+    document(numpy.array([0, 2, 5, 6])), 7 queries, 7 keys:
+        x x . . . . .
+        x x . . . . .
+        . . x x x . .
+        . . x x x . .
+        . . x x x . .
+        . . . . . x .
+        . . . . . . .
+    """
+    if len(getattr(offsets, "shape", ())) != 1 or offsets.shape[0] < 2:
+        raise ProblemError(f"offsets has shape {getattr(offsets, 'shape', None)}; give an array (num_documents + 1,)")
+    num_documents = offsets.shape[0] - 1
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        position, at = _position(q_idx), 0
+        # The last document that begins at the position or before it, found by halving.
+        for step in _powers_of_two(num_documents):
+            at = at + (offsets[at + step] <= position) * step
+        is_inside = (offsets[0] <= position) & (position < offsets[num_documents])
+        return (offsets[at] <= k_idx) & (k_idx < offsets[at + 1]) & is_inside
+
+    return mask_mod
+
+
+def _powers_of_two(below: int) -> list[int]:
+    """The powers of two below a number, from the largest to 1."""
+    return [2**n for n in reversed(range((below - 1).bit_length()))]
+
+
+def segments(ids: Any) -> Mod:
+    """Keys whose number is that of the query: documents, images or turns that need not lie one after the other.
+
+    ids: an array of integers (seqlen_k,) or (batch, seqlen_k). Where each number's tokens follow each other, `document`
+    is faster.
+
+    segments(numpy.array([0, 0, 1, 0, 1])), 5 queries, 5 keys:
+        x x . x .
+        x x . x .
+        . . x . x
+        x x . x .
+        . . x . x
+    """
+    rank = len(getattr(ids, "shape", ()))
+    if rank not in (1, 2):
+        raise ProblemError(f"ids has {rank} axes; give an array (seqlen_k,) or (batch, seqlen_k)")
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        own = ids[b] if rank == 2 else ids
+        return own[_position(q_idx)] == own[k_idx]
+
+    return mask_mod
+
+
+def neighborhood(size: int | Sequence[int], canvas: int | Sequence[int]) -> Mod:
+    """The keys around the query on a canvas of one or more axes, in row-major order (NATTEN, arXiv 2204.07143).
+
+    The window of `size` keeps its size at the edges: it is moved inside. size, canvas: an odd number and the length of
+    each axis; the window is no longer than the canvas.
+
+    neighborhood(3, 6), 6 queries, 6 keys:
+        x x x . . .
+        x x x . . .
+        . x x x . .
+        . . x x x .
+        . . . x x x
+        . . . x x x
+    """
+    sizes, lengths = (tuple(each) if isinstance(each, Sequence) else (each,) for each in (size, canvas))
+    if len(sizes) != len(lengths) or not sizes:
+        raise ProblemError(f"size={size!r} and canvas={canvas!r}; give as many numbers for both")
+    for each, length in zip(sizes, lengths, strict=True):
+        if check_number("size", each, 1) % 2 == 0 or each > check_number("canvas", length, 1):
+            raise ProblemError(f"size={size!r} of canvas={canvas!r}; give odd numbers no larger than the canvas")
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        query, result = _position(q_idx), True
+        for each, length in reversed(list(zip(sizes, lengths, strict=True))):
+            begin = min(max(query % length - each // 2, 0), length - each)
+            key = k_idx % length
+            result = (begin <= key) & (key < begin + each) & result
+            query, k_idx = query // length, k_idx // length
+        return result
+
+    return mask_mod
+
+
+def block_diffusion(seqlen: int, block: int) -> Mod:
+    """Training of block diffusion (arXiv 2503.09573): `seqlen` noisy tokens, then the same tokens without noise.
+
+    A noisy block sees itself and the clean blocks before it; a clean block sees itself and the clean blocks before it.
+
+    block_diffusion(4, 2), 8 queries, 8 keys:
+        x x . . . . . .
+        x x . . . . . .
+        . . x x x x . .
+        . . x x x x . .
+        . . . . x x . .
+        . . . . x x . .
+        . . . . x x x x
+        . . . . x x x x
+    """
+    seqlen, block = check_number("seqlen", seqlen, 1), check_number("block", block, 1)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        query = _position(q_idx)
+        is_clean_q, is_clean_k = query >= seqlen, k_idx >= seqlen
+        block_q, block_k = query % seqlen // block, k_idx % seqlen // block
+        itself = (is_clean_q == is_clean_k) & (block_q == block_k)
+        return itself | (is_clean_k & (block_k < block_q))
+
+    return mask_mod
+
+
+def tree(ancestors: Any) -> Mod:
+    """Speculative decoding: the queries are nodes of a tree of drafts, whose keys are the last ones in the cache.
+
+    A node sees all keys before those of the tree and, of the tree, its ancestors and itself. ancestors: an array of
+    bool (nodes, nodes) or (batch, nodes, nodes), or of integers (nodes,) or (batch, nodes), whose bit j says whether
+    node j is seen; bits take less time, and integers of 64 bits hold 64 nodes.
+
+    tree(numpy.array([1, 3, 5, 13])), 4 queries, 6 keys:
+        x x x . . .
+        x x x x . .
+        x x x . x .
+        x x x . x x
+    """
+    rank, is_bits = len(getattr(ancestors, "shape", ())), "bool" not in str(getattr(ancestors, "dtype", ""))
+    if rank not in ((1, 2) if is_bits else (2, 3)):
+        raise ProblemError(
+            f"ancestors has {rank} axes; give an array of bool (nodes, nodes) or of integers (nodes,), each with a "
+            "first axis for the batch or without one"
+        )
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        own = ancestors[b] if rank == (2 if is_bits else 3) else ancestors
+        node = k_idx - (seqlen_k() - seqlen_q())
+        seen = (own[q_idx] >> max(node, 0)) & 1 != 0 if is_bits else own[q_idx, max(node, 0)]
+        return (node < 0) | seen
+
+    return mask_mod

@@ -1,0 +1,115 @@
+"""Ready-made changes of scores. A query's position is `q_idx + seqlen_k - seqlen_q`, as in the masks.
+
+Numbers are constants of the kernel; arrays may change from call to call, and have gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from ..errors import ProblemError
+from .language import function, seqlen_k, seqlen_q
+from .masks import Mod, check_number
+
+_EXP2, _TANH, _WHERE = (function(name) for name in ("exp2", "tanh", "where"))
+
+
+def _distance(q_idx: Any, k_idx: Any) -> Any:
+    """How far the key stands behind the query's position."""
+    return k_idx - (q_idx + seqlen_k() - seqlen_q())
+
+
+def alibi(slopes: Any) -> Mod:
+    """Attention with linear biases: `score - slope · |distance|` (arXiv 2108.12409).
+
+    slopes: an array (heads_q,) or (batch, heads_q), or the number of heads, for the slopes of the paper: the powers of
+    2^(-8/n) for n heads, and for n that is no power of two those of the next lower one, then every other one of the
+    next higher one.
+
+    The score of row q changes by, with a slope of 1:
+        0 -1 -2 -3
+       -1  0 -1 -2
+       -2 -1  0 -1
+       -3 -2 -1  0
+    """
+    rank = len(getattr(slopes, "shape", ()))
+    if rank == 0:
+        slopes = check_number("slopes", slopes, 1, " for so many heads, or an array (heads_q,) or (batch, heads_q)")
+        lower = 2 ** (slopes.bit_length() - 1)
+    elif rank > 2:
+        raise ProblemError(f"slopes has {rank} axes; give an array (heads_q,) or (batch, heads_q)")
+
+    def slope_of(b: Any, h: Any) -> Any:
+        if rank > 0:
+            return slopes[b, h] if rank == 2 else slopes[h]
+        first = _EXP2((h + 1) * (-8.0 / lower))
+        return first if slopes == lower else _WHERE(h < lower, first, _EXP2((2 * (h - lower) + 1) * (-4.0 / lower)))
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return score - slope_of(b, h) * abs(_distance(q_idx, k_idx))
+
+    return score_mod
+
+
+def softcap(cap: float) -> Mod:
+    """`cap · tanh(score / cap)`, as the keyword `softcap` does it.
+
+    cap 2:   score  -6.0  -2.0  -1.0   0.0   1.0   2.0   6.0
+             becomes -2.0 -1.5  -0.9   0.0   0.9   1.5   2.0
+    """
+    if isinstance(cap, bool) or not isinstance(cap, Real) or not 0 < cap < math.inf:
+        raise ProblemError(f"cap={cap!r}; give a finite number above 0")
+    cap = float(cap)
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return cap * _TANH(score / cap)
+
+    return score_mod
+
+
+def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 128) -> Mod:
+    """A learned bias for each head and each bucket of distances (T5, arXiv 1910.10683; `RelativePositionBias`).
+
+    table: an array (num_buckets, heads_q) of floats. bidirectional: half of the buckets are for keys behind the query;
+    otherwise these count as distance 0. Half of the buckets of a side hold one distance each, and the others grow with
+    it, up to `max_distance`, from which on there is one.
+
+    Of 8 buckets, not bidirectional, max_distance 16, by how far the key stands before the query:
+        distance  0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16
+        bucket    0 1 2 3 4 4 5 5 6 6  6  6  7  7  7  7  7
+    """
+    if len(getattr(table, "shape", ())) != 2:
+        raise ProblemError(f"table has shape {getattr(table, 'shape', None)}; give an array (num_buckets, heads_q)")
+    count = table.shape[0] // 2 if bidirectional else table.shape[0]
+    exact = count // 2
+    if exact < 1 or max_distance <= exact:
+        raise ProblemError(
+            f"table has {table.shape[0]} buckets and max_distance is {max_distance}; give at least "
+            f"{4 if bidirectional else 2} buckets, and a max_distance above {exact}"
+        )
+    begins = _begins(count, exact, max_distance)
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        distance = _distance(q_idx, k_idx)
+        size = abs(distance) if bidirectional else max(-distance, 0)
+        bucket = min(size, exact)
+        # why no logarithm: it takes longer, and its last bit would decide.
+        for begin in begins:
+            bucket = bucket + (size >= begin)
+        if bidirectional:
+            bucket = bucket + (distance > 0) * count
+        return score + table[bucket, h]
+
+    return score_mod
+
+
+def _begins(count: int, exact: int, max_distance: int) -> list[int]:
+    """The first distance of each bucket after the one of `exact`, as T5's float32 logarithm has them."""
+    sizes = np.arange(exact, max_distance + 1, dtype=np.float32)
+    logs = np.log(sizes / np.float32(exact)) / np.float32(math.log(max_distance / exact)) * np.float32(count - exact)
+    buckets = np.minimum(exact + logs.astype(np.int64), count - 1)
+    return [exact + int(np.argmax(buckets >= bucket)) for bucket in range(exact + 1, count)]

@@ -1,0 +1,192 @@
+"""The CUDA text of expression graphs in tests: computed on the CPU, compared with the graph, compiled by NVRTC."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import struct
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from expressions import ARRAYS, SCORE, points
+from workers import ROOT
+
+from cuflash.mods.build import build, constant, load
+from cuflash.mods.cuda import print_struct
+from cuflash.mods.derivative import differentiate
+from cuflash.mods.graph import CapturedArray, Node
+from cuflash.mods.operations import Type
+from cuflash.reference.mods import evaluate
+
+KERNELS = ROOT / "kernels_cu"
+INPUTS = ("b", "h", "seqlen_q", "seqlen_k", "q_idx", "k_idx")
+TYPES = {"b": Type.BOOL, "f": Type.FLOAT32, "V": Type.FLOAT32, "i": Type.INT32, "u": Type.INT32}
+COLUMNS = 16  # of the tiles in which points are computed
+
+# What CUDA has and C++ has not.
+SHIM = r"""
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#define __device__
+#define __forceinline__ inline
+using std::max;
+using std::min;
+enum class DType { kFloat16, kBFloat16, kFloat32 };
+constexpr DType kDType = DType::kFloat32;
+template <class T> T __ldg(const T* pointer) { return *pointer; }
+inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline float min_nan_f32(float x, float y) { return x != x ? x : y != y || y < x ? y : x; }
+inline float max_nan_f32(float x, float y) { return x != x ? x : y != y || y > x ? y : x; }
+inline float tanh_approx_f32(float x) { return tanhf(x); }
+inline float cvt_f32_f16(unsigned short bits) {
+  const int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  const float size = std::ldexp(exponent ? 1024.0f + fraction : 1.0f * fraction, std::max(exponent, 1) - 25);
+  return bits >> 15 ? -size : size;
+}
+"""
+CALL = """
+extern "C" void run_{name}(const void* captured, int count, const int (*at)[6], const float* score, double* out) {{
+  using Mod = {name}<{short}>;
+  const Mod::Arrays& arrays = *static_cast<const Mod::Arrays*>(captured);
+  for (int i = 0; i < count; ++i) {{
+    const int column = at[i][5] % {columns};
+    const Mod::Head head = Mod::head(arrays, at[i][0], at[i][1], at[i][2], at[i][3]);
+    const Mod::Row row = Mod::row(arrays, head, at[i][4], at[i][5] - column);
+    const Mod::Result result = Mod::element(arrays, head, row, score[i], column);
+    {stores}
+  }}
+}}
+"""
+
+
+def op(name: str, *arguments: Node | float) -> Node:
+    return build(name, *(each if isinstance(each, Node) else constant(each) for each in arguments))
+
+
+def captured(array: Any) -> CapturedArray:
+    wide = array.dtype.kind in "iu" and (array.dtype.itemsize == 8 or array.dtype == np.uint32)
+    return CapturedArray(array, array.dtype.name, array.shape, Type.INT64 if wide else TYPES[array.dtype.kind])
+
+
+def of(array: Any, number: int, *indices: Node | int) -> Node:
+    """An element of a captured array."""
+    nodes = [each if isinstance(each, Node) else constant(each) for each in indices]
+    return load(number, captured(array).type, nodes)
+
+
+class Case(NamedTuple):
+    """Nodes, and the arrays that they load from."""
+
+    roots: Sequence[Node]
+    arrays: Sequence[Any] = ARRAYS
+
+    def text(self, name: str = "Mod") -> str:
+        results = [f"result{number}" for number in range(len(self.roots))]
+        return print_struct(self.roots, [captured(each) for each in self.arrays], name, results)
+
+
+def packed(arrays: Sequence[Any]) -> bytes:
+    """The struct of captured arrays."""
+    parts = []
+    for each in arrays:
+        strides, extents = [n // each.itemsize for n in each.strides] or [0], list(each.shape) or [1]
+        parts.append(struct.pack(f"Q{len(strides)}q{len(extents)}i0q", each.ctypes.data, *strides, *extents))
+    return b"".join(parts)
+
+
+def computed(cases: Sequence[Case], inputs: dict[str, Any], folder: Path, short: bool = True) -> list[list[Any]]:
+    """The values that the texts have on the CPU, of every case and root."""
+    if shutil.which("g++") is None or not KERNELS.is_dir():
+        pytest.skip("needs g++ and a checkout")
+    header = (KERNELS / "common" / "mod_functions.cuh").read_text("utf-8")
+    lines = [SHIM, re.sub(r"#(include|pragma) .*", "", header)]
+    for number, case in enumerate(cases):
+        name, roots = f"Mod{number}", range(len(case.roots))
+        stores = " ".join(
+            f"out[i * {len(roots)} + {root}] = static_cast<double>(result.result{root});" for root in roots
+        )
+        lines += [case.text(name), CALL.format(name=name, short=str(short).lower(), columns=COLUMNS, stores=stores)]
+    source, library = folder / "mods.cpp", folder / "mods.so"
+    source.write_text("\n".join(lines), "utf-8")
+    command = ["g++", "-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    loaded = ctypes.CDLL(str(library))
+    score = np.asarray(inputs["score"], np.float32)
+    at = np.stack([np.broadcast_to(inputs[name], score.shape) for name in INPUTS], axis=1).astype(np.int32)
+    found = []
+    for number, case in enumerate(cases):
+        out = np.empty((len(score), len(case.roots)))
+        call, addresses = (
+            loaded[f"run_Mod{number}"],
+            [each.ctypes.data_as(ctypes.c_void_p) for each in (at, score, out)],
+        )
+        call(packed(case.arrays), len(score), *addresses)
+        found.append(list(out.T))
+    return found
+
+
+def check(cases: Sequence[Case], folder: Path, inputs: dict[str, Any] | None = None, short: bool = True) -> None:
+    """That the texts have the values of the graphs, up to a few units of what rounding changes anyway."""
+    inputs = points() if inputs is None else inputs
+    inputs = inputs | {"score": np.asarray(inputs["score"], np.float32)}
+    for case, results in zip(cases, computed(cases, inputs, folder, short), strict=True):
+        pairs = [evaluate(case.roots, inputs, case.arrays, kind) for kind in (np.float32, np.float64)]
+        for root, result, single, double in zip(case.roots, results, *pairs, strict=True):
+            single, double = (np.broadcast_to(each, result.shape).astype(np.float64) for each in (single, double))
+            if root.type != Type.FLOAT32:
+                np.testing.assert_array_equal(result, single, err_msg=repr(root))
+                continue
+            np.testing.assert_array_equal(np.isnan(result), np.isnan(single), err_msg=repr(root))
+            with np.errstate(invalid="ignore"):
+                room = 1e-5 + 1e-5 * np.abs(double) + 8 * np.abs(single - double)
+                is_near = (result == single) | np.isnan(single) | (np.abs(result - double) <= room)
+            assert is_near.all(), (root, case.text(), result[~is_near], single[~is_near])
+
+
+def with_derivative(case: Case) -> Case:
+    root = case.roots[0]
+    slope = differentiate(root).get(SCORE) if root.type == Type.FLOAT32 else None
+    return case if slope is None else Case([root, slope], case.arrays)
+
+
+def compiled(cases: Sequence[Case], arch: str) -> None:
+    """Raises if NVRTC does not compile the texts in a loop that it unrolls."""
+    nvrtc = pytest.importorskip("cupy").cuda.nvrtc
+    names = ("DTYPE", "OUT_DTYPE", "WARPS", "SMEM_BYTES", "PARAMS_BYTES")
+    lines = ['#include "common/mod_functions.cuh"']
+    for number, case in enumerate(cases):
+        total = " + ".join(f"static_cast<float>(result.result{root})" for root in range(len(case.roots)))
+        lines += [case.text(f"Mod{number}"), KERNEL.format(name=f"Mod{number}", total=total)]
+    try:
+        program = nvrtc.createProgram("\n".join(lines), "mods.cu", (), ())
+    except Exception as error:
+        pytest.skip(f"needs NVRTC: {error}")
+    options = [f"-arch={arch}", "-std=c++17", f"-I{KERNELS}", *(f"-DCUFLASH_{name}=1" for name in names)]
+    try:
+        nvrtc.compileProgram(program, tuple(options))
+    except nvrtc.NVRTCError:
+        pytest.fail(nvrtc.getProgramLog(program)[:4000])
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+KERNEL = """
+extern "C" __global__ void kernel_{name}({name}<true>::Arrays arrays, float* scores) {{
+  using Mod = {name}<true>;
+  const Mod::Head head = Mod::head(arrays, blockIdx.x, blockIdx.y, gridDim.x, gridDim.y);
+  const Mod::Row row = Mod::row(arrays, head, threadIdx.x, 8 * blockIdx.z);
+#pragma unroll
+  for (int column = 0; column < 4; ++column) {{
+    const Mod::Result result = Mod::element(arrays, head, row, scores[4 * threadIdx.x + column], column);
+    scores[4 * threadIdx.x + column] = {total};
+  }}
+}}
+"""
