@@ -10,13 +10,14 @@ from typing import Any
 from ..errors import ProblemError
 from .build import build, cast, constant
 from .graph import Node
-from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, type_of_dtype
+from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, type_of_cast
 from .operations import OF_FLOATS, ROUNDING, UNARY, Type
 
 BOOL, INT32, INT64, FLOAT32 = Type
 MAX_EXPONENT = 8  # of integer powers, which become products
 # exp(60) is large enough for a sigmoid of 0 in float32, and its square does not overflow in the derivative.
 MAX_EXP = 60.0
+_DEVICES = ("cpu", "cuda", "gpu", "meta", "mps", "xpu", "tpu")
 
 
 def operation(op: str, *values: Any) -> Node:
@@ -44,7 +45,7 @@ def _integer_power(base: Node, exponent: Node) -> Node:
 
 def to_type(value: Any, dtype: Any) -> Node:
     """A value as the type that a dtype of any library has."""
-    return cast(as_node(value), type_of_dtype(dtype))
+    return cast(as_node(value), type_of_cast(dtype))
 
 
 def _logical(op: str) -> Callable[[Any, Any], Node]:
@@ -88,12 +89,33 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Node:
     return operation("where", condition, x, y)
 
 
-def _where_of_tensor(x: Any, condition: Any, y: Any) -> Node:
+def where_of_tensor(x: Any, condition: Any, y: Any) -> Node:
+    """x.where(condition, y), the method of PyTorch's tensors."""
     return operation("where", condition, x, y)
 
 
 def _masked_fill(x: Any, mask: Any, value: Any) -> Node:
-    return operation("where", mask, value, x)
+    return operation("where", mask, cast(as_node(value), as_node(x).type), x)
+
+
+def _sign(x: Any) -> Node:
+    node = as_node(x)
+    if not node.type.is_integer:
+        return operation("sign", node)
+    zero = constant(0, node.type)
+    return operation("subtract", cast(build("less", zero, node), INT32), cast(build("less", node, zero), INT32))
+
+
+def _float_power(x: Any, y: Any) -> Node:
+    return build("power", cast(as_node(x), FLOAT32), cast(as_node(y), FLOAT32))
+
+
+def _ieee_remainder(x: Any, y: Any) -> Node:
+    return operation("subtract", x, operation("multiply", y, operation("round", operation("divide", x, y))))
+
+
+def _no_lax_round(*_: Any, **__: Any) -> Node:
+    raise fault("jax.lax.round takes halves away from zero, which no mod does; jax.numpy.round takes them to even")
 
 
 def _select_n(which: Any, *cases: Any) -> Node:
@@ -185,6 +207,8 @@ def _to(x: Any, *others: Any, dtype: Any = None, **_: Any) -> Node:
         if isinstance(other, Operand) or is_array(other):
             return to_type(x, other.dtype)
         if isinstance(other, str) and not is_name_of_dtype(other):
+            if other.partition(":")[0] not in _DEVICES:
+                raise fault(f"{other!r} is neither a dtype that a mod knows nor a device")
             continue
         if other is not None and type(other).__name__ not in ("bool", "int", "device", "memory_format", "Device"):
             return to_type(x, other)
@@ -203,7 +227,7 @@ def _filled(value: float) -> Callable[..., Node]:
 def _full(x: Any, shape: Any, value: Any, *_: Any, dtype: Any = None, **__: Any) -> Node:
     if tuple(shape if isinstance(shape, Sequence) else (shape,)) not in ((), (1,)):
         raise fault(f"an array of shape {shape} is made inside the function; make it before the call, and refer to it")
-    return cast(as_node(value), as_node(x).type if dtype is None else type_of_dtype(dtype))
+    return cast(as_node(value), as_node(x).type if dtype is None else type_of_cast(dtype))
 
 
 def _like(value: float) -> Callable[..., Node]:
@@ -235,7 +259,7 @@ _SAME_AS = {
     "floor_divide": "floordiv",
     "remainder": "mod",
     "truncated_remainder": "fmod rem",
-    "power": "pow float_power",
+    "power": "pow",
     "minimum": "min amin",
     "maximum": "max amax",
     "negative": "neg",
@@ -247,7 +271,6 @@ _SAME_AS = {
     "not_equal": "ne",
     "round": "rint",
     "trunc": "fix",
-    "sign": "sgn",
     "erf": "special_erf",
     "exp2": "special_exp2",
     "expm1": "special_expm1",
@@ -271,7 +294,9 @@ _OTHERS: dict[str, Callable[..., Node]] = {
     **dict.fromkeys(("clamp", "clip"), _clip),
     "clamp_min": lambda x, min: _clip(x, min),
     "clamp_max": lambda x, max: _clip(x, None, max),
-    **dict.fromkeys(("div", "true_divide", "truediv"), _divide),
+    **dict.fromkeys(("divide", "div", "true_divide", "truediv"), _divide),
+    **dict.fromkeys(("sign", "sgn"), _sign),
+    "float_power": _float_power,
     **{f"r{name}": _exchanged(op) for name, op in {"sub": "subtract", "div": "divide", "truediv": "divide",
        "floordiv": "floor_divide", "mod": "remainder", "pow": "power"}.items()},
     "round": _rounded,
@@ -316,6 +341,11 @@ _OF_LIBRARY: dict[tuple[str, str], Callable[..., Node]] = {
     ("jax", "gelu"): lambda x, approximate=True: _gelu(x, approximate),
     ("jax", "div"): _lax_divide,
     ("numpy", "log"): partial(operation, "log"),
+    ("lax", "div"): _lax_divide,
+    ("lax", "round"): _no_lax_round,
+    ("math", "pow"): _float_power,
+    ("math", "remainder"): _ieee_remainder,
+    ("math", "fabs"): lambda x: operation("absolute", cast(as_node(x), FLOAT32)),
     **{("math", name): _as_integer(name) for name in ("floor", "ceil", "trunc")},
 }
 # Keywords of NumPy's and PyTorch's functions that say nothing with these values.

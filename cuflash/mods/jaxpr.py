@@ -14,7 +14,8 @@ from .graph import Graph, Node, variable
 from .operand import captured, fault, is_array, type_of_dtype
 from .operations import Type
 from .trace import KINDS, graph_of
-from .traced import Arrays, TracedArray, TracedScalar
+from .traced import TracedScalar
+from .traced_array import Arrays, TracedArray
 
 # What changes no value of a scalar.
 _SAME = {"broadcast_in_dim", "squeeze", "reshape", "copy", "copy_p", "optimization_barrier"}
@@ -83,7 +84,7 @@ class _Reader:
         if name == "cond":
             return self._cond(parameters["branches"], *arguments)
         if inner is not None and name not in ("while", "scan"):
-            if parameters.get("name") in _CALLS_BY_NAME:
+            if parameters.get("name") in _CALLS_BY_NAME and _is_of_jax(getattr(inner, "jaxpr", inner)):
                 return [TracedScalar(call(parameters["name"], arguments, {}))]
             constants = [self.constant(each) for each in getattr(inner, "consts", ())]
             return self.run(getattr(inner, "jaxpr", inner), constants, arguments)
@@ -136,6 +137,8 @@ class _Reader:
         return array[tuple(keys)]
 
     def _gather(self, array: Any, index: Any, parameters: Any) -> Any:
+        if getattr(parameters["mode"], "name", "") == "FILL_OR_DROP":
+            raise fault("jax.numpy.take and .at[].get() fill what is outside of an array; array[index] is known")
         numbers, sizes = parameters["dimension_numbers"], parameters["slice_sizes"]
         given = index if isinstance(index, list) else [index]
         if len(given) != len(numbers.start_index_map):
@@ -144,3 +147,9 @@ class _Reader:
         for axis, each in zip(numbers.start_index_map, given, strict=True):
             starts[axis] = each
         return self._slice(array, starts, sizes)
+
+
+def _is_of_jax(jaxpr: Any) -> bool:
+    """Whether the function behind a jaxpr lies in JAX itself."""
+    where = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "")).replace("\\", "/")
+    return "/jax/_src/" in where

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,9 @@ _TYPES = {
 }
 
 
+_WIDE = ("int32", "int64", "int", "int_", "long")
+
+
 class Operand:
     """A value that is an expression. `TracedScalar` and `TracedArray` of `traced` are the two kinds."""
 
@@ -37,14 +41,26 @@ class Operand:
         raise NotImplementedError
 
 
+# The errors that were raised while the function runs. why kept: the function may catch them, and go on with a value.
+faults: ContextVar[list[ProblemError] | None] = ContextVar("cuflash_faults", default=None)
+
+
 def fault(message: str) -> ProblemError:
-    """An error that begins with the line of the user's function that runs now."""
+    """An error that begins with the line of the user's function that runs now, and that the function cannot stop."""
+    error = ProblemError(located(message))
+    if (found := faults.get()) is not None:
+        found.append(error)
+    return error
+
+
+def located(message: str) -> str:
+    """A message that begins with the line of the user's function that runs now."""
     frame = sys._getframe(1)
     while frame is not None and is_of_library(frame.f_globals.get("__name__")):
         frame = frame.f_back  # type: ignore[assignment]
     if frame is None:
-        return ProblemError(message)
-    return ProblemError(f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}: {message}")
+        return message
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}, in {frame.f_code.co_name}: {message}"
 
 
 def is_of_library(module: str | None) -> bool:
@@ -70,8 +86,16 @@ def is_name_of_dtype(name: str) -> bool:
     return name_of_dtype(name) in _TYPES
 
 
+def type_of_cast(dtype: Any) -> Type:
+    """The type of a value that is cast to a dtype of any library, or to one of Python's types bool, int and float."""
+    type = type_of_dtype(dtype)
+    if type.is_integer and name_of_dtype(dtype) not in _WIDE:
+        raise fault(f"a cast to {name_of_dtype(dtype)}, which would wrap; integers are computed as int32 or int64")
+    return type
+
+
 def type_of_dtype(dtype: Any) -> Type:
-    """The type of a node for a dtype of any library, or for one of Python's types bool, int and float."""
+    """The type of the elements of an array of a dtype of any library, when they were loaded."""
     name = name_of_dtype(dtype)
     if name not in _TYPES:
         raise fault(f"{dtype} has no place in a mod; bool, integers, and floats of 16 to 64 bits have")
@@ -85,6 +109,8 @@ def as_node(value: Any) -> Node:
     if isinstance(value, Operand):
         return value.node
     if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise fault(f"{value} is no integer of 64 bits; write it as a float")
         return constant(value)
     if is_array(value):
         if math.prod(value.shape) == 1:

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 
 from .build import build, cast
 from .graph import Node
-from .operand import fault
+from .operand import fault, faults
 from .operations import Type
 
 MAX_PATHS = 32
@@ -42,6 +42,8 @@ class _Path:
         return self.answers[len(self.asked) - 1]
 
 
+# The conditions that a path asked, its answers, and its result.
+_Leaf = tuple[list[Node], list[bool], Node | AssertionError]
 _path: ContextVar[_Path | None] = ContextVar("cuflash_path", default=None)
 
 
@@ -59,16 +61,22 @@ def is_tracing() -> bool:
 
 
 def all_paths(run: Callable[[], Node]) -> Node:
-    """The result of a function on all paths through it."""
-    leaves: list[tuple[list[Node], list[bool], Node]] = []
+    """The result of a function on all paths through it. A path that ends in a failed `assert` is never taken."""
+    leaves: list[_Leaf] = []
     answers: list[bool] = []
     while True:
         path = _Path(list(answers), len(leaves))
-        token = _path.set(path)
+        token, raised = _path.set(path), faults.set([])
+        result: Node | AssertionError
         try:
             result = run()
+            if found := faults.get():
+                raise found[0]  # why: the function caught it
+        except AssertionError as error:
+            result = error  # why: the function says that this path is never taken
         finally:
             _path.reset(token)
+            faults.reset(raised)
         leaves.append((path.asked, path.answers, result))
         # The next path changes the last answer that was True; all answers before it stay.
         answers = list(path.answers)
@@ -77,16 +85,23 @@ def all_paths(run: Callable[[], Node]) -> Node:
         if not answers:
             break
         answers[-1] = False
-    return _joined(leaves)
+    result = _joined(leaves)
+    if isinstance(result, AssertionError):
+        raise result
+    return result
 
 
-def _joined(leaves: list[tuple[list[Node], list[bool], Node]]) -> Node:
+def _joined(leaves: list[_Leaf]) -> Node | AssertionError:
     """The results joined, from the last two paths on, which differ in one answer."""
-    stack: list[tuple[list[Node], list[bool], Node]] = []
+    stack: list[_Leaf] = []
     for leaf in leaves:
         stack.append(leaf)
         while len(stack) > 1 and not stack[-1][1][-1]:
             asked, answers, no = stack.pop()
             yes = stack.pop()[2]
-            stack.append((asked[:-1], answers[:-1], build("where", asked[-1], yes, no)))
+            if isinstance(yes, AssertionError) or isinstance(no, AssertionError):
+                result = no if isinstance(yes, AssertionError) else yes
+            else:
+                result = build("where", asked[-1], yes, no)
+            stack.append((asked[:-1], answers[:-1], result))
     return stack[0][2]

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 Reader = Callable[[Any, Any], Any]
 # Whether what a read finds now fits to the trace, from it and from what the reads before it found.
 Matcher = Callable[[Any, Sequence[Any]], bool]
+# What a read may raise where there is nothing.
+ABSENT = (AttributeError, LookupError, TypeError, ValueError)
 
 
 class _Read(NamedTuple):
@@ -24,15 +26,22 @@ class _Read(NamedTuple):
 
 
 class Recipe:
-    """The reads of one trace, in their order."""
+    """The reads of one trace, in their order.
+
+    is_complete: whether nothing else was read; otherwise the function is traced anew each time.
+    """
 
     def __init__(self, matches_root: Matcher) -> None:
         self._matches_root = matches_root
         self._reads: list[_Read] = []
+        self._objects = [0]
+        self.is_complete = True
 
-    def add(self, parent: int, read: Reader, key: Any, matches: Matcher) -> int:
-        """Writes a read down, and returns its number."""
+    def add(self, parent: int, read: Reader, key: Any, matches: Matcher, is_object: bool = False) -> int:
+        """Writes a read down, and returns its number. is_object: nothing that was found before is this object."""
         self._reads.append(_Read(parent, read, key, matches))
+        if is_object:
+            self._objects.append(len(self._reads))
         return len(self._reads)
 
     def found(self, root: Any) -> list[Any] | None:
@@ -43,11 +52,14 @@ class Recipe:
         for parent, read, key, matches in self._reads:
             try:
                 value = read(found[parent], key)
-            except (AttributeError, LookupError, TypeError, ValueError):
+            except ABSENT:
                 return None
             if not matches(value, found):
                 return None
             found.append(value)
+        # why: what was two objects may be one now, and a trace would see it.
+        if len({id(found[number]) for number in self._objects}) < len(self._objects):
+            return None
         return found
 
 
@@ -64,10 +76,10 @@ def identical(wanted: Any) -> Matcher:
 def equal(wanted: Any) -> Matcher:
     """It must be an equal number or string of the same type. why repr: 0.0 equals -0.0, and NaN not even itself."""
     kind = type(wanted)
-    if isinstance(wanted, float | complex):
-        text = repr(wanted)
-        return lambda value, _: value is wanted or (type(value) is kind and repr(value) == text)
-    return lambda value, _: value is wanted or (type(value) is kind and value == wanted)
+    if isinstance(wanted, int | str | bytes | None):
+        return lambda value, _: value is wanted or (type(value) is kind and value == wanted)
+    text = repr(wanted)
+    return lambda value, _: value is wanted or (type(value) is kind and repr(value) == text)
 
 
 def of_type(wanted: Any) -> Matcher:
@@ -84,6 +96,12 @@ def of_keys(wanted: Any) -> Matcher:
     return lambda value, _: type(value) is kind and len(value) == keys
 
 
+def of_constants(wanted: Any) -> Matcher:
+    """It must be a container of equal numbers and strings."""
+    kind, text = type(wanted), repr(wanted)
+    return lambda value, _: type(value) is kind and repr(value) == text
+
+
 def of_code(wanted: Any) -> Matcher:
     """It must be a function of the same code; its cells, globals and defaults are read by themselves."""
     kind, code = type(wanted), wanted.__code__
@@ -94,3 +112,16 @@ def of_shape(wanted: Any) -> Matcher:
     """It must be an array of the same library, dtype and shape. Its values are not part of a trace."""
     kind, dtype, shape = type(wanted), wanted.dtype, wanted.shape
     return lambda value, _: type(value) is kind and value.dtype == dtype and value.shape == shape
+
+
+def absent(read: Reader) -> Reader:
+    """Whether a read still finds nothing."""
+
+    def is_absent(value: Any, key: Any) -> bool:
+        try:
+            read(value, key)
+        except ABSENT:
+            return True
+        return False
+
+    return is_absent

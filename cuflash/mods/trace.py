@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import threading
 import types
@@ -17,7 +18,7 @@ from .operand import as_node
 from .operations import Type
 from .paths import all_paths
 from .recipe import Recipe
-from .traced import Elements, TracedScalar
+from .traced import Traced, TracedScalar, dtypes
 
 # The two kinds of functions: their arguments, and the type of their results.
 KINDS = {"score_mod": (SCORE_ARGUMENTS, Type.FLOAT32), "mask_mod": (MASK_ARGUMENTS, Type.BOOL)}
@@ -68,6 +69,8 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
         if (graph := known.graph(function)) is not None:
             return graph
     made, graph = _traced(function, kind)
+    if not made.recipe.is_complete:
+        return graph
     with _lock:
         _traces[key] = [made, *_traces.get(key, [])][:MAX_OF_CODE]
         _traces.move_to_end(key)
@@ -82,12 +85,9 @@ def _signature(kind: str) -> str:
 
 def _code_of(function: Any) -> Any:
     """The code behind a function, by which its traces are found; of other objects, their class."""
-    while not isinstance(function, types.FunctionType):
-        inner = getattr(function, "__func__", None) or getattr(function, "func", None)
-        if inner is None:
-            return type(function)
-        function = inner
-    return function.__code__
+    while isinstance(function, types.MethodType | functools.partial):
+        function = function.__func__ if isinstance(function, types.MethodType) else function.func
+    return function.__code__ if isinstance(function, types.FunctionType) else type(function)
 
 
 def _name_of(function: Any) -> str:
@@ -102,6 +102,7 @@ def _traced(function: Any, kind: str) -> tuple[_Trace, Graph]:
     names, _ = KINDS[kind]
     capture = Capture(function)
     arguments = [TracedScalar(variable(name)) for name in names]
+    token = dtypes.set(capture.dtypes())
     try:
         root = all_paths(lambda: _result(capture.function(*arguments), function, kind))
     except ProblemError:
@@ -109,6 +110,8 @@ def _traced(function: Any, kind: str) -> tuple[_Trace, Graph]:
     except Exception as error:
         error.add_note(f"This was raised while cuflash traced the {kind} {_name_of(function)}, as if for one score.")
         raise
+    finally:
+        dtypes.reset(token)
     graph = graph_of(root, capture.arrays, kind, _name_of(function))
     reads = tuple(capture.read_of(each) for each in graph.arrays)
     kinds = tuple((each.dtype, each.shape, each.type) for each in graph.arrays)
@@ -129,8 +132,9 @@ def _check_arity(function: Any, kind: str) -> None:
 
 
 def _result(value: Any, function: Any, kind: str) -> Node:
-    if value is None or isinstance(value, str | tuple | list | dict):
-        given = "a whole array" if isinstance(value, Elements) else f"a {type(value).__name__}"
+    is_whole = isinstance(value, Traced) and value.shape not in ((), (1,))
+    if is_whole or value is None or isinstance(value, str | tuple | list | dict):
+        given = "a whole array" if is_whole else f"a {type(value).__name__}"
         raise ProblemError(f"{kind} {_name_of(function)} returned {given}; it must return one value")
     return as_node(value)
 

@@ -7,22 +7,21 @@ value while they are traced raises ProblemError with the line of the function; o
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from functools import reduce
 from typing import Any, NoReturn
 
 import numpy as np
 
 from ..errors import ProblemError
-from .build import cast, constant, load
-from .functions import FUNCTIONS, call, operation
-from .graph import CapturedArray, Node
-from .operand import Operand, as_node, fault, is_array
+from .build import cast, constant
+from .functions import FUNCTIONS, call, operation, where_of_tensor
+from .graph import Node
+from .operand import Operand, as_node, fault, is_array, located
 from .operations import Type
 from .paths import truth
 
-# Short arrays may be used without an index along one axis: their elements are computed one by one.
-MAX_ELEMENTS = 256
 _BINARY = {
     "add": "add",
     "sub": "subtract",
@@ -46,6 +45,8 @@ _COMPARISONS = {
     "ne": "not_equal",
 }
 _UNARY = {"neg": "negative", "abs": "absolute", "invert": "invert"}
+# The library whose dtypes traced scalars have.
+dtypes: ContextVar[Any] = ContextVar("cuflash_dtypes", default=np)
 
 
 def _refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
@@ -61,11 +62,11 @@ def _as_integer(op: str) -> Callable[[Any], TracedScalar]:
 
 def _operator(op: str, is_exchanged: bool = False) -> Callable[[Any, Any], Any]:
     def method(self: Any, other: Any) -> Any:
-        pair = (other, self) if is_exchanged else (self, other)
-        if any(isinstance(each, Elements) for each in map(_elements, pair)):
-            return _of_elements(op, *map(_elements, pair))
         if not isinstance(other, Operand | bool | int | float | np.generic) and not is_array(other):
             return NotImplemented
+        pair = (other, self) if is_exchanged else (self, other)
+        if any(map(_is_short, pair)):
+            return _of_elements(lambda *row: TracedScalar(operation(op, *row)), [_elements(each) for each in pair])
         return TracedScalar(operation(op, *pair))
 
     return method
@@ -76,8 +77,10 @@ class _MissingError(ProblemError, AttributeError):
 
 
 class Traced(Operand):
-    """The operators and protocols of both kinds."""
+    """The operators and protocols of all traced values."""
 
+    shape: tuple[int, ...]
+    ndim: int
     # why: NumPy's arrays and scalars then leave their operators to these.
     __array_priority__ = 1e6
     __hash__ = _refuse
@@ -85,9 +88,11 @@ class Traced(Operand):
     __floor__, __ceil__, __trunc__ = (_as_integer(op) for op in ("floor", "ceil", "trunc"))
 
     def __getattr__(self, name: str) -> Any:
-        if name in FUNCTIONS:
+        if name == "where":
+            return lambda condition, y: TracedScalar(where_of_tensor(self, condition, y))
+        if name in FUNCTIONS or name in _REDUCTIONS or name == "dot":
             return lambda *arguments, **keywords: called(name, [self, *arguments], keywords)
-        raise _MissingError(str(fault(f"a traced value has no {name}")))
+        raise _MissingError(located(f"a traced value has no {name}"))
 
     def __array_ufunc__(self, ufunc: Any, method: str, *arguments: Any, **keywords: Any) -> Any:
         if method != "__call__":
@@ -102,6 +107,8 @@ class Traced(Operand):
         name = str(function.__name__).partition(".")[0]
         if name == "__getitem__" or name == "getitem":
             raise fault("a tensor made inside the function has a traced index; make it before, and refer to it")
+        if name == "where" and hasattr(function, "__objclass__"):
+            return TracedScalar(where_of_tensor(*arguments, **keywords or {}))
         is_method = name.startswith("__") and name.endswith("__")
         return called(name[2:-2] if is_method else name, arguments, keywords or {}, "torch")
 
@@ -132,7 +139,8 @@ for _name, _op in _BINARY.items():
 for _name, _op in _COMPARISONS.items():
     setattr(Traced, f"__{_name}__", _operator(_op))
 for _name, _op in _UNARY.items():
-    setattr(Traced, f"__{_name}__", lambda self, op=_op: _mapped(self, op))
+    setattr(Traced, f"__{_name}__", lambda self, op=_op: called(op, [self], {}))
+setattr(Traced, "__matmul__", lambda self, other: called("dot", [self, other], {}))  # noqa: B010
 
 
 class TracedScalar(Traced):
@@ -140,7 +148,6 @@ class TracedScalar(Traced):
 
     shape: tuple[int, ...] = ()
     ndim = 0
-    device = "cpu"
     __iter__ = None
 
     def __init__(self, node: Node) -> None:
@@ -153,198 +160,119 @@ class TracedScalar(Traced):
 
     @property
     def dtype(self) -> Any:
-        """NumPy's dtype for the type of the node."""
-        return np.dtype(self._node.type.numpy)
+        """The dtype of the node in the library that the function uses: PyTorch's, or NumPy's for all others."""
+        name, library = self._node.type.numpy.__name__, dtypes.get()
+        return np.dtype(name) if library is np else getattr(library, name.rstrip("_"))
+
+    @property
+    def device(self) -> Any:
+        """The CPU, of which nothing depends."""
+        return "cpu" if dtypes.get() is np else dtypes.get().device("cpu")
+
+    def numel(self) -> int:
+        """One element."""
+        return 1
+
+    def dim(self) -> int:
+        """No axes."""
+        return 0
+
+    def is_floating_point(self) -> bool:
+        """Whether the node is a float."""
+        return self._node.type == Type.FLOAT32
 
     def __repr__(self) -> str:
         return f"traced {self._node!r}"
 
 
-class Arrays(list[CapturedArray]):
-    """The captured arrays, in the order in which something was first loaded from them."""
+class Elements(Traced):
+    """The elements of a short array: what is done to it is done to each."""
 
-    def number_of(self, array: CapturedArray) -> int:
-        """The place of an array."""
-        for place, each in enumerate(self):
-            if each is array:
-                return place
-        self.append(array)
-        return len(self) - 1
+    ndim = 1
 
-
-class TracedArray(Traced):
-    """A captured array: indexing gives elements. Axes are indexed one after the other, as in `array[b][h]`."""
-
-    def __init__(
-        self,
-        array: CapturedArray,
-        arrays: Arrays,
-        indices: Sequence[Node | None] | None = None,
-        type: Type | None = None,
-    ) -> None:
-        self._captured, self._arrays, self._type = array, arrays, type or array.type
-        self._indices = [None] * len(array.shape) if indices is None else list(indices)
-        self.shape = tuple(n for n, index in zip(array.shape, self._indices, strict=True) if index is None)
-        self.ndim = len(self.shape)
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = tuple(values)
+        self.shape = (len(self._values),)
 
     @property
     def node(self) -> Node:
-        """The element, when every axis has an index."""
-        if self.ndim:
-            raise fault(
-                f"an array of shape {self.shape} is used as a number; index it, or compute with whole arrays before "
-                "the call and refer to the result"
-            )
-        indices = [index for index in self._indices if index is not None]
-        return cast(load(self._arrays.number_of(self._captured), self._captured.type, indices), self._type)
+        """The element, if it is the only one."""
+        if len(self._values) != 1:
+            raise fault(f"an array of {len(self._values)} elements is used as a number; any, all or sum make one of it")
+        return as_node(self._values[0])
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the array, as its library has it."""
-        return self._captured.array.dtype
+        """That of the first element."""
+        return self._values[0].dtype
 
-    @property
-    def device(self) -> Any:
-        """The device of the array, as its library has it."""
-        return getattr(self._captured.array, "device", "cpu")
-
-    @property
-    def size(self) -> Any:
-        """As in the array's library: a method of PyTorch's tensors, a number elsewhere."""
-        if callable(getattr(self._captured.array, "size", None)):
-            return lambda dim=None: self.shape if dim is None else self.shape[dim]
-        return self.numel()
-
-    def numel(self) -> int:
-        """The number of elements."""
-        return reduce(operator.mul, self.shape, 1)
-
-    def dim(self) -> int:
-        """The number of axes."""
-        return self.ndim
+    def elements(self) -> Elements:
+        """These."""
+        return self
 
     def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a number")
-        return self.shape[0]
+        return len(self._values)
 
     def __iter__(self) -> Iterator[Any]:
-        return (self[i] for i in range(len(self)))
-
-    def __getattr__(self, name: str) -> Any:
-        if self.ndim == 0 or name not in FUNCTIONS:
-            return super().__getattr__(name)
-        return lambda *arguments, **keywords: self._whole(name, arguments, keywords)
-
-    def _whole(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Methods of an array with axes: casts, what changes nothing, and what sums up a few elements."""
-        if name in _OF_ALL:
-            return getattr(_elements(self), name)(*arguments, **keywords)
-        if name not in _OF_WHOLE:
-            raise fault(f"{name} of an array of shape {self.shape}; index it, or do this before the call")
-        probe = TracedScalar(constant(0, self._type))
-        cast_to = called(name, [probe, *arguments], keywords).node.type
-        return TracedArray(self._captured, self._arrays, self._indices, cast_to)
-
-    def __getitem__(self, key: Any) -> TracedArray:
-        keys = list(key) if isinstance(key, tuple) else [key]
-        if any(each is Ellipsis for each in keys):
-            place = next(i for i, each in enumerate(keys) if each is Ellipsis)
-            keys[place : place + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
-        if len(keys) > self.ndim:
-            raise fault(f"{len(keys)} indices of an array of {self.ndim} axes")
-        free = [axis for axis, index in enumerate(self._indices) if index is None]
-        indices = list(self._indices)
-        for axis, each in zip(free, keys, strict=False):
-            if not (isinstance(each, slice) and each == slice(None)):
-                indices[axis] = self._index(axis, each)
-        return TracedArray(self._captured, self._arrays, indices, self._type)
-
-    def _index(self, axis: int, key: Any) -> Node:
-        if key is None or isinstance(key, slice):
-            raise fault("slices and new axes of a captured array; slice it before the call and refer to the result")
-        index, extent = as_node(key), self._captured.shape[axis]
-        if not index.type.is_integer:
-            given = index.type.name.lower()
-            raise fault(f"an index of type {given}; integers are indices, and where() chooses by a condition")
-        if index.op != "constant":
-            return index
-        if not -extent <= index.value < extent:
-            raise fault(f"index {index.value} is outside of an axis of {extent}")
-        return constant(index.value % extent)
-
-    def __repr__(self) -> str:
-        return f"captured {self._captured.dtype} array of shape {self.shape}"
-
-
-class Elements(list[Any]):
-    """The elements of a short array: what is done to it is done to each."""
+        return iter(self._values)
 
     def __getitem__(self, place: Any) -> Any:
         if isinstance(place, Operand):
             raise fault("the result of computing with a whole array has a traced index; compute it before the call")
-        return super().__getitem__(place)
-
-    def any(self, *_: Any, **__: Any) -> Any:
-        """Whether one of them is not zero."""
-        return reduce(operator.or_, [TracedScalar(cast(as_node(each), Type.BOOL)) for each in self])
-
-    def all(self, *_: Any, **__: Any) -> Any:
-        """Whether none of them is zero."""
-        return reduce(operator.and_, [TracedScalar(cast(as_node(each), Type.BOOL)) for each in self])
-
-    def sum(self, *_: Any, **__: Any) -> Any:
-        """Their sum, from the first to the last."""
-        return reduce(operator.add, self)
-
-    def dot(self, other: Any) -> Any:
-        """The sum of products with another short array."""
-        return _of_elements("multiply", self, _elements(other)).sum()
+        return Elements(self._values[place]) if isinstance(place, slice) else self._values[place]
 
 
-_OF_ALL = ("any", "all", "sum", "dot")
-_OF_WHOLE = ("to", "astype", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool",
-             "clone", "detach", "contiguous", "cpu", "cuda", "copy")  # fmt: skip
+def _is_short(value: Any) -> bool:
+    return isinstance(value, Traced) and value.ndim > 0
 
 
 def _elements(value: Any) -> Any:
     """The elements of an array with one axis; other values as they are."""
-    if isinstance(value, Elements) or not isinstance(value, TracedArray) or value.ndim == 0:
-        return value
-    if value.ndim > 1 or len(value) > MAX_ELEMENTS:
-        raise fault(
-            f"an array of shape {value.shape} is computed with as a whole; index it first, or compute before the call "
-            f"and refer to the result (up to {MAX_ELEMENTS} elements of one axis may be used together)"
-        )
-    return Elements(value)
+    return value.elements() if _is_short(value) else value
 
 
-def _of_elements(op: str, x: Any, y: Any) -> Elements:
-    count = max(len(each) for each in (x, y) if isinstance(each, Elements))
-    columns = [each if isinstance(each, Elements) else [each] * count for each in (x, y)]
-    if len(columns[0]) != len(columns[1]):
-        raise fault(f"arrays of {len(columns[0])} and {len(columns[1])} elements are computed with together")
-    return Elements(TracedScalar(operation(op, *pair)) for pair in zip(*columns, strict=True))
+def _of_elements(compute: Callable[..., Any], arguments: Sequence[Any]) -> Elements:
+    """What a function of numbers makes of each element."""
+    counts = {len(each) for each in arguments if isinstance(each, Elements)} - {1}
+    if len(counts) > 1:
+        raise fault(f"arrays of {' and '.join(map(str, sorted(counts)))} elements are computed with together")
+    count = max(counts, default=1)
+    columns = [each if isinstance(each, Elements) and len(each) > 1 else [each] * count for each in arguments]
+    return Elements(compute(*row) for row in zip(*columns, strict=True))
 
 
-for _name, _op in (_BINARY | _COMPARISONS).items():
-    setattr(Elements, f"__{_name}__", lambda self, other, op=_op: _of_elements(op, self, _elements(other)))
-for _name, _op in _BINARY.items():
-    setattr(Elements, f"__r{_name}__", lambda self, other, op=_op: _of_elements(op, _elements(other), self))
-for _name, _op in _UNARY.items():
-    setattr(Elements, f"__{_name}__", lambda self, op=_op: _mapped(self, op))
+def _sum(values: Elements) -> Any:
+    # why from 0: of conditions, too, it is their number.
+    return reduce(operator.add, values, TracedScalar(constant(0)))
 
 
-def _mapped(value: Any, op: str) -> Any:
-    value = _elements(value)
-    if isinstance(value, Elements):
-        return Elements(TracedScalar(operation(op, each)) for each in value)
-    return TracedScalar(operation(op, value))
+def _joined(op: str) -> Callable[[Elements], Any]:
+    def join(values: Elements) -> Any:
+        return reduce(lambda x, y: TracedScalar(operation(op, x, y)), values)
+
+    return join
 
 
+def _all_as_bool(join: Callable[[Any, Any], Any]) -> Callable[[Elements], Any]:
+    return lambda values: reduce(join, [TracedScalar(cast(as_node(each), Type.BOOL)) for each in values])
+
+
+# Functions that make a number of a short array.
+_REDUCTIONS: dict[str, Callable[[Elements], Any]] = {
+    "any": _all_as_bool(operator.or_),
+    "all": _all_as_bool(operator.and_),
+    "sum": _sum,
+    "mean": lambda values: _sum(values) / len(values),
+    **dict.fromkeys(("max", "amax"), _joined("maximum")),
+    **dict.fromkeys(("min", "amin"), _joined("minimum")),
+}
 def called(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], library: str = "") -> Any:
     """A function of a library with traced arguments, some of which may be short arrays."""
-    if name in _OF_ALL and arguments and isinstance(_elements(arguments[0]), Elements):
-        return getattr(_elements(arguments[0]), name)(*arguments[1:], **keywords)
-    return TracedScalar(call(name, arguments, keywords, library))
-
+    if not any(map(_is_short, arguments)):
+        return TracedScalar(call(name, arguments, keywords, library))
+    values = [_elements(each) for each in arguments]
+    if name == "dot":
+        return _sum(_of_elements(operator.mul, values))
+    if name in _REDUCTIONS and not (len(values) > 1 and name in ("max", "min") and isinstance(values[1], Operand)):
+        return _REDUCTIONS[name](values[0])
+    return _of_elements(lambda *row: TracedScalar(call(name, row, keywords, library)), values)

@@ -7,6 +7,7 @@ import collections
 import enum
 import functools
 import math
+import operator
 import types
 from collections.abc import Callable, Iterator
 from math import tanh as hyperbolic
@@ -21,7 +22,7 @@ from cuflash.mods.trace import trace
 
 TABLE = np.array([0.5, -0.25, 1.5, 2.0], np.float32)
 LIMITS = np.array([[3, 9], [20, 5]], np.int32)
-SCALE = 0.5
+SCALE, WHOLE = 0.5, 3
 MANY = {"window": 7, "tables": [TABLE, TABLE * 2], "both": (LIMITS, 2)}
 
 
@@ -198,6 +199,81 @@ def test_scores_refer_to_what_functions_can_refer_to(name: str) -> None:
     check(SCORES[name], "score_mod")
 
 
+class Negative:
+    def __init__(self, function: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return np.logical_not(self.function(*arguments))
+
+
+class Widened(Mask):
+    def is_near(self, x: Any, y: Any) -> Any:
+        return super().is_near(x, y) | (x == 0)
+
+
+PATCHED = Mask(LIMITS)
+PATCHED.is_near = types.MethodType(lambda self, x, y: x - y > self.width, PATCHED)  # type: ignore[method-assign]
+MORE: dict[str, Any] = {
+    "decorator with a class": Negative(lambda b, h, q, k: q < k),
+    "method of an instance": PATCHED.below,
+    "super": Widened(LIMITS).below,
+    "classes": lambda b, h, q, k: q < Mask.width + MASK.__class__.width if type(MASK) is Mask else k < 3,
+    "types": lambda b, h, q, k: q < 4 if type(SCALE) is float and type(WHOLE) is int else k < 3,
+    "deque": lambda b, h, q, k: q < DEQUE[0] + len(DEQUE),
+    "ordered": lambda b, h, q, k: (q < ORDERED.get("width")) | (k < sum(ORDERED.values())) | (ORDERED.get("n", 3) == q),
+    "sets": lambda b, h, q, k: (h in HEADS) | (q < 3 if {1, 3} == HEADS and isinstance(HEADS, set) else q < 4),
+    "itemgetter": lambda b, h, q, k: q < FIRST((5, 6)),
+    "absent": lambda b, h, q, k: q < getattr(SPACE, "missing", 4) + hasattr(SPACE, "width"),
+    "assert": lambda b, h, q, k: checked(q) < k,
+    "caught": lambda b, h, q, k: q < caught({"a": 3}),
+    "descriptor": lambda b, h, q, k: q < k + abs(int.__add__(3, 4)),
+    "unused arrays of other dtypes": lambda b, h, q, k: q < OTHERS["width"],
+}
+DEQUE, ORDERED, FIRST = collections.deque([4, 5]), collections.OrderedDict(width=4, more=2), operator.itemgetter(0)
+OTHERS = {"width": 4, "names": np.array(["a"]), "complex": np.ones(2, "c8")}
+
+
+def checked(x: Any) -> Any:
+    assert x < 100
+    return x + 1
+
+
+def caught(values: Any) -> Any:
+    try:
+        return values["missing"]
+    except KeyError:
+        return 7
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_masks_that_refer_to_unusual_things(name: str) -> None:
+    check(MORE[name], "mask_mod")
+
+
+def test_a_refusal_cannot_be_caught() -> None:
+    def function(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        try:
+            return [1.0, 2.0][h]
+        except Exception:
+            return 7.0
+
+    with pytest.raises(ProblemError, match="has no number yet"):
+        trace(function, "score_mod")
+
+
+def test_matching_by_classes() -> None:
+    def function(b: Any, h: Any, q: Any, k: Any) -> Any:
+        match SCALE, PLACE:
+            case float(x), Place(begin=begin):
+                return q * x < begin
+            case _:
+                return k < 3
+
+    check(function, "mask_mod")
+
+
 def test_wrappers_are_looked_through() -> None:
     assert trace(remembered, "mask_mod").root is trace(remembered.__wrapped__, "mask_mod").root
     assert trace(np.vectorize(remembered.__wrapped__), "mask_mod").root is trace(remembered, "mask_mod").root
@@ -212,6 +288,16 @@ def test_the_users_objects_stay_as_they_are() -> None:
         limits["more"] = [7]
         return q - k < words[0]
 
+    queue = collections.deque([1])
+    defaults: Any = collections.defaultdict(list)
+
+    def changing(b: Any, h: Any, q: Any, k: Any) -> Any:
+        queue.append(q)
+        defaults["a"] = [q]
+        return q < k
+
+    trace(changing, "mask_mod")
+    assert (list(queue), dict(defaults)) == ([1], {})
     before = function.__code__, function.__globals__, function.__closure__, builtins.min
     trace(function, "mask_mod")
     assert (words, limits) == ([5], {"width": [5]})
@@ -229,8 +315,11 @@ def test_attributes_of_captured_objects_are_not_set() -> None:
 
 
 def test_only_arrays_are_indexed_by_traced_values() -> None:
-    with pytest.raises(ProblemError, match="a OrderedDict has a traced index"):
-        trace(lambda b, h, q, k: COUNTED[h] < q, "mask_mod")
+    for of in (COUNTED, {1: 2}, [1, 2]):
+        with pytest.raises(ProblemError, match="has no number yet"):
+            trace(lambda b, h, q, k, of=of: of[h] < q, "mask_mod")
+    with pytest.raises(ProblemError, match="a Mask has a traced index; only arrays have"):
+        trace(lambda b, h, q, k: MASK[h] < q, "mask_mod")
 
 
 def test_an_object_that_is_not_like_an_array_meets_no_traced_values() -> None:

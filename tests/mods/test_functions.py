@@ -62,6 +62,8 @@ MATH = {
     "exp": lambda x: math.exp(x) + math.fabs(x),
     "fmod": lambda x: math.fmod(x, 0.3),
     "erf": math.erf,
+    "remainder": lambda x: math.remainder(x, 0.7),
+    "pow of integers": lambda x: math.pow(2, math.floor(abs(x)) + 40) / 1e12 + 2 ** math.fabs(math.floor(x)),
     "isnan": lambda x: 1.0 if math.isnan(x) or math.isinf(x) else 2.0,
 }
 
@@ -157,6 +159,13 @@ def test_dtypes_of_all_libraries_cast() -> None:
         assert call("astype", [SCORE, dtype], {}).type in (Type.INT32, Type.BOOL, Type.FLOAT32)
     assert call("to", [Q, "cuda:0"], {}) is Q
     assert call("to", [Q], {"dtype": float}).type == Type.FLOAT32
+    for dtype in ("uint8", np.int16, np.uint32):
+        with pytest.raises(ProblemError, match=r"a cast to u?int\d+, which would wrap"):
+            call("astype", [Q, dtype], {})
+    with pytest.raises(ProblemError, match="'i4' is neither a dtype that a mod knows nor a device"):
+        call("astype", [Q, "i4"], {})
+    with pytest.raises(ProblemError, match="1000000000000000000000 is no integer of 64 bits"):
+        call("add", [Q, 10**21], {})
     with pytest.raises(ProblemError, match=r"complex64.* has no place in a mod"):
         call("astype", [SCORE, np.complex64], {})
 

@@ -37,6 +37,11 @@ def check(function: Callable[..., Any], kind: str) -> Any:
     return graph
 
 
+@jax.jit
+def remainder(x: Any, y: Any) -> Any:
+    return x - y
+
+
 MASKS: dict[str, Callable[..., Any]] = {
     "causal": lambda b, h, q, k: q >= k,
     "window": lambda b, h, q, k: (q >= k) & (q - k < 8),
@@ -51,6 +56,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "cond": lambda b, h, q, k: jax.lax.cond(h < 2, lambda: q > k, lambda: q < k + b),
     "switch": lambda b, h, q, k: jax.lax.switch(h, [lambda x: x > k, lambda x: x < k, lambda x: x == k], q),
     "jit": jax.jit(lambda b, h, q, k: jax.jit(lambda x: x + 1)(q) > k),
+    "a name of JAX": lambda b, h, q, k: remainder(q, 7) > k,
     "power": lambda b, h, q, k: (q % 5) ** 3 > k,
     "clip": lambda b, h, q, k: jnp.clip(q, 3, 20) > k,
     "max and min": lambda b, h, q, k: jnp.maximum(q, h) > jnp.minimum(k, 30),
@@ -100,6 +106,7 @@ def test_intervals_are_found(name: str) -> None:
         (lambda b, h, q, k: jnp.arctan2(q, k) < 1, "jax.atan2 of a traced value is not known"),
         (lambda b, h, q, k: jax.lax.dynamic_slice(LIMITS, (b, h), (1, 2)).sum() < q, "a slice of 2 elements of 3"),
         (lambda b, h, q, k: jax.lax.round(q / 3) < k, "takes halves away from zero"),
+        (lambda b, h, q, k: jnp.take(SLOPES, q) < k, r"jax.numpy.take and .at\[\].get\(\) fill what is outside"),
         (lambda b, h, q, k: (q < k, True), "returned 2 values"),
         (lambda b, h, q, k: q - k, "returned a value of type int32"),
     ],

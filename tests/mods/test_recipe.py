@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import expressions
 import numpy as np
 import pytest
 
@@ -73,6 +75,77 @@ def test_every_change_of_what_was_read_is_seen(name: str) -> None:
     assert (trace(mask, "mask_mod").digest == first.digest) == kept
 
 
+class Configuration:
+    width = 4
+
+    def __init__(self) -> None:
+        self.more: Any = None
+
+    def wide(self, x: Any) -> Any:
+        return x < self.__class__.width + Configuration.width
+
+
+def changes_that_are_read_out_of_sight() -> dict[str, tuple[Any, Callable[[pytest.MonkeyPatch], Any]]]:
+    """Masks, and what changes them: classes, absent names, comparisons, identities."""
+    space, marks, some = SimpleNamespace(), [SimpleNamespace(), SimpleNamespace()], {1, 2}
+    pair = SimpleNamespace(x=marks[0], y=marks[1])
+    own = Configuration()
+    return {
+        "class": (lambda b, h, q, k: q < Configuration.width, lambda m: m.setattr(Configuration, "width", 9)),
+        "class of self": (own.wide, lambda m: m.setattr(Configuration, "width", 9)),
+        "absent attribute": (lambda b, h, q, k: q < getattr(space, "w", 2), lambda m: m.setattr(space, "w", 5, False)),
+        "absent item": (lambda b, h, q, k: q < int(os.environ.get("WIDE", 2)), lambda m: m.setenv("WIDE", "5")),
+        "identity": (lambda b, h, q, k: q < (3 if pair.x is pair.y else 4), lambda m: m.setattr(pair, "y", marks[0])),
+        "comparison": (
+            lambda b, h, q, k: q < (3 if own == marks else 4),
+            lambda m: m.setattr(Configuration, "__eq__", equal),
+        ),
+        "import": (import_inside, lambda m: m.setattr(expressions, "LENGTH", 7)),
+        "import of a name": (import_a_name, lambda m: m.setattr(expressions, "LENGTH", 7)),
+        "set": (lambda b, h, q, k, s=some: q < len(s), lambda m: some.add(9)),
+    }  # fmt: skip
+
+
+def equal(self: Any, other: Any) -> bool:
+    return True
+
+
+def import_inside(b: Any, h: Any, q: Any, k: Any) -> Any:
+    import expressions
+
+    return q < expressions.LENGTH
+
+
+def import_a_name(b: Any, h: Any, q: Any, k: Any) -> Any:
+    from expressions import LENGTH
+
+    return q < LENGTH
+
+
+@pytest.mark.parametrize("name", changes_that_are_read_out_of_sight())
+def test_changes_of_what_is_read_out_of_sight_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, change = changes_that_are_read_out_of_sight()[name]
+    if name == "class of self":
+        method = mask
+        mask = lambda b, h, q, k: method(q)  # noqa: E731
+    first = trace(mask, "mask_mod").digest
+    assert trace(mask, "mask_mod").digest == first
+    change(monkeypatch)
+    assert trace(mask, "mask_mod").digest != first
+
+
+def test_a_large_set_is_compared_quickly() -> None:
+    large = frozenset(range(20000))
+
+    def mask(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q < len(large)
+
+    trace(mask, "mask_mod")
+    begin = time.perf_counter()
+    trace(mask, "mask_mod")
+    assert time.perf_counter() - begin < 0.2
+
+
 def test_other_values_of_an_array_change_nothing_but_the_array() -> None:
     own = values()
     mask = reads(own)
@@ -93,7 +166,10 @@ def test_changes_of_globals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trace(of_global, "mask_mod").digest != first
 
 
-@pytest.mark.parametrize("pair", [(0.0, -0.0), (1, True), (1, 1.0), (2, np.int64(2)), ("a", "b")], ids=str)
+PAIRS = [(0.0, -0.0), (1, True), (1, 1.0), (2, np.int64(2)), ("a", "b"), (np.float32(0), np.float32(-0.0))]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_numbers_that_are_equal_but_not_the_same_are_told_apart(pair: tuple[Any, Any]) -> None:
     one, other = pair
     for each in pair:

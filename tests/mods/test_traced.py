@@ -16,7 +16,8 @@ from cuflash.mods.graph import variable
 from cuflash.mods.operand import captured
 from cuflash.mods.operations import Type
 from cuflash.mods.trace import trace
-from cuflash.mods.traced import MAX_ELEMENTS, Arrays, Elements, TracedArray, TracedScalar
+from cuflash.mods.traced import Elements, TracedScalar
+from cuflash.mods.traced_array import MAX_ELEMENTS, Arrays, TracedArray
 
 Q, H = variable("q_idx"), variable("h")
 TABLE = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
@@ -56,8 +57,6 @@ def test_casts_of_whole_arrays_are_casts_of_elements() -> None:
     integers = array(np.arange(4, dtype=np.int64))
     assert integers.astype(np.float32)[scalar()].node is cast(load(0, Type.INT64, [Q]), Type.FLOAT32)
     assert integers.copy()[scalar()].node is load(0, Type.INT64, [Q])
-    with pytest.raises(ProblemError, match=r"exp of an array of shape \(4,\)"):
-        integers.exp()
 
 
 def test_short_arrays_are_computed_element_by_element() -> None:
@@ -70,6 +69,25 @@ def test_short_arrays_are_computed_element_by_element() -> None:
             array(values) + scalar()
     with pytest.raises(ProblemError, match="arrays of 3 and 4 elements"):
         array(rows)[0] + array(TABLE)[0, 0]
+
+
+def test_short_arrays_are_summed_up_as_numpy_does_it() -> None:
+    ends = np.array([2, 9, 40], np.int32)
+    check(lambda score, b, h, q, k: score * (ends <= q).sum() + np.sum(ends <= k) + sum(ends > q), "score_mod")
+    check(lambda score, b, h, q, k: (ends * k).max() - np.min(ends + q) + score, "score_mod")
+    check(lambda score, b, h, q, k: (ends - k).mean() + np.exp(-ends).sum() + score, "score_mod")
+    check(lambda score, b, h, q, k: np.dot(ends, ends * q) + (ends @ ends) + score, "score_mod")
+
+    def in_place(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        row = ends * k
+        row += ends
+        return score + row[0] + row[1:].sum() - row[-1]
+
+    check(in_place, "score_mod")
+    one = np.array([7])
+    check(lambda b, h, q, k: not (q < one) and bool(k > one), "mask_mod")
+    with pytest.raises(ProblemError, match="an array of 3 elements is used as a number; any, all or sum"):
+        trace(lambda b, h, q, k: q < k if ends < q else True, "mask_mod")
 
 
 def test_nobody_takes_a_traced_value_for_a_number() -> None:
@@ -122,6 +140,27 @@ def test_torch_leaves_its_functions_to_traced_values() -> None:
         torch.tensor(3).add_(q)
     with pytest.raises(ProblemError, match=r"torch.lgamma of a traced value is not known"):
         torch.lgamma(q)
+
+
+def test_methods_of_tensors_mean_what_they_mean_in_torch() -> None:
+    torch = pytest.importorskip("torch")
+    tensor = torch.tensor([0.5, 2.0, -1.0])
+
+    def index(i: int) -> Any:
+        return torch.tensor(i, dtype=torch.int32)
+
+    functions = {
+        "where": lambda s, b, h, q, k: tensor[h % 3].where(q < k, 0.5) + torch.tensor(2.0).where(q > k, tensor[0]),
+        "sign": lambda s, b, h, q, k: tensor[torch.sign(q - k) + 1],
+        "dtypes": lambda s, b, h, q, k: tensor[0] if q.dtype in (torch.int32, torch.int64) else tensor[1],
+        "made": lambda s, b, h, q, k: torch.where(q < k, torch.zeros((), dtype=tensor.dtype), tensor[h % 3]),
+        "device": lambda s, b, h, q, k: tensor[0] if q.device == tensor.device else tensor[1],
+        "sizes": lambda s, b, h, q, k: tensor[h % 3] * (q.numel() + q.dim() + q.is_floating_point()),
+        "divide": lambda s, b, h, q, k: torch.divide(q - k, 3, rounding_mode="floor") + torch.float_power(2, q % 9),
+    }
+    for function in functions.values():
+        check(function, "score_mod", index)
+    assert trace(lambda s, b, h, q, k: s * 2 if s.dtype == torch.float32 else s, "score_mod").root.op == "multiply"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int64", "int32", "bool"])

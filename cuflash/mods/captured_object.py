@@ -1,0 +1,126 @@
+"""Objects that a traced function refers to, such as a model: what is read of them is replaced, and written down."""
+
+from __future__ import annotations
+
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from . import recipe
+from .libraries import library_of
+from .operand import Operand, fault, is_of_library
+from .recipe import Reader, Recipe
+
+# Makes what stands for a value that was read: of the parent's number, the read, its key, and the value.
+Replace = Callable[[int, Reader, Any, Any], Any]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+
+
+class CapturedObject:
+    """Stands for an object. Its methods run with it in the object's place."""
+
+    def __init__(self, replace: Replace, recipe: Recipe, value: Any, number: int) -> None:
+        self.__dict__["<cuflash>"] = replace, recipe, value, number
+
+    # why: isinstance(x, C) asks for this.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(_value(self))
+
+    def __getattr__(self, name: str) -> Any:
+        value = _value(self)
+        found = _try(self, getattr, name)
+        if isinstance(found, types.MethodType) and found.__self__ is value:
+            return types.MethodType(_read(self, _function_of, name), self)
+        if isinstance(found, types.BuiltinMethodType) and found.__self__ is value:
+            _recipe(self).is_complete = False  # why: what it returns may be another thing next time
+            return found
+        return _read(self, getattr, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise fault(f"the attribute {name} of a captured object is set; a function that is traced changes nothing")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise fault("an item of a captured object is set; a function that is traced changes nothing")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, Operand):
+            raise fault(f"a {type(_value(self)).__name__} has a traced index; only arrays have")
+        _try(self, operator.getitem, key)
+        return _read(self, operator.getitem, key)
+
+    def __len__(self) -> int:
+        return int(_read(self, _length, None))
+
+    def __bool__(self) -> bool:
+        return bool(_read(self, _truth, None))
+
+    def __eq__(self, other: object) -> bool:
+        _recipe(self).is_complete = False  # why: what it compares with is written nowhere
+        return bool(_value(self) == (_value(other) if type(other) is CapturedObject else other))
+
+    def __hash__(self) -> int:
+        return hash(_value(self))
+
+    def __str__(self) -> str:
+        return str(_value(self))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_read(self, _listed, None))
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        value = _value(self)
+        call = type(value).__call__
+        if is_of_library(library_of(call)) and hasattr(value, "forward"):
+            # why forward: what torch.nn.Module does around it has no meaning here, but for hooks.
+            if any(getattr(value, name, None) for name in _HOOKS):
+                raise fault(f"the {type(value).__name__} has hooks of forward, which are not traced; remove them")
+            return self.forward(*arguments, **keywords)
+        if not isinstance(call, types.FunctionType):
+            return value(*arguments, **keywords)  # a callable that is written in C
+        return _read(self, _function_of_type, "__call__")(self, *arguments, **keywords)
+
+
+def _value(of: Any) -> Any:
+    return object.__getattribute__(of, "__dict__")["<cuflash>"][2]
+
+
+def _recipe(of: CapturedObject) -> Recipe:
+    found: Recipe = object.__getattribute__(of, "__dict__")["<cuflash>"][1]
+    return found
+
+
+def _read(of: CapturedObject, read: Reader, key: Any) -> Any:
+    replace, _, value, number = object.__getattribute__(of, "__dict__")["<cuflash>"]
+    return replace(number, read, key, read(value, key))
+
+
+def _try(of: CapturedObject, read: Reader, key: Any) -> Any:
+    """What a read finds. If it finds nothing, that is written down, too."""
+    _, written, value, number = object.__getattribute__(of, "__dict__")["<cuflash>"]
+    try:
+        return read(value, key)
+    except recipe.ABSENT:
+        written.add(number, recipe.absent(read), key, recipe.equal(True))
+        raise
+
+
+def _function_of(value: Any, name: Any) -> Any:
+    return getattr(value, name).__func__
+
+
+def _function_of_type(value: Any, name: Any) -> Any:
+    return getattr(type(value), name)
+
+
+def _length(value: Any, _: Any) -> int:
+    return len(value)
+
+
+def _truth(value: Any, _: Any) -> bool:
+    return bool(value)
+
+
+def _listed(value: Any, _: Any) -> tuple[Any, ...]:
+    return tuple(value)

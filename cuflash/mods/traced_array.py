@@ -1,0 +1,160 @@
+"""Captured arrays as a traced function sees them: indexing gives elements of them, which are loads."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from typing import Any, NoReturn
+
+from .build import cast, constant, load
+from .graph import CapturedArray, Node
+from .operand import Operand, as_node, fault
+from .operations import Type
+from .traced import Elements, Traced, TracedScalar, called
+
+# Short arrays may be used without an index along one axis: their elements are computed one by one.
+MAX_ELEMENTS = 256
+# Methods of an array with axes that give such an array again.
+_OF_WHOLE = ("to", "astype", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool",
+             "clone", "detach", "contiguous", "cpu", "cuda", "copy")  # fmt: skip
+
+
+class Arrays(list[CapturedArray]):
+    """The captured arrays, in the order in which something was first loaded from them."""
+
+    def number_of(self, array: CapturedArray) -> int:
+        """The place of an array."""
+        for place, each in enumerate(self):
+            if each is array:
+                return place
+        self.append(array)
+        return len(self) - 1
+
+
+class TracedArray(Traced):
+    """A captured array: indexing gives elements. Axes are indexed one after the other, as in `array[b][h]`."""
+
+    def __init__(
+        self,
+        array: CapturedArray,
+        arrays: Arrays,
+        indices: Sequence[Node | None] | None = None,
+        type: Type | None = None,
+    ) -> None:
+        self._captured, self._arrays, self._type = array, arrays, type or array.type
+        self._indices = [None] * len(array.shape) if indices is None else list(indices)
+        self.shape = tuple(n for n, index in zip(array.shape, self._indices, strict=True) if index is None)
+        self.ndim = len(self.shape)
+
+    @property
+    def node(self) -> Node:
+        """The element, when every axis has an index."""
+        if self.ndim:
+            raise fault(
+                f"an array of shape {self.shape} is used as a number; index it, or compute with whole arrays before "
+                "the call and refer to the result"
+            )
+        indices = [index for index in self._indices if index is not None]
+        return cast(load(self._arrays.number_of(self._captured), self._captured.type, indices), self._type)
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of the array, as its library has it."""
+        return self._captured.array.dtype
+
+    @property
+    def device(self) -> Any:
+        """The device of the array, as its library has it."""
+        return getattr(self._captured.array, "device", "cpu")
+
+    @property
+    def size(self) -> Any:
+        """As in the array's library: a method of PyTorch's tensors, a number elsewhere."""
+        if callable(getattr(self._captured.array, "size", None)):
+            return lambda dim=None: self.shape if dim is None else self.shape[dim]
+        return self.numel()
+
+    def elements(self) -> Elements:
+        """The elements of a short array with one axis."""
+        if self.ndim > 1 or len(self) > MAX_ELEMENTS:
+            raise fault(
+                f"an array of shape {self.shape} is computed with as a whole; index it first, or compute before the "
+                f"call and refer to the result (up to {MAX_ELEMENTS} elements of one axis may be used together)"
+            )
+        return Elements(self)
+
+    def numel(self) -> int:
+        """The number of elements."""
+        return reduce(operator.mul, self.shape, 1)
+
+    def dim(self) -> int:
+        """The number of axes."""
+        return self.ndim
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a number")
+        return self.shape[0]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[i] for i in range(len(self)))
+
+    def __getattr__(self, name: str) -> Any:
+        if self.ndim == 0 or name not in _OF_WHOLE:
+            return super().__getattr__(name)
+        return lambda *arguments, **keywords: self._whole(name, arguments, keywords)
+
+    def _whole(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
+        """Methods of an array with axes that cast it or change nothing."""
+        probe = TracedScalar(constant(0, self._type))
+        cast_to = called(name, [probe, *arguments], keywords).node.type
+        return TracedArray(self._captured, self._arrays, self._indices, cast_to)
+
+    def __getitem__(self, key: Any) -> TracedArray:
+        keys = list(key) if isinstance(key, tuple) else [key]
+        if any(each is Ellipsis for each in keys):
+            place = next(i for i, each in enumerate(keys) if each is Ellipsis)
+            keys[place : place + 1] = [slice(None)] * (self.ndim - len(keys) + 1)
+        if len(keys) > self.ndim:
+            raise fault(f"{len(keys)} indices of an array of {self.ndim} axes")
+        free = [axis for axis, index in enumerate(self._indices) if index is None]
+        indices = list(self._indices)
+        for axis, each in zip(free, keys, strict=False):
+            if not (isinstance(each, slice) and each == slice(None)):
+                indices[axis] = self._index(axis, each)
+        return TracedArray(self._captured, self._arrays, indices, self._type)
+
+    def _index(self, axis: int, key: Any) -> Node:
+        if key is None or isinstance(key, slice):
+            raise fault("slices and new axes of a captured array; slice it before the call and refer to the result")
+        index, extent = as_node(key), self._captured.shape[axis]
+        if not index.type.is_integer:
+            given = index.type.name.lower()
+            raise fault(f"an index of type {given}; integers are indices, and where() chooses by a condition")
+        if index.op != "constant":
+            return index
+        if not -extent <= index.value < extent:
+            raise fault(f"index {index.value} is outside of an axis of {extent}")
+        return constant(index.value % extent)
+
+    def __repr__(self) -> str:
+        return f"captured {self._captured.dtype} array of shape {self.shape}"
+
+
+class RefusedArray(Operand):
+    """A captured array that a mod cannot use: its error is raised when the function does."""
+
+    def __init__(self, message: str) -> None:
+        self._message = message
+
+    @property
+    def node(self) -> Node:
+        """There is none."""
+        raise fault(self._message)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise fault(self._message)
+
+    def __getitem__(self, key: Any) -> NoReturn:
+        raise fault(self._message)
