@@ -145,7 +145,7 @@ class Capture:
 
     def _kind_of_container(self, value: Any) -> tuple[Matcher, Callable[[Any, int], Any] | None] | None:
         if isinstance(value, dict | types.MappingProxyType):
-            return recipe.of_keys(dict(value)) if type(value) is dict else recipe.of_type(value), self._mapping
+            return recipe.of_keys(value) if type(value) is dict else recipe.of_type(value), self._mapping
         if type(value) not in _CONTAINERS and not (isinstance(value, tuple) and hasattr(value, "_fields")):
             return None
         if all(isinstance(each, _CONSTANTS) for each in value):
@@ -224,5 +224,3 @@ def _copied(values: Any, parts: Iterable[Any]) -> Any:
     if isinstance(values, frozenset):
         return _FrozenSet(parts)
     return type(values)(*parts) if hasattr(values, "_fields") else type(values)(parts)
-
-

@@ -29,14 +29,13 @@ class CapturedObject:
         return type(_value(self))
 
     def __getattr__(self, name: str) -> Any:
-        value = _value(self)
-        found = _try(self, getattr, name)
+        value, found = _value(self), _find(self, getattr, name)
         if isinstance(found, types.MethodType) and found.__self__ is value:
-            return types.MethodType(_read(self, _function_of, name), self)
+            return types.MethodType(_replaced(self, _function_of, name, found.__func__), self)
         if isinstance(found, types.BuiltinMethodType) and found.__self__ is value:
             _recipe(self).is_complete = False  # why: what it returns may be another thing next time
             return found
-        return _read(self, getattr, name)
+        return _replaced(self, getattr, name, found)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise fault(f"the attribute {name} of a captured object is set; a function that is traced changes nothing")
@@ -47,7 +46,6 @@ class CapturedObject:
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, Operand):
             raise fault(f"a {type(_value(self)).__name__} has a traced index; only arrays have")
-        _try(self, operator.getitem, key)
         return _read(self, operator.getitem, key)
 
     def __len__(self) -> int:
@@ -92,11 +90,17 @@ def _recipe(of: CapturedObject) -> Recipe:
 
 
 def _read(of: CapturedObject, read: Reader, key: Any) -> Any:
-    replace, _, value, number = object.__getattribute__(of, "__dict__")["<cuflash>"]
-    return replace(number, read, key, read(value, key))
+    """What stands for what a read finds."""
+    return _replaced(of, read, key, _find(of, read, key))
 
 
-def _try(of: CapturedObject, read: Reader, key: Any) -> Any:
+def _replaced(of: CapturedObject, read: Reader, key: Any, found: Any) -> Any:
+    """What stands for what a read has found."""
+    replace, _, _, number = object.__getattribute__(of, "__dict__")["<cuflash>"]
+    return replace(number, read, key, found)
+
+
+def _find(of: CapturedObject, read: Reader, key: Any) -> Any:
     """What a read finds. If it finds nothing, that is written down, too."""
     _, written, value, number = object.__getattribute__(of, "__dict__")["<cuflash>"]
     try:

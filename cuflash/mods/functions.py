@@ -246,7 +246,8 @@ def _cast(type: Type) -> Callable[..., Node]:
     return lambda x, *_, **__: cast(as_node(x), type)
 
 
-def _as_integer(op: str) -> Callable[[Any], Node]:
+def as_integer(op: str) -> Callable[[Any], Node]:
+    """An operation that rounds, as those of Python's numbers, which give integers."""
     return lambda x: cast(operation(op, x), INT32)
 
 
@@ -346,7 +347,7 @@ _OF_LIBRARY: dict[tuple[str, str], Callable[..., Node]] = {
     ("math", "pow"): _float_power,
     ("math", "remainder"): _ieee_remainder,
     ("math", "fabs"): lambda x: operation("absolute", cast(as_node(x), FLOAT32)),
-    **{("math", name): _as_integer(name) for name in ("floor", "ceil", "trunc")},
+    **{("math", name): as_integer(name) for name in ("floor", "ceil", "trunc")},
 }
 # Keywords of NumPy's and PyTorch's functions that say nothing with these values.
 _NO_MEANING = {"out": None, "where": True, "dtype": None, "casting": "same_kind", "axis": None, "dim": None}

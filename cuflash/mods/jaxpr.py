@@ -21,9 +21,8 @@ from .traced_array import Arrays, TracedArray
 _SAME = {"broadcast_in_dim", "squeeze", "reshape", "copy", "copy_p", "optimization_barrier"}
 # Primitives whose names are not those of functions that `call` knows, or that mean something else.
 _PRIMITIVES: dict[str, Callable[..., Node]] = {
-    "clamp": lambda low, x, high: operation("minimum", operation("maximum", x, low), high),
+    "clamp": lambda low, x, high: call("clip", [x, low, high], {}),
     "not": partial(operation, "invert"),
-    "rem": partial(operation, "truncated_remainder"),
 }
 # Functions of jax.numpy that are calls inside a jaxpr. why by name: what they are made of hides what they mean.
 _CALLS_BY_NAME = ("floor_divide", "remainder")
@@ -107,7 +106,7 @@ class _Reader:
             power = operation("power", arguments[0], abs(parameters["y"]))
             return power if parameters["y"] >= 0 else operation("divide", 1.0, power)
         if name == "round" and int(parameters["rounding_method"]) != 1:
-            raise fault("lax.round that takes halves away from zero; jax.numpy.round takes them to even numbers")
+            return call(name, arguments, {}, "lax")  # it takes halves away from zero
         if name in _PRIMITIVES:
             return _PRIMITIVES[name](*arguments)
         return call(name, arguments, {}, "jax")

@@ -30,6 +30,11 @@ def seqlen_k() -> Any:
     return _length("seqlen_k")
 
 
+def position_of(q_idx: Any) -> Any:
+    """Where a query stands among the keys: the last query stands beside the last key."""
+    return q_idx + seqlen_k() - seqlen_q()
+
+
 def _length(name: str) -> TracedScalar:
     if not is_tracing():
         raise fault(f"{name}() is known inside a score_mod or mask_mod alone, while cuflash traces it")

@@ -11,13 +11,9 @@ from numbers import Integral
 from typing import Any
 
 from ..errors import ProblemError
-from .language import seqlen_k, seqlen_q
+from .language import position_of, seqlen_k, seqlen_q
 
 Mod = Callable[..., Any]
-
-
-def _position(q_idx: Any) -> Any:
-    return q_idx + seqlen_k() - seqlen_q()
 
 
 def check_number(name: str, value: Any, least: int, otherwise: str = "") -> int:
@@ -60,7 +56,7 @@ def causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         x x x x x .
         x x x x x x
     """
-    return k_idx <= _position(q_idx)
+    return k_idx <= position_of(q_idx)
 
 
 def sliding_window(left: int, right: int = 0) -> Mod:
@@ -77,7 +73,7 @@ def sliding_window(left: int, right: int = 0) -> Mod:
     left, right = check_number("left", left, 0), check_number("right", right, 0)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        position = _position(q_idx)
+        position = position_of(q_idx)
         return (position - left <= k_idx) & (k_idx <= position + right)
 
     return mask_mod
@@ -98,7 +94,7 @@ def dilated_window(left: int, dilation: int, right: int = 0) -> Mod:
     window, dilation = sliding_window(left, right), check_number("dilation", dilation, 1)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return window(b, h, q_idx, k_idx) & ((_position(q_idx) - k_idx) % dilation == 0)
+        return window(b, h, q_idx, k_idx) & ((position_of(q_idx) - k_idx) % dilation == 0)
 
     return mask_mod
 
@@ -124,7 +120,7 @@ def global_window(num_global: Any, left: int, right: int = 0) -> Mod:
         return num_global[position] if is_array else position < count
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return window(b, h, q_idx, k_idx) | is_global(k_idx) | is_global(_position(q_idx))
+        return window(b, h, q_idx, k_idx) | is_global(k_idx) | is_global(position_of(q_idx))
 
     return mask_mod
 
@@ -144,7 +140,7 @@ def chunked(size: int) -> Mod:
     size = check_number("size", size, 1)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return _position(q_idx) // size == k_idx // size
+        return position_of(q_idx) // size == k_idx // size
 
     return mask_mod
 
@@ -168,7 +164,7 @@ def prefix_lm(prefix_length: Any) -> Mod:
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         length = prefix_length[b] if of_batch else prefix_length
-        return (k_idx < length) | (k_idx <= _position(q_idx))
+        return (k_idx < length) | (k_idx <= position_of(q_idx))
 
     return mask_mod
 
@@ -194,7 +190,7 @@ def document(offsets: Any) -> Mod:
     num_documents = offsets.shape[0] - 1
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        position, at = _position(q_idx), 0
+        position, at = position_of(q_idx), 0
         # The last document that begins at the position or before it, found by halving.
         for step in _powers_of_two(num_documents):
             at = at + (offsets[at + step] <= position) * step
@@ -228,7 +224,7 @@ def segments(ids: Any) -> Mod:
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         own = ids[b] if rank == 2 else ids
-        return own[_position(q_idx)] == own[k_idx]
+        return own[position_of(q_idx)] == own[k_idx]
 
     return mask_mod
 
@@ -255,7 +251,7 @@ def neighborhood(size: int | Sequence[int], canvas: int | Sequence[int]) -> Mod:
             raise ProblemError(f"size={size!r} of canvas={canvas!r}; give odd numbers no larger than the canvas")
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        query, result = _position(q_idx), True
+        query, result = position_of(q_idx), True
         for each, length in reversed(list(zip(sizes, lengths, strict=True))):
             begin = min(max(query % length - each // 2, 0), length - each)
             key = k_idx % length
@@ -284,7 +280,7 @@ def block_diffusion(seqlen: int, block: int) -> Mod:
     seqlen, block = check_number("seqlen", seqlen, 1), check_number("block", block, 1)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        query = _position(q_idx)
+        query = position_of(q_idx)
         is_clean_q, is_clean_k = query >= seqlen, k_idx >= seqlen
         block_q, block_k = query % seqlen // block, k_idx % seqlen // block
         itself = (is_clean_q == is_clean_k) & (block_q == block_k)

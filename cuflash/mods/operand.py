@@ -25,19 +25,18 @@ _TYPES = {
     **dict.fromkeys(("uint32", "int64", "uint64", "int", "int_", "long"), Type.INT64),
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64", "float", "half", "double"), Type.FLOAT32),
 }
-
-
+# The integers that a value may be cast to.
 _WIDE = ("int32", "int64", "int", "int_", "long")
 
 
 class Operand:
-    """A value that is an expression. `TracedScalar` and `TracedArray` of `traced` are the two kinds."""
+    """What a traced function computes with: scalars and short arrays of `traced`, captured ones of `traced_array`."""
 
     dtype: Any
 
     @property
     def node(self) -> Node:
-        """The expression of a scalar; an array that still has axes raises ProblemError."""
+        """The expression of a scalar; an array of several elements raises ProblemError."""
         raise NotImplementedError
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ProblemError
-from .language import function, seqlen_k, seqlen_q
+from .language import function, position_of
 from .masks import Mod, check_number
 
 _EXP2, _TANH, _WHERE = (function(name) for name in ("exp2", "tanh", "where"))
@@ -20,7 +20,7 @@ _EXP2, _TANH, _WHERE = (function(name) for name in ("exp2", "tanh", "where"))
 
 def _distance(q_idx: Any, k_idx: Any) -> Any:
     """How far the key stands behind the query's position."""
-    return k_idx - (q_idx + seqlen_k() - seqlen_q())
+    return k_idx - position_of(q_idx)
 
 
 def alibi(slopes: Any) -> Mod:

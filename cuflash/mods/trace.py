@@ -43,12 +43,8 @@ class _Trace(NamedTuple):
         found = self.recipe.found(function)
         if found is None:
             return None
-        arrays = [found[number] for number in self.reads]
-        # why: an array that has two names now would be one operand of a trace of its own.
-        if len(set(map(id, arrays))) < len(arrays):
-            return None
-        pairs = zip(arrays, self.kinds, strict=True)
-        return Graph(self.root, tuple([CapturedArray(array, *kind) for array, kind in pairs]), self.digest)
+        pairs = zip(self.reads, self.kinds, strict=True)
+        return Graph(self.root, tuple([CapturedArray(found[number], *kind) for number, kind in pairs]), self.digest)
 
 
 _traces: OrderedDict[tuple[str, int], list[_Trace]] = OrderedDict()
@@ -154,10 +150,11 @@ def graph_of(root: Node, arrays: list[CapturedArray], kind: str, name: str) -> G
 
 def _of_used_arrays(root: Node, arrays: list[CapturedArray]) -> tuple[Node, list[CapturedArray]]:
     """The graph without the arrays that nothing is loaded from any more, and those that are left."""
-    used = list(dict.fromkeys(each.value for each in post_order([root]) if each.op == "load"))
+    order = post_order([root])
+    used = list(dict.fromkeys(each.value for each in order if each.op == "load"))
     places = {number: place for place, number in enumerate(used)}
     new: dict[Node, Node] = {}
-    for each in post_order([root]):
+    for each in order:
         arguments = [new[argument] for argument in each.arguments]
         new[each] = load(places[each.value], each.type, arguments) if each.op == "load" else rebuilt(each, arguments)
     return new[root], [arrays[number] for number in used]

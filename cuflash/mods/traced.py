@@ -16,7 +16,7 @@ import numpy as np
 
 from ..errors import ProblemError
 from .build import cast, constant
-from .functions import FUNCTIONS, call, operation, where_of_tensor
+from .functions import FUNCTIONS, as_integer, call, operation, where_of_tensor
 from .graph import Node
 from .operand import Operand, as_node, fault, is_array, located
 from .operations import Type
@@ -57,7 +57,7 @@ def _refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _as_integer(op: str) -> Callable[[Any], TracedScalar]:
-    return lambda self: TracedScalar(cast(operation(op, self), Type.INT32))
+    return lambda self: TracedScalar(as_integer(op)(self))
 
 
 def _operator(op: str, is_exchanged: bool = False) -> Callable[[Any, Any], Any]:
@@ -124,7 +124,7 @@ class Traced(Operand):
     def __round__(self, digits: int | None = None) -> Any:
         if digits is not None:
             raise fault(f"round to {digits} digits; only whole numbers are known")
-        return TracedScalar(cast(operation("round", self), Type.INT32))
+        return TracedScalar(as_integer("round")(self))
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -266,6 +266,8 @@ _REDUCTIONS: dict[str, Callable[[Elements], Any]] = {
     **dict.fromkeys(("max", "amax"), _joined("maximum")),
     **dict.fromkeys(("min", "amin"), _joined("minimum")),
 }
+
+
 def called(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], library: str = "") -> Any:
     """A function of a library with traced arguments, some of which may be short arrays."""
     if not any(map(_is_short, arguments)):
