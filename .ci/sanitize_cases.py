@@ -182,6 +182,8 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         of_rows: dict[str, Any] = {"name": "decoding_rows", "place_q": "rectangle", "used_q": True, "bounded": False}
         both = [*decoding, *(replace(of, heads=(2 * of.heads[0], 2), **of_rows) for of in decoding)]
         both += [replace(of, name=f"{of.name}_without_pages", place_k="rectangle") for of in both]
+        several = device.query(0).num_sms // len(few) + 1  # heads that give a block of threads several pieces of work
+        both.append(replace(both[-2], name="decoding_heads", heads=(several, several)))
         for of in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
             yield SequenceCase(of), ("flash2",)
             yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True, wild=True), ("flash2",)

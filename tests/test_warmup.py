@@ -52,8 +52,9 @@ def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
     Of forward also those of few queries, which share keys.
     """
     found: set[Variant] = set()
-    ways = [{"keys": keys} for keys in KEYS]
-    for (op, dtype, head_dim, head_dim_v, arch), way in product(cases, [*ways, {"used": True}]):
+    ways: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
+    ways += [{"used": True, "splits": splits} for splits in (0, 2)]
+    for (op, dtype, head_dim, head_dim_v, arch), way in product(cases, ways):
         if "used" in way and op != "forward":
             continue
         made = plan_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **way, **more)
@@ -104,7 +105,7 @@ def test_dtypes_head_dims_and_ops_are_all_combined(compiled: list[Variant]) -> N
     every = product(("forward", "lse", "merge", "append_kv"), ("bfloat16", "float32"), dims)
     assert set(compiled) == launched(*((op, dtype, *dims, "sm_90") for op, dtype, dims in every))
     # merge and append_kv have one for all head dims, 40 in bfloat16 two of forward
-    assert len(set(compiled)) == len(compiled) == 19
+    assert len(set(compiled)) == len(compiled) == 21
 
 
 def test_softcap_adds_the_kernels_of_capped_scores_where_there_are_any(compiled: list[Variant]) -> None:
@@ -119,7 +120,7 @@ def test_softcap_adds_the_kernels_of_capped_scores_where_there_are_any(compiled:
     gradients = [("backward", "float16", dim, dim, "sm_90") for dim in (64, 256)]
     capped = launched(*cases, *gradients, softcap=5.0)
     assert set(compiled) == {variant for variant in capped if variant.softcap}  # the others were there
-    assert len(compiled) == 11
+    assert len(compiled) == 13
     compiled.clear()
     assert run(*SMALL, "--softcap") == 0
     assert set(compiled) == launched(*((op, "float16", 32, 32, "sm_80") for op in ("forward", "lse")))
@@ -227,9 +228,9 @@ def test_by_default_each_kind_of_gpu_here_is_served(
     assert set(compiled) == launched(
         *((op, "float16", 32, 32, arch) for op in ("forward", "lse") for arch in ("sm_80", "sm_90"))
     )
-    assert len(compiled) == 7
+    assert len(compiled) == 8
     out, err = capsys.readouterr()
-    assert out.startswith("7 kernels for sm_90, sm_80: 7 compiled")
+    assert out.startswith("8 kernels for sm_90, sm_80: 8 compiled")
     assert [line for line in err.splitlines() if "Tesla T4" in line] == [
         "left out: GPU 1 (Tesla T4) is sm_75; the kernels need sm_80 or newer"
     ]

@@ -49,13 +49,14 @@ def plan_of(
     paged: bool = False,
     used: bool = False,
     shared: bool = False,
+    splits: int = 0,
     **arguments: Any,
 ) -> Plan | None:
     """What this device launches for a causal problem of these head dims and keys; None where it has no kernel.
 
     group: query heads of the kv head. packed: the rows are one sequence of several, whose lengths are on the device.
     used: some of the keys are used. paged: the same, and they lie in a page. shared: blocks of threads may share keys,
-    as they may with `used`.
+    as they may with `used`. splits: how many do then, or 0.
     """
     if op == "merge":
         return plan(merge_of(dtype, head_dim), device)
@@ -68,7 +69,7 @@ def plan_of(
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
     if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among blocks of threads
-        options = options._replace(sequences=SequenceOptions(num_splits=0 if used or shared else 1))
+        options = options._replace(sequences=SequenceOptions(num_splits=splits if used or shared else 1))
     given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
     if packed or used or paged:
         bounds, one, table = (ArraySpec.dense(shape, "int32") for shape in ((2,), (1,), (1, 1)))
@@ -135,7 +136,8 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     several = [packed | {"aligned": False}, *(packed | cap for cap in capped)]
     if op != "backward":  # of more queries than kernels for decoding take
         pages = {"paged": False}, {"paged": True}
-        decoding = *few, {"used": True, "queries": 16, "group": 4}, packed | {"shared": True}
+        several_splits, many_rows = {"used": True, "splits": 2}, {"used": True, "queries": 16, "group": 4}
+        decoding = *few, several_splits, many_rows, packed | {"shared": True}
         several += [way | cap | page for way, cap, page in product(decoding, capped, pages) if op == "forward"]
         several += [way | {"aligned": False} for way in few]
         shapes = {}, {"queries": 300, "keys": 300}, {"queries": 300, "keys": 2000}

@@ -23,6 +23,7 @@ from .key_blocks import (
     count_key_blocks,
     is_full,
     kv_heads_together,
+    listed_together,
 )
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
 from .tile import rounded_up
@@ -196,7 +197,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     most_blocks = own.num_slots("k", problem.batch, tile.block_k)
     blocks = most_blocks * problem.heads_kv
     takers = min(blocks, device.num_sms)
-    together = kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k))
+    together, sequences_together = listed_together(problem, device, tile)
     # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
     steps = group * blocks_of(own.rows_q // (problem.batch if own.is_packed_q else 1), tile.block_q)
     most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
@@ -221,6 +222,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "shared_keys": shared_keys,
         "most_parts": most_parts,
         "last_steps": steps if full else 0,
+        "sequences_together": sequences_together,
     }
     workspace = _sums(tile, problem.heads_q, stats_rows, num_q_blocks, shared_keys) | {
         "key_list": most_blocks * KEY_BLOCK_WORDS,

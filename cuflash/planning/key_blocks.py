@@ -17,6 +17,7 @@ ORDERED_HEADS_TOGETHER = 32  # the same where Hopper's key blocks wait for each 
 # have WAVES_TOGETHER waves of blocks; a wave has one block for each multiprocessor. why: L34
 L2_BYTES = 96 * 2**20
 WAVES_TOGETHER = 3
+SEQUENCES_TOGETHER = 4  # that take turns in a list of key blocks at most, each with one block. why: L54
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
 
@@ -54,12 +55,42 @@ def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int) -> in
         return HEADS_TOGETHER if is_full(problem) else ORDERED_HEADS_TOGETHER
     if is_full(problem):
         return 1
+    head_bytes = _head_bytes(problem, problem.seqlen_q, problem.seqlen_k)
+    return heads_together(head_bytes, L2_BYTES, HEADS_TOGETHER, _heads_of_waves(device, num_k_blocks))
+
+
+def _head_bytes(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
+    """Bytes that the key blocks of a kv head touch: k, v; q, dout, dq."""
     row = DTYPES[problem.dtype].itemsize * (problem.head_dim + problem.head_dim_v)
-    group = problem.heads_q // problem.heads_kv
-    acc = tiles_sm90.FLOAT_BYTES * problem.head_dim
-    head_bytes = problem.seqlen_k * row + group * problem.seqlen_q * (row + acc)  # k, v; q, dout, dq
-    waves = -(-WAVES_TOGETHER * device.num_sms // max(num_k_blocks, 1))
-    return heads_together(head_bytes, L2_BYTES, HEADS_TOGETHER, waves)
+    group, acc = problem.heads_q // problem.heads_kv, tiles_sm90.FLOAT_BYTES * problem.head_dim
+    return seqlen_k * row + group * seqlen_q * (row + acc)
+
+
+def _heads_of_waves(device: Device, num_k_blocks: int) -> int:
+    """How many heads have WAVES_TOGETHER waves of key blocks, if each has so many."""
+    return blocks_of(WAVES_TOGETHER * device.num_sms, max(num_k_blocks, 1))
+
+
+def listed_together(problem: Problem, device: Device, tile: tiles_sm90.WarpgroupBackwardTile) -> tuple[int, int]:
+    """How many kv heads start their key blocks together, and how many sequences take turns in the list of key blocks.
+
+    Dense calls of small head dims give a block of threads several key blocks of a head, which then do not wait for each
+    other's sums of dq. Here those of other heads and sequences come between them instead. why: L54
+    """
+    own = problem.lengths
+    assert own is not None
+    if tile.key_blocks == 1 or problem.options.deterministic:
+        return kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k)), 1
+    # why means: the host knows no more.
+    seqlen_q = min(own.rows_q // (problem.batch if own.is_packed_q else 1), problem.seqlen_q)
+    seqlen_k = min(own.rows_k // (problem.batch if own.is_packed_k else 1), problem.seqlen_k)
+    most = problem.heads_kv * SEQUENCES_TOGETHER
+    # Heads of sequences, each counted once, that touch what one L2 cache holds.
+    heads_of_all = heads_together(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
+    least = 1 if is_full(problem) else _heads_of_waves(device, blocks_of(seqlen_k, tile.block_k))
+    heads = heads_together(1, heads_of_all, problem.heads_kv, least)
+    # why not with fewer key blocks, at d 96: 2 to 5 % slower.
+    return heads, max(heads_of_all // heads, 1) if tile.key_blocks >= SEQUENCES_TOGETHER else 1
 
 
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:

@@ -21,7 +21,7 @@ WARP_ROWS = 16  # queries of a warp
 ROW_PADDING = 8  # floats between rows in shared memory. why: bank conflicts
 FLOAT_BYTES = 4
 FEW_SEQUENCES = 32  # one in each lane of a warp
-SMEM_PER_BLOCK = 227 * 1024  # what a block may have
+SMEM_PER_BLOCK, SMEM_PER_SM = 227 * 1024, 228 * 1024  # what a block may have; all of its blocks have, each 1 KiB more
 GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
 
 
@@ -48,6 +48,7 @@ class WarpgroupTile:
     decodes: bool = False  # whether it is a tile of sm90/decode.cu, whose rows are those of all heads of a group
     paged: bool = False  # whether keys lie in pages. why: L50
     few: bool = False  # whether it decodes at most FEW_SEQUENCES, none of them packed. why: L50
+    single: bool = False  # whether each block of threads decodes at most one piece of work
 
     @property
     def warps(self) -> int:
@@ -62,10 +63,10 @@ class WarpgroupTile:
         """Shared memory of one block; `SharedStorage` in the kernels asserts the same figure."""
         q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
-        if self.block_q == WARP_ROWS:  # each warp has rows of its own keys
+        if self.block_q == WARP_ROWS and not self.single:  # each warp has rows of its own keys
             out = 4 * WARP_ROWS * FLOAT_BYTES * (self.head_dim_v + ROW_PADDING + 2)
         else:
-            out = max(self.block_q // OUT_ROWS * 16, self.out_panels * self.block_q * PANEL_BYTES)
+            out = max(4 * self._groups * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
         work = (80 if self.decodes else 64 if self.lengths else 32) * TILE_SLOTS
         work += 16 * self.stages + 16 if self.lengths else 0
@@ -75,7 +76,8 @@ class WarpgroupTile:
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
         found = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
-        return found | {flag.upper(): 1 for flag in ("decodes", "paged", "few") if getattr(self, flag)}
+        flags = ("decodes", "paged", "few", "single")
+        return found | {flag.upper(): 1 for flag in flags if getattr(self, flag)}
 
     def for_lengths(self, paged: bool) -> WarpgroupTile:
         """The tile for sequences of several lengths, which goes over the same key tiles."""
@@ -83,19 +85,25 @@ class WarpgroupTile:
         columns = min(self.q_columns, 32 if paged else 16) if self.head_dim > 192 else self.q_columns
         return replace(self, q_columns=columns, lengths=True, paged=paged)
 
-    def for_decoding(self, paged: bool, few: bool, narrow: bool = False) -> WarpgroupTile:
+    def for_decoding(self, paged: bool, few: bool, narrow: bool = False, single: bool = False) -> WarpgroupTile:
         """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block.
 
-        narrow: the tile of `sm90/decode_narrow.cu`, for the rows of one warp.
+        narrow: the tile of `sm90/decode_narrow.cu`, for the rows of one warp. single: each block of threads has at most
+        one piece of work.
         """
         # why no columns of q in registers: L51.
         tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
                        max_keys=None, lengths=True, decodes=True, paged=paged, few=few)  # fmt: skip
         if narrow:
             tile = replace(tile, block_q=WARP_ROWS, block_k=128 if self.head_dim <= 128 else 64, q_stages=2)
+        room = SMEM_PER_BLOCK
+        if single:
+            tile = replace(tile, q_stages=1, single=True)
+            # why half of the room: the blocks of two calls that follow each other then run together.
+            room = SMEM_PER_SM // 2 - 1024 if self.head_dim_v <= 128 else room
         most = 2 * (TILE_SLOTS - 3)  # why: a description of work for each two slots of the ring
         fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
-        return next(each for each in fitting if each.smem_bytes(2) <= SMEM_PER_BLOCK)
+        return next(each for each in fitting if each.smem_bytes(2) <= room)
 
 
 @dataclass(frozen=True, slots=True)

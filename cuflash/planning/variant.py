@@ -75,7 +75,7 @@ class Variant:
             parts.append("softcap")
         if self.lengths:
             parts.append("decode" if self.source.split("/")[1].startswith("decode") else "lengths")
-        parts += [flag for flag in ("paged", "few", "shares_heads") if getattr(self.tile, flag, False)]
+        parts += [flag for flag in ("paged", "few", "single", "shares_heads") if getattr(self.tile, flag, False)]
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
         return "_".join(parts)

@@ -118,7 +118,7 @@ _STRUCTS: dict[str, Fields] = {
         *_pointers("lse dlse stats dq_acc turns key_list key_shares"),
         *_PROBLEM,
         *_ints("stats_rows stats_step stats_delta num_q_blocks more_turns padded_dim heads_each key_slots"),
-        *_ints("block_k max_key_blocks sorted_blocks takers shared_keys most_parts last_steps"),
+        *_ints("block_k max_key_blocks sorted_blocks takers shared_keys most_parts last_steps sequences_together"),
     ],
     "BackwardParams": [
         *_operands("q k v dout dk dv"),

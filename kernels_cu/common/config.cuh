@@ -42,3 +42,8 @@ constexpr Softcap kSoftcap = CUFLASH_SOFTCAP ? Softcap::kAlways : Softcap::kNeve
 #else
 constexpr Softcap kSoftcap = Softcap::kAtRunTime;
 #endif
+#ifdef CUFLASH_SINGLE
+constexpr bool kReadsAhead = true;  // lengths are read while kernels ahead may still write to them, and once more later
+#else
+constexpr bool kReadsAhead = false;
+#endif

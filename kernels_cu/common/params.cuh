@@ -123,6 +123,7 @@ struct DeltaParams {
   int takers;                   // blocks of threads that take key blocks
   int shared_keys, most_parts;  // key blocks that may be shared, and blocks of threads that share one at most
   int last_steps;               // of a key block if only those are shared that do not fill the GPU, else 0
+  int sequences_together;       // that take turns in the list: a power of two, up to 32
 };
 
 // sm80/backward.cu: dk, dv and a share of dq.

@@ -6,6 +6,12 @@
 
 __device__ __forceinline__ int clamped(int number, int most) { return min(max(number, 0), most); }
 
+// A length. why past the L1 cache: that keeps what was read before a kernel ahead wrote to it (kReadsAhead).
+__device__ __forceinline__ int read_number(const int* at) {
+  if constexpr (kReadsAhead) return __ldcg(at);
+  return *at;
+}
+
 // How the rows of one side, q's or k's, are cut into sequences.
 struct Axis {
   const int* cu_seqlens;  // or null: each sequence is one row of the first axis
@@ -156,17 +162,17 @@ struct RaggedSequence {
     padded_k = b * ((p.rows_k + kPaddedSlot - 1) / kPaddedSlot) * kPaddedSlot;
     if (exists) {
       if (p.cu_seqlens_q != nullptr) lay_packed(packed_q, b, q_place, length_q, padded_q);
-      length_q = clamped(p.seqused_q != nullptr ? p.seqused_q[b] : length_q, min(length_q, p.seqlen_q));
+      length_q = clamped(p.seqused_q != nullptr ? read_number(p.seqused_q + b) : length_q, min(length_q, p.seqlen_q));
       if (p.page_table != nullptr) {
         k_place = {{0, 0}, {p.page_table + b * p.page_table_stride, p.rows_k, p.batch_k}};
         length_k = p.seqlen_k;
       } else if (p.cu_seqlens_k != nullptr) {
         lay_packed(axis_of_keys(p).rows_of(b), b, k_place, length_k, padded_k);
       } else if (p.cache_batch_idx != nullptr) {
-        k_place.batch = p.cache_batch_idx[b];
+        k_place.batch = read_number(p.cache_batch_idx + b);
         if (k_place.batch < 0 || k_place.batch >= p.batch_k) length_k = 0;
       }
-      length_k = clamped(p.seqused_k != nullptr ? p.seqused_k[b] : length_k, min(length_k, p.seqlen_k));
+      length_k = clamped(p.seqused_k != nullptr ? read_number(p.seqused_k + b) : length_k, min(length_k, p.seqlen_k));
     }
     const int shift = p.mask_from_end ? length_k - length_q : 0;
     const int lo = p.mask_first == kOpen ? -length_q : p.mask_first + shift;

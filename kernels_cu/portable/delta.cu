@@ -17,29 +17,45 @@ static_assert(sizeof(DeltaParams) == kParamsBytes, "the host packs other paramet
 constexpr int kLanes = 8;
 constexpr int kRows = kNumThreads / kLanes;
 
-// dout · out over the 16 bytes of dout at `column`. kWhole: all of its elements exist, and are aligned.
+// 16 bytes of dout, and the same columns of out. kWhole: all of their elements exist, and are aligned.
 template <bool kWhole>
-__device__ __forceinline__ float dot_chunk(const char* dout, const char* out, int column, const DeltaParams& p) {
-  const int count = kWhole ? Chunk<kDType>::kElements : p.problem.head_dim_v - column;
-  const Chunk<kDType> x = load_chunk<kDType>(dout, column, count, kWhole || p.dout.aligned);
-  float sum = 0.0f;
-  constexpr int kStep = Chunk<kOutDType>::kElements;
-#pragma unroll
-  for (int i = 0; i < Chunk<kDType>::kElements; i += kStep) {
-    const Chunk<kOutDType> y = load_chunk<kOutDType>(out, column + i, count - i, kWhole || p.out.aligned);
-#pragma unroll
-    for (int e = 0; e < kStep; ++e) sum = fmaf(x.get(i + e), y.get(e), sum);
-  }
-  return sum;
-}
+struct ChunkPair {
+  static constexpr int kStep = Chunk<kOutDType>::kElements;
+  Chunk<kDType> x = {};
+  Chunk<kOutDType> y[kChunkElements / kStep] = {};
 
-// The thread's share of a row. why unrolled: so that the loads of two chunks are on their way together.
+  __device__ __forceinline__ void load(const char* dout, const char* out, int column, const DeltaParams& p) {
+    const int count = kWhole ? kChunkElements : p.problem.head_dim_v - column;
+    x = load_chunk<kDType>(dout, column, count, kWhole || p.dout.aligned);
+#pragma unroll
+    for (int i = 0; i < kChunkElements; i += kStep) {
+      y[i / kStep] = load_chunk<kOutDType>(out, column + i, count - i, kWhole || p.out.aligned);
+    }
+  }
+
+  __device__ __forceinline__ float dot() const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kChunkElements; ++i) sum = fmaf(x.get(i), y[i / kStep].get(i % kStep), sum);
+    return sum;
+  }
+};
+
+// The thread's share of a row. why two chunks together, or two turns: so that their loads are on their way together. why
+// not the same for both: registers, of which a block of threads of several lengths has fewer to lose.
 template <bool kWhole>
 __device__ __forceinline__ float dot_row(const char* dout, const char* out, int lane, const DeltaParams& p) {
+  constexpr int kTogether = kWhole && kLengths ? 2 : 1, kStep = kLanes * kChunkElements;
   float sum = 0.0f;
-#pragma unroll(kWhole ? 2 : 1)
-  for (int column = lane * kChunkElements; column < p.problem.head_dim_v; column += kLanes * kChunkElements) {
-    sum += dot_chunk<kWhole>(dout, out, column, p);
+#pragma unroll(kWhole && !kLengths ? 2 : 1)
+  for (int column = lane * kChunkElements; column < p.problem.head_dim_v; column += kTogether * kStep) {
+    ChunkPair<kWhole> pairs[kTogether];
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      if (n == 0 || column + n * kStep < p.problem.head_dim_v) pairs[n].load(dout, out, column + n * kStep, p);
+    }
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) sum += pairs[n].dot();
   }
   return sum;
 }
@@ -76,7 +92,8 @@ struct RaggedRows {
   RaggedSequence sequence;
   Place place;
 
-  __device__ explicit RaggedRows(const DeltaParams& p) : RaggedRows(p, head_by_head(index(p), p.stats_rows / kRows)) {}
+  __device__ explicit RaggedRows(const DeltaParams& p)
+      : RaggedRows(p, longest_first(index(p), p.stats_rows / kRows, num_parts(p), num_parts(p))) {}
   __device__ RaggedRows(const DeltaParams& p, const HeadBlock& at)
       : head(at.head * p.heads_each),
         head_end(min(head + p.heads_each, p.problem.heads_q)),
@@ -85,6 +102,11 @@ struct RaggedRows {
         row_begin(row_of_head - territory.first_slot * kPaddedSlot),
         sequence(p.problem, territory.sequence),
         place{sequence.q_place.batch, territory.begin} {}
+
+  // Blocks of threads that have the same rows, which follow each other. why: rows of all heads lie side by side in memory.
+  __device__ static unsigned num_parts(const DeltaParams& p) {
+    return (unsigned(p.problem.heads_q) + p.heads_each - 1) / p.heads_each;
+  }
 
   __device__ bool exists() const { return sequence.seqlen_q() > 0; }
   __device__ bool is_first_of_head() const { return row_of_head == 0; }
@@ -111,8 +133,8 @@ struct RowsOf<true> {
   using Type = RaggedRows;
 };
 
-// why so many blocks for each multiprocessor: with no number, some NVRTC choose too few registers, and then spill.
-constexpr int kMinBlocks = kLengths ? 4 : 0;
+// Blocks of a multiprocessor at least. why many: rows come from memory, and what hides that is their number.
+constexpr int kMinBlocks = kLengths ? 5 : 0;
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
@@ -135,26 +157,6 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
 
 #pragma unroll 1
   for (int head = work.head; head < work.head_end; ++head) {
-    float delta = 0.0f, lse = -infinity(), dlse = 0.0f;
-    if (sees) {
-      const long long at = sequence.lse_offset(head) + query;
-      lse = p.lse[at];  // why so early: the load is then on its way together with those that follow
-      if (p.dlse != nullptr) dlse = p.dlse[at];
-      const char* const dout = sequence.queries().address(p.dout, kElementBytes, head, query);
-      const char* const out = sequence.queries().address(p.out, kOutBytes, head, query);
-      delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
-    }
-#pragma unroll
-    for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
-    if (lane == 0 && work.exists()) {
-      // why inf: a query that sees nothing, and one past the last, weighs nothing, because exp2(s - inf) = 0.
-      const bool nothing = lse == -infinity();
-      float* const of_head = p.stats + 2 * (sequence.query_head(head) * p.stats_rows);
-      float* const stats = of_head + p.stats_step * sequence.padded_query(row);
-      stats[0] = nothing ? infinity() : lse * kLog2E;
-      stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;
-    }
-
     if (clears) clear_row<kLanes>(p.dq, work.place, head, row, p.problem.head_dim);
     if (p.turns != nullptr && work.is_first_of_head()) {
       unsigned* const turns = p.turns + sequence.query_head(head) * p.num_q_blocks;
@@ -168,5 +170,30 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       float4* const dq = reinterpret_cast<float4*>(first);
       for (int i = threadIdx.x; i < strips * p.padded_dim * 4; i += kNumThreads) dq[i] = make_float4(0, 0, 0, 0);
     }
+  }
+
+  // Where the row of the head at hand lies. why not found for each head, and why last: registers.
+  const char* dout = sequence.queries().address(p.dout, kElementBytes, work.head, query);
+  const char* out = sequence.queries().address(p.out, kOutBytes, work.head, query);
+  long long at = sequence.lse_offset(work.head) + query;
+  float* stats = p.stats + 2 * (sequence.query_head(work.head) * p.stats_rows) + p.stats_step * sequence.padded_query(row);
+#pragma unroll 1
+  for (int head = work.head; head < work.head_end; ++head) {
+    float delta = 0.0f, lse = -infinity(), dlse = 0.0f;
+    if (sees) {
+      lse = p.lse[at];  // why so early: the load is then on its way together with those that follow
+      if (p.dlse != nullptr) dlse = p.dlse[at];
+      delta = whole ? dot_row<true>(dout, out, lane, p) : dot_row<false>(dout, out, lane, p);
+    }
+#pragma unroll
+    for (int step = 1; step < kLanes; step *= 2) delta += __shfl_xor_sync(0xffffffffu, delta, step);
+    if (lane == 0 && work.exists()) {
+      // why inf: a query that sees nothing, and one past the last, weighs nothing, because exp2(s - inf) = 0.
+      const bool nothing = lse == -infinity();
+      stats[0] = nothing ? infinity() : lse * kLog2E;
+      stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;
+    }
+    dout += p.dout.stride_head * kElementBytes, out += p.out.stride_head * kOutBytes;
+    at += sequence.lse_offset(1) - sequence.lse_offset(0), stats += 2ll * p.stats_rows;
   }
 }

@@ -5,7 +5,7 @@
 #include "../common/vector.cuh"
 
 // How so many key blocks are shared out, counted over kv heads, too (L35). With last_steps, those of the last wave are shared
-// if that is shorter. Else all are, until there are almost two waves of parts.
+// if that is shorter. Else all are, until there are three waves of parts.
 __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
   constexpr int kAddingUp = 6;  // so many steps take as long as adding up a part of a key block
   const int all = listed * (p.problem.heads_q / p.problem.heads_per_kv), rest = all % p.takers;
@@ -18,7 +18,7 @@ __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
       if (steps < best) best = steps, shares.parts = parts, shares.whole = all - rest;
     }
   } else if (all <= p.shared_keys) {
-    while (2 * shares.parts <= p.most_parts && 8 * all * shares.parts < 14 * p.takers) shares.parts *= 2;
+    while (2 * shares.parts <= p.most_parts && all * shares.parts < 3 * p.takers) shares.parts *= 2;
     if (shares.parts > 1) shares.whole = 0;
   }
   return shares;
@@ -46,11 +46,12 @@ __device__ inline void sort_last(const DeltaParams& p, SeenKeyBlock* list, int l
   last[rank] = own;
 }
 
-// Writes the list, in the order of the sequences, and how it is shared out. One block of threads calls. why a list: the
+// Writes the list, and how it is shared out. Sequences follow each other, and of sequences_together of them first all first
+// key blocks come, then all second ones, and so on. One block of threads calls. why a list: the
 // kernel then knows how many there are, and gets what it has to know of one by one copy.
 __device__ inline void list_key_blocks(const DeltaParams& p) {
   constexpr int kWarps = kNumThreads / 32;
-  __shared__ int of_warps[kWarps];
+  __shared__ int of_warps[kWarps], counts[kNumThreads];
   const ProblemParams& problem = p.problem;
   SeenKeyBlock* const list = static_cast<SeenKeyBlock*>(p.key_list);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -67,6 +68,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
       const int other = __shfl_up_sync(0xffffffffu, end, step);
       end += lane >= step ? other : 0;
     }
+    counts[threadIdx.x] = count;
     if (lane == 31) of_warps[warp] = end;
     __syncthreads();
     end += listed;
@@ -76,16 +78,23 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
       listed += of_warps[other];
     }
     __syncthreads();
-    // A warp writes those of its sequences one after the other.
+    // A warp writes those of its sequences one after the other, each to its places among those of sequences that take turns.
 #pragma unroll 1
     for (unsigned left = __ballot_sync(0xffffffffu, count > 0); left != 0; left &= left - 1) {
       const int of = __ffs(left) - 1, blocks = __shfl_sync(0xffffffffu, count, of);
-      const int to = __shfl_sync(0xffffffffu, end, of) - blocks;
+      const int first_lane = of / p.sequences_together * p.sequences_together;
+      const int begin = __shfl_sync(0xffffffffu, end - count, first_lane);
       const SeenRows same = rows.of_lane(of);
 #pragma unroll 1
       for (int block = lane; block < blocks; block += 32) {
+        int to = begin;
+#pragma unroll 1
+        for (int other = first_lane; other < first_lane + p.sequences_together; ++other) {
+          const int others = counts[32 * warp + other];
+          to += min(others, block) + (other < of && others > block);
+        }
         // why a bound: somebody may write to the lengths while they are read.
-        if (unsigned(to + block) < p.max_key_blocks) list[to + block] = SeenKeyBlock(same, block);
+        if (unsigned(to) < p.max_key_blocks) list[to] = SeenKeyBlock(same, block);
       }
     }
   }

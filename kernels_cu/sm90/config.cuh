@@ -16,11 +16,22 @@ constexpr bool kDealsOut = kLengths;  // whether a warp deals out work as it rea
 #else
 constexpr bool kDealsOut = false;
 #endif
+constexpr bool kSingle = kReadsAhead;  // each block of threads has at most one piece of work
+// Blocks of a multiprocessor. why two: those of the next call begin while those of this one end.
+constexpr int kMinBlocks = kSingle && kHeadDimV <= 128 ? 2 : 1;
 // why: a warpgroup that asks for more registers than the block was started with and the others gave back waits for ever.
 // Copies of pages need more than 24. why also without pages: with 24 causal calls at d 128 are 2 % slower.
-constexpr int kStartRegisters = kNumConsumers == 3 ? 128 : kNumConsumers == 2 ? 168 : 248;
-constexpr int kProducerRegisters = kNumConsumers == 3 ? 32 : kNumConsumers == 1 ? 152 : kDealsOut ? 40 : 24;
-constexpr int kConsumerRegisters = kNumConsumers == 3 ? 160 : kNumConsumers == 1 ? 248 : kDealsOut ? 232 : 240;
+constexpr int kStartRegisters = kNumConsumers == 3 || kMinBlocks == 2 ? 128 : kNumConsumers == 2 ? 168 : 248;
+constexpr int kProducerRegisters = kNumConsumers == 3   ? 32
+                                   : kMinBlocks == 2    ? 88
+                                   : kNumConsumers == 1 ? 152
+                                   : kDealsOut          ? 40
+                                                        : 24;
+constexpr int kConsumerRegisters = kNumConsumers == 3   ? 160
+                                   : kMinBlocks == 2    ? 168
+                                   : kNumConsumers == 1 ? 248
+                                   : kDealsOut          ? 232
+                                                        : 240;
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= (kNumConsumers + 1) * kStartRegisters, "");
 
 #ifdef CUFLASH_DECODES
@@ -40,8 +51,11 @@ constexpr bool kFew = true;  // decoding at most 32 sequences, none of them pack
 #else
 constexpr bool kFew = false;
 #endif
-constexpr bool kPingPong = CUFLASH_PING_PONG;             // whether only one warpgroup issues products at a time
 constexpr bool kNarrow = kBlockQ == 16;  // the warps of the one consumer share keys, not queries (decode_narrow.cu)
+// Whether warpgroups exchange registers. why not for all: a block of few rows that is alone has enough for each.
+constexpr bool kSetsRegisters = !kNarrow || kMinBlocks == 2;
+static_assert(!kSingle || (kNarrow && kFew && !kPaged), "only decode_narrow.cu passes over a piece that is void");
+constexpr bool kPingPong = CUFLASH_PING_PONG;             // whether only one warpgroup issues products at a time
 static_assert(kNarrow || kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif
 

@@ -211,11 +211,11 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (kDecodes) launch_next_kernel();
   // why one warp: the others read nothing of what the kernels ahead wrote before the threads of the block have met.
-  if (kDecodes && warp == kDealingWarp) await_kernels_ahead();
+  if (kDecodes && !kSingle && warp == kDealingWarp) await_kernels_ahead();
   // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
   QueryWork first;
   if constexpr (kLengths) {
-    if (warp < 4 && !kNarrow) setmaxnreg_dec<kProducerRegisters>();
+    if (warp < 4 && kSetsRegisters) setmaxnreg_dec<kProducerRegisters>();
     if (warp == kDealingWarp) return Dealer<Queue>{{params, smem}}.run();
   } else {
     if (warp == kDealingWarp) first = Queue().work(params);  // why a queue of its own: L53
@@ -228,6 +228,8 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   if (kDecodes && !kNarrow && warp >= 4) clear_queries(smem);
   __syncthreads();
   if (warp < 4) {
+    // why these alone: what the warps that compute store follows from what these have loaded.
+    if (kSingle) await_kernels_ahead();
     if constexpr (!kLengths) {
       setmaxnreg_dec<kProducerRegisters>();
       if (warp == 0) DenseKeyProducer<QueryWork>{{params, smem}}.run(first);
@@ -238,7 +240,7 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
       else if (warp == 2 && kPaged && kPanelsV > 0) produce_keys<QueryWork>(params, smem, 1);
     }
   } else {
-    if (!kNarrow) setmaxnreg_inc<kConsumerRegisters>();
+    if (kSetsRegisters) setmaxnreg_inc<kConsumerRegisters>();
     Computing({params, smem}, warp - 4).run();
   }
 }

@@ -37,6 +37,10 @@ struct NarrowConsumer : Role {
       for (int n = tiles.end - 1; n >= tiles.begin; --n) step(seen, n);
       give_back_v();
       if (leads) mbarrier_arrive(smem.q_empty(i, 0));
+      if constexpr (kSingle) {
+        smem.await_work(i + 1);
+        if (smem.work(i + 1).row_begin != kNoWork) continue;  // why: Dealer::run_ahead
+      }
       store(smem.work(i));
     }
   }
@@ -150,9 +154,9 @@ struct NarrowConsumer : Role {
 
   __device__ __forceinline__ void store(const QueryWork& work) const {
     const Rows rows{{params}, work};
-    const RowStates<Rows> states{rows, smem.out};
+    const RowStates<Rows> states{rows, kSingle ? smem.kv : smem.out};
     const auto queries = work.lane_queries(params.problem, fresh_thread() % 32 / 4);
-    Rows::sync();  // why: the rows of the work before this one were read
+    Rows::sync();  // why: the rows of the work before this one, or all of the ring, were read
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float sum = quad_sum(softmax.sum[h]);
@@ -163,6 +167,7 @@ struct NarrowConsumer : Role {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1) CUFLASH_KERNEL(const __grid_constant__ DecodeParams params) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
+    CUFLASH_KERNEL(const __grid_constant__ DecodeParams params) {
   run_roles<NarrowConsumer>(params);
 }

@@ -13,6 +13,18 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
   int first_slot;         // of the query block's splits, in memory
   int block;              // the query block, among those that all sequences and kv heads may have
 
+  __device__ __forceinline__ bool exists() const { return row_begin >= 0; }
+
+  // Whether it is the same piece.
+  __device__ __forceinline__ bool is(const DecodeWork& other) const {
+    int words[2][sizeof(DecodeWork) / 4];
+    memcpy(words[0], this, sizeof(DecodeWork)), memcpy(words[1], &other, sizeof(DecodeWork));
+    bool same = true;
+#pragma unroll
+    for (int i = 0; i < int(sizeof(DecodeWork) / 4); ++i) same &= words[0][i] == words[1][i];
+    return same;
+  }
+
   __device__ __forceinline__ Range queries(const ProblemParams& problem, int begin, int end) const {
     const int group = problem.heads_per_kv;
     return {quotient(row_begin + begin, group), ceil_quotient(row_begin + end, group)};
@@ -50,7 +62,7 @@ struct DecodeQueue : WorkCounter {
     return work.exists();
   }
 
- private:
+  // The piece of the number at hand.
   __device__ DecodeWork find(const DecodeParams& params) {
     DecodeWork work;
     work.row_begin = kNoWork;
@@ -66,6 +78,7 @@ struct DecodeQueue : WorkCounter {
     return work;
   }
 
+ private:
   // The rows that blocks of threads write for one sequence, or for no sequence, and how its keys are cut.
   struct Part {
     RaggedQueryWork of;  // what is known of the sequence

@@ -30,8 +30,10 @@ constexpr int kQueryWarps = kQStages > 1 || kPaged ? 1 : kNumConsumers;
 struct Storage {
   char q[kQStages][kBytesQ];
   char kv[kStages][kBytesSlot];  // the ring of k and v tiles in the order of their use
-  // On its way to global memory, or states of rows for other warps.
-  char out[4 * kNumConsumers][kNarrow ? kStateBytes / 4 : kOutPanels > 0 ? kOutPanels * kWarpPanelBytes : 16];
+  // On its way to global memory, or states of rows for other warps: if there is one piece of work, in the ring's place.
+  char out[4 * kNumConsumers][kNarrow && !kSingle ? kStateBytes / 4
+                              : kOutPanels > 0    ? kOutPanels * kWarpPanelBytes
+                                                  : 16];
   unsigned long long work_full[kWorkSlots];
   unsigned long long q_full[kQStages][kNumConsumers], q_empty[kQStages][kNumConsumers];
   unsigned long long kv_full[kStages], kv_empty[kStages];
@@ -55,6 +57,7 @@ struct RaggedStorage<true> {
 };
 
 struct alignas(1024) SharedStorage : Storage, RaggedStorage<kLengths> {};
+static_assert(!kSingle || sizeof(Storage::kv) >= kStateBytes, "states of rows take the place of the ring");
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 // The addresses of the members of SharedStorage. `i` counts the pieces of work of the block.

@@ -72,8 +72,46 @@ struct DenseKeyProducer : Role {
 // left, and nobody is to wait while it reads the lengths.
 template <class Queue>
 struct Dealer : Role {
+  __device__ __forceinline__ void run() const {
+    if constexpr (kSingle) run_ahead();
+    else run_on();
+  }
+
+ private:
+  // Deals out the one piece of the block of threads. It is found while the kernels ahead still run, and loaded as soon as they
+  // have ended. Since they may have written to the lengths, it is then found once more: if it is another one, that is the
+  // next piece, and the first one is void.
+  __device__ __forceinline__ void run_ahead() const {
+    unsigned i = 0;
+    // why one site: L50.
+#pragma unroll 1
+    for (bool is_ahead = true;; is_ahead = false) {
+      Queue queue;
+      queue.begin(params);
+      QueryWork work = queue.find(params);
+      const bool exists = work.exists();
+      if (i > 0) {
+        if (exists && work.is(smem.work(0))) work.row_begin = kNoWork;
+        else if (!exists) work.row_begin = kVoid;
+      }
+      // why not ahead if there is none: the other warps would end.
+      if (exists || !is_ahead) {
+        if (leads) smem.write(i, work);
+        if (i == 0) __syncthreads();  // the other warps of the block wait for the first piece, and make the barriers
+        if (leads) smem.tell(i);
+        __syncwarp();
+        ++i;
+      }
+      if (!is_ahead) break;
+      await_kernels_ahead();
+    }
+    QueryWork none;
+    none.row_begin = kNoWork;
+    if (leads) smem.describe(i, none);
+  }
+
   // why one site for all pieces: L50.
-  __device__ __forceinline__ void run() {
+  __device__ __forceinline__ void run_on() const {
     Queue queue;
     queue.begin(params);
     bool exists = true, is_second = false;  // of a pair

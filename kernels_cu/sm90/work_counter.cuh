@@ -22,6 +22,7 @@ using KernelParams = KernelParamsOf<kLengths, kDecodes>::Type;
 static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parameters");
 
 constexpr int kNoWork = -1;
+constexpr int kVoid = -2;  // there is no more work, and the piece before is void: its rows are not stored
 constexpr int kDealingWarp = kLengths ? 3 : 0;  // deals out the work of a block of threads
 
 // The first piece has the block's index; the others are as the counter hands them out or, without a counter, at a fixed

@@ -160,6 +160,43 @@ def test_a_graph_that_was_captured_with_short_lengths_replays_with_long_ones(cup
         check(given, out, lse)
 
 
+# A kernel that lets the next one begin, waits, and then writes lengths.
+LATE = r"""
+extern "C" __global__ void late(int* lengths, int count, int length, long long cycles) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  const long long begin = clock64();
+  while (clock64() - begin < cycles) {}
+  if (threadIdx.x < count) lengths[threadIdx.x] = length;
+}"""
+
+
+@pytest.mark.parametrize("sizes", [(1, 4000, 8, 2), (3, 3000, 8, 2), (30, 700, 4, 2)], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("page_size", [0, 4, 100])
+def test_lengths_that_a_kernel_ahead_writes_last_are_those_that_count(
+    cupy: Any, page_size: int, sizes: tuple[int, ...], head_dim: int
+) -> None:
+    batch, keys, *heads = sizes
+    late, used = cupy.RawKernel(LATE, "late"), cupy.zeros(batch, "int32")
+    rows = (batch * (keys // page_size), page_size) if page_size else (batch, keys)
+    shapes = (batch, 1, heads[0], head_dim), *[(*rows, heads[1], head_dim)] * 2
+    q, k, v = (cupy.random.standard_normal(shape, dtype="float32").astype("float16") for shape in shapes)
+    more: dict[str, Any] = {"window_size": (300, -1) if head_dim == 64 else (-1, -1)}
+    if page_size:
+        more["page_table"] = cupy.random.permutation(rows[0]).astype("int32").reshape(batch, -1)
+    for before, after in ((1, keys), (keys, 1), (0, keys), (keys, 0), (keys, keys - 200), (0, 0), (keys, keys)):
+        used[...] = after
+        right = cuflash.forward(q, k, v, seqused_k=used, return_lse=True, **more)
+        for cycles in (0, 3000, 60_000):
+            out = cupy.full_like(q, cupy.nan)
+            used[...] = before
+            cupy.cuda.get_current_stream().synchronize()
+            late((1,), (32,), (used, np.int32(batch), np.int32(after), np.int64(cycles)))
+            assert identical(cuflash.forward(q, k, v, seqused_k=used, return_lse=True, out=out, **more), right)
+
+
 def test_there_is_room_for_all_splits_that_the_device_makes(cupy: Any) -> None:
     # Query blocks are a few more than four for each multiprocessor: there are about as many splits as there may be.
     num_sms = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]

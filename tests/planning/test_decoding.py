@@ -8,6 +8,7 @@ import pytest
 
 import cuflash
 from cuflash.planning import decoding
+from cuflash.planning.device import KNOWN
 from cuflash.planning.plan import Launch, Plan
 
 
@@ -87,12 +88,27 @@ def test_the_bits_of_other_calls_are_kept_where_the_call_asks_for_them() -> None
 
 def test_few_sequences_that_are_not_packed_have_kernels_of_their_own() -> None:
     for batch, few in ((1, True), (32, True), (33, False)):
-        assert launched(batch=batch).variant.name.endswith("_decode_few") == few
+        assert launched(batch=batch).variant.tile.few == few
     told = {"cu_seqlens_q": (3,), "max_seqlen_q": 1, "seqused_k": (2,)}
     (launch,) = cuflash.plan(
         (2, 32, 128), (2, 99, 8, 128), (2, 99, 8, 128), dtype="bfloat16", device="sm_90", **told
     ).launches
     assert launch.variant.name.endswith("_decode")
+
+
+def test_blocks_of_threads_with_one_piece_of_work_have_kernels_that_begin_early() -> None:
+    for batch, more, single in ((1, {}, True), (16, {}, True), (17, {}, False), (1, {"num_splits": 2}, False)):
+        plan = made(batch=batch, **more)
+        (launch,) = plan.launches
+        tile = launch.variant.tile
+        assert tile.single == single, batch  # 132 multiprocessors, and 8 kv heads in each batch element
+        assert not tile.single or not launch.counted
+        assert 2 * (launch.variant.smem_bytes + 1024) <= KNOWN["sm_90"].smem_per_sm or not tile.single
+    (launch,) = cuflash.plan((4, 1, 32, 128), (90, 64, 8, 128), (90, 64, 8, 128), dtype="bfloat16", device="sm_90",
+                             page_table=(4, 9), seqused_k=(4,)).launches  # fmt: skip
+    assert not launch.variant.tile.single
+    assert not launched(queries=8).variant.tile.single  # more rows than a warp has
+    assert not launched(batch=8, queries=1, heads=(128, 1)).variant.tile.single
 
 
 def test_the_device_cuts_keys_unless_the_call_says_how() -> None:
