@@ -199,7 +199,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     takers = min(blocks, device.num_sms)
     together, sequences_together = listed_together(problem, device, tile)
     # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
-    steps = group * blocks_of(own.rows_q // (problem.batch if own.is_packed_q else 1), tile.block_q)
+    steps = group * blocks_of(own.mean_rows("q", problem.batch), tile.block_q)
     most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
     shared_keys = 0
     if not deterministic and most_parts > 1 and (full or blocks < WAVES * device.num_sms):

@@ -82,8 +82,8 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
     if tile.key_blocks == 1 or problem.options.deterministic:
         return kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k)), 1
     # why means: the host knows no more.
-    seqlen_q = min(own.rows_q // (problem.batch if own.is_packed_q else 1), problem.seqlen_q)
-    seqlen_k = min(own.rows_k // (problem.batch if own.is_packed_k else 1), problem.seqlen_k)
+    seqlen_q = min(own.mean_rows("q", problem.batch), problem.seqlen_q)
+    seqlen_k = min(own.mean_rows("k", problem.batch), problem.seqlen_k)
     most = problem.heads_kv * SEQUENCES_TOGETHER
     # Heads of sequences, each counted once, that touch what one L2 cache holds.
     heads_of_all = heads_together(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)

@@ -61,6 +61,11 @@ class Lengths(NamedTuple):
         rows, is_packed = (self.rows_q, self.is_packed_q) if side == "q" else (self.rows_k, self.is_packed_k)
         return rows // size + batch + 2 if is_packed else batch * -(-rows // size)
 
+    def mean_rows(self, side: str, batch: int) -> int:
+        """Rows of q or of k that a sequence has in the mean, used or not."""
+        rows, is_packed = (self.rows_q, self.is_packed_q) if side == "q" else (self.rows_k, self.is_packed_k)
+        return rows // batch if is_packed else rows
+
     def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """The mask of a sequence of these lengths."""
         return Mask.of(seqlen_q, seqlen_k, False, (self.left, self.right), self.offset)
