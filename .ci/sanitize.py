@@ -141,7 +141,8 @@ def call(case: AnyCase, how: str) -> None:
     op = how.removesuffix(BACKWARDS)
     if how != op:
         q = q[:, ::-1]
-    is_defined = isinstance(case, Case) or not case.wild
+    # why: from behind, rows of q that hold NaN, since they are not used, become used ones.
+    is_defined = isinstance(case, Case) or not (case.wild or (case.of.used_q and how != op))
     if op not in BACKWARD:
         results = cuflash.forward(q, k, v, algorithm=op, return_lse=True, **options, **wide)
         if op == "flash2":

@@ -109,6 +109,18 @@ def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str,
         assert mask == "full" or identical(got[1:], (dk, dv))  # dq alone is added up in another order
 
 
+def check_in_many_orders(cupy: Any, case: Case, made: Given, runs: int) -> None:
+    """Holds gradients whose sums have no fixed order: the first, and of so many more the least and greatest of each."""
+    first = run(case, made)
+    check(case, made, first)
+    least = greatest = [x.astype("f4") for x in first]
+    for _ in range(runs):
+        got = [x.astype("f4") for x in backward(case, made)]
+        least, greatest = list(map(cupy.minimum, least, got)), list(map(cupy.maximum, greatest, got))
+    for extremes in (least, greatest):
+        check(case, made, tuple(host(x).astype(numpy_dtype(case.dtype)) for x in extremes))
+
+
 SHARED = {
     "all": (1, 1000, 300, 2, 2),
     "one_key_block": (1, 4000, 100, 1, 1),
@@ -123,15 +135,7 @@ SHARED = {
 def test_blocks_that_share_key_blocks_add_up_dk_and_dv(cupy: Any, shape: str, dims: tuple[int, int]) -> None:
     case = Case(shape, *SHARED[shape], *dims, "bfloat16")
     assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["shared_keys"]
-    made = given_for(case, cupy)
-    first = run(case, made)
-    check(case, made, first)
-    least = greatest = [x.astype("f4") for x in first]
-    for _ in range(100):  # sums in other orders
-        got = [x.astype("f4") for x in backward(case, made)]
-        least, greatest = list(map(cupy.minimum, least, got)), list(map(cupy.maximum, greatest, got))
-    for extremes in (least, greatest):
-        check(case, made, tuple(host(x).astype(numpy_dtype(case.dtype)) for x in extremes))
+    check_in_many_orders(cupy, case, given_for(case, cupy), 100)
 
 
 @pytest.mark.parametrize("dims", FUSED, indirect=True)
@@ -140,9 +144,7 @@ def test_blocks_that_share_query_heads_add_up_dk_and_dv(cupy: Any, mask: str, di
     for heads in ((8, 1), (6, 2)):
         case = Case(mask, 2, 1500, 600, *heads, *dims, "bfloat16", **MASKS[mask])
         assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["parts_log2"]
-        made = given_for(case, cupy)
-        for _ in range(20):  # sums in other orders
-            check(case, made, run(case, made))
+        check_in_many_orders(cupy, case, given_for(case, cupy), 50)
 
 
 @DETERMINISTIC

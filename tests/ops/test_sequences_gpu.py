@@ -1,4 +1,4 @@
-"""Gradients of sequences of several lengths on a GPU, at the tiles of Hopper's own kernels."""
+"""Sequences of several lengths on a GPU, at the tiles of Hopper's own kernels."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from libraries import identical
 from plans import planned_with
-from sequences import Sequences, check_gradients, gradients, made
+from sequences import Sequences, check, check_gradients, gradients, made
 
+import cuflash
 from cuflash.planning import backward as plan_backward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
@@ -61,3 +62,28 @@ def test_gradients_end_where_cu_seqlens_fall(cupy: Any, dims: tuple[int, int], d
     ):
         wild = given.with_told(**more)
         assert [x.shape for x in gradients(wild, cupy, deterministic=deterministic, unused=0.0)]
+
+
+UNEQUAL = {
+    "many": (tuple(n * 37 % 400 for n in range(90)), (1, 1)),
+    "few": ((700, 0, 1, 1300, 65, 2000, 129), (2, 2)),
+    "in_pairs": (tuple(900 - 7 * n for n in range(50)), (2, 1)),
+    "of_one": ((3000,), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
+@pytest.mark.parametrize("unequal", UNEQUAL)
+def test_forward_agrees_with_float64_where_sequences_are_many_or_of_unequal_lengths(
+    cupy: Any, unequal: str, dims: tuple[int, int], causal: bool
+) -> None:
+    lengths, heads = UNEQUAL[unequal]
+    case = Sequences(unequal, lengths, lengths, heads=heads, dims=dims, dtype="bfloat16", causal=causal)
+    given = made(case)
+    arguments = given.arguments(cupy)
+    results = cuflash.forward(**arguments, return_lse=True)
+    check(given, *results)
+    assert identical(cuflash.forward(**arguments, return_lse=True), results)
+    del arguments["v"]
+    check(given, None, cuflash.lse(**arguments))
