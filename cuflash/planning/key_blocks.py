@@ -18,6 +18,9 @@ ORDERED_HEADS_TOGETHER = 32  # the same where Hopper's key blocks wait for each 
 L2_BYTES = 96 * 2**20
 WAVES_TOGETHER = 3
 SEQUENCES_TOGETHER = 4  # that take turns in a list of key blocks at most, each with one block. why: L54
+# Sequences take turns where the tile gives a block of threads so many key blocks. why: with fewer, at d 96, calls are
+# 2 to 5 % slower.
+LEAST_KEY_BLOCKS = 4
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
 
@@ -89,8 +92,7 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
     heads_of_all = heads_together(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
     least = 1 if is_full(problem) else _heads_of_waves(device, blocks_of(seqlen_k, tile.block_k))
     heads = heads_together(1, heads_of_all, problem.heads_kv, least)
-    # why not with fewer key blocks, at d 96: 2 to 5 % slower.
-    return heads, max(heads_of_all // heads, 1) if tile.key_blocks >= SEQUENCES_TOGETHER else 1
+    return heads, max(heads_of_all // heads, 1) if tile.key_blocks >= LEAST_KEY_BLOCKS else 1
 
 
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:

@@ -176,7 +176,7 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         if row.softcap in (None, capped):
             rows_of = [row, *map(row.for_lengths, (False, True))]
             rows_of += [row.for_decoding(*each) for each in product((False, True), repeat=3)]
-            rows_of.append(row.for_decoding(False, True, True, True))
+            rows_of.append(row.for_decoding(paged=False, few=True, narrow=True, single=True))
             wanted |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
