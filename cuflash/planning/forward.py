@@ -18,6 +18,9 @@ from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, ma
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import variant_of
 
+WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/ragged_work.cuh
+LONG_PAIRS = 1024  # keys of a sequence from which pieces of work of wide heads come in pairs
+MOST_TAIL_PARTS = 32  # one for each lane of a warp
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
 
 
@@ -125,6 +128,37 @@ def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
     boxes = {"q": Box(GROUP_ROWS, 0, own.rows_q, ragged=True), "k": box_k}
     if op == "forward":
         boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, own.rows_q, ragged=True)}
-    fields = {"heads_together": together} | cut
+    fields = {
+        "heads_together": together,
+        "in_pairs": _in_pairs(problem, tile, together),
+        "tail_parts": _tail_parts(problem, tile, device) if together == problem.heads_q else 0,
+        **cut,
+    }
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, num_tiles > device.num_sms)
     return make_plan(problem, device, [launch], num_work=num_tiles)
+
+
+def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
+    """Whether blocks of threads take two heads of the same rows, one after the other."""
+    own = problem.lengths
+    assert own is not None
+    if (together | problem.heads_q) % 2:
+        return 0
+    keys = problem.seqlen_k if problem.has("page_table") else min(own.mean_rows("k", problem.batch), problem.seqlen_k)
+    # why not short ones of wide heads: pairs are claimed early, and then blocks of threads do not end together (L19).
+    return int(tile.head_dim <= WIDE_HEAD or keys >= LONG_PAIRS)
+
+
+def _tail_parts(problem: Problem, tile: WarpgroupTile, device: Device) -> int:
+    """How many of the last packed sequences, and of the rows behind them, start together, longest query blocks first.
+
+    All heads of a sequence start together.
+    """
+    own = problem.lengths
+    assert own is not None
+    if not own.is_packed_q or own.left is own.right is None or tile.head_dim <= WIDE_HEAD or problem.batch < 2:
+        return 0
+    blocks = max(problem.heads_q * blocks_of(own.mean_rows("q", problem.batch), tile.block_q), 1)
+    sequences = max(blocks_of(device.num_sms, blocks), 2)  # of one wave
+    # why not of more: keys of two long sequences do not fit the L2 cache together.
+    return min(sequences + 1, MOST_TAIL_PARTS) if blocks <= 2 * device.num_sms else 0

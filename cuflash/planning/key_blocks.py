@@ -21,6 +21,7 @@ SEQUENCES_TOGETHER = 4  # that take turns in a list of key blocks at most, each 
 # Sequences take turns where the tile gives a block of threads so many key blocks. why: with fewer, at d 96, calls are
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
+HEADS_WITHOUT_TURNS = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
 
@@ -91,8 +92,11 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
     # Heads of sequences, each counted once, that touch what one L2 cache holds.
     heads_of_all = heads_together(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
     least = 1 if is_full(problem) else _heads_of_waves(device, blocks_of(seqlen_k, tile.block_k))
+    if tile.key_blocks < LEAST_KEY_BLOCKS:
+        most = min(problem.heads_kv, HEADS_WITHOUT_TURNS) if is_full(problem) else problem.heads_kv
+        return heads_together(1, heads_of_all, most, least), 1
     heads = heads_together(1, heads_of_all, problem.heads_kv, least)
-    return heads, max(heads_of_all // heads, 1) if tile.key_blocks >= LEAST_KEY_BLOCKS else 1
+    return heads, max(heads_of_all // heads, 1)
 
 
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:

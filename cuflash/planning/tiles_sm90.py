@@ -69,7 +69,7 @@ class WarpgroupTile:
             out = max(4 * self._groups * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
         work = (80 if self.decodes else 64 if self.lengths else 32) * TILE_SLOTS
-        work += 16 * self.stages + 16 if self.lengths else 0
+        work += 16 * self.stages + (16 if self.decodes else 32) if self.lengths else 0
         return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
 
     @property

@@ -98,7 +98,7 @@ _STRUCTS: dict[str, Fields] = {
         *_operands("k v"),
         *_pointers("lse counter"),
         *_PROBLEM,
-        *_ints("heads_together page_box page_magic page_shift"),
+        *_ints("heads_together in_pairs tail_parts page_box page_magic page_shift"),
     ],
     "DecodeParams": [
         *_maps("k v"),

@@ -63,6 +63,8 @@ struct RaggedForwardParams {
   unsigned* counter;
   ProblemParams problem;
   int heads_together;
+  int in_pairs;    // whether two heads of the same rows are dealt together; the counts of heads are then even
+  int tail_parts;  // of the axis of q, whose query blocks start together, longest first: RaggedWorkQueue; 0 for none
   int page_box;    // keys of a page that the copy engine brings at a time; 0: threads copy each key by itself
   int page_magic;  // unsigned: key / page size is key * page_magic / 2^page_shift, for keys below 2^31
   int page_shift;

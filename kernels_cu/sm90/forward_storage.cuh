@@ -15,7 +15,7 @@ constexpr unsigned kBytesSlot = (kPanelsQk > kPanelsV ? kPanelsQk : kPanelsV) * 
 // holds this many pieces of work if each has one key tile.
 constexpr int kWorkInRing = kHeadDimV > 0 ? kStages / 2 : kStages;
 constexpr int kWorkSlots = 16;
-static_assert(kWorkInRing + 3 + kLengths <= kWorkSlots, "a description would be written over while it is needed");
+static_assert(kWorkInRing + 3 + 2 * kLengths <= kWorkSlots, "a description would be written over while it is needed");
 
 constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 
@@ -50,7 +50,9 @@ template <>
 struct RaggedStorage<true> {
   uint4 present[kStages];        // of the key tile in each slot of the ring, one bit a key: whether its page is there
   unsigned long long edge_full;  // v has arrived of a tile of which some keys are yet to become zeros
-  unsigned long long wanted;     // the next piece of work is to be described
+  // The next piece of work is to be described. why two: of a pair, the second may ask before the dealer saw that the first
+  // has, and one barrier does not tell two phases that have ended from none.
+  unsigned long long wanted[kDecodes ? 1 : 2];
 
   __device__ unsigned present_keys() const { return smem_address(present); }
   __device__ unsigned barriers() const { return smem_address(&edge_full); }
@@ -68,7 +70,11 @@ struct Addresses {
   const unsigned kv_full = smem_address(at.kv_full), kv_empty = smem_address(at.kv_empty);
   const unsigned works = smem_address(at.work), present = at.present_keys(), edge_full = at.barriers();
 
-  __device__ __forceinline__ unsigned wanted() const { return edge_full + 8; }
+  // Piece i asks for the next one, which the dealer waits for.
+  __device__ __forceinline__ unsigned wanted(unsigned i) const { return edge_full + 8 + (kDecodes ? 0 : i % 2 * 8); }
+  __device__ __forceinline__ void await_wanted(unsigned i) const {
+    mbarrier_wait(wanted(i), (kDecodes ? i : i / 2) & 1);
+  }
 
   // A warpgroup's rows of q, and their barriers.
   __device__ __forceinline__ unsigned q_rows(unsigned i, int group) const {
@@ -130,12 +136,14 @@ struct Addresses {
   // One thread calls, before any other thread uses the barriers.
   __device__ void init_barriers() const {
     constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
+    constexpr int kQCopiers = kDecodes ? 32 : 1;   // lanes that copy q, each of which arrives (L41)
     for (int i = 0; i < kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1);
     for (int i = 0; i < kQStages; ++i) {
-      for (int g = 0; g < kNumConsumers; ++g) mbarrier_init(q_full(i, g), 1), mbarrier_init(q_empty(i, g), 4);
+      for (int g = 0; g < kNumConsumers; ++g) mbarrier_init(q_full(i, g), kQCopiers), mbarrier_init(q_empty(i, g), 4);
     }
     for (int i = 0; i < kStages; ++i) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(kv_empty + 8 * i, kReleases);
-    if (kLengths) mbarrier_init(edge_full, 1), mbarrier_init(wanted(), 1);
+    if (kLengths) mbarrier_init(edge_full, 1), mbarrier_init(wanted(0), 1);
+    if (kLengths && !kDecodes) mbarrier_init(wanted(1), 1);
     mbarrier_init_fence();
   }
 };

@@ -127,9 +127,9 @@ struct Dealer : Role {
       if (leads) smem.tell(i);
       __syncwarp();
       // why not before the second piece of a pair is told of, too: it is known already.
-      if (is_second) mbarrier_wait(smem.wanted(), i - 1 & 1);
+      if (is_second) smem.await_wanted(i - 1);
       is_second = !is_second && queue.is_pair();
-      if (exists && !is_second) mbarrier_wait(smem.wanted(), i & 1);
+      if (exists && !is_second) smem.await_wanted(i);
     }
   }
 };
@@ -147,7 +147,7 @@ __device__ __forceinline__ void load_queries(const Params& params, const AnyWork
 
 // The same for rows of several heads, which lie anywhere. `filled` rows in shared memory are not zeros.
 __device__ __forceinline__ void load_queries(const DecodeParams& params, const DecodeWork& work, int, unsigned target,
-                                             unsigned barrier, int& filled, bool leads) {
+                                             unsigned barrier, int& filled, bool) {
   constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
   const ProblemParams& problem = params.problem;
   const Place place{work.q_batch, work.q_begin};
@@ -164,8 +164,7 @@ __device__ __forceinline__ void load_queries(const DecodeParams& params, const D
   cp_async_commit();
   cp_async_wait<0>();
   fence_proxy_async();
-  __syncwarp();
-  if (leads) mbarrier_arrive(barrier);
+  mbarrier_arrive(barrier);
 }
 
 struct QueryProducer : Role {

@@ -15,13 +15,13 @@ struct RaggedProducer {
 
   __device__ __forceinline__ RaggedProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
 
-  // The next work is claimed before key tile n of a piece. why so late: L19. why so early: it takes as long as two tiles
+  // The next work is claimed before key tile n of piece i. why so late: L19. why so early: it takes as long as two tiles
   // to find it, and splits are short.
-  __device__ __forceinline__ void claim_at(int n, const TileRange& tiles) const {
+  __device__ __forceinline__ void claim_at(int n, unsigned i, const TileRange& tiles) const {
     const int at = kDecodes                    ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
                                                : min(tiles.begin + 2, tiles.end - 1);
-    if (n == at && leads) mbarrier_arrive(smem.wanted());
+    if (n == at && leads) mbarrier_arrive(smem.wanted(i));
   }
 
   __device__ __forceinline__ unsigned target() const { return smem.kv + ring.slot * kBytesSlot; }
@@ -58,7 +58,7 @@ struct RowProducer : RaggedProducer<AnyWork, Params> {
       const DescendingTiles tiles = work.keys;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
-        this->claim_at(n, tiles);
+        this->claim_at(n, i, tiles);
         load<false>(work, n);
         if (kDecodes) load_v(work, n);
         else if (n < tiles.end - 1) load_v(work, n + 1);
@@ -126,7 +126,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
 #pragma unroll 1
       for (int n = tiles.first(); n >= last; --n) {
         const bool has_k = exists && n >= tiles.begin;
-        if (!loads_v && has_k) this->claim_at(n, tiles);
+        if (!loads_v && has_k) this->claim_at(n, i, tiles);
 #pragma unroll 1
         for (int turn = 0; turn < (kPanelsV > 0 ? 2 : 1); ++turn) {
           const bool is_v = turn == 1;

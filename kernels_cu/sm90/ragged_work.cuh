@@ -66,8 +66,11 @@ struct alignas(16) RaggedQueryWork {
 // Deals out work as WorkQueue does. One warp asks. Blocks of heads_together heads that have the same rows follow each
 // other; the last block of a sequence, the longest under a causal mask, comes before its others.
 //
-// Two heads of the same rows are dealt together, since such a pair is found as quickly as one piece. The last kSingles
-// pieces of each block of threads are dealt one at a time, so that all blocks end together.
+// With in_pairs two heads of the same rows are dealt together, since such a pair is found as quickly as one piece. The last
+// kSingles pieces of each block of threads are dealt one at a time, so that all blocks end together.
+//
+// Nor do they end together if the last pieces are those of one sequence after the other, some long and some short. So the
+// blocks of the last tail_parts parts of the axis are dealt by their numbers, the greatest first.
 struct RaggedWorkQueue : WorkCounter {
   int blocks = 0;                    // query blocks of a head
   int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
@@ -106,7 +109,7 @@ struct RaggedWorkQueue : WorkCounter {
         const int each = blocks_of(axis.rows), sequence = at.block / each;
         work.number = sequence, block = (sequence + 1) * each - 1 - at.block;
       } else {
-        const Found found = find(axis, at.block);
+        const Found found = find(params, axis, at.block);
         work.number = found.part - 1, block = found.block, rows = found.rows;
       }
       work.set(RaggedSequence(problem, work.number, rows), work.number, rows);
@@ -131,6 +134,7 @@ struct RaggedWorkQueue : WorkCounter {
 
  private:
   static constexpr unsigned kSingles = 4;
+  static constexpr bool kHasTail = kHeadDim > 128;  // why not others: their pieces are short, and it costs up to 2 %
 
   bool paired = false;
   int head;  // of the latest piece
@@ -145,14 +149,46 @@ struct RaggedWorkQueue : WorkCounter {
   __device__ unsigned num_work(const RaggedForwardParams& params) const { return blocks * params.problem.heads_q; }
   __device__ unsigned num_pairs(const RaggedForwardParams& params) const {
     const unsigned work = num_work(params), singles = kSingles * gridDim.x;
-    return work < singles || (params.heads_together | params.problem.heads_q) & 1 ? 0 : (work - singles) / 2;
+    return work < singles || !params.in_pairs ? 0 : (work - singles) / 2;
   }
   __device__ unsigned num_numbers(const RaggedForwardParams& params) const {
     return num_work(params) - num_pairs(params);
   }
 
   // Finds the part of the axis that has this block of a head, and which of the part's blocks it is.
-  __device__ Found find(const Axis& axis, int block) {
+  __device__ Found find(const RaggedForwardParams& params, const Axis& axis, int block) {
+    if constexpr (kHasTail) {
+      if (params.tail_parts > 0) {
+        const int lane = threadIdx.x % 32, part = axis.batch + 2 - params.tail_parts + lane;
+        const bool exists = lane < params.tail_parts;
+        const Range rows = {exists ? axis.bound(part) : 0, exists ? axis.bound(part + 1) : 0};
+        const int own = blocks_of(rows.end - rows.begin), within = block - blocks + __reduce_add_sync(0xffffffffu, own);
+        if (within >= 0) return find_in_tail(rows, part, own, within);
+      }
+    }
+    return find_in_order(axis, block);
+  }
+
+  // Finds block `within` of the last parts, of which each lane has one, with its rows and its number of blocks. Blocks of
+  // a greater number come first.
+  __device__ static Found find_in_tail(Range rows, int part, int own, int within) {
+    constexpr unsigned kAll = 0xffffffffu;
+    // More than `within` blocks have `number` or a greater one, but no more than `within` have `end` or a greater one.
+    int number = 0, end = __reduce_max_sync(kAll, own);
+#pragma unroll 1
+    while (end - number > 1) {
+      const int middle = (number + end) / 2;
+      const bool is_below = __reduce_add_sync(kAll, larger(own - middle, 0)) <= within;
+      (is_below ? end : number) = middle;
+    }
+    within -= __reduce_add_sync(kAll, larger(own - end, 0));
+    const unsigned having = __ballot_sync(kAll, own > number), before = (1u << threadIdx.x % 32) - 1;
+    const int from = __ffs(__ballot_sync(kAll, own > number && __popc(having & before) == within)) - 1;
+    auto found = [&](int x) { return __shfl_sync(kAll, x, from); };
+    return {found(part), number, {found(rows.begin), found(rows.end)}};
+  }
+
+  __device__ Found find_in_order(const Axis& axis, int block) {
     const int lane = threadIdx.x % 32, parts = axis.batch + 2;
     if (block < blocks_before) group = blocks_before = 0;
 #pragma unroll 1

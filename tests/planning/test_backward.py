@@ -211,7 +211,8 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
         (64, (32, 32), 16384, False, (4, 1)),  # these touch as much as one L2 cache holds
         (64, (64, 8), 512, True, (8, 2)),
         (64, (3, 3), 512, False, (2, 4)),
-        (96, (16, 16), 512, False, (16, 1)),
+        (96, (16, 16), 2048, False, (8, 1)),  # without turns, fewer of them
+        (96, (16, 16), 2048, True, (16, 1)),
         (128, (16, 16), 512, False, (1, 1)),
         (128, (16, 16), 512, True, (16, 1)),
     ],

@@ -6,8 +6,9 @@ from typing import Any
 
 from plans import problem
 
+import cuflash
 from cuflash.planning.device import KNOWN
-from cuflash.planning.forward import L2_BYTES
+from cuflash.planning.forward import L2_BYTES, LONG_PAIRS, MOST_TAIL_PARTS
 from cuflash.planning.plan import Launch
 from cuflash.planning.planner import plan
 
@@ -61,3 +62,45 @@ def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2()
     assert together(8192, (16, 2)) > together(8192)  # a group shares its keys
     # of a window those keys count that a query block sees
     assert together(2**20, window_size=(1023 - 128, 0)) == together(1024)
+
+
+def test_heads_come_in_pairs_but_of_short_sequences_with_wide_heads() -> None:
+    def in_pairs(count: int, mean: int, head_dim: int, heads: int = 16, **more: Any) -> int:
+        rows = (count * mean, heads, head_dim)
+        told = {"cu_seqlens_q": (count + 1,), "cu_seqlens_k": (count + 1,), "max_seqlen_k": mean} | more
+        made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", num_splits=1, **told)
+        return int(made.launches[0].fields["in_pairs"])
+
+    assert in_pairs(32, 512, 128) == in_pairs(32, 512, 64) == in_pairs(16, LONG_PAIRS, 256) == 1
+    assert in_pairs(16, LONG_PAIRS - 1, 256) == in_pairs(32, 512, 192) == 0
+    assert in_pairs(1, 16384, 256) == 1
+    assert in_pairs(1, 16384, 256, max_seqlen_k=500) == 0  # the caller knows that they are short
+    assert in_pairs(32, 512, 64, heads=3) == 0
+    pages = {"cu_seqlens_k": None, "max_seqlen_k": None}
+    made = cuflash.plan((2000, 8, 256), (99, 16, 8, 256), (99, 16, 8, 256), cu_seqlens_q=(3,), page_table=(2, 64),
+                        dtype="bfloat16", device="sm_90", num_splits=1, **pages)  # fmt: skip
+    assert made.launches[0].fields["in_pairs"] == 1  # up to 1024 keys, in pages of 16
+
+
+def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_together_under_a_mask() -> None:
+    def parts(count: int, mean: int, head_dim: int = 256, heads: int = 16, cached: bool = False, **more: Any) -> int:
+        rows, one = (count * mean, heads, head_dim), (count, mean, heads, head_dim)
+        told = {"cu_seqlens_q": (count + 1,), "cu_seqlens_k": (count + 1,)}
+        if cached:
+            rows, told = one, {"seqused_k": (count,)}
+        more = {"causal": True, "num_splits": 1, "max_seqlen_k": mean} | more
+        made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", **told, **more)
+        return int(made.launches[0].fields["tail_parts"])
+
+    # Sequences with 132 query blocks, one a multiprocessor, and the rows behind them.
+    assert parts(64, 256) == 5 + 1  # each has 2 x 16
+    assert parts(32, 512) == parts(32, 500) == 3 + 1
+    assert parts(16, 1024) == parts(32, 512, window_size=(99, 9), causal=False) - 1 == 3
+    assert parts(8, 2048) == 2 + 1  # two at least, as long as one has no more than two waves
+    assert parts(4, 4096) == 0  # heads start in two sections
+    assert parts(4, 4096, heads=8) == 3
+    assert parts(4, 4097, heads=8, max_seqlen_k=4096) == 3
+    assert parts(4, 4225, heads=8, max_seqlen_k=4096) == 0
+    assert parts(500, 9, heads=1) == MOST_TAIL_PARTS == 32
+    assert parts(1, 512) == parts(32, 512, causal=False) == parts(32, 512, head_dim=128) == 0
+    assert parts(32, 512, cached=True) == 0
