@@ -27,7 +27,7 @@ from .problem.array_spec import ArraySpec
 from .problem.dtypes import GPU_DTYPES
 from .problem.operands import APPEND_KV, INTEGERS, merge_op
 from .problem.operands import OPS as PUBLIC
-from .problem.options import Options, SequenceOptions
+from .problem.options import Options
 from .problem.problem import Problem
 from .runtime import compiler
 from .runtime.cache import cache_dir
@@ -141,8 +141,8 @@ def _variants_of(
             few = [ArraySpec.dense((1, length, 2, spec.shape[3]), dtype) for length, spec in
                    zip((1, MANY_KEYS, MANY_KEYS), specs, strict=True)]
             # why both: blocks of threads that may take several splits have another kernel
-            kinds = (SequenceOptions(num_splits=splits) for splits in (0, 2))
-            problems += [Problem.of(PUBLIC[op], few, Options(causal=True, sequences=kind, **more)) for kind in kinds]
+            kinds = (Options(causal=True, num_splits=splits, **more) for splits in (0, 2))
+            problems += [Problem.of(PUBLIC[op], few, options) for options in kinds]
     return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
 
 

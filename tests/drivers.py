@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -85,7 +85,8 @@ class Gpus:
                 self.blocks[block.address] = size
 
         monkeypatch.setattr(structs.Block, "__init__", noted)
-        monkeypatch.setitem(find._known, Array, Recorded())
+        self.library = Recorded()
+        monkeypatch.setitem(find._known, Array, self.library)
         launch.KEPT.clear()
 
     @contextlib.contextmanager
@@ -124,6 +125,7 @@ class Recorded(GpuLibrary):
     """The library of `Array`; what it makes stands where it was before, as with a caching allocator."""
 
     name = "recorded"
+    current_stream = 7
 
     def on_gpu(self, array: Any) -> bool:
         return True
@@ -131,20 +133,20 @@ class Recorded(GpuLibrary):
     def spec(self, name: str, array: Any) -> ArraySpec:
         return ArraySpec(array.shape, array.strides, array.dtype, "cuda:1", self.name)
 
-    def key(self, array: Any) -> tuple[Any, ...]:
-        return array.shape, array.strides, array.dtype
+    def key(self, arrays: Sequence[Any]) -> Hashable:
+        return *[None if x is None else x[:3] for x in arrays],
 
-    def ordinal(self, array: Any) -> int:
+    def current_device(self) -> int:
         return 1
 
-    def pointer(self, array: Any) -> int:
-        return array.pointer  # type: ignore[no-any-return]
+    def pointers(self, arrays: Sequence[Any]) -> list[int]:
+        return [0 if x is None else x.pointer for x in arrays]
 
     def stream(self, ordinal: int) -> int:
-        return 7
+        return self.current_stream
 
     def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
 
-    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Array:
-        return Array.dense(shape, 2**44, dtype)
+    def allocator(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Array]:
+        return functools.partial(Array.dense, shape, 2**44, dtype)

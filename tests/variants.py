@@ -21,7 +21,7 @@ from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.dtypes import DTYPES as ROWS
 from cuflash.problem.operands import APPEND_KV, OF_SEQUENCES, OPS, merge_op
-from cuflash.problem.options import Options, SequenceOptions
+from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
 
@@ -69,7 +69,7 @@ def plan_of(
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
     if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among blocks of threads
-        options = options._replace(sequences=SequenceOptions(num_splits=splits if used or shared else 1))
+        options = options._replace(num_splits=splits if used or shared else 1)
     given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
     if packed or used or paged:
         bounds, one, table = (ArraySpec.dense(shape, "int32") for shape in ((2,), (1,), (1, 1)))
@@ -116,7 +116,7 @@ def append_of(
         specs["page_table"] = ArraySpec.dense((2, 5), "int32")
     if pairs:
         specs["rotary_cos"] = specs["rotary_sin"] = ArraySpec.dense((50, pairs), "float32" if wide else dtype)
-    options = Options(sequences=SequenceOptions(**flags))
+    options = Options(**flags)
     return Problem.of(APPEND_KV, [specs.get(operand.name) for operand in APPEND_KV.inputs], options)
 
 

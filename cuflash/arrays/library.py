@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import numpy as np
 from ..errors import INSTALL_HINT, UnsupportedError
 from ..problem.array_spec import ArraySpec
 
-NOTHING = contextlib.nullcontext()
+NOTHING = contextlib.nullcontext()  # what there is to do where a GPU or a stream is the current one already
 
 
 @cache
@@ -45,12 +46,18 @@ class Library:
 
 
 class GpuLibrary(Library):
-    """CuPy or torch, whose GPU arrays are given to kernels directly."""
+    """CuPy or torch, whose GPU arrays are given to kernels directly.
 
-    def key(self, array: Any) -> tuple[Any, ...]:
-        """All of an array but its pointer, as a value that is cheap to hash; it becomes part of a launch's key."""
+    key: finds all of a call's arrays but their memory, as a value that is cheap to hash; None is no array.
+    current_device: tells the number of the GPU on which the framework makes arrays.
+    """
 
-    def pointer(self, array: Any) -> int: ...
+    # why attributes: functions of the frameworks take their place, without a step in between.
+    key: Callable[[Sequence[Any]], Hashable]
+    current_device: Callable[[], int]
+
+    def pointers(self, arrays: Sequence[Any]) -> list[int]:
+        """The addresses of arrays, 0 for None."""
 
     def stream(self, ordinal: int) -> int:
         """Handle of the caller's current stream on that GPU."""
@@ -58,8 +65,12 @@ class GpuLibrary(Library):
     def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
         """Inside, the GPU is the current one."""
 
+    def allocator(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
+        """A function that makes a new dense array by the framework's own allocator, while the GPU is current."""
+
     def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
-        """A new dense array from the framework's own allocator. The GPU must be current."""
+        """A new dense array. The GPU must be current."""
+        return self.allocator(shape, dtype, ordinal)()
 
     def dense(self, array: Any) -> Any:
         """The array if it is contiguous, else a contiguous copy."""

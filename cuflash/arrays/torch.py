@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.array_spec import ArraySpec, dense_strides
-from .library import NOTHING, GpuLibrary, bfloat16, cupy_module
+from .library import GpuLibrary, bfloat16, cupy_module
+from .torch_keys import TensorKeys
 
 
 class TorchLibrary(GpuLibrary):
@@ -25,7 +28,8 @@ class TorchLibrary(GpuLibrary):
         # why: the public current_stream() takes 4 µs to build an object; Triton and Inductor read this handle, too.
         self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         # why: the public current_device() first asks whether torch has initialised CUDA; a GPU tensor implies that.
-        self._current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+        self.key = TensorKeys(torch, self._key).find
         # why: torch.empty takes 1.5 µs longer, and a call makes up to four; Inductor's code allocates like this, too.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_strided = getattr(guards, "_empty_strided_cuda", None)
@@ -38,6 +42,8 @@ class TorchLibrary(GpuLibrary):
         return False
 
     def spec(self, name: str, array: Any) -> ArraySpec:
+        if array.layout is not self._torch.strided or array.is_nested:
+            raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")
         if array.requires_grad and self._torch.is_grad_enabled():
             raise ProblemError(
                 f"{name} requires grad, but no gradient flows through this call: call "
@@ -49,13 +55,16 @@ class TorchLibrary(GpuLibrary):
         device = f"cuda:{array.get_device()}" if array.is_cuda else str(array.device)
         return ArraySpec(tuple(array.shape), tuple(array.stride()), dtype, device, self.name)
 
-    def key(self, array: Any) -> tuple[Any, ...]:
+    def _key(self, array: Any) -> tuple[Any, ...]:
         # why: tensors that require grad, and lazily negated ones, must reach spec(), which refuses them.
         judged = (array.requires_grad and self._torch.is_grad_enabled()) or array.is_neg()
-        return array.shape, array.stride(), array.dtype, array.get_device(), judged
+        try:
+            return array.shape, array.stride(), array.dtype, array.get_device(), judged
+        except RuntimeError:  # nested and sparse tensors have no strides, and are refused, too
+            return array.dtype, True
 
-    def pointer(self, array: Any) -> int:
-        return array.data_ptr()  # type: ignore[no-any-return]
+    def pointers(self, arrays: Sequence[Any]) -> list[int]:
+        return [0 if x is None else x.data_ptr() for x in arrays]
 
     def stream(self, ordinal: int) -> int:
         if self._raw_stream is not None:
@@ -63,14 +72,12 @@ class TorchLibrary(GpuLibrary):
         return self._torch.cuda.current_stream(ordinal).cuda_stream  # type: ignore[no-any-return]
 
     def device(self, ordinal: int) -> contextlib.AbstractContextManager[Any]:
-        if self._current_device() == ordinal:
-            return NOTHING
         return self._torch.cuda.device(ordinal)  # type: ignore[no-any-return]
 
-    def empty(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Any:
+    def allocator(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
         if self._empty_strided is not None:
-            return self._empty_strided(shape, dense_strides(shape), self._dtypes[dtype])
-        return self._torch.empty(shape, dtype=self._dtypes[dtype], device=ordinal)
+            return partial(self._empty_strided, shape, dense_strides(shape), self._dtypes[dtype])
+        return partial(self._torch.empty, shape, dtype=self._dtypes[dtype], device=ordinal)
 
     def dense(self, array: Any) -> Any:
         return array.contiguous()

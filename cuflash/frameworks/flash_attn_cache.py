@@ -14,7 +14,6 @@ from ..problem.options import (
     check_flag,
     check_integer,
     check_window,
-    sequence_options,
 )
 from .flash_attn_arguments import LEFTPAD, attend, cap_of, check_integers, check_rank, in_host_memory, window_of
 from .torch import check_tensor
@@ -83,9 +82,9 @@ def over_cache(
             # why here: options that attention would refuse are refused before the cache is written to. A q that does
             # not fit is refused after it; the new rows then stand behind those that are used, and count for nothing.
             check_flag("return_softmax_lse", return_lse)
-            splits = sequence_options(None, None, sequences["num_splits"])
-            asked = Options(softmax_scale, causal, window_size, None, cap_of(softcap), sequences=splits)
-            asked.judged(Known(1, "float32"))
+            splits = sequences["num_splits"]
+            options = Options(softmax_scale, causal, window_size, None, cap_of(softcap), num_splits=splits)
+            options.judged(Known(1, "float32"))
         longest = in_host_memory("max_seqlen_q", sequences.get("max_seqlen_q"))
         longest = q.shape[-3] if longest is None else longest
         widest = (capacity, capacity) if version == 2 else (capacity - 1, longest - 1)
@@ -129,6 +128,8 @@ def refuse_rotary_seqlens(name: str, lengths: Any, cache_seqlens: Any) -> None:
 
 def _check_new(new: New, cache_seqlens: Any) -> int:
     """How many new keys each sequence has; 0 where only the device knows. Raises for what does not belong together."""
+    if new.k is new.v is new.rotary_cos is new.rotary_sin is None:
+        return 0
     if new.k is None or new.v is None:
         for name, tensor in new._asdict().items():
             if tensor is not None and name in ("k", "v", "rotary_cos", "rotary_sin"):

@@ -19,7 +19,7 @@ import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import INTEGERS
-from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale, sequence_options
+from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale
 from ..problem.problem import Problem
 from .xla_handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
 from .xla_primitives import backward, check_not_reduced, check_numbers, check_whole, forward
@@ -75,7 +75,8 @@ def attention(
     told = dict(zip(TOLD, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx), strict=True))
     named = {"q": q, "k": k, "v": v} | {name: x for name, x in told.items() if x is not None}
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
-                      sequences=sequence_options(max_seqlen_q, max_seqlen_k, num_splits, split_size))  # fmt: skip
+                      max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
+                      split_size=split_size)  # fmt: skip
     return _called(named, options, check_flag("return_lse", return_lse))
 
 

@@ -78,11 +78,41 @@ def attention(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
     check_flag("return_lse", return_lse)
-    deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
+    check_flag("deterministic", deterministic)
     if forward_ad._current_level >= 0:
         _refuse_tangents(q=q, k=k, v=v)
     if torch.is_autocast_enabled("cuda" if q.is_cuda else q.device.type):
         q, k, v = _autocast(q, k, v)
+    told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+    is_told = not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None
+    if is_told:
+        for name, tensor in zip(TOLD, told, strict=True):
+            if tensor is not None:
+                check_tensor(name, tensor)
+    run = _way(q, k, v)
+    if run is None:
+        return forward(
+            q,
+            k,
+            v,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            diagonal_offset=diagonal_offset,
+            softcap=softcap,
+            return_lse=return_lse,
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            seqused_q=seqused_q,
+            seqused_k=seqused_k,
+            page_table=page_table,
+            cache_batch_idx=cache_batch_idx,
+            num_splits=num_splits,
+            split_size=split_size,
+        )
+    deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
     keywords: dict[str, Any] = {
         "softmax_scale": softmax_scale,
         "causal": causal,
@@ -91,37 +121,33 @@ def attention(
         "softcap": softcap,
     }
     more: tuple[Any, ...] = ()  # the keywords of the forward alone, then the tensors of TOLD
-    if not (
-        cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx
-        is max_seqlen_q is max_seqlen_k is None
-    ):  # fmt: skip
-        told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+    if is_told or not max_seqlen_q is max_seqlen_k is None:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             refuse_cached(page_table, cache_batch_idx)
-        for name, tensor in zip(TOLD, told, strict=True):
-            if tensor is not None:
-                check_tensor(name, tensor)
         bounds = zip(BOUNDS, (max_seqlen_q, max_seqlen_k), strict=True)
         keywords |= {name: bound for name, bound in bounds if bound is not None}  # backward takes them, too
         more = ({}, *told)
-    if num_splits != 0 or split_size is not None:
+    # why the type: False is refused, and equals 0.
+    if type(num_splits) is not int or num_splits != 0 or split_size is not None:
         splits = {"num_splits": num_splits}
         more = (splits if split_size is None else {**splits, "split_size": split_size}, *more[1:])
-    run: Any
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
-        run = _by_op
-    elif _is_transforming():
-        run = _by_op if _is_functionalizing() else _Transformed.apply
-    elif torch._C._len_torch_dispatch_stack():
-        run = _by_op
-    elif _is_transformed(q) or _is_transformed(k) or _is_transformed(v):  # the tensor outlived its transform
-        run = _Transformed.apply
-    elif torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        run = _apply
-    else:
-        return forward(q, k, v, return_lse=return_lse, **(_whole(keywords, *more) if more else keywords))
     out, lse = run(q, k, v, keywords, deterministic, *more)
     return (out, lse) if return_lse else out
+
+
+def _way(q: Any, k: Any, v: Any) -> Any:
+    """What a call on these tensors goes through: a function of its own, or None for `cuflash.forward`."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return _by_op
+    if _is_transforming():
+        return _by_op if _is_functionalizing() else _Transformed.apply
+    if torch._C._len_torch_dispatch_stack():
+        return _by_op
+    if _is_transformed(q) or _is_transformed(k) or _is_transformed(v):  # the tensor outlived its transform
+        return _Transformed.apply
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _apply
+    return None
 
 
 def _whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict[str, Any]:
@@ -149,6 +175,9 @@ def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 def check_tensor(name: str, tensor: Any) -> None:
     """Raises unless an operand is a dense torch tensor with its elements in memory."""
+    # why first: most are such tensors, of which no more is asked.
+    if type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_nested:
+        return
     if not isinstance(tensor, torch.Tensor):
         raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor (torch.as_tensor makes one)")
     if tensor.is_nested or tensor.layout != torch.strided:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
@@ -17,7 +18,7 @@ from ..errors import ProblemError, UnsupportedError
 from ..ops.append import append_kv
 from ..ops.backward import backward
 from ..ops.forward import forward
-from ..problem.options import check_flag
+from ..problem.options import check_flag, check_integer
 
 # The tensors that tell where sequences lie and how long they are, in the order of the ops' schemas.
 TOLD = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
@@ -57,6 +58,9 @@ class Arguments(NamedTuple):
         for name in ("softmax_scale", "diagonal_offset", "softcap", *BOUNDS, *SPLITS):
             if isinstance(keywords.get(name), bool):
                 raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
+        for name in SPLITS:
+            if isinstance(keywords.get(name), (float, np.bool_, np.ndarray, torch.Tensor)):
+                check_integer(name, keywords[name])
         left, right = (-1 if side is None else side for side in keywords["window_size"])
         if isinstance(left, bool) or isinstance(right, bool):
             raise ProblemError(f"window_size={keywords['window_size']} holds a bool; give numbers of keys")

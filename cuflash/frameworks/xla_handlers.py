@@ -26,7 +26,7 @@ from ..problem.dtypes import DTYPES, ITEMSIZE
 from ..problem.lengths import OPEN
 from ..problem.operands import INTEGERS, LSE_AXES, OF_SEQUENCES, Op
 from ..problem.operands import OPS as PUBLIC
-from ..problem.options import Options, sequence_options
+from ..problem.options import Options
 from ..problem.problem import Problem
 from ..runtime import counters, host
 from ..runtime.driver import on_device, relaxed_capture
@@ -77,8 +77,8 @@ class Static(NamedTuple):
             of_each=of_each,
             max_seqlen_q=problem.seqlen_q if own else None,
             max_seqlen_k=problem.seqlen_k if own else None,
-            num_splits=options.sequences.num_splits,
-            split_size=options.sequences.split_size,
+            num_splits=options.num_splits,
+            split_size=options.split_size,
         )
 
     def options(self) -> Options:
@@ -93,7 +93,10 @@ class Static(NamedTuple):
             diagonal_offset=offset,
             softcap=self.softcap,
             deterministic=self.deterministic,
-            sequences=sequence_options(self.max_seqlen_q, self.max_seqlen_k, self.num_splits, self.split_size),
+            max_seqlen_q=self.max_seqlen_q,
+            max_seqlen_k=self.max_seqlen_k,
+            num_splits=self.num_splits,
+            split_size=self.split_size,
         )
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import APPEND_KV
-from ..problem.options import Options, SequenceOptions
+from ..problem.options import DEFAULTS, asked
 from ..runtime.launch import run
+
+_OF_SCORES = tuple(DEFAULTS.values())[:-2]
 
 
 def append_kv(
@@ -62,8 +64,8 @@ def append_kv(
 
     Source: RoFormer, arXiv 2104.09864 (rotary position embedding).
     """
-    flags = SequenceOptions(q_same_position=q_same_position, rotary_interleaved=rotary_interleaved)
+    options = asked(*_OF_SCORES, q_same_position, rotary_interleaved)
     arrays = (k_cache, v_cache, k, v, seqused_k, page_table, cache_batch_idx, cu_seqlens_k, q, cu_seqlens_q,
               rotary_cos, rotary_sin)  # fmt: skip
-    results = run(APPEND_KV, arrays, Options(sequences=flags))
+    results = run(APPEND_KV, arrays, options)
     return results[0] if results else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, OF_SEQUENCES
-from ..problem.options import Options, WindowSize, sequence_options
+from ..problem.options import WindowSize, asked
 from ..runtime.launch import run
 
 
@@ -67,8 +67,8 @@ def backward(
             f"{given} was given, but cached keys have no gradients, as several sequences may share them; gather them "
             "into k and v, packed or one row of the batch for each sequence"
         )
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
-                      sequences=sequence_options(max_seqlen_q, max_seqlen_k))  # fmt: skip
+    options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, "flash2", None, deterministic,
+                    max_seqlen_q, max_seqlen_k)  # fmt: skip
     arrays = q, k, v, dout, out, lse, dlse
     outs = () if grads_out is None else _three(grads_out)
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:

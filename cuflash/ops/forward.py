@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import FORWARD, OF_SEQUENCES
-from ..problem.options import Options, WindowSize, sequence_options
+from ..problem.options import WindowSize, asked
 from ..runtime.launch import run
 
 
@@ -75,9 +75,8 @@ def forward(
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
     """
-    sequences = sequence_options(max_seqlen_q, max_seqlen_k, num_splits, split_size)
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
-                      sequences)  # fmt: skip
+    options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
+                    max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
     outs = () if out is None else (out,)
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
         results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), outs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import LSE_ONLY, OF_SEQUENCES
-from ..problem.options import Options, WindowSize, sequence_options
+from ..problem.options import WindowSize, asked
 from ..runtime.launch import run
 
 
@@ -34,8 +34,8 @@ def lse(
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim) and all arguments as in `forward`.
     float32 (float64 for float64), natural logarithm, -inf for a query that sees no key. Errors as in `forward`.
     """
-    sequences = sequence_options(max_seqlen_q, max_seqlen_k, num_splits, split_size)
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, sequences=sequences)
+    options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, "flash2", None, False,
+                    max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
         return run(LSE_ONLY, (q, k), options)[0]
     told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx

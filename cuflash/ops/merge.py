@@ -9,7 +9,7 @@ from ..arrays.find import libraries_of
 from ..errors import ProblemError
 from ..planning.merge import MAX_STATES
 from ..problem.operands import merge_op
-from ..problem.options import Options
+from ..problem.options import DEFAULTS, Options, asked
 from ..runtime.launch import judged, run
 
 
@@ -39,7 +39,7 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _merged(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
-    out, lse = run(merge_op(len(outs)), (*outs, *lses), Options())
+    out, lse = run(merge_op(len(outs)), (*outs, *lses), asked(*DEFAULTS.values()))
     return out, lse
 
 

@@ -16,7 +16,7 @@ from ..planning.plan import Plan
 from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
 from ..problem.operands import INTEGERS, OF_SEQUENCES, OPS
-from ..problem.options import Options, WindowSize, check_flag, sequence_options
+from ..problem.options import Options, WindowSize, check_flag
 from ..problem.problem import Problem
 
 
@@ -67,9 +67,8 @@ def plan(
         raise ProblemError("op='backward' takes neither num_splits nor split_size; leave them out")
     if check_flag("deterministic", deterministic) and op != "backward":
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
-    sequences = sequence_options(max_seqlen_q, max_seqlen_k, num_splits, split_size)
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
-                      sequences)  # fmt: skip
+                      max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
     told = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
             "page_table": page_table, "cache_batch_idx": cache_batch_idx}  # fmt: skip
     given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
@@ -97,8 +96,9 @@ def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
             return spec.densed(), True
         if isinstance(library, DlpackLibrary) and library.on_gpu(operand):
             library, operand = cupy(), library.to_cupy(operand)
-        on_gpu = isinstance(library, GpuLibrary) and library.on_gpu(operand)
-        return spec, not on_gpu or library.pointer(operand) % 16 == 0  # type: ignore[attr-defined]
+        if not isinstance(library, GpuLibrary) or not library.on_gpu(operand):
+            return spec, True
+        return spec, library.pointers([operand])[0] % 16 == 0
     if dtype is None:
         raise ProblemError(f"{name} is the shape {operand}; give dtype= too, such as dtype='bfloat16'")
     if not all(isinstance(length, Integral) and int(length) >= 0 for length in operand):

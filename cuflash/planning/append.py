@@ -50,8 +50,8 @@ def append_plan(problem: Problem, device: Device) -> Plan:
         "max_pages": 1 if table is None else table.shape[1],
         "positions": min(positions, MAX_INT),
         "wide_table": int(cos is not None and cos.dtype == "float32"),
-        "interleaved": int(problem.options.sequences.rotary_interleaved),
-        "q_same_position": int(problem.options.sequences.q_same_position),
+        "interleaved": int(problem.options.rotary_interleaved),
+        "q_same_position": int(problem.options.q_same_position),
         "num_key_blocks": num_key_blocks,
     }
     blocks = num_key_blocks + blocks_of(threads_q, PORTABLE_THREADS)

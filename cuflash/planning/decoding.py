@@ -32,9 +32,9 @@ GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
 
 def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | None:
     """The plan on Hopper; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
-    asked = problem.options.sequences
+    options = problem.options
     # why one: a row then has the bits that it has in calls of many queries, whose keys are never cut.
-    splits = asked.num_splits if asked.split_size is None else 1
+    splits = options.num_splits if options.split_size is None else 1
     group = problem.heads_q // problem.heads_kv
     is_few = problem.lengths is not None and problem.seqlen_q <= FEW_QUERIES and problem.seqlen_q * group <= FEW_ROWS
     if (own := _lengths(problem)) is None:
@@ -73,7 +73,7 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     workspace = {"partial_out": rows_of_splits * tile.head_dim_v, "partial_sums": 2 * rows_of_splits}
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     boxes = {"k": box, "v": box, "q": box, "out": box}
-    capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
+    capped, arch = options.softcap > 0.0, compile_arch("sm90", device)
     source = "sm90/decode_narrow.cu" if is_narrow else "sm90/decode.cu"
     variant = variant_of(
         "forward", source, arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, lengths=True
@@ -87,8 +87,8 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
 
 def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback: str | None) -> Plan | None:
     """The plan on any GPU; None if `whole` blocks of sm80/forward.cu, of this tile, are faster, or if no tile fits."""
-    asked, options = problem.options.sequences, problem.options
-    splits = asked.num_splits if asked.split_size is None else 1
+    options = problem.options
+    splits = options.num_splits if options.split_size is None else 1
     # why not for one split: its bits are those of forward.cu.
     if problem.op.name != "forward" or options.algorithm != "flash2" or splits == 1:
         return None

@@ -36,7 +36,7 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
             return "there is no query, or no key"
     elif begin >= end:
         return "no query sees any key"
-    if problem.options.sequences.split_size is None:
+    if problem.options.split_size is None:
         return _reason_of_places(problem, misaligned)
     # why: whether the kernels take a problem must not depend on its strides, because others give other bits.
     if problem.head_dim % 8 or problem.head_dim_v % 8:

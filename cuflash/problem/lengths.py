@@ -62,9 +62,9 @@ class Lengths(NamedTuple):
         return rows // size + batch + 2 if is_packed else batch * -(-rows // size)
 
     def mean_rows(self, side: str, batch: int) -> int:
-        """Rows of q or of k that a sequence has in the mean, used or not."""
+        """Rows of q or of k that a sequence has in the mean, used or not; of pages, rows of a page."""
         rows, is_packed = (self.rows_q, self.is_packed_q) if side == "q" else (self.rows_k, self.is_packed_k)
-        return rows // batch if is_packed else rows
+        return rows // max(batch, 1) if is_packed else rows
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """The mask of a sequence of these lengths."""
@@ -113,7 +113,7 @@ def places_of(named: Specs, told: Specs) -> dict[str, Any]:
 
 def bounded(lengths: Mapping[str, int], options: Options) -> dict[str, int]:
     """The lengths of a problem where the caller knows bounds on those of one sequence."""
-    bounds = {"seqlen_q": options.sequences.max_seqlen_q, "seqlen_k": options.sequences.max_seqlen_k}
+    bounds = {"seqlen_q": options.max_seqlen_q, "seqlen_k": options.max_seqlen_k}
     known = {name: min(lengths[name], bound) for name, bound in bounds.items() if bound is not None}
     return {**lengths, **known}
 
@@ -121,7 +121,7 @@ def bounded(lengths: Mapping[str, int], options: Options) -> dict[str, int]:
 def check_unbounded(options: Options) -> None:
     """Raises ProblemError for options that bound lengths where no array tells any."""
     for name in ("max_seqlen_q", "max_seqlen_k"):
-        if (bound := getattr(options.sequences, name)) is not None:
+        if (bound := getattr(options, name)) is not None:
             raise ProblemError(
                 f"{name}={bound}, but no cu_seqlens, seqused, page_table or cache_batch_idx tells lengths; leave it out"
             )

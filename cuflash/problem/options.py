@@ -7,7 +7,7 @@ is a field of `Scores`, which `ScoreParams` in `kernels_cu/common/score.cuh` rep
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from numbers import Integral, Real
+from numbers import Integral, Number, Real
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -17,7 +17,6 @@ from .dtypes import DTYPES
 
 WindowSize = tuple[int | None, int | None]
 ALGORITHMS = ("standard", "flash1", "flash2", "flashd")
-_NO_SPLITS = 0
 SPLIT_STEP = 128  # keys: a multiple of every kernel's key tile
 LOG2_E = 1.4426950408889634
 
@@ -165,32 +164,6 @@ class Scores(NamedTuple):
     inverse_cap: float
 
 
-class SequenceOptions(NamedTuple):
-    """The keyword arguments of calls on sequences of several lengths.
-
-    why apart: a dense call, whose host time counts, then has one argument more to look at, and not six.
-    """
-
-    max_seqlen_q: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_q", value))] = None
-    max_seqlen_k: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_k", value))] = None
-    num_splits: Annotated[int, Option(_num_splits, ("forward", "lse"))] = 0
-    split_size: Annotated[int | None, Option(_split_size, ("forward", "lse"))] = None
-    q_same_position: Annotated[bool, Option(_flag("q_same_position"), ("append_kv",))] = False
-    rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
-
-
-DENSE = SequenceOptions()
-
-
-def sequence_options(
-    max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int = 0, split_size: int | None = None
-) -> SequenceOptions:
-    """The options of a call on sequences of several lengths: `DENSE` itself where none is given."""
-    if max_seqlen_q is max_seqlen_k is split_size is None and num_splits is _NO_SPLITS:
-        return DENSE
-    return SequenceOptions(max_seqlen_q, max_seqlen_k, num_splits, split_size)
-
-
 class Options(NamedTuple):
     """The keyword arguments of a call: as they were given (hashable where they are legal), or as `judged` made them."""
 
@@ -202,16 +175,17 @@ class Options(NamedTuple):
     algorithm: Annotated[str, Option(_algorithm, ("forward",))] = "flash2"
     out_dtype: Annotated[str | None, Option(_out_dtype, ("forward",))] = None
     deterministic: Annotated[bool, Option(_flag("deterministic"), ("backward",))] = False
-    sequences: SequenceOptions = DENSE
+    max_seqlen_q: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_q", value))] = None
+    max_seqlen_k: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_k", value))] = None
+    num_splits: Annotated[int, Option(_num_splits, ("forward", "lse"))] = 0
+    split_size: Annotated[int | None, Option(_split_size, ("forward", "lse"))] = None
+    q_same_position: Annotated[bool, Option(_flag("q_same_position"), ("append_kv",))] = False
+    rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
 
     def key(self) -> tuple[Any, ...]:
-        """What a cache asks for: 1, 1.0 and True are equal, but not all of them are a scale or a window."""
-        window = self.window_size
-        if isinstance(window, tuple) and self.sequences is DENSE:
-            return self, *map(type, self + window)
-        sides = tuple(window) if isinstance(window, (tuple, list)) else ()
-        flat = self._replace(window_size=sides) if isinstance(window, list) else self
-        return flat, *map(type, (*self, *self.sequences, *sides))
+        """What a cache asks for: the options, then the types of their values."""
+        values, *types = _key(self)
+        return self if values is self else Options._make(values), *types
 
     def judged(self, known: Known) -> "Options":
         """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
@@ -226,24 +200,67 @@ class Options(NamedTuple):
         return _scores(self.softmax_scale, self.softcap)
 
 
-def _rows(of: Any) -> dict[str, Option]:
-    hints = get_type_hints(of, include_extras=True)
-    return {name: get_args(hint)[1] for name, hint in hints.items() if name != "sequences"}
-
-
-_OWN, _OF_SEQUENCES = _rows(Options), _rows(SequenceOptions)
-ROWS = _OWN | _OF_SEQUENCES
-DEFAULTS: dict[str, Any] = {
-    name: value for of in (Options, SequenceOptions) for name, value in of._field_defaults.items() if name in ROWS
+DEFAULTS: dict[str, Any] = Options._field_defaults
+ROWS: dict[str, Option] = {
+    name: get_args(hint)[1] for name, hint in get_type_hints(Options, include_extras=True).items()
 }
+_WINDOW = Options._fields.index("window_size")
+
+
+def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(values, their types …): 1, 1.0 and True are equal, but not all of them are a scale or a side of a window.
+
+    Values are in the order of `Options`. A window that is a list becomes a tuple, which has a hash.
+    """
+    window = values[_WINDOW]
+    if type(window) is not tuple:
+        if not isinstance(window, (tuple, list)):
+            return values, *map(type, values)
+        window = tuple(window)
+        values = (*values[:_WINDOW], window, *values[_WINDOW + 1 :])
+    return values, *map(type, values), *map(type, window)
+
+
+class Asked:
+    """The keyword arguments of a call as a key that is equal to itself alone, because such keys are found fastest.
+
+    Calls with equal arguments have the same one, if `is_kept`.
+    """
+
+    __slots__ = ("is_kept", "options")
+
+    def __init__(self, options: Options, is_kept: bool) -> None:
+        self.options, self.is_kept = options, is_kept
+
+
+_kept: dict[tuple[Any, ...], Asked] = {}
+MAX_KEPT = 1024
+# Types of arguments that are kept. why no others: an array that was given by mistake would live as long as its key.
+_PLAIN = (type(None), str, np.bool_, Number)
+
+
+def asked(*values: Any) -> Asked:
+    """The keyword arguments of a call, in the order of `Options`, of which the last may be left out."""
+    key = _key(values)
+    try:
+        found = _kept.get(key)
+    except TypeError:  # an argument has no hash
+        return Asked(Options(*values), False)
+    if found is None:
+        own, types = key[0], key[1:]
+        at_window = types[_WINDOW] is tuple
+        is_plain = at_window and all(issubclass(x, _PLAIN) for x in (*types[:_WINDOW], *types[_WINDOW + 1 :]))
+        found = Asked(Options(*own), is_plain)
+        if is_plain:
+            if len(_kept) >= MAX_KEPT:
+                _kept.clear()
+            found = _kept.setdefault(key, found)  # why: two threads may both make one
+    return found
 
 
 @lru_cache(maxsize=256)
 def _judged(key: tuple[Any, ...], known: Known) -> Options:
-    *own, sequences = key[0]
-    judged = [row.judge(value, known) for value, row in zip(own, _OWN.values(), strict=True)]
-    of_sequences = (row.judge(value, known) for value, row in zip(sequences, _OF_SEQUENCES.values(), strict=True))
-    return Options._make([*judged, SequenceOptions._make(of_sequences)])
+    return Options._make([row.judge(value, known) for value, row in zip(key[0], ROWS.values(), strict=True)])
 
 
 @lru_cache(maxsize=256)

@@ -145,8 +145,9 @@ def _ordinal(device: str) -> int | None:
 @lru_cache(maxsize=256)
 def _unmasked(options: Options) -> Options:
     # why: masks that hide the same keys make the same problem, however they were asked for.
-    sequences = options.sequences._replace(max_seqlen_q=None, max_seqlen_k=None)
-    return options._replace(causal=False, window_size=(None, None), diagonal_offset=None, sequences=sequences)
+    return options._replace(
+        causal=False, window_size=(None, None), diagonal_offset=None, max_seqlen_q=None, max_seqlen_k=None
+    )
 
 
 def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> dict[str, Any]:

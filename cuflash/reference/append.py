@@ -48,7 +48,7 @@ def append_kv(problem: Problem, named: Named) -> list[Array]:
         v_cache[to] = v[row, new]
         if q is not None and out is not None:
             row, begin, count = rows_of(b, q.shape[1], named.get("cu_seqlens_q"))
-            positions = used + np.arange(count) * (not problem.options.sequences.q_same_position)
+            positions = used + np.arange(count) * (not problem.options.q_same_position)
             queries = row, slice(begin, begin + count)
             out[queries] = _rotated(problem, q[queries], positions, named)
     return [] if out is None else [out]
@@ -71,7 +71,7 @@ def _rotated(problem: Problem, rows: Array, positions: Array, named: Named) -> A
     cos, sin = (np.asarray(named[name][positions[known], None], dtype) for name in ("rotary_cos", "rotary_sin"))
     half = cos.shape[-1]
     first, second = slice(half), slice(half, 2 * half)
-    if problem.options.sequences.rotary_interleaved:
+    if problem.options.rotary_interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
     x, y = (np.asarray(rows[known][..., columns], dtype) for columns in (first, second))
     with np.errstate(all="ignore"):

@@ -13,6 +13,8 @@ from typing import Any
 
 from .driver import function, relaxed_capture
 
+DEFAULT = 0  # handle of the default stream, of which nothing is asked: it is never captured, and there is one a GPU
+_OF_DEFAULT = -1  # in place of its unique number
 PAGE = 4096  # counters of 4 bytes that are allocated together
 
 _lock = threading.RLock()
@@ -28,9 +30,12 @@ def counter(ordinal: int, stream: int, words: int = 1, use: int = 0) -> int:
     use: tells the counters of one launch apart, which count at the same time.
     """
     words = _rounded(words)
-    if _asked("cuStreamIsCapturing", stream, ctypes.c_int()):
+    if stream == DEFAULT:
+        key = ordinal, words, use, _OF_DEFAULT
+    elif _asked("cuStreamIsCapturing", stream, ctypes.c_int()):
         return _fresh(ordinal, words)
-    key = ordinal, words, use, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
+    else:
+        key = ordinal, words, use, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
     found = _of_stream.get(key)
     if found is None:
         with _lock:

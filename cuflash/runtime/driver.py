@@ -56,19 +56,22 @@ def launches_early() -> bool:
 class EarlyLaunch:
     """Launches a kernel that waits by itself for the kernels ahead of it (`griddepcontrol.wait`).
 
-    Its blocks begin while those of the kernel ahead of it end.
+    Its blocks begin while those of the kernel ahead of it end. It is for one thread at a time.
     """
 
-    __slots__ = ("_function",)
+    __slots__ = ("_function", "_latest", "_launch", "_shape")
 
-    def __init__(self, kernel: Any) -> None:
-        self._function = kernel.ptr
+    def __init__(self, kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], smem_bytes: int) -> None:
+        self._launch = function("cuLaunchKernelEx", ctypes.c_char_p, *[ctypes.c_void_p] * 3)
+        self._function, self._shape = kernel.ptr, (*grid, *block, smem_bytes)
+        self._latest = -1, b""  # stream and CUlaunchConfig of the latest launch
 
-    def __call__(self, grid: Any, block: Any, pointers: int, smem_bytes: int, stream: int) -> None:
+    def __call__(self, pointers: int, stream: int) -> None:
         """`pointers` is the address of the arguments' addresses, `stream` that of the stream."""
-        config = _CONFIG.pack(*grid, *block, smem_bytes, stream, ctypes.addressof(_EARLY), 1)
-        launch = function("cuLaunchKernelEx", ctypes.c_char_p, *[ctypes.c_void_p] * 3)
-        if result := launch(config, self._function, pointers, None):
+        latest = self._latest  # why read once: a finalizer may launch in between
+        if latest[0] != stream:
+            latest = self._latest = stream, _CONFIG.pack(*self._shape, stream, ctypes.addressof(_EARLY), 1)
+        if result := self._launch(latest[1], self._function, pointers, None):
             from cupy.cuda.driver import CUDADriverError
 
             raise CUDADriverError(result)

@@ -80,7 +80,7 @@ def _writable(library: Library, name: str, array: Any, otherwise: str = "") -> A
     target = library.to_numpy(array)
     if not target.flags.writeable:
         raise ProblemError(f"{name} is read-only; give a writable array{otherwise}")
-    if isinstance(library, GpuLibrary) and target.size and library.pointer(array) != target.ctypes.data:
+    if isinstance(library, GpuLibrary) and target.size and library.pointers([array]) != [target.ctypes.data]:
         raise ProblemError(f"{name} is a view that is yet to be negated, which cannot be written to{otherwise}")
     return target
 

@@ -25,9 +25,9 @@ from ..planning.plan import Plan
 from ..planning.planner import plan
 from ..problem.array_spec import ArraySpec, share_memory
 from ..problem.operands import Op
-from ..problem.options import Options
+from ..problem.options import Asked, Options
 from ..problem.problem import Problem
-from . import compiler, counters, host
+from . import compiler, counters, host, scratch
 from .driver import EarlyLaunch, current_device, launches_early, on_device, relaxed_capture
 from .kept import Kept, Seen
 from .structs import STRUCTS, Block, Parameters, size_of
@@ -52,15 +52,26 @@ class Stream(NamedTuple):
 _stream = functools.lru_cache(Stream)  # why: to make one takes longer than to find it
 
 
+class Written:
+    """The parameters of a plan's launches for some pointers, and the stream whose counters they hold, if any."""
+
+    __slots__ = ("blocks", "stream")
+
+    def __init__(self, blocks: list[Block]) -> None:
+        self.blocks, self.stream = blocks, -1
+
+
 class Kernels:
     """The loaded kernels of a plan with their parameters; for one thread at a time."""
 
-    __slots__ = ("_counted", "_loaded", "_number", "_parameters", "boxed", "ordinal", "plan", "workspace")
+    __slots__ = (
+        "_counted", "_loaded", "_number", "_parameters", "boxed", "ordinal", "plan", "shares_scratch", "workspace",
+    )  # fmt: skip
 
     def __init__(self, made: Plan, ordinal: int) -> None:
         self.plan, self.ordinal, self._number = made, ordinal, next(_numbers)
-        # Function, grid, block, shared memory, number of its parameters, whether it is launched early.
-        self._loaded: list[tuple[Any, ...]] = []
+        # Of each kernel: the number of its parameters, its function if it is launched early, else what launches it.
+        self._loaded: list[tuple[int, EarlyLaunch | None, Any]] = []
         self._parameters: list[Parameters] = []
         self._counted: list[tuple[int, int, int]] = []  # number of the parameters, word, and how many counters it is of
         numbers: dict[tuple[str, int], int] = {}
@@ -76,11 +87,14 @@ class Kernels:
                 found = ((getattr(STRUCTS[variant.params], name, None), count) for name, count in counts.items())
                 self._counted += [(number, field.offset // 8, count) for field, count in found if field and count]
             grid, block = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
-            function, early = compiler.load(variant, ordinal), variant.waits and launches_early()
-            self._loaded.append(
-                (EarlyLaunch(function) if early else function, grid, block, variant.smem_bytes, number, early)
-            )
+            function, smem_bytes = compiler.load(variant, ordinal), variant.smem_bytes
+            if variant.waits and launches_early():
+                self._loaded.append((number, EarlyLaunch(function, grid, block, smem_bytes), None))
+            else:
+                self._loaded.append((number, None, (function, grid, block, smem_bytes)))
         self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
+        # why one launch: of several, those of two threads could take turns on the stream.
+        self.shares_scratch = len(self._loaded) == 1 and 0 < made.workspace_bytes <= scratch.BYTES
         index = made.problem.op.index
         # The operands that must begin at a multiple of 16 bytes.
         self.boxed = tuple([index[name] for name in made.boxed])
@@ -95,23 +109,27 @@ class Kernels:
             with on_device(self.ordinal):
                 return self.launch(pointers, stream)
         key = self._number, pointers
-        blocks, again = _kept(key), True
-        if blocks is None:
+        written, again = _kept(key), True
+        if written is None:
             if any([pointers[number] & 15 for number in self.boxed]):
                 return False
-            blocks = [_written(parameters, pointers) for parameters in self._parameters]
+            written = Written([_written(parameters, pointers) for parameters in self._parameters])
             # why: parameters are kept from their second use on, and those of a growing cache have no second.
             again = _seen.before(key)
             if again:
-                KEPT.put(key, blocks, sum([READY_BYTES + len(block.memory) for block in blocks]))
-        for number, word, count in self._counted:
-            blocks[number].words[word] = counters.counter(self.ordinal, stream, count, word)
-        on = _stream(stream)
-        for function, grid, block, smem_bytes, number, early in self._loaded:
-            if early:
-                function(grid, block, blocks[number].pointers, smem_bytes, stream)
+                KEPT.put(key, written, sum([READY_BYTES + len(block.memory) for block in written.blocks]))
+        blocks = written.blocks
+        # why not of the default stream: it has the same counters each time.
+        if stream != written.stream or stream != counters.DEFAULT:
+            for number, word, count in self._counted:
+                blocks[number].words[word] = counters.counter(self.ordinal, stream, count, word)
+            written.stream = stream
+        for number, early, plain in self._loaded:
+            if early is not None:
+                early(blocks[number].pointers, stream)
             else:
-                function(grid, block, blocks[number].arguments, smem_bytes, on)
+                function, grid, block, smem_bytes = plain
+                function(grid, block, blocks[number].arguments, smem_bytes, _stream(stream))
         if not again:
             for parameters, written in zip(self._parameters, blocks, strict=True):
                 _free[parameters.name].append(written)
@@ -144,7 +162,7 @@ def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> 
 class Call:
     """All that calls on one GPU with such arrays and options repeat."""
 
-    def __init__(self, judged: Judged) -> None:
+    def __init__(self, judged: Judged, library: GpuLibrary | None = None) -> None:
         problem, self.copied, self._given = judged
         ordinal = problem.ordinal
         assert ordinal is not None
@@ -159,6 +177,8 @@ class Call:
         # Whether kernels write to all outputs that are given just as they are.
         self.writes_to_given = True not in self.copied[inputs:] and None not in self._given[inputs:]
         self._for_any: Kernels | None = None
+        self.library = library  # None where the results are there already
+        self.allocators = [] if library is None else [library.allocator(*output, ordinal) for output in self.outputs]
 
     @property
     def num_bytes(self) -> int:
@@ -221,7 +241,7 @@ def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) ->
 
 
 def run(
-    op: Op, arrays: tuple[Any, ...], options: Options, outputs: int | None = None, outs: tuple[Any, ...] = ()
+    op: Op, arrays: tuple[Any, ...], asked: Asked, outputs: int | None = None, outs: tuple[Any, ...] = ()
 ) -> Any:
     """The results of a call, in the library of its arrays; inputs that are not there are None.
 
@@ -230,68 +250,72 @@ def run(
     given = (*arrays, *outs) if outs else arrays
     library, on_gpu = libraries_of(op, given)
     if not on_gpu:
-        return host.run(op, library, given, options)[:outputs]
+        return host.run(op, library, given, asked.options)[:outputs]
     if not isinstance(library, GpuLibrary):
-        return _exchanged(op, library, arrays, outs, options)[:outputs]
-    key_of = library.key
+        return _exchanged(op, library, arrays, outs, asked)[:outputs]
     # why the thread: what is kept is written to. why not threading.local: it forgets a thread that XLA or autograd
     # began after each call of Python.
-    key = get_ident(), op.name, options.key(), *[None if x is None else key_of(x) for x in given]
-    try:
-        call = _kept(key)
-    except TypeError:  # an argument that cannot be hashed is judged anew each time
-        call, key = None, ()
+    key = get_ident(), op, asked, library.key(given)
+    call = _kept(key)
     if call is None:
-        call = Call(judged(op, library, given, options))
-        if key:
+        call = Call(judged(op, library, given, asked.options), library)
+        if asked.is_kept:  # other arguments are judged anew each time
             KEPT.put(key, call, call.num_bytes)
-    ordinal, pointer, empty = call.ordinal, library.pointer, library.empty
-    with library.device(ordinal):
-        inputs = [0 if x is None else pointer(x) for x in arrays]
-        if call.pairs:
-            call.check_separate([*inputs, *[0 if x is None else pointer(x) for x in outs]] if outs else inputs)
-        if call.is_special:
-            if not call.plan.launches:
-                return _standard(library, call.problem, arrays, outs)[:outputs]
-            arrays = tuple(library.dense(x) if copy else x for x, copy in zip(arrays, call.copied, strict=False))
-            inputs = [0 if x is None else pointer(x) for x in arrays]
-        wanted = call.outputs if outputs is None else call.outputs[:outputs]
-        if outs:
-            results = [*outs] if call.writes_to_given else _targets(call, library, outs)
-            results += [empty(shape, dtype, ordinal) for shape, dtype in wanted[len(outs) :]]
-        else:
-            results = [empty(shape, dtype, ordinal) for shape, dtype in wanted]
-        pointers = (*inputs, *map(pointer, results), *(0,) * (len(call.outputs) - len(wanted)))
-        if not _launched(call.aligned, library, pointers):
-            _launched(call.for_any(), library, pointers)
-        if outs and not call.writes_to_given:
-            for number, out in enumerate(outs):
-                if out is not None and results[number] is not out:
-                    library.copy(results[number], out)
-                    results[number] = out
+    if library.current_device() == call.ordinal:
+        return _results(call, arrays, outputs, outs)
+    with library.device(call.ordinal):
+        return _results(call, arrays, outputs, outs)
+
+
+def _results(call: Call, arrays: tuple[Any, ...], outputs: int | None, outs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What `run` returns, on the current GPU."""
+    library, allocators = call.library, call.allocators
+    assert library is not None
+    addresses = library.pointers
+    inputs = addresses(arrays)
+    if call.pairs:
+        call.check_separate([*inputs, *addresses(outs)])
+    if call.is_special:
+        if not call.plan.launches:
+            return _standard(library, call.problem, arrays, outs)[:outputs]
+        arrays = tuple(library.dense(x) if copy else x for x, copy in zip(arrays, call.copied, strict=False))
+        inputs = addresses(arrays)
+    count = len(allocators)
+    wanted = count if outputs is None else min(outputs, count)
+    results = [make() for make in allocators[len(outs) : wanted]]
+    if outs:
+        results[:0] = outs if call.writes_to_given else _targets(call, library, outs)
+    pointers = (*inputs, *addresses(results), *(0,) * (count - wanted))
+    if not _launched(call.aligned, library, pointers):
+        _launched(call.for_any(), library, pointers)
+    if outs and not call.writes_to_given:
+        for number, out in enumerate(outs):
+            if out is not None and results[number] is not out:
+                library.copy(results[number], out)
+                results[number] = out
     return tuple(results)
 
 
 def _targets(call: Call, library: GpuLibrary, outs: tuple[Any, ...]) -> list[Any]:
     """What kernels write to for these results: what is given, or a copy where they cannot, or a new array."""
-    pairs = zip(outs, call.outputs, call.copied[-len(outs) :], strict=False)
+    pairs = zip(outs, call.allocators, call.copied[-len(outs) :], strict=False)
     # why a copy, and no new array: rows of no sequence keep what they hold.
-    return [
-        library.empty(shape, dtype, call.ordinal) if out is None else library.dense(out) if copy else out
-        for out, (shape, dtype), copy in pairs
-    ]
+    return [make() if out is None else library.dense(out) if copy else out for out, make, copy in pairs]
 
 
 def _launched(kernels: Kernels, library: GpuLibrary, pointers: tuple[int, ...]) -> bool:
-    """Launches with a new workspace if the kernels take one; False where nothing was launched."""
-    if kernels.workspace:
-        workspace = library.empty(kernels.workspace, "float32", kernels.ordinal)
-        pointers = (*pointers, library.pointer(workspace))
-    return kernels.launch(pointers, library.stream(kernels.ordinal))
+    """Launches with a workspace if the kernels take one; False where nothing was launched."""
+    stream = library.stream(kernels.ordinal)
+    if not kernels.workspace:
+        return kernels.launch(pointers, stream)
+    if stream == counters.DEFAULT and kernels.shares_scratch and (shared := scratch.scratch(kernels.ordinal)):
+        return kernels.launch((*pointers, shared), stream)
+    workspace = library.empty(kernels.workspace, "float32", kernels.ordinal)
+    return kernels.launch((*pointers, *library.pointers([workspace])), stream)
 
 
 def _exchanged(
-    op: Op, library: Library, arrays: tuple[Any, ...], outs: tuple[Any, ...], options: Options
+    op: Op, library: Library, arrays: tuple[Any, ...], outs: tuple[Any, ...], asked: Asked
 ) -> tuple[Any, ...]:
     """All results of a call on arrays that cross over to CuPy and back."""
     assert isinstance(library, DlpackLibrary)
@@ -301,7 +325,7 @@ def _exchanged(
     if op.written:
         host.refuse_to_write(op.names[op.written[0]], library)
     exchanged = tuple(None if x is None else library.to_cupy(x) for x in arrays)
-    return tuple(map(library.from_cupy, run(op, exchanged, options)))
+    return tuple(map(library.from_cupy, run(op, exchanged, asked)))
 
 
 def _standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> tuple[Any, Any]:

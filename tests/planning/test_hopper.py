@@ -17,7 +17,7 @@ from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import BACKWARD, FORWARD
-from cuflash.problem.options import Options, SequenceOptions
+from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
 from cuflash.runtime.launch import Call, Judged
@@ -96,7 +96,7 @@ def test_what_hoppers_kernels_cannot_do_gets_the_others_and_the_plan_says_why(na
 
 @pytest.mark.parametrize("op", ["forward", "lse"])
 def test_with_split_size_strides_do_not_decide_about_the_kernels(op: str) -> None:
-    more = {"sequences": SequenceOptions(split_size=128)}
+    more = {"split_size": 128}
     assert is_hoppers(plan(problem(op=op, **more), H100))
     odd = plan(problem(op=op, head_dim=66, head_dim_v=66, **more), H100)
     assert odd.fallback is not None

@@ -18,7 +18,6 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.merge import MAX_STATES
 from cuflash.planning.planner import plan
 from cuflash.planning.variant import Variant
-from cuflash.problem.options import SequenceOptions
 from cuflash.problem.problem import Problem
 
 H100 = KNOWN["sm_90"]
@@ -65,7 +64,7 @@ DATA: tuple[dict[str, Any], ...] = (
 @pytest.mark.parametrize("call", CALLS)
 def test_no_length_scale_or_mask_is_part_of_what_is_compiled(call: str, arch: str, head_dim: int) -> None:
     def made(misaligned: tuple[str, ...] = (), **more: Any) -> list[Variant]:
-        given = {"dims": (2, 300, 500, 4, 4), "sequences": SequenceOptions(num_splits=1)} | CALLS[call] | more
+        given = {"dims": (2, 300, 500, 4, 4), "num_splits": 1} | CALLS[call] | more
         return variants_of(problem(head_dim, head_dim, **given), arch, misaligned)
 
     wanted, generic = made(), made(("q",))

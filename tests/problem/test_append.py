@@ -16,7 +16,7 @@ from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.checks import MAX_SEQLEN
 from cuflash.problem.operands import APPEND_KV
-from cuflash.problem.options import Options, SequenceOptions
+from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 
 CACHE, PAGES = "(batch, capacity, heads, head_dim)", "(num_pages, page_size, heads, head_dim)"
@@ -205,11 +205,11 @@ def test_positions_stay_within_32_bits(name: str, shape: tuple[int, ...], seqlen
 
 def test_the_problem_tells_lengths_and_results() -> None:
     specs = specs_of(packed({}))
-    of = Problem.of(APPEND_KV, list(specs.values()), Options(sequences=SequenceOptions(q_same_position=True)))
+    of = Problem.of(APPEND_KV, list(specs.values()), Options(q_same_position=True))
     assert (of.batch, of.seqlen_q, of.seqlen_k, of.heads_q, of.heads_kv, of.head_dim, of.head_dim_v) == (
         3, 15, 15, 4, 2, 16, 8)  # fmt: skip
     assert of.outputs == (((15, 4, 16), "float32"),)
-    assert (of.flops, of.options.sequences.q_same_position) == (0, True)
+    assert (of.flops, of.options.q_same_position) == (0, True)
     assert of.spec("q").shape == of.spec("q_out").shape == (1, 15, 4, 16)
     assert of.lengths is not None
     assert of.lengths[:4] == (1, 15, 1, 15)

@@ -15,7 +15,7 @@ from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.lengths import Lengths
 from cuflash.problem.operands import INTEGERS, OF_SEQUENCES
-from cuflash.problem.options import Options, SequenceOptions
+from cuflash.problem.options import Options
 from cuflash.problem.problem import MAX_SEQLEN, Problem
 
 
@@ -199,8 +199,7 @@ def problem(kind: str = "packed", changes: Mapping[str, tuple[int, ...]] | None 
     op, shapes = OF_SEQUENCES["forward"], LEGAL[kind] | (changes or {})
     dtypes = {name: INTEGERS if name in TOLD else "float16" for name in shapes}
     specs = [ArraySpec.dense(shapes[name], dtypes[name]) if name in shapes else None for name in op.names]
-    of_sequences = {name: options.pop(name) for name in SequenceOptions._fields if name in options}
-    return Problem.of(op, specs, Options(**options, sequences=SequenceOptions(**of_sequences)))
+    return Problem.of(op, specs, Options(**options))
 
 
 @pytest.mark.parametrize("kind", LEGAL)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import numpy as np
 import pytest
 
 import cuflash
+from cuflash.problem import options as options_module
 from cuflash.problem.operands import APPEND_KV, INTEGERS, OF_SEQUENCES
-from cuflash.problem.options import DEFAULTS, DENSE, Known, Options, names, sequence_options
+from cuflash.problem.options import DEFAULTS, MAX_KEPT, Known, Options, asked, names
 
 KNOWN = Known(64, "float16")
 
@@ -44,16 +46,43 @@ def test_equal_numbers_of_other_types_are_other_keys() -> None:
     assert Options(window_size=(1, 2)).key() != Options(window_size=(True, 2)).key()
     assert Options(window_size=[1, 2]).key() == Options(window_size=[1, 2]).key()  # type: ignore[arg-type]
     hash(Options(window_size=[1, 2]).key())  # type: ignore[arg-type]
-    ones = [sequence_options(one, None) for one in (1, True, 1.0)]  # type: ignore[arg-type]
-    made = [Options(window_size=window, sequences=one) for one in ones for window in ((1, 2), (1, True))]
+    made = [Options(window_size=window, max_seqlen_q=one) for one in (1, True, 1.0) for window in ((1, 2), (1, True))]
     assert len({options.key() for options in made}) == 6
+    assert len({asked(*options) for options in made}) == 6
 
 
-def test_options_of_sequences_that_are_defaults_are_those_of_dense_calls() -> None:
-    assert sequence_options(None, None, 0, None) is DENSE
-    for more in ((None, None, False), (None, None, 0.0), (0, None), (None, 0), (None, None, 0, 0)):
-        assert sequence_options(*more) is not DENSE  # type: ignore[arg-type]
-    assert Options(causal=True).judged(KNOWN).sequences == DENSE
+def test_equal_arguments_are_one_key_and_each_key_has_its_options() -> None:
+    scale, window = 2.5e-1, tuple([3, 4])
+    first = asked(scale, True, window, None, 0.0)
+    assert first.options == Options(0.25, True, (3, 4), None, 0.0)
+    assert first is asked(float("0.25"), True, [3, 4], None, 0.0)
+    assert first is not asked(0.25, True, (3, 4), None, 0)
+    assert first.is_kept
+    assert asked(None, np.True_, (np.int64(3), 4)).is_kept
+
+
+CHANGEABLE = {
+    "iterator": (None, False, iter((1, 2))),
+    "array": (np.ones(()), False, (-1, -1)),
+    "array in a window": (None, False, (np.ones(()), 1)),
+    "no window": (None, False, None),
+    "list": ([1], False, (-1, -1)),
+    "object": (object(), False, (-1, -1)),
+}
+
+
+@pytest.mark.parametrize("values", CHANGEABLE.values(), ids=CHANGEABLE)
+def test_arguments_that_may_change_or_hold_memory_are_not_kept(values: tuple[Any, ...]) -> None:
+    first, second = asked(*values), asked(*values)
+    assert not first.is_kept
+    assert first is not second
+    assert first.options[0] is values[0]
+
+
+def test_what_is_kept_is_bounded() -> None:
+    for number in range(2 * MAX_KEPT):
+        assert asked(None, False, (number, 0)).options.window_size == (number, 0)
+    assert len(options_module._kept) <= MAX_KEPT
 
 
 def test_defaults_are_filled_in() -> None:

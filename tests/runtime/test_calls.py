@@ -106,6 +106,24 @@ def test_a_counter_is_that_of_the_stream(gpus: Gpus) -> None:
         assert gpus.launched[-1] == (stream, before[:at] + counter + before[at + 8 :])
 
 
+def test_a_launch_whose_counter_was_not_found_asks_for_it_again(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels, wanted = forward(8192, counted=True)
+    at, none = STRUCTS[wanted.name].counter.offset, "no memory is left"
+
+    def refuse(*arguments: int) -> int:
+        raise MemoryError(none)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launch.counters, "counter", refuse)
+        for _ in range(3):
+            with pytest.raises(MemoryError, match=none):
+                kernels.launch(POINTERS, stream=0)
+    monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream, words, use: 2**20)
+    kernels.launch(POINTERS, stream=0)
+    assert int.from_bytes(gpus.launched[-1][1][at : at + 8], "little") == 2**20
+    assert len(gpus.launched) == 1
+
+
 def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
     of = problem(256, 256, "backward", dims=(1, 300, 300, 2, 2))
     made = plan(of, KNOWN["sm_90"])

@@ -130,8 +130,11 @@ def test_an_early_launch_is_described_as_the_driver_reads_it(monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "function", lambda name, *argtypes: {"cuLaunchKernelEx": launch}[name])
-        driver.EarlyLaunch(SimpleNamespace(ptr=2**40))((132, 1, 1), (256, 1, 1), 2**41, 200_000, 2**42)
-    assert seen == [(132, 1, 1, 256, 1, 1, 200_000, 2**42, 1, 6, 1)]  # programmatic stream serialization: 6
+        early = driver.EarlyLaunch(SimpleNamespace(ptr=2**40), (132, 1, 1), (256, 1, 1), 200_000)
+        for stream in (2**42, 2**42, 0):
+            early(2**41, stream)
+    # 6: programmatic stream serialization
+    assert seen == [(132, 1, 1, 256, 1, 1, 200_000, stream, 1, 6, 1) for stream in (2**42, 2**42, None)]
 
 
 @pytest.mark.parametrize(("version", "early"), [(12030, False), (12040, True), (13000, True)])

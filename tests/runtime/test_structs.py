@@ -20,7 +20,7 @@ from cuflash.planning.variant import PARAMS, PARAMS_OF_LENGTHS
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.lengths import OPEN, PADDED_SLOT
 from cuflash.problem.operands import FORWARD, OF_SEQUENCES
-from cuflash.problem.options import Options, SequenceOptions
+from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import structs
 from cuflash.runtime.structs import STRUCTS, Block, Parameters, size_of
@@ -109,7 +109,7 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
     q, pages = ArraySpec.dense((50, 4, 64), "float16"), ArraySpec.dense((9, 16, 2, 64), "float16")
     bounds, used = ArraySpec.dense((4,), "int32"), ArraySpec.dense((3,), "int32")
     table = ArraySpec((3, 7), (20, 1), "int32", "cpu", "numpy")
-    options = Options(window_size=(5, 2), diagonal_offset=3, sequences=SequenceOptions(max_seqlen_q=40))
+    options = Options(window_size=(5, 2), diagonal_offset=3, max_seqlen_q=40)
     given = [q, pages, pages, bounds, None, None, used, table]
     of = Problem.of(OF_SEQUENCES["forward"], given, options)
     struct = filled(plan(of, KNOWN["sm_80"]), 0, tuple(2**30 * (n + 1) for n in range(11))).problem

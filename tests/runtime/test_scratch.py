@@ -1,0 +1,104 @@
+"""The workspace that launches on the default stream share: which of them, and what happens where there is no memory."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+from drivers import Array, Gpus
+
+import cuflash
+from cuflash.runtime import launch, scratch
+from cuflash.runtime.structs import STRUCTS
+
+PLACE = 2**50
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    made = Gpus(monkeypatch)
+    monkeypatch.setattr(scratch, "_of_gpu", {})
+    monkeypatch.setattr(scratch, "_allocated", lambda ordinal: PLACE)
+    return made
+
+
+def decoded(keys: int = 4096, batch: int = 1) -> Any:
+    q, k, v = (Array.dense((batch, rows, heads, 128), 2**40 * n)
+               for n, (rows, heads) in enumerate(((1, 32), (keys, 8), (keys, 8)), 1))  # fmt: skip
+    return cuflash.forward(q, k, v)
+
+
+def partial_out(gpus: Gpus) -> int:
+    """Where the latest launch of decoding keeps its states."""
+    return STRUCTS["DecodeParams"].from_buffer_copy(gpus.launched[-1][1]).partial_out or 0  # type: ignore[attr-defined, no-any-return]
+
+
+def test_launches_on_the_default_stream_share_it_and_others_get_their_own(gpus: Gpus) -> None:
+    for stream, place in ((0, PLACE), (7, 2**44), (0, PLACE)):
+        gpus.library.current_stream = stream
+        decoded()
+        assert (gpus.launched[-1][0], partial_out(gpus)) == (stream, place)
+
+
+def test_where_there_is_no_memory_for_it_each_call_gets_its_own(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(scratch, "_allocated", lambda ordinal: asked.append(1) or 0)
+    gpus.library.current_stream = 0
+    for _ in range(3):
+        decoded()
+        assert partial_out(gpus) == 2**44
+    assert asked == [1]
+
+
+def test_a_workspace_that_is_larger_or_of_several_launches_is_not_shared(
+    gpus: Gpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus.library.current_stream = 0
+    monkeypatch.setattr(scratch, "BYTES", 1024)
+    decoded()
+    assert partial_out(gpus) == 2**44
+    monkeypatch.undo()
+    x, lse = Array.dense((1, 300, 2, 64), 2**40), Array.dense((1, 2, 300), 2**41, "float32")
+    monkeypatch.setattr(launch.scratch, "scratch", lambda ordinal: pytest.fail("the launches of two threads may mix"))
+    with pytest.MonkeyPatch.context() as patch:
+        gpus = Gpus(patch)
+        gpus.library.current_stream = 0
+        cuflash.backward(*[x._replace(pointer=2**40 * n) for n in range(1, 6)], lse)
+        assert len(gpus.launched) > 1
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_made_once_a_gpu_even_within_a_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_of_gpu", {})
+    stream = cupy.cuda.Stream(non_blocking=True)
+    x = cupy.zeros(8, "f4")
+    with stream:
+        stream.begin_capture()
+        x += 1
+        found = scratch.scratch(0)
+        graph = stream.end_capture()
+    assert found
+    assert scratch.scratch(0) == found
+    graph.launch(stream)
+    stream.synchronize()
+    assert (x.get() == 1).all()
+    cupy.cuda.runtime.memset(found, 0, scratch.BYTES)
+    host = (ctypes.c_char * 16)()
+    cupy.cuda.runtime.memcpy(ctypes.addressof(host), found + scratch.BYTES - 16, 16, 2)
+    assert bytes(host) == bytes(16)
+
+
+@pytest.mark.gpu
+def test_gpu_calls_that_share_it_do_not_disturb_each_other(cupy: Any) -> None:
+    random = cupy.random.RandomState(0)
+    lengths = (300, 4096, 9000, 1500)
+    shapes = ([(1, 1, 8, 64), (1, n, 2, 64), (1, n, 2, 64)] for n in lengths)
+    arrays = [[random.standard_normal(shape, "f4").astype("f2") for shape in each] for each in shapes]
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        wanted = [cuflash.forward(*each) for each in arrays]
+        stream.synchronize()
+    for _ in range(20):
+        outs = [cuflash.forward(*each) for each in arrays]
+        for out, one in zip(outs, wanted, strict=True):
+            assert (out.view("u2") == one.view("u2")).all()
