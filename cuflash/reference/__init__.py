@@ -35,23 +35,23 @@ def forward(problem: Problem, q: Array, k: Array, v: Array, **library: Any) -> t
     return _FORWARD[problem.options.algorithm](problem, q, k, v, **library)
 
 
-def lse(problem: Problem, q: Array, k: Array) -> Array:
+def lse(problem: Problem, q: Array, k: Array, **own: Any) -> Array:
     """lse alone, (b, hq, sq): the forward of a v without columns, so that the second product costs nothing."""
-    return forward(problem, q, k, k[..., :0])[1]
+    return forward(problem, q, k, k[..., :0], **own)[1]
 
 
 # Each op's function, which computes its results from views of its inputs in their order; append_kv takes them by name.
 RUN: dict[str, Callable[..., Sequence[Array]]] = {
     "forward": forward,
-    "lse": lambda problem, q, k: (lse(problem, q, k),),
-    "backward": lambda problem, q, k, v, dout, *others: backward(problem, dout, q, k, v, *others),
+    "lse": lambda problem, q, k, **own: (lse(problem, q, k, **own),),
+    "backward": lambda problem, q, k, v, dout, *others, **own: backward(problem, dout, q, k, v, *others, **own),
     "merge": lambda states, *views: merge_states(views[: len(views) // 2], views[len(views) // 2 :]),
     "append_kv": append_kv,
 }
 
 
-def of_sequences(problem: Problem, named: Mapping[str, Array], out: Array | None = None) -> list[Array]:
+def of_sequences(problem: Problem, named: Mapping[str, Array], out: Array | None = None, **own: Any) -> list[Array]:
     """The results of a problem of several lengths: see `sequences.run`. Arrays have all of their axes."""
     if problem.op.name == "append_kv":
         return list(RUN["append_kv"](problem, named))
-    return sequences.run(problem, RUN[problem.op.name], named, out)
+    return sequences.run(problem, RUN[problem.op.name], named, out, **own)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..problem.problem import Problem
+from .own_scores import OwnGradients, OwnScores
 from .tiles import Array, accumulator, exp_below, key_tiles, query_blocks
 
 
@@ -30,10 +31,13 @@ def backward(
     *,
     block_q: int | None = None,
     block_k: int | None = None,
+    own: OwnScores | None = None,
+    own_gradients: OwnGradients | None = None,
 ) -> tuple[Array, Array, Array]:
     """`(dq, dk, dv)`, the gradients of `sum(dout * out) + sum(dlse * lse)`, in the shapes and dtypes of q, k and v.
 
     dout and out are (b, sq, hq, dv), lse and dlse (b, hq, sq). Rows that see no key, and keys that no row sees, get 0.
+    own_gradients: where the gradients of the caller's own arrays are added, if they are wanted.
     """
     dtype, softcap = accumulator(problem), problem.options.softcap
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
@@ -49,17 +53,24 @@ def backward(
                 if dlse is not None:
                     delta -= block.fold_lse(dlse, dtype)
                 dq_rows = np.zeros_like(block.q)
-                for tile in key_tiles(problem, block, k, v, block_k):
+                for tile in key_tiles(problem, block, k, v, block_k, own):
                     keys = slice(tile.begin, tile.end)
                     # the slope is 0 at the cap, s = -c; hidden keys, whose s is -inf, are moved there
-                    slope = 1 - np.square(np.maximum(tile.s / softcap, -1)) if softcap else None
+                    capped = tile.s if tile.own is None else tile.own.raw.reshape(tile.s.shape)
+                    slope = 1 - np.square(np.maximum(capped / softcap, -1)) if softcap else None
                     p = exp_below(tile.s, lse_rows)
                     ds = dout_rows @ tile.v.T  # dp
+                    if tile.own is not None:
+                        ds = tile.own.dropped(ds)
                     ds -= delta[:, None]
                     ds *= p
+                    if own is not None and tile.own is not None:
+                        if own_gradients is not None:
+                            own_gradients.add(tile.own, block.unfold(ds))
+                        ds = own.before_score_mod(tile.own, block.unfold(ds)).reshape(ds.shape)
                     if slope is not None:
                         ds *= slope
-                    dv_head[keys] += p.T @ dout_rows
+                    dv_head[keys] += (p if tile.own is None else tile.own.dropped(p)).T @ dout_rows
                     dq_rows += ds @ tile.k
                     dk_head[keys] += ds.T @ block.q
                 dq_rows *= problem.softmax_scale
@@ -67,4 +78,6 @@ def backward(
             dk_head *= problem.softmax_scale
             dk[batch_idx, :, head_kv_idx] = dk_head
             dv[batch_idx, :, head_kv_idx] = dv_head
+        if own_gradients is not None:
+            own_gradients.add_sinks(dout, out, lse, dlse)
     return dq, dk, dv

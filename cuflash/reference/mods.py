@@ -46,5 +46,9 @@ def _load(array: Any, indices: list[Any]) -> Any:
     """Elements of an array: a negative index counts from the end, and others are clamped into the axis."""
     if 0 in array.shape:
         return np.zeros((), array.dtype)
-    wrapped = [np.where(i < 0, i + length, i) for i, length in zip(indices, array.shape, strict=True)]
-    return array[tuple(np.clip(i, 0, length - 1) for i, length in zip(wrapped, array.shape, strict=True))]
+    return array[tuple(place_of(i, length) for i, length in zip(indices, array.shape, strict=True))]
+
+
+def place_of(index: Any, length: int) -> Any:
+    """Where a load with this index finds its element on an axis."""
+    return np.clip(np.where(index < 0, index + length, index), 0, max(length - 1, 0))

@@ -7,6 +7,7 @@ or row of the cache that is not there are not seen.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from ..problem.mask import Mask
 from ..problem.operands import INTEGERS, LSE_AXES, ROWS_K, Operand
 from ..problem.problem import Problem
 from .merge import merge_states
+from .own_scores import OwnGradients, OwnScores, shared_with
 from .tiles import Array
 
 Named = Mapping[str, Array]
@@ -48,11 +50,19 @@ class One(NamedTuple):
         return [slice(begin, end) for begin, end in edges.reshape(-1, 2).tolist()] or [slice(0, 0)]
 
 
-def run(problem: Problem, compute: Callable[..., Results], named: Named, out: Array | None) -> list[Array]:
+def run(
+    problem: Problem,
+    compute: Callable[..., Results],
+    named: Named,
+    out: Array | None,
+    own: OwnScores | None = None,
+    own_gradients: OwnGradients | None = None,
+) -> list[Array]:
     """The results of a problem of several lengths, with all of their axes.
 
     compute: the dense function of the op. named: the inputs that are there. out: an array for the first result, where
-    rows of no sequence, and those that are not used, are left alone; in new arrays they are 0, and -inf in lse.
+    rows of no sequence, and those that are not used, are left alone; in new arrays they are 0, and -inf in lse. own and
+    own_gradients: as in the dense functions.
     """
     assert problem.lengths is not None
     op = problem.op
@@ -60,13 +70,22 @@ def run(problem: Problem, compute: Callable[..., Results], named: Named, out: Ar
     if out is not None:
         results[0] = out
     arrays = [operand for operand in op.inputs if operand.dtype != INTEGERS and operand.name in named]
-    for one in each(problem, named):
+    for b, one in enumerate(each(problem, named)):
         mask, runs = problem.lengths.mask(_length(one.queries), len(one.keys[0])), one.runs()
         found = []
         for keys in runs:
             parts = [named[operand.name][one.place(operand, keys)][None] for operand in arrays]
-            found.append(compute(_alone(problem, mask, keys, len(runs) > 1), *parts))
-        for operand, result, part in zip(op.outputs, results, _merged(found), strict=False):
+            more: dict[str, Any] = {}
+            if own is not None:
+                more["own"] = replace(own, sinks=own.sinks if len(runs) == 1 else None, first_batch=b,
+                                      first_key=keys.start, seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k)  # fmt: skip
+            if own_gradients is not None:
+                more["own_gradients"] = own_gradients
+            found.append(compute(_alone(problem, mask, keys, len(runs) > 1), *parts, **more))
+        merged = _merged(found)
+        if own is not None and own.sinks is not None and len(runs) > 1:
+            merged = _with_sinks(merged, own.sinks)
+        for operand, result, part in zip(op.outputs, results, merged, strict=False):
             result[one.place(operand)] = part[0]
     return results
 
@@ -104,6 +123,13 @@ def _merged(found: list[Results]) -> Results:
     nothing = np.zeros((*lses[0].swapaxes(1, 2).shape, 0), lses[0].dtype)
     outs = [results[0] if len(results) > 1 else nothing for results in found]
     return merge_states(outs, lses)[-len(found[0]) :]
+
+
+def _with_sinks(results: Results, sinks: Array) -> Results:
+    """Results of forward or lse, with sinks, which count once."""
+    *outs, lse = results
+    share, total = shared_with(sinks[:, None], lse)
+    return [*[out * share.swapaxes(1, 2)[..., None] for out in outs], total]
 
 
 def _empty(problem: Problem, operand: Operand, named: Named) -> Array:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
+from .own_scores import OwnScores, OwnTile
 
 Array = NDArray[Any]
 State = TypeVar("State")
@@ -75,9 +76,12 @@ class Tile:
     k: Array
     v: Array
     dtype: np.dtype[Any]
+    own: OwnTile | None = None
 
     def times_v(self, p: Array) -> Array:
         """`p v`, (rows, keys) -> (rows, dv), where p is rounded to the inputs' dtype as for the tensor cores."""
+        if self.own is not None:
+            p = self.own.dropped(p)
         return (rounded(p, self.dtype) if self.v.size else p) @ self.v
 
 
@@ -132,8 +136,15 @@ def query_blocks(
         )
 
 
-def key_tiles(problem: Problem, block: QueryBlock, k: Array, v: Array, block_k: int | None = None) -> Iterator[Tile]:
-    """The tiles that at least one query of the block sees; keys that none of them sees are in no tile.
+def key_tiles(
+    problem: Problem,
+    block: QueryBlock,
+    k: Array,
+    v: Array,
+    block_k: int | None = None,
+    own: OwnScores | None = None,
+) -> Iterator[Tile]:
+    """The tiles that at least one query of the block sees; keys that none of them sees are in no tile, or zeros.
 
     why: a hidden key has p = 0, but 0 * NaN is NaN, so what nobody sees must not be in the product.
     """
@@ -148,10 +159,17 @@ def key_tiles(problem: Problem, block: QueryBlock, k: Array, v: Array, block_k: 
             s /= problem.options.softcap
             np.tanh(s, out=s)
             s *= problem.options.softcap
+        changed = None
+        if own is not None:
+            places = own.places(problem, block.batch_idx, block.heads, block.queries, slice(begin, end))
+            changed = own.change(places, block.unfold(s))
         if begin < full_begin or full_end < end:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
-        yield Tile(begin, end, s, k_tile, v_tile, k.dtype)
+        if own is not None:
+            hidden = np.isneginf(s).all(axis=0)
+            k_tile[hidden], v_tile[hidden] = 0, 0
+        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed)
 
 
 def by_tiles(
@@ -174,6 +192,7 @@ def by_tiles(
         block_q: int | None = None,
         block_k: int | None = None,
         on_tile: OnTile | None = None,
+        own: OwnScores | None = None,
     ) -> tuple[Array, Array]:
         """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq).
 
@@ -181,15 +200,19 @@ def by_tiles(
         """
         dtype = accumulator(problem)
         out, lse = no_results(problem, q, v)
+        if own is not None and own.sinks is not None:
+            lse[...] = own.sinks[:, None]
         with np.errstate(all="ignore"):  # why: visible NaN and inf belong into the result without a warning
             for batch_idx, head_kv_idx in np.ndindex(problem.batch, problem.heads_kv):
                 for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
                     state = start(len(block.q), v.shape[3], dtype)
-                    for tile in key_tiles(problem, block, k, v, block_k):
+                    for tile in key_tiles(problem, block, k, v, block_k, own):
                         state = update(state, tile)
                         if on_tile is not None:
                             on_tile(block, tile, state)
                     o_rows, lse_rows = finish(state)
+                    if own is not None:
+                        o_rows, lse_rows = own.with_sinks(block.heads, o_rows, lse_rows)
                     out[batch_idx, block.queries, block.heads] = block.unfold(o_rows)
                     lse[batch_idx, block.heads, block.queries] = block.unfold(lse_rows).T
         return out, lse

@@ -1,0 +1,194 @@
+"""Scores and weights of the caller's own: functions of scores and places, bias, sinks and dropout.
+
+s = score_mod(c tanh(softmax_scale q kᵀ / c)) + bias, then -inf where mask_mod, a bool bias or the mask hides the key;
+a score of at most -1e37 weighs nothing either. Where functions are, `b`, `h`, `q_idx` and `k_idx` are the sequence, the
+query head, and the places of query and key in the sequence.
+
+With a sink x, one more logit of each head that has no value: lse' = ln(exp(lse) + exp(x)), out' = out exp(lse - lse').
+Dropout multiplies a weight by 0, or by 1 / (share that is kept), where it meets v; lse knows nothing of it.
+
+Of ds, the gradient of the final scores (`backward`), bias has the sum over its broadcast axes, a captured array the sum
+of ds times the derivative by each load, and a sink Σ exp(x - lse') (dlse - rowsum(dout ∘ out)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..mods.derivative import differentiate
+from ..mods.graph import Graph, Node, variable
+from ..problem.problem import Problem
+from . import dropout
+from .mods import evaluate, place_of
+
+Array = NDArray[Any]
+# The indices b, h, q_idx and k_idx of the scores of a tile, which are broadcast together, and the numbers seqlen_q and
+# seqlen_k.
+Places = Mapping[str, Any]
+LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least number of a dtype to hide keys
+SCORE = variable("score")
+
+
+class OwnTile(NamedTuple):
+    """What is known of the scores of a tile, (queries, group, keys): those before score_mod, and what dropout keeps.
+
+    kept: what the weights are multiplied by, None for 1.
+    """
+
+    places: Places
+    raw: Array
+    kept: Array | None
+
+    def dropped(self, weights: Array) -> Array:
+        """Weights, or gradients of what v is multiplied by, (rows, keys), after dropout."""
+        return weights if self.kept is None else weights * self.kept.reshape(weights.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnScores:
+    """What a call changes in scores and weights, with all arrays as NumPy's.
+
+    bias: has the axes (batch, heads_q, seqlen_q, seqlen_k), each of them of length 1 or whole, and floats or bools.
+    sinks: (heads_q,). Where a problem is a part of the call: first_batch and first_key are the numbers of its first
+    sequence and key, and seqlen_q and seqlen_k the lengths of its sequence, None for its own.
+    """
+
+    score_mod: Graph | None = None
+    mask_mod: Graph | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    first_batch: int = 0
+    first_key: int = 0
+    seqlen_q: int | None = None
+    seqlen_k: int | None = None
+
+    @property
+    def derivatives(self) -> dict[Node, Node]:
+        """Those of score_mod by the score and by each load."""
+        return {} if self.score_mod is None else _derivatives(self.score_mod)
+
+    def places(self, problem: Problem, batch_idx: int, heads: slice, queries: slice, keys: slice) -> Places:
+        """The indices of scores (queries, heads, keys) of a problem."""
+        return {
+            "b": self.first_batch + batch_idx,
+            "h": np.arange(heads.start, heads.stop)[:, None],
+            "q_idx": np.arange(queries.start, queries.stop)[:, None, None],
+            "k_idx": self.first_key + np.arange(keys.start, keys.stop),
+            "seqlen_q": problem.seqlen_q if self.seqlen_q is None else self.seqlen_q,
+            "seqlen_k": problem.seqlen_k if self.seqlen_k is None else self.seqlen_k,
+        }
+
+    def change(self, places: Places, s: Array) -> OwnTile:
+        """Changes the scores of a tile, (queries, group, keys), which are scaled and capped, in place."""
+        raw = s.copy()
+        if self.score_mod is not None:
+            s[...] = values([self.score_mod.root], self.score_mod, places, raw)[0]
+        if self.bias is not None:
+            part = self.bias[_indices(self.bias, places)]
+            if part.dtype == np.bool_:
+                np.copyto(s, -np.inf, where=~part)
+            else:
+                s += part.astype(s.dtype)
+        if self.mask_mod is not None:
+            visible = values([self.mask_mod.root], self.mask_mod, places, raw)[0]
+            np.copyto(s, -np.inf, where=~np.broadcast_to(visible, s.shape))
+        np.copyto(s, -np.inf, where=s <= LEAST_SCORE)
+        return OwnTile(places, raw, self._kept(places, s))
+
+    def _kept(self, places: Places, s: Array) -> Array | None:
+        if not self.dropout_p:
+            return None
+        indices = (places[name] for name in ("b", "h", "q_idx", "k_idx"))
+        share = dropout.share_kept(self.dropout_p) / dropout.SHARES
+        stay = dropout.is_kept(self.dropout_seed, self.dropout_p, *indices)
+        kept: Array = np.where(stay, s.dtype.type(1 / share), s.dtype.type(0))
+        return kept
+
+    def with_sinks(self, heads: slice, o: Array, lse: Array) -> tuple[Array, Array]:
+        """The state of rows, o (rows, head_dim_v) and lse (rows,), with sinks. Heads of one query follow each other."""
+        if self.sinks is None:
+            return o, lse
+        share, total = shared_with(np.resize(self.sinks[heads], len(lse)), lse)
+        return o * share[:, None], total
+
+    def before_score_mod(self, tile: OwnTile, ds: Array) -> Array:
+        """The gradients of the scores of a tile before score_mod, from those of the final ones, ds."""
+        if self.score_mod is None:
+            return ds
+        derivative = self.derivatives.get(SCORE)
+        if derivative is None:  # score_mod does not ask for the score
+            return np.zeros_like(ds)
+        return _times(ds, values([derivative], self.score_mod, tile.places, tile.raw)[0])
+
+
+class OwnGradients:
+    """The sums of the gradients of a call's own arrays: bias, sinks, and those that score_mod refers to."""
+
+    def __init__(self, own: OwnScores, dtype: np.dtype[Any]) -> None:
+        self.own = own
+        self.bias = None if own.bias is None or own.bias.dtype == np.bool_ else np.zeros(own.bias.shape, dtype)
+        self.sinks = None if own.sinks is None else np.zeros(own.sinks.shape, dtype)
+        arrays = () if own.score_mod is None else own.score_mod.arrays
+        self.captured = [np.zeros(each.shape, dtype) for each in arrays]
+
+    def add(self, tile: OwnTile, ds: Array) -> None:
+        """Adds what the final scores of a tile, whose gradients are ds, give."""
+        own = self.own
+        if self.bias is not None:
+            indices = _indices(self.bias, tile.places)
+            np.add.at(self.bias, tuple(np.broadcast_to(each, ds.shape) for each in indices), ds)
+        if own.score_mod is None:
+            return
+        for load, derivative in own.derivatives.items():
+            if load.op == "load":
+                total, roots = self.captured[load.value], [derivative, *load.arguments]
+                slope, *at = values(roots, own.score_mod, tile.places, tile.raw)
+                found = [place_of(index, length) for index, length in zip(at, total.shape, strict=True)]
+                if total.size:
+                    np.add.at(total, tuple(np.broadcast_to(each, ds.shape) for each in found), _times(ds, slope))
+
+    def add_sinks(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> None:
+        """Adds what rows give, dout and out (batch, seqlen_q, heads_q, dv), lse and dlse (batch, heads_q, seqlen_q)."""
+        if self.sinks is None or self.own.sinks is None:
+            return
+        dtype, sinks = self.sinks.dtype, self.own.sinks.astype(self.sinks.dtype)[:, None]
+        delta = (dout.astype(dtype) * out.astype(dtype)).sum(axis=3).swapaxes(1, 2)
+        share = np.where(np.isneginf(sinks), 0, np.exp(sinks - lse))
+        self.sinks += (share * ((0 if dlse is None else dlse) - delta)).sum(axis=(0, 2))
+
+
+@lru_cache(maxsize=64)
+def _derivatives(graph: Graph) -> dict[Node, Node]:
+    return differentiate(graph.root)
+
+
+def shared_with(sinks: Array, lse: Array) -> tuple[Array, Array]:
+    """(share of the weights that keys keep, lse) where sinks are counted, too."""
+    total = np.logaddexp(lse, sinks.astype(lse.dtype))
+    return np.exp(np.where(np.isneginf(lse), -np.inf, lse - total)), total
+
+
+def _times(ds: Array, slope: Any) -> Array:
+    # why: a hidden key has a gradient of 0, but its derivative may be anything.
+    product: Array = np.where(ds == 0, ds.dtype.type(0), ds * slope)
+    return product
+
+
+def values(roots: Sequence[Node], graph: Graph, places: Places, score: Array) -> list[Any]:
+    """The values of nodes at the places of a tile, whose scores are (queries, group, keys)."""
+    arrays = [np.asarray(each.array) for each in graph.arrays]
+    return evaluate(roots, {**places, "score": score}, arrays, score.dtype.type)
+
+
+def _indices(x: Array, places: Places) -> tuple[Any, ...]:
+    """Where an array with the axes (batch, heads_q, seqlen_q, seqlen_k) has what belongs to a tile."""
+    pairs = zip(("b", "h", "q_idx", "k_idx"), x.shape, strict=True)
+    return tuple(np.asarray(places[name]) * (length > 1) for name, length in pairs)

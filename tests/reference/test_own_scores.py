@@ -1,0 +1,339 @@
+"""Scores and weights of the caller's own on NumPy, held against whole matrices in float64 and finite differences."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from plans import problem
+
+from cuflash.arrays.numpy import NUMPY
+from cuflash.mods import masks, scores
+from cuflash.mods.trace import trace
+from cuflash.problem.operands import OF_SEQUENCES
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem
+from cuflash.reference import dropout, flash1, flash2, flashd, of_sequences
+from cuflash.reference.backward import backward
+from cuflash.reference.own_scores import OwnGradients, OwnScores
+
+ALGORITHMS = {"flash1": flash1, "flash2": flash2, "flashd": flashd}
+BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM = 2, 21, 34, 4, 2, 8
+RANDOM = np.random.default_rng(5)
+Arrays = dict[str, Any]
+
+
+def normal(*shape: int) -> Any:
+    return RANDOM.standard_normal(shape)
+
+
+SLOPES = np.array([0.5, 0.25, 0.125, 0.7])
+TABLE = normal(HEADS, 9)
+BIASES = {
+    "whole": normal(BATCH, HEADS, ROWS, KEYS),
+    "of heads": normal(1, HEADS, 1, KEYS),
+    "of rows": normal(BATCH, 1, ROWS, 1),
+    "one": normal(1, 1, 1, 1),
+}
+
+
+def tilted(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return score * (1.0 + 0.125 * b) - SLOPES[h] * abs(q_idx - k_idx)
+
+
+def bounded(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return 2.0 * np.tanh(score / 2.0) + TABLE[h, (q_idx - k_idx) % 9]
+
+
+def without_score(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return TABLE[h, k_idx % 9] * 1.0
+
+
+def striped(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return ((q_idx + k_idx + h) % 3 > 0) & (q_idx > 2 + b)
+
+
+# Functions, bias, sinks, dropout, and options of the call.
+CALLS: dict[str, Arrays] = {
+    "nothing": {},
+    "score_mod": {"score_mod": tilted},
+    "table": {"score_mod": bounded, "causal": True},
+    "score_mod that asks for no score": {"score_mod": without_score},
+    "cap first": {"score_mod": tilted, "softcap": 1.5},
+    "mask_mod": {"mask_mod": striped},
+    "mask_mod and window": {"mask_mod": striped, "window_size": (9, 4)},
+    "sinks": {"sinks": np.array([0.3, -np.inf, 2.0, -1.0]), "mask_mod": striped},
+    "dropout": {"dropout_p": 0.3, "dropout_seed": 2**40 + 7},
+    **{f"bias {name}": {"bias": bias} for name, bias in BIASES.items()},
+    "bool bias": {"bias": normal(BATCH, 1, ROWS, KEYS) > -0.5},
+    "all": {
+        "score_mod": bounded, "mask_mod": striped, "bias": BIASES["of heads"], "sinks": SLOPES, "softcap": 3.0,
+        "dropout_p": 0.2, "dropout_seed": 3, "window_size": (20, 20),
+    },
+}  # fmt: skip
+OWN = ("bias", "sinks", "dropout_p", "dropout_seed")
+
+
+def problem_of(call: Arrays, dtype: str = "float64") -> Problem:
+    options = {name: value for name, value in call.items() if name not in (*OWN, "score_mod", "mask_mod")}
+    return problem(DIM, DIM, dims=(BATCH, ROWS, KEYS, HEADS, HEADS_KV), dtype=dtype, **options)
+
+
+def own_of(call: Arrays, **changes: Any) -> OwnScores:
+    functions = {name: trace(call[name], name) for name in ("score_mod", "mask_mod") if name in call}
+    return OwnScores(**functions, **{name: call[name] for name in OWN if name in call}, **changes)
+
+
+def arrays(dtype: str = "float64") -> tuple[Any, ...]:
+    random = np.random.default_rng(1)
+    shapes = (BATCH, ROWS, HEADS, DIM), (BATCH, KEYS, HEADS_KV, DIM), (BATCH, KEYS, HEADS_KV, DIM)
+    return tuple(random.standard_normal(shape).astype(dtype) for shape in shapes)
+
+
+def whole(call: Arrays, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """`(out, lse)` with whole matrices, in float64, straight from the contract."""
+    of = problem_of(call)
+    k, v = (np.repeat(x, HEADS // HEADS_KV, axis=2) for x in (k, v))
+    s = np.einsum("bihd,bjhd->bhij", q, k) * of.softmax_scale
+    if cap := call.get("softcap"):
+        s = cap * np.tanh(s / cap)
+    b, h, i, j = np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS]
+    if "score_mod" in call:
+        s = np.broadcast_to(call["score_mod"](s, b, h, i, j), s.shape)
+    bias = call.get("bias", 0.0)
+    s = np.where(bias, s, -np.inf) if np.asarray(bias).dtype.kind == "b" else s + bias
+    visible = of.mask.visible(np.arange(ROWS), np.arange(KEYS))
+    if "mask_mod" in call:
+        visible = visible & call["mask_mod"](b, h, i, j)
+    s = np.where(visible, s, -np.inf)
+    sinks = np.broadcast_to(call.get("sinks", np.full(HEADS, -np.inf))[:, None, None], (BATCH, HEADS, ROWS, 1))
+    with np.errstate(all="ignore"):
+        most = np.maximum(s.max(axis=3, keepdims=True), sinks)
+        lse = most + np.log(np.exp(s - most).sum(axis=3, keepdims=True) + np.exp(sinks - most))
+        p = np.where(np.isneginf(most), 0, np.exp(s - lse))
+    if drop := call.get("dropout_p"):
+        share = dropout.share_kept(drop) / dropout.SHARES
+        p = p * dropout.is_kept(call["dropout_seed"], drop, b, h, i, j) / share
+    return np.einsum("bhij,bjhd->bihd", p, v), np.where(np.isneginf(most), -np.inf, lse)[..., 0]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", CALLS)
+def test_tiles_of_any_size_agree_with_whole_matrices(name: str, algorithm: str) -> None:
+    call = CALLS[name]
+    wanted = whole(call, *arrays())
+    for sizes in ({}, {"block_q": 8, "block_k": 16}):
+        found = ALGORITHMS[algorithm].forward(problem_of(call), *arrays(), own=own_of(call), **sizes)
+        for got, want in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_without_changes_the_bits_are_those_of_a_plain_call() -> None:
+    for dtype in ("float32", "float16"):
+        of = problem_of({"causal": True}, dtype)
+        plain, own = (flash2.forward(of, *arrays(dtype), own=each) for each in (None, OwnScores()))
+        assert all((x == y).all() for x, y in zip(plain, own, strict=True))
+
+
+def loss_of(call: Arrays, dout: Any, dlse: Any) -> Callable[..., float]:
+    def loss(q: Any, k: Any, v: Any) -> float:
+        out, lse = whole(call, q, k, v)
+        return float((dout * out).sum() + (dlse * np.where(np.isneginf(lse), 0, lse)).sum())
+
+    return loss
+
+
+def slope(loss: Callable[[], float], x: Any, at: tuple[int, ...]) -> float:
+    """The finite difference of a loss by one element of x, which it reads."""
+    before, step = x[at], 1e-5
+    ends = []
+    for x[at] in (before + step, before - step):
+        ends.append(loss())
+    x[at] = before
+    return (ends[0] - ends[1]) / (2 * step)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "sinks"])
+def test_gradients_are_slopes(name: str) -> None:
+    call, given = CALLS[name], arrays()
+    of, own, random = problem_of(call), own_of(CALLS[name]), np.random.default_rng(2)
+    dout, dlse = random.standard_normal((BATCH, ROWS, HEADS, DIM)), random.standard_normal((BATCH, HEADS, ROWS))
+    out, lse = flash2.forward(of, *given, own=own)
+    dlse = np.where(np.isneginf(lse), 0, dlse)
+    sums = OwnGradients(own, np.dtype(np.float64))
+    sizes = {"block_q": 8, "block_k": 16}
+    found = backward(of, dout, *given, out, lse, dlse, own=own, own_gradients=sums, **sizes)
+    pairs = [*zip(given, found, strict=True)]
+    if sums.bias is not None:
+        pairs.append((call["bias"], sums.bias))
+    if sums.sinks is not None:
+        pairs.append((call["sinks"], sums.sinks))
+    if own.score_mod is not None:
+        pairs += [(each.array, total) for each, total in zip(own.score_mod.arrays, sums.captured, strict=True)]
+    loss = loss_of(call, dout, dlse)
+    for x, gradient in pairs:
+        assert gradient.shape == x.shape
+        for number in random.integers(x.size, size=4):
+            at = tuple(int(i) for i in np.unravel_index(number, x.shape))
+            wanted = slope(lambda: loss(*given), x, at)
+            np.testing.assert_allclose(gradient[at], wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_a_sink_that_is_none_and_rows_that_see_nothing_have_gradients_of_their_own() -> None:
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return (q_idx > 4) & (k_idx < 9)
+
+    call = {"sinks": np.array([0.5, -np.inf, 0.0, 1.0]), "mask_mod": mask_mod}
+    of, own = problem_of(call), own_of(call)
+    out, lse = flash2.forward(of, *arrays(), own=own)
+    assert (out[:, :5] == 0).all()
+    assert (lse[:, :, :5] == call["sinks"][:, None]).all()
+    sums, dlse = OwnGradients(own, np.dtype(np.float64)), np.zeros_like(lse)
+    dlse[:, :, :5] = 1.0
+    backward(of, np.zeros_like(out), *arrays(), out, lse, dlse, own=own, own_gradients=sums)
+    assert sums.sinks is not None
+    assert sums.sinks.tolist() == [BATCH * 5.0, 0.0, BATCH * 5.0, BATCH * 5.0]
+
+
+def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
+    q, k, v = arrays("float32")
+    hidden = np.zeros((1, 1, 1, KEYS), np.float32)
+    hidden[..., 20:] = np.finfo(np.float32).min
+    call = {"bias": hidden}
+    of, own = problem_of(call, "float32"), own_of(call)
+    out, lse = flash2.forward(of, q, k, v, own=own)
+    shorter = problem(DIM, DIM, dims=(BATCH, ROWS, 20, HEADS, HEADS_KV), dtype="float32")
+    for got, want in zip((out, lse), flash2.forward(shorter, q, k[:, :20], v[:, :20]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+    for fill in (np.nan, np.inf):
+        k[:, 20:], v[:, 20:] = fill, fill
+        for mask in ({"bias": hidden[..., :] > -1}, {"mask_mod": lambda b, h, q_idx, k_idx: k_idx < 20}):
+            own = own_of(mask)
+            assert all((x == y).all() for x, y in zip(flash2.forward(of, q, k, v, own=own), (out, lse), strict=True))
+            sums = OwnGradients(own, np.dtype(np.float32))
+            gradients = backward(of, out, q, k, v, out, lse, own=own, own_gradients=sums)
+            assert all(np.isfinite(x).all() for x in gradients)
+            assert all((x[:, 20:] == 0).all() for x in gradients[1:])
+    everything = own_of({"bias": np.full((1, 1, 1, 1), -np.inf, np.float32)})
+    out, lse = flash2.forward(of, *arrays("float32"), own=everything)
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+
+
+def test_dropout_keeps_lse_and_the_sum_of_weights_in_the_mean() -> None:
+    call = {"dropout_p": 0.25, "dropout_seed": 11}
+    q, k, _ = arrays()
+    ones = np.ones((BATCH, KEYS, HEADS_KV, 1))
+    of = problem(DIM, 1, dims=(BATCH, ROWS, KEYS, HEADS, HEADS_KV), dtype="float64")
+    out, lse = flash2.forward(of, q, k, ones, own=own_of(call))
+    np.testing.assert_array_equal(lse, flash2.forward(of, q, k, ones)[1])
+    assert abs(out.mean() - 1.0) < 0.03
+    assert out.std() > 0.05
+
+
+def test_sequences_after_the_first_have_their_own_numbers() -> None:
+    call = {"score_mod": tilted, "mask_mod": striped, "bias": BIASES["whole"], "dropout_p": 0.3, "dropout_seed": 5}
+    of = problem_of(call)
+    both = flash2.forward(of, *arrays(), own=own_of(call))
+    alone = flash2.forward(of._replace(batch=1), *(x[1:] for x in arrays()), own=own_of(call, first_batch=1))
+    for got, want in zip(alone, both, strict=True):
+        np.testing.assert_array_equal(got[0], want[1])
+
+
+@pytest.mark.parametrize("name", ["causal", "document", "alibi"])
+def test_ready_made_functions_are_what_keywords_do(name: str) -> None:
+    given, of = arrays(), problem_of({})
+    if name == "causal":
+        found = flash2.forward(of, *given, own=own_of({"mask_mod": masks.causal}))
+        wanted = flash2.forward(problem_of({"causal": True}), *given)
+    elif name == "document":
+        bounds, (_, k, v) = np.array([0, 10, KEYS], np.int32), given
+        q = np.resize(given[0], (BATCH, KEYS, HEADS, DIM))
+        of = problem(DIM, DIM, dims=(BATCH, KEYS, KEYS, HEADS, HEADS_KV), dtype="float64")
+        found = flash2.forward(of, q, k, v, own=own_of({"mask_mod": masks.document(bounds)}))
+        parts = []
+        for begin, end in ((0, 10), (10, KEYS)):
+            alone = problem(DIM, DIM, dims=(BATCH, end - begin, end - begin, HEADS, HEADS_KV), dtype="float64")
+            parts.append(flash2.forward(alone, *(x[:, begin:end] for x in (q, k, v))))
+        outs, lses = zip(*parts, strict=True)
+        wanted = np.concatenate(outs, axis=1), np.concatenate(lses, axis=2)
+    else:
+        found = flash2.forward(of, *given, own=own_of({"score_mod": scores.alibi(SLOPES)}))
+        place = np.arange(ROWS)[:, None] + KEYS - ROWS
+        bias = -SLOPES[:, None, None] * abs(np.arange(KEYS) - place)
+        wanted = flash2.forward(of, *given, own=OwnScores(bias=bias[None]))
+    for got, want in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
+
+
+def of_lengths(place: str) -> tuple[Problem, Arrays, list[tuple[slice, slice]]]:
+    """Sequences of 21, 0 and 13 queries over 34, 5 and 20 keys: the problem, its inputs, and the rows of each."""
+    queries, keys = [0, 21, 21, 34], [0, 34, 39, 59]
+    q, k, v = normal(34, HEADS, DIM), normal(59, HEADS_KV, DIM), normal(59, HEADS_KV, DIM)
+    named = {"q": q, "k": k, "v": v, "cu_seqlens_q": np.array(queries, np.int32)}
+    if place == "packed":
+        named["cu_seqlens_k"] = np.array(keys, np.int32)
+    else:  # pages of four keys, of which the third page of the first sequence is not there
+        pages, table = np.zeros((20, 4, HEADS_KV, DIM)), np.full((3, 9), -1, np.int32)
+        named |= {"k": pages, "v": pages.copy(), "page_table": table, "seqused_k": np.diff(keys).astype(np.int32)}
+        for b in range(3):
+            for begin in range(keys[b], keys[b + 1], 4):
+                number, rows = int((table >= 0).sum()), slice(begin, min(begin + 4, keys[b + 1]))
+                table[b, (begin - keys[b]) // 4] = number
+                pages[number, : rows.stop - begin] = k[rows]
+                named["v"][number, : rows.stop - begin] = v[rows]
+        table[0, 2] = -1
+    op = OF_SEQUENCES["forward"]
+    specs = [NUMPY.spec(x.name, named[x.name]) if x.name in named else None for x in op.inputs]
+    of = Problem.of(op, specs, Options(causal=True))
+    rows = [(slice(queries[b], queries[b + 1]), slice(keys[b], keys[b + 1])) for b in range(3)]
+    views = {name: x[None] if x.ndim == 3 and name in "qkv" else x for name, x in named.items()}
+    return of, {"k_rows": k, "v_rows": v, **views}, rows
+
+
+@pytest.mark.parametrize("place", ["packed", "pages"])
+def test_sequences_of_several_lengths_count_from_their_own_begin(place: str) -> None:
+    of, named, rows = of_lengths(place)
+    call = {"score_mod": bounded, "mask_mod": striped, "bias": normal(3, HEADS, 34, 34), "sinks": SLOPES,
+            "dropout_p": 0.25, "dropout_seed": 9}  # fmt: skip
+    k_rows, v_rows = named.pop("k_rows"), named.pop("v_rows")
+    out, lse = of_sequences(of, named, own=own_of(call))
+    for b, (queries, keys) in enumerate(rows):
+        m, n = queries.stop - queries.start, keys.stop - keys.start
+        alone = problem(DIM, DIM, dims=(1, m, n, HEADS, HEADS_KV), dtype="float64", causal=True)
+        parts = named["q"][:, queries], k_rows[None, keys], v_rows[None, keys]
+        own = own_of(call, first_batch=b)
+        if place == "pages" and b == 0:
+            own = dataclasses.replace(own, mask_mod=trace(lambda b, h, q_idx, k_idx: striped(b, h, q_idx, k_idx)
+                                      & (k_idx // 4 != 2), "mask_mod"))  # fmt: skip
+        wanted = flash2.forward(alone, *parts, own=own)
+        np.testing.assert_allclose(out[:, queries], wanted[0], rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(lse[:, :, queries], wanted[1], rtol=1e-10, atol=1e-12)
+
+
+def test_gradients_of_packed_sequences_add_up() -> None:
+    of, named, rows = of_lengths("packed")
+    call = {"score_mod": bounded, "bias": normal(1, HEADS, 34, 34), "sinks": SLOPES}
+    k_rows, v_rows, own = named.pop("k_rows"), named.pop("v_rows"), own_of(call)
+    out, lse = of_sequences(of, named, own=own)
+    dout, op = normal(*out.shape), OF_SEQUENCES["backward"]
+    named = {**{name: named[name] for name in "qkv"}, "dout": dout, "out": out, "lse": lse,
+             **{name: x for name, x in named.items() if name.startswith("cu_")}}  # fmt: skip
+    specs = [None if x.name not in named else NUMPY.spec(x.name, named[x.name] if x.name.startswith("cu_")
+             else named[x.name][0]) for x in op.inputs]  # fmt: skip
+    sums, total = (OwnGradients(own, np.dtype(np.float64)) for _ in range(2))
+    found = of_sequences(Problem.of(op, specs, Options(causal=True)), named, own=own, own_gradients=sums)
+    for b, (queries, keys) in enumerate(rows):
+        m, n = queries.stop - queries.start, keys.stop - keys.start
+        alone = problem(DIM, DIM, "backward", dims=(1, m, n, HEADS, HEADS_KV), dtype="float64", causal=True)
+        parts = named["q"][:, queries], k_rows[None, keys], v_rows[None, keys]
+        state = out[:, queries], lse[:, :, queries]
+        wanted = backward(alone, dout[:, queries], *parts, *state, own=own_of(call, first_batch=b), own_gradients=total)
+        for got, want, at in zip(found, wanted, (queries, keys, keys), strict=True):
+            np.testing.assert_allclose(got[:, at], want, rtol=1e-10, atol=1e-12)
+    both = ([each.bias, each.sinks, *each.captured] for each in (sums, total))
+    for got, want in zip(*both, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
