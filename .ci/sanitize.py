@@ -1,5 +1,7 @@
 """Runs every kernel once on small shapes, for compute-sanitizer: `compile` fills the cache, `run` calls the library.
 
+`run 3/8` makes a part of the calls: those of the fourth of eight processes that run at the same time.
+
 A GPU gets those rows of the tile tables that suit its shared memory. The other rows are reached by telling the planner
 of a smaller GPU, so one machine runs them all. Hopper also runs the generic kernels, where q is read backwards, which
 its own kernels cannot do. Only Hopper runs its own kernels.
@@ -9,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -46,6 +49,7 @@ from cuflash.runtime import compiler, launch
 
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
 AnyCase = Case | SequenceCase
+USAGE = "usage: sanitize.py compile | run [NUMBER/PARTS]"
 Call = tuple[Device, AnyCase, str]  # the GPU, and an algorithm of forward or a key of BACKWARD, perhaps with BACKWARDS
 
 
@@ -118,11 +122,11 @@ def unreached(wanted: list[Variant]) -> list[str]:
     ]
 
 
-def run() -> None:
-    """Makes all calls of `work`, then merges and appends, and reads every result."""
+def run(part: int = 0, parts: int = 1) -> None:
+    """Makes all calls of `work`, then merges and appends, and reads every result; or a part of that."""
     cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
     query = device.query
-    for count, (gpu, case, how) in enumerate(work()):
+    for count, (gpu, case, how) in enumerate(work()[part::parts]):
         device.query = lambda ordinal, gpu=gpu: gpu
         launch.KEPT.clear()
         call(case, how)
@@ -130,8 +134,9 @@ def run() -> None:
             print(f"{count}: {case.name} {how}", flush=True)
     device.query = query
     launch.KEPT.clear()
-    merge_and_views()
-    append()
+    if part == 0:
+        merge_and_views()
+        append()
 
 
 def call(case: AnyCase, how: str) -> None:
@@ -209,6 +214,14 @@ def check(name: str, *results: Any, is_defined: bool = True) -> None:
         assert not is_defined or not (host != host).any(), f"{name}: NaN"
 
 
+def part_of(arguments: list[str]) -> tuple[int, int]:
+    """(number, how many parts) of what follows `run`."""
+    found = re.fullmatch(r"(\d+)/(\d+)", " ".join(arguments) or "0/1")
+    if found is None or not int(found[1]) < int(found[2]):
+        sys.exit(USAGE)
+    return int(found[1]), int(found[2])
+
+
 def main() -> None:
     started = time.perf_counter()
     wanted = variants()
@@ -220,10 +233,10 @@ def main() -> None:
     if sys.argv[1:] == ["compile"]:
         with ThreadPoolExecutor() as pool:
             list(pool.map(compiler.cubin_path, wanted))
-    elif sys.argv[1:] == ["run"]:
-        run()
+    elif sys.argv[1:2] == ["run"]:
+        run(*part_of(sys.argv[2:]))
     else:
-        sys.exit("usage: sanitize.py compile|run")
+        sys.exit(USAGE)
     print(f"{sys.argv[1]}: {len(wanted)} kernels, {time.perf_counter() - started:.0f} s")
 
 

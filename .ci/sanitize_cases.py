@@ -23,7 +23,7 @@ from cuflash.problem.problem import Problem
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import appends as appends
-from sequences import FAR, Sequences, made
+from sequences import FAR, Sequences, made, shaped
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
@@ -120,10 +120,10 @@ class SequenceCase:
         drawn = made(self.of)
         return wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()
 
-    @cache  # noqa: B019 (few cases, whose arrays are drawn just to look at their shapes)
+    @cache  # noqa: B019 (few cases)
     def problem(self, op: str = "forward", **more: Any) -> Problem:
         """The `Problem` of a public call with these and `more` arguments."""
-        given, whole = self.given(), OF_SEQUENCES[op]
+        given, whole = shaped(self.of).arguments(), OF_SEQUENCES[op]
         specs = {name: NUMPY.spec(name, x) for name, x in given.items() if isinstance(x, np.ndarray)}
         if op == "forward":
             more["out_dtype"] = self.out_dtype

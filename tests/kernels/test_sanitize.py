@@ -24,3 +24,12 @@ def test_the_sanitizer_reaches_every_tile_and_every_kernel_for_several_lengths(m
     assert not sanitize.unreached(wanted)
     assert {x for x in variants("sm_90") if x.lengths} == {x for x in wanted if x.lengths}
     assert sanitize.unreached([x for x in wanted if not x.lengths])
+
+
+def test_parts_of_a_run_are_given_as_a_number_and_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / ".ci"))
+    sanitize = import_module("sanitize")
+    assert [sanitize.part_of(given) for given in ([], ["0/1"], ["7/8"])] == [(0, 1), (0, 1), (7, 8)]
+    for wrong in (["8/8"], ["1"], ["1/2", "3"], ["-1/2"], ["a/b"], ["0/0"]):
+        with pytest.raises(SystemExit, match="usage: sanitize"):
+            sanitize.part_of(wrong)
