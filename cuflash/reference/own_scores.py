@@ -25,6 +25,7 @@ from ..mods.derivative import differentiate
 from ..mods.graph import Graph, Node, variable
 from ..problem.problem import Problem
 from . import dropout
+from .block_mask import CELL, EMPTY
 from .mods import evaluate, place_of
 
 Array = NDArray[Any]
@@ -55,8 +56,9 @@ class OwnScores:
     """What a call changes in scores and weights, with all arrays as NumPy's.
 
     bias: has the axes (batch, heads_q, seqlen_q, seqlen_k), each of them of length 1 or whole, and floats or bools.
-    sinks: (heads_q,). Where a problem is a part of the call: first_batch and first_key are the numbers of its first
-    sequence and key, and seqlen_q and seqlen_k the lengths of its sequence, None for its own.
+    sinks: (heads_q,). cells: those of mask_mod, as `block_mask.cells_of` makes them; batch or heads may be 1.
+    Where a problem is a part of the call: first_batch and first_key are the numbers of its first sequence and key, and
+    seqlen_q and seqlen_k the lengths of its sequence, None for its own.
     """
 
     score_mod: Graph | None = None
@@ -65,6 +67,7 @@ class OwnScores:
     sinks: Array | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    cells: Array | None = None
     first_batch: int = 0
     first_key: int = 0
     seqlen_q: int | None = None
@@ -85,6 +88,16 @@ class OwnScores:
             "seqlen_q": problem.seqlen_q if self.seqlen_q is None else self.seqlen_q,
             "seqlen_k": problem.seqlen_k if self.seqlen_k is None else self.seqlen_k,
         }
+
+    def sees_none(self, batch_idx: int, heads: slice, queries: slice, keys: slice) -> bool:
+        """Whether these queries see none of these keys, as far as the cells tell."""
+        if self.cells is None:
+            return False
+        b = self.first_batch + batch_idx if self.cells.shape[0] > 1 else 0
+        of_heads = self.cells[b, heads if self.cells.shape[1] > 1 else slice(1)]
+        ranges = (queries.start, queries.stop), (self.first_key + keys.start, self.first_key + keys.stop)
+        rows, columns = (slice(begin // CELL, -(-end // CELL)) for begin, end in ranges)
+        return not (of_heads[:, rows, columns] != EMPTY).any()
 
     def change(self, places: Places, s: Array) -> OwnTile:
         """Changes the scores of a tile, (queries, group, keys), which are scaled and capped, in place."""

@@ -151,6 +151,8 @@ def key_tiles(
     mask, dtype = problem.mask, accumulator(problem)
     full_begin, full_end = mask.full_range(block.begin, block.end)
     for begin, end in spans(*mask.key_range(block.begin, block.end), block_k or BLOCK_K):
+        if own is not None and own.sees_none(block.batch_idx, block.heads, block.queries, slice(begin, end)):
+            continue
         k_tile = np.ascontiguousarray(k[block.batch_idx, begin:end, block.head_kv_idx], dtype)
         v_tile = np.ascontiguousarray(v[block.batch_idx, begin:end, block.head_kv_idx], dtype)
         s = block.q @ k_tile.T

@@ -18,6 +18,7 @@ from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.reference import dropout, flash1, flash2, flashd, of_sequences
 from cuflash.reference.backward import backward
+from cuflash.reference.block_mask import cells_of
 from cuflash.reference.own_scores import OwnGradients, OwnScores
 
 ALGORITHMS = {"flash1": flash1, "flash2": flash2, "flashd": flashd}
@@ -337,3 +338,22 @@ def test_gradients_of_packed_sequences_add_up() -> None:
     both = ([each.bias, each.sinks, *each.captured] for each in (sums, total))
     for got, want in zip(*both, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("by_heads", [False, True])
+def test_cells_that_show_nothing_are_passed_over(by_heads: bool) -> None:
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return (q_idx // 64 == k_idx // 128) & (h * by_heads < 2)
+
+    of = problem(DIM, DIM, dims=(1, 150, 300, HEADS, HEADS_KV), dtype="float32")
+    q, k, v = (normal(1, n, heads, DIM).astype("f4") for n, heads in ((150, HEADS), (300, HEADS_KV), (300, HEADS_KV)))
+    own = own_of({"mask_mod": mask_mod})
+    cells = cells_of(trace(mask_mod, "mask_mod"), 1, HEADS if by_heads else 1, 150, 300)
+    passed = dataclasses.replace(own, cells=cells)
+    sizes, seen = {"block_q": 64, "block_k": 64}, []
+    wanted = flash2.forward(of, q, k, v, own=own, **sizes)
+    found = flash2.forward(of, q, k, v, own=passed, on_tile=lambda block, tile, state: seen.append(tile.begin), **sizes)
+    assert all((x == y).all() for x, y in zip(found, wanted, strict=True))
+    assert sorted(seen) == sorted([0, 64, 128, 192, 256] * (1 if by_heads else HEADS_KV))
+    gradients = [backward(of, q, q, k, v, *wanted, own=each, **sizes) for each in (own, passed)]
+    assert all((x == y).all() for x, y in zip(*gradients, strict=True))

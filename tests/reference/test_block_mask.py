@@ -1,0 +1,71 @@
+"""Cells of block masks on NumPy, held against the mask_mod of each single score."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash.mods import masks
+from cuflash.mods.trace import trace
+from cuflash.reference.block_mask import CELL, EMPTY, FULL, PARTIAL, cells_of
+
+OFFSETS = np.array([0, 60, 64, 200, 333], np.int32)
+PER_HEAD = np.array([5, 70, 0], np.int32)
+
+
+def by_head(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return (k_idx - q_idx < PER_HEAD[h]) & (k_idx >= 64 * b)
+
+
+MASKS = {
+    "causal": masks.causal,
+    "window": masks.sliding_window(100, 30),
+    "documents": masks.document(OFFSETS),
+    "by head": by_head,
+    "all": lambda b, h, q_idx, k_idx: k_idx >= 0,
+    "none": lambda b, h, q_idx, k_idx: k_idx < 0,
+}
+
+
+def wanted(function: Any, b: int, h: int, used_q: int, used_k: int, shape: tuple[int, int]) -> Any:
+    """The cells of one sequence and head, one after the other."""
+    graph = trace(function, "mask_mod")
+    cells = np.full(shape, EMPTY, np.int8)
+    for i, j in np.ndindex(*shape):
+        rows, keys = (range(CELL * n, min(CELL * (n + 1), used)) for n, used in ((i, used_q), (j, used_k)))
+        if rows and keys:
+            seen = [seen_by(graph, b, h, q, list(keys), used_q, used_k) for q in rows]
+            cells[i, j] = FULL if np.all(seen) else PARTIAL if np.any(seen) else EMPTY
+    return cells
+
+
+def seen_by(graph: Any, b: int, h: int, q: int, keys: list[int], used_q: int, used_k: int) -> Any:
+    from cuflash.reference.mods import evaluate
+
+    inputs = {"b": b, "h": h, "q_idx": q, "k_idx": np.array(keys), "seqlen_q": used_q, "seqlen_k": used_k}
+    return np.broadcast_to(evaluate([graph.root], inputs, [each.array for each in graph.arrays])[0], len(keys))
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("lengths", [None, [(130, 200), (1, 64)], [(0, 200), (129, 0)], [(64, 65), (63, 1)]], ids=str)
+def test_each_cell_is_what_its_scores_are(name: str, lengths: list[tuple[int, int]] | None) -> None:
+    seqlen_q, seqlen_k, heads = 130, 200, 3
+    found = cells_of(trace(MASKS[name], "mask_mod"), 2, heads, seqlen_q, seqlen_k, lengths)
+    assert found.shape == (2, heads, 3, 4)
+    for b, used in enumerate(lengths or [(seqlen_q, seqlen_k)] * 2):
+        for h in range(heads):
+            np.testing.assert_array_equal(found[b, h], wanted(MASKS[name], b, h, *used, (3, 4)))
+
+
+def test_queries_are_looked_at_in_parts() -> None:
+    graph = trace(masks.causal, "mask_mod")
+    found = cells_of(graph, 1, 1, 1100, 1100)[0, 0]
+    i, j = np.ogrid[:18, :18]
+    np.testing.assert_array_equal(found, np.where(i > j, FULL, np.where(i == j, PARTIAL, EMPTY)))
+
+
+def test_nothing_has_no_cells() -> None:
+    assert cells_of(trace(masks.causal, "mask_mod"), 0, 2, 100, 100).shape == (0, 2, 2, 2)
+    assert cells_of(trace(masks.causal, "mask_mod"), 1, 1, 0, 100).shape == (1, 1, 0, 2)
