@@ -76,7 +76,7 @@ class OwnScores:
     @property
     def derivatives(self) -> dict[Node, Node]:
         """Those of score_mod by the score and by each load."""
-        return {} if self.score_mod is None else _derivatives(self.score_mod)
+        return {} if self.score_mod is None else _derivatives(self.score_mod.root)
 
     def places(self, problem: Problem, batch_idx: int, heads: slice, queries: slice, keys: slice) -> Places:
         """The indices of scores (queries, heads, keys) of a problem."""
@@ -178,9 +178,7 @@ class OwnGradients:
         self.sinks += (share * ((0 if dlse is None else dlse) - delta)).sum(axis=(0, 2))
 
 
-@lru_cache(maxsize=64)
-def _derivatives(graph: Graph) -> dict[Node, Node]:
-    return differentiate(graph.root)
+_derivatives = lru_cache(maxsize=64)(differentiate)  # why of nodes, not of graphs: these hold the caller's arrays
 
 
 def shared_with(sinks: Array, lse: Array) -> tuple[Array, Array]:
