@@ -64,10 +64,10 @@ def backward(
                         ds = tile.own.dropped(ds)
                     ds -= delta[:, None]
                     ds *= p
-                    if own is not None and tile.own is not None:
+                    if tile.own is not None:
                         if own_gradients is not None:
                             own_gradients.add(tile.own, block.unfold(ds))
-                        ds = own.before_score_mod(tile.own, block.unfold(ds)).reshape(ds.shape)
+                        ds = tile.own.before_score_mod(ds)
                     if slope is not None:
                         ds *= slope
                     dv_head[keys] += (p if tile.own is None else tile.own.dropped(p)).T @ dout_rows

@@ -39,9 +39,10 @@ SCORE = variable("score")
 class OwnTile(NamedTuple):
     """What is known of the scores of a tile, (queries, group, keys): those before score_mod, and what dropout keeps.
 
-    kept: what the weights are multiplied by, None for 1.
+    own: what changed them. kept: what the weights are multiplied by, None for 1.
     """
 
+    own: OwnScores
     places: Places
     raw: Array
     kept: Array | None
@@ -49,6 +50,17 @@ class OwnTile(NamedTuple):
     def dropped(self, weights: Array) -> Array:
         """Weights, or gradients of what v is multiplied by, (rows, keys), after dropout."""
         return weights if self.kept is None else weights * self.kept.reshape(weights.shape)
+
+    def before_score_mod(self, ds: Array) -> Array:
+        """The gradients of the scores before score_mod, (rows, keys), from those of the final ones, ds."""
+        graph = self.own.score_mod
+        if graph is None:
+            return ds
+        derivative = self.own.derivatives.get(SCORE)
+        if derivative is None:  # score_mod does not ask for the score
+            return np.zeros_like(ds)
+        (slope,) = values([derivative], graph, self.places, self.raw)
+        return _times(ds.reshape(self.raw.shape), slope).reshape(ds.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,7 +126,7 @@ class OwnScores:
             visible = values([self.mask_mod.root], self.mask_mod, places, raw)[0]
             np.copyto(s, -np.inf, where=~np.broadcast_to(visible, s.shape))
         np.copyto(s, -np.inf, where=s <= LEAST_SCORE)
-        return OwnTile(places, raw, self._kept(places, s))
+        return OwnTile(self, places, raw, self._kept(places, s))
 
     def _kept(self, places: Places, s: Array) -> Array | None:
         if not self.dropout_p:
@@ -131,15 +143,6 @@ class OwnScores:
             return o, lse
         share, total = shared_with(np.resize(self.sinks[heads], len(lse)), lse)
         return o * share[:, None], total
-
-    def before_score_mod(self, tile: OwnTile, ds: Array) -> Array:
-        """The gradients of the scores of a tile before score_mod, from those of the final ones, ds."""
-        if self.score_mod is None:
-            return ds
-        derivative = self.derivatives.get(SCORE)
-        if derivative is None:  # score_mod does not ask for the score
-            return np.zeros_like(ds)
-        return _times(ds, values([derivative], self.score_mod, tile.places, tile.raw)[0])
 
 
 class OwnGradients:

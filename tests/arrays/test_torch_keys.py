@@ -12,19 +12,15 @@ torch = pytest.importorskip("torch")
 
 from cuflash.arrays import torch_keys
 from cuflash.arrays.find import library_of
+from cuflash.arrays.torch import TorchLibrary
 from cuflash.arrays.torch_keys import RECENT, TensorKeys
-
-
-def _key(tensor: Any) -> tuple[Any, ...]:
-    judged = tensor.requires_grad and torch.is_grad_enabled()
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), judged or tensor.is_neg()
 
 
 @pytest.fixture(params=["guards", "no guards"])
 def find(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     if request.param == "no guards":
         monkeypatch.setattr(torch_keys, "_guards", lambda torch: None)
-    return TensorKeys(torch, _key).find
+    return TensorKeys(torch, TorchLibrary()._key).find
 
 
 def call(**changes: Any) -> list[Any]:
@@ -118,7 +114,7 @@ def test_nested_and_sparse_tensors_are_refused_by_name(layout: str) -> None:
 
 
 def test_where_kinds_are_more_than_guards_most_calls_still_find_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = TensorKeys(torch, _key)
+    keys = TensorKeys(torch, TorchLibrary()._key)
     made, guards = [], keys._guards
     monkeypatch.setattr(keys, "_guards", lambda *tensors: made.append(1) or guards(*tensors))
     kinds = [call(q=torch.zeros(length + 1, 3, 4)) for length in range(RECENT + 5)]

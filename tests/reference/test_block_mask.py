@@ -10,6 +10,7 @@ import pytest
 from cuflash.mods import masks
 from cuflash.mods.trace import trace
 from cuflash.reference.block_mask import CELL, EMPTY, FULL, PARTIAL, cells_of
+from cuflash.reference.mods import evaluate
 
 OFFSETS = np.array([0, 60, 64, 200, 333], np.int32)
 PER_HEAD = np.array([5, 70, 0], np.int32)
@@ -42,8 +43,6 @@ def wanted(function: Any, b: int, h: int, used_q: int, used_k: int, shape: tuple
 
 
 def seen_by(graph: Any, b: int, h: int, q: int, keys: list[int], used_q: int, used_k: int) -> Any:
-    from cuflash.reference.mods import evaluate
-
     inputs = {"b": b, "h": h, "q_idx": q, "k_idx": np.array(keys), "seqlen_q": used_q, "seqlen_k": used_k}
     return np.broadcast_to(evaluate([graph.root], inputs, [each.array for each in graph.arrays])[0], len(keys))
 
