@@ -110,11 +110,10 @@ def unreached(wanted: list[Variant]) -> list[str]:
             rows += [(dtype, row, capped, False)] if row.softcap in (None, capped) else []
             rows.append((dtype, tiles_sm90.choose("lse", row.head_dim, 0, 0.0, capped), capped, False))
         shared = (replace(row, shares_heads=True) for row in tiles_sm90.BACKWARD)
-        gradients = *tiles_sm90.BACKWARD, *shared, *tiles_sm90.ROWS
-        for gradient, capped in itertools.product(gradients, (False, True)):
-            is_dense = getattr(gradient, "min_queries", 0) or getattr(gradient, "shares_heads", False)
-            if gradient.softcap in (None, capped):
-                rows += [(dtype, gradient, capped, lengths) for lengths in (False, *(() if is_dense else (True,)))]
+        dense = *tiles_sm90.BACKWARD, *shared, *tiles_sm90.ROWS
+        of_lengths = *(row.for_lengths() for row in tiles_sm90.BACKWARD if not row.min_queries), *tiles_sm90.ROWS
+        for capped, (lengths, gradients) in itertools.product((False, True), enumerate((dense, of_lengths))):
+            rows += [(dtype, row, capped, bool(lengths)) for row in gradients if row.softcap in (None, capped)]
     missing = [row for row in dict.fromkeys(rows) if row not in reached]
     return [
         f"{dtype} {row}{', capped' * capped}{', of several lengths' * lengths}"

@@ -42,8 +42,7 @@ class TorchLibrary(GpuLibrary):
         return False
 
     def spec(self, name: str, array: Any) -> ArraySpec:
-        if array.layout is not self._torch.strided or array.is_nested:
-            raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")
+        check_dense(name, array)
         if array.requires_grad and self._torch.is_grad_enabled():
             raise ProblemError(
                 f"{name} requires grad, but no gradient flows through this call: call "
@@ -115,3 +114,10 @@ class _CudaStream:
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self._handle
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Raises UnsupportedError for a tensor whose elements do not lie in memory by strides."""
+    # why by its name: to ask for torch.strided, torch would have to be imported.
+    if tensor.is_nested or str(tensor.layout) != "torch.strided":
+        raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")

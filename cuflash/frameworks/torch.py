@@ -14,6 +14,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import Function, forward_ad
 
+from ..arrays.torch import check_dense
 from ..errors import ProblemError, UnsupportedError
 from ..ops.backward import backward
 from ..ops.forward import forward
@@ -180,8 +181,7 @@ def check_tensor(name: str, tensor: Any) -> None:
         return
     if not isinstance(tensor, torch.Tensor):
         raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor (torch.as_tensor makes one)")
-    if tensor.is_nested or tensor.layout != torch.strided:
-        raise UnsupportedError(f"{name} is a nested or sparse tensor; give a dense one")
+    check_dense(name, tensor)
     if tensor.is_meta:
         raise UnsupportedError(f"{name} is on the device meta, where nothing is computed; move it to cuda or cpu")
 

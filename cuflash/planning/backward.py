@@ -58,7 +58,7 @@ def backward_plan(problem: Problem, device: Device, misaligned: Collection[str])
         rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
         if tile is not None:
             if own is not None and own.num_slots("k", problem.batch, tile.block_k) > 0:
-                return _listed_plan(problem, device, tile, own)
+                return _listed_plan(problem, device, tile.for_lengths(), own)
             return _warpgroup_plan(problem, device, tile)
         # why: with few key blocks most of the GPU would idle, so the generic kernel splits the query heads of a group
         # among blocks; not if deterministic (see `_generic_plan`).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from ..problem.dtypes import DTYPES
@@ -17,7 +18,7 @@ ORDERED_HEADS_TOGETHER = 32  # the same where Hopper's key blocks wait for each 
 # have WAVES_TOGETHER waves of blocks; a wave has one block for each multiprocessor. why: L34
 L2_BYTES = 96 * 2**20
 WAVES_TOGETHER = 3
-SEQUENCES_TOGETHER = 4  # that take turns in a list of key blocks at most, each with one block. why: L54
+SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each with one block. why: L54
 # Sequences take turns where the tile gives a block of threads so many key blocks. why: with fewer, at d 96, calls are
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
@@ -88,7 +89,10 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
     # why means: the host knows no more.
     seqlen_q = min(own.mean_rows("q", problem.batch), problem.seqlen_q)
     seqlen_k = min(own.mean_rows("k", problem.batch), problem.seqlen_k)
-    most = problem.heads_kv * SEQUENCES_TOGETHER
+    # why a wave: then few key blocks of one tile of dq run at the same time. More is slower. The heads of one sequence
+    # may always start together.
+    wave = 1 << round(math.log2(device.num_sms))
+    most = min(max(problem.heads_kv, wave), problem.heads_kv * SEQUENCES_TOGETHER)
     # Heads of sequences, each counted once, that touch what one L2 cache holds.
     heads_of_all = heads_together(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
     least = 1 if is_full(problem) else _heads_of_waves(device, blocks_of(seqlen_k, tile.block_k))

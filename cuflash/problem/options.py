@@ -224,7 +224,7 @@ def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
 class Asked:
     """The keyword arguments of a call as a key that is equal to itself alone, because such keys are found fastest.
 
-    Calls with equal arguments have the same one, if `is_kept`.
+    Calls with equal arguments have the same one, if `is_kept`; those of two threads at once may have two.
     """
 
     __slots__ = ("is_kept", "options")
@@ -233,7 +233,6 @@ class Asked:
         self.options, self.is_kept = options, is_kept
 
 
-_kept: dict[tuple[Any, ...], Asked] = {}
 MAX_KEPT = 1024
 # Types of arguments that are kept. why no others: an array that was given by mistake would live as long as its key.
 _PLAIN = (type(None), str, np.bool_, Number)
@@ -241,21 +240,24 @@ _PLAIN = (type(None), str, np.bool_, Number)
 
 def asked(*values: Any) -> Asked:
     """The keyword arguments of a call, in the order of `Options`, of which the last may be left out."""
-    key = _key(values)
-    try:
-        found = _kept.get(key)
-    except TypeError:  # an argument has no hash
-        return Asked(Options(*values), False)
-    if found is None:
-        own, types = key[0], key[1:]
-        at_window = types[_WINDOW] is tuple
-        is_plain = at_window and all(issubclass(x, _PLAIN) for x in (*types[:_WINDOW], *types[_WINDOW + 1 :]))
-        found = Asked(Options(*own), is_plain)
-        if is_plain:
-            if len(_kept) >= MAX_KEPT:
-                _kept.clear()
-            found = _kept.setdefault(key, found)  # why: two threads may both make one
-    return found
+    window = values[_WINDOW]
+    if type(window) is not tuple and isinstance(window, (tuple, list)):
+        window = tuple(window)
+        values = (*values[:_WINDOW], window, *values[_WINDOW + 1 :])
+    if type(window) is tuple and len(window) == 2:
+        try:
+            return _kept(*values, *window)
+        except TypeError:  # an argument is not plain, or has no hash
+            pass
+    return Asked(Options(*values), False)
+
+
+# why typed, and the sides of the window by themselves: see `_key`. why lru_cache: it makes a key in half the time.
+@lru_cache(MAX_KEPT, typed=True)
+def _kept(*values_and_sides: Any) -> Asked:
+    if not all(isinstance(x, _PLAIN) for n, x in enumerate(values_and_sides) if n != _WINDOW):
+        raise TypeError
+    return Asked(Options(*values_and_sides[:-2]), True)
 
 
 @lru_cache(maxsize=256)

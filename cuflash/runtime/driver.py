@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import struct
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 Function = Callable[..., int]
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
@@ -26,55 +24,19 @@ def function(name: str, *argtypes: type) -> Function:
     return found
 
 
+_int, _address = ctypes.c_int, ctypes.addressof  # why: names of this module are found faster
+
+
 def current_device() -> int:
     """Number of the GPU whose context this thread works in, -1 where it has none."""
     # why a new one for each call: another thread could overwrite a shared one before it is read.
-    ordinal = ctypes.c_int(-1)
-    return -1 if function("cuCtxGetDevice", ctypes.c_void_p)(ctypes.addressof(ordinal)) else ordinal.value
-
-
-class _Attribute(ctypes.Structure):
-    """CUlaunchAttribute, with a number for its value."""
-
-    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
-
-
-# CUlaunchConfig: the grid, the block, bytes of shared memory, the stream, the attributes and their number.
-_CONFIG = struct.Struct("=7I4xQQI4x")
-_EARLY = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-EARLY_DRIVER = 12040  # the first driver whose graphs take such launches from every capture
+    ordinal = _int(-1)
+    return -1 if _device_of_context()(_address(ordinal)) else ordinal.value
 
 
 @cache
-def launches_early() -> bool:
-    """Whether the driver lets a kernel begin before the one ahead of it has ended."""
-    version = ctypes.c_int(0)
-    failed = function("cuDriverGetVersion", ctypes.c_void_p)(ctypes.addressof(version))
-    return not failed and version.value >= EARLY_DRIVER
-
-
-class EarlyLaunch:
-    """Launches a kernel that waits by itself for the kernels ahead of it (`griddepcontrol.wait`).
-
-    Its blocks begin while those of the kernel ahead of it end. It is for one thread at a time.
-    """
-
-    __slots__ = ("_function", "_latest", "_launch", "_shape")
-
-    def __init__(self, kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], smem_bytes: int) -> None:
-        self._launch = function("cuLaunchKernelEx", ctypes.c_char_p, *[ctypes.c_void_p] * 3)
-        self._function, self._shape = kernel.ptr, (*grid, *block, smem_bytes)
-        self._latest = -1, b""  # stream and CUlaunchConfig of the latest launch
-
-    def __call__(self, pointers: int, stream: int) -> None:
-        """`pointers` is the address of the arguments' addresses, `stream` that of the stream."""
-        latest = self._latest  # why read once: a finalizer may launch in between
-        if latest[0] != stream:
-            latest = self._latest = stream, _CONFIG.pack(*self._shape, stream, ctypes.addressof(_EARLY), 1)
-        if result := self._launch(latest[1], self._function, pointers, None):
-            from cupy.cuda.driver import CUDADriverError
-
-            raise CUDADriverError(result)
+def _device_of_context() -> Function:
+    return function("cuCtxGetDevice", ctypes.c_void_p)
 
 
 @contextlib.contextmanager

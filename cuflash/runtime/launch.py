@@ -28,8 +28,9 @@ from ..problem.operands import Op
 from ..problem.options import Asked, Options
 from ..problem.problem import Problem
 from . import compiler, counters, host, scratch
-from .driver import EarlyLaunch, current_device, launches_early, on_device, relaxed_capture
+from .driver import current_device, on_device, relaxed_capture
 from .kept import Kept, Seen
+from .kernel_launch import EarlyLaunch, PlainLaunch, launches_early
 from .structs import STRUCTS, Block, Parameters, size_of
 
 KEPT_BYTES = 32 * 2**20  # of all that calls leave behind in a process
@@ -41,15 +42,6 @@ KEPT = Kept(KEPT_BYTES)
 _kept = KEPT.get
 _seen = Seen(SEEN)
 _numbers = itertools.count()
-
-
-class Stream(NamedTuple):
-    """What CuPy asks of a stream in a launch."""
-
-    ptr: int
-
-
-_stream = functools.lru_cache(Stream)  # why: to make one takes longer than to find it
 
 
 class Written:
@@ -70,8 +62,7 @@ class Kernels:
 
     def __init__(self, made: Plan, ordinal: int) -> None:
         self.plan, self.ordinal, self._number = made, ordinal, next(_numbers)
-        # Of each kernel: the number of its parameters, its function if it is launched early, else what launches it.
-        self._loaded: list[tuple[int, EarlyLaunch | None, Any]] = []
+        self._loaded: list[tuple[int, EarlyLaunch | PlainLaunch]] = []  # of each: the number of its parameters
         self._parameters: list[Parameters] = []
         self._counted: list[tuple[int, int, int]] = []  # number of the parameters, word, and how many counters it is of
         numbers: dict[tuple[str, int], int] = {}
@@ -87,11 +78,9 @@ class Kernels:
                 found = ((getattr(STRUCTS[variant.params], name, None), count) for name, count in counts.items())
                 self._counted += [(number, field.offset // 8, count) for field, count in found if field and count]
             grid, block = (launch.num_blocks, 1, 1), (variant.num_threads, 1, 1)
-            function, smem_bytes = compiler.load(variant, ordinal), variant.smem_bytes
-            if variant.waits and launches_early():
-                self._loaded.append((number, EarlyLaunch(function, grid, block, smem_bytes), None))
-            else:
-                self._loaded.append((number, None, (function, grid, block, smem_bytes)))
+            launched = EarlyLaunch if variant.waits and launches_early() else PlainLaunch
+            kernel = compiler.load(variant, ordinal)
+            self._loaded.append((number, launched(kernel, grid, block, variant.smem_bytes)))
         self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
         # why one launch: of several, those of two threads could take turns on the stream.
         self.shares_scratch = len(self._loaded) == 1 and 0 < made.workspace_bytes <= scratch.BYTES
@@ -124,12 +113,8 @@ class Kernels:
             for number, word, count in self._counted:
                 blocks[number].words[word] = counters.counter(self.ordinal, stream, count, word)
             written.stream = stream
-        for number, early, plain in self._loaded:
-            if early is not None:
-                early(blocks[number].pointers, stream)
-            else:
-                function, grid, block, smem_bytes = plain
-                function(grid, block, blocks[number].arguments, smem_bytes, _stream(stream))
+        for number, start in self._loaded:
+            start(blocks[number], stream)
         if not again:
             for parameters, written in zip(self._parameters, blocks, strict=True):
                 _free[parameters.name].append(written)

@@ -91,6 +91,7 @@ struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
   float dk[kHeadDim / 2], dv[kHeadDimV / 2];
   unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is not used
+  TileRange clear;  // of several lengths: query tiles that see all keys of this warpgroup. why held: L5
 
   __device__ __forceinline__ Consumer(const TiledBackwardParams& p, const Addresses& addresses, int warp_idx)
       : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
@@ -133,9 +134,17 @@ struct Consumer : Role {
   // Scores of keys from `key` on with queries from `query` on become -inf where they are not visible.
   __device__ __forceinline__ void hide(Scores& s, int key, int query) const {
     const Mask mask = sequence().mask().transposed();
-    if (mask.all_visible<true>({key, key + kGroupRows}, {query, query + kBlockQ})) return;
+    if (!kLengths && mask.all_visible<true>({key, key + kGroupRows}, {query, query + kBlockQ})) return;
     const int lane = fresh_thread() % 32;
     mask.apply<true>(s, key + 16 * warp + lane / 4, query, lane % 4);
+  }
+
+  // The query tiles that see all keys of this warpgroup, if all of these exist.
+  __device__ __forceinline__ TileRange find_clear() const {
+    const int key = block * kBlockK + group * kGroupRows;
+    const Mask mask = sequence().mask();
+    if (key + kGroupRows > mask.seqlen_k) return {0, 0};
+    return TileRange::inside(mask.transposed().full_range(key, key + kGroupRows), kBlockQ);
   }
 
   // Scores become p.
@@ -257,7 +266,7 @@ struct Consumer : Role {
     if constexpr (kFindsStatsFirst) find_stats();
     wgmma_wait<1>(s);
     Score{params.problem.score}.apply(s);
-    hide(s, block * kBlockK + group * kGroupRows, m * kBlockQ);
+    if (!kLengths || m < clear.begin || m >= clear.end) hide(s, block * kBlockK + group * kGroupRows, m * kBlockQ);
     if constexpr (!kFindsStatsFirst) find_stats();
     if constexpr (!Score::kAlwaysChanges) {
 #pragma unroll
@@ -297,6 +306,7 @@ struct Consumer : Role {
     unsigned n = 0;
 #pragma unroll 1
     while (next_block()) {
+      if constexpr (kLengths) clear = find_clear();
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll

@@ -152,6 +152,7 @@ struct RaggedKeyBlocks {
   unsigned dealt;          // the address of Dealt in shared memory
   unsigned number = kNone;  // counts this block's work
   int kv_head, block;
+  int held_query_tiles;  // of a head. why held: L5
   Range steps;
 
   __device__ __forceinline__ RaggedKeyBlocks(const TiledBackwardParams& p, const Dealt& in_memory)
@@ -162,7 +163,7 @@ struct RaggedKeyBlocks {
   __device__ __forceinline__ QueryTiles query_tiles() const {
     return QueryTiles(*this, sequence().mask(), block);
   }
-  __device__ __forceinline__ int num_query_tiles() const { return (sequence().seqlen_q() + kBlockQ - 1) / kBlockQ; }
+  __device__ __forceinline__ int num_query_tiles() const { return held_query_tiles; }
 
   // Blocks of threads wait only for work that was taken before theirs, and so is being done (sm90/dq_turns.cuh).
   __device__ __forceinline__ void deal() const {
@@ -195,6 +196,7 @@ struct RaggedKeyBlocks {
     kv_head = ld_shared_u32(slot(number) + kHeadOffset);
     if (kv_head == kNoWork) return false;
     block = ld_shared_u32(slot(number) + kBlockOffset);
+    held_query_tiles = (sequence().seqlen_q() + kBlockQ - 1) / kBlockQ;
     steps = {0, query_tiles().count() * params.problem.heads_per_kv};
     if (const int parts = num_sharers(); parts > 1) {
       const int part = ld_shared_u32(slot(number) + kHeadOffset + 8), each = steps.end / parts, more = steps.end % parts;

@@ -11,6 +11,7 @@ from gradients import Given, check
 from libraries import GPU_MAKERS, MAKERS, Producer, as_numpy, torch_of
 
 import cuflash
+from cuflash.arrays.cupy import CupyLibrary, _key_of_strides
 from cuflash.arrays.find import libraries_of, library_of
 from cuflash.arrays.numpy import NUMPY
 from cuflash.bench.cases import Case
@@ -66,6 +67,29 @@ def test_an_unknown_dlpack_producer_gives_numpy_or_cupy(xp: Any) -> None:
     assert bool((got == cuflash.forward(q, k, v, **CASE.arguments())).all())
     with pytest.raises(ProblemError, match="cannot be written to"):
         cuflash.forward(Producer(q), Producer(k), Producer(v), out=Producer(got), causal=True)
+
+
+@pytest.mark.parametrize("contiguity", [True, False], ids=["contiguity", "strides alone"])
+def test_keys_of_cupy_arrays_tell_strides_apart_where_they_matter(
+    contiguity: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(2**20, 2**16, None, 0), 0)  # which nothing reads
+    whole = cupy.ndarray((2, 8, 4, 16), "float16", memory)
+    library = library_of("q", whole)
+    assert isinstance(library, CupyLibrary)
+    if not contiguity:
+        monkeypatch.setattr(library, "key", _key_of_strides)
+    dense = whole[:1]
+    odd = cupy.ndarray(dense.shape, dense.dtype, memory, (14, *dense.strides[1:]))
+    assert odd.strides != dense.strides
+    assert library.spec("q", odd) == library.spec("q", dense)
+    assert (library.key((odd,)) == library.key((dense,))) is contiguity
+    others = [whole, dense[0], whole[:1, ::2], whole[:1, :4], whole[:1, ::-1], whole.transpose(0, 2, 1, 3)[:1]]
+    others.append(cupy.ndarray(dense.shape, "int16", memory))
+    assert len({library.key((x,)) for x in (dense, *others)}) == 1 + len(others)
+    assert len({library.spec("q", x) for x in (dense, *others)}) == 1 + len(others)
+    assert library.key((dense, None)) != library.key((dense,))
 
 
 @pytest.mark.gpu

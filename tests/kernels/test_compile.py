@@ -183,7 +183,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
         wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, *map(of_lse.for_lengths, (False, True)))}
     # Only dense calls share key blocks by heads, and only they know that a sequence has many queries.
     gradients = [("backward", replace(row, shares_heads=True), False) for row in tiles_sm90.BACKWARD]
-    gradients += [("backward", row, lengths) for row in tiles_sm90.BACKWARD for lengths in {not row.min_queries, False}]
+    gradients += [("backward", row, False) for row in tiles_sm90.BACKWARD]
+    gradients += [("backward", row.for_lengths(), True) for row in tiles_sm90.BACKWARD if not row.min_queries]
     gradients += [(f"backward_{row.gradient}", row, lengths) for row in tiles_sm90.ROWS for lengths in (False, True)]
     of_gradients = set()
     for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):

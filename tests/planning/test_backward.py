@@ -16,6 +16,7 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.key_blocks import L2_BYTES
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
+from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 
@@ -180,7 +181,11 @@ def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int
 def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str, Any]) -> None:
     made, dense = of_lengths(dim, **more), backward(dim, dim, arch="sm_90", dims=(4, 4096, 4096, 16, 16), **more)
     assert made.fallback is None
-    assert [x.variant for x in made.launches] == [replace(x.variant, lengths=True) for x in dense.launches]
+    for launch, like in zip(made.launches, dense.launches, strict=True):
+        tile = like.variant.tile
+        if isinstance(tile, WarpgroupBackwardTile):
+            tile = tile.for_lengths()
+        assert launch.variant == replace(like.variant, tile=tile, lengths=True)
     for launch, like in zip(made.launches, dense.launches, strict=True):
         assert {name for name, box in launch.boxes.items() if box.ragged} == set(like.boxes)
         if "deterministic" in like.fields:
@@ -209,8 +214,12 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
         (64, (32, 32), 1024, False, (32, 2)),
         (64, (32, 32), 4096, True, (16, 1)),
         (64, (32, 32), 16384, False, (4, 1)),  # these touch as much as one L2 cache holds
+        (64, (32, 32), 256, False, (32, 4)),  # these make up a wave
+        (64, (64, 64), 256, True, (64, 2)),
+        (64, (256, 256), 128, False, (256, 1)),
+        (64, (16, 16), 512, True, (16, 8)),
         (64, (64, 8), 512, True, (8, 2)),
-        (64, (3, 3), 512, False, (2, 4)),
+        (64, (3, 3), 512, False, (2, 8)),  # not too many sequences
         (96, (16, 16), 2048, False, (8, 1)),  # without turns, fewer of them
         (96, (16, 16), 2048, True, (16, 1)),
         (128, (16, 16), 512, False, (1, 1)),
@@ -225,6 +234,13 @@ def test_small_head_dims_take_key_blocks_of_other_heads_and_sequences_in_between
     assert together == heads_and_sequences
     made = of_lengths(dim, 16384 // rows, rows, heads, causal=causal, deterministic=True)
     assert made.launches[0].fields["sequences_together"] == 1
+
+
+@pytest.mark.parametrize(("num_sms", "sequences"), [(114, 4), (132, 4), (78, 2)])
+def test_a_wave_of_key_blocks_is_that_of_the_gpu_or_nearly(num_sms: int, sequences: int) -> None:
+    problem = of_lengths(64, 32, 512, (32, 32)).problem
+    made = plan(problem, replace(H100, num_sms=num_sms))
+    assert made.launches[0].fields["sequences_together"] == sequences
 
 
 def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() -> None:

@@ -66,6 +66,7 @@ CHANGEABLE = {
     "array": (np.ones(()), False, (-1, -1)),
     "array in a window": (None, False, (np.ones(()), 1)),
     "no window": (None, False, None),
+    "long window": (None, False, (1, 2, 3)),
     "list": ([1], False, (-1, -1)),
     "object": (object(), False, (-1, -1)),
 }
@@ -82,7 +83,7 @@ def test_arguments_that_may_change_or_hold_memory_are_not_kept(values: tuple[Any
 def test_what_is_kept_is_bounded() -> None:
     for number in range(2 * MAX_KEPT):
         assert asked(None, False, (number, 0)).options.window_size == (number, 0)
-    assert len(options_module._kept) <= MAX_KEPT
+    assert options_module._kept.cache_info().currsize <= MAX_KEPT
 
 
 def test_defaults_are_filled_in() -> None:

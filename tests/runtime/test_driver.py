@@ -68,7 +68,7 @@ def test_the_current_device_is_that_of_the_threads_context(
         return result
 
     with monkeypatch.context() as patch:
-        patch.setattr(driver, "function", lambda *_: answer)
+        patch.setattr(driver, "_device_of_context", lambda: answer)
         assert driver.current_device() == device
 
 
@@ -106,45 +106,3 @@ def test_a_capture_is_relaxed_inside_and_as_it_was_after_an_error(monkeypatch: p
         with pytest.raises(KeyError):
             fail()
     assert modes == [0, 2, 0]
-
-
-class Config(ctypes.Structure):
-    """CUlaunchConfig, as cuda.h has it."""
-
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "smem")),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
-    )  # fmt: skip
-
-
-def test_an_early_launch_is_described_as_the_driver_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[Any, ...]] = []
-
-    def launch(config: bytes, kernel: int, pointers: int, extra: None) -> int:
-        assert len(config) == ctypes.sizeof(Config)
-        read = Config.from_buffer_copy(config)
-        words = (ctypes.c_int * 3).from_address(read.attributes)
-        seen.append((*(getattr(read, name) for name, _ in Config._fields_[:8]), read.num_attributes, *words[::2]))
-        assert (kernel, pointers, extra) == (2**40, 2**41, None)
-        return 0
-
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "function", lambda name, *argtypes: {"cuLaunchKernelEx": launch}[name])
-        early = driver.EarlyLaunch(SimpleNamespace(ptr=2**40), (132, 1, 1), (256, 1, 1), 200_000)
-        for stream in (2**42, 2**42, 0):
-            early(2**41, stream)
-    # 6: programmatic stream serialization
-    assert seen == [(132, 1, 1, 256, 1, 1, 200_000, stream, 1, 6, 1) for stream in (2**42, 2**42, None)]
-
-
-@pytest.mark.parametrize(("version", "early"), [(12030, False), (12040, True), (13000, True)])
-def test_only_drivers_whose_graphs_take_them_launch_early(
-    version: int, early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def tell(address: int) -> int:
-        ctypes.c_int.from_address(address).value = version
-        return 0
-
-    with monkeypatch.context() as patch:
-        patch.setattr(driver, "function", lambda name, *argtypes: {"cuDriverGetVersion": tell}[name])
-        assert driver.launches_early.__wrapped__() == early

@@ -1,0 +1,78 @@
+"""How a kernel is launched: as CuPy does it, or early, before the kernels ahead of it on the stream have ended."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+from .driver import function
+from .structs import Block
+
+
+class Stream(NamedTuple):
+    """What CuPy asks of a stream in a launch."""
+
+    ptr: int
+
+
+_stream = lru_cache(Stream)  # why: to make one takes longer than to find it
+
+
+class PlainLaunch:
+    """Launches a kernel that begins once those ahead of it on the stream have ended."""
+
+    __slots__ = ("_kernel", "_shape")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], smem_bytes: int) -> None:
+        self._kernel, self._shape = kernel, (grid, block, smem_bytes)
+
+    def __call__(self, parameters: Block, stream: int) -> None:
+        """`stream` is the address of the stream."""
+        grid, block, smem_bytes = self._shape
+        self._kernel(grid, block, parameters.arguments, smem_bytes, _stream(stream))
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute, with a number for its value."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+# CUlaunchConfig: the grid, the block, bytes of shared memory, the stream, the attributes and their number.
+_CONFIG = struct.Struct("=7I4xQQI4x")
+_EARLY = _Attribute(6, 0, 1)  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+EARLY_DRIVER = 12040  # the first driver whose graphs take such launches from every capture
+
+
+@cache
+def launches_early() -> bool:
+    """Whether the driver lets a kernel begin before the one ahead of it has ended."""
+    version = ctypes.c_int(0)
+    failed = function("cuDriverGetVersion", ctypes.c_void_p)(ctypes.addressof(version))
+    return not failed and version.value >= EARLY_DRIVER
+
+
+class EarlyLaunch:
+    """Launches a kernel that waits by itself for the kernels ahead of it (`griddepcontrol.wait`).
+
+    Its blocks begin while those of the kernel ahead of it end. It is for one thread at a time.
+    """
+
+    __slots__ = ("_function", "_latest", "_launch", "_shape")
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], smem_bytes: int) -> None:
+        self._launch = function("cuLaunchKernelEx", ctypes.c_char_p, *[ctypes.c_void_p] * 3)
+        self._function, self._shape = kernel.ptr, (*grid, *block, smem_bytes)
+        self._latest = -1, b""  # stream and CUlaunchConfig of the latest launch
+
+    def __call__(self, parameters: Block, stream: int) -> None:
+        """`stream` is the address of the stream."""
+        latest = self._latest  # why read once: a finalizer may launch in between
+        if latest[0] != stream:
+            latest = self._latest = stream, _CONFIG.pack(*self._shape, stream, ctypes.addressof(_EARLY), 1)
+        if result := self._launch(latest[1], self._function, parameters.pointers, None):
+            from cupy.cuda.driver import CUDADriverError
+
+            raise CUDADriverError(result)

@@ -1,0 +1,67 @@
+"""Launches of one kernel, as the driver is asked for them."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cuflash.runtime import kernel_launch
+from cuflash.runtime.structs import Block
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig, as cuda.h has it."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "smem")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("num_attributes", ctypes.c_uint),
+    )  # fmt: skip
+
+
+def test_an_early_launch_is_described_as_the_driver_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def launch(config: bytes, kernel: int, pointers: int, extra: None) -> int:
+        assert len(config) == ctypes.sizeof(Config)
+        read = Config.from_buffer_copy(config)
+        words = (ctypes.c_int * 3).from_address(read.attributes)
+        seen.append((*(getattr(read, name) for name, _ in Config._fields_[:8]), read.num_attributes, *words[::2]))
+        assert (kernel, pointers, extra) == (2**40, 2**41, None)
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_launch, "function", lambda name, *argtypes: {"cuLaunchKernelEx": launch}[name])
+        early = kernel_launch.EarlyLaunch(SimpleNamespace(ptr=2**40), (132, 1, 1), (256, 1, 1), 200_000)
+        for stream in (2**42, 2**42, 0):
+            early(SimpleNamespace(pointers=2**41), stream)  # type: ignore[arg-type]
+    # 6: programmatic stream serialization
+    assert seen == [(132, 1, 1, 256, 1, 1, 200_000, stream, 1, 6, 1) for stream in (2**42, 2**42, None)]
+
+
+@pytest.mark.parametrize(("version", "early"), [(12030, False), (12040, True), (13000, True)])
+def test_only_drivers_whose_graphs_take_them_launch_early(
+    version: int, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tell(address: int) -> int:
+        ctypes.c_int.from_address(address).value = version
+        return 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_launch, "function", lambda name, *argtypes: {"cuDriverGetVersion": tell}[name])
+        assert kernel_launch.launches_early.__wrapped__() == early
+
+
+def test_a_plain_launch_gets_its_grid_parameters_and_stream() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def kernel(grid: Any, block: Any, arguments: Any, smem_bytes: int, stream: Any) -> None:
+        seen.append((grid, block, arguments, smem_bytes, stream.ptr))
+
+    plain, parameters = kernel_launch.PlainLaunch(kernel, (7, 1, 1), (256, 1, 1), 200_000), Block(64)
+    parameters.arguments = (parameters.address,)
+    for stream in (2**42, 0, 2**42):
+        plain(parameters, stream)
+    assert seen == [((7, 1, 1), (256, 1, 1), (parameters.address,), 200_000, stream) for stream in (2**42, 0, 2**42)]
