@@ -112,8 +112,9 @@ def unreached(wanted: list[Variant]) -> list[str]:
         shared = (replace(row, shares_heads=True) for row in tiles_sm90.BACKWARD)
         dense = *tiles_sm90.BACKWARD, *shared, *tiles_sm90.ROWS
         of_lengths = *(row.for_lengths() for row in tiles_sm90.BACKWARD if not row.min_queries), *tiles_sm90.ROWS
-        for capped, (lengths, gradients) in itertools.product((False, True), enumerate((dense, of_lengths))):
-            rows += [(dtype, row, capped, bool(lengths)) for row in gradients if row.softcap in (None, capped)]
+        both = (dense, False), (of_lengths, True)
+        for (gradients, lengths), capped in itertools.product(both, (False, True)):
+            rows += [(dtype, row, capped, lengths) for row in gradients if row.softcap in (None, capped)]
     missing = [row for row in dict.fromkeys(rows) if row not in reached]
     return [
         f"{dtype} {row}{', capped' * capped}{', of several lengths' * lengths}"
