@@ -200,7 +200,8 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         parts = replace(plain, name="parts", heads=(16, 1))  # blocks of threads share the query heads of a key block
         for of in (parts, replace(parts, name="parts_masked", **masked)):
             yield SequenceCase(of), ("backward",)
-    heads = (device.query(0).num_sms,) * 2  # a block of threads takes several key blocks
-    for causal in (False, True):
-        several = Sequences(f"key_blocks_{causal}", (300, 1, 700), (1040, 700, 90), heads=heads, causal=causal)
-        yield SequenceCase(several), ("backward",)
+    heads = (device.query(0).num_sms,) * 2  # a block of threads takes several key blocks, or blocks of rows
+    several = Sequences("several", (300, 1, 700), (1040, 700, 90), heads=heads)
+    for dims, causal in itertools.product(((64, 64), (256, 256)), (False, True)):
+        yield SequenceCase(replace(several, name=f"several_{causal}", dims=dims, causal=causal)), ("backward",)
+    yield SequenceCase(replace(several, name="several_wild", dims=(192, 192)), wild=True), ("backward",)

@@ -34,8 +34,8 @@ from .variant import PORTABLE_THREADS, Variant, variant_of
 DELTA_ROWS = 32  # queries of a block of the delta kernel
 # Heads of such a block at most, where it has to find its sequence first, and blocks of a multiprocessor that are left.
 DELTA_HEADS, DELTA_BLOCKS = 8, 16
-# Numbers of a key block in the list that delta makes, and of how it is shared out: common/seen_rows.cuh.
-KEY_BLOCK_WORDS, KEY_SHARES_WORDS = 16, 4
+# Numbers of a block that delta tells of, and of how the list of key blocks is shared out: common/seen_rows.cuh.
+BLOCK_WORDS, KEY_SHARES_WORDS = 16, 4
 SORTED_WAVES = 2  # the last waves of that list, in which the longest key blocks come first
 MOST_PARTS = 8  # blocks of threads that share a key block of the list at most
 ACC_ROWS = 16  # rows of a tile of the accumulators
@@ -214,7 +214,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         **SharedKeys(takers, 0, shared_keys, 0)._asdict(),
     }
     of_keys = {
-        "key_slots": own.num_slots("k", problem.batch, PADDED_SLOT),
+        "num_slots": own.num_slots("k", problem.batch, PADDED_SLOT),
         "block_k": tile.block_k,
         "max_key_blocks": most_blocks,
         "sorted_blocks": blocks_of(SORTED_WAVES * device.num_sms, min(together, problem.heads_kv)),
@@ -225,7 +225,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "sequences_together": sequences_together,
     }
     workspace = _sums(tile, problem.heads_q, stats_rows, num_q_blocks, shared_keys) | {
-        "key_list": most_blocks * KEY_BLOCK_WORDS,
+        "key_list": most_blocks * BLOCK_WORDS,
         "key_shares": KEY_SHARES_WORDS,
         # A counter for each tile of dq, for each shared key block, and for what blocks of threads have taken.
         "turns": problem.heads_q * num_q_blocks + shared_keys + 1,
@@ -254,11 +254,12 @@ def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile,
     num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
     num_k_blocks = blocks_of(problem.seqlen_k, tiles[1].block_k)
     times = problem.batch
+    workspace, of_slots = {}, {}
     if (own := problem.lengths) is not None:
-        num_q_blocks = own.num_slots("q", problem.batch, tiles[0].block_q)
-        num_k_blocks = own.num_slots("k", problem.batch, tiles[1].block_k)
-        times = 1
-    blocks = times * problem.heads_q * num_q_blocks, times * problem.heads_kv * num_k_blocks
+        num_q_blocks, num_k_blocks = (own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk")
+        times, of_slots = 1, {"num_slots": max(num_q_blocks, num_k_blocks)}
+        workspace = dict.fromkeys(("q_blocks", "k_blocks"), of_slots["num_slots"] * BLOCK_WORDS)
+    work = times * problem.heads_q * num_q_blocks, times * problem.heads_kv * num_k_blocks
     stats_rows = _stats_rows(problem)
     fields = {
         "num_q_blocks": num_q_blocks,
@@ -266,12 +267,14 @@ def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile,
         "heads_together": 1 if is_full(problem) else HEADS_TOGETHER,
         "stats_rows": stats_rows,
     }
-    boxes = _boxes(problem, *tiles[0].boxes)
-    launches = [_delta(problem, device, stats_rows, 1)]
+    launches = [_delta(problem, device, stats_rows, 1, **of_slots)]
     for tile in tiles:
         variant = _warpgroup_variant(problem, device, f"backward_{tile.gradient}", tile)
-        launches.append(Launch(variant, blocks[tile.gradient != "dq"], fields, boxes))
-    return make_plan(problem, device, launches, {"stats": 2 * times * problem.heads_q * stats_rows})
+        num_work = work[tile.gradient != "dq"]
+        blocks = num_work if own is None else min(num_work, device.num_sms)
+        launches.append(Launch(variant, blocks, fields, _boxes(problem, *tile.boxes), counted=own is not None))
+    workspace |= {"stats": 2 * times * problem.heads_q * stats_rows}
+    return make_plan(problem, device, launches, workspace, num_work=max(work))
 
 
 def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
@@ -299,8 +302,8 @@ def _delta(problem: Problem, device: Device, stats_rows: int, stats_step: int, *
     if own is None:
         return Launch(variant, problem.batch * blocks, fields)
     each = max(1, min(DELTA_HEADS, blocks // (DELTA_BLOCKS * device.num_sms)))
-    of_keys = 1 + fields["key_slots"] if "key_slots" in fields else 0
-    num_blocks = of_keys + blocks_of(problem.heads_q, each) * (stats_rows // DELTA_ROWS)
+    of_slots = 1 + fields["num_slots"] if "num_slots" in fields else 0
+    num_blocks = of_slots + blocks_of(problem.heads_q, each) * (stats_rows // DELTA_ROWS)
     return Launch(variant, num_blocks, fields | {"heads_each": each})
 
 

@@ -14,7 +14,7 @@ PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
 TILE_SLOTS = 16  # descriptions of tiles in shared memory
 # Of sequences that have lengths of their own: descriptions of a block's work in backward, and in backward by rows.
-DEALT_BYTES, WORK_BYTES = 4 * (80 + 16), 80
+DEALT_BYTES, WORK_BYTES = 4 * (80 + 16), 2 * (80 + 16 + 8)
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 WARP_ROWS = 16  # queries of a warp
@@ -191,8 +191,8 @@ class WarpgroupRowsTile:
 
     @property
     def boxes(self) -> tuple[int, int]:
-        """Rows of q and dout, and of k and v, that one copy brings; they divide the tiles of all three gradients."""
-        return 32, 32
+        """Rows of q and dout, and of k and v, that one copy brings."""
+        return self.columns, self.columns
 
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""

@@ -65,13 +65,14 @@ class Kernels:
         self._loaded: list[tuple[int, EarlyLaunch | PlainLaunch]] = []  # of each: the number of its parameters
         self._parameters: list[Parameters] = []
         self._counted: list[tuple[int, int, int]] = []  # number of the parameters, word, and how many counters it is of
-        numbers: dict[tuple[str, int], int] = {}
+        numbers: dict[tuple[object, ...], int] = {}
         for launch in made.launches:
             if not launch.num_blocks:
                 continue
             variant = launch.variant
             # why: launches that take the same struct share it: Hopper's three of one gradient each.
-            number = numbers.setdefault((variant.params, id(launch.fields)), len(numbers))
+            struct = variant.params, id(launch.fields), *launch.boxes.items()
+            number = numbers.setdefault(struct, len(numbers))
             if number == len(self._parameters):
                 self._parameters.append(Parameters(made.problem, launch, made.workspace))
                 counts = {"counter": int(launch.counted), "arrivals": launch.arrivals}

@@ -115,9 +115,9 @@ _STRUCTS: dict[str, Fields] = {
     ],
     "DeltaParams": [
         *_operands("dout out dq dk dv"),
-        *_pointers("lse dlse stats dq_acc turns key_list key_shares"),
+        *_pointers("lse dlse stats dq_acc turns key_list key_shares q_blocks k_blocks"),
         *_PROBLEM,
-        *_ints("stats_rows stats_step stats_delta num_q_blocks more_turns padded_dim heads_each key_slots"),
+        *_ints("stats_rows stats_step stats_delta num_q_blocks more_turns padded_dim heads_each num_slots"),
         *_ints("block_k max_key_blocks sorted_blocks takers shared_keys most_parts last_steps sequences_together"),
     ],
     "BackwardParams": [
@@ -147,7 +147,7 @@ _STRUCTS: dict[str, Fields] = {
     ],
     "TiledRowsParams": [
         *_maps("q k v dout dq dk dv"),
-        *_pointers("stats"),
+        *_pointers("stats q_blocks k_blocks counter"),
         *_PROBLEM,
         *_ints("num_q_blocks num_k_blocks heads_together stats_rows"),
     ],

@@ -103,14 +103,15 @@ struct SplitParams {
 
 // portable/delta.cu.
 struct DeltaParams {
-  Operand dout, out, dq, dk, dv;  // dk and dv are not used but with key_list
+  Operand dout, out, dq, dk, dv;  // dk and dv are not used but with num_slots
   const float* lse;   // (batch, heads_q, seqlen_q), contiguous …
   const float* dlse;  // … and the same, or null
   float* stats;       // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
   float* dq_acc;      // to be set to zero, unless there are turns; or null
   unsigned* turns;    // (batch, heads_q, num_q_blocks) counters, then more_turns: to be set to zero; or null
-  void *key_list, *key_shares;  // (max_key_blocks) SeenKeyBlock of sequences of several lengths, and KeyShares of them, to
-                                // be written; or null
+  // Of sequences of several lengths, to be written; or null.
+  void *key_list, *key_shares;  // (max_key_blocks) SeenBlock, and KeyShares of them
+  void *q_blocks, *k_blocks;    // (num_slots) SeenBlock, one for each slot of kPaddedSlot queries, or keys
   ProblemParams problem;
   int stats_rows;  // seqlen_q rounded up to whole tiles
   // Of query i of a head: lse * log2(e), inf where nothing is seen, stands at stats[2 * stats_rows * head + stats_step
@@ -119,7 +120,7 @@ struct DeltaParams {
   int num_q_blocks, more_turns;
   int padded_dim;             // columns of a row of dq_acc
   int heads_each;             // of a block of threads, one after the other
-  int key_slots;              // blocks of threads that clear dk and dv; 0 without key_list
+  int num_slots;  // of keys, whose dk and dv are to be cleared, or of queries if these are told of, too, and more; or 0
   int block_k, max_key_blocks;  // keys of a key block; key blocks that there is room for
   int sorted_blocks;            // of the list, the last ones
   int takers;                   // blocks of threads that take key blocks
@@ -183,6 +184,9 @@ struct TiledBackwardParams {
 struct TiledRowsParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
   const float* stats;  // as in TiledBackwardParams
+  // Of several lengths: as in DeltaParams, and the counter of the work that blocks of threads have taken.
+  const void *q_blocks, *k_blocks;
+  unsigned* counter;
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int heads_together, stats_rows;  // heads_together: query or kv heads whose blocks start longest first

@@ -41,14 +41,16 @@ struct alignas(16) SeenRows {
   }
 };
 
-// A key block of a sequence, as the kernel that goes over them is told of it.
-struct alignas(16) SeenKeyBlock : SeenRows {
-  int block;
+// A block of keys or queries of a sequence, as the kernel that goes over them is told of it.
+struct alignas(16) SeenBlock : SeenRows {
+  static constexpr int kNone = -1;
 
-  SeenKeyBlock() = default;
-  __device__ SeenKeyBlock(const SeenRows& rows, int number) : SeenRows(rows), block(number) {}
+  int block;  // its number among those of the sequence, or kNone
+
+  SeenBlock() = default;
+  __device__ SeenBlock(const SeenRows& rows, int number) : SeenRows(rows), block(number) {}
 };
-static_assert(sizeof(SeenKeyBlock) == 64, "the host reserves this much for each");
+static_assert(sizeof(SeenBlock) == 64, "the host reserves this much for each");
 
 // How the key blocks of a list are shared out, counted over the list and kv heads: the first `whole` of them each to one
 // block of threads, each of the others to `parts` of them.

@@ -3,11 +3,11 @@
 //   delta = rowsum(dout ∘ out) - dlse        lse_log2 = lse * log2(e), or inf where a query sees nothing
 //
 // It also prepares the sums that blocks of threads make together: it sets the accumulator of dq to zero or, for kernels
-// that take turns at dq, the counters of the turns and those rows of dq that these kernels pass over. Of sequences of
-// several lengths it then does the same for keys (key_blocks.cuh).
+// that take turns at dq, the counters of the turns and those rows of dq that these kernels pass over. For kernels that go over
+// blocks of sequences of several lengths it tells of them, and does the same for dk and dv (key_blocks.cuh).
 //
-// Roles    8 threads own a query; a block of threads owns 32 queries, of one head after the other. With a list of key
-//          blocks, the first block of threads writes it, and those after it own a slot of keys each.
+// Roles    8 threads own a query; a block of threads owns 32 queries, of one head after the other. Where it tells of
+//          blocks, the first block of threads writes the list, if there is one, and those after it own a slot each.
 #include "../common/accumulators.cuh"
 #include "../common/work.cuh"
 #include "key_blocks.cuh"
@@ -119,9 +119,9 @@ struct RaggedRows {
     return p.stats_step == 1 ? sequence.seen_queries().begin : 0;
   }
 
-  // Blocks of threads for keys come before those for queries.
-  __device__ static int blocks_for_keys(const DeltaParams& p) { return p.key_list == nullptr ? 0 : 1 + p.key_slots; }
-  __device__ static unsigned index(const DeltaParams& p) { return blockIdx.x - blocks_for_keys(p); }
+  // Blocks of threads for a list and for slots come before those for queries.
+  __device__ static int blocks_for_slots(const DeltaParams& p) { return p.num_slots == 0 ? 0 : 1 + p.num_slots; }
+  __device__ static unsigned index(const DeltaParams& p) { return blockIdx.x - blocks_for_slots(p); }
 };
 
 template <bool kOfSeveralLengths>
@@ -139,9 +139,13 @@ constexpr int kMinBlocks = kLengths ? 5 : 0;
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
   if constexpr (kLengths) {
-    if (blockIdx.x < RaggedRows::blocks_for_keys(p)) {
-      if (blockIdx.x == 0) list_key_blocks(p);
-      else clear_unseen_keys<kLanes>(p, blockIdx.x - 1);
+    if (blockIdx.x < RaggedRows::blocks_for_slots(p)) {
+      if (blockIdx.x > 0) {
+        tell_slots(p, blockIdx.x - 1);
+        clear_unseen_keys<kLanes>(p, blockIdx.x - 1);
+      } else if (p.key_list != nullptr) {
+        list_key_blocks(p);
+      }
       return;
     }
   }
@@ -153,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const int query = row + work.first_query(p);
   const bool sees = query >= seen.begin && query < seen.end;
   const bool whole = p.dout.aligned && p.out.aligned && p.problem.head_dim_v % kChunkElements == 0;
-  const bool clears = p.turns != nullptr && (row < seen.begin || row >= seen.end) && row < work.num_rows();
+  const bool passed_over = (row < seen.begin || row >= seen.end) && row < work.num_rows();
+  const bool clears = passed_over && (p.turns != nullptr || p.q_blocks != nullptr);
 
 #pragma unroll 1
   for (int head = work.head; head < work.head_end; ++head) {

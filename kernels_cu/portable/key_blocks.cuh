@@ -1,5 +1,6 @@
-// Of sequences of several lengths, what delta.cu does for the kernel that goes over their key blocks (sm90/backward.cu):
-// it lists those that some query sees, and sets the gradients of all other keys to zero.
+// Of sequences of several lengths, what delta.cu does for kernels that go over their blocks: it lists key blocks that some
+// query sees (for sm90/backward.cu) or tells of slots of queries and keys which blocks they hold (for sm90/backward_rows.cu),
+// and sets the gradients of keys that no query sees to zero.
 #pragma once
 #include "../common/seen_rows.cuh"
 #include "../common/vector.cuh"
@@ -26,12 +27,12 @@ __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
 
 // Sorts the last key blocks of the list, so that the longest come first, and those of a sequence in their order. All
 // threads call. why not all: others that use the same rows of q follow each other, so that L2 has these.
-__device__ inline void sort_last(const DeltaParams& p, SeenKeyBlock* list, int listed) {
+__device__ inline void sort_last(const DeltaParams& p, SeenBlock* list, int listed) {
   __shared__ int lengths[kNumThreads];
   const int count = min(listed, min(p.sorted_blocks, kNumThreads)), i = threadIdx.x;
-  SeenKeyBlock* const last = list + listed - count;
+  SeenBlock* const last = list + listed - count;
   __syncthreads();  // why: others wrote them
-  SeenKeyBlock own;
+  SeenBlock own;
   if (i < count) {
     own = last[i];
     // Without a mask they are as long as there are queries; under a causal mask the more, the more keys follow.
@@ -53,7 +54,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
   constexpr int kWarps = kNumThreads / 32;
   __shared__ int of_warps[kWarps], counts[kNumThreads];
   const ProblemParams& problem = p.problem;
-  SeenKeyBlock* const list = static_cast<SeenKeyBlock*>(p.key_list);
+  SeenBlock* const list = static_cast<SeenBlock*>(p.key_list);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int listed = 0;
   // why none else: tiles of dq would have turns that nobody takes, and others would wait for them for ever.
@@ -94,7 +95,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
           to += min(others, block) + (other < of && others > block);
         }
         // why a bound: somebody may write to the lengths while they are read.
-        if (unsigned(to) < p.max_key_blocks) list[to] = SeenKeyBlock(same, block);
+        if (unsigned(to) < p.max_key_blocks) list[to] = SeenBlock(same, block);
       }
     }
   }
@@ -112,11 +113,34 @@ __device__ __forceinline__ void clear_row(const Operand& x, const Place& place, 
   }
 }
 
+// Tells which block of queries that see a key, or of keys that are seen, a slot holds. Queries come from the last on. One
+// warp calls. why not the kernel that goes over it: to find out takes about 1 µs, for each head and gradient.
+template <bool kOfQueries>
+__device__ void tell_slot(const ProblemParams& problem, void* blocks, int slot) {
+  const Axis axis = kOfQueries ? axis_of_queries(problem) : axis_of_keys(problem);
+  const Territory territory = Territory::of_slot(axis, slot, kPaddedSlot);
+  const SeenRows rows(problem, RaggedSequence(problem, territory.sequence));
+  const int row = kOfQueries ? territory.row_from_end(slot, kPaddedSlot) : territory.row(slot, kPaddedSlot);
+  const bool exists = row >= 0 && row < (kOfQueries ? rows.seqlen_q : rows.seqlen_k);
+  const SeenBlock block(rows, exists ? row / kPaddedSlot : SeenBlock::kNone);
+  if (threadIdx.x % 32 == 0) static_cast<SeenBlock*>(blocks)[slot] = block;
+}
+
+// The same of both sides. All threads call.
+__device__ inline void tell_slots(const DeltaParams& p, int slot) {
+  if (p.q_blocks == nullptr) return;
+  const int warp = threadIdx.x / 32;
+  if (warp == 0) tell_slot<true>(p.problem, p.q_blocks, slot);
+  if (warp == 1) tell_slot<false>(p.problem, p.k_blocks, slot);
+}
+
 // Sets dk and dv of those keys of a slot to zero that no query sees.
 template <int kLanes>
 __device__ void clear_unseen_keys(const DeltaParams& p, int slot) {
   const ProblemParams& problem = p.problem;
-  const Territory territory = Territory::of_slot(axis_of_keys(problem), slot, kPaddedSlot);
+  const Axis axis = axis_of_keys(problem);
+  const Territory territory = Territory::of_slot(axis, slot, kPaddedSlot);
+  if (axis.cu_seqlens == nullptr && territory.sequence >= axis.batch) return;  // a slot of queries alone
   const RaggedSequence sequence(problem, territory.sequence);
   const Range seen = sequence.seen_keys();
   const Place place{sequence.k_place.batch, territory.begin};

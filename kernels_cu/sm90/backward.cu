@@ -139,14 +139,6 @@ struct Consumer : Role {
     mask.apply<true>(s, key + 16 * warp + lane / 4, query, lane % 4);
   }
 
-  // The query tiles that see all keys of this warpgroup, if all of these exist.
-  __device__ __forceinline__ TileRange find_clear() const {
-    const int key = block * kBlockK + group * kGroupRows;
-    const Mask mask = sequence().mask();
-    if (key + kGroupRows > mask.seqlen_k) return {0, 0};
-    return TileRange::inside(mask.transposed().full_range(key, key + kGroupRows), kBlockQ);
-  }
-
   // Scores become p.
   __device__ __forceinline__ void exponentiate(float (&s)[4], unsigned stats) const {
     const float scale = params.problem.score.scale_log2;
@@ -306,7 +298,10 @@ struct Consumer : Role {
     unsigned n = 0;
 #pragma unroll 1
     while (next_block()) {
-      if constexpr (kLengths) clear = find_clear();
+      if constexpr (kLengths) {
+        const int key = block * kBlockK + group * kGroupRows;
+        clear = clear_tiles(sequence().mask().transposed(), {key, key + kGroupRows}, kBlockQ);
+      }
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll

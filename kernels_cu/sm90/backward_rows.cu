@@ -9,12 +9,13 @@
 //
 //   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh
 //
-// Roles    warpgroup 0  One warp loads.
+// Roles    warpgroup 0  One warp loads; of several lengths another deals out blocks of rows.
 //          the others   Each owns 64 rows and all columns. A step is a tile of columns:
 //                       gradient of this tile, s and dp of the next | its p, beside dp | its ds
 //                       For dv the s of the next tile is begun first.
 // Barriers b_full, d_full    the tile has arrived, the first one together with a, or c
 //          b_empty, d_empty  every warp is done with it
+//          full, empty, wanted, rows_left  of several lengths: in rows_work.cuh
 //          kRowsRead         named, of a warpgroup: its warps are done with its rows of a
 #include "../ptx/cp_async.cuh"
 #include "rows_storage.cuh"
@@ -25,7 +26,7 @@ enum NamedBarrier { kRowsRead = 1 };  // one for each warpgroup, from this numbe
 struct Role {
   const TiledRowsParams& params;
   const Addresses& smem;
-  const RowWork& work;
+  RowWork& work;
   const bool leads = threadIdx.x % 32 == 0;
 };
 
@@ -46,7 +47,8 @@ struct Loader : Role {
     cp_async_mbarrier_arrive(barrier);
   }
 
-  __device__ __forceinline__ void run() const {
+  // Loads all tiles of a block of rows. The result is the number of the step after them.
+  __device__ __forceinline__ unsigned run(unsigned begin) const {
     const TensorMap& map_a = kRowsAreQueries ? params.q_map : params.k_map;
     const TensorMap& map_b = kRowsAreQueries ? params.k_map : params.q_map;
     const TensorMap& map_c = kRowsAreQueries ? params.dout_map : params.v_map;
@@ -54,22 +56,23 @@ struct Loader : Role {
     const int heads_per_kv = params.problem.heads_per_kv;
     const auto rows = work.seen_rows_from(work.row_begin);
     const AscendingTiles tiles = work.columns;
-    unsigned n = 0;
+    unsigned n = begin;
 #pragma unroll 1
     for (int i = 0; i < work.num_heads; ++i) {
       const int head = kRowsAreQueries ? work.head / heads_per_kv : work.head * heads_per_kv + i;  // of the columns
       const int query_head = kRowsAreQueries ? work.head : head;
 #pragma unroll 1
       for (int tile = tiles.first(); tiles.has(tile); tile = tiles.next(tile), ++n) {
-        const bool first = n == 0, with_stats = first || !kRowsAreQueries;
+        const bool first = n == begin, with_stats = first || !kRowsAreQueries;
         const Slot<kStages> b(n);
         const Slot<kSecondStages> d(n);
-        const auto columns = work.seen_columns_from(tile * kColumns);
+        const auto columns = read(work.seen_columns_from(tile * kColumns));  // why before the wait: L17
         const auto sequence = work.sequence();
         const float* const stats = params.stats + 2 * (sequence.query_head(query_head) * params.stats_rows) +
                                    sequence.padded_query(kRowsAreQueries ? work.row_begin : tile * kColumns);
         const unsigned b_full = smem.b_full + 8 * b.index, d_full = smem.d_full + 8 * d.index;
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
+        if (first) work.await_rows_left();
         if (leads) {
           mbarrier_arrive_expect_tx(b_full, kBytesB + (first ? kBytesA : 0));
           if (first) load<false, kRows>(map_a, smem.a, b_full, rows, work.head);
@@ -89,6 +92,9 @@ struct Loader : Role {
         if constexpr (kWithDp) load_stats(smem.delta_of(n), stats + params.stats_rows, d_full, with_stats);
       }
     }
+    if (n == begin) work.await_rows_left();
+    work.want_next(leads);
+    return n;
   }
 };
 
@@ -98,6 +104,7 @@ using Pairs = unsigned[kColumns / 4];
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
   float out[kOutDim / 2];
+  TileRange clear;  // of several lengths: tiles of columns that all rows of this warpgroup see. why held: L5
 
   __device__ __forceinline__ Consumer(const Role& role, int warp_idx)
       : Role(role), group(warp_idx / 4), warp(warp_idx % 4) {}
@@ -115,11 +122,12 @@ struct Consumer : Role {
     ::begin_scores<kDim, 0>(x, nullptr, rows, kPanelBytesRows, wgmma_descriptor(b_smem), kPanelBytesColumns);
   }
 
-  // Scores of columns from `column` on become -inf where they are not visible.
-  __device__ __forceinline__ void hide(Scores& s, int column) const {
+  // Scores of a tile of columns become -inf where they are not visible.
+  __device__ __forceinline__ void hide(Scores& s, int tile) const {
+    if (kLengths && tile >= clear.begin && tile < clear.end) return;
     const Mask mask = work.rows_mask();
-    const int begin = work.row_begin + group * kGroupRows;
-    if (mask.all_visible<true>({begin, begin + kGroupRows}, {column, column + kColumns})) return;
+    const int begin = work.row_begin + group * kGroupRows, column = tile * kColumns;
+    if (!kLengths && mask.all_visible<true>({begin, begin + kGroupRows}, {column, column + kColumns})) return;
     mask.apply<true>(s, row(), column, fresh_thread() % 4);
   }
 
@@ -146,7 +154,7 @@ struct Consumer : Role {
   // Products become p, or stay scores where their slope is still needed.
   __device__ __forceinline__ void weigh_scores(Scores& s, int tile, unsigned lse_smem) const {
     Score{params.problem.score}.apply(s);
-    hide(s, tile * kColumns);
+    hide(s, tile);
     if constexpr (!Score::kAlwaysChanges || !kWithDp) {
       float lse[2];
 #pragma unroll
@@ -219,28 +227,33 @@ struct Consumer : Role {
     }
   }
 
-  __device__ __forceinline__ void run() {
+  // Makes the gradient of a block of rows. The result is the number of the step after its last.
+  __device__ __forceinline__ unsigned run(unsigned begin) {
 #pragma unroll
     for (int i = 0; i < kOutDim / 2; ++i) out[i] = 0.0f;
+    const int row_begin = work.row_begin + group * kGroupRows;
+    if constexpr (kLengths) clear = clear_tiles(work.rows_mask(), {row_begin, row_begin + kGroupRows}, kColumns);
     const AscendingTiles tiles = work.columns;
-    const unsigned steps = tiles.count() * work.num_heads;
-    if (steps > 0) {
+    const unsigned end = begin + tiles.count() * work.num_heads;
+    if (end > begin) {
       Pairs weights;
-      step<true>(weights, tiles.first(), 0);
+      step<true>(weights, tiles.first(), begin);
       int tile = tiles.first();
 #pragma unroll 1
-      for (unsigned n = 1; n < steps; ++n) {
+      for (unsigned n = begin + 1; n < end; ++n) {
         tile = tiles.next(tile);
         if (!tiles.has(tile)) tile = tiles.first();  // of the next query head
         step<false>(weights, tile, n);
       }
-      const Slot<kSecondStages> d(steps - 1);
+      const Slot<kSecondStages> d(end - 1);
       if constexpr (!kWithDp) mbarrier_wait(smem.d_full + 8 * d.index, d.parity);
-      const unsigned last = kWithDp ? smem.b + Slot<kStages>(steps - 1).index * kBytesB : smem.d + d.index * kBytesD;
+      const unsigned last = kWithDp ? smem.b + Slot<kStages>(end - 1).index * kBytesB : smem.d + d.index * kBytesD;
       begin_sum<kColumns, kOutDim>(out, weights, last, kPanelBytesColumns);
       wgmma_wait<0>(out);
+      work.leave_columns(kWithDp ? smem.b_empty + 8 * Slot<kStages>(end - 1).index : smem.d_empty + 8 * d.index, leads);
     }
     store();
+    return end;
   }
 
   // Stores the warp's rows of the gradient, through the place of a.
@@ -252,6 +265,7 @@ struct Consumer : Role {
     store_rows<kOutDim>(map_of_gradient(params), out, scale, smem.a + within * 128, kPanelBytesRows,
                         work.rows_from(work.row_begin + within), work.head, leads);
     if (leads) bulk_wait_read<0>();
+    work.leave_rows(leads);
   }
 };
 
@@ -261,14 +275,15 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
   const Addresses smem{storage};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (threadIdx.x == 0) smem.init();
-  if (!find_work<RowWork::Found>(storage, params)) return;
-  const RowWork work(params, storage);
+  if (threadIdx.x == 0) storage.RowWork::Dealt::init(), smem.init();
+  __syncthreads();
+  RowWork work(params, storage);
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (warp == 0) Loader{{params, smem, work}}.run();
+    if (warp == 0) work.each(Loader{{params, smem, work}});
+    if (warp == 1) work.deal();
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    Consumer({params, smem, work}, warp - 4).run();
+    work.each(Consumer({params, smem, work}, warp - 4));
   }
 }

@@ -127,7 +127,7 @@ struct DenseKeyBlocks {
 struct RaggedKeyBlocks {
   // A key block of a kv head.
   struct alignas(16) Slot {
-    SeenKeyBlock of;
+    SeenBlock of;
     int kv_head;      // kNoWork once there is no more
     int nth;          // its number among those that are shared
     int part, parts;  // which of its parts this is: steps that follow each other
@@ -179,8 +179,8 @@ struct RaggedKeyBlocks {
       if (number < listed * heads) {
         const HeadBlock at = longest_first(number, listed, heads, params.heads_together);
         st_shared_v4(to + kHeadOffset, {at.head, of_parts, index - whole - of_parts * parts, parts});
-        mbarrier_arrive_expect_tx(full(next), sizeof(SeenKeyBlock));
-        bulk_load(to, static_cast<const SeenKeyBlock*>(params.key_list) + at.block, sizeof(SeenKeyBlock), full(next));
+        mbarrier_arrive_expect_tx(full(next), sizeof(SeenBlock));
+        bulk_load(to, static_cast<const SeenBlock*>(params.key_list) + at.block, sizeof(SeenBlock), full(next));
       } else {
         st_shared_u32(to + kHeadOffset, unsigned(kNoWork));
         mbarrier_arrive(full(next));
@@ -212,7 +212,7 @@ struct RaggedKeyBlocks {
   __device__ __forceinline__ unsigned* shared_counter() const { return turns_behind() + nth_shared(); }
 
  private:
-  static constexpr unsigned kNone = ~0u, kBlockOffset = 52, kHeadOffset = sizeof(SeenKeyBlock);
+  static constexpr unsigned kNone = ~0u, kBlockOffset = 52, kHeadOffset = sizeof(SeenBlock);
   static constexpr int kNoWork = -1;
 
   __device__ __forceinline__ unsigned slot(unsigned n) const { return dealt + n % Dealt::kSlots * sizeof(Slot); }

@@ -13,8 +13,8 @@ constexpr int kQueries = kRowsAreQueries ? kRows : kColumns;  // whose lse and d
 constexpr int kStatsSlots = kRowsAreQueries ? 1 : kWithDp ? 4 : 8;
 static_assert(kRowsAreQueries || (kStatsSlots > kStages && (!kWithDp || kStatsSlots > kSecondStages)),
               "lse and delta need a slot more than there are tiles");
-constexpr int kBoxRows = 32;  // rows that one copy brings
-static_assert(kRows % kBoxRows == 0 && kColumns % kBoxRows == 0, "tiles are whole boxes");
+constexpr int kBoxRows = kColumns;  // rows that one copy brings. why not fewer: L17
+static_assert(kRows % kBoxRows == 0, "a block of rows is whole boxes");
 
 struct Storage {
   char a[kBytesA];
@@ -23,7 +23,7 @@ struct Storage {
   float stats[kWithDp ? 2 : 1][kStatsSlots][kQueries];  // lse, then delta
   unsigned long long b_full[kStages], b_empty[kStages], d_full[kSecondStages], d_empty[kSecondStages];
 };
-struct alignas(1024) SharedStorage : Storage, RowWork::Found {};
+struct alignas(1024) SharedStorage : Storage, RowWork::Dealt {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 // The slot of step n in a ring of tiles. `parity` is that of the phase in which the slot is filled.

@@ -1,6 +1,7 @@
 // Sequences of several lengths in backward on Hopper: where their rows lie, as they are read from shared memory.
 #pragma once
 #include "../common/seen_rows.cuh"
+#include "../common/tile_range.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "panels.cuh"
 
@@ -48,3 +49,9 @@ struct SeenSequence {
   __device__ __forceinline__ RaggedMapRows keys_from(int key) const { return seen_keys_from(key).read(); }
 };
 static_assert(sizeof(RaggedMapRows) == 16, "SeenSequence reads the members of SeenRows from other places");
+
+// The tiles of keys, so many each, that all of these queries see, if all of these exist: no score of them is hidden.
+__device__ __forceinline__ TileRange clear_tiles(const Mask& mask, Range queries, int size) {
+  if (queries.end > mask.seqlen_q) return {0, 0};
+  return TileRange::inside(mask.full_range(queries.begin, queries.end), size);
+}

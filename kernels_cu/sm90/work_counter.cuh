@@ -43,10 +43,7 @@ struct WorkCounter {
       unsigned taken = 0;
       // why a number, and not the first lane: the compiler then knows that no other thread counts.
       if (threadIdx.x == 32 * kDealingWarp) {
-        taken = atomicAdd(params.counter, 1u);
-        // why: the counter must be zero for the next launch. Each piece of work beyond the first of a block counts
-        // once, and so does the last question of each block, which finds none.
-        if (taken == num_work - 1) atomicExch(params.counter, 0u);
+        taken = take_number(params.counter, num_work);
       }
       taken = __shfl_sync(0xffffffffu, taken, 0);
       index = gridDim.x + taken;

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # why heads of their own: with few keys, the query heads of a group are shared out, at head dims over 128 by the kernels
 # for any GPU.
 MANY = tuple(n * 37 % 150 for n in range(270))  # more sequences than a block of threads has threads
+FALLING = tuple(900 - 17 * n for n in range(50))  # more blocks of rows than a GPU has multiprocessors
 PACKED = Sequences("gpu", (700, 0, 1, 130, 65), (1000, 9, 0, 127, 129), heads=(2, 2), causal=True)
 CASES = [
     PACKED,
@@ -28,6 +29,7 @@ CASES = [
     replace(PACKED, name="window_of_one", causal=False, window_size=(0, 0), gaps=(0, 0)),
     replace(PACKED, name="offset_negative", diagonal_offset=-300),
     replace(PACKED, name="many", queries=MANY, keys=MANY, causal=False),
+    replace(PACKED, name="falling", queries=FALLING, keys=FALLING, heads=(4, 2)),
 ]
 
 

@@ -193,13 +193,14 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
     rows = delta.fields["stats_rows"] // DELTA_ROWS * -(-16 // delta.fields["heads_each"])
     assert found["stats_rows"] == slots * 128
     assert found["num_k_blocks"] == slots
+    assert delta.num_blocks == 1 + slots + rows
     if dim > 128:
-        assert delta.num_blocks == rows
-        assert made.launches[-1].num_blocks == 16 * slots
+        assert [made.workspace[part].size for part in ("q_blocks", "k_blocks")] == [64 * slots] * 2
+        assert all(launch.num_blocks == H100.num_sms and launch.counted for launch in made.launches[1:])
+        assert not any(launch.counted for launch in dense.launches)
         return
     tile = made.launches[1].variant.tile
     assert tile is not None
-    assert delta.num_blocks == 1 + slots + rows
     assert found["num_q_blocks"] * tile.block_q == found["stats_rows"]
     assert made.workspace["turns"].size == 4 * (16 * found["num_q_blocks"] + found["shared_keys"] + 1)
     assert made.workspace["key_list"].size == 64 * slots

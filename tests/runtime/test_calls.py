@@ -133,6 +133,12 @@ def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
     assert rows == rows[:1] * 3 != [delta] * 3
 
 
+def test_kernels_of_one_struct_whose_copies_differ_have_parameters_of_their_own(gpus: Gpus) -> None:
+    made = plan(problem(256, 256, "backward", dims=(1, 300, 300, 2, 2), softcap=5.0), KNOWN["sm_90"])
+    of_launches = [number for number, _ in launch.Kernels(made, 1)._loaded]
+    assert of_launches == [0, 1, 1, 2]  # dq and dk have tiles of 32 columns, dv of 64
+
+
 def decode(length: int, layer: int, rows: int = 2**15) -> None:
     """A step of decoding in one layer of a model whose cache has this many keys."""
     q = Array.dense((1, 1, 32, 128), 2**20 * (layer + 1))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import numpy as np
 import pytest
 from libraries import bits, poisoned
 
@@ -204,6 +205,30 @@ def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles(cupy: Any) -
                     cuflash.forward(*arrays, causal=True, out=made[turn])
         cupy.cuda.Device().synchronize()
         assert all(same(out, wanted) for made in results for out in made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_gpu_streams_that_run_at_once_do_not_take_each_others_blocks_of_rows(cupy: Any, softcap: float) -> None:
+    counted_arrays()  # skips other GPUs
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (cupy.asarray(rng.normal(size=(3000, 8, 256)), "float16") for _ in range(4))
+    told = {f"cu_seqlens_{side}": cupy.arange(0, 3001, 300, "int32") for side in "qk"}
+    told |= {"max_seqlen_q": 300, "max_seqlen_k": 300, "causal": True, "softcap": softcap}
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **told)
+
+    def gradients() -> tuple[Any, ...]:
+        return cuflash.backward(dout, q, k, v, out, lse, **told)
+
+    wanted = gradients()
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    cupy.cuda.Device().synchronize()
+    results = []
+    for stream in 10 * streams:
+        with stream:
+            results.append(gradients())
+    cupy.cuda.Device().synchronize()
+    assert all(same(x, y) for found in results for x, y in zip(found, wanted, strict=True))
 
 
 @pytest.mark.gpu
