@@ -201,7 +201,7 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         for of in (parts, replace(parts, name="parts_masked", **masked)):
             yield SequenceCase(of), ("backward",)
     heads = (device.query(0).num_sms,) * 2  # a block of threads takes several key blocks, or blocks of rows
-    several = Sequences("several", (300, 1, 700), (1040, 700, 90), heads=heads)
+    many = Sequences("many_heads", (300, 1, 700), (1040, 700, 90), heads=heads)
     for dims, causal in itertools.product(((64, 64), (256, 256)), (False, True)):
-        yield SequenceCase(replace(several, name=f"several_{causal}", dims=dims, causal=causal)), ("backward",)
-    yield SequenceCase(replace(several, name="several_wild", dims=(192, 192)), wild=True), ("backward",)
+        yield SequenceCase(replace(many, name=f"many_heads_{causal}", dims=dims, causal=causal)), ("backward",)
+    yield SequenceCase(replace(many, name="many_heads_wild", dims=(192, 192)), wild=True), ("backward",)
