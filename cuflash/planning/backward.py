@@ -251,11 +251,11 @@ def _sums(
 
 def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...]) -> Plan:
     """Kernels: delta, dq, dk and dv. They are always deterministic, so the option `deterministic` changes nothing."""
-    num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
-    num_k_blocks = blocks_of(problem.seqlen_k, tiles[1].block_k)
-    times = problem.batch
-    workspace, of_slots = {}, {}
-    if (own := problem.lengths) is not None:
+    if (own := problem.lengths) is None:
+        num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
+        num_k_blocks = blocks_of(problem.seqlen_k, tiles[1].block_k)
+        times, of_slots, workspace = problem.batch, {}, {}
+    else:
         num_q_blocks, num_k_blocks = (own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk")
         times, of_slots = 1, {"num_slots": max(num_q_blocks, num_k_blocks)}
         workspace = dict.fromkeys(("q_blocks", "k_blocks"), of_slots["num_slots"] * BLOCK_WORDS)

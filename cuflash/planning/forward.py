@@ -131,7 +131,7 @@ def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
     fields = {
         "heads_together": together,
         "in_pairs": _in_pairs(problem, tile, together),
-        "tail_parts": _tail_parts(problem, tile, device) if together == problem.heads_q else 0,
+        "tail_parts": _tail_parts(problem, tile, device, together),
         **cut,
     }
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, num_tiles > device.num_sms)
@@ -149,14 +149,15 @@ def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
     return int(tile.head_dim <= WIDE_HEAD or keys >= LONG_PAIRS)
 
 
-def _tail_parts(problem: Problem, tile: WarpgroupTile, device: Device) -> int:
-    """How many of the last packed sequences, and of the rows behind them, start together, longest query blocks first.
+def _tail_parts(problem: Problem, tile: WarpgroupTile, device: Device, together: int) -> int:
+    """How many of the last packed sequences, and of the rows behind them, start together, with all of their heads.
 
-    All heads of a sequence start together.
+    Their longest query blocks come first.
     """
     own = problem.lengths
     assert own is not None
-    if not own.is_packed_q or own.left is own.right is None or tile.head_dim <= WIDE_HEAD or problem.batch < 2:
+    is_masked, are_wide = not own.left is own.right is None, tile.head_dim > WIDE_HEAD
+    if not (own.is_packed_q and is_masked and are_wide) or problem.batch < 2 or together != problem.heads_q:
         return 0
     blocks = max(problem.heads_q * blocks_of(own.mean_rows("q", problem.batch), tile.block_q), 1)
     sequences = max(blocks_of(device.num_sms, blocks), 2)  # of one wave

@@ -207,18 +207,19 @@ ROWS: dict[str, Option] = {
 _WINDOW = Options._fields.index("window_size")
 
 
-def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(values, their types …): 1, 1.0 and True are equal, but not all of them are a scale or a side of a window.
-
-    Values are in the order of `Options`. A window that is a list becomes a tuple, which has a hash.
-    """
+def _with_hash(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The same values, in the order of `Options`, with a window that is a list as a tuple, which has a hash."""
     window = values[_WINDOW]
-    if type(window) is not tuple:
-        if not isinstance(window, (tuple, list)):
-            return values, *map(type, values)
-        window = tuple(window)
-        values = (*values[:_WINDOW], window, *values[_WINDOW + 1 :])
-    return values, *map(type, values), *map(type, window)
+    if type(window) is tuple or not isinstance(window, (tuple, list)):
+        return values
+    return *values[:_WINDOW], tuple(window), *values[_WINDOW + 1 :]
+
+
+def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(values, their types …): 1, 1.0 and True are equal, but not all of them are a scale or a side of a window."""
+    values = _with_hash(values)
+    window = values[_WINDOW]
+    return values, *map(type, values), *(map(type, window) if type(window) is tuple else ())
 
 
 class Asked:
@@ -240,10 +241,8 @@ _PLAIN = (type(None), str, np.bool_, Number)
 
 def asked(*values: Any) -> Asked:
     """The keyword arguments of a call, in the order of `Options`, of which the last may be left out."""
+    values = _with_hash(values)
     window = values[_WINDOW]
-    if type(window) is not tuple and isinstance(window, (tuple, list)):
-        window = tuple(window)
-        values = (*values[:_WINDOW], window, *values[_WINDOW + 1 :])
     if type(window) is tuple and len(window) == 2:
         try:
             return _kept(*values, *window)

@@ -24,14 +24,11 @@ def function(name: str, *argtypes: type) -> Function:
     return found
 
 
-_int, _address = ctypes.c_int, ctypes.addressof  # why: names of this module are found faster
-
-
 def current_device() -> int:
     """Number of the GPU whose context this thread works in, -1 where it has none."""
     # why a new one for each call: another thread could overwrite a shared one before it is read.
-    ordinal = _int(-1)
-    return -1 if _device_of_context()(_address(ordinal)) else ordinal.value
+    ordinal = ctypes.c_int(-1)
+    return -1 if _device_of_context()(ctypes.addressof(ordinal)) else ordinal.value
 
 
 @cache

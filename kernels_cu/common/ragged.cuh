@@ -44,15 +44,16 @@ __device__ __forceinline__ Axis axis_of_keys(const ProblemParams& p) { return {p
 // The rows that blocks of threads write for one sequence, used or not. They are cut into blocks, each of which has a slot
 // of its own; part i begins at slot bound(i) / size + i, so that it has enough of them, and at most one too many.
 struct Territory {
-  int sequence;    // -1 or `batch` for rows of no sequence
+  int sequence;    // -1, or `batch` or more, for rows of no sequence
   int begin, end;  // rows of the second axis
   int first_slot, num_slots;
 
-  // The territory of a slot of `size` rows. All lanes of a warp ask together.
+  // The territory of a slot of `size` rows; that of a slot which the axis does not have is empty. All lanes of a warp ask
+  // together.
   __device__ static Territory of_slot(const Axis& axis, int slot, int size) {
     if (axis.cu_seqlens == nullptr) {
       const int blocks = (axis.rows + size - 1) / size, sequence = slot / blocks;
-      return {sequence, 0, axis.rows, sequence * blocks, blocks};
+      return {sequence, 0, sequence < axis.batch ? axis.rows : 0, sequence * blocks, blocks};
     }
     auto first_slot = [&](int part) { return axis.bound(part) / size + part; };
     int part = 0, end = axis.batch + 2;

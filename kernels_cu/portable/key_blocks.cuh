@@ -138,9 +138,7 @@ __device__ inline void tell_slots(const DeltaParams& p, int slot) {
 template <int kLanes>
 __device__ void clear_unseen_keys(const DeltaParams& p, int slot) {
   const ProblemParams& problem = p.problem;
-  const Axis axis = axis_of_keys(problem);
-  const Territory territory = Territory::of_slot(axis, slot, kPaddedSlot);
-  if (axis.cu_seqlens == nullptr && territory.sequence >= axis.batch) return;  // a slot of queries alone
+  const Territory territory = Territory::of_slot(axis_of_keys(problem), slot, kPaddedSlot);
   const RaggedSequence sequence(problem, territory.sequence);
   const Range seen = sequence.seen_keys();
   const Place place{sequence.k_place.batch, territory.begin};

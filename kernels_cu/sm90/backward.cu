@@ -131,8 +131,10 @@ struct Consumer : Role {
     wgmma_commit();
   }
 
-  // Scores of keys from `key` on with queries from `query` on become -inf where they are not visible.
-  __device__ __forceinline__ void hide(Scores& s, int key, int query) const {
+  // Scores of this warpgroup's keys with the queries of tile m become -inf where they are not visible.
+  __device__ __forceinline__ void hide(Scores& s, int m) const {
+    if (kLengths && m >= clear.begin && m < clear.end) return;
+    const int key = block * kBlockK + group * kGroupRows, query = m * kBlockQ;
     const Mask mask = sequence().mask().transposed();
     if (!kLengths && mask.all_visible<true>({key, key + kGroupRows}, {query, query + kBlockQ})) return;
     const int lane = fresh_thread() % 32;
@@ -258,7 +260,7 @@ struct Consumer : Role {
     if constexpr (kFindsStatsFirst) find_stats();
     wgmma_wait<1>(s);
     Score{params.problem.score}.apply(s);
-    if (!kLengths || m < clear.begin || m >= clear.end) hide(s, block * kBlockK + group * kGroupRows, m * kBlockQ);
+    hide(s, m);
     if constexpr (!kFindsStatsFirst) find_stats();
     if constexpr (!Score::kAlwaysChanges) {
 #pragma unroll

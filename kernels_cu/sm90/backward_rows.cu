@@ -58,7 +58,7 @@ struct Loader : Role {
     const AscendingTiles tiles = work.columns;
     unsigned n = begin;
 #pragma unroll 1
-    for (int i = 0; i < work.num_heads; ++i) {
+    for (int i = 0; i < work.num_heads(); ++i) {
       const int head = kRowsAreQueries ? work.head / heads_per_kv : work.head * heads_per_kv + i;  // of the columns
       const int query_head = kRowsAreQueries ? work.head : head;
 #pragma unroll 1
@@ -234,7 +234,7 @@ struct Consumer : Role {
     const int row_begin = work.row_begin + group * kGroupRows;
     if constexpr (kLengths) clear = clear_tiles(work.rows_mask(), {row_begin, row_begin + kGroupRows}, kColumns);
     const AscendingTiles tiles = work.columns;
-    const unsigned end = begin + tiles.count() * work.num_heads;
+    const unsigned end = begin + tiles.count() * work.num_heads();
     if (end > begin) {
       Pairs weights;
       step<true>(weights, tiles.first(), begin);

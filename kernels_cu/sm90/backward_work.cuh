@@ -2,9 +2,8 @@
 #pragma once
 #include "../common/tile_range.cuh"
 #include "../common/work.cuh"
-#include "../ptx/mbarrier.cuh"
 #include "config.cuh"
-#include "seen_sequence.cuh"
+#include "dealt_work.cuh"
 
 static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
 static_assert(!kLengths || kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
@@ -124,41 +123,20 @@ struct DenseKeyBlocks {
 // The same of sequences of several lengths: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many blocks of
 // threads as there are multiprocessors take them one by one. why: many sequences leave room for more key blocks than there
 // are, and a block of threads takes 2 to 3 µs to begin.
-struct RaggedKeyBlocks {
-  // A key block of a kv head.
-  struct alignas(16) Slot {
-    SeenBlock of;
-    int kv_head;      // kNoWork once there is no more
-    int nth;          // its number among those that are shared
-    int part, parts;  // which of its parts this is: steps that follow each other
-  };
+struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
+  using Dealt = Ring;
 
-  // Work goes from one warp to all others through a ring of slots.
-  struct Dealt {
-    static constexpr int kSlots = 4;
-
-    Slot slots[kSlots];
-    unsigned long long full[kSlots], empty[kSlots];
-
-    // One thread calls.
-    __device__ void init() const {
-      for (int i = 0; i < kSlots; ++i) {
-        mbarrier_init(smem_address(&full[i]), 1), mbarrier_init(smem_address(&empty[i]), kNumThreads / 32);
-      }
-    }
-  };
+  // What is told of a key block beside its kv head: its number among those that are shared, and which of how many parts of it
+  // this is, which are steps that follow each other.
+  enum Share { kNth, kPart, kParts };
 
   const TiledBackwardParams& params;
-  unsigned dealt;          // the address of Dealt in shared memory
-  unsigned number = kNone;  // counts this block's work
   int kv_head, block;
   int held_query_tiles;  // of a head. why held: L5
   Range steps;
 
   __device__ __forceinline__ RaggedKeyBlocks(const TiledBackwardParams& p, const Dealt& in_memory)
-      : params(p), dealt(smem_address(&in_memory)) {}
-
-  __device__ __forceinline__ SeenSequence sequence() const { return {slot(number)}; }
+      : DealtWork(in_memory), params(p) {}
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
     return QueryTiles(*this, sequence().mask(), block);
@@ -167,8 +145,8 @@ struct RaggedKeyBlocks {
 
   // Blocks of threads wait only for work that was taken before theirs, and so is being done (sm90/dq_turns.cuh).
   __device__ __forceinline__ void deal() const {
-    const unsigned next = number + 1, to = slot(next);
-    mbarrier_wait(empty(next), (next / Dealt::kSlots & 1) ^ 1);
+    const unsigned next = number + 1;
+    await_place(next);
     if (threadIdx.x % 32 == 0) {
       const ProblemParams& problem = params.problem;
       const int4 shares = __ldcg(static_cast<const int4*>(params.key_shares));
@@ -178,28 +156,21 @@ struct RaggedKeyBlocks {
       const unsigned number = index < whole ? index : whole + of_parts;
       if (number < listed * heads) {
         const HeadBlock at = longest_first(number, listed, heads, params.heads_together);
-        st_shared_v4(to + kHeadOffset, {at.head, of_parts, index - whole - of_parts * parts, parts});
-        mbarrier_arrive_expect_tx(full(next), sizeof(SeenBlock));
-        bulk_load(to, static_cast<const SeenBlock*>(params.key_list) + at.block, sizeof(SeenBlock), full(next));
+        deal_out(next, params.key_list, at.block, {at.head, of_parts, index - whole - of_parts * parts, parts});
       } else {
-        st_shared_u32(to + kHeadOffset, unsigned(kNoWork));
-        mbarrier_arrive(full(next));
+        end(next);
       }
     }
     __syncwarp();
   }
 
   __device__ __forceinline__ bool next_block() {
-    if (number != kNone) mbarrier_arrive_warp(empty(number), threadIdx.x % 32 == 0);
-    ++number;
-    mbarrier_wait(full(number), number / Dealt::kSlots & 1);
-    kv_head = ld_shared_u32(slot(number) + kHeadOffset);
-    if (kv_head == kNoWork) return false;
-    block = ld_shared_u32(slot(number) + kBlockOffset);
+    if (!go_on()) return false;
+    kv_head = dealt_head(), block = dealt_block();
     held_query_tiles = (sequence().seqlen_q() + kBlockQ - 1) / kBlockQ;
     steps = {0, query_tiles().count() * params.problem.heads_per_kv};
     if (const int parts = num_sharers(); parts > 1) {
-      const int part = ld_shared_u32(slot(number) + kHeadOffset + 8), each = steps.end / parts, more = steps.end % parts;
+      const int part = share(kPart), each = steps.end / parts, more = steps.end % parts;
       steps.begin = part * each + smaller(part, more);
       steps.end = steps.begin + each + (part < more);
     }
@@ -207,20 +178,11 @@ struct RaggedKeyBlocks {
   }
 
   __device__ __forceinline__ bool is_shared() const { return num_sharers() > 1; }
-  __device__ __forceinline__ unsigned nth_shared() const { return ld_shared_u32(slot(number) + kHeadOffset + 4); }
-  __device__ __forceinline__ unsigned num_sharers() const { return ld_shared_u32(slot(number) + kHeadOffset + 12); }
+  __device__ __forceinline__ unsigned nth_shared() const { return share(kNth); }
+  __device__ __forceinline__ unsigned num_sharers() const { return share(kParts); }
   __device__ __forceinline__ unsigned* shared_counter() const { return turns_behind() + nth_shared(); }
 
  private:
-  static constexpr unsigned kNone = ~0u, kBlockOffset = 52, kHeadOffset = sizeof(SeenBlock);
-  static constexpr int kNoWork = -1;
-
-  __device__ __forceinline__ unsigned slot(unsigned n) const { return dealt + n % Dealt::kSlots * sizeof(Slot); }
-  __device__ __forceinline__ unsigned full(unsigned n) const {
-    return dealt + sizeof(Dealt::slots) + n % Dealt::kSlots * 8;
-  }
-  __device__ __forceinline__ unsigned empty(unsigned n) const { return full(n) + sizeof(Dealt::full); }
-
   // Counters behind the turns at dq: of shared key blocks, then of the work that was taken.
   __device__ __forceinline__ unsigned* turns_behind() const {
     return params.turns + params.problem.heads_q * params.num_q_blocks;

@@ -86,6 +86,10 @@ struct Consumer : Role {
     if (leads) mbarrier_arrive(smem.kv_empty + 8 * slot);
   }
 
+  __device__ __forceinline__ void release_query() const {
+    if (kLanesOfQ > 1 || leads) mbarrier_arrive(smem.q_empty(i, group));
+  }
+
   __device__ __forceinline__ void skip() {
     await(ring);
     release(ring.advance().slot);
@@ -123,7 +127,7 @@ struct Consumer : Role {
   __device__ __forceinline__ void end_scores(const GroupKeys& keys, int n, unsigned k_slot) const {
     __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
     release(k_slot);
-    if (n == (kQInRegisters ? keys.tiles.end - 1 : keys.tiles.begin) && leads) mbarrier_arrive(smem.q_empty(i, group));
+    if (n == (kQInRegisters ? keys.tiles.end - 1 : keys.tiles.begin)) release_query();
   }
 
   // Waits for s of key tile n and makes weights of it, with any mask and maximum. The caller multiplies o by o_scale.

@@ -27,6 +27,9 @@ constexpr bool kNextScoresFirst = !kDecodes && kHeadDimV > 0 && (kQStages > 1 ||
 // keys lie in pages one of these loads v.
 constexpr int kQueryWarps = kQStages > 1 || kPaged ? 1 : kNumConsumers;
 
+// Lanes of a warp that give back q. why all of several lengths, and why not for lse: L41.
+constexpr int kLanesOfQ = kLengths && !kDecodes && kHeadDimV > 0 ? 32 : 1;
+
 struct Storage {
   char q[kQStages][kBytesQ];
   char kv[kStages][kBytesSlot];  // the ring of k and v tiles in the order of their use
@@ -139,7 +142,9 @@ struct Addresses {
     constexpr int kQCopiers = kDecodes ? 32 : 1;   // lanes that copy q, each of which arrives (L41)
     for (int i = 0; i < kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1);
     for (int i = 0; i < kQStages; ++i) {
-      for (int g = 0; g < kNumConsumers; ++g) mbarrier_init(q_full(i, g), kQCopiers), mbarrier_init(q_empty(i, g), 4);
+      for (int g = 0; g < kNumConsumers; ++g) {
+        mbarrier_init(q_full(i, g), kQCopiers), mbarrier_init(q_empty(i, g), 4 * kLanesOfQ);
+      }
     }
     for (int i = 0; i < kStages; ++i) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(kv_empty + 8 * i, kReleases);
     if (kLengths) mbarrier_init(edge_full, 1), mbarrier_init(wanted(0), 1);

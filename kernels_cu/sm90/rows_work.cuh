@@ -3,9 +3,8 @@
 #pragma once
 #include "../common/tile_range.cuh"
 #include "../common/work.cuh"
-#include "../ptx/mbarrier.cuh"
 #include "config.cuh"
-#include "seen_sequence.cuh"
+#include "dealt_work.cuh"
 
 static_assert(sizeof(TiledRowsParams) == kParamsBytes, "the host packs other parameters");
 
@@ -20,6 +19,16 @@ __device__ __forceinline__ const TensorMap& map_of_gradient(const TiledRowsParam
   return kIsDv ? p.dv_map : kGradient == Gradient::kDk ? p.dk_map : p.dq_map;
 }
 
+// Blocks of rows of a head, or slots for them; heads that have rows, and those whose columns a block of rows goes over: where
+// rows are keys, all query heads of the kv head.
+__device__ __forceinline__ unsigned blocks_of_rows(const TiledRowsParams& p) {
+  return kRowsAreQueries ? p.num_q_blocks : p.num_k_blocks;
+}
+__device__ __forceinline__ unsigned heads_of_rows(const ProblemParams& p) {
+  return kRowsAreQueries ? p.heads_q : p.heads_q / p.heads_per_kv;
+}
+__device__ __forceinline__ int heads_of_columns(const ProblemParams& p) { return kRowsAreQueries ? 1 : p.heads_per_kv; }
+
 // In the names of the result, rows are queries.
 __device__ __forceinline__ Mask mask_of_rows(const Mask& mask) { return kRowsAreQueries ? mask : mask.transposed(); }
 
@@ -33,24 +42,21 @@ struct DenseRowBlock {
     __device__ static constexpr void init() {}
   };
 
-  const ProblemParams& problem;
+  const TiledRowsParams& params;
   int batch, head;  // a query head if rows are queries, else a kv head
   int row_begin;
   TileRange columns;
-  int num_heads;  // whose columns the block goes over: where rows are keys, all query heads of the kv head
 
   // The longest blocks of rows under a causal mask come first: the last queries, or the first keys.
-  __device__ __forceinline__ DenseRowBlock(const TiledRowsParams& p, const Dealt&) : problem(p.problem) {
-    const unsigned blocks = kRowsAreQueries ? p.num_q_blocks : p.num_k_blocks;
-    const unsigned heads = kRowsAreQueries ? problem.heads_q : problem.heads_q / problem.heads_per_kv;
-    const Work work(longest_first(blockIdx.x, blocks, problem.batch * heads, p.heads_together), heads);
+  __device__ __forceinline__ DenseRowBlock(const TiledRowsParams& p, const Dealt&) : params(p) {
+    const unsigned blocks = blocks_of_rows(p), heads = heads_of_rows(p.problem);
+    const Work work(longest_first(blockIdx.x, blocks, p.problem.batch * heads, p.heads_together), heads);
     batch = work.batch, head = work.head;
     row_begin = (kRowsAreQueries ? blocks - 1 - work.block : work.block) * kRows;
-    num_heads = kRowsAreQueries ? 1 : problem.heads_per_kv;
     columns = seen_columns(mask_of_rows(sequence().mask()), row_begin);
   }
 
-  __device__ __forceinline__ Sequence sequence() const { return {problem, batch}; }
+  __device__ __forceinline__ Sequence sequence() const { return {params.problem, batch}; }
 
   // A block of threads has one block of rows. The others below say what is to be done where it has several.
   __device__ static constexpr bool first() { return true; }
@@ -65,81 +71,51 @@ struct DenseRowBlock {
 // The same of sequences of several lengths: slots, of which delta.cu has told what they hold (portable/key_blocks.cuh). As
 // many blocks of threads as there are multiprocessors take them one by one. why: some are empty, and a block of threads takes
 // 1 to 2 µs to begin.
-struct RaggedRowBlock {
+struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
   static_assert(kRows == kPaddedSlot, "delta.cu tells of blocks of other rows");
 
-  struct alignas(16) Slot {
-    SeenBlock of;
-    int head;  // kNoWork once there is no more
-  };
-
-  // Work goes from one warp to all others that work, through a ring of slots.
-  struct Dealt {
-    static constexpr int kSlots = 2;
-
-    Slot slots[kSlots];
-    unsigned long long full[kSlots], empty[kSlots];
+  struct Dealt : Ring {
     unsigned long long rows_left, wanted;  // a and c may be loaded again; all loads of a block of rows have begun
 
     // One thread calls.
     __device__ void init() const {
-      constexpr int kConsumers = 4 * kNumConsumers;
-      for (int i = 0; i < kSlots; ++i) {
-        mbarrier_init(smem_address(&full[i]), 1), mbarrier_init(smem_address(&empty[i]), 1 + kConsumers);
-      }
-      mbarrier_init(smem_address(&rows_left), kConsumers), mbarrier_init(smem_address(&wanted), 1);
+      Ring::init();
+      mbarrier_init(smem_address(&rows_left), 4 * kNumConsumers), mbarrier_init(smem_address(&wanted), 1);
     }
   };
 
   const TiledRowsParams& params;
-  const ProblemParams& problem;
-  unsigned dealt;          // the address of Dealt in shared memory
-  unsigned number = kNone;  // counts this block's work
   int head, row_begin;
   TileRange columns;
-  int num_heads;
 
   __device__ __forceinline__ RaggedRowBlock(const TiledRowsParams& p, const Dealt& in_memory)
-      : params(p),
-        problem(p.problem),
-        dealt(smem_address(&in_memory)),
-        num_heads(kRowsAreQueries ? 1 : problem.heads_per_kv) {}
-
-  __device__ __forceinline__ SeenSequence sequence() const { return {slot(number)}; }
+      : DealtWork(in_memory), params(p) {}
 
   // Deals out all work of a block of threads, each piece once all loads of the piece before have begun. One warp calls. why so
   // late: L19.
   __device__ __forceinline__ void deal() const {
     if (threadIdx.x % 32 != 0) return;
-    const unsigned heads = kRowsAreQueries ? problem.heads_q : problem.heads_q / problem.heads_per_kv;
-    const unsigned slots = kRowsAreQueries ? params.num_q_blocks : params.num_k_blocks, num_work = slots * heads;
+    const unsigned heads = heads_of_rows(params.problem), slots = blocks_of_rows(params), num_work = slots * heads;
     const SeenBlock* const told = static_cast<const SeenBlock*>(kRowsAreQueries ? params.q_blocks : params.k_blocks);
     unsigned next = 0;
 #pragma unroll 1
     for (unsigned n = blockIdx.x; n < num_work; n = gridDim.x + take_number(params.counter, num_work)) {
       const HeadBlock at = longest_first(n, slots, heads, params.heads_together);
       if (told[at.block].block == SeenBlock::kNone) continue;
-      await_empty(next);
-      st_shared_u32(slot(next) + sizeof(SeenBlock), at.head);
-      mbarrier_arrive_expect_tx(full(next), sizeof(SeenBlock));
-      bulk_load(slot(next), told + at.block, sizeof(SeenBlock), full(next));
+      await_place(next);
+      deal_out(next, told, at.block, {at.head});
       mbarrier_wait(wanted(), next & 1);
       ++next;
     }
-    await_empty(next);
-    st_shared_u32(slot(next) + sizeof(SeenBlock), unsigned(kNoWork));
-    mbarrier_arrive(full(next));
+    await_place(next);
+    end(next);
   }
 
   // Goes on to the first or the next block of rows; false if there is none.
   __device__ __forceinline__ bool first() { return next(); }
   __device__ __forceinline__ bool next() {
-    if (number != kNone) mbarrier_arrive_warp(empty(number), threadIdx.x % 32 == 0);
-    ++number;
-    mbarrier_wait(full(number), number / Dealt::kSlots & 1);
-    head = ld_shared_u32(slot(number) + sizeof(SeenBlock));
-    if (head == kNoWork) return false;
-    row_begin = ld_shared_u32(slot(number) + kBlockOffset) * kRows;
+    if (!go_on()) return false;
+    head = dealt_head(), row_begin = dealt_block() * kRows;
     columns = seen_columns(mask_of_rows(sequence().mask()), row_begin);
     return true;
   }
@@ -155,17 +131,8 @@ struct RaggedRowBlock {
   __device__ __forceinline__ void leave_columns(unsigned empty, bool leads) const { mbarrier_arrive_warp(empty, leads); }
 
  private:
-  static constexpr unsigned kNone = ~0u, kBlockOffset = 52;
-  static constexpr int kNoWork = -1;
-
-  __device__ __forceinline__ unsigned slot(unsigned n) const { return dealt + n % Dealt::kSlots * sizeof(Slot); }
-  __device__ __forceinline__ unsigned full(unsigned n) const {
-    return dealt + sizeof(Dealt::slots) + n % Dealt::kSlots * 8;
-  }
-  __device__ __forceinline__ unsigned empty(unsigned n) const { return full(n) + sizeof(Dealt::full); }
-  __device__ __forceinline__ unsigned rows_left() const { return empty(0) + sizeof(Dealt::empty); }
+  __device__ __forceinline__ unsigned rows_left() const { return ring + sizeof(Ring); }
   __device__ __forceinline__ unsigned wanted() const { return rows_left() + 8; }
-  __device__ __forceinline__ void await_empty(unsigned n) const { mbarrier_wait(empty(n), (n / Dealt::kSlots & 1) ^ 1); }
 };
 
 template <bool kOfSeveralLengths>
@@ -189,6 +156,8 @@ struct RowWork : RowBlock {
 #pragma unroll 1
     for (bool any = first(); any; any = next()) step = role.run(step);
   }
+
+  __device__ __forceinline__ int num_heads() const { return heads_of_columns(params.problem); }
 
   // Which columns a row sees.
   __device__ __forceinline__ Mask rows_mask() const { return mask_of_rows(sequence().mask()); }

@@ -1,0 +1,69 @@
+// Work of sequences of several lengths in backward on Hopper, which one warp of a block of threads deals out to all warps
+// that have a share in it.
+#pragma once
+#include "../ptx/mbarrier.cuh"
+#include "seen_sequence.cuh"
+
+// A piece of work: a block of a sequence of which delta.cu has told (portable/key_blocks.cuh), of a head.
+struct alignas(16) DealtBlock {
+  SeenBlock of;
+  int head;  // kNoWork once there is no more
+  int share[3];
+};
+
+// A warp's place in a ring of such pieces in shared memory, which kReaders warps read.
+template <int kSlots, int kReaders>
+struct DealtWork {
+  struct Ring {
+    DealtBlock slots[kSlots];
+    unsigned long long full[kSlots], empty[kSlots];
+
+    // One thread calls.
+    __device__ void init() const {
+      for (int i = 0; i < kSlots; ++i) {
+        mbarrier_init(smem_address(&full[i]), 1), mbarrier_init(smem_address(&empty[i]), 32 * kReaders);
+      }
+    }
+  };
+
+  unsigned ring;            // the address of the ring in shared memory
+  unsigned number = kNone;  // of the piece at hand, counted over this block of threads
+
+  __device__ __forceinline__ explicit DealtWork(const Ring& in_memory) : ring(smem_address(&in_memory)) {}
+
+  // Waits until piece n may be dealt out.
+  __device__ __forceinline__ void await_place(unsigned n) const { mbarrier_wait(empty(n), (n / kSlots & 1) ^ 1); }
+
+  // Deals out piece n, or tells that there is none. One thread calls.
+  __device__ __forceinline__ void deal_out(unsigned n, const void* list, int block, const unsigned (&head_and_share)[4]) const {
+    st_shared_v4(slot(n) + kHeadOffset, head_and_share);
+    mbarrier_arrive_expect_tx(full(n), sizeof(SeenBlock));
+    bulk_load(slot(n), static_cast<const SeenBlock*>(list) + block, sizeof(SeenBlock), full(n));
+  }
+  __device__ __forceinline__ void end(unsigned n) const {
+    st_shared_u32(slot(n) + kHeadOffset, unsigned(kNoWork));
+    mbarrier_arrive(full(n));
+  }
+
+  // Gives back the piece at hand and goes on to the next one; false if there is none.
+  __device__ __forceinline__ bool go_on() {
+    if (number != kNone) mbarrier_arrive(empty(number));  // why every lane: L41
+    ++number;
+    mbarrier_wait(full(number), number / kSlots & 1);
+    return dealt_head() != kNoWork;
+  }
+
+  // Of the piece at hand. why read again wherever it is needed: L5.
+  __device__ __forceinline__ SeenSequence sequence() const { return {slot(number)}; }
+  __device__ __forceinline__ int dealt_block() const { return ld_shared_u32(slot(number) + kHeadOffset - 12); }
+  __device__ __forceinline__ int dealt_head() const { return ld_shared_u32(slot(number) + kHeadOffset); }
+  __device__ __forceinline__ int share(int i) const { return ld_shared_u32(slot(number) + kHeadOffset + 4 + 4 * i); }
+
+ private:
+  static constexpr unsigned kNone = ~0u, kHeadOffset = sizeof(SeenBlock);
+  static constexpr int kNoWork = -1;
+
+  __device__ __forceinline__ unsigned slot(unsigned n) const { return ring + n % kSlots * sizeof(DealtBlock); }
+  __device__ __forceinline__ unsigned full(unsigned n) const { return ring + kSlots * sizeof(DealtBlock) + n % kSlots * 8; }
+  __device__ __forceinline__ unsigned empty(unsigned n) const { return full(n) + kSlots * 8; }
+};
