@@ -168,7 +168,9 @@ class OwnGradients:
                 total, roots = self.captured[load.value], [derivative, *load.arguments]
                 slope, *at = values(roots, own.score_mod, tile.places, tile.raw)
                 found = [place_of(index, length) for index, length in zip(at, total.shape, strict=True)]
-                if total.size:
+                if not found:  # an array without axes, whose one element every score loads
+                    total += _times(ds, slope).sum()
+                elif total.size:
                     np.add.at(total, tuple(np.broadcast_to(each, ds.shape) for each in found), _times(ds, slope))
 
     def add_sinks(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> None:

@@ -168,9 +168,9 @@ def key_tiles(
         if begin < full_begin or full_end < end:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
-        if own is not None:
-            hidden = np.isneginf(s).all(axis=0)
-            k_tile[hidden], v_tile[hidden] = 0, 0
+        if own is not None and (hidden := np.isneginf(s).all(axis=0)).any():
+            # why new arrays: these may be the caller's own memory.
+            k_tile, v_tile = (np.where(hidden[:, None], x.dtype.type(0), x) for x in (k_tile, v_tile))
         yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed)
 
 

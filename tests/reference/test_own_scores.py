@@ -33,6 +33,7 @@ def normal(*shape: int) -> Any:
 
 SLOPES = np.array([0.5, 0.25, 0.125, 0.7])
 TABLE = normal(HEADS, 9)
+FACTOR = np.array(1.25)  # without axes
 BIASES = {
     "whole": normal(BATCH, HEADS, ROWS, KEYS),
     "of heads": normal(1, HEADS, 1, KEYS),
@@ -53,6 +54,10 @@ def without_score(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return TABLE[h, k_idx % 9] * 1.0
 
 
+def scaled(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return FACTOR * score
+
+
 def striped(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return ((q_idx + k_idx + h) % 3 > 0) & (q_idx > 2 + b)
 
@@ -62,6 +67,7 @@ CALLS: dict[str, Arrays] = {
     "nothing": {},
     "score_mod": {"score_mod": tilted},
     "table": {"score_mod": bounded, "causal": True},
+    "captured number": {"score_mod": scaled},
     "score_mod that asks for no score": {"score_mod": without_score},
     "cap first": {"score_mod": tilted, "softcap": 1.5},
     "mask_mod": {"mask_mod": striped},
@@ -119,6 +125,16 @@ def whole(call: Arrays, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         share = dropout.share_kept(drop) / dropout.SHARES
         p = p * dropout.is_kept(call["dropout_seed"], drop, b, h, i, j) / share
     return np.einsum("bhij,bjhd->bihd", p, v), np.where(np.isneginf(most), -np.inf, lse)[..., 0]
+
+
+def test_keys_that_nobody_sees_keep_what_they_hold() -> None:
+    call: Arrays = {"mask_mod": lambda b, h, q_idx, k_idx: k_idx > 20}
+    q, k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays())  # a head's rows lie together
+    for x in (q, k, v):
+        x.flags.writeable = False
+    out, lse = flash2.forward(problem_of(call), q, k, v, own=own_of(call))
+    np.testing.assert_allclose(out, whole(call, q, k, v)[0], rtol=1e-9, atol=1e-12)
+    backward(problem_of(call), out, q, k, v, out, lse, own=own_of(call))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
