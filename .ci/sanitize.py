@@ -23,11 +23,13 @@ import numpy as np
 from sanitize_cases import (
     ALGORITHMS,
     BACKWARD,
+    OwnCase,
     SequenceCase,
     appends,
     devices,
     hopper_cases,
     hopper_sequence_cases,
+    own_cases,
     sequence_cases,
     tile_cases,
     wild,
@@ -86,12 +88,57 @@ def work() -> list[Call]:
     return list(found.values())
 
 
+def own_work() -> list[tuple[OwnCase, str]]:
+    """All calls with scores and masks of the caller's own, by both families of kernels."""
+    ways = [(case, how) for case, hows in own_cases() for how in hows]
+    generic = [(case, how + BACKWARDS) for case, how in ways if isinstance(case.of, Case) and how not in ALGORITHMS[1:]]
+    return [*ways, *generic]
+
+
+def own_arguments(case: OwnCase, how: str, put: Any = cupy.asarray) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """All arguments of `cuflash.forward`, of arrays that `put` makes, and the arrays that have gradients."""
+    arguments, wanted = case.arguments(put)
+    return arguments | ({"q": arguments["q"][:, ::-1]} if how.endswith(BACKWARDS) else {}), wanted
+
+
+def own_plans(case: OwnCase, how: str) -> list[Plan]:
+    """The plans of the library calls that `own_call` makes."""
+    (arguments, wanted), op = own_arguments(case, how, np.asarray), how.removesuffix(BACKWARDS)
+    arguments["device"] = device.query(0).arch
+    if op in BACKWARD:
+        more = {"op": "backward", "deterministic": BACKWARD[op], "captured_grads": wanted}
+        return [cuflash.plan(**arguments), cuflash.plan(**arguments, **more)]
+    found = [cuflash.plan(**arguments, algorithm=op)]
+    return found if op != "flash2" else [*found, cuflash.plan(**keys_alone(arguments), op="lse")]
+
+
+def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of `cuflash.lse`."""
+    return {name: x for name, x in arguments.items() if name != "v" and not name.startswith("dropout")}
+
+
+def own_call(case: OwnCase, how: str) -> None:
+    """Calls forward and lse, or backward for the loss |out|² / 2 with all gradients."""
+    (arguments, wanted), op = own_arguments(case, how), how.removesuffix(BACKWARDS)
+    if op not in BACKWARD:
+        results = cuflash.forward(**arguments, algorithm=op, return_lse=True)
+        check(case.name, *results)
+        if op == "flash2":
+            check(case.name, cuflash.lse(**keys_alone(arguments)))
+        return
+    out, lse = cuflash.forward(**arguments, return_lse=True)
+    more = {"deterministic": BACKWARD[op], "captured_grads": wanted}
+    *gradients, grads = cuflash.backward(out.astype(arguments["q"].dtype), out=out, lse=lse, **arguments, **more)
+    check(case.name, *gradients, *grads)
+
+
 def variants() -> list[Variant]:
     """All kernels that `run` launches, except a few of `merge_and_views` and `append`."""
     made = [made for call in work() for made in plans(*call)]
     lse = ArraySpec.dense((1, 1, 1), "float32")
     states = [[ArraySpec.dense((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
     made += [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
+    made += [made for call in own_work() for made in own_plans(*call)]
     caches = [[row] * 4 + [ArraySpec.dense((1,), "int32")] for row, _ in states]
     made += [plan(Problem.of(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
     return list({launch.variant: None for each in made for launch in each.launches})
@@ -134,6 +181,8 @@ def run(part: int = 0, parts: int = 1) -> None:
             print(f"{count}: {case.name} {how}", flush=True)
     device.query = query
     launch.KEPT.clear()
+    for case, how in own_work()[part::parts]:
+        own_call(case, how)
     if part == 0:
         merge_and_views()
         append()
@@ -222,6 +271,11 @@ def part_of(arguments: list[str]) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
+def compiled(variant: Variant) -> None:
+    with contextlib.suppress(compiler.SpilledError):  # another one runs in its place
+        compiler.cubin_path(variant)
+
+
 def main() -> None:
     started = time.perf_counter()
     wanted = variants()
@@ -232,7 +286,7 @@ def main() -> None:
         sys.exit("Hopper, with the most shared memory and kernels of its own, reaches all: add a case")
     if sys.argv[1:] == ["compile"]:
         with ThreadPoolExecutor() as pool:
-            list(pool.map(compiler.cubin_path, wanted))
+            list(pool.map(compiled, wanted))
     elif sys.argv[1:2] == ["run"]:
         run(*part_of(sys.argv[2:]))
     else:

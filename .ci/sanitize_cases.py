@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -23,6 +23,8 @@ from cuflash.problem.problem import Problem
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 import appends as appends
+import own_table
+from own_table import Maker
 from sequences import FAR, Sequences, made, shaped
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
@@ -205,3 +207,52 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
     for dims, causal in itertools.product(((64, 64), (256, 256)), (False, True)):
         yield SequenceCase(replace(many, name=f"many_heads_{causal}", dims=dims, causal=causal)), ("backward",)
     yield SequenceCase(replace(many, name="many_heads_wild", dims=(192, 192)), wild=True), ("backward",)
+
+
+@dataclass(frozen=True)
+class OwnCase:
+    """A call with scores and masks of the caller's own. of: a dense problem, or sequences of several lengths."""
+
+    of: Case | Sequences
+    make: Maker
+
+    @property
+    def name(self) -> str:
+        dims = (self.of.head_dim, self.of.head_dim_v) if isinstance(self.of, Case) else self.of.dims
+        return f"own_{self.of.dtype}_{dims[0]}_{dims[1]}_{self.of.name}"
+
+    def arguments(self, put: Callable[[Any], Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """All arguments of `cuflash.forward`, and the arrays that have gradients in backward."""
+        if isinstance(self.of, Case):
+            given = dict(zip("qkv", self.of.arrays(), strict=True)) | self.of.arguments()
+            own = self.make(put, self.of)
+        else:
+            drawn = made(self.of)
+            given, own = drawn.arguments(), self.make(put, own_table.bounds_case(drawn))
+        wanted = own.pop("captured_grads", ())
+        return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()} | own, wanted
+
+
+def own_cases() -> Iterator[tuple[OwnCase, tuple[str, ...]]]:
+    """Cases with what is called of them: all arguments together at several head dims, and each kind of gradient."""
+    functions = own_table.FUNCTIONS
+    several = own_table.joined(own_table.everything, own_table.dropped)
+    of_bfloat16 = [("bfloat16", dims) for dims in ((128, 128), (192, 128), (256, 256))]
+    for dtype, dims in (("float16", (64, 64)), *of_bfloat16, ("float32", (64, 64))):
+        shape = 2, 200, 330, 4, 2, *dims, dtype
+        yield OwnCase(Case("all", *shape, window_size=(150, 60), softcap=15.0), several), ("flash2", *BACKWARD)
+        lengths: tuple[Any, ...] = (130, 0, 200, 1), (200, 70, 330, 0)
+        shapes: dict[str, Any] = {"bounded": True, "dtype": dtype, "dims": dims, "heads": (4, 2)}
+        told: dict[str, Any] = {"used_q": True, "used_k": True, "spare_q": (5, 3, 0, 9), "spare_k": (0, 9, 2, 3)}
+        yield OwnCase(Sequences("packed", *lengths, causal=True, **told, **shapes), several), ("flash2", *BACKWARD)
+        pages = Sequences("pages", *lengths, place_k="paged", used_k=True, **shapes)
+        yield OwnCase(pages, several), ("flash2",)
+        few = Sequences("few", (1, 2, 0, 3), (900, 5, 2700, 0), "packed", "paged", used_k=True, **shapes)
+        yield OwnCase(few, several), ("flash2",)
+    shape = 2, 200, 330, 4, 2, 64, 64, "float16"
+    for algorithm in ALGORITHMS[1:]:
+        yield OwnCase(Case("all", *shape), several), (algorithm,)
+    for name in ("alibi", "relative_position", "without_score", "causal_document", "global_window", "striped"):
+        yield OwnCase(Case(name, *shape, causal=name == "alibi"), functions[name]), ("flash2", *BACKWARD)
+    for letters in ("bhqk", "1hqk", "bhq1", "1111"):
+        yield OwnCase(Case(f"bias_{letters}", *shape), own_table.bias_of(letters)), ("flash2", *BACKWARD)

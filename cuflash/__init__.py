@@ -1,25 +1,32 @@
 """FlashAttention for every array library, with no compile step.
 
     out = cuflash.forward(q, k, v, causal=True)    # CuPy, PyTorch, JAX or NumPy arrays (batch, seqlen, heads, head_dim)
+    out = cuflash.forward(q, k, v, score_mod=cuflash.mods.alibi(heads))    # or scores and masks of your own
 """
 
+from . import mods as mods  # why: cuflash.mods is for users, and its other rooms are not
 from .errors import CompileError, ProblemError, UnsupportedError
 from .ops.append import append_kv
 from .ops.backward import backward
+from .ops.block_mask import BlockMask, create_block_mask
 from .ops.forward import forward
 from .ops.lse import lse
 from .ops.merge import merge_states
 from .ops.plan import plan
+from .ops.triangle import triangle_attention
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockMask",
     "CompileError",
     "ProblemError",
     "UnsupportedError",
     "append_kv",
     "backward",
+    "create_block_mask",
     "forward",
     "lse",
     "merge_states",
     "plan",
+    "triangle_attention",
 ]

@@ -14,7 +14,7 @@ from hypothesis import settings
 
 # why: the checks of helper modules tell what they compared, as those of test files do.
 pytest.register_assert_rewrite(
-    "oracle", "gradients", "hopper", "libraries", "refusals", "sequences", "tensors", "workers"
+    "oracle", "own_oracle", "gradients", "hopper", "libraries", "refusals", "sequences", "tensors", "workers"
 )
 
 from drivers import FakeDriver
@@ -82,6 +82,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(folder))
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "_locks", {})
+    monkeypatch.setattr(compiler, "_spilled", set())
     forget()
     yield folder
     forget()

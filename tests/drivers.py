@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -72,7 +73,7 @@ class Gpus:
         monkeypatch.setattr(launch, "compiler", SimpleNamespace(load=lambda variant, ordinal: self.launch))
         monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream, words, use: 512 * stream)
         monkeypatch.setattr(device, "query", lambda ordinal: device.KNOWN["sm_90"])
-        monkeypatch.setattr(launch, "_free", {name: [] for name in structs.STRUCTS})
+        monkeypatch.setattr(launch, "_free", collections.defaultdict(list))
         function = SimpleNamespace(CPointer=lambda address: address)
         for name, module in (("cupy", SimpleNamespace()), ("cupy.cuda", SimpleNamespace()),
                              ("cupy.cuda.function", function)):  # fmt: skip

@@ -10,8 +10,9 @@ from unittest import mock
 from cuflash.planning import backward as plan_backward
 from cuflash.planning import forward as plan_forward
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import OPS
+from cuflash.problem.operands import OPS, own_op
 from cuflash.problem.options import Options
+from cuflash.problem.own import own_of
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
 
@@ -31,6 +32,13 @@ def problem_of(q: ArraySpec, k: ArraySpec, v: ArraySpec | None = None, op: str =
     """The problem of a call with these arrays and options; lse leaves v out, backward takes dense others."""
     specs = [q, k] if v is None or op == "lse" else [q, k, v]
     return Problem.of(OPS["lse" if v is None else op], specs, Options(**options))
+
+
+def own_problem(op: str = "forward", head_dim: int = 64, seqlen: int = 2048, **options: Any) -> Problem:
+    """The problem of a dense call with a sink for each head."""
+    q = ArraySpec.dense((2, seqlen, 4, head_dim), "bfloat16")
+    given = [q] * (2 if op == "lse" else 3) + [ArraySpec.dense((4,), "float32")]
+    return Problem.of(own_op(op, False, own_of(None, None, has_sinks=True)), given, Options(**options))
 
 
 @contextmanager

@@ -67,6 +67,24 @@ def test_log_probabilities_that_are_others_in_training_are_a_failure(
     assert main(count) == 1
 
 
+@pytest.mark.parametrize(
+    "path", [path for path in EXAMPLES if path.stem.startswith("own_")], ids=lambda path: path.stem
+)
+def test_scores_and_masks_that_have_no_effect_are_a_failure(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    monkeypatch.syspath_prepend(FOLDER)  # why: examples of this kind import one of them
+    main = runpy.run_path(str(path))["main"]
+    numpy = next(main.__globals__["libraries"]())
+    monkeypatch.setitem(main.__globals__, "libraries", lambda: [numpy])
+    assert main() == 0
+    forward, ours = cuflash.forward, ("score_mod", "mask_mod", "block_mask", "bias", "sinks")
+
+    def plain(*arrays: Any, **keywords: Any) -> Any:
+        return forward(*arrays, **{name: value for name, value in keywords.items() if name not in ours})
+
+    monkeypatch.setattr(cuflash, "forward", plain)
+    assert main() == 1
+
+
 def test_the_gradients_of_training_are_those_of_its_loss() -> None:
     """Down a gradient g the loss changes by |g|² a unit: found with one weight at a time, in float64."""
     names = train()

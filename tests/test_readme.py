@@ -1,4 +1,4 @@
-"""What README.md shows of sequences runs as it stands there, on NumPy and on a GPU alike."""
+"""What README.md shows of sequences, scores and masks runs as it stands there, on NumPy and on a GPU alike."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from libraries import host, identical
 from workers import ROOT
 
 import cuflash
+from cuflash import mods
+from cuflash.mods.language import FUNCTIONS
 
 README = ROOT / "README.md"
 if not README.is_file():
     pytest.skip("needs a checkout", allow_module_level=True)
-SECTION = README.read_text("utf-8").split("## Sequences of several lengths, caches and decoding\n")[1].split("\n## ")[0]
+
+
+def code_of(heading: str) -> list[str]:
+    """The Python code that a section shows."""
+    section = README.read_text("utf-8").split(f"## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
 def test_its_code_runs_and_its_results_are_those_of_dense_calls(xp: Any) -> None:
@@ -25,7 +32,7 @@ def test_its_code_runs_and_its_results_are_those_of_dense_calls(xp: Any) -> None
     def drawn(shape: tuple[int, ...], dtype: str = "float16") -> Any:
         return xp.asarray(rng.standard_normal(shape), dtype)
 
-    packed, cached, dense = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+    packed, cached, dense = code_of("Sequences of several lengths, caches and decoding")
     names: dict[str, Any] = {"cupy": xp, "cuflash": cuflash}
     names |= {f"{name}_all": drawn((2, 700, heads, 64)) for name, heads in zip("qkv", (8, 2, 2), strict=True)}
     ones = r"cupy\.ones\("
@@ -57,3 +64,36 @@ def test_its_code_runs_and_its_results_are_those_of_dense_calls(xp: Any) -> None
     exec(dense, names)
     got, rows = host(names["last"]), host(names["dense"])[:, -1:]
     assert identical([got], [rows]) if xp is not np else np.allclose(got, rows, atol=4e-3)
+
+
+def test_its_functions_change_scores_and_hide_keys(xp: Any) -> None:
+    rng = np.random.default_rng(0)
+    names: dict[str, Any] = {"cupy": xp, "cuflash": cuflash, "mods": mods}
+    names["drawn"] = lambda shape, dtype: xp.asarray(rng.standard_normal(shape), dtype)
+    functions, ready_made = code_of("Your own attention")
+    exec(functions.replace("cupy.ones(", "drawn("), names)
+    q, k, v, dout = (host(names[name]).astype("f4").swapaxes(1, 2) for name in ("q", "k", "v", "dout"))
+    k, v = (np.repeat(x, 2, axis=1) for x in (k, v))
+    i, j = np.ogrid[:512, :512]
+    distance = abs(i - j)
+    s = q @ k.swapaxes(2, 3) / 8 - host(names["slopes"])[:, None, None] * distance
+    s = np.where((j <= i) | (j < 16), s, -np.inf)
+    p = np.exp(s - s.max(axis=3, keepdims=True))
+    p /= p.sum(axis=3, keepdims=True)
+    out = p @ v
+    np.testing.assert_allclose(host(names["out"]).swapaxes(1, 2), out, atol=4e-3)
+    ds = p * (dout @ v.swapaxes(2, 3) - (dout * out).sum(axis=3, keepdims=True))
+    np.testing.assert_allclose(host(names["dslopes"]), -(ds * distance).sum(axis=(0, 2, 3)), rtol=1e-2, atol=1e-2)
+
+    exec(ready_made, names)
+    document = xp.asarray(np.repeat([0, 1, 2], [300, 17, 195]))
+    more = {name: names[name] for name in ("sinks",)} | {"dropout_p": 0.1, "dropout_seed": names["seed"]}
+    arrays = [names[name] for name in "qkv"]
+    wanted = cuflash.forward(*arrays, causal=True, mask_mod=mods.segments(document), **more)
+    np.testing.assert_allclose(host(names["out"]), host(wanted), atol=4e-3)
+
+
+def test_its_list_of_ready_made_functions_is_whole() -> None:
+    text = README.read_text("utf-8").split("**Ready-made**")[1].split("```")[0]
+    helpers = {"position_of", "seqlen_q", "seqlen_k", *FUNCTIONS}
+    assert set(mods.__all__) - helpers <= set(re.findall(r"`(\w+)`", text))

@@ -23,18 +23,21 @@ if not KERNELS.is_dir():
 # A module or room of cuflash imports lower floors only.
 FLOORS = {
     0: ("errors", "log"),
-    1: ("problem", "mods"),
-    2: ("arrays", "reference", "planning"),
-    3: ("runtime",),
-    4: ("ops",),
-    5: ("__init__",),
-    6: ("frameworks", "info", "warmup"),
-    7: ("bench",),
-    8: ("__main__",),
+    1: ("mods",),
+    2: ("problem",),
+    3: ("arrays", "reference", "planning"),
+    4: ("runtime",),
+    5: ("ops",),
+    6: ("__init__",),
+    7: ("frameworks", "info", "warmup"),
+    8: ("bench",),
+    9: ("__main__",),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 # Where a module is tested that has no tests/<room>/test_<module>.py; a room stands for all of its modules.
 TESTED_ELSEWHERE = {
+    "frameworks/transformers_functions": "frameworks/test_transformers_masks.py",
+    "frameworks/transformers_models": "frameworks/test_transformers.py",
     "arrays": "arrays/test_arrays.py",
     "bench": "bench/test_bench.py",
     **dict.fromkeys((f"reference/{name}" for name in ("flash1", "flash2", "flashd", "merge", "standard", "tiles")),
@@ -46,9 +49,12 @@ TESTED_ELSEWHERE = {
     "mods/operations": "mods/test_build.py",
     "planning/pages": "planning/test_decoding.py",
     "planning/key_blocks": "planning/test_backward.py",
+    "planning/gradient_terms": "planning/test_own_gradients.py",
     "reference/append": "ops/test_append.py",
     **dict.fromkeys((f"problem/{name}" for name in ("array_spec", "dtypes", "operands")), "problem/test_problem.py"),
     "problem/checks": "problem/test_bad_input.py",
+    "problem/dropout": "problem/test_own.py",
+    "problem/own_arrays": "ops/test_own_refused.py",
     **dict.fromkeys((f"runtime/{name}" for name in ("kept", "launch")), "runtime/test_calls.py"),
     "runtime/cache": "runtime/test_compiler.py",
     "runtime/host": "problem/test_bad_input.py",
@@ -57,6 +63,9 @@ TESTED_ELSEWHERE = {
     **dict.fromkeys((f"frameworks/flash_attn_{name}" for name in ("interface", "3_interface", "arguments")),
                     "frameworks/test_flash_attn.py"),
     "frameworks/transformers_masks": "frameworks/test_transformers_packed.py",
+    "frameworks/sdpa_masks": "frameworks/test_sdpa.py",
+    "frameworks/torch_tensors": "frameworks/test_torch.py",
+    "frameworks/xla_own": "frameworks/test_jax_own_scores.py",
     **dict.fromkeys((f"frameworks/xla_{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
 }  # fmt: skip
 TOP_LEVEL = {"pyproject.toml", "README.md", "cuflash", "kernels_cu", "tests", "examples", "LICENSE", "CHANGELOG.md"}

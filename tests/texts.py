@@ -57,7 +57,7 @@ extern "C" void run_{name}(const void* captured, int count, const int (*at)[6], 
   const Mod::Arrays& arrays = *static_cast<const Mod::Arrays*>(captured);
   for (int i = 0; i < count; ++i) {{
     const int column = at[i][5] % {columns};
-    const Mod::Head head = Mod::head(arrays, at[i][0], at[i][1], at[i][2], at[i][3]);
+    const Mod::Head head = Mod::head(arrays, at[i][0], at[i][1], at[i][2], at[i][3], 1.0f);
     const Mod::Row row = Mod::row(arrays, head, at[i][4], at[i][5] - column);
     const Mod::Result result = Mod::element(arrays, head, row, score[i], column);
     {stores}
@@ -181,7 +181,7 @@ def compiled(cases: Sequence[Case], arch: str) -> None:
 KERNEL = """
 extern "C" __global__ void kernel_{name}({name}<true>::Arrays arrays, float* scores) {{
   using Mod = {name}<true>;
-  const Mod::Head head = Mod::head(arrays, blockIdx.x, blockIdx.y, gridDim.x, gridDim.y);
+  const Mod::Head head = Mod::head(arrays, blockIdx.x, blockIdx.y, gridDim.x, gridDim.y, 1.0f);
   const Mod::Row row = Mod::row(arrays, head, threadIdx.x, 8 * blockIdx.z);
 #pragma unroll
   for (int column = 0; column < 4; ++column) {{

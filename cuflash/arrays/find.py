@@ -31,14 +31,15 @@ def libraries_of(op: Op, arrays: tuple[Any, ...]) -> tuple[Library, bool]:
 
 
 def _check_others(op: Op, arrays: tuple[Any, ...], first: Library) -> None:
-    kind, names = type(arrays[0]), op.names
+    kind = type(arrays[0])
     for number, array in enumerate(arrays):
         if type(array) is not kind:
             if array is None and (op.operands[number].optional or number >= len(op.inputs)):
                 continue
-            name, other = names[number], library_of(names[number], array)
+            name = op.operands[number].called
+            other = library_of(name, array)
             if other is not first:
-                check_alike({names[0]: first.spec(names[0], arrays[0]), name: other.spec(name, array)})
+                check_alike({op.names[0]: first.spec(op.names[0], arrays[0]), name: other.spec(name, array)})
 
 
 def library_of(name: str, array: Any) -> Library:

@@ -24,7 +24,7 @@ class TorchLibrary(GpuLibrary):
         self._torch = torch
         self._names = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32",
                        torch.float64: "float64"}  # fmt: skip
-        self._dtypes = {name: dtype for dtype, name in self._names.items()}
+        self._dtypes = {name: dtype for dtype, name in self._names.items()} | {"int8": torch.int8}  # of results
         # why: the public current_stream() takes 4 µs to build an object; Triton and Inductor read this handle, too.
         self._raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         # why: the public current_device() first asks whether torch has initialised CUDA; a GPU tensor implies that.

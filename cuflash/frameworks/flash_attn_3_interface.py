@@ -7,6 +7,10 @@ that module says about masks, lengths, dtypes and refused arguments also holds h
 share the keys of a query, 0 for a choice. `pack_gqa`, `sm_margin` and `scheduler_metadata` change no result; cuflash
 schedules each call itself, and takes them without using them.
 
+`s_aux` (heads_q,), float32 or the dtype of q, is one more logit of each head, without a value. FlashAttention's own
+functions do not have it; it is the name of vLLM's copy of them, by which transformers passes sinks. With
+`attention_chunk`, which has gradients here, a query sees keys of its own chunk of that many positions alone.
+
 The private functions that other packages import from FlashAttention-3's module are here, too.
 
 Source: hopper/flash_attn_interface.py and hopper/flash_api.cpp of FlashAttention's main branch; in release 2.8.3 these
@@ -26,6 +30,7 @@ from .flash_attn_3_private import _flash_attn_backward as _flash_attn_backward
 from .flash_attn_3_private import _flash_attn_forward as _flash_attn_forward
 from .flash_attn_arguments import attend, lengths_of, refuse_of_version_3, unpack
 from .flash_attn_cache import New, over_cache, refuse_rotary_seqlens
+from .flash_attn_own_scores import own_of_later_versions
 from .torch import check_tensor
 
 __all__ = [
@@ -56,15 +61,17 @@ def flash_attn_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    s_aux: torch.Tensor | None = None,
 ) -> Any:
     """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
 
     Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_attn_probs`; lse is (batch,
     heads_q, seqlen_q) float32.
 
-    Raises UnsupportedError for qv, descales and attention_chunk, other errors as `cuflash.forward` does.
+    Raises UnsupportedError for qv and descales, other errors as `cuflash.forward` does.
     """
-    refuse_of_version_3(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     return attend(
         q,
         k,
@@ -76,6 +83,7 @@ def flash_attn_func(
         deterministic,
         return_attn_probs,
         num_splits=num_splits,
+        own=own_of_later_versions("s_aux", s_aux, attention_chunk),
     )
 
 
@@ -103,6 +111,8 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     sm_margin: int = 0,
     return_attn_probs: bool = False,
+    *,
+    s_aux: torch.Tensor | None = None,
 ) -> Any:
     """Attention of packed sequences, with gradients.
 
@@ -119,7 +129,7 @@ def flash_attn_varlen_func(
             f"seqused_q={seqused_q} is a number; give a tensor (batch,) or None. If this was meant as dropout_p, take "
             "cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
         )
-    refuse_of_version_3(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     return attend(
         q,
         k,
@@ -131,6 +141,7 @@ def flash_attn_varlen_func(
         deterministic,
         return_attn_probs,
         num_splits=num_splits,
+        own=own_of_later_versions("s_aux", s_aux, attention_chunk),
         **lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, max_seqlen_q, max_seqlen_k),
     )
 
@@ -159,8 +170,9 @@ def flash_attn_qkvpacked_func(
         q, k, v = _split_heads(qkv, num_heads_q)
     else:
         q, k, v = unpack("qkv", qkv, 3)
-    refuse_of_version_3(softmax_scale, attention_chunk, (None, sm_margin), None, q_descale, k_descale, v_descale)
-    return attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
+    refuse_of_version_3(softmax_scale, (None, sm_margin), None, q_descale, k_descale, v_descale)
+    own = own_of_later_versions("s_aux", None, attention_chunk)
+    return attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, own=own)
 
 
 def flash_attn_combine(
@@ -235,6 +247,8 @@ def flash_attn_with_kvcache(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
+    *,
+    s_aux: torch.Tensor | None = None,
 ) -> Any:
     """Attention over a cache, as `flash_attn_with_kvcache` of version 2, which tells about the arguments of its names.
 
@@ -247,9 +261,9 @@ def flash_attn_with_kvcache(
     `return_softmax_lse`: lse is (batch, heads_q, seqlen_q), of packed q (heads_q, total_q), float32; the last two are
     empty.
 
-    Raises UnsupportedError for other rotary_seqlens, qv, descales and attention_chunk; other errors as version 2 does.
+    Raises UnsupportedError for other rotary_seqlens, qv and descales; other errors as version 2 does.
     """
-    refuse_of_version_3(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("rotary_seqlens", rotary_seqlens, cache_seqlens)
     result = over_cache(
         3,
@@ -269,6 +283,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
         cache_batch_idx=cache_batch_idx,
         num_splits=num_splits,
+        own=own_of_later_versions("s_aux", s_aux, attention_chunk),
     )
     if not return_softmax_lse:
         return result

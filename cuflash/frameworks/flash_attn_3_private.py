@@ -14,9 +14,17 @@ from typing import Any
 
 import torch
 
-from ..errors import ProblemError, UnsupportedError
-from .flash_attn_arguments import LEFTPAD, attend, check_integers, in_host_memory, lengths_of, refuse_of_version_3
+from ..errors import ProblemError
+from .flash_attn_arguments import (
+    attend,
+    check_integers,
+    in_host_memory,
+    lengths_of,
+    refuse_leftpad,
+    refuse_of_version_3,
+)
 from .flash_attn_cache import New, over_cache, refuse_rotary_seqlens
+from .flash_attn_own_scores import own_of_later_versions
 from .flash_attn_private import Results, write_gradients
 from .torch import check_tensor
 
@@ -67,10 +75,9 @@ def _flash_attn_forward(
 
     Errors are those of the public functions; ProblemError for an `out_` that does not fit.
     """
-    refuse_of_version_3(softmax_scale, attention_chunk, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
+    refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     refuse_rotary_seqlens("seqlens_rotary", seqlens_rotary, seqused_k)
-    if leftpad_k is not None:
-        raise UnsupportedError(LEFTPAD.format(name="leftpad_k"))
+    refuse_leftpad("leftpad_k", leftpad_k)
     check_tensor("q", q)
     check_tensor("v", v)
     window = window_size_left, window_size_right
@@ -83,6 +90,7 @@ def _flash_attn_forward(
                 f"{wanted[1]} on {wanted[2]}, or None"
             )
     told: dict[str, Any] = {"cache_batch_idx": kv_batch_idx, "num_splits": num_splits}
+    told["own"] = own_of_later_versions("s_aux", None, attention_chunk)
     if any(x is not None for x in (k_new, v_new, rotary_cos, rotary_sin)):
         if cu_seqlens_k is not None:
             raise ProblemError("cu_seqlens_k was given beside new keys; give a cache, and seqused_k for its lengths")
@@ -133,7 +141,7 @@ def _flash_attn_backward(
     which is empty. Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v; other errors are
     those of `cuflash.backward`.
     """
-    refuse_of_version_3(softmax_scale, 0, (None, sm_margin), None, None, None, None)
+    refuse_of_version_3(softmax_scale, (None, sm_margin), None, None, None, None)
     sequences: dict[str, Any] = {}
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": sequed_q, "seqused_k": sequed_k}
     for name, tensor in lengths.items():

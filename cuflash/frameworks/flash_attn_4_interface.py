@@ -9,8 +9,9 @@ numbers or tensors without axes in host memory. `num_splits` is how many blocks 
 choice. `pack_gqa` and `min_seqlen_k` change no result and are taken without being used.
 
 Unlike there, tensors may be float32 or on the CPU and have any strides, head dims and page sizes, all gradients may be
-`deterministic`, and gradients also flow through lse. Functions of scores and masks, block sparsity, sinks, and a second
-product qv are refused, never ignored.
+`deterministic`, and gradients also flow through lse and into `learnable_sink` (heads_q,), float32 or the dtype of q:
+one more logit of each head, without a value. A second product qv is refused, and so are functions of scores and masks,
+which are CuTe code there; as Python functions of scalars, `cuflash.frameworks.torch.attention` takes them.
 
 Source: flash_attn/cute/interface.py of FlashAttention's main branch.
 """
@@ -25,6 +26,7 @@ import torch
 from ..errors import ProblemError, UnsupportedError
 from ..problem.options import WindowSize, check_flag, check_window
 from .flash_attn_arguments import attend, lengths_of, window_of
+from .flash_attn_own_scores import own_of_later_versions
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -59,7 +61,7 @@ def flash_attn_func(
     Returns (out, lse): out (batch, seqlen_q, heads_q, head_dim of v), and lse (batch, heads_q, seqlen_q) float32 with
     `return_lse`, else None.
 
-    Raises UnsupportedError for qv, gather_kv_indices, learnable_sink, and functions of scores and masks with what
+    Raises UnsupportedError for qv, gather_kv_indices, and functions of scores and masks with what
     belongs to them; ProblemError for a window that ends before the query; other errors as `cuflash.forward` does.
 
         out, _ = flash_attn_func(q, k, v, causal=True, window_size=(4095, None))
@@ -68,7 +70,6 @@ def flash_attn_func(
         pack_gqa,
         qv=qv,
         gather_kv_indices=gather_kv_indices,
-        learnable_sink=learnable_sink,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
@@ -79,7 +80,7 @@ def flash_attn_func(
     )
     window = _window(causal, window_size)
     masks = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *masks)
+    result = attend(q, k, v, *masks, own_of_later_versions("learnable_sink", learnable_sink))
     return result if return_lse else (result, None)
 
 
@@ -129,7 +130,6 @@ def flash_attn_varlen_func(
         pack_gqa,
         qv=qv,
         gather_kv_indices=gather_kv_indices,
-        learnable_sink=learnable_sink,
         score_mod=score_mod,
         score_mod_bwd=score_mod_bwd,
         mask_mod=mask_mod,
@@ -140,7 +140,7 @@ def flash_attn_varlen_func(
     window = _window(causal, window_size)
     told = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
     masks = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *masks, **told)
+    result = attend(q, k, v, *masks, own_of_later_versions("learnable_sink", learnable_sink), **told)
     return result if return_lse else (result, None)
 
 
@@ -148,11 +148,18 @@ def _refuse(pack_gqa: Any, **given: Any) -> None:
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
     for name, value in given.items():
-        if value is not None:
+        if value is None:
+            continue
+        if name in ("qv", "gather_kv_indices"):
             raise UnsupportedError(
-                f"{name} was given, but cuflash has neither functions of scores and masks, nor block sparsity, sinks "
-                "or a second product qv; leave None, or take FlashAttention-4's own function"
+                f"{name}: cuflash does not have it; leave None, or take FlashAttention-4's own function"
             )
+        raise UnsupportedError(
+            f"{name} belongs to functions of scores and masks in CuTe code, which cuflash cannot read; call "
+            "cuflash.frameworks.torch.attention, whose score_mod(score, b, h, q_idx, k_idx), mask_mod(b, h, q_idx, "
+            "k_idx) and block_mask (of cuflash.create_block_mask) are Python code, or take FlashAttention-4's own "
+            "function"
+        )
 
 
 def _window(causal: Any, window_size: Any) -> Any:

@@ -32,11 +32,12 @@ def attend(
     return_lse: bool,
     returned: str = "return_attn_probs",
     num_splits: int = 0,
+    own: dict[str, Any] | None = None,
     **sequences: Any,
 ) -> Any:
     """Computes out, or (out, lse), from the arguments that both versions share, and those of `attention` on sequences.
 
-    returned: the name of the flag that asks for lse.
+    returned: the name of the flag that asks for lse. own: the keywords of `attention` on scores and masks of one's own.
     """
     check_flag(returned, return_lse)
     rank_q = rank_k = 4
@@ -59,37 +60,25 @@ def attend(
         return_lse=return_lse,
         num_splits=num_splits,
         **sequences,
+        **(own or {}),
     )
 
 
-LEFTPAD = (
+_LEFTPAD = (
     "{name} was given, but the keys of a sequence begin at the first row of its cache; leave None, and keep them there"
 )
 
 
-def refuse_of_version_2(dropout_p: Any, alibi_slopes: Any, leftpad_k: Any = None) -> None:
-    """Raises for what flash-attn 2 has and cuflash has not, and for calls in the order of flash-attn 3."""
-    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        given = type(dropout_p).__name__ if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
-        raise ProblemError(
-            f"dropout_p={given} is a {type(dropout_p).__name__}; give 0.0. It stands before softmax_scale here, "
-            "as in flash-attn 2; the order of flash-attn 3 is in cuflash.frameworks.flash_attn_3_interface"
-        )
-    if 1.0 - dropout_p != 1.0:  # why: diffusers gives 1e-30, which drops nothing, to make flash-attn return lse
-        raise UnsupportedError(
-            f"dropout_p={dropout_p}: cuflash has no dropout; give 0.0. If this was meant as softmax_scale, pass it by "
-            "name, or take cuflash.frameworks.flash_attn_3_interface, which has no dropout_p"
-        )
-    if alibi_slopes is not None:
-        raise UnsupportedError("alibi_slopes: cuflash has no ALiBi; leave None, or take flash-attn's own function")
-    if leftpad_k is not None:
-        raise UnsupportedError(LEFTPAD.format(name="leftpad_k"))
+def refuse_leftpad(name: str, leftpad: Any) -> None:
+    """Raises for keys that begin elsewhere than at the first row of a cache."""
+    if leftpad is not None:
+        raise UnsupportedError(_LEFTPAD.format(name=name))
 
 
 _ELSEWHERE = "leave the default, or take FlashAttention-3's own function"
 
 
-def refuse_of_version_3(softmax_scale: Any, attention_chunk: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
+def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
     """Raises for arguments that several functions have; hints are pack_gqa and sm_margin, tensors qv and descales."""
     if softmax_scale == 0:
         raise ProblemError(
@@ -99,8 +88,6 @@ def refuse_of_version_3(softmax_scale: Any, attention_chunk: Any, hints: tuple[A
     for name, tensor in zip(("qv", "q_descale", "k_descale", "v_descale"), tensors, strict=True):
         if tensor is not None:
             raise UnsupportedError(f"{name}: cuflash has neither a second product qv nor 8-bit inputs; {_ELSEWHERE}")
-    if attention_chunk != 0:
-        raise UnsupportedError(f"attention_chunk={attention_chunk}: cuflash does not have it; {_ELSEWHERE}")
     pack_gqa, sm_margin = hints
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)

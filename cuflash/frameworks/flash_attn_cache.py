@@ -15,7 +15,15 @@ from ..problem.options import (
     check_integer,
     check_window,
 )
-from .flash_attn_arguments import LEFTPAD, attend, cap_of, check_integers, check_rank, in_host_memory, window_of
+from .flash_attn_arguments import (
+    attend,
+    cap_of,
+    check_integers,
+    check_rank,
+    in_host_memory,
+    refuse_leftpad,
+    window_of,
+)
 from .torch import check_tensor
 from .torch_ops import append
 
@@ -48,8 +56,7 @@ def over_cache(
     **sequences: Any,
 ) -> Any:
     """`flash_attn_with_kvcache` of this version; `sequences` are further keywords of `attention`."""
-    if cache_leftpad is not None:
-        raise UnsupportedError(LEFTPAD.format(name="cache_leftpad"))
+    refuse_leftpad("cache_leftpad", cache_leftpad)
     for name, tensor in (("k_cache", k_cache), ("v_cache", v_cache)):
         check_tensor(name, tensor)
         check_rank(name, tensor, 4)

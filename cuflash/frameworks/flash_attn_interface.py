@@ -4,8 +4,8 @@
 
 FlashAttention-3 uses the same names but another order of arguments; its functions are in
 `cuflash.frameworks.flash_attn_3_interface`. A positional call that is meant for the other module is refused: the first
-argument after the tensors and lengths is `dropout_p` here, which must be 0.0, and `softmax_scale` there, which must be
-None or positive.
+argument after the tensors and lengths is `dropout_p` here and `softmax_scale` there: None is refused here, 0.0 there,
+and a bool where a number belongs.
 
 As in flash-attn, causal masks are aligned bottom-right, `causal=True` closes the right side of `window_size`, -1 is an
 open side, and `softcap <= 0` means no softcap. Lengths and tables are int32 on the device, where alone they are read;
@@ -13,6 +13,12 @@ open side, and `softcap <= 0` means no softcap. Lengths and tables are int32 on 
 Unlike there, tensors may be float32 or on the CPU and have any strides, v may have its own head dim, pages may have any
 size, and gradients also flow through lse. A query that sees no key has lse -inf, which merges correctly; flash-attn 2
 gives +inf. Rows of no sequence have out 0. Arguments that are not supported are refused, never ignored.
+
+`alibi_slopes`, (heads,) or (batch, heads) float32, subtract slope · |i + seqlen_k - seqlen_q - j| from scores, also in
+lse (from that of causal calls flash-attn 2 leaves out what a row has in common), and get gradients if they require
+them. `dropout_p` drops weights by a seed that PyTorch's generator draws on the device, others than flash-attn does.
+`return_attn_probs` then returns S_dmask, (batch, heads, seqlen_q, seqlen_k) with both lengths rounded up to multiples
+of 128: the weights, negative where they were dropped. It is meant for tests, and takes two calls for 128 keys.
 
 The private functions that other packages import from flash-attn's module of this name are here, too.
 
@@ -26,8 +32,9 @@ from typing import Any
 import torch
 
 from ..problem.options import WindowSize
-from .flash_attn_arguments import attend, check_integers, paged_or_packed, refuse_of_version_2, unpack
+from .flash_attn_arguments import check_integers, paged_or_packed, unpack
 from .flash_attn_cache import New, over_cache
+from .flash_attn_own_scores import attend_with_weights, own_of_version_2
 from .flash_attn_private import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -68,13 +75,11 @@ def flash_attn_func(
     """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
 
     Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse, S_dmask) with `return_attn_probs`: lse is
-    (batch, heads_q, seqlen_q) float32, and S_dmask is empty, as in flash-attn without dropout.
-
-    Raises UnsupportedError for dropout and ALiBi; other errors are those of `cuflash.forward`.
+    (batch, heads_q, seqlen_q) float32, and S_dmask is empty without dropout. Errors are those of `cuflash.forward`.
     """
-    refuse_of_version_2(dropout_p, alibi_slopes)
-    result = attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs)
-    return (*result, q.new_empty(0)) if return_attn_probs else result
+    own = own_of_version_2(q, dropout_p, alibi_slopes)
+    masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
+    return attend_with_weights(q, k, v, *masks, own)
 
 
 def flash_attn_kvpacked_func(
@@ -140,13 +145,13 @@ def flash_attn_varlen_func(
     max_seqlen_q, and keys past max_seqlen_k, do not count.
 
     Returns out (total_q, heads_q, head_dim of v), or (out, lse, S_dmask) with `return_attn_probs`: lse is (heads_q,
-    total_q) float32, and S_dmask is empty.
+    total_q) float32, and S_dmask is empty without dropout.
 
-    Raises UnsupportedError for dropout, ALiBi and gradients of pages; other errors are those of `cuflash.forward`.
+    Raises UnsupportedError for gradients and S_dmask of pages; other errors are those of `cuflash.forward`.
     """
-    refuse_of_version_2(dropout_p, alibi_slopes)
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
-    result = attend(
+    own = own_of_version_2(q, dropout_p, alibi_slopes, cu_seqlens_q)
+    return attend_with_weights(
         q,
         k,
         v,
@@ -156,12 +161,12 @@ def flash_attn_varlen_func(
         softcap,
         deterministic,
         return_attn_probs,
+        own,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         **paged_or_packed(cu_seqlens_k, None, block_table),
     )
-    return (*result, q.new_empty(0)) if return_attn_probs else result
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -242,13 +247,12 @@ def flash_attn_with_kvcache(
     Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_softmax_lse`; lse is (batch,
     heads_q, seqlen_q) float32.
 
-    Raises UnsupportedError for cache_leftpad and ALiBi, and for gradients of calls with new keys, of pages or of rows
+    Raises UnsupportedError for cache_leftpad, and for gradients of calls with new keys, of pages or of rows
     by cache_batch_idx; ProblemError for a rotation without new keys, new keys without `cache_seqlens` or, where it is a
     number, without room; other errors are those of `cuflash.append_kv` and `cuflash.forward`.
 
         flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True)    # lengths (batch,)
     """
-    refuse_of_version_2(0.0, alibi_slopes)
     return over_cache(
         2,
         q,
@@ -265,4 +269,5 @@ def flash_attn_with_kvcache(
         return_softmax_lse,
         cache_batch_idx=cache_batch_idx,
         num_splits=num_splits,
+        own=own_of_version_2(q, 0.0, alibi_slopes),
     )

@@ -2,9 +2,9 @@
 
 They are imported from `cuflash.frameworks.flash_attn_interface`, under these names and as `_wrapped_…`. Forwards return
 (out, softmax_lse, S_dmask, rng_state) and are differentiable, unlike flash-attn's; backwards write into dq, dk and dv,
-which may be views of any strides or None, and return softmax_d. S_dmask and softmax_d are empty, and rng_state, two
-int64 numbers, holds nothing: they are of dropout, and of flash-attn's own kernels. Rows of no sequence are always 0,
-whatever `zero_tensors` says.
+which may be views of any strides or None, and return softmax_d, which is empty. So is S_dmask without dropout, and
+rng_state, two int64 numbers, then holds nothing; with dropout the first is the seed, and the backward must be given it.
+Rows of no sequence are always 0, whatever `zero_tensors` says.
 
 Source: flash_attn/flash_attn_interface.py of flash-attn 2.8.3.
 """
@@ -24,11 +24,14 @@ from .flash_attn_arguments import (
     check_integers,
     in_host_memory,
     paged_or_packed,
-    refuse_of_version_2,
+    refuse_leftpad,
     window_of,
 )
+from .flash_attn_own_scores import attend_with_weights, own_of_version_2
 from .torch import becomes_an_op, check_tensor, gradients
+from .torch_own_scores import disabled
 
+_own_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -46,10 +49,9 @@ def _flash_attn_forward(
     return_softmax: bool,
 ) -> Results:
     """`flash_attn_func`; lse is (batch, heads_q, seqlen_q) float32. Errors are its own."""
-    refuse_of_version_2(dropout_p, alibi_slopes)
     window = window_size_left, window_size_right
-    check_flag("return_softmax", return_softmax)
-    return _with_rest(q, *attend(q, k, v, softmax_scale, causal, window, softcap, False, True))
+    own = own_of_version_2(q, dropout_p, alibi_slopes)
+    return _with_rest(q, k, v, return_softmax, own, (softmax_scale, causal, window, softcap))
 
 
 def _flash_attn_varlen_forward(
@@ -78,25 +80,20 @@ def _flash_attn_varlen_forward(
     `seqused_k` (batch,) tells how many keys of each sequence are used; beside a block table cu_seqlens_k may be None
     then. Errors are those of that function; leftpad_k is an UnsupportedError.
     """
-    refuse_of_version_2(dropout_p, alibi_slopes, leftpad_k)
-    check_flag("return_softmax", return_softmax)
+    refuse_leftpad("leftpad_k", leftpad_k)
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
-    result = attend(
+    return _with_rest(
         q,
         k,
         v,
-        softmax_scale,
-        causal,
-        (window_size_left, window_size_right),
-        softcap,
-        False,
-        True,
+        return_softmax,
+        own_of_version_2(q, dropout_p, alibi_slopes, cu_seqlens_q),
+        (softmax_scale, causal, (window_size_left, window_size_right), softcap),
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
         **paged_or_packed(cu_seqlens_k, seqused_k, block_table),
     )
-    return _with_rest(q, *result)
 
 
 def _flash_attn_backward(
@@ -125,13 +122,13 @@ def _flash_attn_backward(
     Raises ProblemError where dq, dk or dv has not the shape and dtype of q, k or v, or shares memory with another
     argument; other errors are those of `cuflash.backward`.
     """
-    refuse_of_version_2(dropout_p, alibi_slopes)
     check_tensor("q", q)
+    own = own_of_version_2(q, dropout_p, alibi_slopes, None, rng_state, draws=False)
     if q.ndim == 4:
         softmax_lse = _heads_first(softmax_lse, q)
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic)
+    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic, own)
 
 
 def _flash_attn_varlen_backward(
@@ -163,19 +160,37 @@ def _flash_attn_varlen_backward(
 
     Errors are those of `_flash_attn_backward`.
     """
-    refuse_of_version_2(dropout_p, alibi_slopes)
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, tensor in lengths.items():
         check_integers(name, tensor, required=True)
+    own = own_of_version_2(q, dropout_p, alibi_slopes, cu_seqlens_q, rng_state, draws=False)
     bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     given = {name: in_host_memory(name, bound) for name, bound in bounds.items() if bound is not None}
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic, **lengths, **given)
+    told = lengths | given
+    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic, own, **told)
 
 
-def _with_rest(q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Results:
-    return out, lse, q.new_empty(0), q.new_empty(2, dtype=torch.int64)
+def _with_rest(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    return_softmax: bool,
+    own: dict[str, Any],
+    options: tuple[Any, Any, Any, Any],
+    **sequences: Any,
+) -> Results:
+    """A forward's out and lse, the weights if they are wanted and dropped, and the state, which is the seed."""
+    if check_flag("return_softmax", return_softmax):
+        out, lse, weights = attend_with_weights(q, k, v, *options, False, True, own, **sequences)
+    else:
+        (out, lse), weights = attend(q, k, v, *options, False, True, own=own, **sequences), q.new_empty(0)
+    state = q.new_empty(2, dtype=torch.int64)
+    if "dropout_seed" in own:
+        state[:1] = own["dropout_seed"]
+        state[1:] = 0
+    return out, lse, weights, state
 
 
 def _heads_first(lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
@@ -194,9 +209,13 @@ def write_gradients(
     window_size: tuple[int, int],
     softcap: float,
     deterministic: bool,
+    own: dict[str, Any] | None = None,
     **sequences: Any,
 ) -> torch.Tensor:
-    """Gradients of q, k and v, the second to fourth of the inputs, into those targets that are there."""
+    """Gradients of q, k and v, the second to fourth of the inputs, into those targets that are there.
+
+    own: the keywords of `backward` on scores and masks of one's own.
+    """
     for name, tensor in zip(("dout", "q", "k", "v", "out", "softmax_lse"), inputs, strict=True):
         check_tensor(name, tensor)
     for name, target, like in zip(("dq", "dk", "dv"), targets, inputs[1:4], strict=True):
@@ -217,6 +236,9 @@ def write_gradients(
     }
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
     with torch.no_grad():
+        if own:
+            _own_backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords, **own)
+            return inputs[1].new_empty(0, dtype=torch.float32)
         if not becomes_an_op():
             backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords)
             return inputs[1].new_empty(0, dtype=torch.float32)

@@ -18,11 +18,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.operands import INTEGERS
+from ..ops.own import Given
+from ..problem.operands import INTEGERS, Op
 from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale
 from ..problem.problem import Problem
+from .jax_own_scores import own_attention, own_operands
 from .xla_handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
-from .xla_primitives import backward, check_not_reduced, check_numbers, check_whole, forward
+from .xla_primitives import backward, check_not_reduced, checked_array, forward, refuse_cached
 
 _DEFAULT_MASK_VALUE = -0.7 * float(np.finfo("float32").max)
 
@@ -49,6 +51,12 @@ def attention(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
 ) -> Any:
     """`cuflash.forward` as a JAX function with gradients: it returns out, or (out, lse) with return_lse.
 
@@ -62,10 +70,16 @@ def attention(
     (`cache_batch_idx`); the last two have no gradients. Rows of no sequence have out 0, lse -inf and gradient 0. lse of
     packed q is (heads_q, total_q). `max_seqlen_q`, `max_seqlen_k`, `num_splits` and `split_size` are static.
 
+    score_mod, mask_mod, bias and sinks are those of `cuflash.forward`. Arrays that the functions refer to may be traced
+    values of any transformation; those that score_mod loads from, bias and sinks have gradients. Where a function calls
+    what cuflash has no name for, JAX traces it, and whole arrays that it computes are computed once. dropout_p is
+    static; dropout_seed, an int, a key of jax.random or two uint32, is not: equal seeds drop the same weights.
+
     Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
     They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
-    cache. To use several devices, call this in `jax.shard_map`, with q, k and v split alike over batch or heads; under
-    jit alone each device would gather whole arrays. On the CPU it runs in NumPy.
+    cache; with dropout it makes one call after the other. To use several devices, call this in `jax.shard_map`, with q,
+    k and v split alike over batch or heads, where b and h count in a shard; under jit alone each device would gather
+    whole arrays. On the CPU it runs in NumPy.
 
         out = attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)    # q (total, heads, head_dim)
 
@@ -77,7 +91,13 @@ def attention(
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
                       max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
                       split_size=split_size)  # fmt: skip
-    return _called(named, options, check_flag("return_lse", return_lse))
+    if score_mod is mask_mod is bias is sinks is None and type(dropout_p) in (int, float) and dropout_p == 0:
+        return _called(named, options, check_flag("return_lse", return_lse))
+    given = Given(score_mod, mask_mod, None, bias, sinks, dropout_p)
+    lengths, hidden = tuple(named.values())[3:], (causal, window_size, diagonal_offset)
+    op, more = own_operands(given, dropout_seed, lengths, hidden)
+    options = options._replace(dropout_p=dropout_p)
+    return _called(named | more, options, check_flag("return_lse", return_lse), op)
 
 
 def dot_product_attention(
@@ -103,16 +123,14 @@ def dot_product_attention(
     return_residual gives (out, lse): lse is (B, T, N) in query's dtype, and no gradient flows through it. A query that
     sees no key has out 0, where jax.nn gives the mean of value.
 
-    Raises UnsupportedError for bias, mask and implementation; other errors are those of `attention`.
+    bias, of floats, and mask, of bools, are broadcastable to (B, N, T, S), or (N, T, S) without B; bias has a gradient.
+
+    Raises UnsupportedError for implementation; other errors are those of `attention`.
     """
-    ways = {
-        "bias": (bias, "leave it out"),
-        "mask": (mask, "say it by is_causal, local_window_size and the two arguments of lengths"),
-        "implementation": (implementation, "leave it None, as there is one alone"),
-    }
-    for name, (given, way) in ways.items():
-        if given is not None:
-            raise UnsupportedError(f"cuflash has no {name}; {way}, or call jax.nn.dot_product_attention")
+    if implementation is not None:
+        raise UnsupportedError(
+            "cuflash has no implementation; leave it None, as there is one alone, or call jax.nn.dot_product_attention"
+        )
     arrays = _arrays(query=query, key=key, value=value)
     if arrays[0].ndim not in (3, 4):
         raise ProblemError(f"query has shape {arrays[0].shape}; give (B, T, N, H) or (T, N, H)")
@@ -123,6 +141,9 @@ def dot_product_attention(
     batch = (arrays[0].shape[0] if arrays[0].ndim == 4 else 1,)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
     used = [None if x is None else _integers(name, jnp.asarray(x), batch) for name, x in lengths.items()]
+    of_scores = *batch, arrays[0].shape[-2], arrays[0].shape[-3], arrays[1].shape[-3]
+    bias, mask = _of_scores("bias", bias, of_scores), _of_scores("mask", mask, of_scores)
+    both = bias is not None and mask is not None
     out = attention(
         *arrays,
         softmax_scale=scale,
@@ -132,6 +153,8 @@ def dot_product_attention(
         return_lse=with_lse,
         seqused_q=used[0],
         seqused_k=used[1],
+        bias=mask if bias is None else bias,
+        mask_mod=_is_seen_by(mask) if both else None,
     )
     if not with_lse:
         return out
@@ -217,6 +240,32 @@ def _integers(name: str, array: Any, shape: Shape) -> Any:
     return array
 
 
+def _of_scores(name: str, array: Any, lengths: Shape) -> Any:
+    """A bias of floats, or a mask of bools, which may be broadcast to these lengths, or None."""
+    if array is None:
+        return None
+    array = checked_array(name, array)
+    wanted, is_mask = lengths[len(lengths) - array.ndim :], name == "mask"
+    fits = array.ndim in (3, 4) and all(n in (1, most) for n, most in zip(array.shape, wanted, strict=True))
+    if not fits or (array.dtype == bool) != is_mask:
+        raise ProblemError(
+            f"{name} is {array.dtype} of shape {array.shape}; give {'bools' if is_mask else 'floats'} of shape "
+            f"(B, N, T, S) = {lengths}, of which any may be 1, or without B"
+        )
+    return array
+
+
+def _is_seen_by(mask: Any) -> Any:
+    """The mask_mod of an array of bools, whose axes of length 1 are for all indices."""
+    lengths = mask.shape
+
+    def is_seen(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        indices = (b, h, q_idx, k_idx)[4 - len(lengths) :]
+        return mask[tuple([index if n > 1 else 0 for index, n in zip(indices, lengths, strict=True)])]
+
+    return is_seen
+
+
 def _window(local_window_size: Any) -> tuple[Any, Any]:
     """Keys on the left and on the right, None for an open side. why not -1: jax.nn ends before the diagonal then."""
     given = local_window_size
@@ -236,29 +285,21 @@ def _window(local_window_size: Any) -> tuple[Any, Any]:
 
 
 def _arrays(**named: Any) -> tuple[Any, ...]:
-    """The checked operands as JAX arrays or tracers; NumPy arrays are put on JAX's device."""
-    arrays = []
-    for name, array in named.items():
-        if not isinstance(array, (jax.Array, np.ndarray)):
-            raise ProblemError(f"{name} is a {type(array).__name__}; give a JAX or NumPy array")
-        if isinstance(array, np.ndarray):
-            array = jnp.asarray(array)
-        check_numbers(name, array.shape)
-        check_whole(name, array)
-        arrays.append(array)
-    return tuple(arrays)
+    """The checked operands as JAX arrays or tracers."""
+    return tuple([checked_array(name, array) for name, array in named.items()])
 
 
-def _called(named: dict[str, Any], options: Options, with_lse: bool) -> Any:
-    """The result of a call of operands by name, in the order of the op's."""
+def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | None = None) -> Any:
+    """The result of a call of operands by name, in the order of the op's. op: None for that of a plain call."""
     arrays = _arrays(**named)
-    static = _static(tuple(named), arrays, options)
-    return _attention(static, with_lse, *_varying_alike(static.names, arrays))
+    static = _static(tuple(named), arrays, options, op)
+    call = _attention if static.own is None else own_attention
+    return call(static, with_lse, *_varying_alike(static.names, arrays))
 
 
-def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options) -> Static:
+def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, op: Op | None) -> Static:
     """Checks a call; returns everything but its arrays."""
-    asked = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key()
+    asked = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key(), op
     try:
         try:
             return _judged(*asked)
@@ -273,10 +314,14 @@ def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options) -
 
 @functools.lru_cache(maxsize=4096)
 def _judged(
-    names: tuple[str, ...], shapes: tuple[Shape, ...], dtypes: tuple[Any, ...], options: tuple[Any, ...]
+    names: tuple[str, ...],
+    shapes: tuple[Shape, ...],
+    dtypes: tuple[Any, ...],
+    options: tuple[Any, ...],
+    op: Op | None,
 ) -> Static:
     """`options` is `Options.key()`, which begins with the options and keeps 1 and True apart."""
-    op = op_of(FORWARD, names)
+    op = op or op_of(FORWARD, names)
     return Static.of(Problem.of(op, specs_of(op, names, shapes, [*map(str, dtypes)]), options[0]), names)
 
 
@@ -304,13 +349,7 @@ def _call(static: Static, with_lse: bool, *operands: Any) -> Any:
 
 
 def _call_and_keep(static: Static, with_lse: bool, *operands: Any) -> tuple[Any, tuple[Any, ...]]:
-    cached = [name for name in ("page_table", "cache_batch_idx") if name in static.names]
-    if cached:
-        raise UnsupportedError(
-            f"{cached[0]} was given and gradients are wanted, but cached keys have none, as several sequences may "
-            "share them; call it outside of jax.grad, or with jax.lax.stop_gradient of q, k and v, or gather the keys "
-            "into k and v, packed (cu_seqlens_k) or one row of the batch for each sequence (seqused_k)"
-        )
+    refuse_cached(static.names)
     out, lse = forward.bind(*operands, static=static)
     return (out, lse[..., 0]) if with_lse else out, (*operands, out, lse)
 

@@ -1,8 +1,9 @@
 """Attention for PyTorch with gradients; it works with `torch.compile`, `torch.func`, autocast and CUDA graphs.
 
-    from cuflash.frameworks.torch import attention
+    from cuflash.frameworks.torch import attention, flex_attention
 
     out = attention(q, k, v, causal=True)    # (batch, seqlen, heads, head_dim); out.sum().backward() works
+    out = flex_attention(q, k, v, score_mod, block_mask)    # (batch, heads, seqlen, head_dim), as PyTorch's own
 """
 
 from __future__ import annotations
@@ -10,28 +11,30 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._functorch import TransformType
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import Function, forward_ad
 
-from ..arrays.torch import check_dense
 from ..errors import ProblemError, UnsupportedError
 from ..ops.backward import backward
 from ..ops.forward import forward
+from ..ops.own import Given
 from ..problem.options import WindowSize, check_flag
+from . import torch_own_scores
+from .torch_flex import arguments_of_flex, results_of_flex, wants_lse
 from .torch_ops import BOUNDS, TOLD, Arguments, given, refuse_cached, refuse_twice
-
-__all__ = ["attention"]
-
-_TANGENT = (
-    "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
-    "torch.autograd.grad or backward(), or torch.func.vjp"
+from .torch_own_scores import own_attention, refuse_batched
+from .torch_tensors import (
+    TANGENT,
+    autocast,
+    is_autocast,
+    is_functionalizing,
+    is_transformed,
+    is_transforming,
+    refuse_tangents,
 )
-# These tell whether a torch.func transform is active, and whether it wraps a tensor, which then has no memory itself.
-_is_transforming = torch._C._are_functorch_transforms_active
-_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
-# This tells whether autograd's own vmap wraps a tensor. That vmap does not use the rules below.
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
+from .torch_tensors import becomes_an_op as becomes_an_op
+from .torch_tensors import check_tensor as check_tensor
+
+__all__ = ["attention", "flex_attention"]
 
 
 def attention(
@@ -56,8 +59,15 @@ def attention(
     cache_batch_idx: torch.Tensor | None = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    bias: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
 ) -> Any:
-    """`cuflash.forward` with gradients of q, k and v, which flow through out and through lse.
+    """`cuflash.forward` with gradients, which flow through out and through lse.
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
     head_dim_v), or without batch, or without batch and heads; any strides. Arguments, results and errors are those of
@@ -68,6 +78,11 @@ def attention(
     Sequences of several lengths are told as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
     `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.
     lse of packed q is (heads_q, total_q). `num_splits` and `split_size` are of the forward alone.
+
+    score_mod, mask_mod, block_mask, bias, sinks and dropout are those of `cuflash.forward`. Beside q, k and v, the
+    bias, the sinks and all tensors of floats that score_mod refers to get gradients if they require them. With
+    dropout_p and no dropout_seed, one is drawn on the device by PyTorch's generator, which checkpoints restore and CUDA
+    graphs advance. Such calls run between the graphs of torch.compile, not in them, and have no `vmap`.
 
     It works under `torch.compile(fullgraph=True)` with dynamic shapes, under `torch.utils.checkpoint`, eagerly under
     `torch.func.grad`, `vjp` and `vmap`, on several GPUs, and in CUDA graphs (a call before the capture must compile the
@@ -81,15 +96,24 @@ def attention(
     check_flag("return_lse", return_lse)
     check_flag("deterministic", deterministic)
     if forward_ad._current_level >= 0:
-        _refuse_tangents(q=q, k=k, v=v)
-    if torch.is_autocast_enabled("cuda" if q.is_cuda else q.device.type):
-        q, k, v = _autocast(q, k, v)
+        refuse_tangents(q=q, k=k, v=v)
+    if is_autocast(q):
+        q, k, v = autocast(q, k, v)
     told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
     is_told = not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None
     if is_told:
         for name, tensor in zip(TOLD, told, strict=True):
             if tensor is not None:
                 check_tensor(name, tensor)
+    if not (score_mod is mask_mod is block_mask is bias is sinks is None and dropout_p == 0.0):
+        own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+        is_compiling = torch.compiler.is_compiling()
+        attend = torch_own_scores.uncompiled_own_attention if is_compiling else own_attention
+        options = softmax_scale, causal, window_size, diagonal_offset, softcap
+        of_lengths, of_splits = (max_seqlen_q, max_seqlen_k), (num_splits, split_size)
+        given_told = told if is_told else ()
+        out, lse = attend(q, k, v, own, dropout_seed, options, of_lengths, of_splits, given_told, deterministic)
+        return (out, lse) if return_lse else out
     run = _way(q, k, v)
     if run is None:
         return forward(
@@ -136,15 +160,49 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Any = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """`torch.nn.attention.flex_attention.flex_attention` on cuflash: its arguments, results, layout and gradients.
+
+    query (batch, heads, seqlen_q, head_dim), key and value (batch, heads_kv, seqlen_k, …): views of any strides, of
+    which none is copied. Heads that differ need enable_gqa, and a batch of keys may be 1 beside a block mask.
+    block_mask: PyTorch's BlockMask, whose mask_mod is taken and whose cells are made anew by each call, or one of
+    `cuflash.create_block_mask`, which many calls share. A BlockMask without a mask_mod of its own shows whole blocks.
+    kernel_options are hints to PyTorch's own kernels, and without effect here.
+
+    Returns out (batch, heads, seqlen_q, head_dim_v), a view of memory by seqlen; with return_lse (out, lse), and with
+    return_aux=AuxRequest(lse=True) (out, AuxOutput), where lse is a natural logarithm. It needs no torch.compile: a
+    function is traced once and becomes a part of one kernel. Tensors of floats that score_mod refers to get gradients.
+
+    Raises ProblemError where PyTorch's raises ValueError, and UnsupportedError for max_scores.
+    """
+    asks_lse = wants_lse(return_lse, return_aux)
+    q, k, v, masks = arguments_of_flex(query, key, value, block_mask, enable_gqa, kernel_options, return_aux)
+    results = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=asks_lse, **masks)
+    out, lse = results if asks_lse else (results, None)
+    return results_of_flex(out.transpose(1, 2), lse, return_lse, return_aux)
+
+
 def _way(q: Any, k: Any, v: Any) -> Any:
     """What a call on these tensors goes through: a function of its own, or None for `cuflash.forward`."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         return _by_op
-    if _is_transforming():
-        return _by_op if _is_functionalizing() else _Transformed.apply
+    if is_transforming():
+        return _by_op if is_functionalizing() else _Transformed.apply
     if torch._C._len_torch_dispatch_stack():
         return _by_op
-    if _is_transformed(q) or _is_transformed(k) or _is_transformed(v):  # the tensor outlived its transform
+    if is_transformed(q) or is_transformed(k) or is_transformed(v):  # the tensor outlived its transform
         return _Transformed.apply
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply
@@ -161,35 +219,6 @@ def _whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict
 def _by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
     arguments = Arguments.of(_whole(keywords, *more) if more else keywords, deterministic)
     return torch.ops.cuflash.attention(q, k, v, *(arguments if more else arguments[:7]))
-
-
-def _is_functionalizing() -> bool:
-    """Whether torch.func.functionalize is active, which has rules for ops but none for autograd Functions."""
-    return any(x.key() == TransformType.Functionalize for x in retrieve_all_functorch_interpreters())
-
-
-def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    narrow = torch.float32, torch.float16, torch.bfloat16
-    return tuple(x.to(dtype) if x.dtype in narrow else x for x in tensors)
-
-
-def check_tensor(name: str, tensor: Any) -> None:
-    """Raises unless an operand is a dense torch tensor with its elements in memory."""
-    # why first: most are such tensors, of which no more is asked.
-    if type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_nested:
-        return
-    if not isinstance(tensor, torch.Tensor):
-        raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor (torch.as_tensor makes one)")
-    check_dense(name, tensor)
-    if tensor.is_meta:
-        raise UnsupportedError(f"{name} is on the device meta, where nothing is computed; move it to cuda or cpu")
-
-
-def _refuse_tangents(**tensors: torch.Tensor | None) -> None:
-    for name, tensor in tensors.items():
-        if tensor is not None and not _is_transformed(tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-            raise UnsupportedError(_TANGENT.format(name=name))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -211,15 +240,11 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if forward_ad._current_level >= 0:
-            _refuse_tangents(dout=dout, dlse=dlse)
-        if any(x is not None and _is_batched(x) for x in (dout, dlse)):
-            raise UnsupportedError(
-                "several gradients of out at once (is_grads_batched=True) are not supported; take torch.func.vmap of "
-                "torch.func.vjp, or one at a time"
-            )
+            refuse_tangents(dout=dout, dlse=dlse)
+        refuse_batched(dout, dlse)
         q, k, v, out, lse, *told = ctx.saved_tensors  # why only once: under a checkpoint they can be read only once
         tensors: tuple[Any, ...] = (given(dout, out), q, k, v, out, lse, dlse)
-        as_function = torch.is_grad_enabled() or any(x is not None and _is_transformed(x) for x in tensors)
+        as_function = torch.is_grad_enabled() or any(x is not None and is_transformed(x) for x in tensors)
         run: Any = _Gradients.apply if as_function else gradients
         return *run(*tensors, *ctx.options, *told), *(None,) * 9  # autograd takes more than there are
 
@@ -242,7 +267,7 @@ class _Transformed(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise UnsupportedError(_TANGENT.format(name="an input"))
+        raise UnsupportedError(TANGENT.format(name="an input"))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -270,11 +295,6 @@ def gradients(*arguments: Any) -> Any:
     return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
 
 
-def becomes_an_op() -> bool:
-    """Whether someone looks at the call, torch.compile or a dispatch mode, who is to see one op without targets."""
-    return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
-
-
 class _Gradients(Function):
     """Gradients under torch.func, and where someone may differentiate them again: only that itself is refused."""
 
@@ -283,7 +303,7 @@ class _Gradients(Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise UnsupportedError(_TANGENT.format(name="an input of the gradients"))
+        raise UnsupportedError(TANGENT.format(name="an input of the gradients"))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:

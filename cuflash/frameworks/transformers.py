@@ -6,17 +6,18 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="cuflash")
 
 Causal attention and causal sliding windows run on cuflash: in training, in prefill (also where a prompt continues a
-cache) and token by token, with grouped heads and with softcap. So do several sequences in one row, told by position_ids
-that start again or by `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and `max_length_k`, as padding-free collators of
-transformers and TRL give them, and batches with padding before or behind their tokens, also of encoders. No mask tensor
-is made for those; where a token is padding, a causal layer's out is 0.
+cache) and token by token, with grouped heads, softcap, sinks, dropout and biases of positions. So do several sequences
+in one row, told by position_ids that start again or by `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
+`max_length_k`, as padding-free collators of transformers and TRL give them, and batches with padding before or behind
+their tokens, also of encoders; where a token is padding, a causal layer's out is 0. All other masks do, too: those that
+transformers describes by a function become a part of the kernel (padding between tokens, attention in chunks, windows
+of all kinds, parts that see what follows, static caches), and no mask tensor is made for them; mask tensors of the
+caller, and those of decoding with a static cache, are read as they are.
 
-transformers' own "sdpa" function computes calls that need a mask tensor: padding between tokens, static caches,
-attention in chunks, parts that see what follows, masks of the caller, and whole models under `torch.compile`, which
-always get one. CUFLASH_LOG=1 says so once for each model. What neither computes, or might compute wrongly, is refused:
-softcap with a mask tensor, a sliding window that the layer does not pass on, dropout, attention weights, sinks, biases,
-sparse indices, paged caches. transformers 4 makes a mask tensor even if it is given neither `attention_mask` nor a
-cache: pass a mask of ones there.
+transformers' own "sdpa" function computes layers that are compiled with a mask tensor, as whole models under
+`torch.compile` always are, because their graph would end at each layer otherwise. CUFLASH_LOG=1 says so once for each
+model. What neither computes is refused: attention weights, masks of heads, sparse indices, paged caches. transformers 4
+makes masks even if it is given neither `attention_mask` nor a cache: pass a mask of ones there.
 
 Sources: integrations/sdpa_attention.py and masking_utils.py of transformers 5.23 and of 4.53, which is the first
 version in which masks can be registered.
@@ -26,17 +27,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-import re
-import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 try:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
-    from transformers.modeling_utils import AttentionInterface, PreTrainedModel
-    from transformers.utils import generic
+    from transformers.modeling_utils import AttentionInterface
 except ImportError as error:
     raise ImportError(
         "cuflash.frameworks.transformers needs transformers 4.53 or later, the first that asks an attention function "
@@ -46,37 +44,40 @@ except ImportError as error:
 from ..errors import ProblemError, UnsupportedError
 from ..log import logger
 from .torch import attention
+from .torch_own_scores import disabled
+from .transformers_functions import mask_mod_of, seen_in
 from .transformers_masks import (
     Pattern,
     Places,
     SequenceMask,
     also_packed,
+    is_recorded,
     is_traced,
     places_of_packed,
     places_of_padded,
     places_of_positions,
+    places_of_static,
 )
+from .transformers_models import EAGER, NAME, SDPA, refuse_attention_of_models_own, tell_from_flash_attn
 
 __all__ = ["cuflash_attention_forward", "cuflash_mask", "register"]
 
-_NAME = "cuflash"
-_EAGER = 'load the model with attn_implementation="eager"'
-_SDPA = 'load the model with attn_implementation="sdpa"'
 _NOT_GIVEN: Any = object()
 # Arguments by which models change the result, besides q, k, v and the mask.
-_REFUSED = ("s_aux", "sinks", "position_bias", "head_mask", "indices", "block_indices", "cache")
+_REFUSED = ("head_mask", "indices", "block_indices", "cache")
+_SDPA_HAS_BIASES = "position_bias" in inspect.signature(sdpa_attention_forward).parameters  # others ignore them
 # Models whose layers add to the mask that they are given; for them no mask means that nothing is hidden.
 _ADD_TO_MASKS = ("doge",)
-# Some models test for the flash-attn package in this way, and the name "cuflash" would pass the test.
-_TAKES_FOR_FLASH_ATTN = re.compile(r"""["']flash["'] in [\w.]*_attn_implementation""")
+# Over a static cache, generation compiles the forward of so few queries, and makes its masks before.
+_MOST_COMPILED = 64
 
 
 def register() -> None:
     """Makes `attn_implementation="cuflash"` known to transformers, for all models; a second call changes nothing."""
-    AttentionInterface.register(_NAME, cuflash_attention_forward)
-    AttentionMaskInterface.register(_NAME, cuflash_mask)
-    _tell_from_flash_attn()
-    _refuse_attention_of_models_own()
+    AttentionInterface.register(NAME, cuflash_attention_forward)
+    AttentionMaskInterface.register(NAME, cuflash_mask)
+    tell_from_flash_attn()
+    refuse_attention_of_models_own()
 
 
 def cuflash_attention_forward(
@@ -90,6 +91,9 @@ def cuflash_attention_forward(
     is_causal: bool | None = None,
     sliding_window: int | None = _NOT_GIVEN,
     softcap: float | None = None,
+    position_bias: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Computes the attention of a layer; transformers calls it.
@@ -97,72 +101,133 @@ def cuflash_attention_forward(
     query (batch, heads_q, seqlen_q, head_dim), key (batch, heads_kv, seqlen_k, head_dim), value (batch, heads_kv,
     seqlen_k, head_dim_v), any strides. Without a mask, the last query of a causal layer sees the last key, and at most
     `sliding_window` keys in all. Rows may hold several sequences, each of which sees itself alone, told by
-    `cu_seq_lens_q` and `cu_seq_lens_k`, or by position_ids of a single row that start again. With a mask tensor that
-    `cuflash_mask` did not make, transformers' sdpa function computes the call.
+    `cu_seq_lens_q` and `cu_seq_lens_k`, or by position_ids of a single row that start again. A mask tensor of bools, or
+    of floats that are added, is broadcast to (batch, heads_q, seqlen_q, seqlen_k), and so is position_bias. s_aux or
+    sinks: one more logit without a value, of each head (heads_q,), or of each query (batch, heads_q, seqlen_q, 1).
 
     Returns (out, None); out is (batch, seqlen_q, heads_q, head_dim_v) and contiguous. Raises UnsupportedError for what
     the module's docstring lists as refused; other errors are those of `cuflash.forward`.
     """
-    _refuse(dropout, kwargs)
-    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    sizes = query.shape[0], query.shape[2], key.shape[2]
-    if isinstance(attention_mask, SequenceMask):
-        if (attention_mask.shape[0], *attention_mask.shape[2:]) == sizes:
-            return _of_places(query, key, value, attention_mask.places, scaling, softcap), None
-        attention_mask = attention_mask.whole()
-    if attention_mask is not None:
-        if softcap:
-            raise UnsupportedError(
-                f"softcap={softcap} with a mask tensor (padding between tokens, a static cache, a mask of yours): "
-                "cuflash takes no mask tensors, and sdpa no softcap; give batches with padding on one side and a "
-                f"dynamic cache, or {_EAGER}"
-            )
-        if not is_traced():
-            _tell_of_sdpa(type(module).__name__, str(getattr(getattr(module, "config", None), "model_type", "")))
-        if kwargs.get("cu_seq_lens_q") is not None:
-            attention_mask = also_packed(attention_mask, *_bounds(kwargs))
-        out, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+    if isinstance(attention_mask, SequenceMask) and torch.compiler.is_compiling():
+        # why: the mask was made outside of the graph, which knows nothing of what it stands for.
+        more = {"position_bias": position_bias, "s_aux": s_aux, "sinks": sinks, **kwargs}
+        if sliding_window is not _NOT_GIVEN:
+            more["sliding_window"] = sliding_window
+        out = _uncompiled(
+            module, query, key, value, attention_mask, dropout, scaling, is_causal, softcap=softcap, **more
         )
         return out, None
-    if kwargs.get("cu_seq_lens_q") is not None:
-        told = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), _bounds(kwargs), strict=True))
+    _refuse(kwargs)
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    sizes = query.shape[0], query.shape[2], key.shape[2]
+    sink = s_aux if sinks is None else sinks
+    layer = _Layer(query, key, value, scaling, softcap or 0.0, dropout, sink, position_bias)
+    bounds = None if kwargs.get("cu_seq_lens_q") is None else _bounds(kwargs)
+    if isinstance(attention_mask, SequenceMask):
+        if (attention_mask.shape[0], *attention_mask.shape[2:]) == sizes and bounds is None:
+            if attention_mask.places is not None and layer.is_of_heads:
+                return layer.of_places(attention_mask.places), None
+            if (told := attention_mask.as_function(query.shape[1])) is not None:
+                return layer.whole(**told), None
+        attention_mask = attention_mask.whole()
+    if attention_mask is not None:
+        if bounds is not None:
+            attention_mask = also_packed(attention_mask, *bounds)
+        if is_recorded() and not softcap and sink is None and (position_bias is None or _SDPA_HAS_BIASES):
+            _tell_of_sdpa(type(module).__name__, str(getattr(getattr(module, "config", None), "model_type", "")))
+            more = kwargs if position_bias is None else {**kwargs, "position_bias": position_bias}
+            out, _ = sdpa_attention_forward(
+                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **more
+            )
+            return out, None
+        return layer.whole(**_of_tensor(attention_mask, layer.bias, sizes[2])), None
+    if bounds is not None:
+        told = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=True))
         told |= {f"max_seqlen_{side}": _in_host_memory(kwargs.get(f"max_length_{side}")) for side in "qk"}
         longest = told["max_seqlen_k"] or key.shape[2]
         window = _keys_before(module, 1, longest, causal, sliding_window)
-        places = Places(told, causal, None if window < 0 else window + 1)
-        return _of_places(query, key, value, places, scaling, softcap), None
+        return layer.of_places(Places(told, causal, None if window < 0 else window + 1)), None
     window = _keys_before(module, query.shape[2], key.shape[2], causal, sliding_window)
     found = places_of_positions(kwargs.get("position_ids"), *sizes)
     if found is not None:
-        places = found._replace(causal=causal, window=None if window < 0 else window + 1)
-        return _of_places(query, key, value, places, scaling, softcap), None
-    out = attention(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        softmax_scale=scaling,
-        causal=causal,
-        window_size=(window, -1),
-        softcap=softcap or 0.0,
-    )
-    return out.contiguous(), None
+        return layer.of_places(found._replace(causal=causal, window=None if window < 0 else window + 1)), None
+    return layer.whole(causal=causal, window_size=(window, -1)), None
 
 
-def _of_places(query: Any, key: Any, value: Any, places: Places, scaling: Any, softcap: Any) -> torch.Tensor:
-    """The call of a layer whose rows hold sequences of several lengths."""
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    out = attention(
-        q.flatten(0, 1) if "cu_seqlens_q" in places.told else q,
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        softmax_scale=scaling,
-        causal=places.causal,
-        window_size=(-1 if places.window is None else places.window - 1, -1),
-        softcap=softcap or 0.0,
-        **places.told,
-    )
-    return out.contiguous().view(*q.shape[:3], -1)
+def _whole_call(*arguments: Any, **keywords: Any) -> torch.Tensor:
+    return cuflash_attention_forward(*arguments, **keywords)[0]
+
+
+_uncompiled = disabled(
+    _whole_call,
+    "masks that cuflash makes for transformers outside of a graph are read outside of it; leave fullgraph=False",
+)
+
+
+class _Layer(NamedTuple):
+    """A call of a layer, but for its mask. bias: of positions."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    scaling: float | None
+    softcap: float
+    dropout: float
+    sink: torch.Tensor | None
+    bias: torch.Tensor | None
+
+    @property
+    def is_of_heads(self) -> bool:
+        """Whether nothing is told of single rows, which have other numbers where sequences are packed."""
+        return self.bias is None and (self.sink is None or self.sink.dim() == 1)
+
+    def whole(self, **masks: Any) -> torch.Tensor:
+        """The call with all rows and keys. masks: keywords of `attention`."""
+        if self.bias is not None:
+            masks = {"bias": self.bias[..., : self.key.shape[2]]} | masks
+        q, k, v = (x.transpose(1, 2) for x in (self.query, self.key, self.value))
+        return self._attention(q, k, v, masks).contiguous()
+
+    def of_places(self, places: Places) -> torch.Tensor:
+        """The call whose rows hold sequences of several lengths."""
+        if not self.is_of_heads:
+            raise UnsupportedError(
+                "position_bias, or sinks of single queries, of several sequences in one row (cu_seq_lens_q, or "
+                "position_ids that start again): they count from the begin of the row; give one sequence a row, or "
+                f"{SDPA}"
+            )
+        q, k, v = (x.transpose(1, 2) for x in (self.query, self.key, self.value))
+        window = -1 if places.window is None else places.window - 1
+        shape = q.shape[:3]
+        if "cu_seqlens_q" in places.told:
+            q = q.flatten(0, 1)
+        if "cu_seqlens_k" in places.told:
+            k, v = k.flatten(0, 1), v.flatten(0, 1)
+        out = self._attention(q, k, v, {"causal": places.causal, "window_size": (window, -1), **places.told})
+        return out.contiguous().view(*shape, -1)
+
+    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
+        told = {"softmax_scale": self.scaling, "softcap": self.softcap, **told}
+        if self.dropout:
+            told["dropout_p"] = self.dropout
+        if self.sink is None:
+            plain: torch.Tensor = attention(q, k, v, **told)
+            return plain
+        if self.sink.dim() == 1:
+            sinks = self.sink if self.sink.dtype in (q.dtype, torch.float32) else self.sink.float()
+            with_sinks: torch.Tensor = attention(q, k, v, sinks=sinks, **told)
+            return with_sinks
+        out, lse = attention(q, k, v, return_lse=True, **told)
+        share = torch.sigmoid(lse - self.sink.squeeze(-1).to(lse.dtype))
+        return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
+
+
+def _of_tensor(mask: torch.Tensor, bias: torch.Tensor | None, seqlen_k: int) -> dict[str, Any]:
+    """The keywords of `attention` for a mask tensor, beside a bias of positions."""
+    mask = mask[..., :seqlen_k]
+    if bias is None:
+        return {"bias": mask}
+    return {"mask_mod": seen_in(mask)} if mask.dtype == torch.bool else {"bias": bias[..., :seqlen_k] + mask}
 
 
 def _bounds(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,8 +246,17 @@ def _in_host_memory(length: Any) -> int | None:
 
 
 @functools.cache
-def _tell_of_sdpa(layer: str, model: str) -> None:
-    logger.debug("%s of %s has a mask tensor, with which transformers' sdpa computes it, and not cuflash", layer, model)
+def _log_sdpa(layer: str, model: str) -> None:
+    logger.debug(
+        "%s of %s is compiled with a mask tensor: transformers' sdpa computes it, and not cuflash", layer, model
+    )
+
+
+@torch.compiler.assume_constant_result
+def _tell_of_sdpa(layer: str, model: str) -> bool:
+    """Logs while a graph is made, of which it is no part."""
+    _log_sdpa(layer, model)
+    return True
 
 
 def cuflash_mask(
@@ -198,8 +272,9 @@ def cuflash_mask(
     """The mask of a forward pass, which transformers asks for; None if `cuflash_attention_forward` needs none.
 
     No mask is needed if only causality and the model's sliding window hide keys, and the last query stands at the last
-    key. What packed rows and padding hide besides is told by a mask that is made only if the model looks into it.
-    Otherwise this is the boolean mask of transformers' sdpa, (batch, 1, seqlen_q, seqlen_k).
+    key. What else hides keys is told by a mask that knows where sequences lie, or the function that describes it, and
+    that is made only if the model looks into it. While models are compiled or captured, or might be, this is the
+    boolean mask of transformers' sdpa, (batch, 1, seqlen_q, seqlen_k).
     """
     end = kv_offset + kv_length
     own_masks = getattr(config, "model_type", None) in _ADD_TO_MASKS
@@ -217,15 +292,29 @@ def cuflash_mask(
         **kwargs,
     )
     seqlen_q = kwargs["q_length"] if "q_length" in kwargs else len(kwargs["cache_position"])
-    places = None
-    if not own_masks and not is_traced():
-        padding = None if whole else attention_mask
-        places = _places(kwargs.get("mask_function"), padding, seqlen_q, kv_offset, kv_length, ends)
-    if places is not None:
-        shape = kwargs["batch_size"], 1, seqlen_q, kv_length
-        return SequenceMask.of(places, shape, places.told["cu_seqlens_k"].device, make)
-    mask: torch.Tensor | None = make()
-    return mask
+    offset = kwargs.get("q_offset", kwargs.get("cache_position", 0))
+    is_static = isinstance(offset, torch.Tensor) and not ends
+    mask_function = kwargs.get("mask_function")
+    if own_masks or mask_function is None or is_traced() or (is_static and seqlen_q <= _MOST_COMPILED):
+        mask: torch.Tensor | None = make()
+        return mask
+    padding = None if whole else attention_mask
+    shape = kwargs["batch_size"], 1, seqlen_q, kv_length
+    places = _places(mask_function, padding, seqlen_q, kv_offset, kv_length, ends)
+    device = _device(attention_mask, offset, kwargs.get("device"))
+    if padding is not None and padding.shape[1] < end:
+        padding = torch.nn.functional.pad(padding, (0, end - padding.shape[1]))
+    mask_mod = mask_mod_of(mask_function, padding, None if ends else offset, kv_offset, device)
+    if places is None and is_static and isinstance(kwargs.get("q_offset"), torch.Tensor):
+        used = int(offset) + seqlen_q - kv_offset
+        places = places_of_static(Pattern.of(mask_function), attention_mask, kv_offset, used, shape, device)
+    return SequenceMask.of(places, shape, device, make, mask_mod)
+
+
+def _device(attention_mask: torch.Tensor | None, offset: Any, device: Any) -> torch.device:
+    """The device of a mask; transformers 4 does not tell it."""
+    found = (x.device for x in (attention_mask, offset) if isinstance(x, torch.Tensor))
+    return next(found, torch.device("cpu")) if device is None else torch.device(device)
 
 
 def _places(
@@ -275,7 +364,7 @@ def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: 
     if causal and 1 < seqlen_q > seqlen_k:
         raise UnsupportedError(
             f"{seqlen_q} causal queries of {seqlen_k} keys without a mask: no decoder has them, so which keys they see "
-            f"is not known; pass attention_mask or is_causal=False, or {_SDPA}"
+            f"is not known; pass attention_mask or is_causal=False, or {SDPA}"
         )
     given = sliding_window is not _NOT_GIVEN
     window = sliding_window if given else getattr(getattr(module, "config", None), "sliding_window", None)
@@ -284,89 +373,21 @@ def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: 
     if not given:
         raise UnsupportedError(
             f"{type(module).__name__} does not say whether this layer uses the model's sliding window of {window}, "
-            f"which {seqlen_k} keys exceed; {_SDPA}"
+            f"which {seqlen_k} keys exceed; {SDPA}"
         )
     if not causal:
         raise UnsupportedError(
             f"sliding_window={window} of {seqlen_k} keys without causality and without a mask: models differ in what "
-            f"they mean by it; {_SDPA}"
+            f"they mean by it; {SDPA}"
         )
     if window < 1:
         raise ProblemError(f"sliding_window={window}; give a count of keys, the query's own among them, or None")
     return int(window) - 1
 
 
-def _refuse(dropout: float, others: dict[str, Any]) -> None:
-    if dropout:
-        raise UnsupportedError(
-            f"dropout={dropout}: cuflash has no dropout; train with config.attention_dropout = 0.0, or {_SDPA}"
-        )
+def _refuse(others: dict[str, Any]) -> None:
     if others.get("output_attentions"):
-        raise UnsupportedError(f"output_attentions=True: cuflash never holds the attention weights; {_EAGER}")
+        raise UnsupportedError(f"output_attentions=True: cuflash never holds the attention weights; {EAGER}")
     for name in _REFUSED:
         if others.get(name) is not None:
-            raise UnsupportedError(f"{name}: cuflash has no such part of attention; {_EAGER}")
-
-
-@functools.cache
-def _tell_from_flash_attn() -> None:
-    """Stops transformers 5 from taking "cuflash" for the flash-attn package.
-
-    why: it takes any name with "flash" in it for that package, fails to load it, and would give layers cu_seq_lens in
-    place of masks. One function decides this. Modules import it by name, so it is replaced in every loaded module.
-    """
-    original: Any = getattr(generic, "is_flash_attention_requested", None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def is_flash_attention_requested(
-        config: Any = None, requested_attention_implementation: str | None = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        name = requested_attention_implementation if config is None else config._attn_implementation
-        return name != _NAME and original(config, requested_attention_implementation, *args, **kwargs)
-
-    for module in list(sys.modules.values()):
-        if getattr(module, "__dict__", {}).get("is_flash_attention_requested") is original:
-            module.is_flash_attention_requested = is_flash_attention_requested  # type: ignore[attr-defined]
-
-
-def _refuse_attention_of_models_own() -> None:
-    """Makes transformers refuse "cuflash" for models that have attention code of their own.
-
-    why: transformers does not ask a model whether it supports a registered name. Such a model would not call our
-    function, would use our mask in its own code (where None shows what follows), or would find no class of the name.
-    """
-    # The method's name in transformers 4.53, and its name in later versions.
-    for name in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation"):
-        original: Any = getattr(PreTrainedModel, name, None)
-        if original is None or hasattr(original, "of_cuflash"):
-            continue
-
-        @functools.wraps(original)
-        def judged(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
-            # why any argument: models pass the name by position or by keyword, and the keyword differs between them.
-            if _NAME in (*args, *kwargs.values()):
-                _judge(type(self))
-            return original(self, *args, **kwargs)
-
-        judged.of_cuflash = True  # type: ignore[attr-defined]
-        setattr(PreTrainedModel, name, judged)
-
-
-def _judge(model: type) -> None:
-    """Raises UnsupportedError for a model that would not call our function, or would lose its masks."""
-    code = vars(sys.modules[model.__module__])
-    supports_backend = getattr(model, "_supports_attention_backend", False)
-    has_classes = any(name.endswith("ATTENTION_CLASSES") for name in code) and "ALL_ATTENTION_FUNCTIONS" not in code
-    if has_classes or not (supports_backend or getattr(model, "_supports_sdpa", False)):
-        raise UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {_EAGER}")
-    try:
-        source = inspect.getsource(sys.modules[model.__module__])
-    except (OSError, TypeError):  # the model was typed in and has no file
-        return
-    if _TAKES_FOR_FLASH_ATTN.search(source):
-        raise UnsupportedError(
-            f'{model.__name__} takes every name with "flash" in it for the flash-attn package, and would drop its '
-            f"padding mask; {_SDPA}, or take another version of transformers"
-        )
+            raise UnsupportedError(f"{name}: cuflash has no such part of attention; {EAGER}")

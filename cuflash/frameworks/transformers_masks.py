@@ -1,7 +1,8 @@
-"""Masks of transformers that only say where sequences lie: packed rows, and batches with padding.
+"""Masks of transformers that only say where sequences lie: packed rows, batches with padding, caches that have room.
 
 transformers describes a mask by a function that is put together from a few of its own, and by a table of which tokens
-count. Both are read here. A `SequenceMask` goes through the model in place of the mask that it stands for.
+count. Both are read here. A `SequenceMask` goes through the model in place of the mask that it stands for. Functions
+that say more than where sequences lie are those of `transformers_functions`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
+
+from .transformers_functions import keywords_of
 
 _AND = "and_masks.<locals>.and_mask"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"
@@ -99,6 +102,23 @@ def places_of_padded(kept: Tensor, seqlen_q: int, pattern: Pattern) -> Places | 
     return Places(told, pattern.causal, pattern.window)
 
 
+def places_of_static(
+    pattern: Pattern | None, kept: Tensor | None, begin: int, used: int, shape: tuple[int, ...], device: torch.device
+) -> Places | None:
+    """Of causal queries that end at key number `used` of a cache with more room; None if padding hides some before it.
+
+    kept (batch, positions) is True where a key counts; the cache holds those from `begin` on. shape: (batch, 1,
+    seqlen_q, seqlen_k). It waits for the device.
+    """
+    batch, _, seqlen_q, seqlen_k = shape
+    if pattern is None or not pattern.causal or pattern.packed is not None or not seqlen_q <= used <= seqlen_k:
+        return None
+    if kept is not None and (kept.shape[1] < begin + used or not kept[:, begin : begin + used].all()):
+        return None
+    told = {"seqused_k": torch.full((batch,), used, dtype=torch.int32, device=device)}
+    return Places(told, True, pattern.window)
+
+
 def _ranges(side: str, first: Tensor, used: Tensor, seqlen: int) -> dict[str, Any]:
     """`used` rows of each row of the batch, from `first` on. What lies between two ranges is told as not used."""
     batch = len(first)
@@ -135,9 +155,15 @@ def places_of_positions(position_ids: Any, batch: int, seqlen_q: int, seqlen_k: 
 _ABOUT = frozenset(
     {
         getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda")
+        for name in (
+            *("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_nested", "is_sparse"),
+            *("is_quantized", "is_mkldnn", "is_meta", "is_leaf", "grad", "grad_fn", "_base"),
+        )
     }
     | {Tensor.size, Tensor.dim, Tensor.is_floating_point}
+    # why: Dynamo asks for these, and expects those of the memory.
+    | {Tensor.stride, Tensor.storage_offset, Tensor.is_contiguous, Tensor.is_conj, Tensor.is_neg}
+    | {Tensor._is_view, Tensor.untyped_storage}
 )
 
 
@@ -148,14 +174,22 @@ class SequenceMask(Tensor):
     has 1 GB.
     """
 
-    places: Places
+    places: Places | None
     _make: Callable[[], Tensor]
+    _mask_mod: Callable[..., Any]
 
     @staticmethod
-    def of(places: Places, shape: tuple[int, ...], device: Any, make: Callable[[], Tensor]) -> SequenceMask:
+    def of(
+        places: Places | None,
+        shape: tuple[int, ...],
+        device: Any,
+        make: Callable[[], Tensor],
+        mask_mod: Callable[..., Any],
+    ) -> SequenceMask:
+        """places: where sequences lie, if that is all that the mask says. mask_mod: the mask as a function."""
         # why zeros: code that reads this memory past `__torch_function__` sees no key, and not those of others.
         mask: Any = torch.zeros((), dtype=torch.bool, device=device).expand(shape).as_subclass(SequenceMask)
-        mask.places, mask._make = places, make
+        mask.places, mask._make, mask._mask_mod = places, make, mask_mod
         return mask  # type: ignore[no-any-return]
 
     def whole(self) -> Tensor:
@@ -164,6 +198,13 @@ class SequenceMask(Tensor):
         if made is None:
             made = self._made = self._make()
         return made
+
+    def as_function(self, heads: int) -> dict[str, Any] | None:
+        """The keywords of `attention`, which all layers share; None if cuflash cannot trace the function."""
+        if heads not in (told := self.__dict__.setdefault("_told", {})):
+            told[heads] = keywords_of(self._mask_mod, tuple(self.shape), heads, self.device)
+        found: dict[str, Any] | None = told[heads]
+        return found
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -193,8 +234,13 @@ def also_packed(mask: Tensor, bounds_q: Tensor, bounds_k: Tensor) -> Tensor:
     return mask & same if mask.dtype == torch.bool else mask.masked_fill(~same, torch.finfo(mask.dtype).min)
 
 
+def is_recorded() -> bool:
+    """Whether somebody makes a graph of PyTorch's ops of what runs."""
+    return bool(torch.compiler.is_compiling() or torch.jit.is_tracing())
+
+
 def is_traced() -> bool:
     """Whether a trace or a capture runs, in which the values of tensors cannot be read."""
-    if torch.compiler.is_compiling() or torch.jit.is_tracing():  # why first: Dynamo cannot trace the question below
+    if is_recorded():  # why first: Dynamo cannot trace the question below
         return True
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())

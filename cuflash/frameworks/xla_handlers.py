@@ -21,25 +21,30 @@ import numpy as np
 
 from ..arrays.library import numpy_dtype
 from ..errors import UnsupportedError
+from ..mods.intervals import Band
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import DTYPES, ITEMSIZE
-from ..problem.lengths import OPEN
-from ..problem.operands import INTEGERS, LSE_AXES, OF_SEQUENCES, Op
+from ..problem.lengths import MOST, OPEN
+from ..problem.operands import INTEGERS, LSE_AXES, OF_SEQUENCES, Op, banded, own_op
 from ..problem.operands import OPS as PUBLIC
 from ..problem.options import Options
+from ..problem.own import Own
 from ..problem.problem import Problem
 from ..runtime import counters, host
 from ..runtime.driver import on_device, relaxed_capture
 from ..runtime.launch import KEPT, Call, Judged, Kernels
 from . import xla_ffi
+from .xla_own import Functions
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the targets in XLA
 OPS = {FORWARD: PUBLIC["forward"], BACKWARD: PUBLIC["backward"]}
 # The operands that tell where sequences lie and how long they are, in their order.
 TOLD = tuple(operand.name for operand in OF_SEQUENCES["forward"].inputs if operand.dtype == INTEGERS)
 _LIKE_LSE = frozenset(x.name for op in OPS.values() for x in op.operands if x.axes == LSE_AXES)
-_NAMES = {row.xla: name for name, row in DTYPES.items()} | {4: INTEGERS}  # by XLA_FFI_DataType
-_FORMAT_VERSION = 4
+_NAMES = {row.xla: name for name, row in DTYPES.items()} | dict(
+    enumerate(("bool", "int8", "int16", INTEGERS, "int64", "uint8", "uint16", "uint32", "uint64"), 1)
+)  # by XLA_FFI_DataType
+_FORMAT_VERSION = 5
 Shape = tuple[int, ...]
 
 
@@ -48,6 +53,7 @@ class Static(NamedTuple):
 
     A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `of_each` both count from
     seqlen_k - seqlen_q of its own sequence. They are normalised, so that masks which hide the same keys are equal.
+    own: scores and masks of the caller's own; grads: the numbers of the arrays whose gradients are results.
     """
 
     lo: int | None
@@ -61,12 +67,17 @@ class Static(NamedTuple):
     max_seqlen_k: int | None = None
     num_splits: int = 0
     split_size: int | None = None
+    dropout_p: float = 0.0
+    own: Functions | None = None
+    grads: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, problem: Problem, names: tuple[str, ...]) -> Static:
         """The options of a problem whose operands are these."""
         options, own, mask = problem.options, problem.lengths, problem.mask
         lo, hi, of_each = (mask.lo, mask.hi, False) if own is None else own.bounds
+        if lo > hi != OPEN and not of_each:  # why: no window says that no query sees a key
+            lo = hi = MOST if own else mask.seqlen_k
         return cls(
             lo=None if lo == OPEN and own else lo,
             hi=None if hi == OPEN and own else hi,
@@ -79,11 +90,25 @@ class Static(NamedTuple):
             max_seqlen_k=problem.seqlen_k if own else None,
             num_splits=options.num_splits,
             split_size=options.split_size,
+            dropout_p=options.dropout_p,
+            own=None if problem.op.own is None else Functions.of(problem.op.own),
         )
+
+    @property
+    def is_band(self) -> bool:
+        """Whether no window says which keys are seen, as their ends lie on one side of the diagonals."""
+        lo, hi = self.lo, self.hi
+        return self.of_each and ((lo is not None and lo > 0) or (hi is not None and hi < 0))
+
+    def op(self, target: str) -> Op:
+        """The op of a target in such a call."""
+        own = None if self.own is None else self.own.own
+        op = op_of(target, self.names, own, self.grads if target == BACKWARD else ())
+        return banded(op, Band(self.lo, self.hi, True)) if self.is_band else op
 
     def options(self) -> Options:
         """The arguments of a call whose problem has these options."""
-        lo, hi = self.lo, self.hi
+        lo, hi = (None, None) if self.is_band else (self.lo, self.hi)
         # why: a window goes around its diagonal, which is one of the bounds if it is the same for all sequences.
         offset = None if self.of_each else hi if lo is None else lo
         at = offset or 0
@@ -97,6 +122,7 @@ class Static(NamedTuple):
             max_seqlen_k=self.max_seqlen_k,
             num_splits=self.num_splits,
             split_size=self.split_size,
+            dropout_p=self.dropout_p,
         )
 
 
@@ -110,7 +136,7 @@ class Described(NamedTuple):
 
     def encode(self) -> np.ndarray[Any, Any]:
         """The description as 64-bit numbers, because JAX keeps it in compilation caches and exported programs."""
-        text = json.dumps(self).encode()
+        text = json.dumps(self, default=Functions.encoded).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
         return np.frombuffer(bytearray(_FORMAT_VERSION.to_bytes(8, "little") + text), np.int64)
 
@@ -124,19 +150,26 @@ class Described(NamedTuple):
             )
         options, shapes, dtypes, workspace = json.loads(attribute[8:])
         static = Static(*options)
-        static = static._replace(names=tuple(static.names))
+        own = None if static.own is None else Functions.decoded(static.own)  # type: ignore[arg-type]
+        static = static._replace(names=tuple(static.names), own=own, grads=tuple(static.grads))
         return cls(static, tuple(map(tuple, shapes)), tuple(dtypes), workspace)
 
     def problem(self, target: str, device: str) -> Problem:
         """The problem of the call."""
-        op = op_of(target, self.static.names)
+        op = self.static.op(target)
         return Problem.of(op, specs_of(op, self.static.names, self.shapes, self.dtypes, device), self.static.options())
 
 
 @lru_cache(maxsize=256)
-def op_of(target: str, names: tuple[str, ...]) -> Op:
-    """The op of a target: that of dense calls, or that of several lengths if one of the operands tells them."""
-    return OPS[target] if set(TOLD).isdisjoint(names) else OF_SEQUENCES[OPS[target].name]
+def op_of(target: str, names: tuple[str, ...], own: Own | None = None, grads: tuple[int, ...] = ()) -> Op:
+    """The op of a target: that of dense calls, or that of several lengths if one of the operands tells them.
+
+    own and grads: as in `operands.own_op`.
+    """
+    is_of_sequences, name = not set(TOLD).isdisjoint(names), OPS[target].name
+    if own is not None:
+        return own_op(name, is_of_sequences, own, grads)
+    return OF_SEQUENCES[name] if is_of_sequences else OPS[target]
 
 
 def is_like_lse(name: str) -> bool:

@@ -26,11 +26,13 @@ from jax._src import xla_bridge
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..errors import UnsupportedError
+from ..errors import ProblemError, UnsupportedError
 from ..problem.dtypes import DTYPES
 from ..problem.operands import MISSING_AXES, Op
 from . import xla_ffi, xla_handlers
-from .xla_handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, halved, is_like_lse, op_of
+from .xla_handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, halved, is_like_lse
+from .xla_own import folded as own_folded
+from .xla_own import is_own
 
 
 def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
@@ -44,16 +46,45 @@ def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
 
     lengths = {"one": 1}
     for name, shape in shapes.items():
-        lengths |= zip(axes(name), shape, strict=True)
-    return [tuple(lengths[axis] for axis in axes(operand.name)) for operand in op.outputs]
+        if not is_own(op.operands[op.index[name]]):
+            lengths |= zip(axes(name), shape, strict=True)
+    return [
+        shapes[operand.name[1:]] if is_own(operand) else tuple(lengths[axis] for axis in axes(operand.name))
+        for operand in op.outputs
+    ]
 
 
 def _result_types(target: str, *operands: Any, static: Static) -> list[Any]:
-    op, q = op_of(target, static.names), operands[0]
+    op, q = static.op(target), operands[0]
     shapes = _result_shapes(op, halved(static.names, [x.shape for x in operands]))
     accumulator = np.dtype(DTYPES[str(q.dtype)].accumulator)
-    dtypes = [accumulator if operand.dtype == "lse" else q.dtype for operand in op.outputs]
+    known = {"lse": accumulator}
+    if static.grads:
+        known |= {f"d{name}": x.dtype for name, x in zip(static.names, operands, strict=True)}
+    dtypes = [known.get(x.name if is_own(x) else x.dtype, q.dtype) for x in op.outputs]
     return [q.update(shape=x, dtype=dtype, weak_type=False) for x, dtype in zip(shapes, dtypes, strict=True)]
+
+
+def checked_array(name: str, array: Any) -> Any:
+    """An operand as a JAX array or tracer, which was checked; NumPy arrays are put on JAX's device."""
+    if not isinstance(array, (jax.Array, np.ndarray)):
+        raise ProblemError(f"{name} is a {type(array).__name__}; give a JAX or NumPy array")
+    if isinstance(array, np.ndarray):
+        array = jnp.asarray(array)
+    check_numbers(name, array.shape)
+    check_whole(name, array)
+    return array
+
+
+def refuse_cached(names: Sequence[str]) -> None:
+    """Raises UnsupportedError where gradients are wanted of a call with these operands that has none."""
+    cached = [name for name in ("page_table", "cache_batch_idx") if name in names]
+    if cached:
+        raise UnsupportedError(
+            f"{cached[0]} was given and gradients are wanted, but cached keys have none, as several sequences may "
+            "share them; call it outside of jax.grad, or with jax.lax.stop_gradient of q, k and v, or gather the keys "
+            "into k and v, packed (cu_seqlens_k) or one row of the batch for each sequence (seqused_k)"
+        )
 
 
 def check_whole(name: str, array: Any) -> None:
@@ -133,13 +164,15 @@ def _batched(
     """The rule for vmap: the new axis joins batch, or heads if it stands before them, so that nothing is transposed.
 
     With rows that are packed, or keys in pages or in rows of a cache, it joins heads, as all of them have the same
-    lengths then.
+    lengths then. Functions of the caller are changed so that b and h stay what they were; an array that they refer to
+    has the new axis in front, if it is mapped or its gradient is wanted. Dropout, which knows b and h by itself, is
+    done in turn.
 
     why an operand without the axis is copied: TMA cannot address a stride of 0, so that Hopper would run the generic
     kernels, which costs more than the copy. (Query heads that share k and v need no vmap: give them to one call, as
     grouped heads.)
     """
-    op, names = op_of(primitive.name, static.names), static.names
+    op, names = static.op(primitive.name), static.names
     for name, x in zip(names, operands, strict=True):
         check_whole(name, x)
         check_not_reduced(name, x)
@@ -155,6 +188,17 @@ def _batched(
             "over; pack what is mapped as further sequences of one call, or take jax.lax.map"
         )
     of_heads = is_placed or (at == before_heads and not mapped)
+    apart: frozenset[str] = frozenset()  # arrays of functions that have the new axis, too
+    if static.own is not None:
+        wanted = {operand.name[1:] for operand in op.outputs if is_own(operand)}
+        apart = frozenset(
+            name
+            for name, axis in zip(names, axes, strict=True)
+            if is_own(op.operands[op.index[name]]) and (axis is not None or name in wanted)
+        )
+        if static.own.own.drops or (mapped and "sinks" in apart):
+            return _in_turn(primitive, operands, axes, static)
+        of_heads = of_heads or "sinks" in apart
     at = 0 if mapped and at == before_heads else at
 
     def place(name: str, rank: int) -> int:
@@ -167,18 +211,42 @@ def _batched(
     for name, x, axis in zip(names, operands, axes, strict=True):
         shape = x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :])
         shapes.append(shape)
-        if name not in TOLD or not of_heads:
+        if name in apart or (name == "sinks" and of_heads):
+            x = jnp.broadcast_to(x, (size, *shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+            x = x.reshape(-1) if name == "sinks" else x
+        elif not is_own(op.operands[op.index[name]]) and (name not in TOLD or not of_heads):
             to = place(name, len(shape))
             whole = (*shape[:to], size, *shape[to:])
             x = jnp.broadcast_to(jnp.expand_dims(x, to), whole) if axis is None else jnp.moveaxis(x, axis, to)
             x = x.reshape(_folded(name, shape, size, of_heads))
         folded.append(x)
+    if static.own is not None:
+        of_q = shapes[0]
+        length = (of_q[-2] if rank > 2 else 1) if of_heads else (of_q[0] if rank == 4 else 1)
+        axis_name, is_outer = ("h", True) if of_heads else ("b", at == 0)
+        names_of_all, own = own_folded(names, static.own, axis_name, length, size, is_outer, apart - {"sinks"})
+        static = static._replace(names=names_of_all, own=own)
     results, places = [], []
     made = primitive.bind(*folded, static=static)
     for operand, x, shape in zip(op.outputs, made, _result_shapes(op, halved(names, shapes)), strict=True):
-        places.append(place(operand.name, len(shape)))
+        places.append(0 if is_own(operand) else place(operand.name, len(shape)))
         results.append(x.reshape(*shape[: places[-1]], size, *shape[places[-1] :]))
     return results, places
+
+
+def _in_turn(
+    primitive: Any, operands: Sequence[Any], axes: Sequence[int | None], static: Static
+) -> tuple[list[Any], list[int]]:
+    """The rule for vmap where nothing can be folded: one call after the other."""
+    mapped = [jnp.moveaxis(x, axis, 0) for x, axis in zip(operands, axes, strict=True) if axis is not None]
+
+    def one(parts: list[Any]) -> Any:
+        left = iter(parts)
+        whole = [x if axis is None else next(left) for x, axis in zip(operands, axes, strict=True)]
+        return primitive.bind(*whole, static=static)
+
+    results = jax.lax.map(one, mapped)
+    return results, [0] * len(results)
 
 
 def _folded(name: str, shape: Shape, size: int, of_heads: bool) -> Shape:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from .build import constant
 from .graph import CapturedArray, Node, post_order
 from .operations import COMPARISONS, Type
-from .stages import STAGE_NAMES, STAGES, SUMS, has_inverse, stage_of, staged
+from .stages import FLOAT_INPUTS, STAGE_NAMES, STAGES, SUMS, has_inverse, stage_of, staged
 
 _SCALARS = {Type.BOOL: "bool", Type.INT32: "int", Type.INT64: "long long", Type.FLOAT32: "float"}
 _STORAGE = {
@@ -167,7 +167,8 @@ class _Printer:
     def _function(self, stage: int, result: str, values: list[str]) -> str:
         parameters = ["const Arrays& arrays"]
         parameters += [f"const {each.capitalize()}& {each}" for each in STAGE_NAMES[:stage]]
-        parameters += [f"{'float' if name == 'score' else 'int'} {name}" for name in STAGES[stage]]
+        parameters += [f"{'float' if name in FLOAT_INPUTS else 'int'} {name}" for name in STAGES[stage]]
+        parameters[-1] += " = 0.0f" * (STAGES[stage][-1] == "addend")
         lines = [
             f"const {_SCALARS[_kind(x)]} {name} = {self._expression(x, stage)};"
             for x, name in self.names.items()

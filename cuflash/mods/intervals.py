@@ -6,6 +6,7 @@ It is taken that sums of integers in the mask do not wrap. Sums that are made he
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from .build import build, cast, constant
@@ -47,19 +48,58 @@ class _Span(NamedTuple):
 
 def row_interval(mask: Node) -> RowInterval | None:
     """The interval of keys that a row may see; None if nothing is known."""
-    mask = cast(mask, Type.BOOL)
-    spans: dict[tuple[Node, bool], _Span | None] = {}
-    for each in post_order([mask]):
-        if each.type == Type.BOOL:
-            for is_true in (True, False):
-                spans[each, is_true] = _span(each, is_true, spans)
-    span = spans[mask, True]
+    span = _span_of_mask(mask)
     if span is None or (span.first is None and span.last is None and not span.is_exact):
         return None
     # why one more on the side where there are no keys: the ends of an empty interval then stay in their order.
     first = _clamped(span.first or constant(-OPEN), -OPEN, OPEN + 1)
     last = _clamped(span.last or constant(OPEN), -OPEN - 1, OPEN)
     return RowInterval(first, last, span.is_exact, _never_falls(first) and _never_falls(last))
+
+
+class Band(NamedTuple):
+    """A query sees exactly the keys with q_idx + lo <= k_idx <= q_idx + hi, where None is open.
+
+    from_end: whether both count from seqlen_k - seqlen_q, beside which the last query stands.
+    """
+
+    lo: int | None
+    hi: int | None
+    from_end: bool
+
+
+@lru_cache(maxsize=64)
+def band(mask: Node) -> Band | None:
+    """What the mask is if the keyword arguments of a plain call could say it, else None."""
+    span = _span_of_mask(mask)
+    if span is None or not span.is_exact:
+        return None
+    ends = [None if end is None else _diagonal(end) for end in (span.first, span.last)]
+    known = [end for end in ends if end is not None]
+    if len(known) < (span.first is not None) + (span.last is not None) or len({end[1] for end in known}) > 1:
+        return None
+    lo, hi = (None if end is None else end[0] for end in ends)
+    return Band(lo, hi, not known or known[0][1])
+
+
+def _diagonal(end: Node) -> tuple[int, bool] | None:
+    """(n, whether it counts from the end) of an end that is q_idx + n, or q_idx + seqlen_k - seqlen_q + n."""
+    form = linear(end)
+    if abs(form.constant) > OPEN:
+        return None
+    from_start = {variable("q_idx"): 1}
+    from_end = {**from_start, variable("seqlen_k"): 1, variable("seqlen_q"): -1}
+    return (form.constant, form.coefficients == from_end) if form.coefficients in (from_start, from_end) else None
+
+
+def _span_of_mask(mask: Node) -> _Span | None:
+    mask = cast(mask, Type.BOOL)
+    spans: dict[tuple[Node, bool], _Span | None] = {}
+    for each in post_order([mask]):
+        if each.type == Type.BOOL:
+            for is_true in (True, False):
+                spans[each, is_true] = _span(each, is_true, spans)
+    return spans[mask, True]
 
 
 def _clamped(end: Node, least: int, greatest: int) -> Node:

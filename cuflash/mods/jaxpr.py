@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from ..errors import ProblemError
 from .build import build, cast, constant
 from .functions import call, operation, to_type
 from .graph import Graph, Node, variable
-from .operand import captured, fault, is_array, type_of_dtype
+from .operand import Operand, captured, fault, is_array, source_line, type_of_dtype
 from .operations import Type
 from .trace import KINDS, graph_of
 from .traced import TracedScalar
@@ -32,14 +34,14 @@ _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 def graph_of_jaxpr(closed: Any, kind: str) -> Graph:
     """The graph of a closed jaxpr, whose arguments are those of a score_mod or mask_mod, each a scalar.
 
-    The arrays that its loads refer to are constants of the jaxpr.
+    The arrays that its loads refer to are constants of the jaxpr, or were computed of these alone, which is done here.
     """
     reader = _Reader()
     arguments = [TracedScalar(variable(name)) for name in KINDS[kind][0]]
-    results = reader.run(closed.jaxpr, [reader.constant(each) for each in closed.consts], arguments)
+    results = reader.run(closed.jaxpr, closed.consts, arguments)
     if len(results) != 1:
         raise fault(f"{kind} returned {len(results)} values; it must return one")
-    return graph_of(results[0].node, reader.arrays, kind, "as a jaxpr")
+    return graph_of(reader.constant(results[0]).node, reader.arrays, kind, _name_of(closed.jaxpr))
 
 
 class _Reader:
@@ -50,7 +52,11 @@ class _Reader:
         self._known: list[tuple[Any, TracedArray]] = []
 
     def constant(self, value: Any) -> Any:
-        """A constant of a jaxpr: a number of Python or NumPy, or an array, which is captured."""
+        """What stands for a constant: a number of Python or NumPy, or an array, which is captured."""
+        if isinstance(value, Operand | list):
+            return value
+        if isinstance(value, np.generic):
+            return TracedScalar(constant(value.item(), type_of_dtype(value.dtype)))
         if not is_array(value):
             return TracedScalar(constant(value))
         for known, array in self._known:
@@ -65,38 +71,54 @@ class _Reader:
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
 
         def read(variable: Any) -> Any:
-            return self._literal(variable) if hasattr(variable, "val") else values[variable]
+            return _literal(variable) if hasattr(variable, "val") else values[variable]
 
         for equation in jaxpr.eqns:
-            results = self._equation(equation, [read(each) for each in equation.invars])
+            token = source_line.set(_line_of(equation) or source_line.get())
+            try:
+                results = self._equation(equation, [read(each) for each in equation.invars])
+            finally:
+                source_line.reset(token)
             values.update(zip(equation.outvars, results, strict=True))
         return [read(each) for each in jaxpr.outvars]
-
-    def _literal(self, literal: Any) -> Any:
-        if np.ndim(literal.val) == 0:
-            return TracedScalar(constant(np.asarray(literal.val).item(), type_of_dtype(literal.aval.dtype)))
-        return self.constant(literal.val)
 
     def _equation(self, equation: Any, arguments: list[Any]) -> list[Any]:
         name, parameters = equation.primitive.name, equation.params
         inner = next((parameters[key] for key in _INNER if key in parameters), None)
+        if inner is not None and name not in ("while", "scan", "cond"):
+            if not (parameters.get("name") in _CALLS_BY_NAME and _is_of_jax(getattr(inner, "jaxpr", inner))):
+                return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), arguments)
+            name = parameters["name"]
+        elif not any(isinstance(each, Operand | list) for each in arguments):
+            return self._of_constants(equation, arguments)
+        return self._of_scalars(name, parameters, [self.constant(each) for each in arguments])
+
+    def _of_constants(self, equation: Any, arguments: list[Any]) -> list[Any]:
+        """The results of an equation that depends on no argument of the function."""
+        avals = [variable.aval for variable in (*equation.invars, *equation.outvars)]
+        if not any(each.ndim for each in avals):
+            with contextlib.suppress(ProblemError):  # why: of numbers JAX knows more functions
+                constants = [self.constant(each) for each in arguments]
+                return self._of_scalars(equation.primitive.name, equation.params, constants)
+        # why at once: they are arrays to load from, which each call computes once.
+        made = equation.primitive.bind(*arguments, **equation.params)
+        return list(made) if equation.primitive.multiple_results else [made]
+
+    def _of_scalars(self, name: str, parameters: Any, arguments: list[Any]) -> list[Any]:
         if name == "cond":
             return self._cond(parameters["branches"], *arguments)
-        if inner is not None and name not in ("while", "scan"):
-            if parameters.get("name") in _CALLS_BY_NAME and _is_of_jax(getattr(inner, "jaxpr", inner)):
-                return [TracedScalar(call(parameters["name"], arguments, {}))]
-            constants = [self.constant(each) for each in getattr(inner, "consts", ())]
-            return self.run(getattr(inner, "jaxpr", inner), constants, arguments)
         if name == "concatenate":
             return [[part for each in arguments for part in (each if isinstance(each, list) else [each])]]
         if name in _SAME:
             return arguments
-        if name == "convert_element_type" and arguments[0].ndim > 0:
+        if name == "convert_element_type" and not isinstance(arguments[0], list) and arguments[0].ndim > 0:
             return [arguments[0].astype(parameters["new_dtype"])]
         if name == "dynamic_slice":
             return [self._slice(arguments[0], arguments[1:], parameters["slice_sizes"])]
         if name == "gather":
             return [self._gather(arguments[0], arguments[1], parameters)]
+        if name in _CALLS_BY_NAME:
+            return [TracedScalar(call(name, arguments, {}))]
         return [TracedScalar(self._scalar(name, parameters, arguments))]
 
     def _scalar(self, name: str, parameters: Any, arguments: list[Any]) -> Node:
@@ -115,14 +137,12 @@ class _Reader:
         """The results of the branch of number `which`; of the first or last one, if there is none."""
         results: list[Any] | None = None
         for place, branch in reversed(list(enumerate(branches))):
-            own = self.run(branch.jaxpr, [self.constant(each) for each in branch.consts], arguments)
+            own = [self.constant(each) for each in self.run(branch.jaxpr, branch.consts, arguments)]
             if results is None:
                 results = own
                 continue
             is_taken = build("less_equal", cast(which.node, Type.INT32), constant(place))
-            results = [
-                TracedScalar(operation("where", is_taken, *pair)) for pair in zip(own, results, strict=True)
-            ]
+            results = [TracedScalar(operation("where", is_taken, *pair)) for pair in zip(own, results, strict=True)]
         return results or []
 
     def _slice(self, array: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
@@ -148,7 +168,29 @@ class _Reader:
         return self._slice(array, starts, sizes)
 
 
+def _literal(literal: Any) -> Any:
+    """The value of a literal, which has its dtype."""
+    return literal.val if np.ndim(literal.val) else np.asarray(literal.val, literal.aval.dtype)[()]
+
+
+def _source_of(jaxpr: Any) -> str:
+    """The function behind a jaxpr, with its file and line."""
+    return str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", ""))
+
+
+def _name_of(jaxpr: Any) -> str:
+    return _source_of(jaxpr) or "as a jaxpr"
+
+
 def _is_of_jax(jaxpr: Any) -> bool:
     """Whether the function behind a jaxpr lies in JAX itself."""
-    where = str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", "")).replace("\\", "/")
-    return "/jax/_src/" in where
+    return "/jax/_src/" in _source_of(jaxpr).replace("\\", "/")
+
+
+def _line_of(equation: Any) -> str | None:
+    """The line of the user's function that an equation is of, if JAX kept it."""
+    frames = getattr(getattr(getattr(equation, "source_info", None), "traceback", None), "frames", ())
+    for frame in frames:
+        if not any(f"/{name}/" in frame.file_name.replace("\\", "/") for name in ("jax", "jaxlib", "cuflash")):
+            return f"{frame.file_name}:{frame.line_num}, in {frame.function_name}"
+    return None

@@ -52,8 +52,14 @@ def fault(message: str) -> ProblemError:
     return error
 
 
+# The line that a message begins with, where no function runs, but what was recorded of one is read.
+source_line: ContextVar[str | None] = ContextVar("cuflash_source_line", default=None)
+
+
 def located(message: str) -> str:
     """A message that begins with the line of the user's function that runs now."""
+    if (recorded := source_line.get()) is not None:
+        return f"{recorded}: {message}"
     frame = sys._getframe(1)
     while frame is not None and is_of_library(frame.f_globals.get("__name__")):
         frame = frame.f_back  # type: ignore[assignment]

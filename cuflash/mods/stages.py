@@ -11,13 +11,19 @@ from .operations import COMPARISONS, ROUNDING, Type
 
 # The inputs of the three functions. A key is the first key of the tile plus a column, which is a constant for the
 # compiler because kernels unroll their loops over columns.
-STAGES = (("b", "h", "seqlen_q", "seqlen_k"), ("q_idx", "key_begin"), ("score", "column"))
+STAGES = (("b", "h", "seqlen_q", "seqlen_k", "softmax_scale"), ("q_idx", "key_begin", "addend"), ("score", "column"))
+FLOAT_INPUTS = ("score", "softmax_scale", "addend")
 STAGE_NAMES = ("head", "row", "element")
 MAX_COLUMN = 511
 _STAGE_OF_INPUT = {name: stage for stage, names in enumerate(STAGES) for name in names}
 _ELEMENT = frozenset(STAGES[2])
 
 SCORE = variable("score")
+# What kernels multiply products q kᵀ by, which functions do not see: it is a part of the score that they are given.
+SOFTMAX_SCALE = node("input", Type.FLOAT32, value="softmax_scale")
+# What a kernel adds to the scores of a row, such as what it takes off all exponents. A sum with it is taken apart, so
+# that it costs nothing: an element begins with it, and each of its terms is one multiplication and addition.
+ADDEND = node("input", Type.FLOAT32, value="addend")
 COLUMN = node("input", Type.INT32, value="column", range=(0, MAX_COLUMN))
 # why not up to MAX_INDEX: their sum is a key, and what is known of keys must hold for it.
 KEY_BEGIN = node("input", Type.INT32, value="key_begin", range=(0, MAX_INDEX - MAX_COLUMN))
@@ -29,7 +35,7 @@ DIVISIONS = ("floor_divide", "remainder", "truncated_divide", "truncated_remaind
 SUMS = {"add", "subtract", "multiply", "negative", "left_shift"}
 # What makes a large difference of a small one.
 _SHARP = {*COMPARISONS, *ROUNDING, *DIVISIONS, "sign"}
-# A sum: its part without score and column under None, and the factors of score and of column.
+# A sum: its part that a row knows under None, and the factors of what only elements know.
 _Parts = dict[Node | None, Node]
 
 
@@ -149,31 +155,44 @@ def _with_sums(roots: Sequence[Node]) -> list[Node]:
     sharp = _sharp(roots)
     for each in post_order(roots):
         parts[each] = found = _parts(each, parts, each in sharp)
-        if found is not None and _FLOAT_COLUMN in found:
-            new[each] = _sum_of(found)
+        if found is not None and (_has_addend(found) or _is_of_column(found) or _is_multiple(each, found)):
+            new[each] = _sum_of(found, new)
         else:
             new[each] = rebuilt(each, [new[argument] for argument in each.arguments])
     return [new[root] for root in roots]
 
 
+def _has_addend(parts: _Parts) -> bool:
+    return None in parts and "addend" in parts[None].inputs
+
+
+def _is_multiple(x: Node, parts: _Parts) -> bool:
+    """Whether a product is something of an element times factors, which earlier stages multiply."""
+    return x.op == "multiply" and len(parts) == 1 and parts.keys().isdisjoint({None, x})
+
+
+def _is_of_column(parts: _Parts) -> bool:
+    """Whether a sum is one of multiples of the column, perhaps of the score, and of nothing else of an element."""
+    return _FLOAT_COLUMN in parts and parts.keys() <= {None, SCORE, _FLOAT_COLUMN}
+
+
 def _parts(x: Node, parts: dict[Node, _Parts | None], is_sharp: bool) -> _Parts | None:
-    """The parts of a float that is a sum whose terms may be exchanged; None for others."""
+    """The parts of a float, whose terms may be exchanged if it is a sum; None for what is no float."""
     if x.type != Type.FLOAT32:
         return None
     if not _is_element(x):
         return {None: x}
-    if x in (SCORE, _FLOAT_COLUMN):
-        return {x: constant(1.0)}
+    itself: _Parts = {x: constant(1.0)}
     if is_sharp or x.op not in ("add", "subtract", "negative", "multiply"):
-        return None
+        return itself
     found = [parts[argument] for argument in x.arguments]
     first, last = found[0], found[-1]
-    if first is None or last is None:
-        return None
+    assert first is not None
+    assert last is not None
     if x.op == "multiply":
         factor, sum_ = (first, last) if first.keys() == {None} else (last, first)
         if factor.keys() != {None}:
-            return None
+            return itself
         return {key: build("multiply", value, factor[None]) for key, value in sum_.items()}
     if x.op in ("subtract", "negative"):
         last = {key: build("negative", value) for key, value in last.items()}
@@ -182,12 +201,13 @@ def _parts(x: Node, parts: dict[Node, _Parts | None], is_sharp: bool) -> _Parts 
     return first | {key: build("add", first[key], value) if key in first else value for key, value in last.items()}
 
 
-def _sum_of(parts: _Parts) -> Node:
-    """The sum of parts. why the column last: it then adds to what is already a sum of two registers."""
+def _sum_of(parts: _Parts, new: dict[Node, Node]) -> Node:
+    """The sum of parts, of new nodes. why the column last: it then adds to what is already a sum of two registers."""
     total = parts.get(None)
-    for each in (SCORE, _FLOAT_COLUMN):
+    atoms = [each for each in parts if each not in (None, SCORE, _FLOAT_COLUMN)]
+    for each in (SCORE, *atoms, _FLOAT_COLUMN):
         if each in parts:
-            term = build("multiply", each, parts[each])
+            term = build("multiply", new.get(each, each), parts[each])
             total = term if total is None else build("add", total, term)
     assert total is not None
     return total

@@ -8,7 +8,7 @@ from ..problem.operands import APPEND_KV
 from ..problem.options import DEFAULTS, asked
 from ..runtime.launch import run
 
-_OF_SCORES = tuple(DEFAULTS.values())[:-2]
+_OF_SCORES = tuple(DEFAULTS.values())[: [*DEFAULTS].index("q_same_position")]
 
 
 def append_kv(

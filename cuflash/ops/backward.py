@@ -9,6 +9,7 @@ from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, OF_SEQUENCES
 from ..problem.options import WindowSize, asked
 from ..runtime.launch import run
+from .own import Given, run_own
 
 
 def backward(
@@ -35,7 +36,15 @@ def backward(
     seqused_k: Any = None,
     page_table: Any = None,
     cache_batch_idx: Any = None,
-) -> tuple[Any, Any, Any]:
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    captured_grads: Sequence[Any] | None = None,
+) -> tuple[Any, ...]:
     """Gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`, with nothing of size seqlen_q x seqlen_k kept.
 
     q, k, v and the mask and scale arguments are those of `forward`, out and lse its results (of any `algorithm`, or of
@@ -53,6 +62,16 @@ def backward(
     strides, such as those of views of one packed array, and are returned. ProblemError for one that shares an element
     with another of them or with an input, that repeats memory, or that cannot be written to (JAX's, read-only ones).
 
+    score_mod, mask_mod, block_mask, bias, sinks, dropout_p and dropout_seed are those of `forward`; where, min, max,
+    abs and the like have the usual subgradients. captured_grads: a tuple of arrays, each of which is, as the same
+    object, one that score_mod refers to, the bias or the sinks. Then (dq, dk, dv, grads) is returned, where grads is
+    the tuple of their gradients, in the shapes and dtypes of the arrays, with sums in float32. ProblemError for any
+    other array; those of integers and bools, and those that mask_mod alone refers to, have no gradients.
+
+        out, lse = cuflash.forward(q, k, v, score_mod=alibi, sinks=sinks, return_lse=True)
+        dq, dk, dv, (dslopes, dsinks) = cuflash.backward(
+            dout, q, k, v, out, lse, score_mod=alibi, sinks=sinks, captured_grads=(slopes, sinks))
+
     Packed and used lengths are those of `forward`; gradients of rows that are not used, or of no sequence, are 0, in
     `grads_out` too. Keys in pages, and those of `cache_batch_idx`, have no gradients: an UnsupportedError.
 
@@ -68,15 +87,20 @@ def backward(
             "into k and v, packed or one row of the batch for each sequence"
         )
     options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, "flash2", None, deterministic,
-                    max_seqlen_q, max_seqlen_k)  # fmt: skip
+                    max_seqlen_q, max_seqlen_k, 0, None, dropout_p)  # fmt: skip
     arrays = q, k, v, dout, out, lse, dlse
     outs = () if grads_out is None else _three(grads_out)
+    told: tuple[Any, ...] = ()
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
-        dq, dk, dv = run(BACKWARD, arrays, options, None, outs)
+        op = BACKWARD
     else:
-        told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
-        dq, dk, dv = run(OF_SEQUENCES["backward"], (*arrays, *told), options, None, outs)
-    return dq, dk, dv
+        op, told = OF_SEQUENCES["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    if score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and dropout_p == 0.0:
+        dq, dk, dv = run(op, (*arrays, *told), options, None, outs)
+        return dq, dk, dv
+    own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+    dq, dk, dv, *grads = run_own("backward", arrays, told, own, dropout_seed, options, None, outs, captured_grads)
+    return (dq, dk, dv) if captured_grads is None else (dq, dk, dv, tuple(grads))
 
 
 def _three(grads_out: Any) -> tuple[Any, ...]:

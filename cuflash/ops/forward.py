@@ -7,6 +7,7 @@ from typing import Any
 from ..problem.operands import FORWARD, OF_SEQUENCES
 from ..problem.options import WindowSize, asked
 from ..runtime.launch import run
+from .own import Given, run_own
 
 
 def forward(
@@ -33,6 +34,13 @@ def forward(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
 ) -> Any:
     """Exact attention, `softmax(mask(cap(softmax_scale q kᵀ))) v`, with no seqlen_q x seqlen_k matrix in memory.
 
@@ -70,17 +78,40 @@ def forward(
     One block of threads then takes all keys of a query, so few queries over many keys are slower with it. On Hopper,
     arrays whose rows are not apart by multiples of 16 bytes raise UnsupportedError with it.
 
+    Scores and masks of the caller's own, in the order scale, softcap, score_mod, bias, masks. Indices count from the
+    begin of each sequence, b is its number and h the query head; inside a function `cuflash.mods.seqlen_q()` and
+    `seqlen_k()` are its used lengths. score_mod(score, b, h, q_idx, k_idx) gives the score that takes the place of the
+    scaled one; mask_mod(b, h, q_idx, k_idx) is True where a key is seen, beside causal and window_size. They are Python
+    functions of scalars, traced once: operators, `if`, functions of NumPy, PyTorch, jax.numpy, math or `cuflash.mods`,
+    and `array[index, …]` of arrays that they refer to, whose values each call reads (indices outside are clamped).
+    block_mask: of `create_block_mask`, with its mask_mod; otherwise the call makes one. bias: an array to add,
+    broadcastable to (batch, heads_q, seqlen_q, seqlen_k) with any strides, of floats, or of bool (True is seen).
+    sinks (heads_q,), float32 or the dtype of q: one more logit of each head, without a value. A score of at most -1e37
+    weighs nothing. dropout_p in [0, 1): weights are dropped, and the others divided by the share that is kept; lse is
+    that without dropout. dropout_seed: an int of 64 bits, or an array of one such integer (two of 32 bits, the low one
+    first) on the device, so that CUDA graphs may be replayed with others. Equal seeds drop the same weights, in
+    `backward` too. All of these go with every algorithm but "standard".
+
+        slopes = cupy.array([0.5, 0.25])
+        out = cuflash.forward(q, k, v, causal=True, score_mod=lambda s, b, h, i, j: s - slopes[h] * abs(i - j))
+
     Raises ProblemError for arguments that fit no attention problem, UnsupportedError where this build or machine has no
     kernel, CompileError where NVRTC refuses one.
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
     """
     options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
-                    max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
-    outs = () if out is None else (out,)
+                    max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p)  # fmt: skip
+    outs, outputs = () if out is None else (out,), 1 + bool(return_lse)
+    told: tuple[Any, ...] = ()
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
-        results = run(FORWARD, (q, k, v), options, 1 + bool(return_lse), outs)
+        op = FORWARD
     else:
+        op = OF_SEQUENCES["forward"]
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-        results = run(OF_SEQUENCES["forward"], (q, k, v, *told), options, 1 + bool(return_lse), outs)
+    if score_mod is mask_mod is block_mask is bias is sinks is None and dropout_p == 0.0:
+        results = run(op, (q, k, v, *told), options, outputs, outs)
+    else:
+        own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+        results = run_own("forward", (q, k, v), told, own, dropout_seed, options, outputs, outs)
     return results if return_lse else results[0]

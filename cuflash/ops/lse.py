@@ -7,6 +7,7 @@ from typing import Any
 from ..problem.operands import LSE_ONLY, OF_SEQUENCES
 from ..problem.options import WindowSize, asked
 from ..runtime.launch import run
+from .own import Given, run_own
 
 
 def lse(
@@ -28,6 +29,11 @@ def lse(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
 ) -> Any:
     """lse (batch, heads_q, seqlen_q) = log sum exp of the visible scores of each query: `forward`'s lse, without v.
 
@@ -36,7 +42,11 @@ def lse(
     """
     options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, "flash2", None, False,
                     max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
-    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
-        return run(LSE_ONLY, (q, k), options)[0]
-    told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-    return run(OF_SEQUENCES["lse"], (q, k, *told), options)[0]
+    told: tuple[Any, ...] = ()
+    op = LSE_ONLY
+    if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
+        told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+        op = OF_SEQUENCES["lse"]
+    if score_mod is mask_mod is block_mask is bias is sinks is None:
+        return run(op, (q, k, *told), options)[0]
+    return run_own("lse", (q, k), told, Given(score_mod, mask_mod, block_mask, bias, sinks), None, options)[0]

@@ -18,6 +18,7 @@ from ..problem.array_spec import ArraySpec
 from ..problem.operands import INTEGERS, OF_SEQUENCES, OPS
 from ..problem.options import Options, WindowSize, check_flag
 from ..problem.problem import Problem
+from .own import Given, Shaped, own_call
 
 
 def plan(
@@ -47,12 +48,21 @@ def plan(
     cache_batch_idx: Any = None,
     num_splits: int = 0,
     split_size: int | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    block_mask: Any = None,
+    bias: Any = None,
+    sinks: Any = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Any = None,
+    captured_grads: Any = None,
 ) -> Plan:
     """Kernels, tiles, grids and memory of a call; `print` it, or read its fields.
 
     q, k, v, the arrays that tell lengths and, for forward, out: arrays as in `forward`, whose strides and alignment
     count as they do there; or their shapes as tuples together with `dtype`, that of q ("float16", "bfloat16",
-    "float32"), which stand for dense, aligned arrays.
+    "float32"), which stand for dense, aligned arrays. So may bias and sinks; functions refer to arrays as they do in
+    calls, and dropout_seed may be left out.
     op: "forward", "lse" (without v) or "backward" (plain or `deterministic`). device: "cpu", "cuda:0", or an
     architecture such as "sm_90", which needs no GPU; default: where the arrays are, and for shapes the first GPU, or
     the CPU where there is none.
@@ -67,8 +77,12 @@ def plan(
         raise ProblemError("op='backward' takes neither num_splits nor split_size; leave them out")
     if check_flag("deterministic", deterministic) and op != "backward":
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
+    if op == "lse" and dropout_p != 0.0:
+        raise ProblemError(f"op='lse' takes no dropout, but dropout_p={dropout_p}; leave it out")
+    if op != "backward" and captured_grads is not None:
+        raise ProblemError(f"op={op!r} takes no captured_grads; leave it out")
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
-                      max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
+                      max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p)  # fmt: skip
     told = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
             "page_table": page_table, "cache_batch_idx": cache_batch_idx}  # fmt: skip
     given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
@@ -81,6 +95,16 @@ def plan(
     whole = OPS[op] if told.keys().isdisjoint(given) else OF_SEQUENCES[op]
     if unknown := given.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
+    if not (score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and dropout_p == 0.0):
+        of_sequences = () if whole is OPS[op] else tuple(told.values())
+        hidden = causal, window_size, diagonal_offset
+        bias, sinks = (Shaped(x, dtype) if isinstance(x, tuple) and dtype else x for x in (bias, sinks))
+        own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+        call = own_call(op, own, of_sequences, hidden, algorithm, captured_grads)
+        seed = Shaped((), "int64") if dropout_seed is None or isinstance(dropout_seed, Integral) else dropout_seed
+        names = [x.name for x in call.op.inputs[len(whole.inputs) :]]
+        specs |= {name: _own_spec(name, x, specs["q"], dtype) for name, x in zip(names, call.inputs(seed), strict=True)}
+        whole = call.op
     problem = Problem.of(whole, [specs.get(name) for name in whole.names], options)
     return make_plan(problem, _device(device, problem, isinstance(q, tuple)), misaligned)
 
@@ -104,6 +128,14 @@ def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
     if not all(isinstance(length, Integral) and int(length) >= 0 for length in operand):
         raise ProblemError(f"{name} has shape {operand}; give lengths that are integers of 0 and more")
     return ArraySpec.dense(operand, dtype), True
+
+
+def _own_spec(name: str, x: Any, q: ArraySpec, dtype: str | None) -> ArraySpec:
+    """An array of the caller's own. Beside shapes it counts as one of their framework and device."""
+    if isinstance(x, Shaped):
+        return ArraySpec.dense(x.shape, x.dtype, q.device, q.library)
+    spec = library_of(name, x).spec(name, x)
+    return spec if dtype is None else spec._replace(device=q.device, library=q.library)
 
 
 def _device(device: str | None, problem: Problem, shapes_only: bool) -> Device | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ..errors import UnsupportedError
@@ -10,6 +10,7 @@ from ..problem.dtypes import DTYPES
 from ..problem.lengths import PADDED_SLOT, Lengths
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
+from .cells import seen_counts_launch, uses_cells, with_cells
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .key_blocks import (
@@ -20,11 +21,13 @@ from .key_blocks import (
     SharedKeys,
     choose_parts,
     choose_shared,
+    choose_splits,
     count_key_blocks,
     is_full,
     kv_heads_together,
     listed_together,
 )
+from .own_code import OwnCode, own_code
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
 from .tile import rounded_up
 from .tiles_sm80 import BackwardTile, Tile
@@ -45,31 +48,34 @@ SHORT_KEYS = 2**14
 SHORT_WAVES = 4
 MAX_TURNS = 2**16 - 1  # the most key blocks that Hopper's counter of a dq tile can count
 STATS_ROWS = 128  # the largest block_q
+MAX_HEAD = 256  # the largest head dim of Hopper's kernels
 
 
-def backward_plan(problem: Problem, device: Device, misaligned: Collection[str]) -> Plan:
-    """The plan of backward on this GPU."""
+def backward_plan(
+    problem: Problem, device: Device, misaligned: Collection[str], spilled: Collection[Variant] = frozenset()
+) -> Plan:
+    """The plan of backward on this GPU. spilled: kernels that are not taken, because they spill registers."""
     reason = reason_against(problem, device, misaligned) or _reason_against(problem)
-    if reason is None:
-        own, capped = problem.lengths, problem.options.softcap > 0.0
+    few_keys = "with so few keys, the query heads of a kv head are better shared out among blocks"
+    if reason is None and _changes_weights(problem):
+        made = _own_plan(problem, device, spilled)
+        by_rows = made is not None and made.launches[-1].variant.source == "sm90/backward_rows.cu"
+        if made is not None and not (by_rows and _has_few_keys(problem, device)):
+            return made
+        reason = few_keys if made is not None else "scores or masks of the caller's own need more registers than it has"
+    elif reason is None:
+        lengths, capped = problem.lengths, problem.options.softcap > 0.0
         # why 0: tiles for many queries have no place in the slots of sequences of several lengths.
-        queries = problem.mask.num_visible() / max(problem.seqlen_k, 1) if own is None else 0
+        queries = problem.mask.num_visible() / max(problem.seqlen_k, 1) if lengths is None else 0
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)
         rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
         if tile is not None:
-            if own is not None and own.num_slots("k", problem.batch, tile.block_k) > 0:
-                return _listed_plan(problem, device, tile.for_lengths(), own)
+            if lengths is not None and lengths.num_slots("k", problem.batch, tile.block_k) > 0:
+                return _listed_plan(problem, device, tile.for_lengths(), lengths)
             return _warpgroup_plan(problem, device, tile)
-        # why: with few key blocks most of the GPU would idle, so the generic kernel splits the query heads of a group
-        # among blocks; not if deterministic (see `_generic_plan`).
-        grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
-        if rows and not (grouped and 2 * count_key_blocks(problem, KEY_ROWS) < device.num_sms):
+        if not _has_few_keys(problem, device):
             return _rows_plan(problem, device, rows)
-        reason = (
-            "with so few keys, the query heads of a kv head are better shared out among blocks"
-            if rows
-            else f"head dims ({problem.head_dim}, {problem.head_dim_v}) are over 256"
-        )
+        reason = few_keys
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
 
 
@@ -79,15 +85,55 @@ def _reason_against(problem: Problem) -> str | None:
         return "the batch is empty"
     if blocks_of(problem.seqlen_k, KEY_ROWS) > MAX_TURNS:
         return f"seqlen_k {problem.seqlen_k} is over {MAX_TURNS * KEY_ROWS}"
+    if problem.lengths is not None and _changes_weights(problem):
+        return "it takes no sequences of several lengths with scores or masks of the caller's own"
+    if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD:
+        return f"head dims ({problem.head_dim}, {problem.head_dim_v}) are over {MAX_HEAD}"
     return None
+
+
+def _has_few_keys(problem: Problem, device: Device) -> bool:
+    """Whether kernels by rows would leave most of the GPU idle, and the generic ones would not.
+
+    These split the query heads of a group among blocks; not if deterministic (see `_generic_plan`).
+    """
+    grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
+    return grouped and 2 * count_key_blocks(problem, KEY_ROWS) < device.num_sms
+
+
+def _changes_weights(problem: Problem) -> bool:
+    """Whether scores, masks or dropout are the caller's own. why not sinks: lse has them already."""
+    own = problem.op.own
+    return own is not None and not (own.score is own.mask is None and not own.drops)
+
+
+def _own_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
+    """The plan with scores or masks of the caller's own; None if the kernels of all tiles spill registers."""
+    dims = problem.head_dim, problem.head_dim_v, problem.options.softcap > 0.0
+    for tile in tiles_sm90.choose_own_backward(*dims):
+        for cells in (True, False) if uses_cells(problem) else (False,):
+            made = _warpgroup_plan(problem, device, tile, cells)
+            if not any(launch.variant in spilled for launch in made.launches):
+                return made
+    rows, skipping = [], []
+    for tiles in tiles_sm90.choose_own_rows(*dims):
+        ways = [(tile, way) for tile in tiles for way in ((True, False) if uses_cells(problem) else (False,))]
+        fitting = (way for way in ways if _rows_variant(problem, device, *way) not in spilled)
+        if (fits := next(fitting, None)) is None:
+            return None
+        rows.append(fits[0])
+        skipping.append(fits[1])
+    return _rows_plan(problem, device, tuple(rows), tuple(skipping))
 
 
 def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     """Kernels: delta; all gradients, with dq summed in float32; convert. If deterministic: delta; dk and dv; dq."""
     deterministic = problem.options.deterministic
     dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, device
-    tile = tiles_sm80.choose(tiles_sm80.BACKWARD[problem.dtype], *dims)
-    dq_tile = tiles_sm80.choose(tiles_sm80.DQ[problem.dtype], *dims)
+    cells = uses_cells(problem)
+    of_keys, of_queries = own_code(problem, rows_are_keys=True, cells=cells), own_code(problem, cells=cells)
+    tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.BACKWARD[problem.dtype], of_keys is not None), *dims)
+    dq_tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.DQ[problem.dtype], of_keys is not None), *dims)
     if tile is None or dq_tile is None:
         raise UnsupportedError(
             f"head dims ({problem.head_dim}, {problem.head_dim_v}) in {problem.dtype} have no backward tile on "
@@ -97,9 +143,9 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
 
     own = problem.lengths
 
-    def variant(op: str, source: str, tile: Tile | BackwardTile | None = None) -> Variant:
+    def variant(op: str, source: str, tile: Tile | BackwardTile | None = None, code: OwnCode | None = None) -> Variant:
         arch, lengths = compile_arch("sm80", device), own is not None
-        return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, lengths=lengths)
+        return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, lengths=lengths, own=code)
 
     if own is None:
         heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
@@ -115,7 +161,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     # why no splits if deterministic: dk and dv would depend on the batch and on the GPU.
     splits = 1
     if not deterministic:
-        splits = _num_splits(problem, num_k_blocks * heads_kv, device.num_sms * tile.blocks_per_sm)
+        splits = choose_splits(problem, num_k_blocks * heads_kv, device.num_sms * tile.blocks_per_sm)
     shared_rows = heads_kv * splits * rows_k if splits > 1 else 0
     workspace = {
         "stats": 2 * heads * stats_rows,
@@ -133,24 +179,27 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     launches = [_delta(problem, device, stats_rows, 2, padded_dim=tile.head_dim)]
     if deterministic:
         of_dq = {"num_q_blocks": num_q_blocks, "num_slices": 1, "stats_rows": stats_rows}
-        dkdv = variant("backward_dkdv", "sm80/backward.cu", replace(tile, with_dq=False))
+        dkdv = variant("backward_dkdv", "sm80/backward.cu", replace(tile, with_dq=False), of_keys)
         launches += [
             Launch(dkdv, num_blocks, keyed),
-            Launch(variant("backward_dq", "sm80/backward_dq.cu", dq_tile), heads * num_q_blocks, of_dq),
+            Launch(variant("backward_dq", "sm80/backward_dq.cu", dq_tile, of_queries), heads * num_q_blocks, of_dq),
         ]
     else:
         padded = {"splits": splits, "padded_dim": tile.head_dim, "padded_dim_v": tile.head_dim_v}
         threads = workspace["dq_acc"] // ACC_OF_THREAD
         threads += (workspace["dk_acc"] + workspace["dv_acc"]) // (splits * ACC_OF_THREAD)
         launches += [
-            Launch(variant("backward", "sm80/backward.cu", tile), num_blocks, keyed),
+            Launch(variant("backward", "sm80/backward.cu", tile, of_keys), num_blocks, keyed),
             Launch(variant("convert", "portable/convert.cu"), blocks_of(threads, PORTABLE_THREADS), padded),
         ]
-    return make_plan(problem, device, launches, workspace, fallback)
+    return make_plan(problem, device, *with_cells(problem, device, launches, workspace), fallback)
 
 
-def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile) -> Plan:
-    """Kernels: delta, then all gradients in one."""
+def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, cells: bool = False) -> Plan:
+    """Kernels: delta, then all gradients in one.
+
+    cells: whether it passes over tiles in which the caller's mask shows nothing; two kernels before tell of these.
+    """
     deterministic, full, heads = problem.options.deterministic, problem.mask.is_full, problem.batch * problem.heads_q
     stats_rows = _stats_rows(problem, tile.block_q)
     num_q_blocks, num_k_blocks = blocks_of(problem.seqlen_q, tile.block_q), blocks_of(problem.seqlen_k, tile.block_k)
@@ -160,7 +209,8 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         key_blocks, blocks = 1, count_key_blocks(problem, tile.block_k)
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
     parts_log2 = choose_parts(problem, device, tile.block_q) if key_blocks == 1 else 0
-    shared = None if deterministic else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
+    # why not with cells: key blocks have unequal numbers of steps.
+    shared = None if deterministic or cells else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
     if parts_log2 > 0:
         shared = SharedKeys(blocks << parts_log2, 0, blocks, 0, parts_log2)
         blocks <<= parts_log2
@@ -180,12 +230,17 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     # `turns` has a counter for each tile of dq and for each shared key block.
     workspace = _sums(tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
     workspace["turns"] = heads * num_q_blocks + shared.shared_keys
-    variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0))
+    variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0), cells)
     launches = [
         _delta(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared.shared_keys),
         Launch(variant, blocks, fields, _boxes(problem, *tile.boxes)),
     ]
-    return make_plan(problem, device, launches, workspace, num_work=count_key_blocks(problem, tile.block_k))
+    found: Mapping[str, int] = workspace
+    if cells:
+        workspace["seen_counts"] = heads * num_q_blocks
+        launches.insert(0, seen_counts_launch(problem, device, tile.block_q, num_q_blocks))
+        launches, found = with_cells(problem, device, launches, workspace)
+    return make_plan(problem, device, launches, found, num_work=count_key_blocks(problem, tile.block_k))
 
 
 def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, own: Lengths) -> Plan:
@@ -249,8 +304,13 @@ def _sums(
     }
 
 
-def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...]) -> Plan:
-    """Kernels: delta, dq, dk and dv. They are always deterministic, so the option `deterministic` changes nothing."""
+def _rows_plan(
+    problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], cells: tuple[bool, ...] = (False,) * 3
+) -> Plan:
+    """Kernels: delta, dq, dk and dv. They are always deterministic, so the option `deterministic` changes nothing.
+
+    cells: which of them pass over tiles in which the caller's mask shows nothing.
+    """
     if (own := problem.lengths) is None:
         num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
         num_k_blocks = blocks_of(problem.seqlen_k, tiles[1].block_k)
@@ -268,13 +328,15 @@ def _rows_plan(problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile,
         "stats_rows": stats_rows,
     }
     launches = [_delta(problem, device, stats_rows, 1, **of_slots)]
-    for tile in tiles:
-        variant = _warpgroup_variant(problem, device, f"backward_{tile.gradient}", tile)
+    for tile, skips in zip(tiles, cells, strict=True):
+        variant = _rows_variant(problem, device, tile, skips)
         num_work = work[tile.gradient != "dq"]
         blocks = num_work if own is None else min(num_work, device.num_sms)
         launches.append(Launch(variant, blocks, fields, _boxes(problem, *tile.boxes), counted=own is not None))
-    workspace |= {"stats": 2 * times * problem.heads_q * stats_rows}
-    return make_plan(problem, device, launches, workspace, num_work=max(work))
+    found: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
+    if any(cells):
+        launches, found = with_cells(problem, device, launches, found)
+    return make_plan(problem, device, launches, found, num_work=max(work))
 
 
 def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
@@ -320,20 +382,17 @@ def _stats_rows(problem: Problem, block_q: int = STATS_ROWS) -> int:
 
 
 def _warpgroup_variant(
-    problem: Problem, device: Device, op: str, tile: WarpgroupBackwardTile | WarpgroupRowsTile
+    problem: Problem, device: Device, op: str, tile: WarpgroupBackwardTile | WarpgroupRowsTile, cells: bool = False
 ) -> Variant:
     source = "sm90/backward.cu" if isinstance(tile, WarpgroupBackwardTile) else "sm90/backward_rows.cu"
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
     lengths = problem.lengths is not None
-    return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths)
+    rows_are_keys = op != "backward_dq"
+    own = own_code(problem, rows_are_keys, cells=cells) if _changes_weights(problem) else None
+    return variant_of(
+        op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths, own=own
+    )
 
 
-def _num_splits(problem: Problem, num_k_blocks: int, resident: int) -> int:
-    """Among how many blocks the query heads of a kv head are split, so that WAVES waves of blocks fill the GPU.
-
-    why L35: a key block takes all heads of its group, so that dk and dv stay in registers, but with few keys most of
-    the GPU would idle. A split costs accumulators, but only those of fewer than twice WAVES waves of blocks.
-    """
-    group = problem.heads_q // problem.heads_kv
-    wanted = min(group, -(-WAVES * resident // max(num_k_blocks, 1)))
-    return -(-group // -(-group // wanted))  # all blocks but perhaps the last take the same number of heads
+def _rows_variant(problem: Problem, device: Device, tile: WarpgroupRowsTile, cells: bool = False) -> Variant:
+    return _warpgroup_variant(problem, device, f"backward_{tile.gradient}", tile, cells)

@@ -10,13 +10,15 @@ from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
+from .cells import uses_cells, with_cells
 from .decoding import decode_plan, split_plan
 from .device import Device
 from .hopper import HOPPER, reason_against
+from .own_code import OwnCode, own_code
 from .pages import page_cut
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, make_plan
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
-from .variant import variant_of
+from .variant import Variant, variant_of
 
 WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/ragged_work.cuh
 LONG_PAIRS = 1024  # keys of a sequence from which pieces of work of wide heads come in pairs
@@ -24,16 +26,24 @@ MOST_TAIL_PARTS = 32  # one for each lane of a warp
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
 
 
-def forward_plan(problem: Problem, device: Device, misaligned: Collection[str]) -> Plan:
-    """The plan of forward or lse on this GPU."""
+def forward_plan(
+    problem: Problem, device: Device, misaligned: Collection[str], spilled: Collection[Variant] = ()
+) -> Plan:
+    """The plan of forward or lse on this GPU. spilled: kernels that are not taken, because they spill registers."""
     reason = reason_against(problem, device, misaligned)
     if reason is None:
         keys = _keys_of_a_query(problem)
         capped = problem.options.softcap > 0.0
-        tile = tiles_sm90.choose(problem.op.name, problem.head_dim, problem.head_dim_v, keys, capped)
-        if tile is not None:
+        own = own_code(problem, cells=uses_cells(problem))
+        dims = problem.head_dim, problem.head_dim_v
+        if own is None and (tile := tiles_sm90.choose(problem.op.name, *dims, keys, capped)) is not None:
             return _warpgroup_plan(problem, device, tile)
-        reason = f"head dims ({problem.head_dim}, {problem.head_dim_v}) are over 256"
+        for tile in () if own is None else tiles_sm90.choose_own(problem.op.name, *dims, keys, capped):
+            made = _warpgroup_plan(problem, device, tile, own)
+            if made.variant not in spilled:
+                return made
+            reason = "its registers do not hold what scores or masks of the caller's own need"
+        reason = reason or f"head dims {dims} are over 256"
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
 
 
@@ -50,7 +60,7 @@ def _keys_of_a_query(problem: Problem) -> float:
 def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     """A block of threads for each query block of a head and each slice of v's columns."""
     op = problem.op.name
-    rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm)
+    rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm, problem.op.own is not None)
     itemsize = DTYPES[problem.dtype].itemsize
     tile = tiles_sm80.choose(rows, itemsize, problem.head_dim, problem.head_dim_v, device)
     if tile is None:
@@ -70,27 +80,31 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         algorithm=problem.options.algorithm if op == "forward" else "flash2",
         tile=tile,
         lengths=problem.lengths is not None,
+        own=own_code(problem, cells=uses_cells(problem)),
     )
     num_q_blocks, times = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
     if (own := problem.lengths) is not None:
         num_q_blocks, times = own.num_slots("q", problem.batch, tile.block_q), 1
     num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * times
-    if (made := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
+    if variant.own is None and (made := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
         return made
     fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}
-    return make_plan(problem, device, [Launch(variant, num_blocks, fields)], fallback=fallback)
+    launches, workspace = with_cells(problem, device, [Launch(variant, num_blocks, fields)])
+    return make_plan(problem, device, launches, workspace, fallback)
 
 
-def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
+def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: OwnCode | None = None) -> Plan:
     """A block of threads for each multiprocessor, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
-    if op == "forward" and (made := decode_plan(problem, device, tile)) is not None:
+    if own is None and op == "forward" and (made := decode_plan(problem, device, tile)) is not None:
         return made
     if problem.lengths is not None:
         return _ragged_plan(problem, device, tile.for_lengths(problem.has("page_table")))
     arch = compile_arch("sm90", device)
-    variant = variant_of(op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped)
+    variant = variant_of(
+        op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, own=own
+    )
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
     num_tiles = num_q_blocks * heads
@@ -106,9 +120,10 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Pl
     if op == "forward":
         boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, problem.seqlen_q)}
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_together": together}
-    counted = num_tiles > device.num_sms and not full
+    counted = num_tiles > device.num_sms and not (full and not uses_cells(problem))
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, counted)
-    return make_plan(problem, device, [launch], num_work=num_tiles)
+    launches, workspace = with_cells(problem, device, [launch])
+    return make_plan(problem, device, launches, workspace, num_work=num_tiles)
 
 
 def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:

@@ -137,3 +137,14 @@ def choose_shared(
     if count == 0 or steps + SHARED_STEPS > min(key_blocks, num_k_blocks) * of_one or count * of_one >= 2**31:
         return None
     return SharedKeys(whole, first, count, steps)
+
+
+def choose_splits(problem: Problem, num_k_blocks: int, resident: int) -> int:
+    """Among how many blocks the query heads of a kv head are split, so that WAVES waves of blocks fill the GPU.
+
+    why L35: a key block takes all heads of its group, so that dk and dv stay in registers, but with few keys most of
+    the GPU would idle. A split costs accumulators, but only those of fewer than twice WAVES waves of blocks.
+    """
+    group = problem.heads_q // problem.heads_kv
+    wanted = min(group, -(-WAVES * resident // max(num_k_blocks, 1)))
+    return -(-group // -(-group // wanted))  # all blocks but perhaps the last take the same number of heads

@@ -12,6 +12,7 @@ from .device import Device
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
+_OF_CELLS = "block_mask", "seen_counts"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -39,7 +40,8 @@ class Launch(NamedTuple):
 
     `fields` are the members of its parameter struct that are neither pointers, nor strides, nor part of
     `ProblemParams`; `boxes` are its tensor maps by operand. If `counted`, blocks share out their work by a counter.
-    `arrivals` is the number of counters by which blocks find out which of them was the last to end.
+    `arrivals` is the number of counters by which blocks find out which of them was the last to end. `renamed` says
+    which operand, or part of the workspace, a member of the struct stands for that has not the same name.
     """
 
     variant: Variant
@@ -48,6 +50,7 @@ class Launch(NamedTuple):
     boxes: Mapping[str, Box] = _NOTHING
     counted: bool = False
     arrivals: int = 0
+    renamed: Mapping[str, str] = _NOTHING
 
     def __str__(self) -> str:
         return (
@@ -69,8 +72,12 @@ class Plan(NamedTuple):
 
     @property
     def variant(self) -> Variant | None:
-        """The variant of the main kernel, which is the second of several launches; None without launches."""
-        return self.launches[min(1, len(self.launches) - 1)].variant if self.launches else None
+        """The variant of the main kernel; None without launches.
+
+        Of several launches but those of cells, it is the second.
+        """
+        launches = [launch for launch in self.launches if launch.variant.op not in _OF_CELLS] or self.launches
+        return launches[min(1, len(launches) - 1)].variant if launches else None
 
     @property
     def kernel(self) -> str:
@@ -133,7 +140,7 @@ def make_plan(
     fallback: str | None = None,
     num_work: int = 0,
 ) -> Plan:
-    """The plan of these launches; the second of several is the main one.
+    """The plan of these launches; `Plan.variant` says which is the main one.
 
     workspace: floats of each part, by name. num_work: pieces of work that kernels number, if not by the block's index.
     """

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, TypeVar, cast
 
 from .device import Device
 from .tile import macros, rounded_up
@@ -185,6 +185,25 @@ DQ_32BIT = (
 )
 DQ = {"float16": DQ_16BIT, "bfloat16": DQ_16BIT, "float32": DQ_32BIT}
 
+# For gradients of the caller's own arrays.
+OWN_16BIT = (
+    DqTile(32, 32, 64, 64, 1, 4, 3),
+    DqTile(64, 64, 64, 64, 1, 4, 3),
+    DqTile(96, 96, 64, 64, 1, 4, 2),
+    DqTile(128, 128, 64, 64, 1, 4, 2),
+    DqTile(192, 192, 64, 32, 1, 4, 2),
+    DqTile(256, 256, 64, 32, 1, 4, 1),
+)
+OWN_32BIT = (
+    DqTile(32, 32, 64, 32, 1, 4, 3),
+    DqTile(64, 64, 64, 32, 1, 4, 2),
+    DqTile(96, 96, 64, 32, 1, 4, 2, qk_unroll=4),
+    DqTile(128, 128, 64, 32, 1, 4, 1, qk_unroll=4),
+    DqTile(192, 192, 32, 16, 1, 2, 1, qk_unroll=4),
+    DqTile(256, 256, 32, 16, 1, 2, 1, qk_unroll=4),
+)
+OWN = {"float16": OWN_16BIT, "bfloat16": OWN_16BIT, "float32": OWN_32BIT}
+
 # Rows that are not here stay in forward.cu.
 DECODE_16BIT = (
     DecodeTile(32, 32, 16, 128, 2, 4, 4),
@@ -203,12 +222,26 @@ DECODE_32BIT = (
 )
 DECODE = {"float16": DECODE_16BIT, "bfloat16": DECODE_16BIT, "float32": DECODE_32BIT}
 
+# Rows that scores and masks of the caller's own replace. why: their functions and dropout need registers, too.
+_OWN: dict[Tile | BackwardTile, Tile | BackwardTile] = {
+    Tile(128, 128, 128, 48, 2, 4, 2): Tile(128, 128, 64, 64, 2, 4, 2),
+    BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 32, 2): BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 16, 2),
+    BackwardTile(128, 128, 64, 64, 1, 4, 2, 32, 32, 4): BackwardTile(128, 128, 64, 64, 1, 4, 2, 16, 32),
+    DqTile(64, 64, 128, 64, 2, 4, 2, qk_unroll=1): DqTile(64, 64, 128, 32, 2, 4, 2),
+}
+
 AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile, DecodeTile)
 
 
-def of_algorithm(dtype: str, algorithm: str) -> list[Tile]:
-    """The rows of forward that an algorithm may take."""
-    return [tile for tile in TILES[dtype] if algorithm == "flash2" or not tile.flash2_only]
+def of_algorithm(dtype: str, algorithm: str, own: bool = False) -> list[Tile]:
+    """The rows of forward that an algorithm may take. own: see `rows_of`."""
+    has_room = algorithm == "flash2" and not own
+    return rows_of([tile for tile in TILES[dtype] if has_room or not tile.flash2_only], own)
+
+
+def rows_of(rows: Sequence[AnyTile], own: bool) -> list[AnyTile]:
+    """The rows of a table, for scores and masks of the caller's own or for others."""
+    return [cast(AnyTile, _OWN.get(row, row)) for row in rows] if own else list(rows)
 
 
 def choose(tiles: Sequence[AnyTile], itemsize: int, head_dim: int, head_dim_v: int, device: Device) -> AnyTile | None:

@@ -224,6 +224,23 @@ TILES = (
     WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
     WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
 )
+# What kernels with scores or masks of the caller's own take if the rows above spill registers with them, in this order:
+# without columns of q in registers, then with fewer keys.
+OWN_TILES = (
+    WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1),
+    WarpgroupTile(64, 64, 128, 128, 10, 2, 0, 1),
+    WarpgroupTile(64, 64, 128, 64, 16, 2, 0, 1),
+    WarpgroupTile(96, 96, 128, 128, 5, 1, 0, 2),
+    WarpgroupTile(96, 96, 128, 64, 10, 1, 0, 2),
+    WarpgroupTile(128, 128, 128, 128, 5, 1, 0, 2),
+    WarpgroupTile(128, 128, 128, 64, 10, 1, 0, 2),
+    WarpgroupTile(192, 128, 128, 64, 6, 1, 0, 2),
+    WarpgroupTile(192, 128, 128, 48, 8, 1, 0, 2),
+    WarpgroupTile(192, 192, 128, 64, 5, 1, 0, 3),
+    WarpgroupTile(192, 192, 128, 48, 6, 1, 0, 3),
+    WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2),
+    WarpgroupTile(256, 256, 128, 32, 6, 1, 0, 2),
+)
 
 BACKWARD = (
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, softcap=True),
@@ -231,6 +248,13 @@ BACKWARD = (
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=5, v_steps=6, ragged_k_steps=4),
     WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
+)
+# The same with scores or masks of the caller's own, whose functions need registers: columns of k have none. In order of
+# preference; the first one is taken whose kernel does not spill.
+OWN_BACKWARD = (
+    WarpgroupBackwardTile(64, 64, 128, key_blocks=4),
+    WarpgroupBackwardTile(96, 96, 64, key_blocks=2),
+    WarpgroupBackwardTile(128, 128, 64),
 )
 # Larger head dims have a row for each gradient, because dk and dv of 128 keys do not fit the registers side by side.
 ROWS = (
@@ -241,6 +265,17 @@ ROWS = (
     *(WarpgroupRowsTile(gradient, 256, 256, 32, 3, 3, softcap=True) for gradient in ("dq", "dk")),
     *(WarpgroupRowsTile(gradient, 256, 256, 64, 2, 1, softcap=False) for gradient in ("dq", "dk")),
     WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
+)
+
+# The same with scores or masks of the caller's own, for each gradient in order of preference. why fewer columns at once
+# for the largest: with 64, most functions spill.
+OWN_ROWS = (
+    *(tile for tile in ROWS if tile.head_dim < 256),
+    *(WarpgroupRowsTile(gradient, 192, 128, 32, 3, 3) for gradient in GRADIENTS),
+    *(WarpgroupRowsTile(gradient, 192, 192, 32, 3, 3) for gradient in GRADIENTS),
+    *(WarpgroupRowsTile(gradient, 256, 256, 32, 3, 3) for gradient in GRADIENTS[:2]),
+    WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
+    WarpgroupRowsTile("dv", 256, 256, 32, 3, 3),
 )
 
 
@@ -260,16 +295,45 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
     return None
 
 
+def choose_own(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) -> tuple[WarpgroupTile, ...]:
+    """The rows for scores or masks of the caller's own, in order of preference; empty if there is none."""
+    head_dim_v = 1 if op == "lse" else head_dim_v
+    first = choose("forward", head_dim, head_dim_v, float("inf") if op == "lse" else keys, softcap)
+    if first is None:
+        return ()
+    dims = first.head_dim, first.head_dim_v
+    found = [first, *(row for row in OWN_TILES if (row.head_dim, row.head_dim_v) == dims)]
+    if op == "lse":
+        found = [replace(tile, head_dim_v=0, out_panels=0, ping_pong=False) for tile in found]
+    return tuple(found)
+
+
 def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: bool) -> WarpgroupBackwardTile | None:
     """The first row for these head dims and for keys that `queries` queries see on average; None if there is none."""
     for tile in BACKWARD:
-        covers = head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
-        if covers and queries >= tile.min_queries:
+        if _covers(tile, head_dim, head_dim_v, softcap) and queries >= tile.min_queries:
             return tile
     return None
 
 
+def choose_own_backward(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupBackwardTile, ...]:
+    """The rows for these head dims and scores or masks of the caller's own, in order of preference."""
+    return tuple(t for t in OWN_BACKWARD if _covers(t, head_dim, head_dim_v, softcap))
+
+
 def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupRowsTile, ...]:
     """The first row for these head dims for each gradient; empty if there is none."""
-    covers = [t for t in ROWS if head_dim <= t.head_dim and head_dim_v <= t.head_dim_v and t.softcap in (None, softcap)]
+    covers = [t for t in ROWS if _covers(t, head_dim, head_dim_v, softcap)]
     return tuple(next(t for t in covers if t.gradient == gradient) for gradient in GRADIENTS) if covers else ()
+
+
+def choose_own_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tuple[WarpgroupRowsTile, ...], ...]:
+    """Tiles for scores or masks of the caller's own, of each gradient in order of preference; empty if none fits."""
+    covers = [t for t in OWN_ROWS if _covers(t, head_dim, head_dim_v, softcap)]
+    # why only those of the first one's head dims: tiles for larger ones need no fewer registers.
+    same = [t for t in covers if (t.head_dim, t.head_dim_v) == (covers[0].head_dim, covers[0].head_dim_v)]
+    return tuple(tuple(t for t in same if t.gradient == gradient) for gradient in GRADIENTS) if same else ()
+
+
+def _covers(tile: WarpgroupBackwardTile | WarpgroupRowsTile, head_dim: int, head_dim_v: int, softcap: bool) -> bool:
+    return head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)

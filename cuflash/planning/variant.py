@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from functools import cache, cached_property
 
 from ..problem.dtypes import DTYPES
+from .own_code import OwnCode
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile, WarpgroupTile
 
@@ -24,9 +25,14 @@ PARAMS = {
     "sm90/decode_narrow.cu": "DecodeParams",
     "sm90/backward.cu": "TiledBackwardParams",
     "sm90/backward_rows.cu": "TiledRowsParams",
+    "sm80/backward_own.cu": "OwnGradientParams",
     "portable/delta.cu": "DeltaParams",
     "portable/convert.cu": "ConvertParams",
+    "portable/block_mask.cu": "BlockMaskParams",
+    "portable/seen_counts.cu": "SeenCountsParams",
     "portable/merge.cu": "MergeParams",
+    "portable/sinks_gradient.cu": "SinksGradientParams",
+    "portable/sum_tables.cu": "SumTablesParams",
     "portable/append_kv.cu": "AppendParams",
 }
 # Those that take another one where sequences have lengths of their own.
@@ -47,6 +53,7 @@ class Variant:
     tile: AnyTile | None = None
     softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
     lengths: bool = False  # whether sequences have lengths of their own, which are read on the device
+    own: OwnCode | None = None  # scores and masks of the caller's own
 
     def __hash__(self) -> int:
         return self._hash
@@ -78,6 +85,8 @@ class Variant:
         parts += [flag for flag in ("paged", "few", "single", "shares_heads") if getattr(self.tile, flag, False)]
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
+        if self.own is not None:
+            parts.append(f"own_{self.own.digest}")
         return "_".join(parts)
 
     @cached_property
@@ -112,6 +121,8 @@ class Variant:
         }
         if self.lengths:
             constants["LENGTHS"] = 1
+        if self.own is not None:
+            constants |= self.own.constants
         if self.tile is not None:
             constants |= self.tile.constants
             if self.of_warpgroups:

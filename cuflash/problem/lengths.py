@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ProblemError
+from ..mods.intervals import Band
 from .array_spec import ArraySpec
 from .mask import Mask
 from .operands import INTEGERS
@@ -68,8 +69,23 @@ class Lengths(NamedTuple):
 
     def mask(self, seqlen_q: int, seqlen_k: int) -> Mask:
         """The mask of a sequence of these lengths."""
-        return Mask.of(seqlen_q, seqlen_k, False, (self.left, self.right), self.offset)
+        offset = seqlen_k - seqlen_q if self.offset is None else self.offset
+        left, right = self.left, self.right
+        first, last = None if left is None else offset - left, None if right is None else offset + right
+        return Mask.between(seqlen_q, seqlen_k, first, last)
 
+    def within(self, band: Band) -> Lengths:
+        """The same where a query sees what a band shows it, too, which counts from where this mask does, if any."""
+        if self.left is self.right is None:
+            offset = None if band.from_end else 0
+            return self._replace(left=None if band.lo is None else -band.lo, right=band.hi, offset=offset)
+        assert band.from_end == (self.offset is None)
+        offset, left, right = self.offset or 0, self.left, self.right
+        if band.lo is not None:
+            left = offset - band.lo if left is None else min(left, offset - band.lo)
+        if band.hi is not None:
+            right = band.hi - offset if right is None else min(right, band.hi - offset)
+        return self._replace(left=left, right=right)
 
     @property
     def bounds(self) -> tuple[int, int, bool]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from ..mods.intervals import Band
 from .options import WindowSize
 
 
@@ -33,12 +34,24 @@ class Mask(NamedTuple):
         if causal:
             right = 0
         offset = seqlen_k - seqlen_q if diagonal_offset is None else diagonal_offset
-        lo = -seqlen_q if left is None or left == -1 else offset - left
-        hi = seqlen_k if right is None or right == -1 else offset + right
+        lo = None if left is None or left == -1 else offset - left
+        return cls.between(seqlen_q, seqlen_k, lo, None if right is None or right == -1 else offset + right)
+
+    @classmethod
+    def between(cls, seqlen_q: int, seqlen_k: int, lo: int | None, hi: int | None) -> Mask:
+        """The mask of these bounds, of which None is open."""
+        lo, hi = -seqlen_q if lo is None else lo, seqlen_k if hi is None else hi
         # why: a bound that hides nothing is written as the open one, and a far bound is cut to where it hides all.
         lo = -seqlen_q if lo <= 1 - seqlen_q else min(lo, seqlen_k)
         hi = seqlen_k if hi >= seqlen_k - 1 else max(hi, -seqlen_q)
         return cls(seqlen_q, seqlen_k, lo, hi)
+
+    def within(self, band: Band) -> Mask:
+        """What both this mask and a band show."""
+        offset = self.seqlen_k - self.seqlen_q if band.from_end else 0
+        lo = self.lo if band.lo is None else max(self.lo, offset + band.lo)
+        hi = self.hi if band.hi is None else min(self.hi, offset + band.hi)
+        return Mask.between(self.seqlen_q, self.seqlen_k, lo, hi)
 
     @property
     def is_full(self) -> bool:

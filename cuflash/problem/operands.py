@@ -7,9 +7,12 @@ read it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
+
+from ..mods.intervals import Band
+from .own import Own
 
 # why rows and not seqlen: a batch of sequences of several lengths may lie in any number of rows (problem/lengths.py).
 ROWS_Q = ("batch_q", "rows_q", "heads_q")
@@ -28,8 +31,9 @@ class Operand(NamedTuple):
     """An array of a call. Axes are named as the lengths of a `Problem` are.
 
     dtype: whose dtype it has: that of the "inputs", that of "out", "lse" for the accumulator's; "any out" is either;
-    "table" is that of the inputs or float32; "int32" is itself.
+    "table" is that of the inputs or float32; "int32" is itself. OWN_KINDS are judged by themselves (problem/own.py).
     strided: whether kernels know strides of it; if not, what is not contiguous is copied.
+    gapped: whether they know a stride of its last axis, too.
     written: whether it is an input that the op writes to, in place. Such an array is never copied.
     """
 
@@ -39,15 +43,39 @@ class Operand(NamedTuple):
     optional: bool = False
     strided: bool = True
     written: bool = False
+    gapped: bool = False
+
+    @property
+    def called(self) -> str:
+        """What errors call the array: those that functions refer to have no name that the caller knows."""
+        return "an array that score_mod or mask_mod refers to" if self.dtype == CAPTURED else self.name
+
+
+class Sizes(NamedTuple):
+    """The lengths of a block mask, which no array has."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
 
 
 @dataclass(frozen=True, eq=False)
 class Op:
-    """A public call: inputs in the order of its arguments, and outputs in the order of its results."""
+    """A public call: inputs in the order of its arguments, and outputs in the order of its results.
+
+    own: the scores and masks of the caller's own, whose arrays are among the inputs; None for a plain call.
+    sizes: those of a block mask. band: keys that are seen beside what the options say. plain: the op without its band,
+    or without what is the caller's own.
+    """
 
     name: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
+    own: Own | None = None
+    sizes: Sizes | None = None
+    band: Band | None = None
+    plain: Op | None = None
 
     @cached_property
     def operands(self) -> tuple[Operand, ...]:
@@ -75,6 +103,7 @@ K = Operand("k", (*ROWS_K, "head_dim"))
 V = Operand("v", (*ROWS_K, "head_dim_v"))
 OUT = Operand("out", (*ROWS_Q, "head_dim_v"), "out")
 LSE = Operand("lse", LSE_AXES, "lse", strided=False)
+
 
 def _integers(name: str, *axes: str, strided: bool = False) -> Operand:
     return Operand(name, axes, INTEGERS, optional=True, strided=strided)
@@ -112,6 +141,52 @@ def _of_sequences(op: Op) -> Op:
 
 # The same ops on sequences of several lengths. why ops of their own: a dense call asks nothing of arrays that it lacks.
 OF_SEQUENCES = {name: _of_sequences(op) for name, op in OPS.items()}
+
+# What operands of scores and masks of the caller's own hold: arrays that a function loads from, a bias, the seed of
+# dropout, and a block mask.
+CAPTURED, BIAS, SEED, CELLS = OWN_KINDS = "captured", "bias", "seed", "cells"
+ANYTHING = "anything"
+SINKS = Operand("sinks", ("heads_q",), "table", strided=False)
+
+
+@lru_cache(maxsize=256)
+def own_op(name: str, is_of_sequences: bool, own: Own, grads: tuple[int, ...] = (), sizes: Sizes | None = None) -> Op:
+    """The op of that name with scores and masks of the caller's own. grads: the arrays whose gradients are results.
+
+    They are numbers of `Own.arrays`, and the one after the last is that of the sinks. sizes: those of its block mask.
+    """
+    plain, more = (OF_SEQUENCES if is_of_sequences else OPS)[name], _loaded(own)
+    results = [*more, SINKS._replace(axes=(), dtype=CAPTURED)]  # why: a gradient has the dtype of its array
+    more += [SINKS._replace(optional=True)] if own.has_sinks else []
+    more += [Operand("dropout_seed", (), SEED, optional=True, strided=False)] if own.drops else []
+    more += [Operand("cells", (), CELLS, optional=True, strided=False)] if own.has_cells else []
+    found = tuple(results[number]._replace(name=f"d{results[number].name}", strided=False) for number in grads)
+    return Op(name, (*plain.inputs, *more), (*plain.outputs, *found), own, sizes, plain=plain)
+
+
+@lru_cache(maxsize=256)
+def banded(op: Op, band: Band) -> Op:
+    """The same op where a query sees the keys of a band alone. It is judged to be a problem of the op itself."""
+    return replace(op, band=band, plain=op)
+
+
+def _loaded(own: Own) -> list[Operand]:
+    """The arrays that scores and masks load from."""
+    return [
+        Operand(each.name, (), BIAS if each.name == "bias" else CAPTURED, optional=True, gapped=True)
+        for each in own.arrays
+    ]
+
+
+@lru_cache(maxsize=256)
+def block_mask_op(own: Own, sizes: Sizes) -> Op:
+    """`create_block_mask` of a mask: the cells of 64 queries x 64 keys, from what the mask loads from.
+
+    The first input tells the library and the device alone.
+    """
+    like = Operand("like", (), ANYTHING, gapped=True)
+    return Op("block_mask", (like, *PACKED_OR_USED, *_loaded(own)), (Operand("cells", (), CELLS),), own, sizes)
+
 
 # A cache without a page table is a pool whose pages are its rows: each holds the whole capacity of a sequence.
 POOL = ("num_pages", "page_size", "heads_kv")

@@ -102,6 +102,15 @@ def _softcap(value: Any, known: Known) -> float:
     return _in_range("softcap", number) if number else 0.0
 
 
+def check_dropout(value: Any) -> float:
+    """`value` if it is a share of weights that may be dropped."""
+    wanted = "the share of weights to drop, from 0 up to but not 1"
+    number = _real("dropout_p", value, wanted)
+    if not 0.0 <= number < 1.0:
+        raise ProblemError(f"dropout_p={number} is outside [0, 1); give {wanted}")
+    return number
+
+
 def _offset(value: Any, known: Known) -> int | None:
     return None if value is None else check_integer("diagonal_offset", value)
 
@@ -179,6 +188,7 @@ class Options(NamedTuple):
     max_seqlen_k: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_k", value))] = None
     num_splits: Annotated[int, Option(_num_splits, ("forward", "lse"))] = 0
     split_size: Annotated[int | None, Option(_split_size, ("forward", "lse"))] = None
+    dropout_p: Annotated[float, Option(lambda value, _: check_dropout(value), ("forward", "backward"))] = 0.0
     q_same_position: Annotated[bool, Option(_flag("q_same_position"), ("append_kv",))] = False
     rotary_interleaved: Annotated[bool, Option(_flag("rotary_interleaved"), ("append_kv",))] = False
 

@@ -8,14 +8,15 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ..errors import ProblemError
-from . import append
+from . import append, block_mask
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
 from .dtypes import DTYPES
 from .lengths import Lengths, bounded, check_unbounded, places_of
 from .mask import Mask
-from .operands import INTEGERS, MISSING_AXES, Op, Operand
+from .operands import INTEGERS, MISSING_AXES, OWN_KINDS, Op, Operand
 from .options import Known, Options
+from .own_arrays import check_block_mask, check_own
 
 LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen, head_dim)"
 Specs = Sequence[ArraySpec | None]
@@ -30,6 +31,7 @@ class Problem(NamedTuple):
     of a sequence of these lengths.
     `merge_states` is the problem of its outs, without keys: seqlen_k and head_dim are 0. For `append_kv`, seqlen_k and
     the k of `lengths` are of the new keys; without q, what is of q is 0.
+    `create_block_mask` is a problem of float32 without head dims; with `lengths`, packed rows are as many as may be.
     `specs` are of the op's operands in the caller's rank, in their order: None for an input that is not there.
     """
 
@@ -59,6 +61,12 @@ class Problem(NamedTuple):
             return _of_states(op, specs)
         if op.name == "append_kv":
             return _of_append(op, specs, options)
+        if op.name == "block_mask":
+            return _of_block_mask(op, specs)
+        band = op.band
+        if band is not None:
+            assert op.plain is not None
+            op = op.plain  # why: masks that hide the same keys make the same problem, however they were asked for
         specs = (*specs, *[None] * (len(op.operands) - len(specs)))
         named: Any = dict(zip(("q", "k", "v") if "v" in op.index else ("q", "k"), specs, strict=False))
         check_alike(named)
@@ -82,6 +90,11 @@ class Problem(NamedTuple):
             axes = {**places, **lengths}
         hidden = options.causal, options.window_size, options.diagonal_offset
         mask = Mask.of(lengths["seqlen_q"], lengths["seqlen_k"], *hidden)
+        if band is not None:
+            mask = mask.within(band)
+            own = None if own is None else own.within(band)
+        if op.sizes is not None:
+            check_block_mask(op, lengths)
         checked = _checked(op, specs, axes, _dtypes_of(q.dtype, options.out_dtype), len(named))
         # why _make: keywords for 15 fields take 2 µs.
         return cls._make((op, *lengths.values(), q.dtype, mask, _unmasked(options), q.device, q.library, checked, own))
@@ -216,6 +229,7 @@ def _dtypes_of(dtype: str, out_dtype: str | None) -> dict[str, tuple[str, ...]]:
         "lse": (DTYPES[dtype].accumulator,),
         "out": (out_dtype or dtype,),
         "any out": (dtype, "float32") if narrow else (dtype,),
+        "table": tuple(dict.fromkeys((dtype, "float32"))),
         INTEGERS: (INTEGERS,),
     }
 
@@ -232,7 +246,11 @@ def _checked(
         spec, is_output = specs[number], number >= len(op.inputs)
         if spec is None and operand.optional and not is_output:
             continue
-        shape = _shaper(operand.axes, rank_k if operand.axes[0] == "batch_k" else rank_q)(lengths)
+        if operand.dtype in OWN_KINDS:
+            checked[number] = check_own(operand, spec or _like(op, specs, operand), q, lengths, is_output)
+            continue
+        rank = rank_k if operand.axes[0] == "batch_k" else rank_q
+        shape = _shaper(operand.axes, 4 if len(operand.axes) == 1 else rank)(lengths)  # why: sinks keep their heads
         allowed = dtypes[operand.dtype]
         if spec is None:
             checked[number] = ArraySpec.dense(shape, allowed[0], q.device, q.library)
@@ -241,6 +259,13 @@ def _checked(
             if is_output:
                 check_output(operand.name, spec)
     return tuple(checked)
+
+
+def _like(op: Op, specs: Specs, operand: Operand) -> ArraySpec:
+    """A gradient of an array of the caller's own: dense, and otherwise as the array is."""
+    like = specs[op.index[operand.name.removeprefix("d")]]
+    assert like is not None
+    return like.densed()
 
 
 @lru_cache(maxsize=64)
@@ -288,3 +313,14 @@ def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
     own = Lengths(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
     of_cache = cache.device, cache.library
     return Problem._make((op, *lengths, cache.dtype, Mask.of(0, 0), options, *of_cache, checked, own))
+
+
+def _of_block_mask(op: Op, specs: Specs) -> Problem:
+    """Judges a call of `create_block_mask`. Its options are the defaults."""
+    sizes, lengths, checked = block_mask.judged(op, specs)
+    like: Any = checked[0]
+    batch, heads, seqlen_q, seqlen_k = sizes
+    options = _unmasked(Options().judged(Known(1, "float32")))
+    mask = Mask.of(seqlen_q, seqlen_k)
+    fields = batch, seqlen_q, seqlen_k, heads, heads, 0, 0, "float32", mask, options, like.device, like.library
+    return Problem(op, *fields, checked, lengths)

@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..mods.build import constant
+from ..mods.graph import CapturedArray, Graph
+from ..problem.own import Own
 from ..problem.problem import Problem
 from . import flash1, flash2, flashd, sequences, standard
 from .append import append_kv
 from .backward import backward
+from .block_mask import cells_of
 from .merge import merge_states
-from .tiles import Array
+from .own_scores import OwnGradients, OwnScores
+from .tiles import Array, accumulator
 
-__all__ = ["RUN", "append_kv", "backward", "forward", "lse", "merge_states", "of_sequences"]
+__all__ = ["RUN", "append_kv", "backward", "forward", "lse", "merge_states", "of_sequences", "with_own"]
 
 _FORWARD: dict[str, Callable[..., tuple[Array, Array]]] = {
     "standard": standard.forward,
@@ -55,3 +60,45 @@ def of_sequences(problem: Problem, named: Mapping[str, Array], out: Array | None
     if problem.op.name == "append_kv":
         return list(RUN["append_kv"](problem, named))
     return sequences.run(problem, RUN[problem.op.name], named, out, **own)
+
+
+def with_own(problem: Problem, named: Mapping[str, Array], out: Array | None = None) -> list[Array]:
+    """The results of a problem with scores and masks of the caller's own, whose arrays are among the named ones.
+
+    Of backward, the gradients of these arrays follow the others, in the dtypes of the arrays.
+    """
+    op = problem.op
+    assert op.own is not None
+    if op.name == "block_mask":
+        return [_cells(problem, op.own, named)]
+    plain, own = op.plain, OwnScores.of(op.own, named, problem.options.dropout_p)
+    assert plain is not None
+    asked = [each.name.removeprefix("d") for each in op.outputs[len(plain.outputs) :]]
+    numbers = {each.name: number for number, each in enumerate(op.own.arrays)}
+    more: dict[str, Any] = {"own": own}
+    if asked:
+        wanted = [numbers[name] for name in asked if name in numbers]
+        more["own_gradients"] = OwnGradients(own, accumulator(problem), wanted)
+    # why: what is the caller's own is of no concern to the functions of the plain op.
+    results_at = len(op.inputs)
+    specs = (*problem.specs[: len(plain.inputs)], *problem.specs[results_at : results_at + len(plain.outputs)])
+    problem = problem._replace(op=plain, specs=specs)
+    inputs = {name: x for name, x in named.items() if name in plain.index}
+    if problem.lengths is not None:
+        results = sequences.run(problem, RUN[plain.name], inputs, out, **more)
+    else:
+        results = list(RUN[plain.name](problem, *inputs.values(), **more))
+    for name in asked:
+        sums = more["own_gradients"]
+        total = sums.sinks if name == "sinks" else sums.arrays[numbers[name]]
+        results.append(total.astype(named[name].dtype))
+    return results
+
+
+def _cells(problem: Problem, own: Own, named: Mapping[str, Array]) -> Array:
+    """The cells of a block mask, from the arrays that its mask loads from and those that tell lengths."""
+    views = [(named[each.name], each) for each in own.arrays]
+    arrays = tuple([CapturedArray(x, kind.dtype, x.shape, kind.type) for x, kind in views])
+    graph = Graph(constant(True) if own.mask is None else own.mask, arrays, own.digest)
+    lengths = None if problem.lengths is None else sequences.lengths_of(problem, named)
+    return cells_of(graph, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, lengths)

@@ -14,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from ..problem.dropout import SHARES, share_kept
+
 _MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _STEPS = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
 _ROUNDS = 10
-SHARES = 1 << 16  # 16 bits decide
 
 
 def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any, Any]:
@@ -37,14 +38,18 @@ def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any
     return words[0], words[1], words[2], words[3]
 
 
-def share_kept(dropout_p: float) -> int:
-    """How many of 2^16 weights are kept: what the weights that stay are divided by is this share exactly."""
-    return round((1.0 - dropout_p) * SHARES)
-
-
 def is_kept(seed: int, dropout_p: float, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     """Whether weights stay, for indices that are broadcast together."""
     b, h, q_idx, k_idx = np.broadcast_arrays(b, h, q_idx, k_idx)
     words = philox(seed, (4 * (k_idx // 32) + k_idx % 8 // 2, q_idx, h, b))
     bits = np.choose(k_idx // 8 % 4, words) >> (16 * (k_idx % 2)).astype(np.uint32) & np.uint32(SHARES - 1)
     return bits < share_kept(dropout_p)
+
+
+def seed_of(array: Any) -> int:
+    """The seed that an array holds: one integer of 64 bits, or two of 32 bits, of which the first is the low one."""
+    words = np.atleast_1d(array).tolist()
+    if array.dtype.itemsize == 8:
+        return int(words[0]) & (1 << 64) - 1
+    low, high = (int(word) & (1 << 32) - 1 for word in words)
+    return low | high << 32

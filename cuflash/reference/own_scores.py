@@ -1,19 +1,19 @@
 """Scores and weights of the caller's own: functions of scores and places, bias, sinks and dropout.
 
-s = score_mod(c tanh(softmax_scale q kᵀ / c)) + bias, then -inf where mask_mod, a bool bias or the mask hides the key;
-a score of at most -1e37 weighs nothing either. Where functions are, `b`, `h`, `q_idx` and `k_idx` are the sequence, the
-query head, and the places of query and key in the sequence.
+s = score(c tanh(softmax_scale q kᵀ / c)), then -inf where the mask of the caller's own or that of the options hides the
+key; a score of at most -1e37 weighs nothing either. A bias is a part of the score, and one of bools of the mask. Where
+functions are, `b`, `h`, `q_idx` and `k_idx` are the sequence, the query head, and the places of query and key in it.
 
 With a sink x, one more logit of each head that has no value: lse' = ln(exp(lse) + exp(x)), out' = out exp(lse - lse').
 Dropout multiplies a weight by 0, or by 1 / (share that is kept), where it meets v; lse knows nothing of it.
 
-Of ds, the gradient of the final scores (`backward`), bias has the sum over its broadcast axes, a captured array the sum
-of ds times the derivative by each load, and a sink Σ exp(x - lse') (dlse - rowsum(dout ∘ out)).
+Of ds, the gradient of the final scores (`backward`), an array has the sum of ds times the derivative by each load from
+it, and a sink Σ exp(x - lse') (dlse - rowsum(dout ∘ out)).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,7 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..mods.derivative import differentiate
-from ..mods.graph import Graph, Node, variable
+from ..mods.graph import Node
+from ..mods.operations import Type
+from ..problem.dropout import SHARES, share_kept
+from ..problem.own import SCORE, Own
 from ..problem.problem import Problem
 from . import dropout
 from .block_mask import CELL, EMPTY
@@ -33,11 +36,10 @@ Array = NDArray[Any]
 # seqlen_k.
 Places = Mapping[str, Any]
 LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least number of a dtype to hide keys
-SCORE = variable("score")
 
 
 class OwnTile(NamedTuple):
-    """What is known of the scores of a tile, (queries, group, keys): those before score_mod, and what dropout keeps.
+    """What is known of the scores of a tile, (queries, group, keys): those before they change, and what dropout keeps.
 
     own: what changed them. kept: what the weights are multiplied by, None for 1.
     """
@@ -47,19 +49,22 @@ class OwnTile(NamedTuple):
     raw: Array
     kept: Array | None
 
+    def values(self, roots: Sequence[Node]) -> list[Any]:
+        """The values of nodes at all places of the tile."""
+        return self.own.values(roots, self.places, self.raw)
+
     def dropped(self, weights: Array) -> Array:
         """Weights, or gradients of what v is multiplied by, (rows, keys), after dropout."""
         return weights if self.kept is None else weights * self.kept.reshape(weights.shape)
 
     def before_score_mod(self, ds: Array) -> Array:
-        """The gradients of the scores before score_mod, (rows, keys), from those of the final ones, ds."""
-        graph = self.own.score_mod
-        if graph is None:
+        """The gradients of the scores before they change, (rows, keys), from those of the final ones, ds."""
+        if self.own.score is None:
             return ds
         derivative = self.own.derivatives.get(SCORE)
-        if derivative is None:  # score_mod does not ask for the score
+        if derivative is None:  # the score that was is not asked for
             return np.zeros_like(ds)
-        (slope,) = values([derivative], graph, self.places, self.raw)
+        (slope,) = self.values([derivative])
         return _times(ds.reshape(self.raw.shape), slope).reshape(ds.shape)
 
 
@@ -67,15 +72,15 @@ class OwnTile(NamedTuple):
 class OwnScores:
     """What a call changes in scores and weights, with all arrays as NumPy's.
 
-    bias: has the axes (batch, heads_q, seqlen_q, seqlen_k), each of them of length 1 or whole, and floats or bools.
-    sinks: (heads_q,). cells: those of mask_mod, as `block_mask.cells_of` makes them; batch or heads may be 1.
-    Where a problem is a part of the call: first_batch and first_key are the numbers of its first sequence and key, and
-    seqlen_q and seqlen_k the lengths of its sequence, None for its own.
+    score, mask: those of `Own`, which load from `arrays`. sinks: (heads_q,). cells: those of a block mask, as
+    `block_mask.cells_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch and
+    first_key are the numbers of its first sequence and key, and seqlen_q and seqlen_k the lengths of its sequence, None
+    for its own.
     """
 
-    score_mod: Graph | None = None
-    mask_mod: Graph | None = None
-    bias: Array | None = None
+    score: Node | None = None
+    mask: Node | None = None
+    arrays: Sequence[Array] = ()
     sinks: Array | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
@@ -85,10 +90,22 @@ class OwnScores:
     seqlen_q: int | None = None
     seqlen_k: int | None = None
 
+    @classmethod
+    def of(cls, own: Own, named: Mapping[str, Array], dropout_p: float) -> OwnScores:
+        """What a call changes, with its arrays by the names of its operands."""
+        arrays = [named[each.name] for each in own.arrays]
+        seed = dropout.seed_of(named["dropout_seed"]) if own.drops else 0
+        return cls(own.score, own.mask, arrays, named.get("sinks"), dropout_p if own.drops else 0.0, seed,
+                   named.get("cells"))  # fmt: skip
+
     @property
     def derivatives(self) -> dict[Node, Node]:
-        """Those of score_mod by the score and by each load."""
-        return {} if self.score_mod is None else _derivatives(self.score_mod.root)
+        """Those of the score by the one that was, and by each load."""
+        return {} if self.score is None else _derivatives(self.score)
+
+    def values(self, roots: Sequence[Node], places: Places, score: Array) -> list[Any]:
+        """The values of nodes at the places of a tile, whose scores are (queries, group, keys)."""
+        return evaluate(roots, {**places, "score": score}, self.arrays, score.dtype.type)
 
     def places(self, problem: Problem, batch_idx: int, heads: slice, queries: slice, keys: slice) -> Places:
         """The indices of scores (queries, heads, keys) of a problem."""
@@ -114,16 +131,10 @@ class OwnScores:
     def change(self, places: Places, s: Array) -> OwnTile:
         """Changes the scores of a tile, (queries, group, keys), which are scaled and capped, in place."""
         raw = s.copy()
-        if self.score_mod is not None:
-            s[...] = values([self.score_mod.root], self.score_mod, places, raw)[0]
-        if self.bias is not None:
-            part = self.bias[_indices(self.bias, places)]
-            if part.dtype == np.bool_:
-                np.copyto(s, -np.inf, where=~part)
-            else:
-                s += part.astype(s.dtype)
-        if self.mask_mod is not None:
-            visible = values([self.mask_mod.root], self.mask_mod, places, raw)[0]
+        if self.score is not None:
+            s[...] = self.values([self.score], places, raw)[0]
+        if self.mask is not None:
+            visible = self.values([self.mask], places, raw)[0]
             np.copyto(s, -np.inf, where=~np.broadcast_to(visible, s.shape))
         np.copyto(s, -np.inf, where=s <= LEAST_SCORE)
         return OwnTile(self, places, raw, self._kept(places, s))
@@ -132,7 +143,7 @@ class OwnScores:
         if not self.dropout_p:
             return None
         indices = (places[name] for name in ("b", "h", "q_idx", "k_idx"))
-        share = dropout.share_kept(self.dropout_p) / dropout.SHARES
+        share = share_kept(self.dropout_p) / SHARES
         stay = dropout.is_kept(self.dropout_seed, self.dropout_p, *indices)
         kept: Array = np.where(stay, s.dtype.type(1 / share), s.dtype.type(0))
         return kept
@@ -146,32 +157,29 @@ class OwnScores:
 
 
 class OwnGradients:
-    """The sums of the gradients of a call's own arrays: bias, sinks, and those that score_mod refers to."""
+    """The sums of the gradients of a call's own arrays: those that the score loads from, and the sinks.
 
-    def __init__(self, own: OwnScores, dtype: np.dtype[Any]) -> None:
+    arrays: by the numbers of the arrays; those of bools and integers have none. wanted: which, by default all.
+    """
+
+    def __init__(self, own: OwnScores, dtype: np.dtype[Any], wanted: Collection[int] | None = None) -> None:
         self.own = own
-        self.bias = None if own.bias is None or own.bias.dtype == np.bool_ else np.zeros(own.bias.shape, dtype)
+        loads = [each for each in own.derivatives if each.op == "load" and each.type == Type.FLOAT32]
+        numbers = {each.value for each in loads} if wanted is None else wanted
+        self._loads = [each for each in loads if each.value in numbers]
+        self.arrays = {n: np.zeros(own.arrays[n].shape, dtype) for n in numbers if n < len(own.arrays)}
         self.sinks = None if own.sinks is None else np.zeros(own.sinks.shape, dtype)
-        arrays = () if own.score_mod is None else own.score_mod.arrays
-        self.captured = [np.zeros(each.shape, dtype) for each in arrays]
 
     def add(self, tile: OwnTile, ds: Array) -> None:
         """Adds what the final scores of a tile, whose gradients are ds, give."""
-        own = self.own
-        if self.bias is not None:
-            indices = _indices(self.bias, tile.places)
-            np.add.at(self.bias, tuple(np.broadcast_to(each, ds.shape) for each in indices), ds)
-        if own.score_mod is None:
-            return
-        for load, derivative in own.derivatives.items():
-            if load.op == "load":
-                total, roots = self.captured[load.value], [derivative, *load.arguments]
-                slope, *at = values(roots, own.score_mod, tile.places, tile.raw)
-                found = [place_of(index, length) for index, length in zip(at, total.shape, strict=True)]
-                if not found:  # an array without axes, whose one element every score loads
-                    total += _times(ds, slope).sum()
-                elif total.size:
-                    np.add.at(total, tuple(np.broadcast_to(each, ds.shape) for each in found), _times(ds, slope))
+        for load in self._loads:
+            total = self.arrays[load.value]
+            slope, *at = tile.values([self.own.derivatives[load], *load.arguments])
+            found = [place_of(index, length) for index, length in zip(at, total.shape, strict=True)]
+            if not found:  # an array without axes, whose one element every score loads
+                total += _times(ds, slope).sum()
+            elif total.size:
+                np.add.at(total, tuple(np.broadcast_to(each, ds.shape) for each in found), _times(ds, slope))
 
     def add_sinks(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> None:
         """Adds what rows give, dout and out (batch, seqlen_q, heads_q, dv), lse and dlse (batch, heads_q, seqlen_q)."""
@@ -183,7 +191,7 @@ class OwnGradients:
         self.sinks += (share * ((0 if dlse is None else dlse) - delta)).sum(axis=(0, 2))
 
 
-_derivatives = lru_cache(maxsize=64)(differentiate)  # why of nodes, not of graphs: these hold the caller's arrays
+_derivatives = lru_cache(maxsize=64)(differentiate)
 
 
 def shared_with(sinks: Array, lse: Array) -> tuple[Array, Array]:
@@ -196,15 +204,3 @@ def _times(ds: Array, slope: Any) -> Array:
     # why: a hidden key has a gradient of 0, but its derivative may be anything.
     product: Array = np.where(ds == 0, ds.dtype.type(0), ds * slope)
     return product
-
-
-def values(roots: Sequence[Node], graph: Graph, places: Places, score: Array) -> list[Any]:
-    """The values of nodes at the places of a tile, whose scores are (queries, group, keys)."""
-    arrays = [np.asarray(each.array) for each in graph.arrays]
-    return evaluate(roots, {**places, "score": score}, arrays, score.dtype.type)
-
-
-def _indices(x: Array, places: Places) -> tuple[Any, ...]:
-    """Where an array with the axes (batch, heads_q, seqlen_q, seqlen_k) has what belongs to a tile."""
-    pairs = zip(("b", "h", "q_idx", "k_idx"), x.shape, strict=True)
-    return tuple(np.asarray(places[name]) * (length > 1) for name, length in pairs)

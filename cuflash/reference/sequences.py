@@ -99,6 +99,20 @@ def each(problem: Problem, named: Named) -> Iterator[One]:
         yield One(row, slice(begin, begin + count), _keys(b, problem, named))
 
 
+def lengths_of(problem: Problem, named: Named) -> list[tuple[int, int]]:
+    """The used queries and keys of each sequence of a problem without q and k, as a block mask is."""
+    assert problem.lengths is not None
+    found = []
+    for b in range(problem.batch):
+        lengths = []
+        for side, rows, most in (("q", problem.lengths.rows_q, problem.seqlen_q),
+                                 ("k", problem.lengths.rows_k, problem.seqlen_k)):  # fmt: skip
+            _, _, count = rows_of(b, rows, named.get(f"cu_seqlens_{side}"))
+            lengths.append(_used(f"seqused_{side}", b, min(count, most), named))
+        found.append((lengths[0], lengths[1]))
+    return found
+
+
 def _length(rows: slice) -> int:
     return int(rows.stop - rows.start)
 

@@ -18,10 +18,25 @@ from .cache import cache_dir, is_sound, scratch_dir, warn_unwritable, write
 from .driver import current_device, on_device
 from .structs import size_of
 
+OWN_FUNCTIONS = "common/mod_functions.cuh"  # what the text of such scores and masks includes
+SPILLED = ".spilled"  # what the name of a file in the cache ends with that stands for a kernel that must not run
+_SPILLS = re.compile(r"\b[1-9]\d* bytes (?:stack frame|spill)")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 _lock = threading.Lock()
 _locks: dict[Any, threading.Lock] = {}
 _kernels: dict[tuple[Variant, int], Any] = {}
+_spilled: set[Variant] = set()
+
+
+class SpilledError(CompileError):
+    """A kernel of Hopper's spills registers with the functions of the caller's own, so that it must not run.
+
+    why: with setmaxnreg, ptxas has let such a kernel write to memory at a wrong address.
+    """
+
+    def __init__(self, variant: Variant) -> None:
+        super().__init__(f"{variant.name} spills registers, and does not run for that reason")
+        self.variant = variant
 
 
 @cache
@@ -46,6 +61,14 @@ def included_files(source: Path) -> list[Path]:
     return list(found)
 
 
+def files_of(variant: Variant) -> list[Path]:
+    """All files that a variant is compiled from."""
+    files = included_files(source_root() / variant.source)
+    if variant.own is not None:
+        files += [path for path in included_files(source_root() / OWN_FUNCTIONS) if path not in files]
+    return files
+
+
 def nvrtc_version() -> tuple[int, int]:
     """Version of the NVRTC that compiles here; raises UnsupportedError and says what to install if it is missing."""
     with _lock:  # why: if two threads make CuPy's first search for NVRTC, it lacks its builtins library
@@ -67,9 +90,18 @@ def _nvrtc_version() -> tuple[int, int]:
 
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the include path."""
-    constants = variant.constants | {"PARAMS_BYTES": size_of(variant.params)}
+    own_words = 0 if variant.own is None else variant.own.words
+    constants = variant.constants | {"PARAMS_BYTES": size_of(variant.params, own_words)}
     defines = tuple(f"-DCUFLASH_{key}={value}" for key, value in constants.items())
     return (f"-arch={_supported_arch(variant.arch)}", "-std=c++17", "--ptxas-options=-v", *defines)
+
+
+def program_text(variant: Variant) -> str:
+    """What the compiler is given: the source, or scores and masks of the caller's own and the source."""
+    source = source_root() / variant.source
+    if variant.own is None:
+        return source.read_text("utf-8")
+    return f'#include "../{OWN_FUNCTIONS}"\n\n{variant.own.text}\n#include "{source.name}"\n'
 
 
 def compile_variant(variant: Variant) -> tuple[bytes, str]:
@@ -79,7 +111,7 @@ def compile_variant(variant: Variant) -> tuple[bytes, str]:
 
     source = source_root() / variant.source
     started = time.perf_counter()
-    program = nvrtc.createProgram(source.read_text("utf-8"), str(source), (), ())
+    program = nvrtc.createProgram(program_text(variant), str(source), (), ())
     try:
         nvrtc.compileProgram(program, (*options(variant), f"-I{source.parent}"))
         # why: CuPy's getCUBIN cuts off the last byte, which is zero, because it takes it for the end of a string.
@@ -108,15 +140,39 @@ def cubin_path(variant: Variant) -> Path:
     temporary = scratch_dir() / path.name
     if is_sound(temporary):
         return temporary
-    cubin, _ = compile_variant(variant)
+    may_spill = variant.own is None or not variant.of_warpgroups
+    if not may_spill and any(is_sound(_marker(each)) for each in (path, temporary)):
+        _spilled.add(variant)
+        raise SpilledError(variant)
+    cubin, log = compile_variant(variant)
+    if not may_spill and _SPILLS.search(log):
+        _spilled.add(variant)
+        logger.debug("%s spills registers; the next kernel is taken", variant.name)
+        _keep(_marker(path), _marker(temporary), variant.name.encode())
+        raise SpilledError(variant)
+    return _keep(path, temporary, cubin)
+
+
+def _marker(path: Path) -> Path:
+    """The file that stands for a kernel that must not run, so that no other process compiles it again."""
+    return path.with_name(path.name + SPILLED)
+
+
+def _keep(path: Path, temporary: Path, content: bytes) -> Path:
+    """Writes a file of the cache, or where it cannot be written one of this process."""
     try:
         cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-        write(path, cubin)
+        write(path, content)
         return path
     except OSError as error:
         warn_unwritable(str(cache_dir()), error.strerror or type(error).__name__)
-        write(temporary, cubin)
+        write(temporary, content)
         return temporary
+
+
+def spilled() -> frozenset[Variant]:
+    """The kernels that this process knows not to run, because they spill registers."""
+    return frozenset(_spilled)
 
 
 def load(variant: Variant, ordinal: int) -> Any:
@@ -176,6 +232,8 @@ def _cached_path(variant: Variant) -> Path:
 def _digest(variant: Variant) -> str:
     digest = hashlib.sha256(repr((options(variant), nvrtc_version())).encode())
     root = source_root()
-    for path in included_files(root / variant.source):
+    if variant.own is not None:
+        digest.update(variant.own.text.encode())
+    for path in files_of(variant):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]

@@ -21,7 +21,8 @@ Array = np.ndarray[Any, Any]
 
 def run(op: Op, library: Library, given: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
     """All results of a call on arrays in host memory: its inputs, then arrays for results, None for a new one."""
-    specs = [None if x is None else library.spec(n, x) for n, x in zip(op.names, given, strict=False)]
+    pairs = zip(op.operands, given, strict=False)
+    specs = [None if x is None else library.spec(operand.called, x) for operand, x in pairs]
     problem = Problem.of(op, specs, options)
     views = [None if x is None else library.to_numpy(x) for x in given]
     inputs = len(op.inputs)
@@ -33,8 +34,8 @@ def run(op: Op, library: Library, given: tuple[Any, ...], options: Options) -> t
                 if view is not None and name != other and np.shares_memory(written, view):
                     raise shared(name, other)
     results = compute(problem, views[:inputs], views[inputs:])
-    pairs = zip_longest(results, given[inputs:])
-    return tuple(library.from_numpy(x, like=given[0]) if out is None else out for x, out in pairs)
+    made = zip_longest(results, given[inputs:])
+    return tuple(library.from_numpy(x, like=given[0]) if out is None else out for x, out in made)
 
 
 def shared(name: str, other: str) -> ProblemError:
@@ -46,10 +47,13 @@ def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Arr
     """The results of a problem, in the caller's rank, of inputs in that rank, which are also written to `outs`."""
     named = views_of(problem, arrays)
     results: Sequence[Array]
-    if problem.lengths is not None:
-        # why: what this gets keeps what it holds in rows that nobody uses.
-        kept = None if problem.lengths.clears_unused else outs[0]
-        results = reference.of_sequences(problem, named, None if kept is None else as_4d(kept))
+    # why: what this gets keeps what it holds in rows that nobody uses.
+    kept = None if problem.lengths is None or problem.lengths.clears_unused else outs[0]
+    out = None if kept is None else as_4d(kept)
+    if problem.op.own is not None:
+        results = reference.with_own(problem, named, out)
+    elif problem.lengths is not None:
+        results = reference.of_sequences(problem, named, out)
     else:
         results = reference.RUN[problem.op.name](problem, *named.values())
     made = [np.asarray(x).reshape(shape) for x, (shape, _) in zip(results, problem.outputs, strict=True)]

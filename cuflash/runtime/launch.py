@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Sequence
 from threading import get_ident
 from typing import Any, NamedTuple
@@ -31,7 +32,7 @@ from . import compiler, counters, host, scratch
 from .driver import current_device, on_device, relaxed_capture
 from .kept import Kept, Seen
 from .kernel_launch import EarlyLaunch, PlainLaunch, launches_early
-from .structs import STRUCTS, Block, Parameters, size_of
+from .structs import STRUCTS, Block, Parameters
 
 KEPT_BYTES = 32 * 2**20  # of all that calls leave behind in a process
 CALL_BYTES, LAUNCH_BYTES = 5 * 1024, 3 * 1024  # that a Call takes, and each of its launches, as measured
@@ -71,7 +72,7 @@ class Kernels:
                 continue
             variant = launch.variant
             # why: launches that take the same struct share it: Hopper's three of one gradient each.
-            struct = variant.params, id(launch.fields), *launch.boxes.items()
+            struct = variant.params, variant.own, id(launch.fields), *launch.boxes.items()
             number = numbers.setdefault(struct, len(numbers))
             if number == len(self._parameters):
                 self._parameters.append(Parameters(made.problem, launch, made.workspace))
@@ -118,31 +119,38 @@ class Kernels:
             start(blocks[number], stream)
         if not again:
             for parameters, written in zip(self._parameters, blocks, strict=True):
-                _free[parameters.name].append(written)
+                _free[parameters.size].append(written)
         return True
 
 
-_free: dict[str, list[Block]] = {name: [] for name in STRUCTS}  # memory of launches that have ended, by struct
+_free: defaultdict[int, list[Block]] = defaultdict(list)  # memory of launches that have ended, by its size
 
 
 def _written(parameters: Parameters, pointers: tuple[int, ...]) -> Block:
     """The parameters for these pointers."""
     try:
-        block = _free[parameters.name].pop()
+        block = _free[parameters.size].pop()
     except IndexError:
         from cupy.cuda.function import CPointer
 
-        block = Block(size_of(parameters.name))
+        block = Block(parameters.size)
         block.arguments = (CPointer(block.address),)
     parameters.write(block, pointers)
     return block
 
 
 def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> Kernels:
-    made = plan(problem, device.query(ordinal), misaligned)
-    if logger.isEnabledFor(logging.DEBUG):
-        _log(problem.op.name, made)
-    return Kernels(made, ordinal)
+    while True:
+        # why not asked for in plain calls: planning is a part of the time of each new shape.
+        spilled = frozenset() if problem.op.own is None else compiler.spilled()
+        made = plan(problem, device.query(ordinal), misaligned, spilled)
+        if logger.isEnabledFor(logging.DEBUG):
+            _log(problem.op.name, made)
+        try:
+            return Kernels(made, ordinal)
+        except compiler.SpilledError as error:
+            if error.variant in spilled:
+                raise  # why: planning does not avoid it
 
 
 class Call:
@@ -216,19 +224,17 @@ def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) ->
     specs: list[ArraySpec | None] = []
     copied = []
     for operand, x in zip(op.operands, arrays, strict=False):
-        spec = None if x is None else library.spec(operand.name, x)
+        spec = None if x is None else library.spec(operand.called, x)
         specs.append(spec)
         has_gaps = spec is not None and (spec.has_gaps if operand.strided else not spec.is_dense)
-        copied.append(has_gaps and not operand.written)
+        copied.append(has_gaps and not operand.written and not operand.gapped)
     read = specs
     if True in copied:
         read = [x.densed() if x is not None and copy else x for x, copy in zip(specs, copied, strict=True)]
     return Judged(Problem.of(op, read, options), tuple(copied), specs)
 
 
-def run(
-    op: Op, arrays: tuple[Any, ...], asked: Asked, outputs: int | None = None, outs: tuple[Any, ...] = ()
-) -> Any:
+def run(op: Op, arrays: tuple[Any, ...], asked: Asked, outputs: int | None = None, outs: tuple[Any, ...] = ()) -> Any:
     """The results of a call, in the library of its arrays; inputs that are not there are None.
 
     outputs: how many results are wanted (default all). outs: arrays for the first results, None for a new one.

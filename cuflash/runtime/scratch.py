@@ -7,6 +7,7 @@ framework needs 1 to 3 µs for a new array, a tenth of the host time of a call.
 from __future__ import annotations
 
 import threading
+from functools import cache
 
 from .driver import on_device, relaxed_capture
 
@@ -25,6 +26,17 @@ def scratch(ordinal: int) -> int:
             if found is None:
                 found = _of_gpu[ordinal] = _allocated(ordinal)
     return found
+
+
+@cache
+def zero(ordinal: int) -> int:
+    """Address of 16 bytes on the GPU that are zero, for what reads an element of an array that has none."""
+    from cupy.cuda import runtime
+
+    with on_device(ordinal), relaxed_capture():
+        address = int(runtime.malloc(16))
+        runtime.memset(address, 0, 16)
+    return address
 
 
 def _allocated(ordinal: int) -> int:

@@ -15,12 +15,14 @@ from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 from ..errors import UnsupportedError
+from ..planning.gradient_terms import MAX_AXES
 from ..planning.merge import MAX_STATES
 from ..planning.plan import Launch, Part
 from ..problem.lengths import PADDED_SLOT
 from ..problem.operands import Op
 from ..problem.options import Scores
 from ..problem.problem import Problem
+from .own_params import own_params
 from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover
 
 Fields = list[tuple[str, Any]]
@@ -132,6 +134,27 @@ _STRUCTS: dict[str, Fields] = {
         *_PROBLEM,
         *_ints("num_q_blocks num_slices stats_rows unused"),
     ],
+    "OwnGradientParams": [
+        *_operands("q k v dout"),
+        *_pointers("stats tables result"),
+        *_PROBLEM,
+        *_ints("stats_rows stats_step stats_delta num_q_tiles num_k_tiles by_sequence by_head by_query by_key"),
+        *_ints("num_steps parts adds_atomically table_places"),
+        *[(name, c_int32 * MAX_AXES) for name in ("extents", "strides")],
+        *_ints("result_kind"),
+    ],
+    "SinksGradientParams": [
+        *_pointers("lse dlse stats tables"),
+        *_PROBLEM,
+        *_ints("stats_rows stats_step stats_delta num_slots slots_each unused"),
+    ],
+    "SumTablesParams": [
+        *_pointers("tables total result"),
+        *[(name, c_int64) for name in ("num_elements", "table_step")],
+        ("strides", c_int64 * MAX_AXES),
+        *[(name, c_int32 * MAX_AXES) for name in ("extents", "firsts", "counts")],
+        *_ints("rank num_tables lanes adds result_kind unused"),
+    ],
     "ConvertParams": [
         *_operands("dq dk dv"),
         *_pointers("dq_acc dk_acc dv_acc"),
@@ -144,12 +167,21 @@ _STRUCTS: dict[str, Fields] = {
         *_PROBLEM,
         *_ints("num_q_blocks num_k_blocks key_blocks heads_together stats_rows deterministic"),
         *_ints("whole_blocks shared_first shared_keys shared_steps parts_log2 unused"),
+        *_pointers("seen_counts"),
     ],
     "TiledRowsParams": [
         *_maps("q k v dout dq dk dv"),
         *_pointers("stats q_blocks k_blocks counter"),
         *_PROBLEM,
         *_ints("num_q_blocks num_k_blocks heads_together stats_rows"),
+    ],
+    "BlockMaskParams": [*_pointers("cells"), *_PROBLEM, *_ints("num_cells heads cells_q cells_k of_call unused")],
+    "SeenCountsParams": [
+        *_operands("dq"),
+        *_pointers("cells seen_counts"),
+        *_PROBLEM,
+        *[(name, c_int64) for name in ("cells_batch", "cells_head")],
+        *_ints("cells_row num_q_blocks block_q unused"),
     ],
     "MergeParams": [
         ("outs", c_void_p * MAX_STATES),
@@ -172,10 +204,14 @@ STRUCTS: dict[str, type[Structure]] = {
 
 
 @cache
-def size_of(name: str) -> int:
-    """Bytes of a struct as C++ has it: with tensor maps it is aligned as they are."""
+def size_of(name: str, own_words: int = 0) -> int:
+    """Bytes of a struct as C++ has it: with tensor maps it is aligned as they are.
+
+    own_words: words of 8 bytes behind it, of scores and masks of the caller's own (runtime/own_params.py).
+    """
     size, step = ctypes.sizeof(STRUCTS[name]), ALIGNMENT if _STRUCTS[name][0][1] is Map else 8
-    return -(-size // step) * step
+    whole = -(-size // step) * step + 8 * own_words
+    return -(-whole // step) * step
 
 
 class Places(NamedTuple):
@@ -188,10 +224,10 @@ class Places(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _places(name: str, op: Op) -> Places:
-    places = Places([], [], [], [])
+def _places(name: str, op: Op, renamed: tuple[tuple[str, str], ...] = ()) -> Places:
+    places, names = Places([], [], [], []), dict(renamed)
     for field, kind, offset in _members(STRUCTS[name]):
-        word, operand = offset // 8, field.removesuffix("_map")
+        word, operand = offset // 8, names.get(field, field.removesuffix("_map"))
         number = op.index.get(operand)
         if field in ("outs", "lses"):
             numbers = (op.index.get(f"{field}[{i}]") for i in range(MAX_STATES))
@@ -218,10 +254,16 @@ def _members(of: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any, in
 
 @cache
 def _numbers(name: str) -> dict[str, tuple[bool, int]]:
-    """Whether a number of the struct has 64 bits, not 32, and which word of that width it is."""
-    sizes = {c_int32: 4, c_int64: 8}
-    found = [(field, sizes[kind]) for field, kind in _STRUCTS[name] if kind in sizes]
-    return {field: (size == 8, getattr(STRUCTS[name], field).offset // size) for field, size in found}
+    """Whether a number of the struct has 64 bits, not 32, and which word of that width it is; `x[i]` of an array."""
+    sizes: dict[Any, int] = {c_int32: 4, c_int64: 8}
+    found = {}
+    for field, kind in _STRUCTS[name]:
+        begin = getattr(STRUCTS[name], field).offset
+        if (size := sizes.get(kind)) is not None:
+            found[field] = size == 8, begin // size
+        elif (size := sizes.get(getattr(kind, "_type_", None))) is not None:  # an array of numbers
+            found |= {f"{field}[{i}]": (size == 8, begin // size + i) for i in range(kind._length_)}
+    return found
 
 
 class Block:
@@ -247,11 +289,13 @@ class Block:
 class Parameters:
     """The struct of a launch, all but its pointers."""
 
-    __slots__ = ("_maps", "_move", "_operands", "_packed", "_plain", "_workspace", "name")
+    __slots__ = ("_maps", "_move", "_operands", "_packed", "_plain", "_workspace", "name", "size")
 
     def __init__(self, problem: Problem, launch: Launch, workspace: Mapping[str, Part]) -> None:
         name = self.name = launch.variant.params
-        packed = self._packed = bytearray(size_of(name))
+        own = launch.variant.own
+        self.size = size_of(name, 0 if own is None else own.words)
+        packed = self._packed = bytearray(self.size)
         # why not through the ctypes structs: numbers are written five times as fast as their fields are set.
         words, ints, numbers = memoryview(packed).cast("q"), memoryview(packed).cast("i"), _numbers(name)
         for field, value in launch.fields.items():
@@ -259,7 +303,10 @@ class Parameters:
             (words if wide else ints)[at] = value
         if _PROBLEM[0] in _STRUCTS[name]:
             _write_problem(problem, packed, STRUCTS[name].problem.offset)
-        self._plain, operands, maps, parts = _places(name, problem.op)
+        self._plain, operands, maps, parts = _places(name, problem.op, tuple(launch.renamed.items()))
+        if own is not None:
+            more = own_params(problem, packed, size_of(name) // 8)
+            self._plain, parts = self._plain + more.plain, parts + more.workspace
         # why tuples: those of numbers alone are not walked by Python's collector, and a process keeps thousands.
         self._workspace = tuple([(word, workspace[part].begin) for part, word in parts if part in workspace])
         specs, boxes = problem.specs_4d, launch.boxes

@@ -47,3 +47,19 @@ constexpr bool kReadsAhead = true;  // lengths are read while kernels ahead may 
 #else
 constexpr bool kReadsAhead = false;
 #endif
+
+// Scores and masks of the caller's own, whose functions the text of the program holds (common/own_scores.cuh).
+#ifdef CUFLASH_OWN_SCORES
+constexpr bool kOwn = true;
+constexpr bool kOwnScores = CUFLASH_OWN_SCORES;        // scores are made by a function, in powers of two
+constexpr bool kOwnMask = CUFLASH_OWN_MASK;            // a function tells which keys are seen
+constexpr bool kOwnSlope = CUFLASH_OWN_SLOPE;          // the derivative of that of scores is not 1
+constexpr bool kSinks = CUFLASH_SINKS;                 // each head has one more logit without a value
+constexpr bool kDropout = CUFLASH_DROPOUT;             // weights are dropped (common/dropout.cuh)
+constexpr bool kCells = CUFLASH_CELLS > 0;             // it is known which cells of 64 x 64 are empty …
+constexpr bool kFullCells = CUFLASH_CELLS > 1;         // … and which are full, of the whole mask
+constexpr bool kShortOffsets = CUFLASH_SHORT_OFFSETS;  // offsets in captured arrays fit into an int
+#else
+constexpr bool kOwn = false, kOwnScores = false, kOwnMask = false, kOwnSlope = false;
+constexpr bool kSinks = false, kDropout = false, kCells = false, kFullCells = false, kShortOffsets = false;
+#endif

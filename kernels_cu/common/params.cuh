@@ -35,6 +35,31 @@ struct ProblemParams {
   int padded_rows_q, padded_rows_k, unused_too;  // of a head in what is padded to slots, over all sequences
 };
 
+// The functions of a program with scores or masks of the caller's own: cuflash/mods/cuda.py prints them.
+template <bool kOffsetsAreShort>
+struct OwnFunctions;
+
+// What such a program is told beside its own parameters, behind them; nothing in others. cuflash/runtime/own_params.py
+// writes it.
+template <bool kExists, class Functions>
+struct OwnParamsOf {};
+template <class Functions>
+struct OwnParamsOf<true, Functions> : Functions::Arrays {
+  const void* sinks;         // (heads_q), or null
+  const signed char* cells;  // (batch, heads_q, …, …) of 64 x 64 scores: common/cells.cuh; or null
+  const unsigned* seed;      // of dropout, two words; or null
+  long long cells_batch, cells_head;  // from the cells of one sequence, or head, to those of the next; 0: they share them
+  int cells_row;                      // the same of 64 queries
+  int sinks_are_wide;                 // whether they are float32, whatever q is
+  int kept_share;                     // of 2^16 weights; what they are multiplied by is its inverse …
+  float kept_scale;                   // … that is, 2^16 / kept_share
+  int unused[2];
+};
+using OwnParams = OwnParamsOf<kOwn, OwnFunctions<kShortOffsets>>;
+
+template <class Params>
+struct WithOwn : Params, OwnParams {};
+
 // sm80/forward.cu and sm80/lse.cu.
 struct ForwardParams {
   Operand q, k, v, out;
@@ -150,6 +175,48 @@ struct BackwardDqParams {
   int num_q_blocks, num_slices, stats_rows, unused;
 };
 
+// sm80/backward_own.cu: the gradient of an array of the caller's own, from one place that loads from it.
+struct OwnGradientParams {
+  Operand q, k, v, dout;
+  const float* stats;  // two numbers of each query, as portable/delta.cu writes them
+  float* tables;  // sums of each part of the walk (and of each warp where they are looked up); or null …
+  void* result;   // … where the sums are the gradient, an array of result_kind
+  ProblemParams problem;
+  int stats_rows, stats_step, stats_delta;      // as in DeltaParams
+  int num_q_tiles, num_k_tiles;                 // of the longest sequence
+  int by_sequence, by_head, by_query, by_key;   // whether sums stand apart by these; blocks walk over all others
+  int num_steps, parts;                         // of the walk, and the blocks that share it
+  int adds_atomically;                          // whether all add to one table
+  int table_places;                             // of the table of a head, where sums are looked up
+  int extents[8], strides[8];                   // of the axes along which they are
+  int result_kind;
+};
+
+// portable/sinks_gradient.cu.
+struct SinksGradientParams {
+  const float *lse, *dlse, *stats;  // as in DeltaParams
+  float* tables;                    // (parts, heads_q) sums
+  ProblemParams problem;
+  int stats_rows, stats_step, stats_delta;
+  int num_slots, slots_each;  // of kPaddedSlot queries of a head, over all sequences; those of a block of threads
+  int unused;
+};
+
+// portable/sum_tables.cu: the sum of tables becomes an array. An element whose indices along all axes are first … first +
+// count - 1 has a place in each table; the others are zero.
+struct SumTablesParams {
+  const float* tables;
+  float* total;  // of the tables of launches before; or null
+  void* result;  // an array of result_kind, or null where another launch ends the sum
+  long long num_elements, table_step;       // of the array; from one table to the next
+  long long strides[8];                     // of the axes of the array, in a table
+  int extents[8], firsts[8], counts[8];
+  int rank, num_tables;
+  int lanes;  // threads that share an element: 1 or 32
+  int adds;   // whether there is a total to add to
+  int result_kind, unused;
+};
+
 // portable/convert.cu.
 struct ConvertParams {
   Operand dq, dk, dv;
@@ -178,6 +245,7 @@ struct TiledBackwardParams {
   // batch and kv heads: shared_steps of their query tiles each. Or 2^parts_log2 blocks that follow each other share
   // each key block, and shared_keys are all of them: each has some of the query heads of its group.
   int whole_blocks, shared_first, shared_keys, shared_steps, parts_log2, unused;
+  const int* seen_counts;  // (batch, heads_q, num_q_blocks) of portable/seen_counts.cu, or null without cells
 };
 
 // sm90/backward_rows.cu, the same for its three gradients.
@@ -190,6 +258,29 @@ struct TiledRowsParams {
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int heads_together, stats_rows;  // heads_together: query or kv heads whose blocks start longest first
+};
+
+// portable/block_mask.cu.
+struct BlockMaskParams {
+  signed char* cells;  // (batch or 1, heads, cells_q, cells_k), contiguous
+  ProblemParams problem;
+  int num_cells;  // of all sequences and heads
+  int heads;      // query heads, or 1 where they share their cells
+  int cells_q, cells_k;
+  int of_call;  // whether cells that the mask of the problem hides are not asked for
+  int unused;
+};
+
+// portable/seen_counts.cu.
+struct SeenCountsParams {
+  Operand dq;
+  const signed char* cells;  // as in OwnParams
+  int* seen_counts;          // (batch, heads_q, num_q_blocks)
+  ProblemParams problem;
+  long long cells_batch, cells_head;
+  int cells_row;
+  int num_q_blocks, block_q;  // block_q: 64 or 128
+  int unused;
 };
 
 constexpr int kMaxMergeStates = 248;

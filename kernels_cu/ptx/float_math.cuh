@@ -1,4 +1,4 @@
-// Functions of float32 that are one instruction, and the conversion of float16.
+// Functions of float32 that are one instruction, and the conversions of 16-bit floats.
 #pragma once
 
 // The smaller number; NaN if one of them is NaN.
@@ -26,4 +26,16 @@ __device__ __forceinline__ float cvt_f32_f16(unsigned short bits) {
   float x;
   asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
   return x;
+}
+
+__device__ __forceinline__ unsigned short cvt_rn_f16_f32(float x) {
+  unsigned short bits;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
+}
+
+__device__ __forceinline__ unsigned short cvt_rn_bf16_f32(float x) {
+  unsigned short bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  return bits;
 }

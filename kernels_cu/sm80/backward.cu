@@ -19,7 +19,7 @@
 //               warp is done with them at (B).
 //          Where p and ds share one buffer, p is written and read between two further barriers before ds is written.
 #include "../common/accumulators.cuh"
-#include "../common/tile_range.cuh"
+#include "../common/cells.cuh"
 #include "../ptx/red.cuh"
 #include "gemm_ab.cuh"
 #include "pointwise.cuh"
@@ -36,7 +36,8 @@ struct SharedStorage {
   alignas(128) float2 stats[kStages][kBlockQ];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-static_assert(sizeof(BackwardParams) == kParamsBytes, "the host packs other parameters");
+using Params = WithOwn<BackwardParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
 constexpr int kFragments = kWarpKeys / 16;
@@ -82,16 +83,55 @@ __device__ __forceinline__ void weigh_piece(Scores& s, Scores& dp, const Score& 
   }
 }
 
-// Products s and dp become p and ds. `key` and `query` are the first of the piece; the mask's rows are keys.
-__device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Score& score, const Mask& mask,
+// The functions of a query head, and what dropout does to its weights.
+struct OwnWeights {
+  const OwnHead scores;
+  const Dropout dropout;
+
+  __device__ __forceinline__ OwnWeights(const Params& params, const KeyWork& work, int head)
+      : scores(params, params.problem, work.sequence_idx(), head, work.sequence.seqlen_q(), work.sequence.seqlen_k()),
+        dropout(params, work.sequence_idx(), head) {}
+};
+
+// s and dp become p and ds through functions whose rows are keys. `key` and `query` are the first of the piece.
+template <bool kAsksMask>
+__device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Score& score, const OwnWeights& own,
                                                 unsigned stats, int key, int query) {
+  const int lane = fresh_thread() % 32, first = query + lane % 4 * 2;
+  Kept<kPieceQ / 2> kept[kFragments];
+  own.dropout.kept_of_keys<kWarpKeys % 32 == 0 && kBlockK % 32 == 0>(kept, key, query, lane);
+#pragma unroll
+  for (int m = 0; m < kFragments; ++m) {
+    const int row = key + 16 * m + lane / 4;
+    const OwnHead::Row rows[2] = {own.scores.row(row, first), own.scores.row(row + 8, first)};
+#pragma unroll
+    for (int j = 0; j < kPieceQ / 8; ++j) {
+      const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // of two queries
+#pragma unroll
+      for (int i = 4 * j; i < 4 * j + 4; ++i) {
+        const OwnHead::Result result = own.scores.at(rows[i / 2 % 2], s[m][i], 8 * j + i % 2);
+        weigh_own<kAsksMask>(s[m][i], dp[m][i], score, result, kept[m].has(i), own.dropout.scale(), i % 2 == 0 ? x.x : x.z,
+                  i % 2 == 0 ? x.y : x.w);
+      }
+    }
+  }
+}
+
+// Products s and dp become p and ds. `key` and `query` are the first of the piece; the mask's rows are keys. is_full:
+// the caller's mask shows all of the tile.
+__device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Score& score, const OwnWeights& own,
+                                                const Mask& mask, unsigned stats, int key, int query, bool is_full) {
   const bool visible = mask.all_visible<true>({key, key + kWarpKeys}, {query, query + kPieceQ});
-  if (visible && !score.changes()) return weigh_piece<true>(s, dp, score, stats);
+  if (!kOwnWeights && visible && !score.changes()) return weigh_piece<true>(s, dp, score, stats);
   score.apply(s);
   const int lane = fresh_thread() % 32;
+  if (!kOwnWeights || !visible) {
 #pragma unroll
-  for (int m = 0; m < kFragments; ++m) mask.apply<true>(s[m], key + 16 * m + lane / 4, query, lane % 4);
-  weigh_piece<false>(s, dp, score, stats);
+    for (int m = 0; m < kFragments; ++m) mask.apply<true>(s[m], key + 16 * m + lane / 4, query, lane % 4);
+  }
+  if constexpr (!kOwnWeights) weigh_piece<false>(s, dp, score, stats);
+  else if (kFullCells && is_full) weigh_own_piece<false>(s, dp, score, own, stats, key, query);
+  else weigh_own_piece<kOwnMask>(s, dp, score, own, stats, key, query);
 }
 
 // Adds a lane's part of a fragment to an accumulator.
@@ -156,7 +196,7 @@ __device__ __forceinline__ void store_split(float* acc, const BackwardParams& pa
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
-    CUFLASH_KERNEL(const __grid_constant__ BackwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char smem_bytes[];
   const SharedStorage& storage = *reinterpret_cast<const SharedStorage*>(smem_bytes);
   const unsigned k_smem = smem_address(storage.k), v_smem = smem_address(storage.v);
@@ -172,6 +212,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   // The query tiles that see some key of the block.
   const Range queries = work.exists() ? mask.key_range(work.keys.begin, work.keys.end) : Range{0, 0};
   const AscendingTiles tiles = TileRange::covering(queries, kBlockQ);
+  // The same of one query head, less those in which the caller's mask shows nothing. why formed where it is used: L4.
+  auto tiles_of = [&](int head) {
+    return SeenTiles<AscendingTiles, kBlockK, kBlockQ, true>(
+        tiles, params, work.sequence_idx(), head, {work.keys.begin, smaller(work.keys.end, sequence.seqlen_k())},
+        sequence.seqlen_q());
+  };
 
   auto fetch = [&](int head, int m, int slot) {
     const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence.queries(), head, problem.head_dim);
@@ -185,9 +231,17 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     }
   };
   // All tiles of one query head are taken, then those of the next.
-  auto fetch_next = [&](int head, int m, int slot) {
-    if (tiles.has(tiles.next(m))) fetch(head, tiles.next(m), slot);
-    else if (head + 1 < work.heads.end) fetch(head + 1, tiles.first(), slot);
+  auto fetch_first = [&](int head, int slot) {
+    int m = tiles.first();
+    if constexpr (kCells) {
+      while (!tiles.has(m = tiles_of(head).seen_from(tiles.first()).n()) && ++head < work.heads.end) {}
+      if (!tiles.has(m)) return;
+    }
+    fetch(head, m, slot);
+  };
+  auto fetch_next = [&](int head, int next, int slot) {
+    if (tiles.has(next)) fetch(head, next, slot);
+    else if (head + 1 < work.heads.end) fetch_first(head + 1, slot);
     cp_async_commit();
   };
 
@@ -196,17 +250,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, work.place_of_keys(), work.head, problem.head_dim_v);
   k_loader.load(k_smem, work.keys.begin, sequence.seen_keys());
   v_loader.load(v_smem, work.keys.begin, sequence.seen_keys());
-  if (tiles.has(tiles.first())) fetch(work.heads.begin, tiles.first(), 0);
+  if (tiles.has(tiles.first())) fetch_first(work.heads.begin, 0);
   cp_async_commit();
 
   int slot = 0;
 #pragma unroll 1
   for (int head = work.heads.begin; head < work.heads.end; ++head) {
+    const OwnWeights own(params, work, head);
+    const auto seen = [&] { return tiles_of(head); };
 #pragma unroll 1
-    for (int m = tiles.first(); tiles.has(m); m = tiles.next(m)) {
+    for (auto walk = walk_along(tiles, seen); walk.has_tile(); walk.go_on()) {
+      const int m = walk.n();
+      walk.look_ahead();
       cp_async_wait<0>();
       __syncthreads();  // (A)
-      if constexpr (kStages == 2) fetch_next(head, m, slot ^ 1);
+      if constexpr (kStages == 2) fetch_next(head, walk.next(), slot ^ 1);
       const unsigned q_smem = smem_address(storage.q[slot]), dout_smem = smem_address(storage.dout[slot]);
 
 #pragma unroll 1
@@ -218,8 +276,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
                                                      b_lane_address<QSwizzle>(q_smem) + query * QSwizzle::kRowBytes);
         gemm_abt<VSwizzle, kHeadDimV / kStepElements>(
             dp, Rows<VSwizzle>(v_smem, role.key), b_lane_address<VSwizzle>(dout_smem) + query * VSwizzle::kRowBytes);
-        compute_weights(s, dp, score, mask, smem_address(storage.stats[slot]) + query * 8, work.keys.begin + role.key,
-                        m * kBlockQ + query);
+        compute_weights(s, dp, score, own, mask, smem_address(storage.stats[slot]) + query * 8,
+                        work.keys.begin + role.key, m * kBlockQ + query, walk.is_full());
         if constexpr (kGroup > 1) {
           store_fragments<WeightSwizzle, 16>(p_smem, s, role.key, query);
           if constexpr (kSharedWeights) {
@@ -243,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
         gemm_ab<QSwizzle, kBlockQ, 16 * kGroup>(dk, KeyRows(ds_smem, role.key), q_smem, 16 * role.member);
         if constexpr (kStages == 1) __syncthreads();  // (C)
       }
-      if constexpr (kStages == 1) fetch_next(head, m, 0);
+      if constexpr (kStages == 1) fetch_next(head, walk.next(), 0);
       if constexpr (kWithDq) add_dq(params, sequence, ds_smem, k_smem, head, m * kBlockQ);
       if constexpr (kStages == 2) slot ^= 1;
     }
@@ -252,6 +310,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   __syncthreads();
   const WarpRole role;
   const KeyWork& same = work.again(params);
+  if constexpr (kDropout) {
+#pragma unroll
+    for (int r = 0; r < 2 * kFragments; ++r) scale_row(dv[r / 2], r % 2, Dropout(params, 0, 0).scale());
+  }
   if (params.dk_acc != nullptr) {
     store_split<kHeadDim>(params.dk_acc, params, same, dk, role);
     store_split<kHeadDimV>(params.dv_acc, params, same, dv, role);

@@ -23,7 +23,8 @@ struct SharedStorage {
   alignas(128) char v[kStages][kBlockK * kHeadDimV * kElementBytes];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-static_assert(sizeof(BackwardDqParams) == kParamsBytes, "the host packs other parameters");
+using Params = WithOwn<BackwardDqParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
 using Scores = float[kFragments][kBlockK / 2];
@@ -42,8 +43,29 @@ __device__ __forceinline__ void weigh_tile(Scores& s, Scores& dp, const Score& s
   }
 }
 
+// The same through functions of the caller's own, of key tile n.
+template <bool kAsksMask>
+__device__ __forceinline__ void weigh_own_tile(Scores& s, Scores& dp, const QueryBlock& work, int n,
+                                               const float2 (&stats)[2 * kFragments]) {
+  const int first = n * kBlockK, column_pair = fresh_thread() % 4;
+#pragma unroll
+  for (int m = 0; m < kFragments; ++m) {
+    const LaneQueries queries{lane_row(work) + 16 * m};
+    const Kept<kBlockK / 2> kept = work.dropout.kept<kBlockK % 32 == 0, kBlockK / 2>(queries, first, column_pair);
+    const OwnHead::Row rows[2] = {work.own.row(queries[0], first + 2 * column_pair),
+                                  work.own.row(queries[1], first + 2 * column_pair)};
+#pragma unroll
+    for (int i = 0; i < kBlockK / 2; ++i) {
+      const int half = i / 2 % 2;
+      const OwnHead::Result result = work.own.at(rows[half], s[m][i], i / 4 * 8 + i % 2);
+      const float2 x = stats[2 * m + half];
+      weigh_own<kAsksMask>(s[m][i], dp[m][i], work.score, result, kept.has(i), work.dropout.scale(), x.x, x.y);
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
-    CUFLASH_KERNEL(const __grid_constant__ BackwardDqParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char smem_bytes[];
   const SharedStorage& storage = *reinterpret_cast<const SharedStorage*>(smem_bytes);
   const unsigned q_smem = smem_address(storage.q), dout_smem = smem_address(storage.dout);
@@ -53,12 +75,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const ProblemParams& problem = params.problem;
   const QueryBlock work(params);
   if (kLengths && work.rows.begin >= work.written_end()) return;
-  const DescendingTiles& tiles = work.tiles;
+  const auto seen = [&] { return work.seen_tiles(); };
   const AnySequence& sequence = work.sequence;
   const KeyLoader<kHeadDimV> v_loader(params.v, sequence.keys(), work.kv_head, problem.head_dim_v);
   const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence.queries(), work.head, problem.head_dim_v);
   auto fetch = [&](int n, int slot) {
-    if (tiles.has(n)) {
+    if (work.tiles.has(n)) {
       work.k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
       v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.seen_keys());
     }
@@ -67,7 +89,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   work.q_loader.load(q_smem, work.rows.begin, sequence.seen_queries());
   dout_loader.load(dout_smem, work.rows.begin, sequence.seen_queries());
-  fetch(tiles.first(), 0);
+  auto walk = walk_along(work.tiles, seen);
+  fetch(walk.first(), 0);
 
   float2 stats[2 * kFragments];
   {
@@ -79,11 +102,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   int slot = 0;
 #pragma unroll 1
-  for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
+  for (; walk.has_tile(); walk.go_on()) {
+    const int n = walk.n();
+    walk.look_ahead();
     // 1. The tile has arrived; the next loads begin.
     cp_async_wait<0>();
     __syncthreads();  // (A)
-    if constexpr (kStages == 2) fetch(tiles.next(n), slot ^ 1);
+    if constexpr (kStages == 2) fetch(walk.next(), slot ^ 1);
     const unsigned k_tile = k_smem + slot * kBytesK, v_tile = v_smem + slot * kBytesV;
 
     // 2. s = q kᵀ, dp = dout vᵀ
@@ -94,7 +119,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
                                                   b_lane_address<VSwizzle>(v_tile));
 
     // 3. p and ds, dq += ds k
-    if (!work.score.changes() && !work.needs_mask(n)) {
+    if constexpr (kOwnWeights) {
+      work.score_and_mask<false>(s, n);
+      if (kFullCells && walk.is_full()) weigh_own_tile<false>(s, dp, work, n, stats);
+      else weigh_own_tile<kOwnMask>(s, dp, work, n, stats);
+    } else if (!work.score.changes() && !work.needs_mask(n)) {
       weigh_tile<true>(s, dp, work.score, stats);
     } else {
       work.score_and_mask(s, n);
@@ -105,18 +134,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       slot ^= 1;
     } else {
       __syncthreads();  // (B)
-      fetch(tiles.next(n), 0);
+      fetch(walk.next(), 0);
     }
   }
   cp_async_wait<0>();  // why: q may still be on its way when no key is visible
 
   const QueryWork& same = work.again(params);
-  const Range seen = same.sequence.seen_queries();
+  const Range seen_rows = same.sequence.seen_queries();
   char* const out = same.sequence.queries().address(params.dq, kElementBytes, same.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
     const int i = lane_row(same) + 8 * r;
-    const bool sees = i >= seen.begin && i < seen.end;
+    const bool sees = i >= seen_rows.begin && i < seen_rows.end;
     sees ? scale_row(dq[r / 2], r % 2, problem.score.softmax_scale) : clear_row(dq[r / 2], r % 2);
     store_row(out + i * params.dq.stride_seqlen * kElementBytes, dq[r / 2], r % 2, problem.head_dim,
               i < same.written_end(), params.dq.aligned);

@@ -2,7 +2,7 @@
 //
 //   s = mask(score(q kᵀ))       per key tile, by mma.sync with float32 accumulation; common/score.cuh, common/mask.cuh
 //   p = softmax update of s     by the policy of this build (softmax_*.cuh), in the registers of s
-//   o = o * o_scale + p v
+//   o = o * o_scale + p v       with weights that are dropped by then (common/dropout.cuh)
 //
 // Roles    Every warp owns kBlockQ / kNumWarps queries and all keys, so that its softmax needs no other warp. All
 //          threads copy.
@@ -23,11 +23,12 @@ struct SharedStorage {
   alignas(128) char v[kStages][kBlockK * kHeadDimV * kElementBytes];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-static_assert(sizeof(ForwardParams) == kParamsBytes, "the host packs other parameters");
+using Params = WithOwn<ForwardParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 // Normalises and stores this lane's rows, and the lse of each row once.
 template <typename Softmax>
-__device__ __forceinline__ void store_rows(const ForwardParams& params, const QueryWork& work,
+__device__ __forceinline__ void store_rows(const Params& params, const QueryWork& work, const Dropout& dropout,
                                            float (&o)[kFragments][kHeadDimV / 2], Softmax& softmax) {
   const int column = work.part * kHeadDimV;
   char* const out = work.sequence.queries().address(params.out, kOutBytes, work.head, 0, column);
@@ -39,7 +40,9 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Qu
     float o_scale, row_lse;
     softmax.finish(r, o_scale, row_lse);
     if (kLengths && !is_used) row_lse = -infinity();
-    row_lse == -infinity() ? clear_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale);
+    const bool sees = row_lse != -infinity();
+    if (!kLengths || is_used) Sink(params, work.head).add(o_scale, row_lse);
+    !sees ? clear_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale * dropout.scale());
     store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.problem.head_dim_v - column,
               is_used || (exists && params.problem.clears_unused), params.out.aligned);
     if (params.lse != nullptr && work.part == 0 && threadIdx.x % 4 == 0 && exists) lse[i] = row_lse;
@@ -47,14 +50,14 @@ __device__ __forceinline__ void store_rows(const ForwardParams& params, const Qu
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
-    CUFLASH_KERNEL(const __grid_constant__ ForwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char smem_bytes[];
   const SharedStorage& storage = *reinterpret_cast<const SharedStorage*>(smem_bytes);
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.k), v_smem = smem_address(storage.v);
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]), kBytesV = sizeof(SharedStorage::v[0]);
 
   const QueryBlock work(params);
-  const DescendingTiles& tiles = work.tiles;
+  const auto seen = [&] { return work.seen_tiles(); };
   if (kLengths && work.rows.begin >= work.written_end()) return;
   const KeyLoader<kHeadDimV> v_loader(params.v, work.sequence.keys(), work.kv_head, params.problem.head_dim_v,
                                       work.part * kHeadDimV);
@@ -68,41 +71,50 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   // Prologue: q and the first tile.
   work.q_loader.load(q_smem, work.rows.begin, {0, work.sequence.seqlen_q()});
-  fetch_k(tiles.first(), 0);
-  if constexpr (kStages == 2) fetch_v(tiles.first(), 0);
+  auto walk = walk_along(work.tiles, seen);
+  fetch_k(walk.first(), 0);
+  if constexpr (kStages == 2) fetch_v(walk.first(), 0);
   cp_async_commit();
 
   int slot = 0;
 #pragma unroll 1
-  for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
+  for (; walk.has_tile(); walk.go_on()) {
+    const int n = walk.n();
+    walk.look_ahead();
     // 1. The tile has arrived; the next loads begin.
     cp_async_wait<0>();
     __syncthreads();  // (A)
-    if constexpr (kStages == 2) fetch_k(tiles.next(n), slot ^ 1);
-    fetch_v(kStages == 2 ? tiles.next(n) : n, kStages == 2 ? slot ^ 1 : 0);
+    if constexpr (kStages == 2) fetch_k(walk.next(), slot ^ 1);
+    fetch_v(kStages == 2 ? walk.next() : n, kStages == 2 ? slot ^ 1 : 0);
     cp_async_commit();
 
     // 2. s = mask(score(q kᵀ))
-    if (n == tiles.first()) q.load();
+    if (walk.is_first()) q.load();
     float s[kFragments][kBlockK / 2] = {};
     compute_scores(s, q, k_smem + slot * kBytesK);
     if constexpr (kStages == 1) {
       cp_async_wait<0>();
       __syncthreads();  // (B)
-      fetch_k(tiles.next(n), 0);
+      fetch_k(walk.next(), 0);
       cp_async_commit();
     }
-    work.score_and_mask(s, n);
+    work.score_and_mask(s, n, walk.is_full());
 
     // 3. p = softmax update of s, o = o * o_scale + p v
     float o_scale[2 * kFragments];
-    if (softmax.update(s, params.problem.score.scale_log2, o_scale)) {
+    if (softmax.update(s, scale_log2_of(params.problem), o_scale)) {
 #pragma unroll
       for (int r = 0; r < 2 * kFragments; ++r) scale_row(o[r / 2], r % 2, o_scale[r]);
+    }
+    if constexpr (kDropout) {
+#pragma unroll
+      for (int m = 0; m < kFragments; ++m) {
+        work.dropout.drop<kBlockK % 32 == 0>(s[m], LaneQueries{lane_row(work) + 16 * m}, n * kBlockK, threadIdx.x % 4);
+      }
     }
     gemm_weights<VSwizzle>(o, s, v_smem + slot * kBytesV);
     if constexpr (kStages == 2) slot ^= 1;
   }
   cp_async_wait<0>();  // why: q may still be on its way when no key is visible
-  store_rows(params, work.again(params), o, softmax);
+  store_rows(params, work.again(params), work.dropout, o, softmax);
 }

@@ -15,11 +15,12 @@ struct SharedStorage {
   alignas(128) char k[kStages][kBlockK * kHeadDim * kElementBytes];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-static_assert(sizeof(ForwardParams) == kParamsBytes, "the host packs other parameters");
+using Params = WithOwn<ForwardParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(kStages == 2, "the ring of lse is two tiles deep");
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
-    CUFLASH_KERNEL(const __grid_constant__ ForwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char smem_bytes[];
   const SharedStorage& storage = *reinterpret_cast<const SharedStorage*>(smem_bytes);
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.k);
@@ -27,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const QueryBlock work(params);
   if (kLengths && work.rows.begin >= work.written_end()) return;
-  const DescendingTiles& tiles = work.tiles;
+  const auto seen = [&] { return work.seen_tiles(); };
   auto fetch_k = [&](int n, int slot) { work.fetch(work.k_loader, k_smem, n, slot); };
 
   SoftmaxPolicy<kAlgorithm, kFragments, kBlockK / 2> softmax;
@@ -35,22 +36,25 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   QFragments q(q_smem);
 
   work.q_loader.load(q_smem, work.rows.begin, {0, work.sequence.seqlen_q()});
-  fetch_k(tiles.first(), 0);
+  auto walk = walk_along(work.tiles, seen);
+  fetch_k(walk.first(), 0);
   cp_async_commit();
 
   int slot = 0;
 #pragma unroll 1
-  for (int n = tiles.first(); tiles.has(n); n = tiles.next(n), slot ^= 1) {
+  for (; walk.has_tile(); walk.go_on(), slot ^= 1) {
+    const int n = walk.n();
+    walk.look_ahead();
     cp_async_wait<0>();
     __syncthreads();  // (A)
-    fetch_k(tiles.next(n), slot ^ 1);
+    fetch_k(walk.next(), slot ^ 1);
     cp_async_commit();
 
-    if (n == tiles.first()) q.load();
+    if (walk.is_first()) q.load();
     float s[kFragments][kBlockK / 2] = {}, unused[2 * kFragments];
     compute_scores(s, q, k_smem + slot * kBytesK);
-    work.score_and_mask(s, n);
-    softmax.update(s, params.problem.score.scale_log2, unused);
+    work.score_and_mask(s, n, walk.is_full());
+    softmax.update(s, scale_log2_of(params.problem), unused);
   }
   cp_async_wait<0>();  // why: q may still be on its way when no key is visible
 
@@ -61,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     const int i = lane_row(same) + 8 * r;
     float unused, row_lse;
     softmax.finish(r, unused, row_lse);
-    if (kLengths && i >= same.rows.end) row_lse = -infinity();
+    if (!kLengths || i < same.rows.end) Sink(params, same.head).add(unused, row_lse);
+    else row_lse = -infinity();
     if (threadIdx.x % 4 == 0 && i < same.written_end()) lse[i] = row_lse;
   }
 }

@@ -1,8 +1,15 @@
 // The pointwise step of backward, from scores s and dp to weights p and ds.
-//   p = exp(s - lse)   ds = p (dp - delta) slope, where slope is that of common/score.cuh
+//   p = exp(s - lse)   ds = p (dp - delta) slope
+// The slope is that of common/score.cuh, times that of a function of the caller's own. Dropout comes between p and v: dp
+// is dropped before the step, and p after it. lse and delta know nothing of it, and a sink is in lse.
 #pragma once
+#include "../common/dropout.cuh"
 #include "../common/fragment.cuh"
+#include "../common/own_scores.cuh"
 #include "../common/score.cuh"
+
+// Whether a step has more to do than the softcap and the mask.
+constexpr bool kOwnWeights = kOwnScores || kOwnMask || kDropout;
 
 // Score s becomes weight p, and dp becomes ds. kPlain: scores are products, and everything is visible.
 template <bool kPlain>
@@ -17,4 +24,23 @@ __device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, f
     dp = hidden ? 0.0f : p * (dp - delta) * score.slope(s);
     s = hidden ? 0.0f : p;
   }
+}
+
+// The same where s is a product, or what the softcap made of it, or -inf where the mask hides the pair; `own` is what the
+// caller's functions make of it, and `kept` whether dropout keeps the weight, whose dp is then multiplied by `scale`.
+// kAsksMask: the mask among the functions may hide the pair.
+template <bool kAsksMask>
+__device__ __forceinline__ void weigh_own(float& s, float& dp, const Score& score, const OwnHead::Result& own, bool kept,
+                                          float scale, float lse_log2, float delta) {
+  const float exponent = kOwnScores ? own.score - lse_log2 : fmaf(s, score.params.scale_log2, -lse_log2);
+  const float p = exp2_approx(exponent);
+  bool hidden = s == -infinity();
+  if constexpr (kOwnScores) hidden |= own.score <= kLeastScore;
+  if constexpr (kAsksMask) hidden |= !own.visible;
+  if constexpr (kDropout) dp = kept ? dp * scale : 0.0f;
+  dp = p * (dp - delta) * score.slope(s);
+  s = hidden || !kept ? 0.0f : p;
+  // why also of zeros: where the weight is so small that it is zero, the slope may be anything, too.
+  if constexpr (kOwnSlope) hidden |= dp == 0.0f, dp *= own.slope;
+  dp = hidden ? 0.0f : dp;
 }

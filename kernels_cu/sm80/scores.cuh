@@ -1,8 +1,10 @@
 // Scores of a warp's queries with one key tile, as forward, lse and dq make them.
 #pragma once
+#include "../common/cells.cuh"
+#include "../common/dropout.cuh"
 #include "../common/mask.cuh"
+#include "../common/own_scores.cuh"
 #include "../common/score.cuh"
-#include "../common/tile_range.cuh"
 #include "gemm.cuh"
 #include "tile.cuh"
 #include "work.cuh"
@@ -22,8 +24,11 @@ using KeyLoader = TileLoader<kBlockK, kCols, AnySequence::KeyPlace>;
 // A block of queries, its scores, and the key tiles that some of its queries see.
 struct QueryBlock : QueryWork {
   const Score score;
+  const OwnHead own;
+  const Dropout dropout;
   AnySequence::HeldMask mask;
   const DescendingTiles tiles;
+  const OwnParams& own_params;
   const TileLoader<kBlockQ, kHeadDim> q_loader;
   const KeyLoader<kHeadDim> k_loader;
 
@@ -31,13 +36,21 @@ struct QueryBlock : QueryWork {
   __device__ __forceinline__ explicit QueryBlock(const Params& p)
       : QueryWork(p),
         score{p.problem.score},
+        own(p, p.problem, sequence_idx(), head, sequence.seqlen_q(), sequence.seqlen_k()),
+        dropout(p, sequence_idx(), head),
         mask(sequence.mask()),
         tiles(TileRange::covering(exists() ? mask.key_range(rows.begin, rows.end) : Range{0, 0}, kBlockK)),
+        own_params(p),
         q_loader(p.q, sequence.queries(), head, p.problem.head_dim),
         k_loader(p.k, sequence.keys(), kv_head, p.problem.head_dim) {}
 
   // Whether the block has a query. Only blocks of sequences of several lengths may have none.
   __device__ __forceinline__ bool exists() const { return !kLengths || rows.begin < rows.end; }
+
+  // The walk along the tiles that the caller's mask shows something of.
+  __device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_tiles() const {
+    return {tiles, own_params, sequence_idx(), head, rows, sequence.seqlen_k()};
+  }
 
   // Begins to load key tile n of k or of v into a slot of the ring at `smem`, if there is such a tile.
   template <class Loader>
@@ -50,9 +63,16 @@ struct QueryBlock : QueryWork {
     return !mask.all_visible(rows, {n * kBlockK, (n + 1) * kBlockK});
   }
 
-  // s = mask(score(s)), where there is something to do.
-  __device__ __forceinline__ void score_and_mask(float (&s)[kFragments][kBlockK / 2], int n) const {
+  // s = mask(score(s)), where there is something to do. kWithOwn: functions of the caller's own take part. is_full: the
+  // mask among them shows all of the tile.
+  template <bool kWithOwn = true>
+  __device__ __forceinline__ void score_and_mask(float (&s)[kFragments][kBlockK / 2], int n,
+                                                 bool is_full = false) const {
     score.apply(s);
+    if constexpr (kWithOwn) {
+      if (kFullCells && is_full) apply_own_to_tile<false>(s, n);
+      else apply_own_to_tile<kOwnMask>(s, n);
+    }
     if (needs_mask(n)) {
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) mask.apply(s[m], lane_row(*this) + 16 * m, n * kBlockK, threadIdx.x % 4);
@@ -61,6 +81,14 @@ struct QueryBlock : QueryWork {
   }
 
  private:
+  template <bool kAsksMask>
+  __device__ __forceinline__ void apply_own_to_tile(float (&s)[kFragments][kBlockK / 2], int n) const {
+#pragma unroll
+    for (int m = 0; m < kFragments; ++m) {
+      apply_own<kAsksMask>(own, s[m], LaneQueries{lane_row(*this) + 16 * m}, n * kBlockK, threadIdx.x % 4);
+    }
+  }
+
   // Scores of keys whose page is not there become -inf.
   template <class Ragged>
   __device__ __forceinline__ static void hide_missing_pages(float (&s)[kFragments][kBlockK / 2], int n,

@@ -35,6 +35,7 @@ struct DenseQueryWork : Work {
 
   // Rows of out and lse that this block writes, of which those from rows.end on are not used.
   __device__ int written_end() const { return rows.end; }
+  __device__ int sequence_idx() const { return batch; }
 };
 
 // What one warp finds out about the work of a block of threads. why in shared memory: it is found by reading from memory,
@@ -87,6 +88,8 @@ struct RaggedQueryWork {
   }
 
   __device__ int written_end() const { return smaller(rows.begin + kBlockQ, territory.num_rows()); }
+  // why not below 0: rows of no sequence ask the caller's functions nothing, but these may load by it.
+  __device__ int sequence_idx() const { return larger(territory.sequence, 0); }
 
  private:
   __device__ __forceinline__ explicit RaggedQueryWork(const Found& x)
@@ -120,6 +123,7 @@ struct DenseKeyWork : Work {
 
   __device__ __forceinline__ static constexpr bool exists() { return true; }
   __device__ __forceinline__ Place place_of_keys() const { return sequence.keys(); }
+  __device__ __forceinline__ int sequence_idx() const { return batch; }
 };
 
 // The same for sequences of several lengths, of which num_k_blocks counts all blocks of a head. `keys` are those of the
@@ -143,6 +147,7 @@ struct RaggedKeyWork {
     }
   };
 
+  const Territory& territory;
   const RaggedSequence& sequence;
   const Range &keys, &heads;
   const int &head, &part;
@@ -154,10 +159,11 @@ struct RaggedKeyWork {
 
   __device__ __forceinline__ bool exists() const { return keys.begin < sequence.seqlen_k(); }
   __device__ __forceinline__ const Place& place_of_keys() const { return sequence.k_place; }
+  __device__ __forceinline__ int sequence_idx() const { return larger(territory.sequence, 0); }  // why: RaggedQueryWork
 
  private:
   __device__ __forceinline__ explicit RaggedKeyWork(const Found& x)
-      : sequence(x.sequence), keys(x.keys), heads(x.heads), head(x.head), part(x.part) {}
+      : territory(x.territory), sequence(x.sequence), keys(x.keys), heads(x.heads), head(x.head), part(x.part) {}
 };
 
 template <bool kOfSeveralLengths>

@@ -2,7 +2,7 @@
 // that see them, and the share of dq of these keys.
 //
 //   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
-//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh; more: own_step.cuh
 //   dv += p dout, dk += ds q  wgmma, p and ds from registers
 //   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks by dq_turns.cuh
 //
@@ -16,7 +16,11 @@
 //          dq_empty              the tile of dq has been read
 //          sum_full, sum_empty   what others have added to a tile is there, or has been read
 //          named barriers        backward_storage.cuh
+//
+// With cells (common/cells.cuh) warp 0 finds the steps in which the caller's mask shows something, and tells all other
+// warps of them (told_steps.cuh). Then those key blocks take turns at a tile of dq that see some of it.
 #include "dq_turns.cuh"
+#include "own_step.cuh"
 #include "shared_keys.cuh"
 
 // The order of some parts of a step. Each choice is faster for the tiles that it names, and slower for others (L32).
@@ -26,6 +30,11 @@ constexpr bool kPassesLate = kDqByRows;           // dq is passed on after the n
 
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
+using OwnStep = OwnStepOf<kOwn, kBlockQ / 2, true, kOwnNeedsSlope>;
+
+// Whether scores become p only where their slope is needed, beside ds.
+constexpr bool kWeighsLate = Score::kAlwaysChanges || kOwnNeedsSlope;
+static_assert(!kCells || (kKSteps == 0 && kVSteps == 0), "keys are waited for before it is known if there is a step");
 
 // One warp, whose lanes run together; the first lane acts (L13).
 struct Loader : Role {
@@ -45,7 +54,7 @@ struct Loader : Role {
 #pragma unroll 1
     for (; next_block(); kv_parity ^= 1) {
       const unsigned first_step = step;
-      for_each_step(step, [&](int head, int m) {
+      lead_each_step(step, [&](int head, int m, bool) {
         const unsigned slot = step % kStages, empty = (step / kStages + 1) & 1;
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
@@ -93,7 +102,7 @@ struct Consumer : Role {
   unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is not used
   TileRange clear;  // of several lengths: query tiles that see all keys of this warpgroup. why held: L5
 
-  __device__ __forceinline__ Consumer(const TiledBackwardParams& p, const Addresses& addresses, int warp_idx)
+  __device__ __forceinline__ Consumer(const Params& p, const Addresses& addresses, int warp_idx)
       : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
 
   // Begins x = a bᵀ of this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
@@ -143,7 +152,7 @@ struct Consumer : Role {
 
   // Scores become p.
   __device__ __forceinline__ void exponentiate(float (&s)[4], unsigned stats) const {
-    const float scale = params.problem.score.scale_log2;
+    const float scale = scale_log2_of(params.problem);
     unsigned lse[2];
     ld_shared_v2(lse[0], lse[1], stats);
 #pragma unroll
@@ -151,20 +160,24 @@ struct Consumer : Role {
   }
 
   // s and dp become pairs of p and ds. s is p already, or still scores if their slope is needed.
-  __device__ __forceinline__ void weigh(const Scores& s, const Scores& dp, unsigned stats, Pairs& weights,
-                                        Pairs& ds) const {
+  __device__ __forceinline__ void weigh(const Scores& s, const Scores& dp, unsigned stats, const OwnStep& own,
+                                        Pairs& weights, Pairs& ds) const {
 #pragma unroll
     for (int j = 0; j < kBlockQ / 8; ++j) {
-      float x[4], y[4];
+      float x[4], y[4], slope[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = s[4 * j + i];
-      if constexpr (Score::kAlwaysChanges) exponentiate(x, stats + j * 32);
+      own.score(x, slope, j);
+      if constexpr (kWeighsLate) exponentiate(x, stats + j * 32);
       unsigned delta[2];
       ld_shared_v2(delta[0], delta[1], stats + kBytesStats / 2 + j * 32);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        y[i] = x[i] * (dp[4 * j + i] - __uint_as_float(delta[i % 2]));
+        y[i] = x[i] * (own.gradient(dp[4 * j + i], 4 * j + i) - __uint_as_float(delta[i % 2]));
         if constexpr (Score::kAlwaysChanges) y[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
+        if constexpr (kOwnSlope) y[i] *= slope[i];
+        if constexpr (kOwn) y[i] = x[i] == 0.0f ? 0.0f : y[i];  // why: of a hidden pair, dp and slope may be anything
+        x[i] = own.weight(x[i], 4 * j + i);
       }
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
@@ -243,14 +256,17 @@ struct Consumer : Role {
     mbarrier_arrive_warp(smem.q_empty + 8 * (n % kStages), leads);
   }
 
-  // Step n, of query tile m. `first` and `last` tell whether it is so of its key block.
-  __device__ __forceinline__ void step(unsigned n, int m, bool first, bool last) {
+  // Step n, of a query head and query tile m. `first` and `last` tell whether it is so of its key block.
+  // `last` is asked once, while a product runs. is_full: the caller's mask shows all of the tile.
+  template <class Last>
+  __device__ __forceinline__ void step(unsigned n, int head, int m, bool is_full, bool first, Last last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
     const unsigned q_smem = smem.q + slot * kBytesQ, dout_smem = smem.dout + slot * kBytesDout;
     const unsigned ds_smem = smem.ds + n % kDsStages * kBytesDs;
     Scores s, dp;
     if (!kPassesLate || first) await_query(n);
     begin_scores<kHeadDim>(s, k, smem.k, q_smem);
+    const OwnStep own(*this, head, block * kBlockK + group * kGroupRows + warp * 16, m * kBlockQ);
     mbarrier_wait(smem.dout_full + 8 * slot, parity);
     begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
     if (kPassesLate && !first) pass_dq();
@@ -260,15 +276,17 @@ struct Consumer : Role {
     if constexpr (kFindsStatsFirst) find_stats();
     wgmma_wait<1>(s);
     Score{params.problem.score}.apply(s);
+    if (kFullCells && is_full) own.template apply<false>(s);
+    else own.template apply<kOwnMask>(s);
     hide(s, m);
     if constexpr (!kFindsStatsFirst) find_stats();
-    if constexpr (!Score::kAlwaysChanges) {
+    if constexpr (!kWeighsLate) {
 #pragma unroll
       for (int j = 0; j < kBlockQ / 8; ++j) exponentiate(reinterpret_cast<float (&)[4]>(s[4 * j]), stats + j * 32);
     }
     wgmma_wait<0>(dp);
     Pairs weights, ds;
-    weigh(s, dp, stats, weights, ds);
+    weigh(s, dp, stats, own, weights, ds);
     store_transposed(ds, ds_smem + group * kPanelBytesQ);
     begin_sum<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
     fence_proxy_async();  // why not before: L23
@@ -281,7 +299,8 @@ struct Consumer : Role {
     wgmma_wait<1>(dq);
     stage_dq(dq, n, m);
     if constexpr (!kPassesLate) pass_dq();
-    else if (!last) await_query(n + 1);
+    const bool is_last = last();
+    if (kPassesLate && !is_last) await_query(n + 1);
     wgmma_wait<0>(dk);
     if constexpr (!kDqTransposed) release_query(n);
   }
@@ -313,12 +332,27 @@ struct Consumer : Role {
         load_keys(k, smem.k, smem.q_full + 8 * slot, parity);
         load_keys(v, smem.v, smem.dout_full + 8 * slot, parity);
       }
-      const unsigned first = n, last = n + (steps.end - steps.begin) - 1;
-      for_each_step(n, [&](int, int m) { step(n, m, n == first, n == last); });
+      const unsigned first = n;
+      if constexpr (kCells) {
+        ToldStep next = hear();
+#pragma unroll 1
+        for (; !next.is_end(); ++n) {
+          const ToldStep told = next;
+          step(n, told.head, told.tile.n(), told.tile.is_full(), n == first, [&] {
+            next = hear();
+            return next.is_end();
+          });
+        }
+      } else {
+        const unsigned last = n + (steps.end - steps.begin) - 1;
+        for_each_step(n, [&](int head, int m, bool) {
+          step(n, head, m, false, n == first, [&] { return n == last; });
+        });
+      }
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed, kKeysThreads);
       if (!is_shared() || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
-        store<kHeadDimV>(params.dv_map, dv, 1.0f, smem.v);
+        store<kHeadDimV>(params.dv_map, dv, Dropout(params, 0, 0).scale(), smem.v);
         store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k);
         if (leads) bulk_wait_read<0>();
       }
@@ -329,7 +363,7 @@ struct Consumer : Role {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ TiledBackwardParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) char smem_bytes[];
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
   const Addresses smem{storage};

@@ -7,7 +7,7 @@
 //   dk         keys     queries  a = k, b = q   c = v, d = dout      ds b
 //   dv         keys     queries  a = k, b = q                        p d
 //
-//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh; more: own_step.cuh
 //
 // Roles    warpgroup 0  One warp loads; of several lengths another deals out blocks of rows.
 //          the others   Each owns 64 rows and all columns. A step is a tile of columns:
@@ -17,14 +17,18 @@
 //          b_empty, d_empty  every warp is done with it
 //          full, empty, wanted, rows_left  of several lengths: in rows_work.cuh
 //          kRowsRead         named, of a warpgroup: its warps are done with its rows of a
+//
+// With cells (common/cells.cuh) the loader finds the tiles in which the caller's mask shows something, and tells the
+// consumers of them (told_steps.cuh).
 #include "../ptx/cp_async.cuh"
+#include "own_step.cuh"
 #include "rows_storage.cuh"
 
 enum NamedBarrier { kRowsRead = 1 };  // one for each warpgroup, from this number on
 
 // What every role knows.
 struct Role {
-  const TiledRowsParams& params;
+  const Params& params;
   const Addresses& smem;
   RowWork& work;
   const bool leads = threadIdx.x % 32 == 0;
@@ -61,8 +65,12 @@ struct Loader : Role {
     for (int i = 0; i < work.num_heads(); ++i) {
       const int head = kRowsAreQueries ? work.head / heads_per_kv : work.head * heads_per_kv + i;  // of the columns
       const int query_head = kRowsAreQueries ? work.head : head;
+      const auto seen = [&] { return seen_tiles(work, query_head); };
 #pragma unroll 1
-      for (int tile = tiles.first(); tiles.has(tile); tile = tiles.next(tile), ++n) {
+      for (auto walk = walk_along(tiles, seen); walk.has_tile(); walk.go_on(), ++n) {
+        const int tile = walk.n();
+        if constexpr (kCells) work.tell({query_head, SeenTile(tile, walk.is_full())});
+        walk.look_ahead();
         const bool first = n == begin, with_stats = first || !kRowsAreQueries;
         const Slot<kStages> b(n);
         const Slot<kSecondStages> d(n);
@@ -92,6 +100,7 @@ struct Loader : Role {
         if constexpr (kWithDp) load_stats(smem.delta_of(n), stats + params.stats_rows, d_full, with_stats);
       }
     }
+    if constexpr (kCells) work.tell({ToldStep::kEnd, SeenTile(0)});
     if (n == begin) work.await_rows_left();
     work.want_next(leads);
     return n;
@@ -100,6 +109,12 @@ struct Loader : Role {
 
 using Scores = float[kColumns / 2];
 using Pairs = unsigned[kColumns / 4];
+using OwnStep = OwnStepOf<kOwn, kColumns / 2, !kRowsAreQueries, kWithDp && kOwnNeedsSlope>;
+
+// Whether scores become p only where their slope is needed, beside ds.
+constexpr bool kWeighsLate = kWithDp && (Score::kAlwaysChanges || kOwnNeedsSlope);
+// why: while the consumers of dv look ahead, they still hold a tile of dout.
+static_assert(!kCells || kSecondStages > 1, "the loader would tell of the next step only after they have left it");
 
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
@@ -147,15 +162,18 @@ struct Consumer : Role {
   __device__ __forceinline__ void exponentiate(float (&s)[4], const float (&lse)[2]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      s[i] = exp2_approx(fmaf(s[i], params.problem.score.scale_log2, -lse[kRowsAreQueries ? i / 2 : i % 2]));
+      s[i] = exp2_approx(fmaf(s[i], scale_log2_of(params.problem), -lse[kRowsAreQueries ? i / 2 : i % 2]));
     }
   }
 
   // Products become p, or stay scores where their slope is still needed.
-  __device__ __forceinline__ void weigh_scores(Scores& s, int tile, unsigned lse_smem) const {
+  __device__ __forceinline__ void weigh_scores(Scores& s, const OwnStep& own, int tile, bool is_full,
+                                               unsigned lse_smem) const {
     Score{params.problem.score}.apply(s);
+    if (kFullCells && is_full) own.template apply<false>(s);
+    else own.template apply<kOwnMask>(s);
     hide(s, tile);
-    if constexpr (!Score::kAlwaysChanges || !kWithDp) {
+    if constexpr (!kWeighsLate) {
       float lse[2];
 #pragma unroll
       for (int j = 0; j < kColumns / 8; ++j) {
@@ -166,32 +184,41 @@ struct Consumer : Role {
   }
 
   // Packs p, or ds, as left operands.
-  __device__ __forceinline__ void pack(const Scores& s, const Scores& dp, Pairs& weights, unsigned lse_smem,
-                                       unsigned delta_smem) const {
+  __device__ __forceinline__ void pack(const Scores& s, const Scores& dp, const OwnStep& own, Pairs& weights,
+                                       unsigned lse_smem, unsigned delta_smem) const {
     float lse[2], delta[2];
 #pragma unroll
     for (int j = 0; j < kColumns / 8; ++j) {
-      float x[4];
+      float x[4], slope[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = s[4 * j + i];
+      own.score(x, slope, j);
       if constexpr (kWithDp) {
         const bool read = j == 0 || !kRowsAreQueries;
-        if (Score::kAlwaysChanges && read) read_stats(lse, lse_smem, j);
+        if (kWeighsLate && read) read_stats(lse, lse_smem, j);
         if (read) read_stats(delta, delta_smem, j);
-        if constexpr (Score::kAlwaysChanges) exponentiate(x, lse);
+        if constexpr (kWeighsLate) exponentiate(x, lse);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          x[i] *= dp[4 * j + i] - delta[kRowsAreQueries ? i / 2 : i % 2];
+          const float p = x[i];
+          x[i] *= own.gradient(dp[4 * j + i], 4 * j + i) - delta[kRowsAreQueries ? i / 2 : i % 2];
           if constexpr (Score::kAlwaysChanges) x[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
+          if constexpr (kOwnSlope) x[i] *= slope[i];
+          if constexpr (kOwn) x[i] = p == 0.0f ? 0.0f : x[i];  // why: of a hidden pair, dp and slope may be anything
         }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) x[i] = own.weight(x[i], 4 * j + i);
       }
       weights[2 * j] = pack2(x[0], x[1]), weights[2 * j + 1] = pack2(x[2], x[3]);
     }
   }
 
-  // Makes s and dp of step n with its tile of columns, and beside them the gradient of step n - 1, if there is one.
-  template <bool kFirst>
-  __device__ __forceinline__ void step(Pairs& weights, int tile, unsigned n) {
+  // Makes s and dp of step n with its query head and tile of columns, and beside them the gradient of step n - 1, if
+  // there is one. is_full: the caller's mask shows all of the tile. `look_ahead` is called while a product runs.
+  template <bool kFirst, class LookAhead>
+  __device__ __forceinline__ void step(Pairs& weights, int head, int tile, bool is_full, unsigned n,
+                                       LookAhead look_ahead) {
     const Slot<kStages> b(n), b_before(n - 1);
     const Slot<kSecondStages> d(n), d_before(n - 1);
     Scores s, dp;
@@ -199,6 +226,7 @@ struct Consumer : Role {
       begin_sum<kColumns, kOutDim>(out, weights, smem.b + b_before.index * kBytesB, kPanelBytesColumns);
     mbarrier_wait(smem.b_full + 8 * b.index, b.parity);
     begin_scores<kHeadDim>(s, smem.a, smem.b + b.index * kBytesB);
+    const OwnStep own(work, head, work.row_begin + group * kGroupRows + warp * 16, tile * kColumns);
     if constexpr (kWithDp) {
       mbarrier_wait(smem.d_full + 8 * d.index, d.parity);
       begin_scores<kHeadDimV>(dp, smem.c, smem.d + d.index * kBytesD);
@@ -207,9 +235,10 @@ struct Consumer : Role {
         mbarrier_arrive_warp(smem.b_empty + 8 * b_before.index, leads);
       }
       wgmma_wait<1>(s);
-      weigh_scores(s, tile, smem.lse_of(n));
+      weigh_scores(s, own, tile, is_full, smem.lse_of(n));
+      look_ahead();
       wgmma_wait<0>(dp);
-      pack(s, dp, weights, smem.lse_of(n), smem.delta_of(n));
+      pack(s, dp, own, weights, smem.lse_of(n), smem.delta_of(n));
       mbarrier_arrive_warp(smem.d_empty + 8 * d.index, leads);
     } else {
       if constexpr (!kFirst) {
@@ -217,13 +246,14 @@ struct Consumer : Role {
         begin_sum<kColumns, kOutDim>(out, weights, smem.d + d_before.index * kBytesD, kPanelBytesColumns);
       }
       wgmma_wait<kFirst ? 0 : 1>(s);
-      weigh_scores(s, tile, smem.lse_of(n));
+      weigh_scores(s, own, tile, is_full, smem.lse_of(n));
+      look_ahead();
       mbarrier_arrive_warp(smem.b_empty + 8 * b.index, leads);
       if constexpr (!kFirst) {
         wgmma_wait<0>(out);
         mbarrier_arrive_warp(smem.d_empty + 8 * d_before.index, leads);
       }
-      pack(s, s, weights, 0, 0);
+      pack(s, s, own, weights, 0, 0);
     }
   }
 
@@ -234,16 +264,29 @@ struct Consumer : Role {
     const int row_begin = work.row_begin + group * kGroupRows;
     if constexpr (kLengths) clear = clear_tiles(work.rows_mask(), {row_begin, row_begin + kGroupRows}, kColumns);
     const AscendingTiles tiles = work.columns;
-    const unsigned end = begin + tiles.count() * work.num_heads();
-    if (end > begin) {
+    unsigned end = begin + tiles.count() * work.num_heads();
+    ToldStep next = {0, SeenTile(0)};
+    if constexpr (kCells) next = work.hear();
+    if (kCells ? !next.is_end() : end > begin) {
       Pairs weights;
-      step<true>(weights, tiles.first(), begin);
-      int tile = tiles.first();
+      if constexpr (kCells) {
+        const auto hear = [&] { next = work.hear(); };
+        end = begin + 1;
+        step<true>(weights, next.head, next.tile.n(), next.tile.is_full(), begin, hear);
 #pragma unroll 1
-      for (unsigned n = begin + 1; n < end; ++n) {
-        tile = tiles.next(tile);
-        if (!tiles.has(tile)) tile = tiles.first();  // of the next query head
-        step<false>(weights, tile, n);
+        for (; !next.is_end(); ++end) {
+          const ToldStep told = next;
+          step<false>(weights, told.head, told.tile.n(), told.tile.is_full(), end, hear);
+        }
+      } else {
+        int tile = tiles.first(), head = kRowsAreQueries ? work.head : work.head * params.problem.heads_per_kv;
+        step<true>(weights, head, tile, false, begin, [] {});
+#pragma unroll 1
+        for (unsigned n = begin + 1; n < end; ++n) {
+          tile = tiles.next(tile);
+          if (!tiles.has(tile)) tile = tiles.first(), ++head;
+          step<false>(weights, head, tile, false, n, [] {});
+        }
       }
       const Slot<kSecondStages> d(end - 1);
       if constexpr (!kWithDp) mbarrier_wait(smem.d_full + 8 * d.index, d.parity);
@@ -259,7 +302,7 @@ struct Consumer : Role {
   // Stores the warp's rows of the gradient, through the place of a.
   __device__ __forceinline__ void store() {
     clear_outside(out, row(), work.seen_rows());
-    const float scale = kIsDv ? 1.0f : params.problem.score.softmax_scale;
+    const float scale = kIsDv ? Dropout(params, 0, 0).scale() : params.problem.score.softmax_scale;
     const int within = group * kGroupRows + warp * 16;
     bar_sync(kRowsRead + group, 128);
     store_rows<kOutDim>(map_of_gradient(params), out, scale, smem.a + within * 128, kPanelBytesRows,
@@ -270,7 +313,7 @@ struct Consumer : Role {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ TiledRowsParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) char smem_bytes[];
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
   const Addresses smem{storage};

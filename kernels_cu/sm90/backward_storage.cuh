@@ -79,6 +79,6 @@ struct Role : KeyWork {
   const Addresses& smem;
   const bool leads = threadIdx.x % 32 == 0;
 
-  __device__ __forceinline__ Role(const TiledBackwardParams& p, const Addresses& addresses)
+  __device__ __forceinline__ Role(const Params& p, const Addresses& addresses)
       : KeyWork(p, addresses.at), smem(addresses) {}
 };

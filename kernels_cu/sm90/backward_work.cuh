@@ -4,8 +4,10 @@
 #include "../common/work.cuh"
 #include "config.cuh"
 #include "dealt_work.cuh"
+#include "told_steps.cuh"
 
-static_assert(sizeof(TiledBackwardParams) == kParamsBytes, "the host packs other parameters");
+using Params = WithOwn<TiledBackwardParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(!kLengths || kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
 // The query tiles that see some key of a block, in the order in which the block takes them. `of` are its key blocks, and
@@ -40,11 +42,17 @@ struct QueryTiles : TileRange {
 // 2 to this power blocks of threads share the query heads of each key block. why a variant: L53.
 __device__ __forceinline__ unsigned parts_log2(const TiledBackwardParams& p) { return kSharesHeads ? p.parts_log2 : 0; }
 
-// The steps of a key block that this block of threads takes, of so many query tiles: those of some query heads.
-__device__ __forceinline__ Range steps_of_part(const TiledBackwardParams& p, int tiles) {
+// The query heads of a kv head, counted from its first one, that this block of threads takes.
+__device__ __forceinline__ Range heads_of_part(const TiledBackwardParams& p) {
   const unsigned log2 = parts_log2(p);
   const int part = blockIdx.x & ((1u << log2) - 1), heads = p.problem.heads_per_kv;
-  return {(heads * part >> log2) * tiles, (heads * (part + 1) >> log2) * tiles};
+  return {heads * part >> log2, heads * (part + 1) >> log2};
+}
+
+// The steps of a key block that this block of threads takes, of so many query tiles: those of some query heads.
+__device__ __forceinline__ Range steps_of_part(const TiledBackwardParams& p, int tiles) {
+  const Range heads = heads_of_part(p);
+  return {heads.begin * tiles, heads.end * tiles};
 }
 
 // The key blocks index … index_end - 1, counted over batch and kv heads, which a block of threads takes one after the
@@ -54,14 +62,14 @@ struct DenseKeyBlocks {
     __device__ void init() const {}
   };
 
-  const TiledBackwardParams& params;
+  const Params& params;
   int index, index_end;
   int skipped, last_steps;    // steps that others take of the first key block; end of the steps of the last one
   int batch, kv_head, block;  // of the key block at hand
   Range steps;                // of the key block at hand
 
   // Blocks of threads wait only for blocks with a lower index (sm90/dq_turns.cuh), which are on the GPU already.
-  __device__ __forceinline__ DenseKeyBlocks(const TiledBackwardParams& p, const Dealt&) : params(p) {
+  __device__ __forceinline__ DenseKeyBlocks(const Params& p, const Dealt&) : params(p) {
     const ProblemParams& problem = p.problem;
     if (blockIdx.x >= p.whole_blocks) {
       const unsigned all_steps = p.num_q_blocks * problem.heads_per_kv;
@@ -130,12 +138,12 @@ struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
   // this is, which are steps that follow each other.
   enum Share { kNth, kPart, kParts };
 
-  const TiledBackwardParams& params;
+  const Params& params;
   int kv_head, block;
   int held_query_tiles;  // of a head. why held: L5
   Range steps;
 
-  __device__ __forceinline__ RaggedKeyBlocks(const TiledBackwardParams& p, const Dealt& in_memory)
+  __device__ __forceinline__ RaggedKeyBlocks(const Params& p, const Dealt& in_memory)
       : DealtWork(in_memory), params(p) {}
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
@@ -201,13 +209,60 @@ struct KeyBlocksOf<true> {
 
 using KeyBlocks = KeyBlocksOf<kLengths>::Type;
 
-// What warps do with the key block at hand.
-struct KeyWork : KeyBlocks {
-  using KeyBlocks::KeyBlocks;
+// Finds the steps of a key block in which something is seen, tells of each and calls f for it, and tells of their end.
+template <class AnyWork, class F>
+__device__ __forceinline__ void find_each_step(AnyWork& work, unsigned& step, F f) {
+  const Params& params = work.params;
+  const auto of = work.sequence();
+  const int first_head = work.kv_head * params.problem.heads_per_kv, key = work.block * kBlockK;
+  const Range heads = heads_of_part(params);
+#pragma unroll 1
+  for (int head = first_head + heads.begin; head < first_head + heads.end; ++head) {
+    // Tiles from the first one on that the key block would begin with if there were no cells, then those before it.
+#pragma unroll 1
+    for (int lap = 0; lap < 2; ++lap) {
+      const QueryTiles all = work.query_tiles();  // why here: L5
+      const int middle = params.deterministic ? all.begin : all.first;
+      const DirectedTiles tiles(lap == 0 ? TileRange{middle, all.end} : TileRange{all.begin, middle},
+                                params.deterministic ? -1 : 1);
+      const SeenTiles<DirectedTiles, kBlockK, kBlockQ, true> seen(
+          tiles, params, work.batch, head, {key, smaller(key + kBlockK, of.seqlen_k())}, of.seqlen_q());
+#pragma unroll 1
+      for (int n = tiles.first();; ++step) {
+        const SeenTile tile = seen.seen_from(n);
+        if (!tiles.has(tile.n())) break;
+        work.tell({head, tile});
+        f(head, tile.n(), tile.is_full());
+        n = tiles.next(tile.n());
+      }
+    }
+  }
+  work.tell({ToldStep::kEnd, SeenTile(0)});
+}
 
-  // Calls f(query head, query tile) for every step of the key block. `step` counts on over key blocks.
+// What warps do with the key block at hand.
+struct KeyWork : KeyBlocks, ToldSteps<kNumWarps - 1> {
+  using Told = ToldSteps<kNumWarps - 1>;
+
+  struct Dealt : KeyBlocks::Dealt, Told::Ring {
+    // One thread calls.
+    __device__ void init() const { KeyBlocks::Dealt::init(), Told::Ring::init(); }
+  };
+
+  __device__ __forceinline__ KeyWork(const Params& p, const Dealt& in_memory)
+      : KeyBlocks(p, in_memory), Told(in_memory) {}
+
+  // Calls f(query head, query tile, whether the caller's mask shows all of it) for every step of the key block. `step`
+  // counts on over key blocks. With cells, `lead_each_step` tells of the steps.
   template <class F>
-  __device__ __forceinline__ void for_each_step(unsigned& step, F f) const {
+  __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
+    if constexpr (kCells) {
+#pragma unroll 1
+      for (ToldStep told = hear(); !told.is_end(); told = hear(), ++step) {
+        f(told.head, told.tile.n(), told.tile.is_full());
+      }
+      return;
+    }
     int left = steps.end - steps.begin, head = kv_head * params.problem.heads_per_kv, n = steps.begin;
 #pragma unroll 1
     while (left > 0) {
@@ -220,11 +275,18 @@ struct KeyWork : KeyBlocks {
       int m = tiles.at(*this, n);
 #pragma unroll 1
       for (int i = smaller(count - n, left); i > 0; --i, --left, ++step) {
-        f(head, m);
+        f(head, m, false);
         m = QueryTiles::next(*this, m);
       }
       n = 0, ++head;
     }
+  }
+
+  // The same for the one warp that finds the steps with cells.
+  template <class F>
+  __device__ __forceinline__ void lead_each_step(unsigned& step, F f) {
+    if constexpr (kCells) find_each_step(*this, step, f);
+    else for_each_step(step, f);
   }
 
   // The number of a tile of dq: of its counter, and of its accumulator.

@@ -3,6 +3,7 @@
 #include "../common/score.cuh"
 #include "../ptx/grid.cuh"
 #include "../ptx/warpgroup.cuh"
+#include "own_work.cuh"
 #include "producer.cuh"
 #include "products.cuh"
 #include "softmax.cuh"
@@ -16,7 +17,7 @@ __device__ __forceinline__ void begin_scores(Scores& s, const Query& q, unsigned
 }
 
 // Whether a warpgroup may pass over the first and the last key tile, if it sees nothing of them. why not always: L33.
-constexpr bool kSkipsTiles = kBlockQ > kBlockK;
+constexpr bool kSkipsTiles = kBlockQ > kBlockK && !kCells;
 
 // The key tiles of a query block as one warpgroup sees them. The ring holds one more before them if the group
 // skips_first, and one after them if it skips_last.
@@ -47,7 +48,7 @@ struct GroupKeys {
     const Range rows = group_rows(problem, work, group);
     const Range common = work.sequence(problem).mask().full_range(rows.begin, rows.end);
     clear = TileRange::inside(common, kBlockK);
-    if constexpr (!Score::kAlwaysChanges) {
+    if constexpr (!kRaisesAlways) {
       last_common = (common.end - 1) / kBlockK;
       clear.begin = larger(clear.begin, tiles.begin);  // why here: a loop that ends there would find it in every turn
     }
@@ -73,7 +74,7 @@ struct Consumer : Role {
   __device__ __forceinline__ Consumer(const Role& role, int warp_idx)
       : Role(role), group(warp_idx / 4), warp(warp_idx % 4) {}
 
-  __device__ __forceinline__ float scale_log2() const { return params.problem.score.scale_log2; }
+  __device__ __forceinline__ float scale_log2() const { return scale_log2_of(params.problem); }
 
   // Waits for a tile of the ring. The result is its address.
   __device__ __forceinline__ unsigned await(const RingPosition& at) const {
@@ -130,16 +131,21 @@ struct Consumer : Role {
     if (n == (kQInRegisters ? keys.tiles.end - 1 : keys.tiles.begin)) release_query();
   }
 
-  // Waits for s of key tile n and makes weights of it, with any mask and maximum. The caller multiplies o by o_scale.
+  // Waits for s of key tile number n and makes weights of it, with any mask and maximum. The caller multiplies o by o_scale.
   // At most kPending groups of products that were begun later may still run.
   template <int kPending>
   __device__ __forceinline__ void weigh(const GroupKeys& keys, int n, unsigned k_slot, float (&o_scale)[2]) {
     const QueryWork work = smem.work(i);  // why here: L31
     const auto rows = lane_queries(work);
+    const auto at = smem.tile(n, k_slot);
+    const int tile = at.n();
+    const OwnWork own(params, work);
+    const auto own_head = own.head();
     wgmma_wait<kPending>(s);
     Score{params.problem.score}.apply(s);
-    if (n >= keys.clear.end) mask(work).hide_after(s, rows, n * kBlockK, fresh_thread() % 4);
-    if (n < keys.clear.begin) mask(work).hide_before(s, rows, n * kBlockK, fresh_thread() % 4);
+    own.apply(own_head, s, rows, tile * kBlockK, at.is_full());
+    if (tile >= keys.clear.end) mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
+    if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
     absent_keys(k_slot).hide(s, fresh_thread() % 4);
     softmax.raise(s, scale_log2(), o_scale);
     float sums[2];
@@ -147,14 +153,15 @@ struct Consumer : Role {
     softmax.add(sums);
   }
 
-  // Gives the factors that turn this lane's rows of the output into the result, and their lse. Rows that no sequence
-  // uses see nothing.
+  // Gives the factors that turn this lane's rows of the output into the result, and their lse. Those of rows that see
+  // nothing are 0. Rows that no sequence uses see nothing, not even a sink.
   __device__ __forceinline__ void finish(const QueryWork& work, const Softmax& softmax, float (&o_scale)[2],
                                          float (&lse)[2]) const {
     const auto rows = lane_queries(work);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       softmax.finish(h, o_scale[h], lse[h]);
+      OwnWork(params, work).finish(o_scale[h], lse[h]);
       if (kLengths && rows[h] >= work.sequence(params.problem).seqlen_q()) o_scale[h] = 0.0f, lse[h] = -infinity();
     }
   }

@@ -53,7 +53,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     if (n < keys.clear.begin) mask(work).hide_before(s, rows, n * kBlockK, fresh_thread() % 4);
     absent_keys(k_slot).hide(s, fresh_thread() % 4);
     float sums[2];
-    if constexpr (Score::kAlwaysChanges) {
+    if constexpr (kRaisesAlways) {
       softmax.raise(s, scale_log2(), o_scale);
       softmax.weigh(s, scale_log2(), sums);
       softmax.add(sums);
@@ -65,13 +65,14 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
       softmax.add(sums);
       return false;
     }
-    auto hide = [&](float (&fresh)[8], int piece) {
+    auto finish = [&](float (&fresh)[8], int piece) {
       const int key = n * kBlockK + 16 * piece;
+      Score{params.problem.score}.apply(fresh);
       if (n >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
       if (n < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
       absent_keys(k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
     };
-    weigh_again(s, softmax, sums, o_scale, hide, scale_log2(), q, q_smem(), smem.kv + k_slot * kBytesSlot);
+    weigh_again(s, softmax, sums, o_scale, finish, scale_log2(), q, q_smem(), smem.kv + k_slot * kBytesSlot);
     return true;
   }
 

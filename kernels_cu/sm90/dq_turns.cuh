@@ -18,11 +18,21 @@ enum DqMode : unsigned {
 struct DqTurn {
   int rank, count;
 
-  template <class AnySequence>
-  __device__ __forceinline__ DqTurn(const AnySequence& sequence, int m, int block) {
+  template <class AnyWork>
+  __device__ __forceinline__ DqTurn(const AnyWork& work, int head, int m, unsigned tile) {
+    const auto sequence = work.sequence();
     const int row_end = smaller((m + 1) * kBlockQ, sequence.seqlen_q());
     const TileRange keys = TileRange::touched(sequence.mask().key_range(m * kBlockQ, row_end), kBlockK);
-    rank = block - keys.begin, count = keys.count();
+    rank = work.block - keys.begin, count = keys.count();
+    if constexpr (kCells) {  // those in which something is seen; portable/seen_counts.cu has counted them
+      count = __ldg(work.params.seen_counts + tile);
+      if (work.params.deterministic) {
+        const AscendingTiles before(TileRange{keys.begin, work.block});
+        const SeenTiles<AscendingTiles, kBlockQ, kBlockK> seen(before, work.params, work.batch, head,
+                                                               {m * kBlockQ, row_end}, sequence.seqlen_k());
+        rank = seen.count_seen();
+      }
+    }
   }
 };
 
@@ -48,11 +58,11 @@ struct TurnWarp : Role {
     unsigned step = 0, sums = 0;
 #pragma unroll 1
     while (next_block()) {
-      for_each_step(step, [&](int head, int m) {
+      for_each_step(step, [&](int head, int m, bool) {
         const unsigned slot = step & 1, parity = step / 2 & 1;
         const unsigned tile = dq_tile(head, m);  // why before the wait: L17
         unsigned* const counter = params.turns + tile;
-        DqTurn turn(sequence(), m, block);
+        DqTurn turn(*this, head, m, tile);
         unsigned seen = 0;
         mbarrier_wait(smem.turn_empty + 8 * slot, parity ^ 1);
         if (!params.deterministic) {
@@ -86,7 +96,7 @@ struct TurnWarp : Role {
 struct DqWarp : Role {
   const unsigned odd;
 
-  __device__ __forceinline__ DqWarp(const TiledBackwardParams& p, const Addresses& addresses, unsigned odd)
+  __device__ __forceinline__ DqWarp(const Params& p, const Addresses& addresses, unsigned odd)
       : Role(p, addresses), odd(odd) {}
 
   __device__ __forceinline__ void move(unsigned mode, unsigned tile, int group, int head, int m) const {
@@ -118,7 +128,7 @@ struct DqWarp : Role {
     unsigned step = 0;
 #pragma unroll 1
     while (next_block()) {
-      for_each_step(step, [&](int head, int m) {
+      for_each_step(step, [&](int head, int m, bool) {
         if ((step & 1) != odd) return;
         const unsigned parity = step / 2 & 1, tile = dq_tile(head, m);
         mbarrier_wait(smem.turn_full + 8 * odd, parity);

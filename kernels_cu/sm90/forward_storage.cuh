@@ -61,7 +61,27 @@ struct RaggedStorage<true> {
   __device__ unsigned barriers() const { return smem_address(&edge_full); }
 };
 
-struct alignas(1024) SharedStorage : Storage, RaggedStorage<kLengths> {};
+// A key tile of which nothing is known.
+struct PlainTile {
+  int number;
+
+  __device__ __forceinline__ int n() const { return number; }
+  __device__ static constexpr bool is_full() { return false; }
+};
+
+// What only kernels with cells need.
+template <bool kExists>
+struct CellsStorage {
+  __device__ unsigned tiles() const { return 0; }
+};
+template <>
+struct CellsStorage<true> {
+  int tile_of[kStages];  // SeenTile::bits of the key tile in each slot of the ring
+
+  __device__ unsigned tiles() const { return smem_address(tile_of); }
+};
+
+struct alignas(1024) SharedStorage : Storage, RaggedStorage<kLengths>, CellsStorage<kCells> {};
 static_assert(!kSingle || sizeof(Storage::kv) >= kStateBytes, "states of rows take the place of the ring");
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
@@ -72,6 +92,13 @@ struct Addresses {
   const unsigned work_full = smem_address(at.work_full), q_barriers = smem_address(at.q_full);
   const unsigned kv_full = smem_address(at.kv_full), kv_empty = smem_address(at.kv_empty);
   const unsigned works = smem_address(at.work), present = at.present_keys(), edge_full = at.barriers();
+  const unsigned tiles = at.tiles();
+
+  // The key tile in a slot that has arrived. `n` is its number among those of the work.
+  __device__ __forceinline__ auto tile(int n, unsigned slot) const {
+    if constexpr (kCells) return SeenTile(static_cast<int>(ld_shared_u32(tiles + 4 * slot)));
+    else return PlainTile{n};
+  }
 
   // Piece i asks for the next one, which the dealer waits for.
   __device__ __forceinline__ unsigned wanted(unsigned i) const { return edge_full + 8 + (kDecodes ? 0 : i % 2 * 8); }

@@ -1,12 +1,28 @@
 // The work of forward and lse on Hopper: query blocks of any heads, one after the other.
 #pragma once
+#include "../common/cells.cuh"
 #include "decode_work.cuh"
 
+// With cells, the key tiles of a query block are numbered over those that are seen, from the last one on to the first,
+// which is number 0. The warp that loads them finds them among all of the block, and tells their places in the ring.
+template <bool kExists>
+struct AllKeys {};
+template <>
+struct AllKeys<true> {
+  TileRange tiles;
+};
+
 // A query block of a head. It has at least one key tile, if only to find that nothing is seen.
-struct alignas(16) DenseQueryWork {
+struct alignas(16) DenseQueryWork : AllKeys<kCells> {
   int row_begin;  // kNoWork once there is no more
   TileRange keys;
   int head, kv_head, batch;
+
+  __device__ __forceinline__ static DenseQueryWork none() {
+    DenseQueryWork work = {};
+    work.row_begin = kNoWork;
+    return work;
+  }
 
   // As in RaggedQueryWork.
   __device__ __forceinline__ Range queries(const ProblemParams&, int begin, int end) const {
@@ -20,12 +36,30 @@ struct alignas(16) DenseQueryWork {
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, batch}; }
 };
 
+// The key tiles of a query block that are seen.
+template <class Params, class AnyWork>
+__device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_keys(const Params& params,
+                                                                                 const AnyWork& work) {
+  const Sequence sequence = work.sequence(params.problem);
+  const Range rows{work.row_begin, smaller(work.row_begin + kBlockQ, sequence.seqlen_q())};
+  return {DescendingTiles(work.tiles), params, work.batch, work.head, rows, sequence.seqlen_k()};
+}
+
+// Numbers the key tiles over those that are seen. All lanes of a warp call.
+template <class Params, class AnyWork>
+__device__ __forceinline__ void number_seen(const Params& params, AnyWork& work) {
+  if constexpr (kCells) {
+    work.tiles = work.keys;
+    work.keys = {0, larger(seen_keys(params, work).count_seen(), 1)};
+  }
+}
+
 // Deals out the work of a block of threads.
 struct DenseWorkQueue : WorkCounter {
   __device__ __forceinline__ void advance(const TiledForwardParams& params) { take_next(params, params.num_tiles); }
 
-  __device__ __forceinline__ DenseQueryWork work(const TiledForwardParams& params) const {
-    if (index >= params.num_tiles) return {kNoWork};
+  __device__ __forceinline__ DenseQueryWork work(const WithOwn<TiledForwardParams>& params) const {
+    if (index >= params.num_tiles) return DenseQueryWork::none();
     const ProblemParams& problem = params.problem;
     const unsigned num_blocks = params.num_q_blocks;
     const Work work(longest_first(index, num_blocks, params.num_tiles / num_blocks, params.heads_together),
@@ -37,6 +71,7 @@ struct DenseWorkQueue : WorkCounter {
     const int row_end = smaller(query_work.row_begin + kBlockQ, sequence.seqlen_q());
     query_work.keys = TileRange::touched(sequence.mask().key_range(query_work.row_begin, row_end), kBlockK);
     query_work.keys.end = larger(query_work.keys.end, query_work.keys.begin + 1);
+    number_seen(params, query_work);
     return query_work;
   }
 };

@@ -35,6 +35,14 @@ struct OutputConsumer : Consumer {
     for (int j = 0; j < kBlockK / 4; ++j) p[j] = pack2(s[2 * j], s[2 * j + 1]);
   }
 
+  // Drops weights of key tile n, whose sums were made.
+  __device__ __forceinline__ void drop(int n) {
+    if constexpr (kDropout) {
+      const QueryWork work = smem.work(i);
+      OwnWork(params, work).drop(s, lane_queries(work), n);
+    }
+  }
+
   __device__ __forceinline__ void rescale() {
     if (!__any_sync(0xffffffffu, o_scale[0] != 1.0f | o_scale[1] != 1.0f)) return;
 #pragma unroll
@@ -77,22 +85,32 @@ struct OutputConsumer : Consumer {
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
       begin_step(step);
-      const QueryWork work = kClear ? QueryWork() : smem.work(i);  // why here: L31
-      const auto rows = kClear ? decltype(lane_queries(work))() : lane_queries(work);
+      const QueryWork work = kClear && !kOwn ? QueryWork() : smem.work(i);  // why here: L31
+      const auto rows = kClear && !kOwn ? decltype(lane_queries(work))() : lane_queries(work);
+      const OwnWork own(params, work);
+      const auto own_head = own.head();
+      const auto at = smem.tile(step.n, step.k_slot);
+      const int tile = at.n();
       wgmma_wait<1>(s);
+      Score{params.problem.score}.apply(s);
+      own.apply(own_head, s, rows, tile * kBlockK, at.is_full(),
+                kOwnScores ? float2{softmax.taken_off(0), softmax.taken_off(1)} : float2{});
       if constexpr (!kClear) {
-        if (step.n >= keys.clear.end) mask(work).hide_after(s, rows, step.n * kBlockK, fresh_thread() % 4);
-        if (step.n < keys.clear.begin) mask(work).hide_before(s, rows, step.n * kBlockK, fresh_thread() % 4);
+        if (tile >= keys.clear.end) mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
+        if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
       }
       absent_keys(step.k_slot).hide(s, fresh_thread() % 4);
-      if constexpr (!kClear) softmax.raise_unseen(s, scale_log2());
-      softmax.weigh(s, scale_log2(), step.sums);
+      // why also in clear tiles: own functions may have hidden all keys so far.
+      if constexpr (kOwnScores) softmax.raise_unseen_again(s);
+      else if constexpr (!kClear || kOwnMask) softmax.raise_unseen(s, scale_log2());
+      softmax.weigh<kOwnScores>(s, scale_log2(), step.sums);
       if (__any_sync(0xffffffffu, softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]))) {
         wgmma_wait<0>(o);
         return false;
       }
       softmax.add(step.sums);
       end_scores(keys, step.n, step.k_slot);
+      drop(tile);
       end_output(step.v_slot);
       pack();
     }
@@ -103,19 +121,21 @@ struct OutputConsumer : Consumer {
   __device__ __forceinline__ bool steps(const GroupKeys& keys) {
     const TileRange tiles = keys.tiles;
     Step step{tiles.end - 2};
-    if constexpr (Score::kAlwaysChanges) {
+    if constexpr (kRaisesAlways) {
 #pragma unroll 1
       for (; step.n >= tiles.begin; --step.n) {
         begin_step(step);
         weigh<1>(keys, step.n, step.k_slot, o_scale);
+        const int tile = smem.tile(step.n, step.k_slot).n();
         end_scores(keys, step.n, step.k_slot);
+        drop(tile);
         end_output(step.v_slot);
         pack();
         rescale();
       }
     } else {
-      // why: after the tile of the last key that all rows see, no row has seen nothing.
-      const bool some_clear = keys.clear.begin < min(keys.clear.end, tiles.end);
+      // why: after the tile of the last key that all rows see, no row has seen nothing. With cells, tiles are not in line.
+      const bool some_clear = !kCells && keys.clear.begin < min(keys.clear.end, tiles.end);
       const int upper_begin = some_clear ? max(tiles.begin, keys.last_common) : tiles.begin;
 #pragma unroll 1
       while (step.n >= tiles.begin) {
@@ -127,15 +147,21 @@ struct OutputConsumer : Consumer {
         }
         const QueryWork work = smem.work(i);
         const auto rows = lane_queries(work);
-        auto hide = [&](float (&fresh)[8], int piece) {
-          const int key = step.n * kBlockK + 16 * piece;
-          if (step.n >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
-          if (step.n < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
+        const OwnWork own(params, work);
+        const auto at = smem.tile(step.n, step.k_slot);
+        const int tile = at.n();
+        auto finish = [&](float (&fresh)[8], int piece) {
+          const int key = tile * kBlockK + 16 * piece;
+          Score{params.problem.score}.apply(fresh);
+          own.apply(own.head(), fresh, rows, key, at.is_full());
+          if (tile >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
+          if (tile < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
           absent_keys(step.k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
         };
-        weigh_again(s, softmax, step.sums, o_scale, hide, scale_log2(), q, q_smem(),
+        weigh_again(s, softmax, step.sums, o_scale, finish, scale_log2(), q, q_smem(),
                     smem.kv + step.k_slot * kBytesSlot);
         end_scores(keys, step.n, step.k_slot);
+        drop(tile);
         release(step.v_slot);
         pack();
         rescale();
@@ -151,7 +177,9 @@ struct OutputConsumer : Consumer {
     keys.find_clear(params.problem, smem.work(i), group);
     softmax.setup();
     weigh<kPending>(keys, keys.tiles.end - 1, k_slot, o_scale);
+    const int tile = smem.tile(keys.tiles.end - 1, k_slot).n();
     end_scores(keys, keys.tiles.end - 1, k_slot);
+    drop(tile);
   }
 
   __device__ __forceinline__ void run() {

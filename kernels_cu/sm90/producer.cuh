@@ -8,14 +8,16 @@
 template <class AnyWork>
 struct DenseKeyProducer : Role {
   RingPosition ring;
+  SeenTile loaded{0};  // with cells: the last key tile whose k was loaded
 
   // Loads key tile n of k or v into the ring.
-  template <int kPanels>
+  template <int kPanels, bool kTells>
   __device__ __forceinline__ void load(const TensorMap& map, int n, const AnyWork& work) {
     const unsigned full = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
     const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
     mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
     if (leads) {
+      if constexpr (kTells) st_shared_u32(smem.tiles + 4 * ring.slot, loaded.bits);
       mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
       load_panels<kPanels>(map, target, kPanelBytesK, full, rows, work.kv_head);
     }
@@ -23,16 +25,25 @@ struct DenseKeyProducer : Role {
     ring.advance();
   }
 
-  __device__ __forceinline__ void load_k(const AnyWork& work, int n) { load<kPanelsQk>(params.k_map, n, work); }
+  __device__ __forceinline__ void load_k(const AnyWork& work, int n) { load<kPanelsQk, kCells>(params.k_map, n, work); }
 
   __device__ __forceinline__ void load_v(const AnyWork& work, int n) {
-    if constexpr (kPanelsV > 0) load<kPanelsV>(params.v_map, n, work);
+    if constexpr (kPanelsV > 0) load<kPanelsV, false>(params.v_map, n, work);
   }
 
   // The last p v of a query block is made during the query block after it.
-  __device__ __forceinline__ void load_last_v(unsigned i) {
+  __device__ __forceinline__ void load_last_v(unsigned i, int last) {
     const AnyWork work = smem.work(i);
-    load_v(work, work.keys.begin);
+    load_v(work, kCells ? last : work.keys.begin);
+  }
+
+  // Finds the next key tile that is seen, or the first one of the work. If nothing is seen, it is any.
+  __device__ __forceinline__ void find_tile(const AnyWork& work, bool is_first) {
+    if constexpr (kCells) {
+      const DescendingTiles all = work.tiles;
+      loaded = seen_keys(params, work).seen_from(is_first ? all.first() : all.next(loaded.n()));
+      if (!all.has(loaded.n())) loaded = SeenTile(all.begin, false);
+    }
   }
 
   __device__ __forceinline__ void describe(unsigned i, const AnyWork& work) const {
@@ -58,13 +69,15 @@ struct DenseKeyProducer : Role {
           queue.advance(params);
           describe(i + 1, queue.work(params));
         }
-        load_k(work, n);
-        if (n < tiles.end - 1) load_v(work, n + 1);
-        else if (kNextScoresFirst && i > 0) load_last_v(i - 1);
+        const int before = kCells ? loaded.n() : n + 1;
+        find_tile(work, n == tiles.first());
+        load_k(work, kCells ? loaded.n() : n);
+        if (n < tiles.end - 1) load_v(work, before);
+        else if (kNextScoresFirst && i > 0) load_last_v(i - 1, before);
       }
-      if (!kNextScoresFirst) load_v(work, work.keys.begin);
+      if (!kNextScoresFirst) load_v(work, kCells ? loaded.n() : work.keys.begin);
     }
-    if (kNextScoresFirst) load_last_v(i - 1);
+    if (kNextScoresFirst) load_last_v(i - 1, loaded.n());
   }
 };
 

@@ -5,8 +5,10 @@
 #include "../common/work.cuh"
 #include "config.cuh"
 #include "dealt_work.cuh"
+#include "told_steps.cuh"
 
-static_assert(sizeof(TiledRowsParams) == kParamsBytes, "the host packs other parameters");
+using Params = WithOwn<TiledRowsParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 constexpr bool kRowsAreQueries = kGradient == Gradient::kDq, kWithDp = kGradient != Gradient::kDv;
 constexpr int kRows = kGroupRows * kNumConsumers, kColumns = kRowsAreQueries ? kBlockK : kBlockQ;
@@ -42,13 +44,13 @@ struct DenseRowBlock {
     __device__ static constexpr void init() {}
   };
 
-  const TiledRowsParams& params;
+  const Params& params;
   int batch, head;  // a query head if rows are queries, else a kv head
   int row_begin;
   TileRange columns;
 
   // The longest blocks of rows under a causal mask come first: the last queries, or the first keys.
-  __device__ __forceinline__ DenseRowBlock(const TiledRowsParams& p, const Dealt&) : params(p) {
+  __device__ __forceinline__ DenseRowBlock(const Params& p, const Dealt&) : params(p) {
     const unsigned blocks = blocks_of_rows(p), heads = heads_of_rows(p.problem);
     const Work work(longest_first(blockIdx.x, blocks, p.problem.batch * heads, p.heads_together), heads);
     batch = work.batch, head = work.head;
@@ -84,11 +86,11 @@ struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
     }
   };
 
-  const TiledRowsParams& params;
+  const Params& params;
   int head, row_begin;
   TileRange columns;
 
-  __device__ __forceinline__ RaggedRowBlock(const TiledRowsParams& p, const Dealt& in_memory)
+  __device__ __forceinline__ RaggedRowBlock(const Params& p, const Dealt& in_memory)
       : DealtWork(in_memory), params(p) {}
 
   // Deals out all work of a block of threads, each piece once all loads of the piece before have begun. One warp calls. why so
@@ -145,9 +147,29 @@ struct RowBlockOf<true> {
 };
 using RowBlock = RowBlockOf<kLengths>::Type;
 
+// The tiles of columns in which some row of a block sees something.
+template <class AnyBlock>
+__device__ __forceinline__ auto seen_tiles(const AnyBlock& block, int query_head) {
+  const AscendingTiles tiles = block.columns;
+  const Mask mask = mask_of_rows(block.sequence().mask());
+  const Range rows{block.row_begin, smaller(block.row_begin + kRows, mask.seqlen_q)};
+  int batch = 0;
+  if constexpr (kCells) batch = block.batch;
+  return SeenTiles<AscendingTiles, kRows, kColumns, !kRowsAreQueries>(tiles, block.params, batch, query_head, rows,
+                                                                      mask.seqlen_k);
+}
+
 // A block of rows, whichever they are.
-struct RowWork : RowBlock {
-  using RowBlock::RowBlock;
+struct RowWork : RowBlock, ToldSteps<4 * kNumConsumers> {
+  using Told = ToldSteps<4 * kNumConsumers>;
+
+  struct Dealt : RowBlock::Dealt, Told::Ring {
+    // One thread calls.
+    __device__ void init() const { RowBlock::Dealt::init(), Told::Ring::init(); }
+  };
+
+  __device__ __forceinline__ RowWork(const Params& p, const Dealt& in_memory)
+      : RowBlock(p, in_memory), Told(in_memory) {}
 
   // Lets a role run over each block of rows. Steps are counted over all of them.
   template <class Role>

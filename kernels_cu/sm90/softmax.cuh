@@ -5,6 +5,8 @@
 #include "../common/fragment.cuh"
 #include "../common/swizzle.cuh"
 #include "../ptx/mma_sync.cuh"
+#include "../common/own_scores.cuh"
+#include "../common/score.cuh"
 #include "forward_storage.cuh"
 
 // bfloat16: the weight of a row's maximum is 2^-kBias when the maximum is found, and the sum of a lane stays under
@@ -13,8 +15,14 @@
 // range of the type, which ends at 65504, and p v stays small in float32, because v is under 65504, too.
 constexpr float kBias = kIsFloat16 ? 0.0f : 28.0f;
 constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
-// The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows.
-constexpr float kUnseen = -1e38f;
+// The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows. Of
+// the caller's own scores those up to kLeastScore are to weigh nothing: it is the next number, so that exp2 gives 0 for
+// them in every row.
+constexpr float kUnseen = kOwnScores ? kLeastScore + 0x1p100f : -1e38f;
+static_assert(!kOwnScores || (kUnseen > kLeastScore && kUnseen - kLeastScore <= 0x1p101f), "");
+
+// Whether maxima are raised in each tile. why for capped scores at head dim 256: registers. lse makes no scores again.
+constexpr bool kRaisesAlways = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV == 0);
 
 using Query = unsigned[kQSteps > 0 ? kQSteps : 1][4];  // fragments of a warp's rows of q, as mma.sync takes them
 
@@ -46,6 +54,24 @@ struct Softmax {
     }
   }
 
+  // What is taken off the scores of row h as they are made: its shift, or nothing if it has seen nothing yet.
+  __device__ __forceinline__ float taken_off(int h) const { return shift[h] == kUnseen ? 0.0f : shift[h]; }
+
+  // As raise_unseen, for scores less taken_off, which become exponents.
+  template <int kCount>
+  __device__ __forceinline__ void raise_unseen_again(float (&s)[kCount]) {
+    if (!__any_sync(0xffffffffu, shift[0] == kUnseen | shift[1] == kUnseen)) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float row_max = quad_max(lane_row_max(s, h));
+      const bool is_unseen = shift[h] == kUnseen;
+      if (is_unseen) shift[h] = fmaxf(kUnseen, row_max + kBias);
+      const float less = is_unseen ? shift[h] : 0.0f;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) s[4 * j + 2 * h] -= less, s[4 * j + 2 * h + 1] -= less;
+    }
+  }
+
   __device__ __forceinline__ void raise_row(int h, float row_max, float scale_log2, float& o_scale) {
     const float raised = fmaxf(shift[h], fmaf(row_max, scale_log2, kBias));
     o_scale = exp2_approx(shift[h] - raised);
@@ -53,15 +79,17 @@ struct Softmax {
     sum[h] *= o_scale;
   }
 
-  // Scores become weights. `sums` becomes their sums over this lane's columns.
-  template <int kCount>
+  // Scores, or exponents, become weights. `sums` becomes their sums over this lane's columns.
+  template <bool kOfExponents = false, int kCount>
   __device__ __forceinline__ void weigh(float (&s)[kCount], float scale_log2, float (&sums)[2]) const {
     float odd[2] = {};
     sums[0] = sums[1] = 0.0f;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[4 * j + i] = exp2_approx(fmaf(s[4 * j + i], scale_log2, -shift[i / 2]));
+      for (int i = 0; i < 4; ++i) {
+        s[4 * j + i] = exp2_approx(kOfExponents ? s[4 * j + i] : fmaf(s[4 * j + i], scale_log2, -shift[i / 2]));
+      }
       sums[0] += s[4 * j], odd[0] += s[4 * j + 1], sums[1] += s[4 * j + 2], odd[1] += s[4 * j + 3];
     }
     sums[0] += odd[0], sums[1] += odd[1];
@@ -113,12 +141,11 @@ __device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsi
   }
 }
 
-// Makes the weights of this warp's rows once more where they are out of range; other rows stay as they are. It is rare,
-// and only called where scores are products and no query of the tile has a hidden key after its last. hide(scores,
-// piece) hides the other keys that are not seen, of 16 keys.
-template <int kCount, class Hide>
+// Makes the weights of this warp's rows once more where they are out of range; other rows stay as they are. It is rare.
+// finish(products, piece) makes scores of the products of 16 keys, and hides those of keys that are not seen.
+template <int kCount, class Finish>
 __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
-                                            float (&o_scale)[2], Hide hide, float scale_log2, const Query& q,
+                                            float (&o_scale)[2], Finish finish, float scale_log2, const Query& q,
                                             unsigned q_smem, unsigned k_smem) {
   constexpr int kPieces = kCount / 8;  // of 16 keys
   bool again[2];
@@ -136,7 +163,7 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
     const int piece = n % kPieces;
     float fresh[8];
     scores_again(fresh, q, q_smem, k_smem + piece * 16 * 128);
-    hide(fresh, piece);
+    finish(fresh, piece);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (n < kPieces) {

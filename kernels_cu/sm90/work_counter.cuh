@@ -8,7 +8,7 @@
 
 template <bool kOfSeveralLengths, bool kOfFewQueries>
 struct KernelParamsOf {
-  using Type = TiledForwardParams;
+  using Type = WithOwn<TiledForwardParams>;
 };
 template <>
 struct KernelParamsOf<true, false> {

@@ -113,7 +113,7 @@ def test_what_is_not_offered_is_refused_by_name() -> None:
     for changes, error, words in (
         ({"qv": q}, UnsupportedError, "qv"),
         ({"q_descale": q}, UnsupportedError, "q_descale"),
-        ({"attention_chunk": 4}, UnsupportedError, "attention_chunk=4"),
+        ({"attention_chunk": -4}, ProblemError, "attention_chunk=-4"),
         ({"leftpad_k": ones}, UnsupportedError, "leftpad_k was given"),
         ({"seqlens_rotary": ones}, UnsupportedError, "seqlens_rotary was given"),
         ({"rotary_cos": q}, ProblemError, "rotary_cos was given, but not both of k and v"),

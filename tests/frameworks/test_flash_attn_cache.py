@@ -122,7 +122,6 @@ def test_schedules_are_made_kept_and_passed_back() -> None:
     [
         *((module, "cache_leftpad", "first row of its cache") for module in (fa2, fa3)),
         (fa3, "rotary_seqlens", "rotates at positions in the cache"),
-        (fa2, "alibi_slopes", "has no ALiBi"),
         *((fa3, name, "8-bit") for name in ("qv", "q_descale", "k_descale", "v_descale")),
     ],
     ids=lambda x: x.__name__.split(".")[-1] if hasattr(x, "__name__") else x.replace(" ", "_"),

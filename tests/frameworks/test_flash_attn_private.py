@@ -156,12 +156,12 @@ def test_what_does_not_fit_is_refused_and_nothing_is_written() -> None:
         with pytest.raises(ProblemError, match=words):
             fa2._flash_attn_backward(*given, 0.0, *mask, False)
     assert not any(x.any() for x in zeros)
-    with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1"):
-        fa2._flash_attn_forward(q, k, v, 0.1, *mask, False)
-    with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1"):
+    with pytest.raises(ProblemError, match=r"dropout_p=1\.5"):
+        fa2._flash_attn_forward(q, k, v, 1.5, *mask, False)
+    with pytest.raises(ProblemError, match=r"dropout_p=0\.1, but there is no rng_state"):
         fa2._flash_attn_backward(out, q, k, v, out, lse, *zeros, 0.1, *mask, False)
-    with pytest.raises(UnsupportedError, match="alibi_slopes"):
-        fa2._flash_attn_forward(q, k, v, 0.0, *mask[:-1], torch.ones(4), False)
+    with pytest.raises(ProblemError, match=r"alibi_slopes has shape \(3,\)"):
+        fa2._flash_attn_forward(q, k, v, 0.0, *mask[:-1], torch.ones(3), False)
     with pytest.raises(ProblemError, match="softcap=None"):
         fa2._flash_attn_backward(out, q, k, v, out, lse, *zeros, 0.0, 0.25, False, -1, -1, None, None, False)
     bounds = torch.tensor([0, 9], dtype=torch.int32)

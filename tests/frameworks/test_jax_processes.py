@@ -141,3 +141,57 @@ KEPT = jax.grad(lambda q: attention(q, x, x).sum())(x)
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_process_ends_while_a_gradient_is_computed(kept: bool) -> None:
     run(ENDS.replace("KEPT = ", "gradient = " if kept else ""))
+
+
+OWN_EXPORT = """
+import jax.export
+import jax, jax.numpy as jnp, pathlib
+from cuflash.frameworks.jax import attention
+slopes = jnp.linspace(0, 1, 2)
+mod = lambda s, b, h, i, j: jnp.tanh(s) - slopes[h] * abs(i - j)
+call = lambda q, sinks: attention(q, q, q, score_mod=mod, mask_mod=lambda b, h, i, j: i % 2 <= j, sinks=sinks)
+grad = jax.jit(jax.grad(lambda *x: (call(*x) ** 2).sum(), (0, 1)))
+checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
+shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 5, 2, 8), (2,))]
+made = jax.export.export(grad, disabled_checks=checks)(*shapes)
+pathlib.Path(FILE).write_bytes(made.serialize())
+print([float(x.std()) for x in grad(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8), jnp.arange(2.0))])
+"""
+OWN_IMPORT = """
+import jax.export
+import jax, jax.numpy as jnp, pathlib
+import cuflash.frameworks.jax
+made = jax.export.deserialize(bytearray(pathlib.Path(FILE).read_bytes()))
+print([float(x.std()) for x in made.call(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8), jnp.arange(2.0))])
+"""
+
+
+def test_an_exported_program_has_the_functions_of_the_caller(tmp_path: Path) -> None:
+    pytest.importorskip("flatbuffers")
+    before = f"FILE = {str(tmp_path / 'program')!r}\n"
+    assert run(before + OWN_EXPORT) == run(before + OWN_IMPORT)
+
+
+OWN_SHARDED = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, PartitionSpec as P
+from cuflash.frameworks.jax import attention
+mesh = Mesh(np.array(jax.devices()), ("x",))
+q, k, v = (jax.random.normal(jax.random.key(n), (2, 9, heads, 8)) for n, heads in enumerate((4, 2, 2)))
+slopes, sinks, bias = jnp.linspace(0.1, 1, 4), jnp.linspace(-1, 1, 4), jax.random.normal(jax.random.key(9), (4, 1, 9))
+def call(q, k, v, slopes, sinks, bias):
+    mod = lambda s, b, h, i, j: s - slopes[h] * abs(i - j)
+    return attention(q, k, v, score_mod=mod, sinks=sinks, bias=bias, return_lse=True)
+for of_lse in (False, True):
+    grad = lambda f: jax.grad(lambda *x: (f(*x)[of_lse] ** 2).sum(), range(6))
+    for specs, out in (((P("x"),) * 3 + (P(),) * 3, (P("x"), P("x"))),
+                       ((P(None, None, "x"),) * 3 + (P("x"),) * 3, (P(None, None, "x"), P(None, "x")))):
+        split = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out)
+        given = q, k, v, slopes, sinks, bias
+        for got, wanted in zip(jax.jit(grad(split))(*given), grad(call)(*given)):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+"""
+
+
+def test_shards_with_functions_of_the_caller() -> None:
+    run(OWN_SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2")

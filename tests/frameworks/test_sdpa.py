@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
     pytest.skip("needs PyTorch 2.10", allow_module_level=True)
 import tensors as of_torch
+from eager_torch import assert_close, eager
 from tensors import assert_equal, assert_pulled, assert_results
 
 from cuflash.frameworks import sdpa
@@ -53,7 +55,7 @@ class Kernel:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The ops of the flash backend, which PyTorch has for GPUs alone, on the CPU."""
+    """The ops of the flash and memory-efficient backends, which PyTorch has for GPUs alone, on the CPU."""
     monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: Kernel())
     override = sdpa.Override("CPU")
     yield
@@ -88,10 +90,115 @@ def test_causal_is_aligned_bottom_right_where_lengths_differ() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_dropout_is_pytorchs_own() -> None:
+def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = (x.detach() for x in made("cpu", torch.float16))
+    caplog.set_level(logging.DEBUG, "cuflash")
+    sdpa._log_own.cache_clear()
     with pytest.raises(NotImplementedError, match="PyTorch's own"):
-        OPS._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.1)
+        OPS._scaled_dot_product_flash_attention(q, k, v, return_debug_mask=True)
+    assert "return_debug_mask=True runs on PyTorch's own kernel" in caplog.text
+    with pytest.raises(UnsupportedError, match=r"return_debug_mask=True, dropout_p=0\.1"):
+        OPS._scaled_dot_product_flash_attention(q, k, v, dropout_p=0.1, return_debug_mask=True)
+    wide = q.new_empty(1, 1, 4, 264)
+    with pytest.raises(NotImplementedError, match="PyTorch's own"):
+        OPS._scaled_dot_product_efficient_attention(wide, wide, wide, None, True)
+    assert "head dim 264" in caplog.text
+
+
+def by_seqlen(tensors: Any) -> list[Any]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_dropout_of_the_flash_op_drops_the_same_weights_in_both_directions() -> None:
+    tensors = made("cpu", torch.float64, heads=(4, 2))
+    found = OPS._scaled_dot_product_flash_attention(*tensors, dropout_p=0.4, is_causal=True)
+    out, state = found[0], found[-3]
+    assert (state.shape, state.dtype) == ((2,), torch.uint64)
+    seed = state.view(torch.int64)[0].item()
+    wanted = eager(*by_seqlen(tensors), causal=True, dropout_p=0.4, dropout_seed=seed)[0].transpose(1, 2)
+    assert_close(out, wanted)
+    assert_close(*(torch.autograd.grad(x.sin().sum(), tensors) for x in (out, wanted)))
+    assert not torch.equal(out, OPS._scaled_dot_product_flash_attention(*tensors, dropout_p=0.4, is_causal=True)[0])
+
+
+# Of a name, the shape of the mask before it is expanded, and what the call has beside it.
+MASKS: dict[str, tuple[tuple[int, ...] | None, dict[str, Any]]] = {
+    "none, top-left": (None, {"is_causal": True}),
+    "padding": ((2, 1, 1, 52), {}),
+    "whole": ((2, 4, 40, 52), {"scale": 0.3}),
+    "of heads": ((1, 4, 40, 52), {"dropout_p": 0.3}),
+    "aligned": ((1, 1, 40, 64), {}),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("wants_gradient", [False, True])
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str, wants_gradient: bool) -> None:
+    shape, options = MASKS[name]
+    tensors = made("cpu", torch.float64, seqlen_k=64 if name == "aligned" else 52)
+    mask, expanded = None, None
+    if shape is not None:
+        mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+        mask[..., 0, 3:9], mask[-1, -1, -1, :] = -torch.inf, 0.5
+        mask.requires_grad_(wants_gradient)
+        expanded = mask.expand(2, 4, 40, mask.shape[-1])
+    inputs = (*tensors, mask) if mask is not None and wants_gradient else tensors
+    out, lse, seed, offset = OPS._scaled_dot_product_efficient_attention(*tensors, expanded, True, **options)
+    plain = {"dropout_p": options.get("dropout_p", 0.0), "dropout_seed": seed.item(), "bias": mask}
+    causal = {"causal": options.get("is_causal", False), "diagonal_offset": 0}
+    scale = options.get("scale", 64**-0.5) / 64**-0.5  # as a factor of q
+    wanted, of_rows = eager(*by_seqlen((tensors[0] * scale, *tensors[1:])), **plain, **causal)
+    assert (lse.shape, seed.shape, offset.shape) == ((2, 4, 64), (), ())
+    assert_close((out, lse[..., :40]), (wanted.transpose(1, 2), of_rows))
+    found = torch.autograd.grad(out.sin().sum(), inputs)
+    assert_close(found, torch.autograd.grad(wanted.sin().sum(), inputs))
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize("seqlen_k", [52, 64])
+@pytest.mark.parametrize("compute_log_sumexp", [False, True])
+def test_results_lie_in_memory_as_those_of_pytorchs_fake_kernels(seqlen_k: int, compute_log_sumexp: bool) -> None:
+    q, k, v = (x.detach() for x in made("cpu", torch.float16, seqlen_k=seqlen_k, bhsd=True))
+    mask = torch.zeros(2, 1, 1, seqlen_k, dtype=torch.float16).expand(2, 4, 40, seqlen_k)
+
+    def layout(tensors: Any) -> list[Any]:
+        return [(x.shape, x.stride(), x.dtype) for x in tensors]
+
+    def results(*tensors: Any) -> Any:
+        found = OPS._scaled_dot_product_efficient_attention(*tensors, compute_log_sumexp)
+        if not compute_log_sumexp:
+            return found
+        given = (found[0], *tensors, *found)
+        return found + OPS._scaled_dot_product_efficient_attention_backward(*given, 0.0, [True] * 4)
+
+    found, wanted = layout(results(q, k, v, mask)), layout(results(*(x.to("meta") for x in (q, k, v, mask))))
+    assert found == wanted
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_mask_without_gradients_has_none() -> None:
+    q, k, v = (x.detach() for x in made("cpu", torch.float64))
+    mask = torch.zeros(2, 4, 40, 40, dtype=torch.float64)
+    found = OPS._scaled_dot_product_efficient_attention(q, k, v, mask, True)
+    backward = OPS._scaled_dot_product_efficient_attention_backward
+    assert backward(q, q, k, v, mask, *found, 0.0, [True, True, True, False])[3] is None
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_packed_sequences_with_dropout() -> None:
+    q, k, v = (x.detach()[0].transpose(0, 1).requires_grad_() for x in made("cpu", torch.float64))
+    bounds = torch.tensor([0, 40], dtype=torch.int32)
+    found = OPS._flash_attention_forward(q, k, v, bounds, bounds, 40, 40, 0.4, True, False)
+    given = {"causal": True, "dropout_p": 0.4, "dropout_seed": found[2].view(torch.int64)[0].item()}
+    wanted = eager(*(x[None] for x in (q, k, v)), **given)[0][0]
+    assert_close(found[0], wanted)
+    dout = wanted.detach().cos()
+    gradients = OPS._flash_attention_backward(
+        dout, *(x.detach() for x in (q, k, v, *found[:2])), bounds, bounds, 40, 40, 0.4, True, *found[2:4]
+    )
+    assert_close(gradients, torch.autograd.grad(wanted, (q, k, v), dout))
 
 
 def test_an_older_pytorch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,13 +215,13 @@ def test_it_is_registered_and_without_a_gpu_not_active() -> None:
         assert torch.nn.attention.current_flash_attention_impl() is None
 
 
-def test_the_flash_backend_becomes_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_flash_and_the_memory_efficient_backend_become_the_first_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     own = torch._C._get_sdp_priority_order()
     cudnn_first = [3, 1, 2, 0, 4]
     torch._C._set_sdp_priority_order(cudnn_first)
-    assert sdpa._prefer_flash() == cudnn_first
-    assert torch._C._get_sdp_priority_order() == [1, 3, 2, 0, 4]
+    assert sdpa._prefer_ours() == cudnn_first
+    assert torch._C._get_sdp_priority_order() == [1, 2, 3, 0, 4]
     torch._C._set_sdp_priority_order(own)
 
 
@@ -159,19 +266,56 @@ def test_compiled_with_operands_of_any_strides() -> None:
 
 
 @pytest.mark.gpu
-def test_what_does_not_apply_and_what_comes_after_are_pytorchs_own() -> None:
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_masks_run_here(is_compiled: bool) -> None:
+    q, k, v = made("cuda", torch.bfloat16, seqlen_k=52)
+    mask = torch.randn(1, 4, 1, 52, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    inputs = q, k, v, mask
+    function = torch.compile(attend, fullgraph=True) if is_compiled else attend
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        out = function(q, k, v, attn_mask=mask)
+        found = torch.autograd.grad(out.float().square().sum(), inputs)
+    names = {event.key for event in profile.key_averages()}
+    assert any(name.startswith("forward_") for name in names)
+    assert any(name.startswith("backward_") for name in names)
+    copies = [x.detach().cpu().double().requires_grad_() for x in inputs]
+    wanted = eager(*by_seqlen(copies[:3]), bias=copies[3])[0].transpose(1, 2)
+    assert_close((out, *found), (wanted, *torch.autograd.grad(wanted.square().sum(), copies)), 4e-2)
+    seen = torch.rand(40, 52, device="cuda") > 0.5
+    assert_close(function(q, k, v, attn_mask=seen), eager(*by_seqlen(copies[:3]), bias=seen)[0].transpose(1, 2), 2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("active")
+def test_dropout_in_a_graph_takes_new_seeds() -> None:
+    tensors = made("cuda", torch.bfloat16)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        results(tensors, dropout_p=0.5)
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = results(tensors, dropout_p=0.5)[0]
+    found = []
+    for seed in (1, 1, 2):
+        torch.cuda.manual_seed(seed)
+        graph.replay()
+        found.append(out.clone())
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.gpu
+def test_what_comes_after_is_pytorchs_own() -> None:
     tensors = made("cuda", torch.float16)
 
-    def dropped() -> list[Any]:
+    def all_results() -> list[Any]:
         torch.manual_seed(0)
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        try:
-            return results(tensors, FLASH, dropout_p=0.2)
-        finally:
-            torch.use_deterministic_algorithms(False)
+        return [results(tensors, FLASH, **more)[0] for more in ({"is_causal": True}, {"dropout_p": 0.2})]
 
-    own, own_dropped = results(tensors, FLASH, is_causal=True), dropped()
+    own = all_results()
     sdpa.activate()
-    assert_equal(dropped(), own_dropped)
+    assert not torch.equal(all_results()[1], own[1])
     sdpa.restore()
-    assert torch.equal(results(tensors, FLASH, is_causal=True)[0], own[0])
+    assert_equal(all_results(), own)

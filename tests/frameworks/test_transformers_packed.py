@@ -188,7 +188,7 @@ def test_a_mask_of_another_size_than_the_layers_is_made(calls: dict[str, int]) -
     made = transformers.masking_utils.create_causal_mask(model.config, torch.zeros(2, 11, 32), mask, None)
     assert isinstance(made, SequenceMask)
     out, _ = bridge.cuflash_attention_forward(layer(), *heads(6, 6), made[:, :, 5:, 5:])
-    assert calls == {"cuflash": 0, "sdpa": 1}
+    assert calls == {"cuflash": 1, "sdpa": 0}
     assert out.shape == (2, 6, 4, 8)
 
 
@@ -219,7 +219,7 @@ def test_bounds_beside_a_mask_tensor_count_too(calls: dict[str, int]) -> None:
     for mask in (causal, torch.zeros(causal.shape).masked_fill(~causal, torch.finfo(torch.float32).min)):
         out, _ = bridge.cuflash_attention_forward(layer(), *given, mask, **both)
         torch.testing.assert_close(out, wanted)
-    assert calls == {"cuflash": 1, "sdpa": 2}
+    assert calls == {"cuflash": 3, "sdpa": 0}
     with pytest.raises(ProblemError, match="cu_seq_lens_q was given without cu_seq_lens_k"):
         bridge.cuflash_attention_forward(layer(), *given, None, cu_seq_lens_q=bounds)
 
@@ -236,13 +236,14 @@ def test_positions_that_change_are_read_again() -> None:
 
 
 def test_what_goes_to_sdpa_is_logged_once_for_a_model(caplog: pytest.LogCaptureFixture) -> None:
-    bridge._tell_of_sdpa.cache_clear()
+    bridge._log_sdpa.cache_clear()
     between = ONES.clone()
     between[1, 4:7] = 0
     with torch.no_grad(), caplog.at_level(logging.DEBUG, "cuflash"):
         for _ in range(2):
-            model_of("llama", "cuflash")(IDS, attention_mask=between)
+            torch.compile(model_of("llama", "cuflash"), backend="eager")(IDS, attention_mask=between, use_cache=False)
+            torch.compiler.reset()
     told = [record.getMessage() for record in caplog.records if "sdpa" in record.getMessage()]
     assert told == [
-        "LlamaAttention of llama has a mask tensor, with which transformers' sdpa computes it, and not cuflash"
+        "LlamaAttention of llama is compiled with a mask tensor: transformers' sdpa computes it, and not cuflash"
     ]

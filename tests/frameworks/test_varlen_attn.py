@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cuflash import UnsupportedError
+from cuflash import UnsupportedError, mods
 
 torch = pytest.importorskip("torch")
 varlen = pytest.importorskip("torch.nn.attention.varlen")
@@ -162,8 +162,11 @@ def test_compiled_whole_with_gradients(device: str) -> None:
 def test_what_is_refused_and_what_is_pytorchs_own(device: str) -> None:
     q, k, v = (x.detach() for x in dense(device, torch.float16, dim=16))
     places = None, None, 9, 12
-    with pytest.raises(UnsupportedError, match="alibi_slopes: cuflash has no ALiBi"):
-        OPS._flash_attention_forward(q, k, v, *places, 0.0, False, False, alibi_slopes=torch.ones(4, device=device))
+    slopes = torch.ones(4, device=device)
+    found = OPS._flash_attention_forward(q, k, v, *places, 0.0, True, False, alibi_slopes=slopes)[0]
+    assert_equal(found, attention(q, k, v, causal=True, score_mod=mods.alibi(slopes)))
+    with pytest.raises(UnsupportedError, match="alibi_slopes and gradients"):
+        OPS._flash_attention_forward(q.detach().requires_grad_(), k, v, *places, 0.0, True, False, alibi_slopes=slopes)
     with pytest.raises(UnsupportedError, match=r"dropout_p=0\.1.*give 0\.0 and False"):
         OPS._flash_attention_forward_no_dropout_inplace(torch.empty_like(q), q, k, v, *places, 0.1, False, False)
     quantized = OPS._flash_attention_forward.quantized
@@ -173,7 +176,4 @@ def test_what_is_refused_and_what_is_pytorchs_own(device: str) -> None:
     assert_equal(quantized(q, k, v, *places, 0.0, False, False, None, None, None)[:2], plain[:2])
     if device == "cpu":
         with pytest.raises(NotImplementedError, match=r"own aten::_flash_attention_forward$"):
-            OPS._flash_attention_forward(q, k, v, *places, 0.1, False, False)
-        out, lse, *state, _ = plain
-        with pytest.raises(NotImplementedError, match=r"own aten::_flash_attention_backward$"):
-            OPS._flash_attention_backward(out, q, k, v, out, lse, *places, 0.1, False, *state)
+            OPS._flash_attention_forward(q, k, v, *places, 0.0, False, True)

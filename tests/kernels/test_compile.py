@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
+from own_variants import own_variants
 from variants import DTYPES, KEYS, SHARED_HEADS, variant_of, variants
 
 from cuflash.errors import CompileError, UnsupportedError
@@ -141,6 +143,26 @@ def test_one_of_each_kernel_compiles_without_spills(
     check(variant, compiled)
 
 
+OF_ANY_GPU = partial(own_variants, on_any_gpu=True)
+
+
+@pytest.mark.parametrize("variant", [*each("sm_90", of=own_variants), *each("sm_80", of=OF_ANY_GPU)])
+def test_kernels_with_scores_of_the_caller_compile(
+    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+) -> None:
+    """Those of Hopper that spill are refused, and another tile is taken; of others a few may."""
+    if not is_known(variant.arch):
+        pytest.skip(f"NVRTC {'.'.join(map(str, compiler.nvrtc_version()))} does not know {variant.arch}")
+    try:
+        cubin, log = compiled[variant].result()
+    except compiler.SpilledError:
+        assert variant.of_warpgroups
+        return
+    assert variant.name.encode() in cubin
+    assert not re.search(r"\bC7\d{3}\b", log), log
+    assert "warning" not in log.lower(), log
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("variant", each(*ALL, of=variants))
 def test_every_variant_compiles_without_spills(
@@ -195,7 +217,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     assert {each[:-1] for each in found - of_gradients} == wanted
     assert not any(v.softcap for v in made)
     sources = {path.relative_to(compiler.source_root()).as_posix() for path in compiler.source_root().rglob("*.cu")}
-    assert {v.source for v in variants("sm_90")} == sources
+    of_own = {v.source for any_gpu in (False, True) for v in own_variants("sm_90", any_gpu)}
+    assert {v.source for v in variants("sm_90")} | of_own == sources
 
 
 @pytest.mark.parametrize("arch", KNOWN)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import cuflash
+from cuflash import mods
 from cuflash.errors import ProblemError
 from cuflash.mods.graph import variable
 from cuflash.mods.language import FUNCTIONS, function, seqlen_k, seqlen_q
@@ -38,3 +40,16 @@ def test_functions_take_traced_values_and_numbers(name: str) -> None:
              "sigmoid": 1 / (1 + math.exp(-0.5)), "round": 0.0}  # fmt: skip
     assert of(*given) == pytest.approx(plain[name] if name in plain else getattr(math, name)(0.5), rel=1e-6)
     assert of.__name__ == name
+
+
+def test_the_room_shows_what_functions_may_call_and_what_is_ready_made() -> None:
+    assert set(FUNCTIONS) < set(mods.__all__)
+    for name in mods.__all__:
+        assert getattr(mods, name).__doc__
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return mods.where(q > k, mods.exp(score), cuflash.mods.minimum(score, mods.seqlen_k()))
+
+    root = trace(score_mod, "score_mod").root
+    assert root.op == "where"
+    assert trace(mods.alibi(4), "score_mod").root.inputs == {"score", "h", "q_idx", "k_idx", "seqlen_q", "seqlen_k"}

@@ -93,6 +93,13 @@ def test_documents_of_any_number_are_found(count: int) -> None:
     np.testing.assert_array_equal(seen(masks.document(offsets), 40, 40), wanted)
 
 
+def test_documents_of_one_number_are_one_function_and_the_last_offset_may_be_repeated() -> None:
+    given = [masks.document(np.array(offsets)) for offsets in ([0, 9, 21], [0, 9, 21, 21, 21], [0, 3, 5, 9, 30])]
+    few, padded, many = (trace(each, "mask_mod").digest for each in given)
+    assert few != padded == many
+    np.testing.assert_array_equal(seen(given[0], 25, 25), seen(given[1], 25, 25))
+
+
 def test_trees_of_bools_and_of_bits_show_the_same() -> None:
     rng = np.random.default_rng(0)
     nodes = np.tril(rng.random((2, 20, 20)) < 0.4) | np.eye(20, dtype=bool)

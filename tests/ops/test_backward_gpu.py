@@ -248,7 +248,7 @@ def test_gpu_every_split_of_a_group_gives_the_same_gradients(cupy: Any, heads: t
     case = Case("split", 2, 150, 200, *heads, 72, 40, dtype, causal=True)
     made, group = given_for(case, cupy), heads[0] // heads[1]
     for splits in {-(-group // heads_each) for heads_each in range(1, group + 1)}:
-        with for_any_gpu(), planned_with(plan_backward, _num_splits=lambda *_, splits=splits: splits):
+        with for_any_gpu(), planned_with(plan_backward, choose_splits=lambda *_, splits=splits: splits):
             main = cuflash.plan(made.q, made.k, made.v, op="backward", causal=True).launches[1]
             assert main.fields["splits"] == splits
             check(case, made, backward(case, made))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,13 +12,27 @@ from plans import ARCHS, DTYPES, problem
 
 import cuflash
 from cuflash.errors import UnsupportedError
-from cuflash.planning.backward import DELTA_HEADS, DELTA_ROWS, MOST_PARTS, SHORT_KEYS, SHORT_WAVES, STATS_ROWS
+from cuflash.mods.trace import trace
+from cuflash.planning.backward import (
+    DELTA_HEADS,
+    DELTA_ROWS,
+    MOST_PARTS,
+    SHORT_KEYS,
+    SHORT_WAVES,
+    STATS_ROWS,
+    backward_plan,
+)
 from cuflash.planning.device import KNOWN
 from cuflash.planning.key_blocks import L2_BYTES
+from cuflash.planning.own_code import own_code
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile
+from cuflash.planning.variant import Variant
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import own_op
 from cuflash.problem.options import Options
+from cuflash.problem.own import own_of
 from cuflash.problem.problem import Problem
 
 H100 = KNOWN["sm_90"]
@@ -287,3 +302,67 @@ def test_few_packed_keys_of_wide_grouped_heads_are_shared_out_by_the_kernels_for
     assert few.fallback is not None
     assert "few keys" in few.fallback
     assert of_lengths(256, 64, 256, heads=(16, 2)).fallback is None
+
+
+def own_problem(head_dim: int, *, of_lengths: bool = False, **more: Any) -> Problem:
+    """A problem with scores of the caller's own, unless `score_mod` is None, and perhaps with sinks or dropout."""
+    score_mod = more.pop("score_mod", lambda score, b, h, q_idx, k_idx: score * score + (q_idx - k_idx))
+    has_sinks, drops = more.pop("has_sinks", False), more.get("dropout_p", 0.0) > 0
+    own = own_of(None if score_mod is None else trace(score_mod, "score_mod"), None, None, has_sinks, drops)
+    of = problem(head_dim, head_dim, op="backward", **more)
+    given = list(of.specs[: len(of.op.inputs)])
+    if of_lengths:
+        given += [None, None, None, ArraySpec.dense((of.batch,), "int32")]
+    given += [ArraySpec.dense((of.heads_q,), "float32")] if has_sinks else []
+    given += [ArraySpec.dense((1,), "int64")] if drops else []
+    return Problem.of(own_op("backward", of_lengths, own), given, of.options)
+
+
+@DETERMINISTIC
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_kernels_are_told_of_scores_of_the_callers_own_as_their_rows_are(dim: int, deterministic: bool) -> None:
+    dims = (2, 8192, 8192, 2, 2)
+    of = own_problem(dim, dims=dims, deterministic=deterministic)
+    made, plain = plan(of, H100), backward(dim, dim, arch="sm_90", dims=dims, deterministic=deterministic)
+    assert made.fallback is None
+    assert [x.variant.op for x in made.launches] == [x.variant.op for x in plain.launches]
+    assert made.launches[0].variant == plain.launches[0].variant
+    for launch in made.launches[1:]:
+        assert launch.variant.own == own_code(of, rows_are_keys=launch.variant.op != "backward_dq")
+    assert own_code(of) != own_code(of, rows_are_keys=True)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_kernels_that_spill_registers_give_way_to_others_and_in_the_end_to_those_for_any_gpu(dim: int) -> None:
+    of, spilled, found = own_problem(dim, dims=(2, 8192, 8192, 2, 2)), set[Variant](), []
+    while (made := backward_plan(of, H100, (), spilled)).fallback is None:
+        variants = [launch.variant for launch in made.launches[1:]]
+        assert not spilled.intersection(variants)
+        found.append(variants)
+        spilled.add(variants[-1])
+    assert "more registers" in made.fallback
+    assert made.launches == backward_plan(of, KNOWN["sm_90"], ("q",)).launches
+    assert len(found) >= (2 if dim in (64, 192, 256) else 1)
+    for before, after in pairwise(found):
+        assert before[:-1] == after[:-1] or len(before) != len(after)
+
+
+def test_sinks_alone_change_nothing_of_backward() -> None:
+    plain = backward(64, 64, arch="sm_90")
+    made = plan(own_problem(64, score_mod=None, has_sinks=True), H100)
+    assert made.launches == plain.launches
+    assert plan(own_problem(64, score_mod=None, dropout_p=0.5), H100).launches[1].variant.own is not None
+
+
+def test_sequences_of_several_lengths_have_other_kernels_with_scores_of_the_callers_own() -> None:
+    made = plan(own_problem(64, of_lengths=True), H100)
+    assert made.fallback is not None
+    assert "several lengths" in made.fallback
+    assert plan(own_problem(64, of_lengths=True, score_mod=None, has_sinks=True), H100).fallback is None
+
+
+def test_few_keys_of_wide_grouped_heads_with_scores_of_the_callers_own_are_shared_out() -> None:
+    made = plan(own_problem(256, dims=(1, 256, 256, 16, 2)), H100)
+    assert made.fallback is not None
+    assert "few keys" in made.fallback
+    assert plan(own_problem(128, dims=(1, 256, 256, 16, 2)), H100).fallback is None

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from plans import problem
+from plans import own_problem, problem
 
 import cuflash
 from cuflash.planning.device import KNOWN
 from cuflash.planning.forward import L2_BYTES, LONG_PAIRS, MOST_TAIL_PARTS
 from cuflash.planning.plan import Launch
 from cuflash.planning.planner import plan
+from cuflash.planning.tiles_sm90 import OWN_TILES, TILES, choose, choose_own
 
 H100 = KNOWN["sm_90"]
+MANY = float("inf")
 
 
 def launched(*dims: int, op: str = "forward", **more: Any) -> Launch:
@@ -104,3 +106,37 @@ def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_tog
     assert parts(500, 9, heads=1) == MOST_TAIL_PARTS == 32
     assert parts(1, 512) == parts(32, 512, causal=False) == parts(32, 512, head_dim=128) == 0
     assert parts(32, 512, cached=True) == 0
+
+
+def test_kernels_of_the_callers_own_that_spill_are_not_taken() -> None:
+    """Other tiles of the same head dims come next, and at last the kernels for any GPU."""
+    for op, head_dim, causal in (
+        ("forward", 64, False),
+        ("forward", 64, True),
+        ("forward", 136, False),
+        ("lse", 64, True),
+    ):
+        call, spilled, sources = own_problem(op, head_dim, causal=causal), [], [f"sm90/{op}.cu"]
+        while sources[-1].startswith("sm90/"):
+            made = plan(call, H100, spilled=frozenset(spilled))
+            (launch,) = made.launches
+            assert launch.variant not in spilled
+            assert launch.variant.own is not None
+            spilled.append(launch.variant)
+            sources.append(launch.variant.source)
+        tiles = [variant.tile for variant in spilled[:-1]]
+        own = choose_own(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False)
+        assert tuple(tiles) == own
+        assert len({(tile.head_dim, tile.head_dim_v) for tile in own}) == 1
+        assert tiles[0] == choose(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False)
+        assert sources[-1] == f"sm80/{op}.cu"
+        assert made.fallback is not None
+        assert "registers" in made.fallback
+
+
+def test_tiles_of_the_callers_own_fit_and_take_the_place_of_others_with_the_same_head_dims() -> None:
+    dims = {(row.head_dim, row.head_dim_v) for row in TILES}
+    assert dims == {(row.head_dim, row.head_dim_v) for row in OWN_TILES}
+    assert all(row.smem_bytes(2) <= H100.smem_per_block for row in OWN_TILES)
+    assert not set(TILES) & set(OWN_TILES)
+    assert choose_own("forward", 257, 64, MANY, False) == ()

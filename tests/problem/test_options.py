@@ -19,9 +19,10 @@ KNOWN = Known(64, "float16")
 @pytest.mark.parametrize("op", ["forward", "lse", "backward"])
 def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str) -> None:
     signature = inspect.signature(getattr(cuflash, op)).parameters
-    of_backward = {"dlse", "grads_out", "page_table", "cache_batch_idx"}
+    of_backward = {"dlse", "grads_out", "page_table", "cache_batch_idx", "captured_grads"}
     own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": of_backward}[op]
     own |= {operand.name for operand in OF_SEQUENCES[op].inputs if operand.dtype == INTEGERS}
+    own |= {"score_mod", "mask_mod", "block_mask", "bias", "sinks"} | ({"dropout_seed"} if op != "lse" else set())
     keywords = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert keywords == set(names(op)) | own
     assert {name: signature[name].default for name in names(op)} == {

@@ -3,128 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from own_calls import (
+    BATCH,
+    BIASES,
+    CALLS,
+    DIM,
+    HEADS,
+    HEADS_KV,
+    KEYS,
+    ROWS,
+    SLOPES,
+    Arrays,
+    arrays,
+    bounded,
+    loss_of,
+    normal,
+    problem_of,
+    slope,
+    striped,
+    tilted,
+    whole,
+)
 from plans import problem
 
 from cuflash.arrays.numpy import NUMPY
 from cuflash.mods import masks, scores
 from cuflash.mods.trace import trace
+from cuflash.problem import own as problem_own
 from cuflash.problem.operands import OF_SEQUENCES
 from cuflash.problem.options import Options
+from cuflash.problem.own import Bias
 from cuflash.problem.problem import Problem
-from cuflash.reference import dropout, flash1, flash2, flashd, of_sequences
+from cuflash.reference import flash1, flash2, flashd, of_sequences
 from cuflash.reference.backward import backward
 from cuflash.reference.block_mask import cells_of
 from cuflash.reference.own_scores import OwnGradients, OwnScores
 
 ALGORITHMS = {"flash1": flash1, "flash2": flash2, "flashd": flashd}
-BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM = 2, 21, 34, 4, 2, 8
-RANDOM = np.random.default_rng(5)
-Arrays = dict[str, Any]
-
-
-def normal(*shape: int) -> Any:
-    return RANDOM.standard_normal(shape)
-
-
-SLOPES = np.array([0.5, 0.25, 0.125, 0.7])
-TABLE = normal(HEADS, 9)
-FACTOR = np.array(1.25)  # without axes
-BIASES = {
-    "whole": normal(BATCH, HEADS, ROWS, KEYS),
-    "of heads": normal(1, HEADS, 1, KEYS),
-    "of rows": normal(BATCH, 1, ROWS, 1),
-    "one": normal(1, 1, 1, 1),
-}
-
-
-def tilted(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    return score * (1.0 + 0.125 * b) - SLOPES[h] * abs(q_idx - k_idx)
-
-
-def bounded(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    return 2.0 * np.tanh(score / 2.0) + TABLE[h, (q_idx - k_idx) % 9]
-
-
-def without_score(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    return TABLE[h, k_idx % 9] * 1.0
-
-
-def scaled(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    return FACTOR * score
-
-
-def striped(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-    return ((q_idx + k_idx + h) % 3 > 0) & (q_idx > 2 + b)
-
-
-# Functions, bias, sinks, dropout, and options of the call.
-CALLS: dict[str, Arrays] = {
-    "nothing": {},
-    "score_mod": {"score_mod": tilted},
-    "table": {"score_mod": bounded, "causal": True},
-    "captured number": {"score_mod": scaled},
-    "score_mod that asks for no score": {"score_mod": without_score},
-    "cap first": {"score_mod": tilted, "softcap": 1.5},
-    "mask_mod": {"mask_mod": striped},
-    "mask_mod and window": {"mask_mod": striped, "window_size": (9, 4)},
-    "sinks": {"sinks": np.array([0.3, -np.inf, 2.0, -1.0]), "mask_mod": striped},
-    "dropout": {"dropout_p": 0.3, "dropout_seed": 2**40 + 7},
-    **{f"bias {name}": {"bias": bias} for name, bias in BIASES.items()},
-    "bool bias": {"bias": normal(BATCH, 1, ROWS, KEYS) > -0.5},
-    "all": {
-        "score_mod": bounded, "mask_mod": striped, "bias": BIASES["of heads"], "sinks": SLOPES, "softcap": 3.0,
-        "dropout_p": 0.2, "dropout_seed": 3, "window_size": (20, 20),
-    },
-}  # fmt: skip
-OWN = ("bias", "sinks", "dropout_p", "dropout_seed")
-
-
-def problem_of(call: Arrays, dtype: str = "float64") -> Problem:
-    options = {name: value for name, value in call.items() if name not in (*OWN, "score_mod", "mask_mod")}
-    return problem(DIM, DIM, dims=(BATCH, ROWS, KEYS, HEADS, HEADS_KV), dtype=dtype, **options)
-
-
 def own_of(call: Arrays, **changes: Any) -> OwnScores:
-    functions = {name: trace(call[name], name) for name in ("score_mod", "mask_mod") if name in call}
-    return OwnScores(**functions, **{name: call[name] for name in OWN if name in call}, **changes)
-
-
-def arrays(dtype: str = "float64") -> tuple[Any, ...]:
-    random = np.random.default_rng(1)
-    shapes = (BATCH, ROWS, HEADS, DIM), (BATCH, KEYS, HEADS_KV, DIM), (BATCH, KEYS, HEADS_KV, DIM)
-    return tuple(random.standard_normal(shape).astype(dtype) for shape in shapes)
-
-
-def whole(call: Arrays, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """`(out, lse)` with whole matrices, in float64, straight from the contract."""
-    of = problem_of(call)
-    k, v = (np.repeat(x, HEADS // HEADS_KV, axis=2) for x in (k, v))
-    s = np.einsum("bihd,bjhd->bhij", q, k) * of.softmax_scale
-    if cap := call.get("softcap"):
-        s = cap * np.tanh(s / cap)
-    b, h, i, j = np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS]
-    if "score_mod" in call:
-        s = np.broadcast_to(call["score_mod"](s, b, h, i, j), s.shape)
-    bias = call.get("bias", 0.0)
-    s = np.where(bias, s, -np.inf) if np.asarray(bias).dtype.kind == "b" else s + bias
-    visible = of.mask.visible(np.arange(ROWS), np.arange(KEYS))
-    if "mask_mod" in call:
-        visible = visible & call["mask_mod"](b, h, i, j)
-    s = np.where(visible, s, -np.inf)
-    sinks = np.broadcast_to(call.get("sinks", np.full(HEADS, -np.inf))[:, None, None], (BATCH, HEADS, ROWS, 1))
-    with np.errstate(all="ignore"):
-        most = np.maximum(s.max(axis=3, keepdims=True), sinks)
-        lse = most + np.log(np.exp(s - most).sum(axis=3, keepdims=True) + np.exp(sinks - most))
-        p = np.where(np.isneginf(most), 0, np.exp(s - lse))
-    if drop := call.get("dropout_p"):
-        share = dropout.share_kept(drop) / dropout.SHARES
-        p = p * dropout.is_kept(call["dropout_seed"], drop, b, h, i, j) / share
-    return np.einsum("bhij,bjhd->bihd", p, v), np.where(np.isneginf(most), -np.inf, lse)[..., 0]
+    score, mask = (trace(call[name], name) if name in call else None for name in ("score_mod", "mask_mod"))
+    bias, named = call.get("bias"), {"sinks": call.get("sinks"), "dropout_seed": np.array(call.get("dropout_seed", 0))}
+    kind = None if bias is None else Bias(bias.dtype.name, tuple(length > 1 for length in bias.shape))
+    own = problem_own.own_of(score, mask, kind, "sinks" in call, "dropout_p" in call)
+    found = [each.array for each in problem_own.captured((score, mask))] + [bias]
+    named |= {each.name: x for each, x in zip(own.arrays, found, strict=False)}
+    return dataclasses.replace(OwnScores.of(own, named, call.get("dropout_p", 0.0)), **changes)
 
 
 def test_keys_that_nobody_sees_keep_what_they_hold() -> None:
@@ -155,24 +82,6 @@ def test_without_changes_the_bits_are_those_of_a_plain_call() -> None:
         assert all((x == y).all() for x, y in zip(plain, own, strict=True))
 
 
-def loss_of(call: Arrays, dout: Any, dlse: Any) -> Callable[..., float]:
-    def loss(q: Any, k: Any, v: Any) -> float:
-        out, lse = whole(call, q, k, v)
-        return float((dout * out).sum() + (dlse * np.where(np.isneginf(lse), 0, lse)).sum())
-
-    return loss
-
-
-def slope(loss: Callable[[], float], x: Any, at: tuple[int, ...]) -> float:
-    """The finite difference of a loss by one element of x, which it reads."""
-    before, step = x[at], 1e-5
-    ends = []
-    for x[at] in (before + step, before - step):
-        ends.append(loss())
-    x[at] = before
-    return (ends[0] - ends[1]) / (2 * step)
-
-
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "sinks"])
 def test_gradients_are_slopes(name: str) -> None:
     call, given = CALLS[name], arrays()
@@ -184,12 +93,9 @@ def test_gradients_are_slopes(name: str) -> None:
     sizes = {"block_q": 8, "block_k": 16}
     found = backward(of, dout, *given, out, lse, dlse, own=own, own_gradients=sums, **sizes)
     pairs = [*zip(given, found, strict=True)]
-    if sums.bias is not None:
-        pairs.append((call["bias"], sums.bias))
     if sums.sinks is not None:
         pairs.append((call["sinks"], sums.sinks))
-    if own.score_mod is not None:
-        pairs += [(each.array, total) for each, total in zip(own.score_mod.arrays, sums.captured, strict=True)]
+    pairs += [(own.arrays[number], total) for number, total in sums.arrays.items()]
     loss = loss_of(call, dout, dlse)
     for x, gradient in pairs:
         assert gradient.shape == x.shape
@@ -281,7 +187,7 @@ def test_ready_made_functions_are_what_keywords_do(name: str) -> None:
         found = flash2.forward(of, *given, own=own_of({"score_mod": scores.alibi(SLOPES)}))
         place = np.arange(ROWS)[:, None] + KEYS - ROWS
         bias = -SLOPES[:, None, None] * abs(np.arange(KEYS) - place)
-        wanted = flash2.forward(of, *given, own=OwnScores(bias=bias[None]))
+        wanted = flash2.forward(of, *given, own=own_of({"bias": bias[None]}))
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-10)
 
@@ -324,8 +230,8 @@ def test_sequences_of_several_lengths_count_from_their_own_begin(place: str) -> 
         parts = named["q"][:, queries], k_rows[None, keys], v_rows[None, keys]
         own = own_of(call, first_batch=b)
         if place == "pages" and b == 0:
-            own = dataclasses.replace(own, mask_mod=trace(lambda b, h, q_idx, k_idx: striped(b, h, q_idx, k_idx)
-                                      & (k_idx // 4 != 2), "mask_mod"))  # fmt: skip
+            call_of_pages = {**call, "mask_mod": lambda b, h, q, k: striped(b, h, q, k) & (k // 4 != 2)}
+            own = own_of(call_of_pages, first_batch=b)
         wanted = flash2.forward(alone, *parts, own=own)
         np.testing.assert_allclose(out[:, queries], wanted[0], rtol=1e-10, atol=1e-12)
         np.testing.assert_allclose(lse[:, :, queries], wanted[1], rtol=1e-10, atol=1e-12)
@@ -351,7 +257,7 @@ def test_gradients_of_packed_sequences_add_up() -> None:
         wanted = backward(alone, dout[:, queries], *parts, *state, own=own_of(call, first_batch=b), own_gradients=total)
         for got, want, at in zip(found, wanted, (queries, keys, keys), strict=True):
             np.testing.assert_allclose(got[:, at], want, rtol=1e-10, atol=1e-12)
-    both = ([each.bias, each.sinks, *each.captured] for each in (sums, total))
+    both = ([each.sinks, *each.arrays.values()] for each in (sums, total))
     for got, want in zip(*both, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-10, atol=1e-12)
 

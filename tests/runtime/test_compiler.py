@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from own_variants import own_variants
 from variants import variants
 from workers import run_threads
 
@@ -316,7 +317,9 @@ def test_the_included_files_are_all_that_a_kernel_needs(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = compiler.source_root()
-    found = compiler.included_files(root / source)
+    made = (*variants("sm_90"), *own_variants("sm_90"), *own_variants("sm_90", True))
+    variant = next(variant for variant in made if variant.source == source)
+    found = compiler.files_of(variant)
     assert found[0] == root / source
     assert len(set(found)) == len(found) > 2
     assert root / "common" / "config.cuh" in found
@@ -324,7 +327,6 @@ def test_the_included_files_are_all_that_a_kernel_needs(
         target = tmp_path / "few" / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)
-    variant = next(variant for variant in variants("sm_90") if variant.source == source)
     monkeypatch.setattr(compiler, "source_root", lambda: tmp_path / "few")
     cubin, log = compiler.compile_variant(variant)
     assert variant.name.encode() in cubin

@@ -1,0 +1,167 @@
+"""ALiBi, sinks, chunks and dropout of the interfaces of flash-attn, as keywords of `attention`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..errors import ProblemError, UnsupportedError
+from ..mods.masks import chunked
+from ..mods.scores import alibi
+from ..problem.options import WindowSize, check_integer
+from .flash_attn_arguments import attend
+from .torch import check_tensor
+
+_ORDER = (
+    "It stands before softmax_scale here, as in flash-attn 2; the order of flash-attn 3 is in "
+    "cuflash.frameworks.flash_attn_3_interface"
+)
+_COLUMNS = 128  # of weights that one call shows
+_STEP = 128  # of which the rows and columns of S_dmask fill a multiple, as in flash-attn
+
+
+def own_of_version_2(
+    q: Any, dropout_p: Any, alibi_slopes: Any, cu_seqlens_q: Any = None, rng_state: Any = None, *, draws: bool = True
+) -> dict[str, Any]:
+    """The keywords of `attention` for flash-attn 2's dropout and ALiBi.
+
+    rng_state: what a forward returned, for its backward. draws: whether a seed is drawn without one.
+    """
+    own = {} if alibi_slopes is None else {"score_mod": alibi(_slopes(alibi_slopes, q, cu_seqlens_q))}
+    number = _dropout(dropout_p)
+    if number == 0.0:
+        return own
+    if rng_state is None:
+        if not draws:
+            raise ProblemError(
+                f"dropout_p={number}, but there is no rng_state, which tells what was dropped; give the forward's"
+            )
+        check_tensor("q", q)
+        rng_state = torch.empty(1, dtype=torch.int64, device=q.device).random_()
+    check_tensor("rng_state", rng_state)
+    return own | {"dropout_p": number, "dropout_seed": rng_state.flatten()[:1]}
+
+
+def own_of_later_versions(name: str, sink: Any, attention_chunk: Any = 0) -> dict[str, Any]:
+    """The keywords of `attention` for sinks, whose argument has that name, and for flash-attn 3's chunks."""
+    own: dict[str, Any] = {}
+    if sink is not None:
+        check_tensor(name, sink)
+        own["sinks"] = sink
+    if attention_chunk != 0:
+        chunk = check_integer("attention_chunk", attention_chunk)
+        if chunk < 0:
+            raise ProblemError(f"attention_chunk={chunk}; give a number of keys, 0 for no chunks")
+        own["mask_mod"] = chunked(chunk)
+    return own
+
+
+def _dropout(dropout_p: Any) -> float:
+    """The share to drop; 0.0 for one that drops nothing."""
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
+        given = type(dropout_p).__name__ if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
+        raise ProblemError(f"dropout_p={given} is a {type(dropout_p).__name__}; give a number. {_ORDER}")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ProblemError(f"dropout_p={dropout_p} is outside [0, 1). {_ORDER}")
+    # why: diffusers gives 1e-30, which drops nothing, to make flash-attn return lse.
+    return 0.0 if 1.0 - dropout_p == 1.0 else float(dropout_p)
+
+
+def _slopes(slopes: Any, q: Any, cu_seqlens_q: Any) -> torch.Tensor:
+    """The slopes, judged as flash-attn does it."""
+    for name, tensor in (("q", q), ("alibi_slopes", slopes)):
+        check_tensor(name, tensor)
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    heads = q.shape[-2] if q.ndim > 1 else 1
+    if slopes.dtype != torch.float32 or slopes.shape not in ((heads,), (batch, heads)):
+        raise ProblemError(
+            f"alibi_slopes has shape {tuple(slopes.shape)} and dtype {slopes.dtype}; give ({heads},) or "
+            f"({batch}, {heads}), heads of q, and torch.float32"
+        )
+    result: torch.Tensor = slopes
+    return result
+
+
+def attend_with_weights(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: WindowSize,
+    softcap: float,
+    deterministic: bool,
+    return_weights: bool,
+    own: dict[str, Any],
+    **sequences: Any,
+) -> Any:
+    """What `attend` gives; with `return_weights` (out, lse, S_dmask), where S_dmask is empty without dropout."""
+    if isinstance(softmax_scale, bool):
+        raise ProblemError(f"softmax_scale={softmax_scale} is a bool; give a number. dropout_p: {_ORDER}")
+    options = softmax_scale, causal, window_size, softcap
+    result = attend(q, k, v, *options, deterministic, return_weights, own=own, **sequences)
+    if not return_weights:
+        return result
+    if "dropout_p" not in own:
+        return *result, q.new_empty(0)
+    if sequences.get("page_table") is not None:
+        raise UnsupportedError(
+            "block_table, dropout_p and return_attn_probs: weights of keys in pages are not returned; leave one out"
+        )
+    return *result, _signed_weights(q, k, options, own, sequences)
+
+
+@torch.no_grad()
+def _signed_weights(
+    q: torch.Tensor, k: torch.Tensor, options: tuple[Any, Any, Any, Any], own: dict[str, Any], sequences: dict[str, Any]
+) -> torch.Tensor:
+    """The weights (batch, heads, rows, keys), both rounded up, negative where they were dropped.
+
+    Values that are columns of the unit matrix show the weights of so many keys. The same call on zeros, where all keys
+    weigh alike, shows which are dropped: that depends on places alone.
+    """
+    places = _Places("q", q, sequences), _Places("k", k, sequences)
+    rows, keys = (-(-each.longest // _STEP) * _STEP for each in places)
+    weights = q.new_zeros((places[0].batch, q.shape[-2], rows, keys))
+    no_q, no_k = (x.new_zeros((*x.shape[:-1], 8)) for x in (q, k))
+    dropout = {name: own[name] for name in ("dropout_p", "dropout_seed")}
+    plain = {name: x for name, x in own.items() if name not in dropout}
+    position = places[1].position()
+    for begin in range(0, places[1].longest, _COLUMNS):
+        columns = torch.arange(begin, begin + _COLUMNS, device=k.device)
+        values = (position[..., None] == columns).to(k.dtype)[..., None, :].expand(*k.shape[:-1], -1).contiguous()
+        seen = attend(q, k, values, *options, False, False, own=plain, **sequences)
+        kept = attend(no_q, no_k, values, None, False, (-1, -1), 0.0, False, False, own=dropout, **sequences)
+        signed = places[0].padded(torch.where(kept > 0, seen, -seen)).transpose(1, 2)
+        shown = min(_COLUMNS, keys - begin)
+        weights[:, :, : signed.shape[2], begin : begin + shown] = signed[..., :shown]
+    return weights
+
+
+class _Places:
+    """Where the rows of each sequence lie, on one side. Nothing waits for the device."""
+
+    def __init__(self, side: str, x: torch.Tensor, sequences: dict[str, Any]) -> None:
+        self._rows = x.shape[-3]
+        self._bounds: torch.Tensor | None = sequences.get(f"cu_seqlens_{side}")
+        most = sequences.get(f"max_seqlen_{side}")
+        self.longest = self._rows if self._bounds is None or most is None else int(most)
+        self.batch = x.shape[0] if self._bounds is None else self._bounds.shape[0] - 1
+        self._device = x.device
+
+    def position(self) -> torch.Tensor:
+        """The place of each row in its sequence."""
+        rows = torch.arange(self._rows, device=self._device)
+        if self._bounds is None:
+            return rows
+        own = torch.searchsorted(self._bounds, rows.to(self._bounds.dtype), right=True) - 1
+        return rows - self._bounds[own.clamp(min=0)]
+
+    def padded(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of packed sequences as (batch, longest, …), zeros behind the rows of a sequence."""
+        if self._bounds is None:
+            return x
+        at = self._bounds[:-1, None] + torch.arange(self.longest, device=self._device)
+        found = x[at.clamp(0, max(self._rows - 1, 0))]
+        return torch.where((at < self._bounds[1:, None])[..., None, None], found, 0)

@@ -1,0 +1,169 @@
+"""Scores, masks, bias, sinks and dropout of the caller's own in JAX: what `attention` does with them.
+
+All arrays that they read are operands of the call, those that functions refer to, too. So these may be traced values:
+arguments of a jitted function, or what is differentiated or mapped.
+"""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from ..errors import ProblemError
+from ..mods.build import cast, load, rebuilt
+from ..mods.graph import CapturedArray, Graph, Node, digest, post_order
+from ..mods.jaxpr import graph_of_jaxpr
+from ..mods.operand import is_of_library, name_of_dtype, type_of_dtype
+from ..mods.trace import KINDS, trace
+from ..ops.own import Given, own_call
+from ..problem.operands import Op
+from ..problem.options import check_dropout, check_integer
+from ..problem.own import Own
+from .xla_handlers import Static
+from .xla_own import differentiable
+from .xla_primitives import backward, checked_array, forward, refuse_cached
+
+_SEEDS = "an int of 64 bits, a key of jax.random, or an array of two uint32"
+
+
+def own_operands(given: Given, dropout_seed: Any, told: tuple[Any, ...], hidden: Any) -> tuple[Op, dict[str, Any]]:
+    """The op of a call, and what it reads beside the operands of a plain one, by name and in order.
+
+    told: the arrays that tell lengths, if any. hidden: causal, window_size and diagonal_offset.
+    """
+    bias, sinks = (
+        None if x is None else checked_array(name, x) for name, x in (("bias", given.bias), ("sinks", given.sinks))
+    )
+    score, mask = (_graph(f, kind) for f, kind in ((given.score_mod, "score_mod"), (given.mask_mod, "mask_mod")))
+    share = check_dropout(given.dropout_p)
+    call = own_call("forward", Given(score, mask, None, bias, sinks, share), told, hidden)
+    arrays = call.inputs(_seed(dropout_seed) if call.needs_seed else None)
+    names = [operand.name for operand in call.op.inputs[len(call.op.inputs) - len(arrays) :]]
+    return call.op, dict(zip(names, arrays, strict=True))
+
+
+def _seed(seed: Any) -> Any:
+    """A seed as two numbers of 32 bits, the low one first."""
+    if isinstance(seed, Integral) and not isinstance(seed, bool):
+        number = check_integer("dropout_seed", seed)
+        if not -(2**63) <= number < 2**64:
+            raise ProblemError(f"dropout_seed={number} has more than 64 bits; give {_SEEDS}")
+        return jnp.asarray(np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32))
+    if seed is None:
+        raise ProblemError(f"dropout_p is not 0, but there is no dropout_seed; give {_SEEDS}")
+    if not isinstance(seed, jax.Array | np.ndarray):
+        raise ProblemError(f"dropout_seed is a {type(seed).__name__}; give {_SEEDS}")
+    if not jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        return checked_array("dropout_seed", seed)
+    if seed.shape:
+        raise ProblemError(f"dropout_seed has {seed.shape} keys; give one")
+    words = jax.random.key_data(seed)
+    # why: keys of other generators repeat themselves.
+    return words if words.shape == (2,) else jax.random.bits(seed, (2,), np.uint32)
+
+
+def _graph(function: Any, kind: str) -> Graph | None:
+    """The graph of a function, whose arrays are JAX's."""
+    if function is None:
+        return None
+    try:
+        graph = trace(function, kind)
+    except Exception as error:  # why all: functions of JAX raise what they like when they get a traced value
+        if not callable(function):
+            raise
+        graph = _graph_by_jax(function, kind, error)
+    called = f"an array that {kind} refers to"
+    return _of_arrays(graph, [checked_array(called, each.array) for each in graph.arrays])
+
+
+def _graph_by_jax(function: Any, kind: str, error: Exception) -> Graph:
+    """The graph of a function that JAX traces; `error` is why it could not be traced without."""
+    scalars = [jax.ShapeDtypeStruct((), np.dtype("float32" if x == "score" else "int32")) for x in KINDS[kind][0]]
+    try:
+        closed = jax.make_jaxpr(function)(*scalars)
+    except Exception as other:
+        if isinstance(error, ProblemError) or type(other) is type(error):
+            raise error from None  # why: JAX has no more to say of it
+        raise ProblemError(
+            f"{_line_of(error)}{kind} cannot be traced: it calls functions that take JAX's own tracers alone, and JAX "
+            f"does not trace it ({type(other).__name__}: {str(other).partition(chr(10))[0]}); write it with operators, "
+            "jnp.where and functions of cuflash.mods"
+        ) from other
+    return graph_of_jaxpr(closed, kind)
+
+
+def _line_of(error: Exception) -> str:
+    """The last line of the user's on the way to an error."""
+    found, at = "", error.__traceback__
+    while at is not None:
+        frame = at.tb_frame
+        if not is_of_library(frame.f_globals.get("__name__")):
+            found = f"{frame.f_code.co_filename}:{at.tb_lineno}, in {frame.f_code.co_name}: "
+        at = at.tb_next
+    return found
+
+
+def _of_arrays(graph: Graph, arrays: list[Any]) -> Graph:
+    """The same graph of other arrays with the same values. why: JAX may have narrower ones of NumPy's."""
+    made = [CapturedArray(x, name_of_dtype(x.dtype), tuple(x.shape), type_of_dtype(x.dtype)) for x in arrays]
+    if all(new.dtype == old.dtype for new, old in zip(made, graph.arrays, strict=True)):
+        return Graph(graph.root, tuple(made), graph.digest)
+    nodes: dict[Node, Node] = {}
+    for each in post_order([graph.root]):
+        arguments = [nodes[argument] for argument in each.arguments]
+        if each.op == "load":
+            nodes[each] = cast(load(each.value, made[each.value].type, arguments), each.type)
+        else:
+            nodes[each] = rebuilt(each, arguments)
+    root = nodes[graph.root]
+    return Graph(root, tuple(made), digest([root], made))
+
+
+# The function with gradients, as in `jax.py`. Gradients are made of those arrays alone that are differentiated.
+
+
+def _name(own: Own, number: int) -> str:
+    return own.arrays[number].name if number < len(own.arrays) else "sinks"
+
+
+def _call(static: Static, with_lse: bool, *operands: Any) -> Any:
+    out, lse = forward.bind(*operands, static=static)
+    return (out, lse[..., 0]) if with_lse else out
+
+
+def _call_and_keep(static: Static, with_lse: bool, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
+    refuse_cached(static.names)
+    assert static.own is not None
+    own, operands = static.own.own, [x.value for x in primals]
+    perturbed = {name for name, x in zip(static.names, primals, strict=True) if x.perturbed}
+    # why () and None: neither is an array, so that they are known when gradients are traced.
+    wanted = [() if _name(own, number) in perturbed else None for number in differentiable(own)]
+    out, lse = forward.bind(*operands, static=static)
+    return (out, lse[..., 0]) if with_lse else out, (operands, out, lse, wanted)
+
+
+def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
+    assert static.own is not None
+    own, (operands, out, lse, wanted) = static.own.own, kept
+    q, k, v, *rest = operands
+    dout, dlse = given if with_lse else (given, None)
+    dout = jax.lax.full_like(out, 0) if isinstance(dout, SymbolicZero) else dout
+    named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    if dlse is not None and not isinstance(dlse, SymbolicZero):
+        named["dlse"] = dlse[..., None]
+    named |= zip(static.names[3:], rest, strict=True)
+    grads = tuple(n for n, is_wanted in zip(differentiable(own), wanted, strict=True) if is_wanted is not None)
+    of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None, grads=grads)
+    dq, dk, dv, *more = backward.bind(*named.values(), static=of_backward)
+    found = dict(zip([_name(own, number) for number in grads], more, strict=True))
+    return dq, dk, dv, *(found.get(name) for name in static.names[3:])
+
+
+_with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))
+_with_gradients.defvjp(_call_and_keep, _gradients, symbolic_zeros=True)
+own_attention = jax.jit(_with_gradients, static_argnums=(0, 1))

@@ -1,0 +1,112 @@
+"""PyTorch's memory-efficient attention on cuflash: the op that `scaled_dot_product_attention` takes with a mask tensor.
+
+Operands are (batch, heads, seqlen, head_dim), attn_bias is (batch, heads, seqlen_q, seqlen_k), is_causal is aligned
+top-left. Results have the shapes and strides of PyTorch's fake kernels, which compiled code insists on. Autograd is
+done with its part here, though tensors may still say that they require grad.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..ops.backward import backward
+from ..ops.forward import forward
+
+_STEP_OF_LSE, _STEP_OF_BIAS = 32, 16  # of which the rows of lse, and the keys of a mask's gradient, fill a multiple
+
+
+def masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """out, lse, and the two numbers of the random state, of which the first is the seed."""
+    seed = drawn(query, (), dropout_p)
+    results = forward(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        return_lse=compute_log_sumexp,
+        bias=None if attn_bias is None else _shrunk(attn_bias.detach()),
+        **_keywords(scale, is_causal, dropout_p, seed),
+    )
+    out, lse = results if compute_log_sumexp else (results, None)
+    return out.transpose(1, 2), _padded(lse, query), seed, torch.empty_like(seed)
+
+
+def masked_backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_bias: torch.Tensor | None,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    seed: torch.Tensor,
+    offset: torch.Tensor,
+    dropout_p: float,
+    grad_input_mask: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Gradients of query, key, value and attn_bias; None for that of the last where `grad_input_mask[3]` is False."""
+    is_bias_wanted = attn_bias is not None and grad_input_mask[3]
+    # why whole if it has a gradient: PyTorch wants that of every element, and adds up what was expanded itself.
+    bias = None if attn_bias is None else attn_bias.detach() if is_bias_wanted else _shrunk(attn_bias.detach())
+    dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+    dq, dk, dv, *grads = backward(
+        *(dout, q, k, v, o, logsumexp[..., : query.shape[2]]),
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+        bias=bias,
+        captured_grads=(bias,) if is_bias_wanted else None,
+        **_keywords(scale, is_causal, dropout_p, seed),
+    )
+    return *(x.transpose(1, 2) for x in (dq, dk, dv)), _aligned(grads[0][0]) if is_bias_wanted else None
+
+
+def drawn(query: torch.Tensor, shape: tuple[int, ...], dropout_p: float) -> torch.Tensor:
+    """Random numbers from PyTorch's generator of the device, if weights are dropped: no host waits for them."""
+    state = torch.empty(shape, dtype=torch.int64, device=query.device)
+    return state.random_() if dropout_p > 0.0 else state
+
+
+def _keywords(scale: float | None, is_causal: bool, dropout_p: float, seed: torch.Tensor) -> dict[str, Any]:
+    keywords = {"softmax_scale": scale, "causal": is_causal, "diagonal_offset": 0}
+    return keywords | ({"dropout_p": dropout_p, "dropout_seed": seed} if dropout_p > 0.0 else {})
+
+
+def _shrunk(bias: torch.Tensor) -> torch.Tensor:
+    """A mask without the repeats of axes that were expanded. why: kernels then load once what does not vary."""
+    for axis, (length, stride) in enumerate(zip(bias.shape, bias.stride(), strict=True)):
+        if length > 1 and stride == 0:
+            bias = bias.narrow(axis, 0, 1)
+    return bias
+
+
+def _padded(lse: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
+    """lse with rows up to a multiple, or with none if nobody asked for it."""
+    batch, heads, rows, _ = query.shape
+    if lse is not None and rows % _STEP_OF_LSE == 0:
+        return lse
+    whole = -(-rows // _STEP_OF_LSE) * _STEP_OF_LSE if lse is not None else 0
+    dtype = torch.float32 if lse is None else lse.dtype
+    padded = torch.full((batch, heads, whole), torch.inf, dtype=dtype, device=query.device)
+    if lse is not None:
+        padded[..., :rows] = lse
+    return padded
+
+
+def _aligned(dbias: torch.Tensor) -> torch.Tensor:
+    """The gradient of a mask with rows that begin at multiples."""
+    keys = dbias.shape[-1]
+    if keys % _STEP_OF_BIAS == 0:
+        return dbias
+    whole = -(-keys // _STEP_OF_BIAS) * _STEP_OF_BIAS
+    return dbias.new_empty((*dbias.shape[:-1], whole))[..., :keys].copy_(dbias)

@@ -1,0 +1,253 @@
+"""Scores and masks of the caller's own in PyTorch: the part of `attention` that has functions, bias, sinks or dropout.
+
+Functions are traced before autograd sees a call. What it then keeps are ops, which hold no tensor, and the tensors that
+they read, as its own saved tensors: those of the functions, too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function, forward_ad
+
+from ..errors import UnsupportedError
+from ..log import logger
+from ..mods.operations import Type
+from ..mods.trace import trace
+from ..ops.own import Given, OwnCall, own_call
+from ..problem.operands import Op
+from ..problem.options import Asked, asked
+from ..runtime.launch import run
+from ..runtime.seeds import seed_array
+from .torch_ops import given, refuse_cached, refuse_twice
+from .torch_tensors import (
+    TANGENT,
+    check_tensor,
+    is_autocast,
+    is_batched,
+    is_functionalizing,
+    is_transformed,
+    is_transforming,
+    refuse_tangents,
+)
+
+_NO_OP = (
+    "score_mod, mask_mod, block_mask, bias, sinks and dropout_p under {tool}: such calls are not one op that it could "
+    "record; {way}"
+)
+_MAPPED = (
+    "score_mod, mask_mod, block_mask, bias, sinks and dropout_p under vmap: what is mapped has no place among the "
+    "indices b, h, q_idx and k_idx; make it a part of the batch, or call in a loop"
+)
+_UNCOMPILED = "attention with score_mod, mask_mod, block_mask, bias, sinks or dropout_p runs"
+
+
+@dataclass(frozen=True, slots=True)
+class _Ops:
+    """What a call runs, without any of its tensors. Its inputs are q, k, v, those that tell lengths, and its own.
+
+    grads: for each of its own inputs, the numbers of the further results of backward whose sum is its gradient.
+    """
+
+    forward: Op
+    options: Asked
+    backward: Op
+    of_backward: Asked
+    grads: tuple[tuple[int, ...], ...]
+    told: int
+
+
+def own_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    own: Given,
+    dropout_seed: Any,
+    options: tuple[Any, ...],
+    of_lengths: tuple[Any, Any],
+    of_splits: tuple[Any, Any],
+    told: tuple[Any, ...],
+    deterministic: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of a call on tensors that were checked.
+
+    options: softmax_scale, causal, window_size, diagonal_offset and softcap. told: the tensors that tell lengths, in
+    their order, or none.
+    """
+    own = _checked(own, q)
+    _refuse_recording(q)
+    deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
+    hidden = options[1:4]
+    of_forward = asked(*options, "flash2", None, False, *of_lengths, *of_splits, own.dropout_p)
+    of_backward = asked(*options, "flash2", None, deterministic, *of_lengths, 0, None, own.dropout_p)
+    call = own_call("forward", own, told, hidden)
+    seed = _seed(dropout_seed, q) if call.needs_seed else None
+    inputs = call.inputs(seed)
+    if forward_ad._current_level >= 0:
+        for x in filter(torch.is_tensor, inputs):
+            refuse_tangents(**{"a tensor of score_mod or mask_mod, bias or sinks": x})
+    is_func = is_transforming() or any(map(is_transformed, (q, k, v, *filter(torch.is_tensor, inputs))))
+    wanted = _wanted(own, is_func) if torch.is_grad_enabled() or is_func else []
+    if not (is_func or wanted or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))):
+        with torch.no_grad():  # why: tensors of masks may require grad, and have none
+            return _two(run(call.op, (q, k, v, *told, *inputs), of_forward, 2))
+    if told:
+        refuse_cached(*told[4:])
+    back = own_call("backward", own, told[:4], hidden, captured_grads=tuple(wanted))
+    grads = _places(inputs, wanted, back)
+    ops = _Ops(call.op, of_forward, back.op, of_backward, grads, len(told))
+    attend = _Transformed.apply if is_func else _apply
+    return _two(attend(ops, q, k, v, *told, *inputs))
+
+
+def _two(results: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = results
+    return out, lse
+
+
+def _checked(own: Given, q: torch.Tensor) -> Given:
+    """The arguments, of which bias and sinks are tensors; under autocast sinks may have another dtype than q."""
+    for name, tensor in (("bias", own.bias), ("sinks", own.sinks)):
+        if tensor is not None:
+            check_tensor(name, tensor)
+    if own.sinks is not None and own.sinks.dtype != q.dtype and is_autocast(q):
+        own = own._replace(sinks=own.sinks.float())
+    return own
+
+
+def _refuse_recording(q: torch.Tensor) -> None:
+    """Raises where somebody records what runs, instead of running it."""
+    if torch._C._is_tracing():
+        raise UnsupportedError(_NO_OP.format(tool="torch.jit.trace", way="take torch.compile"))
+    if is_transforming() and is_functionalizing():
+        raise UnsupportedError(_NO_OP.format(tool="torch.func.functionalize", way="leave it out"))
+    # why: tensors of a mode that looks on, such as one that counts FLOPs, have values; fake ones have none.
+    if type(q).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        tool = f"a mode of {type(q).__name__}, such as torch.export"
+        raise UnsupportedError(_NO_OP.format(tool=tool, way="call with tensors that have values"))
+
+
+def _seed(dropout_seed: Any, q: torch.Tensor) -> torch.Tensor:
+    """The seed that was given, or a new one: nothing waits for it, and a replayed CUDA graph draws the next one."""
+    if dropout_seed is None:
+        return torch.empty((), dtype=torch.int64, device=q.device).random_()
+    seed: torch.Tensor = seed_array(dropout_seed, q)
+    return seed
+
+
+def _wanted(own: Given, is_func: bool) -> list[torch.Tensor]:
+    """The tensors, beside q, k and v, that get gradients; under torch.func all that may have some."""
+    found = [own.sinks] if own.sinks is not None else []
+    found += [own.bias] if own.bias is not None and own.bias.is_floating_point() else []
+    if own.score_mod is not None:
+        found += [each.array for each in trace(own.score_mod, "score_mod").arrays if each.type == Type.FLOAT32]
+    found = [x for x in found if torch.is_tensor(x) and (is_func or x.requires_grad)]
+    return list({id(x): x for x in found}.values())
+
+
+def _places(inputs: tuple[Any, ...], wanted: list[torch.Tensor], back: OwnCall) -> tuple[tuple[int, ...], ...]:
+    """`_Ops.grads`. A tensor that is an input twice has all of its gradient at the first."""
+    groups = {id(x): group for x, group in zip(wanted, back.grads, strict=True)}
+    return tuple([groups.pop(id(x), ()) for x in inputs])
+
+
+def disabled(function: Callable[..., Any], reason: str) -> Any:
+    """A function that torch.compile calls between its graphs. It imports all of the compiler, for a second."""
+    try:
+        return torch.compiler.disable(function, reason=reason)
+    except TypeError:  # PyTorch before 2.7
+        return torch.compiler.disable(function)
+
+
+def __getattr__(name: str) -> Any:
+    """`uncompiled_own_attention`, for functions that torch.compile compiles: a graph ends before it.
+
+    why not an op: the functions that a graph calls would have to be a part of it. why made when it is asked for, which
+    the compiler does: see `disabled`.
+    """
+    if name != "uncompiled_own_attention":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    logger.debug("torch.compile: %s between graphs, not in them", _UNCOMPILED)
+    reason = f"cuflash traces score_mod and mask_mod itself, so {_UNCOMPILED} between graphs; leave fullgraph=False"
+    return globals().setdefault(name, disabled(own_attention, reason))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.ops = inputs[0]
+    ctx.save_for_backward(*inputs[1:4], *output, *inputs[4:])
+    ctx.set_materialize_grads(False)
+
+
+def _forward(ops: _Ops, *tensors: Any) -> Any:
+    return _two(run(ops.forward, tensors, ops.options, 2))
+
+
+class _OwnAttention(Function):
+    """Eager calls; `_Attention` says why without a separate setup_context."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        result = _forward(*inputs)
+        _keep(ctx, inputs, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(dout=dout, dlse=dlse)
+        refuse_batched(dout, dlse)
+        ops, (q, k, v, out, lse, *rest) = ctx.ops, ctx.saved_tensors
+        tensors = given(dout, out), dlse, q, k, v, out, lse, *rest
+        as_function = torch.is_grad_enabled() or any(torch.is_tensor(x) and is_transformed(x) for x in tensors)
+        differentiate: Any = _OwnGradients.apply if as_function else _gradients
+        dq, dk, dv, *grads = differentiate(ops, *tensors)
+        found = iter(grads)
+        own = [next(found) if group else None for group in ops.grads]
+        return None, dq, dk, dv, *(None,) * ops.told, *own
+
+
+_apply: Any = super(Function, _OwnAttention).apply  # why: as that of `_Attention`
+
+
+class _Transformed(Function):
+    """Calls under torch.func."""
+
+    forward, setup_context, backward = staticmethod(_forward), staticmethod(_keep), _OwnAttention.backward
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(TANGENT.format(name="an input"))
+
+    @staticmethod
+    def vmap(*arguments: Any) -> Any:
+        raise UnsupportedError(_MAPPED)
+
+
+def _gradients(ops: _Ops, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
+    """dq, dk, dv, and the gradients of its own inputs that have some."""
+    told, own = rest[: ops.told][:4], rest[ops.told :]
+    results = run(ops.backward, (q, k, v, dout, out, lse, dlse, *told, *own), ops.of_backward)
+    more = results[3:]
+    sums = [functools.reduce(torch.add, [more[place] for place in group]) for group in ops.grads if group]
+    return *results[:3], *sums
+
+
+class _OwnGradients(Function):
+    """Gradients under torch.func, and where someone may differentiate them again: only that itself is refused."""
+
+    forward, backward = staticmethod(_gradients), staticmethod(refuse_twice)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    jvp, vmap = _Transformed.jvp, _Transformed.vmap
+
+
+def refuse_batched(*gradients: torch.Tensor | None) -> None:
+    """Raises for several gradients at once."""
+    if any(x is not None and is_batched(x) for x in gradients):
+        raise UnsupportedError(
+            "several gradients of out at once (is_grads_batched=True) are not supported; take torch.func.vmap of "
+            "torch.func.vjp, or one at a time"
+        )

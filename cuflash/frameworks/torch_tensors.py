@@ -1,0 +1,64 @@
+"""What every call asks of tensors: that they are dense, and who else looks at them: transforms, autocast, compilers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._functorch import TransformType
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch.autograd import forward_ad
+
+from ..arrays.torch import check_dense
+from ..errors import ProblemError, UnsupportedError
+
+TANGENT = (
+    "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
+    "torch.autograd.grad or backward(), or torch.func.vjp"
+)
+# These tell whether a torch.func transform is active, and whether it wraps a tensor, which then has no memory itself.
+is_transforming = torch._C._are_functorch_transforms_active
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+# This tells whether autograd's own vmap wraps a tensor. That vmap does not use rules of Functions.
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def check_tensor(name: str, tensor: Any) -> None:
+    """Raises unless an operand is a dense torch tensor with its elements in memory."""
+    # why first: most are such tensors, of which no more is asked.
+    if type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_nested:
+        return
+    if not isinstance(tensor, torch.Tensor):
+        raise ProblemError(f"{name} is a {type(tensor).__name__}; give a torch tensor (torch.as_tensor makes one)")
+    check_dense(name, tensor)
+    if tensor.is_meta:
+        raise UnsupportedError(f"{name} is on the device meta, where nothing is computed; move it to cuda or cpu")
+
+
+def refuse_tangents(**tensors: torch.Tensor | None) -> None:
+    """Raises for a tensor that carries a tangent."""
+    for name, tensor in tensors.items():
+        if tensor is not None and not is_transformed(tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise UnsupportedError(TANGENT.format(name=name))
+
+
+def is_functionalizing() -> bool:
+    """Whether torch.func.functionalize is active, which has rules for ops but none for autograd Functions."""
+    return any(x.key() == TransformType.Functionalize for x in retrieve_all_functorch_interpreters())
+
+
+def becomes_an_op() -> bool:
+    """Whether someone looks at the call, torch.compile or a dispatch mode, who is to see one op without targets."""
+    return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+
+
+def is_autocast(tensor: torch.Tensor) -> bool:
+    """Whether autocast is enabled where a tensor is."""
+    return bool(torch.is_autocast_enabled("cuda" if tensor.is_cuda else tensor.device.type))
+
+
+def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Floating-point tensors in the dtype of autocast."""
+    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    narrow = torch.float32, torch.float16, torch.bfloat16
+    return tuple(x.to(dtype) if x.dtype in narrow else x for x in tensors)

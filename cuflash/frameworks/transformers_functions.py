@@ -1,0 +1,82 @@
+"""Masks of transformers as functions that cuflash traces: any that it, a model or a user puts together.
+
+transformers calls them with positions, which count from the begin of what was said; cuflash counts queries and keys of
+the call. Where these begin is added here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..log import logger
+from ..mods.intervals import band
+from ..mods.language import position_of
+from ..mods.trace import trace
+from ..ops.block_mask import create_block_mask
+
+Mod = Callable[..., Any]
+
+
+def mask_mod_of(mask_function: Mod, kept: Tensor | None, begin: Any, kv_offset: Any, device: torch.device) -> Mod:
+    """The mask_mod of a function of transformers, and of padding.
+
+    kept (batch, positions): where a key counts; None: all do. begin: the position of the first query, or that of each
+    query; None if the last query stands at the last key. kv_offset: the position of the first key.
+    """
+    kept = None if kept is None else kept.bool()
+    first_q, first_k = _number(begin, device), _number(kv_offset, device)
+    is_of_each = first_q is not None and first_q.dim() > 0
+    is_at_end = begin is None
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        key = k_idx if first_k is None else k_idx + first_k
+        if is_at_end:
+            query = position_of(q_idx) if first_k is None else position_of(q_idx) + first_k
+        elif is_of_each:
+            query = first_q[q_idx]  # type: ignore[index]
+        else:
+            query = q_idx if first_q is None else q_idx + first_q
+        seen = mask_function(b, h, query, key)
+        return seen if kept is None else seen & kept[b, key]
+
+    return mask_mod
+
+
+def _number(value: Any, device: torch.device) -> Tensor | None:
+    """A number on the device, so that kernels do not depend on it; None for 0."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    return torch.full((), value, dtype=torch.int32, device=device) if value else None
+
+
+def seen_in(mask: Tensor) -> Mod:
+    """The mask_mod of a tensor of bools that is broadcast to (batch, heads, seqlen_q, seqlen_k)."""
+    mask = mask[(None,) * (4 - mask.dim())]
+    varies_b, varies_h, varies_q, varies_k = (length > 1 for length in mask.shape)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        at = b if varies_b else 0, h if varies_h else 0, q_idx if varies_q else 0, k_idx if varies_k else 0
+        return mask[at]
+
+    return mask_mod
+
+
+def keywords_of(mask_mod: Mod, shape: tuple[int, ...], heads: int, device: torch.device) -> dict[str, Any] | None:
+    """The keywords of `attention` for a mask_mod, with its cells if it has any; None if it cannot be traced.
+
+    shape: (batch, 1, seqlen_q, seqlen_k).
+    """
+    try:
+        root = trace(mask_mod, "mask_mod").root
+    except Exception as error:  # why all: whatever the function does, it can still be called with tensors
+        logger.debug("a mask function of transformers becomes a mask tensor, as it cannot be traced: %s", error)
+        return None
+    if band(root) is not None:
+        return {"mask_mod": mask_mod}
+    batch, heads = (length if name in root.inputs else 1 for name, length in (("b", shape[0]), ("h", heads)))
+    like = torch.empty(1, device=device)
+    return {"block_mask": create_block_mask(mask_mod, batch, heads, shape[2], shape[3], like=like)}

@@ -1,0 +1,84 @@
+"""Which models of transformers may be loaded with cuflash, and that transformers does not take it for flash-attn."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from typing import Any
+
+from transformers.modeling_utils import PreTrainedModel
+from transformers.utils import generic
+
+from ..errors import UnsupportedError
+
+NAME = "cuflash"
+EAGER = 'load the model with attn_implementation="eager"'
+SDPA = 'load the model with attn_implementation="sdpa"'
+# Some models test for the flash-attn package in this way, and the name "cuflash" would pass the test.
+_TAKES_FOR_FLASH_ATTN = re.compile(r"""["']flash["'] in [\w.]*_attn_implementation""")
+
+
+@functools.cache
+def tell_from_flash_attn() -> None:
+    """Stops transformers 5 from taking "cuflash" for the flash-attn package.
+
+    why: it takes any name with "flash" in it for that package, fails to load it, and would give layers cu_seq_lens in
+    place of masks. One function decides this. Modules import it by name, so it is replaced in every loaded module.
+    """
+    original: Any = getattr(generic, "is_flash_attention_requested", None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def is_flash_attention_requested(
+        config: Any = None, requested_attention_implementation: str | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return name != NAME and original(config, requested_attention_implementation, *args, **kwargs)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get("is_flash_attention_requested") is original:
+            module.is_flash_attention_requested = is_flash_attention_requested  # type: ignore[attr-defined]
+
+
+def refuse_attention_of_models_own() -> None:
+    """Makes transformers refuse "cuflash" for models that have attention code of their own.
+
+    why: transformers does not ask a model whether it supports a registered name. Such a model would not call our
+    function, would use our mask in its own code (where None shows what follows), or would find no class of the name.
+    """
+    # The method's name in transformers 4.53, and its name in later versions.
+    for name in ("_check_and_adjust_attn_implementation", "get_correct_attn_implementation"):
+        original: Any = getattr(PreTrainedModel, name, None)
+        if original is None or hasattr(original, "of_cuflash"):
+            continue
+
+        @functools.wraps(original)
+        def judged(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+            # why any argument: models pass the name by position or by keyword, and the keyword differs between them.
+            if NAME in (*args, *kwargs.values()):
+                _judge(type(self))
+            return original(self, *args, **kwargs)
+
+        judged.of_cuflash = True  # type: ignore[attr-defined]
+        setattr(PreTrainedModel, name, judged)
+
+
+def _judge(model: type) -> None:
+    """Raises UnsupportedError for a model that would not call our function, or would lose its masks."""
+    code = vars(sys.modules[model.__module__])
+    supports_backend = getattr(model, "_supports_attention_backend", False)
+    has_classes = any(name.endswith("ATTENTION_CLASSES") for name in code) and "ALL_ATTENTION_FUNCTIONS" not in code
+    if has_classes or not (supports_backend or getattr(model, "_supports_sdpa", False)):
+        raise UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {EAGER}")
+    try:
+        source = inspect.getsource(sys.modules[model.__module__])
+    except (OSError, TypeError):  # the model was typed in and has no file
+        return
+    if _TAKES_FOR_FLASH_ATTN.search(source):
+        raise UnsupportedError(
+            f'{model.__name__} takes every name with "flash" in it for the flash-attn package, and would drop its '
+            f"padding mask; {SDPA}, or take another version of transformers"
+        )

@@ -1,0 +1,137 @@
+"""Scores and masks of the caller's own in XLA's programs: as a part of a call's attribute, and under vmap.
+
+The attribute has the whole expressions. why not a number of this process: programs outlive it, in compilation caches
+and exported.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from ..mods.build import build, constant, load, rebuilt
+from ..mods.graph import Node, node, post_order, variable
+from ..mods.operations import Type
+from ..problem.operands import OWN_KINDS, SINKS, Operand
+from ..problem.own import Kind, Own, substituted
+
+
+class Functions:
+    """What a call changes in scores and weights, where equal ones are equal and have a short name."""
+
+    __slots__ = ("__weakref__", "own")
+
+    def __init__(self, own: Own) -> None:
+        self.own = own
+
+    @classmethod
+    def of(cls, own: Own) -> Functions:
+        """The one of these functions."""
+        found = _known.get(own.digest)
+        if found is None:
+            found = _known.setdefault(own.digest, cls(own))
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Functions) and other.own.digest == self.own.digest
+
+    def __hash__(self) -> int:
+        return hash(self.own.digest)
+
+    def __repr__(self) -> str:
+        own = self.own
+        parts = {"score": own.score, "mask": own.mask, "sinks": own.has_sinks, "dropout": own.drops}
+        return f"<own {', '.join(name for name, part in parts.items() if part not in (None, False))}>"
+
+    def encoded(self) -> list[Any]:
+        """This as lists of numbers and strings: the nodes, each after its arguments, then the other fields."""
+        own = self.own
+        roots = [root for root in (own.score, own.mask) if root is not None]
+        order = post_order(roots)
+        places = {each: place for place, each in enumerate(order)}
+        nodes = [
+            [each.op, each.type.value, [places[x] for x in each.arguments], each.value, each.range] for each in order
+        ]
+        ends = [None if root is None else places[root] for root in (own.score, own.mask)]
+        flags = own.has_sinks, own.drops, own.has_cells
+        return [nodes, ends, own.arrays, flags, own.digest, own.cells_axes]
+
+    @classmethod
+    def decoded(cls, encoded: list[Any]) -> Functions:
+        """The inverse of `encoded`."""
+        nodes, ends, arrays, (has_sinks, drops, has_cells), digest, cells_axes = encoded
+        found = _known.get(digest)
+        if found is not None:
+            return found
+        made: list[Node] = []
+        for op, type, arguments, value, range in nodes:
+            limits = None if range is None else tuple(range)
+            made.append(node(op, Type(type), [made[place] for place in arguments], value, limits))
+        score, mask = (None if place is None else made[place] for place in ends)
+        kinds = tuple(Kind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
+        return cls.of(Own(score, mask, kinds, has_sinks, drops, has_cells, digest, tuple(cells_axes)))
+
+
+# why weak: they live as long as the programs that have them.
+_known: weakref.WeakValueDictionary[str, Functions] = weakref.WeakValueDictionary()
+
+
+def is_own(operand: Operand) -> bool:
+    """Whether an operand of an op, or the array whose gradient it is, is read by scores and masks of the caller's."""
+    return operand.dtype in OWN_KINDS or operand.name == SINKS.name
+
+
+def differentiable(own: Own) -> tuple[int, ...]:
+    """The numbers of the arrays that may have gradients; that after the last one is of the sinks."""
+    loads = [] if own.score is None else [each for each in post_order([own.score]) if each.op == "load"]
+    numbers = {each.value for each in loads if own.arrays[each.value].type == Type.FLOAT32}
+    return *sorted(numbers), *([len(own.arrays)] if own.has_sinks else [])
+
+
+def folded(
+    names: tuple[str, ...],
+    functions: Functions,
+    axis: str,
+    length: int,
+    size: int,
+    is_outer: bool,
+    apart: frozenset[str],
+) -> tuple[tuple[str, ...], Functions]:
+    """The names of a call's operands, and its functions, where an axis, "b" or "h", becomes `size` times as long.
+
+    length: of the axis before. is_outer: whether what was added stands before it. apart: the arrays that are others for
+    each of what was added, which is their first axis then.
+    """
+    own, whole = functions.own, variable(axis)
+    if not apart and not any(root is not None and axis in root.inputs for root in (own.score, own.mask)):
+        return names, functions
+    by = constant(length if is_outer else size)
+    divided, rest = build("floor_divide", whole, by), build("remainder", whole, by)
+    place, inner = (divided, rest) if is_outer else (rest, divided)
+    numbers = frozenset(number for number, each in enumerate(own.arrays) if each.name in apart)
+    score, mask = (
+        None if root is None else _with_place(substituted(root, {whole: inner}), numbers, place)
+        for root in (own.score, own.mask)
+    )
+    # why a bias is none any more: its first two axes are not those of the call.
+    kinds = tuple(
+        each._replace(name=f"captured{number}", rank=each.rank + (number in numbers))
+        for number, each in enumerate(own.arrays)
+    )
+    new = {before.name: after.name for before, after in zip(own.arrays, kinds, strict=True)}
+    digest = f"{own.digest} of {axis} {length} x {size} {is_outer} {sorted(numbers)}"
+    made = Own(score, mask, kinds, own.has_sinks, own.drops, own.has_cells, digest, own.cells_axes)
+    return tuple(new.get(name, name) for name in names), Functions.of(made)
+
+
+def _with_place(root: Node, numbers: frozenset[int], place: Node) -> Node:
+    """The same expression, where the arrays of these numbers have one more axis, with this index."""
+    made: dict[Node, Node] = {}
+    for each in post_order([root]):
+        arguments = [made[argument] for argument in each.arguments]
+        if each.op == "load":
+            first = [place] if each.value in numbers else []
+            made[each] = load(each.value, each.type, [*first, *arguments])
+        else:
+            made[each] = rebuilt(each, arguments)
+    return made[root]

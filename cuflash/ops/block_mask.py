@@ -1,0 +1,98 @@
+"""`cuflash.create_block_mask`: which cells of 64 queries x 64 keys a mask_mod leaves empty, shows in part, or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ProblemError
+from ..mods.graph import Graph
+from ..mods.trace import trace
+from ..problem.block_mask import check_sizes
+from ..problem.operands import Sizes, block_mask_op
+from ..problem.options import DEFAULTS, asked
+from ..problem.own import own_of
+from ..runtime.launch import run
+
+_KINDS = ("empty", "partial", "full")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BlockMask:
+    """The cells of a mask_mod, made by `create_block_mask`, for any number of calls.
+
+    cells: int8 (batch or 1, heads or 1, seqlen_q / 64, seqlen_k / 64), rounded up: 0 empty, 1 partial, 2 full. sizes:
+    batch, heads, seqlen_q and seqlen_k. tells: whether the lengths of queries, and of keys, were told by arrays.
+    """
+
+    mask_mod: Callable[..., Any]
+    cells: Any
+    sizes: Sizes
+    tells: tuple[bool, bool]
+    graph: Graph = field(repr=False)
+
+    def check_told(self, told: tuple[Any, ...]) -> None:
+        """Judges a call by the arrays that tell its lengths, in the order of the op; () where none does."""
+        asks = not self.graph.root.inputs.isdisjoint(("seqlen_q", "seqlen_k"))
+        for side, name in enumerate("qk"):
+            is_told = any(x is not None for x in told[side:4:2])
+            # why not the other way round: cells of whole sequences hold for shorter ones, unless the mask asks.
+            if self.tells[side] and not is_told:
+                how = "with arrays that tell", "has none"
+            elif asks and is_told and not self.tells[side]:
+                how = "without the arrays that tell", "has some, and its mask_mod asks for lengths"
+            else:
+                continue
+            raise ProblemError(
+                f"block_mask was made {how[0]} the lengths of {name} (cu_seqlens_{name} or seqused_{name}), but the "
+                f"call {how[1]}; give create_block_mask the same ones"
+            )
+
+    def __repr__(self) -> str:
+        total = max(self.cells.size if isinstance(self.cells.size, int) else self.cells.numel(), 1)
+        shares = (f"{int((self.cells == kind).sum()) / total:.0%} {name}" for kind, name in enumerate(_KINDS))
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(Sizes._fields, self.sizes, strict=True))
+        return f"BlockMask({sizes}, cells: {', '.join(shares)})"
+
+
+def create_block_mask(
+    mask_mod: Callable[..., Any],
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    like: Any,
+    cu_seqlens_q: Any = None,
+    cu_seqlens_k: Any = None,
+    seqused_q: Any = None,
+    seqused_k: Any = None,
+) -> BlockMask:
+    """The block mask of a mask_mod, for the `block_mask=` of calls that share it, such as those of all layers.
+
+    Calls with a mask_mod alone make one of their own each time. batch, heads (of queries), seqlen_q, seqlen_k: those of
+    the calls; batch or heads may be 1 where the mask does not depend on b or h. For sequences of several lengths,
+    seqlen_q and seqlen_k are the bounds `max_seqlen_q` and `max_seqlen_k` of the calls, or the capacity of a cache, and
+    the int32 arrays are those of the calls: cu_seqlens_q, cu_seqlens_k (batch + 1,), seqused_q, seqused_k (batch,).
+    like: an array that tells the framework and the device, such as q; its shape and dtype do not matter.
+
+    The mask_mod is called as in `forward`. Arrays that it refers to are read now: make a new block mask when they
+    change. Masks that are a plain window, such as `mods.causal`, need none.
+
+    Raises ProblemError for lengths that are no integers and for arrays that do not fit, and errors of tracing as in
+    `forward`.
+
+        block_mask = cuflash.create_block_mask(mods.document(offsets), 1, 1, n, n, like=q)
+        for layer in layers:
+            out = cuflash.forward(q, k, v, block_mask=block_mask)
+    """
+    sizes = check_sizes(batch, heads, seqlen_q, seqlen_k)
+    graph = trace(mask_mod, "mask_mod")
+    op = block_mask_op(own_of(None, graph), sizes)
+    told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    detach = getattr(like, "detach", None)  # why: only its device counts, whatever autograd knows of it
+    first = like if detach is None else detach()
+    (cells,) = run(op, (first, *told, *[each.array for each in graph.arrays]), asked(*DEFAULTS.values()))
+    tells_q, tells_k = (told[side] is not None or told[side + 2] is not None for side in (0, 1))
+    return BlockMask(mask_mod, cells, sizes, (tells_q, tells_k), graph)

@@ -1,0 +1,201 @@
+"""Scores and masks of the caller's own: from the arguments of a public call to its op and to all that it reads.
+
+All of it is repeated by every call, so it finds what it made before: a function by what it refers to, the rest by
+digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from numbers import Integral
+from operator import add
+from typing import Any, NamedTuple
+
+from ..arrays.find import library_of
+from ..errors import ProblemError, UnsupportedError
+from ..mods.graph import Graph
+from ..mods.intervals import band
+from ..mods.operand import name_of_dtype
+from ..mods.operations import Type
+from ..mods.trace import trace
+from ..problem.operands import OF_SEQUENCES, OPS, Op, banded, own_op
+from ..problem.options import Asked, check_dropout
+from ..problem.own import BIAS_AXES, Bias, Own, captured, own_of
+from ..runtime.launch import run
+from ..runtime.seeds import seed_array
+from .block_mask import BlockMask
+
+Told = tuple[Any, ...]  # the arrays that tell lengths, in the order of the op; () for a dense call
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """What stands for an array of which only the shape and the dtype are known."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Given(NamedTuple):
+    """The arguments of a call that are of scores and masks of the caller's own. Functions may be traced already."""
+
+    score_mod: Any = None
+    mask_mod: Any = None
+    block_mask: Any = None
+    bias: Any = None
+    sinks: Any = None
+    dropout_p: Any = 0.0
+
+
+class OwnCall(NamedTuple):
+    """An op, the arrays that it reads after those of the plain op, and where gradients that were asked for are.
+
+    needs_seed: whether the seed of dropout is to follow the arrays; then come the cells. grads: of each gradient, the
+    numbers of the further results whose sum it is.
+    """
+
+    op: Op
+    arrays: tuple[Any, ...]
+    needs_seed: bool
+    cells: tuple[Any, ...]
+    grads: tuple[tuple[int, ...], ...]
+
+    def inputs(self, seed: Any) -> tuple[Any, ...]:
+        """All arrays that are read after those of the plain op. seed: an array, if it is needed."""
+        return (*self.arrays, seed, *self.cells) if self.needs_seed else (*self.arrays, *self.cells)
+
+
+def run_own(
+    name: str,
+    arrays: tuple[Any, ...],
+    told: Told,
+    given: Given,
+    dropout_seed: Any,
+    options: Asked,
+    outputs: int | None = None,
+    outs: tuple[Any, ...] = (),
+    captured_grads: Any = None,
+) -> tuple[Any, ...]:
+    """The results of a call, as `launch.run` gives them, and behind them the gradients that were asked for."""
+    asked = options.options
+    hidden = asked.causal, asked.window_size, asked.diagonal_offset
+    call = own_call(name, given, told, hidden, asked.algorithm, captured_grads)
+    seed = seed_array(dropout_seed, arrays[0]) if call.needs_seed else None
+    results: tuple[Any, ...] = run(call.op, (*arrays, *told, *call.inputs(seed)), options, outputs, outs)
+    if not call.grads:
+        return results
+    first = len(OPS[name].outputs)
+    return *results[:first], *[reduce(add, [results[first + place] for place in group]) for group in call.grads]
+
+
+def own_call(
+    name: str,
+    given: Given,
+    told: Told,
+    hidden: tuple[Any, Any, Any],
+    algorithm: Any = "flash2",
+    captured_grads: Any = None,
+) -> OwnCall:
+    """What a call of the op of that name does. hidden: causal, window_size and diagonal_offset, as they were given."""
+    score = _graph(given.score_mod, "score_mod")
+    mask, cells = _mask(given, told)
+    plain = (OF_SEQUENCES if told else OPS)[name]
+    if mask is not None and (seen := band(mask.root)) is not None and (not told or _fits(seen.from_end, hidden)):
+        mask, cells = None, None
+        if not seen.lo is seen.hi is None:
+            plain = banded(plain, seen)
+    bias = None if given.bias is None else _bias(given.bias)
+    has_sinks, drops = given.sinks is not None, given.dropout_p != 0.0 and bool(check_dropout(given.dropout_p))
+    own = own_of(score, mask, bias, has_sinks, drops, cells is not None)
+    arrays = [each.array for each in captured((score, mask))]
+    arrays += [] if bias is None else [given.bias]
+    loaded = len(arrays)
+    arrays += [given.sinks] if has_sinks else []
+    numbers = () if captured_grads is None else _numbers(captured_grads, given, score, own, arrays, loaded)
+    if not own.changes:
+        return OwnCall(plain, (), False, (), numbers)
+    if algorithm == "standard":
+        raise UnsupportedError(
+            "algorithm='standard' takes no score_mod, mask_mod, bias, sinks and dropout; take another one, which give "
+            "the same numbers"
+        )
+    flat = tuple(dict.fromkeys(number for group in numbers for number in group))
+    op = own_op(name, bool(told), own, flat, None if cells is None else cells.sizes)
+    if plain.band is not None:
+        op = banded(op, plain.band)
+    places = tuple([tuple([flat.index(number) for number in group]) for group in numbers])
+    return OwnCall(op, tuple(arrays), drops, () if cells is None else (cells.cells,), places)
+
+
+def _graph(function: Any, kind: str) -> Graph | None:
+    return function if function is None or isinstance(function, Graph) else trace(function, kind)
+
+
+def _mask(given: Given, told: Told) -> tuple[Graph | None, BlockMask | None]:
+    """The mask_mod of a call, and its block mask."""
+    block_mask = given.block_mask
+    graph = _graph(given.mask_mod, "mask_mod")
+    if block_mask is None:
+        return graph, None
+    if not isinstance(block_mask, BlockMask):
+        raise ProblemError(f"block_mask is a {type(block_mask).__name__}; give what create_block_mask returned")
+    own = block_mask.graph
+    if graph is not None and graph is not own:
+        if graph.digest != own.digest:
+            raise ProblemError("block_mask was made of another mask_mod than the one of the call; give one of them")
+        if any(x.array is not y.array for x, y in zip(graph.arrays, own.arrays, strict=True)):
+            raise ProblemError(
+                "block_mask was made of a mask_mod that refers to other arrays than the one of the call; make a new "
+                "one by create_block_mask when arrays change"
+            )
+    block_mask.check_told(told)
+    return own, block_mask
+
+
+def _fits(from_end: bool, hidden: tuple[Any, Any, Any]) -> bool:
+    """Whether a band counts from where the mask of the options does, or these hide nothing."""
+    causal, window, offset = hidden
+    sides = window if isinstance(window, tuple | list) else (0,)
+    is_open = all(side is None or (isinstance(side, Integral) and side == -1) for side in sides)
+    return (causal is False and is_open) or (offset is None) == from_end
+
+
+def _bias(bias: Any) -> Bias:
+    if not isinstance(bias, Shaped):
+        library_of("bias", bias)
+    if len(bias.shape) > len(BIAS_AXES):
+        raise ProblemError(
+            f"bias has shape {tuple(bias.shape)}; give (batch, heads_q, seqlen_q, seqlen_k), of which any may be 1 and "
+            "the first may be left out"
+        )
+    return Bias(name_of_dtype(bias.dtype), tuple([length > 1 for length in bias.shape]))
+
+
+def _numbers(
+    wanted: Any, given: Given, score: Graph | None, own: Own, arrays: Sequence[Any], loaded: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each array of `captured_grads`, the numbers of it among those that may have gradients."""
+    if not isinstance(wanted, tuple | list):
+        raise ProblemError(f"captured_grads is a {type(wanted).__name__}; give a tuple of arrays, () for none")
+    numbers = [*range(0 if score is None else len(score.arrays))]
+    numbers += [loaded - 1] if given.bias is not None else []
+    numbers = [number for number in numbers if own.arrays[number].type == Type.FLOAT32]
+    numbers += [loaded] if given.sinks is not None else []
+    found = [tuple([number for number in numbers if arrays[number] is x]) for x in wanted]
+    for place, (x, group) in enumerate(zip(wanted, found, strict=True)):
+        if not group:
+            names = [_described(own, number, arrays) for number in numbers]
+            told = f"an array of shape {tuple(x.shape)}" if hasattr(x, "shape") else f"a {type(x).__name__}"
+            raise ProblemError(
+                f"captured_grads[{place}] is {told} that has no gradient here; give, as the same objects, some of: "
+                f"{', '.join(names) or 'nothing, as no array of floats changes the scores'}"
+            )
+    return tuple(found)
+
+
+def _described(own: Own, number: int, arrays: Sequence[Any]) -> str:
+    name = own.arrays[number].name if number < len(own.arrays) else "sinks"
+    shape = tuple(arrays[number].shape)
+    return f"{name} {shape}" if name in ("bias", "sinks") else f"the array {shape} that score_mod refers to"

@@ -1,0 +1,93 @@
+"""`cuflash.triangle_attention`: attention along the rows of a matrix of pairs, as structure prediction has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..arrays.find import library_of
+from ..errors import ProblemError
+from .forward import forward
+
+LAYOUT = "(batch, rows, heads, seqlen, head_dim)"
+
+
+def triangle_attention(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
+) -> Any:
+    """Attention inside each row of a matrix, `softmax(mask(softmax_scale q kᵀ + bias)) v`, with one bias for all rows.
+
+    q (batch, rows, heads, seqlen_q, head_dim), k and v (batch, rows, heads_kv, seqlen_k, head_dim): arrays and dtypes
+    as in `forward`. bias (batch, heads, seqlen_q, seqlen_k): floats, of which no copy is made for the rows. mask
+    (batch, rows, seqlen_k): bool, True for keys that are seen; a query that sees none has out 0. softmax_scale: default
+    1/sqrt(head_dim). Returns (batch, rows, heads, seqlen_q, head_dim_v). Errors as in `forward`.
+
+        out = cuflash.triangle_attention(q, k, v, pair_bias, mask)
+
+    Source: AlphaFold 2 (doi 10.1038/s41586-021-03819-2), supplement, algorithm 13.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
+        wanted = {"bias": "(batch, heads, seqlen_q, seqlen_k)", "mask": "(batch, rows, seqlen_k)"}.get(name, LAYOUT)
+        if x is None and name == "mask":
+            continue
+        library_of(name, x)
+        if len(x.shape) != wanted.count(",") + 1 or (name in "kv" and x.shape[:2] != q.shape[:2]):
+            raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {wanted}, where batch and rows are those of q")
+    batch, rows, heads, seqlen_q = q.shape[:4]
+    seqlen_k = k.shape[3]
+    if tuple(bias.shape) != (batch, heads, seqlen_q, seqlen_k):
+        raise ProblemError(f"bias has shape {tuple(bias.shape)}; q and k need {(batch, heads, seqlen_q, seqlen_k)}")
+    if mask is not None and tuple(mask.shape) != (batch, rows, seqlen_k):
+        raise ProblemError(f"mask has shape {tuple(mask.shape)}; q and k need {(batch, rows, seqlen_k)}")
+    flat = [_rows_as_batch(x) for x in (q, k, v)]
+    own: dict[str, Any] = {"softmax_scale": softmax_scale}
+    if batch == 1:
+        own["bias"] = bias
+    else:
+        own["score_mod"] = _biased(bias, _numbers(batch * rows, q) // max(rows, 1))
+    if mask is not None:
+        own["mask_mod"] = _masked(mask.reshape(batch * rows, seqlen_k))
+    out = forward(*flat, **own)
+    return out.reshape(batch, rows, seqlen_q, heads, out.shape[3]).swapaxes(2, 3)
+
+
+def _rows_as_batch(x: Any) -> Any:
+    batch, rows, heads, seqlen, dim = x.shape
+    return x.reshape(batch * rows, heads, seqlen, dim).swapaxes(1, 2)
+
+
+def _biased(bias: Any, batch_of: Any) -> Any:
+    # why an array of the batches: a number of rows in the function would be a kernel of its own for each.
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return score + bias[batch_of[b], h, q_idx, k_idx]
+
+    return score_mod
+
+
+def _masked(mask: Any) -> Any:
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return mask[b, k_idx]
+
+    return mask_mod
+
+
+def _numbers(count: int, like: Any) -> Any:
+    """0, 1, … as integers, of the library and on the device of an array."""
+    name = library_of("q", like).name
+    if name == "torch":
+        import torch
+
+        return torch.arange(count, device=like.device)
+    if name == "jax":
+        import jax
+
+        return jax.device_put(jax.numpy.arange(count), next(iter(like.devices())))
+    if name == "cupy":
+        import cupy
+
+        with like.device:
+            return cupy.arange(count)
+    if name == "numpy":
+        import numpy as np
+
+        return np.arange(count)
+    raise ProblemError(f"q is a {name} array; give CuPy, PyTorch, JAX or NumPy arrays")

@@ -1,0 +1,137 @@
+"""Cells of 64 x 64 scores: which calls ask for them, and the launch that finds those that the caller's mask shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ..mods.graph import LENGTHS
+from ..problem.own_arrays import CELL
+from ..problem.problem import Problem
+from .device import Device
+from .own_code import own_code
+from .plan import Launch, Plan, blocks_of, compile_arch, make_plan
+from .tile import rounded_up
+from .variant import PORTABLE_THREADS, variant_of
+
+# Cells that a call finds by itself: up to so many, and not for so few keys, of which kernels have a tile or two.
+MAX_CELLS, FEW_KEYS = 2**24, 128
+LINE_FLOATS = 32  # of 128 bytes
+WARP = 32  # threads, which own a cell
+WAVES = 4  # of blocks of threads that fill the GPU: cells take unequal time
+_NOTHING: Mapping[str, int] = MappingProxyType({})
+BLOCKS_PER_SM = 2048 // PORTABLE_THREADS
+
+
+def uses_cells(problem: Problem) -> bool:
+    """Whether kernels of this problem pass over tiles in which the caller's mask shows nothing."""
+    own = problem.op.own
+    return own is not None and own.mask is not None and (own.has_cells or _is_worth_it(problem))
+
+
+def _is_worth_it(problem: Problem) -> bool:
+    return problem.seqlen_k > FEW_KEYS and 0 < math.prod(cells_shape(problem)) <= MAX_CELLS
+
+
+def cells_shape(problem: Problem) -> tuple[int, int, int, int]:
+    """(batch, heads, …, …) of the cells that a call finds by itself. Batch or heads are 1 where they share them."""
+    batch = problem.batch if _tells_sequences_apart(problem) else 1
+    heads = problem.heads_q if "h" in _inputs(problem) else 1
+    return batch, heads, blocks_of(problem.seqlen_q, CELL), blocks_of(problem.seqlen_k, CELL)
+
+
+def cells_strides(problem: Problem) -> tuple[int, int, int]:
+    """From the cells of a sequence to those of the next, of a head, and of 64 queries; 0 where they are shared.
+
+    Of a call that is given cells, or finds them itself.
+    """
+    own = problem.op.own
+    given = own is not None and own.has_cells
+    batch, heads, rows, columns = problem.spec("cells").shape if given else cells_shape(problem)
+    return heads * rows * columns * (batch > 1), rows * columns * (heads > 1), columns
+
+
+def _inputs(problem: Problem) -> frozenset[str]:
+    """What the caller's mask depends on."""
+    own = problem.op.own
+    return frozenset() if own is None or own.mask is None else own.mask.inputs
+
+
+def _tells_sequences_apart(problem: Problem) -> bool:
+    """Whether the mask depends on the sequence, or on its lengths where only the device knows them."""
+    inputs = _inputs(problem)
+    return "b" in inputs or (problem.lengths is not None and not inputs.isdisjoint(LENGTHS))
+
+
+def cells_launch(problem: Problem, device: Device) -> tuple[Launch, int] | None:
+    """The launch that finds the cells of a call, and floats of their part "cells" of the workspace.
+
+    None where no kernel uses them, and where they are given.
+    """
+    own = problem.op.own
+    if own is None or own.has_cells or not uses_cells(problem):
+        return None
+    shape = cells_shape(problem)
+    # why not of each sequence if all share them: what a mask shows of the longest it shows of any.
+    of_lengths = problem.lengths is not None and _tells_sequences_apart(problem)
+    launch = _launch(problem, device, shape, of_lengths, of_call=problem.lengths is None or of_lengths)
+    # why whole lines: what lies behind the cells is copied 16 bytes at a time.
+    return launch, rounded_up(blocks_of(math.prod(shape), 4), LINE_FLOATS)
+
+
+def with_cells(
+    problem: Problem, device: Device, launches: list[Launch], workspace: Mapping[str, int] = _NOTHING
+) -> tuple[list[Launch], Mapping[str, int]]:
+    """Launches and floats of the workspace, after those of the cells that they use, if the call finds any."""
+    if (made := cells_launch(problem, device)) is None:
+        return launches, workspace
+    launch, floats = made
+    return [launch, *launches], {**workspace, "cells": floats}
+
+
+def seen_counts_launch(problem: Problem, device: Device, block_q: int, num_q_blocks: int) -> Launch:
+    """The launch that counts the key blocks of backward on Hopper that see some of each tile of queries."""
+    arch = compile_arch("portable", device)
+    variant = variant_of("seen_counts", "portable/seen_counts.cu", arch, problem.dtype, problem.dtype)
+    of_batch, of_head, of_row = cells_strides(problem)
+    fields = {
+        "cells_batch": of_batch,
+        "cells_head": of_head,
+        "cells_row": of_row,
+        "num_q_blocks": num_q_blocks,
+        "block_q": block_q,
+    }
+    tiles = problem.batch * problem.heads_q * num_q_blocks
+    return Launch(variant, blocks_of(tiles, PORTABLE_THREADS // WARP), fields)
+
+
+def block_mask_plan(problem: Problem, device: Device) -> Plan:
+    """The plan of the op block_mask, whose result has the cells of each sequence and head, or of all of them."""
+    shape = problem.spec("cells").shape
+    launch = _launch(problem, device, shape, problem.lengths is not None, of_call=False)
+    return make_plan(problem, device, [launch], num_work=math.prod(shape))
+
+
+def _launch(problem: Problem, device: Device, shape: tuple[int, ...], of_lengths: bool, of_call: bool) -> Launch:
+    _, heads, cells_q, cells_k = shape
+    num_cells = math.prod(shape)
+    # why float32, whatever q is: functions are then as exact as in NumPy, and kernels of all dtypes share the code.
+    variant = variant_of(
+        op="block_mask",
+        source="portable/block_mask.cu",
+        arch=compile_arch("portable", device),
+        dtype="float32",
+        out_dtype="float32",
+        lengths=of_lengths,
+        own=own_code(problem),
+    )
+    fields = {
+        "num_cells": num_cells,
+        "heads": heads,
+        "cells_q": cells_q,
+        "cells_k": cells_k,
+        "of_call": int(of_call),
+    }
+    blocks = min(blocks_of(num_cells, PORTABLE_THREADS // WARP), WAVES * BLOCKS_PER_SM * device.num_sms)
+    return Launch(variant, blocks, fields)

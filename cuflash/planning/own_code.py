@@ -1,0 +1,125 @@
+"""Scores and masks of the caller's own as code: what a kernel is compiled with beside its own source.
+
+A kernel that knows of them is a text of three parts: the functions of common/mod_functions.cuh, the struct template
+`OwnFunctions` that is printed here, and the kernel's source. Its `element` gives the score in powers of two, of a
+product q kᵀ (or of what the softcap made of it), whether the key is seen, and the derivative of the score by the one
+that the caller's function was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..mods.build import build, constant
+from ..mods.cuda import print_struct
+from ..mods.derivative import differentiate
+from ..mods.graph import CapturedArray, Node
+from ..mods.signs import of_causal_pairs
+from ..mods.stages import ADDEND, SOFTMAX_SCALE
+from ..problem.options import LOG2_E
+from ..problem.own import SCORE, Own, exchanged, substituted
+from ..problem.problem import Problem
+
+RESULTS = ("score", "visible", "slope")
+# Words of 8 bytes behind the captured arrays: `OwnParams` in kernels_cu/common/params.cuh.
+MORE_WORDS = 8
+_ONE = constant(1.0)
+
+
+class OwnCode(NamedTuple):
+    """The text, the digest of it, the macros, and the words of 8 bytes that it adds to the parameters of a kernel."""
+
+    digest: str
+    text: str
+    constants: tuple[tuple[str, int], ...]
+    words: int
+
+
+def own_code(problem: Problem, rows_are_keys: bool = False, *, cells: bool = False) -> OwnCode | None:
+    """What kernels of this problem are compiled with, None for a plain call.
+
+    rows_are_keys: whether the kernel's fragments have keys in their rows, and queries in their columns. cells: whether
+    it is told which cells of 64 x 64 are empty, or full.
+    """
+    own = problem.op.own
+    return None if own is None else _own_code(own, rows_are_keys, cells, _is_short(problem, own), _is_causal(problem))
+
+
+def _is_causal(problem: Problem) -> bool:
+    """Whether no query sees a key behind its own position, by a mask: what is compiled depends on no shape."""
+    return problem.lengths is None and problem.mask.hi <= problem.seqlen_k - problem.seqlen_q
+
+
+def _is_short(problem: Problem, own: Own) -> bool:
+    """Whether offsets in all captured arrays, and their strides, fit into 32 bits."""
+    specs = [problem.specs[problem.op.index[each.name]] for each in own.arrays]
+    return all(
+        sum(abs(stride) * max(length - 1, 1) for length, stride in zip(spec.shape, spec.strides, strict=True)) < 2**31
+        for spec in specs
+        if spec is not None
+    )
+
+
+@lru_cache(maxsize=256)
+def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_causal: bool) -> OwnCode:
+    score, slope = SCORE, _ONE
+    if own.score is not None:
+        given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
+        score = build("add", build("multiply", substituted(own.score, given), constant(LOG2_E)), ADDEND)
+        slope = substituted(differentiate(own.score).get(SCORE) or constant(0.0), given)
+    if is_causal:
+        score, slope = of_causal_pairs(score), of_causal_pairs(slope)
+    roots = [score, own.mask or constant(True), slope]
+    if rows_are_keys:
+        roots = [exchanged(root) for root in roots]
+    arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
+    text = print_struct(roots, arrays, "OwnFunctions", RESULTS)
+    constants = {
+        "OWN_SCORES": int(own.score is not None),
+        "OWN_MASK": int(own.mask is not None),
+        "OWN_SLOPE": int(slope is not _ONE),
+        "SINKS": int(own.has_sinks),
+        "DROPOUT": int(own.drops),
+        "CELLS": 0 if not cells else 2 if own.cells_are_of_mask else 1,
+        "SHORT_OFFSETS": int(is_short),
+    }
+    words = sum(words_of(each.rank) for each in own.arrays)
+    digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
+    return OwnCode(digest, text, tuple(constants.items()), words + MORE_WORDS)
+
+
+def words_of(rank: int) -> int:
+    """Words of 8 bytes of a captured array: its pointer, its strides and its extents."""
+    axes = max(rank, 1)
+    return 1 + axes + -(-axes // 2)
+
+
+def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...]) -> OwnCode:
+    """What sm80/backward_own.cu is compiled with: the derivative of scores by a load, and its indices if looked up."""
+    plain, own = own_code(problem), problem.op.own
+    assert plain is not None
+    assert own is not None
+    return _gradient_code(plain, own, derivative, places)
+
+
+@lru_cache(maxsize=256)
+def _gradient_code(plain: OwnCode, own: Own, derivative: Node, places: tuple[Node, ...]) -> OwnCode:
+    assert own.score is not None
+    given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
+    score = build("multiply", substituted(own.score, given), constant(LOG2_E))
+    roots = [score, own.mask or constant(True), *(substituted(each, given) for each in (derivative, *places))]
+    arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
+    names = [f"place{number}" for number in range(len(places))]
+    text = print_struct(roots, arrays, "OwnFunctions", ("score", "visible", "derivative", *names))
+    ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
+    text += (
+        f"\nstruct OwnTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
+        "  template <class Result, class Axes>\n"
+        "  __device__ __forceinline__ static int place(const Result& x, const Axes& axes) {\n"
+        f"    return {ways or 0};\n  }}\n}};\n"
+    )
+    constants = dict(plain.constants) | {"OWN_SLOPE": 0, "CELLS": 0}
+    digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
+    return OwnCode(digest, text, tuple(constants.items()), plain.words)

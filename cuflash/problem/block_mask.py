@@ -1,0 +1,53 @@
+"""`create_block_mask`: which lengths it may be of. No array has them but those that tell the lengths of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import ProblemError
+from .array_spec import ArraySpec
+from .checks import MAX_SEQLEN, check_operand
+from .lengths import Lengths
+from .operands import INTEGERS, Op, Sizes
+from .options import check_integer
+from .own_arrays import CELL, check_own
+
+Judged = tuple[Sizes, Lengths | None, tuple[ArraySpec | None, ...]]
+
+
+def check_sizes(batch: object, heads: object, seqlen_q: object, seqlen_k: object) -> Sizes:
+    """The lengths of a block mask, if it may have them."""
+    sizes = Sizes(*map(check_integer, Sizes._fields, (batch, heads, seqlen_q, seqlen_k)))
+    for name, size in zip(Sizes._fields, sizes, strict=True):
+        least = 1 if name == "heads" else 0
+        if not least <= size <= MAX_SEQLEN:
+            raise ProblemError(f"{name}={size}; give an integer from {least} to {MAX_SEQLEN}")
+    return sizes
+
+
+def judged(op: Op, specs: Sequence[ArraySpec | None]) -> Judged:
+    """The lengths of a block mask, where its sequences lie if arrays tell it, and the specs of all operands.
+
+    Packed sequences may lie in any number of rows, so their lengths alone are bounded.
+    """
+    sizes, like = op.sizes, specs[0]
+    assert sizes is not None
+    assert like is not None
+    checked, told = [*specs, *[None] * (len(op.operands) - len(specs))], set()
+    for number, operand in enumerate(op.inputs[1:], 1):
+        if (spec := checked[number]) is None:
+            continue
+        if operand.dtype == INTEGERS:
+            told.add(operand.name)
+            wanted = (sizes.batch + (operand.axes == ("bounds",)),)
+            check_operand(operand.name, spec, like, wanted, (INTEGERS,), "like")
+        else:
+            check_own(operand, spec, like, {}, of="like")
+    cells = *sizes[:2], *[-(-length // CELL) for length in sizes[2:]]
+    checked[-1] = ArraySpec.dense(cells, "int8", like.device, like.library)
+    if not told:
+        return sizes, None, tuple(checked)
+    is_packed = ["cu_seqlens_q" in told, "cu_seqlens_k" in told]
+    rows = [MAX_SEQLEN if packed else length for packed, length in zip(is_packed, sizes[2:], strict=True)]
+    batches = [1 if packed else sizes.batch for packed in is_packed]
+    return sizes, Lengths(batches[0], rows[0], batches[1], rows[1], *is_packed), tuple(checked)

@@ -1,0 +1,8 @@
+"""The share of weights that dropout keeps, which host and device must count alike."""
+
+SHARES = 1 << 16  # 16 bits decide about a weight
+
+
+def share_kept(dropout_p: float) -> int:
+    """How many of 2^16 weights are kept: what the weights that stay are divided by is this share exactly."""
+    return round((1.0 - dropout_p) * SHARES)

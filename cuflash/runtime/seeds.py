@@ -1,0 +1,49 @@
+"""Seeds of dropout in the memory of the device, where kernels read them."""
+
+from __future__ import annotations
+
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+
+from ..arrays.find import library_of
+from ..arrays.library import GpuLibrary
+from ..errors import ProblemError
+from ..problem.options import check_integer
+
+_WANTED = "an int of 64 bits, or an array of one such integer (or of two uint32) on the device of q"
+
+
+def seed_array(seed: Any, first: Any) -> Any:
+    """A seed that was given as an array, or a new array of it, of the library and on the device of another array."""
+    if seed is None:
+        raise ProblemError(f"dropout_p is not 0, but there is no dropout_seed; give {_WANTED}")
+    if not isinstance(seed, bool | Integral):
+        library_of("dropout_seed", seed)
+        return seed
+    number = check_integer("dropout_seed", seed)
+    if not -(2**63) <= number < 2**64:
+        raise ProblemError(f"dropout_seed={number} has more than 64 bits; give {_WANTED}")
+    number -= 2**64 * (number >= 2**63)  # why: as int64, of which all libraries have the bits
+    library = library_of("q", first)
+    if library.name == "numpy":
+        return np.array(number, np.int64)
+    if library.name == "torch":
+        import torch
+
+        # why full: unlike a copy from the host, it may be a part of a CUDA graph, and nothing waits for it.
+        return torch.full((), number, dtype=torch.int64, device=first.device)
+    if library.name == "cupy":
+        import cupy
+
+        assert isinstance(library, GpuLibrary)
+        with library.device(first.data.device_id):
+            return cupy.full((), number, cupy.int64)
+    if library.name == "jax":
+        import jax
+
+        library.on_gpu(first)  # why: a traced array is refused there
+        words = np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32)
+        return jax.device_put(words, next(iter(first.devices())))
+    raise ProblemError(f"dropout_seed={number} with {library.name} arrays; give an array of theirs, one int64")

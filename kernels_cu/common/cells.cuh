@@ -1,0 +1,158 @@
+// Cells: 64 queries x 64 keys, of which it is known whether a mask of the caller's own shows nothing, a part, or all of
+// them (portable/block_mask.cu). Kernels pass over tiles in which nothing is seen, and do not ask the mask in tiles in
+// which all is seen.
+#pragma once
+#include "params.cuh"
+#include "tile_range.cuh"
+
+constexpr int kCell = 64;
+// What is known of a cell. kNotAsked: the mask of the problem hides it as a whole, so that it is both empty and full.
+enum CellKind : signed char { kEmptyCell = 0, kPartialCell = 1, kFullCell = 2, kNotAskedCell = 3 };
+
+// The cells that tiles of a size can touch along one axis. why not those that they do touch: a number that is known has
+// loads that are on their way together.
+__device__ constexpr int most_cells(int size) {
+  return size % kCell == 0 ? size / kCell : kCell % size == 0 ? 1 : size / kCell + 2;
+}
+
+// A tile, whether it is the first of a walk, and whether the caller's mask shows all of it. why one number: registers.
+struct SeenTile {
+  int bits;
+
+  __device__ __forceinline__ explicit SeenTile(int all_bits) : bits(all_bits) {}
+  __device__ __forceinline__ SeenTile(int n, bool is_full) : bits(4 * n + is_full) {}
+  __device__ __forceinline__ int n() const { return bits >> 2; }
+  __device__ __forceinline__ bool is_first() const { return (bits & 2) != 0; }
+  __device__ __forceinline__ bool is_full() const { return (bits & 1) != 0; }
+};
+
+// Tiles of kTile columns beside kRows rows of one head, without those of which nothing is seen. Rows are queries and
+// columns keys; with kRowsAreKeys it is the other way round. All lanes of a warp ask together.
+template <bool kExists, class Tiles, int kRows, int kTile, bool kRowsAreKeys, class Params>
+struct SeenTilesOf {
+  __device__ __forceinline__ SeenTilesOf(const Tiles&, const Params&, int, int, Range, int) {}
+  __device__ __forceinline__ static SeenTile seen_from(int n) { return {n, false}; }
+  __device__ __forceinline__ static int count_seen() { return 0; }
+};
+template <class Tiles, int kRows, int kTile, bool kRowsAreKeys, class Params>
+struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
+  const signed char* cells;  // of the first row
+  int stride_row;            // from cell to cell along the rows, and along the columns
+  int stride_column;
+  int last_row, last_column;  // the last cells that exist
+
+  // rows: those that exist; if there are none, there are no tiles either. length: of all columns.
+  __device__ __forceinline__ SeenTilesOf(const Tiles& all, const Params& own, int batch, int head, Range rows,
+                                         int length)
+      : Tiles(all),
+        cells(own.cells + batch * own.cells_batch + head * own.cells_head),
+        stride_row(kRowsAreKeys ? 1 : own.cells_row),
+        stride_column(kRowsAreKeys ? own.cells_row : 1),
+        last_row((rows.end - 1) / kCell - rows.begin / kCell),
+        last_column((length - 1) / kCell) {
+    cells += static_cast<long long>(rows.begin / kCell) * stride_row;
+  }
+
+  // The first tile from n on that is seen; if there is none, one that `has` does not have.
+  __device__ __forceinline__ SeenTile seen_from(int n) const {
+    const int step = Tiles::next(0), lane = threadIdx.x % 32;
+#pragma unroll 1
+    while (Tiles::has(n)) {
+      const int own = n + step * lane;
+      bool is_seen = false, is_hidden = false;
+      if (Tiles::has(own)) look_at(own, is_seen, is_hidden);
+      const unsigned found = __ballot_sync(0xffffffffu, is_seen);
+      if (found != 0) {
+        const int at = __ffs(found) - 1;
+        const unsigned full = __ballot_sync(0xffffffffu, !is_hidden);
+        return {n + step * at, kFullCells && (full >> at & 1) != 0};
+      }
+      n += step * 32;
+    }
+    return {n, false};
+  }
+
+  // How many tiles are seen.
+  __device__ __forceinline__ int count_seen() const {
+    const int step = Tiles::next(0), lane = threadIdx.x % 32;
+    int count = 0;
+#pragma unroll 1
+    for (int n = Tiles::first(); Tiles::has(n); n += step * 32) {
+      bool is_seen = false, is_hidden = false;
+      if (Tiles::has(n + step * lane)) look_at(n + step * lane, is_seen, is_hidden);
+      count += __popc(__ballot_sync(0xffffffffu, is_seen));
+    }
+    return count;
+  }
+
+ private:
+  // Whether something of a tile that exists is seen, and whether something is hidden.
+  __device__ __forceinline__ void look_at(int n, bool& is_seen, bool& is_hidden) const {
+    // why from the first tile's begin: it exists, so that no product is larger than the length.
+    const int first_column = n * kTile / kCell;
+    const int last = smaller((n * kTile + kTile - 1) / kCell, last_column);
+    // Bit k of a number: whether cells of kind k have some that is seen, or hidden.
+    constexpr unsigned kSeen = 1u << kPartialCell | 1u << kFullCell, kHidden = 1u << kPartialCell | 1u << kEmptyCell;
+    unsigned kinds = 0;
+#pragma unroll
+    for (int i = 0; i < most_cells(kRows); ++i) {
+#pragma unroll
+      for (int j = 0; j < most_cells(kTile); ++j) {
+        const long long at = static_cast<long long>(smaller(i, last_row)) * stride_row +
+                             static_cast<long long>(smaller(first_column + j, last)) * stride_column;
+        kinds |= 1u << __ldg(cells + at);
+      }
+    }
+    is_seen = (kinds & kSeen) != 0, is_hidden = (kinds & kHidden) != 0;
+  }
+};
+
+template <class Tiles, int kRows, int kTile, bool kRowsAreKeys = false>
+using SeenTiles = SeenTilesOf<kCells, Tiles, kRows, kTile, kRowsAreKeys, OwnParams>;
+
+// The walk of a loop over tiles; with cells over those that `seen()` gives, which is asked for a tile once.
+template <bool kExists, class Tiles, class Seen>
+struct TileWalkOf {
+  const Tiles& tiles;
+  int at;
+
+  __device__ __forceinline__ TileWalkOf(const Tiles& all, const Seen&) : tiles(all), at(all.first()) {}
+
+  __device__ __forceinline__ int n() const { return at; }
+  __device__ __forceinline__ bool has_tile() const { return tiles.has(at); }
+  // The first tile, before the walk goes on.
+  __device__ __forceinline__ int first() const { return tiles.first(); }
+  __device__ __forceinline__ bool is_first() const { return at == tiles.first(); }
+  // Whether the caller's mask shows all of the tile.
+  __device__ static constexpr bool is_full() { return false; }
+  // To be called once for each tile, before `next`.
+  __device__ __forceinline__ void look_ahead() {}
+  __device__ __forceinline__ int next() const { return tiles.next(at); }
+  __device__ __forceinline__ void go_on() { at = next(); }
+};
+
+template <class Tiles, class Seen>
+struct TileWalkOf<true, Tiles, Seen> {
+  const Tiles& tiles;
+  const Seen& seen;
+  SeenTile at, following;
+
+  __device__ __forceinline__ TileWalkOf(const Tiles& all, const Seen& seen_tiles)
+      : tiles(all), seen(seen_tiles), at(seen().seen_from(all.first())), following(at) {
+    at.bits |= 2;
+  }
+
+  __device__ __forceinline__ int n() const { return at.n(); }
+  __device__ __forceinline__ bool has_tile() const { return tiles.has(n()); }
+  __device__ __forceinline__ int first() const { return n(); }
+  __device__ __forceinline__ bool is_first() const { return at.is_first(); }
+  __device__ __forceinline__ bool is_full() const { return at.is_full(); }
+  __device__ __forceinline__ void look_ahead() { following = seen().seen_from(tiles.next(n())); }
+  __device__ __forceinline__ int next() const { return following.n(); }
+  __device__ __forceinline__ void go_on() { at = following; }
+};
+
+template <class Tiles, class Seen>
+__device__ __forceinline__ TileWalkOf<kCells, Tiles, Seen> walk_along(const Tiles& tiles, const Seen& seen) {
+  return {tiles, seen};
+}

@@ -1,0 +1,139 @@
+// Dropout: which weights are kept, by Philox4x32-10, exactly as in cuflash/reference/dropout.py. Key k of query q
+// belongs to the counter (4 (k / 32) + k % 8 / 2, q, head, sequence), and of its four words to half k % 2 of word k / 8
+// % 4. A weight is kept if these 16 bits are below kept_share.
+//
+// Weights that are not kept become zero. Those that are kept are multiplied by scale(). why the caller does that, where
+// it multiplies anyway: the weights of float16 might overflow.
+#pragma once
+#include "params.cuh"
+
+struct PhiloxWords {
+  unsigned words[4];
+};
+
+__device__ __forceinline__ PhiloxWords philox(PhiloxWords x, unsigned key, unsigned other_key) {
+  unsigned(&w)[4] = x.words;
+#pragma unroll
+  for (int round = 0; round < 10; ++round) {
+    const unsigned long long one = w[0] * 0xD2511F53ull, other = w[2] * 0xCD9E8D57ull;
+    w[0] = static_cast<unsigned>(other >> 32) ^ w[1] ^ key, w[1] = static_cast<unsigned>(other);
+    w[2] = static_cast<unsigned>(one >> 32) ^ w[3] ^ other_key, w[3] = static_cast<unsigned>(one);
+    key += 0x9E3779B9u, other_key += 0xBB67AE85u;
+  }
+  return x;
+}
+
+// Which registers of a fragment hold weights that are kept: a bit each.
+template <bool kExists, int kCount>
+struct KeptOf {
+  __device__ static constexpr bool has(int) { return true; }
+};
+template <int kCount>
+struct KeptOf<true, kCount> {
+  unsigned bits[(kCount + 31) / 32] = {};
+
+  __device__ __forceinline__ bool has(int i) const { return bits[i / 32] >> i % 32 & 1; }
+  __device__ __forceinline__ void set(int i, bool kept) { bits[i / 32] |= static_cast<unsigned>(kept) << i % 32; }
+};
+template <int kCount>
+using Kept = KeptOf<kDropout, kCount>;
+
+// The weights of one query head of a sequence. Without dropout all are kept.
+template <bool kExists, class Params>
+struct DropoutOf {
+  __device__ __forceinline__ DropoutOf(const Params&, int, int) {}
+  __device__ static constexpr float scale() { return 1.0f; }
+  template <bool kAligned, int kCount, class Rows>
+  __device__ __forceinline__ void drop(float (&)[kCount], Rows, int, int) const {}
+  template <bool kAligned, int kCount, class Rows>
+  __device__ __forceinline__ Kept<kCount> kept(Rows, int, int) const { return {}; }
+  template <bool kAligned, int kFragments, int kCount>
+  __device__ __forceinline__ void kept_of_keys(Kept<kCount> (&)[kFragments], int, int, int) const {}
+};
+template <class Params>
+struct DropoutOf<true, Params> {
+  const Params& own;
+  const unsigned sequence, head;
+  const unsigned seed[2];
+
+  __device__ __forceinline__ DropoutOf(const Params& params, int sequence_idx, int query_head)
+      : own(params),
+        sequence(sequence_idx),
+        head(query_head),
+        seed{__ldg(params.seed), __ldg(params.seed + 1)} {}
+
+  __device__ __forceinline__ float scale() const { return own.kept_scale; }
+
+  // Weights of a fragment whose rows are queries become zero where they are dropped. `rows` are the lane's two rows,
+  // `key` is the first column, a multiple of 16, and column_pair = lane % 4. kAligned: it is a multiple of 32.
+  template <bool kAligned, int kCount, class Rows>
+  __device__ __forceinline__ void drop(float (&weights)[kCount], Rows rows, int key, int column_pair) const {
+    visit<kAligned, kCount>(rows, key, column_pair, [&](int i, bool kept) { weights[i] = kept ? weights[i] : 0.0f; });
+  }
+
+  // The same registers as bits.
+  template <bool kAligned, int kCount, class Rows>
+  __device__ __forceinline__ Kept<kCount> kept(Rows rows, int key, int column_pair) const {
+    Kept<kCount> result;
+    visit<kAligned, kCount>(rows, key, column_pair, [&](int i, bool kept) { result.set(i, kept); });
+    return result;
+  }
+
+  // The same for fragments of 16 keys, in rows, that follow each other from `key` on; `query` is the first column. All
+  // lanes of a warp call. why they exchange bits: a counter serves two neighbours among the keys, which two lanes have.
+  template <bool kAligned, int kFragments, int kCount>
+  __device__ __forceinline__ void kept_of_keys(Kept<kCount> (&kept)[kFragments], int key, int query, int lane) const {
+    constexpr int kStep = kAligned && kFragments % 2 == 0 ? 2 : 1;  // fragments that a counter serves
+    const int row = lane / 4, is_odd = row % 2;
+    const unsigned own_half = is_odd ? 0x7632 : 0x5410, other_half = is_odd ? 0x5410 : 0x7632;
+#pragma unroll
+    for (int m = 0; m < kFragments; m += kStep) {
+      const int first = key + 16 * m;
+#pragma unroll
+      for (int j = 0; j < kCount / 4; ++j) {
+        // Of the two queries of these columns, the lane of an even key takes the first, that of an odd one the second.
+        const PhiloxWords x = words_of(first / 32, row / 2, query + 8 * j + 2 * (lane % 4) + is_odd);
+#pragma unroll
+        for (int n = 0; n < kStep; ++n) {
+          const bool second = kStep == 2 ? n == 1 : first / 16 % 2 == 1;
+          const unsigned upper = second ? x.words[2] : x.words[0], lower = second ? x.words[3] : x.words[1];
+          const unsigned mine = __byte_perm(upper, lower, own_half);
+          const unsigned got = __shfl_xor_sync(0xffffffffu, __byte_perm(upper, lower, other_half), 4);
+          const unsigned of_columns[2] = {is_odd ? got : mine, is_odd ? mine : got};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) kept[m + n].set(4 * j + i, is_kept(of_columns[i % 2], i / 2));
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ PhiloxWords words_of(int group, int pair, int query) const {
+    return philox({{4u * group + pair, static_cast<unsigned>(query), head, sequence}}, seed[0], seed[1]);
+  }
+
+  __device__ __forceinline__ bool is_kept(unsigned word, int half) const {
+    return (half == 0 ? word & 0xffffu : word >> 16) < static_cast<unsigned>(own.kept_share);
+  }
+
+  template <bool kAligned, int kCount, class Rows, class Visit>
+  __device__ __forceinline__ void visit(Rows rows, int key, int column_pair, const Visit& visit_register) const {
+    static_assert(kCount % 8 == 0, "columns are whole steps of 16 keys");
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      PhiloxWords x = {};
+#pragma unroll
+      for (int n = 0; n < kCount / 8; ++n) {  // 16 keys
+        const int step = key / 16 + n;
+        const bool second = kAligned ? n % 2 == 1 : step % 2 == 1;
+        if (n == 0 || !second) x = words_of(step / 2, column_pair, rows[half]);
+        const unsigned of_columns[2] = {second ? x.words[2] : x.words[0], second ? x.words[3] : x.words[1]};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          visit_register(8 * n + i / 2 * 4 + 2 * half + i % 2, is_kept(of_columns[i / 2], i % 2));
+        }
+      }
+    }
+  }
+};
+using Dropout = DropoutOf<kDropout, OwnParams>;

@@ -1,0 +1,40 @@
+// seen_counts: how many key blocks of backward on Hopper see some of each tile of queries, under a mask of the caller's
+// own whose cells are known (common/cells.cuh). Rows of dq that none of them sees, and so none writes, become zero.
+//
+// Roles    A warp owns a tile of queries of a head.
+#include "../common/cells.cuh"
+#include "../common/sequence.cuh"
+#include "key_blocks.cuh"
+
+using Params = SeenCountsParams;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
+
+constexpr int kKeyBlock = 128;  // keys of a key block
+
+template <int kTile>
+__device__ __forceinline__ int count_key_blocks(const Params& p, const Sequence& sequence, int head, int tile) {
+  const Range rows{tile * kTile, smaller(tile * kTile + kTile, sequence.seqlen_q())};
+  const TileRange keys = TileRange::covering(sequence.mask().key_range(rows.begin, rows.end), kKeyBlock);
+  const SeenTilesOf<true, AscendingTiles, kTile, kKeyBlock, false, Params> seen(AscendingTiles(keys), p, sequence.batch,
+                                                                                head, rows, sequence.seqlen_k());
+  return seen.count_seen();
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params p) {
+  constexpr int kLanes = 8;  // threads that clear a row
+  const ProblemParams& problem = p.problem;
+  const unsigned index = blockIdx.x * kNumWarps + threadIdx.x / 32, of_head = index / unsigned(p.num_q_blocks);
+  if (of_head >= unsigned(problem.batch) * unsigned(problem.heads_q)) return;
+  const int tile = index - of_head * p.num_q_blocks, batch = of_head / unsigned(problem.heads_q);
+  const int head = of_head - batch * problem.heads_q;
+  const Sequence sequence{problem, batch};
+  const int count = p.block_q == 128 ? count_key_blocks<128>(p, sequence, head, tile)
+                                     : count_key_blocks<64>(p, sequence, head, tile);
+  if (threadIdx.x % 32 == 0) p.seen_counts[index] = count;
+  if (count > 0) return;
+  const int end = smaller((tile + 1) * p.block_q, sequence.seqlen_q());
+#pragma unroll 1
+  for (int row = tile * p.block_q + threadIdx.x % 32 / kLanes; row < end; row += 32 / kLanes) {
+    clear_row<kLanes>(p.dq, sequence.queries(), head, row, problem.head_dim);
+  }
+}

@@ -1,0 +1,80 @@
+// sinks_gradient: the gradient of the sinks, as far as some queries of a head give it.
+//
+//   dsink = Σ exp(sink - lse) (dlse - delta) over all queries, delta = rowsum(dout ∘ out)
+//
+// Queries that the mask lets see nothing have no out, hence delta 0, and a lse that is the sink. Queries that no
+// sequence uses have lse -inf, and add nothing.
+//
+// Roles    A block of threads owns some slots of kPaddedSlot queries of a head; its warps take them in turns.
+#include "../common/gradient_sums.cuh"
+#include "../common/own_scores.cuh"
+#include "../common/ragged.cuh"
+
+using Params = WithOwn<SinksGradientParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
+
+// The queries of a slot.
+template <bool kOfSeveralLengths>
+struct SlotOf {
+  Sequence sequence;
+  Range rows;
+
+  __device__ __forceinline__ SlotOf(const ProblemParams& p, int slot) : SlotOf(p, slot, slots_of(p.seqlen_q)) {}
+
+ private:
+  __device__ static int slots_of(int rows) { return (rows + kPaddedSlot - 1) / kPaddedSlot; }
+
+  __device__ __forceinline__ SlotOf(const ProblemParams& p, int slot, int slots) : sequence{p, slot / slots} {
+    rows.begin = slot % slots * kPaddedSlot, rows.end = min(rows.begin + kPaddedSlot, p.seqlen_q);
+  }
+};
+template <>
+struct SlotOf<true> {
+  const Territory territory;
+  const RaggedSequence sequence;
+  Range rows;
+
+  // All lanes of a warp ask together.
+  __device__ __forceinline__ SlotOf(const ProblemParams& p, int slot)
+      : territory(Territory::of_slot(axis_of_queries(p), slot, kPaddedSlot)), sequence(p, territory.sequence) {
+    rows.begin = territory.row(slot, kPaddedSlot);
+    rows.end = min(rows.begin + kPaddedSlot, sequence.seqlen_q());
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params p) {
+  __shared__ float of_warps[kNumWarps];
+  const int part = blockIdx.x / p.problem.heads_q, head = blockIdx.x % p.problem.heads_q;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int end = min((part + 1) * p.slots_each, p.num_slots);
+  const float sink = Sink(p, head).sink;
+  float sum = 0.0f;
+#pragma unroll 1
+  for (int slot = part * p.slots_each + warp; slot < end; slot += kNumWarps) {
+    const SlotOf<kLengths> at(p.problem, slot);
+    const Range seen = at.sequence.seen_queries();
+    const long long first_lse = at.sequence.lse_offset(head);
+    const float* const stats = p.stats + 2 * (at.sequence.query_head(head) * p.stats_rows);
+    // why: the kernels whose stats stand in rows number queries of several lengths from the first that sees a key.
+    const int first = kLengths && p.stats_step == 1 ? seen.begin : 0;
+    for (int i = at.rows.begin + lane; i < at.rows.end; i += 32) {
+      const float lse = p.lse[first_lse + i];
+      if (lse == -infinity()) continue;
+      float difference;  // dlse - delta
+      if (i >= seen.begin && i < seen.end) {
+        difference = -stats[static_cast<long long>(p.stats_step) * at.sequence.padded_query(i - first) + p.stats_delta];
+      } else {
+        difference = p.dlse != nullptr ? p.dlse[first_lse + i] : 0.0f;
+      }
+      sum += expf(sink - lse) * difference;
+    }
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) of_warps[warp] = sum;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kNumWarps; ++w) total += of_warps[w];
+  p.tables[static_cast<long long>(part) * p.problem.heads_q + head] = total;
+}

@@ -1,0 +1,42 @@
+// sum_tables: what blocks of threads have summed, each in a table, becomes the gradient of an array.
+//
+//   result[place] = total[place] + Σ table[place in a table], in one order
+//
+// Roles    A thread owns an element; where there are few elements and many tables, the lanes of a warp share one.
+#include "../common/config.cuh"
+#include "../common/gradient_sums.cuh"
+#include "../common/params.cuh"
+
+static_assert(sizeof(SumTablesParams) == kParamsBytes, "the host packs other parameters");
+
+// Where an element lies in a table, or -1: it has no place there.
+__device__ __forceinline__ long long place_of(const SumTablesParams& p, long long element) {
+  long long place = 0;
+#pragma unroll 1
+  for (int axis = p.rank - 1; axis >= 0; --axis) {
+    const long long above = element / p.extents[axis];
+    const int index = static_cast<int>(element - above * p.extents[axis]) - p.firsts[axis];
+    if (index < 0 || index >= p.counts[axis]) return -1;
+    place += index * p.strides[axis];
+    element = above;
+  }
+  return place;
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ SumTablesParams p) {
+  const long long thread = static_cast<long long>(blockIdx.x) * kNumThreads + threadIdx.x;
+  const long long element = thread / p.lanes;
+  const bool exists = element < p.num_elements;
+  const long long place = exists && p.num_tables > 0 ? place_of(p, element) : -1;
+  float sum = 0.0f;
+  if (place >= 0) {
+    const float* const first = p.tables + place;
+#pragma unroll 4
+    for (int n = thread % p.lanes; n < p.num_tables; n += p.lanes) sum += first[n * p.table_step];
+  }
+  if (p.lanes == 32) sum = warp_sum(sum);
+  if (!exists || thread % p.lanes != 0) return;
+  if (p.adds) sum += p.total[element];
+  if (p.result != nullptr) store_number(p.result, element, sum, p.result_kind);
+  else p.total[element] = sum;
+}

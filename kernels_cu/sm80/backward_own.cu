@@ -1,0 +1,251 @@
+// The gradient of an array of the caller's own, from one place of a score's expression that loads from it: `OwnTerm`.
+//
+//   s = q kᵀ, dp = dout vᵀ                              per tile
+//   p = exp(score(s) - lse)    ds = p (dp - delta)      in registers, with dropout as in pointwise.cuh
+//   sum[where it is loaded from] += ds · d score / d what is loaded
+//
+// Sums     If all indices are b, h, q_idx, k_idx or constant: a register adds up the same element of all tiles that the
+//          block walks over (own_walk.cuh). At the end, rows of the tile are added where sums do not stand apart by
+//          queries, and columns where they do not by keys.
+//          Else an element is looked up: each warp adds to a table of its own (table_sums.cuh), or all add to one by
+//          atomics, if the host says so.
+//          portable/sum_tables.cu adds the tables of all warps and parts. But for atomics each sum has one order.
+// Roles    Every warp owns kBlockQ / kNumWarps queries and all keys of a tile, and all threads copy.
+// Barriers of the block, for each tile:
+//          (A)  the tile has arrived
+//          (B)  every warp has multiplied; the next tile is fetched
+#include "../common/dropout.cuh"
+#include "../common/gradient_sums.cuh"
+#include "../common/own_scores.cuh"
+#include "gemm.cuh"
+#include "own_walk.cuh"
+#include "table_sums.cuh"
+#include "tile.cuh"
+
+struct SharedStorage {
+  alignas(128) char q[kBlockQ * kHeadDim * kElementBytes];
+  alignas(128) char dout[kBlockQ * kHeadDimV * kElementBytes];
+  alignas(128) char k[kBlockK * kHeadDim * kElementBytes];
+  alignas(128) char v[kBlockK * kHeadDimV * kElementBytes];
+};
+using Params = WithOwn<OwnGradientParams>;
+static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
+static_assert(kStages == 1, "a tile is fetched while another one is worked on in registers");
+static_assert(kBlockQ % (16 * kNumWarps) == 0, "each warp owns whole 16-row fragments");
+static_assert(kNumWarps * kBlockK * 4 <= sizeof(SharedStorage::q), "the sums of warps take the place of q");
+
+constexpr int kRowsPerWarp = kBlockQ / kNumWarps, kFragments = kRowsPerWarp / 16;
+constexpr int kLaneRows = 2 * kFragments;  // lane's row r is 8 r rows after its first one
+using Tile = float[kFragments][kBlockK / 2];
+
+__device__ __forceinline__ int lane_row() { return threadIdx.x / 32 * kRowsPerWarp + threadIdx.x % 32 / 4; }
+
+// Begins to load what of a tile differs from that of the tile before.
+__device__ __forceinline__ void fetch(const Params& p, const SharedStorage& storage, const AnySequence& sequence,
+                                      const WalkedTile& at, bool new_rows, bool new_keys) {
+  const ProblemParams& problem = p.problem;
+  if (new_rows) {
+    const Range seen = sequence.seen_queries();
+    const TileLoader<kBlockQ, kHeadDim> q(p.q, sequence.queries(), at.head, problem.head_dim);
+    q.load(smem_address(storage.q), at.first_query(), seen);
+    const TileLoader<kBlockQ, kHeadDimV> dout(p.dout, sequence.queries(), at.head, problem.head_dim_v);
+    dout.load(smem_address(storage.dout), at.first_query(), seen);
+  }
+  if (new_keys) {
+    const Range seen = sequence.seen_keys();
+    const int kv_head = at.head / problem.heads_per_kv;
+    using KeyPlace = AnySequence::KeyPlace;
+    const TileLoader<kBlockK, kHeadDim, KeyPlace> k(p.k, sequence.keys(), kv_head, problem.head_dim);
+    k.load(smem_address(storage.k), at.first_key(), seen);
+    const TileLoader<kBlockK, kHeadDimV, KeyPlace> v(p.v, sequence.keys(), kv_head, problem.head_dim_v);
+    v.load(smem_address(storage.v), at.first_key(), seen);
+  }
+  cp_async_commit();
+}
+
+// lse * log2(e) and delta of the lane's rows; inf and 0 of queries that see nothing, which then weigh nothing.
+__device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Params& p, const AnySequence& sequence,
+                                           const WalkedTile& at) {
+  const Range seen = sequence.seen_queries();
+  const float* const of_head = p.stats + 2 * (sequence.query_head(at.head) * p.stats_rows);
+  // why: the kernels whose stats stand in rows number queries of several lengths from the first that sees a key.
+  const int first = kLengths && p.stats_step == 1 ? seen.begin : 0;
+#pragma unroll
+  for (int r = 0; r < kLaneRows; ++r) {
+    const int query = at.first_query() + lane_row() + 8 * r;
+    stats[r] = make_float2(infinity(), 0.0f);
+    if (query >= seen.begin && query < seen.end) {
+      const long long row = sequence.padded_query(query - first);
+      const float* const of_query = of_head + p.stats_step * row;
+      stats[r] = make_float2(of_query[0], of_query[p.stats_delta]);
+    }
+  }
+}
+
+// s and dp become ds times the derivative, in dp, and where it is to be added to, as bits in s, if that is looked up.
+__device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&stats)[kLaneRows], const Params& p,
+                                              const AnySequence& sequence, const WalkedTile& at) {
+  const int first_row = at.first_query() + lane_row(), column_pair = threadIdx.x % 4;
+  const int first_key = at.first_key() + 2 * column_pair;
+  const OwnHead own(p, p.problem, at.batch, at.head, sequence.seqlen_q(), sequence.seqlen_k());
+  const Dropout dropout(p, at.batch, at.head);
+  const Mask mask = sequence.mask();
+  Score{p.problem.score}.apply(s);
+#pragma unroll
+  for (int m = 0; m < kFragments; ++m) {
+    const LaneQueries rows{first_row + 16 * m};
+    const auto kept = dropout.kept<kBlockK % 32 == 0, kBlockK / 2>(rows, at.first_key(), column_pair);
+    const OwnHead::Row of_rows[2] = {own.row(rows[0], first_key), own.row(rows[1], first_key)};
+    int first[2], last[2];  // columns that the mask shows
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int end = rows[half] < mask.seqlen_q ? min(rows[half] + mask.hi, mask.seqlen_k - 1) : -1;
+      first[half] = rows[half] + mask.lo - first_key, last[half] = end - first_key;
+    }
+#pragma unroll
+    for (int j = 0; j < kBlockK / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // why rows inside: L57
+          const int i = 4 * j + 2 * half + e, column = 8 * j + e;
+          const float2 stat = stats[2 * m + half];
+          const auto result = own.at(of_rows[half], s[m][i], column);
+          const bool hidden = !result.visible | (result.score <= kLeastScore) | (column < first[half]) |
+                              (column > last[half]);
+          const float weight = exp2_approx(result.score - stat.x);
+          float ds = weight * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
+          ds = hidden ? 0.0f : ds;
+          // why: where nothing changes with the score, the derivative may be anything.
+          dp[m][i] = ds == 0.0f ? 0.0f : ds * result.derivative;
+          if constexpr (OwnTerm::kLooksUp) s[m][i] = __int_as_float(OwnTerm::place(result, LookedUpAxes{p}));
+        }
+      }
+    }
+  }
+}
+
+// Where the sums of a block stand, which are those of a tile: the host gives these counts 1 if sums do not stand apart.
+struct TileSums {
+  const Params& p;
+  long long first;  // of the block
+
+  __device__ __forceinline__ TileSums(const Params& params, const OwnWalk& walk) : p(params) {
+    const long long sequences = p.by_sequence ? p.problem.batch : 1, heads = p.by_head ? p.problem.heads_q : 1;
+    first = ((walk.part * sequences + walk.batch) * heads + walk.head) * queries() * keys();
+  }
+
+  __device__ __forceinline__ long long queries() const { return p.by_query ? p.problem.seqlen_q : 1; }
+  __device__ __forceinline__ long long keys() const { return p.by_key ? p.problem.seqlen_k : 1; }
+
+  __device__ __forceinline__ void put(int query, int key, float x) const {
+    if (query >= queries() || key >= keys()) return;
+    const long long at = first + query * keys() + key;
+    if (p.tables != nullptr) p.tables[at] = x;
+    else store_number(p.result, at, x, p.result_kind);
+  }
+};
+
+__device__ __forceinline__ void store_sums(const Tile& sums, const Params& p, const OwnWalk& walk, float* of_warps) {
+  const TileSums out(p, walk);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query = walk.q_tile * kBlockQ + lane_row();
+  const int key = walk.k_tile * kBlockK;
+  if (p.by_query) {
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
+      float of_row = 0.0f;
+#pragma unroll
+      for (int j = 0; j < kBlockK / 4; ++j) {
+        const float x = sums[r / 2][j / 2 * 4 + r % 2 * 2 + j % 2];
+        if (p.by_key) out.put(query + 8 * r, key + j / 2 * 8 + lane % 4 * 2 + j % 2, x);
+        of_row += x;
+      }
+      if (!p.by_key) {
+        of_row = quad_sum(of_row);
+        if (lane % 4 == 0) out.put(query + 8 * r, 0, of_row);
+      }
+    }
+    return;
+  }
+  float of_lane = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kBlockK / 4; ++j) {
+    float of_column = 0.0f;
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) of_column += sums[r / 2][j / 2 * 4 + r % 2 * 2 + j % 2];
+    if (p.by_key) {
+#pragma unroll
+      for (int step = 4; step < 32; step *= 2) of_column += __shfl_xor_sync(0xffffffffu, of_column, step);
+      if (lane < 4) of_warps[warp * kBlockK + j / 2 * 8 + lane * 2 + j % 2] = of_column;
+    }
+    of_lane += of_column;
+  }
+  if (!p.by_key) {
+    of_lane = warp_sum(of_lane);
+    if (lane == 0) of_warps[warp * kBlockK] = of_lane;
+  }
+  __syncthreads();
+  const int columns = p.by_key ? kBlockK : 1;
+  for (int column = threadIdx.x; column < columns; column += kNumThreads) {
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kNumWarps; ++w) total += of_warps[w * kBlockK + column];
+    out.put(0, key + column, total);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
+    CUFLASH_KERNEL(const __grid_constant__ Params params) {
+  extern __shared__ __align__(128) char smem_bytes[];
+  __shared__ WalkedSequences<kLengths>::Memory described;
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
+
+  const OwnWalk walk(params, described);
+  const WarpTable table(params, walk.part, walk.batch, walk.head);
+  Tile sums = {};
+  if constexpr (OwnTerm::kLooksUp) table.clear();
+
+  WalkedTile at;
+  bool exists = walk.begin(at);
+  if (exists) fetch(params, storage, walk.sequences.at(at.batch, at.slot), at, true, true);
+#pragma unroll 1
+  while (exists) {
+    // 1. s = q kᵀ, dp = dout vᵀ
+    const auto& sequence = walk.sequences.at(at.batch, at.slot);
+    float2 stats[kLaneRows];
+    load_stats(stats, params, sequence, at);
+    cp_async_wait<0>();
+    __syncthreads();  // (A)
+    Tile s = {}, dp = {};
+    const int warp_row = fresh_thread() / 32 * kRowsPerWarp;
+    gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, Rows<QSwizzle>(smem_address(storage.q), warp_row),
+                                                 b_lane_address<QSwizzle>(smem_address(storage.k)));
+    gemm_abt<VSwizzle, kHeadDimV / kStepElements>(dp, Rows<VSwizzle>(smem_address(storage.dout), warp_row),
+                                                  b_lane_address<VSwizzle>(smem_address(storage.v)));
+    __syncthreads();  // (B)
+
+    // 2. The next loads begin.
+    WalkedTile next = at;
+    exists = walk.advance(next);
+    if (exists) {
+      const bool new_keys = next.k_tile != at.k_tile || next.batch != at.batch ||
+                            next.head / params.problem.heads_per_kv != at.head / params.problem.heads_per_kv;
+      fetch(params, storage, walk.sequences.at(next.batch, next.slot), next, next.step != at.step, new_keys);
+    }
+
+    // 3. The sums
+    differentiate(s, dp, stats, params, sequence, at);
+#pragma unroll
+    for (int m = 0; m < kFragments; ++m) {
+      if constexpr (OwnTerm::kLooksUp) {
+        table.add(s[m], dp[m]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kBlockK / 2; ++i) sums[m][i] += dp[m][i];
+      }
+    }
+    at = next;
+  }
+  if constexpr (!OwnTerm::kLooksUp) store_sums(sums, params, walk, reinterpret_cast<float*>(storage.q));
+}

@@ -1,0 +1,117 @@
+// The tiles of scores that a block of threads goes over for the gradient of one of the caller's own arrays.
+//
+// Sums stand apart by some of sequence, head, query tile and key tile: these are the block's own. It walks over all
+// others: sequences, heads, query tiles, and for each of these the key tiles that some of its queries see. `parts`
+// blocks of threads share a walk. What is walked has one order, so that sums have it, too.
+#pragma once
+#include "../common/ragged.cuh"
+#include "../common/tile_range.cuh"
+#include "config.cuh"
+
+// The sequence of a tile. Of several lengths it lies in memory, in one of two slots: that of the tile at hand, and that
+// of the tile after it.
+template <bool kOfSeveralLengths>
+struct WalkedSequences {
+  struct Memory {};
+  const ProblemParams& problem;
+
+  __device__ __forceinline__ WalkedSequences(const ProblemParams& p, Memory&) : problem(p) {}
+  __device__ __forceinline__ void find(int, int) const {}
+  __device__ __forceinline__ Sequence at(int batch, int) const { return {problem, batch}; }
+};
+template <>
+struct WalkedSequences<true> {
+  struct Memory {
+    alignas(RaggedSequence) char slots[2][sizeof(RaggedSequence)];
+  };
+  const ProblemParams& problem;
+  RaggedSequence* slots;
+
+  __device__ __forceinline__ WalkedSequences(const ProblemParams& p, Memory& memory)
+      : problem(p), slots(reinterpret_cast<RaggedSequence*>(memory.slots)) {}
+
+  // All threads call. why the first barrier: some may still read what the slot held.
+  __device__ __forceinline__ void find(int batch, int slot) const {
+    __syncthreads();
+    if (threadIdx.x == 0) slots[slot] = RaggedSequence(problem, batch);
+    __syncthreads();
+  }
+  __device__ __forceinline__ const RaggedSequence& at(int, int slot) const { return slots[slot]; }
+};
+
+// A tile. All threads of the block are at the same one.
+struct WalkedTile {
+  int step;  // of the walk
+  int batch, head, q_tile, k_tile;
+  int k_end;  // the end of the key tiles of this step
+  int slot;   // of the sequence
+
+  __device__ __forceinline__ int first_query() const { return q_tile * kBlockQ; }
+  __device__ __forceinline__ int first_key() const { return k_tile * kBlockK; }
+};
+
+struct OwnWalk {
+  const OwnGradientParams& p;
+  const WalkedSequences<kLengths> sequences;
+  int part, batch, head, q_tile, k_tile;  // of the block, 0 where it walks
+
+  __device__ __forceinline__ OwnWalk(const OwnGradientParams& params, WalkedSequences<kLengths>::Memory& memory)
+      : p(params), sequences(params.problem, memory) {
+    unsigned rest = blockIdx.x;
+    k_tile = p.by_key ? take(rest, p.num_k_tiles) : 0;
+    q_tile = p.by_query ? take(rest, p.num_q_tiles) : 0;
+    head = p.by_head ? take(rest, p.problem.heads_q) : 0;
+    batch = p.by_sequence ? take(rest, p.problem.batch) : 0;
+    part = rest;
+  }
+
+  // Goes to the first tile. False: there is none.
+  __device__ __forceinline__ bool begin(WalkedTile& at) const {
+    at = {bound(part) - 1, -1, 0, 0, 0, 0, 1};
+    return next_step(at, 0);
+  }
+
+  // Goes to the tile after this one.
+  __device__ __forceinline__ bool advance(WalkedTile& at) const {
+    return ++at.k_tile < at.k_end || next_step(at, at.slot ^ 1);
+  }
+
+ private:
+  __device__ __forceinline__ static int take(unsigned& rest, int count) {
+    const unsigned whole = rest / unsigned(count), found = rest - whole * unsigned(count);
+    rest = whole;
+    return found;
+  }
+
+  // The first step of a part.
+  __device__ __forceinline__ int bound(int number) const {
+    return static_cast<int>(static_cast<long long>(p.num_steps) * number / p.parts);
+  }
+
+  // new_slot: where another sequence is to be described.
+  __device__ __forceinline__ bool next_step(WalkedTile& at, int new_slot) const {
+    const int end = bound(part + 1);
+#pragma unroll 1
+    while (++at.step < end) {
+      unsigned rest = at.step;
+      at.q_tile = p.by_query ? q_tile : take(rest, p.num_q_tiles);
+      at.head = p.by_head ? head : take(rest, p.problem.heads_q);
+      const int of_step = p.by_sequence ? batch : static_cast<int>(rest);
+      if (of_step != at.batch) {
+        at.batch = of_step, at.slot = new_slot;
+        sequences.find(of_step, new_slot);
+      }
+      const auto& sequence = sequences.at(at.batch, at.slot);
+      const int begin = at.first_query(), length = sequence.seqlen_q();
+      if (begin >= length) {  // only of several lengths: no query tile after this one is there
+        if (!p.by_query) at.step += p.num_q_tiles - 1 - at.q_tile;
+        continue;
+      }
+      const Range keys = sequence.mask().key_range(begin, smaller(begin + kBlockQ, length));
+      const TileRange tiles = TileRange::covering(keys, kBlockK);
+      at.k_tile = p.by_key ? k_tile : tiles.begin, at.k_end = p.by_key ? k_tile + 1 : tiles.end;
+      if (at.k_tile >= tiles.begin && at.k_tile < tiles.end) return true;
+    }
+    return false;
+  }
+};

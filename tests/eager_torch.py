@@ -1,0 +1,50 @@
+"""Attention as a program of PyTorch writes it, with all scores in memory, in float64 on the CPU, and with gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cuflash.reference.dropout import SHARES, is_kept, share_kept
+
+
+def eager(
+    q: Any, k: Any, v: Any, *, causal: bool = False, diagonal_offset: int | None = None, score_mod: Any = None,
+    mask_mod: Any = None, bias: Any = None, sinks: Any = None, dropout_p: float = 0.0, dropout_seed: int = 0,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(out, lse) of (batch, seqlen, heads, head_dim), whose functions take whole tensors of indices."""
+    q, k, v = (x.cpu().double().transpose(1, 2) for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    places = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    if score_mod is not None:
+        scores = score_mod(scores, *places)
+    visible = torch.ones_like(scores, dtype=torch.bool) if mask_mod is None else mask_mod(*places)
+    if causal:
+        offset = k.shape[2] - q.shape[2] if diagonal_offset is None else diagonal_offset
+        visible = visible & (places[3] <= places[2] + offset)
+    if bias is not None and bias.dtype == torch.bool:
+        visible = visible & bias.cpu()
+    elif bias is not None:
+        scores = scores + bias.cpu().double()
+    sees = visible.any(-1)
+    hidden = scores.masked_fill(~visible, -torch.inf)
+    lse = torch.where(sees, hidden.where(sees[..., None], scores).logsumexp(-1), -torch.inf)
+    if sinks is not None:
+        of_heads = sinks.cpu().double()[:, None].expand_as(lse)
+        lse = torch.where(sees, torch.logaddexp(lse.where(sees, 0.0), of_heads), of_heads)
+    weights = torch.where(visible, (scores - lse.where(sees, 0.0)[..., None]).exp(), 0.0)
+    if dropout_p:
+        kept = torch.from_numpy(is_kept(dropout_seed, dropout_p, *(x.numpy() for x in places)))
+        weights = weights * kept / (share_kept(dropout_p) / SHARES)
+    return (weights @ v).transpose(1, 2), lse
+
+
+def assert_close(found: Any, wanted: Any, tolerance: float | None = None) -> None:
+    """Tensors, or tuples of them, are equal but for rounding: that of float64 on the CPU, of float32 on a GPU."""
+    found, wanted = ([x] if torch.is_tensor(x) else x for x in (found, wanted))
+    for x, y in zip(found, wanted, strict=True):
+        assert x.shape == y.shape
+        limit = tolerance or (1e-9 if x.dtype == torch.float64 else 2e-4)
+        torch.testing.assert_close(x.detach().cpu().double(), y.detach().cpu().double(), rtol=limit, atol=limit)

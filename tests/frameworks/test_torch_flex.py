@@ -1,0 +1,214 @@
+"""`flex_attention` with PyTorch's arguments, against PyTorch's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import cuflash
+from cuflash import ProblemError, UnsupportedError
+
+torch = pytest.importorskip("torch")
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
+from eager_torch import assert_close, eager
+from tensors import assert_equal
+from tensors import made as made_by_seqlen
+
+from cuflash.frameworks.torch import attention, flex_attention
+
+if not hasattr(flex, "AuxRequest"):
+    pytest.skip("needs PyTorch 2.9", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+LSE = flex.AuxRequest(lse=True)
+HEADS, ROWS, KEYS = 4, 150, 200
+DOCUMENTS = torch.arange(KEYS) // 70
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+TABLE = torch.randn(HEADS, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def made(device: str = "cpu", dtype: Any = None, *, heads: tuple[int, int] = (HEADS, HEADS), grad: bool = False) -> Any:
+    """query, key and value (batch, heads, seqlen, head_dim), which lie in memory by seqlen."""
+    tensors = made_by_seqlen(device, dtype, heads=heads, lengths=(ROWS, KEYS), grad=False)
+    return tuple(x.transpose(1, 2).requires_grad_(grad) for x in tensors)
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def sliding_window(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx - kv_idx).abs() <= 30
+
+
+def prefix(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx < 40
+
+
+def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
+
+
+def of_some(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (kv_idx % (h + 2) == 0) & (q_idx > 5 * b)
+
+
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + (kv_idx - q_idx) * SLOPES[h]
+
+
+def tanh_softcap(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 20 * torch.tanh(score / 20)
+
+
+def relative_position(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + TABLE[h, (q_idx - kv_idx).abs().clamp(max=63)]
+
+
+# Of a name, the mask_mod, the score_mod, and along which of batch and heads PyTorch's mask is made.
+MODS: dict[str, tuple[Any, Any, tuple[int | None, int | None]]] = {
+    "nothing": (None, None, (None, None)),
+    "causal": (causal, None, (None, None)),
+    "sliding window": (flex.and_masks(causal, sliding_window), None, (None, None)),
+    "prefix": (flex.or_masks(prefix, causal), None, (None, None)),
+    "documents": (flex.and_masks(document, causal), tanh_softcap, (None, None)),
+    "of batch and head": (of_some, alibi, (2, HEADS)),
+    "all joined": (flex.and_masks(flex.or_masks(prefix, document), of_some), relative_position, (2, HEADS)),
+    "noop": (flex.noop_mask, relative_position, (None, None)),
+}
+
+
+def block_mask_of(mask_mod: Any, sizes: tuple[int | None, int | None] = (None, None), device: str = "cpu") -> Any:
+    return None if mask_mod is None else flex.create_block_mask(mask_mod, *sizes, ROWS, KEYS, device=device)
+
+
+@pytest.mark.parametrize("name", MODS)
+def test_results_are_pytorchs(name: str) -> None:
+    mask_mod, score_mod, sizes = MODS[name]
+    block_mask, tensors = block_mask_of(mask_mod, sizes), made()
+    wanted, aux = flex.flex_attention(*tensors, score_mod, block_mask, return_aux=LSE)
+    out, found = flex_attention(*tensors, score_mod, block_mask, return_aux=LSE)
+    assert type(found) is type(aux)
+    assert_close((out, found.lse), (wanted, aux.lse))
+    assert_equal(flex_attention(*tensors, score_mod, block_mask), out)
+
+
+@pytest.mark.parametrize("name", ["documents", "all joined"])
+def test_gradients(name: str) -> None:
+    """PyTorch's own has none on the CPU, so they are those of a program with all scores in memory."""
+    mask_mod, score_mod, sizes = MODS[name]
+    tensors = made(grad=True)
+    out, aux = flex_attention(*tensors, score_mod, block_mask_of(mask_mod, sizes), return_aux=LSE)
+    wanted = eager(*(x.transpose(1, 2) for x in tensors), score_mod=score_mod, mask_mod=mask_mod)
+    values = (out, aux.lse), (wanted[0].transpose(1, 2), wanted[1])
+    losses = [x.sin().sum() + y.nan_to_num(neginf=0.0).cos().sum() for x, y in values]
+    assert_close(*(torch.autograd.grad(x, tensors) for x in losses))
+
+
+def test_gradients_of_captured_tensors() -> None:
+    tensors, table = made(), TABLE.clone().requires_grad_()
+    out = flex_attention(*tensors, lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(max=63)])
+    (found,) = torch.autograd.grad(out.sin().sum(), table)
+    by_seqlen = [x.transpose(1, 2) for x in tensors]
+    wanted = eager(*by_seqlen, score_mod=lambda s, b, h, i, j: s + table[h, (i - j).abs().clamp(max=63)])[0]
+    assert_close(found, torch.autograd.grad(wanted.sin().sum(), table)[0])
+
+
+def test_views_in_and_out() -> None:
+    tensors = made()
+    out = flex_attention(*tensors, scale=0.2)
+    assert out.transpose(1, 2).is_contiguous()
+    assert_equal(out.transpose(1, 2), attention(*(x.transpose(1, 2) for x in tensors), softmax_scale=0.2))
+
+
+def test_grouped_heads_and_one_batch_of_keys() -> None:
+    q, k, v = made(heads=(HEADS, 2))
+    with pytest.raises(ProblemError, match=r"4 heads and key 2; give enable_gqa=True"):
+        flex_attention(q, k, v)
+    assert_close(flex_attention(q, k, v, enable_gqa=True), flex.flex_attention(q, k, v, enable_gqa=True))
+    block_mask, (k, v) = block_mask_of(of_some, (2, HEADS)), (x[:1] for x in (k, v))
+    wanted = flex.flex_attention(q, k.expand(2, -1, -1, -1), v.expand(2, -1, -1, -1), None, block_mask, enable_gqa=True)
+    assert_close(flex_attention(q, k, v, None, block_mask, enable_gqa=True), wanted)
+
+
+def test_lse_as_it_was_asked_for_before() -> None:
+    q, k, v = made()
+    out, lse = flex_attention(q, k, v, return_lse=True)
+    assert_close((out, lse), flex.flex_attention(q, k, v, return_lse=True))
+    with pytest.raises(ProblemError, match="return_lse and return_aux"):
+        flex_attention(q, k, v, return_lse=True, return_aux=LSE)
+    with pytest.raises(UnsupportedError, match="max_scores"):
+        flex_attention(q, k, v, return_aux=flex.AuxRequest(max_scores=True))
+    assert flex_attention(q, k, v, return_aux=flex.AuxRequest())[1].lse is None
+
+
+def test_a_block_mask_of_cuflash() -> None:
+    tensors = made()
+    block_mask = cuflash.create_block_mask(document, 1, 1, ROWS, KEYS, like=tensors[0])
+    assert_equal(flex_attention(*tensors, alibi, block_mask), flex_attention(*tensors, alibi, block_mask_of(document)))
+
+
+def test_a_mask_of_blocks_alone() -> None:
+    """Such as `from_kv_blocks` makes without a mask_mod: what PyTorch compiles sees whole blocks."""
+    q, k, v = made()
+    dense = block_mask_of(flex.and_masks(document, causal))
+    blocks = flex.BlockMask.from_kv_blocks(dense.kv_num_blocks, dense.kv_indices, seq_lengths=(ROWS, KEYS))
+    seen = blocks.to_dense()[0, 0].bool()
+    wanted = seen.repeat_interleave(128, 0).repeat_interleave(128, 1)[:ROWS, :KEYS]
+    found = flex_attention(q, k, v, None, blocks)
+    assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=wanted))
+
+
+def refusals() -> dict[str, tuple[Callable[[Any, Any, Any], Any], str]]:
+    other = flex.create_block_mask(causal, None, None, 64, 64, device="cpu")
+    of_batch = flex.create_block_mask(of_some, 3, None, ROWS, KEYS, device="cpu")
+    return {
+        "lengths": (lambda q, k, v: flex_attention(q, k, v, None, other), r"\(1, 1, 64, 64\), but the call has \(2, 4"),
+        "batch": (lambda q, k, v: flex_attention(q, k, v, None, of_batch), r"\(3, 1, 150"),
+        "type": (lambda q, k, v: flex_attention(q, k, v, None, causal), "block_mask is a function"),
+        "rank": (lambda q, k, v: flex_attention(q[0], k, v), r"query has shape \(4, 150, 16\)"),
+        "options": (lambda q, k, v: flex_attention(q, k, v, kernel_options=3), "kernel_options is a int"),
+        "gqa": (lambda q, k, v: flex_attention(q, k, v, enable_gqa=1), "enable_gqa=1"),
+        "sliced": (lambda q, k, v: flex_attention(q, k, v, None, block_mask_of(causal)[:, :, 0]), "was sliced"),
+    }
+
+
+@pytest.mark.parametrize("name", ["lengths", "batch", "type", "rank", "options", "gqa", "sliced"])
+def test_what_is_refused(name: str) -> None:
+    call, message = refusals()[name]
+    with pytest.raises(ProblemError, match=message):
+        call(*made())
+
+
+def test_hints_to_other_kernels_are_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    tensors = made()
+    with caplog.at_level(logging.DEBUG, "cuflash"):
+        assert_equal(flex_attention(*tensors, kernel_options={"BLOCK_M": 64}), flex_attention(*tensors))
+    assert "BLOCK_M are hints" in caplog.text
+
+
+def test_compiled_around() -> None:
+    torch._dynamo.reset()
+    tensors, block_mask = made(), block_mask_of(document)
+
+    def function(q: Any, k: Any, v: Any) -> Any:
+        return flex_attention(q.sin(), k, v, alibi, block_mask).cos()
+
+    assert_close(torch.compile(function, backend="eager")(*tensors), function(*tensors))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_pytorchs_compiled() -> None:
+    tensors = made("cuda", torch.bfloat16, grad=True)
+    documents, slopes = DOCUMENTS.cuda(), SLOPES.cuda().float()
+    mask_mod = flex.and_masks(lambda b, h, i, j: documents[i] == documents[j], causal)
+    block_mask = block_mask_of(mask_mod, device="cuda")
+    found = []
+    for function in (torch.compile(flex.flex_attention), flex_attention):
+        out, aux = function(*tensors, lambda s, b, h, i, j: s + (j - i) * slopes[h], block_mask, return_aux=LSE)
+        seen = torch.isfinite(aux.lse)
+        found.append([out, aux.lse[seen], *torch.autograd.grad(out.float().square().sum(), tensors)])
+    for x, y in zip(*found, strict=True):
+        assert_close(x, y, 3e-2)

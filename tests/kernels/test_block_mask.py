@@ -1,0 +1,238 @@
+"""Block masks on a GPU: the cells are NumPy's, and calls with them give the bits of calls without them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import host, identical, torch_of
+from own_oracle import Given, check, check_gradients
+from own_table import (
+    FUNCTIONS,
+    Arguments,
+    Maker,
+    Put,
+    bounds_case,
+    everything,
+    forward,
+    joined,
+    of_lengths,
+    own_of,
+    sinks_of,
+)
+from own_table import SMALL as CASE
+from plans import for_any_gpu
+from sequences import Sequences, made, upstream
+
+import cuflash
+from cuflash.bench.cases import Case
+from cuflash.mods import masks
+from cuflash.mods.trace import trace
+from cuflash.reference.block_mask import EMPTY, FULL, PARTIAL, cells_of
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+
+
+def tree(put: Put, of: Case) -> Arguments:
+    """Drafts of which each sees itself and every second one before it."""
+    nodes = min(of.seqlen_q, 60)
+    bits = [sum(1 << j for j in range(i % 2, i + 1, 2)) for i in range(of.seqlen_q)]
+    return {"mask_mod": masks.tree(put(np.array([x % 2**nodes for x in bits] or [0], np.int64)))}
+
+
+def of_heads(put: Put, of: Case) -> Arguments:
+    """Heads that see one of four parts of the keys each, in turns that differ by sequence."""
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return k_idx // 70 % 4 == (h + b) % 4
+
+    return {"mask_mod": mask_mod}
+
+
+SAMPLES: dict[str, Maker] = {
+    **{name: FUNCTIONS[name] for name in ("document", "causal_document", "prefix", "segments", "chunked", "striped")},
+    "global_window": FUNCTIONS["global_window"],
+    "of_heads": of_heads,
+    "dilated": lambda put, of: {"mask_mod": masks.dilated_window(130, 3)},
+    "neighborhood": lambda put, of: {"mask_mod": masks.neighborhood((5, 7), (60, 60))},
+    "block_diffusion": lambda put, of: {"mask_mod": masks.block_diffusion(150, 40)},
+    "causal": lambda put, of: {"mask_mod": masks.causal},
+    "nothing": lambda put, of: {"mask_mod": lambda b, h, q_idx, k_idx: k_idx < 0},
+    "all": lambda put, of: {"mask_mod": lambda b, h, q_idx, k_idx: k_idx >= 0},
+}
+CELL_LENGTHS = ((1, 1), (63, 65), (64, 64), (65, 63), (128, 300), (300, 128), (1030, 1500), (0, 5), (5, 0))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_cells_are_those_of_numpy(cupy: Any, name: str) -> None:
+    """Also for one sequence and head, whose cells serve all, where the mask does not depend on them."""
+    like = cupy.zeros(1, "float16")
+    for lengths, (batch, heads) in [(x, (2, 4)) for x in CELL_LENGTHS] + [((200, 500), (1, 1)), ((70, 70), (5, 3))]:
+        case = of_lengths(lengths, batch=batch, heads_q=heads)
+        mask_mod = SAMPLES[name](cupy.asarray, case)["mask_mod"]
+        found = cuflash.create_block_mask(mask_mod, batch, heads, *lengths, like=like).cells
+        wanted = cells_of(trace(SAMPLES[name](lambda x: x, case)["mask_mod"], "mask_mod"), batch, heads, *lengths)
+        assert host(found).dtype == np.int8
+        np.testing.assert_array_equal(host(found), wanted)
+
+
+PACKED = Sequences("cells", (130, 0, 300, 1), (65, 200, 300, 64), bounded=True, used_q=True, used_k=True,
+                   spare_q=(9, 3, 0, 2), spare_k=(1, 70, 4, 0))  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["causal_document", "prefix", "striped"])
+def test_cells_of_sequences_are_those_of_their_used_lengths(cupy: Any, name: str) -> None:
+    given = made(PACKED)
+    of = bounds_case(given)
+    told = {name: cupy.asarray(x) for name, x in given.told.items()}
+    lengths = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
+    mask_mod = SAMPLES[name](cupy.asarray, of)["mask_mod"]
+    graph = trace(SAMPLES[name](lambda x: x, of)["mask_mod"], "mask_mod")
+    for some in (told, {name: told[name] for name in ("seqused_q", "seqused_k")}):
+        found = cuflash.create_block_mask(mask_mod, *lengths, like=cupy.zeros(1, "float16"), **some).cells
+        used = list(zip(PACKED.queries, PACKED.keys, strict=True))
+        np.testing.assert_array_equal(host(found), cells_of(graph, *lengths, used))
+
+
+def test_cells_of_tensors_are_tensors(cupy: Any) -> None:
+    torch = pytest.importorskip("torch")
+    mask_mod = FUNCTIONS["segments"](lambda x: torch_of(np.asarray(x), "cuda"), CASE)["mask_mod"]
+    found = cuflash.create_block_mask(mask_mod, 2, 1, 300, 300, like=torch.zeros(1, device="cuda")).cells
+    graph = trace(FUNCTIONS["segments"](lambda x: x, CASE)["mask_mod"], "mask_mod")
+    np.testing.assert_array_equal(found.cpu().numpy(), cells_of(graph, 2, 1, 300, 300))
+
+
+# Calls.
+
+
+def results(case: Case, own: Arguments, arrays: list[Any], **more: Any) -> tuple[Any, ...]:
+    """out, lse, and deterministic gradients, all that a later call may compare bit by bit."""
+    told = {**case.arguments(), **own, **more}
+    out, lse = cuflash.forward(*arrays, return_lse=True, **told)
+    return out, lse, *cuflash.backward(out, *arrays, out, lse, deterministic=True, **told)
+
+
+@pytest.mark.parametrize(("name", "any_gpu"), [("causal_document", False), ("of_heads", False), ("of_heads", True)])
+def test_calls_with_a_block_mask_give_the_same_bits(cupy: Any, name: str, any_gpu: bool) -> None:
+    make = joined(SAMPLES[name], sinks_of())
+    with for_any_gpu() if any_gpu else nullcontext():
+        for lengths in ((63, 65), (300, 500), (500, 300), (640, 640)):
+            case = of_lengths(lengths)
+            arrays, own = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
+            del own["captured_grads"]
+            of_all = name == "of_heads"
+            sizes = case.batch if of_all else 1, case.heads_q if of_all else 1, *lengths
+            block_mask = cuflash.create_block_mask(own["mask_mod"], *sizes, like=arrays[0])
+            wanted = results(case, own, arrays)
+            check(Given.dense(case, case.arrays()), own_of(make, case), *wanted[:2])
+            assert identical(results(case, own, arrays, block_mask=block_mask), wanted)
+            del own["mask_mod"]
+            assert identical(results(case, own, arrays, block_mask=block_mask), wanted)
+
+
+@pytest.mark.parametrize(("dims", "dtype"), [((64, 64), "float16"), ((128, 128), "bfloat16"), ((256, 256), "bfloat16")])
+def test_a_block_mask_goes_with_scores_a_window_and_a_cap(cupy: Any, dims: tuple[int, int], dtype: str) -> None:
+    case = replace(of_lengths((400, 450)), dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], window_size=(200, 30),
+                   softcap=4.0)  # fmt: skip
+    arrays, own = [cupy.asarray(x) for x in case.arrays()], everything(cupy.asarray, case)
+    wanted = own.pop("captured_grads")
+    own["block_mask"] = cuflash.create_block_mask(own.pop("mask_mod"), 2, 1, 400, 450, like=arrays[0])
+    out, lse = cuflash.forward(*arrays, return_lse=True, **case.arguments(), **own)
+    given, of_numpy = Given.dense(case, case.arrays()), own_of(everything, case)
+    check(given, of_numpy, out, lse)
+    *found, grads = cuflash.backward(out, *arrays, out, lse, **case.arguments(), **own, captured_grads=wanted)
+    check_gradients(given, of_numpy, host(out), None, found, grads)
+
+
+@pytest.mark.parametrize("any_gpu", [False, True])
+def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
+    """Keys of the middle tile are hidden from all: what they hold leaves no trace, in k and v, and has no gradient."""
+    hidden = slice(128, 384)
+
+    def make(put: Put, of: Case) -> Arguments:
+        return {"mask_mod": lambda b, h, q_idx, k_idx: (k_idx < 128) | (k_idx >= 384)}
+
+    case = of_lengths((260, 500))
+    found = []
+    with for_any_gpu() if any_gpu else nullcontext():
+        for fill in (0.0, np.nan):
+            q, k, v = case.arrays()
+            k[:, hidden] = v[:, hidden] = fill
+            arrays = [cupy.asarray(x) for x in (q, k, v)]
+            own = make(cupy.asarray, case)
+            block_mask = cuflash.create_block_mask(own["mask_mod"], 1, 1, 260, 500, like=arrays[0])
+            kinds = set(np.unique(host(block_mask.cells)).tolist())
+            assert kinds == {EMPTY, FULL}
+            found.append(results(case, {"block_mask": block_mask}, arrays))
+            assert not any(host(x)[:, hidden].any() for x in found[-1][3:])
+        assert identical(*found)
+    check(Given.dense(case, (q, k, v)), own_of(make, case), *found[0][:2])
+
+
+@pytest.mark.parametrize("any_gpu", [False, True])
+def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
+    """Whole blocks of queries see nothing, heads that see nothing at all, and the last cells of an axis are short."""
+
+    def make(put: Put, of: Case) -> Arguments:
+        def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+            return ((q_idx < 100) | (q_idx >= 320)) & (k_idx >= 192) & (h != 1) & (b + h < 5)
+
+        return {"mask_mod": mask_mod}
+
+    case = of_lengths((390, 450), batch=3)
+    arrays, own = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
+    block_mask = cuflash.create_block_mask(own["mask_mod"], 3, 4, 390, 450, like=arrays[0])
+    assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
+    given, of_numpy = Given.dense(case, case.arrays()), own_of(make, case)
+    with for_any_gpu() if any_gpu else nullcontext():
+        for told in (own, {"block_mask": block_mask}):
+            out, lse, *gradients = results(case, told, arrays)
+            check(given, of_numpy, out, lse)
+            check(given, of_numpy, None, cuflash.lse(*arrays[:2], **told))
+            check_gradients(given, of_numpy, host(out), None, gradients)
+    assert not host(out)[:, 100:320].any()
+    assert not host(out)[:, :, 1].any()
+    assert np.isneginf(host(lse)[:, :, 100:320]).all()
+
+
+def test_packed_calls_with_a_block_mask(cupy: Any) -> None:
+    given = made(PACKED)
+    of, arguments = bounds_case(given), given.arguments(cupy)
+    make = FUNCTIONS["causal_document"]
+    own = make(cupy.asarray, of)
+    told = {name: x for name, x in arguments.items() if name in given.told}
+    lengths = of.batch, 1, of.seqlen_q, of.seqlen_k
+    block_mask = cuflash.create_block_mask(own["mask_mod"], *lengths, like=arguments["q"], **told)
+    wanted = cuflash.forward(**arguments, return_lse=True, **own)
+    found = cuflash.forward(**arguments, return_lse=True, block_mask=block_mask)
+    assert identical(found, wanted)
+    whole = Given.of_lengths(given)
+    check(whole, own_of(make, of), *found)
+    dout, dlse = (cupy.asarray(x) for x in upstream(given))
+    dout, dlse = dout.reshape(found[0].shape), dlse.reshape(found[1].shape)
+    state = {"out": found[0], "lse": found[1], "dlse": dlse}
+    gradients = cuflash.backward(dout, **state, **arguments, block_mask=block_mask)
+    check_gradients(whole, own_of(make, of), *upstream(given), gradients)
+
+
+def test_a_block_mask_serves_later_calls_in_graphs(cupy: Any) -> None:
+    case = of_lengths((300, 300))
+    arrays, own = [cupy.asarray(x) for x in case.arrays()], FUNCTIONS["segments"](cupy.asarray, case)
+    wanted = forward(FUNCTIONS["segments"], case, cupy.asarray, arrays)[0]
+    out, stream = cupy.zeros(case.out_shape(), "float16"), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        block_mask = cuflash.create_block_mask(own["mask_mod"], 2, 1, 300, 300, like=arrays[0])
+        for told in (own, {"block_mask": block_mask}):
+            for _ in range(2):
+                cuflash.forward(*arrays, out=out, **told)
+            stream.begin_capture()
+            cuflash.forward(*arrays, out=out, **told)
+            graph = stream.end_capture()
+            out.fill(0)
+            graph.launch()
+            stream.synchronize()
+            assert identical([out], [wanted])

@@ -1,0 +1,130 @@
+"""Random functions on a GPU: expression graphs that hypothesis draws, with random arguments around them.
+
+Functions of scores have no corners and jumps, for what float32 takes to one side of them float64 may take to the other.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import hypothesis
+import numpy as np
+import pytest
+from expressions import ARRAYS, FLOATS, conditions, floats
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from own_table import Arguments, Maker, Put, bias_of, check_backward, check_forward, dropped, joined, sinks_of
+from plans import for_any_gpu
+
+from cuflash.bench.cases import Case
+from cuflash.mods.build import rebuilt
+from cuflash.mods.graph import Node, post_order
+from cuflash.mods.traced import TracedScalar
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+
+
+def drawn(strategy: st.SearchStrategy[Any], seed: int) -> Any:
+    """What a strategy draws with this seed: the last of a few, for the first is the simplest there is."""
+    found: list[Any] = []
+    checks = list(HealthCheck)
+
+    @hypothesis.seed(seed)
+    @settings(max_examples=4, database=None, derandomize=False, phases=[Phase.generate], suppress_health_check=checks)
+    @hypothesis.given(strategy)
+    def take(example: Any) -> None:
+        found.append(example)
+
+    take()
+    return found[-1]
+
+
+class Replay:
+    """The function of an expression graph. why an object: tracing follows functions, and not what this does."""
+
+    def __init__(self, root: Node) -> None:
+        self.root = root
+
+    @property
+    def numbers(self) -> set[int]:
+        """The arrays that are loaded from."""
+        return {each.value for each in post_order([self.root]) if each.op == "load"}
+
+    def on(self, inputs: dict[str, Any], *loads: Any) -> Any:
+        """Its value. loads: for each array, what gives an element of it."""
+        made: dict[Node, Node] = {}
+        for each in post_order([self.root]):
+            below = [made[argument] for argument in each.arguments]
+            if each.op == "input":
+                made[each] = inputs[each.value].node
+            elif each.op == "load":
+                at = [_index(node, n) for node, n in zip(below, ARRAYS[each.value].shape, strict=True)]
+                made[each] = loads[each.value](*at).node
+            else:
+                made[each] = rebuilt(each, below)
+        return TracedScalar(made[self.root])
+
+
+def _index(node: Node, length: int) -> Any:
+    """A constant that is outside is clamped here: tracing refuses it, where it clamps what is computed."""
+    return TracedScalar(node) if node.op != "constant" else min(max(int(node.value), -length), length - 1)
+
+
+def score_of(replay: Replay) -> Maker:
+    def make(put: Put, of: Case) -> Arguments:
+        floats, integers = map(put, ARRAYS)
+
+        def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+            inputs = {"score": score, "b": b, "h": h, "q_idx": q_idx, "k_idx": k_idx}
+            return replay.on(inputs, lambda i: floats[i], lambda i, j: integers[i, j]) * 1.0
+
+        return {"score_mod": score_mod, "captured_grads": (floats,) if FLOATS in replay.numbers else ()}
+
+    return make
+
+
+def mask_of(replay: Replay) -> Maker:
+    def make(put: Put, of: Case) -> Arguments:
+        floats, integers = map(put, ARRAYS)
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+            inputs = {"b": b, "h": h, "q_idx": q_idx, "k_idx": k_idx}
+            return replay.on(inputs, lambda i: floats[i], lambda i, j: integers[i, j])
+
+        return {"mask_mod": mask_mod}
+
+    return make
+
+
+@pytest.mark.drawn(8)
+def test_gpu_agrees_with_float64_on_drawn_functions(cupy: Any, seed: int) -> None:
+    random = np.random.default_rng(seed)
+
+    def one_of(*values: Any) -> Any:
+        return values[random.integers(len(values))]
+
+    makers = [score_of(Replay(drawn(floats(smooth=True), seed)))]
+    if one_of(True, True, False):
+        makers.append(mask_of(Replay(drawn(conditions(), seed))))
+    if letters := one_of("", "", "bh1k", "1hqk", "qk"):
+        makers.append(bias_of(letters, one_of("float32", "float16", "bool")))
+    makers += [sinks_of()] if one_of(True, False) else []
+    makers += [dropped] if one_of(True, False, False) else []
+    heads_kv, dim = one_of(1, 2), one_of(64, 64, 32, 128)
+    masked = {
+        "causal": one_of(True, False),
+        "window_size": one_of((-1, -1), (-1, -1), (40, 9), (100, -1)),
+        "diagonal_offset": one_of(None, None, -30, 70),
+        "softcap": one_of(0.0, 0.0, 5.0),
+    }
+    heads, dtype, make = heads_kv * one_of(1, 2, 4), one_of("float16", "bfloat16"), joined(*makers)
+    # why no heads and lengths of 1: a bias that is broadcast along other axes is other code.
+    heads = max(heads, 2)
+    with for_any_gpu() if one_of(True, False, False) else nullcontext():
+        for lengths in ((2, 3), (63, 129), (128, 64), (130, 270), (257, 300)):
+            case = Case(f"drawn_{seed}", 2, *lengths, heads, heads_kv, dim, dim, dtype, **masked)
+            check_forward(make, case, cupy.asarray, seed=seed)
+            for deterministic in (False, True):
+                more = {"grads": True, "deterministic": deterministic}
+                check_backward(make, case, cupy.asarray, seed=seed, **more)

@@ -1,0 +1,122 @@
+"""Which weights the kernels drop, computed on the CPU: those of the reference, however fragments hold them."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import numpy as np
+import pytest
+from texts import KERNELS, SHIM
+
+from cuflash.problem.dropout import share_kept
+from cuflash.reference.dropout import is_kept
+
+# Lanes run one after the other, twice: what they send to each other in the first turn is there in the second.
+PROGRAM = r"""
+#define __forceinline__ inline
+constexpr bool kDropout = true;
+struct OwnParams {
+  const unsigned* seed;
+  int kept_share;
+  float kept_scale;
+};
+struct LaneQueries {
+  int upper;
+  int operator[](int half) const { return upper + 8 * half; }
+};
+int lane_now, shuffle_now;
+unsigned sent[32][4096];
+inline unsigned __shfl_xor_sync(unsigned, unsigned x, int step) {
+  sent[lane_now][shuffle_now] = x;
+  return sent[lane_now ^ step][shuffle_now++];
+}
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const unsigned long long both = static_cast<unsigned long long>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(both >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
+}
+HEADER
+
+// The kept weights of queries x keys from the first ones on, in tiles of 16 queries, or keys, by kCount / 2 of the
+// others.
+template <bool kAligned, int kCount>
+void of_queries(const Dropout& dropout, int query, int key, float* out, bool by_bits) {
+  for (int lane = 0; lane < 32; ++lane) {
+    float weights[kCount];
+    std::fill(weights, weights + kCount, 1.0f);
+    const LaneQueries rows{query + lane / 4};
+    if (by_bits) {
+      const Kept<kCount> kept = dropout.kept<kAligned, kCount>(rows, key, lane % 4);
+      for (int i = 0; i < kCount; ++i) weights[i] = kept.has(i);
+    } else {
+      dropout.drop<kAligned>(weights, rows, key, lane % 4);
+    }
+    for (int i = 0; i < kCount; ++i) {
+      out[(lane / 4 + 8 * (i / 2 % 2)) * kCount * 2 + 8 * (i / 4) + lane % 4 * 2 + i % 2] = weights[i];
+    }
+  }
+}
+
+template <bool kAligned, int kFragments, int kCount>
+void of_keys(const Dropout& dropout, int query, int key, float* out) {
+  for (int turn = 0; turn < 2; ++turn) {
+    for (lane_now = 0; lane_now < 32; ++lane_now) {
+      const int lane = lane_now;
+      shuffle_now = 0;
+      Kept<kCount> kept[kFragments];
+      dropout.kept_of_keys<kAligned>(kept, key, query, lane);
+      for (int m = 0; m < kFragments; ++m) {
+        for (int i = 0; i < kCount; ++i) {
+          const int row = 16 * m + lane / 4 + 8 * (i / 2 % 2), column = 8 * (i / 4) + lane % 4 * 2 + i % 2;
+          out[column * 16 * kFragments + row] = kept[m].has(i);
+        }
+      }
+    }
+  }
+}
+
+extern "C" void run(const unsigned* seed, int share, int sequence, int head, int query, int key, int way, float* out) {
+  const OwnParams own{seed, share, 1.0f};
+  const Dropout dropout(own, sequence, head);
+  if (way < 2) of_queries<false, 24>(dropout, query, key, out, way);
+  else if (way < 4) of_queries<true, 32>(dropout, query, key, out, way == 3);
+  else if (way == 4) of_keys<false, 1, 8>(dropout, query, key, out);
+  else if (way == 5) of_keys<true, 2, 64>(dropout, query, key, out);
+  else if (way == 6) of_keys<false, 2, 16>(dropout, query, key, out);
+  else of_keys<true, 1, 16>(dropout, query, key, out);
+}
+"""
+# Queries and keys of a tile, and what its first key is a multiple of.
+WAYS = [(16, 48, 16), (16, 48, 16), (16, 64, 32), (16, 64, 32), (16, 16, 16), (128, 32, 32), (32, 32, 16), (32, 16, 32)]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    if shutil.which("g++") is None or not KERNELS.is_dir():
+        pytest.skip("needs g++ and a checkout")
+    folder = tmp_path_factory.mktemp("dropout")
+    header = re.sub(r"#(include|pragma) .*", "", (KERNELS / "common" / "dropout.cuh").read_text("utf-8"))
+    source, library = folder / "dropout.cpp", folder / "dropout.so"
+    source.write_text(SHIM + PROGRAM.replace("HEADER", header), "utf-8")
+    command = ["g++", "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-o", str(library), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[:4000]
+    return ctypes.CDLL(str(library)).run
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3, 0.99, 1.0])
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_fragments_keep_the_weights_of_the_reference(run: Any, way: int, dropout_p: float) -> None:
+    queries, keys, step = WAYS[way]
+    seed = 0xFEDCBA98_76543210
+    words = (ctypes.c_uint32 * 2)(seed & 0xFFFFFFFF, seed >> 32)
+    for sequence, head, query, key in ((0, 0, 0, 0), (3, 17, 16 * 5, 3 * step), (70000, 2, 2**30, 2**30 + 7 * step)):
+        out = np.full((queries, keys), -1, np.float32)
+        run(words, share_kept(dropout_p), sequence, head, query, key, way, out.ctypes.data_as(ctypes.c_void_p))
+        q_idx, k_idx = query + np.arange(queries)[:, None], key + np.arange(keys)
+        np.testing.assert_array_equal(out, is_kept(seed, dropout_p, sequence, head, q_idx, k_idx))

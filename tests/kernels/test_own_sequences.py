@@ -1,0 +1,130 @@
+"""Scores and masks of the caller's own over sequences of several lengths on a GPU: each is as it is by itself.
+
+`b` is the number of the sequence, places count from its own begin, and `seqlen_q()` and `seqlen_k()` are its used
+lengths, which the device alone knows.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import host, identical
+from own_oracle import Given, check, check_gradients
+from own_table import FUNCTIONS, Maker, alibi, bias_of, bounds_case, dense_of, joined, own_of, sinks_of, without_grads
+from plans import for_any_gpu
+from sequences import Made, Sequences, made, upstream
+
+import cuflash
+from cuflash.mods import seqlen_k, seqlen_q
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+PACKED = Sequences("packed", (130, 0, 300, 1, 65), (200, 70, 300, 64, 0), bounded=True)
+USED: dict[str, Any] = {"used_q": True, "used_k": True, "spare_q": (9, 3, 0, 2, 1), "spare_k": (1, 70, 4, 0, 5)}
+CASES = [
+    PACKED,
+    replace(PACKED, name="used", **USED),
+    replace(PACKED, name="rectangle", place_q="rectangle", place_k="rectangle", used_q=True, used_k=True),
+    replace(PACKED, name="pages", place_k="paged", used_k=True),
+    replace(PACKED, name="cache", place_k="cache", place_q="rectangle", used_q=True, used_k=True),
+    replace(PACKED, name="window", causal=False, window_size=(150, 20), softcap=5.0, **USED),
+    replace(PACKED, name="few", queries=(1, 2, 0, 3), keys=(900, 5, 2700, 0), heads=(8, 1), place_k="paged",
+            used_k=True),
+    replace(PACKED, name="wide", dims=(128, 128), dtype="bfloat16", causal=True),
+]  # fmt: skip
+
+
+def by_lengths(put: Any, of: Any) -> Any:
+    """Changes scores by the used lengths, and hides keys of the first half from the last quarter of the queries."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return score * (1.0 + 0.25 * b) + (k_idx * 1.0) / (seqlen_k() + 1)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return (2 * k_idx >= seqlen_k()) | (4 * q_idx < 3 * seqlen_q())
+
+    return {"score_mod": score_mod, "mask_mod": mask_mod}
+
+
+MAKERS: dict[str, Maker] = {
+    "places": joined(alibi, FUNCTIONS["prefix"], bias_of("bhqk"), sinks_of()),
+    "lengths": by_lengths,
+}
+
+
+def check_all(cupy: Any, given: Made, make: Maker) -> None:
+    of, arguments = bounds_case(given), given.arguments(cupy)
+    own = without_grads(make(cupy.asarray, of))
+    whole, of_numpy = Given.of_lengths(given), own_of(make, of)
+    out, lse = cuflash.forward(**arguments, return_lse=True, **own)
+    check(whole, of_numpy, out, lse)
+    unused = given.unused("q")
+    assert not host(out).reshape(*unused.shape, -1)[unused].any()
+    assert np.isneginf(host(lse).reshape(len(unused), -1, unused.shape[1]).swapaxes(1, 2)[unused]).all()
+    keys_alone = {name: x for name, x in arguments.items() if name != "v"}
+    check(whole, of_numpy, None, cuflash.lse(**keys_alone, **own))
+    if not given.of.has_gradients:
+        return
+    dout, dlse = (cupy.asarray(x) for x in upstream(given))
+    state = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape)}
+    for deterministic in (False, True):
+        found = cuflash.backward(dout.reshape(out.shape), **state, **arguments, **own, deterministic=deterministic)
+        check_gradients(whole, of_numpy, *upstream(given), found)
+        for x, side in zip(found, "qkk", strict=True):
+            unused = given.unused(side)
+            assert not host(x).reshape(*unused.shape, -1)[unused].any()
+
+
+@pytest.mark.parametrize("any_gpu", [False, True], ids=["", "any_gpu"])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_sequence_agrees_with_float64(cupy: Any, case: Sequences, name: str, any_gpu: bool) -> None:
+    if any_gpu and (name == "lengths" or case.name in ("cache", "window", "wide")):
+        pytest.skip("the same kernels, or too many of them")
+    with for_any_gpu() if any_gpu else nullcontext():
+        check_all(cupy, made(case), MAKERS[name])
+
+
+def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
+    """Not the same bits, for tiles differ; but the dense call's own functions know of one sequence alone."""
+    given = made(replace(PACKED, queries=(130, 200), keys=(200, 200)))
+    of, arguments = bounds_case(given), given.arguments(cupy)
+    own = without_grads(MAKERS["places"](cupy.asarray, of))
+    out, lse = (host(x) for x in cuflash.forward(**arguments, return_lse=True, **own))
+    for number, rows in enumerate(given.queries):
+        n = len(rows[0])
+        arrays = [cupy.asarray(dense_of(given, number, x, side)) for x, side in
+                  zip("qkv", (given.queries, given.keys, given.keys), strict=True)]  # fmt: skip
+        # The first sequence of the dense call is that of this number.
+        moved = {**own, "bias": own["bias"][number : number + 1, :, :n]}
+        lengths = np.array([of.seqlen_k // (number + 2)], np.int32)
+        moved["mask_mod"] = cuflash.mods.prefix_lm(cupy.asarray(lengths))
+        alone = cuflash.forward(*arrays, return_lse=True, **moved)
+        np.testing.assert_allclose(out[rows[1]].astype("f4"), host(alone[0])[0].astype("f4"), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(lse[:, rows[1]], host(alone[1])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_that_change_on_the_device_need_nothing_new(cupy: Any) -> None:
+    """A graph that is replayed reads lengths and arrays anew."""
+    given = made(CASES[1])
+    of, arguments = bounds_case(given), given.arguments(cupy)
+    own, stream = without_grads(MAKERS["places"](cupy.asarray, of)), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        out = cuflash.forward(**arguments, **own)
+        cuflash.forward(**arguments, **own, out=out)
+        stream.begin_capture()
+        cuflash.forward(**arguments, **own, out=out)
+        graph = stream.end_capture()
+        fewer = np.array([100, 0, 200, 1, 30], np.int32)
+        for name in ("seqused_q", "seqused_k"):
+            arguments[name][...] = cupy.asarray(np.minimum(fewer, given.told[name]))
+        own["bias"] *= 0.5
+        out[...] = 0.0  # why: rows that are not used keep what an array that was given holds
+        graph.launch()
+        stream.synchronize()
+        wanted = cuflash.forward(**arguments, **own)
+        assert identical([out], [wanted])

@@ -1,0 +1,144 @@
+"""Block masks: made once, given to many calls, and refused where they do not fit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import jax_of, torch_of
+
+import cuflash
+from cuflash import mods
+from cuflash.mods.trace import trace
+from cuflash.reference.block_mask import cells_of
+
+BATCH, HEADS, ROWS, KEYS = 2, 2, 130, 200
+OFFSETS = np.array([0, 50, 128, 200], np.int32)
+MASKS = {
+    "document": mods.document(OFFSETS),
+    "of heads": lambda b, h, q, k: (q // 64 + h) % 2 == k // 64 % 2,
+    "of batch": lambda b, h, q, k: k < 70 * (b + 1),
+    "of lengths": lambda b, h, q, k: k < mods.seqlen_k() - 70,
+}
+
+
+def given(dtype: str = "float32") -> list[Any]:
+    random = np.random.default_rng(1)
+    return [random.standard_normal((BATCH, n, HEADS, 8)).astype(dtype) for n in (ROWS, KEYS, KEYS)]
+
+
+def made(name: str, **more: Any) -> cuflash.BlockMask:
+    batch, heads = BATCH if name == "of batch" else 1, HEADS if name == "of heads" else 1
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": ROWS, "seqlen_k": KEYS, "like": np.zeros(())} | more
+    return cuflash.create_block_mask(MASKS[name], **sizes)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_call_with_a_block_mask_is_that_with_its_mask_mod(name: str) -> None:
+    q, k, v = given()
+    block_mask = made(name)
+    sizes = block_mask.sizes
+    assert block_mask.cells.dtype == np.int8
+    assert (block_mask.cells == cells_of(trace(MASKS[name], "mask_mod"), *sizes)).all()
+    wanted = cuflash.forward(q, k, v, mask_mod=MASKS[name], return_lse=True)
+    for more in ({}, {"mask_mod": MASKS[name]}):
+        found = cuflash.forward(q, k, v, block_mask=block_mask, return_lse=True, **more)
+        assert all((x == y).all() for x, y in zip(found, wanted, strict=True))
+    assert (cuflash.lse(q, k, block_mask=block_mask) == wanted[1]).all()
+    gradients = (cuflash.backward(q, q, k, v, *wanted, **each) for each in ({"block_mask": block_mask},
+                                                                             {"mask_mod": MASKS[name]}))  # fmt: skip
+    assert all((x == y).all() for x, y in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_cells_are_of_the_library_of_like(library: str) -> None:
+    of = torch_of if library == "torch" else jax_of
+    offsets, like = of(OFFSETS, "cpu"), of(np.zeros((3, 4), np.float32), "cpu")
+    if library == "torch":
+        like.requires_grad_()
+    found = cuflash.create_block_mask(mods.document(offsets), 1, 1, ROWS, KEYS, like=like)
+    assert type(found.cells) is type(offsets)
+    assert (np.asarray(found.cells) == made("document").cells).all()
+    assert repr(found) == repr(made("document"))
+    q, k, v = (of(x, "cpu") for x in given())
+    got = cuflash.forward(q, k, v, block_mask=found)
+    np.testing.assert_allclose(np.asarray(got), cuflash.forward(*given(), block_mask=made("document")), rtol=1e-5)
+
+
+def test_a_block_mask_tells_what_it_is() -> None:
+    text = repr(cuflash.create_block_mask(lambda b, h, q, k: k < 64, 1, 1, 64, 256, like=np.zeros(1)))
+    assert text == "BlockMask(batch=1, heads=1, seqlen_q=64, seqlen_k=256, cells: 75% empty, 0% partial, 25% full)"
+
+
+def test_used_and_packed_lengths() -> None:
+    used_q, used_k = np.array([130, 40], np.int32), np.array([100, 200], np.int32)
+    told = {"seqused_q": used_q, "seqused_k": used_k}
+    q, k, v = given()
+    for name in ("of lengths", "of batch", "document"):
+        block_mask = made(name, batch=BATCH, **told)
+        graph = trace(MASKS[name], "mask_mod")
+        assert (block_mask.cells == cells_of(graph, BATCH, 1, ROWS, KEYS, [(130, 100), (40, 200)])).all()
+        wanted = cuflash.forward(q, k, v, mask_mod=MASKS[name], **told)
+        assert (cuflash.forward(q, k, v, block_mask=block_mask, **told) == wanted).all()
+    bounds = {"cu_seqlens_q": np.array([0, 130, 170], np.int32), "cu_seqlens_k": np.array([0, 100, 300], np.int32)}
+    packed = made("of lengths", batch=BATCH, **bounds)
+    assert (packed.cells == made("of lengths", batch=BATCH, **told).cells).all()
+    rows = [np.concatenate([x[0, :n], x[1, :m]]) for x, n, m in ((q, 130, 40), (k, 100, 200), (v, 100, 200))]
+    most = {"max_seqlen_q": ROWS, "max_seqlen_k": KEYS}
+    found = cuflash.forward(*rows, block_mask=packed, **bounds, **most)
+    assert (found == cuflash.forward(*rows, mask_mod=MASKS["of lengths"], **bounds, **most)).all()
+    # Cells of whole sequences hold for shorter ones, unless the mask asks for lengths.
+    whole = made("of batch")
+    assert (cuflash.forward(q, k, v, block_mask=whole, **told)
+            == cuflash.forward(q, k, v, mask_mod=MASKS["of batch"], **told)).all()  # fmt: skip
+
+
+CAUSE = {
+    "lengths": ({"seqlen_k": KEYS + 1}, {}, "document", "made for batch 1, heads 1, seqlen_q 130, seqlen_k 201, but"),
+    "batch": ({"batch": 3}, {}, "document", "made for batch 3"),
+    "heads": ({"heads": 4}, {}, "of heads", "made for batch 1, heads 4"),
+    "batch is broadcast": ({"batch": 1}, {}, "of batch", "batch=1, but its mask_mod depends on b, and the call has 2"),
+    "heads are broadcast": ({"heads": 1}, {}, "of heads", "heads=1, but its mask_mod depends on h"),
+    "other mask_mod": ({}, {"mask_mod": MASKS["of heads"]}, "document", "made of another mask_mod"),
+    "other arrays": ({}, {"mask_mod": mods.document(OFFSETS.copy())}, "document", "refers to other arrays"),
+    "told": ({}, {"seqused_k": np.array([9, 9], np.int32)}, "of lengths", "without the arrays that tell the lengths"),
+    "not told": ({"batch": 2, "seqused_q": np.array([9, 9], np.int32)}, {}, "document", "with arrays that tell the le"),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSE)
+def test_a_block_mask_that_does_not_fit_is_refused(cause: str) -> None:
+    sizes, more, name, message = CAUSE[cause]
+    block_mask = made(name, **sizes)
+    with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
+        cuflash.forward(*given(), block_mask=block_mask, **more)
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no integer": ({"batch": 1.5}, "batch=1.5 is a float; give an integer"),
+    "negative": ({"seqlen_q": -1}, "seqlen_q=-1; give an integer from 0"),
+    "no heads": ({"heads": 0}, "heads=0; give an integer from 1"),
+    "bounds of another batch": ({"cu_seqlens_q": np.zeros(4, np.int32)}, "cu_seqlens_q has shape (4,); this problem"),
+    "used lengths of another dtype": ({"seqused_k": np.zeros(1, np.int64)}, "seqused_k has dtype int64"),
+    "like is no array": ({"like": [1]}, "like is a list; give a CuPy, PyTorch, JAX or NumPy array"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_lengths_that_make_no_block_mask(name: str) -> None:
+    with pytest.raises(cuflash.ProblemError, match=re.escape(BAD[name][1])):
+        made("document", **BAD[name][0])
+
+
+def test_what_is_no_block_mask_is_refused() -> None:
+    with pytest.raises(cuflash.ProblemError, match="block_mask is a ndarray; give what create_block_mask returned"):
+        cuflash.forward(*given(), block_mask=made("document").cells)
+
+
+def test_a_block_mask_of_a_window_is_a_plain_call() -> None:
+    q, k, v = given()
+    block_mask = cuflash.create_block_mask(mods.causal, 1, 1, ROWS, KEYS, like=q)
+    assert cuflash.plan(q, k, v, block_mask=block_mask) == cuflash.plan(q, k, v, causal=True)
+    assert cuflash.create_block_mask(mods.causal, 1, 1, 0, 65, like=q).cells.shape == (1, 1, 0, 2)

@@ -1,0 +1,58 @@
+"""Attention along the rows of a matrix of pairs, held against the written definition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from libraries import jax_of, torch_of
+
+import cuflash
+
+SHAPE = ROWS, HEADS, SEQLEN, DIM = 3, 4, 10, 8
+
+
+def given(batch: int) -> tuple[Any, ...]:
+    random = np.random.default_rng(4)
+    shape = (batch, *SHAPE)
+    q, k, v = (random.standard_normal(shape).astype("f4") for _ in range(3))
+    mask = random.random((batch, ROWS, SEQLEN)) > 0.3
+    mask[0, 1] = False
+    return q, k, v, random.standard_normal((batch, HEADS, SEQLEN, SEQLEN)).astype("f4"), mask
+
+
+def whole(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
+    s = np.einsum("brhid,brhjd->brhij", q, k) / np.sqrt(DIM) + bias[:, None]
+    s = np.where(mask[:, :, None, None], s, -np.inf)
+    with np.errstate(all="ignore"):
+        p = np.exp(s - s.max(axis=4, keepdims=True))
+    p = np.where(mask[:, :, None, None], p, 0)
+    return np.einsum("brhij,brhjd->brhid", p / np.maximum(p.sum(axis=4, keepdims=True), 1e-30), v)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_rows_share_the_bias(library: str, batch: int) -> None:
+    def of(x: Any) -> Any:
+        return x if library == "numpy" else torch_of(x, "cpu") if library == "torch" else jax_of(x, "cpu")
+
+    arrays = given(batch)
+    out = cuflash.triangle_attention(*map(of, arrays))
+    assert type(out) is type(of(arrays[0]))
+    np.testing.assert_allclose(np.asarray(out), whole(*arrays), rtol=1e-4, atol=1e-5)
+    every = np.ones_like(arrays[4])
+    out = cuflash.triangle_attention(*map(of, arrays[:4]), softmax_scale=DIM**-0.5)
+    np.testing.assert_allclose(np.asarray(out), whole(*arrays[:4], every), rtol=1e-4, atol=1e-5)
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    q, k, v, bias, mask = given(2)
+    with pytest.raises(cuflash.ProblemError, match=r"q has shape .*; give \(batch, rows, heads, seqlen, head_dim\)"):
+        cuflash.triangle_attention(q[0], k, v, bias)
+    with pytest.raises(cuflash.ProblemError, match=r"bias has shape \(1, 4, 10, 10\); q and k need \(2, 4, 10, 10\)"):
+        cuflash.triangle_attention(q, k, v, bias[:1])
+    with pytest.raises(cuflash.ProblemError, match=r"mask has shape \(2, 2, 10\); q and k need \(2, 3, 10\)"):
+        cuflash.triangle_attention(q, k, v, bias, mask[:, :2])
+    with pytest.raises(cuflash.ProblemError, match="bias is a NoneType"):
+        cuflash.triangle_attention(q, k, v, None)

@@ -1,0 +1,251 @@
+"""Cells of 64 x 64 scores: which calls find them, how many there are, and who shares them."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash.mods import masks, scores
+from cuflash.mods.trace import trace
+from cuflash.planning.cells import MAX_CELLS, cells_launch, cells_shape, uses_cells
+from cuflash.planning.device import KNOWN
+from cuflash.planning.own_code import own_code
+from cuflash.planning.plan import MAX_GRID
+from cuflash.planning.planner import plan
+from cuflash.planning.tile import rounded_up
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.operands import Sizes, block_mask_op, own_op
+from cuflash.problem.options import Options
+from cuflash.problem.own import Bias, captured, own_of
+from cuflash.problem.problem import Problem
+from cuflash.runtime.own_params import own_params
+
+A100 = KNOWN["sm_80"]
+IDS, ONE = np.zeros((2, 600), np.int32), np.zeros(3, np.int32)
+TOLD = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
+
+
+def of_heads(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return (q_idx + h) % 3 > k_idx % 2
+
+
+def of_keys(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return k_idx % 5 > 0
+
+
+def problem(
+    mask_mod: Any = None,
+    op: str = "forward",
+    dims: tuple[int, int, int, int] = (2, 300, 500, 4),
+    told: Mapping[str, tuple[int, ...]] | None = None,
+    bias: np.ndarray[Any, Any] | None = None,
+    has_cells: bool = False,
+    score_mod: Any = None,
+    head_dim: int = 64,
+    **options: Any,
+) -> Problem:
+    """A call with a mask_mod. told: shapes of the arrays that tell lengths, of packed rows if cu_seqlens are there."""
+    graphs = [None if f is None else trace(f, name) for f, name in ((score_mod, "score_mod"), (mask_mod, "mask_mod"))]
+    varies = None if bias is None else Bias(bias.dtype.name, tuple(n > 1 for n in bias.shape))
+    own = own_of(*graphs, varies, has_cells=has_cells)
+    batch, seqlen_q, seqlen_k, heads = dims
+    shapes = [(batch, rows, heads, head_dim) for rows in (seqlen_q, seqlen_k)]
+    if told is not None and "cu_seqlens_q" in told:
+        shapes = [shape[1:] for shape in shapes]
+    q, k = (ArraySpec.dense(shape, "bfloat16") for shape in shapes)
+    lse = ArraySpec.dense((batch, heads, seqlen_q), "float32")
+    given: list[ArraySpec | None] = {"forward": [q, k, k], "lse": [q, k], "backward": [q, k, k, q, q, lse, None]}[op]
+    if told is not None:
+        given += [ArraySpec.dense(told[name], "int32") if name in told else None for name in TOLD]
+    given += [ArraySpec.dense(x.array.shape, x.dtype) for x in captured(graphs)]
+    given += [] if bias is None else [ArraySpec.dense(bias.shape, bias.dtype.name)]
+    if has_cells:
+        given.append(ArraySpec.dense((1, 1, -(-seqlen_q // 64), -(-seqlen_k // 64)), "int8"))
+    made = own_op(op, told is not None, own)
+    if has_cells:
+        made = own_op(op, told is not None, own, sizes=Sizes(1, 1, seqlen_q, seqlen_k))
+    return Problem.of(made, given, Options(**options))
+
+
+def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
+    for op, count in (("forward", 2), ("lse", 2), ("backward", 4)):
+        for options in ({}, {"deterministic": True}) if op == "backward" else ({},):
+            made = plan(problem(masks.segments(IDS), op, **options), A100)
+            first, *others = made.launches
+            assert len(made.launches) == count
+            assert first.variant.op == "block_mask"
+            assert made.variant is not None
+            assert made.variant.source == f"sm80/{op}.cu"  # the main kernel is the same as without cells
+            assert made.workspace["cells"].size == rounded_up(2 * 5 * 8, 128)
+            for launch in others:
+                code = launch.variant.own
+                assert code is None or dict(code.constants)["CELLS"] == 2
+
+
+def test_forward_and_lse_on_hopper_find_them_too() -> None:
+    for op in ("forward", "lse"):
+        made = plan(problem(masks.segments(IDS), op), KNOWN["sm_90"])
+        assert [launch.variant.op for launch in made.launches] == ["block_mask", op]
+        assert made.variant is not None
+        assert made.variant.source == f"sm90/{op}.cu"
+        code = made.variant.own
+        assert code is not None
+        assert dict(code.constants)["CELLS"] == 2
+        assert "cells" in made.workspace
+
+
+@pytest.mark.parametrize("has_cells", [False, True])
+def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: bool) -> None:
+    given = problem(masks.chunked(64), "backward", (2, 300, 5000, 4), has_cells=has_cells)
+    made = plan(given, KNOWN["sm_90"])
+    *found, counts, delta, main = made.launches
+    assert [launch.variant.op for launch in found] == ([] if has_cells else ["block_mask"])
+    assert [launch.variant.op for launch in (counts, delta, main)] == ["seen_counts", "delta", "backward"]
+    assert made.variant is main.variant
+    assert main.variant.source == "sm90/backward.cu"
+    assert main.variant.own == own_code(given, rows_are_keys=True, cells=True)
+    assert counts.variant.own is None  # it is compiled once for all masks
+    of_batch, of_head, of_row = strides_of(given)
+    assert counts.fields == {
+        "cells_batch": of_batch, "cells_head": of_head, "cells_row": of_row, "num_q_blocks": 3, "block_q": 128
+    }  # fmt: skip
+    assert counts.num_blocks == 2 * 4 * 3 // 8
+    assert made.workspace["seen_counts"].size == 4 * 2 * 4 * 3
+    assert ("cells" in made.workspace) != has_cells
+
+
+def test_backward_on_hopper_goes_without_cells_where_its_kernel_spills_with_them() -> None:
+    given = problem(masks.segments(IDS), "backward")
+    main = plan(given, KNOWN["sm_90"]).variant
+    assert main is not None
+    made = plan(given, KNOWN["sm_90"], spilled={main})
+    assert [launch.variant.op for launch in made.launches] == ["delta", "backward"]
+    assert made.launches[1].variant.own == own_code(given, rows_are_keys=True)
+    assert not {"cells", "seen_counts"} & set(made.workspace)
+
+
+def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() -> None:
+    given = problem(masks.segments(IDS), "backward", head_dim=192)
+    made = plan(given, KNOWN["sm_90"])
+    assert [launch.variant.op for launch in made.launches] == [
+        "block_mask", "delta", "backward_dq", "backward_dk", "backward_dv"
+    ]  # fmt: skip
+    for launch in made.launches[2:]:
+        assert launch.variant.own == own_code(given, rows_are_keys=launch.variant.op != "backward_dq", cells=True)
+    assert made.variant is made.launches[2].variant
+    again = plan(given, KNOWN["sm_90"], spilled={made.variant})
+    assert [launch.variant.own for launch in again.launches[2:]] == [
+        own_code(given), *(launch.variant.own for launch in made.launches[3:])
+    ]  # fmt: skip
+
+
+def test_key_blocks_with_cells_share_no_steps() -> None:
+    """With a bias, key blocks beyond the first wave of the same calls do."""
+    dims = (1, 4096, 128 * 140, 1)
+    bias = np.zeros((1, 1, 4096, 1), np.float32)
+    for given, shares in ((problem(None, "backward", dims, bias=bias), True),
+                          (problem(masks.chunked(64), "backward", dims), False)):  # fmt: skip
+        made = plan(given, KNOWN["sm_90"])
+        assert (made.launches[-1].fields["shared_keys"] > 0) == shares
+        assert shares or made.launches[-1].fields["whole_blocks"] == made.launches[-1].num_blocks == 140
+
+
+def test_other_calls_find_none() -> None:
+    bias = np.zeros((2, 4, 300, 500), np.float32)
+    for given in (
+        problem(score_mod=scores.alibi(np.ones(4, np.float32))),
+        problem(bias=bias),
+        problem(lambda b, h, q_idx, k_idx: k_idx >= 0),  # all is seen
+        problem(masks.chunked(64), dims=(2, 300, 128, 4)),  # few keys
+        problem(masks.segments(IDS), dims=(64, 2**15, 2**16, 1)),  # many cells
+        problem(masks.chunked(64), dims=(2, 0, 500, 4)),  # none
+    ):
+        assert not uses_cells(given)
+        assert cells_launch(given, A100) is None
+        code = own_code(given, cells=uses_cells(given))
+        assert code is None or dict(code.constants)["CELLS"] == 0
+        assert "cells" not in plan(given, A100).workspace
+
+
+def test_cells_that_are_given_are_used_and_not_found_again() -> None:
+    given = problem(masks.chunked(64), has_cells=True)
+    assert uses_cells(given)
+    assert [launch.variant.op for launch in plan(given, A100).launches] == ["forward"]
+    # A mask of bools hides more than the block mask knows of, so that a full cell is not one of both.
+    both = problem(masks.chunked(64), has_cells=True, bias=np.zeros((2, 1, 300, 500), bool))
+    found = problem(masks.chunked(64), bias=np.zeros((2, 1, 300, 500), bool))
+    kinds = [dict(own_code(each, cells=True).constants)["CELLS"] for each in (given, both, found)]  # type: ignore[union-attr]
+    assert kinds == [2, 1, 2]
+
+
+PACKED = {"cu_seqlens_q": (4,), "cu_seqlens_k": (4,)}
+USED = {"seqused_k": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("mask_mod", "told", "shape", "of_lengths", "of_call"),
+    [
+        (of_keys, None, (1, 1), False, 1),
+        (masks.causal, None, (1, 1), False, 1),
+        (of_heads, None, (1, 4), False, 1),
+        (masks.segments(IDS), None, (2, 1), False, 1),
+        (of_keys, USED, (1, 1), False, 0),
+        (of_heads, PACKED, (1, 4), False, 0),
+        (masks.causal, USED, (2, 1), True, 1),
+        (masks.prefix_lm(ONE), PACKED, (3, 1), True, 1),
+    ],
+)
+def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
+    mask_mod: Any, told: Any, shape: tuple[int, int], of_lengths: bool, of_call: int
+) -> None:
+    given = problem(mask_mod, told=told)
+    assert cells_shape(given) == (*shape, 5, 8)
+    made = cells_launch(given, A100)
+    assert made is not None
+    launch, floats = made
+    assert 4 * floats == rounded_up(math.prod(shape) * 40, 128)  # what lies behind them is copied 16 bytes at a time
+    assert launch.variant.lengths == of_lengths
+    assert launch.fields == {
+        "num_cells": math.prod(shape) * 40, "heads": shape[1], "cells_q": 5, "cells_k": 8, "of_call": of_call
+    }  # fmt: skip
+    assert strides_of(given) == (40 * shape[1] * (shape[0] > 1), 40 * (shape[1] > 1), 8)
+
+
+def strides_of(given: Problem) -> tuple[int, int, int]:
+    """From sequence to sequence, from head to head, and from row to row, as kernels are told."""
+    code = own_code(given)
+    assert code is not None
+    packed = bytearray(8 * code.words)
+    places = own_params(given, packed, 0)
+    (word,) = [word for name, word in places.workspace if name == "cells"] or [
+        word for number, word in places.plain if number == given.op.index["cells"]
+    ]
+    found: tuple[int, int, int] = struct.unpack_from("=2qi", packed, 8 * (word + 2))
+    return found
+
+
+def test_cells_that_are_given_have_the_strides_of_their_shape() -> None:
+    assert strides_of(problem(masks.chunked(64), has_cells=True)) == (0, 0, 8)
+
+
+def test_a_warp_takes_several_cells_where_there_are_many() -> None:
+    for dims, blocks in (((1, 65, 200, 1), 1), ((1, 64 * 40, 64 * 40, 1), 200), ((1, 2**17, 2**17, 1), 4 * 8 * 108)):
+        given = problem(masks.chunked(64), dims=dims)
+        made = cells_launch(given, A100)
+        assert made is not None
+        assert made[0].num_blocks == blocks
+        assert made[0].fields["num_cells"] <= MAX_CELLS <= MAX_GRID
+
+
+def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
+    own = own_of(None, trace(of_heads, "mask_mod"))
+    like = ArraySpec.dense((1,), "float16", "cuda:0", "cupy")
+    given = Problem.of(block_mask_op(own, Sizes(3, 2, 130, 64)), [like], Options())
+    (launch,) = plan(given, A100).launches
+    assert launch.fields == {"num_cells": 18, "heads": 2, "cells_q": 3, "cells_k": 1, "of_call": 0}
+    assert (launch.num_blocks, launch.variant.lengths, plan(given, A100).workspace_bytes) == (3, False, 0)

@@ -1,0 +1,65 @@
+"""The text that kernels of the caller's own are compiled with: what it depends on, and what it is told."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import cuflash
+from cuflash.planning.own_code import MORE_WORDS, OwnCode, own_code, words_of
+from cuflash.problem.problem import Problem
+
+SLOPES, TABLE = np.zeros(4, np.float32), np.zeros((4, 9), np.float32)
+
+
+def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score - SLOPES[h] * abs(q - k)
+
+
+def problem(**call: Any) -> Problem:
+    shape = (2, 300, 4, 64)
+    return cuflash.plan(shape, shape, shape, dtype="bfloat16", device="cpu", **call).problem
+
+
+def code(rows_are_keys: bool = False, **call: Any) -> OwnCode:
+    found = own_code(problem(**call), rows_are_keys)
+    assert found is not None
+    return found
+
+
+def test_a_plain_call_has_none() -> None:
+    assert own_code(problem(causal=True)) is None
+
+
+def test_functions_that_are_equal_have_one_text_whatever_their_arrays_are() -> None:
+    other = np.ones(4, np.float32)
+    first, second = code(score_mod=alibi), code(score_mod=lambda s, b, h, q, k: s - other[h] * abs(q - k))
+    assert first is second
+    assert code(score_mod=alibi, sinks=(4,)).digest != first.digest
+    assert code(score_mod=alibi, rows_are_keys=True).digest != first.digest
+    assert code(score_mod=lambda s, b, h, q, k: s - SLOPES[h] * abs(q - k) * 2.0).digest != first.digest
+
+
+def test_macros_tell_what_a_call_has() -> None:
+    def of(**call: Any) -> dict[str, int]:
+        return {name: value for name, value in code(**call).constants if value}
+
+    assert of(score_mod=alibi) == {"OWN_SCORES": 1, "SHORT_OFFSETS": 1}
+    assert of(mask_mod=lambda b, h, q, k: (q + k) % 3 > 0) == {"OWN_MASK": 1, "SHORT_OFFSETS": 1}
+    assert of(score_mod=lambda s, b, h, q, k: s * s) == {"OWN_SCORES": 1, "OWN_SLOPE": 1, "SHORT_OFFSETS": 1}
+    assert of(sinks=(4,), dropout_p=0.5) == {"SINKS": 1, "DROPOUT": 1, "SHORT_OFFSETS": 1}
+    assert of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))["OWN_SCORES"] == 1
+    assert "SHORT_OFFSETS" not in of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A NumPy array of these strides of elements, of which nobody reads any."""
+    steps = tuple(4 * stride for stride in strides)
+    return np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), shape, steps)
+
+
+def test_the_words_of_parameters_are_those_of_all_arrays() -> None:
+    assert [words_of(rank) for rank in (0, 1, 2, 3, 4)] == [3, 3, 4, 6, 7]
+    found = code(score_mod=lambda s, b, h, q, k: alibi(s, b, h, q, k) + TABLE[h, 0])
+    assert found.words == words_of(1) + words_of(2) + MORE_WORDS

@@ -1,0 +1,108 @@
+"""Hopper's kernels with functions of the caller's own do not run if they spill registers. Needs NVRTC but no GPU."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from plans import own_problem
+
+from cuflash.errors import UnsupportedError
+from cuflash.planning.device import KNOWN
+from cuflash.planning.plan import Plan
+from cuflash.planning.planner import plan
+from cuflash.planning.variant import Variant
+from cuflash.runtime import compiler, launch
+from cuflash.runtime.cache import is_sound
+
+try:
+    compiler.nvrtc_version()
+except UnsupportedError as error:
+    pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
+
+MERGE = Variant("merge", "portable/merge.cu", "sm_80", "float16", "float16")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache_dir: Path) -> Path:
+    return cache_dir
+
+
+SPILLS = "ptxas info: 16 bytes stack frame, 12 bytes spill stores, 12 bytes spill loads"
+NONE = SPILLS.replace("16", "0").replace("12", "0")
+
+
+@pytest.fixture
+def logs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the compiler says, in order, instead of compiling; each log is taken once."""
+    said: list[str] = []
+    monkeypatch.setattr(compiler, "compile_variant", lambda _: (b"cubin", said.pop(0)))
+    return said
+
+
+def test_a_kernel_of_hoppers_with_functions_of_the_callers_own_does_not_run_if_it_spills(
+    cache_dir: Path, logs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hopper = plan(own_problem(), KNOWN["sm_90"]).launches[0].variant
+    other = plan(own_problem(head_dim=128), KNOWN["sm_90"]).launches[0].variant
+    logs[:] = [NONE, SPILLS]
+    assert is_sound(compiler.cubin_path(other))
+    for _ in range(2):  # the second time, nothing is compiled
+        with pytest.raises(compiler.SpilledError, match=hopper.name) as caught:
+            compiler.cubin_path(hopper)
+        assert caught.value.variant is hopper
+    assert compiler.spilled() == {hopper}
+    assert sorted(path.suffix for path in cache_dir.iterdir()) == [".cubin", ".spilled"]
+    monkeypatch.setattr(compiler, "_spilled", set())  # as in another process
+    with pytest.raises(compiler.SpilledError):
+        compiler.cubin_path(hopper)
+    assert compiler.spilled() == {hopper}
+    assert not logs
+
+
+def test_other_kernels_run_if_they_spill(logs: list[str]) -> None:
+    generic = plan(own_problem(), KNOWN["sm_80"]).launches[0].variant
+    for variant in (generic, replace(generic, own=None), MERGE):
+        logs.append(SPILLS)
+        assert is_sound(compiler.cubin_path(variant))
+    assert not compiler.spilled()
+
+
+def test_a_spilled_kernel_is_remembered_without_a_folder(
+    tmp_path: Path, logs: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("a folder cannot be made below a file", "utf-8")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file / "cache"))
+    hopper = plan(own_problem(seqlen=1000), KNOWN["sm_90"]).launches[0].variant
+    logs.append(SPILLS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            with pytest.raises(compiler.SpilledError):
+                compiler.cubin_path(hopper)
+
+
+def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.MonkeyPatch) -> None:
+    call, tried = own_problem(), []
+    spilled: set[Variant] = set()
+
+    class Loaded:
+        def __init__(self, made: Plan, ordinal: int) -> None:
+            self.plan, variant = made, made.launches[0].variant
+            tried.append(variant)
+            if len(tried) < 3:
+                spilled.add(variant)
+                raise compiler.SpilledError(variant)
+
+    monkeypatch.setattr(launch, "Kernels", Loaded)
+    monkeypatch.setattr(launch.device, "query", lambda _: KNOWN["sm_90"])
+    monkeypatch.setattr(compiler, "spilled", lambda: frozenset(spilled))
+    assert launch._kernels(call, 0).plan.launches[0].variant is tried[2]
+    assert len(set(tried)) == 3
+    tried.clear()
+    monkeypatch.setattr(launch, "plan", lambda *_: plan(call, KNOWN["sm_90"]))
+    with pytest.raises(compiler.SpilledError):  # and not for ever
+        launch._kernels(call, 0)
