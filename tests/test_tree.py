@@ -60,6 +60,7 @@ TESTED_ELSEWHERE = {
     "runtime/host": "problem/test_bad_input.py",
     "ops/plan": "planning/test_planner.py",
     "frameworks/flash_attn": "frameworks/test_flash_attn_activate.py",
+    "frameworks/torch_blocks": "frameworks/test_torch_flex.py",
     **dict.fromkeys((f"frameworks/flash_attn_{name}" for name in ("interface", "3_interface", "arguments")),
                     "frameworks/test_flash_attn.py"),
     "frameworks/transformers_masks": "frameworks/test_transformers_packed.py",

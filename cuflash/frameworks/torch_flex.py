@@ -10,8 +10,10 @@ import torch
 
 from ..errors import ProblemError, UnsupportedError
 from ..log import logger
+from ..mods.masks import and_masks
 from ..ops.block_mask import BlockMask
 from ..problem.options import check_flag
+from . import torch_blocks
 from .torch_tensors import check_tensor
 
 _TOP = "torch.nn.attention.flex_attention"
@@ -87,7 +89,11 @@ def _masks(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str,
             "begin, or make a new BlockMask"
         )
     _check_sizes(tuple(block_mask.shape), query, key)
-    return {"mask_mod": _of_blocks(block_mask) if is_noop else mask_mod}
+    if is_noop:
+        return {"mask_mod": torch_blocks.of_blocks(block_mask)}
+    # why chosen here: see `torch_own_scores.__getattr__`.
+    lists_all = torch_blocks.uncompiled_lists_all if torch.compiler.is_compiling() else torch_blocks.lists_all
+    return {"mask_mod": mask_mod if lists_all(block_mask) else and_masks(torch_blocks.of_blocks(block_mask), mask_mod)}
 
 
 def _check_sizes(made: tuple[int, ...], query: torch.Tensor, key: torch.Tensor) -> None:
@@ -98,14 +104,3 @@ def _check_sizes(made: tuple[int, ...], query: torch.Tensor, key: torch.Tensor) 
             f"block_mask was made for (batch, heads, q_len, kv_len) = {made}, but the call has {wanted}; make a new "
             "one by create_block_mask (batch and heads may be 1)"
         )
-
-
-def _of_blocks(block_mask: Any) -> Any:
-    """The mask of a BlockMask that lists blocks, all of which are seen whole."""
-    seen, (rows, columns) = block_mask.to_dense(), block_mask.BLOCK_SIZE
-    varies_b, varies_h = (length > 1 for length in seen.shape[:2])
-
-    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return seen[b if varies_b else 0, h if varies_h else 0, q_idx // rows, k_idx // columns] != 0
-
-    return mask_mod

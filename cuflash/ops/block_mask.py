@@ -34,6 +34,11 @@ class BlockMask:
 
     def check_told(self, told: tuple[Any, ...]) -> None:
         """Judges a call by the arrays that tell its lengths, in the order of the op; () where none does."""
+        if any(self.tells) and self.sizes.batch == 1 and (count := _count(told)) > 1:
+            raise ProblemError(
+                "block_mask was made for batch=1 with arrays that tell lengths, and so knows those of one sequence "
+                f"alone, but the call has {count} sequences; give create_block_mask batch={count} and the arrays of all"
+            )
         asks = not self.graph.root.inputs.isdisjoint(("seqlen_q", "seqlen_k"))
         for side, name in enumerate("qk"):
             is_told = any(x is not None for x in told[side:4:2])
@@ -56,6 +61,14 @@ class BlockMask:
         return f"BlockMask({sizes}, cells: {', '.join(shares)})"
 
 
+def _count(told: tuple[Any, ...]) -> int:
+    """How many sequences the arrays of a call tell lengths of; 0 if none does."""
+    for number, x in enumerate(told[:4]):
+        if x is not None:
+            return int(x.shape[0]) - (number < 2)
+    return 0
+
+
 def create_block_mask(
     mask_mod: Callable[..., Any],
     batch: int,
@@ -75,6 +88,7 @@ def create_block_mask(
     the calls; batch or heads may be 1 where the mask does not depend on b or h. For sequences of several lengths,
     seqlen_q and seqlen_k are the bounds `max_seqlen_q` and `max_seqlen_k` of the calls, or the capacity of a cache, and
     the int32 arrays are those of the calls: cu_seqlens_q, cu_seqlens_k (batch + 1,), seqused_q, seqused_k (batch,).
+    Lengths are read now, so make a new block mask when they change.
     like: an array that tells the framework and the device, such as q; its shape and dtype do not matter.
 
     The mask_mod is called as in `forward`. Arrays that it refers to are read now: make a new block mask when they

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..arrays.find import library_of
 from ..errors import ProblemError
+from ..problem.dtypes import DTYPES
 from .forward import forward
 
 LAYOUT = "(batch, rows, heads, seqlen, head_dim)"
@@ -29,7 +30,10 @@ def triangle_attention(
         wanted = {"bias": "(batch, heads, seqlen_q, seqlen_k)", "mask": "(batch, rows, seqlen_k)"}.get(name, LAYOUT)
         if x is None and name == "mask":
             continue
-        library_of(name, x)
+        spec = library_of(name, x).spec(name, x)
+        kinds = ("bool",) if name == "mask" else tuple(DTYPES)
+        if spec.dtype not in kinds:
+            raise ProblemError(f"{name} has dtype {spec.dtype}; give {', '.join(kinds)}")
         if len(x.shape) != wanted.count(",") + 1 or (name in "kv" and x.shape[:2] != q.shape[:2]):
             raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {wanted}, where batch and rows are those of q")
     batch, rows, heads, seqlen_q = q.shape[:4]

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 
 from ..errors import ProblemError
+from .dropout import SHARES, share_kept
 from .dtypes import DTYPES
 
 WindowSize = tuple[int | None, int | None]
@@ -108,6 +109,8 @@ def check_dropout(value: Any) -> float:
     number = _real("dropout_p", value, wanted)
     if not 0.0 <= number < 1.0:
         raise ProblemError(f"dropout_p={number} is outside [0, 1); give {wanted}")
+    if not share_kept(number):
+        raise ProblemError(f"dropout_p={number} drops all weights, as shares are multiples of 1/{SHARES}; give less")
     return number
 
 

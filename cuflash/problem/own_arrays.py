@@ -11,6 +11,7 @@ from .operands import BIAS, CAPTURED, CELLS, SEED, Op, Operand, Sizes
 
 AXES = ("batch", "heads_q", "seqlen_q", "seqlen_k")  # of scores
 CELL = 64  # queries, and keys, of a cell of a block mask
+MAX_EXTENT = 2**31 - 1  # of an axis of an array that functions load from
 # What functions may load from.
 CAPTURED_DTYPES = (
     *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
@@ -69,6 +70,8 @@ def _told(sizes: Sizes) -> str:
 
 
 def _check_captured(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
+    if max(spec.shape, default=0) > MAX_EXTENT:
+        raise ProblemError(f"{operand.called} has shape {spec.shape}; give axes of at most {MAX_EXTENT} elements")
     if spec.dtype not in CAPTURED_DTYPES:
         raise ProblemError(f"{operand.called} has dtype {spec.dtype}; give one of {', '.join(CAPTURED_DTYPES)}")
 

@@ -161,6 +161,21 @@ def test_a_mask_of_blocks_alone() -> None:
     assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=wanted))
 
 
+def test_a_list_of_fewer_blocks_than_the_mask_shows() -> None:
+    """A selection of blocks beside a mask_mod, as it is made by hand: what is seen is in both."""
+    q, k, v = made()
+    listed = torch.tensor([[[[1, 0], [0, 1]]]], dtype=torch.int32)
+    one = torch.ones(1, 1, 2, dtype=torch.int32)
+    blocks = flex.BlockMask.from_kv_blocks(one, listed, mask_mod=causal, seq_lengths=(ROWS, KEYS))
+    in_block = torch.tensor([[False, True], [True, False]]).repeat_interleave(128, 0).repeat_interleave(128, 1)
+    wanted = in_block[:ROWS, :KEYS] & (torch.arange(ROWS)[:, None] >= torch.arange(KEYS))
+    found = flex_attention(q, k, v, None, blocks)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=wanted)
+    assert_close(found, torch.where(wanted.any(1)[:, None], exact, 0.0))
+    whole = block_mask_of(causal)
+    assert_equal(flex_attention(q, k, v, None, whole), flex_attention(q, k, v, None, whole))
+
+
 def refusals() -> dict[str, tuple[Callable[[Any, Any, Any], Any], str]]:
     other = flex.create_block_mask(causal, None, None, 64, 64, device="cpu")
     of_batch = flex.create_block_mask(of_some, 3, None, ROWS, KEYS, device="cpu")

@@ -104,6 +104,12 @@ CAUSE = {
     "other mask_mod": ({}, {"mask_mod": MASKS["of heads"]}, "document", "made of another mask_mod"),
     "other arrays": ({}, {"mask_mod": mods.document(OFFSETS.copy())}, "document", "refers to other arrays"),
     "told": ({}, {"seqused_k": np.array([9, 9], np.int32)}, "of lengths", "without the arrays that tell the lengths"),
+    "told of one sequence": (
+        {"batch": 1, "seqused_k": np.array([10], np.int32)},
+        {"seqused_k": np.array([10, 200], np.int32)},
+        "document",
+        "knows those of one sequence alone, but the call has 2 sequences",
+    ),
     "not told": ({"batch": 2, "seqused_q": np.array([9, 9], np.int32)}, {}, "document", "with arrays that tell the le"),
 }
 

@@ -116,6 +116,7 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "sinks of integers": ({"sinks": np.zeros(4, np.int32)}, "sinks has dtype int32; this problem needs float64 or flo"),
     "sinks are no array": ({"sinks": [1.0]}, "sinks is a list; give a CuPy"),
     "all dropped": ({"dropout_p": 1.0, "dropout_seed": 1}, "dropout_p=1.0 is outside [0, 1)"),
+    "nearly all dropped": ({"dropout_p": 0.999995, "dropout_seed": 1}, "dropout_p=0.999995 drops all weights"),
     "less than none dropped": ({"dropout_p": -0.1, "dropout_seed": 1}, "dropout_p=-0.1 is outside [0, 1)"),
     "NaN dropped": ({"dropout_p": float("nan"), "dropout_seed": 1}, "dropout_p=nan is not finite"),
     "no number dropped": ({"dropout_p": None}, "dropout_p=None is a NoneType; give the share"),

@@ -54,5 +54,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         cuflash.triangle_attention(q, k, v, bias[:1])
     with pytest.raises(cuflash.ProblemError, match=r"mask has shape \(2, 2, 10\); q and k need \(2, 3, 10\)"):
         cuflash.triangle_attention(q, k, v, bias, mask[:, :2])
+    with pytest.raises(cuflash.ProblemError, match=r"bias has dtype bool; give float16"):
+        cuflash.triangle_attention(q, k, v, bias > 0)
+    with pytest.raises(cuflash.ProblemError, match=r"mask has dtype float32; give bool"):
+        cuflash.triangle_attention(q, k, v, bias, mask.astype(np.float32))
     with pytest.raises(cuflash.ProblemError, match="bias is a NoneType"):
         cuflash.triangle_attention(q, k, v, None)
