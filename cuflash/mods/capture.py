@@ -25,7 +25,7 @@ from . import recipe
 from .captured_object import CapturedObject
 from .graph import CapturedArray
 from .libraries import BUILTINS, Module, library_of, stand_in
-from .operand import Operand, captured, is_array, is_of_library
+from .operand import Operand, captured, is_array, is_of_library, located
 from .recipe import Matcher, Reader, Recipe
 from .traced_array import Arrays, RefusedArray, TracedArray
 
@@ -141,6 +141,8 @@ class Capture:
             return recipe.identical(value), (lambda x, _: stand_in(x)) if is_library else None
         if is_library and (type(value).__name__ in _PLAIN_TYPES or hasattr(value, "__wrapped__")):
             return recipe.equal(value), (lambda x, _: stand_in(x))
+        if "<locals>" in type(value).__qualname__:
+            self.recipe.is_complete = False  # why: such a class may keep arrays alive by what it refers to
         return recipe.of_type(value), self._object
 
     def _kind_of_container(self, value: Any) -> tuple[Matcher, Callable[[Any, int], Any] | None] | None:
@@ -156,7 +158,8 @@ class Capture:
         try:
             return TracedArray(captured(array), self.arrays)
         except ProblemError as error:
-            return RefusedArray(str(error))
+            # why without the line: errors tell the one that uses the array.
+            return RefusedArray(str(error).removeprefix(located("")))
 
     def _function(self, function: types.FunctionType, number: int) -> types.FunctionType:
         closure, code = function.__closure__ or (), function.__code__

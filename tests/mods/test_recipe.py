@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -194,3 +196,18 @@ def test_a_function_is_recognised_in_microseconds() -> None:
         trace(alibi, "score_mod")
         times.append(time.perf_counter() - begin)
     assert min(times) < 20e-6, "2.5 µs on an idle machine"
+
+
+def test_a_trace_keeps_no_array_of_a_class_that_a_function_made() -> None:
+    def traced(array: Any) -> Any:
+        class Local:
+            def of(self) -> Any:
+                return array
+
+        own = Local()
+        trace(lambda b, h, q, k: own.of()[k] > 0.0, "mask_mod")
+        return weakref.ref(array)
+
+    found = traced(np.zeros(4, np.float32))
+    gc.collect()
+    assert found() is None

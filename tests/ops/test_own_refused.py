@@ -90,6 +90,13 @@ def test_functions_that_cannot_be_traced(name: str) -> None:
     assert (cuflash.forward(*given) == out).all()
 
 
+def test_the_line_is_told_once() -> None:
+    table = np.zeros(KEYS, complex)
+    with pytest.raises(cuflash.ProblemError) as caught:
+        cuflash.forward(*arrays(), score_mod=lambda score, b, h, q_idx, k_idx: score + table[k_idx])
+    assert str(caught.value).count("in <lambda>") == 1
+
+
 def test_a_mask_mod_must_return_a_condition() -> None:
     with pytest.raises(cuflash.ProblemError, match="it must return bool; compare it with something"):
         cuflash.forward(*arrays(), mask_mod=lambda b, h, q, k: q - k)
