@@ -21,8 +21,9 @@ constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
 constexpr float kUnseen = kOwnScores ? kLeastScore + 0x1p100f : -1e38f;
 static_assert(!kOwnScores || (kUnseen > kLeastScore && kUnseen - kLeastScore <= 0x1p101f), "");
 
-// Whether maxima are raised in each tile. why for capped scores at head dim 256: registers. lse makes no scores again.
-constexpr bool kRaisesAlways = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV == 0);
+// Whether maxima are raised in each tile. why for capped scores with v over head dim 128: registers. lse makes no scores
+// again.
+constexpr bool kRaisesAlways = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV > 128 || kHeadDimV == 0);
 
 using Query = unsigned[kQSteps > 0 ? kQSteps : 1][4];  // fragments of a warp's rows of q, as mma.sync takes them
 
