@@ -11,7 +11,7 @@ import ctypes
 import threading
 from typing import Any
 
-from .driver import function, relaxed_capture
+from .driver import function, zeroed
 
 DEFAULT = 0  # handle of the default stream, of which nothing is asked: it is never captured, and there is one a GPU
 _OF_DEFAULT = -1  # in place of its unique number
@@ -73,11 +73,5 @@ def _fresh(ordinal: int, words: int) -> int:
 def _page(words: int) -> list[int]:
     """Addresses of new counters of so many words, all zero."""
     size = 4 * max(PAGE, words)
-    from cupy.cuda import Stream, runtime
-
-    with relaxed_capture():
-        page = runtime.malloc(size)
-        stream = Stream(non_blocking=True)  # why: the default stream waits for others, which a capture forbids
-        runtime.memsetAsync(page, 0, size, stream.ptr)
-        stream.synchronize()
+    page = zeroed(size)
     return list(range(page, page + size, 4 * words))

@@ -49,6 +49,19 @@ def on_device(ordinal: int) -> Iterator[None]:
         yield
 
 
+def zeroed(size: int) -> int:
+    """Address of so many new bytes on the current GPU, which are zero by now. They are never freed."""
+    from cupy.cuda import Stream, runtime
+
+    with relaxed_capture():
+        address = int(runtime.malloc(size))
+        # why: the default stream waits for others, which a capture forbids, and others do not wait for it.
+        stream = Stream(non_blocking=True)
+        runtime.memsetAsync(address, 0, size, stream.ptr)
+        stream.synchronize()
+    return address
+
+
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
     """Inside, this thread may allocate memory and load modules while it or another thread captures a stream."""

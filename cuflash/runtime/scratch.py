@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from functools import cache
 
-from .driver import on_device, relaxed_capture
+from .driver import on_device, relaxed_capture, zeroed
 
 BYTES = 4 * 2**20  # as much as decoding needs for 132 multiprocessors at head dim 256, and more
 
@@ -31,12 +31,8 @@ def scratch(ordinal: int) -> int:
 @cache
 def zero(ordinal: int) -> int:
     """Address of 16 bytes on the GPU that are zero, for what reads an element of an array that has none."""
-    from cupy.cuda import runtime
-
-    with on_device(ordinal), relaxed_capture():
-        address = int(runtime.malloc(16))
-        runtime.memset(address, 0, 16)
-    return address
+    with on_device(ordinal):
+        return zeroed(16)
 
 
 def _allocated(ordinal: int) -> int:

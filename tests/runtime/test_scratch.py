@@ -90,6 +90,26 @@ def test_gpu_memory_is_made_once_a_gpu_even_within_a_capture(cupy: Any, monkeypa
 
 
 @pytest.mark.gpu
+def test_gpu_zeros_are_made_within_a_capture_and_are_there_for_other_streams(cupy: Any) -> None:
+    scratch.zero.cache_clear()
+    host = (ctypes.c_char * 16)()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    x = cupy.zeros(8, "f4")
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        x += 1
+        found = scratch.zero(0)
+        graph = stream.end_capture()
+        graph.launch(stream)
+        cupy.cuda.runtime.memcpyAsync(ctypes.addressof(host), found, 16, 2, stream.ptr)
+        stream.synchronize()
+    assert bytes(host) == bytes(16)
+    assert (x.get() == 1).all()
+    assert scratch.zero(0) == found
+
+
+@pytest.mark.gpu
 def test_gpu_calls_that_share_it_do_not_disturb_each_other(cupy: Any) -> None:
     random = cupy.random.RandomState(0)
     lengths = (300, 4096, 9000, 1500)
