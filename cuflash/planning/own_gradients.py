@@ -24,6 +24,7 @@ from .tiles_sm80 import DqTile
 from .variant import PORTABLE_THREADS, Variant, variant_of
 
 FLOAT_BYTES = 4
+MAX_PLACES = 2**31 - 1  # of a table, whose kernels count its places in 32 bits
 MOST_TABLE_BYTES = 64 * 2**20  # of the tables that blocks of threads share sums by
 MOST_WAVES = 4  # of blocks of threads that share walks
 LANES, LANES_TABLES, LANES_ELEMENTS = 32, 8, 2**16  # of a sum of many tables for few elements
@@ -138,6 +139,12 @@ class _More:
         problem = self.problem
         extents = [result.shape[axis] for axis in sums.looked_up]
         places = math.prod(extents)
+        if places > MAX_PLACES:
+            raise UnsupportedError(
+                f"{name}, the gradient of an array of shape {result.shape}: it is loaded at computed indices, whose "
+                f"sums have {places} places; {MAX_PLACES} are supported. Leave it out of captured_grads (in PyTorch: "
+                "detach it), load from several smaller arrays, or index it by b, h, q_idx or k_idx alone"
+            )
         in_tables = [lengths[axis] for axis in sums.apart] + ([places] if extents else [])
         size = math.prod(in_tables)
         *steps_apart, _ = (*dense_strides(tuple(in_tables)), 1) if not extents else dense_strides(tuple(in_tables))

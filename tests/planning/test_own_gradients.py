@@ -249,6 +249,22 @@ def test_sums_that_need_too_much_room_are_refused_if_deterministic() -> None:
         assert plan(problem_of(CALLS["pair bias"][0], deterministic=True), KNOWN["sm_80"])
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_table_that_32_bits_do_not_count_is_refused(deterministic: bool) -> None:
+    """Strides of 0 stand for an array that no machine here could hold."""
+    for more, is_refused in ((0, False), (1, True)):
+        table = np.broadcast_to(np.float32(1.0), (HEADS, 2**31 // 4 - 1 + more, 4)[1:])
+        call = {"score_mod": lambda score, b, h, q_idx, k_idx, table=table: score + table[q_idx - k_idx, k_idx % 4]}
+        of = problem_of(call, deterministic=deterministic)
+        if is_refused:
+            told = r"dcaptured0, the gradient of an array of shape \(536870912, 4\).*2147483648 places; 2147483647 are"
+            with pytest.raises(UnsupportedError, match=told):
+                plan(of, KNOWN["sm_80"])
+        elif not deterministic:
+            launch = next(x for x in plan(of, KNOWN["sm_80"]).launches if x.variant.op == "backward_own")
+            assert launch.fields["table_places"] == 2**31 - 4
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_sinks_are_summed_over_all_queries(arch: str) -> None:
     made = plan(problem_of(SINKS, "float16"), KNOWN[arch])
