@@ -67,10 +67,17 @@ class Band(NamedTuple):
     hi: int | None
     from_end: bool
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a query sees every key."""
+        return self.lo is self.hi is None
+
 
 @lru_cache(maxsize=64)
 def band(mask: Node) -> Band | None:
     """What the mask is if the keyword arguments of a plain call could say it, else None."""
+    if mask.op == "constant" and mask.value:
+        return Band(None, None, True)
     span = _span_of_mask(mask)
     if span is None or not span.is_exact:
         return None

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from ..arrays.find import library_of
 from ..errors import ProblemError, UnsupportedError
 from ..mods.graph import Graph
-from ..mods.intervals import band
+from ..mods.intervals import Band, band
 from ..mods.operand import name_of_dtype
 from ..mods.operations import Type
 from ..mods.trace import trace
 from ..problem.operands import OF_SEQUENCES, OPS, Op, banded, own_op
-from ..problem.options import Asked, check_dropout
+from ..problem.options import Asked, check_dropout, drops_none
 from ..problem.own import BIAS_AXES, Bias, Own, captured, own_of
 from ..runtime.launch import run
 from ..runtime.seeds import seed_array
@@ -102,12 +102,13 @@ def own_call(
     score = _graph(given.score_mod, "score_mod")
     mask, cells = _mask(given, told)
     plain = (OF_SEQUENCES if told else OPS)[name]
-    if mask is not None and (seen := band(mask.root)) is not None and (not told or _fits(seen.from_end, hidden)):
+    if mask is not None and (seen := band(mask.root)) is not None and (not told or _fits(seen, hidden)):
+        sizes = None if cells is None else cells.sizes
         mask, cells = None, None
-        if not seen.lo is seen.hi is None:
-            plain = banded(plain, seen)
+        if sizes is not None or not seen.is_open:
+            plain = banded(plain, seen, sizes)
     bias = None if given.bias is None else _bias(given.bias)
-    has_sinks, drops = given.sinks is not None, given.dropout_p != 0.0 and bool(check_dropout(given.dropout_p))
+    has_sinks, drops = given.sinks is not None, not drops_none(given.dropout_p) and bool(check_dropout(given.dropout_p))
     own = own_of(score, mask, bias, has_sinks, drops, cells is not None)
     arrays = [each.array for each in captured((score, mask))]
     arrays += [] if bias is None else [given.bias]
@@ -124,7 +125,7 @@ def own_call(
     flat = tuple(dict.fromkeys(number for group in numbers for number in group))
     op = own_op(name, bool(told), own, flat, None if cells is None else cells.sizes)
     if plain.band is not None:
-        op = banded(op, plain.band)
+        op = banded(op, plain.band, plain.sizes)
     places = tuple([tuple([flat.index(number) for number in group]) for group in numbers])
     return OwnCall(op, tuple(arrays), drops, () if cells is None else (cells.cells,), places)
 
@@ -154,12 +155,12 @@ def _mask(given: Given, told: Told) -> tuple[Graph | None, BlockMask | None]:
     return own, block_mask
 
 
-def _fits(from_end: bool, hidden: tuple[Any, Any, Any]) -> bool:
-    """Whether a band counts from where the mask of the options does, or these hide nothing."""
+def _fits(seen: Band, hidden: tuple[Any, Any, Any]) -> bool:
+    """Whether a band counts from where the mask of the options does, or one of both hides nothing."""
     causal, window, offset = hidden
     sides = window if isinstance(window, tuple | list) else (0,)
     is_open = all(side is None or (isinstance(side, Integral) and side == -1) for side in sides)
-    return (causal is False and is_open) or (offset is None) == from_end
+    return seen.is_open or (causal is False and is_open) or (offset is None) == seen.from_end
 
 
 def _bias(bias: Any) -> Bias:

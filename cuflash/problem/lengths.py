@@ -76,6 +76,8 @@ class Lengths(NamedTuple):
 
     def within(self, band: Band) -> Lengths:
         """The same where a query sees what a band shows it, too, which counts from where this mask does, if any."""
+        if band.is_open:
+            return self
         if self.left is self.right is None:
             offset = None if band.from_end else 0
             return self._replace(left=None if band.lo is None else -band.lo, right=band.hi, offset=offset)

@@ -165,9 +165,12 @@ def own_op(name: str, is_of_sequences: bool, own: Own, grads: tuple[int, ...] = 
 
 
 @lru_cache(maxsize=256)
-def banded(op: Op, band: Band) -> Op:
-    """The same op where a query sees the keys of a band alone. It is judged to be a problem of the op itself."""
-    return replace(op, band=band, plain=op)
+def banded(op: Op, band: Band, sizes: Sizes | None = None) -> Op:
+    """The same op where a query sees the keys of a band alone. It is judged to be a problem of the op itself.
+
+    sizes: those of the block mask that the band was given as, if any.
+    """
+    return replace(op, band=band, sizes=sizes, plain=op)
 
 
 def _loaded(own: Own) -> list[Operand]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import check_output
-from .operands import BIAS, CAPTURED, CELLS, SEED, Op, Operand, Sizes
+from .operands import BIAS, CAPTURED, CELLS, SEED, Operand, Sizes
 
 AXES = ("batch", "heads_q", "seqlen_q", "seqlen_k")  # of scores
 CELL = 64  # queries, and keys, of a cell of a block mask
@@ -44,15 +44,15 @@ def check_own(
     return spec
 
 
-def check_block_mask(op: Op, lengths: Mapping[str, int]) -> None:
-    """Judges whether the block mask of a call is one for its lengths."""
-    sizes, own = op.sizes, op.own
-    assert sizes is not None
-    assert own is not None
+def check_block_mask(sizes: Sizes, cells_axes: tuple[str, ...], lengths: Mapping[str, int]) -> None:
+    """Judges whether a block mask of these sizes is one for the lengths of a call.
+
+    cells_axes: along which axes its cells differ.
+    """
     wanted = Sizes(*[lengths[axis] for axis in AXES])
     for name, axis, made, needed in zip(Sizes._fields, AXES, sizes, wanted, strict=True):
         is_broadcast = made == 1 and axis in AXES[:2]
-        if made == needed or (is_broadcast and axis not in own.cells_axes):
+        if made == needed or (is_broadcast and axis not in cells_axes):
             continue
         if is_broadcast:
             raise ProblemError(

@@ -63,7 +63,7 @@ class Problem(NamedTuple):
             return _of_append(op, specs, options)
         if op.name == "block_mask":
             return _of_block_mask(op, specs)
-        band = op.band
+        band, sizes = op.band, op.sizes
         if band is not None:
             assert op.plain is not None
             op = op.plain  # why: masks that hide the same keys make the same problem, however they were asked for
@@ -93,8 +93,8 @@ class Problem(NamedTuple):
         if band is not None:
             mask = mask.within(band)
             own = None if own is None else own.within(band)
-        if op.sizes is not None:
-            check_block_mask(op, lengths)
+        if sizes is not None:
+            check_block_mask(sizes, op.own.cells_axes if op.own is not None else (), lengths)
         checked = _checked(op, specs, axes, _dtypes_of(q.dtype, options.out_dtype), len(named))
         # why _make: keywords for 15 fields take 2 µs.
         return cls._make((op, *lengths.values(), q.dtype, mask, _unmasked(options), q.device, q.library, checked, own))

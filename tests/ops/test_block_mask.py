@@ -148,3 +148,23 @@ def test_a_block_mask_of_a_window_is_a_plain_call() -> None:
     block_mask = cuflash.create_block_mask(mods.causal, 1, 1, ROWS, KEYS, like=q)
     assert cuflash.plan(q, k, v, block_mask=block_mask) == cuflash.plan(q, k, v, causal=True)
     assert cuflash.create_block_mask(mods.causal, 1, 1, 0, 65, like=q).cells.shape == (1, 1, 0, 2)
+
+
+WINDOWS = {"a window": lambda b, h, q, k: k <= q, "everything": lambda b, h, q, k: (k >= 0) | (q > k)}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_a_block_mask_of_a_window_fits_its_lengths_alone(name: str) -> None:
+    q, k, v = given()
+    told = {"seqused_k": np.array([100, 200], np.int32)}
+    for more in ({}, told, {"score_mod": mods.alibi(HEADS)}):
+        fitting = cuflash.create_block_mask(WINDOWS[name], 1, 1, ROWS, KEYS, like=q)
+        found, wanted = (cuflash.forward(q, k, v, return_lse=True, **mask, **more)
+                         for mask in ({"block_mask": fitting}, {"mask_mod": WINDOWS[name]}))  # fmt: skip
+        assert all((x == y).all() for x, y in zip(found, wanted, strict=True))
+        for sizes in ((1, 1, ROWS, KEYS + 1), (3, 1, ROWS, KEYS), (1, HEADS + 1, ROWS, KEYS), (1, 1, 2 * ROWS, KEYS)):
+            other = cuflash.create_block_mask(WINDOWS[name], *sizes, like=q)
+            with pytest.raises(cuflash.ProblemError, match=f"block_mask was made for batch {sizes[0]}, heads"):
+                cuflash.forward(q, k, v, block_mask=other, **more)
+            with pytest.raises(cuflash.ProblemError, match=f"block_mask was made for batch {sizes[0]}, heads"):
+                cuflash.backward(q, q, k, v, *wanted, block_mask=other, **more)
