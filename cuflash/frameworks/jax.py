@@ -20,7 +20,7 @@ import numpy as np
 from ..errors import ProblemError, UnsupportedError
 from ..ops.own import Given
 from ..problem.operands import INTEGERS, Op
-from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale
+from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale, drops_none
 from ..problem.problem import Problem
 from .jax_own_scores import own_attention, own_operands
 from .xla_handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
@@ -91,7 +91,7 @@ def attention(
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
                       max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
                       split_size=split_size)  # fmt: skip
-    if score_mod is mask_mod is bias is sinks is None and type(dropout_p) in (int, float) and dropout_p == 0:
+    if score_mod is mask_mod is bias is sinks is None and drops_none(dropout_p):
         return _called(named, options, check_flag("return_lse", return_lse))
     given = Given(score_mod, mask_mod, None, bias, sinks, dropout_p)
     lengths, hidden = tuple(named.values())[3:], (causal, window_size, diagonal_offset)

@@ -20,9 +20,9 @@ Dropout takes a new seed from PyTorch's generator each time, in CUDA graphs, too
 own kernels do with the same generator, so an implementation is changed before a forward, not between it and its
 backward.
 
-PyTorch still computes those that want the weights, head dims over 256 with a mask, and what these backends cannot take,
-such as masks together with grouped heads. Gradients with ALiBi, float8, and the weights together with dropout are
-refused.
+PyTorch still computes those that want the weights, dropout of all weights, head dims over 256 with a mask, and what
+these backends cannot take, such as masks together with grouped heads. Gradients with ALiBi, float8, and the weights
+together with dropout are refused.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from ..log import logger
 from ..mods.scores import alibi
 from ..ops.backward import backward
 from ..ops.forward import forward
+from ..problem.dropout import share_kept
 from .flash_attn_arguments import paged_or_packed
 from .sdpa_masks import drawn, masked, masked_backward
 
@@ -97,7 +98,7 @@ class Override:
         scale: float | None = None,
     ) -> Any:
         """Operands and out are (batch, heads, seqlen, head_dim); out has the memory layout of query."""
-        if _wants_weights(_FORWARD, return_debug_mask, dropout_p):
+        if _drops_all(_FORWARD, dropout_p) or _wants_weights(_FORWARD, return_debug_mask, dropout_p):
             return self._kernels[_FORWARD].call_boxed(
                 keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
             )
@@ -116,6 +117,8 @@ class Override:
     def backward(self, keyset: Any, *arguments: Any, scale: float | None = None) -> Any:
         """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
         grad_out, query, key, value, out, logsumexp, *_, dropout_p, is_causal, state, _unused = arguments
+        if _drops_all(_BACKWARD, dropout_p):
+            return self._kernels[_BACKWARD].call_boxed(keyset, *arguments, scale=scale)
         dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
         gradients = backward(
             *(dout, q, k, v, o, logsumexp),
@@ -128,21 +131,22 @@ class Override:
 
     def masked(self, keyset: Any, query: Any, key: Any, value: Any, *arguments: Any, **more: Any) -> Any:
         """The memory-efficient backend's, which has a mask tensor."""
-        if _is_too_wide(query, value):
+        dropout_p = arguments[2] if len(arguments) > 2 else more.get("dropout_p", 0.0)
+        if _is_too_wide(query, value) or _drops_all(_MASKED, dropout_p):
             return self._kernels[_MASKED].call_boxed(keyset, query, key, value, *arguments, **more)
         return masked(query, key, value, *arguments, **more)
 
     def masked_backward(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
         """Gradients of query, key, value, and of the mask where it wants one."""
         _, query, _, value, *_ = arguments
-        if _is_too_wide(query, value):
+        if _is_too_wide(query, value) or _drops_all(_MASKED_BACKWARD, arguments[9]):
             return self._kernels[_MASKED_BACKWARD].call_boxed(keyset, *arguments, **more)
         return masked_backward(*arguments, **more)
 
     def packed(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
         """`varlen_attn`'s forward: query (total_q, heads, head_dim), or (batch, seqlen, heads, head_dim)."""
         *operands, dropout_p, is_causal, return_debug_mask = arguments
-        if _wants_weights(_PACKED, return_debug_mask, dropout_p):
+        if _drops_all(_PACKED, dropout_p) or _wants_weights(_PACKED, return_debug_mask, dropout_p):
             return self._kernels[_PACKED].call_boxed(keyset, *arguments, **more)
         query = operands[0]
         state = _state(query, dropout_p)
@@ -175,6 +179,8 @@ class Override:
     def packed_backward(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
         """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
         dout, query, key, value, out, lse, *places, dropout_p, is_causal, state, _unused = arguments
+        if _drops_all(_PACKED_BACKWARD, dropout_p):
+            return self._kernels[_PACKED_BACKWARD].call_boxed(keyset, *arguments, **more)
         told = _told(*places, is_causal=is_causal, **more) | _dropout(dropout_p, state)
         deterministic = torch.are_deterministic_algorithms_enabled()
         gradients = backward(dout, query, key, value, out, lse, deterministic=deterministic, **told)
@@ -249,6 +255,14 @@ def _wants_weights(name: str, return_debug_mask: bool, dropout_p: float) -> bool
     if return_debug_mask:
         _log_own(f"{name} with return_debug_mask=True")
     return return_debug_mask
+
+
+def _drops_all(name: str, dropout_p: float) -> bool:
+    """Whether dropout leaves no weight, which PyTorch allows and cuflash does not."""
+    is_all = dropout_p > 0.0 and not share_kept(dropout_p)
+    if is_all:
+        _log_own(f"{name} with dropout_p={dropout_p}, which drops all weights,")
+    return is_all
 
 
 def _is_too_wide(query: torch.Tensor, value: torch.Tensor) -> bool:

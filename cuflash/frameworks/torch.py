@@ -17,7 +17,7 @@ from ..errors import ProblemError, UnsupportedError
 from ..ops.backward import backward
 from ..ops.forward import forward
 from ..ops.own import Given
-from ..problem.options import WindowSize, check_flag
+from ..problem.options import WindowSize, check_flag, drops_none
 from . import torch_own_scores
 from .torch_flex import arguments_of_flex, results_of_flex, wants_lse
 from .torch_ops import BOUNDS, TOLD, Arguments, given, refuse_cached, refuse_twice
@@ -105,7 +105,7 @@ def attention(
         for name, tensor in zip(TOLD, told, strict=True):
             if tensor is not None:
                 check_tensor(name, tensor)
-    if not (score_mod is mask_mod is block_mask is bias is sinks is None and dropout_p == 0.0):
+    if not (score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p)):
         own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         is_compiling = torch.compiler.is_compiling()
         attend = torch_own_scores.uncompiled_own_attention if is_compiling else own_attention

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, OF_SEQUENCES
-from ..problem.options import WindowSize, asked
+from ..problem.options import WindowSize, asked, drops_none
 from ..runtime.launch import run
 from .own import Given, run_own
 
@@ -95,7 +95,7 @@ def backward(
         op = BACKWARD
     else:
         op, told = OF_SEQUENCES["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and dropout_p == 0.0:
+    if score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and drops_none(dropout_p):
         dq, dk, dv = run(op, (*arrays, *told), options, None, outs)
         return dq, dk, dv
     own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import FORWARD, OF_SEQUENCES
-from ..problem.options import WindowSize, asked
+from ..problem.options import WindowSize, asked, drops_none
 from ..runtime.launch import run
 from .own import Given, run_own
 
@@ -109,7 +109,7 @@ def forward(
     else:
         op = OF_SEQUENCES["forward"]
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-    if score_mod is mask_mod is block_mask is bias is sinks is None and dropout_p == 0.0:
+    if score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p):
         results = run(op, (q, k, v, *told), options, outputs, outs)
     else:
         own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)

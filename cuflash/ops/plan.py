@@ -16,7 +16,7 @@ from ..planning.plan import Plan
 from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
 from ..problem.operands import INTEGERS, OF_SEQUENCES, OPS
-from ..problem.options import Options, WindowSize, check_flag
+from ..problem.options import Options, WindowSize, check_flag, drops_none
 from ..problem.problem import Problem
 from .own import Given, Shaped, own_call
 
@@ -77,7 +77,7 @@ def plan(
         raise ProblemError("op='backward' takes neither num_splits nor split_size; leave them out")
     if check_flag("deterministic", deterministic) and op != "backward":
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
-    if op == "lse" and dropout_p != 0.0:
+    if op == "lse" and not drops_none(dropout_p):
         raise ProblemError(f"op='lse' takes no dropout, but dropout_p={dropout_p}; leave it out")
     if op != "backward" and captured_grads is not None:
         raise ProblemError(f"op={op!r} takes no captured_grads; leave it out")
@@ -95,7 +95,7 @@ def plan(
     whole = OPS[op] if told.keys().isdisjoint(given) else OF_SEQUENCES[op]
     if unknown := given.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
-    if not (score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and dropout_p == 0.0):
+    if not (score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and drops_none(dropout_p)):
         of_sequences = () if whole is OPS[op] else tuple(told.values())
         hidden = causal, window_size, diagonal_offset
         bias, sinks = (Shaped(x, dtype) if isinstance(x, tuple) and dtype else x for x in (bias, sinks))

@@ -106,12 +106,19 @@ def _softcap(value: Any, known: Known) -> float:
 def check_dropout(value: Any) -> float:
     """`value` if it is a share of weights that may be dropped."""
     wanted = "the share of weights to drop, from 0 up to but not 1"
+    if hasattr(value, "shape") and value.shape != ():
+        raise ProblemError(f"dropout_p is an array of shape {tuple(value.shape)}; give a number, {wanted}")
     number = _real("dropout_p", value, wanted)
     if not 0.0 <= number < 1.0:
         raise ProblemError(f"dropout_p={number} is outside [0, 1); give {wanted}")
     if not share_kept(number):
         raise ProblemError(f"dropout_p={number} drops all weights, as shares are multiples of 1/{SHARES}; give less")
     return number
+
+
+def drops_none(dropout_p: Any) -> bool:
+    """Whether it is a plain 0, which needs no judge. why not by == alone: that of an array has no truth."""
+    return type(dropout_p) in (float, int) and dropout_p == 0
 
 
 def _offset(value: Any, known: Known) -> int | None:

@@ -105,6 +105,34 @@ def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
     assert "head dim 264" in caplog.text
 
 
+@pytest.mark.parametrize("dropout_p", [1.0, 0.999999])
+@pytest.mark.usefixtures("on_cpu")
+def test_dropout_of_all_weights_is_pytorchs_own_in_both_directions(
+    dropout_p: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = made("cpu", torch.float16)[0].detach()
+    lse, state, flat = x.new_empty(2, 4, 40), torch.empty(2, dtype=torch.uint64), x[0].transpose(0, 1)
+    bounds = torch.tensor([0, 40], dtype=torch.int32)
+    of_packed = bounds, bounds, 40, 40, dropout_p, False
+    calls = [
+        (OPS._scaled_dot_product_flash_attention, (x, x, x, dropout_p)),
+        (OPS._scaled_dot_product_flash_attention, (x, x, x, dropout_p, False, True)),
+        (OPS._scaled_dot_product_flash_attention_backward,
+         (x, x, x, x, x, lse, None, None, 40, 40, dropout_p, False, state, state)),
+        (OPS._scaled_dot_product_efficient_attention, (x, x, x, None, True, dropout_p)),
+        (OPS._scaled_dot_product_efficient_attention_backward,
+         (x, x, x, x, None, x, lse, lse, lse, dropout_p, [True, True, True, False])),
+        (OPS._flash_attention_forward, (flat, flat, flat, *of_packed, False)),
+        (OPS._flash_attention_backward, (flat, flat, flat, flat, flat, lse, *of_packed, state, state)),
+    ]  # fmt: skip
+    caplog.set_level(logging.DEBUG, "cuflash")
+    sdpa._log_own.cache_clear()
+    for op, arguments in calls:
+        with pytest.raises(NotImplementedError, match="PyTorch's own"):
+            op(*arguments)
+    assert f"_flash_attention_backward with dropout_p={dropout_p}, which drops all weights, runs on" in caplog.text
+
+
 def by_seqlen(tensors: Any) -> list[Any]:
     return [x.transpose(1, 2) for x in tensors]
 

@@ -97,6 +97,19 @@ def test_the_line_is_told_once() -> None:
     assert str(caught.value).count("in <lambda>") == 1
 
 
+def test_an_array_as_the_share_is_refused_by_plan_and_by_doors_to_frameworks() -> None:
+    shares, shape = np.array([0.0, 0.2]), (1, 8, 2, 16)
+    for op in ("forward", "backward"):
+        with pytest.raises(cuflash.ProblemError, match=re.escape("dropout_p is an array of shape (2,); give a number")):
+            cuflash.plan(shape, shape, shape, op=op, dtype="float16", device="sm_80", dropout_p=shares)
+    torch = pytest.importorskip("torch")
+    from cuflash.frameworks.torch import attention
+
+    x = torch.ones(shape)
+    with pytest.raises(cuflash.ProblemError, match=re.escape("dropout_p is an array of shape (2,); give a number")):
+        attention(x, x, x, dropout_p=torch.tensor([0.0, 0.2]))
+
+
 def test_a_mask_mod_must_return_a_condition() -> None:
     with pytest.raises(cuflash.ProblemError, match="it must return bool; compare it with something"):
         cuflash.forward(*arrays(), mask_mod=lambda b, h, q, k: q - k)
@@ -126,6 +139,11 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     "nearly all dropped": ({"dropout_p": 0.999995, "dropout_seed": 1}, "dropout_p=0.999995 drops all weights"),
     "less than none dropped": ({"dropout_p": -0.1, "dropout_seed": 1}, "dropout_p=-0.1 is outside [0, 1)"),
     "NaN dropped": ({"dropout_p": float("nan"), "dropout_seed": 1}, "dropout_p=nan is not finite"),
+    "an array of shares": (
+        {"dropout_p": np.array([0.1, 0.2]), "dropout_seed": 1},
+        "dropout_p is an array of shape (2,); give a number, the share of weights to drop",
+    ),
+    "an array without axes": ({"dropout_p": np.array(0.1), "dropout_seed": 1}, "dropout_p=array(0.1) is a ndarray"),
     "no number dropped": ({"dropout_p": None}, "dropout_p=None is a NoneType; give the share"),
     "no seed": ({"dropout_p": 0.1}, "there is no dropout_seed; give an int of 64 bits, or an array"),
     "a seed of more bits": ({"dropout_p": 0.1, "dropout_seed": 2**64}, "has more than 64 bits"),
