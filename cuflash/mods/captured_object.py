@@ -18,10 +18,16 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 class CapturedObject:
-    """Stands for an object. Its methods run with it in the object's place."""
+    """Stands for an object. Its methods run with it in the object's place.
+
+    why slots: without a __dict__ of its own, vars() and __dict__ are reads of the object's, too.
+    """
+
+    __slots__ = ("_captured",)
+    _captured: tuple[Replace, Recipe, Any, int]
 
     def __init__(self, replace: Replace, recipe: Recipe, value: Any, number: int) -> None:
-        self.__dict__["<cuflash>"] = replace, recipe, value, number
+        object.__setattr__(self, "_captured", (replace, recipe, value, number))
 
     # why: isinstance(x, C) asks for this.
     @property  # type: ignore[misc]
@@ -81,12 +87,11 @@ class CapturedObject:
 
 
 def _value(of: Any) -> Any:
-    return object.__getattribute__(of, "__dict__")["<cuflash>"][2]
+    return of._captured[2]
 
 
 def _recipe(of: CapturedObject) -> Recipe:
-    found: Recipe = object.__getattribute__(of, "__dict__")["<cuflash>"][1]
-    return found
+    return of._captured[1]
 
 
 def _read(of: CapturedObject, read: Reader, key: Any) -> Any:
@@ -96,13 +101,13 @@ def _read(of: CapturedObject, read: Reader, key: Any) -> Any:
 
 def _replaced(of: CapturedObject, read: Reader, key: Any, found: Any) -> Any:
     """What stands for what a read has found."""
-    replace, _, _, number = object.__getattribute__(of, "__dict__")["<cuflash>"]
+    replace, _, _, number = of._captured
     return replace(number, read, key, found)
 
 
 def _find(of: CapturedObject, read: Reader, key: Any) -> Any:
     """What a read finds. If it finds nothing, that is written down, too."""
-    _, written, value, number = object.__getattribute__(of, "__dict__")["<cuflash>"]
+    _, written, value, number = of._captured
     try:
         return read(value, key)
     except recipe.ABSENT:

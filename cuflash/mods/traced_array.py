@@ -32,6 +32,14 @@ class Arrays(list[CapturedArray]):
         return len(self) - 1
 
 
+def _refuse_value(self: Any, *_: Any, **__: Any) -> NoReturn:
+    raise fault(
+        f"a captured array of shape {self.shape} has no number yet, as each call reads it anew, so range, tolist, "
+        "indices of lists, sets and keys of dicts cannot take it or its elements; compute with its elements, or make a "
+        "number of it before the call, such as n = int(array[0]), and refer to that"
+    )
+
+
 class TracedArray(Traced):
     """A captured array: indexing gives elements. Axes are indexed one after the other, as in `array[b][h]`."""
 
@@ -83,6 +91,14 @@ class TracedArray(Traced):
                 f"call and refer to the result (up to {MAX_ELEMENTS} elements of one axis may be used together)"
             )
         return Elements(self)
+
+    def item(self, *index: Any) -> TracedScalar:
+        """The element, with an index for each axis that is longer than 1. It is a traced value as all elements are."""
+        if len(index) not in (0, self.ndim) or (not index and self.numel() != 1):
+            raise fault(f"item({', '.join(map(str, index))}) of an array of shape {self.shape}; index it, as in array[h]")
+        return TracedScalar(self[index or (0,) * self.ndim].node)
+
+    __int__ = __float__ = __index__ = __complex__ = tolist = __array__ = __hash__ = _refuse_value  # type: ignore[assignment]
 
     def numel(self) -> int:
         """The number of elements."""

@@ -304,6 +304,29 @@ def test_the_users_objects_stay_as_they_are() -> None:
     assert (function.__code__, function.__globals__, function.__closure__, builtins.min) == before
 
 
+class Limits:
+    def __init__(self, limits: Any) -> None:
+        self.limits, self.width = limits, 4
+
+
+@pytest.mark.parametrize("read", [vars, lambda x: x.__dict__])
+def test_the_dict_of_an_object_is_read_as_its_attributes_are(read: Any) -> None:
+    of = Limits(LIMITS)
+
+    def function(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return (k < read(of)["limits"][b % 2, h % 2]) & (q - k < read(of)["width"])
+
+    first = trace(function, "mask_mod")
+    assert [each.array for each in first.arrays] == [LIMITS]
+    assert trace(function, "mask_mod").digest == first.digest
+    of.limits = LIMITS.copy()
+    second = trace(function, "mask_mod")
+    assert (second.digest, second.arrays[0].array is of.limits) == (first.digest, True)
+    of.width = 5
+    assert trace(function, "mask_mod").digest != first.digest
+    assert vars(of).keys() == {"limits", "width"}
+
+
 def test_attributes_of_captured_objects_are_not_set() -> None:
     def function(b: Any, h: Any, q: Any, k: Any) -> Any:
         SPACE.width = 9

@@ -105,6 +105,25 @@ def test_nobody_takes_a_traced_value_for_a_number() -> None:
         q + "a"
 
 
+FACTOR, WINDOWS = np.array(0.5, np.float32), np.array([[7]])
+
+
+def test_item_is_an_element_of_a_captured_array() -> None:
+    check(lambda s, b, h, q, k: s * FACTOR.item() + TABLE[1, h % 3].item(2), "score_mod")
+    check(lambda b, h, q, k: (q - k < WINDOWS.item()) & (q < int(WINDOWS.item())), "mask_mod")
+    graph = trace(lambda s, b, h, q, k: s * FACTOR.item(), "score_mod")
+    assert [each.array for each in graph.arrays] == [FACTOR]  # read by each call, so another value is no other kernel
+    for index, told in (((), ""), ((1,), "1"), ((1, 2), "1, 2")):
+        with pytest.raises(ProblemError, match=rf"test_traced.*item\({told}\) of an array of shape \(2, 3, 4\); index"):
+            trace(lambda s, b, h, q, k, index=index: s + TABLE.item(*index), "score_mod")
+
+
+def test_nobody_takes_an_element_of_a_captured_array_for_a_number() -> None:
+    for take in (lambda x: [1, 2][x], lambda x: {x}, lambda x: {x: 1}, range, lambda x: x.tolist()):
+        with pytest.raises(ProblemError, match=r"test_traced\.py:\d+, in .*shape \(\) has no number.*n = int\(array"):
+            trace(lambda b, h, q, k, take=take: take(WINDOWS[0, 0]) == q, "mask_mod")
+
+
 def test_numpy_leaves_its_operators_and_functions_to_traced_values() -> None:
     q = scalar()
     assert (np.int32(3) + q).node is (3 + q).node is (np.array(3, "i4") + q).node
