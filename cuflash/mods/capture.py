@@ -84,8 +84,9 @@ class Capture:
         self._replaced: dict[int, Any] = {}
         self._alive: list[Any] = []  # why: identities are those of objects that are alive
         self._builtins = BUILTINS | {"__import__": self._import}
+        # why before the matcher: to find it may show that the recipe cannot be complete.
+        self.recipe = Recipe(lambda value, found: matches(value, found))
         matches, replace = self._kind(function)
-        self.recipe = Recipe(matches)
         self.function = self._remembered(function, replace, 0) if replace else function
 
     def read_of(self, array: CapturedArray) -> int:

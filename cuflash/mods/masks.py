@@ -174,7 +174,8 @@ def document(offsets: Any) -> Mod:
 
     offsets: an array of integers (num_documents + 1,) that does not fall: document i has the tokens offsets[i] …
     offsets[i + 1] - 1. Tokens in no document see nothing. Each row finds its document by itself, so nothing is computed
-    beforehand when offsets change. For a batch without padding, `cu_seqlens_q` and `cu_seqlens_k` are faster.
+    beforehand when offsets change. Only numbers of offsets between
+    other powers of two compile anew. For a batch without padding, `cu_seqlens_q` and `cu_seqlens_k` are faster.
 
     document(numpy.array([0, 2, 5, 6])), 7 queries, 7 keys:
         x x . . . . .
@@ -187,15 +188,17 @@ def document(offsets: Any) -> Mod:
     """
     if len(getattr(offsets, "shape", ())) != 1 or offsets.shape[0] < 2:
         raise ProblemError(f"offsets has shape {getattr(offsets, 'shape', None)}; give an array (num_documents + 1,)")
-    num_documents = offsets.shape[0] - 1
+    steps = _powers_of_two(offsets.shape[0])
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         position, at = position_of(q_idx), 0
-        # The last document that begins at the position or before it, found by halving.
-        for step in _powers_of_two(num_documents):
+        # The last document that begins at the position or before it, found by halving. why nothing else asks for the
+        # number of documents: the code is then that of all up to a power of two of offsets. An index behind the
+        # end is that of the last offset, so documents behind the last one begin and end there, and have no tokens.
+        for step in steps:
             at = at + (offsets[at + step] <= position) * step
-        is_inside = (offsets[0] <= position) & (position < offsets[num_documents])
-        return (offsets[at] <= k_idx) & (k_idx < offsets[at + 1]) & is_inside
+        begin, end = offsets[at], offsets[at + 1]
+        return (begin <= position) & (position < end) & (begin <= k_idx) & (k_idx < end)
 
     return mask_mod
 

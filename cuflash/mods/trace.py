@@ -14,6 +14,8 @@ from ..errors import ProblemError
 from .build import cast, load, rebuilt
 from .capture import Capture
 from .graph import MASK_ARGUMENTS, SCORE_ARGUMENTS, CapturedArray, Graph, Node, digest, post_order, variable
+from .intervals import band
+from .numbers_that_change import warn_of_numbers
 from .operand import as_node
 from .operations import Type
 from .paths import all_paths
@@ -65,6 +67,8 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
         if (graph := known.graph(function)) is not None:
             return graph
     made, graph = _traced(function, kind)
+    if kind == "score_mod" or band(graph.root) is None:  # why: a mask that is a window is no part of a kernel
+        warn_of_numbers(_code_of(function), f"{kind} {_name_of(function)}", graph)
     if not made.recipe.is_complete:
         return graph
     with _lock:

@@ -51,8 +51,8 @@ dtypes: ContextVar[Any] = ContextVar("cuflash_dtypes", default=np)
 
 def _refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
     raise fault(
-        "a traced value has no number yet, so range, item, tolist, indices of lists, sets and keys of dicts cannot take "
-        "it; compute with it, or index an array with it"
+        "a traced value has no number yet, so range, item, tolist, indices of lists, sets and keys of dicts cannot "
+        "take it; compute with it, or index an array with it"
     )
 
 

@@ -92,13 +92,14 @@ class TracedArray(Traced):
             )
         return Elements(self)
 
-    def item(self, *index: Any) -> TracedScalar:
+    def item(self, *index: Any) -> Any:
         """The element, with an index for each axis that is longer than 1. It is a traced value as all elements are."""
         if len(index) not in (0, self.ndim) or (not index and self.numel() != 1):
-            raise fault(f"item({', '.join(map(str, index))}) of an array of shape {self.shape}; index it, as in array[h]")
+            given = ", ".join(map(str, index))
+            raise fault(f"item({given}) of an array of shape {self.shape}; index it, as in array[h]")
         return TracedScalar(self[index or (0,) * self.ndim].node)
 
-    __int__ = __float__ = __index__ = __complex__ = tolist = __array__ = __hash__ = _refuse_value  # type: ignore[assignment]
+    __int__ = __float__ = __index__ = __complex__ = tolist = __array__ = __hash__ = _refuse_value
 
     def numel(self) -> int:
         """The number of elements."""

@@ -304,6 +304,16 @@ def test_the_users_objects_stay_as_they_are() -> None:
     assert (function.__code__, function.__globals__, function.__closure__, builtins.min) == before
 
 
+def test_an_object_of_a_class_that_a_function_made_is_traced() -> None:
+    class Near:
+        width = 3
+
+        def __call__(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+            return q - k < self.width
+
+    assert trace(Near(), "mask_mod").digest == trace(lambda b, h, q, k: q - k < 3, "mask_mod").digest
+
+
 class Limits:
     def __init__(self, limits: Any) -> None:
         self.limits, self.width = limits, 4

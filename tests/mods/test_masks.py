@@ -15,6 +15,7 @@ import pytest
 from expressions import points
 from texts import Case, check, compiled
 
+import cuflash
 from cuflash.errors import ProblemError
 from cuflash.mods import masks
 from cuflash.mods.intervals import row_interval
@@ -93,11 +94,23 @@ def test_documents_of_any_number_are_found(count: int) -> None:
     np.testing.assert_array_equal(seen(masks.document(offsets), 40, 40), wanted)
 
 
-def test_documents_of_one_number_are_one_function_and_the_last_offset_may_be_repeated() -> None:
-    given = [masks.document(np.array(offsets)) for offsets in ([0, 9, 21], [0, 9, 21, 21, 21], [0, 3, 5, 9, 30])]
-    few, padded, many = (trace(each, "mask_mod").digest for each in given)
-    assert few != padded == many
-    np.testing.assert_array_equal(seen(given[0], 25, 25), seen(given[1], 25, 25))
+def test_documents_are_one_function_up_to_a_power_of_two_of_offsets() -> None:
+    roots = [[trace(masks.document(np.arange(count)), "mask_mod").root for count in counts]
+             for counts in ((2,), (3, 4), (5, 7, 8), (9, 12, 16), (1000, 1024))]  # fmt: skip
+    assert [len(set(each)) for each in roots] == [1] * 5
+    assert len({root for each in roots for root in each}) == 5
+    shapes = {"dtype": "bfloat16", "device": "sm_90", "causal": True}
+    for op in ("forward", "backward"):
+        plans = [cuflash.plan(*[(2, 300, 4, 64)] * 3, op=op, mask_mod=masks.document(np.arange(count)), **shapes)
+                 for count in (5, 7)]  # fmt: skip
+        texts = [[(launch.variant.name, launch.variant.own) for launch in each.launches] for each in plans]
+        assert texts[0] == texts[1]
+
+
+def test_offsets_may_be_repeated() -> None:
+    wanted = seen(masks.document(np.array([0, 9, 21])), 25, 25)
+    for offsets in ([0, 9, 21, 21, 21], [0, 9, 9, 9, 21, 21]):
+        np.testing.assert_array_equal(seen(masks.document(np.array(offsets)), 25, 25), wanted)
 
 
 def test_trees_of_bools_and_of_bits_show_the_same() -> None:
