@@ -19,6 +19,7 @@ import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
 from ..ops.own import Given
+from ..ops.triangle import attended
 from ..problem.operands import INTEGERS, Op
 from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale, drops_none
 from ..problem.problem import Problem
@@ -160,6 +161,17 @@ def dot_product_attention(
         return out
     out, lse = out
     return out, jax.lax.stop_gradient(jnp.swapaxes(lse, -1, -2).astype(out.dtype))
+
+
+def triangle_attention(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
+) -> Any:
+    """`cuflash.triangle_attention` as a JAX function with gradients of q, k, v and bias: its arguments and results."""
+
+    def dtype_of(name: str, x: Any) -> str:
+        return str(checked_array(name, x).dtype)
+
+    return attended(attention, dtype_of, lambda count, _: jnp.arange(count), q, k, v, bias, mask, softmax_scale)
 
 
 def ragged_paged_attention(

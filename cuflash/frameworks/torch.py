@@ -14,9 +14,11 @@ import torch
 from torch.autograd import Function, forward_ad
 
 from ..errors import ProblemError, UnsupportedError
+from ..mods.operand import name_of_dtype
 from ..ops.backward import backward
 from ..ops.forward import forward
 from ..ops.own import Given
+from ..ops.triangle import attended
 from ..problem.options import WindowSize, check_flag, drops_none
 from . import torch_own_scores
 from .torch_flex import arguments_of_flex, results_of_flex, wants_lse
@@ -34,7 +36,7 @@ from .torch_tensors import (
 from .torch_tensors import becomes_an_op as becomes_an_op
 from .torch_tensors import check_tensor as check_tensor
 
-__all__ = ["attention", "flex_attention"]
+__all__ = ["attention", "flex_attention", "triangle_attention"]
 
 
 def attention(
@@ -192,6 +194,28 @@ def flex_attention(
     results = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=asks_lse, **masks)
     out, lse = results if asks_lse else (results, None)
     return results_of_flex(out.transpose(1, 2), lse, return_lse, return_aux)
+
+
+def triangle_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    softmax_scale: float | None = None,
+) -> torch.Tensor:
+    """`cuflash.triangle_attention` with gradients of q, k, v and bias: its arguments, results and errors."""
+
+    def dtype_of(name: str, x: Any) -> str:
+        check_tensor(name, x)
+        return name_of_dtype(x.dtype)
+
+    def numbers(count: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(count, device=like.device)
+
+    out: torch.Tensor = attended(attention, dtype_of, numbers, q, k, v, bias, mask, softmax_scale)
+    return out
 
 
 def _way(q: Any, k: Any, v: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ..arrays.find import library_of
@@ -21,19 +22,38 @@ def triangle_attention(
     as in `forward`. bias (batch, heads, seqlen_q, seqlen_k): floats, of which no copy is made for the rows. mask
     (batch, rows, seqlen_k): bool, True for keys that are seen; a query that sees none has out 0. softmax_scale: default
     1/sqrt(head_dim). Returns (batch, rows, heads, seqlen_q, head_dim_v). Errors as in `forward`.
+    With gradients it is `cuflash.frameworks.torch.triangle_attention` and `cuflash.frameworks.jax.triangle_attention`.
 
         out = cuflash.triangle_attention(q, k, v, pair_bias, mask)
 
     Source: AlphaFold 2 (doi 10.1038/s41586-021-03819-2), supplement, algorithm 13.
     """
+    return attended(forward, _dtype, _numbers, q, k, v, bias, mask, softmax_scale)
+
+
+def attended(
+    attend: Callable[..., Any],
+    dtype_of: Callable[[str, Any], str],
+    numbers: Callable[[int, Any], Any],
+    q: Any,
+    k: Any,
+    v: Any,
+    bias: Any,
+    mask: Any,
+    softmax_scale: float | None,
+) -> Any:
+    """The same by one of the calls of attention, of the doors to frameworks, too: `attend(q, k, v, …)`.
+
+    dtype_of: the name of the dtype of an argument, of which it is judged to be an array. numbers: 0, 1, … as integers,
+    beside an array.
+    """
     for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
         wanted = {"bias": "(batch, heads, seqlen_q, seqlen_k)", "mask": "(batch, rows, seqlen_k)"}.get(name, LAYOUT)
         if x is None and name == "mask":
             continue
-        spec = library_of(name, x).spec(name, x)
-        kinds = ("bool",) if name == "mask" else tuple(DTYPES)
-        if spec.dtype not in kinds:
-            raise ProblemError(f"{name} has dtype {spec.dtype}; give {', '.join(kinds)}")
+        kinds, dtype = ("bool",) if name == "mask" else tuple(DTYPES), dtype_of(name, x)
+        if dtype not in kinds:
+            raise ProblemError(f"{name} has dtype {dtype}; give {', '.join(kinds)}")
         if len(x.shape) != wanted.count(",") + 1 or (name in "kv" and x.shape[:2] != q.shape[:2]):
             raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {wanted}, where batch and rows are those of q")
     batch, rows, heads, seqlen_q = q.shape[:4]
@@ -47,11 +67,15 @@ def triangle_attention(
     if batch == 1:
         own["bias"] = bias
     else:
-        own["score_mod"] = _biased(bias, _numbers(batch * rows, q) // max(rows, 1))
+        own["score_mod"] = _biased(bias, numbers(batch * rows, q) // max(rows, 1))
     if mask is not None:
         own["mask_mod"] = _masked(mask.reshape(batch * rows, seqlen_k))
-    out = forward(*flat, **own)
+    out = attend(*flat, **own)
     return out.reshape(batch, rows, seqlen_q, heads, out.shape[3]).swapaxes(2, 3)
+
+
+def _dtype(name: str, x: Any) -> str:
+    return library_of(name, x).spec(name, x).dtype
 
 
 def _rows_as_batch(x: Any) -> Any:

@@ -46,6 +46,51 @@ def test_rows_share_the_bias(library: str, batch: int) -> None:
     np.testing.assert_allclose(np.asarray(out), whole(*arrays[:4], every), rtol=1e-4, atol=1e-5)
 
 
+def slopes(arrays: tuple[Any, ...], dout: Any) -> list[Any]:
+    """Gradients of q, k, v and bias by finite differences, at three places of each."""
+    whole_arrays = [x.astype("f8") if x.dtype == np.float32 else x for x in arrays]
+    found = []
+    for x in whole_arrays[:4]:
+        of_x = []
+        for place in (0, x.size // 2, x.size - 1):
+            flat, ends = x.reshape(-1), []
+            before = flat[place]
+            for flat[place] in (before + 1e-5, before - 1e-5):
+                ends.append((whole(*whole_arrays) * dout).sum())
+            flat[place] = before
+            of_x.append((ends[0] - ends[1]) / 2e-5)
+        found.append(of_x)
+    return found
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_doors_to_frameworks_have_gradients(library: str, batch: int) -> None:
+    arrays = given(batch)
+    dout = np.random.default_rng(5).standard_normal(arrays[0].shape).astype("f4")
+    if library == "torch":
+        torch = pytest.importorskip("torch")
+        from cuflash.frameworks.torch import triangle_attention
+
+        tensors = [torch_of(x, "cpu") for x in arrays]
+        leaves = [x.requires_grad_() for x in tensors[:4]]
+        out = triangle_attention(*leaves, tensors[4])
+        found = torch.autograd.grad(out, leaves, torch_of(dout, "cpu"))
+        out = out.detach()
+    else:
+        jax = pytest.importorskip("jax")
+        from cuflash.frameworks.jax import triangle_attention
+
+        mask = jax_of(arrays[4], "cpu")
+        attend = jax.jit(lambda *x: triangle_attention(*x, mask))
+        out, pull = jax.vjp(attend, *(jax_of(x, "cpu") for x in arrays[:4]))
+        found = pull(jax_of(dout, "cpu"))
+    np.testing.assert_allclose(np.asarray(out), whole(*arrays), rtol=1e-4, atol=1e-5)
+    for x, wanted in zip(found, slopes(arrays, dout), strict=True):
+        got = np.asarray(x).reshape(-1)
+        np.testing.assert_allclose(got[[0, got.size // 2, -1]], wanted, rtol=2e-3, atol=2e-4)
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     q, k, v, bias, mask = given(2)
     with pytest.raises(cuflash.ProblemError, match=r"q has shape .*; give \(batch, rows, heads, seqlen, head_dim\)"):
