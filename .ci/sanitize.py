@@ -92,7 +92,9 @@ def own_work() -> list[tuple[OwnCase, str]]:
     """All calls with scores and masks of the caller's own, by both families of kernels."""
     ways = [(case, how) for case, hows in own_cases() for how in hows]
     generic = [(case, how + BACKWARDS) for case, how in ways if isinstance(case.of, Case) and how not in ALGORITHMS[1:]]
-    return [*ways, *generic]
+    # why packed: what is then backwards are the heads.
+    few = [(case, how) for case, how in ways if case.of.name.startswith("few_") and case.of.place_q == "packed"]
+    return [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
 
 
 def own_arguments(case: OwnCase, how: str, put: Any = cupy.asarray) -> tuple[dict[str, Any], tuple[Any, ...]]:

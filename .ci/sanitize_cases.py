@@ -245,10 +245,21 @@ def own_cases() -> Iterator[tuple[OwnCase, tuple[str, ...]]]:
         shapes: dict[str, Any] = {"bounded": True, "dtype": dtype, "dims": dims, "heads": (4, 2)}
         told: dict[str, Any] = {"used_q": True, "used_k": True, "spare_q": (5, 3, 0, 9), "spare_k": (0, 9, 2, 3)}
         yield OwnCase(Sequences("packed", *lengths, causal=True, **told, **shapes), several), ("flash2", *BACKWARD)
+        # Nobody sees the first keys; without a mask among the functions there are no cells.
+        masked: dict[str, Any] = {"window_size": (90, 20), "diagonal_offset": 100, "softcap": 15.0}
+        window = Sequences("window", *lengths, **masked, **told, **shapes)
+        yield OwnCase(window, own_table.joined(own_table.bounded, own_table.dropped)), ("flash2", *BACKWARD)
         pages = Sequences("pages", *lengths, place_k="paged", used_k=True, **shapes)
         yield OwnCase(pages, several), ("flash2",)
         few = Sequences("few", (1, 2, 0, 3), (900, 5, 2700, 0), "packed", "paged", used_k=True, **shapes)
         yield OwnCase(few, several), ("flash2",)
+        # Keys are shared out: rows fit a warp, or do not, and a block of threads has one piece of work, or several.
+        rows = replace(few, name="few_rows", place_q="rectangle", place_k="rectangle", used_q=True, bounded=False)
+        many = device.query(0).num_sms // len(few.queries) + 1
+        wide = replace(few, name="few_wide", heads=(16, 1)), replace(rows, name="few_rows_wide", heads=(48, 2))
+        for of in (replace(few, name="few_pages"), rows, *wide, replace(rows, name="few_heads", heads=(many, many))):
+            yield OwnCase(of, own_table.everything), ("flash2",)
+        yield OwnCase(replace(few, name="few_sinks", page_size=3), own_table.sinks_of()), ("flash2",)
     shape = 2, 200, 330, 4, 2, 64, 64, "float16"
     for algorithm in ALGORITHMS[1:]:
         yield OwnCase(Case("all", *shape), several), (algorithm,)

@@ -1,8 +1,9 @@
 """Compiles kernels into the cache on disk, so that no first call waits for the compiler.
 
 One kernel serves all masks, scales, lengths, numbers of heads and strides: they are passed to it when it runs, so no
-option asks for them. The options name what needs a kernel of its own. Arrays are assumed to be dense. With --device
-this needs no GPU, only NVRTC.
+option asks for them. The options name what needs a kernel of its own. Arrays are assumed to be dense. Kernels for
+sequences of several lengths, and those with scores or masks of the caller's own, are left to the first such call. With
+--device this needs no GPU, only NVRTC.
 """
 
 from __future__ import annotations

@@ -41,6 +41,9 @@ enum class DType { kFloat16, kBFloat16, kFloat32 };
 constexpr DType kDType = DType::kFloat32;
 template <class T> T __ldg(const T* pointer) { return *pointer; }
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
+inline float __fadd_rn(float x, float y) { return x + y; }
+inline float __fsub_rn(float x, float y) { return x - y; }
+inline float __fmul_rn(float x, float y) { return x * y; }
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 inline float min_nan_f32(float x, float y) { return x != x ? x : y != y || y < x ? y : x; }
 inline float max_nan_f32(float x, float y) { return x != x ? x : y != y || y > x ? y : x; }
@@ -86,10 +89,12 @@ class Case(NamedTuple):
 
     roots: Sequence[Node]
     arrays: Sequence[Any] = ARRAYS
+    is_exact: bool = False
 
     def text(self, name: str = "Mod") -> str:
         results = [f"result{number}" for number in range(len(self.roots))]
-        return print_struct(self.roots, [captured(each) for each in self.arrays], name, results)
+        arrays = [captured(each) for each in self.arrays]
+        return print_struct(self.roots, arrays, name, results, results if self.is_exact else ())
 
 
 def packed(arrays: Sequence[Any]) -> bytes:

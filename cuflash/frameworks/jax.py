@@ -54,6 +54,7 @@ def attention(
     split_size: int | None = None,
     score_mod: Any = None,
     mask_mod: Any = None,
+    block_mask: Any = None,
     bias: Any = None,
     sinks: Any = None,
     dropout_p: float = 0.0,
@@ -71,10 +72,12 @@ def attention(
     (`cache_batch_idx`); the last two have no gradients. Rows of no sequence have out 0, lse -inf and gradient 0. lse of
     packed q is (heads_q, total_q). `max_seqlen_q`, `max_seqlen_k`, `num_splits` and `split_size` are static.
 
-    score_mod, mask_mod, bias and sinks are those of `cuflash.forward`. Arrays that the functions refer to may be traced
-    values of any transformation; those that score_mod loads from, bias and sinks have gradients. Where a function calls
-    what cuflash has no name for, JAX traces it, and whole arrays that it computes are computed once. dropout_p is
-    static; dropout_seed, an int, a key of jax.random or two uint32, is not: equal seeds drop the same weights.
+    score_mod, mask_mod, block_mask, bias and sinks are those of `cuflash.forward`. Arrays that the functions refer to
+    may be traced values of any transformation; those that score_mod loads from, bias and sinks have gradients. Where a
+    function calls what cuflash has no name for, JAX traces it, and whole arrays that it computes are computed once.
+    block_mask is made of JAX arrays, outside of jit; it is a pytree of them, so that new ones may be arguments of a
+    jitted function. dropout_p is static; dropout_seed, an int, a key of jax.random or two uint32, is not: equal seeds
+    drop the same weights.
 
     Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
     They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
@@ -92,10 +95,10 @@ def attention(
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
                       max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
                       split_size=split_size)  # fmt: skip
-    if score_mod is mask_mod is bias is sinks is None and drops_none(dropout_p):
+    if score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p):
         return _called(named, options, check_flag("return_lse", return_lse))
-    given = Given(score_mod, mask_mod, None, bias, sinks, dropout_p)
-    lengths, hidden = tuple(named.values())[3:], (causal, window_size, diagonal_offset)
+    given = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+    lengths, hidden = tuple(told.values()) if len(named) > 3 else (), (causal, window_size, diagonal_offset)
     op, more = own_operands(given, dropout_seed, lengths, hidden)
     options = options._replace(dropout_p=dropout_p)
     return _called(named | more, options, check_flag("return_lse", return_lse), op)

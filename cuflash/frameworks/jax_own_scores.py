@@ -1,13 +1,13 @@
 """Scores, masks, bias, sinks and dropout of the caller's own in JAX: what `attention` does with them.
 
-All arrays that they read are operands of the call, those that functions refer to, too. So these may be traced values:
-arguments of a jitted function, or what is differentiated or mapped.
+All arrays that they read are operands of the call, those that functions refer to and the cells of a block mask, too. So
+these may be traced values: arguments of a jitted function, or what is differentiated or mapped.
 """
 
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ from ..mods.graph import CapturedArray, Graph, Node, digest, post_order
 from ..mods.jaxpr import graph_of_jaxpr
 from ..mods.operand import is_of_library, name_of_dtype, type_of_dtype
 from ..mods.trace import KINDS, trace
+from ..ops.block_mask import BlockMask
 from ..ops.own import Given, own_call
-from ..problem.operands import Op
+from ..problem.operands import Op, Sizes
 from ..problem.options import check_dropout, check_integer
 from ..problem.own import Own
 from .xla_handlers import Static
@@ -34,17 +35,54 @@ _SEEDS = "an int of 64 bits, a key of jax.random, or an array of two uint32"
 def own_operands(given: Given, dropout_seed: Any, told: tuple[Any, ...], hidden: Any) -> tuple[Op, dict[str, Any]]:
     """The op of a call, and what it reads beside the operands of a plain one, by name and in order.
 
-    told: the arrays that tell lengths, if any. hidden: causal, window_size and diagonal_offset.
+    told: the arrays that tell lengths, in the op's order, or none. hidden: causal, window_size and diagonal_offset.
     """
     bias, sinks = (
         None if x is None else checked_array(name, x) for name, x in (("bias", given.bias), ("sinks", given.sinks))
     )
     score, mask = (_graph(f, kind) for f, kind in ((given.score_mod, "score_mod"), (given.mask_mod, "mask_mod")))
     share = check_dropout(given.dropout_p)
-    call = own_call("forward", Given(score, mask, None, bias, sinks, share), told, hidden)
+    block_mask = _checked(given.block_mask)
+    call = own_call("forward", Given(score, mask, block_mask, bias, sinks, share), told, hidden)
     arrays = call.inputs(_seed(dropout_seed) if call.needs_seed else None)
     names = [operand.name for operand in call.op.inputs[len(call.op.inputs) - len(arrays) :]]
     return call.op, dict(zip(names, arrays, strict=True))
+
+
+def _checked(block_mask: Any) -> Any:
+    """A block mask, if its arrays are JAX's. why no others: JAX may have narrower ones than those it was made of."""
+    if isinstance(block_mask, BlockMask) and not isinstance(block_mask.cells, jax.Array):
+        raise ProblemError(
+            f"block_mask was made of arrays of {type(block_mask.cells).__module__}; give create_block_mask a JAX array "
+            "as like, and a mask_mod that refers to JAX arrays alone"
+        )
+    return block_mask
+
+
+class _Frame(NamedTuple):
+    """All of a block mask but its arrays. Programs are made once for those that are equal in it."""
+
+    root: Node
+    kinds: tuple[tuple[Any, ...], ...]
+    digest: str
+    sizes: Sizes
+    tells: tuple[bool, bool]
+
+
+def _leaves(block_mask: BlockMask) -> tuple[tuple[Any, ...], _Frame]:
+    graph = block_mask.graph
+    kinds = tuple((each.dtype, each.shape, each.type) for each in graph.arrays)
+    frame = _Frame(graph.root, kinds, graph.digest, block_mask.sizes, block_mask.tells)
+    return (block_mask.cells, *[each.array for each in graph.arrays]), frame
+
+
+def _with_leaves(frame: _Frame, leaves: Any) -> BlockMask:
+    cells, *arrays = leaves
+    made = tuple(CapturedArray(x, *kind) for x, kind in zip(arrays, frame.kinds, strict=True))
+    return BlockMask(None, cells, frame.sizes, frame.tells, Graph(frame.root, made, frame.digest))
+
+
+jax.tree_util.register_pytree_node(BlockMask, _leaves, _with_leaves)
 
 
 def _seed(seed: Any) -> Any:

@@ -23,7 +23,7 @@ from ..problem.options import WindowSize, check_flag, drops_none
 from . import torch_own_scores
 from .torch_flex import arguments_of_flex, results_of_flex, wants_lse
 from .torch_ops import BOUNDS, TOLD, Arguments, given, refuse_cached, refuse_twice
-from .torch_own_scores import own_attention, refuse_batched
+from .torch_own_scores import check_pulled, is_watched, own_attention
 from .torch_tensors import (
     TANGENT,
     autocast,
@@ -263,13 +263,10 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if forward_ad._current_level >= 0:
-            refuse_tangents(dout=dout, dlse=dlse)
-        refuse_batched(dout, dlse)
+        check_pulled(dout, dlse)
         q, k, v, out, lse, *told = ctx.saved_tensors  # why only once: under a checkpoint they can be read only once
         tensors: tuple[Any, ...] = (given(dout, out), q, k, v, out, lse, dlse)
-        as_function = torch.is_grad_enabled() or any(x is not None and is_transformed(x) for x in tensors)
-        run: Any = _Gradients.apply if as_function else gradients
+        run: Any = _Gradients.apply if is_watched(tensors) else gradients
         return *run(*tensors, *ctx.options, *told), *(None,) * 9  # autograd takes more than there are
 
 

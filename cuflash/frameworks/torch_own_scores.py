@@ -7,7 +7,7 @@ they read, as its own saved tensors: those of the functions, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,13 +197,10 @@ class _OwnAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if forward_ad._current_level >= 0:
-            refuse_tangents(dout=dout, dlse=dlse)
-        refuse_batched(dout, dlse)
+        check_pulled(dout, dlse)
         ops, (q, k, v, out, lse, *rest) = ctx.ops, ctx.saved_tensors
         tensors = given(dout, out), dlse, q, k, v, out, lse, *rest
-        as_function = torch.is_grad_enabled() or any(torch.is_tensor(x) and is_transformed(x) for x in tensors)
-        differentiate: Any = _OwnGradients.apply if as_function else _gradients
+        differentiate: Any = _OwnGradients.apply if is_watched(tensors) else _gradients
         dq, dk, dv, *grads = differentiate(ops, *tensors)
         found = iter(grads)
         own = [next(found) if group else None for group in ops.grads]
@@ -244,10 +241,17 @@ class _OwnGradients(Function):
     jvp, vmap = _Transformed.jvp, _Transformed.vmap
 
 
-def refuse_batched(*gradients: torch.Tensor | None) -> None:
-    """Raises for several gradients at once."""
-    if any(x is not None and is_batched(x) for x in gradients):
+def check_pulled(dout: torch.Tensor | None, dlse: torch.Tensor | None) -> None:
+    """Raises for gradients of results that carry tangents, and for several at once."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents(dout=dout, dlse=dlse)
+    if any(x is not None and is_batched(x) for x in (dout, dlse)):
         raise UnsupportedError(
             "several gradients of out at once (is_grads_batched=True) are not supported; take torch.func.vmap of "
             "torch.func.vjp, or one at a time"
         )
+
+
+def is_watched(tensors: Iterable[Any]) -> bool:
+    """Whether gradients that are made of these tensors must be a Function: of torch.func, or to be refused a second."""
+    return torch.is_grad_enabled() or any(torch.is_tensor(x) and is_transformed(x) for x in tensors)

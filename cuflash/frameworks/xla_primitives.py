@@ -165,8 +165,8 @@ def _batched(
 
     With rows that are packed, or keys in pages or in rows of a cache, it joins heads, as all of them have the same
     lengths then. Functions of the caller are changed so that b and h stay what they were; an array that they refer to
-    has the new axis in front, if it is mapped or its gradient is wanted. Dropout, which knows b and h by itself, is
-    done in turn.
+    has the new axis in front, if it is mapped or its gradient is wanted. Cells of a block mask get it where q does, if
+    they are not shared. Dropout, which knows b and h by itself, is done in turn.
 
     why an operand without the axis is copied: TMA cannot address a stride of 0, so that Hopper would run the generic
     kernels, which costs more than the copy. (Query heads that share k and v need no vmap: give them to one call, as
@@ -194,7 +194,7 @@ def _batched(
         apart = frozenset(
             name
             for name, axis in zip(names, axes, strict=True)
-            if is_own(op.operands[op.index[name]]) and (axis is not None or name in wanted)
+            if is_own(op.operands[op.index[name]]) and name != "cells" and (axis is not None or name in wanted)
         )
         if static.own.own.drops or (mapped and "sinks" in apart):
             return _in_turn(primitive, operands, axes, static)
@@ -208,12 +208,17 @@ def _batched(
         return rank - (1 if rank == 2 else 2) - is_like_lse(name)
 
     folded, shapes = [], []
+    of_q = operands[0].shape if axes[0] is None else operands[0].shape[: axes[0]] + operands[0].shape[axes[0] + 1 :]
+    length = (of_q[-2] if rank > 2 else 1) if of_heads else (of_q[0] if rank == 4 else 1)
+    is_outer = of_heads or at == 0
     for name, x, axis in zip(names, operands, axes, strict=True):
         shape = x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :])
         shapes.append(shape)
         if name in apart or (name == "sinks" and of_heads):
             x = jnp.broadcast_to(x, (size, *shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             x = x.reshape(-1) if name == "sinks" else x
+        elif name == "cells":
+            x = _cells(x, axis, size, length, int(of_heads), is_outer)
         elif not is_own(op.operands[op.index[name]]) and (name not in TOLD or not of_heads):
             to = place(name, len(shape))
             whole = (*shape[:to], size, *shape[to:])
@@ -221,10 +226,8 @@ def _batched(
             x = x.reshape(_folded(name, shape, size, of_heads))
         folded.append(x)
     if static.own is not None:
-        of_q = shapes[0]
-        length = (of_q[-2] if rank > 2 else 1) if of_heads else (of_q[0] if rank == 4 else 1)
-        axis_name, is_outer = ("h", True) if of_heads else ("b", at == 0)
-        names_of_all, own = own_folded(names, static.own, axis_name, length, size, is_outer, apart - {"sinks"})
+        of = "h" if of_heads else "b"
+        names_of_all, own = own_folded(names, static.own, of, length, size, is_outer, apart - {"sinks"})
         static = static._replace(names=names_of_all, own=own)
     results, places = [], []
     made = primitive.bind(*folded, static=static)
@@ -247,6 +250,20 @@ def _in_turn(
 
     results = jax.lax.map(one, mapped)
     return results, [0] * len(results)
+
+
+def _cells(cells: Any, axis: int | None, size: int, length: int, at: int, is_outer: bool) -> Any:
+    """The cells of a block mask whose axis `at`, of batch or heads, becomes `size` times as long as `length`.
+
+    axis: where they have the new axis, if at all. is_outer: whether it stands before the axis that it joins.
+    """
+    if axis is None and cells.shape[at] == 1:
+        return cells
+    cells = cells[None] if axis is None else jnp.moveaxis(cells, axis, 0)
+    shape = cells.shape[1:]
+    whole = jnp.broadcast_to(cells, (size, *shape[:at], length, *shape[at + 1 :]))
+    joined = jnp.moveaxis(whole, 0, at if is_outer else at + 1)
+    return joined.reshape(*shape[:at], size * length, *shape[at + 1 :])
 
 
 def _folded(name: str, shape: Shape, size: int, of_heads: bool) -> Shape:

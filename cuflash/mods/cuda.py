@@ -7,7 +7,7 @@ functions of kernels_cu/common/mod_functions.cuh, which is to be included before
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from .build import constant
@@ -70,6 +70,9 @@ _OF_FLOATS = {
     "fmin": "fminf",
     "fmax": "fmaxf",
 }
+# Of floats that must have the same bits in every kernel: the compiler fuses none of these sums and products, and no
+# function is chosen by a kernel's dtype.
+_EXACT = {"add": "__fadd_rn", "subtract": "__fsub_rn", "multiply": "__fmul_rn", "tanh": "tanhf"}
 _OF_INTEGERS = {
     "absolute": "absolute",
     "minimum": "min",
@@ -86,12 +89,19 @@ _DIVISIONS = {
 }
 
 
-def print_struct(roots: Sequence[Node], arrays: Sequence[CapturedArray], name: str, results: Sequence[str]) -> str:
+def print_struct(
+    roots: Sequence[Node],
+    arrays: Sequence[CapturedArray],
+    name: str,
+    results: Sequence[str],
+    exact: Collection[str] = (),
+) -> str:
     """The text of a struct template `name`, whose `element` returns the values of the roots under the names `results`.
 
-    Its parameter says whether the offsets in all captured arrays fit into an int. Equal graphs give equal text.
+    Its parameter says whether the offsets in all captured arrays fit into an int. exact: those of the results that are
+    to be the same in every kernel, whatever its dtype and its order of stages. Equal graphs give equal text.
     """
-    return _Printer(staged(roots), arrays).text(name, results)
+    return _Printer(staged(roots), arrays, [each in exact for each in results]).text(name, results)
 
 
 class _PartOfOffset(NamedTuple):
@@ -114,9 +124,10 @@ def _parts_of_offset(x: Node) -> list[_PartOfOffset]:
 class _Printer:
     """Writes the statements of the three functions, and finds what each leaves to the later ones."""
 
-    def __init__(self, roots: Sequence[Node], arrays: Sequence[CapturedArray]) -> None:
+    def __init__(self, roots: Sequence[Node], arrays: Sequence[CapturedArray], are_exact: Sequence[bool]) -> None:
         self.roots, self.arrays = roots, arrays
         self.order = post_order(roots)
+        self.exact = set(post_order([x for x, is_exact in zip(roots, are_exact, strict=True) if is_exact]))
         self.users: dict[Node, list[Node]] = {each: [] for each in self.order}
         for each in self.order:
             for argument in each.arguments:
@@ -131,7 +142,7 @@ class _Printer:
 
     def _joined(self, x: Node) -> int | None:
         """The place of the argument of a sum that is multiplied in the same instruction."""
-        if x.type != Type.FLOAT32 or x.op not in ("add", "subtract"):
+        if x.type != Type.FLOAT32 or x.op not in ("add", "subtract") or x in self.exact:
             return None
         for place in (1, 0):
             below = x.arguments[place]
@@ -204,7 +215,10 @@ class _Printer:
             one, other = (_as(_kind(x), x.arguments[place], arguments[place]) for place in (1, 2))
             return f"{arguments[0]} ? {one} : {other}"
         kind = max(_kind(x), *map(_kind, x.arguments)) if x.op not in COMPARISONS else max(map(_kind, x.arguments))
-        return _operation(x, kind, [_as(kind, each, text) for each, text in zip(x.arguments, arguments, strict=True)])
+        arguments = [_as(kind, each, text) for each, text in zip(x.arguments, arguments, strict=True)]
+        if x in self.exact and kind == Type.FLOAT32 and x.op in _EXACT:
+            return f"{_EXACT[x.op]}({', '.join(arguments)})"
+        return _operation(x, kind, arguments)
 
     def _fused(self, x: Node, stage: int) -> str:
         place = self.joined[x]

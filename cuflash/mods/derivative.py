@@ -9,6 +9,7 @@ from typing import NamedTuple
 from .build import build, cast, constant
 from .graph import Node, post_order
 from .operations import Type
+from .stages import has_inverse
 
 
 class _Adjoint(NamedTuple):
@@ -105,7 +106,18 @@ def _negative(x: Node) -> Node:
 
 
 def _times(x: Node, y: Node | float) -> Node:
-    return build("multiply", x, y if isinstance(y, Node) else constant(y))
+    """A product, in which constants are one factor: that of an adjoint is often the inverse of the next one."""
+    factor = y if isinstance(y, Node) else constant(y)
+    if x.op == "constant":
+        x, factor = factor, x
+    if x.op == "multiply" and x.arguments[1].op == factor.op == "constant":
+        return _times(x.arguments[0], build("multiply", x.arguments[1], factor))
+    return build("multiply", x, factor)
+
+
+def _divided(x: Node, y: Node) -> Node:
+    """A quotient. why a product: it need not be rounded as a quotient is."""
+    return _times(x, build("divide", constant(1.0), y)) if has_inverse(y) else build("divide", x, y)
 
 
 def _inverse(x: Node) -> Node:
@@ -179,7 +191,7 @@ _PARTS: dict[str, tuple[Callable[[Node, Node], Node], ...]] = {
         lambda node, adjoint: _times(adjoint, node.arguments[1]),
         lambda node, adjoint: _times(adjoint, node.arguments[0]),
     ),
-    "divide": (lambda node, adjoint: build("divide", adjoint, node.arguments[1]), _of_divisor),
+    "divide": (lambda node, adjoint: _divided(adjoint, node.arguments[1]), _of_divisor),
     "power": (_of_base, _of_exponent),
     "remainder": (_same, _of_modulus("floor_divide")),
     "truncated_remainder": (_same, _of_modulus("truncated_divide")),

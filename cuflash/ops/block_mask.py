@@ -24,9 +24,10 @@ class BlockMask:
 
     cells: int8 (batch or 1, heads or 1, seqlen_q / 64, seqlen_k / 64), rounded up: 0 empty, 1 partial, 2 full. sizes:
     batch, heads, seqlen_q and seqlen_k. tells: whether the lengths of queries, and of keys, were told by arrays.
+    mask_mod is None where a transformation of JAX has put other arrays in place of those that it refers to.
     """
 
-    mask_mod: Callable[..., Any]
+    mask_mod: Callable[..., Any] | None
     cells: Any
     sizes: Sizes
     tells: tuple[bool, bool]

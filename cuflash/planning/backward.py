@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from itertools import product
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
@@ -11,6 +12,7 @@ from ..problem.lengths import PADDED_SLOT, Lengths
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
 from .cells import seen_counts_launch, uses_cells, with_cells
+from .delta import block_words, changes_weights, delta_launch, stats_rows_of
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .key_blocks import (
@@ -29,16 +31,11 @@ from .key_blocks import (
 )
 from .own_code import OwnCode, own_code
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
-from .tile import rounded_up
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
 from .variant import PORTABLE_THREADS, Variant, variant_of
 
-DELTA_ROWS = 32  # queries of a block of the delta kernel
-# Heads of such a block at most, where it has to find its sequence first, and blocks of a multiprocessor that are left.
-DELTA_HEADS, DELTA_BLOCKS = 8, 16
-# Numbers of a block that delta tells of, and of how the list of key blocks is shared out: common/seen_rows.cuh.
-BLOCK_WORDS, KEY_SHARES_WORDS = 16, 4
+KEY_SHARES_WORDS = 4  # numbers of how the list of key blocks is shared out: common/seen_rows.cuh
 SORTED_WAVES = 2  # the last waves of that list, in which the longest key blocks come first
 MOST_PARTS = 8  # blocks of threads that share a key block of the list at most
 ACC_ROWS = 16  # rows of a tile of the accumulators
@@ -47,7 +44,6 @@ ACC_OF_THREAD = 16  # elements that a thread of the convert kernel converts
 SHORT_KEYS = 2**14
 SHORT_WAVES = 4
 MAX_TURNS = 2**16 - 1  # the most key blocks that Hopper's counter of a dq tile can count
-STATS_ROWS = 128  # the largest block_q
 MAX_HEAD = 256  # the largest head dim of Hopper's kernels
 
 
@@ -57,7 +53,7 @@ def backward_plan(
     """The plan of backward on this GPU. spilled: kernels that are not taken, because they spill registers."""
     reason = reason_against(problem, device, misaligned) or _reason_against(problem)
     few_keys = "with so few keys, the query heads of a kv head are better shared out among blocks"
-    if reason is None and _changes_weights(problem):
+    if reason is None and changes_weights(problem):
         made = _own_plan(problem, device, spilled)
         by_rows = made is not None and made.launches[-1].variant.source == "sm90/backward_rows.cu"
         if made is not None and not (by_rows and _has_few_keys(problem, device)):
@@ -65,9 +61,7 @@ def backward_plan(
         reason = few_keys if made is not None else "scores or masks of the caller's own need more registers than it has"
     elif reason is None:
         lengths, capped = problem.lengths, problem.options.softcap > 0.0
-        # why 0: tiles for many queries have no place in the slots of sequences of several lengths.
-        queries = problem.mask.num_visible() / max(problem.seqlen_k, 1) if lengths is None else 0
-        tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, queries, capped)
+        tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, _queries_of_a_key(problem), capped)
         rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
         if tile is not None:
             if lengths is not None and lengths.num_slots("k", problem.batch, tile.block_k) > 0:
@@ -79,14 +73,17 @@ def backward_plan(
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
 
 
+def _queries_of_a_key(problem: Problem) -> float:
+    """How many queries see a key on average; 0 of sequences of several lengths, where tiles for many have no place."""
+    return problem.mask.num_visible() / max(problem.seqlen_k, 1) if problem.lengths is None else 0.0
+
+
 def _reason_against(problem: Problem) -> str | None:
     """Why Hopper's kernels cannot take this backward, besides the reasons that also hold for forward."""
     if problem.batch == 0:
         return "the batch is empty"
     if blocks_of(problem.seqlen_k, KEY_ROWS) > MAX_TURNS:
         return f"seqlen_k {problem.seqlen_k} is over {MAX_TURNS * KEY_ROWS}"
-    if problem.lengths is not None and _changes_weights(problem):
-        return "it takes no sequences of several lengths with scores or masks of the caller's own"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD:
         return f"head dims ({problem.head_dim}, {problem.head_dim_v}) are over {MAX_HEAD}"
     return None
@@ -101,24 +98,23 @@ def _has_few_keys(problem: Problem, device: Device) -> bool:
     return grouped and 2 * count_key_blocks(problem, KEY_ROWS) < device.num_sms
 
 
-def _changes_weights(problem: Problem) -> bool:
-    """Whether scores, masks or dropout are the caller's own. why not sinks: lse has them already."""
-    own = problem.op.own
-    return own is not None and not (own.score is own.mask is None and not own.drops)
-
-
 def _own_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
     """The plan with scores or masks of the caller's own; None if the kernels of all tiles spill registers."""
-    dims = problem.head_dim, problem.head_dim_v, problem.options.softcap > 0.0
-    for tile in tiles_sm90.choose_own_backward(*dims):
-        for cells in (True, False) if uses_cells(problem) else (False,):
-            made = _warpgroup_plan(problem, device, tile, cells)
+    dims, capped, lengths = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0, problem.lengths
+    # Whether it passes over tiles that see nothing. why not of several lengths: kernels number the rows that are seen,
+    # so that tiles are not made of whole cells.
+    ways = (True, False) if uses_cells(problem) and lengths is None else (False,)
+    for tile in tiles_sm90.choose_own_backward(*dims, _queries_of_a_key(problem), capped, ways[0]):
+        for cells in ways:
+            if lengths is None:
+                made = _warpgroup_plan(problem, device, tile, cells)
+            else:
+                made = _listed_plan(problem, device, tile, lengths)
             if not any(launch.variant in spilled for launch in made.launches):
                 return made
     rows, skipping = [], []
-    for tiles in tiles_sm90.choose_own_rows(*dims):
-        ways = [(tile, way) for tile in tiles for way in ((True, False) if uses_cells(problem) else (False,))]
-        fitting = (way for way in ways if _rows_variant(problem, device, *way) not in spilled)
+    for tiles in tiles_sm90.choose_own_rows(*dims, capped):
+        fitting = (each for each in product(tiles, ways) if _rows_variant(problem, device, *each) not in spilled)
         if (fits := next(fitting, None)) is None:
             return None
         rows.append(fits[0])
@@ -157,7 +153,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         num_q_blocks = own.num_slots("q", problem.batch, dq_tile.block_q)
         num_k_blocks = own.num_slots("k", problem.batch, tile.block_k)
         rows_q, rows_k = (own.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT for side in "qk")
-    stats_rows = _stats_rows(problem)
+    stats_rows = stats_rows_of(problem)
     # why no splits if deterministic: dk and dv would depend on the batch and on the GPU.
     splits = 1
     if not deterministic:
@@ -176,7 +172,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         "stats_rows": stats_rows,
     }
     num_blocks = num_k_blocks * heads_kv * splits
-    launches = [_delta(problem, device, stats_rows, 2, padded_dim=tile.head_dim)]
+    launches = [delta_launch(problem, device, stats_rows, 2, padded_dim=tile.head_dim)]
     if deterministic:
         of_dq = {"num_q_blocks": num_q_blocks, "num_slices": 1, "stats_rows": stats_rows}
         dkdv = variant("backward_dkdv", "sm80/backward.cu", replace(tile, with_dq=False), of_keys)
@@ -200,8 +196,8 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
 
     cells: whether it passes over tiles in which the caller's mask shows nothing; two kernels before tell of these.
     """
-    deterministic, full, heads = problem.options.deterministic, problem.mask.is_full, problem.batch * problem.heads_q
-    stats_rows = _stats_rows(problem, tile.block_q)
+    deterministic, full, heads = problem.options.deterministic, is_full(problem), problem.batch * problem.heads_q
+    stats_rows = stats_rows_of(problem, tile.block_q)
     num_q_blocks, num_k_blocks = blocks_of(problem.seqlen_q, tile.block_q), blocks_of(problem.seqlen_k, tile.block_k)
     key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if full else 2))
     blocks = count_key_blocks(problem, tile.block_k * key_blocks)
@@ -232,7 +228,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     workspace["turns"] = heads * num_q_blocks + shared.shared_keys
     variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0), cells)
     launches = [
-        _delta(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared.shared_keys),
+        delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared.shared_keys),
         Launch(variant, blocks, fields, _boxes(problem, *tile.boxes)),
     ]
     found: Mapping[str, int] = workspace
@@ -247,7 +243,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     """The same for sequences of several lengths: delta lists key blocks, which all blocks of threads then take."""
     deterministic, full = problem.options.deterministic, is_full(problem)
     group = problem.heads_q // problem.heads_kv
-    stats_rows = _stats_rows(problem)
+    stats_rows = stats_rows_of(problem)
     num_q_blocks = blocks_of(stats_rows, tile.block_q)
     most_blocks = own.num_slots("k", problem.batch, tile.block_k)
     blocks = most_blocks * problem.heads_kv
@@ -280,13 +276,13 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "sequences_together": sequences_together,
     }
     workspace = _sums(tile, problem.heads_q, stats_rows, num_q_blocks, shared_keys) | {
-        "key_list": most_blocks * BLOCK_WORDS,
+        "key_list": most_blocks * block_words(problem),
         "key_shares": KEY_SHARES_WORDS,
         # A counter for each tile of dq, for each shared key block, and for what blocks of threads have taken.
         "turns": problem.heads_q * num_q_blocks + shared_keys + 1,
     }
     launches = [
-        _delta(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared_keys + 1, **of_keys),
+        delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared_keys + 1, **of_keys),
         Launch(_warpgroup_variant(problem, device, "backward", tile), takers, fields, _boxes(problem, *tile.boxes)),
     ]
     return make_plan(problem, device, launches, workspace, num_work=MOST_PARTS * blocks)
@@ -318,16 +314,16 @@ def _rows_plan(
     else:
         num_q_blocks, num_k_blocks = (own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk")
         times, of_slots = 1, {"num_slots": max(num_q_blocks, num_k_blocks)}
-        workspace = dict.fromkeys(("q_blocks", "k_blocks"), of_slots["num_slots"] * BLOCK_WORDS)
+        workspace = dict.fromkeys(("q_blocks", "k_blocks"), of_slots["num_slots"] * block_words(problem))
     work = times * problem.heads_q * num_q_blocks, times * problem.heads_kv * num_k_blocks
-    stats_rows = _stats_rows(problem)
+    stats_rows = stats_rows_of(problem)
     fields = {
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": num_k_blocks,
         "heads_together": 1 if is_full(problem) else HEADS_TOGETHER,
         "stats_rows": stats_rows,
     }
-    launches = [_delta(problem, device, stats_rows, 1, **of_slots)]
+    launches = [delta_launch(problem, device, stats_rows, 1, **of_slots)]
     for tile, skips in zip(tiles, cells, strict=True):
         variant = _rows_variant(problem, device, tile, skips)
         num_work = work[tile.gradient != "dq"]
@@ -355,32 +351,6 @@ def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
     return boxes | {"dq": Box(OUT_ROWS, 0, problem.seqlen_q), "dk": stored, "dv": stored}
 
 
-def _delta(problem: Problem, device: Device, stats_rows: int, stats_step: int, **fields: int) -> Launch:
-    """The launch of delta. stats_step is 2 if lse and delta of a query stand side by side, 1 if each has a row."""
-    arch, own = compile_arch("sm80", device), problem.lengths
-    variant = variant_of("delta", "portable/delta.cu", arch, problem.dtype, problem.out_dtype, lengths=own is not None)
-    fields |= {"stats_rows": stats_rows, "stats_step": stats_step, "stats_delta": 1 if stats_step == 2 else stats_rows}
-    blocks, each = problem.heads_q * (stats_rows // DELTA_ROWS), 1
-    if own is None:
-        return Launch(variant, problem.batch * blocks, fields)
-    each = max(1, min(DELTA_HEADS, blocks // (DELTA_BLOCKS * device.num_sms)))
-    of_slots = 1 + fields["num_slots"] if "num_slots" in fields else 0
-    num_blocks = of_slots + blocks_of(problem.heads_q, each) * (stats_rows // DELTA_ROWS)
-    return Launch(variant, num_blocks, fields | {"heads_each": each})
-
-
-def _stats_rows(problem: Problem, block_q: int = STATS_ROWS) -> int:
-    """Queries of a head in the workspace, rounded up to whole tiles of every kernel; of several lengths, to slots."""
-    if (own := problem.lengths) is not None:
-        if max(own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk") * PADDED_SLOT >= 2**31:
-            raise UnsupportedError(
-                f"{own.batch_q} x {own.rows_q} queries and {own.batch_k} x {own.rows_k} keys, with each sequence "
-                f"rounded up to {PADDED_SLOT}, are {2**31} rows or more; split the batch into several calls"
-            )
-        return own.num_slots("q", problem.batch, PADDED_SLOT) * PADDED_SLOT
-    return rounded_up(rounded_up(problem.seqlen_q, block_q), STATS_ROWS)
-
-
 def _warpgroup_variant(
     problem: Problem, device: Device, op: str, tile: WarpgroupBackwardTile | WarpgroupRowsTile, cells: bool = False
 ) -> Variant:
@@ -388,7 +358,7 @@ def _warpgroup_variant(
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
     lengths = problem.lengths is not None
     rows_are_keys = op != "backward_dq"
-    own = own_code(problem, rows_are_keys, cells=cells) if _changes_weights(problem) else None
+    own = own_code(problem, rows_are_keys, cells=cells) if changes_weights(problem) else None
     return variant_of(
         op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths, own=own
     )

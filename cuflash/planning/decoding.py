@@ -6,12 +6,14 @@ The query heads of a group are rows of one block, so a cache is read once for al
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 
 from ..problem.dtypes import DTYPES
 from ..problem.lengths import PADDED_SLOT, Lengths
 from ..problem.problem import Problem
 from . import tiles_sm80
 from .device import Device
+from .own_code import own_code
 from .pages import page_cut
 from .plan import MAX_GRID, Box, Launch, Plan, blocks_of, compile_arch, make_plan
 from .tiles_sm80 import FLOAT_BYTES, Tile
@@ -30,34 +32,46 @@ LONG_SPLIT, LEAST_TILES, MAX_STATES_BYTES = 8192, 4, 64 * 2**20
 GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
 
 
-def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | None:
-    """The plan on Hopper; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
-    options = problem.options
-    # why one: a row then has the bits that it has in calls of many queries, whose keys are never cut.
-    splits = options.num_splits if options.split_size is None else 1
-    group = problem.heads_q // problem.heads_kv
-    is_few = problem.lengths is not None and problem.seqlen_q <= FEW_QUERIES and problem.seqlen_q * group <= FEW_ROWS
-    if (own := _lengths(problem)) is None:
-        return None
-    is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
+def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]) -> Iterator[Plan]:
+    """What kernels for decoding on Hopper could do, in order of preference; nothing if forward.cu is faster.
+
+    rows: tiles of forward.cu, in order of preference.
+    """
+    splits, group = _splits(problem), problem.heads_q // problem.heads_kv
+    if not rows or problem.op.name != "forward" or not _may_share_keys(problem) or (own := _lengths(problem)) is None:
+        return
     # why not for one split: its bits are those of other kernels.
     queries = problem.seqlen_q if problem.has("cu_seqlens_q") else own.rows_q
-    is_narrow = splits != 1 and queries * group <= WARP_ROWS
+    fits_a_warp = splits != 1 and queries * group <= WARP_ROWS
+    ways = [(rows[0], True, True), (rows[0], True, False)] if fits_a_warp else []
+    for row, is_narrow, may_be_single in (*ways, *((row, False, False) for row in rows)):
+        made = _decode_plan(problem, own, device, row, is_narrow, may_be_single)
+        if made is None:
+            return
+        yield made
+
+
+def _decode_plan(
+    problem: Problem, own: Lengths, device: Device, row: WarpgroupTile, is_narrow: bool, may_be_single: bool
+) -> Plan | None:
+    """One of them; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
+    options, splits, group = problem.options, _splits(problem), problem.heads_q // problem.heads_kv
+    is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
     rows = own._replace(rows_q=own.rows_q * group)  # of a kv head
     num_blocks = rows.num_slots("q", problem.batch, WARP_ROWS if is_narrow else GROUP_ROWS) * problem.heads_kv
-    if not is_few:
+    if not _is_few(problem):
         whole = own.num_slots("q", problem.batch, row.block_q) * problem.heads_q
         seen = _seen(problem, row.block_q, row.block_k)
         if not _is_faster(STEP * num_blocks, whole, seen, splits, device.num_sms):
             return None
     few, paged = problem.batch <= FEW_SEQUENCES and not is_packed, problem.has("page_table")
     # why then: the kernel cuts keys so that no block of threads has a second piece. why not with pages: 5 % slower.
-    is_single = is_narrow and few and not paged and splits == 0 and num_blocks <= device.num_sms
+    is_single = is_narrow and may_be_single and few and not paged and splits == 0 and num_blocks <= device.num_sms
+    problem = problem._replace(lengths=own)
     tile = row.for_decoding(paged, few, is_narrow, is_single)
     tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
-    if num_blocks * tiles > MAX_TILES:
+    if num_blocks * tiles > MAX_TILES:  # why: the kernel could not count them
         return None
-    problem = problem._replace(lengths=own)
     if splits == 0:
         most = device.num_sms if num_blocks <= device.num_sms else SPLITS_OF_A_BLOCK * device.num_sms + num_blocks
     else:
@@ -76,7 +90,15 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
     capped, arch = options.softcap > 0.0, compile_arch("sm90", device)
     source = "sm90/decode_narrow.cu" if is_narrow else "sm90/decode.cu"
     variant = variant_of(
-        "forward", source, arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, lengths=True
+        op="forward",
+        source=source,
+        arch=arch,
+        dtype=problem.dtype,
+        out_dtype=problem.out_dtype,
+        tile=tile,
+        softcap=capped,
+        lengths=True,
+        own=own_code(problem),
     )
     alone = splits == 1
     launch = Launch(
@@ -87,10 +109,11 @@ def decode_plan(problem: Problem, device: Device, row: WarpgroupTile) -> Plan | 
 
 def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback: str | None) -> Plan | None:
     """The plan on any GPU; None if `whole` blocks of sm80/forward.cu, of this tile, are faster, or if no tile fits."""
-    options = problem.options
-    splits = options.num_splits if options.split_size is None else 1
+    splits = _splits(problem)
     # why not for one split: its bits are those of forward.cu.
-    if problem.op.name != "forward" or options.algorithm != "flash2" or splits == 1:
+    if problem.op.name != "forward" or problem.options.algorithm != "flash2" or splits == 1:
+        return None
+    if not _may_share_keys(problem):
         return None
     rows, dims = tiles_sm80.DECODE[problem.dtype], (problem.head_dim, problem.head_dim_v)
     tile = tiles_sm80.choose(rows, DTYPES[problem.dtype].itemsize, *dims, device)
@@ -99,9 +122,8 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
         return None
     queries, head_parts = max(tile.block_q // group, 1), blocks_of(group, tile.block_q)
     num_blocks = own.num_slots("q", problem.batch, queries) * head_parts * problem.heads_kv
-    is_few = problem.lengths is not None and problem.seqlen_q <= FEW_QUERIES and problem.seqlen_q * group <= FEW_ROWS
     seen = _seen(problem, row.block_q, row.block_k)
-    if not is_few and not _is_faster(STEP_OF_A_WARP * num_blocks, whole, seen, splits, device.num_sms):
+    if not _is_few(problem) and not _is_faster(STEP_OF_A_WARP * num_blocks, whole, seen, splits, device.num_sms):
         return None
     if splits == 0:
         resident = device.num_sms * tile.blocks_per_sm
@@ -112,6 +134,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
     if num_blocks * splits > MAX_GRID:
         return None
     fields = {"heads_kv": problem.heads_kv, "head_parts": head_parts, "queries": queries, "splits": splits}
+    problem = problem._replace(lengths=own)
     variant = variant_of(
         op="forward",
         source="sm80/decode.cu",
@@ -120,11 +143,31 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
         out_dtype=problem.out_dtype,
         tile=tile,
         lengths=True,
+        own=own_code(problem),
     )
     states = num_blocks * splits * tile.block_q if splits > 1 else 0
     workspace = {"partial_out": states * tile.head_dim_v, "partial_sums": 2 * states}
     launch = Launch(variant, num_blocks * splits, fields, arrivals=num_blocks if splits > 1 else 0)
-    return make_plan(problem._replace(lengths=own), device, [launch], workspace, fallback)
+    return make_plan(problem, device, [launch], workspace, fallback)
+
+
+def _splits(problem: Problem) -> int:
+    """How many blocks of threads may share the keys of a query; 0 for as many as are good."""
+    # why one: a row then has the bits that it has in calls of many queries, whose keys are never cut.
+    return problem.options.num_splits if problem.options.split_size is None else 1
+
+
+def _may_share_keys(problem: Problem) -> bool:
+    """Whether kernels for decoding take what the call changes in scores and weights."""
+    own = problem.op.own
+    # why not for one split: kernels for many queries then give the bits.
+    return own is None or not (own.drops or _splits(problem) == 1)
+
+
+def _is_few(problem: Problem) -> bool:
+    """Whether keys are what takes time, whatever else runs on the GPU."""
+    rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
+    return problem.lengths is not None and problem.seqlen_q <= FEW_QUERIES and rows <= FEW_ROWS
 
 
 def _lengths(problem: Problem) -> Lengths | None:

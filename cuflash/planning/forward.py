@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ..errors import UnsupportedError
@@ -11,7 +11,7 @@ from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
 from .cells import uses_cells, with_cells
-from .decoding import decode_plan, split_plan
+from .decoding import decode_plans, split_plan
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .own_code import OwnCode, own_code
@@ -32,19 +32,32 @@ def forward_plan(
     """The plan of forward or lse on this GPU. spilled: kernels that are not taken, because they spill registers."""
     reason = reason_against(problem, device, misaligned)
     if reason is None:
-        keys = _keys_of_a_query(problem)
-        capped = problem.options.softcap > 0.0
-        own = own_code(problem, cells=uses_cells(problem))
-        dims = problem.head_dim, problem.head_dim_v
-        if own is None and (tile := tiles_sm90.choose(problem.op.name, *dims, keys, capped)) is not None:
-            return _warpgroup_plan(problem, device, tile)
-        for tile in () if own is None else tiles_sm90.choose_own(problem.op.name, *dims, keys, capped):
-            made = _warpgroup_plan(problem, device, tile, own)
+        for made in _hopper_plans(problem, device):
             if made.variant not in spilled:
                 return made
             reason = "its registers do not hold what scores or masks of the caller's own need"
-        reason = reason or f"head dims {dims} are over 256"
+        reason = reason or f"head dims {problem.head_dim, problem.head_dim_v} are over 256"
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
+
+
+def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
+    """What Hopper's own kernels could do, in order of preference."""
+    keys, op = _keys_of_a_query(problem), problem.op.name
+    dims, is_capped = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0
+    own = own_code(problem, cells=_passes_over_tiles(problem))
+    row = tiles_sm90.choose(op, *dims, keys, is_capped)
+    rows = tiles_sm90.choose_own(op, *dims, keys, is_capped) if own is not None else () if row is None else (row,)
+    few = None
+    for few in decode_plans(problem, device, rows):
+        yield few
+    # why not after those: the kernels for any GPU share keys among blocks of threads, too.
+    if few is None:
+        yield from (_warpgroup_plan(problem, device, tile, own) for tile in rows)
+
+
+def _passes_over_tiles(problem: Problem) -> bool:
+    """Whether Hopper's kernels pass over tiles in which the caller's mask shows nothing; not those that load pages."""
+    return uses_cells(problem) and not problem.has("page_table")
 
 
 def _keys_of_a_query(problem: Problem) -> float:
@@ -87,20 +100,18 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         num_q_blocks, times = own.num_slots("q", problem.batch, tile.block_q), 1
     num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * times
-    if variant.own is None and (made := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
+    if (made := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
         return made
     fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}
     launches, workspace = with_cells(problem, device, [Launch(variant, num_blocks, fields)])
     return make_plan(problem, device, launches, workspace, fallback)
 
 
-def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: OwnCode | None = None) -> Plan:
+def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: OwnCode | None) -> Plan:
     """A block of threads for each multiprocessor, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
-    if own is None and op == "forward" and (made := decode_plan(problem, device, tile)) is not None:
-        return made
     if problem.lengths is not None:
-        return _ragged_plan(problem, device, tile.for_lengths(problem.has("page_table")))
+        return _ragged_plan(problem, device, tile.for_lengths(problem.has("page_table")), own)
     arch = compile_arch("sm90", device)
     variant = variant_of(
         op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, own=own
@@ -108,7 +119,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: 
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
     num_tiles = num_q_blocks * heads
-    full, together = problem.mask.is_full, 1
+    full, together = problem.mask.is_full and not uses_cells(problem), 1
     if not full:
         # why L34: the blocks of these heads take the same queries at about the same time, and read the keys they see.
         keys = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + tile.block_q)
@@ -120,37 +131,40 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: 
     if op == "forward":
         boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, problem.seqlen_q)}
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_together": together}
-    counted = num_tiles > device.num_sms and not (full and not uses_cells(problem))
+    counted = num_tiles > device.num_sms and not full
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, counted)
     launches, workspace = with_cells(problem, device, [launch])
     return make_plan(problem, device, launches, workspace, num_work=num_tiles)
 
 
-def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile) -> Plan:
+def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: OwnCode | None) -> Plan:
     """The same for sequences of several lengths, of which the device alone knows how many query blocks they have."""
-    op, own = problem.op.name, problem.lengths
-    assert own is not None
+    op, lengths = problem.op.name, problem.lengths
+    assert lengths is not None
     is_capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
     variant = variant_of(
-        op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=is_capped, lengths=True
+        op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=is_capped, lengths=True, own=own
     )
-    num_q_blocks = min(own.num_slots("q", problem.batch, tile.block_q), own.batch_q * own.rows_q)
+    num_q_blocks = min(lengths.num_slots("q", problem.batch, tile.block_q), lengths.batch_q * lengths.rows_q)
     num_tiles = num_q_blocks * problem.heads_q
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
     together = heads_together(head_bytes, L2_BYTES * problem.heads_q, problem.heads_q)
     cut = page_cut(problem, tile.block_k)
-    box_k = Box(cut["page_box"] or tile.block_k, 0, own.rows_k, ragged=True)
-    boxes = {"q": Box(GROUP_ROWS, 0, own.rows_q, ragged=True), "k": box_k}
+    box_k = Box(cut["page_box"] or tile.block_k, 0, lengths.rows_k, ragged=True)
+    boxes = {"q": Box(GROUP_ROWS, 0, lengths.rows_q, ragged=True), "k": box_k}
     if op == "forward":
-        boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, own.rows_q, ragged=True)}
+        boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, lengths.rows_q, ragged=True)}
     fields = {
         "heads_together": together,
-        "in_pairs": _in_pairs(problem, tile, together),
+        # why not with cells: the two heads may have other ones.
+        "in_pairs": 0 if _passes_over_tiles(problem) else _in_pairs(problem, tile, together),
         "tail_parts": _tail_parts(problem, tile, device, together),
         **cut,
     }
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, num_tiles > device.num_sms)
-    return make_plan(problem, device, [launch], num_work=num_tiles)
+    if not _passes_over_tiles(problem):
+        return make_plan(problem, device, [launch], num_work=num_tiles)
+    return make_plan(problem, device, *with_cells(problem, device, [launch]), num_work=num_tiles)
 
 
 def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:

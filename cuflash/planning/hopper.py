@@ -30,8 +30,6 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         return f"it takes float16 and bfloat16, not {problem.dtype}"
     if problem.options.algorithm != "flash2":
         return f"it computes flash2, not {problem.options.algorithm}"
-    if problem.op.own is not None and problem.lengths is not None and problem.op.name != "backward":
-        return "it takes no sequences of several lengths with scores or masks of the caller's own"
     if problem.op.own is not None and problem.options.split_size is not None:
         # why: the bits would differ from those of several lengths.
         return "with split_size it takes no scores or masks of the caller's own"

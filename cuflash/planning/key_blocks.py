@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from . import tiles_sm90
+from .cells import uses_cells
 from .device import Device
 from .plan import blocks_of, heads_together
 
@@ -49,9 +50,10 @@ def count_key_blocks(problem: Problem, size: int) -> int:
 
 
 def is_full(problem: Problem) -> bool:
-    """Whether every query sees every key of its sequence."""
-    own = problem.lengths
-    return problem.mask.is_full if own is None else own.left is own.right is None
+    """Whether every query sees every key of its sequence. Under a mask of the caller's own it may not."""
+    if (own := problem.lengths) is not None:
+        return own.left is own.right is None
+    return problem.mask.is_full and not uses_cells(problem)
 
 
 def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:

@@ -16,6 +16,7 @@ from ..mods.build import build, constant
 from ..mods.cuda import print_struct
 from ..mods.derivative import differentiate
 from ..mods.graph import CapturedArray, Node
+from ..mods.magnitude import magnitude
 from ..mods.signs import of_causal_pairs
 from ..mods.stages import ADDEND, SOFTMAX_SCALE
 from ..problem.options import LOG2_E
@@ -23,8 +24,12 @@ from ..problem.own import SCORE, Own, exchanged, substituted
 from ..problem.problem import Problem
 
 RESULTS = ("score", "visible", "slope")
+# why: one kernel finds the cells that a mask shows, others ask for its elements, with queries or keys in their rows.
+EXACT = ("visible",)
 # Words of 8 bytes behind the captured arrays: `OwnParams` in kernels_cu/common/params.cuh.
 MORE_WORDS = 8
+# Scores and slopes up to it are finite numbers beside others, whatever products are.
+MODERATE = 2.0**64
 _ONE = constant(1.0)
 
 
@@ -75,11 +80,12 @@ def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_cau
     if rows_are_keys:
         roots = [exchanged(root) for root in roots]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
-    text = print_struct(roots, arrays, "OwnFunctions", RESULTS)
+    text = print_struct(roots, arrays, "OwnFunctions", RESULTS, EXACT)
+    is_steep = own.score is not None and max(magnitude(own.score), magnitude(slope)) >= MODERATE
     constants = {
         "OWN_SCORES": int(own.score is not None),
         "OWN_MASK": int(own.mask is not None),
-        "OWN_SLOPE": int(slope is not _ONE),
+        "OWN_SLOPE": 0 if slope is _ONE else 2 if is_steep else 1,
         "SINKS": int(own.has_sinks),
         "DROPOUT": int(own.drops),
         "CELLS": 0 if not cells else 2 if own.cells_are_of_mask else 1,
@@ -112,7 +118,7 @@ def _gradient_code(plain: OwnCode, own: Own, derivative: Node, places: tuple[Nod
     roots = [score, own.mask or constant(True), *(substituted(each, given) for each in (derivative, *places))]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
     names = [f"place{number}" for number in range(len(places))]
-    text = print_struct(roots, arrays, "OwnFunctions", ("score", "visible", "derivative", *names))
+    text = print_struct(roots, arrays, "OwnFunctions", ("score", "visible", "derivative", *names), EXACT)
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
         f"\nstruct OwnTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"

@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 from .device import Device
 from .tile import macros, rounded_up
@@ -222,12 +222,12 @@ DECODE_32BIT = (
 )
 DECODE = {"float16": DECODE_16BIT, "bfloat16": DECODE_16BIT, "float32": DECODE_32BIT}
 
-# Rows that scores and masks of the caller's own replace. why: their functions and dropout need registers, too.
-_OWN: dict[Tile | BackwardTile, Tile | BackwardTile] = {
-    Tile(128, 128, 128, 48, 2, 4, 2): Tile(128, 128, 64, 64, 2, 4, 2),
-    BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 32, 2): BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 16, 2),
-    BackwardTile(128, 128, 64, 64, 1, 4, 2, 32, 32, 4): BackwardTile(128, 128, 64, 64, 1, 4, 2, 16, 32),
-    DqTile(64, 64, 128, 64, 2, 4, 2, qk_unroll=1): DqTile(64, 64, 128, 32, 2, 4, 2),
+# What scores and masks of the caller's own change in rows. why: their functions and dropout need registers, too.
+_OWN: dict[Tile | BackwardTile, dict[str, Any]] = {
+    Tile(128, 128, 128, 48, 2, 4, 2): {"block_q": 64, "block_k": 64},
+    BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 32, 2): {"piece_q": 16},
+    BackwardTile(128, 128, 64, 64, 1, 4, 2, 32, 32, 4): {"warp_keys": 16, "qk_unroll": 16},
+    DqTile(64, 64, 128, 64, 2, 4, 2, qk_unroll=1): {"block_k": 32, "qk_unroll": 16},
 }
 
 AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile, DecodeTile)
@@ -241,7 +241,7 @@ def of_algorithm(dtype: str, algorithm: str, own: bool = False) -> list[Tile]:
 
 def rows_of(rows: Sequence[AnyTile], own: bool) -> list[AnyTile]:
     """The rows of a table, for scores and masks of the caller's own or for others."""
-    return [cast(AnyTile, _OWN.get(row, row)) for row in rows] if own else list(rows)
+    return [replace(row, **_OWN.get(row, {})) for row in rows] if own else list(rows)
 
 
 def choose(tiles: Sequence[AnyTile], itemsize: int, head_dim: int, head_dim_v: int, device: Device) -> AnyTile | None:

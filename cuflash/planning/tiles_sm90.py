@@ -14,7 +14,7 @@ PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
 TILE_SLOTS = 16  # descriptions of tiles in shared memory
 # Of sequences that have lengths of their own: descriptions of a block's work in backward, and in backward by rows.
-DEALT_BYTES, WORK_BYTES = 4 * (80 + 16), 2 * (80 + 16 + 8)
+DEALT_BYTES, WORK_BYTES = 4 * (96 + 16), 2 * (96 + 16 + 8)
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 WARP_ROWS = 16  # queries of a warp
@@ -60,7 +60,7 @@ class WarpgroupTile:
         return max(self.block_q // GROUP_ROWS, 1)
 
     def smem_bytes(self, itemsize: int) -> int:
-        """Shared memory of one block; `SharedStorage` in the kernels asserts the same figure."""
+        """Shared memory of one block, as `SharedStorage` in the kernels has with the longest descriptions of work."""
         q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         tiles = self.q_stages * q_panels * self.block_q + self.stages * max(q_panels, v_panels) * self.block_k
         if self.block_q == WARP_ROWS and not self.single:  # each warp has rows of its own keys
@@ -68,7 +68,7 @@ class WarpgroupTile:
         else:
             out = max(4 * self._groups * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
-        work = (80 if self.decodes else 64 if self.lengths else 32) * TILE_SLOTS
+        work = (96 if self.decodes else 80 if self.lengths else 32) * TILE_SLOTS
         work += 16 * self.stages + (16 if self.decodes else 32) if self.lengths else 0
         return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
 
@@ -101,7 +101,7 @@ class WarpgroupTile:
             tile = replace(tile, q_stages=1, single=True)
             # why half of the room: the blocks of two calls that follow each other then run together.
             room = SMEM_PER_SM // 2 - 1024 if self.head_dim_v <= 128 else room
-        most = 2 * (TILE_SLOTS - 3)  # why: a description of work for each two slots of the ring
+        most = 2 * (TILE_SLOTS - 5)  # why: a description of work for each two slots of the ring, and five more
         fitting = (replace(tile, stages=stages) for stages in range(most, 0, -1))
         return next(each for each in fitting if each.smem_bytes(2) <= room)
 
@@ -229,7 +229,7 @@ TILES = (
 OWN_TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1),
     WarpgroupTile(64, 64, 128, 128, 10, 2, 0, 1),
-    WarpgroupTile(64, 64, 128, 64, 16, 2, 0, 1),
+    WarpgroupTile(64, 64, 128, 64, 15, 2, 0, 1),
     WarpgroupTile(96, 96, 128, 128, 5, 1, 0, 2),
     WarpgroupTile(96, 96, 128, 64, 10, 1, 0, 2),
     WarpgroupTile(128, 128, 128, 128, 5, 1, 0, 2),
@@ -249,8 +249,8 @@ BACKWARD = (
     WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
 )
-# The same with scores or masks of the caller's own, whose functions need registers: columns of k have none. In order of
-# preference; the first one is taken whose kernel does not spill.
+# What kernels with scores or masks of the caller's own take if those spill, whose functions need registers: columns of
+# k have none.
 OWN_BACKWARD = (
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4),
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2),
@@ -304,7 +304,12 @@ def choose_own(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bo
     dims = first.head_dim, first.head_dim_v
     found = [first, *(row for row in OWN_TILES if (row.head_dim, row.head_dim_v) == dims)]
     if op == "lse":
-        found = [replace(tile, head_dim_v=0, out_panels=0, ping_pong=False) for tile in found]
+        # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward_storage.cuh),
+        # and the places of tiles that are seen must fit behind those.
+        found = [
+            replace(tile, head_dim_v=0, out_panels=0, ping_pong=False, stages=min(tile.stages, TILE_SLOTS - 7))
+            for tile in found
+        ]
     return tuple(found)
 
 
@@ -316,9 +321,16 @@ def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: boo
     return None
 
 
-def choose_own_backward(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupBackwardTile, ...]:
-    """The rows for these head dims and scores or masks of the caller's own, in order of preference."""
-    return tuple(t for t in OWN_BACKWARD if _covers(t, head_dim, head_dim_v, softcap))
+def choose_own_backward(
+    head_dim: int, head_dim_v: int, queries: float, softcap: bool, cells: bool
+) -> tuple[WarpgroupBackwardTile, ...]:
+    """The rows for these head dims and scores or masks of the caller's own, in order of preference.
+
+    cells: whether kernels may pass over tiles in which the caller's mask shows nothing. It is then not known how many
+    queries see a key.
+    """
+    rows = (*(t for t in BACKWARD if t.min_queries <= (0 if cells else queries)), *OWN_BACKWARD)
+    return tuple(t for t in rows if _covers(t, head_dim, head_dim_v, softcap))
 
 
 def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupRowsTile, ...]:

@@ -54,6 +54,7 @@ class Variant:
     softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
     lengths: bool = False  # whether sequences have lengths of their own, which are read on the device
     own: OwnCode | None = None  # scores and masks of the caller's own
+    tells_sequences: bool = False  # only of delta: it tells what these ask of sequences of several lengths
 
     def __hash__(self) -> int:
         return self._hash
@@ -83,6 +84,8 @@ class Variant:
         if self.lengths:
             parts.append("decode" if self.source.split("/")[1].startswith("decode") else "lengths")
         parts += [flag for flag in ("paged", "few", "single", "shares_heads") if getattr(self.tile, flag, False)]
+        if self.tells_sequences:
+            parts.append("tells")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
         if self.own is not None:
@@ -121,6 +124,8 @@ class Variant:
         }
         if self.lengths:
             constants["LENGTHS"] = 1
+        if self.tells_sequences:
+            constants["TELLS_SEQUENCES"] = 1
         if self.own is not None:
             constants |= self.own.constants
         if self.tile is not None:

@@ -52,18 +52,22 @@ def backward(
                 delta = (dout_rows * block.fold(out, dtype)).sum(axis=1)
                 if dlse is not None:
                     delta -= block.fold_lse(dlse, dtype)
+                some_nan = not np.isfinite(delta).all() or bool(np.isnan(lse_rows).any())
                 dq_rows = np.zeros_like(block.q)
                 for tile in key_tiles(problem, block, k, v, block_k, own):
                     keys = slice(tile.begin, tile.end)
                     # the slope is 0 at the cap, s = -c; hidden keys, whose s is -inf, are moved there
                     capped = tile.s if tile.own is None else tile.own.raw.reshape(tile.s.shape)
                     slope = 1 - np.square(np.maximum(capped / softcap, -1)) if softcap else None
+                    hidden = np.isneginf(tile.s) if some_nan else None  # keys that a row does not see get no NaN of it
                     p = exp_below(tile.s, lse_rows)
                     ds = dout_rows @ tile.v.T  # dp
                     if tile.own is not None:
                         ds = tile.own.dropped(ds)
                     ds -= delta[:, None]
                     ds *= p
+                    if hidden is not None:
+                        p[hidden] = ds[hidden] = 0
                     if tile.own is not None:
                         if own_gradients is not None:
                             own_gradients.add(tile.own, block.unfold(ds))

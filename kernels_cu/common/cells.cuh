@@ -15,12 +15,28 @@ __device__ constexpr int most_cells(int size) {
   return size % kCell == 0 ? size / kCell : kCell % size == 0 ? 1 : size / kCell + 2;
 }
 
+// The kinds of a tile's cells: bit 4 r + k tells whether there are some of kind k in the r-th cell along its rows.
+struct CellKinds {
+  unsigned bits = 0;
+
+  __device__ __forceinline__ static CellKinds all_empty() { return {kOfEach << kEmptyCell}; }
+  __device__ __forceinline__ CellKinds of_row(int r) const { return {bits >> 4 * r & 15}; }
+  __device__ __forceinline__ bool some_seen() const { return (bits & kOfEach * (1u << kPartialCell | 1u << kFullCell)) != 0; }
+  __device__ __forceinline__ bool some_hidden() const {
+    return (bits & kOfEach * (1u << kPartialCell | 1u << kEmptyCell)) != 0;
+  }
+
+ private:
+  static constexpr unsigned kOfEach = 0x11111111u;
+};
+
 // A tile, whether it is the first of a walk, and whether the caller's mask shows all of it. why one number: registers.
 struct SeenTile {
   int bits;
 
   __device__ __forceinline__ explicit SeenTile(int all_bits) : bits(all_bits) {}
   __device__ __forceinline__ SeenTile(int n, bool is_full) : bits(4 * n + is_full) {}
+  __device__ __forceinline__ SeenTile(int n, CellKinds kinds) : SeenTile(n, kFullCells && !kinds.some_hidden()) {}
   __device__ __forceinline__ int n() const { return bits >> 2; }
   __device__ __forceinline__ bool is_first() const { return (bits & 2) != 0; }
   __device__ __forceinline__ bool is_full() const { return (bits & 1) != 0; }
@@ -53,23 +69,22 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
     cells += static_cast<long long>(rows.begin / kCell) * stride_row;
   }
 
-  // The first tile from n on that is seen; if there is none, one that `has` does not have.
-  __device__ __forceinline__ SeenTile seen_from(int n) const {
+  // The first tile from n on that is seen; if there is none, one that `has` does not have. `Tile` is made of its number
+  // and of its CellKinds.
+  template <class Tile = SeenTile>
+  __device__ __forceinline__ Tile seen_from(int n) const {
     const int step = Tiles::next(0), lane = threadIdx.x % 32;
 #pragma unroll 1
     while (Tiles::has(n)) {
-      const int own = n + step * lane;
-      bool is_seen = false, is_hidden = false;
-      if (Tiles::has(own)) look_at(own, is_seen, is_hidden);
-      const unsigned found = __ballot_sync(0xffffffffu, is_seen);
+      const CellKinds kinds = look_at(n + step * lane);
+      const unsigned found = __ballot_sync(0xffffffffu, kinds.some_seen());
       if (found != 0) {
         const int at = __ffs(found) - 1;
-        const unsigned full = __ballot_sync(0xffffffffu, !is_hidden);
-        return {n + step * at, kFullCells && (full >> at & 1) != 0};
+        return {n + step * at, CellKinds{__shfl_sync(0xffffffffu, kinds.bits, at)}};
       }
       n += step * 32;
     }
-    return {n, false};
+    return {n, CellKinds::all_empty()};
   }
 
   // How many tiles are seen.
@@ -78,32 +93,29 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
     int count = 0;
 #pragma unroll 1
     for (int n = Tiles::first(); Tiles::has(n); n += step * 32) {
-      bool is_seen = false, is_hidden = false;
-      if (Tiles::has(n + step * lane)) look_at(n + step * lane, is_seen, is_hidden);
-      count += __popc(__ballot_sync(0xffffffffu, is_seen));
+      count += __popc(__ballot_sync(0xffffffffu, look_at(n + step * lane).some_seen()));
     }
     return count;
   }
 
  private:
-  // Whether something of a tile that exists is seen, and whether something is hidden.
-  __device__ __forceinline__ void look_at(int n, bool& is_seen, bool& is_hidden) const {
+  // The cells of a tile; none if there is no such tile.
+  __device__ __forceinline__ CellKinds look_at(int n) const {
+    CellKinds kinds;
+    if (!Tiles::has(n)) return kinds;
     // why from the first tile's begin: it exists, so that no product is larger than the length.
     const int first_column = n * kTile / kCell;
     const int last = smaller((n * kTile + kTile - 1) / kCell, last_column);
-    // Bit k of a number: whether cells of kind k have some that is seen, or hidden.
-    constexpr unsigned kSeen = 1u << kPartialCell | 1u << kFullCell, kHidden = 1u << kPartialCell | 1u << kEmptyCell;
-    unsigned kinds = 0;
 #pragma unroll
     for (int i = 0; i < most_cells(kRows); ++i) {
 #pragma unroll
       for (int j = 0; j < most_cells(kTile); ++j) {
         const long long at = static_cast<long long>(smaller(i, last_row)) * stride_row +
                              static_cast<long long>(smaller(first_column + j, last)) * stride_column;
-        kinds |= 1u << __ldg(cells + at);
+        kinds.bits |= 1u << (4 * i + __ldg(cells + at));
       }
     }
-    is_seen = (kinds & kSeen) != 0, is_hidden = (kinds & kHidden) != 0;
+    return kinds;
   }
 };
 

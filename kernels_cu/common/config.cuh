@@ -54,12 +54,19 @@ constexpr bool kOwn = true;
 constexpr bool kOwnScores = CUFLASH_OWN_SCORES;        // scores are made by a function, in powers of two
 constexpr bool kOwnMask = CUFLASH_OWN_MASK;            // a function tells which keys are seen
 constexpr bool kOwnSlope = CUFLASH_OWN_SLOPE;          // the derivative of that of scores is not 1
+constexpr bool kSteepSlope = CUFLASH_OWN_SLOPE == 2;   // it or the score may be infinite, or NaN
 constexpr bool kSinks = CUFLASH_SINKS;                 // each head has one more logit without a value
 constexpr bool kDropout = CUFLASH_DROPOUT;             // weights are dropped (common/dropout.cuh)
 constexpr bool kCells = CUFLASH_CELLS > 0;             // it is known which cells of 64 x 64 are empty …
 constexpr bool kFullCells = CUFLASH_CELLS > 1;         // … and which are full, of the whole mask
 constexpr bool kShortOffsets = CUFLASH_SHORT_OFFSETS;  // offsets in captured arrays fit into an int
 #else
-constexpr bool kOwn = false, kOwnScores = false, kOwnMask = false, kOwnSlope = false;
+constexpr bool kOwn = false, kOwnScores = false, kOwnMask = false, kOwnSlope = false, kSteepSlope = false;
 constexpr bool kSinks = false, kDropout = false, kCells = false, kFullCells = false, kShortOffsets = false;
+#endif
+// Whether what is told of blocks of sequences of several lengths includes what such functions ask (common/seen_rows.cuh).
+#ifdef CUFLASH_TELLS_SEQUENCES
+constexpr bool kTellsSequences = true;  // delta.cu before kernels with functions
+#else
+constexpr bool kTellsSequences = kOwn;
 #endif

@@ -7,6 +7,8 @@
 #pragma once
 #include "params.cuh"
 
+constexpr int kKeysOfCounters = 32;  // keys that neighbouring counters serve together, from a multiple of it on
+
 struct PhiloxWords {
   unsigned words[4];
 };
@@ -43,6 +45,7 @@ template <bool kExists, class Params>
 struct DropoutOf {
   __device__ __forceinline__ DropoutOf(const Params&, int, int) {}
   __device__ static constexpr float scale() { return 1.0f; }
+  __device__ static constexpr bool keeps(int, int) { return true; }
   template <bool kAligned, int kCount, class Rows>
   __device__ __forceinline__ void drop(float (&)[kCount], Rows, int, int) const {}
   template <bool kAligned, int kCount, class Rows>
@@ -63,6 +66,14 @@ struct DropoutOf<true, Params> {
         seed{__ldg(params.seed), __ldg(params.seed + 1)} {}
 
   __device__ __forceinline__ float scale() const { return own.kept_scale; }
+
+  // Whether one weight is kept.
+  __device__ __forceinline__ bool keeps(int query, int key) const {
+    const PhiloxWords x = words_of(key / 32, key % 8 / 2, query);
+    const unsigned of_first = key / 8 % 2 == 0 ? x.words[0] : x.words[1];  // why no index: it would be one into memory
+    const unsigned of_second = key / 8 % 2 == 0 ? x.words[2] : x.words[3];
+    return is_kept(key / 16 % 2 == 0 ? of_first : of_second, key % 2);
+  }
 
   // Weights of a fragment whose rows are queries become zero where they are dropped. `rows` are the lane's two rows,
   // `key` is the first column, a multiple of 16, and column_pair = lane % 4. kAligned: it is a multiple of 32.

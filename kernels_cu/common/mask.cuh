@@ -54,10 +54,11 @@ struct Mask {
     return keys.begin >= full.begin && keys.end <= full.end && (!kEndRows || rows.end <= seqlen_q);
   }
 
-  // Scores of a fragment of 16 queries that are not visible become -inf. `row` is the thread's upper row, `key` the
+  // Scores of a fragment of 16 queries that are not visible become `hidden`. `row` is the thread's upper row, `key` the
   // first key, column_pair = lane % 4. kEndRows: queries past the last one see nothing. why not through keep: L9.
   template <bool kEndRows = false, int kCount>
-  __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair) const {
+  __device__ __forceinline__ void apply(float (&s)[kCount], int row, int key, int column_pair,
+                                        float hidden = -infinity()) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int i = row + 8 * half, first = i + lo - key - 2 * column_pair;
@@ -69,7 +70,7 @@ struct Mask {
         for (int e = 0; e < 2; ++e) {
           const int column = 8 * j + e;
           float& score = s[4 * j + 2 * half + e];
-          score = column >= first && column <= last ? score : -infinity();
+          score = column >= first && column <= last ? score : hidden;
         }
       }
     }

@@ -13,6 +13,13 @@
 // A score that is not above it weighs nothing, as if it were -inf: models add the least number of a dtype to hide keys.
 constexpr float kLeastScore = -1e37f * 1.4426950408889634f;
 
+// What a mask puts in the place of the product of a hidden pair, where functions are asked later: a NaN that no
+// instruction makes. why not -inf if a function makes scores: a product may be -inf, and its score may be any.
+__device__ __forceinline__ float hidden_product() { return kOwnScores ? __uint_as_float(0xffedcba9u) : -infinity(); }
+__device__ __forceinline__ bool is_hidden_product(float x) {
+  return kOwnScores ? __float_as_uint(x) == __float_as_uint(hidden_product()) : x == -infinity();
+}
+
 // The functions of one query head of a sequence. Without any, a score is its product, and everything is visible.
 template <bool kExists, class Functions>
 struct OwnHeadOf {
@@ -24,8 +31,8 @@ struct OwnHeadOf {
   };
 
   __device__ __forceinline__ OwnHeadOf(const OwnParams&, const ProblemParams&, int, int, int, int) {}
-  __device__ __forceinline__ Row row(int, int, float = 0.0f) const { return {}; }
-  __device__ __forceinline__ Result at(const Row&, float product, int) const { return {product, true, 1.0f}; }
+  __device__ __forceinline__ Row row(int, int, float = 0.0f, int = 0) const { return {}; }
+  __device__ __forceinline__ Result at(const Row&, float product, int, int = 0) const { return {product, true, 1.0f}; }
 };
 
 template <class Functions>
@@ -41,39 +48,57 @@ struct OwnHeadOf<true, Functions> {
       : arrays(own),
         head(Functions::head(own, batch, query_head, seqlen_q, seqlen_k, problem.score.softmax_scale)) {}
 
-  // What is known of a row with the columns from first_column on. `addend` is added to all of its scores, for nothing.
-  __device__ __forceinline__ Row row(int row_idx, int first_column, float addend = 0.0f) const {
+  // What is known of a row with the columns from first_column on. `addend` is added to all of its scores, for nothing. The
+  // last number is the half of a fragment that has the row: TwoOwnHeads.
+  __device__ __forceinline__ Row row(int row_idx, int first_column, float addend = 0.0f, int = 0) const {
     return Functions::row(arrays, head, row_idx, first_column, addend);
   }
 
   // The score of a product in that row, so many columns after the first.
-  __device__ __forceinline__ Result at(const Row& row, float product, int column) const {
+  __device__ __forceinline__ Result at(const Row& row, float product, int column, int = 0) const {
     return Functions::element(arrays, head, row, product, column);
   }
 };
 using OwnHead = OwnHeadOf<kOwn, OwnFunctions<kShortOffsets>>;
 
-// Products of a fragment of 16 rows become scores, and those that a function hides -inf. `rows` are the lane's two rows,
-// `column` is the first of the fragment, column_pair = lane % 4. why columns outside, rows inside: L57.
-// kAsksMask: the function may hide some. Scores that weigh nothing become -inf, too, unless !kHidesLeast. `less` is taken
-// off the scores of each row.
-template <bool kAsksMask = kOwnMask, bool kHidesLeast = true, int kCount, class Rows>
-__device__ __forceinline__ void apply_own(const OwnHead& own, float (&s)[kCount], Rows rows, int column, int column_pair,
-                                          const float2& less = {0.0f, 0.0f}) {
-  if constexpr (kOwnScores || kAsksMask) {
-    const int first = column + 2 * column_pair;
-    const OwnHead::Row of_rows[2] = {own.row(rows[0], first, -less.x), own.row(rows[1], first, -less.y)};
+// The same of a lane's two rows of a fragment, where each may be of another head.
+struct TwoOwnHeads {
+  const OwnHead upper, lower;
+
+  __device__ __forceinline__ OwnHead::Row row(int row_idx, int first_column, float addend, int half) const {
+    return (half == 0 ? upper : lower).row(row_idx, first_column, addend);
+  }
+  __device__ __forceinline__ OwnHead::Result at(const OwnHead::Row& row, float product, int column, int half) const {
+    return (half == 0 ? upper : lower).at(row, product, column);
+  }
+};
+
+// What is known of a lane's two rows of a fragment of 16 from a column on. `less` is taken off the scores of each row.
+struct OwnRows {
+  OwnHead::Row of[2];
+
+  // column: the first of the fragment. column_pair = lane % 4.
+  template <class Heads, class Rows>
+  __device__ __forceinline__ OwnRows(const Heads& own, const Rows& rows, int column, int column_pair,
+                                     const float2& less = {0.0f, 0.0f})
+      : of{own.row(rows[0], column + 2 * column_pair, -less.x, 0),
+           own.row(rows[1], column + 2 * column_pair, -less.y, 1)} {}
+};
+
+// Products of a fragment become scores, and those that a function hides -inf. why columns outside, rows inside: L57.
+// kAsksMask: the function may hide some. Scores that weigh nothing become -inf, too, unless !kHidesLeast.
+template <bool kAsksMask = kOwnMask, bool kHidesLeast = true, class Heads, int kCount>
+__device__ __forceinline__ void apply_own(const Heads& own, float (&s)[kCount], const OwnRows& rows) {
 #pragma unroll
-    for (int j = 0; j < kCount / 4; ++j) {
+  for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
+    for (int e = 0; e < 2; ++e) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float& score = s[4 * j + 2 * half + e];
-          const OwnHead::Result result = own.at(of_rows[half], score, 8 * j + e);
-          if constexpr (kOwnScores) score = kHidesLeast && result.score <= kLeastScore ? -infinity() : result.score;
-          if constexpr (kAsksMask) score = result.visible ? score : -infinity();
-        }
+      for (int half = 0; half < 2; ++half) {
+        float& score = s[4 * j + 2 * half + e];
+        const OwnHead::Result result = own.at(rows.of[half], score, 8 * j + e, half);
+        if constexpr (kOwnScores) score = kHidesLeast && result.score <= kLeastScore ? -infinity() : result.score;
+        if constexpr (kAsksMask) score = result.visible ? score : -infinity();
       }
     }
   }
@@ -105,11 +130,14 @@ struct SinkOf<true, Params> {
   }
 
   __device__ __forceinline__ void add(float& o_scale, float& lse) const {
-    const float above = fmaxf(lse, sink);
-    if (above == -infinity()) return;
-    const float of_keys = expf(lse - above), of_sink = expf(sink - above);
+    if (lse == -infinity()) {
+      lse = sink;  // out is zero, and stays so whatever the sink is
+      return;
+    }
+    const float above = max_nan_f32(lse, sink);
+    const float of_keys = expf(lse - above), of_sink = sink == above ? 1.0f : expf(sink - above);
     o_scale *= of_keys / (of_keys + of_sink);
-    lse = above + logf(of_keys + of_sink);
+    lse = above == infinity() ? above : above + logf(of_keys + of_sink);
   }
 };
 using Sink = SinkOf<kSinks, OwnParams>;

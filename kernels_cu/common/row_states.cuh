@@ -52,8 +52,10 @@ struct MergedRow {
     add(of, x);
   }
 
-  __device__ __forceinline__ float4 out() const {
-    const float scale = sum == 0.0f ? 0.0f : rcp_approx(sum);
+  // What turns the total into the row of out; 0 where nothing is seen.
+  __device__ __forceinline__ float scale() const { return sum == 0.0f ? 0.0f : rcp_approx(sum); }
+  __device__ __forceinline__ float4 out() const { return out(scale()); }
+  __device__ __forceinline__ float4 out(float scale) const {
     return {total.x * scale, total.y * scale, total.z * scale, total.w * scale};
   }
 };

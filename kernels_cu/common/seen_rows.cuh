@@ -41,16 +41,46 @@ struct alignas(16) SeenRows {
   }
 };
 
+// What the caller's functions are told of a sequence, and where in it the numbers of SeenRows begin.
+struct WholeSequence {
+  int number, used_queries, used_keys;
+  int first_query, first_key;
+};
+
+template <bool kExists>
+struct ToldSequenceOf {
+  ToldSequenceOf() = default;
+  __device__ ToldSequenceOf(const RaggedSequence&, int) {}
+  __device__ ToldSequenceOf of_lane(int) const { return {}; }
+};
+template <>
+struct ToldSequenceOf<true> : WholeSequence {
+  ToldSequenceOf() = default;
+  __device__ ToldSequenceOf(const RaggedSequence& x, int sequence_number)
+      : WholeSequence{sequence_number, x.seqlen_q(), x.seqlen_k(), x.seen_queries().begin, x.seen_keys().begin} {}
+
+  // What another lane has. All lanes of a warp ask together.
+  __device__ ToldSequenceOf of_lane(int lane) const {
+    auto get = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
+    ToldSequenceOf other;
+    other.number = get(number), other.used_queries = get(used_queries), other.used_keys = get(used_keys);
+    other.first_query = get(first_query), other.first_key = get(first_key);
+    return other;
+  }
+};
+using ToldSequence = ToldSequenceOf<kTellsSequences>;
+
 // A block of keys or queries of a sequence, as the kernel that goes over them is told of it.
-struct alignas(16) SeenBlock : SeenRows {
+struct alignas(16) SeenBlock : SeenRows, ToldSequence {
   static constexpr int kNone = -1;
 
   int block;  // its number among those of the sequence, or kNone
 
   SeenBlock() = default;
-  __device__ SeenBlock(const SeenRows& rows, int number) : SeenRows(rows), block(number) {}
+  __device__ SeenBlock(const SeenRows& rows, const ToldSequence& sequence, int number)
+      : SeenRows(rows), ToldSequence(sequence), block(number) {}
 };
-static_assert(sizeof(SeenBlock) == 64, "the host reserves this much for each");
+static_assert(sizeof(SeenBlock) == (kTellsSequences ? 80 : 64), "the host reserves this much for each");
 
 // How the key blocks of a list are shared out, counted over the list and kv heads: the first `whole` of them each to one
 // block of threads, each of the others to `parts` of them.

@@ -134,7 +134,8 @@ struct RowsOf<true> {
 };
 
 // Blocks of a multiprocessor at least. why many: rows come from memory, and what hides that is their number.
-constexpr int kMinBlocks = kLengths ? 5 : 0;
+// Fewer where a thread holds more of a sequence while it makes the list.
+constexpr int kMinBlocks = !kLengths ? 0 : kTellsSequences ? 4 : 5;
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {

@@ -61,7 +61,10 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
   const bool in_order = axis_of_queries(problem).is_in_order() && axis_of_keys(problem).is_in_order();
   const int batch = __syncthreads_and(in_order) ? problem.batch : 0;
   for (int first = 0; first < batch; first += kNumThreads) {
-    const SeenRows rows(problem, RaggedSequence(problem, first + threadIdx.x));
+    const int number = first + threadIdx.x;
+    const RaggedSequence sequence(problem, number);
+    const SeenRows rows(problem, sequence);
+    const ToldSequence told(sequence, number);
     const int count = (rows.seqlen_k + p.block_k - 1) / p.block_k;
     int end = count;
 #pragma unroll
@@ -86,6 +89,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
       const int first_lane = of / p.sequences_together * p.sequences_together;
       const int begin = __shfl_sync(0xffffffffu, end - count, first_lane);
       const SeenRows same = rows.of_lane(of);
+      const ToldSequence same_told = told.of_lane(of);
 #pragma unroll 1
       for (int block = lane; block < blocks; block += 32) {
         int to = begin;
@@ -95,7 +99,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
           to += min(others, block) + (other < of && others > block);
         }
         // why a bound: somebody may write to the lengths while they are read.
-        if (unsigned(to) < p.max_key_blocks) list[to] = SeenBlock(same, block);
+        if (unsigned(to) < p.max_key_blocks) list[to] = SeenBlock(same, same_told, block);
       }
     }
   }
@@ -119,10 +123,12 @@ template <bool kOfQueries>
 __device__ void tell_slot(const ProblemParams& problem, void* blocks, int slot) {
   const Axis axis = kOfQueries ? axis_of_queries(problem) : axis_of_keys(problem);
   const Territory territory = Territory::of_slot(axis, slot, kPaddedSlot);
-  const SeenRows rows(problem, RaggedSequence(problem, territory.sequence));
+  const RaggedSequence sequence(problem, territory.sequence);
+  const SeenRows rows(problem, sequence);
   const int row = kOfQueries ? territory.row_from_end(slot, kPaddedSlot) : territory.row(slot, kPaddedSlot);
   const bool exists = row >= 0 && row < (kOfQueries ? rows.seqlen_q : rows.seqlen_k);
-  const SeenBlock block(rows, exists ? row / kPaddedSlot : SeenBlock::kNone);
+  const ToldSequence told(sequence, territory.sequence);
+  const SeenBlock block(rows, told, exists ? row / kPaddedSlot : SeenBlock::kNone);
   if (threadIdx.x % 32 == 0) static_cast<SeenBlock*>(blocks)[slot] = block;
 }
 

@@ -66,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
       } else {
         difference = p.dlse != nullptr ? p.dlse[first_lse + i] : 0.0f;
       }
-      sum += expf(sink - lse) * difference;
+      sum += (sink == -infinity() ? 0.0f : expf(sink - lse)) * difference;
     }
   }
   sum = warp_sum(sum);

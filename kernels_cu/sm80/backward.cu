@@ -127,7 +127,9 @@ __device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Sco
   const int lane = fresh_thread() % 32;
   if (!kOwnWeights || !visible) {
 #pragma unroll
-    for (int m = 0; m < kFragments; ++m) mask.apply<true>(s[m], key + 16 * m + lane / 4, query, lane % 4);
+    for (int m = 0; m < kFragments; ++m) {
+      mask.apply<true>(s[m], key + 16 * m + lane / 4, query, lane % 4, hidden_product());
+    }
   }
   if constexpr (!kOwnWeights) weigh_piece<false>(s, dp, score, stats);
   else if (kFullCells && is_full) weigh_own_piece<false>(s, dp, score, own, stats, key, query);

@@ -9,6 +9,7 @@
 // Barriers of the block, for each tile:
 //          (A)  k and v of the tile have arrived, and every warp is done with the tile before
 #include "../common/mask.cuh"
+#include "../common/own_scores.cuh"
 #include "../common/row_states.cuh"
 #include "../common/score.cuh"
 #include "../common/tile_range.cuh"
@@ -33,7 +34,8 @@ struct SharedStorage {
   };
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-static_assert(sizeof(SplitParams) == kParamsBytes, "the host packs other parameters");
+using Params = WithOwn<SplitParams>;
+static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 // A block's rows: row r is query r / heads of head r % heads, among heads that follow each other.
 struct Found {
@@ -73,11 +75,18 @@ struct Found {
   __device__ static int slot(const SplitParams& p) { return blockIdx.x / (p.heads_kv * p.head_parts * p.splits); }
 
   __device__ int query_of(int row) const { return queries.begin + row / heads; }
+
+  // The functions of a row's head. why not below 0, and no head that there is not: rows that are not used ask the caller's
+  // functions nothing, but these may load by it.
+  __device__ __forceinline__ OwnHead own_head(const Params& p, int row) const {
+    const int head = first_head + smaller(row % heads, heads_here - 1);
+    return {p, p.problem, larger(territory.sequence, 0), head, sequence.seqlen_q(), sequence.seqlen_k()};
+  }
 };
 
 // As RowStates asks for them.
 struct BlockRows {
-  const SplitParams& params;
+  const Params& params;
   const Found& at;
   const int num_rows = (at.written_end - at.queries.begin) * at.heads, shared_rows = at.num_splits > 1 ? num_rows : 0;
   const int split = at.split, num_splits = at.num_splits;
@@ -101,14 +110,19 @@ struct BlockRows {
     const int query = at.query_of(row), head = row % at.heads;
     if (head >= at.heads_here) return;
     const RaggedSequence& sequence = at.sequence;
-    if (column == 0 && params.lse != nullptr) {
-      const float lse = merged.sum == 0.0f ? -infinity() : merged.shift * kLn2 + logf(merged.sum);
-      params.lse[sequence.lse_offset(at.first_head + head) + query] = lse;
+    float o_scale = 0.0f;  // with a sink
+    if (kSinks || (column == 0 && params.lse != nullptr)) {
+      float lse = merged.sum == 0.0f ? -infinity() : merged.shift * kLn2 + logf(merged.sum);
+      if constexpr (kSinks) {
+        o_scale = merged.scale();
+        if (query < at.queries.end) Sink(params, at.first_head + head).add(o_scale, lse);
+      }
+      if (column == 0 && params.lse != nullptr) params.lse[sequence.lse_offset(at.first_head + head) + query] = lse;
     }
     const int count = params.problem.head_dim_v - column;
     if (count <= 0 || (query >= at.queries.end && !params.problem.clears_unused)) return;
     char* const out = sequence.queries().address(params.out, kOutBytes, at.first_head + head, query, column);
-    const float4 x = merged.out();
+    const float4 x = kSinks ? merged.out(o_scale) : merged.out();
     const float values[4] = {x.x, x.y, x.z, x.w};
     if (params.out.aligned && count >= 4) {
       if constexpr (kOutBytes == 2) *reinterpret_cast<uint2*>(out) = {pack2(x.x, x.y), pack2(x.z, x.w)};
@@ -125,7 +139,7 @@ struct BlockRows {
 };
 
 // Loads the rows of q; those that are not used become zeros.
-__device__ __forceinline__ void load_queries(const SplitParams& params, const Found& at, unsigned q_smem) {
+__device__ __forceinline__ void load_queries(const Params& params, const Found& at, unsigned q_smem) {
   constexpr int kChunks = kHeadDim / kChunkElements;
 #pragma unroll 1
   for (int i = threadIdx.x; i < kBlockQ * kChunks; i += kNumThreads) {
@@ -140,11 +154,14 @@ __device__ __forceinline__ void load_queries(const SplitParams& params, const Fo
   }
 }
 
-// Products of a warp's keys, from `key` on, become scores, and those that are not seen -inf.
-__device__ __forceinline__ void score_and_hide(const SplitParams& params, const Found& at, float (&s)[kScores], int key) {
+// Products of a warp's keys, from `key` on, become scores, and those that are not seen -inf. `own` are the caller's
+// functions of the lane's two rows.
+__device__ __forceinline__ void score_and_hide(const Params& params, const Found& at, const TwoOwnHeads& own,
+                                               float (&s)[kScores], int key) {
   Score{params.problem.score}.apply(s);
   const int lane = fresh_thread() % 32;
   const AnyLaneQueries rows{at.query_of(lane / 4), at.query_of(lane / 4 + 8)};
+  apply_own(own, s, OwnRows(own, rows, key, lane % 4));
   const Mask& mask = at.sequence.mask();
   const Range common = mask.full_range(at.queries.begin, at.queries.end);
   if (key + kWarpKeys > common.end) mask.hide_after(s, rows, key, lane % 4);
@@ -160,7 +177,7 @@ __device__ __forceinline__ void score_and_hide(const SplitParams& params, const 
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
-    CUFLASH_KERNEL(const __grid_constant__ SplitParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char smem_bytes[];
   const SharedStorage& storage = *reinterpret_cast<const SharedStorage*>(smem_bytes);
   const unsigned q_smem = smem_address(storage.q), k_smem = smem_address(storage.tiles.k);
@@ -176,6 +193,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const TileLoader<kBlockK, kHeadDimV, KeyPlaceInMemory> v_loader(params.v, sequence.keys(), at.kv_head,
                                                                  params.problem.head_dim_v);
   const AscendingTiles tiles = at.tiles;
+  const int lane_row = threadIdx.x % 32 / 4;
+  const TwoOwnHeads own{at.own_head(params, lane_row), at.own_head(params, lane_row + 8)};
   auto fetch = [&](int n, int slot) {
     if (!tiles.has(n)) return;
     k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
@@ -202,9 +221,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     gemm_abt<QSwizzle, kHeadDim / kStepElements>(
         s, [&](FragmentA(&a)[1], int kk) { q(a, kk); },
         b_lane_address<QSwizzle>(k_smem + slot * kBytesK + warp * kWarpKeys * QSwizzle::kRowBytes));
-    score_and_hide(params, at, s[0], n * kBlockK + warp * kWarpKeys);
+    score_and_hide(params, at, own, s[0], n * kBlockK + warp * kWarpKeys);
     float o_scale[2];
-    if (softmax.update(s, params.problem.score.scale_log2, o_scale)) {
+    if (softmax.update(s, scale_log2_of(params.problem), o_scale)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) scale_row(o[0], h, o_scale[h]);
     }

@@ -26,15 +26,15 @@ __device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, f
   }
 }
 
-// The same where s is a product, or what the softcap made of it, or -inf where the mask hides the pair; `own` is what the
-// caller's functions make of it, and `kept` whether dropout keeps the weight, whose dp is then multiplied by `scale`.
-// kAsksMask: the mask among the functions may hide the pair.
+// The same where s is a product, or what the softcap made of it, or hidden_product where the mask hides the pair; `own`
+// is what the caller's functions make of it, and `kept` whether dropout keeps the weight, whose dp is then multiplied by
+// `scale`. kAsksMask: the mask among the functions may hide the pair.
 template <bool kAsksMask>
 __device__ __forceinline__ void weigh_own(float& s, float& dp, const Score& score, const OwnHead::Result& own, bool kept,
                                           float scale, float lse_log2, float delta) {
   const float exponent = kOwnScores ? own.score - lse_log2 : fmaf(s, score.params.scale_log2, -lse_log2);
   const float p = exp2_approx(exponent);
-  bool hidden = s == -infinity();
+  bool hidden = is_hidden_product(s);
   if constexpr (kOwnScores) hidden |= own.score <= kLeastScore;
   if constexpr (kAsksMask) hidden |= !own.visible;
   if constexpr (kDropout) dp = kept ? dp * scale : 0.0f;

@@ -63,8 +63,8 @@ struct QueryBlock : QueryWork {
     return !mask.all_visible(rows, {n * kBlockK, (n + 1) * kBlockK});
   }
 
-  // s = mask(score(s)), where there is something to do. kWithOwn: functions of the caller's own take part. is_full: the
-  // mask among them shows all of the tile.
+  // s = mask(score(s)), where there is something to do. kWithOwn: functions of the caller's own take part, else they
+  // are asked later. is_full: the mask among them shows all of the tile.
   template <bool kWithOwn = true>
   __device__ __forceinline__ void score_and_mask(float (&s)[kFragments][kBlockK / 2], int n,
                                                  bool is_full = false) const {
@@ -73,26 +73,32 @@ struct QueryBlock : QueryWork {
       if (kFullCells && is_full) apply_own_to_tile<false>(s, n);
       else apply_own_to_tile<kOwnMask>(s, n);
     }
+    const float hidden = kWithOwn ? -infinity() : hidden_product();
     if (needs_mask(n)) {
 #pragma unroll
-      for (int m = 0; m < kFragments; ++m) mask.apply(s[m], lane_row(*this) + 16 * m, n * kBlockK, threadIdx.x % 4);
+      for (int m = 0; m < kFragments; ++m) {
+        mask.apply(s[m], lane_row(*this) + 16 * m, n * kBlockK, threadIdx.x % 4, hidden);
+      }
     }
-    if constexpr (kLengths) hide_missing_pages(s, n, sequence);
+    if constexpr (kLengths) hide_missing_pages(s, n, sequence, hidden);
   }
 
  private:
   template <bool kAsksMask>
   __device__ __forceinline__ void apply_own_to_tile(float (&s)[kFragments][kBlockK / 2], int n) const {
+    if constexpr (kOwnScores || kAsksMask) {
 #pragma unroll
-    for (int m = 0; m < kFragments; ++m) {
-      apply_own<kAsksMask>(own, s[m], LaneQueries{lane_row(*this) + 16 * m}, n * kBlockK, threadIdx.x % 4);
+      for (int m = 0; m < kFragments; ++m) {
+        const OwnRows rows(own, LaneQueries{lane_row(*this) + 16 * m}, n * kBlockK, threadIdx.x % 4);
+        apply_own<kAsksMask>(own, s[m], rows);
+      }
     }
   }
 
-  // Scores of keys whose page is not there become -inf.
+  // Scores of keys whose page is not there become `hidden`.
   template <class Ragged>
   __device__ __forceinline__ static void hide_missing_pages(float (&s)[kFragments][kBlockK / 2], int n,
-                                                            const Ragged& sequence) {
+                                                            const Ragged& sequence, float hidden) {
     const PagedPlace& keys = sequence.k_place;
     const Range range{n * kBlockK, smaller((n + 1) * kBlockK, sequence.seqlen_k())};
     if (!keys.is_paged() || !keys.pages.lacks_some(range)) return;
@@ -101,7 +107,7 @@ struct QueryBlock : QueryWork {
       const int key = range.begin + j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2;
       if (key < range.end && !keys.pages.has(key)) {
 #pragma unroll
-        for (int m = 0; m < kFragments; ++m) s[m][j / 2 * 4 + j % 2] = s[m][j / 2 * 4 + 2 + j % 2] = -infinity();
+        for (int m = 0; m < kFragments; ++m) s[m][j / 2 * 4 + j % 2] = s[m][j / 2 * 4 + 2 + j % 2] = hidden;
       }
     }
   }

@@ -34,7 +34,6 @@ using OwnStep = OwnStepOf<kOwn, kBlockQ / 2, true, kOwnNeedsSlope>;
 
 // Whether scores become p only where their slope is needed, beside ds.
 constexpr bool kWeighsLate = Score::kAlwaysChanges || kOwnNeedsSlope;
-static_assert(!kCells || (kKSteps == 0 && kVSteps == 0), "keys are waited for before it is known if there is a step");
 
 // One warp, whose lanes run together; the first lane acts (L13).
 struct Loader : Role {
@@ -124,6 +123,13 @@ struct Consumer : Role {
     }
   }
 
+  // The same for the first step of a key block, which is step n.
+  __device__ __forceinline__ void load_keys(unsigned n) {
+    const unsigned slot = n % kStages, parity = n / kStages & 1;
+    load_keys(k, smem.k, smem.q_full + 8 * slot, parity);
+    load_keys(v, smem.v, smem.dout_full + 8 * slot, parity);
+  }
+
   // Begins dq = dsᵀ k of this warpgroup's columns, or rows.
   template <int kCount>
   __device__ __forceinline__ void begin_dq(float (&dq)[kCount], unsigned ds_smem) const {
@@ -176,7 +182,7 @@ struct Consumer : Role {
         y[i] = x[i] * (own.gradient(dp[4 * j + i], 4 * j + i) - __uint_as_float(delta[i % 2]));
         if constexpr (Score::kAlwaysChanges) y[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
         if constexpr (kOwnSlope) y[i] *= slope[i];
-        if constexpr (kOwn) y[i] = x[i] == 0.0f ? 0.0f : y[i];  // why: of a hidden pair, dp and slope may be anything
+        y[i] = own.hidden_gradient(y[i], x[i]);
         x[i] = own.weight(x[i], 4 * j + i);
       }
 #pragma unroll
@@ -257,7 +263,7 @@ struct Consumer : Role {
   }
 
   // Step n, of a query head and query tile m. `first` and `last` tell whether it is so of its key block.
-  // `last` is asked once, while a product runs. is_full: the caller's mask shows all of the tile.
+  // `last` is asked once, while a product runs, with cells while the first does, as it then waits. is_full: the caller's mask shows all of the tile.
   template <class Last>
   __device__ __forceinline__ void step(unsigned n, int head, int m, bool is_full, bool first, Last last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
@@ -271,6 +277,8 @@ struct Consumer : Role {
     begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
     if (kPassesLate && !first) pass_dq();
     if (kDqTransposed && n > 0) release_query(n - 1);
+    bool is_last;
+    if constexpr (kCells) is_last = last();
     unsigned stats;
     auto find_stats = [&] { stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8; };
     if constexpr (kFindsStatsFirst) find_stats();
@@ -299,7 +307,7 @@ struct Consumer : Role {
     wgmma_wait<1>(dq);
     stage_dq(dq, n, m);
     if constexpr (!kPassesLate) pass_dq();
-    const bool is_last = last();
+    if constexpr (!kCells) is_last = last();
     if (kPassesLate && !is_last) await_query(n + 1);
     wgmma_wait<0>(dk);
     if constexpr (!kDqTransposed) release_query(n);
@@ -327,14 +335,10 @@ struct Consumer : Role {
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.0f;
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
-      if (steps.begin < steps.end) {
-        const unsigned slot = n % kStages, parity = n / kStages & 1;
-        load_keys(k, smem.k, smem.q_full + 8 * slot, parity);
-        load_keys(v, smem.v, smem.dout_full + 8 * slot, parity);
-      }
       const unsigned first = n;
       if constexpr (kCells) {
         ToldStep next = hear();
+        if (!next.is_end()) load_keys(n);
 #pragma unroll 1
         for (; !next.is_end(); ++n) {
           const ToldStep told = next;
@@ -344,6 +348,7 @@ struct Consumer : Role {
           });
         }
       } else {
+        if (steps.begin < steps.end) load_keys(n);
         const unsigned last = n + (steps.end - steps.begin) - 1;
         for_each_step(n, [&](int head, int m, bool) {
           step(n, head, m, false, n == first, [&] { return n == last; });

@@ -204,7 +204,7 @@ struct Consumer : Role {
           x[i] *= own.gradient(dp[4 * j + i], 4 * j + i) - delta[kRowsAreQueries ? i / 2 : i % 2];
           if constexpr (Score::kAlwaysChanges) x[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
           if constexpr (kOwnSlope) x[i] *= slope[i];
-          if constexpr (kOwn) x[i] = p == 0.0f ? 0.0f : x[i];  // why: of a hidden pair, dp and slope may be anything
+          x[i] = own.hidden_gradient(x[i], p);
         }
       } else {
 #pragma unroll

@@ -87,6 +87,9 @@ struct DenseKeyBlocks {
   }
 
   __device__ __forceinline__ Sequence sequence() const { return {params.problem, batch}; }
+  __device__ __forceinline__ WholeSequence whole_sequence() const {
+    return {batch, params.problem.seqlen_q, params.problem.seqlen_k, 0, 0};
+  }
 
   __device__ __forceinline__ QueryTiles query_tiles() const {
     return QueryTiles(*this, sequence().mask(), block);

@@ -140,10 +140,10 @@ struct Consumer : Role {
     const auto at = smem.tile(n, k_slot);
     const int tile = at.n();
     const OwnWork own(params, work);
-    const auto own_head = own.head();
+    const auto own_tile = own.tile(rows, tile * kBlockK);
     wgmma_wait<kPending>(s);
     Score{params.problem.score}.apply(s);
-    own.apply(own_head, s, rows, tile * kBlockK, at.is_full());
+    own.apply(own_tile, s, at.is_full(group));
     if (tile >= keys.clear.end) mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
     if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
     absent_keys(k_slot).hide(s, fresh_thread() % 4);
@@ -185,8 +185,8 @@ template <class Params>
 __device__ __forceinline__ void prefetch_out_map(const Params& p) {
   tma_prefetch(&p.out_map);
 }
-__device__ __forceinline__ void prefetch_query_map(const DecodeParams&) {}
-__device__ __forceinline__ void prefetch_out_map(const DecodeParams&) {}
+__device__ __forceinline__ void prefetch_query_map(const WithOwn<DecodeParams>&) {}
+__device__ __forceinline__ void prefetch_out_map(const WithOwn<DecodeParams>&) {}
 
 // The warps that compute make zeros of all rows of q, of which the work may fill a part. why: weights of other rows could
 // leave the range (sm90/softmax.cuh).
@@ -252,6 +252,7 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
     }
   } else {
     if (kSetsRegisters) setmaxnreg_inc<kConsumerRegisters>();
+    if (kSingle && kOwn) await_kernels_ahead();  // why: they may still write to arrays of the caller's own
     Computing({params, smem}, warp - 4).run();
   }
 }

@@ -55,12 +55,23 @@ struct DealtWork {
 
   // Of the piece at hand. why read again wherever it is needed: L5.
   __device__ __forceinline__ SeenSequence sequence() const { return {slot(number)}; }
-  __device__ __forceinline__ int dealt_block() const { return ld_shared_u32(slot(number) + kHeadOffset - 12); }
+  __device__ __forceinline__ int dealt_block() const { return ld_shared_u32(slot(number) + kBlockOffset); }
+  __device__ __forceinline__ WholeSequence whole_sequence() const {
+    static_assert(kSlots > 0 && kTellsSequences, "nobody tells of them");
+    unsigned x[5];
+    x[0] = ld_shared_u32(slot(number) + kToldOffset);
+    ld_shared_v2(x[1], x[2], slot(number) + kToldOffset + 4);
+    ld_shared_v2(x[3], x[4], slot(number) + kToldOffset + 12);
+    WholeSequence whole;
+    memcpy(&whole, x, sizeof(x));
+    return whole;
+  }
   __device__ __forceinline__ int dealt_head() const { return ld_shared_u32(slot(number) + kHeadOffset); }
   __device__ __forceinline__ int share(int i) const { return ld_shared_u32(slot(number) + kHeadOffset + 4 + 4 * i); }
 
  private:
   static constexpr unsigned kNone = ~0u, kHeadOffset = sizeof(SeenBlock);
+  static constexpr unsigned kToldOffset = 52, kBlockOffset = kTellsSequences ? 72 : 52;  // of members of SeenBlock
   static constexpr int kNoWork = -1;
 
   __device__ __forceinline__ unsigned slot(unsigned n) const { return ring + n % kSlots * sizeof(DealtBlock); }

@@ -46,9 +46,12 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   __device__ __forceinline__ bool weigh_tile(int n, unsigned k_slot) {
     const QueryWork work = smem.work(i);  // why here: L31
     const auto rows = lane_queries(work);
+    const OwnWork own(params, work);
+    const auto own_tile = own.tile(rows, n * kBlockK);
     GroupKeys keys(params.problem, work, group, true);
     keys.find_clear(params.problem, work, group);
     Score{params.problem.score}.apply(s);
+    own.apply(own_tile, s, false);
     if (n >= keys.clear.end) mask(work).hide_after(s, rows, n * kBlockK, fresh_thread() % 4);
     if (n < keys.clear.begin) mask(work).hide_before(s, rows, n * kBlockK, fresh_thread() % 4);
     absent_keys(k_slot).hide(s, fresh_thread() % 4);
@@ -68,6 +71,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     auto finish = [&](float (&fresh)[8], int piece) {
       const int key = n * kBlockK + 16 * piece;
       Score{params.problem.score}.apply(fresh);
+      own.apply(own.tile(rows, key), fresh, false);
       if (n >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
       if (n < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
       absent_keys(k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
@@ -92,14 +96,16 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     const DecodeOutput output{params};
     for_each_row(rows, [&](int h, int row) {
       const DecodeOutput::Row at = output.row(work, row);
-      if (lane % 4 == 0) output.store_lse(work, at, lse[h]);
+      float scale = o_scale[h], row_lse = lse[h];
+      output.count_sink(work, at, scale, row_lse);
+      if (lane % 4 == 0) output.store_lse(work, at, row_lse);
       char* const out = output.out_row(work, at);
       if (out == nullptr) return;
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 8; ++j) {
         const int column = 8 * j + lane % 4 * 2;
         if (column >= params.problem.head_dim_v) break;
-        const float a = o[4 * j + 2 * h] * o_scale[h], b = o[4 * j + 2 * h + 1] * o_scale[h];
+        const float a = o[4 * j + 2 * h] * scale, b = o[4 * j + 2 * h + 1] * scale;
         if constexpr (kOutBytes == 2) *reinterpret_cast<unsigned*>(out + 2 * column) = pack2(a, b);
         else *reinterpret_cast<float2*>(out + 4 * column) = {a, b};
       }
@@ -178,6 +184,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1) CUFLASH_KERNEL(const __grid_constant__ DecodeParams params) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    CUFLASH_KERNEL(const __grid_constant__ KernelParams params) {
   run_roles<DecodeConsumer>(params);
 }

@@ -48,11 +48,13 @@ struct NarrowConsumer : Role {
   // What this lane's rows see of a piece of work.
   struct Seen {
     const AnyLaneQueries rows;
+    const OwnHeads own;
     const Mask mask;
     const Range common;  // the keys that all rows of the block see
 
-    __device__ __forceinline__ Seen(const DecodeParams& params, const QueryWork& work)
+    __device__ __forceinline__ Seen(const KernelParams& params, const QueryWork& work)
         : rows(work.lane_queries(params.problem, fresh_thread() % 32 / 4)),
+          own(own_heads(params, work)),
           mask(work.sequence(params.problem).mask()),
           common(common_keys(work.queries(params.problem, 0, kBlockQ), mask)) {}
 
@@ -118,6 +120,7 @@ struct NarrowConsumer : Role {
   __device__ __forceinline__ void weigh(float (&s)[kWarpKeys / 2], const Seen& seen, int n, unsigned k_slot) {
     const int lane = fresh_thread() % 32, key = n * kBlockK + warp * kWarpKeys;
     Score{params.problem.score}.apply(s);
+    apply_own<kOwnMask, false>(seen.own, s, OwnRows(seen.own, seen.rows, key, lane % 4));
     if (key + kWarpKeys > seen.common.end) seen.mask.hide_after(s, seen.rows, key, lane % 4);
     if (key < seen.common.begin) seen.mask.hide_before(s, seen.rows, key, lane % 4);
 #pragma unroll
@@ -125,7 +128,7 @@ struct NarrowConsumer : Role {
       AbsentKeys{params, smem, k_slot}.hide_piece(reinterpret_cast<float(&)[8]>(s[8 * j]), warp * (kWarpKeys / 16) + j,
                                                   lane % 4);
     }
-    const float scale_log2 = params.problem.score.scale_log2;
+    const float scale_log2 = scale_log2_of(params.problem);
     float o_scale[2], sums[2];
     softmax.raise(s, scale_log2, o_scale);
     softmax.weigh(s, scale_log2, sums);
@@ -168,6 +171,6 @@ struct NarrowConsumer : Role {
 };
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
-    CUFLASH_KERNEL(const __grid_constant__ DecodeParams params) {
+    CUFLASH_KERNEL(const __grid_constant__ KernelParams params) {
   run_roles<NarrowConsumer>(params);
 }

@@ -6,7 +6,7 @@
 constexpr int kMerge = 1;  // the named barrier of the warps that compute
 
 struct DecodeOutput {
-  const DecodeParams& params;
+  const KernelParams& params;
 
   // The query and the head of a row of the block.
   struct Row {
@@ -27,6 +27,14 @@ struct DecodeOutput {
     if (params.lse != nullptr) params.lse[work.sequence(params.problem).lse_offset(row.head) + row.query] = lse;
   }
 
+  // Counts the sink of a row's head, once all splits of the row are merged: as SinkOf::add, but for rows that are not
+  // used, which see nothing.
+  __device__ __forceinline__ void count_sink(const QueryWork& work, const Row& row, float& o_scale, float& lse) const {
+    if constexpr (kSinks) {
+      if (row.query < work.seqlen_q) Sink(params, row.head).add(o_scale, lse);
+    }
+  }
+
   // Stores four columns of a row of out.
   __device__ __forceinline__ static void store_four(char* out, int column, const float4& x) {
     if constexpr (kOutBytes == 2) *reinterpret_cast<uint2*>(out + 2 * column) = {pack2(x.x, x.y), pack2(x.z, x.w)};
@@ -37,6 +45,13 @@ struct DecodeOutput {
   __device__ __forceinline__ void store(const QueryWork& work, int number, int column, const MergedRow& merged) const {
     const Row row = this->row(work, number);
     char* const out = out_row(work, row);
+    if constexpr (kSinks) {
+      float scale = merged.scale(), lse = Softmax::lse(merged.sum, merged.shift);
+      count_sink(work, row, scale, lse);
+      if (out != nullptr && column < params.problem.head_dim_v) store_four(out, column, merged.out(scale));
+      if (column == 0) store_lse(work, row, lse);
+      return;
+    }
     if (out != nullptr && column < params.problem.head_dim_v) store_four(out, column, merged.out());
     if (column == 0) store_lse(work, row, Softmax::lse(merged.sum, merged.shift));
   }

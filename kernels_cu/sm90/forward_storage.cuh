@@ -66,8 +66,25 @@ struct PlainTile {
   int number;
 
   __device__ __forceinline__ int n() const { return number; }
-  __device__ static constexpr bool is_full() { return false; }
+  __device__ static constexpr bool is_full(int) { return false; }
 };
+
+// A key tile under a mask of the caller's own, which shows some warpgroups all of it: the cells along its rows are those
+// of the warpgroups.
+struct GroupsTile {
+  int bits;  // 8 n, and a bit for each warpgroup that sees all
+
+  __device__ __forceinline__ explicit GroupsTile(int all_bits) : bits(all_bits) {}
+  __device__ __forceinline__ GroupsTile(int n, CellKinds kinds) : bits(8 * n) {
+#pragma unroll
+    for (int group = 0; group < kNumConsumers; ++group) {
+      bits |= (kFullCells && !kinds.of_row(group).some_hidden()) << group;
+    }
+  }
+  __device__ __forceinline__ int n() const { return bits >> 3; }
+  __device__ __forceinline__ bool is_full(int group) const { return (bits >> group & 1) != 0; }
+};
+static_assert(!kCells || (kGroupRows == kCell && kNumConsumers <= 3), "a warpgroup has a bit for its one cell");
 
 // What only kernels with cells need.
 template <bool kExists>
@@ -76,14 +93,16 @@ struct CellsStorage {
 };
 template <>
 struct CellsStorage<true> {
-  int tile_of[kStages];  // SeenTile::bits of the key tile in each slot of the ring
+  int tile_of[kStages];  // GroupsTile::bits of the key tile in each slot of the ring
 
   __device__ unsigned tiles() const { return smem_address(tile_of); }
 };
 
 struct alignas(1024) SharedStorage : Storage, RaggedStorage<kLengths>, CellsStorage<kCells> {};
 static_assert(!kSingle || sizeof(Storage::kv) >= kStateBytes, "states of rows take the place of the ring");
-static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
+// why more at times: the host counts the descriptions of calls with functions of the caller's own, which are the longest.
+static_assert(sizeof(SharedStorage) <= kSmemBytes && kSmemBytes - sizeof(SharedStorage) <= 1024,
+              "the host's formula for shared memory differs");
 
 // The addresses of the members of SharedStorage. `i` counts the pieces of work of the block.
 struct Addresses {
@@ -96,7 +115,7 @@ struct Addresses {
 
   // The key tile in a slot that has arrived. `n` is its number among those of the work.
   __device__ __forceinline__ auto tile(int n, unsigned slot) const {
-    if constexpr (kCells) return SeenTile(static_cast<int>(ld_shared_u32(tiles + 4 * slot)));
+    if constexpr (kCells) return GroupsTile(static_cast<int>(ld_shared_u32(tiles + 4 * slot)));
     else return PlainTile{n};
   }
 
@@ -177,6 +196,34 @@ struct Addresses {
     if (kLengths) mbarrier_init(edge_full, 1), mbarrier_init(wanted(0), 1);
     if (kLengths && !kDecodes) mbarrier_init(wanted(1), 1);
     mbarrier_init_fence();
+  }
+};
+
+// With cells: the last key tile whose k the producer has loaded.
+template <bool kExists>
+struct LoadedTile {
+  __device__ __forceinline__ static int n() { return 0; }
+  template <class Params, class AnyWork>
+  __device__ __forceinline__ void find_next(const Params&, const AnyWork&, bool) const {}
+  __device__ __forceinline__ void tell(const Addresses&, unsigned) const {}
+};
+template <>
+struct LoadedTile<true> {
+  GroupsTile at{0};
+
+  __device__ __forceinline__ int n() const { return at.n(); }
+
+  // Finds the next key tile that is seen, or the first one of the work. If nothing is seen, it is any.
+  template <class Params, class AnyWork>
+  __device__ __forceinline__ void find_next(const Params& params, const AnyWork& work, bool is_first) {
+    const DescendingTiles all = work.tiles;
+    at = seen_keys(params, work).template seen_from<GroupsTile>(is_first ? all.first() : all.next(n()));
+    if (!all.has(n())) at = GroupsTile(all.begin, CellKinds::all_empty());
+  }
+
+  // Tells the consumers of it, through the slot of the ring that holds it.
+  __device__ __forceinline__ void tell(const Addresses& smem, unsigned slot) const {
+    st_shared_u32(smem.tiles + 4 * slot, at.bits);
   }
 };
 

@@ -1,16 +1,6 @@
 // The work of forward and lse on Hopper: query blocks of any heads, one after the other.
 #pragma once
-#include "../common/cells.cuh"
 #include "decode_work.cuh"
-
-// With cells, the key tiles of a query block are numbered over those that are seen, from the last one on to the first,
-// which is number 0. The warp that loads them finds them among all of the block, and tells their places in the ring.
-template <bool kExists>
-struct AllKeys {};
-template <>
-struct AllKeys<true> {
-  TileRange tiles;
-};
 
 // A query block of a head. It has at least one key tile, if only to find that nothing is seen.
 struct alignas(16) DenseQueryWork : AllKeys<kCells> {
@@ -34,25 +24,9 @@ struct alignas(16) DenseQueryWork : AllKeys<kCells> {
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, batch}; }
+  __device__ __forceinline__ int sequence_idx() const { return batch; }
+  __device__ __forceinline__ int seqlen_k(const ProblemParams& problem) const { return problem.seqlen_k; }
 };
-
-// The key tiles of a query block that are seen.
-template <class Params, class AnyWork>
-__device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_keys(const Params& params,
-                                                                                 const AnyWork& work) {
-  const Sequence sequence = work.sequence(params.problem);
-  const Range rows{work.row_begin, smaller(work.row_begin + kBlockQ, sequence.seqlen_q())};
-  return {DescendingTiles(work.tiles), params, work.batch, work.head, rows, sequence.seqlen_k()};
-}
-
-// Numbers the key tiles over those that are seen. All lanes of a warp call.
-template <class Params, class AnyWork>
-__device__ __forceinline__ void number_seen(const Params& params, AnyWork& work) {
-  if constexpr (kCells) {
-    work.tiles = work.keys;
-    work.keys = {0, larger(seen_keys(params, work).count_seen(), 1)};
-  }
-}
 
 // Deals out the work of a block of threads.
 struct DenseWorkQueue : WorkCounter {

@@ -82,29 +82,33 @@ struct OutputConsumer : Consumer {
   // after the first key that all rows see: L28.
   template <bool kClear>
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
+    // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have weighed
+    // nothing so far; the row's weights are then made again.
+    constexpr bool kMayBeginRows = !kClear || kOwnMask;
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
       begin_step(step);
       const QueryWork work = kClear && !kOwn ? QueryWork() : smem.work(i);  // why here: L31
       const auto rows = kClear && !kOwn ? decltype(lane_queries(work))() : lane_queries(work);
       const OwnWork own(params, work);
-      const auto own_head = own.head();
       const auto at = smem.tile(step.n, step.k_slot);
       const int tile = at.n();
+      const auto own_tile = own.tile(rows, tile * kBlockK, softmax.taken_off<kMayBeginRows>());
       wgmma_wait<1>(s);
       Score{params.problem.score}.apply(s);
-      own.apply(own_head, s, rows, tile * kBlockK, at.is_full(),
-                kOwnScores ? float2{softmax.taken_off(0), softmax.taken_off(1)} : float2{});
+      own.apply(own_tile, s, at.is_full(group));
       if constexpr (!kClear) {
         if (tile >= keys.clear.end) mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
         if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
       }
       absent_keys(step.k_slot).hide(s, fresh_thread() % 4);
-      // why also in clear tiles: own functions may have hidden all keys so far.
-      if constexpr (kOwnScores) softmax.raise_unseen_again(s);
-      else if constexpr (!kClear || kOwnMask) softmax.raise_unseen(s, scale_log2());
+      if constexpr (kMayBeginRows && kOwnScores) softmax.raise_unseen_again(s);
+      else if constexpr (kMayBeginRows) softmax.raise_unseen(s, scale_log2());
       softmax.weigh<kOwnScores>(s, scale_log2(), step.sums);
-      if (__any_sync(0xffffffffu, softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]))) {
+      bool again = softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]);
+      if constexpr (kOwnScores && !kMayBeginRows) again |= !softmax.is_taken_off(0) | !softmax.is_taken_off(1);
+      if (__any_sync(0xffffffffu, again)) {
+        if constexpr (kOwnScores && !kMayBeginRows) softmax.put_out_of_range(step.sums);
         wgmma_wait<0>(o);
         return false;
       }
@@ -153,7 +157,7 @@ struct OutputConsumer : Consumer {
         auto finish = [&](float (&fresh)[8], int piece) {
           const int key = tile * kBlockK + 16 * piece;
           Score{params.problem.score}.apply(fresh);
-          own.apply(own.head(), fresh, rows, key, at.is_full());
+          own.apply(own.tile(rows, key), fresh, at.is_full(group));
           if (tile >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
           if (tile < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
           absent_keys(step.k_slot).hide_piece(fresh, piece, fresh_thread() % 4);

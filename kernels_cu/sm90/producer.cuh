@@ -8,7 +8,7 @@
 template <class AnyWork>
 struct DenseKeyProducer : Role {
   RingPosition ring;
-  SeenTile loaded{0};  // with cells: the last key tile whose k was loaded
+  LoadedTile<kCells> loaded;
 
   // Loads key tile n of k or v into the ring.
   template <int kPanels, bool kTells>
@@ -17,7 +17,7 @@ struct DenseKeyProducer : Role {
     const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
     mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
     if (leads) {
-      if constexpr (kTells) st_shared_u32(smem.tiles + 4 * ring.slot, loaded.bits);
+      if constexpr (kTells) loaded.tell(smem, ring.slot);
       mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
       load_panels<kPanels>(map, target, kPanelBytesK, full, rows, work.kv_head);
     }
@@ -25,7 +25,7 @@ struct DenseKeyProducer : Role {
     ring.advance();
   }
 
-  __device__ __forceinline__ void load_k(const AnyWork& work, int n) { load<kPanelsQk, kCells>(params.k_map, n, work); }
+  __device__ __forceinline__ void load_k(const AnyWork& work, int n) { load<kPanelsQk, true>(params.k_map, n, work); }
 
   __device__ __forceinline__ void load_v(const AnyWork& work, int n) {
     if constexpr (kPanelsV > 0) load<kPanelsV, false>(params.v_map, n, work);
@@ -35,15 +35,6 @@ struct DenseKeyProducer : Role {
   __device__ __forceinline__ void load_last_v(unsigned i, int last) {
     const AnyWork work = smem.work(i);
     load_v(work, kCells ? last : work.keys.begin);
-  }
-
-  // Finds the next key tile that is seen, or the first one of the work. If nothing is seen, it is any.
-  __device__ __forceinline__ void find_tile(const AnyWork& work, bool is_first) {
-    if constexpr (kCells) {
-      const DescendingTiles all = work.tiles;
-      loaded = seen_keys(params, work).seen_from(is_first ? all.first() : all.next(loaded.n()));
-      if (!all.has(loaded.n())) loaded = SeenTile(all.begin, false);
-    }
   }
 
   __device__ __forceinline__ void describe(unsigned i, const AnyWork& work) const {
@@ -70,7 +61,7 @@ struct DenseKeyProducer : Role {
           describe(i + 1, queue.work(params));
         }
         const int before = kCells ? loaded.n() : n + 1;
-        find_tile(work, n == tiles.first());
+        loaded.find_next(params, work, n == tiles.first());
         load_k(work, kCells ? loaded.n() : n);
         if (n < tiles.end - 1) load_v(work, before);
         else if (kNextScoresFirst && i > 0) load_last_v(i - 1, before);
@@ -159,8 +150,8 @@ __device__ __forceinline__ void load_queries(const Params& params, const AnyWork
 }
 
 // The same for rows of several heads, which lie anywhere. `filled` rows in shared memory are not zeros.
-__device__ __forceinline__ void load_queries(const DecodeParams& params, const DecodeWork& work, int, unsigned target,
-                                             unsigned barrier, int& filled, bool) {
+__device__ __forceinline__ void load_queries(const WithOwn<DecodeParams>& params, const DecodeWork& work, int,
+                                             unsigned target, unsigned barrier, int& filled, bool) {
   constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
   const ProblemParams& problem = params.problem;
   const Place place{work.q_batch, work.q_begin};

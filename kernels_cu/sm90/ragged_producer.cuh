@@ -59,25 +59,29 @@ struct RowProducer : RaggedProducer<AnyWork, Params> {
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         this->claim_at(n, i, tiles);
-        load<false>(work, n);
+        const int before = kCells ? loaded.n() : n + 1;
+        loaded.find_next(params, work, n == tiles.first());
+        load<false>(work, kCells ? loaded.n() : n);
         if (kDecodes) load_v(work, n);
-        else if (n < tiles.end - 1) load_v(work, n + 1);
-        else if (kNextScoresFirst && i > 0) load_last_v(i - 1);
+        else if (n < tiles.end - 1) load_v(work, before);
+        else if (kNextScoresFirst && i > 0) load_last_v(i - 1, before);
       }
-      if (!kNextScoresFirst && !kDecodes) load_v(work, work.keys.begin);
+      if (!kNextScoresFirst && !kDecodes) load_v(work, kCells ? loaded.n() : work.keys.begin);
     }
-    if (kNextScoresFirst && i > 0) load_last_v(i - 1);
+    if (kNextScoresFirst && i > 0) load_last_v(i - 1, loaded.n());
   }
 
  private:
+  LoadedTile<kCells> loaded;
+
   __device__ __forceinline__ void load_v(const AnyWork& work, int n) {
     if constexpr (kPanelsV > 0) load<true>(work, n);
   }
 
   // The last p v of a query block is made during the query block after it.
-  __device__ __forceinline__ void load_last_v(unsigned i) {
+  __device__ __forceinline__ void load_last_v(unsigned i, int last) {
     const AnyWork work = smem.work(i);
-    load_v(work, work.keys.begin);
+    load_v(work, kCells ? last : work.keys.begin);
   }
 
   template <bool kIsV>
@@ -88,6 +92,7 @@ struct RowProducer : RaggedProducer<AnyWork, Params> {
     const unsigned barrier = this->barrier_of_copies(has_edge);
     this->await_slot();
     if (leads) {
+      if constexpr (!kIsV) loaded.tell(smem, ring.slot);
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
       load_panels<kPanels>(kIsV ? params.v_map : params.k_map, this->target(), kPanelBytesK, barrier,
                            boxed(rows, kBlockK, kIsV ? params.problem.head_dim_v : params.problem.head_dim),
@@ -98,6 +103,8 @@ struct RowProducer : RaggedProducer<AnyWork, Params> {
     ring.advance();
   }
 };
+
+static_assert(!kCells || !kPaged, "the two warps that load pages would each have to find the tiles that are seen");
 
 // Keys that lie in pages. kCopies: threads copy them. why two kinds: registers.
 template <class AnyWork, class Params, bool kCopies>

@@ -1,9 +1,55 @@
 // The work of forward and lse on Hopper where sequences have lengths of their own: query blocks of any of them.
 #pragma once
+#include "../common/cells.cuh"
 #include "work_counter.cuh"
 
+// What of a sequence the caller's functions alone are told: how many keys it has, seen or not.
+template <bool kExists>
+struct UsedKeys {
+  __device__ void set_used(const RaggedSequence&) {}
+  __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return 0; }  // nobody asks
+};
+template <>
+struct UsedKeys<true> {
+  int used_keys[kDecodes ? 4 : 1];  // the first. why more: pieces of decoding are compared as a whole
+
+  __device__ void set_used(const RaggedSequence& sequence) {
+    used_keys[0] = sequence.seqlen_k();
+#pragma unroll
+    for (int i = 1; i < int(sizeof(used_keys) / 4); ++i) used_keys[i] = 0;
+  }
+  __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return used_keys[0]; }
+};
+
+// With cells, the key tiles of a query block are numbered over those that are seen, from the last one on to the first,
+// which is number 0. The warp that loads them finds them among all of the block, and tells their places in the ring.
+template <bool kExists>
+struct AllKeys {};
+template <>
+struct AllKeys<true> {
+  TileRange tiles;
+};
+
+// The key tiles of a query block that are seen.
+template <class Params, class AnyWork>
+__device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_keys(const Params& params,
+                                                                                 const AnyWork& work) {
+  const Range rows{work.row_begin, smaller(work.row_begin + kBlockQ, work.sequence(params.problem).seqlen_q())};
+  return {DescendingTiles(work.tiles), params, work.sequence_idx(), work.head, rows, work.seqlen_k(params.problem)};
+}
+
+// Numbers the key tiles over those that are seen. All lanes of a warp call. why none without queries: they have no cells.
+template <class Params, class AnyWork>
+__device__ __forceinline__ void number_seen(const Params& params, AnyWork& work) {
+  if constexpr (kCells) {
+    work.tiles = work.keys;
+    if (kLengths && work.row_begin >= work.sequence(params.problem).seqlen_q()) work.tiles = {0, 0};
+    work.keys = {0, larger(seen_keys(params, work).count_seen(), 1)};
+  }
+}
+
 // A query block of a head, as `QueryWork` of sequences that are all alike, and what is known of its sequence.
-struct alignas(16) RaggedQueryWork {
+struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
   int row_begin;
   TileRange keys;
   int head, kv_head;
@@ -50,6 +96,8 @@ struct alignas(16) RaggedQueryWork {
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, *this}; }
+  // why not below 0: rows of no sequence ask the caller's functions, too, and these may load by it.
+  __device__ __forceinline__ int sequence_idx() const { return larger(number, 0); }
 
   // What is known of the sequence whose rows are `territory`.
   __device__ __forceinline__ void set(const RaggedSequence& sequence, int sequence_number, Range territory) {
@@ -60,6 +108,7 @@ struct alignas(16) RaggedQueryWork {
     k_batch = sequence.k_place.batch, k_begin = sequence.k_place.begin;
     seen_begin = seen.begin, seen_end = seen.end;
     lo = sequence.mask().lo, hi = sequence.mask().hi;
+    set_used(sequence);
   }
 };
 
@@ -67,7 +116,8 @@ struct alignas(16) RaggedQueryWork {
 // other; the last block of a sequence, the longest under a causal mask, comes before its others.
 //
 // With in_pairs two heads of the same rows are dealt together, since such a pair is found as quickly as one piece. The last
-// kSingles pieces of each block of threads are dealt one at a time, so that all blocks end together.
+// kSingles pieces of each block of threads are dealt one at a time, so that all blocks end together. With cells no heads
+// are, because each may see other tiles.
 //
 // Nor do they end together if the last pieces are those of one sequence after the other, some long and some short. So the
 // blocks of the last tail_parts parts of the axis are dealt by their numbers, the greatest first.
@@ -92,7 +142,8 @@ struct RaggedWorkQueue : WorkCounter {
 
   // Describes a piece as work i of the block of threads; false if there is none. why in parts: registers.
   template <class Addresses>
-  __device__ __forceinline__ bool describe(const RaggedForwardParams& params, const Addresses& smem, unsigned i) {
+  __device__ __forceinline__ bool describe(const WithOwn<RaggedForwardParams>& params, const Addresses& smem,
+                                           unsigned i) {
     const ProblemParams& problem = params.problem;
     RaggedQueryWork work;
     const bool exists = index < num_numbers(params), leads = threadIdx.x % 32 == 0;
@@ -114,13 +165,14 @@ struct RaggedWorkQueue : WorkCounter {
       }
       work.set(RaggedSequence(problem, work.number, rows), work.number, rows);
       work.head = head = at.head, work.kv_head = quotient(at.head, problem.heads_per_kv);
-      if (leads) smem.template write<1>(i, work);
+      if (leads) smem.template write<kFoundLast>(i, work);
       work.row_begin = block * kBlockQ;
       const int row_end = smaller(work.row_begin + kBlockQ, work.seqlen_q);
       work.keys = TileRange::touched(work.sequence(problem).mask().key_range(work.row_begin, row_end), kBlockK);
       work.keys.end = larger(work.keys.end, work.keys.begin + 1);
+      number_seen(params, work);
     }
-    if (leads) smem.template write<0, 1>(i, work);
+    if (leads) smem.template write<0, kFoundLast>(i, work);
     return exists;
   }
 
@@ -134,6 +186,7 @@ struct RaggedWorkQueue : WorkCounter {
 
  private:
   static constexpr unsigned kSingles = 4;
+  static constexpr int kFoundLast = kCells ? 2 : 1;  // so many times 16 bytes of a description are found after the others
   static constexpr bool kHasTail = kHeadDim > 128;  // why not others: their pieces are short, and it costs up to 2 %
 
   bool paired = false;

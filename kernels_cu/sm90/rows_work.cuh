@@ -59,6 +59,9 @@ struct DenseRowBlock {
   }
 
   __device__ __forceinline__ Sequence sequence() const { return {params.problem, batch}; }
+  __device__ __forceinline__ WholeSequence whole_sequence() const {
+    return {batch, params.problem.seqlen_q, params.problem.seqlen_k, 0, 0};
+  }
 
   // A block of threads has one block of rows. The others below say what is to be done where it has several.
   __device__ static constexpr bool first() { return true; }

@@ -15,11 +15,10 @@
 // range of the type, which ends at 65504, and p v stays small in float32, because v is under 65504, too.
 constexpr float kBias = kIsFloat16 ? 0.0f : 28.0f;
 constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
-// The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows. Of
-// the caller's own scores those up to kLeastScore are to weigh nothing: it is the next number, so that exp2 gives 0 for
-// them in every row.
-constexpr float kUnseen = kOwnScores ? kLeastScore + 0x1p100f : -1e38f;
-static_assert(!kOwnScores || (kUnseen > kLeastScore && kUnseen - kLeastScore <= 0x1p101f), "");
+// The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows.
+// Of the caller's own scores those up to kLeastScore weigh nothing. Nothing is taken off them while the row has seen
+// nothing else, and later a larger shift is, so that exp2 gives 0 for them in every row.
+constexpr float kUnseen = kOwnScores ? kLeastScore : -1e38f;
 
 // Whether maxima are raised in each tile. why for capped scores with v over head dim 128: registers. lse makes no scores
 // again.
@@ -55,19 +54,38 @@ struct Softmax {
     }
   }
 
-  // What is taken off the scores of row h as they are made: its shift, or nothing if it has seen nothing yet.
-  __device__ __forceinline__ float taken_off(int h) const { return shift[h] == kUnseen ? 0.0f : shift[h]; }
+  // Whether the shift of row h is taken off the caller's own scores as they are made. It is not if the row has seen
+  // nothing yet, nor if it is large. why: inside a score's last multiplication and addition it is rounded otherwise than
+  // off a score that is made, while tiles of both kinds add to the same row: by up to 2^-11 of a weight at this bound.
+  __device__ __forceinline__ bool is_taken_off(int h) const { return fabsf(shift[h]) < 16384.0f; }
+
+  // What is taken off scores as they are made. kBeginsRows: raise_unseen_again does what is then left to do; without it,
+  // put_out_of_range is to be called where some row is_taken_off not.
+  template <bool kBeginsRows>
+  __device__ __forceinline__ float2 taken_off() const {
+    if constexpr (!kBeginsRows) return {shift[0], shift[1]};
+    return {is_taken_off(0) ? shift[0] : 0.0f, is_taken_off(1) ? shift[1] : 0.0f};
+  }
+
+  __device__ __forceinline__ void put_out_of_range(float (&sums)[2]) const {
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (!is_taken_off(h)) sums[h] = infinity();
+  }
+
+  // What makes exponents of whole scores of row h.
+  __device__ __forceinline__ float base(int h) const { return kOwnScores && shift[h] == kUnseen ? 0.0f : shift[h]; }
 
   // As raise_unseen, for scores less taken_off, which become exponents.
   template <int kCount>
   __device__ __forceinline__ void raise_unseen_again(float (&s)[kCount]) {
-    if (!__any_sync(0xffffffffu, shift[0] == kUnseen | shift[1] == kUnseen)) return;
+    if (!__any_sync(0xffffffffu, !is_taken_off(0) | !is_taken_off(1))) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float row_max = quad_max(lane_row_max(s, h));
-      const bool is_unseen = shift[h] == kUnseen;
-      if (is_unseen) shift[h] = fmaxf(kUnseen, row_max + kBias);
-      const float less = is_unseen ? shift[h] : 0.0f;
+      const bool is_whole = !is_taken_off(h);
+      if (shift[h] == kUnseen) shift[h] = fmaxf(kUnseen, row_max + kBias);
+      const float less = is_whole ? base(h) : 0.0f;
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) s[4 * j + 2 * h] -= less, s[4 * j + 2 * h + 1] -= less;
     }
@@ -83,13 +101,14 @@ struct Softmax {
   // Scores, or exponents, become weights. `sums` becomes their sums over this lane's columns.
   template <bool kOfExponents = false, int kCount>
   __device__ __forceinline__ void weigh(float (&s)[kCount], float scale_log2, float (&sums)[2]) const {
+    const float less[2] = {base(0), base(1)};
     float odd[2] = {};
     sums[0] = sums[1] = 0.0f;
 #pragma unroll
     for (int j = 0; j < kCount / 4; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        s[4 * j + i] = exp2_approx(kOfExponents ? s[4 * j + i] : fmaf(s[4 * j + i], scale_log2, -shift[i / 2]));
+        s[4 * j + i] = exp2_approx(kOfExponents ? s[4 * j + i] : fmaf(s[4 * j + i], scale_log2, -less[i / 2]));
       }
       sums[0] += s[4 * j], odd[0] += s[4 * j + 1], sums[1] += s[4 * j + 2], odd[1] += s[4 * j + 3];
     }
@@ -173,7 +192,7 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
         row_max[h] = quad_max(row_max[h]);
         if (again[h]) softmax.raise_row(h, row_max[h], scale_log2, o_scale[h]);
       } else if (again[h]) {
-        tile_sum[h] += exponentiate_row(fresh, h, scale_log2, softmax.shift[h]);
+        tile_sum[h] += exponentiate_row(fresh, h, scale_log2, softmax.base(h));
 #pragma unroll
         for (int j = 0; j < kPieces; ++j) {
 #pragma unroll

@@ -6,6 +6,8 @@
 #include "../ptx/mbarrier.cuh"
 #include "config.cuh"
 
+static_assert(!kCells || !kLengths, "tiles of the rows that are seen are not made of whole cells");
+
 // A step, a tile and a query head; or the end of the steps of a block of keys, or of other rows.
 struct ToldStep {
   int head;  // kEnd: there is no more

@@ -12,11 +12,11 @@ struct KernelParamsOf {
 };
 template <>
 struct KernelParamsOf<true, false> {
-  using Type = RaggedForwardParams;
+  using Type = WithOwn<RaggedForwardParams>;
 };
 template <>
 struct KernelParamsOf<true, true> {
-  using Type = DecodeParams;
+  using Type = WithOwn<DecodeParams>;
 };
 using KernelParams = KernelParamsOf<kLengths, kDecodes>::Type;
 static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parameters");

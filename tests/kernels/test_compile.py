@@ -12,7 +12,8 @@ from itertools import product
 from typing import Any
 
 import pytest
-from own_variants import own_variants
+from own_table import everything, joined
+from own_variants import few_variants, own_variants
 from variants import DTYPES, KEYS, SHARED_HEADS, variant_of, variants
 
 from cuflash.errors import CompileError, UnsupportedError
@@ -144,9 +145,11 @@ def test_one_of_each_kernel_compiles_without_spills(
 
 
 OF_ANY_GPU = partial(own_variants, on_any_gpu=True)
+EVERYTHING_OF_FEW = partial(few_variants, of_few=((joined(everything), 64),))
+OF_HOPPER = [*each("sm_90", of=own_variants), *each("sm_90", of=EVERYTHING_OF_FEW)]
 
 
-@pytest.mark.parametrize("variant", [*each("sm_90", of=own_variants), *each("sm_80", of=OF_ANY_GPU)])
+@pytest.mark.parametrize("variant", [*OF_HOPPER, *each("sm_80", of=OF_ANY_GPU)])
 def test_kernels_with_scores_of_the_caller_compile(
     variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
 ) -> None:
@@ -161,6 +164,13 @@ def test_kernels_with_scores_of_the_caller_compile(
     assert variant.name.encode() in cubin
     assert not re.search(r"\bC7\d{3}\b", log), log
     assert "warning" not in log.lower(), log
+
+
+@pytest.mark.parametrize("variant", each(*ALL, of=few_variants))
+def test_decoding_with_scores_of_the_caller_compiles_without_spills(
+    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+) -> None:
+    check(variant, compiled)
 
 
 @pytest.mark.exhaustive

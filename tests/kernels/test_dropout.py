@@ -178,17 +178,28 @@ def test_backward_of_larger_head_dims(cupy: Any, dim: int) -> None:
         check_backward(dropped, case, cupy.asarray)
 
 
-def test_backward_of_sequences_of_several_lengths(cupy: Any) -> None:
-    given = made(PACKED)
+# Hopper's backward numbers rows from the first that sees a key, or that is seen: here from any one on.
+SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
+
+
+@any_family
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)], ids=str)
+@pytest.mark.parametrize("case", [PACKED, SHIFTED], ids=["packed", "shifted"])
+def test_backward_of_sequences_of_several_lengths(
+    cupy: Any, case: Sequences, dims: tuple[int, int], any_gpu: bool
+) -> None:
+    given = made(replace(case, dims=dims, dtype="bfloat16" if dims[0] > 64 else "float16"))
     arguments, own = given.arguments(cupy), dropped(cupy.asarray, bounds_case(given))
-    out, lse = cuflash.forward(**arguments, return_lse=True, **own)
     whole, of_numpy = Given.of_lengths(given), own_of(dropped, bounds_case(given))
-    check(whole, of_numpy, out, lse)
     dout, dlse = (cupy.asarray(x) for x in upstream(given))
-    dout, dlse = dout.reshape(out.shape), dlse.reshape(lse.shape)
-    for deterministic in (False, True):
-        state: Arguments = {"out": out, "lse": lse, "dlse": dlse, "deterministic": deterministic}
-        check_gradients(whole, of_numpy, *upstream(given), cuflash.backward(dout, **state, **arguments, **own))
+    with family(any_gpu):
+        out, lse = cuflash.forward(**arguments, return_lse=True, **own)
+        check(whole, of_numpy, out, lse)
+        state: Arguments = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape)}
+        for deterministic in (False, True):
+            state["deterministic"] = deterministic
+            found = cuflash.backward(dout.reshape(out.shape), **state, **arguments, **own)
+            check_gradients(whole, of_numpy, *upstream(given), found)
 
 
 def test_a_graph_that_is_replayed_reads_the_seed_anew(cupy: Any) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hopper import ON_HOPPER
 from libraries import host, identical
-from own_oracle import Given, check
+from oracle import assert_units
+from own_oracle import Given, Own, check, check_gradients
 from own_table import (
     FUNCTIONS,
     Arguments,
@@ -20,21 +21,24 @@ from own_table import (
     bounded,
     check_backward,
     check_forward,
+    drawn,
     everything,
     joined,
     launched,
     names_of,
     of_lengths,
     own_of,
+    shape_of,
     sinks_of,
     slopes_of,
+    softcap,
     without_grads,
 )
 from own_table import SMALL as CASE
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case
+from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.mods import masks
 from cuflash.runtime import compiler
 
@@ -140,6 +144,158 @@ def test_scores_that_are_seen_and_not_finite_show(cupy: Any) -> None:
     assert np.isfinite(host(out).astype("f4")).all()
     with for_any_gpu():
         check_forward(with_inf, case, cupy.asarray)
+
+
+# What is added to all scores of a row. Products are lost beside the larger ones, so that all keys weigh the same.
+SIZES = np.array([1e5, -1e6, 1e7, -1e8, 1e30], np.float32)
+
+
+def check_large(put: Put, case: Case, letters: str) -> None:
+    """Every third row has scores that are all large, beside ordinary rows, whose bits are as without them."""
+    queries = np.arange(case.seqlen_q)
+    large = queries % 3 == 1
+    sizes = SIZES[queries // 3 % len(SIZES)][:, None]
+    q, k, v = case.arrays()
+    q[:, large] = 0
+    there, shape = [put(x) for x in (q, k, v)], shape_of(letters, case)
+    found = []
+    for of_large in (sizes, 0.0):
+        bias = np.where(large[:, None], of_large, drawn(letters, *shape)).astype(np.float32)
+        found.append([host(x) for x in cuflash.forward(*there, return_lse=True, bias=put(bias))])
+    (out, lse), (of_ordinary, lse_of_ordinary) = found
+    check(Given.dense(case, (q, k, v)), Own.of({"bias": bias}), of_ordinary, lse_of_ordinary)
+    assert identical([out[:, ~large]], [of_ordinary[:, ~large]])
+    assert identical([lse[:, :, ~large]], [lse_of_ordinary[:, :, ~large]])
+    mean = np.repeat(v.astype(np.float64).mean(axis=1, keepdims=True), case.heads_q // case.heads_kv, axis=2)
+    assert_units("out", out[:, large], mean, ulps=4)
+    wanted = sizes[large, 0].astype(np.float64) + np.log(case.seqlen_k)
+    np.testing.assert_allclose(lse[:, :, large], np.broadcast_to(wanted, lse[:, :, large].shape), rtol=1e-6)
+
+
+@pytest.mark.parametrize("letters", ["qk", "q1"])  # what each score adds, and what a row knows
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 64), ("bfloat16", 256)])
+def test_rows_whose_scores_are_all_large(cupy: Any, dtype: str, head_dim: int, letters: str) -> None:
+    case = of_lengths((200, 700), replace(CASE, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim))
+    check_large(cupy.asarray, case, letters)
+    if head_dim == 64:
+        with for_any_gpu():
+            check_large(cupy.asarray, case, letters)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_the_least_scores_that_weigh_something_weigh_nothing_beside_others(cupy: Any, dtype: str) -> None:
+    """Numbers on both sides of the least score stand at the last key, whose tile is the first that kernels take."""
+    case = of_lengths((70, 500), replace(CASE, dtype=dtype))
+    steps = np.arange(-4, 5, dtype=np.int32)
+    edge = (np.array(-1e37, np.float32).view(np.int32) + steps).view(np.float32)
+    rows = np.arange(case.seqlen_q)
+
+    def near_least(put: Put, of: Case) -> Arguments:
+        bias = np.zeros((of.seqlen_q, of.seqlen_k), np.float32)
+        bias[:, 120:] = -np.inf
+        bias[:, -1] = edge[rows % len(edge)]
+        bias[rows % 2 == 1, 130] = edge[0]
+        return {"bias": put(bias)}
+
+    check_forward(near_least, case, cupy.asarray, with_lse=True)
+    with for_any_gpu():
+        check_forward(near_least, case, cupy.asarray, with_lse=True)
+
+
+ROW = 70  # it sees every second of the first 40 keys
+
+
+def nan_row(*more: Any) -> Any:
+    """A NaN among the scores of one row, under a mask that hides most keys from it."""
+
+    def make(put: Put, of: Case) -> Arguments:
+        bias = np.zeros((of.seqlen_q, of.seqlen_k), np.float32)
+        bias[ROW, 4] = np.nan
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+            return (q_idx != ROW) | ((k_idx < 40) & (k_idx % 2 == 0))
+
+        return {"bias": put(bias), "mask_mod": mask_mod}
+
+    return joined(make, *more)
+
+
+def check_nan_row(put: Put, case: Case, make: Any) -> None:
+    """Gradients of what sees the NaN are NaN, and those of all else are finite."""
+    seen, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
+    hidden = ~np.isin(np.arange(case.seqlen_k), seen)
+    there, own = [put(x) for x in case.arrays()], without_grads(make(put, case))
+    dout = put(np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype)))
+    out, lse = cuflash.forward(*there, return_lse=True, **own)
+    assert np.isnan(host(lse)[:, :, ROW]).all()
+    for deterministic in (False, True):
+        gradients = cuflash.backward(dout, *there, out, lse, deterministic=deterministic, **own)
+        dq, dk, dv = (host(x).astype("f4") for x in gradients)
+        assert np.isnan(dq[:, ROW]).all()
+        assert np.isfinite(dq[:, others]).all()
+        for of_keys in (dk, dv):
+            assert np.isnan(of_keys[:, seen]).all()
+            assert np.isfinite(of_keys[:, hidden]).all()
+
+
+@pytest.mark.parametrize("more", [(), (softcap,)], ids=["products", "slopes"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_row_that_is_nan_leaves_keys_alone_that_it_does_not_see(
+    cupy: Any, head_dim: int, more: tuple[Any, ...]
+) -> None:
+    case = of_lengths((200, 300), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim))
+    with for_any_gpu():  # why not Hopper's: README's limits
+        check_nan_row(cupy.asarray, case, nan_row(*more))
+
+
+def check_infinite_product(put: Put, case: Case) -> None:
+    """A function may make any score of a product of -inf: forward and backward ask it in the same way."""
+    q, k, v = case.arrays()
+    q[..., 0] = k[..., 0] = 0
+    q[:, ROW] = 0
+    q[:, ROW, :, 0], k[:, 20, :, 0] = 3e38, -3e38
+    there = [put(x) for x in (q, k, v)]
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return np.where(score < -1000.0, 2.0, score)
+
+    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
+    told = {"score_mod": score_mod, "causal": True}
+    out, lse = cuflash.forward(*there, return_lse=True, **told)
+    dv = cuflash.backward(put(dout), *there, out, lse, **told)[2]
+    given, own = Given.dense(case, (q, k, v)), Own.of({"score_mod": score_mod})
+    check(given, own, out, lse)
+    check_gradients(given, own, dout, None, (None, None, dv))  # dq and dk are sums of numbers near 3e38
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> None:
+    case = of_lengths((200, 200), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True))
+    with for_any_gpu():  # why not Hopper's: README's limits
+        check_infinite_product(cupy.asarray, case)
+
+
+@pytest.mark.parametrize("any_gpu", [False, True])
+def test_sinks_that_are_not_finite(cupy: Any, any_gpu: bool) -> None:
+    """Results are those of NumPy arrays; the first rows of striped see nothing but the sink."""
+    case = of_lengths((130, 150))
+    # why no NaN on Hopper: README's limits.
+    sinks = np.array([np.inf, -np.inf, np.nan if any_gpu else 0.25, 0.5], np.float32)
+    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
+    results = []
+    for put in (np.asarray, cupy.asarray):
+        own = FUNCTIONS["striped"](put, case) | {"sinks": put(sinks)}
+        there = [put(x) for x in case.arrays()]
+        with for_any_gpu() if any_gpu else nullcontext():
+            out, lse = cuflash.forward(*there, return_lse=True, **own)
+            *gradients, of_own = cuflash.backward(put(dout), *there, out, lse, captured_grads=(own["sinks"],), **own)
+        results.append([host(x).astype("f4") for x in (out, lse, *gradients, *of_own)])
+    wanted, found = results
+    assert not found[0][:, :, 0].any()
+    assert np.isposinf(found[1][:, 0]).all()
+    assert np.isnan(found[1][:, 2]).all() == any_gpu
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.01, atol=0.02)
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])

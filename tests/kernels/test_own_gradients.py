@@ -237,10 +237,15 @@ PACKED = Sequences("own", (130, 0, 63, 1), (65, 5, 200, 64), bounded=True, used_
                    spare_q=(9, 3, 0, 2), spare_k=(1, 70, 4, 0))  # fmt: skip
 
 
+# The first queries of some sequences see nothing, and nobody sees the first keys of others.
+SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("any_gpu", [False, True])
-def test_sequences_of_several_lengths(cupy: Any, any_gpu: bool, deterministic: bool) -> None:
-    given = made(PACKED)
+@pytest.mark.parametrize("case", [PACKED, SHIFTED], ids=["packed", "shifted"])
+def test_sequences_of_several_lengths(cupy: Any, case: Sequences, any_gpu: bool, deterministic: bool) -> None:
+    given = made(case)
     of = bounds_case(given)
     with for_any_gpu() if any_gpu else nullcontext():
         for make in (of_several, bias_of("bhqk")):

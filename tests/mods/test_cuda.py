@@ -159,6 +159,19 @@ def test_values_and_derivatives_share_a_struct(tmp_path: Path) -> None:
     assert cases[0].text().count("hyperbolic_tangent") == 1
 
 
+def test_exact_results_have_the_same_operations_in_every_kernel(tmp_path: Path) -> None:
+    x, y = cast(Q, Type.FLOAT32), cast(K, Type.FLOAT32)
+    mixed = op("subtract", op("multiply", op("tanh", op("multiply", x, 0.125)), y), op("add", y, 0.5))
+    root = op("less", mixed, op("multiply", x, x))
+    case = Case([root], [], is_exact=True)
+    check([case], tmp_path)
+    assert not re.search(r"fmaf|hyperbolic_tangent| [-+*] value", case.text())
+    names = "__fadd_rn", "__fsub_rn", "__fmul_rn", "tanhf"
+    assert [case.text().count(f"{name}(") for name in names] == [2, 1, 3, 1]
+    assert re.search(r"fmaf.*\n", Case([root], []).text())
+    compiled([case], "sm_90a")
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_nvrtc_compiles_values_and_derivatives(arch: str) -> None:
     extremes = Case([op("minimum", op("round", SCORE), op("floor_divide", SCORE, 3.0))], [])

@@ -13,15 +13,8 @@ from plans import ARCHS, DTYPES, problem
 import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.mods.trace import trace
-from cuflash.planning.backward import (
-    DELTA_HEADS,
-    DELTA_ROWS,
-    MOST_PARTS,
-    SHORT_KEYS,
-    SHORT_WAVES,
-    STATS_ROWS,
-    backward_plan,
-)
+from cuflash.planning.backward import MOST_PARTS, SHORT_KEYS, SHORT_WAVES, backward_plan
+from cuflash.planning.delta import BLOCK_WORDS, DELTA_HEADS, DELTA_ROWS, OWN_BLOCK_WORDS, STATS_ROWS
 from cuflash.planning.device import KNOWN
 from cuflash.planning.key_blocks import L2_BYTES
 from cuflash.planning.own_code import own_code
@@ -354,11 +347,43 @@ def test_sinks_alone_change_nothing_of_backward() -> None:
     assert plan(own_problem(64, score_mod=None, dropout_p=0.5), H100).launches[1].variant.own is not None
 
 
-def test_sequences_of_several_lengths_have_other_kernels_with_scores_of_the_callers_own() -> None:
-    made = plan(own_problem(64, of_lengths=True), H100)
-    assert made.fallback is not None
-    assert "several lengths" in made.fallback
-    assert plan(own_problem(64, of_lengths=True, score_mod=None, has_sinks=True), H100).fallback is None
+@DETERMINISTIC
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_sequences_of_several_lengths_have_the_same_kernels_with_scores_of_the_callers_own(
+    dim: int, deterministic: bool
+) -> None:
+    """Delta tells more of each block of their rows, also where cells would be of use in dense calls."""
+    dims = (2, 8192, 8192, 2, 2)
+    of = own_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic)
+    made, plain = (
+        plan(own_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic, **more), H100)
+        for more in ({}, {"score_mod": None, "has_sinks": True})
+    )
+    assert made.fallback is plain.fallback is None
+    assert [x.variant.source for x in made.launches] == [x.variant.source for x in plain.launches]
+    for launch, like in zip(made.launches, plain.launches, strict=True):
+        assert launch.variant.lengths
+        assert (launch.num_blocks, launch.fields) == (like.num_blocks, like.fields)
+        if launch.variant.op == "delta":
+            assert (launch.variant.tells_sequences, like.variant.tells_sequences) == (True, False)
+            assert launch.variant == replace(like.variant, tells_sequences=True)
+        else:
+            assert launch.variant.own == own_code(of, rows_are_keys=launch.variant.op != "backward_dq")
+            assert like.variant.own is None
+    lists = [name for name in ("key_list", "q_blocks", "k_blocks") if name in made.workspace]
+    assert lists
+    for name in lists:
+        assert made.workspace[name].size * BLOCK_WORDS == plain.workspace[name].size * OWN_BLOCK_WORDS
+
+
+def test_kernels_of_several_lengths_that_spill_give_way_too() -> None:
+    of, spilled = own_problem(192, of_lengths=True, dims=(2, 8192, 8192, 2, 2)), set[Variant]()
+    while (made := backward_plan(of, H100, (), spilled)).fallback is None:
+        assert not spilled.intersection(launch.variant for launch in made.launches)
+        spilled.add(made.launches[-1].variant)
+    assert len(spilled) > 1
+    assert "more registers" in made.fallback
+    assert not any(launch.variant.tells_sequences for launch in made.launches)
 
 
 def test_few_keys_of_wide_grouped_heads_with_scores_of_the_callers_own_are_shared_out() -> None:

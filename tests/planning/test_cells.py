@@ -18,6 +18,7 @@ from cuflash.planning.own_code import own_code
 from cuflash.planning.plan import MAX_GRID
 from cuflash.planning.planner import plan
 from cuflash.planning.tile import rounded_up
+from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import Sizes, block_mask_op, own_op
 from cuflash.problem.options import Options
@@ -97,6 +98,44 @@ def test_forward_and_lse_on_hopper_find_them_too() -> None:
         assert code is not None
         assert dict(code.constants)["CELLS"] == 2
         assert "cells" in made.workspace
+
+
+@pytest.mark.parametrize("op", ["forward", "lse"])
+def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> None:
+    packed = plan(problem(masks.segments(IDS), op, told={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}), KNOWN["sm_90"])
+    assert [launch.variant.op for launch in packed.launches] == ["block_mask", op]
+    many = 2, 300, 500, 64  # why so many heads: keys are not shared among blocks of threads then
+    told = {"page_table": (2, 3), "seqused_k": (2,)}
+    paged = plan(problem(masks.segments(IDS), op, many, told=told), KNOWN["sm_90"])
+    assert [launch.variant.op for launch in paged.launches] == [op]
+    for made, cells in ((packed, 2), (paged, 0)):
+        assert made.variant is not None
+        assert (made.variant.source, made.variant.lengths, made.fallback) == (f"sm90/{op}.cu", True, None)
+        code = made.variant.own
+        assert code is not None
+        assert dict(code.constants)["CELLS"] == cells
+        assert ("cells" in made.workspace) == (cells > 0)
+
+
+def test_two_heads_that_may_have_other_cells_are_not_dealt_together() -> None:
+    told = {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}
+    for given, pairs in ((problem(masks.segments(IDS), told=told), 0),
+                         (problem(score_mod=scores.alibi(np.ones(4, np.float32)), told=told), 1)):  # fmt: skip
+        assert plan(given, KNOWN["sm_90"]).launches[-1].fields["in_pairs"] == pairs
+
+
+def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_then_for_those_of_any_gpu() -> None:
+    given = problem(score_mod=scores.alibi(np.ones(4, np.float32)), told={"seqused_k": (2,)})
+    spilled: set[Variant] = set()
+    for _ in range(4):
+        made = plan(given, KNOWN["sm_90"], spilled=spilled).variant
+        assert made is not None
+        assert (made.source, made.lengths, made in spilled) == ("sm90/forward.cu", True, False)
+        spilled.add(made)
+    found = plan(given, KNOWN["sm_90"], spilled=spilled)
+    assert found.variant is not None
+    assert found.variant.source == "sm80/forward.cu"
+    assert "registers" in (found.fallback or "")
 
 
 @pytest.mark.parametrize("has_cells", [False, True])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cuflash
 from cuflash.planning import decoding
 from cuflash.planning.device import KNOWN
 from cuflash.planning.plan import Launch, Plan
+from cuflash.planning.planner import plan
 
 
 def made(queries: int = 1, keys: int = 4096, heads: tuple[int, int] = (32, 8), batch: int = 4, **more: Any) -> Plan:
@@ -84,6 +86,68 @@ def test_the_bits_of_other_calls_are_kept_where_the_call_asks_for_them() -> None
     shapes = (1, 1, 4, 64), (1, 9000, 4, 64), (1, 9000, 4, 64)
     (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", split_size=256).launches
     assert launch.variant.source == "sm90/forward.cu"
+
+
+def doubled(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return score * 2.0
+
+
+def every_third(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return (q_idx + k_idx) % 3 > 0
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "sinks": {"sinks": np.zeros(32, np.float32)},
+    "score_mod": {"score_mod": doubled},
+    "mask_mod": {"mask_mod": every_third},
+    "bias": {"bias": np.zeros((32, 1, 4096), np.float32)},
+}
+
+
+def own_plan(device: str = "sm_90", queries: int = 1, **more: Any) -> Plan:
+    """The plan of a call over a cache, of arrays."""
+    q, cache = np.zeros((4, queries, 32, 128), np.float16), np.zeros((4, 4096, 8, 128), np.float16)
+    return cuflash.plan(q, cache, cache, seqused_k=np.zeros(4, np.int32), device=device, **more)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_scores_and_masks_of_the_caller_share_keys_as_plain_calls_do(name: str) -> None:
+    calls: list[tuple[str, int, dict[str, Any]]] = [("sm_90", 1, {}), ("sm_90", 8, {}), ("sm_80", 1, {})]
+    for device, queries, more in (*calls, ("sm_90", 1, {"num_splits": 3})):
+        plain, found = (own_plan(device, queries, **more, **own) for own in ({}, OWN[name]))
+        (launch,), (wanted,) = found.launches, plain.launches  # why one: nobody looks for cells
+        assert launch.variant.source == wanted.variant.source
+        assert launch.variant.own is not None
+        assert (launch.num_blocks, launch.fields) == (wanted.num_blocks, wanted.fields)
+        assert found.workspace == plain.workspace
+
+
+def test_all_calls_with_sinks_alone_have_one_kernel() -> None:
+    sinks = [np.zeros(32, dtype) for dtype in ("float32", "float16")]
+    masks: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (9, 0)}]
+    names = {own_plan(sinks=x, **mask).kernel for x in sinks for mask in masks}
+    assert len(names) == 1
+
+
+@pytest.mark.parametrize("device", ["sm_90", "sm_80"])
+def test_keys_are_not_shared_where_bits_are_those_of_many_queries_or_weights_are_dropped(device: str) -> None:
+    for more in ({"num_splits": 1}, {"split_size": 256}, {"dropout_p": 0.5, "dropout_seed": 1}):
+        plan = own_plan(device, sinks=np.zeros(32, np.float32), **more)
+        assert plan.launches[0].variant.source.split("/")[1] == "forward.cu"
+        assert "decode" not in plan.kernel
+        assert not plan.workspace_bytes
+
+
+def test_the_next_kernel_for_few_queries_is_taken_if_one_spills() -> None:
+    problem, found, spilled = own_plan(score_mod=doubled).problem, [], []
+    for _ in range(5):
+        made = plan(problem, KNOWN["sm_90"], (), spilled)
+        variant = made.launches[0].variant
+        found.append((variant.source, getattr(variant.tile, "single", None), variant.tile.block_k))
+        spilled.append(variant)
+    narrow, wide = "sm90/decode_narrow.cu", "sm90/decode.cu"
+    assert found == [(narrow, True, 128), (narrow, False, 128), (wide, False, 128), (wide, False, 64),
+                     ("sm80/decode.cu", None, 64)]  # fmt: skip
 
 
 def test_few_sequences_that_are_not_packed_have_kernels_of_their_own() -> None:

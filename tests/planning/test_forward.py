@@ -11,7 +11,7 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.forward import L2_BYTES, LONG_PAIRS, MOST_TAIL_PARTS
 from cuflash.planning.plan import Launch
 from cuflash.planning.planner import plan
-from cuflash.planning.tiles_sm90 import OWN_TILES, TILES, choose, choose_own
+from cuflash.planning.tiles_sm90 import OWN_TILES, TILE_SLOTS, TILES, choose, choose_own
 
 H100 = KNOWN["sm_90"]
 MANY = float("inf")
@@ -139,4 +139,6 @@ def test_tiles_of_the_callers_own_fit_and_take_the_place_of_others_with_the_same
     assert dims == {(row.head_dim, row.head_dim_v) for row in OWN_TILES}
     assert all(row.smem_bytes(2) <= H100.smem_per_block for row in OWN_TILES)
     assert not set(TILES) & set(OWN_TILES)
+    for head_dim in (64, 96, 128, 192, 256):  # each tile of the ring may belong to a piece of work of its own
+        assert all(row.stages + 5 <= TILE_SLOTS for row in choose_own("lse", head_dim, 1, MANY, False))
     assert choose_own("forward", 257, 64, MANY, False) == ()

@@ -41,13 +41,31 @@ def test_functions_that_are_equal_have_one_text_whatever_their_arrays_are() -> N
     assert code(score_mod=lambda s, b, h, q, k: s - SLOPES[h] * abs(q - k) * 2.0).digest != first.digest
 
 
+def test_masks_are_the_same_functions_in_all_kernels() -> None:
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return np.tanh(SLOPES[h] * q) * TABLE[h, k] + 0.5 > k
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return np.tanh(score) * 2.0
+
+    def of_mask(text: str) -> list[int]:
+        return [text.count(f"{name}(") for name in ("tanhf", "__fmul_rn", "fmaf", "hyperbolic_tangent")]
+
+    for rows_are_keys in (False, True):
+        assert of_mask(code(mask_mod=mask_mod, rows_are_keys=rows_are_keys).text) == [1, 2, 0, 0]
+        both = code(mask_mod=mask_mod, score_mod=score_mod, rows_are_keys=rows_are_keys).text
+        assert of_mask(both)[:2] == [1, 2]
+        assert of_mask(both)[3] == 1
+
+
 def test_macros_tell_what_a_call_has() -> None:
     def of(**call: Any) -> dict[str, int]:
         return {name: value for name, value in code(**call).constants if value}
 
     assert of(score_mod=alibi) == {"OWN_SCORES": 1, "SHORT_OFFSETS": 1}
     assert of(mask_mod=lambda b, h, q, k: (q + k) % 3 > 0) == {"OWN_MASK": 1, "SHORT_OFFSETS": 1}
-    assert of(score_mod=lambda s, b, h, q, k: s * s) == {"OWN_SCORES": 1, "OWN_SLOPE": 1, "SHORT_OFFSETS": 1}
+    assert of(score_mod=lambda s, b, h, q, k: 5 * np.tanh(s)) == {"OWN_SCORES": 1, "OWN_SLOPE": 1, "SHORT_OFFSETS": 1}
+    assert of(score_mod=lambda s, b, h, q, k: s * s) == {"OWN_SCORES": 1, "OWN_SLOPE": 2, "SHORT_OFFSETS": 1}
     assert of(sinks=(4,), dropout_p=0.5) == {"SINKS": 1, "DROPOUT": 1, "SHORT_OFFSETS": 1}
     assert of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))["OWN_SCORES"] == 1
     assert "SHORT_OFFSETS" not in of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))

@@ -47,11 +47,13 @@ def test_every_head_dim_has_tiles(arch: str, dtype: str) -> None:
             assert all(tile is not None and tile.head_dim >= head_dim for tile in tiles)
 
 
-def test_a_tile_that_replaces_another_covers_the_same_head_dims_and_fits_as_often() -> None:
+def test_what_changes_in_a_tile_leaves_its_head_dims_and_fits_as_often() -> None:
     rows = {row for table in (tiles_sm80.TILES_16BIT, tiles_sm80.BACKWARD_16BIT, tiles_sm80.DQ_16BIT) for row in table}
-    for plain, own in tiles_sm80._OWN.items():
+    for plain, changes in tiles_sm80._OWN.items():
         assert plain in rows
-        assert type(plain) is type(own)
+        (own,) = tiles_sm80.rows_of([plain], own=True)
+        assert own != plain
+        assert {name: getattr(own, name) for name in changes} == changes
         shapes = [(each.head_dim, each.head_dim_v, each.blocks_per_sm) for each in (plain, own)]
         assert shapes[0] == shapes[1]
         whole = own.blocks_per_sm * (own.smem_bytes(2) + tiles_sm80.SMEM_RESERVED)

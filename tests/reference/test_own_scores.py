@@ -146,6 +146,20 @@ def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
     assert np.isneginf(lse).all()
 
 
+def test_a_row_that_is_nan_gives_nan_to_the_keys_that_it_sees_alone() -> None:
+    bias = np.zeros((1, 1, ROWS, KEYS))
+    bias[..., 3, 1] = np.nan
+    call = {"bias": bias, "mask_mod": lambda b, h, q_idx, k_idx: (q_idx != 3) | (k_idx < 9)}
+    of, own = problem_of(call), own_of(call)
+    out, lse = flash2.forward(of, *arrays(), own=own)
+    assert np.argwhere(np.isnan(lse).all(axis=(0, 1))).tolist() == [[3]]
+    dq, dk, dv = backward(of, normal(*out.shape), *arrays(), out, lse, own=own)
+    assert np.argwhere(np.isnan(dq).any(axis=(0, 2, 3))).tolist() == [[3]]
+    for of_keys in (dk, dv):
+        assert np.isnan(of_keys[:, :9]).all()
+        assert np.isfinite(of_keys[:, 9:]).all()
+
+
 def test_dropout_keeps_lse_and_the_sum_of_weights_in_the_mean() -> None:
     call = {"dropout_p": 0.25, "dropout_seed": 11}
     q, k, _ = arrays()
