@@ -15,8 +15,9 @@ from typing import NamedTuple
 from ..mods.build import build, constant
 from ..mods.cuda import print_struct
 from ..mods.derivative import differentiate
-from ..mods.graph import CapturedArray, Node
+from ..mods.graph import CapturedArray, Node, post_order
 from ..mods.magnitude import magnitude
+from ..mods.operations import Type
 from ..mods.signs import of_causal_pairs
 from ..mods.stages import ADDEND, SOFTMAX_SCALE
 from ..problem.options import LOG2_E
@@ -30,6 +31,7 @@ EXACT = ("visible",)
 MORE_WORDS = 8
 # Scores and slopes up to it are finite numbers beside others, whatever products are.
 MODERATE = 2.0**64
+LEAST = -1e37  # a score that is not above it weighs nothing
 _ONE = constant(1.0)
 
 
@@ -84,6 +86,7 @@ def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_cau
     is_steep = own.score is not None and max(magnitude(own.score), magnitude(slope)) >= MODERATE
     constants = {
         "OWN_SCORES": int(own.score is not None),
+        "OWN_HIDES": int(own.score is not None and _hides(own.score)),
         "OWN_MASK": int(own.mask is not None),
         "OWN_SLOPE": 0 if slope is _ONE else 2 if is_steep else 1,
         "SINKS": int(own.has_sinks),
@@ -94,6 +97,18 @@ def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_cau
     words = sum(words_of(each.rank) for each in own.arrays)
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
     return OwnCode(digest, text, tuple(constants.items()), words + MORE_WORDS)
+
+
+def _hides(score: Node) -> bool:
+    """Whether it is usual that scores weigh nothing, as by a bias or a constant that stands for a mask.
+
+    why only so: kernels give the right results either way, but not at the same speed.
+    """
+    return any(
+        (x.op == "load" and x.type == Type.FLOAT32 and "k_idx" in x.inputs)
+        or (x.op == "constant" and x.type == Type.FLOAT32 and not x.value > LEAST)
+        for x in post_order([score])
+    )
 
 
 def words_of(rank: int) -> int:

@@ -263,7 +263,8 @@ struct Consumer : Role {
   }
 
   // Step n, of a query head and query tile m. `first` and `last` tell whether it is so of its key block.
-  // `last` is asked once, while a product runs, with cells while the first does, as it then waits. is_full: the caller's mask shows all of the tile.
+  // `last` is asked once, while a product runs, with cells while the first does, as it then waits. is_full: the caller's
+  // mask shows all of the tile.
   template <class Last>
   __device__ __forceinline__ void step(unsigned n, int head, int m, bool is_full, bool first, Last last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;

@@ -84,7 +84,7 @@ struct OutputConsumer : Consumer {
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
     // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have weighed
     // nothing so far; the row's weights are then made again.
-    constexpr bool kMayBeginRows = !kClear || kOwnMask;
+    constexpr bool kMayBeginRows = !kClear || kOwnMask || kOwnHides;
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
       begin_step(step);

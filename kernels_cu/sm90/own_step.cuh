@@ -149,7 +149,7 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
   // A score, or -inf if its product is. why not asked whether it is: that takes as long as several of these. why asked
   // all the same for some: the score of -inf may be inf or NaN there.
   __device__ __forceinline__ static float hidden_with(float score, float product) {
-    if constexpr (kSteepSlope) return product == -infinity() ? product : score;
+    if constexpr (kSteepSlope || !kOwnSlope) return product == -infinity() ? product : score;
     else return fmaf(product, 0x1p-126f, score);
   }
 

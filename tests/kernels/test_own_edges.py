@@ -11,7 +11,7 @@ import pytest
 from hopper import ON_HOPPER
 from libraries import host, identical
 from oracle import assert_units
-from own_oracle import Given, Own, check, check_gradients
+from own_oracle import Given, Own, check
 from own_table import (
     FUNCTIONS,
     Arguments,
@@ -31,14 +31,13 @@ from own_table import (
     shape_of,
     sinks_of,
     slopes_of,
-    softcap,
     without_grads,
 )
 from own_table import SMALL as CASE
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
+from cuflash.bench.cases import Case
 from cuflash.mods import masks
 from cuflash.runtime import compiler
 
@@ -200,102 +199,6 @@ def test_the_least_scores_that_weigh_something_weigh_nothing_beside_others(cupy:
     check_forward(near_least, case, cupy.asarray, with_lse=True)
     with for_any_gpu():
         check_forward(near_least, case, cupy.asarray, with_lse=True)
-
-
-ROW = 70  # it sees every second of the first 40 keys
-
-
-def nan_row(*more: Any) -> Any:
-    """A NaN among the scores of one row, under a mask that hides most keys from it."""
-
-    def make(put: Put, of: Case) -> Arguments:
-        bias = np.zeros((of.seqlen_q, of.seqlen_k), np.float32)
-        bias[ROW, 4] = np.nan
-
-        def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-            return (q_idx != ROW) | ((k_idx < 40) & (k_idx % 2 == 0))
-
-        return {"bias": put(bias), "mask_mod": mask_mod}
-
-    return joined(make, *more)
-
-
-def check_nan_row(put: Put, case: Case, make: Any) -> None:
-    """Gradients of what sees the NaN are NaN, and those of all else are finite."""
-    seen, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
-    hidden = ~np.isin(np.arange(case.seqlen_k), seen)
-    there, own = [put(x) for x in case.arrays()], without_grads(make(put, case))
-    dout = put(np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype)))
-    out, lse = cuflash.forward(*there, return_lse=True, **own)
-    assert np.isnan(host(lse)[:, :, ROW]).all()
-    for deterministic in (False, True):
-        gradients = cuflash.backward(dout, *there, out, lse, deterministic=deterministic, **own)
-        dq, dk, dv = (host(x).astype("f4") for x in gradients)
-        assert np.isnan(dq[:, ROW]).all()
-        assert np.isfinite(dq[:, others]).all()
-        for of_keys in (dk, dv):
-            assert np.isnan(of_keys[:, seen]).all()
-            assert np.isfinite(of_keys[:, hidden]).all()
-
-
-@pytest.mark.parametrize("more", [(), (softcap,)], ids=["products", "slopes"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_a_row_that_is_nan_leaves_keys_alone_that_it_does_not_see(
-    cupy: Any, head_dim: int, more: tuple[Any, ...]
-) -> None:
-    case = of_lengths((200, 300), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim))
-    with for_any_gpu():  # why not Hopper's: README's limits
-        check_nan_row(cupy.asarray, case, nan_row(*more))
-
-
-def check_infinite_product(put: Put, case: Case) -> None:
-    """A function may make any score of a product of -inf: forward and backward ask it in the same way."""
-    q, k, v = case.arrays()
-    q[..., 0] = k[..., 0] = 0
-    q[:, ROW] = 0
-    q[:, ROW, :, 0], k[:, 20, :, 0] = 3e38, -3e38
-    there = [put(x) for x in (q, k, v)]
-
-    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        return np.where(score < -1000.0, 2.0, score)
-
-    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
-    told = {"score_mod": score_mod, "causal": True}
-    out, lse = cuflash.forward(*there, return_lse=True, **told)
-    dv = cuflash.backward(put(dout), *there, out, lse, **told)[2]
-    given, own = Given.dense(case, (q, k, v)), Own.of({"score_mod": score_mod})
-    check(given, own, out, lse)
-    check_gradients(given, own, dout, None, (None, None, dv))  # dq and dk are sums of numbers near 3e38
-
-
-@pytest.mark.parametrize("head_dim", [64, 256])
-def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> None:
-    case = of_lengths((200, 200), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True))
-    with for_any_gpu():  # why not Hopper's: README's limits
-        check_infinite_product(cupy.asarray, case)
-
-
-@pytest.mark.parametrize("any_gpu", [False, True])
-def test_sinks_that_are_not_finite(cupy: Any, any_gpu: bool) -> None:
-    """Results are those of NumPy arrays; the first rows of striped see nothing but the sink."""
-    case = of_lengths((130, 150))
-    # why no NaN on Hopper: README's limits.
-    sinks = np.array([np.inf, -np.inf, np.nan if any_gpu else 0.25, 0.5], np.float32)
-    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
-    results = []
-    for put in (np.asarray, cupy.asarray):
-        own = FUNCTIONS["striped"](put, case) | {"sinks": put(sinks)}
-        there = [put(x) for x in case.arrays()]
-        with for_any_gpu() if any_gpu else nullcontext():
-            out, lse = cuflash.forward(*there, return_lse=True, **own)
-            *gradients, of_own = cuflash.backward(put(dout), *there, out, lse, captured_grads=(own["sinks"],), **own)
-        results.append([host(x).astype("f4") for x in (out, lse, *gradients, *of_own)])
-    wanted, found = results
-    assert not found[0][:, :, 0].any()
-    assert np.isposinf(found[1][:, 0]).all()
-    assert np.isnan(found[1][:, 2]).all() == any_gpu
-    for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0.01, atol=0.02)
 
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])

@@ -31,6 +31,10 @@ TANH = build("tanh", build("multiply", SCORE, constant(0.02)))
         (build("minimum", SCORE, constant(1.0)), math.inf),
         (build("exp", TANH), math.inf),
         (build("absolute", build("negative", TANH)), 1.0),
+        (build("tanh", build("add", SCORE, build("absolute", SCORE))), math.inf),
+        (build("tanh", build("subtract", SCORE, build("log", cast(Q, Type.FLOAT32)))), math.inf),
+        (build("tanh", build("add", SCORE, cast(Q, Type.FLOAT32))), 1.0),
+        (build("tanh", build("multiply", SCORE, SCORE)), math.inf),
     ],
     ids=str,
 )

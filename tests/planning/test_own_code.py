@@ -67,7 +67,10 @@ def test_macros_tell_what_a_call_has() -> None:
     assert of(score_mod=lambda s, b, h, q, k: 5 * np.tanh(s)) == {"OWN_SCORES": 1, "OWN_SLOPE": 1, "SHORT_OFFSETS": 1}
     assert of(score_mod=lambda s, b, h, q, k: s * s) == {"OWN_SCORES": 1, "OWN_SLOPE": 2, "SHORT_OFFSETS": 1}
     assert of(sinks=(4,), dropout_p=0.5) == {"SINKS": 1, "DROPOUT": 1, "SHORT_OFFSETS": 1}
-    assert of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))["OWN_SCORES"] == 1
+    for hides in (lambda s, b, h, q, k: np.where(q > k, s, -np.inf), lambda s, b, h, q, k: np.where(q > k, s, -1e38)):
+        assert of(score_mod=hides)["OWN_HIDES"] == 1
+    wide = of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
+    assert wide["OWN_SCORES"] == wide["OWN_HIDES"] == 1
     assert "SHORT_OFFSETS" not in of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
 
 
