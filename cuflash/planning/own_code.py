@@ -21,7 +21,7 @@ from ..mods.operations import Type
 from ..mods.signs import of_causal_pairs
 from ..mods.stages import ADDEND, SOFTMAX_SCALE
 from ..problem.options import LOG2_E
-from ..problem.own import SCORE, Own, exchanged, substituted
+from ..problem.own import LEAST_SCORE, SCORE, Own, exchanged, substituted
 from ..problem.problem import Problem
 
 RESULTS = ("score", "visible", "slope")
@@ -31,7 +31,6 @@ EXACT = ("visible",)
 MORE_WORDS = 8
 # Scores and slopes up to it are finite numbers beside others, whatever products are.
 MODERATE = 2.0**64
-LEAST = -1e37  # a score that is not above it weighs nothing
 _ONE = constant(1.0)
 
 
@@ -106,7 +105,7 @@ def _hides(score: Node) -> bool:
     """
     return any(
         (x.op == "load" and x.type == Type.FLOAT32 and "k_idx" in x.inputs)
-        or (x.op == "constant" and x.type == Type.FLOAT32 and not x.value > LEAST)
+        or (x.op == "constant" and x.type == Type.FLOAT32 and not x.value > LEAST_SCORE)
         for x in post_order([score])
     )
 

@@ -16,6 +16,7 @@ from ..mods.graph import CapturedArray, Graph, Node, post_order, variable
 from ..mods.operations import Type
 
 SCORE = variable("score")
+LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least number of a dtype to hide keys
 # What the axes of a bias stand for; it may lack the first ones.
 BIAS_AXES = ("b", "h", "q_idx", "k_idx")
 

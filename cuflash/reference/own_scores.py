@@ -25,7 +25,7 @@ from ..mods.derivative import differentiate
 from ..mods.graph import Node
 from ..mods.operations import Type
 from ..problem.dropout import SHARES, share_kept
-from ..problem.own import SCORE, Own
+from ..problem.own import LEAST_SCORE, SCORE, Own
 from ..problem.problem import Problem
 from . import dropout
 from .block_mask import CELL, EMPTY
@@ -35,7 +35,6 @@ Array = NDArray[Any]
 # The indices b, h, q_idx and k_idx of the scores of a tile, which are broadcast together, and the numbers seqlen_q and
 # seqlen_k.
 Places = Mapping[str, Any]
-LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least number of a dtype to hide keys
 
 
 class OwnTile(NamedTuple):
