@@ -140,6 +140,9 @@ def _written(parameters: Parameters, pointers: tuple[int, ...]) -> Block:
 
 
 def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> Kernels:
+    if current_device() != ordinal:  # why: the driver makes TMA descriptors in a context alone
+        with on_device(ordinal):
+            return _kernels(problem, ordinal, misaligned)
     while True:
         # why not asked for in plain calls: planning is a part of the time of each new shape.
         spilled = frozenset() if problem.op.own is None else compiler.spilled()

@@ -14,7 +14,7 @@ import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning.device import KNOWN
 from cuflash.planning.planner import plan
-from cuflash.runtime import launch
+from cuflash.runtime import launch, tensor_map
 from cuflash.runtime.kept import Kept, Seen
 from cuflash.runtime.structs import STRUCTS, Block, Parameters, size_of
 
@@ -94,6 +94,24 @@ def test_a_thread_without_the_gpus_context_gets_it_for_the_launch(gpus: Gpus) ->
         kernels.launch(POINTERS, stream=7)
         assert gpus.current == before
     assert len(gpus.launched) == 2
+
+
+def test_a_thread_without_the_gpus_context_gets_it_for_descriptors(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of autograd's may plan a call of a new shape, all of whose kernels are loaded, before it uses the GPU."""
+    contexts: list[int] = []
+    function = gpus.driver.function
+
+    def noted(name: str, *argtypes: type) -> Any:
+        contexts.append(gpus.current)
+        return function(name, *argtypes)
+
+    monkeypatch.setattr(tensor_map, "function", noted)
+    for gpus.current in (-1, 0):
+        before = gpus.current
+        launch._kernels(problem(dims=(2, 300 - before, 300, 4, 4)), 1)
+        assert gpus.current == before
+    assert contexts
+    assert set(contexts) == {1}
 
 
 def test_a_counter_is_that_of_the_stream(gpus: Gpus) -> None:

@@ -141,6 +141,16 @@ def test_threads_that_have_not_used_the_gpu_take_over_what_another_of_their_numb
         assert bool((bits(out) == bits(wanted)).all())
 
 
+def test_a_thread_that_has_not_used_the_gpu_calls_with_a_new_shape() -> None:
+    """All kernels are loaded, so that descriptors are the first thing that the driver is asked for."""
+    q, k, v = arrays(CASE)
+    cuflash.forward(q, k, v)
+    for rows in (q.shape[1] - 1, q.shape[1] - 2):
+        fewer, out = q[:, :rows], q[:, :rows].copy()
+        run_threads(lambda _, fewer=fewer, out=out: cuflash.forward(fewer, k, v, out=out), 1)
+        assert bool((bits(out) == bits(cuflash.forward(fewer, k, v))).all())
+
+
 def test_nothing_is_allocated_beyond_the_outputs(cupy: Any) -> None:
     q, k, v = arrays(Case("memory", 1, 2000, 2000, 8, 8, 64, 64, "float16", causal=True))
     for return_lse in (False, True):

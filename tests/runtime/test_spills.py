@@ -98,6 +98,7 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
                 raise compiler.SpilledError(variant)
 
     monkeypatch.setattr(launch, "Kernels", Loaded)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
     monkeypatch.setattr(launch.device, "query", lambda _: KNOWN["sm_90"])
     monkeypatch.setattr(compiler, "spilled", lambda: frozenset(spilled))
     assert launch._kernels(call, 0).plan.launches[0].variant is tried[2]
