@@ -104,17 +104,21 @@ def _own_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
     # Whether it passes over tiles that see nothing. why not of several lengths: kernels number the rows that are seen,
     # so that tiles are not made of whole cells.
     ways = (True, False) if uses_cells(problem) and lengths is None else (False,)
-    for tile in tiles_sm90.choose_own_backward(*dims, _queries_of_a_key(problem), capped, ways[0]):
-        for cells in ways:
+    for cells in ways:  # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
+        for tile in tiles_sm90.choose_own_backward(*dims, _queries_of_a_key(problem), capped, cells):
             if lengths is None:
                 made = _warpgroup_plan(problem, device, tile, cells)
             else:
-                made = _listed_plan(problem, device, tile, lengths)
+                made = _listed_plan(problem, device, tile.for_lengths(), lengths)
             if not any(launch.variant in spilled for launch in made.launches):
                 return made
     rows, skipping = [], []
     for tiles in tiles_sm90.choose_own_rows(*dims, capped):
-        fitting = (each for each in product(tiles, ways) if _rows_variant(problem, device, *each) not in spilled)
+        fitting = (
+            (tile, cells)
+            for cells, tile in product(ways, tiles)
+            if _rows_variant(problem, device, tile, cells) not in spilled
+        )
         if (fits := next(fitting, None)) is None:
             return None
         rows.append(fits[0])

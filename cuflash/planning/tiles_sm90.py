@@ -70,6 +70,8 @@ class WarpgroupTile:
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
         work = (96 if self.decodes else 80 if self.lengths else 32) * TILE_SLOTS
         work += 16 * self.stages + (16 if self.decodes else 32) if self.lengths else 0
+        # with cells: which key tiles the ring holds, and barriers of the warp that counts cells
+        work += 0 if self.decodes else rounded_up(8 * self.stages, 16) + 16
         return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
 
     @property
@@ -304,8 +306,7 @@ def choose_own(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bo
     dims = first.head_dim, first.head_dim_v
     found = [first, *(row for row in OWN_TILES if (row.head_dim, row.head_dim_v) == dims)]
     if op == "lse":
-        # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward_storage.cuh),
-        # and the places of tiles that are seen must fit behind those.
+        # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward_storage.cuh).
         found = [
             replace(tile, head_dim_v=0, out_panels=0, ping_pong=False, stages=min(tile.stages, TILE_SLOTS - 7))
             for tile in found
@@ -330,7 +331,9 @@ def choose_own_backward(
     queries see a key.
     """
     rows = (*(t for t in BACKWARD if t.min_queries <= (0 if cells else queries)), *OWN_BACKWARD)
-    return tuple(t for t in rows if _covers(t, head_dim, head_dim_v, softcap))
+    covers = [t for t in rows if _covers(t, head_dim, head_dim_v, softcap)]
+    # why sorted: a tile for larger head dims, though it may need fewer registers, takes up to 1.6 times as long.
+    return tuple(sorted(covers, key=lambda t: (t.head_dim, t.head_dim_v)))
 
 
 def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[WarpgroupRowsTile, ...]:

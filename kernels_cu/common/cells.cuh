@@ -69,10 +69,8 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
     cells += static_cast<long long>(rows.begin / kCell) * stride_row;
   }
 
-  // The first tile from n on that is seen; if there is none, one that `has` does not have. `Tile` is made of its number
-  // and of its CellKinds.
-  template <class Tile = SeenTile>
-  __device__ __forceinline__ Tile seen_from(int n) const {
+  // The first tile from n on that is seen; if there is none, one that `has` does not have.
+  __device__ __forceinline__ SeenTile seen_from(int n) const {
     const int step = Tiles::next(0), lane = threadIdx.x % 32;
 #pragma unroll 1
     while (Tiles::has(n)) {
@@ -98,7 +96,6 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
     return count;
   }
 
- private:
   // The cells of a tile; none if there is no such tile.
   __device__ __forceinline__ CellKinds look_at(int n) const {
     CellKinds kinds;
@@ -121,6 +118,37 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
 
 template <class Tiles, int kRows, int kTile, bool kRowsAreKeys = false>
 using SeenTiles = SeenTilesOf<kCells, Tiles, kRows, kTile, kRowsAreKeys, OwnParams>;
+
+// A warp's walk over the tiles that are seen, of which it looks at 32 at a time, a lane at each. All lanes go together. why
+// not tile by tile: to find one takes hundreds of cycles, for which a warp that loads tiles has no time.
+struct SeenWalk {
+  int window;         // the first of the tiles that were looked at last
+  unsigned left = 0;  // a bit for each of these that is seen, and is still to come
+  CellKinds kinds;    // of this lane's tile
+
+  // step: from a tile to the next one.
+  __device__ __forceinline__ SeenWalk(int first, int step) : window(first - 32 * step) {}
+
+  // Whether there is one more. `seen` are the tiles of the walk.
+  template <class Seen>
+  __device__ __forceinline__ bool has_tile(const Seen& seen, int step) {
+#pragma unroll 1
+    while (left == 0 && seen.has(window + 32 * step)) {
+      window += 32 * step;
+      kinds = seen.look_at(window + step * (threadIdx.x % 32));
+      left = __ballot_sync(0xffffffffu, kinds.some_seen());
+    }
+    return left != 0;
+  }
+
+  // The next one. `Tile` is made of its number and of its CellKinds.
+  template <class Tile>
+  __device__ __forceinline__ Tile take(int step) {
+    const int at = __ffs(left) - 1;
+    left &= left - 1;
+    return {window + step * at, CellKinds{__shfl_sync(0xffffffffu, kinds.bits, at)}};
+  }
+};
 
 // The walk of a loop over tiles; with cells over those that `seen()` gives, which is asked for a tile once.
 template <bool kExists, class Tiles, class Seen>

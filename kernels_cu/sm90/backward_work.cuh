@@ -230,13 +230,12 @@ __device__ __forceinline__ void find_each_step(AnyWork& work, unsigned& step, F 
                                 params.deterministic ? -1 : 1);
       const SeenTiles<DirectedTiles, kBlockK, kBlockQ, true> seen(
           tiles, params, work.batch, head, {key, smaller(key + kBlockK, of.seqlen_k())}, of.seqlen_q());
+      SeenWalk walk(tiles.first(), tiles.step);
 #pragma unroll 1
-      for (int n = tiles.first();; ++step) {
-        const SeenTile tile = seen.seen_from(n);
-        if (!tiles.has(tile.n())) break;
+      for (; walk.has_tile(seen, tiles.step); ++step) {
+        const SeenTile tile = walk.take<SeenTile>(tiles.step);
         work.tell({head, tile});
         f(head, tile.n(), tile.is_full());
-        n = tiles.next(tile.n());
       }
     }
   }

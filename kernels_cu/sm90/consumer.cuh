@@ -24,7 +24,7 @@ constexpr bool kSkipsTiles = kBlockQ > kBlockK && !kCells;
 struct GroupKeys {
   TileRange tiles;  // those that the group computes
   bool skips_first = false, skips_last = false;
-  TileRange clear;  // those that need no mask
+  TileRange clear;  // those that need no mask, with cells among all of the sequence and not among those that are seen
   int last_common;  // the tile of the last key that all rows see, if there is one
 
   // may_skip_first: false after a query block whose last key tile was skipped.
@@ -243,8 +243,9 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
     if (kSingle) await_kernels_ahead();
     if constexpr (!kLengths) {
       setmaxnreg_dec<kProducerRegisters>();
-      if (warp == 0) DenseKeyProducer<QueryWork>{{params, smem}}.run(first);
+      if (warp == 0) DenseKeyProducer<QueryWork>{{{params, smem}}}.run(first);
       else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1, kQueryWarps}.run();
+      else if (kCells && warp == kDealingWarp) DenseDealer<QueryWork>{{{params, smem}}}.run(first);
     } else {
       if (warp == 0) produce_keys<QueryWork>(params, smem, 0);
       else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1, kQueryWarps}.run();

@@ -8,7 +8,7 @@
 //          the others   Each owns 64 queries of the block and all keys. A step issues s of the next key tile and p v of
 //                       this one; the softmax of that s then runs beside p v. The last p v of a block goes with the
 //                       first s of the next block, under which the block's rows are stored.
-// Barriers work_full   the producer has described work, or that there is no more
+// Barriers work_full   work is described, or that there is no more
 //          q_full      q has arrived            q_empty   every warp is done with it
 //          kv_full     k or v has arrived       kv_empty  every warp is done with it
 //          kIssue      (kPingPong) a warpgroup may issue its products; the softmax of the other runs beside them

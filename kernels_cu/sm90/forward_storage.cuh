@@ -66,25 +66,27 @@ struct PlainTile {
   int number;
 
   __device__ __forceinline__ int n() const { return number; }
+  __device__ static constexpr bool is_seen(int) { return true; }
   __device__ static constexpr bool is_full(int) { return false; }
 };
 
-// A key tile under a mask of the caller's own, which shows some warpgroups all of it: the cells along its rows are those
-// of the warpgroups.
+// A key tile under a mask of the caller's own. The cells along its rows are those of the warpgroups.
 struct GroupsTile {
-  int bits;  // 8 n, and a bit for each warpgroup that sees all
+  int bits;  // 64 n, 8 for each warpgroup that sees something, and 1 for each that sees all
 
   __device__ __forceinline__ explicit GroupsTile(int all_bits) : bits(all_bits) {}
-  __device__ __forceinline__ GroupsTile(int n, CellKinds kinds) : bits(8 * n) {
+  __device__ __forceinline__ GroupsTile(int n, CellKinds kinds) : bits(64 * n) {
 #pragma unroll
     for (int group = 0; group < kNumConsumers; ++group) {
-      bits |= (kFullCells && !kinds.of_row(group).some_hidden()) << group;
+      const CellKinds own = kinds.of_row(group);
+      bits |= (own.some_seen() * 8 | (kFullCells && !own.some_hidden())) << group;
     }
   }
-  __device__ __forceinline__ int n() const { return bits >> 3; }
+  __device__ __forceinline__ int n() const { return bits >> 6; }
+  __device__ __forceinline__ bool is_seen(int group) const { return (bits >> group & 8) != 0; }
   __device__ __forceinline__ bool is_full(int group) const { return (bits >> group & 1) != 0; }
 };
-static_assert(!kCells || (kGroupRows == kCell && kNumConsumers <= 3), "a warpgroup has a bit for its one cell");
+static_assert(!kCells || (kGroupRows == kCell && kNumConsumers <= 3), "a warpgroup has two bits for its one cell");
 
 // What only kernels with cells need.
 template <bool kExists>
@@ -93,7 +95,9 @@ struct CellsStorage {
 };
 template <>
 struct CellsStorage<true> {
-  int tile_of[kStages];  // GroupsTile::bits of the key tile in each slot of the ring
+  // GroupsTile::bits of the key tile in each slot of the ring, and of the one after it of the same work.
+  uint2 tile_of[kStages];
+  unsigned long long wanted[2];  // as that of RaggedStorage, for sequences that are all alike
 
   __device__ unsigned tiles() const { return smem_address(tile_of); }
 };
@@ -115,12 +119,14 @@ struct Addresses {
 
   // The key tile in a slot that has arrived. `n` is its number among those of the work.
   __device__ __forceinline__ auto tile(int n, unsigned slot) const {
-    if constexpr (kCells) return GroupsTile(static_cast<int>(ld_shared_u32(tiles + 4 * slot)));
+    if constexpr (kCells) return GroupsTile(static_cast<int>(ld_shared_u32(tiles + 8 * slot)));
     else return PlainTile{n};
   }
 
   // Piece i asks for the next one, which the dealer waits for.
-  __device__ __forceinline__ unsigned wanted(unsigned i) const { return edge_full + 8 + (kDecodes ? 0 : i % 2 * 8); }
+  __device__ __forceinline__ unsigned wanted(unsigned i) const {
+    return (kLengths ? edge_full + 8 : tiles + 8 * kStages) + (kDecodes ? 0 : i % 2 * 8);
+  }
   __device__ __forceinline__ void await_wanted(unsigned i) const {
     mbarrier_wait(wanted(i), (kDecodes ? i : i / 2) & 1);
   }
@@ -195,11 +201,12 @@ struct Addresses {
     for (int i = 0; i < kStages; ++i) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(kv_empty + 8 * i, kReleases);
     if (kLengths) mbarrier_init(edge_full, 1), mbarrier_init(wanted(0), 1);
     if (kLengths && !kDecodes) mbarrier_init(wanted(1), 1);
+    if (kCells && !kLengths) mbarrier_init(wanted(0), 1), mbarrier_init(wanted(1), 1);
     mbarrier_init_fence();
   }
 };
 
-// With cells: the last key tile whose k the producer has loaded.
+// With cells: the last key tile whose k the producer has loaded, and the one after it.
 template <bool kExists>
 struct LoadedTile {
   __device__ __forceinline__ static int n() { return 0; }
@@ -209,21 +216,48 @@ struct LoadedTile {
 };
 template <>
 struct LoadedTile<true> {
-  GroupsTile at{0};
+  GroupsTile at{0}, following{0};
+  SeenWalk walk{0, kStep};
 
   __device__ __forceinline__ int n() const { return at.n(); }
 
-  // Finds the next key tile that is seen, or the first one of the work. If nothing is seen, it is any.
+  // Goes to the next key tile that is seen, or to the first one of the work. If nothing is seen, it is any.
   template <class Params, class AnyWork>
   __device__ __forceinline__ void find_next(const Params& params, const AnyWork& work, bool is_first) {
-    const DescendingTiles all = work.tiles;
-    at = seen_keys(params, work).template seen_from<GroupsTile>(is_first ? all.first() : all.next(n()));
-    if (!all.has(n())) at = GroupsTile(all.begin, CellKinds::all_empty());
+    if (is_first) walk = SeenWalk(DescendingTiles(work.tiles).first(), kStep);
+#pragma unroll 1
+    for (int i = is_first ? 0 : 1; i < 2; ++i) {
+      at = following;
+      following = walk.has_tile(seen_keys(params, work), kStep)
+                      ? walk.take<GroupsTile>(kStep)
+                      : GroupsTile(work.tiles.begin, CellKinds::all_empty());
+    }
   }
 
   // Tells the consumers of it, through the slot of the ring that holds it.
   __device__ __forceinline__ void tell(const Addresses& smem, unsigned slot) const {
-    st_shared_u32(smem.tiles + 4 * slot, at.bits);
+    st_shared_v2(smem.tiles + 8 * slot, at.bits, following.bits);
+  }
+
+ private:
+  static constexpr int kStep = -1;  // as in DescendingTiles
+};
+
+// The key tile of a consumer's next step. With cells it is heard of a step ahead. why: what is read from shared memory comes
+// late while products run, and nothing is to be waited for before the next product is issued.
+template <bool kExists>
+struct NextTile {
+  __device__ __forceinline__ static PlainTile at(int n) { return {n}; }
+  __device__ __forceinline__ void hear(const Addresses&, unsigned) const {}
+};
+template <>
+struct NextTile<true> {
+  GroupsTile tile{0};
+
+  __device__ __forceinline__ GroupsTile at(int) const { return tile; }
+  // Of the tile after the one in this slot.
+  __device__ __forceinline__ void hear(const Addresses& smem, unsigned slot) {
+    tile = GroupsTile(static_cast<int>(ld_shared_u32(smem.tiles + 8 * slot + 4)));
   }
 };
 

@@ -13,6 +13,8 @@ struct OutputConsumer : Consumer {
   Weights p;
   Output o;
   float o_scale[2];
+  NextTile<kCells> next_tile;
+  bool has_begun = false;  // with cells: this warpgroup has seen all of some key tile of the work at hand
 
   using Consumer::Consumer;
 
@@ -63,6 +65,7 @@ struct OutputConsumer : Consumer {
   struct Step {
     int n;                    // the key tile of s
     bool accumulate = false;  // o has the p v of a key tile
+    bool has_weights = true;  // p is of the key tile before, which was not passed over
     unsigned k_slot, v_slot;
     float sums[2];  // of the weights
   };
@@ -72,31 +75,69 @@ struct OutputConsumer : Consumer {
     await_issue();
     step.k_slot = begin_next_scores();
     step.v_slot = begin_next_output(step.accumulate);
-    step.accumulate = true;
+    step.accumulate = step.has_weights = true;
     pass_issue();
+  }
+
+  // Passes over a key tile in which this warpgroup sees nothing, unless it is the last, whose p v goes with the next work. The
+  // result is false if the tile is to be taken. why the product of v is begun by a step that follows even if p is 0: a
+  // condition there makes wgmma wait.
+  __device__ __forceinline__ bool passes_over(Step& step, const GroupKeys& keys) {
+    if constexpr (kCells) {
+      if (step.n == keys.tiles.begin || next_tile.at(step.n).is_seen(group)) return false;
+      await_issue();
+      await(ring);
+      next_tile.hear(smem, ring.slot);
+      end_scores(keys, step.n, ring.advance().slot);
+      if (step.has_weights) {
+        const unsigned v_slot = begin_next_output(step.accumulate);
+        step.accumulate = true, step.has_weights = false;
+        pass_issue();
+        end_output(v_slot);
+#pragma unroll
+        for (unsigned& pair : p) pair = 0;
+      } else {
+        skip(), pass_issue();
+      }
+      return true;
+    }
+    return false;
+  }
+
+  // Whether this warpgroup sees all of a tile, after which all of its rows have begun.
+  template <class Tile>
+  __device__ __forceinline__ bool is_clear(const Tile& tile, const GroupKeys& keys) const {
+    return tile.is_full(group) && tile.n() >= keys.clear.begin && tile.n() < keys.clear.end;
   }
 
   // Takes steps down to tile `begin`; false if weights left the range, their step unfinished. Rows keep the maximum of
   // the first tile in which they see a key, as long as their weights are in range. So the bits of a row depend on no
   // other row, nor on which of the two loops a tile falls into. why a loop of their own for tiles without hidden keys,
-  // after the first key that all rows see: L28.
+  // after the first key that all rows see: L28. With cells each loop ends before the first tile that is for the other.
   template <bool kClear>
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
     // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have weighed
     // nothing so far; the row's weights are then made again.
-    constexpr bool kMayBeginRows = !kClear || kOwnMask || kOwnHides;
+    constexpr bool kMayBeginRows = !kClear || (kOwnMask && !kCells) || kOwnHides;
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
+      if constexpr (kCells) {
+        const bool clear = is_clear(next_tile.at(step.n), keys);
+        if (kClear != (has_begun && clear)) return true;
+        has_begun |= clear;
+      }
+      if (!kClear && passes_over(step, keys)) continue;
       begin_step(step);
       const QueryWork work = kClear && !kOwn ? QueryWork() : smem.work(i);  // why here: L31
       const auto rows = kClear && !kOwn ? decltype(lane_queries(work))() : lane_queries(work);
       const OwnWork own(params, work);
-      const auto at = smem.tile(step.n, step.k_slot);
+      const auto at = next_tile.at(step.n);
       const int tile = at.n();
       const auto own_tile = own.tile(rows, tile * kBlockK, softmax.taken_off<kMayBeginRows>());
+      next_tile.hear(smem, step.k_slot);
       wgmma_wait<1>(s);
       Score{params.problem.score}.apply(s);
-      own.apply(own_tile, s, at.is_full(group));
+      own.apply(own_tile, s, (kClear && kCells) || at.is_full(group));
       if constexpr (!kClear) {
         if (tile >= keys.clear.end) mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
         if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
@@ -128,9 +169,11 @@ struct OutputConsumer : Consumer {
     if constexpr (kRaisesAlways) {
 #pragma unroll 1
       for (; step.n >= tiles.begin; --step.n) {
+        if (passes_over(step, keys)) continue;
         begin_step(step);
         weigh<1>(keys, step.n, step.k_slot, o_scale);
-        const int tile = smem.tile(step.n, step.k_slot).n();
+        const int tile = next_tile.at(step.n).n();
+        next_tile.hear(smem, step.k_slot);
         end_scores(keys, step.n, step.k_slot);
         drop(tile);
         end_output(step.v_slot);
@@ -138,14 +181,14 @@ struct OutputConsumer : Consumer {
         rescale();
       }
     } else {
-      // why: after the tile of the last key that all rows see, no row has seen nothing. With cells, tiles are not in line.
+      // why: after the tile of the last key that all rows see, no row has seen nothing. With cells each tile tells of itself.
       const bool some_clear = !kCells && keys.clear.begin < min(keys.clear.end, tiles.end);
       const int upper_begin = some_clear ? max(tiles.begin, keys.last_common) : tiles.begin;
 #pragma unroll 1
       while (step.n >= tiles.begin) {
         // why in this order: L52.
-        const bool upper = step.n >= upper_begin;
-        if ((upper || stale_steps<true>(step, keys, keys.clear.begin)) &&
+        const bool upper = !kCells && step.n >= upper_begin;
+        if ((upper || stale_steps<true>(step, keys, kCells ? tiles.begin : keys.clear.begin)) &&
             stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {
           continue;
         }
@@ -181,7 +224,10 @@ struct OutputConsumer : Consumer {
     keys.find_clear(params.problem, smem.work(i), group);
     softmax.setup();
     weigh<kPending>(keys, keys.tiles.end - 1, k_slot, o_scale);
-    const int tile = smem.tile(keys.tiles.end - 1, k_slot).n();
+    const auto at = smem.tile(keys.tiles.end - 1, k_slot);
+    const int tile = at.n();
+    if constexpr (kCells) has_begun = is_clear(at, keys);
+    next_tile.hear(smem, k_slot);
     end_scores(keys, keys.tiles.end - 1, k_slot);
     drop(tile);
   }

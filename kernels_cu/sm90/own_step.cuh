@@ -76,7 +76,8 @@ struct OwnStepOf {
 
 template <int kCount, bool kRowsAreKeys, bool kLate>
 struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
-  static constexpr int kPiece = 16;  // elements that may be worked on together
+  // Elements that may be worked on together. why so few of a mask alone: it may read arrays, and most tiles ask no mask.
+  static constexpr int kPiece = 16, kPieceOfMask = kOwnScores ? kPiece : 4;
 
   const OwnPlace place;
   const FoundOwnLane<kOwnScores> found;
@@ -97,7 +98,7 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
       const OwnLane& own = found.at(place);
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (i > 0 && i % kPiece == 0) end_piece(place.problem.batch);
+        if (i > 0 && i % kPieceOfMask == 0) end_piece(place.problem.batch);
         const OwnHead::Result result = own.head.at(own.rows[i / 2 % 2], s[i], i / 4 * 8 + i % 2);
         if constexpr (kOwnScores && !kLate) s[i] = result.score;
         if constexpr (kAsksMask) s[i] = result.visible ? s[i] : -infinity();

@@ -1,12 +1,22 @@
-// The producers of forward and lse, which copy by TMA: one warp deals out work and loads k and v, others load q.
+// The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. Work is dealt out by the warp
+// that loads k and v or, with cells or lengths, by a warp of its own.
 #pragma once
 #include "../common/swizzle.cuh"
 #include "../ptx/cp_async.cuh"
 #include "ragged_producer.cuh"
 
-// Warp 0 deals out work and fills the ring.
+// One thread tells the others about work i. All lanes of a warp call.
+struct Describer : Role {
+  template <class AnyWork>
+  __device__ __forceinline__ void describe(unsigned i, const AnyWork& work) const {
+    if (leads) smem.describe(i, work);
+    __syncwarp();
+  }
+};
+
+// Warp 0 fills the ring and, without cells, deals out work.
 template <class AnyWork>
-struct DenseKeyProducer : Role {
+struct DenseKeyProducer : Describer {
   RingPosition ring;
   LoadedTile<kCells> loaded;
 
@@ -37,26 +47,26 @@ struct DenseKeyProducer : Role {
     load_v(work, kCells ? last : work.keys.begin);
   }
 
-  __device__ __forceinline__ void describe(unsigned i, const AnyWork& work) const {
-    if (leads) smem.describe(i, work);
-    __syncwarp();
-  }
-
   // why work is read back from shared memory: L5.
   __device__ __forceinline__ void run(const AnyWork& first) {
     WorkQueue queue;
-    describe(0, first);
+    if constexpr (!kCells) describe(0, first);
     unsigned i = 0;
 #pragma unroll 1
     for (;; ++i) {
+      if constexpr (kCells) smem.await_work(i);
       const AnyWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
       // The key tile before which the next work is claimed. why so late: L19.
-      const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4) : tiles.begin;
+      const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
+                           : kCells                  ? min(tiles.begin + 2, tiles.end - 1)
+                                                     : tiles.begin;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
-        if (n == claim_at) {
+        if constexpr (kCells) {
+          if (n == claim_at && leads) mbarrier_arrive(smem.wanted(i));
+        } else if (n == claim_at) {
           queue.advance(params);
           describe(i + 1, queue.work(params));
         }
@@ -71,6 +81,25 @@ struct DenseKeyProducer : Role {
     if (kNextScoresFirst) load_last_v(i - 1, loaded.n());
   }
 };
+
+// Deals out work with cells, which are counted for it.
+template <class AnyWork>
+struct DenseDealer : Describer {
+  __device__ __forceinline__ void run(const AnyWork& first) const {
+    WorkQueue queue;
+    describe(0, first);
+    bool exists = first.exists();
+#pragma unroll 1
+    for (unsigned i = 0; exists; ++i) {
+      smem.await_wanted(i);
+      queue.advance(params);
+      const AnyWork next = queue.work(params);
+      describe(i + 1, next);
+      exists = next.exists();
+    }
+  }
+};
+static_assert(!kCells || kQueryWarps < kDealingWarp, "the warp that deals out work has nothing else to do");
 
 // Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others have
 // left, and nobody is to wait while it reads the lengths.

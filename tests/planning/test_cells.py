@@ -18,6 +18,7 @@ from cuflash.planning.own_code import own_code
 from cuflash.planning.plan import MAX_GRID
 from cuflash.planning.planner import plan
 from cuflash.planning.tile import rounded_up
+from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile
 from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import Sizes, block_mask_op, own_op
@@ -158,11 +159,19 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: boo
     assert ("cells" in made.workspace) != has_cells
 
 
-def test_backward_on_hopper_goes_without_cells_where_its_kernel_spills_with_them() -> None:
+def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_them() -> None:
     given = problem(masks.segments(IDS), "backward")
-    main = plan(given, KNOWN["sm_90"]).variant
-    assert main is not None
-    made = plan(given, KNOWN["sm_90"], spilled={main})
+    spilled: set[Variant] = set()
+    dims = []
+    while (made := plan(given, KNOWN["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
+        main = made.variant
+        assert main is not None
+        assert main.own == own_code(given, rows_are_keys=True, cells=True)
+        assert isinstance(main.tile, WarpgroupBackwardTile)
+        dims.append((main.tile.head_dim, main.tile.k_steps))
+        spilled.add(main)
+    assert dims[:2] == [(64, 2), (64, 0)]
+    assert dims == sorted(dims, key=lambda each: each[0])
     assert [launch.variant.op for launch in made.launches] == ["delta", "backward"]
     assert made.launches[1].variant.own == own_code(given, rows_are_keys=True)
     assert not {"cells", "seen_counts"} & set(made.workspace)
@@ -177,7 +186,12 @@ def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() ->
     for launch in made.launches[2:]:
         assert launch.variant.own == own_code(given, rows_are_keys=launch.variant.op != "backward_dq", cells=True)
     assert made.variant is made.launches[2].variant
-    again = plan(given, KNOWN["sm_90"], spilled={made.variant})
+    wide, narrow = made.variant.tile, plan(given, KNOWN["sm_90"], spilled={made.variant}).launches[2].variant
+    assert isinstance(wide, WarpgroupRowsTile)
+    assert isinstance(narrow.tile, WarpgroupRowsTile)
+    assert (wide.columns, narrow.tile.columns) == (64, 32)
+    assert narrow.own == own_code(given, cells=True)
+    again = plan(given, KNOWN["sm_90"], spilled={made.variant, narrow})
     assert [launch.variant.own for launch in again.launches[2:]] == [
         own_code(given), *(launch.variant.own for launch in made.launches[3:])
     ]  # fmt: skip
