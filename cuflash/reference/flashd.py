@@ -2,6 +2,9 @@
 
 State of a row: lse = ln Σ exp(s), and o, the attention over the keys so far. There is no running maximum and o is never
 divided: a new part of the keys with its own (o', lse') is blended in with the weight w = σ(lse' - lse).
+
+lse is kept as two numbers, base + rest, as the kernels keep it. base is one of the scores, and rest is the logarithm of
+a sum of at least about 1. Scores over 10⁶ leave no digits for the logarithm in one float32, and the weights need these.
 """
 
 from __future__ import annotations
@@ -15,35 +18,43 @@ from .tiles import Array, Tile, by_tiles, exp_below
 
 
 class State(NamedTuple):
-    """lse (rows,), o (rows, head_dim_v)."""
+    """base and rest (rows,), whose sum is lse; o (rows, head_dim_v)."""
 
-    lse: Array
+    base: Array
+    rest: Array
     o: Array
+
+    @property
+    def lse(self) -> Array:
+        """The logarithm of the sum, rounded to one number."""
+        return self.base + self.rest
 
 
 def blend(state: State, part: State) -> State:
-    """The state over both sets of keys, which are disjoint; lse (…), o (…, head_dim_v).
+    """The state over both sets of keys, which are disjoint; base and rest (…), o (…, head_dim_v).
 
     With x = lse' - lse:  w = σ(x),  o ← o (1 - w) + o' w,  lse ← lse + softplus(x).
     """
-    # why: a part without keys has lse = -inf; it gets weight 0, and what is blended into it gets weight 1.
-    x = np.where(np.isneginf(part.lse), -np.inf, part.lse - state.lse)
-    lse = np.where(np.isneginf(state.lse), part.lse, state.lse + softplus(x))
-    return State(lse, state.o * sigmoid(-x)[..., None] + part.o * sigmoid(x)[..., None])  # 1 - σ(x) = σ(-x)
+    # why: a part without keys has base = -inf; it gets weight 0, and what is blended into it gets weight 1.
+    x = np.where(np.isneginf(part.base), -np.inf, (part.base - state.base) + (part.rest - state.rest))
+    keeps = x < 0  # why not x >= 0 for the other: the state takes NaN over
+    base, rest = np.where(keeps, state.base, part.base), np.where(keeps, state.rest, part.rest)
+    rest = rest + softplus(-np.abs(x))  # lse + softplus(x) is the larger of both + ln(1 + exp(-|x|))
+    return State(base, rest, state.o * sigmoid(-x)[..., None] + part.o * sigmoid(x)[..., None])  # 1 - σ(x) = σ(-x)
 
 
 def start(rows: int, head_dim_v: int, dtype: np.dtype[Any]) -> State:
     """The state before any key: lse = -inf, o = 0."""
-    return State(np.full(rows, -np.inf, dtype), np.zeros((rows, head_dim_v), dtype))
+    return State(np.full(rows, -np.inf, dtype), np.zeros(rows, dtype), np.zeros((rows, head_dim_v), dtype))
 
 
 def update(state: State, tile: Tile) -> State:
     """Blends in the tile's own attention. The maximum is that of the tile and is not kept."""
     m_tile = tile.s.max(axis=1)
     p = exp_below(tile.s, m_tile)
-    lse_tile = m_tile + np.log(p.sum(axis=1))
-    unit = exp_below(m_tile[:, None].copy(), lse_tile)  # (rows, 1): exp(m̃ - lse_tile) makes p sum to 1 (0 for none)
-    return blend(state, State(lse_tile, unit * tile.times_v(p)))
+    ell_tile = p.sum(axis=1)
+    ell_tile = np.where(ell_tile == 0, 1, ell_tile)  # why: a row that sees no key of the tile keeps 0, not NaN
+    return blend(state, State(m_tile, np.log(ell_tile), tile.times_v(p) / ell_tile[:, None]))
 
 
 def finish(state: State) -> tuple[Array, Array]:

@@ -18,10 +18,14 @@ def merge_states(outs: Sequence[Array], lses: Sequence[Array]) -> tuple[Array, A
     """
     dtype = np.result_type(np.float32, *(x.dtype for x in (*outs, *lses) if x.dtype == np.float64))
     batch, heads, seqlen_q = lses[0].shape
-    state = State(np.full((batch, seqlen_q, heads), -np.inf, dtype), np.zeros(outs[0].shape, dtype))
+    rows = (batch, seqlen_q, heads)
+    state = State(np.full(rows, -np.inf, dtype), np.zeros(rows, dtype), np.zeros(outs[0].shape, dtype))
     with np.errstate(all="ignore"):
         for out, lse in zip(outs, lses, strict=True):
             lse = lse.astype(dtype).transpose(0, 2, 1)
             # why: the out of a part that saw nothing is not read, because it may hold NaN, and 0 * NaN is NaN.
-            state = blend(state, State(lse, np.where(np.isneginf(lse)[..., None], 0, out.astype(dtype))))
+            part = State(lse, np.zeros(rows, dtype), np.where(np.isneginf(lse)[..., None], 0, out.astype(dtype)))
+            state = blend(state, part)
+            # why rounded each time: many states in one call give the bits of one call after the other.
+            state = state._replace(base=state.lse, rest=part.rest)
         return state.o.astype(outs[0].dtype), np.ascontiguousarray(state.lse.transpose(0, 2, 1))

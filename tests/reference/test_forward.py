@@ -62,9 +62,11 @@ def states(algorithm: str, scale: float, dtype: str) -> tuple[list[list[Array]],
     seen: dict[int, list[Any]] = {0: [], 2: []}
     forward = TILED[algorithm]
     problem = problem_of(q, k, v, softmax_scale=scale)
-    out, lse = forward(
-        problem, q, k, v, block_q=2, block_k=2, on_tile=lambda block, tile, state: seen[block.begin].append(state)
-    )
+
+    def on_tile(block: Any, tile: Any, state: Any) -> None:
+        seen[block.begin].append((state.lse, state.o) if isinstance(state, flashd.State) else state)
+
+    out, lse = forward(problem, q, k, v, block_q=2, block_k=2, on_tile=on_tile)
     assert len(seen[0]) == len(seen[2]) == 2
     return (
         [
@@ -187,6 +189,41 @@ def test_large_scores_do_not_overflow(algorithm: str) -> None:
         out, lse = reference.forward(problem, np.float32(factor) * q, k, v)
         assert_attention(problem, (np.float32(factor) * q, k, v), None, lse)
         assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("algorithm", TILED)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("size", [1e4, -1e6, 1e7, -1e8])
+@pytest.mark.parametrize("mask", [{}, MASKED[0], MASKED[-1]], ids=str)
+def test_weights_of_large_scores_are_those_of_float64(
+    mask: dict[str, Any], size: float, dtype: str, algorithm: str
+) -> None:
+    """Scores near `size` that differ by 0, 1 or 2 steps of float32, in several tiles, some of which hold only -inf."""
+    step = max(0.5, float(np.spacing(np.float32(abs(size)))))  # every product below is exact in float32
+    case = Case("", 1, 24, 24, 1, 1, 2, 4, dtype, softmax_scale=step, **mask)
+    q, k, v = case.arrays()
+    exponent = int(math.log2(abs(size) / step))
+    q[..., 0], q[..., 1] = 2.0 ** (exponent // 2), 1
+    k[..., 0] = math.copysign(2.0 ** (exponent - exponent // 2), size)
+    k[..., 1] = np.random.default_rng(0).integers(0, 3, k.shape[:3])
+    k[0, [0, 7, *range(10, 15)], 0, 0] = -np.inf
+    doubles = [x.astype("f8") for x in (q, k, v)]
+    exact = problem_of(*doubles, algorithm="standard", **case.arguments())
+    wanted, wanted_lse = reference.forward(exact, *doubles)
+    out, lse = TILED[algorithm](case.problem(algorithm=algorithm), q, k, v, block_q=7, block_k=5)
+    unit = {"float16": 2.0**-10, "bfloat16": 2.0**-7}.get(dtype, 2.0**-22)
+    np.testing.assert_allclose(out.astype("f8"), wanted, rtol=0, atol=unit * np.abs(doubles[2]).max())
+    np.testing.assert_allclose(lse, wanted_lse, rtol=2.0**-22)
+    assert np.isneginf(lse).any() == bool(mask)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("score", [1e6, 3e7, -3e7, 1e30])
+def test_equal_scores_of_any_size_give_the_mean(algorithm: str, score: float) -> None:
+    q, k = np.full((1, 1, 1, 1), score, np.float32), np.ones((1, 2048, 1, 1), np.float32)
+    v = np.tile(np.arange(2, dtype=np.float32), 1024).reshape(1, 2048, 1, 1) * 5
+    out, _ = reference.forward(problem_of(q, k, v, algorithm=algorithm, softmax_scale=1.0), q, k, v)
+    assert out.item() == 2.5
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
