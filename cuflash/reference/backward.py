@@ -16,7 +16,7 @@ import numpy as np
 
 from ..problem.problem import Problem
 from .own_scores import OwnGradients, OwnScores
-from .tiles import Array, accumulator, exp_below, key_tiles, query_blocks
+from .tiles import Array, accumulator, exp_below, key_tiles, kv_heads, query_blocks
 
 
 def backward(
@@ -42,7 +42,7 @@ def backward(
     dtype, softcap = accumulator(problem), problem.options.softcap
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
     with np.errstate(all="ignore"):
-        for batch_idx, head_kv_idx in np.ndindex(problem.batch, problem.heads_kv):
+        for batch_idx, head_kv_idx in kv_heads(problem):
             dk_head = np.zeros((problem.seqlen_k, problem.head_dim), dtype)
             dv_head = np.zeros((problem.seqlen_k, problem.head_dim_v), dtype)
             for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):

@@ -70,7 +70,7 @@ def run(
     if out is not None:
         results[0] = out
     arrays = [operand for operand in op.inputs if operand.dtype != INTEGERS and operand.name in named]
-    for b, one in enumerate(each(problem, named)):
+    for b, one in each(problem, named):
         mask, runs = problem.lengths.mask(_length(one.queries), len(one.keys[0])), one.runs()
         found = []
         for keys in runs:
@@ -90,27 +90,34 @@ def run(
     return results
 
 
-def each(problem: Problem, named: Named) -> Iterator[One]:
-    """The sequences of a batch; `named` has the arrays that tell their lengths."""
+def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
+    """The sequences that have queries, with their places in the batch; `named` has the arrays that tell lengths.
+
+    why no others: they have no rows of results, and gradients of their keys are 0, so they cost no step of a loop.
+    """
     rows_q = problem.shape(problem.op.operands[0])[1]
-    for b in range(problem.batch):
-        row, begin, rows = rows_of(b, rows_q, named.get("cu_seqlens_q"))
-        count = _used("seqused_q", b, min(rows, problem.seqlen_q), named)
-        yield One(row, slice(begin, begin + count), _keys(b, problem, named))
+    counts = _all_used("q", problem.batch, rows_q, problem.seqlen_q, named)
+    for b in np.flatnonzero(counts).tolist():
+        row, begin, _ = rows_of(b, rows_q, named.get("cu_seqlens_q"))
+        yield b, One(row, slice(begin, begin + int(counts[b])), _keys(b, problem, named))
 
 
 def lengths_of(problem: Problem, named: Named) -> list[tuple[int, int]]:
     """The used queries and keys of each sequence of a problem without q and k, as a block mask is."""
     assert problem.lengths is not None
-    found = []
-    for b in range(problem.batch):
-        lengths = []
-        for side, rows, most in (("q", problem.lengths.rows_q, problem.seqlen_q),
-                                 ("k", problem.lengths.rows_k, problem.seqlen_k)):  # fmt: skip
-            _, _, count = rows_of(b, rows, named.get(f"cu_seqlens_{side}"))
-            lengths.append(_used(f"seqused_{side}", b, min(count, most), named))
-        found.append((lengths[0], lengths[1]))
-    return found
+    used_q = _all_used("q", problem.batch, problem.lengths.rows_q, problem.seqlen_q, named)
+    used_k = _all_used("k", problem.batch, problem.lengths.rows_k, problem.seqlen_k, named)
+    return list(zip(used_q.tolist(), used_k.tolist(), strict=True))
+
+
+def _all_used(side: str, batch: int, rows: int, most: int, named: Named) -> Array:
+    """How many queries ("q") or keys ("k") each sequence uses, of at most `most`; rows: those that there are."""
+    counts = np.full(batch, rows)
+    if (bounds := named.get(f"cu_seqlens_{side}")) is not None:
+        counts = np.maximum(np.diff(np.clip(bounds.astype(np.int64), 0, rows)), 0)
+    counts = np.minimum(counts, most)
+    used = named.get(f"seqused_{side}")
+    return counts if used is None else np.clip(used.astype(np.int64), 0, counts)
 
 
 def _length(rows: slice) -> int:

@@ -123,6 +123,12 @@ def spans(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
         yield max(begin, start), min(end, start + size)
 
 
+def kv_heads(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """(batch_idx, head_kv_idx) of each kv head, or nothing if no query sees a key, however many heads there are."""
+    begin, end = problem.mask.row_range(0, problem.seqlen_k)
+    return iter(np.ndindex(problem.batch, problem.heads_kv) if begin < end else ())
+
+
 def query_blocks(
     problem: Problem, q: Array, batch_idx: int, head_kv_idx: int, block_q: int | None = None
 ) -> Iterator[QueryBlock]:
@@ -205,7 +211,7 @@ def by_tiles(
         if own is not None and own.sinks is not None:
             lse[...] = own.sinks[:, None]
         with np.errstate(all="ignore"):  # why: visible NaN and inf belong into the result without a warning
-            for batch_idx, head_kv_idx in np.ndindex(problem.batch, problem.heads_kv):
+            for batch_idx, head_kv_idx in kv_heads(problem):
                 for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
                     state = start(len(block.q), v.shape[3], dtype)
                     for tile in key_tiles(problem, block, k, v, block_k, own):

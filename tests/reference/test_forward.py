@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -215,6 +216,24 @@ def test_weights_of_large_scores_are_those_of_float64(
     np.testing.assert_allclose(out.astype("f8"), wanted, rtol=0, atol=unit * np.abs(doubles[2]).max())
     np.testing.assert_allclose(lse, wanted_lse, rtol=2.0**-22)
     assert np.isneginf(lse).any() == bool(mask)
+
+
+@pytest.mark.parametrize("dims", [(0, 3), (3, 0), (0, 0)])
+def test_a_batch_that_sees_nothing_costs_no_step_of_a_loop(
+    dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    for name in ("tiles", "backward"):
+        module = import_module(f"cuflash.reference.{name}")
+        monkeypatch.setattr(module, "query_blocks", lambda *of: asked.append(of) or ())
+    queries, keys = dims
+    q, k = np.ones((1000, queries, 2, 4), np.float32), np.ones((1000, keys, 2, 4), np.float32)
+    for algorithm in ALGORITHMS:
+        out, lse = reference.forward(problem_of(q, k, k, algorithm=algorithm), q, k, k)
+        assert not out.any()
+        assert np.isneginf(lse).all()
+    assert not any(x.any() for x in reference.backward(problem_of(q, k, k), out, q, k, k, out, lse))
+    assert not asked
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

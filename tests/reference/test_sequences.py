@@ -20,7 +20,8 @@ from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import OF_SEQUENCES
 from cuflash.problem.options import ALGORITHMS, Options
 from cuflash.problem.problem import Problem
-from cuflash.reference.sequences import One, each, run
+from cuflash.reference import sequences
+from cuflash.reference.sequences import One, each, rows_of, run
 
 pytestmark = pytest.mark.filterwarnings("error")
 PAGED = Sequences("paged", (3, 1, 0, 9), (40, 17, 5, 33), "packed", "paged", used_k=True, page_size=3)
@@ -53,11 +54,12 @@ def test_keys_that_are_there_are_ranges_between_those_that_are_not(name: str) ->
 
 
 @pytest.mark.parametrize("case", [PAGED, USED, replace(PAGED, place_k="cache"), replace(PAGED, place_k="packed")])
-def test_each_sequence_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
+def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
     given = made(case)
-    found = list(each(problem_of(given), given.told))
-    assert len(found) == len(case.queries)
-    for one, queries, keys in zip(found, given.queries, given.keys, strict=True):
+    found = dict(each(problem_of(given), given.told))
+    assert list(found) == [b for b, count in enumerate(case.queries) if count]
+    for b, one in found.items():
+        queries, keys = given.queries[b], given.keys[b]
         assert list(range(one.queries.start, one.queries.stop)) == queries[1].tolist()
         assert {one.batch_q} >= {*queries[0].tolist()}
         same(one.keys, keys)
@@ -68,13 +70,13 @@ def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out
     table = given.told["page_table"].copy()
     table[0, 1], table[1, 0] = len(given.k), -FAR - 1
     told = given.told | {"page_table": table}
-    first, second, *_ = each(problem_of(given), told)
+    (_, first), (_, second), *_ = each(problem_of(given), told)
     assert np.flatnonzero(first.keys[0] < 0).tolist() == [3, 4, 5]
     assert np.flatnonzero(second.keys[0] < 0).tolist() == [0, 1, 2]
-    packed = made(USED)
+    packed = made(replace(USED, queries=(3, 1, 5)))
     wild = packed.told | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
     used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
-    assert [one.keys[1].tolist() for one in each(problem_of(packed), used)] == [[], list(range(9)), []]
+    assert [one.keys[1].tolist() for _, one in each(problem_of(packed), used)] == [[], list(range(9)), []]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -90,7 +92,7 @@ def test_keys_with_holes_are_those_of_a_dense_problem_whose_other_keys_are_hidde
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtype: str) -> None:
     given = made(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
-    assert max(len(one.runs()) for one in each(problem_of(given), given.told)) > 5
+    assert max(len(one.runs()) for _, one in each(problem_of(given), given.told)) > 5
     out, wide = (cuflash.forward(**given.arguments(), out_dtype=name) for name in (None, "float32"))
     np.testing.assert_array_equal(out, wide.astype(out.dtype))
     exact, near = assembled(given)["out"]
@@ -123,6 +125,25 @@ def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
         return reference.forward(problem, *arrays)
 
     run(problem_of(given), compute, {name: getattr(given, name) for name in "qkv"} | given.told, None)
-    assert seen == [
-        (1, n, m, (1, n), (1, m), (1, m)) for n, m in zip(given.of.queries, given.of.keys, strict=True)
-    ]
+    lengths = zip(given.of.queries, given.of.keys, strict=True)
+    assert seen == [(1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n]
+
+
+def test_a_million_sequences_without_queries_cost_no_step_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One sequence among them has rows; backward's gradients of the keys of the others are 0."""
+    asked = []
+    monkeypatch.setattr(sequences, "rows_of", lambda *of: asked.append(of[0]) or rows_of(*of))
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((rows, 2, 8)).astype("f4") for rows in (3, 5, 5))
+    bounds_q, bounds_k = np.zeros(10**6 + 1, np.int32), np.zeros(10**6 + 1, np.int32)
+    bounds_q[7 * 10**5 :], bounds_k[7 * 10**5 :], bounds_k[-1] = 3, 4, 5
+    told = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k, "max_seqlen_q": 3, "max_seqlen_k": 5}
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **told)
+    alone, alone_lse = cuflash.forward(q[None], k[None, :4], v[None, :4], return_lse=True)
+    same([out, lse], [alone[0], alone_lse[0]])
+    same([cuflash.lse(q, k, **told)], [lse])
+    grads = cuflash.backward(out, q, k, v, out, lse, **told)
+    wanted = cuflash.backward(alone, q[None], k[None, :4], v[None, :4], alone, alone_lse)
+    same([grads[0], *(x[:4] for x in grads[1:])], [x[0] for x in wanted])
+    assert not any(x[4:].any() for x in grads[1:])
+    assert asked == 6 * [7 * 10**5 - 1]  # its queries and its keys, in three calls
