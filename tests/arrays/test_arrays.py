@@ -69,6 +69,42 @@ def test_an_unknown_dlpack_producer_gives_numpy_or_cupy(xp: Any) -> None:
         cuflash.forward(Producer(q), Producer(k), Producer(v), out=Producer(got), causal=True)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_numpy_arrays_of_the_other_byte_order_give_the_same_numbers_in_the_machines_own(dtype: str) -> None:
+    """Of every op, with lengths and with arrays that are written to, which keep their byte order."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((2, 5, 2, 8)).astype(dtype) for _ in range(4))
+    used, bias = np.array([3, 5], np.int32), rng.standard_normal((2, 2, 5, 5)).astype("f4")
+    cos, sin = rng.standard_normal((2, 9, 4)).astype(dtype)
+    out, lse = cuflash.forward(q, k, v, return_lse=True)
+
+    def calls(order: Any) -> list[Any]:
+        given = [order(x) for x in (q, k, v)]
+        told, gradients, state = {"seqused_k": order(used)}, [order(dout), *given], [order(x) for x in (out, lse)]
+        caches = [order(np.zeros((2, 9, 2, 8), dtype)) for _ in range(2)]
+        rotated = cuflash.append_kv(
+            *caches, *given[1:], order(used - 3), q=given[0], rotary_cos=order(cos), rotary_sin=order(sin)
+        )
+        written = order(np.empty_like(q)), [order(np.empty_like(x)) for x in (q, k, v)]
+        assert cuflash.forward(*given, out=written[0], bias=order(bias)) is written[0]
+        cuflash.backward(*gradients, *state, grads_out=written[1])
+        assert all(x.dtype == order(q).dtype for x in (*caches, written[0], *written[1]))
+        made = [
+            *cuflash.forward(*given, return_lse=True, **told),
+            cuflash.lse(*given[:2], bias=order(bias)),
+            *cuflash.backward(*gradients, *state),
+            *cuflash.merge_states([state[0]] * 3, [state[1], order(lse + 1), order(lse - 1)]),
+            rotated,
+        ]
+        assert all(x.dtype.isnative for x in made)
+        return [*made, *caches, written[0], *written[1]]
+
+    natives, swapped = calls(lambda x: x), calls(lambda x: x.astype(x.dtype.newbyteorder("S")))
+    for native, other in zip(natives, swapped, strict=True):
+        assert native.dtype.name == other.dtype.name
+        np.testing.assert_array_equal(other, native)
+
+
 @pytest.mark.parametrize("contiguity", [True, False], ids=["contiguity", "strides alone"])
 def test_keys_of_cupy_arrays_tell_strides_apart_where_they_matter(
     contiguity: bool, monkeypatch: pytest.MonkeyPatch
