@@ -14,7 +14,7 @@ from . import __version__
 from .errors import INSTALL_HINT, CompileError, UnsupportedError
 from .planning import device
 from .runtime import compiler
-from .runtime.cache import cache_dir
+from .runtime.cache import contents
 
 
 def versions() -> dict[str, str]:
@@ -65,9 +65,8 @@ def missing() -> list[str]:
 
 
 def cache() -> tuple[Path, int, int]:
-    """The kernel cache: (folder, number of cubins, their bytes)."""
-    folder = cache_dir()
-    sizes = [path.stat().st_size for path in folder.glob("*.cubin")] if folder.is_dir() else []
+    """The kernel cache: (folder, number of cubins, their bytes); raises UnsupportedError if it cannot be used."""
+    folder, sizes = contents()
     return folder, len(sizes), sum(sizes)
 
 
@@ -84,8 +83,11 @@ def text() -> str:
         lines.append(f"sources   {compiler.source_root()}")
     except CompileError as error:
         lines.append(f"sources   missing: {error}")
-    folder, count, size = cache()
-    lines.append(f"cache     {folder}: {count} kernels, {size / 1024:.0f} KiB")
+    try:
+        folder, count, size = cache()
+        lines.append(f"cache     {folder}: {count} kernels, {size / 1024:.0f} KiB")
+    except UnsupportedError as error:
+        lines.append(f"cache     none: {error}")
     lines += [f"no GPU    {reason}" for reason in missing()]
     return "\n".join(lines)
 

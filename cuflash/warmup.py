@@ -65,6 +65,7 @@ def main(options: argparse.Namespace) -> int:
     variants, skipped = _variants(options, chosen)
     for line in (*problems, *skipped):
         print(line, file=sys.stderr)
+    folder = cache_dir()
     started = time.perf_counter()
     counts, errors = _compile_all(list(variants), options.jobs)
     seconds = time.perf_counter() - started
@@ -75,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
     outcomes = {COMPILED: f"compiled in {seconds:.1f} s", THERE: "were there", FAILED: "failed"}
     if variants:
         told += ": " + ", ".join(f"{counts[kind]} {words}" for kind, words in outcomes.items() if counts[kind])
-        told += f"; {cache_dir()}"
+        told += f"; {folder}"
     print(told)
     return int(bool(errors) or not variants)
 
@@ -186,8 +187,7 @@ def _compile(variant: Variant) -> tuple[str, str]:
     except (CompileError, UnsupportedError) as error:
         return FAILED, str(error)
     if not kept:
-        folder = cache_dir()
-        return FAILED, f"no kernel was kept: {folder} cannot be written; set CUFLASH_CACHE_DIR to a folder that can"
+        return FAILED, f"no kernel was kept in {cache_dir()}: the warning says why, and what to do"
     return COMPILED, f"compiled {variant.name} for {variant.arch} in {time.perf_counter() - started:.1f} s"
 
 

@@ -56,7 +56,6 @@ TESTED_ELSEWHERE = {
     "problem/dropout": "problem/test_own.py",
     "problem/own_arrays": "ops/test_own_refused.py",
     **dict.fromkeys((f"runtime/{name}" for name in ("kept", "launch")), "runtime/test_calls.py"),
-    "runtime/cache": "runtime/test_compiler.py",
     "runtime/host": "problem/test_bad_input.py",
     "ops/plan": "planning/test_planner.py",
     "frameworks/flash_attn": "frameworks/test_flash_attn_activate.py",

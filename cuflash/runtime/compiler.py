@@ -14,12 +14,13 @@ from typing import Any
 from ..errors import INSTALL_HINT, CompileError, UnsupportedError
 from ..log import logger
 from ..planning.variant import Variant
-from .cache import cache_dir, is_sound, scratch_dir, warn_unwritable, write
+from .cache import find, find_in_cache, keep
 from .driver import current_device, on_device
 from .structs import size_of
 
 OWN_FUNCTIONS = "common/mod_functions.cuh"  # what the text of such scores and masks includes
-SPILLED = ".spilled"  # what the name of a file in the cache ends with that stands for a kernel that must not run
+# What the name of a file ends with that stands for a kernel that must not run, so that no process compiles it again.
+SPILLED = ".spilled"
 _SPILLS = re.compile(r"\b[1-9]\d* bytes (?:stack frame|spill)")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
 _lock = threading.Lock()
@@ -129,45 +130,25 @@ def compile_variant(variant: Variant) -> tuple[bytes, str]:
 
 def is_cached(variant: Variant) -> bool:
     """Whether the disk cache holds a sound cubin of the variant, so that no process needs to compile it."""
-    return is_sound(_cached_path(variant))
+    return find_in_cache(_file_name(variant)) is not None
 
 
 def cubin_path(variant: Variant) -> Path:
     """A file that holds the variant's cubin: the one in the disk cache if it is sound, else a newly compiled one."""
-    path = _cached_path(variant)
-    if is_sound(path):
+    name = _file_name(variant)
+    if (path := find(name)) is not None:
         return path
-    temporary = scratch_dir() / path.name
-    if is_sound(temporary):
-        return temporary
     may_spill = variant.own is None or not variant.of_warpgroups
-    if not may_spill and any(is_sound(_marker(each)) for each in (path, temporary)):
+    if not may_spill and find(name + SPILLED) is not None:
         _spilled.add(variant)
         raise SpilledError(variant)
     cubin, log = compile_variant(variant)
     if not may_spill and _SPILLS.search(log):
         _spilled.add(variant)
         logger.debug("%s spills registers; the next kernel is taken", variant.name)
-        _keep(_marker(path), _marker(temporary), variant.name.encode())
+        keep(name + SPILLED, variant.name.encode())
         raise SpilledError(variant)
-    return _keep(path, temporary, cubin)
-
-
-def _marker(path: Path) -> Path:
-    """The file that stands for a kernel that must not run, so that no other process compiles it again."""
-    return path.with_name(path.name + SPILLED)
-
-
-def _keep(path: Path, temporary: Path, content: bytes) -> Path:
-    """Writes a file of the cache, or where it cannot be written one of this process."""
-    try:
-        cache_dir().mkdir(mode=0o700, parents=True, exist_ok=True)
-        write(path, content)
-        return path
-    except OSError as error:
-        warn_unwritable(str(cache_dir()), error.strerror or type(error).__name__)
-        write(temporary, content)
-        return temporary
+    return keep(name, cubin)
 
 
 def spilled() -> frozenset[Variant]:
@@ -225,8 +206,9 @@ def _supported_arch(arch: str) -> str:
     return f"sm_{max(older)}"
 
 
-def _cached_path(variant: Variant) -> Path:
-    return cache_dir() / f"{variant.name}.{_supported_arch(variant.arch)}.{_digest(variant)}.cubin"
+def _file_name(variant: Variant) -> str:
+    """The name of the variant's file, which tells all that its code depends on."""
+    return f"{variant.name}.{_supported_arch(variant.arch)}.{_digest(variant)}.cubin"
 
 
 def _digest(variant: Variant) -> str:

@@ -1,0 +1,296 @@
+"""Whom the kernel cache trusts, and what it does where it cannot be used. Needs neither NVRTC nor a GPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from workers import ROOT, run_python
+
+from cuflash import info
+from cuflash.errors import UnsupportedError
+from cuflash.runtime import cache
+
+NAME, OTHER, CONTENT = "kernel.sm_80.0123.cubin", "kernel.sm_90.0123.cubin", b"\x7fELF of a kernel"
+STRANGER = 54321  # a user who has nothing here
+posix = pytest.mark.skipif(os.name != "posix", reason="users and permissions of POSIX")
+as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="only root can become another user")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(cache_dir: Path) -> Path:
+    return cache_dir
+
+
+@pytest.fixture
+def shared() -> Iterator[Path]:
+    """A folder that every user reaches, other than those of pytest."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.fixture
+def stranger() -> Iterator[None]:
+    """The process as another user than root."""
+    info.text()  # why first: Python itself may lie where that user cannot import what was not imported yet
+    os.seteuid(STRANGER)
+    yield
+    os.seteuid(0)
+
+
+def is_kept_elsewhere(problem: str) -> bool:
+    """Whether a file is kept by this process alone, with one warning that matches, and found there again."""
+    with pytest.warns(RuntimeWarning, match=problem) as caught:
+        path = cache.keep(NAME, CONTENT)
+    assert len(caught) == 1
+    assert "CUFLASH_CACHE_DIR" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert cache.keep(OTHER, CONTENT).parent == path.parent
+    assert cache.find_in_cache(NAME) is None
+    return cache.find(NAME) == path and path.read_bytes().startswith(CONTENT)
+
+
+def test_a_file_is_sound_under_its_own_name_alone(cache_dir: Path) -> None:
+    path = cache.keep(NAME, CONTENT)
+    assert path == cache_dir / NAME == cache.find(NAME) == cache.find_in_cache(NAME)
+    path.rename(cache_dir / OTHER)
+    assert cache.find(NAME) is cache.find(OTHER) is None
+    assert cache.keep(OTHER, CONTENT) == cache.find(OTHER)
+
+
+@posix
+@pytest.mark.parametrize("root", [False, True])
+def test_a_folder_is_private_unless_root_makes_it_for_all(
+    root: bool, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.geteuid()
+    monkeypatch.setattr(cache, "ROOT", user if root else user + 1)
+    umask = os.umask(0)
+    try:
+        path = cache.keep(NAME, CONTENT)
+    finally:
+        os.umask(umask)
+    assert cache_dir.stat().st_mode & 0o777 == (0o755 if root else 0o700)
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert cache.find(NAME) == path
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
+def test_a_folder_that_others_may_write_is_refused(mode: int, cache_dir: Path) -> None:
+    cache.keep(NAME, CONTENT)
+    cache_dir.chmod(mode)
+    assert cache.find(NAME) is None
+    assert is_kept_elsewhere(f"the kernel cache {cache_dir} is not trusted: others than its owner.*chmod go-w")
+    assert [path.name for path in cache_dir.iterdir()] == [NAME]  # nothing was added
+    cache_dir.chmod(0o755)
+    assert cache.find(NAME) == cache_dir / NAME
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o620, 0o602])
+def test_a_file_that_others_may_write_is_made_anew(mode: int, cache_dir: Path) -> None:
+    path = cache.keep(NAME, CONTENT)
+    path.chmod(mode)
+    assert cache.find(NAME) is None
+    assert cache.keep(NAME, CONTENT) == path == cache.find(NAME)
+    assert not path.stat().st_mode & 0o022
+
+
+@posix
+def test_a_folder_of_another_user_is_refused(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.keep(NAME, CONTENT)
+    owner = os.geteuid()
+    monkeypatch.setattr(cache, "ROOT", owner + 1)
+    monkeypatch.setattr(cache, "_user", lambda: owner + 2)  # neither made it
+    assert cache.find_in_cache(NAME) is None
+    with pytest.raises(UnsupportedError, match=f"belongs to user {owner}, neither to this user"):
+        cache.contents()
+    monkeypatch.setattr(cache, "ROOT", owner)  # root made it
+    assert cache.find_in_cache(NAME) == cache_dir / NAME
+    cache_dir.chmod(0o777)
+    assert cache.find_in_cache(NAME) is None
+
+
+@as_root
+def test_a_file_of_another_user_is_made_anew(cache_dir: Path) -> None:
+    path = cache.keep(NAME, CONTENT)
+    os.chown(path, STRANGER, STRANGER)
+    assert cache.find(NAME) is None
+    assert cache.keep(NAME, CONTENT) == path == cache.find(NAME)
+    os.chown(cache_dir, STRANGER, STRANGER)
+    assert cache.find(NAME) is None
+    assert is_kept_elsewhere(f"belongs to user {STRANGER}, neither to this user .* nor to root")
+
+
+@as_root
+def test_a_cache_of_roots_serves_other_users_who_cannot_write_it(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / "made"))
+    path = cache.keep(NAME, CONTENT)
+    request.getfixturevalue("stranger")
+    assert cache.find(NAME) == path
+    assert cache.contents() == (shared / "made", [len(CONTENT) + cache.DIGEST_BYTES])
+    with pytest.warns(RuntimeWarning, match=f"{shared / 'made'} cannot be used .Permission denied"):
+        assert cache.keep(OTHER, CONTENT) == cache.find(OTHER)
+    assert cache.find(NAME) == path
+
+
+@as_root
+def test_an_unreadable_parent_is_told(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    (shared / "closed").mkdir(mode=0o700)
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / "closed" / "cache"))
+    request.getfixturevalue("stranger")
+    assert is_kept_elsewhere("closed/cache cannot be used .Permission denied")
+    assert "closed/cache cannot be used (Permission denied)" in cache_line()
+
+
+@as_root
+def test_an_unreadable_folder_is_told(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    (shared / "closed").mkdir(mode=0o700)
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / "closed"))
+    request.getfixturevalue("stranger")
+    assert is_kept_elsewhere("closed cannot be used .Permission denied")
+    assert "closed cannot be used (Permission denied)" in cache_line()
+
+
+@posix
+def test_a_fifo_under_a_files_name_is_replaced(cache_dir: Path) -> None:
+    cache_dir.mkdir()
+    os.mkfifo(cache_dir / NAME)
+    code = f"from cuflash.runtime import cache; print(cache.find({NAME!r}), cache.contents()[1])"
+    command = [sys.executable, "-c", code]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)  # not for ever
+    assert found.stdout == "None []\n"
+    assert cache.keep(NAME, CONTENT) == cache_dir / NAME == cache.find(NAME)
+
+
+def test_a_folder_under_a_files_name_is_told(cache_dir: Path) -> None:
+    (cache_dir / NAME).mkdir(parents=True)
+    with pytest.warns(RuntimeWarning, match="cannot be used .*; set CUFLASH_CACHE_DIR"):
+        path = cache.keep(NAME, CONTENT)
+    assert cache.find(NAME) == path
+    assert [each.name for each in cache_dir.iterdir()] == [NAME]  # no temporary file stays
+    assert cache.contents() == (cache_dir, [])
+
+
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", "~/cubins")
+    assert cache.keep(NAME, CONTENT) == tmp_path / "cubins" / NAME
+
+
+def cache_line() -> str:
+    """What `python -m cuflash info` says of the cache."""
+    (line,) = [line for line in info.text().splitlines() if line.startswith("cache ")]
+    return line
+
+
+def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in the list of users."""
+    pwd = pytest.importorskip("pwd")
+
+    def unknown(_: object) -> None:
+        raise KeyError("no such user")
+
+    for name in ("HOME", "XDG_CACHE_HOME", "CUFLASH_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(pwd, "getpwnam", unknown)
+
+
+@pytest.mark.parametrize("chosen", [None, "~/cubins", "~nobody-of-this-name/cubins"])
+def test_without_a_home_kernels_are_kept_by_the_process(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_home(monkeypatch)
+    if chosen is not None:
+        monkeypatch.setenv("CUFLASH_CACHE_DIR", chosen)
+    assert is_kept_elsewhere("the kernel cache has no folder: no home folder is known.*set CUFLASH_CACHE_DIR")
+    assert cache_line().startswith("cache     none: the kernel cache has no folder: no home folder is known")
+
+
+@as_root
+@pytest.mark.usefixtures("stranger")
+def test_a_home_at_the_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUFLASH_CACHE_DIR")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/")
+    assert is_kept_elsewhere("/.cache/cuflash cannot be used .Permission denied")
+    assert cache_line() == "cache     /.cache/cuflash: 0 kernels, 0 KiB"
+
+
+def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_get_default_tempdir", none)
+
+
+def test_a_writable_cache_needs_no_temporary_folder(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_temporary_folder(monkeypatch)
+    assert cache.find(NAME) is None
+    assert cache.keep(NAME, CONTENT) == cache_dir / NAME == cache.find(NAME)
+
+
+def test_without_any_folder_the_error_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_temporary_folder(monkeypatch)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the error alone
+        with pytest.raises(UnsupportedError, match=r"file/cache cannot be used \(.*set CUFLASH_CACHE_DIR.*No usable"):
+            cache.keep(NAME, CONTENT)
+
+
+def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> None:
+    cache_dir.mkdir(mode=0o700)
+    code = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from cuflash.runtime import cache\n"
+        "os.replace = lambda *_: os._exit(9)\n"
+        f"cache.write(Path(sys.argv[1]) / {NAME!r}, {CONTENT!r})\n"
+    )
+    for _ in range(2):
+        assert subprocess.run([sys.executable, "-c", code, str(cache_dir)], cwd=ROOT, check=False).returncode == 9
+    old, recent = left = list(cache_dir.iterdir())
+    assert all(path.name.startswith(NAME) for path in left)
+    strange = cache_dir / "of somebody else.tmp"
+    strange.touch()
+    yesterday = time.time() - 25 * 3600
+    for path in (old, strange):
+        os.utime(path, (yesterday, yesterday))
+    kept = cache.keep(NAME, CONTENT)
+    os.utime(kept, (yesterday, yesterday))
+    assert set(cache_dir.iterdir()) == {kept, recent, strange}
+    cache.keep(OTHER, CONTENT)
+    assert cache.find(NAME) == kept  # kernels stay, however old
+
+
+def test_info_tells_the_kernels(cache_dir: Path) -> None:
+    for name in (NAME, OTHER):
+        cache.keep(name, bytes(512 - cache.DIGEST_BYTES))
+    (cache_dir / "gone.cubin").symlink_to("nowhere")
+    assert cache_line() == f"cache     {cache_dir}: 2 kernels, 1 KiB"
+
+
+def test_info_runs_where_nothing_can_be_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    printed = run_python("-m", "cuflash", "info", CUFLASH_CACHE_DIR=str(tmp_path / "file" / "cache"))
+    assert f"cache     none: the kernel cache {tmp_path / 'file' / 'cache'} cannot be used" in printed
