@@ -111,9 +111,14 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 
 
 def cupy_module() -> Any:
-    """The package cupy; raises UnsupportedError and says what to install if it is missing."""
+    """The package cupy; raises UnsupportedError and says what to do if it cannot be imported."""
     try:
         import cupy
     except ImportError as error:
         raise UnsupportedError(f"GPU arrays need CuPy, which is not installed: {INSTALL_HINT}") from error
+    except OSError as error:  # why: as it is imported, CuPy makes a folder for kernels of its own
+        raise UnsupportedError(
+            f"GPU arrays need CuPy, which cannot use {error.filename} ({error.strerror or error}); "
+            "set CUPY_CACHE_DIR to a folder that can be written"
+        ) from error
     return cupy

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ..arrays.library import cupy_module
 from ..errors import INSTALL_HINT, CompileError, UnsupportedError
 from ..log import logger
 from ..planning.variant import Variant
@@ -78,12 +79,11 @@ def nvrtc_version() -> tuple[int, int]:
 
 @cache
 def _nvrtc_version() -> tuple[int, int]:
+    cupy_module()
     try:
         from cupy.cuda import nvrtc
 
         return tuple(nvrtc.getVersion())
-    except ImportError as error:
-        raise UnsupportedError(f"GPU arrays need CuPy, which is not installed: {INSTALL_HINT}") from error
     except Exception as error:
         # why: CuPy looks for NVRTC when it is first used, and reports its absence by an exception of another package.
         raise UnsupportedError(f"GPU arrays need NVRTC, which CuPy could not load ({error}): {INSTALL_HINT}") from error

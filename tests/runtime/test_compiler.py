@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from own_variants import own_variants
 from variants import variants
-from workers import run_threads
+from workers import run_python, run_threads
 
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning.variant import Variant
@@ -347,3 +347,10 @@ def test_the_included_files_are_all_that_a_kernel_needs(
 def test_the_sources_are_found_beside_the_package() -> None:
     assert compiler.source_root() in (CHECKOUT / "kernels_cu", CHECKOUT / "cuflash" / "kernels_cu")
     assert (compiler.source_root() / MERGE.source).is_file()
+
+
+def test_where_cupy_cannot_make_its_folder_the_error_names_its_variable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / "cupy"
+    printed = run_python("-m", "cuflash", "info", CUPY_CACHE_DIR=str(folder))
+    assert f"which cannot use {folder} (Not a directory); set CUPY_CACHE_DIR to a folder" in printed
