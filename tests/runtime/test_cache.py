@@ -169,14 +169,18 @@ def test_an_unreadable_folder_is_told(
 
 
 @posix
-def test_a_fifo_under_a_files_name_is_replaced(cache_dir: Path) -> None:
-    cache_dir.mkdir()
+@pytest.mark.parametrize("has_writer", [False, True])
+def test_a_fifo_under_a_files_name_is_replaced(has_writer: bool, cache_dir: Path) -> None:
+    cache_dir.mkdir(mode=0o700)
     os.mkfifo(cache_dir / NAME)
+    writer = os.open(cache_dir / NAME, os.O_RDWR) if has_writer else -1
     code = f"from cuflash.runtime import cache; print(cache.find({NAME!r}), cache.contents()[1])"
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)  # not for ever
     assert found.stdout == "None []\n"
     assert cache.keep(NAME, CONTENT) == cache_dir / NAME == cache.find(NAME)
+    if has_writer:
+        os.close(writer)
 
 
 def test_a_folder_under_a_files_name_is_told(cache_dir: Path) -> None:
@@ -204,6 +208,7 @@ def cache_line() -> str:
 def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container whose user has no entry in the list of users."""
     pwd = pytest.importorskip("pwd")
+    info.text()  # why first: as it is imported, CuPy makes a folder in the home, or without one in the current folder
 
     def unknown(_: object) -> None:
         raise KeyError("no such user")
