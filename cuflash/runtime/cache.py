@@ -24,11 +24,10 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from ..errors import UnsupportedError
-from .scratch_folder import ScratchFolder
+from .scratch_folder import LEFT_SECONDS, ScratchFolder
 
 CUBINS = "*.cubin"
 DIGEST_BYTES = 32
-LEFT_SECONDS = 24 * 3600.0  # why so long: no process writes one file for a day, whatever the clocks of a network say
 ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _WAY_OUT = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"

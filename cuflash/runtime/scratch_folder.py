@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 PREFIX = "cuflash-kernels-"
+# What is older may be of a process that was killed. why so long: clocks of machines that share a folder differ.
 LEFT_SECONDS = 24 * 3600.0
 
 
