@@ -12,6 +12,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import nullcontext
 from threading import get_ident
 from typing import Any, NamedTuple
 
@@ -140,20 +141,19 @@ def _written(parameters: Parameters, pointers: tuple[int, ...]) -> Block:
 
 
 def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> Kernels:
-    if current_device() != ordinal:  # why: the driver makes TMA descriptors in a context alone
-        with on_device(ordinal):
-            return _kernels(problem, ordinal, misaligned)
-    while True:
-        # why not asked for in plain calls: planning is a part of the time of each new shape.
-        spilled = frozenset() if problem.op.own is None else compiler.spilled()
-        made = plan(problem, device.query(ordinal), misaligned, spilled)
-        if logger.isEnabledFor(logging.DEBUG):
-            _log(problem.op.name, made)
-        try:
-            return Kernels(made, ordinal)
-        except compiler.SpilledError as error:
-            if error.variant in spilled:
-                raise  # why: planning does not avoid it
+    # why a context: the driver makes TMA descriptors in no thread without one
+    with nullcontext() if current_device() == ordinal else on_device(ordinal):
+        while True:
+            # why not asked for in plain calls: planning is a part of the time of each new shape.
+            spilled = frozenset() if problem.op.own is None else compiler.spilled()
+            made = plan(problem, device.query(ordinal), misaligned, spilled)
+            if logger.isEnabledFor(logging.DEBUG):
+                _log(problem.op.name, made)
+            try:
+                return Kernels(made, ordinal)
+            except compiler.SpilledError as error:
+                if error.variant in spilled:
+                    raise  # why: planning does not avoid it
 
 
 class Call:

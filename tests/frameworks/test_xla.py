@@ -163,6 +163,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Recorded, "made", [], raising=False)
     monkeypatch.setattr(launch, "Kernels", Recorded)
+    monkeypatch.setattr(launch, "current_device", lambda: -1)
+    monkeypatch.setattr(launch, "on_device", lambda ordinal: contextlib.nullcontext())
     monkeypatch.setattr(launch.device, "query", lambda ordinal: H100)
     monkeypatch.setattr(xla_handlers, "on_device", lambda ordinal: entered(f"device {ordinal}"))
     for module in (launch, xla_handlers):
