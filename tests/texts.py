@@ -7,8 +7,9 @@ import re
 import shutil
 import struct
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ using std::min;
 enum class DType { kFloat16, kBFloat16, kFloat32 };
 constexpr DType kDType = DType::kFloat32;
 template <class T> T __ldg(const T* pointer) { return *pointer; }
+template <class T> T load_or_zero(const T* from, bool exists) { return exists ? *from : T(0); }
 inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 inline float __fadd_rn(float x, float y) { return x + y; }
 inline float __fsub_rn(float x, float y) { return x - y; }
@@ -62,7 +64,8 @@ extern "C" void run_{name}(const void* captured, int count, const int (*at)[6], 
     const int column = at[i][5] % {columns};
     const Mod::Head head = Mod::head(arrays, at[i][0], at[i][1], at[i][2], at[i][3], 1.0f);
     const Mod::Row row = Mod::row(arrays, head, at[i][4], at[i][5] - column);
-    const Mod::Result result = Mod::element(arrays, head, row, score[i], column);
+    const Mod::Pair pair = Mod::pair(arrays, row, column & ~1);
+    const Mod::Result result = Mod::element(arrays, head, row, pair, score[i], column);
     {stores}
   }}
 }}
@@ -90,11 +93,12 @@ class Case(NamedTuple):
     roots: Sequence[Node]
     arrays: Sequence[Any] = ARRAYS
     is_exact: bool = False
+    runs: Mapping[tuple[int, int], bool] = MappingProxyType({})
 
     def text(self, name: str = "Mod") -> str:
         results = [f"result{number}" for number in range(len(self.roots))]
         arrays = [captured(each) for each in self.arrays]
-        return print_struct(self.roots, arrays, name, results, results if self.is_exact else ())
+        return print_struct(self.roots, arrays, name, results, results if self.is_exact else (), self.runs)
 
 
 def packed(arrays: Sequence[Any]) -> bytes:
@@ -190,7 +194,8 @@ extern "C" __global__ void kernel_{name}({name}<true>::Arrays arrays, float* sco
   const Mod::Row row = Mod::row(arrays, head, threadIdx.x, 8 * blockIdx.z);
 #pragma unroll
   for (int column = 0; column < 4; ++column) {{
-    const Mod::Result result = Mod::element(arrays, head, row, scores[4 * threadIdx.x + column], column);
+    const Mod::Pair pair = Mod::pair(arrays, row, column & ~1);
+    const Mod::Result result = Mod::element(arrays, head, row, pair, scores[4 * threadIdx.x + column], column);
     scores[4 * threadIdx.x + column] = {total};
   }}
 }}

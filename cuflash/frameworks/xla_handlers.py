@@ -246,7 +246,7 @@ def run_on_cuda(target: str, call: xla_ffi.Call) -> None:
         pointers = (*pointers[:place], 0, *pointers[place:])
     stream = call.stream()
     if not found.call.aligned.launch(pointers, stream):
-        kernels = found.call.for_any()
+        kernels = found.call.for_any(pointers)
         found.check_workspace(kernels)
         kernels.launch(pointers, stream)
 

@@ -1,20 +1,22 @@
 """Expression graphs as CUDA: a struct of static functions, which compute each value as seldom as they can.
 
-A kernel calls `head` once for a head, `row` once for a row of a tile, and `element` for each score. The text calls the
-functions of kernels_cu/common/mod_functions.cuh, which is to be included before it.
+A kernel calls `head` once for a head, `row` once for a row of a tile, `pair` for two columns of a row, and `element`
+for each score. The text calls the functions of kernels_cu/common/mod_functions.cuh, which is to be included before it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .build import constant
 from .graph import CapturedArray, Node, post_order
 from .operations import COMPARISONS, Type
-from .stages import FLOAT_INPUTS, STAGE_NAMES, STAGES, SUMS, has_inverse, stage_of, staged
+from .stages import FLOAT_INPUTS, KEY, STAGE_NAMES, STAGES, SUMS, has_inverse, stage_of, staged
 
+_ROW = 1  # the stage
 _SCALARS = {Type.BOOL: "bool", Type.INT32: "int", Type.INT64: "long long", Type.FLOAT32: "float"}
 _STORAGE = {
     "bool": "unsigned char",
@@ -95,13 +97,16 @@ def print_struct(
     name: str,
     results: Sequence[str],
     exact: Collection[str] = (),
+    runs: Mapping[tuple[int, int], bool] = MappingProxyType({}),
 ) -> str:
     """The text of a struct template `name`, whose `element` returns the values of the roots under the names `results`.
 
     Its parameter says whether the offsets in all captured arrays fit into an int. exact: those of the results that are
-    to be the same in every kernel, whatever its dtype and its order of stages. Equal graphs give equal text.
+    to be the same in every kernel, whatever its dtype and its order of stages. runs: an array's number and an
+    axis along which its elements lie side by side and no key is outside it, and whether two of them can be loaded
+    together. Equal graphs give equal text.
     """
-    return _Printer(staged(roots), arrays, [each in exact for each in results]).text(name, results)
+    return _Printer(staged(roots), arrays, [each in exact for each in results], runs).text(name, results)
 
 
 class _PartOfOffset(NamedTuple):
@@ -121,10 +126,41 @@ def _parts_of_offset(x: Node) -> list[_PartOfOffset]:
     ]
 
 
+class _Run(NamedTuple):
+    """A load along the columns of a row: its number, the array's, the axis, and whether it is of two elements."""
+
+    number: int
+    array: int
+    axis: int
+    together: bool
+
+    @property
+    def name(self) -> str:
+        return f"run{self.number}"
+
+    @property
+    def kind(self) -> str:
+        return str(self.together).lower()
+
+
+def _axis_of_columns(x: Node) -> int | None:
+    """The axis along which a load goes with the columns of a row, if it goes along no other within a row."""
+    if x.op != "load":
+        return None
+    axes = [axis for axis, index in enumerate(x.arguments) if stage_of(index) > _ROW]
+    return axes[0] if len(axes) == 1 and x.arguments[axes[0]] is KEY else None
+
+
 class _Printer:
     """Writes the statements of the three functions, and finds what each leaves to the later ones."""
 
-    def __init__(self, roots: Sequence[Node], arrays: Sequence[CapturedArray], are_exact: Sequence[bool]) -> None:
+    def __init__(
+        self,
+        roots: Sequence[Node],
+        arrays: Sequence[CapturedArray],
+        are_exact: Sequence[bool],
+        runs: Mapping[tuple[int, int], bool],
+    ) -> None:
         self.roots, self.arrays = roots, arrays
         self.order = post_order(roots)
         self.exact = set(post_order([x for x, is_exact in zip(roots, are_exact, strict=True) if is_exact]))
@@ -133,7 +169,14 @@ class _Printer:
             for argument in each.arguments:
                 self.users[argument].append(each)
         self.joined = {each: at for each in self.order if (at := self._joined(each)) is not None}
+        self.runs: dict[Node, _Run] = {}  # loads of elements along a row
+        for x in self.order:
+            axis = _axis_of_columns(x)
+            if axis is not None and (together := runs.get((x.value, axis))) is not None:
+                self.runs[x] = _Run(len(self.runs), x.value, axis, together)
+        # Values that are a part of another one's expression, or that no expression has.
         inside = {each.arguments[at] for each, at in self.joined.items()}
+        inside |= {KEY} if KEY not in roots and self.runs.keys() >= set(self.users.get(KEY, ())) else set()
         values = (each for each in self.order if each.op not in ("input", "constant") and each not in inside)
         self.names = {each: f"value{number}" for number, each in enumerate(values)}
         # why: NVRTC may copy an unrolled loop for either outcome of a minimum in it that is the same for all elements.
@@ -154,17 +197,19 @@ class _Printer:
     def text(self, name: str, results: Sequence[str]) -> str:
         """The whole struct."""
         arrays = "".join(
-            f"    CapturedArray<{_STORAGE[each.dtype]}, {len(each.shape)}, kShortOffsets> array{number};\n"
+            f"    CapturedArray<{self._storage(number)}, {len(each.shape)}, kShortOffsets> array{number};\n"
             for number, each in enumerate(self.arrays)
         )
+        pairs = "".join(f"    LoadedPair<{self._storage(x.array)}, {x.kind}> {x.name};\n" for x in self.runs.values())
         kept = [self._kept(stage) for stage in (0, 1)]
         fields = "".join(f"    {_SCALARS[x.type]} {result};\n" for x, result in zip(self.roots, results, strict=True))
-        structs = [("Arrays", arrays), ("Head", _fields(kept[0])), ("Row", _fields(kept[1])), ("Result", fields)]
+        structs = [("Arrays", arrays), ("Head", _fields(kept[0])), ("Row", _fields(kept[1]))]
+        structs += [("Pair", pairs), ("Result", fields)]
         text = [f"template <bool kShortOffsets>\nstruct {name} {{\n"]
         text.append("  using Offset = typename OffsetOf<kShortOffsets>::Type;\n")
         text += [f"  struct {title} {{\n{members}  }};\n" for title, members in structs]
         text.append(self._function(0, "Head", list(kept[0])))
-        text.append(self._function(1, "Row", list(kept[1])))
+        text += [self._function(1, "Row", list(kept[1])), self._pair_function()]
         values = [f"static_cast<{_SCALARS[x.type]}>({self._of(x, 2)})" for x in self.roots]
         return "".join([*text, self._function(2, "Result", values), "};\n"])
 
@@ -173,11 +218,13 @@ class _Printer:
         needed = set(self.roots) | {argument for x in self.order if stage_of(x) > stage for argument in x.arguments}
         known = [x for x in self.order if x in needed and x.op != "constant" and stage_of(x) == stage]
         offsets = {name: "Offset" for part, name in self.offsets.items() if part.stage == stage}
-        return {self._name(x): _SCALARS[_kind(x)] for x in known} | offsets
+        runs = {x.name: f"ArrayRun<{self._storage(x.array)}>" for x in self.runs.values() if stage == _ROW}
+        return {self._name(x): _SCALARS[_kind(x)] for x in known} | offsets | runs
 
     def _function(self, stage: int, result: str, values: list[str]) -> str:
         parameters = ["const Arrays& arrays"]
         parameters += [f"const {each.capitalize()}& {each}" for each in STAGE_NAMES[:stage]]
+        parameters += ["const Pair& pair"] * (stage > _ROW)
         parameters += [f"{'float' if name in FLOAT_INPUTS else 'int'} {name}" for name in STAGES[stage]]
         parameters[-1] += " = 0.0f" * (STAGES[stage][-1] == "addend")
         lines = [
@@ -190,6 +237,8 @@ class _Printer:
             for part, name in self.offsets.items()
             if part.stage == stage
         ]
+        if stage == _ROW:
+            lines += [f"const auto {run.name} = {self._run(x, run)};" for x, run in self.runs.items()]
         body = "".join(f"    {line}\n" for line in [*lines, f"return {{{', '.join(values)}}};"])
         head = f"  __device__ __forceinline__ static {result} {STAGE_NAMES[stage]}({', '.join(parameters)}) {{\n"
         return f"{head}{body}  }}\n"
@@ -229,10 +278,29 @@ class _Printer:
         return f"fmaf({one}, {other}, {added})"
 
     def _load(self, x: Node) -> str:
+        if x in self.runs:
+            return f"static_cast<{_SCALARS[x.type]}>(pair.{self.runs[x].name}.at(column))"
         *earlier, own = _parts_of_offset(x)
         terms = [f"{STAGE_NAMES[part.stage]}.{self.offsets[part]}" for part in earlier if part.axes]
         terms += [self._offset(own, own.stage)] if own.axes else []
         return f"static_cast<{_SCALARS[x.type]}>(arrays.array{x.value}.at({' + '.join(terms) or '0'}))"
+
+    def _run(self, x: Node, run: _Run) -> str:
+        """What a row knows of the elements of such a load."""
+        parts = [part for part in _parts_of_offset(x)[:-1] if part.axes]
+        terms = [f"{'head.' * (part.stage < _ROW)}{self.offsets[part]}" for part in parts]
+        return f"arrays.array{x.value}.run({run.axis}, key_begin, {' + '.join(terms) or '0'})"
+
+    def _pair_function(self) -> str:
+        """What two columns know, of which the first is even."""
+        pairs = [f"arrays.array{x.array}.template pair<{x.kind}>(row.{x.name}, column)" for x in self.runs.values()]
+        return (
+            "  __device__ __forceinline__ static Pair pair(const Arrays& arrays, const Row& row, int column) {\n"
+            f"    return {{{', '.join(pairs)}}};\n  }}\n"
+        )
+
+    def _storage(self, array: int) -> str:
+        return _STORAGE[self.arrays[array].dtype]
 
     def _offset(self, part: _PartOfOffset, stage: int) -> str:
         return " + ".join(

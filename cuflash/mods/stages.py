@@ -27,7 +27,7 @@ ADDEND = node("input", Type.FLOAT32, value="addend")
 COLUMN = node("input", Type.INT32, value="column", range=(0, MAX_COLUMN))
 # why not up to MAX_INDEX: their sum is a key, and what is known of keys must hold for it.
 KEY_BEGIN = node("input", Type.INT32, value="key_begin", range=(0, MAX_INDEX - MAX_COLUMN))
-_KEY = build("add", KEY_BEGIN, COLUMN)
+KEY = build("add", KEY_BEGIN, COLUMN)
 _FLOAT_COLUMN = cast(COLUMN, Type.FLOAT32)
 
 DIVISIONS = ("floor_divide", "remainder", "truncated_divide", "truncated_remainder")
@@ -70,7 +70,7 @@ def _with_columns(roots: Sequence[Node]) -> list[Node]:
     for each in post_order(roots):
         arguments = [new[argument] for argument in each.arguments]
         if each.op == "input" and each.value == "k_idx":
-            new[each] = _KEY
+            new[each] = KEY
         elif each.op == "divide" and each not in sharp:
             new[each] = _quotient(*arguments)
         elif each.op in COMPARISONS and arguments[0].type.is_integer:

@@ -15,11 +15,13 @@ from typing import NamedTuple
 from ..mods.build import build, constant
 from ..mods.cuda import print_struct
 from ..mods.derivative import differentiate
-from ..mods.graph import CapturedArray, Node, post_order
+from ..mods.graph import CapturedArray, Node, post_order, variable
 from ..mods.magnitude import magnitude
 from ..mods.operations import Type
 from ..mods.signs import of_causal_pairs
 from ..mods.stages import ADDEND, SOFTMAX_SCALE
+from ..problem.array_spec import ArraySpec
+from ..problem.dtypes import ITEMSIZE
 from ..problem.options import LOG2_E
 from ..problem.own import LEAST_SCORE, SCORE, Own, exchanged, substituted
 from ..problem.problem import Problem
@@ -35,12 +37,16 @@ _ONE = constant(1.0)
 
 
 class OwnCode(NamedTuple):
-    """The text, the digest of it, the macros, and the words of 8 bytes that it adds to the parameters of a kernel."""
+    """The text, the digest of it, the macros, and the words of 8 bytes that it adds to the parameters of a kernel.
+
+    paired: the arrays, by name, that are to begin at a multiple of the size of two elements, and these bytes.
+    """
 
     digest: str
     text: str
     constants: tuple[tuple[str, int], ...]
     words: int
+    paired: tuple[tuple[str, int], ...] = ()
 
 
 def own_code(problem: Problem, rows_are_keys: bool = False, *, cells: bool = False) -> OwnCode | None:
@@ -50,7 +56,10 @@ def own_code(problem: Problem, rows_are_keys: bool = False, *, cells: bool = Fal
     it is told which cells of 64 x 64 are empty, or full.
     """
     own = problem.op.own
-    return None if own is None else _own_code(own, rows_are_keys, cells, _is_short(problem, own), _is_causal(problem))
+    if own is None:
+        return None
+    runs = _runs(problem, own, rows_are_keys)
+    return _own_code(own, rows_are_keys, cells, _is_short(problem, own), _is_causal(problem), runs)
 
 
 def _is_causal(problem: Problem) -> bool:
@@ -68,8 +77,39 @@ def _is_short(problem: Problem, own: Own) -> bool:
     )
 
 
+# An array's number, an axis along which its elements lie side by side, and whether two of them can be loaded together.
+_Runs = tuple[tuple[int, int, bool], ...]
+
+
+def _runs(problem: Problem, own: Own, rows_are_keys: bool) -> _Runs:
+    """The axes of captured arrays that no column of a tile leaves.
+
+    why not of several lengths: the GPU alone knows them, and where they are greater, the last element is given.
+    """
+    if problem.lengths is not None:
+        return ()
+    columns = problem.seqlen_q if rows_are_keys else problem.seqlen_k
+    found = []
+    for number, each in enumerate(own.arrays):
+        spec = problem.specs[problem.op.index[each.name]]
+        assert spec is not None
+        for axis, (length, stride) in enumerate(zip(spec.shape, spec.strides, strict=True)):
+            if stride == 1 and length >= columns > 0:
+                found.append((number, axis, each.name not in problem.misaligned and _pairs(spec, axis)))
+    return tuple(found)
+
+
+def _pairs(spec: ArraySpec, axis: int) -> bool:
+    """Whether all pairs of elements along an axis lie at multiples of their size, if the first one does."""
+    axes = enumerate(zip(spec.shape, spec.strides, strict=True))
+    others_are_even = not any(other != axis and length > 1 and stride % 2 for other, (length, stride) in axes)
+    return spec.itemsize <= 4 and spec.shape[axis] % 2 == 0 and others_are_even
+
+
 @lru_cache(maxsize=256)
-def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_causal: bool) -> OwnCode:
+def _own_code(
+    own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_causal: bool, runs: _Runs
+) -> OwnCode:
     score, slope = SCORE, _ONE
     if own.score is not None:
         given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
@@ -81,11 +121,12 @@ def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_cau
     if rows_are_keys:
         roots = [exchanged(root) for root in roots]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
-    text = print_struct(roots, arrays, "OwnFunctions", RESULTS, EXACT)
+    text = print_struct(roots, arrays, "OwnFunctions", RESULTS, EXACT, _by_axis(runs))
     is_steep = own.score is not None and max(magnitude(own.score), magnitude(slope)) >= MODERATE
     constants = {
         "OWN_SCORES": int(own.score is not None),
         "OWN_HIDES": int(own.score is not None and _hides(own.score)),
+        "OWN_TOGETHER": int(_loads_together(own)),
         "OWN_MASK": int(own.mask is not None),
         "OWN_SLOPE": 0 if slope is _ONE else 2 if is_steep else 1,
         "SINKS": int(own.has_sinks),
@@ -95,7 +136,16 @@ def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_cau
     }
     words = sum(words_of(each.rank) for each in own.arrays)
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    return OwnCode(digest, text, tuple(constants.items()), words + MORE_WORDS)
+    return OwnCode(digest, text, tuple(constants.items()), words + MORE_WORDS, _paired(own, text))
+
+
+def _paired(own: Own, text: str) -> tuple[tuple[str, int], ...]:
+    arrays = enumerate(own.arrays)
+    return tuple((each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text)
+
+
+def _by_axis(runs: _Runs) -> dict[tuple[int, int], bool]:
+    return {(number, axis): together for number, axis, together in runs}
 
 
 def _hides(score: Node) -> bool:
@@ -110,6 +160,19 @@ def _hides(score: Node) -> bool:
     )
 
 
+# What takes no register beside its result, as it is a part of a multiplication and addition.
+_LIGHT = {"load", "constant", "input", "cast", "add", "subtract", "multiply", "negative"}
+
+
+def _loads_together(own: Own) -> bool:
+    """Whether functions are so light, as a bias is, that registers hold what all elements of a step load."""
+    if own.score is None or own.mask is not None or own.drops:
+        return False
+    nodes = post_order([own.score])
+    loads = [x for x in nodes if x.op == "load" and "k_idx" in x.inputs]
+    return len(loads) == 1 and variable("k_idx") in loads[0].arguments and all(x.op in _LIGHT for x in nodes)
+
+
 def words_of(rank: int) -> int:
     """Words of 8 bytes of a captured array: its pointer, its strides and its extents."""
     axes = max(rank, 1)
@@ -121,25 +184,27 @@ def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...]) 
     plain, own = own_code(problem), problem.op.own
     assert plain is not None
     assert own is not None
-    return _gradient_code(plain, own, derivative, places)
+    return _gradient_code(plain, own, derivative, places, _runs(problem, own, rows_are_keys=False))
 
 
 @lru_cache(maxsize=256)
-def _gradient_code(plain: OwnCode, own: Own, derivative: Node, places: tuple[Node, ...]) -> OwnCode:
+def _gradient_code(plain: OwnCode, own: Own, derivative: Node, places: tuple[Node, ...], runs: _Runs) -> OwnCode:
     assert own.score is not None
     given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
     score = build("multiply", substituted(own.score, given), constant(LOG2_E))
     roots = [score, own.mask or constant(True), *(substituted(each, given) for each in (derivative, *places))]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
     names = [f"place{number}" for number in range(len(places))]
-    text = print_struct(roots, arrays, "OwnFunctions", ("score", "visible", "derivative", *names), EXACT)
+    results = ("score", "visible", "derivative", *names)
+    text = print_struct(roots, arrays, "OwnFunctions", results, EXACT, _by_axis(runs))
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
         f"\nstruct OwnTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
+        f"  static constexpr bool kVaries = {'false' if derivative.op == 'constant' else 'true'};\n"
         "  template <class Result, class Axes>\n"
         "  __device__ __forceinline__ static int place(const Result& x, const Axes& axes) {\n"
         f"    return {ways or 0};\n  }}\n}};\n"
     )
     constants = dict(plain.constants) | {"OWN_SLOPE": 0, "CELLS": 0}
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    return OwnCode(digest, text, tuple(constants.items()), plain.words)
+    return OwnCode(digest, text, tuple(constants.items()), plain.words, _paired(own, text))

@@ -109,6 +109,11 @@ class Plan(NamedTuple):
         """The operands that must begin at a multiple of 16 bytes, because the copy engine moves them."""
         return tuple({name: None for launch in self.launches for name in launch.boxes})
 
+    @property
+    def paired(self) -> dict[str, int]:
+        """Arrays of the caller's own that begin at multiples of so many bytes, as two elements are loaded together."""
+        return {name: size for launch in self.launches if (own := launch.variant.own) for name, size in own.paired}
+
     def __str__(self) -> str:
         several = len(self.launches) > 1
         lines = [f"device     {self.device}"] if several else [f"kernel     {self.kernel}", f"device     {self.device}"]

@@ -31,6 +31,8 @@ def plan(
     """
     if device is None:
         return _host_plan(problem)
+    if problem.op.own is not None and misaligned:
+        problem = problem._replace(misaligned=tuple(misaligned))
     if problem.op.name == "block_mask":
         return block_mask_plan(problem, device)
     if problem.lengths is not None and problem.options.algorithm == "standard":

@@ -33,6 +33,7 @@ class Problem(NamedTuple):
     the k of `lengths` are of the new keys; without q, what is of q is 0.
     `create_block_mask` is a problem of float32 without head dims; with `lengths`, packed rows are as many as may be.
     `specs` are of the op's operands in the caller's rank, in their order: None for an input that is not there.
+    `misaligned` names arrays of which kernels may not load two elements together, as they begin anywhere.
     """
 
     op: Op
@@ -50,6 +51,7 @@ class Problem(NamedTuple):
     library: str
     specs: tuple[ArraySpec | None, ...]
     lengths: Lengths | None = None  # of sequences of several lengths; None where all are alike
+    misaligned: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, op: Op, specs: Specs, options: Options) -> Problem:
@@ -96,8 +98,9 @@ class Problem(NamedTuple):
         if sizes is not None:
             check_block_mask(sizes, op.own.cells_axes if op.own is not None else (), lengths)
         checked = _checked(op, specs, axes, _dtypes_of(q.dtype, options.out_dtype), len(named))
-        # why _make: keywords for 15 fields take 2 µs.
-        return cls._make((op, *lengths.values(), q.dtype, mask, _unmasked(options), q.device, q.library, checked, own))
+        # why _make: keywords for 16 fields take 2 µs.
+        of_call = q.dtype, mask, _unmasked(options), q.device, q.library, checked, own, ()
+        return cls._make((op, *lengths.values(), *of_call))
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
         """The shape of an operand of q's or k's kind with all of its axes."""
@@ -312,7 +315,7 @@ def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
     lengths = itemgetter("batch", "rows_q", "rows_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")(axes)
     own = Lengths(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
     of_cache = cache.device, cache.library
-    return Problem._make((op, *lengths, cache.dtype, Mask.of(0, 0), options, *of_cache, checked, own))
+    return Problem._make((op, *lengths, cache.dtype, Mask.of(0, 0), options, *of_cache, checked, own, ()))
 
 
 def _of_block_mask(op: Op, specs: Specs) -> Problem:

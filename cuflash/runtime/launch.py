@@ -59,7 +59,8 @@ class Kernels:
     """The loaded kernels of a plan with their parameters; for one thread at a time."""
 
     __slots__ = (
-        "_counted", "_loaded", "_number", "_parameters", "boxed", "ordinal", "plan", "shares_scratch", "workspace",
+        "_counted", "_loaded", "_number", "_parameters", "boxed", "ordinal", "paired", "plan", "shares_scratch",
+        "workspace",
     )  # fmt: skip
 
     def __init__(self, made: Plan, ordinal: int) -> None:
@@ -88,8 +89,10 @@ class Kernels:
         # why one launch: of several, those of two threads could take turns on the stream.
         self.shares_scratch = len(self._loaded) == 1 and 0 < made.workspace_bytes <= scratch.BYTES
         index = made.problem.op.index
-        # The operands that must begin at a multiple of 16 bytes.
-        self.boxed = tuple([index[name] for name in made.boxed])
+        # The operands that must begin at a multiple of so many bytes, less one: those that the copy engine moves …
+        self.boxed = tuple([(index[name], 15) for name in made.boxed])
+        # … and those of which two elements are loaded together.
+        self.paired = tuple([(index[name], size - 1) for name, size in made.paired.items()])
 
     def launch(self, pointers: tuple[int, ...], stream: int) -> bool:
         """In order, on this stream of the GPU. False, and nothing is launched, if an operand's address forbids it.
@@ -103,7 +106,7 @@ class Kernels:
         key = self._number, pointers
         written, again = _kept(key), True
         if written is None:
-            if any([pointers[number] & 15 for number in self.boxed]):
+            if any([pointers[number] & bits for number, bits in self.boxed + self.paired]):
                 return False
             written = Written([_written(parameters, pointers) for parameters in self._parameters])
             # why: parameters are kept from their second use on, and those of a growing cache have no second.
@@ -173,7 +176,7 @@ class Call:
         self.is_special = True in self.copied[:inputs] or not self.plan.launches
         # Whether kernels write to all outputs that are given just as they are.
         self.writes_to_given = True not in self.copied[inputs:] and None not in self._given[inputs:]
-        self._for_any: Kernels | None = None
+        self._for_any: dict[bool, Kernels] = {}
         self.library = library  # None where the results are there already
         self.allocators = [] if library is None else [library.allocator(*output, ordinal) for output in self.outputs]
 
@@ -182,14 +185,18 @@ class Call:
         """About what is kept of it."""
         return CALL_BYTES + LAUNCH_BYTES * len(self.plan.launches)
 
-    def for_any(self) -> Kernels:
-        """The kernels for operands that begin anywhere, made when they are first needed."""
-        if self._for_any is None:
-            names = self.problem.op.names
+    def for_any(self, pointers: Sequence[int]) -> Kernels:
+        """The kernels for operands that begin where these do, made when they are first needed."""
+        first, names = self.aligned, self.problem.op.names
+        # why all: in the next call, another operand may be misaligned. why not if all that the copy engine moves are
+        # where they must be: kernels without it are slower.
+        boxed = any([pointers[number] & bits for number, bits in first.boxed])
+        found = self._for_any.get(boxed)
+        if found is None:
+            misaligned = [names[number] for number, _ in first.boxed * boxed + first.paired]
             with relaxed_capture():  # why: perhaps it was captured with other pointers before
-                # why all: in the next call, another operand may be misaligned.
-                self._for_any = _kernels(self.problem, self.ordinal, [names[n] for n in self.aligned.boxed])
-        return self._for_any
+                found = self._for_any[boxed] = _kernels(self.problem, self.ordinal, misaligned)
+        return found
 
     def check_separate(self, pointers: Sequence[int]) -> None:
         """`ProblemError` if memory that is written to is that of another array, too."""
@@ -282,7 +289,7 @@ def _results(call: Call, arrays: tuple[Any, ...], outputs: int | None, outs: tup
         results[:0] = outs if call.writes_to_given else _targets(call, library, outs)
     pointers = (*inputs, *addresses(results), *(0,) * (count - wanted))
     if not _launched(call.aligned, library, pointers):
-        _launched(call.for_any(), library, pointers)
+        _launched(call.for_any(pointers), library, pointers)
     if outs and not call.writes_to_given:
         for number, out in enumerate(outs):
             if out is not None and results[number] is not out:

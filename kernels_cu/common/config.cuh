@@ -53,6 +53,7 @@ constexpr bool kReadsAhead = false;
 constexpr bool kOwn = true;
 constexpr bool kOwnScores = CUFLASH_OWN_SCORES;        // scores are made by a function, in powers of two
 constexpr bool kOwnHides = CUFLASH_OWN_HIDES;          // some of them may be -inf, as if a mask hid the key
+constexpr bool kOwnTogether = CUFLASH_OWN_TOGETHER;    // registers hold what all elements of a step load
 constexpr bool kOwnMask = CUFLASH_OWN_MASK;            // a function tells which keys are seen
 constexpr bool kOwnSlope = CUFLASH_OWN_SLOPE;          // the derivative of that of scores is not 1
 constexpr bool kSteepSlope = CUFLASH_OWN_SLOPE == 2;   // it or the score may be infinite, or NaN
@@ -62,7 +63,7 @@ constexpr bool kCells = CUFLASH_CELLS > 0;             // it is known which cell
 constexpr bool kFullCells = CUFLASH_CELLS > 1;         // … and which are full, of the whole mask
 constexpr bool kShortOffsets = CUFLASH_SHORT_OFFSETS;  // offsets in captured arrays fit into an int
 #else
-constexpr bool kOwnHides = false;
+constexpr bool kOwnHides = false, kOwnTogether = false;
 constexpr bool kOwn = false, kOwnScores = false, kOwnMask = false, kOwnSlope = false, kSteepSlope = false;
 constexpr bool kSinks = false, kDropout = false, kCells = false, kFullCells = false, kShortOffsets = false;
 #endif

@@ -2,6 +2,7 @@
 // has no operator or function for, and captured arrays.
 #pragma once
 #include "../ptx/float_math.cuh"
+#include "../ptx/load.cuh"
 #include "config.cuh"
 
 template <class T>
@@ -125,15 +126,21 @@ struct BFloat16 {
   unsigned short bits;
 };
 
+// What is computed with for an element.
+template <class T>
+__device__ __forceinline__ T widened(T x) {
+  return x;
+}
+__device__ __forceinline__ float widened(Float16 x) { return cvt_f32_f16(x.bits); }
+__device__ __forceinline__ float widened(BFloat16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+
 // An element of an array that no kernel writes.
 template <class T>
 __device__ __forceinline__ T element_at(const T* pointer) {
   return __ldg(pointer);
 }
-__device__ __forceinline__ float element_at(const Float16* pointer) { return cvt_f32_f16(__ldg(&pointer->bits)); }
-__device__ __forceinline__ float element_at(const BFloat16* pointer) {
-  return __uint_as_float(static_cast<unsigned>(__ldg(&pointer->bits)) << 16);
-}
+__device__ __forceinline__ Float16 element_at(const Float16* pointer) { return {__ldg(&pointer->bits)}; }
+__device__ __forceinline__ BFloat16 element_at(const BFloat16* pointer) { return {__ldg(&pointer->bits)}; }
 
 template <bool kShortOffsets>
 struct OffsetOf {
@@ -142,6 +149,54 @@ struct OffsetOf {
 template <>
 struct OffsetOf<true> {
   using Type = int;
+};
+
+// Elements of an array that lie side by side along the columns of a row, from the tile's first column on. Every column that
+// is seen is inside the array.
+template <class T>
+struct ArrayRun {
+  const T* first;
+  int last;  // the last column that is inside the array
+};
+
+// A number of so many bytes.
+template <int kBytes>
+struct Bits;
+template <>
+struct Bits<1> {
+  using Type = unsigned char;
+};
+template <>
+struct Bits<2> {
+  using Type = unsigned short;
+};
+template <>
+struct Bits<4> {
+  using Type = unsigned;
+};
+template <>
+struct Bits<8> {
+  using Type = unsigned long long;
+};
+
+// Two of them, of columns 2 n and 2 n + 1. kTogether: they lie at a multiple of their size.
+template <class T, bool kTogether>
+struct LoadedPair {
+  T even, odd;
+
+  __device__ __forceinline__ auto at(int column) const { return widened(column % 2 == 0 ? even : odd); }
+};
+template <class T>
+struct LoadedPair<T, true> {
+  using Both = typename Bits<2 * sizeof(T)>::Type;
+  Both both;
+
+  __device__ __forceinline__ auto at(int column) const {
+    const auto bits = static_cast<typename Bits<sizeof(T)>::Type>(both >> column % 2 * 8 * sizeof(T));
+    T x;
+    memcpy(&x, &bits, sizeof(T));
+    return widened(x);
+  }
 };
 
 // An array that a traced function refers to. kShortOffsets: every offset of an element fits into an int, as do the
@@ -174,7 +229,26 @@ struct CapturedArray {
   }
 
   // The element at the sum of the ways along all axes.
-  __device__ __forceinline__ auto at(Offset offset) const { return element_at(pointer + offset); }
+  __device__ __forceinline__ auto at(Offset offset) const { return widened(element_at(pointer + offset)); }
+
+  // The elements from an index along an axis on, where the ways along all others sum up to an offset.
+  __device__ __forceinline__ ArrayRun<T> run(int axis, int index, Offset offset) const {
+    return {pointer + offset + way(axis, index), extents[axis] - 1 - index};
+  }
+
+  // Those of two columns, of which the first is even; zeros outside the array.
+  template <bool kTogether>
+  __device__ __forceinline__ LoadedPair<T, kTogether> pair(const ArrayRun<T>& run, int column) const {
+    if constexpr (kTogether) {
+      using Both = typename LoadedPair<T, true>::Both;
+      return {load_or_zero(reinterpret_cast<const Both*>(run.first + column), column <= run.last)};
+    } else {
+      LoadedPair<T, false> x{};
+      if (column <= run.last) x.even = element_at(run.first + column);
+      if (column < run.last) x.odd = element_at(run.first + column + 1);
+      return x;
+    }
+  }
 
  private:
   __device__ __forceinline__ Offset way(int axis, int index) const {

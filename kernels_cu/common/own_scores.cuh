@@ -1,5 +1,5 @@
 // Scores and masks of the caller's own. The program holds them as `OwnFunctions` (cuflash/planning/own_code.py), which
-// finds what a head, a row and a score know in three steps. A row is a query and a column a key, or the other way round
+// finds what a head, a row, two columns of it and a score know in as many steps. A row is a query and a column a key, or the other way round
 // where a kernel's fragments have keys in their rows.
 //
 //   element   score: that of softmax and bias, in powers of two, from a product q·k (or what the softcap made of it)
@@ -24,6 +24,7 @@ __device__ __forceinline__ bool is_hidden_product(float x) {
 template <bool kExists, class Functions>
 struct OwnHeadOf {
   struct Row {};
+  struct Pair {};
   struct Result {
     float score;
     bool visible;
@@ -32,12 +33,16 @@ struct OwnHeadOf {
 
   __device__ __forceinline__ OwnHeadOf(const OwnParams&, const ProblemParams&, int, int, int, int) {}
   __device__ __forceinline__ Row row(int, int, float = 0.0f, int = 0) const { return {}; }
-  __device__ __forceinline__ Result at(const Row&, float product, int, int = 0) const { return {product, true, 1.0f}; }
+  __device__ __forceinline__ Pair pair(const Row&, int, int = 0) const { return {}; }
+  __device__ __forceinline__ Result at(const Row&, const Pair&, float product, int, int = 0) const {
+    return {product, true, 1.0f};
+  }
 };
 
 template <class Functions>
 struct OwnHeadOf<true, Functions> {
   using Row = typename Functions::Row;
+  using Pair = typename Functions::Pair;
   using Result = typename Functions::Result;
 
   const typename Functions::Arrays& arrays;
@@ -54,9 +59,14 @@ struct OwnHeadOf<true, Functions> {
     return Functions::row(arrays, head, row_idx, first_column, addend);
   }
 
-  // The score of a product in that row, so many columns after the first.
-  __device__ __forceinline__ Result at(const Row& row, float product, int column, int = 0) const {
-    return Functions::element(arrays, head, row, product, column);
+  // What is known of two columns of a row, of which the first is even. why: it may be loaded together.
+  __device__ __forceinline__ Pair pair(const Row& row, int column, int = 0) const {
+    return Functions::pair(arrays, row, column);
+  }
+
+  // The score of a product in that row, so many columns after the first. `pair` has the column.
+  __device__ __forceinline__ Result at(const Row& row, const Pair& pair, float product, int column, int = 0) const {
+    return Functions::element(arrays, head, row, pair, product, column);
   }
 };
 using OwnHead = OwnHeadOf<kOwn, OwnFunctions<kShortOffsets>>;
@@ -68,8 +78,12 @@ struct TwoOwnHeads {
   __device__ __forceinline__ OwnHead::Row row(int row_idx, int first_column, float addend, int half) const {
     return (half == 0 ? upper : lower).row(row_idx, first_column, addend);
   }
-  __device__ __forceinline__ OwnHead::Result at(const OwnHead::Row& row, float product, int column, int half) const {
-    return (half == 0 ? upper : lower).at(row, product, column);
+  __device__ __forceinline__ OwnHead::Pair pair(const OwnHead::Row& row, int column, int half) const {
+    return (half == 0 ? upper : lower).pair(row, column);
+  }
+  __device__ __forceinline__ OwnHead::Result at(const OwnHead::Row& row, const OwnHead::Pair& pair, float product,
+                                                int column, int half) const {
+    return (half == 0 ? upper : lower).at(row, pair, product, column);
   }
 };
 
@@ -91,12 +105,13 @@ template <bool kAsksMask = kOwnMask, bool kHidesLeast = true, class Heads, int k
 __device__ __forceinline__ void apply_own(const Heads& own, float (&s)[kCount], const OwnRows& rows) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
+    const OwnHead::Pair pairs[2] = {own.pair(rows.of[0], 8 * j, 0), own.pair(rows.of[1], 8 * j, 1)};
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& score = s[4 * j + 2 * half + e];
-        const OwnHead::Result result = own.at(rows.of[half], score, 8 * j + e, half);
+        const OwnHead::Result result = own.at(rows.of[half], pairs[half], score, 8 * j + e, half);
         if constexpr (kOwnScores) score = kHidesLeast && result.score <= kLeastScore ? -infinity() : result.score;
         if constexpr (kAsksMask) score = result.visible ? score : -infinity();
       }

@@ -27,7 +27,10 @@ __device__ __forceinline__ CellKind kind_of(const OwnHead& own, Range queries, R
     const OwnHead::Row row = own.row(query, key);
     unsigned visible = 0;
 #pragma unroll
-    for (int i = 0; i < kKeysOfLane; ++i) visible |= own.at(row, 0.0f, i).visible ? 1u << i : 0u;
+    for (int i = 0; i < kKeysOfLane; i += 2) {
+      const OwnHead::Pair pair = own.pair(row, i);
+      visible |= (own.at(row, pair, 0.0f, i).visible | own.at(row, pair, 0.0f, i + 1).visible << 1) << i;
+    }
     const unsigned asked = query < queries.end ? exist : 0u;
     some_seen |= __any_sync(0xffffffffu, (visible & asked) != 0);
     some_hidden |= __any_sync(0xffffffffu, (~visible & asked) != 0);

@@ -107,9 +107,12 @@ __device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Sco
 #pragma unroll
     for (int j = 0; j < kPieceQ / 8; ++j) {
       const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // of two queries
+      OwnHead::Pair pair;
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i) {
-        const OwnHead::Result result = own.scores.at(rows[i / 2 % 2], s[m][i], 8 * j + i % 2);
+        const int half = i / 2 % 2, column = 8 * j + i % 2;
+        if (i % 2 == 0) pair = own.scores.pair(rows[half], column);
+        const OwnHead::Result result = own.scores.at(rows[half], pair, s[m][i], column);
         weigh_own<kAsksMask>(s[m][i], dp[m][i], score, result, kept[m].has(i), own.dropout.scale(), i % 2 == 0 ? x.x : x.z,
                   i % 2 == 0 ? x.y : x.w);
       }

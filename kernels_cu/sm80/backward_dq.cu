@@ -54,10 +54,12 @@ __device__ __forceinline__ void weigh_own_tile(Scores& s, Scores& dp, const Quer
     const Kept<kBlockK / 2> kept = work.dropout.kept<kBlockK % 32 == 0, kBlockK / 2>(queries, first, column_pair);
     const OwnHead::Row rows[2] = {work.own.row(queries[0], first + 2 * column_pair),
                                   work.own.row(queries[1], first + 2 * column_pair)};
+    OwnHead::Pair pair;
 #pragma unroll
     for (int i = 0; i < kBlockK / 2; ++i) {
-      const int half = i / 2 % 2;
-      const OwnHead::Result result = work.own.at(rows[half], s[m][i], i / 4 * 8 + i % 2);
+      const int half = i / 2 % 2, column = i / 4 * 8 + i % 2;
+      if (i % 2 == 0) pair = work.own.pair(rows[half], column);
+      const OwnHead::Result result = work.own.at(rows[half], pair, s[m][i], column);
       const float2 x = stats[2 * m + half];
       weigh_own<kAsksMask>(s[m][i], dp[m][i], work.score, result, kept.has(i), work.dropout.scale(), x.x, x.y);
     }

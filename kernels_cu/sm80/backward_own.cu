@@ -54,11 +54,10 @@ __device__ __forceinline__ void fetch(const Params& p, const SharedStorage& stor
   }
   if (new_keys) {
     const Range seen = sequence.seen_keys();
-    const int kv_head = at.head / problem.heads_per_kv;
     using KeyPlace = AnySequence::KeyPlace;
-    const TileLoader<kBlockK, kHeadDim, KeyPlace> k(p.k, sequence.keys(), kv_head, problem.head_dim);
+    const TileLoader<kBlockK, kHeadDim, KeyPlace> k(p.k, sequence.keys(), at.kv_head, problem.head_dim);
     k.load(smem_address(storage.k), at.first_key(), seen);
-    const TileLoader<kBlockK, kHeadDimV, KeyPlace> v(p.v, sequence.keys(), kv_head, problem.head_dim_v);
+    const TileLoader<kBlockK, kHeadDimV, KeyPlace> v(p.v, sequence.keys(), at.kv_head, problem.head_dim_v);
     v.load(smem_address(storage.v), at.first_key(), seen);
   }
   cp_async_commit();
@@ -91,34 +90,33 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
   const OwnHead own(p, p.problem, at.batch, at.head, sequence.seqlen_q(), sequence.seqlen_k());
   const Dropout dropout(p, at.batch, at.head);
   const Mask mask = sequence.mask();
+  const int warp_row = at.first_query() + threadIdx.x / 32 * kRowsPerWarp;
+  const bool all_visible =
+      mask.all_visible<true>({warp_row, warp_row + kRowsPerWarp}, {at.first_key(), at.first_key() + kBlockK});
   Score{p.problem.score}.apply(s);
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
     const LaneQueries rows{first_row + 16 * m};
     const auto kept = dropout.kept<kBlockK % 32 == 0, kBlockK / 2>(rows, at.first_key(), column_pair);
     const OwnHead::Row of_rows[2] = {own.row(rows[0], first_key), own.row(rows[1], first_key)};
-    int first[2], last[2];  // columns that the mask shows
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int end = rows[half] < mask.seqlen_q ? min(rows[half] + mask.hi, mask.seqlen_k - 1) : -1;
-      first[half] = rows[half] + mask.lo - first_key, last[half] = end - first_key;
-    }
+    if (!all_visible) mask.apply<true>(s[m], rows[0], at.first_key(), column_pair, hidden_product());
 #pragma unroll
     for (int j = 0; j < kBlockK / 8; ++j) {
+      const OwnHead::Pair pairs[2] = {own.pair(of_rows[0], 8 * j), own.pair(of_rows[1], 8 * j)};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // why rows inside: L57
           const int i = 4 * j + 2 * half + e, column = 8 * j + e;
           const float2 stat = stats[2 * m + half];
-          const auto result = own.at(of_rows[half], s[m][i], column);
-          const bool hidden = !result.visible | (result.score <= kLeastScore) | (column < first[half]) |
-                              (column > last[half]);
+          const auto result = own.at(of_rows[half], pairs[half], s[m][i], column);
+          const bool hidden = is_hidden_product(s[m][i]) | !result.visible | (result.score <= kLeastScore);
           const float weight = exp2_approx(result.score - stat.x);
           float ds = weight * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
           ds = hidden ? 0.0f : ds;
           // why: where nothing changes with the score, the derivative may be anything.
-          dp[m][i] = ds == 0.0f ? 0.0f : ds * result.derivative;
+          if constexpr (OwnTerm::kVaries) ds = ds == 0.0f ? 0.0f : ds * result.derivative;
+          dp[m][i] = OwnTerm::kVaries ? ds : ds * result.derivative;
           if constexpr (OwnTerm::kLooksUp) s[m][i] = __int_as_float(OwnTerm::place(result, LookedUpAxes{p}));
         }
       }
@@ -229,8 +227,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     WalkedTile next = at;
     exists = walk.advance(next);
     if (exists) {
-      const bool new_keys = next.k_tile != at.k_tile || next.batch != at.batch ||
-                            next.head / params.problem.heads_per_kv != at.head / params.problem.heads_per_kv;
+      const bool new_keys = next.k_tile != at.k_tile || next.batch != at.batch || next.kv_head != at.kv_head;
       fetch(params, storage, walk.sequences.at(next.batch, next.slot), next, next.step != at.step, new_keys);
     }
 

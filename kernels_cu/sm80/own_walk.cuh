@@ -42,7 +42,7 @@ struct WalkedSequences<true> {
 // A tile. All threads of the block are at the same one.
 struct WalkedTile {
   int step;  // of the walk
-  int batch, head, q_tile, k_tile;
+  int batch, head, kv_head, q_tile, k_tile;
   int k_end;  // the end of the key tiles of this step
   int slot;   // of the sequence
 
@@ -54,6 +54,7 @@ struct OwnWalk {
   const OwnGradientParams& p;
   const WalkedSequences<kLengths> sequences;
   int part, batch, head, q_tile, k_tile;  // of the block, 0 where it walks
+  int end;  // of the steps of the part
 
   __device__ __forceinline__ OwnWalk(const OwnGradientParams& params, WalkedSequences<kLengths>::Memory& memory)
       : p(params), sequences(params.problem, memory) {
@@ -62,12 +63,12 @@ struct OwnWalk {
     q_tile = p.by_query ? take(rest, p.num_q_tiles) : 0;
     head = p.by_head ? take(rest, p.problem.heads_q) : 0;
     batch = p.by_sequence ? take(rest, p.problem.batch) : 0;
-    part = rest;
+    part = rest, end = bound(part + 1);
   }
 
   // Goes to the first tile. False: there is none.
   __device__ __forceinline__ bool begin(WalkedTile& at) const {
-    at = {bound(part) - 1, -1, 0, 0, 0, 0, 1};
+    at = {bound(part) - 1, -1, -1, 0, 0, 0, 0, 1};
     return next_step(at, 0);
   }
 
@@ -90,16 +91,16 @@ struct OwnWalk {
 
   // new_slot: where another sequence is to be described.
   __device__ __forceinline__ bool next_step(WalkedTile& at, int new_slot) const {
-    const int end = bound(part + 1);
 #pragma unroll 1
     while (++at.step < end) {
       unsigned rest = at.step;
       at.q_tile = p.by_query ? q_tile : take(rest, p.num_q_tiles);
-      at.head = p.by_head ? head : take(rest, p.problem.heads_q);
-      const int of_step = p.by_sequence ? batch : static_cast<int>(rest);
-      if (of_step != at.batch) {
-        at.batch = of_step, at.slot = new_slot;
-        sequences.find(of_step, new_slot);
+      const int new_head = p.by_head ? head : take(rest, p.problem.heads_q);
+      if (new_head != at.head) at.head = new_head, at.kv_head = new_head / p.problem.heads_per_kv;
+      const int new_batch = p.by_sequence ? batch : static_cast<int>(rest);
+      if (new_batch != at.batch) {
+        at.batch = new_batch, at.slot = new_slot;
+        sequences.find(new_batch, new_slot);
       }
       const auto& sequence = sequences.at(at.batch, at.slot);
       const int begin = at.first_query(), length = sequence.seqlen_q();

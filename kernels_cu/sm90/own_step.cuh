@@ -76,8 +76,9 @@ struct OwnStepOf {
 
 template <int kCount, bool kRowsAreKeys, bool kLate>
 struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
-  // Elements that may be worked on together. why so few of a mask alone: it may read arrays, and most tiles ask no mask.
-  static constexpr int kPiece = 16, kPieceOfMask = kOwnScores ? kPiece : 4;
+  // Elements that may be worked on together. why all where it may be: each piece waits for what it loads. why so few of a mask
+  // alone: it may read arrays, and most tiles ask no mask.
+  static constexpr int kPiece = 16, kPieceOfApply = kOwnTogether ? kCount : kOwnScores ? kPiece : 4;
 
   const OwnPlace place;
   const FoundOwnLane<kOwnScores> found;
@@ -96,10 +97,14 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
   __device__ __forceinline__ void apply(float (&s)[kCount]) const {
     if constexpr (kAsksMask || (kOwnScores && !kLate)) {
       const OwnLane& own = found.at(place);
+      OwnHead::Pair pair;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
-        if (i > 0 && i % kPieceOfMask == 0) end_piece(place.problem.batch);
-        const OwnHead::Result result = own.head.at(own.rows[i / 2 % 2], s[i], i / 4 * 8 + i % 2);
+        if (i > 0 && i % kPieceOfApply == 0) end_piece(place.problem.batch);
+        const OwnHead::Row& row = own.rows[i / 2 % 2];
+        const int column = i / 4 * 8 + i % 2;
+        if (i % 2 == 0) pair = own.head.pair(row, column);
+        const OwnHead::Result result = own.head.at(row, pair, s[i], column);
         if constexpr (kOwnScores && !kLate) s[i] = result.score;
         if constexpr (kAsksMask) s[i] = result.visible ? s[i] : -infinity();
       }
@@ -111,9 +116,10 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
     if ((kLate || kDropout) && j > 0 && 4 * j % kPiece == 0) end_piece(place.problem.batch);
     if constexpr (kLate) {
       const OwnLane& own = found.at(place);
+      const OwnHead::Pair pairs[2] = {own.head.pair(own.rows[0], j * 8), own.head.pair(own.rows[1], j * 8)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const OwnHead::Result result = own.head.at(own.rows[i / 2], s[i], j * 8 + i % 2);
+        const OwnHead::Result result = own.head.at(own.rows[i / 2], pairs[i / 2], s[i], j * 8 + i % 2);
         s[i] = hidden_with(result.score, s[i]);
         slope[i] = result.slope;
       }

@@ -138,13 +138,13 @@ class Recorded:
 
     def __init__(self, plan: Any, ordinal: int) -> None:
         self.plan, self.ordinal, self.thread = plan, ordinal, threading.get_ident()
-        self.boxed = [plan.problem.op.index[name] for name in plan.boxed]
+        self.boxed, self.paired = tuple((plan.problem.op.index[name], 15) for name in plan.boxed), ()
         self.written: list[Any] = []
         self.streams: list[int] = []
         Recorded.made.append(self)
 
     def launch(self, pointers: Any, stream: int) -> bool:
-        if any(pointers[number] & 15 for number in self.boxed):
+        if any(pointers[number] & bits for number, bits in self.boxed):
             return False
         self.written.append(pointers)
         self.streams.append(stream)

@@ -11,7 +11,7 @@ import pytest
 from expressions import SCORE, B, H, K, Q, conditions, floats, integers
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from texts import INPUTS, KERNELS, Case, check, compiled, of, op, with_derivative
+from texts import COLUMNS, INPUTS, KERNELS, Case, check, compiled, computed, of, op, with_derivative
 
 from cuflash.mods.build import cast, constant
 from cuflash.mods.graph import Node, variable
@@ -114,6 +114,35 @@ def test_an_index_counts_from_the_end_or_stays_inside_the_array(tmp_path: Path) 
     ]
     check([Case([of(table, 0, *each)], [table]) for each in indices], tmp_path)
     check([Case([of(table, 0, *each)], [table]) for each in indices], tmp_path, short=False)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_elements_along_a_row_are_those_of_the_array_and_zero_outside_it(tmp_path: Path, together: bool) -> None:
+    keys = 2 * COLUMNS + 4  # the last tile goes past the array
+    names = "bool int8 uint8 int16 uint16 int32 float16 bfloat16 float32" + " float64" * (not together)
+    cases, wanted = [], []
+    for name in names.split():
+        dtype = np.dtype(getattr(ml_dtypes, name, name))
+        table = np.arange(3 * keys).reshape(3, keys) % 7 % (2 if name == "bool" else 100)
+        cases.append(Case([of(table.astype(dtype), 0, H, K)], [table.astype(dtype)], runs={(0, 1): together}))
+        wanted.append(np.pad(table, ((0, 0), (0, 3 * COLUMNS - keys))))
+        assert cases[-1].text().count("template pair<") == 1
+        assert "clamped(1" not in cases[-1].text()
+    h, k = (each.ravel() for each in np.indices((3, 3 * COLUMNS)))
+    zero = np.zeros_like(h)
+    inputs = {"b": zero, "h": h, "seqlen_q": zero, "seqlen_k": zero, "q_idx": zero, "k_idx": k, "score": zero}
+    for found, table in zip(computed(cases, inputs, tmp_path), wanted, strict=True):
+        np.testing.assert_array_equal(found[0], table[h, k])
+    compiled(cases, "sm_90a")
+
+
+def test_only_loads_whose_one_index_of_an_element_is_the_key_are_along_a_row() -> None:
+    table = np.zeros((8, 8), np.float32)
+    of_others = [(Q, op("add", K, 1)), (K, K), (op("minimum", Q, K), K), (K, Q)]
+    runs = {(0, 1): True}
+    assert "template pair<true>" in Case([of(table, 0, op("floor_divide", Q, 2), K)], [table], runs=runs).text()
+    for indices in of_others:
+        assert "template pair<" not in Case([of(table, 0, *indices)], [table], runs=runs).text(), indices
 
 
 def test_every_dtype_is_read_as_numpy_reads_it(tmp_path: Path) -> None:

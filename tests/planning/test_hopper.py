@@ -16,8 +16,9 @@ from cuflash.planning.hopper import allows_tma
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import BACKWARD, FORWARD
+from cuflash.problem.operands import BACKWARD, FORWARD, own_op
 from cuflash.problem.options import Options
+from cuflash.problem.own import Bias, own_of
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
 from cuflash.runtime.launch import Call, Judged
@@ -158,10 +159,34 @@ def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
             del gpus.launched[:]
             off = tuple(pointer + 2 * (at == number) for at, pointer in enumerate(pointers))
             assert call.aligned.launch(off, 7) == bool(gpus.launched) == (name not in call.aligned.plan.boxed)
-            assert call.for_any().launch(off, 7)
+            assert call.for_any(off).launch(off, 7)
     assert is_hoppers(call.aligned.plan)
-    assert not is_hoppers(call.for_any().plan)
-    assert call.for_any() is call.for_any()
+    off = tuple(pointer + 2 for pointer in pointers)
+    assert not is_hoppers(call.for_any(off).plan)
+    assert call.for_any(off) is call.for_any(off)
+
+
+def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = Gpus(monkeypatch)
+    monkeypatch.setattr(launch, "relaxed_capture", contextlib.nullcontext)  # the driver's
+    q = SOME._replace(device="cuda:1")
+    bias = ArraySpec.dense((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
+    op = own_op("forward", False, own_of(None, None, Bias("float32", (False, True, True, True))))
+    of = Problem.of(op, [q, q, q, bias], Options())
+    call, names = Call(Judged(of, (False,) * len(of.op.names))), of.op.names
+    assert dict(call.plan.paired) == {"bias": 8}  # two of float32
+    pointers = (*[2**20] * len(names), 2**30)
+    off, far = (tuple(x + add * (n == names.index("bias")) for n, x in enumerate(pointers)) for add in (4, 8))
+    assert call.aligned.launch(far, 7)
+    assert not call.aligned.launch(off, 7)
+    other = call.for_any(off)
+    assert other.launch(off, 7)
+    assert other.plan.variant.tile == call.plan.variant.tile
+    assert (other.plan.paired, "pair<false>" in other.plan.variant.own.text) == ({}, True)
+    both = tuple(x + 2 * (n == 0) for n, x in enumerate(off))
+    assert not is_hoppers(call.for_any(both).plan)
+    assert call.for_any(both).launch(both, 7)
+    assert len(gpus.launched) > 0
 
 
 # Shape, strides in elements of 2 bytes, and whether the copy engine takes them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,35 @@ def test_macros_tell_what_a_call_has() -> None:
     wide = of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
     assert wide["OWN_SCORES"] == wide["OWN_HIDES"] == 1
     assert "SHORT_OFFSETS" not in of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
+
+
+def test_elements_are_loaded_together_where_pairs_of_them_lie_so() -> None:
+    def pairs(rows_are_keys: bool = False, **call: Any) -> list[str]:
+        return re.findall(r"template pair<(\w+)>", code(rows_are_keys, **call).text)
+
+    row = np.zeros(300, np.int32)
+    assert pairs(bias=(2, 4, 300, 300)) == pairs(mask_mod=lambda b, h, q, k: row[q] == row[k]) == ["true"]
+    # an odd way from row to row, and elements of which two are more than a load
+    assert pairs(bias=strided((1, 4, 300, 300), (1, 90301, 301, 1))) == pairs(bias=np.zeros((300, 300))) == ["false"]
+    # a stride, queries in the columns, fewer elements than keys, several lengths
+    assert pairs(bias=strided((1, 4, 300, 300), (1, 90000, 1, 300))) == pairs(True, bias=(2, 4, 300, 300)) == []
+    assert pairs(True, bias=strided((1, 4, 300, 300), (1, 90000, 1, 300))) == ["true"]
+    assert pairs(score_mod=lambda s, b, h, q, k: s + TABLE[h, k]) == []
+    assert pairs(mask_mod=lambda b, h, q, k: row[q] == row[k], seqused_k=(2,)) == []
+
+
+def test_light_functions_load_all_elements_of_a_step_together() -> None:
+    def together(**call: Any) -> bool:
+        return bool(dict(code(**call).constants)["OWN_TOGETHER"])
+
+    bias = (2, 4, 300, 300)
+    assert together(bias=bias)
+    assert together(bias=bias, score_mod=lambda s, b, h, q, k: s * 2 - SLOPES[h] * (q - k))
+    assert not together(bias=bias, dropout_p=0.5)
+    assert not together(bias=bias, mask_mod=lambda b, h, q, k: (q + k) % 3 > 0)
+    assert not together(bias=bias, score_mod=lambda s, b, h, q, k: np.tanh(s))
+    assert not together(bias=bias, score_mod=lambda s, b, h, q, k: s + TABLE[h, k])
+    assert not together(score_mod=alibi)
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
