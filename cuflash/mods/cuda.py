@@ -152,7 +152,7 @@ def _axis_of_columns(x: Node) -> int | None:
 
 
 class _Printer:
-    """Writes the statements of the three functions, and finds what each leaves to the later ones."""
+    """Writes the statements of the four functions, and finds what each leaves to the later ones."""
 
     def __init__(
         self,
@@ -280,16 +280,19 @@ class _Printer:
     def _load(self, x: Node) -> str:
         if x in self.runs:
             return f"static_cast<{_SCALARS[x.type]}>(pair.{self.runs[x].name}.at(column))"
-        *earlier, own = _parts_of_offset(x)
-        terms = [f"{STAGE_NAMES[part.stage]}.{self.offsets[part]}" for part in earlier if part.axes]
-        terms += [self._offset(own, own.stage)] if own.axes else []
+        own = _parts_of_offset(x)[-1]
+        terms = self._earlier_offsets(x, own.stage) + ([self._offset(own, own.stage)] if own.axes else [])
         return f"static_cast<{_SCALARS[x.type]}>(arrays.array{x.value}.at({' + '.join(terms) or '0'}))"
 
     def _run(self, x: Node, run: _Run) -> str:
         """What a row knows of the elements of such a load."""
+        offset = " + ".join(self._earlier_offsets(x, _ROW)) or "0"
+        return f"arrays.array{x.value}.run({run.axis}, key_begin, {offset})"
+
+    def _earlier_offsets(self, x: Node, stage: int) -> list[str]:
+        """How a stage calls the parts of a load's offset that are known before the load."""
         parts = [part for part in _parts_of_offset(x)[:-1] if part.axes]
-        terms = [f"{'head.' * (part.stage < _ROW)}{self.offsets[part]}" for part in parts]
-        return f"arrays.array{x.value}.run({run.axis}, key_begin, {' + '.join(terms) or '0'})"
+        return [f"{STAGE_NAMES[part.stage]}." * (part.stage < stage) + self.offsets[part] for part in parts]
 
     def _pair_function(self) -> str:
         """What two columns know, of which the first is even."""

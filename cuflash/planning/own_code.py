@@ -78,7 +78,7 @@ def _is_short(problem: Problem, own: Own) -> bool:
 
 
 # An array's number, an axis along which its elements lie side by side, and whether two of them can be loaded together.
-_Runs = tuple[tuple[int, int, bool], ...]
+_Runs = tuple[tuple[tuple[int, int], bool], ...]
 
 
 def _runs(problem: Problem, own: Own, rows_are_keys: bool) -> _Runs:
@@ -95,7 +95,7 @@ def _runs(problem: Problem, own: Own, rows_are_keys: bool) -> _Runs:
         assert spec is not None
         for axis, (length, stride) in enumerate(zip(spec.shape, spec.strides, strict=True)):
             if stride == 1 and length >= columns > 0:
-                found.append((number, axis, each.name not in problem.misaligned and _pairs(spec, axis)))
+                found.append(((number, axis), each.name not in problem.misaligned and _pairs(spec, axis)))
     return tuple(found)
 
 
@@ -121,7 +121,7 @@ def _own_code(
     if rows_are_keys:
         roots = [exchanged(root) for root in roots]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
-    text = print_struct(roots, arrays, "OwnFunctions", RESULTS, EXACT, _by_axis(runs))
+    text = print_struct(roots, arrays, "OwnFunctions", RESULTS, EXACT, dict(runs))
     is_steep = own.score is not None and max(magnitude(own.score), magnitude(slope)) >= MODERATE
     constants = {
         "OWN_SCORES": int(own.score is not None),
@@ -142,10 +142,6 @@ def _own_code(
 def _paired(own: Own, text: str) -> tuple[tuple[str, int], ...]:
     arrays = enumerate(own.arrays)
     return tuple((each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text)
-
-
-def _by_axis(runs: _Runs) -> dict[tuple[int, int], bool]:
-    return {(number, axis): together for number, axis, together in runs}
 
 
 def _hides(score: Node) -> bool:
@@ -196,7 +192,7 @@ def _gradient_code(plain: OwnCode, own: Own, derivative: Node, places: tuple[Nod
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
     names = [f"place{number}" for number in range(len(places))]
     results = ("score", "visible", "derivative", *names)
-    text = print_struct(roots, arrays, "OwnFunctions", results, EXACT, _by_axis(runs))
+    text = print_struct(roots, arrays, "OwnFunctions", results, EXACT, dict(runs))
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
         f"\nstruct OwnTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"

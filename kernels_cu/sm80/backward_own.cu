@@ -115,8 +115,7 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
           float ds = weight * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
           ds = hidden ? 0.0f : ds;
           // why: where nothing changes with the score, the derivative may be anything.
-          if constexpr (OwnTerm::kVaries) ds = ds == 0.0f ? 0.0f : ds * result.derivative;
-          dp[m][i] = OwnTerm::kVaries ? ds : ds * result.derivative;
+          dp[m][i] = OwnTerm::kVaries && ds == 0.0f ? 0.0f : ds * result.derivative;
           if constexpr (OwnTerm::kLooksUp) s[m][i] = __int_as_float(OwnTerm::place(result, LookedUpAxes{p}));
         }
       }
