@@ -58,7 +58,7 @@ from .transformers_masks import (
     places_of_positions,
     places_of_static,
 )
-from .transformers_models import EAGER, NAME, SDPA, refuse_attention_of_models_own, tell_from_flash_attn
+from .transformers_models import EAGER, NAME, SDPA, refuse_by_configuration, refuse_by_name, tell_from_flash_attn
 
 __all__ = ["cuflash_attention_forward", "cuflash_mask", "register"]
 
@@ -77,7 +77,7 @@ def register() -> None:
     AttentionInterface.register(NAME, cuflash_attention_forward)
     AttentionMaskInterface.register(NAME, cuflash_mask)
     tell_from_flash_attn()
-    refuse_attention_of_models_own()
+    refuse_by_name()
 
 
 def cuflash_attention_forward(
@@ -275,7 +275,11 @@ def cuflash_mask(
     key. What else hides keys is told by a mask that knows where sequences lie, or the function that describes it, and
     that is made only if the model looks into it. While models are compiled or captured, or might be, this is the
     boolean mask of transformers' sdpa, (batch, 1, seqlen_q, seqlen_k).
+
+    UnsupportedError for models that would not call that function, if their configuration was given the name afterwards.
     """
+    if not is_traced():
+        refuse_by_configuration(config.__class__)
     end = kv_offset + kv_length
     own_masks = getattr(config, "model_type", None) in _ADD_TO_MASKS
     ends, whole = _ends_at(end, kwargs), _is_whole(attention_mask, kv_offset, end)
@@ -368,7 +372,7 @@ def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: 
         )
     given = sliding_window is not _NOT_GIVEN
     window = sliding_window if given else getattr(getattr(module, "config", None), "sliding_window", None)
-    if window is None or seqlen_k <= window:
+    if not window or seqlen_k <= window:  # 0 is none: Qwen2-MoE's configuration without a window has it
         return -1
     if not given:
         raise UnsupportedError(

@@ -43,7 +43,7 @@ def tell_from_flash_attn() -> None:
             module.is_flash_attention_requested = is_flash_attention_requested  # type: ignore[attr-defined]
 
 
-def refuse_attention_of_models_own() -> None:
+def refuse_by_name() -> None:
     """Makes transformers refuse "cuflash" for models that have attention code of their own.
 
     why: transformers does not ask a model whether it supports a registered name. Such a model would not call our
@@ -66,13 +66,43 @@ def refuse_attention_of_models_own() -> None:
         setattr(PreTrainedModel, name, judged)
 
 
+@functools.cache
+def refuse_by_configuration(config: type) -> None:
+    """Raises UnsupportedError if models of this class of configurations have attention code of their own.
+
+    why: a name that is set as an attribute of the configuration of a finished model is judged by nobody. Such a model
+    then takes our mask, and computes without one.
+    """
+    module = sys.modules.get(config.__module__.replace("configuration_", "modeling_"))
+    for model in () if module is None else vars(module).values():
+        is_model = isinstance(model, type) and issubclass(model, PreTrainedModel)
+        if is_model and getattr(model, "config_class", None) is config:
+            # why not those of images: they ask for no masks.
+            if any("VISION" not in name for name in _classes_of(model)):
+                raise _own_attention(model)
+            _judge(model)
+            return
+
+
+def _classes_of(model: type) -> list[str]:
+    """The names of the tables from which modules of a model take their attention, each by its name, in its file."""
+    return [name for name in vars(sys.modules[model.__module__]) if name.endswith("ATTENTION_CLASSES")]
+
+
+def _own_attention(model: type) -> UnsupportedError:
+    return UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {EAGER}")
+
+
 def _judge(model: type) -> None:
     """Raises UnsupportedError for a model that would not call our function, or would lose its masks."""
     code = vars(sys.modules[model.__module__])
     supports_backend = getattr(model, "_supports_attention_backend", False)
-    has_classes = any(name.endswith("ATTENTION_CLASSES") for name in code) and "ALL_ATTENTION_FUNCTIONS" not in code
+    has_classes = bool(_classes_of(model)) and "ALL_ATTENTION_FUNCTIONS" not in code
     if has_classes or not (supports_backend or getattr(model, "_supports_sdpa", False)):
-        raise UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {EAGER}")
+        raise _own_attention(model)
+    # Of a model that calls functions in some modules and has a table for others, such as SAM's, the latter refuse.
+    for name in _classes_of(model):
+        code[name].setdefault(NAME, functools.partial(_refuse_module, model))
     try:
         source = inspect.getsource(sys.modules[model.__module__])
     except (OSError, TypeError):  # the model was typed in and has no file
@@ -82,3 +112,8 @@ def _judge(model: type) -> None:
             f'{model.__name__} takes every name with "flash" in it for the flash-attn package, and would drop its '
             f"padding mask; {SDPA}, or take another version of transformers"
         )
+
+
+def _refuse_module(model: type, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a class of attention that a table has not."""
+    raise _own_attention(model)

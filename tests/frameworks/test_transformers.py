@@ -214,9 +214,8 @@ def test_what_could_be_read_in_two_ways_is_refused() -> None:
     with pytest.raises(UnsupportedError, match="6 causal queries of 4 keys"):
         bridge.cuflash_attention_forward(layer(), *heads(6, 4), None)
     bridge.cuflash_attention_forward(layer(causal=False), *heads(6, 4), None)
-    for window in (0, -1):  # the first of which the mask would read as no key at all, and flash-attn as all keys
-        with pytest.raises(ProblemError, match=f"sliding_window={window}"):
-            bridge.cuflash_attention_forward(layer(), *heads(), None, sliding_window=window)
+    with pytest.raises(ProblemError, match="sliding_window=-1"):
+        bridge.cuflash_attention_forward(layer(), *heads(), None, sliding_window=-1)
 
 
 def test_models_refuse_as_the_layers_do() -> None:
@@ -231,6 +230,36 @@ def test_models_with_attention_of_their_own_are_refused(family: str) -> None:
     model = getattr(transformers, f"{family}Model")
     with torch.device("meta"), pytest.raises(UnsupportedError, match=rf"{family}Model has attention of its own.*eager"):
         model._from_config(config, attn_implementation="cuflash")
+
+
+@pytest.mark.parametrize("family", ["Bloom", "Falcon"])
+def test_models_with_attention_of_their_own_are_refused_by_attribute(family: str) -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "n_layer": 1, "num_attention_heads": 2}
+    model = getattr(transformers, f"{family}Model")(getattr(transformers, f"{family}Config")(**sizes, n_head=2)).eval()
+    model(IDS)
+    model.config._attn_implementation = "cuflash"
+    with pytest.raises(UnsupportedError, match=rf"{family}\w+ has attention of its own.*eager"):
+        model(IDS)
+
+
+def test_a_module_that_has_no_class_for_the_name_is_refused() -> None:
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
+    config = transformers.SamConfig(vision_config=vision)
+    with torch.device("meta"), pytest.raises(UnsupportedError, match=r"Sam\w+ has attention of its own.*eager"):
+        transformers.SamModel._from_config(config, attn_implementation="cuflash")
+
+
+def test_a_window_of_no_keys_is_none() -> None:
+    sizes = {name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    more = {"moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "intermediate_size": 8}
+    config = transformers.Qwen2MoeConfig(**sizes, **more, num_key_value_heads=2, num_experts=2, num_experts_per_tok=1)
+    assert config.sliding_window == 0
+    torch.manual_seed(0)
+    model = transformers.Qwen2MoeForCausalLM._from_config(config, attn_implementation="sdpa").eval()
+    with torch.no_grad():
+        wanted = model(IDS).logits
+        model.set_attn_implementation("cuflash")
+        torch.testing.assert_close(model(IDS).logits, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_a_model_that_takes_the_name_for_flash_attns_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
