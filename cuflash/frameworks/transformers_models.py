@@ -60,6 +60,7 @@ def refuse_by_name() -> None:
             # why any argument: models pass the name by position or by keyword, and the keyword differs between them.
             if NAME in (*args, *kwargs.values()):
                 _judge(type(self))
+                _refuse_in_tables(type(self))
             return original(self, *args, **kwargs)
 
         judged.of_cuflash = True  # type: ignore[attr-defined]
@@ -78,15 +79,29 @@ def refuse_by_configuration(config: type) -> None:
         is_model = isinstance(model, type) and issubclass(model, PreTrainedModel)
         if is_model and getattr(model, "config_class", None) is config:
             # why not those of images: they ask for no masks.
-            if any("VISION" not in name for name in _classes_of(model)):
+            if any("VISION" not in name for name in _tables_of(model)):
                 raise _own_attention(model)
             _judge(model)
             return
 
 
-def _classes_of(model: type) -> list[str]:
-    """The names of the tables from which modules of a model take their attention, each by its name, in its file."""
-    return [name for name in vars(sys.modules[model.__module__]) if name.endswith("ATTENTION_CLASSES")]
+def _tables_of(model: type) -> dict[str, Any]:
+    """The tables of classes, in a model's file, from which its modules take their attention by the name of it."""
+    code = vars(sys.modules[model.__module__])
+    return {name: table for name, table in code.items() if name.endswith("ATTENTION_CLASSES")}
+
+
+def _refuse_in_tables(model: type) -> None:
+    """Makes modules that take their attention from a table refuse our name, as those of SAM that see the image do.
+
+    why not the model: its other modules call functions, or belong to models of the same file that have none of these.
+    """
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise _own_attention(model)
+
+    for table in _tables_of(model).values():
+        table.setdefault(NAME, refused)
 
 
 def _own_attention(model: type) -> UnsupportedError:
@@ -95,16 +110,13 @@ def _own_attention(model: type) -> UnsupportedError:
 
 def _judge(model: type) -> None:
     """Raises UnsupportedError for a model that would not call our function, or would lose its masks."""
-    code = vars(sys.modules[model.__module__])
+    module = sys.modules[model.__module__]
     supports_backend = getattr(model, "_supports_attention_backend", False)
-    has_classes = bool(_classes_of(model)) and "ALL_ATTENTION_FUNCTIONS" not in code
-    if has_classes or not (supports_backend or getattr(model, "_supports_sdpa", False)):
+    has_tables_alone = bool(_tables_of(model)) and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+    if has_tables_alone or not (supports_backend or getattr(model, "_supports_sdpa", False)):
         raise _own_attention(model)
-    # Of a model that calls functions in some modules and has a table for others, such as SAM's, the latter refuse.
-    for name in _classes_of(model):
-        code[name].setdefault(NAME, functools.partial(_refuse_module, model))
     try:
-        source = inspect.getsource(sys.modules[model.__module__])
+        source = inspect.getsource(module)
     except (OSError, TypeError):  # the model was typed in and has no file
         return
     if _TAKES_FOR_FLASH_ATTN.search(source):
@@ -112,8 +124,3 @@ def _judge(model: type) -> None:
             f'{model.__name__} takes every name with "flash" in it for the flash-attn package, and would drop its '
             f"padding mask; {SDPA}, or take another version of transformers"
         )
-
-
-def _refuse_module(model: type, *args: Any, **kwargs: Any) -> Any:
-    """Stands for a class of attention that a table has not."""
-    raise _own_attention(model)
