@@ -265,7 +265,8 @@ class _Printer:
             return f"{arguments[0]} ? {one} : {other}"
         kind = max(_kind(x), *map(_kind, x.arguments)) if x.op not in COMPARISONS else max(map(_kind, x.arguments))
         arguments = [_as(kind, each, text) for each, text in zip(x.arguments, arguments, strict=True)]
-        if x in self.exact and kind == Type.FLOAT32 and x.op in _EXACT:
+        # why: what a head or a row knows is computed seldom, so it need not be fast.
+        if x.op in _EXACT and kind == Type.FLOAT32 and (x in self.exact or (x.op == "tanh" and stage < len(STAGES) - 1)):
             return f"{_EXACT[x.op]}({', '.join(arguments)})"
         return _operation(x, kind, arguments)
 

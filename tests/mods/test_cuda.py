@@ -259,6 +259,13 @@ def test_what_a_head_or_a_row_knows_is_computed_there() -> None:
     assert "array0" not in function(slopes, "row")
 
 
+def test_a_tangent_of_what_a_head_or_a_row_knows_is_exact() -> None:
+    table = np.zeros(8, np.float32)
+    for index, exact in ((H, 1), (Q, 1), (K, 0)):
+        text = Case([op("multiply", SCORE, op("tanh", of(table, 0, index)))], [table]).text()
+        assert (text.count("tanhf("), text.count("hyperbolic_tangent(")) == (exact, 1 - exact)
+
+
 def test_indices_that_cannot_be_negative_are_not_wrapped() -> None:
     assert "wrapped" not in NAMED["document"].text()
     assert "wrapped(1" in NAMED["relative"].text()
