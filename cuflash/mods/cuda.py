@@ -266,7 +266,8 @@ class _Printer:
         kind = max(_kind(x), *map(_kind, x.arguments)) if x.op not in COMPARISONS else max(map(_kind, x.arguments))
         arguments = [_as(kind, each, text) for each, text in zip(x.arguments, arguments, strict=True)]
         # why: what a head or a row knows is computed seldom, so it need not be fast.
-        if x.op in _EXACT and kind == Type.FLOAT32 and (x in self.exact or (x.op == "tanh" and stage < len(STAGES) - 1)):
+        is_exact = x in self.exact or (x.op == "tanh" and stage <= _ROW)
+        if is_exact and kind == Type.FLOAT32 and x.op in _EXACT:
             return f"{_EXACT[x.op]}({', '.join(arguments)})"
         return _operation(x, kind, arguments)
 

@@ -175,16 +175,21 @@ def words_of(rank: int) -> int:
     return 1 + axes + -(-axes // 2)
 
 
-def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...]) -> OwnCode:
-    """What sm80/backward_own.cu is compiled with: the derivative of scores by a load, and its indices if looked up."""
+def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> OwnCode:
+    """What sm80/backward_own.cu is compiled with: the derivative of scores by a load, and its indices if looked up.
+
+    stays: whether a block of threads walks from sequence to sequence, over the same tile of each.
+    """
     plain, own = own_code(problem), problem.op.own
     assert plain is not None
     assert own is not None
-    return _gradient_code(plain, own, derivative, places, _runs(problem, own, rows_are_keys=False))
+    return _gradient_code(plain, own, derivative, places, stays, _runs(problem, own, rows_are_keys=False))
 
 
 @lru_cache(maxsize=256)
-def _gradient_code(plain: OwnCode, own: Own, derivative: Node, places: tuple[Node, ...], runs: _Runs) -> OwnCode:
+def _gradient_code(
+    plain: OwnCode, own: Own, derivative: Node, places: tuple[Node, ...], stays: bool, runs: _Runs
+) -> OwnCode:
     assert own.score is not None
     given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
     score = build("multiply", substituted(own.score, given), constant(LOG2_E))
@@ -196,6 +201,7 @@ def _gradient_code(plain: OwnCode, own: Own, derivative: Node, places: tuple[Nod
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
         f"\nstruct OwnTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
+        f"  static constexpr bool kStays = {'true' if stays else 'false'};\n"
         f"  static constexpr bool kVaries = {'false' if derivative.op == 'constant' else 'true'};\n"
         "  template <class Result, class Axes>\n"
         "  __device__ __forceinline__ static int place(const Result& x, const Axes& axes) {\n"

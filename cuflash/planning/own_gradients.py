@@ -185,7 +185,8 @@ class _More:
             self._clear(tables, size)
 
         arguments = tuple(term.load.arguments[axis] for axis in sums.looked_up)
-        code = gradient_code(problem, term.derivative, arguments)
+        stays = set(sums.apart) == {"h", "q_idx", "k_idx"} and problem.lengths is None and not extents
+        code = gradient_code(problem, term.derivative, arguments, stays)
         variant = self._variant("backward_own", "sm80/backward_own.cu", tile=tile, own=code)
         fields = self.stats | {
             "num_q_tiles": tiles["q"],

@@ -63,6 +63,56 @@ __device__ __forceinline__ void fetch(const Params& p, const SharedStorage& stor
   cp_async_commit();
 }
 
+// The same where the tile stays, and only the sequence is the next one: what differs is then added to addresses.
+template <bool kExists>
+struct StayingTile {
+  __device__ __forceinline__ StayingTile(const Params&, const AnySequence&, const WalkedTile&, bool) {}
+  __device__ __forceinline__ bool fetch_next(const Params&, const SharedStorage&) { return false; }
+};
+template <>
+struct StayingTile<true> {
+  using Q = TileLoader<kBlockQ, kHeadDim>;
+  using Dout = TileLoader<kBlockQ, kHeadDimV>;
+  using K = TileLoader<kBlockK, kHeadDim, AnySequence::KeyPlace>;
+  using V = TileLoader<kBlockK, kHeadDimV, AnySequence::KeyPlace>;
+  const char *q, *dout, *k, *v;  // this thread's parts in the sequence at hand
+  bool is_whole;
+
+  __device__ __forceinline__ StayingTile(const Params& p, const AnySequence& sequence, const WalkedTile& at, bool exists)
+      : is_whole(exists) {
+    if (!exists) return;
+    const ProblemParams& problem = p.problem;
+    const int query = at.first_query(), key = at.first_key();
+    const Q of_q(p.q, sequence.queries(), at.head, problem.head_dim);
+    const Dout of_dout(p.dout, sequence.queries(), at.head, problem.head_dim_v);
+    const K of_k(p.k, sequence.keys(), at.kv_head, problem.head_dim);
+    const V of_v(p.v, sequence.keys(), at.kv_head, problem.head_dim_v);
+    q = of_q.source_of(query), dout = of_dout.source_of(query), k = of_k.source_of(key), v = of_v.source_of(key);
+    is_whole = of_q.is_whole(query, sequence.seen_queries()) && of_dout.is_whole(query, sequence.seen_queries()) &&
+               of_k.is_whole(key, sequence.seen_keys()) && of_v.is_whole(key, sequence.seen_keys());
+  }
+
+  // False if some tile is not copied as it is.
+  __device__ __forceinline__ bool fetch_next(const Params& p, const SharedStorage& storage) {
+    if (!is_whole) return false;
+    q += p.q.stride_batch * kElementBytes, dout += p.dout.stride_batch * kElementBytes;
+    k += p.k.stride_batch * kElementBytes, v += p.v.stride_batch * kElementBytes;
+    copy<Q>(storage.q, q, p.q);
+    copy<Dout>(storage.dout, dout, p.dout);
+    copy<K>(storage.k, k, p.k);
+    copy<V>(storage.v, v, p.v);
+    cp_async_commit();
+    return true;
+  }
+
+ private:
+  template <class Loader>
+  __device__ __forceinline__ static void copy(const char* tile, const char* source, const Operand& x) {
+    const unsigned target = Loader::target_of(smem_address(tile));
+    Loader::copy_whole(target, source, x.stride_seqlen * kElementBytes, fresh_thread() / Loader::kLanes);
+  }
+};
+
 // lse * log2(e) and delta of the lane's rows; inf and 0 of queries that see nothing, which then weigh nothing.
 __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Params& p, const AnySequence& sequence,
                                            const WalkedTile& at) {
@@ -206,6 +256,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   WalkedTile at;
   bool exists = walk.begin(at);
   if (exists) fetch(params, storage, walk.sequences.at(at.batch, at.slot), at, true, true);
+  StayingTile<OwnTerm::kStays> staying(params, walk.sequences.at(at.batch, at.slot), at, exists);
 #pragma unroll 1
   while (exists) {
     // 1. s = q kᵀ, dp = dout vᵀ
@@ -225,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     // 2. The next loads begin.
     WalkedTile next = at;
     exists = walk.advance(next);
-    if (exists) {
+    if (exists && !staying.fetch_next(params, storage)) {
       const bool new_keys = next.k_tile != at.k_tile || next.batch != at.batch || next.kv_head != at.kv_head;
       fetch(params, storage, walk.sequences.at(next.batch, next.slot), next, next.step != at.step, new_keys);
     }

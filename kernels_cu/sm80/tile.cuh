@@ -49,6 +49,31 @@ struct TileLoader {
   __device__ __forceinline__ TileLoader(const Operand& x, const At& place, int head, int columns, int column = 0)
       : operand(x), first(x, place, head, column), num_columns(columns - column) {}
 
+  // Where this thread's part of the rows from `row` on begins, in global and in shared memory.
+  __device__ __forceinline__ const char* source_of(int row) const {
+    const int thread = fresh_thread(), first_row = thread / kLanes, lane = thread % kLanes;
+    return first.address(operand) + (row + first_row) * (operand.stride_seqlen * kElementBytes) + lane * 16;
+  }
+  __device__ __forceinline__ static unsigned target_of(unsigned smem) {
+    return smem + Swizzle<kChunks>::offset(fresh_thread() / kLanes, fresh_thread() % kLanes);
+  }
+
+  // Whether the tile of the rows from `row` on is copied as it is.
+  __device__ __forceinline__ bool is_whole(int row, Range valid) const {
+    return operand.aligned && num_columns >= kCols && row >= valid.begin && row + kRows <= valid.end;
+  }
+
+  // Begins to copy it. first_row: of this thread.
+  __device__ __forceinline__ static void copy_whole(unsigned target, const char* source, long long row_bytes, int first_row) {
+#pragma unroll
+    for (int r = 0; r < kRows; r += kRowStep, source += kRowStep * row_bytes) {
+      if (kWhole || first_row + r < kRows) {
+#pragma unroll
+        for (int c = 0; c < kChunks; c += kLanes) cp_async_16(target + r * kChunks * 16 + c * 16, source + c * 16);
+      }
+    }
+  }
+
   // Begins to load the rows row … row + kRows - 1.
   __device__ __forceinline__ void load(unsigned smem, int row, Range valid) const {
     const int thread = fresh_thread(), first_row = thread / kLanes, lane = thread % kLanes;
@@ -58,6 +83,7 @@ struct TileLoader {
     if constexpr (At::kMayBePaged) {
       if (first.place.at.is_paged()) return load_paged(target, row + first_row, row + kRows, lane * kChunkElements, valid);
     }
+    // why not by the functions above: other instructions come in another order, in kernels that are measured.
     if (operand.aligned && num_columns >= kCols && row >= valid.begin && row + kRows <= valid.end) {
 #pragma unroll
       for (int r = 0; r < kRows; r += kRowStep, source += kRowStep * row_bytes) {
