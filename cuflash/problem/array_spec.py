@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..errors import ProblemError
 from .dtypes import ITEMSIZE
 
 
@@ -84,35 +85,76 @@ class ArraySpec(NamedTuple):
         size = self.itemsize
         return not any(stride * size % 16 for stride in self.strides[:-1])
 
+    @property
+    def described(self) -> str:
+        """Its shape and strides, for errors about memory."""
+        return f"shape {self.shape} with strides {self.strides}"
+
     def __str__(self) -> str:
         return f"{self.library} {self.dtype}{list(self.shape)} on {self.device}"
 
 
-_FAR, _MOST_WORK = 2**60, 10_000
+# How much NumPy may search for a common byte. why: with hostile strides it would search for minutes, and meanwhile no
+# other thread of Python runs. So much takes a tenth of a second, and real layouts
+# need less than a tenth of it.
+_FAR, _MOST_WORK = 2**60, 100_000
+
+
+def overlap(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> bool | None:
+    """Whether elements of two NumPy arrays lie in the same bytes; None where their strides make it too long to tell."""
+    try:
+        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
+    except (np.exceptions.TooHardError, OverflowError):
+        return None
 
 
 @lru_cache(maxsize=1024)  # why: parts of one array that are handed over again lie as far apart as before
 def share_memory(first: ArraySpec, second: ArraySpec, distance: int) -> bool:
     """Whether elements of two arrays lie in the same bytes; the second begins `distance` bytes behind the first.
 
-    It is False, too, where strides are so strange that it takes long to tell.
+    It raises ProblemError where their strides make it too long to tell.
     """
-    one, other = np.asarray(_At(first, _FAR)), np.asarray(_At(second, _FAR + distance))
-    try:
-        return np.shares_memory(one, other, max_work=_MOST_WORK)  # type: ignore[arg-type]
-    except np.exceptions.TooHardError:
+    found = overlap(*[_at(x.shape, x.strides, x.itemsize, start) for x, start in ((first, 0), (second, distance))])
+    if found is None:
+        raise ProblemError(
+            f"an array that is written to and another one, {first.described} and {second.described}, lie in one range "
+            "of memory, and it takes too long to tell whether they share elements; give each memory of its own"
+        )
+    return found
+
+
+@lru_cache(maxsize=1024)
+def repeats_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | None:
+    """Whether two elements of an array of such strides are the same one; None where it takes too long to tell."""
+    if 0 in shape:
         return False
+    reach = 0
+    for stride, length in sorted([(abs(stride), length) for length, stride in zip(shape, strides, strict=True)]):
+        if length > 1 and stride <= reach:
+            break
+        reach += stride * (length - 1)
+    else:  # each step goes past all that the smaller ones reach
+        return False
+    # Two elements differ first in one of the axes, where one of them may be taken to stand at index 0: what is asked of
+    # each axis is whether that part of the array shares an element with the part behind it.
+    whole = _at(shape, strides)
+    parts = [whole[(0,) * axis] for axis in range(len(shape))]
+    found = [overlap(part[:1], part[1:]) for part in parts]
+    return True if True in found else None if None in found else False
+
+
+def _at(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 1, start: int = 0) -> np.ndarray[Any, Any]:
+    return np.asarray(_At(shape, tuple([stride * itemsize for stride in strides]), itemsize, _FAR + start))
 
 
 class _At:
     """An array at an address where there is no memory. NumPy makes a view of it, of which nobody reads an element."""
 
-    def __init__(self, spec: ArraySpec, address: int) -> None:
-        size = spec.itemsize
+    def __init__(self, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int, address: int) -> None:
         self.__array_interface__ = {
             "version": 3,
             "data": (address, True),
-            "shape": spec.shape,
-            "strides": tuple([stride * size for stride in spec.strides]),
-            "typestr": f"|V{size}",
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{itemsize}",
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import ProblemError
-from .array_spec import ArraySpec
+from .array_spec import ArraySpec, repeats_memory
 from .dtypes import check_dtype
 
 # The sum of a query index, a tile and a mask bound must fit 32 bits inside the kernels, and so must the position of a
@@ -25,10 +25,11 @@ def check_operand(
 
 def check_output(name: str, spec: ArraySpec) -> None:
     """Judges an array that a call is to write to."""
-    repeated = any(stride == 0 and length > 1 for length, stride in zip(spec.shape, spec.strides, strict=True))
-    if repeated and 0 not in spec.shape:
+    repeats = repeats_memory(spec.shape, spec.strides)
+    if repeats is not False:
+        found = "rows share memory" if repeats else "it takes too long to tell whether rows share memory"
         raise ProblemError(
-            f"{name} has shape {spec.shape} and strides {spec.strides}: rows share memory; give a dense {name}"
+            f"{name} has shape {spec.shape} and strides {spec.strides}: {found}; give a dense {name}"
         )
 
 

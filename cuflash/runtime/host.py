@@ -12,6 +12,7 @@ from .. import reference
 from ..arrays.dlpack import DlpackLibrary
 from ..arrays.library import GpuLibrary, Library, as_4d
 from ..errors import ProblemError
+from ..problem.array_spec import overlap
 from ..problem.operands import LSE_AXES, Op
 from ..problem.options import Options
 from ..problem.problem import Problem
@@ -31,8 +32,8 @@ def run(op: Op, library: Library, given: tuple[Any, ...], options: Options) -> t
             name, otherwise = op.names[number], "" if number < inputs else " or None"
             views[number] = written = _writable(library, name, given[number], otherwise)
             for other, view in zip(op.names, views, strict=False):
-                if view is not None and name != other and np.shares_memory(written, view):
-                    raise shared(name, other)
+                if view is not None and name != other and (found := overlap(written, view)) is not False:
+                    raise shared(name, other, found is None)
     for number, view in enumerate(views[:inputs]):
         # why: a dtype of another byte order equals none of NumPy's own, and NumPy's results are in the machine's order
         if view is not None and not view.dtype.isnative and number not in op.written:
@@ -42,9 +43,10 @@ def run(op: Op, library: Library, given: tuple[Any, ...], options: Options) -> t
     return tuple(library.from_numpy(x, like=given[0]) if out is None else out for x, out in made)
 
 
-def shared(name: str, other: str) -> ProblemError:
-    """The error for an array that is written to and lies where another one does."""
-    return ProblemError(f"{name}, which is written to, shares memory with {other}; give {name} memory of its own")
+def shared(name: str, other: str, is_unknown: bool = False) -> ProblemError:
+    """The error for an array that is written to and lies where another one does, or may lie there."""
+    found = "has strides for which it takes too long to tell whether it shares" if is_unknown else "shares"
+    return ProblemError(f"{name}, which is written to, {found} memory with {other}; give {name} memory of its own")
 
 
 def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Array | None] = ()) -> list[Array]:
@@ -88,6 +90,11 @@ def _writable(library: Library, name: str, array: Any, otherwise: str = "") -> A
     target = library.to_numpy(array)
     if not target.flags.writeable:
         raise ProblemError(f"{name} is read-only; give a writable array{otherwise}")
+    if any(stride % target.itemsize for stride in target.strides):
+        raise ProblemError(
+            f"{name} has strides of {target.strides} bytes, no multiples of the {target.itemsize} of an element; give "
+            f"an array of whole steps{otherwise}"
+        )
     if isinstance(library, GpuLibrary) and target.size and library.pointers([array]) != [target.ctypes.data]:
         raise ProblemError(f"{name} is a view that is yet to be negated, which cannot be written to{otherwise}")
     return target

@@ -26,6 +26,7 @@ from ..planning import device
 from ..planning.plan import Plan
 from ..planning.planner import plan
 from ..problem.array_spec import ArraySpec, share_memory
+from ..problem.checks import check_output
 from ..problem.operands import Op
 from ..problem.options import Asked, Options
 from ..problem.problem import Problem
@@ -238,6 +239,8 @@ def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) ->
         specs.append(spec)
         has_gaps = spec is not None and (spec.has_gaps if operand.strided else not spec.is_dense)
         copied.append(has_gaps and not operand.written and not operand.gapped)
+        if spec is not None and copied[-1] and len(copied) > len(op.inputs):
+            check_output(operand.called, spec)  # why here: the problem sees the copy
     read = specs
     if True in copied:
         read = [x.densed() if x is not None and copy else x for x, copy in zip(specs, copied, strict=True)]
