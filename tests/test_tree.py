@@ -57,7 +57,6 @@ TESTED_ELSEWHERE = {
     "problem/own_arrays": "ops/test_own_refused.py",
     **dict.fromkeys((f"runtime/{name}" for name in ("kept", "launch")), "runtime/test_calls.py"),
     "runtime/host": "problem/test_bad_input.py",
-    "ops/plan": "planning/test_planner.py",
     "frameworks/flash_attn": "frameworks/test_flash_attn_activate.py",
     "frameworks/torch_blocks": "frameworks/test_torch_flex.py",
     **dict.fromkeys((f"frameworks/flash_attn_{name}" for name in ("interface", "3_interface", "arguments")),

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from typing import Any
 
+from ..errors import UnsupportedError
 from ..problem.array_spec import ArraySpec, dense_strides
 from .library import NOTHING, GpuLibrary, cupy_module, dtype_name, element_strides, numpy_dtype
 
@@ -26,6 +27,11 @@ class CupyLibrary(GpuLibrary):
     def spec(self, name: str, array: Any) -> ArraySpec:
         # why not as they are if contiguous: an axis of length 1 may have any stride, and so may all of an array without
         # elements, which `_key` does not tell.
+        if any([stride % (array.itemsize or 1) for stride in array.strides]):
+            raise UnsupportedError(
+                f"{name} has strides of {array.strides} bytes, no multiples of the {array.itemsize} of an element; "
+                "give a copy of it"
+            )
         strides = dense_strides(array.shape) if array.flags.c_contiguous else element_strides(array)
         return ArraySpec(array.shape, strides, dtype_name(array.dtype), f"cuda:{array.data.device_id}", self.name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from .numpy import NUMPY
 class DlpackLibrary(Library):
     """JAX, or an unknown DLPack producer: its arrays are seen as CuPy or NumPy arrays of the same memory."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, from_dlpack: Callable[[Any], Any] | None = None) -> None:
+        """from_dlpack: how results become arrays of this library; None if it offers no way back."""
         self.name = name  # type: ignore[misc]
+        self._from_dlpack = from_dlpack
 
     def on_gpu(self, array: Any) -> bool:
         if self.name == "jax":
@@ -36,27 +39,41 @@ class DlpackLibrary(Library):
         return kind != 1
 
     def spec(self, name: str, array: Any) -> ArraySpec:
-        spec = cupy().spec(name, self.to_cupy(array)) if self.on_gpu(array) else NUMPY.spec(name, self.to_numpy(array))
+        if self.on_gpu(array):
+            spec = cupy().spec(name, self.to_cupy(array, name))
+        else:
+            spec = NUMPY.spec(name, self.to_numpy(array, name))
         return spec._replace(library=self.name)
 
-    def to_cupy(self, array: Any) -> Any:
+    def to_cupy(self, array: Any, name: str = "an array") -> Any:
         """The same memory as a CuPy array; CuPy's current stream waits for the producer."""
-        return cupy_module().from_dlpack(array)
+        return self._read(cupy_module().from_dlpack, array, name)
 
-    def to_numpy(self, array: Any) -> np.ndarray[Any, Any]:
-        return np.asarray(array) if self.name == "jax" else np.from_dlpack(array)
+    def to_numpy(self, array: Any, name: str = "an array") -> np.ndarray[Any, Any]:
+        return np.asarray(array) if self.name == "jax" else self._read(np.from_dlpack, array, name)
+
+    def _read(self, from_dlpack: Callable[[Any], Any], array: Any, name: str) -> Any:
+        try:
+            return from_dlpack(array)
+        except (BufferError, RuntimeError, TypeError, ValueError) as error:
+            # why any of these: libraries differ in what they raise for dtypes, bytes in another order, and devices.
+            dtype = f" of {array.dtype}" if hasattr(array, "dtype") else ""
+            raise UnsupportedError(
+                f"{name} is a {self.name} array{dtype} that cannot be read through DLPack ({error}); give float16, "
+                "float32 or float64 in the machine's order of bytes, or a CuPy, PyTorch, JAX or NumPy array"
+            ) from error
 
     def from_numpy(self, array: np.ndarray[Any, Any], like: Any) -> Any:
         if self.name != "jax":
-            return array
+            return array if self._from_dlpack is None else self._from_dlpack(array)
         import jax
 
         return jax.device_put(array, next(iter(like.devices())))
 
     def from_cupy(self, array: Any) -> Any:
-        """A result as a JAX array for JAX, but as a CuPy array for producers that offer no way back."""
+        """A result as an array of this library, but as a CuPy array for producers that offer no way back."""
         if self.name != "jax":
-            return array
+            return array if self._from_dlpack is None else self._from_dlpack(array)
         import jax
 
         # why: XLA may reuse the inputs' memory on its own streams as soon as Python drops them.

@@ -46,11 +46,16 @@ def library_of(name: str, array: Any) -> Library:
     """The library that an array belongs to; raises ProblemError if it is no array."""
     found = _known.get(type(array))
     if found is None:
-        found = _known[type(array)] = _find(name, array)
+        found = _find(name, array)
+        # why asked of the type: of others, each array may have another library, or none.
+        if hasattr(type(array), "__dlpack__"):
+            _known[type(array)] = found
     return found
 
 
 def _find(name: str, array: Any) -> Library:
+    if isinstance(array, type):
+        raise ProblemError(f"{name} is the class {array.__name__}, and no array of it; give an array")
     if _is_instance(array, "numpy.ma", "MaskedArray"):
         raise ProblemError(f"{name} is a NumPy masked array, whose mask has no meaning here; give a plain array")
     if isinstance(array, np.ndarray):
@@ -65,10 +70,17 @@ def _find(name: str, array: Any) -> Library:
     if _is_instance(array, "jax", "Array"):
         return _singleton("jax", lambda: DlpackLibrary("jax"))
     if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
-        return _singleton(type(array).__module__, lambda: DlpackLibrary(type(array).__module__.split(".")[0]))
+        module = type(array).__module__
+        return _singleton(module, lambda: DlpackLibrary(module.split(".")[0], _from_dlpack(array)))
     raise ProblemError(
         f"{name} is a {type(array).__name__}; give a CuPy, PyTorch, JAX or NumPy array, or one that has __dlpack__"
     )
+
+
+def _from_dlpack(array: Any) -> Any:
+    """The function of the array API standard that makes arrays of this library; None if it does not follow it."""
+    namespace = getattr(array, "__array_namespace__", None)
+    return None if namespace is None else namespace().from_dlpack
 
 
 def _is_instance(array: Any, module: str, name: str) -> bool:

@@ -25,7 +25,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 def element_strides(array: Any) -> tuple[int, ...]:
     """Strides of a NumPy or CuPy array in elements."""
-    itemsize = array.itemsize
+    itemsize = array.itemsize or 1  # why: elements of no bytes are refused by their dtype, which is judged later
     return tuple([stride // itemsize for stride in array.strides])
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..arrays.find import library_of
 from ..errors import ProblemError
 from ..mods.graph import Graph
 from ..mods.trace import trace
@@ -57,9 +58,17 @@ class BlockMask:
 
     def __repr__(self) -> str:
         total = max(self.cells.size if isinstance(self.cells.size, int) else self.cells.numel(), 1)
-        shares = (f"{int((self.cells == kind).sum()) / total:.0%} {name}" for kind, name in enumerate(_KINDS))
+        shares = (f"{_count_of(self.cells == kind) / total:.0%} {name}" for kind, name in enumerate(_KINDS))
         sizes = ", ".join(f"{name}={size}" for name, size in zip(Sizes._fields, self.sizes, strict=True))
         return f"BlockMask({sizes}, cells: {', '.join(shares)})"
+
+
+def _count_of(are_such: Any) -> int:
+    """How many elements of an array of bools are True. why not by its method alone: the array API standard has none."""
+    if hasattr(are_such, "sum"):
+        return int(are_such.sum())
+    xp = are_such.__array_namespace__()
+    return int(xp.sum(xp.astype(are_such, xp.int64)))
 
 
 def _count(told: tuple[Any, ...]) -> int:
@@ -106,6 +115,7 @@ def create_block_mask(
     graph = trace(mask_mod, "mask_mod")
     op = block_mask_op(own_of(None, graph), sizes)
     told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    library_of("like", like)
     detach = getattr(like, "detach", None)  # why: only its device counts, whatever autograd knows of it
     first = like if detach is None else detach()
     (cells,) = run(op, (first, *told, *[each.array for each in graph.arrays]), asked(*DEFAULTS.values()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import FORWARD, OF_SEQUENCES
-from ..problem.options import WindowSize, asked, drops_none
+from ..problem.options import WindowSize, asked, check_flag, drops_none
 from ..runtime.launch import run
 from .own import Given, run_own
 
@@ -23,7 +23,7 @@ def forward(
     algorithm: str = "flash2",
     return_lse: bool = False,
     out: Any = None,
-    out_dtype: str | None = None,
+    out_dtype: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
@@ -54,7 +54,8 @@ def forward(
     window_size: (left, right) keys besides the diagonal, -1 or None for open. diagonal_offset: default
     seqlen_k - seqlen_q (bottom-right aligned); 0 aligns top-left. softcap c > 0: scores become c·tanh(score / c).
     algorithm: "flash2" (default), "flash1", "flashd" or "standard" (materialises the scores; for comparison).
-    out: array to write to, of its own memory. out_dtype: "float32" keeps the full precision of 16-bit inputs.
+    out: array to write to, of its own memory. out_dtype: "float32" (or a dtype object, such as numpy.float32) keeps the
+    full precision of 16-bit inputs.
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v) in the rank and framework of q; with return_lse also lse
     (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural logarithm of the sum of exp of the visible
@@ -102,7 +103,9 @@ def forward(
     """
     options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
                     max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p)  # fmt: skip
-    outs, outputs = () if out is None else (out,), 1 + bool(return_lse)
+    # why by the type first: no step of a repeated call may grow.
+    return_lse = return_lse if type(return_lse) is bool else check_flag("return_lse", return_lse)
+    outs, outputs = () if out is None else (out,), 1 + return_lse
     told: tuple[Any, ...] = ()
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
         op = FORWARD

@@ -164,14 +164,19 @@ def _fits(seen: Band, hidden: tuple[Any, Any, Any]) -> bool:
 
 
 def _bias(bias: Any) -> Bias:
-    if not isinstance(bias, Shaped):
-        library_of("bias", bias)
-    if len(bias.shape) > len(BIAS_AXES):
+    library = None if isinstance(bias, Shaped) else library_of("bias", bias)
+    try:
+        shape, dtype = bias.shape, bias.dtype
+    except AttributeError:  # DLPack alone has neither
+        assert library is not None
+        spec = library.spec("bias", bias)
+        shape, dtype = spec.shape, spec.dtype
+    if len(shape) > len(BIAS_AXES):
         raise ProblemError(
-            f"bias has shape {tuple(bias.shape)}; give (batch, heads_q, seqlen_q, seqlen_k), of which any may be 1 and "
+            f"bias has shape {tuple(shape)}; give (batch, heads_q, seqlen_q, seqlen_k), of which any may be 1 and "
             "the first may be left out"
         )
-    return Bias(name_of_dtype(bias.dtype), tuple([length > 1 for length in bias.shape]))
+    return Bias(name_of_dtype(dtype), tuple([length > 1 for length in shape]))
 
 
 def _numbers(
@@ -188,7 +193,7 @@ def _numbers(
     for place, (x, group) in enumerate(zip(wanted, found, strict=True)):
         if not group:
             names = [_described(own, number, arrays) for number in numbers]
-            told = f"an array of shape {tuple(x.shape)}" if hasattr(x, "shape") else f"a {type(x).__name__}"
+            told = f"an array of shape {tuple(x.shape)}" if _has_shape(x) else f"a {type(x).__name__}"
             raise ProblemError(
                 f"captured_grads[{place}] is {told} that has no gradient here; give, as the same objects, some of: "
                 f"{', '.join(names) or 'nothing, as no array of floats changes the scores'}"
@@ -196,7 +201,11 @@ def _numbers(
     return tuple(found)
 
 
+def _has_shape(x: Any) -> bool:
+    return hasattr(x, "shape") and not isinstance(x, type)
+
+
 def _described(own: Own, number: int, arrays: Sequence[Any]) -> str:
     name = own.arrays[number].name if number < len(own.arrays) else "sinks"
-    shape = tuple(arrays[number].shape)
+    shape = tuple(getattr(arrays[number], "shape", ()))
     return f"{name} {shape}" if name in ("bias", "sinks") else f"the array {shape} that score_mod refers to"

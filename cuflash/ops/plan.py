@@ -15,10 +15,14 @@ from ..planning.device import Device
 from ..planning.plan import Plan
 from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
+from ..problem.checks import check_output
+from ..problem.dtypes import check_dtype, named_dtype
 from ..problem.operands import INTEGERS, OF_SEQUENCES, OPS
 from ..problem.options import Options, WindowSize, check_flag, drops_none
 from ..problem.problem import Problem
 from .own import Given, Shaped, own_call
+
+SHAPES = (tuple, list)  # of integers, which stand for arrays
 
 
 def plan(
@@ -29,7 +33,7 @@ def plan(
     op: str = "forward",
     deterministic: bool = False,
     device: str | None = None,
-    dtype: str | None = None,
+    dtype: Any = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
@@ -37,7 +41,7 @@ def plan(
     softcap: float = 0.0,
     algorithm: str = "flash2",
     out: Any = None,
-    out_dtype: str | None = None,
+    out_dtype: Any = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
@@ -60,9 +64,9 @@ def plan(
     """Kernels, tiles, grids and memory of a call; `print` it, or read its fields.
 
     q, k, v, the arrays that tell lengths and, for forward, out: arrays as in `forward`, whose strides and alignment
-    count as they do there; or their shapes as tuples together with `dtype`, that of q ("float16", "bfloat16",
-    "float32"), which stand for dense, aligned arrays. So may bias and sinks; functions refer to arrays as they do in
-    calls, and dropout_seed may be left out.
+    count as they do there; or their shapes as tuples or lists together with `dtype`, that of q ("float16", "bfloat16",
+    "float32", or a dtype object such as numpy.float16), which stand for dense, aligned arrays. So may bias and sinks;
+    functions refer to arrays as they do in calls, and dropout_seed may be left out.
     op: "forward", "lse" (without v) or "backward" (plain or `deterministic`). device: "cpu", "cuda:0", or an
     architecture such as "sm_90", which needs no GPU; default: where the arrays are, and for shapes the first GPU, or
     the CPU where there is none.
@@ -81,6 +85,8 @@ def plan(
         raise ProblemError(f"op='lse' takes no dropout, but dropout_p={dropout_p}; leave it out")
     if op != "backward" and captured_grads is not None:
         raise ProblemError(f"op={op!r} takes no captured_grads; leave it out")
+    if dtype is not None:
+        dtype = check_dtype("q", named_dtype(dtype))
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
                       max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p)  # fmt: skip
     told = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
@@ -98,7 +104,10 @@ def plan(
     if not (score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and drops_none(dropout_p)):
         of_sequences = () if whole is OPS[op] else tuple(told.values())
         hidden = causal, window_size, diagonal_offset
-        bias, sinks = (Shaped(x, dtype) if isinstance(x, tuple) and dtype else x for x in (bias, sinks))
+        by_name = {"bias": bias, "sinks": sinks}
+        if dtype is not None:
+            by_name |= {name: Shaped(_shape(name, x), dtype) for name, x in by_name.items() if isinstance(x, SHAPES)}
+        bias, sinks = by_name.values()
         own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         call = own_call(op, own, of_sequences, hidden, algorithm, captured_grads)
         seed = Shaped((), "int64") if dropout_seed is None or isinstance(dropout_seed, Integral) else dropout_seed
@@ -106,16 +115,18 @@ def plan(
         specs |= {name: _own_spec(name, x, specs["q"], dtype) for name, x in zip(names, call.inputs(seed), strict=True)}
         whole = call.op
     problem = Problem.of(whole, [specs.get(name) for name in whole.names], options)
-    return make_plan(problem, _device(device, problem, isinstance(q, tuple)), misaligned)
+    return make_plan(problem, _device(device, problem, isinstance(q, SHAPES)), misaligned)
 
 
 def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
     """An array as the kernels get it, which is a copy where its last dimension has gaps; and whether it is aligned."""
-    if not isinstance(operand, tuple):
+    if not isinstance(operand, SHAPES):
         library = library_of(name, operand)
         spec = library.spec(name, operand)
         if dtype is not None:
             raise ProblemError(f"dtype={dtype!r} goes with shapes; {name} is an array and has its own")
+        if name == "out":
+            check_output(name, spec)  # why here: the problem sees the copy
         if spec.has_gaps:
             return spec.densed(), True
         if isinstance(library, DlpackLibrary) and library.on_gpu(operand):
@@ -125,9 +136,14 @@ def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
         return spec, library.pointers([operand])[0] % 16 == 0
     if dtype is None:
         raise ProblemError(f"{name} is the shape {operand}; give dtype= too, such as dtype='bfloat16'")
-    if not all(isinstance(length, Integral) and int(length) >= 0 for length in operand):
-        raise ProblemError(f"{name} has shape {operand}; give lengths that are integers of 0 and more")
-    return ArraySpec.dense(operand, dtype), True
+    return ArraySpec.dense(_shape(name, operand), dtype), True
+
+
+def _shape(name: str, lengths: Any) -> tuple[int, ...]:
+    """A shape that was given in place of an array. why int: NumPy's integers would overflow in products of them."""
+    if not all(isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 0 for x in lengths):
+        raise ProblemError(f"{name} has shape {lengths}; give lengths that are integers of 0 and more")
+    return tuple(map(int, lengths))
 
 
 def _own_spec(name: str, x: Any, q: ArraySpec, dtype: str | None) -> ArraySpec:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ..errors import ProblemError
+from ..mods.operand import name_of_dtype
 
 
 class Dtype(NamedTuple):
@@ -34,6 +37,18 @@ DTYPES = {
 _INTEGERS = {"bool": 1} | {f"{sign}int{bits}": bits // 8 for sign in ("", "u") for bits in (8, 16, 32, 64)}
 ITEMSIZE = {name: row.itemsize for name, row in DTYPES.items()} | _INTEGERS  # of all arrays that a call may take
 GPU_DTYPES = tuple(name for name, row in DTYPES.items() if row.cuda is not None)
+
+
+def is_dtype(value: Any) -> bool:
+    """Whether it is a dtype object of an array library, such as numpy.float16, and not the name of one."""
+    return isinstance(value, (np.dtype, type)) or type(value).__name__ in ("dtype", "DType")
+
+
+def named_dtype(value: Any) -> Any:
+    """The name of the dtype that a dtype object stands for here; anything else as it is, for `check_dtype` to judge."""
+    is_native = getattr(value, "isnative", True)  # why: no kernel reads bytes in another order
+    name = name_of_dtype(value) if is_dtype(value) and is_native is not False else None
+    return name if name in DTYPES else value
 
 
 def check_dtype(name: str, dtype: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..errors import ProblemError
 from .dropout import SHARES, share_kept
-from .dtypes import DTYPES
+from .dtypes import DTYPES, is_dtype, named_dtype
 
 WindowSize = tuple[int | None, int | None]
 ALGORITHMS = ("standard", "flash1", "flash2", "flashd")
@@ -39,19 +39,24 @@ def check_flag(name: str, value: Any) -> bool:
 def check_integer(name: str, value: Any) -> int:
     """`value` as an int. An array is refused though it has `__index__`: it may change after it was judged."""
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give an integer")
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give an integer{_of_array(value)}")
     return int(value)
+
+
+def _of_array(value: Any) -> str:
+    """What to do with an array of one element that is to be a number."""
+    return " (item() of an array of one element is a number)" if hasattr(value, "__dlpack__") else ""
 
 
 def check_window(window_size: Any) -> WindowSize:
     """(left, right) with None for an open side."""
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
+    # why no other iterables: sets have no order, bytes and arrays are no counts that anyone meant.
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise ProblemError(
-            f"window_size={window_size!r} is not a pair; give (left, right), each a count of keys >= 0, or -1 or None "
-            "for open"
-        ) from None
+            f"window_size={window_size!r} is not a pair; give a tuple (left, right), each a count of keys >= 0, or -1 "
+            "or None for open"
+        )
+    left, right = window_size
     sides: list[int | None] = []
     for name, side in (("left", left), ("right", right)):
         value = None if side is None else check_integer(f"window_size {name}", side)
@@ -74,7 +79,7 @@ def check_scale(name: str, scale: Any) -> float:
 
 def _real(name: str, value: Any, wanted: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}")
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}{_of_array(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -156,10 +161,11 @@ def _algorithm(value: Any, known: Known) -> str:
 
 
 def _out_dtype(value: Any, known: Known) -> str:
-    named, narrow = isinstance(value, str), DTYPES[known.dtype].itemsize == 2
-    if value is None or (named and value == known.dtype):
+    name, narrow = named_dtype(value), DTYPES[known.dtype].itemsize == 2
+    is_name = isinstance(name, str)
+    if value is None or (is_name and name == known.dtype):
         return known.dtype
-    if named and value == "float32" and narrow:
+    if is_name and name == "float32" and narrow:
         return "float32"
     raise ProblemError(
         f"out_dtype={value!r} with {known.dtype} inputs; give None for {known.dtype}"
@@ -274,7 +280,7 @@ def asked(*values: Any) -> Asked:
 # why typed, and the sides of the window by themselves: see `_key`. why lru_cache: it makes a key in half the time.
 @lru_cache(MAX_KEPT, typed=True)
 def _kept(*values_and_sides: Any) -> Asked:
-    if not all(isinstance(x, _PLAIN) for n, x in enumerate(values_and_sides) if n != _WINDOW):
+    if not all(isinstance(x, _PLAIN) or is_dtype(x) for n, x in enumerate(values_and_sides) if n != _WINDOW):
         raise TypeError
     return Asked(Options(*values_and_sides[:-2]), True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from cuflash.arrays.cupy import CupyLibrary, _key_of_strides
 from cuflash.arrays.find import libraries_of, library_of
 from cuflash.arrays.numpy import NUMPY
 from cuflash.bench.cases import Case
-from cuflash.errors import ProblemError
+from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.operands import LSE_ONLY
 
 CASE = Case("interop", 2, 60, 70, 4, 2, 64, 64, "float16", causal=True)
@@ -103,6 +104,77 @@ def test_numpy_arrays_of_the_other_byte_order_give_the_same_numbers_in_the_machi
     for native, other in zip(natives, swapped, strict=True):
         assert native.dtype.name == other.dtype.name
         np.testing.assert_array_equal(other, native)
+
+
+def test_arrays_of_the_array_api_standard_come_back_as_they_went_in() -> None:
+    strict = pytest.importorskip("array_api_strict")
+    case = Case("strict", 2, 60, 70, 4, 2, 64, 64, "float32")
+    arrays = case.arrays()
+    q, k, v = map(strict.asarray, arrays)
+    out, lse = cuflash.forward(q, k, v, return_lse=True, out_dtype=strict.float32)
+    gradients = cuflash.backward(out, q, k, v, out, lse)
+    assert {type(x) for x in (out, lse, *gradients)} == {type(q)}
+    wanted = cuflash.forward(*arrays, return_lse=True)
+    wanted += cuflash.backward(wanted[0], *arrays, *wanted)
+    for got, like in zip((out, lse, *gradients), wanted, strict=True):
+        np.testing.assert_array_equal(np.from_dlpack(got), like)
+    mask = cuflash.create_block_mask(lambda b, h, i, j: (i + j) % 2 == 0, 1, 1, 64, 128, like=q)
+    assert "100% partial" in repr(mask)
+
+
+class Standard(Producer):
+    """An array that follows the array API standard as far as its namespace."""
+
+    @property
+    def __array_namespace__(self) -> Any:
+        return lambda: SimpleNamespace(from_dlpack=Standard)
+
+
+def test_a_producer_whose_namespace_reads_dlpack_gets_its_own_arrays_back() -> None:
+    arrays = CASE.arrays()
+    out, lse = cuflash.forward(*map(Standard, arrays), return_lse=True)
+    gradients = cuflash.backward(out, *map(Standard, arrays), out, lse, bias=Standard(np.zeros((60, 70), "f2")))
+    assert {type(x) for x in (out, lse, *gradients)} == {Standard}
+
+
+def test_what_is_no_array_changes_nothing_for_arrays_that_follow() -> None:
+    for kind in (np.ndarray, Producer, type("Later", (Producer,), {})):
+        with pytest.raises(ProblemError, match=f"q is the class {kind.__name__}, and no array of it; give an array"):
+            library_of("q", kind)
+    q, k, v = CASE.arrays()
+    wanted = cuflash.forward(q, k, v)
+    # why twice: what has __dlpack__ by itself, and not by its type, tells nothing about others of the type.
+    there = SimpleNamespace(__dlpack__=k.__dlpack__, __dlpack_device__=k.__dlpack_device__)
+    assert library_of("k", there).spec("k", there).shape == k.shape
+    with pytest.raises(ProblemError, match="k is a SimpleNamespace; give a CuPy"):
+        library_of("k", SimpleNamespace())
+    np.testing.assert_array_equal(cuflash.forward(q, k, v), wanted)
+
+
+def test_memory_that_dlpack_does_not_carry_is_refused_by_name() -> None:
+    q, k, v = (x.astype("f4") for x in CASE.arrays())
+    with pytest.raises(UnsupportedError, match=r"k is a .* array of >f4 that cannot be read through DLPack"):
+        cuflash.forward(Typed(q), Typed(k.astype(">f4")), Typed(v))
+    torch = pytest.importorskip("torch")
+    wide = [Typed(torch.from_numpy(x).bfloat16()) for x in (q, k, v)]
+    with pytest.raises(UnsupportedError, match=r"q is a .* array of torch.bfloat16 that .*; give float16, float32"):
+        cuflash.forward(*wide)
+
+
+class Typed(Producer):
+    """A producer that tells its dtype."""
+
+    @property
+    def dtype(self) -> Any:
+        return self.array.dtype
+
+
+def test_cupy_arrays_with_steps_of_a_part_of_an_element_are_refused() -> None:
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(2**20, 2**16, None, 0), 0)  # which nothing reads
+    array = cupy.ndarray((8, 16), "float16", memory, (33, 2))
+    with pytest.raises(UnsupportedError, match=r"q has strides of \(33, 2\) bytes, no multiples of the 2"):
+        library_of("q", array).spec("q", array)
 
 
 @pytest.mark.parametrize("contiguity", [True, False], ids=["contiguity", "strides alone"])

@@ -139,7 +139,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no_dtype": ({"dtype": None}, "q is the shape .*give dtype="),
     "no_v": ({"v": None}, "v is a NoneType"),
     "lse_with_v": ({"op": "lse"}, "op='lse' takes q and k alone"),
-    "list": ({"q": [2, 300, 4, 64]}, "q is a list"),
+    "list": ({"q": [[2, 300], 4, 64]}, "q has shape .*; give lengths that are integers of 0 and more"),
     "negative_length": ({"q": (2, -300, 4, 64)}, "q .*-300"),
     "float_length": ({"q": (2, 300.0, 4, 64)}, r"q .*300\.0"),
     **{f"device_{name}": ({"device": name}, rf"device='{name}'.*sm_80, .*sm_120") for name in ("sm_75", "cuda:x", "")},

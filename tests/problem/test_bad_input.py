@@ -77,12 +77,20 @@ FORWARD = rows(
     ("q_list", {"q": [[1.0]]}, ("q is a list", "CuPy, PyTorch, JAX or NumPy", "__dlpack__")),
     ("k_none", {"k": None}, ("k is a NoneType", "CuPy, PyTorch, JAX or NumPy")),
     ("v_number", {"v": 1.0}, ("v is a float", "CuPy, PyTorch, JAX or NumPy")),
+    *((f"{name}_class", {name: kind}, (f"{name} is the class {kind.__name__}", "give an array"))
+      for name in ("q", "k", "v", "out", "bias", "sinks", "cu_seqlens_q") for kind in (np.ndarray, Producer)),
+    *((f"all_{np.dtype(d).str[1:]}", {n: np.zeros(x.shape, d) for n, x in base().items()}, ("q has dtype", DTYPES))
+      for d in ("V0", "V4", np.dtype([]), np.dtype([("a", "f4"), ("b", "f4")]), "S4", "U0")),
+    ("bias_of_nothing", {"bias": np.zeros((5, 7), "V0")}, ("bias has dtype void", DTYPES)),
+    ("out_of_nothing", {"out": np.zeros((2, 5, 4, 6), "V0")}, ("out has dtype void", "float32")),
     # numbers
     ("scale_text", {"softmax_scale": "1"}, ("softmax_scale='1'", "str", SCALE)),
     ("scale_complex", {"softmax_scale": 1j}, ("softmax_scale=1j", "complex", SCALE)),
     ("scale_bool", {"softmax_scale": True}, ("softmax_scale=True", "bool", SCALE)),
     ("scale_numpy_bool", {"softmax_scale": np.True_}, ("softmax_scale=", "bool", SCALE)),
     ("scale_array", {"softmax_scale": np.ones(2)}, ("softmax_scale=", "ndarray", SCALE)),
+    *((f"{name}_0d", {name: np.array(0.5)}, (f"{name}=array(0.5)", "ndarray", wanted, "item() of an array"))
+      for name, wanted in (("softmax_scale", SCALE), ("softcap", CAP))),
     ("scale_nan", {"softmax_scale": float("nan")}, ("softmax_scale=nan", "not finite", SCALE)),
     ("scale_inf", {"softmax_scale": float("inf")}, ("softmax_scale=inf", "not finite", SCALE)),
     ("scale_over_every_float", {"softmax_scale": 10**400}, ("softmax_scale=", "not finite", SCALE)),
@@ -100,7 +108,10 @@ FORWARD = rows(
     ("window_of_three", {"window_size": (1, 2, 3)}, ("window_size=(1, 2, 3)", "not a pair", WINDOW)),
     ("window_none", {"window_size": None}, ("window_size=None", "not a pair", WINDOW)),
     ("window_float", {"window_size": (1.0, 2)}, ("window_size left=1.0", "float", "integer")),
-    ("window_text", {"window_size": "12"}, ("window_size left='1'", "str", "integer")),
+    ("window_text", {"window_size": ("1", 2)}, ("window_size left='1'", "str", "integer")),
+    ("window_0d", {"window_size": (np.array(1), 2)}, ("window_size left=array(1)", "integer", "item() of an array")),
+    *((f"window_{type(x).__name__}", {"window_size": x}, ("window_size=", "not a pair", "tuple (left, right)", WINDOW))
+      for x in ("12", b"12", bytearray(b"12"), {1, 2}, frozenset((1, 2)), {1: 0, 2: 0}, range(2), np.array([1, 2]))),
     ("window_bool", {"window_size": (4, True)}, ("window_size right=True", "bool", "integer")),
     ("window_under_minus_one", {"window_size": (-2, 4)}, ("(-2, 4)", "left is -2", WINDOW)),
     ("window_right_under_minus_one", {"window_size": (0, -7)}, ("(0, -7)", "right is -7", WINDOW)),
@@ -111,6 +122,8 @@ FORWARD = rows(
     ("causal_number", {"causal": 1}, ("causal=1", "int", "True or False")),
     ("causal_none", {"causal": None}, ("causal=None", "NoneType", "True or False")),
     ("causal_text", {"causal": "no"}, ("causal='no'", "str", "True or False")),
+    *((f"return_lse_{n}", {"return_lse": x}, ("return_lse=", type(x).__name__, "True or False"))
+      for n, x in enumerate(("no", 1, None, [], np.array(True), np.zeros(2)))),
     # how and where to
     ("algorithm_unknown", {"algorithm": "flash3"}, ("algorithm='flash3'", "standard, flash1, flash2, flashd")),
     ("algorithm_none", {"algorithm": None}, ("algorithm=None", "standard, flash1, flash2, flashd")),
@@ -129,6 +142,8 @@ HALF = rows(
     lambda changes: forward_with(changes, np.float16),
     ("out_dtype_other_half", {"out_dtype": "bfloat16"}, ("out_dtype='bfloat16'", "float16 inputs", "None", "float32")),
     ("out_dtype_class", {"out_dtype": np.float64}, ("out_dtype=", "float16 inputs", "None", "float32")),
+    *((f"out_dtype_{n}", {"out_dtype": x}, ("out_dtype=", "float16 inputs", "None", "float32"))
+      for n, x in enumerate((np.dtype(">f4"), np.floating, float, b"float32", ["float32"]))),
     ("out_not_of_out_dtype", {"out": zeros(2, 5, 4, 6)}, ("out has dtype float32", "float16")),
 )
 LSE = rows(
