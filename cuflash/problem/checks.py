@@ -28,9 +28,7 @@ def check_output(name: str, spec: ArraySpec) -> None:
     repeats = repeats_memory(spec.shape, spec.strides)
     if repeats is not False:
         found = "rows share memory" if repeats else "it takes too long to tell whether rows share memory"
-        raise ProblemError(
-            f"{name} has shape {spec.shape} and strides {spec.strides}: {found}; give a dense {name}"
-        )
+        raise ProblemError(f"{name} has shape {spec.shape} and strides {spec.strides}: {found}; give a dense {name}")
 
 
 def check_alike(named: dict[str, ArraySpec]) -> None:

@@ -130,10 +130,10 @@ class Standard(Producer):
         return lambda: SimpleNamespace(from_dlpack=Standard)
 
 
-def test_a_producer_whose_namespace_reads_dlpack_gets_its_own_arrays_back() -> None:
-    arrays = CASE.arrays()
+def test_a_producer_whose_namespace_reads_dlpack_gets_its_own_arrays_back(xp: Any) -> None:
+    arrays = [*map(xp.asarray, CASE.arrays())]
     out, lse = cuflash.forward(*map(Standard, arrays), return_lse=True)
-    gradients = cuflash.backward(out, *map(Standard, arrays), out, lse, bias=Standard(np.zeros((60, 70), "f2")))
+    gradients = cuflash.backward(out, *map(Standard, arrays), out, lse, bias=Standard(xp.zeros((60, 70), "f2")))
     assert {type(x) for x in (out, lse, *gradients)} == {Standard}
 
 
