@@ -249,7 +249,8 @@ class Walk:
     def steps_of_keys(self, index: int) -> Iterator[Piece | Rows | Touch]:
         """Key blocks on Hopper, for all gradients at once."""
         of, fields, tile = self.problem, self.fields, self.tile
-        num_blocks, dq_floats = fields["num_q_blocks"], tile.block_q * -(-tile.head_dim // 64) * 64
+        num_blocks, by_rows = fields["num_q_blocks"], tile.block_q == 128  # or by whole panels of columns
+        dq_floats = tile.block_q * (tile.head_dim if by_rows else -(-tile.head_dim // 64) * 64)
         for number, (begin, end) in self.key_blocks(index):
             work = Work.of(head_by_head(number, fields["num_k_blocks"]), of.heads_kv)
             keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)

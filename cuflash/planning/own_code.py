@@ -192,16 +192,15 @@ def _gradient_code(
 ) -> OwnCode:
     assert own.score is not None
     given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
-    score = build("multiply", substituted(own.score, given), constant(LOG2_E))
-    roots = [score, own.mask or constant(True), *(substituted(each, given) for each in (derivative, *places))]
+    roots = [own.mask or constant(True), *(substituted(each, given) for each in (own.score, derivative, *places))]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
     names = [f"place{number}" for number in range(len(places))]
-    results = ("score", "visible", "derivative", *names)
+    results = ("visible", "score", "derivative", *names)
     text = print_struct(roots, arrays, "OwnFunctions", results, EXACT, dict(runs))
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
         f"\nstruct OwnTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
-        f"  static constexpr bool kStays = {'true' if stays else 'false'};\n"
+        f"  static constexpr bool kStays = {'true' if stays and variable('b') not in post_order(roots) else 'false'};\n"
         f"  static constexpr bool kVaries = {'false' if derivative.op == 'constant' else 'true'};\n"
         "  template <class Result, class Axes>\n"
         "  __device__ __forceinline__ static int place(const Result& x, const Axes& axes) {\n"

@@ -140,12 +140,11 @@ class WarpgroupBackwardTile:
         q_panels, v_panels = (-(-dim // PANEL_COLUMNS) for dim in (self.head_dim, self.head_dim_v))
         rows = (q_panels + v_panels) * (self.block_k + self.stages * self.block_q)  # k, v, q, dout
         rows += self.ds_stages * self.block_k // PANEL_COLUMNS * self.block_q
-        dq = q_panels * self.block_q * FLOAT_BYTES // itemsize
-        rows += dq
-        sums = 2 * 8 if self.block_q % GROUP_ROWS else dq * PANEL_BYTES  # transposed dq and its sums share a place
+        dq = FLOAT_BYTES * self.acc_floats
+        sums = 2 * 8 if self.block_q % GROUP_ROWS else dq  # transposed dq and its sums share a place
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
         barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
-        return rounded_up(rows * PANEL_BYTES + sums + stats + barriers + modes + DEALT_BYTES, 1024)
+        return rounded_up(rows * PANEL_BYTES + dq + sums + stats + barriers + modes + DEALT_BYTES, 1024)
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -155,7 +154,8 @@ class WarpgroupBackwardTile:
     @property
     def acc_floats(self) -> int:
         """Floats of the accumulator of a tile of dq in global memory."""
-        return self.block_q * rounded_up(self.head_dim, PANEL_COLUMNS)
+        by_rows = self.block_q == 2 * GROUP_ROWS  # warpgroups share a tile by rows, or by panels of columns
+        return self.block_q * (self.head_dim if by_rows else rounded_up(self.head_dim, PANEL_COLUMNS))
 
     @property
     def constants(self) -> dict[str, int]:
@@ -245,6 +245,7 @@ OWN_TILES = (
 )
 
 BACKWARD = (
+    WarpgroupBackwardTile(32, 32, 128, key_blocks=4, k_steps=2, v_steps=2),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, softcap=True),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, k_steps=2, softcap=False),
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=5, v_steps=6, ragged_k_steps=4),
@@ -254,6 +255,7 @@ BACKWARD = (
 # What kernels with scores or masks of the caller's own take if those spill, whose functions need registers: columns of
 # k have none.
 OWN_BACKWARD = (
+    WarpgroupBackwardTile(32, 32, 128, key_blocks=4),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4),
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2),
     WarpgroupBackwardTile(128, 128, 64),

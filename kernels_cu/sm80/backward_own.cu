@@ -63,10 +63,11 @@ __device__ __forceinline__ void fetch(const Params& p, const SharedStorage& stor
   cp_async_commit();
 }
 
-// The same where the tile stays, and only the sequence is the next one: what differs is then added to addresses.
-template <bool kExists>
+// The same where the tile stays, and only the sequence is the next one, which functions do not ask for: then all is an
+// addition to addresses.
+template <bool kStays>
 struct StayingTile {
-  __device__ __forceinline__ StayingTile(const Params&, const AnySequence&, const WalkedTile&, bool) {}
+  __device__ __forceinline__ StayingTile(const Params&, const AnySequence&, const WalkedTile&) {}
   __device__ __forceinline__ bool fetch_next(const Params&, const SharedStorage&) { return false; }
 };
 template <>
@@ -78,9 +79,7 @@ struct StayingTile<true> {
   const char *q, *dout, *k, *v;  // this thread's parts in the sequence at hand
   bool is_whole;
 
-  __device__ __forceinline__ StayingTile(const Params& p, const AnySequence& sequence, const WalkedTile& at, bool exists)
-      : is_whole(exists) {
-    if (!exists) return;
+  __device__ __forceinline__ StayingTile(const Params& p, const AnySequence& sequence, const WalkedTile& at) {
     const ProblemParams& problem = p.problem;
     const int query = at.first_query(), key = at.first_key();
     const Q of_q(p.q, sequence.queries(), at.head, problem.head_dim);
@@ -132,12 +131,51 @@ __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Par
   }
 }
 
+// What the caller's functions know of a lane's elements of a tile before products are there …
+struct KnownTile {
+  const OwnHead own;
+  OwnHead::Row rows[kFragments][2];
+  OwnHead::Pair pairs[kFragments][kBlockK / 8][2];
+
+  __device__ __forceinline__ KnownTile(const Params& p, const AnySequence& sequence, const WalkedTile& at)
+      : own(p, p.problem, at.batch, at.head, sequence.seqlen_q(), sequence.seqlen_k()) {
+    const int first_row = at.first_query() + lane_row(), first_key = at.first_key() + 2 * (threadIdx.x % 4);
+#pragma unroll
+    for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        rows[m][half] = own.row(LaneQueries{first_row + 16 * m}[half], first_key);
+#pragma unroll
+        for (int j = 0; j < kBlockK / 8; ++j) pairs[m][j][half] = own.pair(rows[m][half], 8 * j);
+      }
+    }
+  }
+};
+
+// … found for each tile, or once, where the tile stays.
+template <bool kStays>
+struct FoundTile {
+  const KnownTile tile;
+
+  __device__ __forceinline__ FoundTile(const Params& p, const AnySequence& sequence, const WalkedTile& at)
+      : tile(p, sequence, at) {}
+  __device__ __forceinline__ const KnownTile& at(const Params&, const AnySequence&, const WalkedTile&) const {
+    return tile;
+  }
+};
+template <>
+struct FoundTile<false> {
+  __device__ __forceinline__ FoundTile(const Params&, const AnySequence&, const WalkedTile&) {}
+  __device__ __forceinline__ KnownTile at(const Params& p, const AnySequence& sequence, const WalkedTile& tile) const {
+    return KnownTile(p, sequence, tile);
+  }
+};
+
 // s and dp become ds times the derivative, in dp, and where it is to be added to, as bits in s, if that is looked up.
-__device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&stats)[kLaneRows], const Params& p,
+__device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&stats)[kLaneRows],
+                                              const KnownTile& known, const Params& p,
                                               const AnySequence& sequence, const WalkedTile& at) {
   const int first_row = at.first_query() + lane_row(), column_pair = threadIdx.x % 4;
-  const int first_key = at.first_key() + 2 * column_pair;
-  const OwnHead own(p, p.problem, at.batch, at.head, sequence.seqlen_q(), sequence.seqlen_k());
   const Dropout dropout(p, at.batch, at.head);
   const Mask mask = sequence.mask();
   const int warp_row = at.first_query() + threadIdx.x / 32 * kRowsPerWarp;
@@ -148,20 +186,18 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
   for (int m = 0; m < kFragments; ++m) {
     const LaneQueries rows{first_row + 16 * m};
     const auto kept = dropout.kept<kBlockK % 32 == 0, kBlockK / 2>(rows, at.first_key(), column_pair);
-    const OwnHead::Row of_rows[2] = {own.row(rows[0], first_key), own.row(rows[1], first_key)};
     if (!all_visible) mask.apply<true>(s[m], rows[0], at.first_key(), column_pair, hidden_product());
 #pragma unroll
     for (int j = 0; j < kBlockK / 8; ++j) {
-      const OwnHead::Pair pairs[2] = {own.pair(of_rows[0], 8 * j), own.pair(of_rows[1], 8 * j)};
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // why rows inside: L57
           const int i = 4 * j + 2 * half + e, column = 8 * j + e;
           const float2 stat = stats[2 * m + half];
-          const auto result = own.at(of_rows[half], pairs[half], s[m][i], column);
-          const bool hidden = is_hidden_product(s[m][i]) | !result.visible | (result.score <= kLeastScore);
-          const float weight = exp2_approx(result.score - stat.x);
+          const auto result = known.own.at(known.rows[m][half], known.pairs[m][j][half], s[m][i], column);
+          const bool hidden = is_hidden_product(s[m][i]) | !result.visible | (result.score <= kLeastScore / kLog2E);
+          const float weight = exp2_approx(fmaf(result.score, kLog2E, -stat.x));
           float ds = weight * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
           ds = hidden ? 0.0f : ds;
           // why: where nothing changes with the score, the derivative may be anything.
@@ -254,45 +290,49 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   if constexpr (OwnTerm::kLooksUp) table.clear();
 
   WalkedTile at;
-  bool exists = walk.begin(at);
-  if (exists) fetch(params, storage, walk.sequences.at(at.batch, at.slot), at, true, true);
-  StayingTile<OwnTerm::kStays> staying(params, walk.sequences.at(at.batch, at.slot), at, exists);
+  if (walk.begin(at)) {
+    fetch(params, storage, walk.sequences.at(at.batch, at.slot), at, true, true);
+    StayingTile<OwnTerm::kStays> staying(params, walk.sequences.at(at.batch, at.slot), at);
+    const FoundTile<OwnTerm::kStays> known(params, walk.sequences.at(at.batch, at.slot), at);
+    bool exists;
 #pragma unroll 1
-  while (exists) {
-    // 1. s = q kᵀ, dp = dout vᵀ
-    const auto& sequence = walk.sequences.at(at.batch, at.slot);
-    float2 stats[kLaneRows];
-    load_stats(stats, params, sequence, at);
-    cp_async_wait<0>();
-    __syncthreads();  // (A)
-    Tile s = {}, dp = {};
-    const int warp_row = fresh_thread() / 32 * kRowsPerWarp;
-    gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, Rows<QSwizzle>(smem_address(storage.q), warp_row),
-                                                 b_lane_address<QSwizzle>(smem_address(storage.k)));
-    gemm_abt<VSwizzle, kHeadDimV / kStepElements>(dp, Rows<VSwizzle>(smem_address(storage.dout), warp_row),
-                                                  b_lane_address<VSwizzle>(smem_address(storage.v)));
-    __syncthreads();  // (B)
+    do {
+      // 1. s = q kᵀ, dp = dout vᵀ
+      const auto& sequence = walk.sequences.at(at.batch, at.slot);
+      float2 stats[kLaneRows];
+      load_stats(stats, params, sequence, at);
+      cp_async_wait<0>();
+      __syncthreads();  // (A)
+      Tile s = {}, dp = {};
+      const int warp_row = fresh_thread() / 32 * kRowsPerWarp;
+      gemm_abt<QSwizzle, kHeadDim / kStepElements>(s, Rows<QSwizzle>(smem_address(storage.q), warp_row),
+                                                   b_lane_address<QSwizzle>(smem_address(storage.k)));
+      gemm_abt<VSwizzle, kHeadDimV / kStepElements>(dp, Rows<VSwizzle>(smem_address(storage.dout), warp_row),
+                                                    b_lane_address<VSwizzle>(smem_address(storage.v)));
+      __syncthreads();  // (B)
 
-    // 2. The next loads begin.
-    WalkedTile next = at;
-    exists = walk.advance(next);
-    if (exists && !staying.fetch_next(params, storage)) {
-      const bool new_keys = next.k_tile != at.k_tile || next.batch != at.batch || next.kv_head != at.kv_head;
-      fetch(params, storage, walk.sequences.at(next.batch, next.slot), next, next.step != at.step, new_keys);
-    }
-
-    // 3. The sums
-    differentiate(s, dp, stats, params, sequence, at);
-#pragma unroll
-    for (int m = 0; m < kFragments; ++m) {
-      if constexpr (OwnTerm::kLooksUp) {
-        table.add(s[m], dp[m]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kBlockK / 2; ++i) sums[m][i] += dp[m][i];
+      // 2. The next loads begin.
+      WalkedTile next = at;
+      exists = walk.advance(next);
+      if (exists && !staying.fetch_next(params, storage)) {
+        const bool new_keys = next.k_tile != at.k_tile || next.batch != at.batch || next.kv_head != at.kv_head;
+        const WalkedTile to = OwnTerm::kStays ? next.forgotten() : next;
+        fetch(params, storage, walk.sequences.at(to.batch, to.slot), to, to.step != at.step, new_keys);
       }
-    }
-    at = next;
+
+      // 3. The sums
+      differentiate(s, dp, stats, known.at(params, sequence, at), params, sequence, at);
+#pragma unroll
+      for (int m = 0; m < kFragments; ++m) {
+        if constexpr (OwnTerm::kLooksUp) {
+          table.add(s[m], dp[m]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kBlockK / 2; ++i) sums[m][i] += dp[m][i];
+        }
+      }
+      at = next;
+    } while (exists);
   }
   if constexpr (!OwnTerm::kLooksUp) store_sums(sums, params, walk, reinterpret_cast<float*>(storage.q));
 }

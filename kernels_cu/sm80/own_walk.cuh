@@ -48,6 +48,13 @@ struct WalkedTile {
 
   __device__ __forceinline__ int first_query() const { return q_tile * kBlockQ; }
   __device__ __forceinline__ int first_key() const { return k_tile * kBlockK; }
+
+  // The same, of which the compiler does not know so. why: what is made of a tile that stays would be held in registers.
+  __device__ __forceinline__ WalkedTile forgotten() const {
+    WalkedTile same = *this;
+    asm volatile("" : "+r"(same.head), "+r"(same.kv_head), "+r"(same.q_tile), "+r"(same.k_tile));
+    return same;
+  }
 };
 
 struct OwnWalk {
@@ -74,6 +81,7 @@ struct OwnWalk {
 
   // Goes to the tile after this one.
   __device__ __forceinline__ bool advance(WalkedTile& at) const {
+    if constexpr (OwnTerm::kStays) return ++at.batch, ++at.step < end;  // all sequences are equally long
     return ++at.k_tile < at.k_end || next_step(at, at.slot ^ 1);
   }
 

@@ -28,6 +28,9 @@ constexpr bool kFindsStatsFirst = kBlockQ == 64;  // the address of lse is forme
 constexpr bool kPassesLate = kDqByRows;           // dq is passed on after the next s and dp are begun; the wait for
                                                   // their q comes before the wait for dk
 
+// Whether dp is begun only once the caller's functions have made scores. why: what they load needs its registers.
+constexpr bool kBeginsDpLate = kOwnTogether;
+
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
 using OwnStep = OwnStepOf<kOwn, kBlockQ / 2, true, kOwnNeedsSlope>;
@@ -274,8 +277,11 @@ struct Consumer : Role {
     if (!kPassesLate || first) await_query(n);
     begin_scores<kHeadDim>(s, k, smem.k, q_smem);
     const OwnStep own(*this, head, block * kBlockK + group * kGroupRows + warp * 16, m * kBlockQ);
-    mbarrier_wait(smem.dout_full + 8 * slot, parity);
-    begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
+    auto begin_dp = [&] {
+      mbarrier_wait(smem.dout_full + 8 * slot, parity);
+      begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
+    };
+    if constexpr (!kBeginsDpLate) begin_dp();
     if (kPassesLate && !first) pass_dq();
     if (kDqTransposed && n > 0) release_query(n - 1);
     bool is_last;
@@ -283,11 +289,12 @@ struct Consumer : Role {
     unsigned stats;
     auto find_stats = [&] { stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8; };
     if constexpr (kFindsStatsFirst) find_stats();
-    wgmma_wait<1>(s);
+    wgmma_wait<kBeginsDpLate ? 0 : 1>(s);
     Score{params.problem.score}.apply(s);
     if (kFullCells && is_full) own.template apply<false>(s);
     else own.template apply<kOwnMask>(s);
     hide(s, m);
+    if constexpr (kBeginsDpLate) begin_dp();
     if constexpr (!kFindsStatsFirst) find_stats();
     if constexpr (!kWeighsLate) {
 #pragma unroll

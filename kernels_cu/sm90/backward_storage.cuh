@@ -13,11 +13,14 @@ constexpr unsigned kBytesStats = 2 * kBlockQ * 4, kBytesDs = 2 * kPanelBytesQ;
 constexpr bool kDqByRows = kBlockQ == 128;
 // Where a tile's rows are no multiple of 64, dq is made transposed: a warpgroup's columns are the rows of the product.
 constexpr bool kDqTransposed = kBlockQ % 64 != 0;
-constexpr int kDqColumns = kPanelsQk * kPanelColumns / (kDqByRows ? 1 : 2);  // columns of dq of a warpgroup
-constexpr int kDqFloats = (kDqTransposed ? kBlockQ : kDqColumns) / 2;        // numbers of dq of a thread
-constexpr unsigned kBytesDq = 128 * kDqFloats * 4;                           // bytes of dq of a warpgroup
+// Of a warpgroup's dq: its columns, the panels through which it leaves, numbers of a thread, bytes.
+constexpr int kDqColumns = kDqByRows ? smaller(kHeadDim, kPanelColumns) : kPanelsQk * kPanelColumns / 2;
+constexpr int kDqPanels = (kDqColumns + kPanelColumns - 1) / kPanelColumns;
+constexpr int kDqFloats = (kDqTransposed ? kBlockQ : kDqColumns) / 2;
+constexpr unsigned kBytesDq = 128 * kDqFloats * 4;
 static_assert(kDqByRows || kDqTransposed || kBlockQ == 64, "a warpgroup multiplies 64 rows");
-static_assert(kDqColumns % kPanelColumns == 0 && (!kDqTransposed || kDqColumns == 64), "whole panels of k");
+static_assert(kDqByRows ? kPanelsQk == 1 : kDqColumns % kPanelColumns == 0, "whole panels of k");
+static_assert(!kDqTransposed || kDqColumns == 64, "a warpgroup multiplies 64 rows");
 
 struct Storage {
   char k[kBytesK], v[kBytesV];

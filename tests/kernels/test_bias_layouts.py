@@ -49,6 +49,14 @@ def test_a_bias_of_any_layout_agrees_with_float64(cupy: Any, layout: str, dtype:
         check_backward(bias_in(layout, dtype), of_lengths(lengths), cupy.asarray, grads=dtype == "float16")
 
 
+@pytest.mark.parametrize("dim", [24, 32, 64])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_gradient_of_a_bias_that_many_sequences_share_is_a_sum(cupy: Any, dim: int, causal: bool) -> None:
+    for lengths in LENGTHS[1:]:
+        of = of_lengths(lengths, batch=70, heads_q=2, heads_kv=1, head_dim=dim, head_dim_v=dim, causal=causal)
+        check_backward(bias_in("dense", "float16"), of, cupy.asarray, grads=True)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_kernels_for_any_gpu_agree_with_float64(cupy: Any, layout: str) -> None:
     with for_any_gpu():

@@ -145,7 +145,7 @@ def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough(
     def key_blocks(dim: int, seqlen_k: int = 1024, heads: int = 1024, **more: Any) -> int:
         return fields(dim, dim, dims=(1, 1024, seqlen_k, heads, heads), **more)["key_blocks"]
 
-    assert (key_blocks(64), key_blocks(96), key_blocks(128)) == (4, 2, 1)
+    assert (key_blocks(32), key_blocks(64), key_blocks(96), key_blocks(128)) == (4, 4, 2, 1)
     assert (key_blocks(64, causal=True), key_blocks(96, causal=True)) == (2, 1)
     assert key_blocks(64, deterministic=True) == 1
     assert (key_blocks(96, SHORT_KEYS), key_blocks(96, SHORT_KEYS + 1)) == (2, 1)

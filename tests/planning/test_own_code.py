@@ -12,6 +12,7 @@ from cuflash.planning.own_code import MORE_WORDS, OwnCode, own_code, words_of
 from cuflash.problem.problem import Problem
 
 SLOPES, TABLE = np.zeros(4, np.float32), np.zeros((4, 9), np.float32)
+BY_SEQUENCE = np.zeros((3, 4), np.float32)
 
 
 def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -102,6 +103,25 @@ def test_light_functions_load_all_elements_of_a_step_together() -> None:
     assert not together(bias=bias, score_mod=lambda s, b, h, q, k: np.tanh(s))
     assert not together(bias=bias, score_mod=lambda s, b, h, q, k: s + TABLE[h, k])
     assert not together(score_mod=alibi)
+
+
+def test_a_gradient_knows_whether_only_the_rows_of_a_sequence_change_from_tile_to_tile() -> None:
+    def stays(**call: Any) -> bool:
+        shape, like = (3, 300, 4, 64), {"op": "backward", "dtype": "bfloat16", "device": "sm_90"}
+        wanted = [call["bias"]] if "bias" in call else [BY_SEQUENCE]
+        made = cuflash.plan(shape, shape, shape, captured_grads=wanted, **like, **call)
+        text = next(each.variant.own.text for each in made.launches if each.variant.op == "backward_own")
+        return "kStays = true" in text
+
+    shared, apart = np.zeros((1, 4, 300, 300), np.float32), np.zeros((3, 4, 300, 300), np.float32)
+    assert stays(bias=shared)
+    assert stays(bias=shared, causal=True, score_mod=lambda s, b, h, q, k: s - SLOPES[h] * (q - k))
+    # a gradient for each sequence, or one of all heads; a function that asks for the sequence; several lengths
+    assert not stays(bias=apart)
+    assert not stays(bias=shared[:, :1])
+    assert not stays(score_mod=lambda s, b, h, q, k: s * BY_SEQUENCE[b, h])
+    assert not stays(bias=shared, score_mod=lambda s, b, h, q, k: s * BY_SEQUENCE[b, h])
+    assert not stays(bias=shared, seqused_k=(3,))
 
 
 def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
