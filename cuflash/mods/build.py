@@ -7,18 +7,19 @@ wrap as they do in C, and what a range says holds only where they do not.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
 from ..errors import ProblemError
 from . import operations
-from .graph import Node, Range, node
+from .graph import Node, Range, node, post_order
 from .operations import BITS, COMMUTATIVE, COMPARISONS, NUMPY, OF_BOOLS, OF_FLOATS, ROUNDING, Type
 
 BOOL, INT32, INT64, FLOAT32 = Type
 # Of two bools these have a meaning; for all others they become integers.
-_TAKE_BOOLS = {*COMPARISONS, "bitwise_and", "bitwise_or", "bitwise_xor", "logical_not"}
+_TAKE_BOOLS = {*COMPARISONS, "bitwise_and", "bitwise_or", "bitwise_xor", "logical_not", "alike"}
 
 
 def constant(value: Any, type: Type | None = None) -> Node:
@@ -279,3 +280,13 @@ def rebuilt(x: Node, arguments: list[Node]) -> Node:
     if x.op == "load":
         return load(x.value, x.type, arguments)
     return cast(arguments[0], x.type) if x.op == "cast" else build(x.op, *arguments)
+
+
+@lru_cache(maxsize=64)
+def written_once(root: Node, of_keys: bool) -> Node:
+    """An expression in which of each condition that is written twice what a query says is left, or what a key says."""
+    made: dict[Node, Node] = {}
+    for each in post_order([root]):
+        arguments = [made[argument] for argument in each.arguments]
+        made[each] = arguments[of_keys] if each.op == "alike" else rebuilt(each, arguments)
+    return made[root]

@@ -123,6 +123,8 @@ def _span(node: Node, is_true: bool, spans: dict[tuple[Node, bool], _Span | None
     arguments = node.arguments
     if node.op == "logical_not":
         return spans[arguments[0], not is_true]
+    if node.op == "alike":
+        return spans[arguments[0], is_true]
     if node.op in ("bitwise_and", "bitwise_or"):
         parts = [spans[each, is_true] for each in arguments]
         return _both(*parts) if (node.op == "bitwise_and") == is_true else _either(*parts)

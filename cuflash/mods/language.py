@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from .build import build
 from .functions import call
 from .graph import variable
-from .operand import Operand, fault
+from .operand import Operand, as_node, fault
 from .paths import is_tracing
 from .traced import TracedScalar
 
@@ -33,6 +34,16 @@ def seqlen_k() -> Any:
 def position_of(q_idx: Any) -> Any:
     """Where a query stands among the keys: the last query stands beside the last key."""
     return q_idx + seqlen_k() - seqlen_q()
+
+
+def alike(of_query: Any, of_key: Any) -> Any:
+    """One condition that is written twice, inside a function that is traced: what is computed of the query and compared
+    with the key, and the other way round.
+
+    why: a kernel computes once for each of its rows what they know, and again for each score what they do not. Its rows
+    are queries in forward, and keys in most of backward.
+    """
+    return TracedScalar(build("alike", as_node(of_query), as_node(of_key)))
 
 
 def _length(name: str) -> TracedScalar:

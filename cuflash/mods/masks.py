@@ -11,7 +11,7 @@ from numbers import Integral
 from typing import Any
 
 from ..errors import ProblemError
-from .language import position_of, seqlen_k, seqlen_q
+from .language import alike, position_of, seqlen_k, seqlen_q
 
 Mod = Callable[..., Any]
 
@@ -190,15 +190,19 @@ def document(offsets: Any) -> Mod:
         raise ProblemError(f"offsets has shape {getattr(offsets, 'shape', None)}; give an array (num_documents + 1,)")
     steps = _powers_of_two(offsets.shape[0])
 
-    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        position, at = position_of(q_idx), 0
+    def has_both(position: Any, other: Any) -> Any:
+        at: Any = 0
         # The last document that begins at the position or before it, found by halving. why nothing else asks for the
         # number of documents: the code is then that of all up to a power of two of offsets. An index behind the
         # end is that of the last offset, so documents behind the last one begin and end there, and have no tokens.
         for step in steps:
             at = at + (offsets[at + step] <= position) * step
         begin, end = offsets[at], offsets[at + 1]
-        return (begin <= position) & (position < end) & (begin <= k_idx) & (k_idx < end)
+        return (begin <= position) & (position < end) & (begin <= other) & (other < end)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        position = position_of(q_idx)
+        return alike(has_both(position, k_idx), has_both(k_idx, position))
 
     return mask_mod
 

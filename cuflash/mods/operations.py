@@ -143,8 +143,12 @@ COMPARISONS: dict[str, Function] = {
 }
 # Of conditions. On bool `&` and `logical_and` are one node, and so on.
 LOGIC: dict[str, Function] = {"logical_not": np.logical_not}
+# Of one condition that is written twice: what a query says of a key, and what the key says of the query.
+TWICE: dict[str, Function] = {"alike": lambda of_query, of_key: of_query}
 
-NUMPY: dict[str, Function] = OF_FLOATS | ROUNDING | ARITHMETIC | BITS | COMPARISONS | LOGIC | {"where": np.where}
+NUMPY: dict[str, Function] = (
+    OF_FLOATS | ROUNDING | ARITHMETIC | BITS | COMPARISONS | LOGIC | TWICE | {"where": np.where}
+)
 # What these become where both arguments are bool, as in NumPy, torch and JAX.
 OF_BOOLS = {
     "add": "bitwise_or",

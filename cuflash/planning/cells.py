@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 from ..mods.graph import LENGTHS
 from ..problem.own_arrays import CELL
@@ -17,6 +18,7 @@ from .variant import PORTABLE_THREADS, variant_of
 
 # Cells that a call finds by itself: up to so many, and not for so few keys, of which kernels have a tile or two.
 MAX_CELLS, FEW_KEYS = 2**24, 128
+MAX_ORDERED = 2**12  # parts of a head: to order them takes time that grows with their square
 LINE_FLOATS = 32  # of 128 bytes
 WARP = 32  # threads, which own a cell
 WAVES = 4  # of blocks of threads that fill the GPU: cells take unequal time
@@ -90,20 +92,52 @@ def with_cells(
     return [launch, *launches], {**workspace, "cells": floats}
 
 
-def seen_counts_launch(problem: Problem, device: Device, block_q: int, num_q_blocks: int) -> Launch:
-    """The launch that counts the key blocks of backward on Hopper that see some of each tile of queries."""
+class KeyOrders(NamedTuple):
+    """Orders of the parts of so many key blocks that each head has. step: from an order to that of the next kv head."""
+
+    key_orders: int
+    key_parts: int
+    key_blocks: int
+    order_step: int
+
+    @classmethod
+    def of(cls, problem: Problem, num_k_blocks: int, key_blocks: int) -> KeyOrders:
+        """One if all heads share their cells.
+
+        None if deterministic, as key blocks then wait for those before them, or where causal or a window orders them.
+        """
+        of_batch, of_head, _ = cells_strides(problem)
+        parts, heads = blocks_of(num_k_blocks, key_blocks), problem.batch * problem.heads_kv
+        if problem.options.deterministic or not problem.mask.is_full or parts > MAX_ORDERED:
+            return cls(0, parts, key_blocks, 0)
+        return cls(heads, parts, key_blocks, parts) if of_batch or of_head else cls(1, parts, key_blocks, 0)
+
+
+def seen_counts_launch(
+    problem: Problem, device: Device, block_q: int, num_q_blocks: int, orders: KeyOrders, first_counter: int
+) -> Launch:
+    """The launch that counts and orders the key blocks of backward on Hopper that see some of each tile of queries.
+
+    first_counter: a zero for each order, among `turns`.
+    """
     arch = compile_arch("portable", device)
     variant = variant_of("seen_counts", "portable/seen_counts.cu", arch, problem.dtype, problem.dtype)
     of_batch, of_head, of_row = cells_strides(problem)
+    warps, tiles = PORTABLE_THREADS // WARP, problem.batch * problem.heads_q * num_q_blocks
     fields = {
         "cells_batch": of_batch,
         "cells_head": of_head,
         "cells_row": of_row,
         "num_q_blocks": num_q_blocks,
         "block_q": block_q,
+        "key_orders": orders.key_orders,
+        "key_parts": orders.key_parts,
+        "key_blocks": orders.key_blocks,
+        "first_counter": first_counter,
+        "count_blocks": blocks_of(tiles, warps),
     }
-    tiles = problem.batch * problem.heads_q * num_q_blocks
-    return Launch(variant, blocks_of(tiles, PORTABLE_THREADS // WARP), fields)
+    of_orders = orders.key_orders * blocks_of(orders.key_parts, warps)
+    return Launch(variant, fields["count_blocks"] + of_orders, fields)
 
 
 def block_mask_plan(problem: Problem, device: Device) -> Plan:

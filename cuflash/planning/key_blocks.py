@@ -62,14 +62,18 @@ def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int) -> in
         return HEADS_TOGETHER if is_full(problem) else ORDERED_HEADS_TOGETHER
     if is_full(problem):
         return 1
-    head_bytes = _head_bytes(problem, problem.seqlen_q, problem.seqlen_k)
-    return heads_together(head_bytes, L2_BYTES, HEADS_TOGETHER, _heads_of_waves(device, num_k_blocks))
+    lengths = problem.seqlen_q, problem.seqlen_k
+    if problem.mask.is_full:  # the mask is the caller's own: key blocks may see all queries, and L2 is to hold these
+        return heads_together(_head_bytes(problem, *lengths, group=1), L2_BYTES // 2, HEADS_TOGETHER)
+    least = _heads_of_waves(device, num_k_blocks)
+    return heads_together(_head_bytes(problem, *lengths), L2_BYTES, HEADS_TOGETHER, least)
 
 
-def _head_bytes(problem: Problem, seqlen_q: int, seqlen_k: int) -> int:
-    """Bytes that the key blocks of a kv head touch: k, v; q, dout, dq."""
+def _head_bytes(problem: Problem, seqlen_q: int, seqlen_k: int, group: int = 0) -> int:
+    """Bytes that the key blocks of a kv head touch: k, v; q, dout, dq of so many query heads, or of its own."""
+    group = group or problem.heads_q // problem.heads_kv
     row = DTYPES[problem.dtype].itemsize * (problem.head_dim + problem.head_dim_v)
-    group, acc = problem.heads_q // problem.heads_kv, tiles_sm90.FLOAT_BYTES * problem.head_dim
+    acc = tiles_sm90.FLOAT_BYTES * problem.head_dim
     return seqlen_k * row + group * seqlen_q * (row + acc)
 
 

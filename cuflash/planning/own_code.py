@@ -12,7 +12,7 @@ import hashlib
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..mods.build import build, constant
+from ..mods.build import build, constant, written_once
 from ..mods.cuda import print_struct
 from ..mods.derivative import differentiate
 from ..mods.graph import CapturedArray, Node, post_order, variable
@@ -115,9 +115,9 @@ def _own_code(
         given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
         score = build("add", build("multiply", substituted(own.score, given), constant(LOG2_E)), ADDEND)
         slope = substituted(differentiate(own.score).get(SCORE) or constant(0.0), given)
+    roots = [written_once(root, rows_are_keys) for root in (score, own.mask or constant(True), slope)]
     if is_causal:
-        score, slope = of_causal_pairs(score), of_causal_pairs(slope)
-    roots = [score, own.mask or constant(True), slope]
+        roots = [of_causal_pairs(roots[0]), roots[1], of_causal_pairs(roots[2])]
     if rows_are_keys:
         roots = [exchanged(root) for root in roots]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
@@ -192,7 +192,8 @@ def _gradient_code(
 ) -> OwnCode:
     assert own.score is not None
     given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
-    roots = [own.mask or constant(True), *(substituted(each, given) for each in (own.score, derivative, *places))]
+    of_scores = (substituted(each, given) for each in (own.score, derivative, *places))
+    roots = [written_once(root, of_keys=False) for root in (own.mask or constant(True), *of_scores)]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
     names = [f"place{number}" for number in range(len(places))]
     results = ("visible", "score", "derivative", *names)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..mods.build import written_once
 from ..mods.graph import Node, post_order
 from ..mods.operations import NUMPY, Type
 
@@ -23,6 +24,7 @@ def evaluate(
     float_type: the type in which floats are computed; float64 shows what rounding adds.
     """
     values: dict[Node, Any] = {}
+    roots = [written_once(root, of_keys=False) for root in roots]
     with np.errstate(all="ignore"):
         for each in post_order(roots):
             below = [values[argument] for argument in each.arguments]

@@ -244,8 +244,11 @@ struct TiledBackwardParams {
   // Blocks of threads beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over
   // batch and kv heads: shared_steps of their query tiles each. Or 2^parts_log2 blocks that follow each other share
   // each key block, and shared_keys are all of them: each has some of the query heads of its group.
-  int whole_blocks, shared_first, shared_keys, shared_steps, parts_log2, unused;
-  const int* seen_counts;  // (batch, heads_q, num_q_blocks) of portable/seen_counts.cu, or null without cells
+  int whole_blocks, shared_first, shared_keys, shared_steps, parts_log2;
+  int order_step;  // from the key_order of a kv head to that of the next; 0 where they share it
+  // Of portable/seen_counts.cu, or null without cells: (batch, heads_q, num_q_blocks), and (key_orders, key_parts). Or
+  // null if deterministic: then blocks of threads take key blocks in their order.
+  const int *seen_counts, *key_order;
 };
 
 // sm90/backward_rows.cu, the same for its three gradients.
@@ -276,11 +279,15 @@ struct SeenCountsParams {
   Operand dq;
   const signed char* cells;  // as in OwnParams
   int* seen_counts;          // (batch, heads_q, num_q_blocks)
+  int *key_order, *key_steps;  // (key_orders, key_parts) each
+  unsigned* turns;             // from first_counter on a zero for each order
   ProblemParams problem;
   long long cells_batch, cells_head;
   int cells_row;
   int num_q_blocks, block_q;  // block_q: 64 or 128
-  int unused;
+  // Orders of the parts of key_blocks key blocks that a head has: one of each kv head of each sequence, one, or none.
+  int key_orders, key_parts, key_blocks, first_counter;
+  int count_blocks;  // of threads, which count tiles; those behind them find orders
 };
 
 constexpr int kMaxMergeStates = 248;

@@ -1,15 +1,13 @@
 // seen_counts: how many key blocks of backward on Hopper see some of each tile of queries, under a mask of the caller's
-// own whose cells are known (common/cells.cuh). Rows of dq that none of them sees, and so none writes, become zero.
+// own whose cells are known (common/cells.cuh). Rows of dq that none of them sees, and so none writes, become zero. And in
+// which order key blocks are taken.
 //
-// Roles    A warp owns a tile of queries of a head.
-#include "../common/cells.cuh"
-#include "../common/sequence.cuh"
+// Roles    A warp owns a tile of queries of a head. Blocks of threads behind these find orders (key_order.cuh).
 #include "key_blocks.cuh"
+#include "key_order.cuh"
 
 using Params = SeenCountsParams;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
-
-constexpr int kKeyBlock = 128;  // keys of a key block
 
 template <int kTile>
 __device__ __forceinline__ int count_key_blocks(const Params& p, const Sequence& sequence, int head, int tile) {
@@ -23,6 +21,7 @@ __device__ __forceinline__ int count_key_blocks(const Params& p, const Sequence&
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params p) {
   constexpr int kLanes = 8;  // threads that clear a row
   const ProblemParams& problem = p.problem;
+  if (blockIdx.x >= p.count_blocks) return find_key_order(p, blockIdx.x - p.count_blocks);
   const unsigned index = blockIdx.x * kNumWarps + threadIdx.x / 32, of_head = index / unsigned(p.num_q_blocks);
   if (of_head >= unsigned(problem.batch) * unsigned(problem.heads_q)) return;
   const int tile = index - of_head * p.num_q_blocks, batch = of_head / unsigned(problem.heads_q);

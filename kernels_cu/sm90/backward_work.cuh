@@ -81,7 +81,8 @@ struct DenseKeyBlocks {
     }
     const unsigned heads = problem.batch * (problem.heads_q / problem.heads_per_kv);
     const unsigned num_parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
-    const HeadBlock part = longest_first(blockIdx.x >> parts_log2(p), num_parts, heads, p.heads_together);
+    HeadBlock part = longest_first(blockIdx.x >> parts_log2(p), num_parts, heads, p.heads_together);
+    if (kCells && p.key_order != nullptr) part.block = __ldg(p.key_order + part.head * p.order_step + part.block);
     index = part.head * p.num_k_blocks + part.block * p.key_blocks, skipped = 0;
     index_end = smaller<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
   }

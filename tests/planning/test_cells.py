@@ -12,7 +12,7 @@ import pytest
 
 from cuflash.mods import masks, scores
 from cuflash.mods.trace import trace
-from cuflash.planning.cells import MAX_CELLS, cells_launch, cells_shape, uses_cells
+from cuflash.planning.cells import MAX_CELLS, MAX_ORDERED, cells_launch, cells_shape, uses_cells
 from cuflash.planning.device import KNOWN
 from cuflash.planning.own_code import own_code
 from cuflash.planning.plan import MAX_GRID
@@ -143,20 +143,67 @@ def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_th
 def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: bool) -> None:
     given = problem(masks.chunked(64), "backward", (2, 300, 5000, 4), has_cells=has_cells)
     made = plan(given, KNOWN["sm_90"])
-    *found, counts, delta, main = made.launches
+    *found, delta, counts, main = made.launches
     assert [launch.variant.op for launch in found] == ([] if has_cells else ["block_mask"])
-    assert [launch.variant.op for launch in (counts, delta, main)] == ["seen_counts", "delta", "backward"]
+    assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "seen_counts", "backward"]
     assert made.variant is main.variant
     assert main.variant.source == "sm90/backward.cu"
     assert main.variant.own == own_code(given, rows_are_keys=True, cells=True)
     assert counts.variant.own is None  # it is compiled once for all masks
     of_batch, of_head, of_row = strides_of(given)
     assert counts.fields == {
-        "cells_batch": of_batch, "cells_head": of_head, "cells_row": of_row, "num_q_blocks": 3, "block_q": 128
+        "cells_batch": of_batch, "cells_head": of_head, "cells_row": of_row, "num_q_blocks": 3, "block_q": 128,
+        "key_orders": 1, "key_parts": 40, "key_blocks": 1, "first_counter": 24, "count_blocks": 3,
     }  # fmt: skip
-    assert counts.num_blocks == 2 * 4 * 3 // 8
-    assert made.workspace["seen_counts"].size == 4 * 2 * 4 * 3
+    assert counts.num_blocks == 3 + 40 // 8
+    assert {name: made.workspace[name].size for name in ("seen_counts", "key_order", "key_steps", "turns")} == {
+        "seen_counts": 4 * 24, "key_order": 4 * 40, "key_steps": 4 * 40, "turns": 4 * 25}  # fmt: skip
+    assert delta.fields["more_turns"] == 1  # the counter of the order
+    assert main.fields["order_step"] == 0
     assert ("cells" in made.workspace) != has_cells
+
+
+def test_key_blocks_have_an_order_for_each_head_that_has_cells_of_its_own_and_none_if_deterministic() -> None:
+    def orders(mask_mod: Any, **options: Any) -> tuple[int, int, int, int]:
+        dims = (2, 300, options.pop("keys", 5000), 4)
+        *_, delta, counts, main = plan(problem(mask_mod, "backward", dims, **options), KNOWN["sm_90"]).launches
+        more = delta.fields["more_turns"]
+        return counts.fields["key_orders"], counts.fields["key_parts"], main.fields["order_step"], more
+
+    assert orders(of_keys) == (1, 40, 0, 1)
+    assert orders(of_heads) == orders(masks.segments(np.zeros((2, 5000), np.int32))) == (8, 40, 40, 8)
+    for unordered in ({"deterministic": True}, {"causal": True}, {"window_size": (100, 100)}):
+        assert orders(of_heads, **unordered) == orders(of_keys, **unordered) == (0, 40, 0, 0)
+    assert orders(of_keys, keys=128 * MAX_ORDERED) == (1, MAX_ORDERED, 0, 1)
+    assert orders(of_keys, keys=128 * MAX_ORDERED + 1) == (0, MAX_ORDERED + 1, 0, 0)
+
+
+def test_a_block_takes_two_short_key_blocks_under_a_mask_if_three_waves_remain() -> None:
+    def key_blocks(mask_mod: Any, rows: int, heads: int) -> int:
+        found: int = (
+            plan(problem(mask_mod, "backward", (4, rows, rows, heads)), KNOWN["sm_90"])
+            .launches[-1]
+            .fields["key_blocks"]
+        )
+        return found
+
+    least = -(-3 * 132 // (4 * 8))  # heads, of 16 key blocks each
+    assert [key_blocks(of_keys, 2048, heads) for heads in (least, least - 1)] == [2, 1]
+    assert key_blocks(None, 2048, 16) == 1
+    # 33 steps
+    assert [key_blocks(of_keys, rows, 7) for rows in (4096, 4097)] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "together"), [(64, 8192, 8), (128, 8192, 4), (128, 16384, 2), (64, 1024, 16)]
+)
+def test_heads_that_start_together_under_a_mask_alone_touch_what_l2_holds(
+    head_dim: int, rows: int, together: int
+) -> None:
+    given = problem(of_keys, "backward", (4, rows, rows, 16), head_dim=head_dim)
+    assert plan(given, KNOWN["sm_90"]).launches[-1].fields["heads_together"] == together
+    touched = together * rows * head_dim * (2 * 2 + 2 * 2 + 4)
+    assert touched <= 48 * 2**20 < 2 * touched or together == 16
 
 
 def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_them() -> None:
