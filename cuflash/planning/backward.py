@@ -11,7 +11,7 @@ from ..problem.dtypes import DTYPES
 from ..problem.lengths import PADDED_SLOT, Lengths
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
-from .cells import KeyOrders, seen_counts_launch, uses_cells, with_cells
+from .cells import KeySteps, seen_counts_launch, uses_cells, with_cells
 from .delta import block_words, changes_weights, delta_launch, stats_rows_of
 from .device import Device
 from .hopper import HOPPER, reason_against
@@ -43,8 +43,6 @@ ACC_OF_THREAD = 16  # elements that a thread of the convert kernel converts
 # Up to this seqlen_k a block on Hopper takes several key blocks, if SHORT_WAVES waves of blocks remain. why: L35
 SHORT_KEYS = 2**14
 SHORT_WAVES = 4
-# The same under a mask of the caller's own, of key blocks that have at most so many steps without it.
-SHORT_WAVES_OF_CELLS, SHORT_STEPS = 3, 32
 MAX_TURNS = 2**16 - 1  # the most key blocks that Hopper's counter of a dq tile can count
 MAX_HEAD = 256  # the largest head dim of Hopper's kernels
 
@@ -208,8 +206,8 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if full else 2))
     blocks = count_key_blocks(problem, tile.block_k * key_blocks)
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
-    waves = SHORT_WAVES_OF_CELLS if cells and steps <= SHORT_STEPS else SHORT_WAVES
-    if problem.seqlen_k > SHORT_KEYS or blocks < waves * device.num_sms:
+    # why with cells: blocks of threads take more key blocks until there are none left.
+    if cells or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, count_key_blocks(problem, tile.block_k)
     parts_log2 = choose_parts(problem, device, tile.block_q) if key_blocks == 1 else 0
     # why not with cells: key blocks have unequal numbers of steps.
@@ -230,17 +228,18 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "deterministic": int(deterministic),
         **shared._asdict(),
     }
-    # `turns` has a counter for each tile of dq and for each shared key block.
+    # `turns` has a counter for each tile of dq and for each shared key block; with cells then one of what blocks of
+    # threads have taken, and one for each order.
     workspace = _sums(tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
     counters, more_turns, of_cells = heads * num_q_blocks, shared.shared_keys, []
     if cells:
-        orders = KeyOrders.of(problem, num_k_blocks, key_blocks)
-        more_turns += orders.key_orders
-        fields["order_step"] = orders.order_step
-        ordered = orders.key_orders * orders.key_parts
-        workspace |= {"seen_counts": counters, "key_order": ordered, "key_steps": ordered}
-        first_counter = counters + shared.shared_keys
-        of_cells = [seen_counts_launch(problem, device, tile.block_q, num_q_blocks, orders, first_counter)]
+        listed = KeySteps.of(problem, num_q_blocks, num_k_blocks)
+        workspace |= {"seen_counts": counters} | listed.workspace
+        fields |= listed.fields
+        first_counter = counters + more_turns + 1
+        of_cells = [seen_counts_launch(problem, device, tile.block_q, num_q_blocks, listed, first_counter)]
+        more_turns += 1 + listed.orders
+        blocks = min(blocks, device.num_sms)
     workspace["turns"] = counters + more_turns
     variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0), cells)
     launches = [

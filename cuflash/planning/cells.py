@@ -18,7 +18,7 @@ from .variant import PORTABLE_THREADS, variant_of
 
 # Cells that a call finds by itself: up to so many, and not for so few keys, of which kernels have a tile or two.
 MAX_CELLS, FEW_KEYS = 2**24, 128
-MAX_ORDERED = 2**12  # parts of a head: to order them takes time that grows with their square
+MAX_ORDERED = 2**12  # key blocks of a head: to order them takes time that grows with their square
 LINE_FLOATS = 32  # of 128 bytes
 WARP = 32  # threads, which own a cell
 WAVES = 4  # of blocks of threads that fill the GPU: cells take unequal time
@@ -92,31 +92,57 @@ def with_cells(
     return [launch, *launches], {**workspace, "cells": floats}
 
 
-class KeyOrders(NamedTuple):
-    """Orders of the parts of so many key blocks that each head has. step: from an order to that of the next kv head."""
+class KeySteps(NamedTuple):
+    """Lists of the steps of key blocks in backward on Hopper."""
 
-    key_orders: int
-    key_parts: int
-    key_blocks: int
-    order_step: int
+    heads: int  # kv heads of all sequences that have lists of their own; 1 if all share them
+    heads_q: int  # query heads of such a kv head that have lists of their own
+    seen_batch: int  # as in SeenCountsParams
+    seen_head: int
+    num_k_blocks: int
+    list_lines: int
+    is_ordered: bool
 
     @classmethod
-    def of(cls, problem: Problem, num_k_blocks: int, key_blocks: int) -> KeyOrders:
-        """One if all heads share their cells.
+    def of(cls, problem: Problem, num_q_blocks: int, num_k_blocks: int) -> KeySteps:
+        """Key blocks with more steps come first.
 
-        None if deterministic, as key blocks then wait for those before them, or where causal or a window orders them.
+        Not if deterministic, as they then add to dq in their order, and not where causal or a window orders them.
         """
         of_batch, of_head, _ = cells_strides(problem)
-        parts, heads = blocks_of(num_k_blocks, key_blocks), problem.batch * problem.heads_kv
-        if problem.options.deterministic or not problem.mask.is_full or parts > MAX_ORDERED:
-            return cls(0, parts, key_blocks, 0)
-        return cls(heads, parts, key_blocks, parts) if of_batch or of_head else cls(1, parts, key_blocks, 0)
+        heads_kv = problem.heads_kv if of_head else 1
+        ordered = not problem.options.deterministic and problem.mask.is_full and num_k_blocks <= MAX_ORDERED
+        return cls(
+            heads=(problem.batch if of_batch else 1) * heads_kv,
+            heads_q=problem.heads_q // problem.heads_kv if of_head else 1,
+            seen_batch=heads_kv if of_batch else 0,
+            seen_head=1 if of_head else 0,
+            num_k_blocks=num_k_blocks,
+            list_lines=blocks_of(num_q_blocks + 1, WARP),  # with the end of the list; a warp reads a line at a time
+            is_ordered=ordered,
+        )
+
+    @property
+    def orders(self) -> int:
+        """Orders of key blocks, each of which needs a counter."""
+        return self.heads if self.is_ordered else 0
+
+    @property
+    def workspace(self) -> dict[str, int]:
+        """Floats of its parts of the workspace."""
+        ordered, lists = self.orders * self.num_k_blocks, self.heads * self.heads_q * self.num_k_blocks
+        return {"key_order": ordered, "step_counts": ordered, "key_steps": lists * self.list_lines * WARP}
+
+    @property
+    def fields(self) -> dict[str, int]:
+        """Of both kernels."""
+        return {"list_lines": self.list_lines, "seen_batch": self.seen_batch, "seen_head": self.seen_head}
 
 
 def seen_counts_launch(
-    problem: Problem, device: Device, block_q: int, num_q_blocks: int, orders: KeyOrders, first_counter: int
+    problem: Problem, device: Device, block_q: int, num_q_blocks: int, steps: KeySteps, first_counter: int
 ) -> Launch:
-    """The launch that counts and orders the key blocks of backward on Hopper that see some of each tile of queries.
+    """The launch that lists the steps of key blocks of backward on Hopper, and counts those of each tile of queries.
 
     first_counter: a zero for each order, among `turns`.
     """
@@ -124,20 +150,20 @@ def seen_counts_launch(
     variant = variant_of("seen_counts", "portable/seen_counts.cu", arch, problem.dtype, problem.dtype)
     of_batch, of_head, of_row = cells_strides(problem)
     warps, tiles = PORTABLE_THREADS // WARP, problem.batch * problem.heads_q * num_q_blocks
+    count_blocks = blocks_of(tiles, warps)
     fields = {
         "cells_batch": of_batch,
         "cells_head": of_head,
         "cells_row": of_row,
         "num_q_blocks": num_q_blocks,
+        "num_k_blocks": steps.num_k_blocks,
         "block_q": block_q,
-        "key_orders": orders.key_orders,
-        "key_parts": orders.key_parts,
-        "key_blocks": orders.key_blocks,
         "first_counter": first_counter,
-        "count_blocks": blocks_of(tiles, warps),
+        "deterministic": int(problem.options.deterministic),
+        "count_blocks": count_blocks,
+        **steps.fields,
     }
-    of_orders = orders.key_orders * blocks_of(orders.key_parts, warps)
-    return Launch(variant, fields["count_blocks"] + of_orders, fields)
+    return Launch(variant, count_blocks + steps.heads * blocks_of(steps.num_k_blocks, warps), fields)
 
 
 def block_mask_plan(problem: Problem, device: Device) -> Plan:

@@ -37,6 +37,8 @@ PARAMS = {
 }
 # Those that take another one where sequences have lengths of their own.
 PARAMS_OF_LENGTHS = {"sm90/forward.cu": "RaggedForwardParams", "sm90/lse.cu": "RaggedForwardParams"}
+# Kernels that wait by themselves for those ahead of them on the stream; portable/delta.cu is ahead of the last two.
+WAITING = {"sm90/decode.cu", "sm90/decode_narrow.cu", "sm90/backward.cu", "portable/seen_counts.cu"}
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
 
 
@@ -62,7 +64,7 @@ class Variant:
     @property
     def waits(self) -> bool:
         """Whether the kernel waits by itself for those ahead of it on the stream, so that it may be launched early."""
-        return self.source.startswith("sm90/decode")
+        return self.source in WAITING
 
     @cached_property
     def _hash(self) -> int:  # why cached: each call with new lengths asks for it, and most of it is that of the tile

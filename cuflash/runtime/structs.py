@@ -166,8 +166,8 @@ _STRUCTS: dict[str, Fields] = {
         *_pointers("stats dq_acc dk_acc dv_acc turns key_list key_shares"),
         *_PROBLEM,
         *_ints("num_q_blocks num_k_blocks key_blocks heads_together stats_rows deterministic"),
-        *_ints("whole_blocks shared_first shared_keys shared_steps parts_log2 order_step"),
-        *_pointers("seen_counts key_order"),
+        *_ints("whole_blocks shared_first shared_keys shared_steps parts_log2 list_lines seen_batch seen_head unused"),
+        *_pointers("seen_counts key_steps key_order"),
     ],
     "TiledRowsParams": [
         *_maps("q k v dout dq dk dv"),
@@ -178,10 +178,11 @@ _STRUCTS: dict[str, Fields] = {
     "BlockMaskParams": [*_pointers("cells"), *_PROBLEM, *_ints("num_cells heads cells_q cells_k of_call unused")],
     "SeenCountsParams": [
         *_operands("dq"),
-        *_pointers("cells seen_counts key_order key_steps turns"),
+        *_pointers("cells seen_counts key_steps key_order step_counts turns"),
         *_PROBLEM,
         *[(name, c_int64) for name in ("cells_batch", "cells_head")],
-        *_ints("cells_row num_q_blocks block_q key_orders key_parts key_blocks first_counter count_blocks"),
+        *_ints("cells_row num_q_blocks num_k_blocks block_q seen_batch seen_head list_lines first_counter"),
+        *_ints("deterministic count_blocks"),
     ],
     "MergeParams": [
         ("outs", c_void_p * MAX_STATES),

@@ -30,9 +30,13 @@ struct CellKinds {
   static constexpr unsigned kOfEach = 0x11111111u;
 };
 
-// A tile, whether it is the first of a walk, and whether the caller's mask shows all of it. why one number: registers.
+// A tile, whether it is the first of a walk, and whether the caller's mask shows all of it; or the end of a list of tiles.
+// why one number: registers.
 struct SeenTile {
   int bits;
+
+  __device__ __forceinline__ static SeenTile end() { return SeenTile(-1); }
+  __device__ __forceinline__ bool is_end() const { return bits < 0; }
 
   __device__ __forceinline__ explicit SeenTile(int all_bits) : bits(all_bits) {}
   __device__ __forceinline__ SeenTile(int n, bool is_full) : bits(4 * n + is_full) {}

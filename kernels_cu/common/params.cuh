@@ -232,8 +232,8 @@ struct TiledBackwardParams {
   const float* stats;      // (batch, heads_q, 2, stats_rows): lse * log2(e), and delta
   float* dq_acc;           // dq / softmax_scale in the order of the product's fragments
   float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each of the shared_keys, in the same order; or null
-  // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv; of several lengths then another, of
-  // key blocks that blocks of threads have taken.
+  // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv; of several lengths or with cells
+  // then another, of key blocks that blocks of threads have taken.
   unsigned* turns;
   const void *key_list, *key_shares;  // of several lengths, as in DeltaParams
   ProblemParams problem;
@@ -245,10 +245,8 @@ struct TiledBackwardParams {
   // batch and kv heads: shared_steps of their query tiles each. Or 2^parts_log2 blocks that follow each other share
   // each key block, and shared_keys are all of them: each has some of the query heads of its group.
   int whole_blocks, shared_first, shared_keys, shared_steps, parts_log2;
-  int order_step;  // from the key_order of a kv head to that of the next; 0 where they share it
-  // Of portable/seen_counts.cu, or null without cells: (batch, heads_q, num_q_blocks), and (key_orders, key_parts). Or
-  // null if deterministic: then blocks of threads take key blocks in their order.
-  const int *seen_counts, *key_order;
+  int list_lines, seen_batch, seen_head, unused;  // as in SeenCountsParams
+  const int *seen_counts, *key_steps, *key_order;  // of portable/seen_counts.cu, or null without cells
 };
 
 // sm90/backward_rows.cu, the same for its three gradients.
@@ -279,15 +277,21 @@ struct SeenCountsParams {
   Operand dq;
   const signed char* cells;  // as in OwnParams
   int* seen_counts;          // (batch, heads_q, num_q_blocks)
-  int *key_order, *key_steps;  // (key_orders, key_parts) each
-  unsigned* turns;             // from first_counter on a zero for each order
+  // Of each kv head by itself, of its number in all sequences, or of all of them: the steps of num_k_blocks key blocks, of
+  // each of its query heads or of any. A list has room for 32 * list_lines of them.
+  int* key_steps;
+  // (…, num_k_blocks) of the same kv heads: key blocks, those with more steps first, and their steps. Or null: key blocks
+  // are taken in their order.
+  int *key_order, *step_counts;
+  unsigned* turns;  // from first_counter on a zero for each order
   ProblemParams problem;
   long long cells_batch, cells_head;
   int cells_row;
-  int num_q_blocks, block_q;  // block_q: 64 or 128
-  // Orders of the parts of key_blocks key blocks that a head has: one of each kv head of each sequence, one, or none.
-  int key_orders, key_parts, key_blocks, first_counter;
-  int count_blocks;  // of threads, which count tiles; those behind them find orders
+  int num_q_blocks, num_k_blocks, block_q;  // block_q: 64 or 128
+  // From what is known of a kv head to that of the same one of the next sequence, and of the next one; 0 where shared.
+  int seen_batch, seen_head;
+  int list_lines, first_counter, deterministic;
+  int count_blocks;  // of threads, which count tiles; those behind them find steps
 };
 
 constexpr int kMaxMergeStates = 248;

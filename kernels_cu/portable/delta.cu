@@ -10,6 +10,7 @@
 //          blocks, the first block of threads writes the list, if there is one, and those after it own a slot each.
 #include "../common/accumulators.cuh"
 #include "../common/work.cuh"
+#include "../ptx/grid.cuh"
 #include "key_blocks.cuh"
 
 static_assert(sizeof(DeltaParams) == kParamsBytes, "the host packs other parameters");
@@ -139,6 +140,7 @@ constexpr int kMinBlocks = !kLengths ? 0 : kTellsSequences ? 4 : 5;
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
+  launch_next_kernel();
   if constexpr (kLengths) {
     if (blockIdx.x < RaggedRows::blocks_for_slots(p)) {
       if (blockIdx.x > 0) {

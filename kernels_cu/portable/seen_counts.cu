@@ -1,10 +1,11 @@
 // seen_counts: how many key blocks of backward on Hopper see some of each tile of queries, under a mask of the caller's
-// own whose cells are known (common/cells.cuh). Rows of dq that none of them sees, and so none writes, become zero. And in
-// which order key blocks are taken.
+// own whose cells are known (common/cells.cuh). Rows of dq that none of them sees, and so none writes, become zero. And
+// which steps key blocks have, and in which order they are taken.
 //
-// Roles    A warp owns a tile of queries of a head. Blocks of threads behind these find orders (key_order.cuh).
+// Roles    A warp owns a tile of queries of a head. Blocks of threads behind these find steps (key_steps.cuh).
+#include "../ptx/grid.cuh"
 #include "key_blocks.cuh"
-#include "key_order.cuh"
+#include "key_steps.cuh"
 
 using Params = SeenCountsParams;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
@@ -18,11 +19,11 @@ __device__ __forceinline__ int count_key_blocks(const Params& p, const Sequence&
   return seen.count_seen();
 }
 
-extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params p) {
+// Of a tile: counts its key blocks, and clears its rows of dq if there are none.
+__device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
   constexpr int kLanes = 8;  // threads that clear a row
   const ProblemParams& problem = p.problem;
-  if (blockIdx.x >= p.count_blocks) return find_key_order(p, blockIdx.x - p.count_blocks);
-  const unsigned index = blockIdx.x * kNumWarps + threadIdx.x / 32, of_head = index / unsigned(p.num_q_blocks);
+  const unsigned of_head = index / unsigned(p.num_q_blocks);
   if (of_head >= unsigned(problem.batch) * unsigned(problem.heads_q)) return;
   const int tile = index - of_head * p.num_q_blocks, batch = of_head / unsigned(problem.heads_q);
   const int head = of_head - batch * problem.heads_q;
@@ -36,4 +37,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   for (int row = tile * p.block_q + threadIdx.x % 32 / kLanes; row < end; row += 32 / kLanes) {
     clear_row<kLanes>(p.dq, sequence.queries(), head, row, problem.head_dim);
   }
+}
+
+// It is launched while delta.cu runs, the kernel ahead, which has begun once all others had ended. Only the counters are
+// delta's.
+extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params p) {
+  launch_next_kernel();
+  if (blockIdx.x < p.count_blocks) count_of_tile(p, blockIdx.x * kNumWarps + threadIdx.x / 32);
+  else find_key_steps(p, blockIdx.x - p.count_blocks);
+  await_kernels_ahead();  // why: the next kernel waits for this one alone
 }

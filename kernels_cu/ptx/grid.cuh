@@ -5,5 +5,9 @@
 // read (kReadsAhead) is read again.
 __device__ __forceinline__ void await_kernels_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next kernel be launched, if it is one of these: it waits by itself.
-__device__ __forceinline__ void launch_next_kernel() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+// Lets the next kernel be launched, if it is one of these: it waits by itself. On older GPUs there are none.
+__device__ __forceinline__ void launch_next_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -11,14 +11,16 @@
 //                       s, dp | p, ds | dv | (both have written ds) | dq | dk, and dq to shared memory beside it
 // Barriers q_full, dout_full     the tile has arrived, the first of a key block together with k, or v
 //          q_empty, dout_empty   every warp is done with it
-//          kv_empty              dk and dv, which leave through the place of k and v, have left
+//          kv_empty              every warp is done with the places of k and v
 //          turn_full, turn_empty the mode of a step's dq is there, or has been read
 //          dq_empty              the tile of dq has been read
 //          sum_full, sum_empty   what others have added to a tile is there, or has been read
 //          named barriers        backward_storage.cuh
 //
-// With cells (common/cells.cuh) warp 0 finds the steps in which the caller's mask shows something, and tells all other
-// warps of them (told_steps.cuh). Then those key blocks take turns at a tile of dq that see some of it.
+// With cells (common/cells.cuh) warp 0 takes key blocks with their steps in which the caller's mask shows something, and
+// tells all other warps of them (told_steps.cuh). Then those key blocks take turns at a tile of dq that see some of it.
+#include "../ptx/grid.cuh"
+#include "backward_loader.cuh"
 #include "dq_turns.cuh"
 #include "own_step.cuh"
 #include "shared_keys.cuh"
@@ -37,66 +39,6 @@ using OwnStep = OwnStepOf<kOwn, kBlockQ / 2, true, kOwnNeedsSlope>;
 
 // Whether scores become p only where their slope is needed, beside ds.
 constexpr bool kWeighsLate = Score::kAlwaysChanges || kOwnNeedsSlope;
-
-// One warp, whose lanes run together; the first lane acts (L13).
-struct Loader : Role {
-  using Role::Role;
-
-  // Waits until dk and dv of the key block before have left. why it then arrives at a barrier of the consumers: in a
-  // key block without steps nothing else holds them back, and this wait could be for a phase that never ends.
-  __device__ __forceinline__ void wait_for_kv(unsigned parity) const {
-    mbarrier_wait(smem.kv_empty, parity);
-    __syncwarp();
-    bar_arrive(kKeysConsumed, kKeysThreads);
-  }
-
-  __device__ __forceinline__ void run() {
-    unsigned step = 0, kv_parity = 1;
-    deal();
-#pragma unroll 1
-    for (; next_block(); kv_parity ^= 1) {
-      const unsigned first_step = step;
-      lead_each_step(step, [&](int head, int m, bool) {
-        const unsigned slot = step % kStages, empty = (step / kStages + 1) & 1;
-        const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
-        const bool first = step == first_step;
-        const auto of = sequence();
-        const auto rows = read(of.seen_queries_from(m * kBlockQ));  // why before the wait: L17
-        const auto keys = of.seen_keys_from(block * kBlockK);
-        const int dim = params.problem.head_dim, dim_v = params.problem.head_dim_v;
-        const unsigned stats_smem = smem.stats + slot * kBytesStats;
-        const float* const lse = stats(head) + m * kBlockQ;
-        mbarrier_wait(smem.q_empty + 8 * slot, empty);
-        if (leads) {
-          mbarrier_arrive_expect_tx(q_full, kBytesQ + kBytesStats / 2 + (first ? kBytesK : 0));
-          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full,
-                                 boxed(rows, kBlockQ, dim), head);
-          bulk_load(stats_smem, lse, kBytesStats / 2, q_full);
-        }
-        __syncwarp();
-        if (first) {
-          wait_for_kv(kv_parity);
-          const auto box = boxed(keys, kBlockK, dim);
-          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, box, kv_head);
-          __syncwarp();
-        }
-        mbarrier_wait(smem.dout_empty + 8 * slot, empty);
-        if (leads) {
-          mbarrier_arrive_expect_tx(dout_full, kBytesDout + kBytesStats / 2 + (first ? kBytesV : 0));
-          if (first) {
-            load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, boxed(keys, kBlockK, dim_v), kv_head);
-          }
-          load_panels<kPanelsV>(params.dout_map, smem.dout + slot * kBytesDout, kPanelBytesQ, dout_full,
-                                boxed(rows, kBlockQ, dim_v), head);
-          bulk_load(stats_smem + kBytesStats / 2, lse + params.stats_rows, kBytesStats / 2, dout_full);
-        }
-        __syncwarp();
-      });
-      if (step == first_step) wait_for_kv(kv_parity);
-      deal();
-    }
-  }
-};
 
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
@@ -321,14 +263,34 @@ struct Consumer : Role {
     if constexpr (!kDqTransposed) release_query(n);
   }
 
-  // Begins to store the warp's rows of dk or dv, through the place of k or v.
+  // Begins to store the warp's rows of dk or dv.
   template <int kColumns>
   __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
                                         unsigned place) const {
     const auto of = sequence();
-    const int row = group * kGroupRows + warp * 16, key = block * kBlockK + row;
+    const int key = block * kBlockK + group * kGroupRows + warp * 16;
     clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
-    store_rows<kColumns>(map, x, scale, place + row * 128, kPanelBytesK, of.keys_from(key), kv_head, leads);
+    store_rows<kColumns>(map, x, scale, place, kLeavesByDq ? 2048 : kPanelBytesK, of.keys_from(key), kv_head, leads);
+  }
+
+  // Stores dk and dv before step n, through the places of k and v, or through the warp's part of the place of dq.
+  __device__ __forceinline__ void store_gradients(unsigned n) {
+    constexpr unsigned kPartBytes = kBytesDq / 4, kRowBytesV = 2048 * kPanelsV;
+    constexpr bool kBothFit = kRowBytesV + 2048 * kPanelsQk <= kPartBytes;
+    static_assert(2048 * larger(kPanelsQk, kPanelsV) <= kPartBytes, "a warp's rows of dk or dv do not fit");
+    const int row = group * kGroupRows + warp * 16, part = group * 4 + warp;
+    unsigned place_v = smem.v + row * 128, place_k = smem.k + row * 128;
+    if constexpr (kLeavesByDq) {
+      place_v = smem.dq + part * kPartBytes, place_k = place_v + (kBothFit ? kRowBytesV : 0);
+      if (n > 0) mbarrier_wait(smem.dq_empty + 8 * ((n - 1) & 1), (n - 1) / 2 & 1);
+    }
+    store<kHeadDimV>(params.dv_map, dv, Dropout(params, 0, 0).scale(), place_v);
+    if constexpr (kLeavesByDq && !kBothFit) {
+      if (leads) bulk_wait_read<0>();
+      __syncwarp();
+    }
+    store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, place_k);
+    if (leads) bulk_wait_read<0>();
   }
 
   __device__ __forceinline__ void run() {
@@ -363,13 +325,12 @@ struct Consumer : Role {
         });
       }
       if (kPassesLate && n != first) pass_dq();
-      bar_sync(kKeysConsumed, kKeysThreads);
+      bar_sync(kKeysConsumed + (kLeavesByDq ? group : 0), kKeysThreads);
+      if constexpr (kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, leads);
       if (!is_shared() || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
-        store<kHeadDimV>(params.dv_map, dv, Dropout(params, 0, 0).scale(), smem.v);
-        store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, smem.k);
-        if (leads) bulk_wait_read<0>();
+        store_gradients(n);
       }
-      mbarrier_arrive_warp(smem.kv_empty, leads);
+      if constexpr (!kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, leads);
       __syncwarp();
     }
   }
@@ -383,6 +344,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
   if (threadIdx.x == 0) smem.init();
   __syncthreads();
+  await_kernels_ahead();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader(params, smem).run();

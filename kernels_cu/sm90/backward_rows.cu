@@ -100,7 +100,7 @@ struct Loader : Role {
         if constexpr (kWithDp) load_stats(smem.delta_of(n), stats + params.stats_rows, d_full, with_stats);
       }
     }
-    if constexpr (kCells) work.tell({ToldStep::kEnd, SeenTile(0)});
+    if constexpr (kCells) work.tell({0, SeenTile::end()});
     if (n == begin) work.await_rows_left();
     work.want_next(leads);
     return n;

@@ -1,4 +1,4 @@
-// Steps of backward on Hopper under a mask of the caller's own: one warp of a block of threads finds those in which
+// Steps of backward on Hopper under a mask of the caller's own: one warp of a block of threads knows those in which
 // something is seen, and tells the others of them through a ring in shared memory.
 #pragma once
 #include "../common/cells.cuh"
@@ -8,24 +8,13 @@
 
 static_assert(!kCells || !kLengths, "tiles of the rows that are seen are not made of whole cells");
 
-// A step, a tile and a query head; or the end of the steps of a block of keys, or of other rows.
+// A step, a tile and a query head; or the end of the steps of a block of keys, or of other rows. Or a block that begins,
+// whose number is in the place of the head.
 struct ToldStep {
-  int head;  // kEnd: there is no more
+  int head;
   SeenTile tile;
 
-  static constexpr int kEnd = -1;
-  __device__ __forceinline__ bool is_end() const { return head == kEnd; }
-};
-
-// Query tiles from one end of a range to the other, in either direction.
-struct DirectedTiles : TileRange {
-  int step;  // 1 or -1
-
-  __device__ __forceinline__ DirectedTiles(TileRange tiles, int direction) : TileRange(tiles), step(direction) {}
-
-  __device__ __forceinline__ int first() const { return step > 0 ? begin : end - 1; }
-  __device__ __forceinline__ int next(int n) const { return n + step; }
-  __device__ __forceinline__ bool has(int n) const { return n >= begin && n < end; }
+  __device__ __forceinline__ bool is_end() const { return tile.is_end(); }
 };
 
 // A warp's place in the ring. Without cells nobody is told: each warp knows all steps.
@@ -38,12 +27,12 @@ struct ToldStepsOf {
 
   __device__ __forceinline__ explicit ToldStepsOf(const Ring&) {}
   __device__ __forceinline__ void tell(const ToldStep&) {}
-  __device__ __forceinline__ ToldStep hear() { return {ToldStep::kEnd, SeenTile(0)}; }
+  __device__ __forceinline__ ToldStep hear() { return {0, SeenTile::end()}; }
 };
 
 template <int kReaders>
 struct ToldStepsOf<true, kReaders> {
-  static constexpr int kSlots = 4;  // why so many: the warp that takes turns at dq is ahead of the others
+  static constexpr int kSlots = 8;  // why so many: the warp that takes turns at dq is ahead of the others; blocks take two
 
   struct Ring {
     uint2 slots[kSlots];

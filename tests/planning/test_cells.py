@@ -152,46 +152,52 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: boo
     assert counts.variant.own is None  # it is compiled once for all masks
     of_batch, of_head, of_row = strides_of(given)
     assert counts.fields == {
-        "cells_batch": of_batch, "cells_head": of_head, "cells_row": of_row, "num_q_blocks": 3, "block_q": 128,
-        "key_orders": 1, "key_parts": 40, "key_blocks": 1, "first_counter": 24, "count_blocks": 3,
+        "cells_batch": of_batch, "cells_head": of_head, "cells_row": of_row, "num_q_blocks": 3, "num_k_blocks": 40,
+        "block_q": 128, "first_counter": 25, "deterministic": 0, "count_blocks": 3,
+        "list_lines": 1, "seen_batch": 0, "seen_head": 0,
     }  # fmt: skip
     assert counts.num_blocks == 3 + 40 // 8
-    assert {name: made.workspace[name].size for name in ("seen_counts", "key_order", "key_steps", "turns")} == {
-        "seen_counts": 4 * 24, "key_order": 4 * 40, "key_steps": 4 * 40, "turns": 4 * 25}  # fmt: skip
-    assert delta.fields["more_turns"] == 1  # the counter of the order
-    assert main.fields["order_step"] == 0
+    sizes = {"seen_counts": 24, "key_order": 40, "step_counts": 40, "key_steps": 40 * 32, "turns": 24 + 2}
+    assert {name: made.workspace[name].size for name in sizes} == {name: 4 * size for name, size in sizes.items()}
+    assert delta.fields["more_turns"] == 2  # the counters of what is taken, and of the order
+    assert {name: main.fields[name] for name in ("list_lines", "seen_batch", "seen_head")} == {
+        "list_lines": 1, "seen_batch": 0, "seen_head": 0}  # fmt: skip
     assert ("cells" in made.workspace) != has_cells
 
 
-def test_key_blocks_have_an_order_for_each_head_that_has_cells_of_its_own_and_none_if_deterministic() -> None:
-    def orders(mask_mod: Any, **options: Any) -> tuple[int, int, int, int]:
+def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() -> None:
+    def listed(mask_mod: Any, **options: Any) -> tuple[int, int, int, int, int]:
         dims = (2, 300, options.pop("keys", 5000), 4)
-        *_, delta, counts, main = plan(problem(mask_mod, "backward", dims, **options), KNOWN["sm_90"]).launches
-        more = delta.fields["more_turns"]
-        return counts.fields["key_orders"], counts.fields["key_parts"], main.fields["order_step"], more
+        made = plan(problem(mask_mod, "backward", dims, **options), KNOWN["sm_90"])
+        *_, delta, counts, main = made.launches
+        assert all(main.fields[name] == counts.fields[name] for name in ("list_lines", "seen_batch", "seen_head"))
+        sizes = (made.workspace[name].size if name in made.workspace else 0 for name in ("key_steps", "key_order"))
+        of_each = 4 * 32 * main.fields["list_lines"], 4
+        lists, orders = (size // each // main.fields["num_k_blocks"] for size, each in zip(sizes, of_each, strict=True))
+        return lists, orders, main.fields["seen_batch"], main.fields["seen_head"], delta.fields["more_turns"]
 
-    assert orders(of_keys) == (1, 40, 0, 1)
-    assert orders(of_heads) == orders(masks.segments(np.zeros((2, 5000), np.int32))) == (8, 40, 40, 8)
+    def of_all(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return k + 100 * h + 200 * b < q
+
+    assert listed(of_keys) == (1, 1, 0, 0, 2)
+    assert listed(of_heads) == (4, 4, 0, 1, 5)
+    assert listed(masks.segments(np.zeros((2, 5000), np.int32))) == (2, 2, 1, 0, 3)
+    assert listed(of_all) == (8, 8, 4, 1, 9)
     for unordered in ({"deterministic": True}, {"causal": True}, {"window_size": (100, 100)}):
-        assert orders(of_heads, **unordered) == orders(of_keys, **unordered) == (0, 40, 0, 0)
-    assert orders(of_keys, keys=128 * MAX_ORDERED) == (1, MAX_ORDERED, 0, 1)
-    assert orders(of_keys, keys=128 * MAX_ORDERED + 1) == (0, MAX_ORDERED + 1, 0, 0)
+        assert listed(of_heads, **unordered) == (4, 0, 0, 1, 1)
+        assert listed(of_keys, **unordered) == (1, 0, 0, 0, 1)
+    assert listed(of_keys, keys=128 * MAX_ORDERED) == (1, 1, 0, 0, 2)
+    assert listed(of_keys, keys=128 * MAX_ORDERED + 1) == (1, 0, 0, 0, 1)
 
 
-def test_a_block_takes_two_short_key_blocks_under_a_mask_if_three_waves_remain() -> None:
-    def key_blocks(mask_mod: Any, rows: int, heads: int) -> int:
-        found: int = (
-            plan(problem(mask_mod, "backward", (4, rows, rows, heads)), KNOWN["sm_90"])
-            .launches[-1]
-            .fields["key_blocks"]
-        )
-        return found
+def test_under_a_mask_as_many_blocks_as_there_are_multiprocessors_take_key_blocks_one_by_one() -> None:
+    def taken(mask_mod: Any, rows: int) -> tuple[int, int, int]:
+        main = plan(problem(mask_mod, "backward", (4, rows, rows, 8)), KNOWN["sm_90"]).launches[-1]
+        return main.num_blocks, main.fields["whole_blocks"], main.fields["key_blocks"]
 
-    least = -(-3 * 132 // (4 * 8))  # heads, of 16 key blocks each
-    assert [key_blocks(of_keys, 2048, heads) for heads in (least, least - 1)] == [2, 1]
-    assert key_blocks(None, 2048, 16) == 1
-    # 33 steps
-    assert [key_blocks(of_keys, rows, 7) for rows in (4096, 4097)] == [2, 1]
+    assert taken(of_keys, 2048) == (132, 4 * 8 * 16, 1)
+    assert taken(of_keys, 300) == (96, 96, 1)
+    assert taken(None, 4096)[0] > 132
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,7 @@ def test_key_blocks_with_cells_share_no_steps() -> None:
                           (problem(masks.chunked(64), "backward", dims), False)):  # fmt: skip
         made = plan(given, KNOWN["sm_90"])
         assert (made.launches[-1].fields["shared_keys"] > 0) == shares
-        assert shares or made.launches[-1].fields["whole_blocks"] == made.launches[-1].num_blocks == 140
+        assert shares or made.launches[-1].fields["whole_blocks"] == 140
 
 
 def test_other_calls_find_none() -> None:

@@ -1,0 +1,34 @@
+// The query tiles that see some key of a block of backward on Hopper, in the order in which it takes them.
+#pragma once
+#include "mask.cuh"
+#include "tile_range.cuh"
+
+// Tiles of kQueries queries beside kKeys keys. `of` is whoever knows `params.deterministic`, and the number of all query
+// tiles, for which it is asked where it is needed. why: L5.
+template <int kQueries, int kKeys>
+struct QueryTilesOf : TileRange {
+  int first;
+
+  // Each key block begins at a tile of its own (L38): under a mask at the first that it sees, else as if there were a
+  // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys.
+  template <class Of>
+  __device__ __forceinline__ QueryTilesOf(const Of& of, const Mask& mask, int block) {
+    const int key_begin = block * kKeys, key_end = smaller(key_begin + kKeys, mask.seqlen_k);
+    TileRange::operator=(TileRange::covering(mask.row_range(key_begin, key_end), kQueries));
+    const bool all = begin < end && count() == of.num_query_tiles();
+    first = of.params.deterministic ? end - 1
+            : all ? unsigned(block) * (kKeys / 16) / (kQueries / 16) % of.num_query_tiles()
+                  : begin;
+  }
+
+  // The tile of step n of a head, and the tile after tile m.
+  template <class Of>
+  __device__ __forceinline__ int at(const Of& of, int n) const {
+    if (of.params.deterministic) return first - n;
+    return first + n >= of.num_query_tiles() ? first + n - of.num_query_tiles() : first + n;
+  }
+  template <class Of>
+  __device__ __forceinline__ static int next(const Of& of, int m) {
+    return of.params.deterministic ? m - 1 : m + 1 == of.num_query_tiles() ? 0 : m + 1;
+  }
+};

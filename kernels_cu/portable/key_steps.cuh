@@ -1,0 +1,94 @@
+// The steps of the key blocks of backward on Hopper under a mask of the caller's own, and the order in which blocks of
+// threads take them: those with more steps come first. why: the last ones then end at about the same time.
+#pragma once
+#include "../common/cells.cuh"
+#include "../common/query_tiles.cuh"
+#include "../common/sequence.cuh"
+#include "../ptx/grid.cuh"
+
+constexpr int kKeyBlock = 128;  // keys of a key block
+
+// Lists the steps of a key block with a query head, in the order in which it takes them, and their end. The result is how
+// many there are. All lanes of a warp call.
+template <int kTile>
+__device__ __forceinline__ int list_liness(const SeenCountsParams& p, const Sequence& sequence, int head, int block,
+                                          int* list) {
+  struct Of {
+    const SeenCountsParams& params;
+    __device__ __forceinline__ int num_query_tiles() const { return params.num_q_blocks; }
+  };
+  const Of of{p};
+  const QueryTilesOf<kTile, kKeyBlock> tiles(of, sequence.mask(), block);
+  const Range keys{block * kKeyBlock, smaller(block * kKeyBlock + kKeyBlock, sequence.seqlen_k())};
+  const SeenTilesOf<true, AscendingTiles, kKeyBlock, kTile, true, SeenCountsParams> seen(
+      AscendingTiles(tiles), p, sequence.batch, head, keys, sequence.seqlen_q());
+  const int lane = threadIdx.x % 32;
+  int count = 0;
+#pragma unroll 1
+  for (int first = 0; first < tiles.count(); first += 32) {
+    const bool exists = first + lane < tiles.count();
+    const int tile = exists ? tiles.at(of, first + lane) : tiles.end;
+    const CellKinds kinds = seen.look_at(tile);
+    const unsigned found = __ballot_sync(0xffffffffu, kinds.some_seen());
+    const unsigned before = found & ((1u << lane) - 1);
+    if (kinds.some_seen()) list[count + __popc(before)] = SeenTile(tile, !kinds.some_hidden()).bits;
+    count += __popc(found);
+  }
+  if (lane == 0) list[count] = SeenTile::end().bits;
+  return count;
+}
+
+// Writes the order of the key blocks of a kv head, from their steps. All threads call.
+__device__ __forceinline__ void write_order(int* order, const int* steps, int blocks) {
+  __shared__ int others[kNumThreads];
+#pragma unroll 1
+  for (int first = 0; first < blocks; first += kNumThreads) {
+    const int block = first + threadIdx.x, own = block < blocks ? __ldcg(steps + block) : 0;
+    int rank = 0;
+#pragma unroll 1
+    for (int begin = 0; begin < blocks; begin += kNumThreads) {
+      __syncthreads();
+      others[threadIdx.x] = begin + int(threadIdx.x) < blocks ? __ldcg(steps + begin + threadIdx.x) : -1;
+      __syncthreads();
+      const int count = smaller(kNumThreads, blocks - begin);
+#pragma unroll 8
+      for (int i = 0; i < count; ++i) rank += others[i] > own || (others[i] == own && begin + i < block);
+    }
+    if (block < blocks) order[rank] = block;
+  }
+}
+
+// Finds the steps of the key blocks of some kv head. `index` counts the blocks of threads of all such heads. Each of their
+// warps has a key block, and the block that ends last writes the order of all.
+__device__ __forceinline__ void find_key_steps(const SeenCountsParams& p, unsigned index) {
+  __shared__ bool is_last;
+  const unsigned blocks = (p.num_k_blocks + kNumWarps - 1) / kNumWarps, number = index / blocks;
+  const int block = (index - number * blocks) * kNumWarps + threadIdx.x / 32;
+  const bool of_batch = p.seen_batch > 0, of_head = p.seen_head > 0;
+  const unsigned heads_kv = p.problem.heads_q / p.problem.heads_per_kv;
+  const int batch = !of_batch ? 0 : of_head ? number / heads_kv : number;
+  const int kv_head = of_head ? number - batch * heads_kv : 0, heads = of_head ? p.problem.heads_per_kv : 1;
+  const long long first = static_cast<long long>(number) * p.num_k_blocks;
+  if (block < p.num_k_blocks) {
+    const Sequence sequence{p.problem, batch};
+    int count = 0;
+#pragma unroll 1
+    for (int i = 0; i < heads; ++i) {
+      const int head = kv_head * p.problem.heads_per_kv + i;
+      const unsigned list = (number * heads + i) * p.num_k_blocks + block;
+      int* const steps = p.key_steps + 32ull * list * p.list_lines;
+      count += p.block_q == 128 ? list_liness<128>(p, sequence, head, block, steps)
+                                : list_liness<64>(p, sequence, head, block, steps);
+    }
+    if (p.key_order != nullptr && threadIdx.x % 32 == 0) p.step_counts[first + block] = count;
+  }
+  if (p.key_order == nullptr) return;
+  await_kernels_ahead();  // why: the counter
+  __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) is_last = atomicAdd(p.turns + p.first_counter + number, 1u) == blocks - 1;
+  __syncthreads();
+  if (!is_last) return;
+  __threadfence();
+  write_order(p.key_order + first, p.step_counts + first, p.num_k_blocks);
+}

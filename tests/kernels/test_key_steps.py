@@ -1,0 +1,107 @@
+"""The steps of key blocks in backward on Hopper under a mask, and their order: those with more steps come first."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from own_table import FUNCTIONS, Arguments, Maker, Put, of_lengths
+
+import cuflash
+from cuflash.bench.cases import Case
+from cuflash.mods.trace import trace
+from cuflash.planning.plan import Plan
+from cuflash.reference.block_mask import EMPTY, FULL, cells_of
+from cuflash.runtime.launch import Kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+CELL, KEY_BLOCK = 64, 128
+
+
+def of_sequences(put: Put, of: Case) -> Arguments:
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return (k_idx >= q_idx // 3) & (k_idx < q_idx + 100 + 300 * b)
+
+    return {"mask_mod": mask_mod}
+
+
+def of_heads(put: Put, of: Case) -> Arguments:
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return k_idx // 70 % 4 <= (h + b) % 4 * (q_idx // 400 % 2)
+
+    return {"mask_mod": mask_mod}
+
+
+def last_launch(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, of: Case, own: Arguments, deterministic: bool
+) -> tuple[Plan, int]:
+    """Runs backward; the result is its plan, and where its workspace was."""
+    launched: list[tuple[Plan, int]] = []
+    launch = Kernels.launch
+
+    def recorded(kernels: Kernels, pointers: tuple[int, ...], stream: int) -> bool:
+        launched.append((kernels.plan, pointers[-1]))
+        return launch(kernels, pointers, stream)
+
+    arrays = [cupy.asarray(x) for x in of.arrays()]
+    out, lse = cuflash.forward(*arrays, return_lse=True, **own)
+    with monkeypatch.context() as patched:
+        patched.setattr(Kernels, "launch", recorded)
+        cuflash.backward(cupy.ones_like(out), *arrays, out, lse, deterministic=deterministic, **own)
+    return launched[-1]
+
+
+def seen_by_tiles(seen: Any, block_q: int) -> Any:
+    """(batch, heads, tiles, key blocks): of a tile of queries x a key block, whether a cell is seen, from all cells."""
+    rows, columns = block_q // CELL, KEY_BLOCK // CELL
+    whole = np.pad(seen, [(0, 0), (0, 0), (0, -seen.shape[2] % rows), (0, -seen.shape[3] % columns)])
+    return whole.reshape(*whole.shape[:2], whole.shape[2] // rows, rows, -1, columns).any(axis=(3, 5))
+
+
+def order_of_tiles(block: int, tiles: int, block_q: int, deterministic: bool) -> list[int]:
+    """Each key block begins at a tile of its own, as if there were a diagonal; or all follow each other."""
+    first = block * KEY_BLOCK // block_q % tiles
+    return [tiles - 1 - n if deterministic else (first + n) % tiles for n in range(tiles)]
+
+
+@pytest.mark.parametrize("make", [FUNCTIONS["document"], FUNCTIONS["prefix"], of_sequences, of_heads])
+@pytest.mark.parametrize(("dim", "deterministic"), [(64, False), (128, False), (64, True)])
+def test_steps_are_listed_and_key_blocks_with_more_come_first(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, make: Maker, dim: int, deterministic: bool
+) -> None:
+    if cupy.cuda.Device().compute_capability != "90":
+        pytest.skip("kernels for other GPUs list no steps")
+    of = of_lengths((1100, 1900), head_dim=dim, head_dim_v=dim)
+    made, workspace = last_launch(cupy, monkeypatch, of, make(cupy.asarray, of), deterministic)
+    fields = next(launch.fields for launch in made.launches if launch.variant.op == "seen_counts")
+
+    def numbers(part: str, *shape: int) -> Any:
+        begin, size = made.workspace[part]
+        memory = cupy.cuda.UnownedMemory(workspace + begin, size, made)
+        return cupy.ndarray(size // 4, "i4", cupy.cuda.MemoryPointer(memory, 0)).reshape(-1, *shape).get()
+
+    cells = cells_of(trace(make(np.asarray, of)["mask_mod"], "mask_mod"), of.batch, of.heads_q, 1100, 1900)
+    seen = seen_by_tiles(cells != EMPTY, fields["block_q"])
+    full = ~seen_by_tiles(cells != FULL, fields["block_q"])
+    batch, heads = (None if fields[name] else 1 for name in ("seen_batch", "seen_head"))
+    seen, full = seen[:batch, :heads], full[:batch, :heads]
+    tiles, blocks = seen.shape[2:]
+
+    lists = numbers("key_steps", blocks, 32 * fields["list_lines"])
+    assert len(lists) == seen.shape[0] * seen.shape[1]
+    for number, block in np.ndindex(*lists.shape[:2]):
+        at = *divmod(number, seen.shape[1]), slice(None), block
+        order = [tile for tile in order_of_tiles(block, tiles, fields["block_q"], deterministic) if seen[at][tile]]
+        wanted = [4 * tile + full[at][tile] for tile in order] + [-1]
+        assert lists[number, block, : len(wanted)].tolist() == wanted
+
+    if deterministic:
+        assert "key_order" not in made.workspace
+        return
+    steps = seen.sum(axis=2)
+    if fields["seen_head"]:
+        steps = steps.reshape(len(steps), of.heads_kv, -1, blocks).sum(axis=2)
+    steps = steps.reshape(-1, blocks)
+    np.testing.assert_array_equal(numbers("step_counts", blocks), steps)
+    np.testing.assert_array_equal(numbers("key_order", blocks), np.argsort(-steps, axis=1, kind="stable"))
