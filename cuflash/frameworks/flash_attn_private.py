@@ -29,7 +29,7 @@ from .flash_attn_arguments import (
 )
 from .flash_attn_own_scores import attend_with_weights, own_of_version_2
 from .torch import becomes_an_op, check_tensor, gradients
-from .torch_own_scores import disabled
+from .torch_tensors import disabled
 
 _own_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

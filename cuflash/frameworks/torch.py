@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.autograd import Function, forward_ad
 
@@ -20,9 +21,9 @@ from ..ops.forward import forward
 from ..ops.own import Given
 from ..ops.triangle import attended
 from ..problem.options import WindowSize, check_flag, drops_none
-from . import torch_own_scores
+from . import torch_ops, torch_own_scores
 from .torch_flex import arguments_of_flex, results_of_flex, wants_lse
-from .torch_ops import BOUNDS, TOLD, Arguments, given, refuse_cached, refuse_twice
+from .torch_ops import BOUNDS, TOLD, Arguments, by_op, given, refuse_cached, refuse_twice, whole
 from .torch_own_scores import check_pulled, is_watched, own_attention
 from .torch_tensors import (
     TANGENT,
@@ -116,7 +117,7 @@ def attention(
         given_told = told if is_told else ()
         out, lse = attend(q, k, v, own, dropout_seed, options, of_lengths, of_splits, given_told, deterministic)
         return (out, lse) if return_lse else out
-    run = _way(q, k, v)
+    run = _way(q, k, v, (softmax_scale, softcap, diagonal_offset))
     if run is None:
         return forward(
             q,
@@ -218,31 +219,20 @@ def triangle_attention(
     return out
 
 
-def _way(q: Any, k: Any, v: Any) -> Any:
+def _way(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: tuple[Any, ...]) -> Any:
     """What a call on these tensors goes through: a function of its own, or None for `cuflash.forward`."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
-        return _by_op
+        # why: numbers of NumPy are arrays for the compiler.
+        return torch_ops.uncompiled_by_op if any(isinstance(x, np.ndarray) for x in numbers) else by_op
     if is_transforming():
-        return _by_op if is_functionalizing() else _Transformed.apply
+        return by_op if is_functionalizing() else _Transformed.apply
     if torch._C._len_torch_dispatch_stack():
-        return _by_op
+        return by_op
     if is_transformed(q) or is_transformed(k) or is_transformed(v):  # the tensor outlived its transform
         return _Transformed.apply
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _apply
     return None
-
-
-def _whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict[str, Any]:
-    """All keywords of a call that has more than dense ones have: those of the forward alone, and perhaps TOLD."""
-    if told:
-        keywords = keywords | {name: x for name, x in zip(TOLD, told, strict=True) if x is not None}
-    return keywords | splits
-
-
-def _by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
-    arguments = Arguments.of(_whole(keywords, *more) if more else keywords, deterministic)
-    return torch.ops.cuflash.attention(q, k, v, *(arguments if more else arguments[:7]))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -256,7 +246,7 @@ class _Attention(Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
-        keywords = inputs[3] if len(inputs) == 5 else _whole(inputs[3], *inputs[5:])
+        keywords = inputs[3] if len(inputs) == 5 else whole(inputs[3], *inputs[5:])
         result = forward(*inputs[:3], return_lse=True, **keywords)
         _keep(ctx, inputs, result)
         return result
@@ -280,8 +270,8 @@ class _Transformed(Function):
     @staticmethod
     def forward(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
         if torch._C._len_torch_dispatch_stack():
-            return _by_op(q, k, v, keywords, deterministic, *more)
-        return forward(q, k, v, return_lse=True, **(_whole(keywords, *more) if more else keywords))
+            return by_op(q, k, v, keywords, deterministic, *more)
+        return forward(q, k, v, return_lse=True, **(whole(keywords, *more) if more else keywords))
 
     setup_context = staticmethod(_keep)
     backward = _Attention.backward
@@ -309,7 +299,7 @@ def gradients(*arguments: Any) -> Any:
     """
     dout, q, k, v, out, lse, dlse, keywords, deterministic, *told = arguments
     if told:
-        keywords = _whole(keywords, {}, *told)
+        keywords = whole(keywords, {}, *told)
     if becomes_an_op():
         of_both = Arguments.of(keywords, deterministic)[:15]
         return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *of_both)

@@ -9,7 +9,7 @@ import torch
 
 from ..ops.block_mask import create_block_mask
 from ..problem.own_arrays import CELL
-from .torch_own_scores import disabled
+from .torch_tensors import disabled
 
 _known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 

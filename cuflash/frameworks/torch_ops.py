@@ -19,6 +19,7 @@ from ..ops.append import append_kv
 from ..ops.backward import backward
 from ..ops.forward import forward
 from ..problem.options import check_flag, check_integer
+from .torch_tensors import disabled
 
 # The tensors that tell where sequences lie and how long they are, in the order of the ops' schemas.
 TOLD = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
@@ -55,6 +56,7 @@ class Arguments(NamedTuple):
     @classmethod
     def of(cls, keywords: dict[str, Any], deterministic: bool) -> Arguments:
         """The arguments of a call. It refuses bools as numbers, because the ops' schemas would take True for 1."""
+        keywords = {name: x.item() if isinstance(x, np.generic) else x for name, x in keywords.items()}
         for name in ("softmax_scale", "diagonal_offset", "softcap", *BOUNDS, *SPLITS):
             if isinstance(keywords.get(name), bool):
                 raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
@@ -75,6 +77,30 @@ class Arguments(NamedTuple):
         given = {name: x for name, x in zip(_SEQUENCES, of_sequences, strict=True) if x is not None}
         masks = {"causal": causal, "window_size": (left, right), "diagonal_offset": offset}
         return {"softmax_scale": scale, "softcap": softcap, **masks, **given}
+
+
+def whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict[str, Any]:
+    """All keywords of a call that has more than dense ones have: those of the forward alone, and perhaps TOLD."""
+    if told:
+        keywords = keywords | {name: x for name, x in zip(TOLD, told, strict=True) if x is not None}
+    return keywords | splits
+
+
+def by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
+    """A call by the op, which stands for all of it in a graph."""
+    arguments = Arguments.of(whole(keywords, *more) if more else keywords, deterministic)
+    return torch.ops.cuflash.attention(q, k, v, *(arguments if more else arguments[:7]))
+
+
+def __getattr__(name: str) -> Any:
+    """`uncompiled_by_op`, for functions that torch.compile compiles: a graph ends before it.
+
+    why made when it is asked for, which the compiler does: see `disabled`.
+    """
+    if name != "uncompiled_by_op":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    reason = "a number of NumPy is an array for torch.compile; give float() of it, or leave fullgraph=False"
+    return globals().setdefault(name, disabled(by_op, reason))
 
 
 def refuse_cached(page_table: Any, cache_batch_idx: Any) -> None:

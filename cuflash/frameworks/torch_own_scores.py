@@ -7,7 +7,7 @@ they read, as its own saved tensors: those of the functions, too.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from .torch_ops import given, refuse_cached, refuse_twice
 from .torch_tensors import (
     TANGENT,
     check_tensor,
+    disabled,
     is_autocast,
     is_batched,
     is_functionalizing,
@@ -153,14 +154,6 @@ def _places(inputs: tuple[Any, ...], wanted: list[torch.Tensor], back: OwnCall) 
     """`_Ops.grads`. A tensor that is an input twice has all of its gradient at the first."""
     groups = {id(x): group for x, group in zip(wanted, back.grads, strict=True)}
     return tuple([groups.pop(id(x), ()) for x in inputs])
-
-
-def disabled(function: Callable[..., Any], reason: str) -> Any:
-    """A function that torch.compile calls between its graphs. It imports all of the compiler, for a second."""
-    try:
-        return torch.compiler.disable(function, reason=reason)
-    except TypeError:  # PyTorch before 2.7
-        return torch.compiler.disable(function)
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -50,6 +51,14 @@ def is_functionalizing() -> bool:
 def becomes_an_op() -> bool:
     """Whether someone looks at the call, torch.compile or a dispatch mode, who is to see one op without targets."""
     return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
+
+
+def disabled(function: Callable[..., Any], reason: str) -> Any:
+    """A function that torch.compile calls between its graphs. It imports all of the compiler, for a second."""
+    try:
+        return torch.compiler.disable(function, reason=reason)
+    except TypeError:  # PyTorch before 2.7
+        return torch.compiler.disable(function)
 
 
 def is_autocast(tensor: torch.Tensor) -> bool:

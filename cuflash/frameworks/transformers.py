@@ -44,7 +44,7 @@ except ImportError as error:
 from ..errors import ProblemError, UnsupportedError
 from ..log import logger
 from .torch import attention
-from .torch_own_scores import disabled
+from .torch_tensors import disabled
 from .transformers_functions import mask_mod_of, seen_in
 from .transformers_masks import (
     Pattern,

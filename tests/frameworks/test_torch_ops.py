@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -53,6 +54,31 @@ def test_the_op_refuses_gradients_of_cached_keys() -> None:
     q, *rest = operands(PAGED, "cpu")
     with pytest.raises(UnsupportedError, match="page_table was given"):
         torch.ops.cuflash.attention(q.requires_grad_(), *rest)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float64, np.int32])
+@pytest.mark.parametrize("name", ["softmax_scale", "softcap", "diagonal_offset"])
+def test_a_number_of_numpy_is_a_number_when_compiled(name: str, kind: Any, device: str) -> None:
+    """The compiler takes it for an array, so the call stands between graphs, or is refused where there must be one."""
+    if name == "diagonal_offset" and kind is not np.int32:
+        kind = np.int64
+    torch._dynamo.reset()
+    given = {name: kind(2)}
+
+    def call(*tensors: Any) -> Any:
+        return 2 * attention(*tensors, causal=True, **given)
+
+    q, k, v = (torch.randn(2, 7, 2, 16, device=device, dtype=torch.float16) for _ in range(3))
+    plain = 2 * attention(q, k, v, causal=True, **{name: 2})
+    for x in (q, q.clone().requires_grad_()):
+        found = torch.compile(call, backend="aot_eager")(x, k, v)
+        assert torch.equal(found, plain)
+        if x.requires_grad:
+            found.sum().backward()
+            assert x.grad is not None
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"number of NumPy.*give float\(\)"):
+        torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)
 
 
 def counted(call: Any) -> int:
