@@ -9,7 +9,7 @@ import torch
 
 from ..ops.block_mask import create_block_mask
 from ..problem.own_arrays import CELL
-from .torch_tensors import disabled
+from .torch_tensors import uncompiled
 
 _known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -44,7 +44,5 @@ def of_blocks(block_mask: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """`uncompiled_lists_all`, for functions that torch.compile compiles: see `torch_own_scores.__getattr__`."""
-    if name != "uncompiled_lists_all":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return globals().setdefault(name, disabled(lists_all, "cuflash reads block masks between graphs"))
+    """`uncompiled_lists_all`: a graph ends before it."""
+    return uncompiled(name, globals(), lists_all, "cuflash reads block masks between graphs")

@@ -91,7 +91,7 @@ def _masks(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str,
     _check_sizes(tuple(block_mask.shape), query, key)
     if is_noop:
         return {"mask_mod": torch_blocks.of_blocks(block_mask)}
-    # why chosen here: see `torch_own_scores.__getattr__`.
+    # why chosen here: see `torch_tensors.uncompiled`.
     lists_all = torch_blocks.uncompiled_lists_all if torch.compiler.is_compiling() else torch_blocks.lists_all
     return {"mask_mod": mask_mod if lists_all(block_mask) else and_masks(torch_blocks.of_blocks(block_mask), mask_mod)}
 

@@ -19,7 +19,7 @@ from ..ops.append import append_kv
 from ..ops.backward import backward
 from ..ops.forward import forward
 from ..problem.options import check_flag, check_integer
-from .torch_tensors import disabled
+from .torch_tensors import uncompiled
 
 # The tensors that tell where sequences lie and how long they are, in the order of the ops' schemas.
 TOLD = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
@@ -61,7 +61,7 @@ class Arguments(NamedTuple):
             if isinstance(keywords.get(name), bool):
                 raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
         for name in SPLITS:
-            if isinstance(keywords.get(name), (float, np.bool_, np.ndarray, torch.Tensor)):
+            if isinstance(keywords.get(name), (float, np.ndarray, torch.Tensor)):
                 check_integer(name, keywords[name])
         left, right = (-1 if side is None else side for side in keywords["window_size"])
         if isinstance(left, bool) or isinstance(right, bool):
@@ -93,14 +93,9 @@ def by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool,
 
 
 def __getattr__(name: str) -> Any:
-    """`uncompiled_by_op`, for functions that torch.compile compiles: a graph ends before it.
-
-    why made when it is asked for, which the compiler does: see `disabled`.
-    """
-    if name != "uncompiled_by_op":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """`uncompiled_by_op`: a graph ends before it."""
     reason = "a number of NumPy is an array for torch.compile; give float() of it, or leave fullgraph=False"
-    return globals().setdefault(name, disabled(by_op, reason))
+    return uncompiled(name, globals(), by_op, reason)
 
 
 def refuse_cached(page_table: Any, cache_batch_idx: Any) -> None:

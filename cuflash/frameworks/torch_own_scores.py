@@ -27,13 +27,13 @@ from .torch_ops import given, refuse_cached, refuse_twice
 from .torch_tensors import (
     TANGENT,
     check_tensor,
-    disabled,
     is_autocast,
     is_batched,
     is_functionalizing,
     is_transformed,
     is_transforming,
     refuse_tangents,
+    uncompiled,
 )
 
 _NO_OP = (
@@ -157,16 +157,14 @@ def _places(inputs: tuple[Any, ...], wanted: list[torch.Tensor], back: OwnCall) 
 
 
 def __getattr__(name: str) -> Any:
-    """`uncompiled_own_attention`, for functions that torch.compile compiles: a graph ends before it.
+    """`uncompiled_own_attention`: a graph ends before it.
 
-    why not an op: the functions that a graph calls would have to be a part of it. why made when it is asked for, which
-    the compiler does: see `disabled`.
+    why not an op: the functions that a graph calls would have to be a part of it.
     """
-    if name != "uncompiled_own_attention":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    logger.debug("torch.compile: %s between graphs, not in them", _UNCOMPILED)
     reason = f"cuflash traces score_mod and mask_mod itself, so {_UNCOMPILED} between graphs; leave fullgraph=False"
-    return globals().setdefault(name, disabled(own_attention, reason))
+    made = uncompiled(name, globals(), own_attention, reason)
+    logger.debug("torch.compile: %s between graphs, not in them", _UNCOMPILED)
+    return made
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -61,6 +61,17 @@ def disabled(function: Callable[..., Any], reason: str) -> Any:
         return torch.compiler.disable(function)
 
 
+def uncompiled(name: str, module: dict[str, Any], function: Callable[..., Any], reason: str) -> Any:
+    """What `__getattr__` of a module, given as its globals, finds under a name: `uncompiled_` and that of the function.
+
+    It is `disabled`, for functions that torch.compile compiles. why made when it is asked for, which the compiler does:
+    it imports all of the compiler.
+    """
+    if name != f"uncompiled_{function.__name__}":
+        raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
+    return module.setdefault(name, disabled(function, reason))
+
+
 def is_autocast(tensor: torch.Tensor) -> bool:
     """Whether autocast is enabled where a tensor is."""
     return bool(torch.is_autocast_enabled("cuda" if tensor.is_cuda else tensor.device.type))

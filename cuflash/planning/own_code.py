@@ -198,10 +198,11 @@ def _gradient_code(
     names = [f"place{number}" for number in range(len(places))]
     results = ("visible", "score", "derivative", *names)
     text = print_struct(roots, arrays, "OwnFunctions", results, EXACT, dict(runs))
+    stays &= not any("b" in root.inputs for root in roots)
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
         f"\nstruct OwnTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
-        f"  static constexpr bool kStays = {'true' if stays and variable('b') not in post_order(roots) else 'false'};\n"
+        f"  static constexpr bool kStays = {str(stays).lower()};\n"
         f"  static constexpr bool kVaries = {'false' if derivative.op == 'constant' else 'true'};\n"
         "  template <class Result, class Axes>\n"
         "  __device__ __forceinline__ static int place(const Result& x, const Axes& axes) {\n"

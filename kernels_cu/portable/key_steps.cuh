@@ -11,7 +11,7 @@ constexpr int kKeyBlock = 128;  // keys of a key block
 // Lists the steps of a key block with a query head, in the order in which it takes them, and their end. The result is how
 // many there are. All lanes of a warp call.
 template <int kTile>
-__device__ __forceinline__ int list_liness(const SeenCountsParams& p, const Sequence& sequence, int head, int block,
+__device__ __forceinline__ int list_steps(const SeenCountsParams& p, const Sequence& sequence, int head, int block,
                                           int* list) {
   struct Of {
     const SeenCountsParams& params;
@@ -77,8 +77,8 @@ __device__ __forceinline__ void find_key_steps(const SeenCountsParams& p, unsign
       const int head = kv_head * p.problem.heads_per_kv + i;
       const unsigned list = (number * heads + i) * p.num_k_blocks + block;
       int* const steps = p.key_steps + 32ull * list * p.list_lines;
-      count += p.block_q == 128 ? list_liness<128>(p, sequence, head, block, steps)
-                                : list_liness<64>(p, sequence, head, block, steps);
+      count += p.block_q == 128 ? list_steps<128>(p, sequence, head, block, steps)
+                                : list_steps<64>(p, sequence, head, block, steps);
     }
     if (p.key_order != nullptr && threadIdx.x % 32 == 0) p.step_counts[first + block] = count;
   }
