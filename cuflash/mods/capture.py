@@ -26,7 +26,7 @@ from .captured_object import CapturedObject
 from .graph import CapturedArray
 from .libraries import BUILTINS, Module, library_of, stand_in
 from .operand import Operand, captured, is_array, is_of_library, located
-from .recipe import Matcher, Reader, Recipe
+from .recipe import Matcher, Reader, Recipe, cell, global_of
 from .traced_array import Arrays, RefusedArray, TracedArray
 
 _CONSTANTS = (numbers.Number, str, bytes, type(None), type(...), enum.Enum, np.generic, np.dtype, range, slice)
@@ -36,14 +36,6 @@ _PLAIN_TYPES = ("dtype", "device", "Device", "memory_format", "layout", "finfo",
 _INNER = ("_torchdynamo_orig_callable", "pyfunc", "__wrapped__")
 _CONTAINERS = (list, tuple, set, frozenset, collections.deque)
 _C_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, np.ufunc)
-
-
-def _cell(function: Any, place: Any) -> Any:
-    return function.__closure__[place].cell_contents
-
-
-def _global(function: Any, name: Any) -> Any:
-    return function.__globals__[name]
 
 
 def _element(container: Any, place: Any) -> Any:
@@ -85,8 +77,8 @@ class Capture:
         self._alive: list[Any] = []  # why: identities are those of objects that are alive
         self._builtins = BUILTINS | {"__import__": self._import}
         # why before the matcher: to find it may show that the recipe cannot be complete.
-        self.recipe = Recipe(lambda value, found: matches(value, found))
-        matches, replace = self._kind(function)
+        self.recipe = Recipe()
+        self.recipe.root, replace = self._kind(function)
         self.function = self._remembered(function, replace, 0) if replace else function
 
     def read_of(self, array: CapturedArray) -> int:
@@ -175,10 +167,10 @@ class Capture:
                 value = old.cell_contents
             except ValueError:  # the cell is empty
                 continue
-            new.cell_contents = self.read(number, _cell, place, value)
+            new.cell_contents = self.read(number, cell, place, value)
         for name in _names_of(code):
             if name in function.__globals__:
-                scope[name] = self.read(number, _global, name, function.__globals__[name])
+                scope[name] = self.read(number, global_of, name, function.__globals__[name])
         if function.__defaults__ is not None:
             rebuilt.__defaults__ = self.read(number, getattr, "__defaults__", function.__defaults__)
         if function.__kwdefaults__ is not None:

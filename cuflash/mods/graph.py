@@ -93,7 +93,8 @@ def variable(name: str) -> Node:
     return node("input", Type.INT32, value=name, range=(0, MAX_INDEX))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# why not frozen: a repeated call makes them anew, which then takes three times as long.
+@dataclass(slots=True, eq=False)
 class CapturedArray:
     """An array that a function refers to. Code depends on its dtype and its number of axes, and on nothing else.
 
@@ -106,7 +107,7 @@ class CapturedArray:
     type: Type
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Graph:
     """A traced function: its result, the arrays that its loads refer to by their place, and what code depends on."""
 

@@ -19,7 +19,6 @@ from .numbers_that_change import warn_of_numbers
 from .operand import as_node
 from .operations import Type
 from .paths import all_paths
-from .recipe import Recipe
 from .traced import Traced, TracedScalar, dtypes
 
 # The two kinds of functions: their arguments, and the type of their results.
@@ -29,24 +28,22 @@ MAX_OF_CODE = 8  # of those, of functions with the same code
 
 
 class _Trace(NamedTuple):
-    """A function that was traced: how to see that another one has the same graph, and which reads find its arrays.
+    """A function that was traced: `arrays` finds the arrays of another one, or None if that has another graph.
 
     kinds: dtype, shape and type of each array, as `CapturedArray` has them.
     """
 
-    recipe: Recipe
-    reads: tuple[int, ...]
+    arrays: Callable[[Any], tuple[Any, ...] | None]
     kinds: tuple[tuple[str, tuple[int, ...], Type], ...]
     root: Node
     digest: str
 
     def graph(self, function: Any) -> Graph | None:
         """The graph of a function, with its own arrays, if it is this one."""
-        found = self.recipe.found(function)
-        if found is None:
+        if (found := self.arrays(function)) is None:
             return None
-        pairs = zip(self.reads, self.kinds, strict=True)
-        return Graph(self.root, tuple([CapturedArray(found[number], *kind) for number, kind in pairs]), self.digest)
+        arrays = [CapturedArray(array, *kind) for array, kind in zip(found, self.kinds, strict=True)]
+        return Graph(self.root, tuple(arrays), self.digest)
 
 
 _traces: OrderedDict[tuple[str, int], list[_Trace]] = OrderedDict()
@@ -66,11 +63,14 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
     for known in _traces.get(key, ()):
         if (graph := known.graph(function)) is not None:
             return graph
-    made, graph = _traced(function, kind)
+    graph, capture = _traced(function, kind)
     if kind == "score_mod" or band(graph.root) is None:  # why: a mask that is a window is no part of a kernel
         warn_of_numbers(_code_of(function), f"{kind} {_name_of(function)}", graph)
-    if not made.recipe.is_complete:
+    if not capture.recipe.is_complete:
         return graph
+    kinds = tuple((each.dtype, each.shape, each.type) for each in graph.arrays)
+    arrays = capture.recipe.function([capture.read_of(each) for each in graph.arrays])
+    made = _Trace(arrays, kinds, graph.root, graph.digest)
     with _lock:
         _traces[key] = [made, *_traces.get(key, [])][:MAX_OF_CODE]
         _traces.move_to_end(key)
@@ -85,7 +85,7 @@ def _signature(kind: str) -> str:
 
 def _code_of(function: Any) -> Any:
     """The code behind a function, by which its traces are found; of other objects, their class."""
-    while isinstance(function, types.MethodType | functools.partial):
+    while isinstance(function, (types.MethodType, functools.partial)):
         function = function.__func__ if isinstance(function, types.MethodType) else function.func
     return function.__code__ if isinstance(function, types.FunctionType) else type(function)
 
@@ -97,7 +97,7 @@ def _name_of(function: Any) -> str:
     return f"{code.co_qualname} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _traced(function: Any, kind: str) -> tuple[_Trace, Graph]:
+def _traced(function: Any, kind: str) -> tuple[Graph, Capture]:
     _check_arity(function, kind)
     names, _ = KINDS[kind]
     capture = Capture(function)
@@ -112,10 +112,7 @@ def _traced(function: Any, kind: str) -> tuple[_Trace, Graph]:
         raise
     finally:
         dtypes.reset(token)
-    graph = graph_of(root, capture.arrays, kind, _name_of(function))
-    reads = tuple(capture.read_of(each) for each in graph.arrays)
-    kinds = tuple((each.dtype, each.shape, each.type) for each in graph.arrays)
-    return _Trace(capture.recipe, reads, kinds, graph.root, graph.digest), graph
+    return graph_of(root, capture.arrays, kind, _name_of(function)), capture
 
 
 def _check_arity(function: Any, kind: str) -> None:

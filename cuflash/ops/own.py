@@ -20,7 +20,7 @@ from ..mods.intervals import Band, band
 from ..mods.operand import name_of_dtype
 from ..mods.operations import Type
 from ..mods.trace import trace
-from ..problem.operands import OF_SEQUENCES, OPS, Op, banded, own_op
+from ..problem.operands import OF_SEQUENCES, OPS, Op, Sizes, banded, own_op
 from ..problem.options import Asked, check_dropout, drops_none
 from ..problem.own import BIAS_AXES, Bias, Own, captured, own_of
 from ..runtime.launch import run
@@ -101,33 +101,77 @@ def own_call(
     """What a call of the op of that name does. hidden: causal, window_size and diagonal_offset, as they were given."""
     score = _graph(given.score_mod, "score_mod")
     mask, cells = _mask(given, told)
-    plain = (OF_SEQUENCES if told else OPS)[name]
-    if mask is not None and (seen := band(mask.root)) is not None and (not told or _fits(seen, hidden)):
-        sizes = None if cells is None else cells.sizes
-        mask, cells = None, None
-        if sizes is not None or not seen.is_open:
-            plain = banded(plain, seen, sizes)
     bias = None if given.bias is None else _bias(given.bias)
     has_sinks, drops = given.sinks is not None, not drops_none(given.dropout_p) and bool(check_dropout(given.dropout_p))
-    own = own_of(score, mask, bias, has_sinks, drops, cells is not None)
-    arrays = [each.array for each in captured((score, mask))]
+    sizes = None if cells is None else cells.sizes
+    fits = not told or mask is None or (seen := band(mask.root)) is None or _fits(seen, hidden)
+    digests = None if score is None else score.digest, None if mask is None else mask.digest
+    key = name, not told, *digests, bias, has_sinks, drops, sizes, fits
+    if (kind := _kinds.get(key)) is None:
+        if len(_kinds) >= MAX_KEPT:
+            _kinds.clear()
+        kind = _kinds.setdefault(key, _kind_of(key, score, mask))
+    arrays = [each.array for each in captured((score, mask if kind.has_mask else None))]
     arrays += [] if bias is None else [given.bias]
     loaded = len(arrays)
     arrays += [given.sinks] if has_sinks else []
-    numbers = () if captured_grads is None else _numbers(captured_grads, given, score, own, arrays, loaded)
-    if not own.changes:
-        return OwnCall(plain, (), False, (), numbers)
+    numbers: tuple[tuple[int, ...], ...] = ()
+    if captured_grads is not None:
+        numbers = _numbers(captured_grads, given, score, kind.own, arrays, loaded)
+    if not kind.own.changes:
+        return OwnCall(kind.op, (), False, (), numbers)
     if algorithm == "standard":
         raise UnsupportedError(
             "algorithm='standard' takes no score_mod, mask_mod, bias, sinks and dropout; take another one, which give "
             "the same numbers"
         )
+    found = (cells.cells,) if cells is not None and kind.own.has_cells else ()
+    if not numbers:
+        return OwnCall(kind.op, tuple(arrays), drops, found, ())
     flat = tuple(dict.fromkeys(number for group in numbers for number in group))
-    op = own_op(name, bool(told), own, flat, None if cells is None else cells.sizes)
-    if plain.band is not None:
-        op = banded(op, plain.band, plain.sizes)
     places = tuple([tuple([flat.index(number) for number in group]) for group in numbers])
-    return OwnCall(op, tuple(arrays), drops, () if cells is None else (cells.cells,), places)
+    return OwnCall(_op_of(key, kind, flat), tuple(arrays), drops, found, places)
+
+
+class _Kind(NamedTuple):
+    """What calls have in common whose arguments are of the same kinds: the op, without gradients that are asked for.
+
+    band: what is left of a mask that the arguments of a plain call could say, if it hides anything. has_mask: whether
+    the mask is a part of kernels.
+    """
+
+    own: Own
+    op: Op
+    band: Band | None
+    has_mask: bool
+
+
+# The op's name, whether it is dense, the digests of score_mod and mask_mod, what is known of a bias, whether there are
+# sinks, and dropout, the sizes of a block mask, and whether a mask may be said by the arguments of a plain call.
+_Key = tuple[str, bool, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool]
+MAX_KEPT = 1024
+_kinds: dict[_Key, _Kind] = {}
+
+
+def _kind_of(key: _Key, score: Graph | None, mask: Graph | None) -> _Kind:
+    name, is_dense, _, _, bias, has_sinks, drops, sizes, fits = key
+    plain, has_cells = (OPS if is_dense else OF_SEQUENCES)[name], sizes is not None
+    seen = None if mask is None or not fits else band(mask.root)
+    if seen is not None:
+        mask, has_cells = None, False
+        seen = None if sizes is None and seen.is_open else seen
+    own = own_of(score, mask, bias, has_sinks, drops, has_cells)
+    kind = _Kind(own, plain, seen, mask is not None)
+    return kind._replace(op=_op_of(key, kind, ()))
+
+
+def _op_of(key: _Key, kind: _Kind, grads: tuple[int, ...]) -> Op:
+    """The op of a call of this kind with gradients of the arrays of these numbers."""
+    name, is_dense, *_, sizes, _ = key
+    op = kind.op
+    if kind.own.changes:
+        op = own_op(name, not is_dense, kind.own, grads, sizes if kind.own.has_cells else None)
+    return op if kind.band is None or op.band is not None else banded(op, kind.band, sizes)
 
 
 def _graph(function: Any, kind: str) -> Graph | None:

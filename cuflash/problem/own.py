@@ -151,4 +151,3 @@ def exchanged(root: Node) -> Node:
 def captured(graphs: Sequence[Graph | None]) -> list[CapturedArray]:
     """The arrays of functions, in the order of `Own.arrays`."""
     return [each for graph in graphs if graph is not None for each in graph.arrays]
-
