@@ -198,6 +198,37 @@ def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
     assert np.isneginf(host(lse)[:, :, 100:320]).all()
 
 
+# What of an axis' 150 cells is seen: all of 1, every second pair of 2. In between lie runs of more than 32 cells.
+ISLANDS = np.zeros(150, np.int32)
+ISLANDS[[0, 31, 32, 129]], ISLANDS[[1, 66, 97, 149]] = 1, 2
+
+
+@pytest.mark.parametrize("any_gpu", [False, True])
+@pytest.mark.parametrize("axis", ["queries", "keys"])
+def test_long_runs_of_empty_cells_are_passed_over(cupy: Any, axis: str, any_gpu: bool) -> None:
+    def make(put: Put, of: Case) -> Arguments:
+        islands = put(ISLANDS)
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+            kind = islands[(q_idx if axis == "queries" else k_idx) // 64]
+            return (kind == 1) | ((kind == 2) & ((q_idx + k_idx) % 2 == h % 2))
+
+        return {"mask_mod": mask_mod}
+
+    long = 64 * len(ISLANDS) - 3
+    case = of_lengths((long, 200) if axis == "queries" else (200, long))
+    arrays, own = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
+    sizes = 1, case.heads_q, case.seqlen_q, case.seqlen_k
+    block_mask = cuflash.create_block_mask(own["mask_mod"], *sizes, like=arrays[0])
+    assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
+    with for_any_gpu() if any_gpu else nullcontext():
+        found = results(case, {"block_mask": block_mask}, arrays)
+        assert identical(results(case, own, arrays), found)
+    given, of_numpy = Given.dense(case, case.arrays()), own_of(make, case)
+    check(given, of_numpy, *found[:2])
+    check_gradients(given, of_numpy, host(found[0]), None, found[2:])
+
+
 def test_packed_calls_with_a_block_mask(cupy: Any) -> None:
     given = made(PACKED)
     of, arguments = bounds_case(given), given.arguments(cupy)
