@@ -51,21 +51,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Numbers the problems of tests that are marked `drawn`."""
+    """Numbers the problems of tests marked `drawn`, and finds the variants of those marked `exhaustive`."""
     if marker := metafunc.definition.get_closest_marker("drawn"):
         asked: int = metafunc.config.getoption("drawn")
         metafunc.parametrize("seed", range(asked or marker.args[0]))
+    if marker := metafunc.definition.get_closest_marker("exhaustive"):
+        chosen = metafunc.config.getoption("markexpr") or ""
+        left_out = pytest.mark.skip(reason="minutes long: run with -m exhaustive")
+        # why only if asked for: to find them takes as long as many tests
+        is_asked = "exhaustive" in chosen and "not exhaustive" not in chosen
+        metafunc.parametrize("variant", marker.args[0]() if is_asked else [pytest.param(None, marks=left_out)])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips, with the reason, what cannot run here and what was not asked for."""
+    """Skips, with the reason, what cannot run here."""
     reason = no_gpu_reason() if any(item.get_closest_marker("gpu") for item in items) else None
-    asked = "exhaustive" in (config.getoption("markexpr") or "")
     for item in items:
         if reason is not None and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=reason))
-        if not asked and item.get_closest_marker("exhaustive"):
-            item.add_marker(pytest.mark.skip(reason="minutes long: run with -m exhaustive"))
 
 
 def forget() -> None:

@@ -124,7 +124,7 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
     """Calls of one problem that this device may have different kernels for."""
     packed = {"packed": True}
     few = [{"used": True}] if op == "forward" else []
-    if device.capability != (9, 0):
+    if device.capability != (9, 0) or device.smem_per_block < KNOWN["sm_90"].smem_per_block:
         return [{}, packed, *few]
     lengths: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
     if op == "backward":
