@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # why before NumPy: else each of several processes starts a thread a core
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 from hypothesis import settings
@@ -30,6 +34,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX's process
 
 settings.register_profile("cuflash", deadline=None, derandomize=True, max_examples=60)
 settings.load_profile("cuflash")
+
+LEFT_OUT = pytest.StashKey[str]()  # what a run without a GPU says at its end
 
 
 def no_gpu_reason() -> str | None:
@@ -64,11 +70,35 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skips, with the reason, what cannot run here."""
-    reason = no_gpu_reason() if any(item.get_closest_marker("gpu") for item in items) else None
-    for item in items:
-        if reason is not None and item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=reason))
+    """Leaves out what needs a GPU where there is none, but for a list of all tests."""
+    of_gpu = [item for item in items if item.get_closest_marker("gpu") and not config.getoption("collectonly")]
+    if of_gpu and (reason := no_gpu_reason()) is not None:
+        config.hook.pytest_deselected(items=of_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+        _note_left_out(config, f"{len(of_gpu)} tests were left out: {reason}. They hold every kernel against float64")
+
+
+def _note_left_out(config: pytest.Config, line: str) -> None:
+    config.stash[LEFT_OUT] = line
+    if hasattr(config, "workeroutput"):  # this is one of several processes, and another one writes the summary
+        config.workeroutput["left_out"] = line
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Takes over what a worker process has left out; all leave out the same."""
+    if line := getattr(node, "workeroutput", {}).get("left_out"):
+        _note_left_out(node.config, line)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Says, a line for each reason, what did not run, and what a GPU would add."""
+    skipped = [report.longrepr for report in terminalreporter.stats.get("skipped", ())]
+    reasons = Counter(where[2].removeprefix("Skipped: ") for where in skipped if isinstance(where, tuple))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
+    if line := config.stash.get(LEFT_OUT, None):
+        terminalreporter.write_line(line)
 
 
 def forget() -> None:

@@ -131,7 +131,7 @@ def test_every_module_of_a_room_has_tests_that_pytest_collects() -> None:
     assert not [name for name, file in wanted.items() if file is None], "these have no test file"
     # Collected in a process of its own: this one may have been asked for some of the tests only.
     chosen = sorted({str(ROOT / "tests" / file) for file in wanted.values()})
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "--rootdir", str(ROOT), *chosen]
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-rs", "--rootdir", str(ROOT), *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     # A file is told with its number of tests or, without the framework that it is about, with why it was skipped.
     told = set(re.findall(r"^(?:SKIPPED \[\d+\] )?tests/(\S+\.py):", done.stdout, re.MULTILINE))

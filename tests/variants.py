@@ -33,35 +33,44 @@ KEYS = (8, *sorted({tile.max_keys + 9 for tile in tiles_sm90.TILES if tile.max_k
 SHARED_HEADS = {"group": 16, "queries": 512}
 
 
-def plan_of(
+def plan_of(op: str, dtype: str, head_dim: int, head_dim_v: int, device: Device, deterministic: bool = False,
+            *, aligned: bool = True, **more: Any) -> Plan | None:  # fmt: skip
+    """What this device launches for `problem_of` these arguments; None where it has no kernel."""
+    problem = problem_of(op, dtype, head_dim, head_dim_v, deterministic, **more)
+    try:
+        return plan(problem, device, () if aligned else ("q",))
+    except UnsupportedError:
+        return None
+
+
+@cache
+def problem_of(
     op: str,
     dtype: str,
     head_dim: int,
     head_dim_v: int,
-    device: Device,
     deterministic: bool = False,
     *,
     queries: int = 8,
     keys: int = 8,
     group: int = 1,
-    aligned: bool = True,
     packed: bool = False,
     paged: bool = False,
     used: bool = False,
     shared: bool = False,
     splits: int = 0,
     **arguments: Any,
-) -> Plan | None:
-    """What this device launches for a causal problem of these head dims and keys; None where it has no kernel.
+) -> Problem:
+    """A causal problem of these head dims and keys.
 
     group: query heads of the kv head. packed: the rows are one sequence of several, whose lengths are on the device.
     used: some of the keys are used. paged: the same, and they lie in a page. shared: blocks of threads may share keys,
     as they may with `used`. splits: how many do then, or 0.
     """
     if op == "merge":
-        return plan(merge_of(dtype, head_dim), device)
+        return merge_of(dtype, head_dim)
     if op == "append_kv":
-        return plan(append_of(dtype, head_dim, head_dim_v), device)
+        return append_of(dtype, head_dim, head_dim_v)
     shapes = (queries, group, head_dim), (keys, 1, head_dim), (keys, 1, head_dim_v)
     specs = [ArraySpec.dense((1, *shape), dtype) for shape in shapes]
     if op == "backward":  # dout, then out in its own dtype
@@ -81,11 +90,7 @@ def plan_of(
             given[5] = ArraySpec.dense((group, queries), "float32")
         given += [bounds if packed else None, bounds if packed and not paged else None, None]
         given += [one if used or paged else None, *([table] if paged else [])]
-    problem = Problem.of((OF_SEQUENCES if packed or used or paged else OPS)[op], given, options)
-    try:
-        return plan(problem, device, () if aligned else ("q",))
-    except UnsupportedError:
-        return None
+    return Problem.of((OF_SEQUENCES if packed or used or paged else OPS)[op], given, options)
 
 
 def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Problem:
@@ -120,12 +125,17 @@ def append_of(
     return Problem.of(APPEND_KV, [specs.get(operand.name) for operand in APPEND_KV.inputs], options)
 
 
-def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
-    """Calls of one problem that this device may have different kernels for."""
+def is_hopper(device: Device) -> bool:
+    """Whether the device has kernels of its own, and the shared memory that they take."""
+    return device.capability == (9, 0) and device.smem_per_block >= KNOWN["sm_90"].smem_per_block
+
+
+def ways(device: Device, of_hopper: bool, op: str = "forward") -> list[dict[str, Any]]:
+    """Calls of one problem that this device may have different kernels for: Hopper's own, or those for any GPU."""
     packed = {"packed": True}
     few = [{"used": True}] if op == "forward" else []
-    if device.capability != (9, 0) or device.smem_per_block < KNOWN["sm_90"].smem_per_block:
-        return [{}, packed, *few]
+    if not of_hopper:
+        return [way | ({"aligned": False} if is_hopper(device) else {}) for way in ({}, packed, *few)]
     lengths: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
     if op == "backward":
         long = [tile.min_queries for tile in tiles_sm90.BACKWARD if tile.min_queries]
@@ -133,16 +143,15 @@ def ways(device: Device, op: str = "forward") -> list[dict[str, Any]]:
         lengths += [SHARED_HEADS | {"queries": queries + 8, "diagonal_offset": 4} for queries in long]
         lengths += [{}, SHARED_HEADS]
     capped = [{"softcap": cap} for cap in (0.0, 30.0)]
-    several = [packed | {"aligned": False}, *(packed | cap for cap in capped)]
+    several = [packed | cap for cap in capped]
     if op != "backward":  # of more queries than kernels for decoding take
         pages = {"paged": False}, {"paged": True}
         several_splits, many_rows = {"used": True, "splits": 2}, {"used": True, "queries": 16, "group": 4}
         decoding = *few, several_splits, many_rows, packed | {"shared": True}
         several += [way | cap | page for way, cap, page in product(decoding, capped, pages) if op == "forward"]
-        several += [way | {"aligned": False} for way in few]
         shapes = {}, {"queries": 300, "keys": 300}, {"queries": 300, "keys": 2000}
         several += [packed | cap | shape | page for cap, shape, page in product(capped, shapes, pages)]
-    return [{"aligned": False}, *several, *(length | cap for length, cap in product(lengths, capped))]
+    return [*several, *(length | cap for length, cap in product(lengths, capped))]
 
 
 def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
@@ -154,15 +163,13 @@ def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
     return next(launch.variant for launch in launches if launch.variant.op == op)
 
 
-def edges(dtype: str) -> list[int]:
+def edges(dtype: str, of_hopper: bool) -> list[int]:
     """Head dims at which the choice of a tile can change: those of a row, and the next one; and 1."""
-    rows = (*TILES[dtype], *BACKWARD[dtype], *DQ[dtype])
+    rows: tuple[Any, ...] = (*TILES[dtype], *BACKWARD[dtype], *DQ[dtype])
+    if of_hopper:
+        rows = (*tiles_sm90.TILES, *tiles_sm90.BACKWARD, *tiles_sm90.ROWS)
     dims = {row.head_dim for row in rows} | {row.head_dim_v for row in rows}
-    dims |= {row.head_dim_v * row.max_slices for row in TILES[dtype]}
-    if ROWS[dtype].itemsize == 2:
-        dims |= {dim for row in tiles_sm90.TILES for dim in (row.head_dim, row.head_dim_v)}
-        rows_sm90 = *tiles_sm90.BACKWARD, *tiles_sm90.ROWS
-        dims |= {dim for row in rows_sm90 for dim in (row.head_dim, row.head_dim_v)}
+    dims |= set() if of_hopper else {row.head_dim_v * row.max_slices for row in TILES[dtype]}
     return sorted({dim + step for dim in dims for step in (0, 1)} | {1})
 
 
@@ -175,14 +182,18 @@ def variants(arch: str) -> tuple[Variant, ...]:
         device = replace(KNOWN[arch], smem_per_block=block, smem_per_sm=whole)
         out_dtypes = (dtype, "float32") if ROWS[dtype].itemsize == 2 else (dtype,)
         made = [plan_of(op, dtype, 64, 64, device) for op in ("merge", "append_kv")]
-        made += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(edges(dtype), ways(device))]
-        for *dims, out_dtype in product(edges(dtype), edges(dtype), out_dtypes):
-            made += [plan_of("forward", dtype, *dims, device, out_dtype=out_dtype, **way) for way in ways(device)]
-            for algorithm, packed in product((name for name in ALGORITHM_CODES if name != "flash2"), (False, True)):
-                more = {"algorithm": algorithm, "out_dtype": out_dtype, "packed": packed}
-                made.append(plan_of("forward", dtype, *dims, device, **more))
-            for deterministic, way in product((False, True), ways(device, "backward")):
-                made.append(plan_of("backward", dtype, *dims, device, deterministic, out_dtype=out_dtype, **way))
+        algorithms = product((name for name in ALGORITHM_CODES if name != "flash2"), (False, True))
+        others = [{"algorithm": algorithm, "packed": packed} for algorithm, packed in algorithms]
+        for of_hopper in (False, True) if ROWS[dtype].itemsize == 2 and is_hopper(device) else (False,):
+            forward, backward = ways(device, of_hopper), ways(device, of_hopper, "backward")
+            dims = edges(dtype, of_hopper)
+            made += [plan_of("lse", dtype, dim, 1, device, **way) for dim, way in product(dims, forward)]
+            for dim, dim_v, out_dtype in product(dims, dims, out_dtypes):
+                call = dtype, dim, dim_v, device
+                for way in [*forward, *(others if not of_hopper else ())]:
+                    made.append(plan_of("forward", *call, out_dtype=out_dtype, **way))
+                for deterministic, way in product((False, True), backward):
+                    made.append(plan_of("backward", *call, deterministic, out_dtype=out_dtype, **way))
         found |= dict.fromkeys(launch.variant for each in made if each is not None for launch in each.launches)
     return tuple(found)
 

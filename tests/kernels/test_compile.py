@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -28,6 +28,7 @@ try:
 except UnsupportedError as error:
     pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
 
+Compiled = Callable[[Variant], tuple[bytes, str]]
 ALL = ("sm_80", "sm_90")  # every variant is compiled for these with -m exhaustive
 BACKWARD_OPS = ("delta", "convert", "backward", "backward_dkdv", "backward_dq")
 GENERIC = {"aligned": False}  # on Hopper, where other calls have kernels of their own
@@ -85,9 +86,9 @@ ONE_OF_EACH_KIND = (
 
 
 def representatives(arch: str) -> list[Variant]:
-    """What is compiled for this architecture in every test run: most on the two that all variants are checked on."""
+    """What is compiled for this architecture in every test run. Hopper has the kernels for any GPU, too."""
     found: dict[Variant, None] = {}
-    for *what, changes in ONE_OF_EACH_KIND if arch in ALL else ONE_OF_EACH_KERNEL:
+    for *what, changes in ONE_OF_EACH_KIND if arch == "sm_90" else ONE_OF_EACH_KERNEL:
         if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
             continue
         found[variant_of(*what, KNOWN[arch], **changes)] = None
@@ -99,8 +100,11 @@ def each(*archs: str, of: Any) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Variant, Future[tuple[bytes, str]]]]:
-    """Results to come of every variant that the chosen tests ask for, compiled on all cores."""
+def compiled(request: pytest.FixtureRequest) -> Iterator[Compiled]:
+    """Gives the cubin and the log of a variant: all that the chosen tests ask for are compiled on all cores."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        yield compiler.compile_variant  # why: each worker knows all tests, but not which of them it is to run
+        return
     chosen: dict[Variant, None] = {}
     for item in request.session.items:
         callspec = getattr(item, "callspec", None)
@@ -109,7 +113,8 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[dict[Variant, Future[tu
         if variant is not None and not skipped and is_known(variant.arch):
             chosen[variant] = None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        yield {variant: pool.submit(compiler.compile_variant, variant) for variant in chosen}
+        found = {variant: pool.submit(compiler.compile_variant, variant) for variant in chosen}
+        yield lambda variant: found[variant].result()
         pool.shutdown(cancel_futures=True)
 
 
@@ -122,10 +127,10 @@ MERGE = Variant("merge", "portable/merge.cu", "sm_80", "float16", "float16")
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
-def check(variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]) -> None:
+def check(variant: Variant, compiled: Compiled) -> None:
     if not is_known(variant.arch):
         pytest.skip(f"NVRTC {'.'.join(map(str, compiler.nvrtc_version()))} does not know {variant.arch}")
-    cubin, log = compiled[variant].result()
+    cubin, log = compiled(variant)
     assert cubin[:4] == b"\x7fELF"
     assert variant.name.encode() in cubin
     assert f"Compiling entry function '{variant.name}' for '{variant.arch}'" in log
@@ -139,7 +144,7 @@ def check(variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]) 
 
 @pytest.mark.parametrize("variant", each(*KNOWN, of=representatives))
 def test_one_of_each_kernel_compiles_without_spills(
-    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+    variant: Variant, compiled: Compiled
 ) -> None:
     check(variant, compiled)
 
@@ -151,13 +156,13 @@ OF_HOPPER = [*each("sm_90", of=own_variants), *each("sm_90", of=EVERYTHING_OF_FE
 
 @pytest.mark.parametrize("variant", [*OF_HOPPER, *each("sm_80", of=OF_ANY_GPU)])
 def test_kernels_with_scores_of_the_caller_compile(
-    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+    variant: Variant, compiled: Compiled
 ) -> None:
     """Those of Hopper that spill are refused, and another tile is taken; of others a few may."""
     if not is_known(variant.arch):
         pytest.skip(f"NVRTC {'.'.join(map(str, compiler.nvrtc_version()))} does not know {variant.arch}")
     try:
-        cubin, log = compiled[variant].result()
+        cubin, log = compiled(variant)
     except compiler.SpilledError:
         assert variant.of_warpgroups
         return
@@ -168,14 +173,14 @@ def test_kernels_with_scores_of_the_caller_compile(
 
 @pytest.mark.parametrize("variant", each(*ALL, of=few_variants))
 def test_decoding_with_scores_of_the_caller_compiles_without_spills(
-    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+    variant: Variant, compiled: Compiled
 ) -> None:
     check(variant, compiled)
 
 
 @pytest.mark.exhaustive(lambda: each(*ALL, of=variants))
 def test_every_variant_compiles_without_spills(
-    variant: Variant, compiled: dict[Variant, Future[tuple[bytes, str]]]
+    variant: Variant, compiled: Compiled
 ) -> None:
     check(variant, compiled)
 
