@@ -27,6 +27,12 @@ from .jax_own_scores import own_attention, own_operands
 from .xla_handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
 from .xla_primitives import backward, check_not_reduced, checked_array, forward, refuse_cached
 
+if jax.__version_info__ < (0, 8, 2):  # why: older ones fail where gradients are made of some arguments alone
+    raise UnsupportedError(
+        f"cuflash.frameworks.jax needs JAX 0.8.2 or later, and this is {jax.__version__}; install a newer one, or call "
+        "cuflash.forward and cuflash.backward outside of jit"
+    )
+
 _DEFAULT_MASK_VALUE = -0.7 * float(np.finfo("float32").max)
 
 

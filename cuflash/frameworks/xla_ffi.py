@@ -19,7 +19,7 @@ VERSION = (0, 1)  # handlers are written for this version; a runtime of the same
 COMMAND_BUFFER_COMPATIBLE = 1  # a trait: the handler may be called while its stream is captured
 _METADATA, _EXECUTE = 1, 3  # XLA_FFI_Extension_Metadata, XLA_FFI_ExecutionStage_EXECUTE
 _INVALID_ARGUMENT, _INTERNAL = 3, 13  # XLA_FFI_Error_Code
-_UPDATE = "install a jax and jaxlib from 0.8 on that cuflash is tested with, or call cuflash.forward outside of jit"
+_UPDATE = "install a jax and jaxlib from 0.8.2 on that cuflash is tested with, or call cuflash.forward outside of jit"
 
 
 def _struct(name: str, **fields: Any) -> type[ctypes.Structure]:

@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import pytest
 from gradients import Given, check, upstream
-from workers import run_threads
+from workers import run_python, run_threads
 
 from cuflash.bench.cases import CASES, Case
 from cuflash.errors import ProblemError, UnsupportedError
@@ -324,3 +324,16 @@ def test_dot_product_attention_has_the_signature_of_jax_and_refuses_what_it_cann
             dot_product_attention(*arrays, **{name: given})
     with pytest.raises(ProblemError, match=r"query has shape \(4, 8\)"):
         dot_product_attention(*(x[0, :, 0] for x in arrays))
+
+
+def test_an_older_jax_is_told_from_which_one_on_it_works() -> None:
+    code = """
+import jax
+jax.__version_info__, jax.__version__ = (0, 8, 1), "0.8.1"
+from cuflash.errors import UnsupportedError
+try:
+    import cuflash.frameworks.jax
+except UnsupportedError as error:
+    print(error)
+"""
+    assert "needs JAX 0.8.2 or later, and this is 0.8.1; install" in run_python("-c", code)
