@@ -165,11 +165,11 @@ def variant_of(op: str, *arguments: Any, **more: Any) -> Variant:
 
 def edges(dtype: str, of_hopper: bool) -> list[int]:
     """Head dims at which the choice of a tile can change: those of a row, and the next one; and 1."""
-    rows: tuple[Any, ...] = (*TILES[dtype], *BACKWARD[dtype], *DQ[dtype])
-    if of_hopper:
-        rows = (*tiles_sm90.TILES, *tiles_sm90.BACKWARD, *tiles_sm90.ROWS)
+    of_any_gpu = *TILES[dtype], *BACKWARD[dtype], *DQ[dtype]
+    rows = (*tiles_sm90.TILES, *tiles_sm90.BACKWARD, *tiles_sm90.ROWS) if of_hopper else of_any_gpu
     dims = {row.head_dim for row in rows} | {row.head_dim_v for row in rows}
-    dims |= set() if of_hopper else {row.head_dim_v * row.max_slices for row in TILES[dtype]}
+    if not of_hopper:
+        dims |= {row.head_dim_v * row.max_slices for row in TILES[dtype]}
     return sorted({dim + step for dim in dims for step in (0, 1)} | {1})
 
 

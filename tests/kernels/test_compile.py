@@ -86,9 +86,9 @@ ONE_OF_EACH_KIND = (
 
 
 def representatives(arch: str) -> list[Variant]:
-    """What is compiled for this architecture in every test run. Hopper has the kernels for any GPU, too."""
+    """What is compiled for this architecture in every test run: most on the two that all variants are checked on."""
     found: dict[Variant, None] = {}
-    for *what, changes in ONE_OF_EACH_KIND if arch == "sm_90" else ONE_OF_EACH_KERNEL:
+    for *what, changes in ONE_OF_EACH_KIND if arch in ALL else ONE_OF_EACH_KERNEL:
         if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
             continue
         found[variant_of(*what, KNOWN[arch], **changes)] = None

@@ -59,7 +59,7 @@ def test_a_row_is_chosen_up_to_its_head_dims_and_down_to_its_shared_memory(
 @pytest.mark.parametrize("arch", ARCHS)
 def test_known_gpus_have_tiles_for_head_dims_up_to_256(arch: str, dtype: str) -> None:
     device, itemsize = KNOWN[arch], TABLE[dtype].itemsize
-    dims = [dim for dim in edges(dtype, of_hopper=False) if dim <= 256]
+    dims = {dim for of_hopper in (False, True) for dim in edges(dtype, of_hopper) if dim <= 256}
     for head_dim, head_dim_v in {(a, b) for a in dims for b in dims} | {(dim, dim) for dim in range(1, 257)}:
         for rows in (TILES, BACKWARD, DQ):
             tile = choose(rows[dtype], itemsize, head_dim, head_dim_v, device)
