@@ -25,7 +25,6 @@ from sanitize_cases import (
     BACKWARD,
     OwnCase,
     SequenceCase,
-    appends,
     devices,
     hopper_cases,
     hopper_sequence_cases,
@@ -48,6 +47,7 @@ from cuflash.problem.operands import APPEND_KV, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler, launch
+from cuflash.selftest import appends
 
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
 AnyCase = Case | SequenceCase

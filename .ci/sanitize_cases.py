@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,12 +18,10 @@ from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import OF_SEQUENCES
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-import appends as appends
-import own_table
-from own_table import Maker
-from sequences import FAR, Sequences, made, shaped
+from cuflash.selftest import functions
+from cuflash.selftest.functions import Maker
+from cuflash.selftest.own import bounds_case
+from cuflash.selftest.sequences import FAR, Sequences, made, shaped
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
@@ -228,15 +224,15 @@ class OwnCase:
             own = self.make(put, self.of)
         else:
             drawn = made(self.of)
-            given, own = drawn.arguments(), self.make(put, own_table.bounds_case(drawn))
+            given, own = drawn.arguments(), self.make(put, bounds_case(drawn))
         wanted = own.pop("captured_grads", ())
         return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()} | own, wanted
 
 
 def own_cases() -> Iterator[tuple[OwnCase, tuple[str, ...]]]:
     """Cases with what is called of them: all arguments together at several head dims, and each kind of gradient."""
-    functions = own_table.FUNCTIONS
-    several = own_table.joined(own_table.everything, own_table.dropped)
+    table = functions.FUNCTIONS
+    several = functions.joined(functions.everything, functions.dropped)
     of_bfloat16 = [("bfloat16", dims) for dims in ((128, 128), (192, 128), (256, 256))]
     for dtype, dims in (("float16", (64, 64)), *of_bfloat16, ("float32", (64, 64))):
         shape = 2, 200, 330, 4, 2, *dims, dtype
@@ -248,7 +244,7 @@ def own_cases() -> Iterator[tuple[OwnCase, tuple[str, ...]]]:
         # Nobody sees the first keys; without a mask among the functions there are no cells.
         masked: dict[str, Any] = {"window_size": (90, 20), "diagonal_offset": 100, "softcap": 15.0}
         window = Sequences("window", *lengths, **masked, **told, **shapes)
-        yield OwnCase(window, own_table.joined(own_table.bounded, own_table.dropped)), ("flash2", *BACKWARD)
+        yield OwnCase(window, functions.joined(functions.bounded, functions.dropped)), ("flash2", *BACKWARD)
         pages = Sequences("pages", *lengths, place_k="paged", used_k=True, **shapes)
         yield OwnCase(pages, several), ("flash2",)
         few = Sequences("few", (1, 2, 0, 3), (900, 5, 2700, 0), "packed", "paged", used_k=True, **shapes)
@@ -258,12 +254,12 @@ def own_cases() -> Iterator[tuple[OwnCase, tuple[str, ...]]]:
         many = device.query(0).num_sms // len(few.queries) + 1
         wide = replace(few, name="few_wide", heads=(16, 1)), replace(rows, name="few_rows_wide", heads=(48, 2))
         for of in (replace(few, name="few_pages"), rows, *wide, replace(rows, name="few_heads", heads=(many, many))):
-            yield OwnCase(of, own_table.everything), ("flash2",)
-        yield OwnCase(replace(few, name="few_sinks", page_size=3), own_table.sinks_of()), ("flash2",)
+            yield OwnCase(of, functions.everything), ("flash2",)
+        yield OwnCase(replace(few, name="few_sinks", page_size=3), functions.sinks_of()), ("flash2",)
     shape = 2, 200, 330, 4, 2, 64, 64, "float16"
     for algorithm in ALGORITHMS[1:]:
         yield OwnCase(Case("all", *shape), several), (algorithm,)
     for name in ("alibi", "relative_position", "without_score", "causal_document", "global_window", "striped"):
-        yield OwnCase(Case(name, *shape, causal=name == "alibi"), functions[name]), ("flash2", *BACKWARD)
+        yield OwnCase(Case(name, *shape, causal=name == "alibi"), table[name]), ("flash2", *BACKWARD)
     for letters in ("bhqk", "1hqk", "bhq1", "1111"):
-        yield OwnCase(Case(f"bias_{letters}", *shape), own_table.bias_of(letters)), ("flash2", *BACKWARD)
+        yield OwnCase(Case(f"bias_{letters}", *shape), functions.bias_of(letters)), ("flash2", *BACKWARD)

@@ -1,4 +1,4 @@
-"""`python -m cuflash info`, `python -m cuflash warmup` and `python -m cuflash bench`."""
+"""`python -m cuflash` and one of its commands: `info`, `warmup`, `bench` or `selftest`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import argparse
 import sys
 
 from . import __version__, info, warmup
-from .bench import run
+from .bench import run as bench
 from .errors import ProblemError, UnsupportedError
+from .selftest import run as selftest
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a subcommand; the exit code is 0 if all is well, 2 for bad usage.
 
-    It is 1 if the benchmark found a wrong output, a kernel did not compile, or this machine cannot run the command.
+    It is 1 if the benchmark or the self-test found a wrong output, a kernel did not compile, or this machine cannot run
+    the command.
     """
     parser = argparse.ArgumentParser(prog="cuflash", description="FlashAttention for every array library.")
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
@@ -22,13 +24,17 @@ def main(arguments: list[str] | None = None) -> int:
     warmup.add_options(
         commands.add_parser("warmup", help="compile kernels before they are called", description=warmup.__doc__)
     )
-    run.add_options(commands.add_parser("bench", help="time cuflash and its peers", description=run.__doc__))
+    bench.add_options(commands.add_parser("bench", help="time cuflash and its peers", description=bench.__doc__))
+    selftest.add_options(
+        commands.add_parser("selftest", help="check random calls on this machine", description=selftest.__doc__)
+    )
     options = parser.parse_args(arguments)
     if options.command == "info":
         print(info.text())
         return 0
     try:
-        return warmup.main(options) if options.command == "warmup" else run.main(options)
+        run = {"warmup": warmup.main, "bench": bench.main, "selftest": selftest.main}[options.command]
+        return run(options)
     except ProblemError as error:
         parser.error(str(error))
     except UnsupportedError as error:

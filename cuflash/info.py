@@ -51,6 +51,12 @@ def machine() -> dict[str, Any]:
     return {"versions": versions(), "gpus": gpus(), "platform": f"{platform.system()} {platform.machine()}"}
 
 
+def line(machine: dict[str, Any]) -> str:
+    """The GPUs and versions of a machine in one line."""
+    names = [f"{gpu['name']} ({gpu['arch']}, {gpu['num_sms']} SMs)" for gpu in machine["gpus"] if "arch" in gpu]
+    return f"{'; '.join(names) or 'CPU'}: " + ", ".join(f"{name} {x}" for name, x in machine["versions"].items())
+
+
 def missing() -> list[str]:
     """The reasons why this installation cannot run on a GPU; empty if it can."""
     try:

@@ -18,7 +18,7 @@ from hypothesis import settings
 
 # why: the checks of helper modules tell what they compared, as those of test files do.
 pytest.register_assert_rewrite(
-    "oracle", "own_oracle", "gradients", "hopper", "libraries", "refusals", "sequences", "tensors", "workers"
+    "hopper", "libraries", "refusals", "tensors", "workers"
 )
 
 from drivers import FakeDriver

@@ -10,11 +10,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
-import oracle
 import pytest
-from libraries import host
 from plans import planned_with
-from problems import laid_out
 
 import cuflash
 from cuflash.bench.cases import Case
@@ -22,6 +19,8 @@ from cuflash.errors import UnsupportedError
 from cuflash.planning import decoding, device, tiles_sm90
 from cuflash.planning.tiles_sm90 import TILES, WarpgroupTile
 from cuflash.runtime import launch
+from cuflash.selftest import oracle
+from cuflash.selftest.layouts import host, laid_out
 
 Arrays = tuple[np.ndarray[Any, Any], ...]
 

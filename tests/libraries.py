@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from oracle import Array
 
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import FORWARD
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
+from cuflash.selftest.oracle import Array
 
 
 def bits(array: Any) -> Any:
@@ -24,16 +24,6 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
     import cupy
 
     return cupy.full(shape, cupy.nan, dtype)
-
-
-def host(x: Any) -> Any:
-    """A NumPy or CuPy array in host memory."""
-    return x.get() if hasattr(x, "get") else x
-
-
-def identical(got: Any, wanted: Any) -> bool:
-    """Whether all arrays are the same bit for bit (NaN equals itself)."""
-    return all(host(x).tobytes() == host(y).tobytes() for x, y in zip(got, wanted, strict=True))
 
 
 class Producer:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import oracle
 import pytest
 import torch
 import transformers
 from tensors import in_numpy
 
 import cuflash.frameworks.transformers as bridge
+from cuflash.selftest import oracle
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,

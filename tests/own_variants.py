@@ -8,21 +8,13 @@ from itertools import product
 from typing import Any
 
 import numpy as np
-from own_table import (
-    SMALL,
-    alibi,
-    document,
-    everything,
-    joined,
-    relative_position,
-    sinks_of,
-    softcap,
-    without_grads,
-)
+from own_table import SMALL
 
 import cuflash
 from cuflash.bench.cases import Case
 from cuflash.planning.variant import Variant
+from cuflash.selftest.functions import alibi, document, everything, joined, relative_position, sinks_of, softcap
+from cuflash.selftest.own import without_grads
 
 # Each with the head dims that it is compiled for: ALiBi costs least, and a mask has cells.
 CALLS: dict[str, tuple[Any, tuple[int, ...]]] = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import gradients as of_gradients
 import numpy as np
-import oracle
 import torch
 from libraries import problem_of, torch_of
-from sequences import Made, check, check_gradients, upstream
 
 from cuflash.bench.cases import numpy_dtype
 from cuflash.frameworks.torch import attention
+from cuflash.selftest import gradients as of_gradients
+from cuflash.selftest import oracle
+from cuflash.selftest.sequences import Made, check, check_gradients, upstream
 
 MASKS: dict[str, dict[str, Any]] = {
     "full": {},

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from workers import ROOT, run_python
 
 import cuflash
+from cuflash.selftest import oracle
 
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))

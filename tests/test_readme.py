@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import host, identical
 from workers import ROOT
 
 import cuflash
 from cuflash import mods
 from cuflash.mods.language import FUNCTIONS
+from cuflash.selftest.layouts import host, identical
 
 README = ROOT / "README.md"
 if not README.is_file():

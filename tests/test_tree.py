@@ -31,7 +31,8 @@ FLOORS = {
     6: ("__init__",),
     7: ("frameworks", "info", "warmup"),
     8: ("bench",),
-    9: ("__main__",),
+    9: ("selftest",),
+    10: ("__main__",),
 }
 FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
 # Where a module is tested that has no tests/<room>/test_<module>.py; a room stands for all of its modules.
@@ -40,6 +41,7 @@ TESTED_ELSEWHERE = {
     "frameworks/transformers_models": "frameworks/test_transformers.py",
     "arrays": "arrays/test_arrays.py",
     "bench": "bench/test_bench.py",
+    "selftest": "selftest/test_selftest.py",
     **dict.fromkeys((f"reference/{name}" for name in ("flash1", "flash2", "flashd", "merge", "standard", "tiles")),
                     "reference/test_forward.py"),
     **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",

@@ -102,15 +102,22 @@ class TorchArrays(CupyArrays):
         self.torch.cuda.empty_cache()
 
 
-def find() -> tuple[NumpyArrays, str]:
-    """The arrays to measure on, and why they are not on a GPU ("" if they are)."""
+def why_no_gpu() -> str:
+    """Why nothing can run on a GPU here; "" if it can."""
     try:
         compiler.nvrtc_version()
         if not device.count():
-            return NumpyArrays(), "no NVIDIA GPU or driver was found"
+            return "no NVIDIA GPU or driver was found"
         device.query(0)
     except UnsupportedError as error:
-        return NumpyArrays(), str(error)
+        return str(error)
+    return ""
+
+
+def find() -> tuple[NumpyArrays, str]:
+    """The arrays to measure on, and why they are not on a GPU ("" if they are)."""
+    if reason := why_no_gpu():
+        return NumpyArrays(), reason
     try:
         import torch
 

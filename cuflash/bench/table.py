@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from .. import info
 from ..ops.plan import plan
 from ..planning.plan import Plan
 from .report import Report, Row
@@ -22,9 +23,7 @@ def show(report: Report) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, MIN_WIDTH)
-    gpus = "; ".join(f"{gpu['name']} ({gpu['arch']}, {gpu['num_sms']} SMs)" for gpu in report.machine["gpus"])
-    versions = ", ".join(f"{name} {version}" for name, version in report.machine["versions"].items())
-    console.print(f"{gpus or 'CPU'}: {versions}")
+    console.print(info.line(report.machine))
     for rows in _sections(report.rows):
         op, dtype, first = rows[0].contender.op, rows[0].cell.dtype, rows[0].contender.name
         console.print(f"\n{op}, {dtype}, {report.arrays} arrays, TFLOP/s (in brackets: {first} over it)")

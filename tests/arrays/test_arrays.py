@@ -6,9 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from gradients import Given, check
 from libraries import GPU_MAKERS, MAKERS, Producer, as_numpy, torch_of
 
 import cuflash
@@ -18,6 +16,8 @@ from cuflash.arrays.numpy import NUMPY
 from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.operands import LSE_ONLY
+from cuflash.selftest import oracle
+from cuflash.selftest.gradients import Given, check
 
 CASE = Case("interop", 2, 60, 70, 4, 2, 64, 64, "float16", causal=True)
 BF16 = Case("interop_bf16", 2, 60, 70, 4, 2, 64, 64, "bfloat16", causal=True)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 
 from cuflash.__main__ import main
@@ -17,6 +16,7 @@ from cuflash.bench import check, measure, peers, run, table
 from cuflash.bench.arrays import NumpyArrays
 from cuflash.bench.cases import Case
 from cuflash.bench.peers import Contender
+from cuflash.selftest import oracle
 
 ARRAYS = NumpyArrays()
 OPS = ("forward", "backward")

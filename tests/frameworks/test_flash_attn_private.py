@@ -9,12 +9,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 from libraries import torch_of
-from sequences import Sequences, check_gradients, made, upstream
 from tensors import arguments_of, assert_pulled, assert_results, assert_sequences, in_numpy
 from tensors import made as dense
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks import flash_attn_interface as fa2
+from cuflash.selftest.sequences import Sequences, check_gradients, made, upstream
 
 CASE = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 16), dtype="float32")
 MASKS = [(0.25, False, -1, -1, 0.0), (0.25, True, -1, -1, 0.0), (None, False, 4, 2, 1.5)]

@@ -8,13 +8,13 @@ import re
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from gradients import Given, check, upstream
 from workers import run_python, run_threads
 
 from cuflash.bench.cases import CASES, Case
 from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.selftest import oracle
+from cuflash.selftest.gradients import Given, check, upstream
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp

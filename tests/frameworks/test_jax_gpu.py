@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from gradients import Given, check, upstream
 from workers import run_python, run_threads
 
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import UnsupportedError
+from cuflash.selftest import oracle
+from cuflash.selftest.gradients import Given, check, upstream
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp

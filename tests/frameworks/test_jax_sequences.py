@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sequences import Made, Sequences, check, check_gradients, drawn, made, upstream
 
 from cuflash.errors import ProblemError, UnsupportedError
+from cuflash.selftest.sequences import Made, Sequences, check, check_gradients, drawn, made, upstream
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-import oracle
 from tensors import assert_equal, assert_gradients, assert_pulled, in_numpy, loss, made, with_lse
 
 from cuflash.frameworks.torch import attention
+from cuflash.selftest import oracle
 
 
 def test_function_transforms(device: str) -> None:

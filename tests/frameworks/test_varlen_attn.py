@@ -15,12 +15,12 @@ varlen = pytest.importorskip("torch.nn.attention.varlen")
 if not hasattr(torch.nn.attention, "register_flash_attention_impl") or not hasattr(varlen, "varlen_attn_out"):
     pytest.skip("needs PyTorch 2.13", allow_module_level=True)
 from libraries import torch_of
-from sequences import Made, Sequences, check_gradients, made, upstream
 from tensors import arguments_of, assert_equal, assert_results, assert_sequences, in_numpy
 from tensors import made as dense
 
 from cuflash.frameworks import sdpa
 from cuflash.frameworks.torch import attention
+from cuflash.selftest.sequences import Made, Sequences, check_gradients, made, upstream
 
 OPS = torch.ops.aten
 PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), dims=(16, 16), bounded=True)

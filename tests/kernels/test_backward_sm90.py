@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import COMPUTED, DETERMINISTIC, Given, backward, check, given_for
+from gradients import COMPUTED, DETERMINISTIC
 from hopper import ON_HOPPER, one_call
-from libraries import bits, host, identical
+from libraries import bits
 from plans import planned_with
-from problems import heads_first, laid_out, odd_start, reversed_keys
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
@@ -21,6 +20,8 @@ from cuflash.planning import backward as plan_backward
 from cuflash.planning import tiles_sm90
 from cuflash.planning.planner import plan as make_plan
 from cuflash.runtime import launch
+from cuflash.selftest.gradients import Given, backward, check, given_for
+from cuflash.selftest.layouts import heads_first, host, identical, laid_out, odd_start, reversed_keys
 
 pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("new_memory_holds_nan")]
 HALVES = [case for case in COMPUTED if case.dtype != "float32"]

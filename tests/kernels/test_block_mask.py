@@ -8,30 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import host, identical, torch_of
-from own_oracle import Given, check, check_gradients
-from own_table import (
-    FUNCTIONS,
-    Arguments,
-    Maker,
-    Put,
-    bounds_case,
-    everything,
-    forward,
-    joined,
-    of_lengths,
-    own_of,
-    sinks_of,
-)
+from libraries import torch_of
 from own_table import SMALL as CASE
+from own_table import of_lengths
 from plans import for_any_gpu
-from sequences import Sequences, made, upstream
 
 import cuflash
 from cuflash.bench.cases import Case
 from cuflash.mods import masks
 from cuflash.mods.trace import trace
 from cuflash.reference.block_mask import EMPTY, FULL, PARTIAL, cells_of
+from cuflash.selftest.functions import FUNCTIONS, Arguments, Maker, Put, everything, joined, sinks_of
+from cuflash.selftest.layouts import host, identical
+from cuflash.selftest.own import bounds_case, forward, own_of
+from cuflash.selftest.own_oracle import Given, check, check_gradients
+from cuflash.selftest.sequences import Sequences, made, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 

@@ -12,7 +12,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-from own_table import everything, joined
 from own_variants import few_variants, own_variants
 from variants import DTYPES, KEYS, SHARED_HEADS, variant_of, variants
 
@@ -22,6 +21,7 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.dtypes import DTYPES as TABLE
 from cuflash.runtime import compiler
+from cuflash.selftest.functions import everything, joined
 
 try:
     compiler.nvrtc_version()

@@ -14,13 +14,14 @@ import pytest
 from expressions import ARRAYS, FLOATS, conditions, floats
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from own_table import Arguments, Maker, Put, bias_of, check_backward, check_forward, dropped, joined, sinks_of
 from plans import for_any_gpu
 
 from cuflash.bench.cases import Case
 from cuflash.mods.build import rebuilt
 from cuflash.mods.graph import Node, post_order
 from cuflash.mods.traced import TracedScalar
+from cuflash.selftest.functions import Arguments, Maker, Put, bias_of, dropped, joined, sinks_of
+from cuflash.selftest.own import check_backward, check_forward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 

@@ -11,27 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import host, identical, torch_of
-from own_oracle import Given, check, check_gradients
-from own_table import (
-    FUNCTIONS,
-    Arguments,
-    Put,
-    bounds_case,
-    check_backward,
-    check_forward,
-    check_repeated,
-    dropped,
-    joined,
-    of_lengths,
-    own_of,
-)
+from libraries import torch_of
+from own_table import check_repeated, of_lengths
 from plans import for_any_gpu
-from sequences import Sequences, made, upstream
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.reference.dropout import SHARES, is_kept, share_kept
+from cuflash.selftest.functions import FUNCTIONS, Arguments, Put, dropped, joined
+from cuflash.selftest.layouts import host, identical
+from cuflash.selftest.own import bounds_case, check_backward, check_forward, own_of
+from cuflash.selftest.own_oracle import Given, check, check_gradients
+from cuflash.selftest.sequences import Sequences, made, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 SEED = 2**40 + 7

@@ -22,12 +22,12 @@ from hopper import (
     padded,
     run,
 )
-from libraries import host, poisoned
-from problems import heads_first, laid_out, odd_rows, odd_start, reversed_keys, wide_rows
+from libraries import poisoned
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.planning.tiles_sm90 import WarpgroupTile
+from cuflash.selftest.layouts import heads_first, host, laid_out, odd_rows, odd_start, reversed_keys, wide_rows
 
 pytestmark = ON_HOPPER
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_table import FUNCTIONS, Arguments, Maker, Put, of_lengths
+from own_table import of_lengths
 
 import cuflash
 from cuflash.bench.cases import Case
@@ -14,6 +14,7 @@ from cuflash.mods.trace import trace
 from cuflash.planning.plan import Plan
 from cuflash.reference.block_mask import EMPTY, FULL, cells_of
 from cuflash.runtime.launch import Kernels
+from cuflash.selftest.functions import FUNCTIONS, Arguments, Maker, Put
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 CELL, KEY_BLOCK = 64, 128

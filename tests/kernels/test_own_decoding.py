@@ -13,30 +13,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import host, identical
-from own_oracle import Given, check
-from own_table import (
-    FUNCTIONS,
-    Maker,
-    alibi,
-    bias_of,
-    bounded,
-    bounds_case,
-    dropped,
-    joined,
-    launched,
-    names_of,
-    own_of,
-    sinks_of,
-    softcap,
-    without_grads,
-)
+from own_table import launched, names_of
 from plans import for_any_gpu
-from sequences import Made, Sequences, made
 
 import cuflash
 from cuflash.mods import seqlen_k, seqlen_q
 from cuflash.planning import decoding
+from cuflash.selftest.functions import FUNCTIONS, Maker, alibi, bias_of, bounded, dropped, joined, sinks_of, softcap
+from cuflash.selftest.layouts import host, identical
+from cuflash.selftest.own import bounds_case, own_of, without_grads
+from cuflash.selftest.own_oracle import Given, check
+from cuflash.selftest.sequences import Made, Sequences, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = (2100, 0, 1, 127, 128, 129, 63, 65)

@@ -9,37 +9,32 @@ from typing import Any
 import numpy as np
 import pytest
 from hopper import ON_HOPPER
-from libraries import host, identical
-from oracle import assert_units
-from own_oracle import Given, Own, check
-from own_table import (
-    FUNCTIONS,
-    Arguments,
-    Put,
-    alibi,
-    bias_of,
-    bounded,
-    check_backward,
-    check_forward,
-    drawn,
-    everything,
-    joined,
-    launched,
-    names_of,
-    of_lengths,
-    own_of,
-    shape_of,
-    sinks_of,
-    slopes_of,
-    without_grads,
-)
 from own_table import SMALL as CASE
+from own_table import launched, names_of, of_lengths
 from plans import for_any_gpu
 
 import cuflash
 from cuflash.bench.cases import Case
 from cuflash.mods import masks
 from cuflash.runtime import compiler
+from cuflash.selftest.functions import (
+    FUNCTIONS,
+    Arguments,
+    Put,
+    alibi,
+    bias_of,
+    bounded,
+    drawn,
+    everything,
+    joined,
+    shape_of,
+    sinks_of,
+    slopes_of,
+)
+from cuflash.selftest.layouts import host, identical
+from cuflash.selftest.oracle import assert_units
+from cuflash.selftest.own import check_backward, check_forward, own_of, without_grads
+from cuflash.selftest.own_oracle import Given, Own, check
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 

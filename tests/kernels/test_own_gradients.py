@@ -12,9 +12,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import host, identical
-from own_oracle import Given, check_gradients
-from own_table import (
+from own_table import SMALL as CASE
+from own_table import check_repeated, of_lengths
+from plans import for_any_gpu
+
+import cuflash
+from cuflash.bench.cases import Case, numpy_dtype
+from cuflash.errors import UnsupportedError
+from cuflash.mods import scores
+from cuflash.selftest.functions import (
     FUNCTIONS,
     Arguments,
     Maker,
@@ -22,24 +28,15 @@ from own_table import (
     alibi,
     bias_of,
     bounded,
-    bounds_case,
-    check_backward,
-    check_repeated,
     drawn,
     everything,
     joined,
-    of_lengths,
-    own_of,
     sinks_of,
 )
-from own_table import SMALL as CASE
-from plans import for_any_gpu
-from sequences import Sequences, made, upstream
-
-import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
-from cuflash.errors import UnsupportedError
-from cuflash.mods import scores
+from cuflash.selftest.layouts import host, identical
+from cuflash.selftest.own import bounds_case, check_backward, own_of
+from cuflash.selftest.own_oracle import Given, check_gradients
+from cuflash.selftest.sequences import Sequences, made, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # why no axis of length 1: a bias that is broadcast along other axes is other code.

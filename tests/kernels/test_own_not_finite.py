@@ -8,14 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import host
-from own_oracle import Given, Own, check, check_gradients
-from own_table import FUNCTIONS, Arguments, Put, joined, of_lengths, softcap, without_grads
 from own_table import SMALL as CASE
+from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
+from cuflash.selftest.functions import FUNCTIONS, Arguments, Put, joined, softcap
+from cuflash.selftest.layouts import host
+from cuflash.selftest.own import without_grads
+from cuflash.selftest.own_oracle import Given, Own, check, check_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 

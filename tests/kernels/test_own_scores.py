@@ -10,25 +10,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import as_numpy, identical, torch_of
-from own_oracle import Given, check, check_gradients
-from own_table import (
-    FUNCTIONS,
-    bias_of,
-    check_backward,
-    check_forward,
-    check_repeated,
-    everything,
-    forward,
-    of_lengths,
-    own_of,
-)
+from libraries import as_numpy, torch_of
 from own_table import SMALL as CASE
+from own_table import check_repeated, of_lengths
 from plans import for_any_gpu
-from problems import heads_first, laid_out, odd_rows, odd_start, one_head_for_all
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
+from cuflash.selftest.functions import FUNCTIONS, bias_of, everything
+from cuflash.selftest.layouts import heads_first, identical, laid_out, odd_rows, odd_start, one_head_for_all
+from cuflash.selftest.own import check_backward, check_forward, forward, own_of
+from cuflash.selftest.own_oracle import Given, check, check_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # Around the edges of tiles of 64 and 128.

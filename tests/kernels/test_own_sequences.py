@@ -13,26 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 from hopper import ON_HOPPER
-from libraries import host, identical
-from own_oracle import Given, check, check_gradients
-from own_table import (
-    FUNCTIONS,
-    Maker,
-    alibi,
-    bias_of,
-    bounds_case,
-    dense_of,
-    joined,
-    launched,
-    own_of,
-    sinks_of,
-    without_grads,
-)
+from own_table import dense_of, launched
 from plans import for_any_gpu
-from sequences import Made, Sequences, made, upstream
 
 import cuflash
 from cuflash.mods import seqlen_k, seqlen_q
+from cuflash.selftest.functions import FUNCTIONS, Maker, alibi, bias_of, joined, sinks_of
+from cuflash.selftest.layouts import host, identical
+from cuflash.selftest.own import bounds_case, check_of_lengths, own_of, without_grads
+from cuflash.selftest.own_oracle import Given, check
+from cuflash.selftest.sequences import Sequences, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 PACKED = Sequences("packed", (130, 0, 300, 1, 65), (200, 70, 300, 64, 0), bounded=True)
@@ -77,29 +67,6 @@ MAKERS: dict[str, Maker] = {
 }
 
 
-def check_all(cupy: Any, given: Made, make: Maker) -> None:
-    of, arguments = bounds_case(given), given.arguments(cupy)
-    own = without_grads(make(cupy.asarray, of))
-    whole, of_numpy = Given.of_lengths(given), own_of(make, of)
-    out, lse = cuflash.forward(**arguments, return_lse=True, **own)
-    check(whole, of_numpy, out, lse)
-    unused = given.unused("q")
-    assert not host(out).reshape(*unused.shape, -1)[unused].any()
-    assert np.isneginf(host(lse).reshape(len(unused), -1, unused.shape[1]).swapaxes(1, 2)[unused]).all()
-    keys_alone = {name: x for name, x in arguments.items() if name != "v"}
-    check(whole, of_numpy, None, cuflash.lse(**keys_alone, **own))
-    if not given.of.has_gradients:
-        return
-    dout, dlse = (cupy.asarray(x) for x in upstream(given))
-    state = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape)}
-    for deterministic in (False, True):
-        found = cuflash.backward(dout.reshape(out.shape), **state, **arguments, **own, deterministic=deterministic)
-        check_gradients(whole, of_numpy, *upstream(given), found)
-        for x, side in zip(found, "qkk", strict=True):
-            unused = given.unused(side)
-            assert not host(x).reshape(*unused.shape, -1)[unused].any()
-
-
 @pytest.mark.parametrize("any_gpu", [False, True], ids=["", "any_gpu"])
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -109,7 +76,7 @@ def test_each_sequence_agrees_with_float64(cupy: Any, case: Sequences, name: str
     if name == "striped" and case.name not in ("packed", "used", "pages", "far", "d256x256"):
         pytest.skip("too many kernels")
     with for_any_gpu() if any_gpu else nullcontext():
-        check_all(cupy, made(case), MAKERS[name])
+        check_of_lengths(MAKERS[name], made(case), cupy)
 
 
 @pytest.mark.skipif(ON_HOPPER[1].args[0], reason="needs a GPU of sm_90")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import oracle
 import pytest
 from hopper import MASKS, ON_HOPPER, assert_right, assert_same, case_of, every_dtype, every_tile, only, run
-from libraries import host
 
 import cuflash
 from cuflash.planning.tiles_sm90 import WarpgroupTile
+from cuflash.selftest import oracle
+from cuflash.selftest.layouts import host
 
 pytestmark = ON_HOPPER
 

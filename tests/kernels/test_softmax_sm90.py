@@ -20,11 +20,11 @@ from hopper import (
     padded,
     run,
 )
-from libraries import host
 from problems import need_memory
 
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.planning.tiles_sm90 import WarpgroupTile
+from cuflash.selftest.layouts import host
 
 pytestmark = ON_HOPPER
 LN2 = math.log(2.0)

@@ -7,13 +7,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from appends import PLACES, ROTATIONS, Arguments, drawn, expected, made
 from hypothesis import given
 from hypothesis import strategies as st
-from libraries import host, identical
-from problems import every_second, fortran, heads_first, laid_out, odd_rows, odd_start, reversed_keys
 
 import cuflash
+from cuflash.selftest.appends import PLACES, ROTATIONS, Arguments, check, dense, drawn, expected, made
+from cuflash.selftest.layouts import (
+    every_second,
+    fortran,
+    heads_first,
+    identical,
+    laid_out,
+    odd_rows,
+    odd_start,
+    reversed_keys,
+)
 
 DTYPES = ("float16", "bfloat16", "float32")
 COUNTS: dict[str, Arguments] = {
@@ -22,23 +30,6 @@ COUNTS: dict[str, Arguments] = {
     "packed keys": {"new": (3, 0, 9), "queries": 2},
     "packed queries": {"new": 4, "queries": (0, 5, 2)},
 }
-
-
-def check(call: Arguments, xp: Any, **layouts: Any) -> None:
-    """Makes the call and compares all bits of what it wrote and returned; what it read is the same as before."""
-    arguments = made(call, xp.asarray, **layouts)
-    before = {name: x.copy() for name, x in arguments.items() if hasattr(x, "copy")}
-    wanted = expected(call)
-    result = cuflash.append_kv(**arguments)
-    assert (result is None) == ("q" not in call)
-    got = arguments["k_cache"], arguments["v_cache"], *([] if result is None else [result])
-    assert identical(map(dense, got), wanted)
-    read = before.keys() - {"k_cache", "v_cache"}
-    assert identical([dense(arguments[name]) for name in read], [dense(before[name]) for name in read])
-
-
-def dense(x: Any) -> Any:
-    return np.ascontiguousarray(host(x))
 
 
 @pytest.mark.parametrize("rotation", ROTATIONS)

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from appends import PLACES, ROTATIONS, Arguments, drawn, expected, made
-from libraries import as_numpy, bits, identical, torch_of
+from libraries import as_numpy, bits, torch_of
 from problems import far_apart, need_memory
 
 import cuflash
+from cuflash.selftest.appends import PLACES, ROTATIONS, Arguments, drawn, expected, made
+from cuflash.selftest.layouts import identical
 
 pytestmark = pytest.mark.gpu
 

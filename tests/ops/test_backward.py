@@ -10,16 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import Given, backward, check, given_for
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from libraries import host, identical
-from oracle import ULPS
-from problems import laid_out, parts, problems
+from problems import parts, problems
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.problem.options import ALGORITHMS
+from cuflash.selftest.gradients import Given, backward, check, given_for
+from cuflash.selftest.layouts import host, identical, laid_out
+from cuflash.selftest.oracle import ULPS
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -10,13 +10,11 @@ import itertools
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from gradients import COMPUTED, DETERMINISTIC, Given, backward, check, given_for
+from gradients import COMPUTED, DETERMINISTIC
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from libraries import GPU_MAKERS, as_numpy, bits, host, identical, torch_of
-from oracle import ULPS
+from libraries import GPU_MAKERS, as_numpy, bits, torch_of
 from plans import for_any_gpu, planned_with
 from problems import far_apart, need_memory, problems
 
@@ -25,6 +23,10 @@ from cuflash.arrays.cupy import cupy
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning import backward as plan_backward
+from cuflash.selftest import oracle
+from cuflash.selftest.gradients import Given, backward, check, given_for
+from cuflash.selftest.layouts import host, identical
+from cuflash.selftest.oracle import ULPS
 
 pytestmark = pytest.mark.usefixtures("new_memory_holds_nan")
 LAUNCHED = Case("launched", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 from hopper import assert_right
-from libraries import identical
 from plans import for_any_gpu
-from sequences import FAR, Sequences, check, made
 
 import cuflash
 from cuflash.bench.cases import Case
+from cuflash.selftest.layouts import identical
+from cuflash.selftest.sequences import FAR, Sequences, check, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = (4097, 0, 1, 128, 129, 2500)

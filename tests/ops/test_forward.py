@@ -6,15 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from libraries import bits, host, poisoned
+from libraries import bits, poisoned
 from problems import problems
 
 import cuflash
 from cuflash.bench.cases import CASES, Case, numpy_dtype
+from cuflash.selftest import oracle
+from cuflash.selftest.layouts import host
 
 ALGORITHMS = ("flash2", "flash1", "flashd", "standard")
 GPU_ALGORITHMS = [(case, algorithm) for case in CASES for algorithm in ALGORITHMS]

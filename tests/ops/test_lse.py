@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from libraries import host
 
 import cuflash
 from cuflash.bench.cases import CASES, Case
+from cuflash.selftest import oracle
+from cuflash.selftest.layouts import host
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -6,14 +6,14 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from libraries import host, identical
 
 import cuflash
 from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError
 from cuflash.planning.merge import MAX_STATES
+from cuflash.selftest import oracle
+from cuflash.selftest.layouts import host, identical
 
 CASES = [
     Case("halves", 2, 33, 128, 4, 2, 64, 64, "float32"),

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from libraries import host, identical
 
 import cuflash
 from cuflash.bench.cases import numpy_dtype
+from cuflash.selftest.layouts import host, identical
 
 CHUNKS = ((0, 129), (129, 70), (199, 1), (200, 99), (299, 1))
 Arrays = tuple[Any, Any, Any]  # q, k and v of one sequence: (rows, heads, head_dim)

@@ -10,12 +10,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
-from libraries import GPU_MAKERS, MAKERS, as_numpy, host, identical
+from libraries import GPU_MAKERS, MAKERS, as_numpy
 from plans import for_any_gpu
-from problems import laid_out
-from sequences import (
+
+import cuflash
+from cuflash.bench.cases import numpy_dtype
+from cuflash.selftest import oracle
+from cuflash.selftest.layouts import host, identical, laid_out
+from cuflash.selftest.sequences import (
     FAR,
     KERNEL_DIMS,
     LAYOUTS,
@@ -29,9 +32,6 @@ from sequences import (
     made,
     upstream,
 )
-
-import cuflash
-from cuflash.bench.cases import numpy_dtype
 
 pytestmark = pytest.mark.usefixtures("new_memory_holds_nan")
 RAGGED, OTHERS = (5, 0, 1, 17, 30), (9, 3, 0, 17, 31)

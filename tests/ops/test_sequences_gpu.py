@@ -6,12 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from libraries import identical
 from plans import planned_with
-from sequences import Sequences, check, check_gradients, gradients, made
 
 import cuflash
 from cuflash.planning import backward as plan_backward
+from cuflash.selftest.layouts import identical
+from cuflash.selftest.sequences import Sequences, check, check_gradients, gradients, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # why heads of their own: with few keys, the query heads of a group are shared out, at head dims over 128 by the kernels

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from appends import Arguments, drawn, expected, made
-from libraries import Producer, identical, jax_of, torch_of
+from libraries import Producer, jax_of, torch_of
 from refusals import DTYPES, Row, check, rows, zeros
 
 import cuflash
@@ -18,6 +17,8 @@ from cuflash.problem.checks import MAX_SEQLEN
 from cuflash.problem.operands import APPEND_KV
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
+from cuflash.selftest.appends import Arguments, drawn, expected, made
+from cuflash.selftest.layouts import identical
 
 CACHE, PAGES = "(batch, capacity, heads, head_dim)", "(num_pages, page_size, heads, head_dim)"
 NEW, WRITABLE = "(batch, seqlen, heads, head_dim)", "NumPy, CuPy or PyTorch"

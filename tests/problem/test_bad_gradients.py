@@ -6,13 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import backward, given_for
-from libraries import Producer, identical
+from libraries import Producer
 from refusals import CAP, DTYPES, Row, backward_with, check, forward_with, rows, zeros
 
 import cuflash
 from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError
+from cuflash.selftest.gradients import backward, given_for
+from cuflash.selftest.layouts import identical
 
 LIBRARIES = "CuPy, PyTorch, JAX or NumPy"
 

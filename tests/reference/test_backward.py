@@ -7,18 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gradients import Given, check, upstream
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import same
-from oracle import ULPS, Array, assert_attention, assert_close, gradients64, naive_gradients
-from problems import LAYOUTS, MASKED, cases, one_head_for_all, parts, parts_of
+from problems import MASKED, cases, parts, parts_of
 
 from cuflash import reference
 from cuflash.bench.cases import CASES, Case
 from cuflash.problem.options import ALGORITHMS
+from cuflash.selftest.gradients import Given, check, upstream
+from cuflash.selftest.layouts import LAYOUTS, one_head_for_all
+from cuflash.selftest.oracle import ULPS, Array, assert_attention, assert_close, gradients64, naive_gradients
 
 pytestmark = pytest.mark.filterwarnings("error")
+LAYOUT = st.sampled_from(list(LAYOUTS.values()))
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 # why: a handful of terms may cancel, and then a unit of the sum is smaller than a unit of its terms.
 DRAWN_ULPS = {"float16": 4, "bfloat16": 4} | {"float32": 16, "float64": 64}
@@ -44,7 +46,7 @@ def test_against_float64(case: Case, with_dlse: bool) -> None:
 
 
 @SETTINGS
-@given(cases, st.tuples(*5 * [st.sampled_from(LAYOUTS)]), st.integers(1, 8), st.integers(1, 8), st.integers(0, 99))
+@given(cases, st.tuples(*5 * [LAYOUT]), st.integers(1, 8), st.integers(1, 8), st.integers(0, 99))
 def test_any_shape_stride_mask_and_tile(case: Case, layouts: Any, block_q: int, block_k: int, seed: int) -> None:
     (dout, dlse), problem = upstream(case, seed), case.problem()
     q, k, v, dout = (layout(x) for layout, x in zip(layouts[:4], (*case.arrays(seed), dout), strict=True))

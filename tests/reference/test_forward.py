@@ -12,16 +12,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from libraries import problem_of, same
-from oracle import ULPS, Array, assert_attention, assert_units
-from problems import LAYOUTS, MASKED, cases, parts_of
+from problems import MASKED, cases, parts_of
 
 from cuflash import reference
 from cuflash.bench.cases import CASES, Case, numpy_dtype
 from cuflash.problem.options import ALGORITHMS
 from cuflash.reference import flash1, flash2, flashd
 from cuflash.reference.tiles import rounded
+from cuflash.selftest.layouts import LAYOUTS
+from cuflash.selftest.oracle import ULPS, Array, assert_attention, assert_units
 
 pytestmark = pytest.mark.filterwarnings("error")
+LAYOUT = st.sampled_from(list(LAYOUTS.values()))
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=150)
 TILED = {"flash1": flash1.forward, "flash2": flash2.forward, "flashd": flashd.forward}
 
@@ -118,7 +120,7 @@ def test_flash_d_key_after_key(spread: float) -> None:
 
 
 @SETTINGS
-@given(cases, st.tuples(*3 * [st.sampled_from(LAYOUTS)]), st.integers(1, 8), st.integers(1, 8), st.integers(0, 99))
+@given(cases, st.tuples(*3 * [LAYOUT]), st.integers(1, 8), st.integers(1, 8), st.integers(0, 99))
 def test_any_shape_stride_mask_and_tile(case: Case, layouts: Any, block_q: int, block_k: int, seed: int) -> None:
     q, k, v = (layout(x) for layout, x in zip(layouts, case.arrays(seed), strict=True))
     for name in ALGORITHMS:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from problems import MASKED
 
@@ -16,6 +15,7 @@ from cuflash import reference
 from cuflash.bench.cases import Case
 from cuflash.problem.mask import Mask
 from cuflash.reference import flash1, flash2, flashd
+from cuflash.selftest import oracle
 
 GIB = 2**30
 LONG = Case("long", 1, 16384, 16384, 8, 8, 64, 64, "float32", causal=True)

@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from libraries import same
-from sequences import FAR, Made, Sequences, assembled, check, made
 
 import cuflash
 from cuflash import reference
@@ -22,6 +20,8 @@ from cuflash.problem.options import ALGORITHMS, Options
 from cuflash.problem.problem import Problem
 from cuflash.reference import sequences
 from cuflash.reference.sequences import One, each, rows_of, run
+from cuflash.selftest import oracle
+from cuflash.selftest.sequences import FAR, Made, Sequences, assembled, check, made
 
 pytestmark = pytest.mark.filterwarnings("error")
 PAGED = Sequences("paged", (3, 1, 0, 9), (40, 17, 5, 33), "packed", "paged", used_k=True, page_size=3)

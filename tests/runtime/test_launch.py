@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import oracle
 import pytest
 from libraries import bits, poisoned
-from problems import every_second, far_apart, heads_first, need_memory, odd_rows, odd_start, reversed_keys, wide_rows
+from problems import far_apart, need_memory
 from workers import run_threads
 
 import cuflash
 from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError
 from cuflash.planning import device
+from cuflash.selftest import oracle
+from cuflash.selftest.layouts import every_second, heads_first, odd_rows, odd_start, reversed_keys, wide_rows
 
 pytestmark = pytest.mark.gpu
 

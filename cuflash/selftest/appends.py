@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from oracle import Array
 
-from cuflash.bench.cases import numpy_dtype
+import cuflash
+
+from ..bench.cases import numpy_dtype
+from .layouts import host, identical
+from .oracle import Array, demand
 
 Arguments = dict[str, Any]
 WRITTEN = "k_cache", "v_cache"
@@ -81,7 +84,7 @@ def expected(call: Arguments) -> tuple[Array, ...]:
     num_pages, page_size = k_cache.shape[:2]
     table, cached = call.get("page_table"), call.get("cache_batch_idx")
     capacity = page_size * (1 if table is None else table.shape[1])
-    q_out = np.zeros_like(call["q"]) if "q" in call else None
+    q_out: Any = np.zeros_like(call["q"]) if "q" in call else None
     for b, length in enumerate(call["seqused_k"].tolist()):
         used = min(max(length, 0), capacity)
         for i, row in enumerate(rows_of(call, "k", b)):
@@ -128,3 +131,22 @@ def made(call: Arguments, make: Callable[[Array], Any], **layouts: Callable[[Any
     """The call with its arrays in another library, and those that are named in another layout."""
     found = {name: make(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
     return found | {name: layout(found[name]) for name, layout in layouts.items() if name in found}
+
+
+def check(call: Arguments, xp: Any, **layouts: Callable[[Any], Any]) -> None:
+    """Makes the call and compares all bits of what it wrote and returned; what it read must be the same as before."""
+    arguments = made(call, xp.asarray, **layouts)
+    before = {name: x.copy() for name, x in arguments.items() if hasattr(x, "copy")}
+    wanted = expected(call)
+    result = cuflash.append_kv(**arguments)
+    demand((result is None) == ("q" not in call), "append_kv returns rows of q if, and only if, it is given some")
+    got = arguments["k_cache"], arguments["v_cache"], *([] if result is None else [result])
+    demand(identical(map(dense, got), wanted), "caches or rows of q are not those wanted, bit for bit")
+    read = before.keys() - {"k_cache", "v_cache"}
+    same = identical([dense(arguments[name]) for name in read], [dense(before[name]) for name in read])
+    demand(same, "append_kv changed an array that it reads")
+
+
+def dense(x: Any) -> Array:
+    """A contiguous copy in host memory."""
+    return np.ascontiguousarray(host(x))

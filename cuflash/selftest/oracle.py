@@ -11,12 +11,22 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.bench.cases import Case, numpy_dtype
-from cuflash.problem.problem import Problem
+from ..bench.cases import Case, numpy_dtype
+from ..problem.problem import Problem
 
 Array = np.ndarray[Any, Any]
 # why: a float32 sum in another order differs by a few units, and in float64 the oracle is no better than the result.
 ULPS = {"float16": 1, "bfloat16": 1, "float32": 4, "float64": 16}
+
+
+class MismatchError(AssertionError):
+    """A result that is not what the contract says."""
+
+
+def demand(holds: object, what: str) -> None:
+    """Raises MismatchError with this text unless it holds. why no assert: Python may run without."""
+    if not holds:
+        raise MismatchError(what)
 
 
 def attention64(
@@ -26,9 +36,7 @@ def attention64(
     return _forward(_problem(problem), q, k, v, np.dtype(np.float64), None, there)
 
 
-def naive(
-    problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None
-) -> tuple[Array, Array]:
+def naive(problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None) -> tuple[Array, Array]:
     """The same done naively in the problem's own precision: `out` in its out_dtype, `lse` in float32.
 
     16-bit: products in float32, the scores rounded to 16 bits, softmax in float32, p rounded to 16 bits. `lse` is of
@@ -67,14 +75,15 @@ def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float
     be exact.
     """
     got = np.asarray(got)
-    assert got.shape == exact.shape, f"{name}: shape {got.shape}, wanted {exact.shape}"
+    demand(got.shape == exact.shape, f"{name}: shape {got.shape}, wanted {exact.shape}")
     wide, reference = got.astype(np.float64), naive.astype(np.float64)
     for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         differ = np.argwhere(test(wide) != test(exact))
-        assert not len(differ), (
-            f"{name}: {kind} in {int(test(wide).sum())} places, wanted in {int(test(exact).sum())}; "
-            f"{len(differ)} differ, the first at {tuple(int(i) for i in differ[0])}"
-        )
+        if len(differ):
+            raise MismatchError(
+                f"{name}: {kind} in {int(test(wide).sum())} places, wanted in {int(test(exact).sum())}; "
+                f"{len(differ)} differ, the first at {tuple(int(i) for i in differ[0])}"
+            )
     finite = np.isfinite(exact)
     if not finite.any():
         return
@@ -85,10 +94,11 @@ def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float
     worst = np.unravel_index(int(error.argmax()), error.shape)
     largest = float(error[worst])
     ratio = largest / bound if bound else np.inf
-    assert largest <= bound, (
+    demand(
+        largest <= bound,
         f"{name}: error {largest:.3e} is over the bound {bound:.3e}, ratio {ratio:.2f}, at "
         f"{tuple(int(i) for i in worst)}: got {wide[worst]:.8g}, exact {exact[worst]:.8g}, "
-        f"naive {reference[worst]:.8g}"
+        f"naive {reference[worst]:.8g}",
     )
 
 

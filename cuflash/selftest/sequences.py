@@ -1,4 +1,4 @@
-"""Sequences of several lengths in tests: problems, where their rows lie, and what float64 says of each by itself.
+"""Sequences of several lengths: problems, where their rows lie, and what float64 says of each by itself.
 
 A `Sequences` says how many queries and keys each sequence has and which arrays tell so. `made` draws the arrays and
 notes where the rows of each sequence are; every other row holds NaN. What is expected is put together sequence by
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import oracle
-from gradients import Given, units_of
-from libraries import host
-from oracle import ULPS, Array
-from problems import laid_out
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
+
+from ..bench.cases import Case, numpy_dtype
+from . import oracle
+from .gradients import Given, units_of
+from .layouts import host, laid_out
+from .oracle import ULPS, Array, demand
 
 FAR = 2**31 - 1
 Index = tuple[Array, Array]  # the first two indices of each row of a sequence
@@ -153,9 +153,9 @@ def _laid_out(of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int
     side_k = _placed("k", of, rng)
     (heads_q, heads_kv), (dim, dim_v), dtype = of.heads, of.dims, numpy_dtype(of.dtype)
     shapes = (*side_q.shape, heads_q, dim), (*side_k.shape, heads_kv, dim), (*side_k.shape, heads_kv, dim_v)
-    arrays = [draw(shape).astype(dtype, copy=False) for shape in shapes]
+    q, k, v = (draw(shape).astype(dtype, copy=False) for shape in shapes)
     there = [np.ones(count, bool) for count in of.keys]
-    return Made(of, *arrays, side_q.told | side_k.told, side_q.rows, side_k.rows, there)
+    return Made(of, q, k, v, side_q.told | side_k.told, side_q.rows, side_k.rows, there)
 
 
 def _placed(side: str, of: Sequences, rng: np.random.Generator) -> Placed:
@@ -273,11 +273,12 @@ def check(given: Made, out: Any, lse: Any) -> None:
     units = {"out": np.abs(v).max(initial=0.0) * (1.0 + walk), "lse": 1.0 + score}
     for name, got in (("out", out), ("lse", lse)):
         if got is not None:
-            assert host(got).shape == (wanted[name][0][0] if "cu_seqlens_q" in given.told else wanted[name][0]).shape
+            shape = (wanted[name][0][0] if "cu_seqlens_q" in given.told else wanted[name][0]).shape
+            demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, wanted {shape}")
             full = host(got).reshape(wanted[name][0].shape)
             oracle.assert_close(name, full, *wanted[name], ulps=max(4, ULPS[of.dtype]), unit=units[name])
             if name == "out":
-                assert not full[given.unused("q")].any()
+                demand(not full[given.unused("q")].any(), "rows of out that no sequence uses are not 0")
 
 
 def upstream(given: Made, seed: int = 7) -> tuple[Array, Array]:
@@ -301,8 +302,11 @@ def gradients(given: Made, xp: Any, *, dlse: bool = True, unused: float = np.nan
     return cuflash.backward(dout, out=out, lse=lse, dlse=upstream_lse if dlse else None, **arguments, **more)
 
 
-def check_gradients(given: Made, got: Sequence[Any], *, dlse: bool = True) -> None:
-    """Holds dq, dk and dv against float64, and rows of no sequence against 0; the tolerances of `gradients.check`."""
+def check_gradients(given: Made, got: Sequence[Any], *, dlse: bool = True, ulps: float = 2.0) -> None:
+    """Holds dq, dk and dv against float64, and rows of no sequence against 0; the tolerances of `gradients.check`.
+
+    ulps: units of the floor, as many times as the dtype has.
+    """
     of, (dout, upstream_lse) = given.of, upstream(given)
     arrays = given.q, given.k, given.v
     exact, near = ([np.zeros(x.shape) for x in arrays] for _ in range(2))
@@ -316,16 +320,17 @@ def check_gradients(given: Made, got: Sequence[Any], *, dlse: bool = True) -> No
     units = [0.0, 0.0, 0.0]
     if of.dtype in ("float32", "float64"):
         near = [x + (x - wanted) for x, wanted in zip(near, exact, strict=True)]
-        cleared = [np.nan_to_num(x.astype("f8")) for x in (dout, *arrays, upstream_lse)]
-        units = units_of(Case("units", 1, 1, 1, *of.heads, *of.dims, of.dtype, softmax_scale=of.softmax_scale),
-                         Given(*cleared[:4], None, None, cleared[4] if dlse else None))  # fmt: skip
+        of_dout, q, k, v, of_lse = (np.nan_to_num(x.astype("f8")) for x in (dout, *arrays, upstream_lse))
+        scale = Case("units", 1, 1, 1, *of.heads, *of.dims, of.dtype, softmax_scale=of.softmax_scale)
+        units = units_of(scale, Given(of_dout, q, k, v, None, None, of_lse if dlse else None))
     sides = ("q", "k", "k")
     for side, x, like, wanted, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
-        assert host(x).dtype == like.dtype
-        assert host(x).shape == (like[0] if f"cu_seqlens_{side}" in given.told else like).shape
+        found_kind = host(x).shape, host(x).dtype
+        wanted_kind = (like[0] if f"cu_seqlens_{side}" in given.told else like).shape, like.dtype
+        demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
         full = host(x).reshape(like.shape)
-        oracle.assert_close("gradient", full, wanted, naive, ulps=2 * ULPS[of.dtype], unit=unit)
-        assert not full[given.unused(side)].any()
+        oracle.assert_close("gradient", full, wanted, naive, ulps=ulps * ULPS[of.dtype], unit=unit)
+        demand(not full[given.unused(side)].any(), f"the gradient of unused rows of {side} is not 0")
 
 
 # Lengths and head dims of problems that are drawn: for any machine, and around the tiles of kernels.
@@ -335,7 +340,13 @@ KERNEL_DIMS = ((64, 64), (128, 128), (96, 96), (64, 128), (256, 256), (40, 72))
 
 
 def drawn(
-    seed: int, lengths: Sequence[int] = FEW, dims: Sequence[tuple[int, int]] = SMALL_DIMS, *, gradients: bool = False
+    seed: int,
+    lengths: Sequence[int] = FEW,
+    dims: Sequence[tuple[int, int]] = SMALL_DIMS,
+    *,
+    gradients: bool = False,
+    dtypes: Sequence[str] = ("float16", "bfloat16", "float32"),
+    batch: Sequence[int] = (0, 1, 2, 3, 5),
 ) -> Sequences:
     """A problem of any combination of arguments. gradients: one that `backward` takes."""
     rng = np.random.default_rng(seed)
@@ -344,12 +355,12 @@ def drawn(
         return values[rng.integers(len(values))]
 
     def some(place: str, used: bool, size: int = 1) -> tuple[int, ...]:
-        counts = [one_of(*lengths) for _ in range(batch)]
+        counts = [one_of(*lengths) for _ in range(count)]
         if place != "packed" and not used:  # all are as long as the axis, or as the whole pages
-            counts = [-(-one_of(*lengths) // size) * size] * batch
+            counts = [-(-one_of(*lengths) // size) * size] * count
         return tuple(counts)
 
-    batch = one_of(0, 1, 2, 3, 5)
+    count = one_of(*batch)
     place_q, place_k = one_of("packed", "rectangle"), one_of("packed", "rectangle", "cache", "paged")
     place_k = one_of("packed", "rectangle") if gradients else place_k
     page_size, heads_kv = one_of(1, 3, 16, 64), one_of(1, 2)
@@ -363,14 +374,14 @@ def drawn(
         place_k,
         used_q,
         used_k,
-        tuple(rng.integers(0, 5, batch).tolist()) if used_q else (),
-        tuple(rng.integers(0, 5, batch).tolist()) if used_k else (),
+        tuple(rng.integers(0, 5, count).tolist()) if used_q else (),
+        tuple(rng.integers(0, 5, count).tolist()) if used_k else (),
         page_size,
         gaps=one_of((0, 0), (1, 0), (3, 5)),
         bounded=one_of(True, False),
         heads=(heads_kv * one_of(1, 2, 4), heads_kv),
         dims=one_of(*dims),
-        dtype=one_of("float16", "bfloat16", "float32"),
+        dtype=one_of(*dtypes),
         causal=one_of(True, False),
         window_size=one_of((-1, -1), (-1, -1), (3, -1), (-1, 2), (4, 4), (70, 9)),
         diagonal_offset=one_of(None, None, -3, 0, 4, 1000, -1000),

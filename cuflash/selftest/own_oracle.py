@@ -1,4 +1,4 @@
-"""Scores and weights of the caller's own in tests: whole matrices in float64, the same naively, and the tolerances.
+"""Scores and weights of the caller's own: whole matrices in float64, the same naively, and the tolerances.
 
 Functions are traced, and their values and derivatives are those of `cuflash.reference.mods` and `cuflash.mods`, which
 have tests of their own; all else is written straight from the contract. As in `oracle`, the naive computation rounds
@@ -12,17 +12,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from libraries import host
-from oracle import ULPS, Array, assert_close
-from sequences import Index, Made
 
-from cuflash.bench.cases import Case, numpy_dtype
-from cuflash.mods.build import build, constant, rebuilt
-from cuflash.mods.derivative import differentiate
-from cuflash.mods.graph import Graph, Node, post_order, variable
-from cuflash.mods.trace import trace
-from cuflash.reference import dropout
-from cuflash.reference.mods import evaluate, place_of
+from ..bench.cases import Case, numpy_dtype
+from ..mods.build import build, constant, rebuilt
+from ..mods.derivative import differentiate
+from ..mods.graph import Graph, Node, post_order, variable
+from ..mods.trace import trace
+from ..problem.dropout import SHARES, share_kept
+from ..reference import dropout
+from ..reference.mods import evaluate, place_of
+from .layouts import host
+from .oracle import ULPS, Array, assert_close
+from .sequences import Index, Made
 
 LEAST_SCORE = -1e37
 SCORE = variable("score")
@@ -44,15 +45,15 @@ class Own(NamedTuple):
     def of(cls, arguments: dict[str, Any]) -> Own:
         """Of the arguments of a call on NumPy arrays."""
         names = [name for name in ("score_mod", "mask_mod") if arguments.get(name)]
-        graphs = {name: trace(arguments[name], name) for name in names}
-        told = {name: x for name, x in arguments.items() if name in cls._fields and name not in graphs}
+        graphs: dict[str, Any] = {name: trace(arguments[name], name) for name in names}
+        told: dict[str, Any] = {name: x for name, x in arguments.items() if name in cls._fields and name not in graphs}
         bias = told.get("bias")
         if bias is not None:
             told["bias"] = np.asarray(bias)[(None,) * (4 - np.ndim(bias))]
         if not isinstance(told.get("dropout_seed", 0), int):
             told["dropout_seed"] = int(np.asarray(told["dropout_seed"]).reshape(()))
         # why: the bias has four axes now, and is found by identity.
-        wanted = tuple(told.get("bias") if x is bias else x for x in told.pop("captured_grads", ()))
+        wanted: Any = tuple(told.get("bias") if x is bias else x for x in told.pop("captured_grads", ()))
         return cls(**graphs, **told, captured_grads=wanted)
 
 
@@ -70,9 +71,10 @@ class Given:
 
     @classmethod
     def dense(cls, case: Case, arrays: tuple[Array, Array, Array]) -> Given:
-        sides = ([(np.full(n, b), np.arange(n)) for b in range(case.batch)] for n in (case.seqlen_q, case.seqlen_k))
+        lengths = case.seqlen_q, case.seqlen_k
+        queries, keys = ([(np.full(n, b), np.arange(n)) for b in range(case.batch)] for n in lengths)
         there = [np.ones(case.seqlen_k, bool)] * case.batch
-        return cls(lambda number: case, *arrays, *sides, there)
+        return cls(lambda number: case, *arrays, queries, keys, there)
 
     @classmethod
     def of_lengths(cls, made: Made) -> Given:
@@ -95,7 +97,7 @@ class OneSequence:
         self.q = q.swapaxes(0, 1)
         self.k, self.v = (np.repeat(x.swapaxes(0, 1), self.group, axis=0) for x in (k, v))
         heads, m, n = self.of.heads_q, len(q), len(k)
-        self.places = {
+        self.places: dict[str, Any] = {
             "b": number, "h": np.arange(heads)[:, None, None], "q_idx": np.arange(m)[:, None], "k_idx": np.arange(n),
             "seqlen_q": m, "seqlen_k": n,
         }  # fmt: skip
@@ -127,14 +129,14 @@ class OneSequence:
             self.lse, self.of_keys = (np.logaddexp(each, x) for each in (self.lse, self.of_keys))
         self.p = np.where(np.isneginf(s), 0, np.exp(s - self.of_keys[..., None]))
         # why: what nobody sees is taken out rather than weighed with 0, because 0 * NaN is NaN.
-        sees = ~np.isneginf(s)
+        sees: Array = ~np.isneginf(s)
         of_group = sees.reshape(self.of.heads_kv, self.group, *sees.shape[1:]).any(axis=(1, 2))
         seen = np.repeat(of_group, self.group, axis=0)[..., None]
         self.k, self.v = np.where(seen, self.k, 0), np.where(seen, self.v, 0)
-        self.q = np.where(sees.any(axis=2)[..., None], self.q, 0)
+        self.q = np.where(sees.any(axis=2, keepdims=True), self.q, 0)
         self.kept: Any = self.work(1)
         if self.own.dropout_p:
-            share = dropout.share_kept(self.own.dropout_p) / dropout.SHARES
+            share = share_kept(self.own.dropout_p) / SHARES
             indices = (self.places[name] for name in ("b", "h", "q_idx", "k_idx"))
             stay = dropout.is_kept(self.own.dropout_seed, self.own.dropout_p, *indices)
             self.kept = np.where(stay, 1 / share, 0).astype(self.work)
@@ -231,7 +233,8 @@ def _lse(s: Array) -> Array:
 
 def _add_at(total: Array, at: tuple[Any, ...], what: Array) -> None:
     if total.size:
-        np.add.at(total, tuple(np.broadcast_to(index, what.shape) for index in at) or ..., what if at else what.sum())
+        where: Any = tuple(np.broadcast_to(index, what.shape) for index in at) or ...
+        np.add.at(total, where, what if at else what.sum())
 
 
 def _precisions(dtype: str) -> tuple[tuple[Any, Any], tuple[Any, Any]]:

@@ -1,0 +1,128 @@
+"""Dense trials: calls whose sequences have one length, their gradients, and merges of parts of the keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+import cuflash
+
+from ..bench.cases import Case, numpy_dtype
+from . import oracle
+from .draw import DTYPES, Draw
+from .gradients import Given, backward, upstream
+from .gradients import check as check_gradients
+from .layouts import LAYOUTS, host, identical, is_clean_beside
+from .oracle import ULPS, Array, demand
+
+FEW = 32  # rows or keys
+
+
+def check(case: Case, arrays: list[Array], out: Any, lse: Any, **options: Any) -> None:
+    """Holds out and lse against float64; None is not asked for.
+
+    why units: a handful of numbers has a handful of errors, of which the naive computation may be free. Sums err by
+    units of what they are sums of: out by those of v; scores, and lse with them, by those of products of q and k.
+    """
+    problem = case.problem(**options)
+    exact, naive = oracle.attention64(problem, *arrays), oracle.naive(problem, *arrays)
+    norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in arrays[:2]]
+    score = problem.softmax_scale * norms[0] * norms[1]
+    largest, ulps = 0.0, 2.0 * ULPS[case.dtype]
+    if min(case.seqlen_q, case.seqlen_k) < FEW or case.dtype == "float32":
+        # float32 scores are not rounded afterwards: their errors, which add up as a random walk does, show in out.
+        walk = score / case.head_dim**0.5 if case.dtype == "float32" else 0.0
+        largest, ulps = float(np.abs(arrays[2]).max(initial=0.0)) * (1.0 + walk), 4
+    if out is not None:
+        oracle.assert_close("out", host(out), exact[0], naive[0], ulps=ulps, unit=largest)
+    if lse is not None:
+        oracle.assert_close("lse", host(lse), exact[1], naive[1], ulps=4, unit=1.0 + score)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """One problem: forward, the same again, lse, and gradients unless `backward` is None.
+
+    layouts: of q, k and v. out: the layout of an array for out that the caller gives, "" for none.
+    """
+
+    case: Case
+    seed: int
+    layouts: tuple[str, str, str]
+    out: str
+    forward: dict[str, Any] = field(default_factory=dict)
+    backward: dict[str, Any] | None = None
+
+    @classmethod
+    def drawn(cls, family: Draw, draw: Draw) -> Dense:
+        dtype, dims = family.one_of(*DTYPES), family.dims()
+        algorithm = family.one_of("flash2", "flash2", "flash2", "flash1", "flashd", "standard")
+        names = tuple(LAYOUTS) if draw.chance(0.5) else ("dense",)
+        forward = {"algorithm": algorithm} | draw.one_of({}, {"num_splits": draw.one_of(1, 2, 5)}, {})
+        if family.chance(0.2):
+            forward["out_dtype"] = "float32"
+        backward = {"deterministic": draw.chance(0.5)} if family.chance(0.6) and max(dims) <= 256 else None
+        return cls(
+            draw.case("dense", dtype, dims, **draw.mask()),
+            draw.seed(),
+            (draw.one_of(*names), draw.one_of(*names), draw.one_of(*names)),
+            draw.one_of("", *(name for name in LAYOUTS if name != "one_head_for_all")),
+            forward,
+            backward,
+        )
+
+    def run(self, xp: Any) -> None:
+        """Makes the calls in this array library, and raises MismatchError if one is wrong."""
+        case, asked = self.case, self.case.arguments() | self.forward
+        arrays = [LAYOUTS[name](xp.asarray(x)) for name, x in zip(self.layouts, case.arrays(self.seed), strict=True)]
+        before, (q, k, v) = [host(x).copy() for x in arrays], arrays
+        dtype = numpy_dtype(self.forward.get("out_dtype", case.dtype))
+        target = LAYOUTS[self.out](xp.full(case.out_shape(), xp.nan, dtype)) if self.out else None
+        out, lse = cuflash.forward(q, k, v, return_lse=True, out=target, **asked)
+        demand(target is None or out is target, "the array that was given for out is not what was returned")
+        options = {"out_dtype": self.forward["out_dtype"]} if "out_dtype" in self.forward else {}
+        check(case, before, out, lse, **options)
+        demand(identical(arrays, before), "forward changed an array that it reads")
+        demand(identical(cuflash.forward(q, k, v, return_lse=True, **asked), (out, lse)), "forward does not repeat")
+        check(case, before, None, cuflash.lse(q, k, **case.arguments()))
+        if self.backward is not None:
+            self._check_gradients(Given(None, q, k, v, out, lse), before, self.backward, xp)
+            demand(identical(arrays, before), "backward changed an array that it reads")
+        demand(target is None or is_clean_beside(target), "forward wrote beside the elements of out")
+
+    def _check_gradients(self, given: Given, before: list[Array], asked: dict[str, Any], xp: Any) -> None:
+        dout, dlse = (xp.asarray(x) for x in upstream(self.case, self.seed + 1))
+        given = given._replace(dout=dout, dlse=dlse)
+        found = backward(self.case, given, **asked)
+        q, k, v = before
+        # why twice the units: among so many problems some have less fortunate sums than those of a table.
+        check_gradients(self.case, given._replace(q=q, k=k, v=v), found, ulps=2 * ULPS[self.case.dtype])
+        if asked["deterministic"]:
+            demand(identical(backward(self.case, given, **asked), found), "deterministic gradients do not repeat")
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Attention over parts of the keys, merged to that over all of them."""
+
+    case: Case
+    seed: int
+    cuts: tuple[int, ...]
+
+    @classmethod
+    def drawn(cls, family: Draw, draw: Draw) -> Merge:
+        case = draw.case("merge", family.one_of(*DTYPES), family.dims())
+        count = draw.one_of(1, 2, 3, 9)
+        return cls(case, draw.seed(), tuple(sorted(draw.random.integers(0, case.seqlen_k + 1, count).tolist())))
+
+    def run(self, xp: Any) -> None:
+        """Makes the calls in this array library, and raises MismatchError if one is wrong."""
+        arrays = self.case.arrays(self.seed)
+        q, k, v = (xp.asarray(x) for x in arrays)
+        parts = [(k[:, a:b], v[:, a:b]) for a, b in pairwise((0, *self.cuts, self.case.seqlen_k))]
+        states = [cuflash.forward(q, *part, return_lse=True) for part in parts]
+        out, lse = cuflash.merge_states([out for out, _ in states], [lse for _, lse in states])
+        check(self.case, list(arrays), out, lse)

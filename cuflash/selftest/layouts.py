@@ -1,0 +1,76 @@
+"""Memory layouts of arrays, and how arrays come back to NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+
+def host(x: Any) -> Any:
+    """A NumPy or CuPy array in host memory."""
+    return x.get() if hasattr(x, "get") else x
+
+
+def identical(got: Any, wanted: Any) -> bool:
+    """Whether all arrays are the same bit for bit (NaN equals itself)."""
+    return all(host(x).tobytes() == host(y).tobytes() for x, y in zip(got, wanted, strict=True))
+
+
+def laid_out(
+    x: Any, places: Any = range(4), steps: Any = (1,) * 4, before: Any = (0,) * 4, after: Any = None,
+    fill: float = np.nan,
+) -> Any:  # fmt: skip
+    """x, of NumPy or CuPy, in memory of another layout that holds `fill` around x and between its elements.
+
+    For each axis: its place in memory, the step from element to element, and how many elements memory has before and
+    after those of x (by default as many as before). Where x has fewer axes, it is the last ones that count.
+    """
+    sides = before[-x.ndim :], (after or before)[-x.ndim :]
+    axes = list(zip(x.shape, steps[-x.ndim :], *sides, strict=True))
+    order = np.argsort(places[-x.ndim :])
+    lengths = [begin + n * abs(step) + end for n, step, begin, end in axes]
+    # why NumPy: its functions make an array of the library that x is of.
+    memory = np.full_like(x, fill, order="C", shape=tuple(lengths[axis] for axis in order))
+    forwards = tuple(slice(begin, begin + n * abs(step), abs(step)) for n, step, begin, _ in axes)
+    view = memory.transpose(np.argsort(order).tolist())[forwards]
+    view = view[tuple(slice(None, None, -1 if step < 0 else 1) for step in steps[-x.ndim :])]
+    view[...] = x
+    return view
+
+
+heads_first = partial(laid_out, places=(0, 2, 1, 3))
+fortran = partial(laid_out, places=(3, 2, 1, 0))
+reversed_keys = partial(laid_out, steps=(1, -1, 1, 1))
+reversed_dim = partial(laid_out, steps=(1, 1, 1, -1))
+every_second = partial(laid_out, steps=(1, 1, 1, 2))
+wide_rows = partial(laid_out, before=(0, 0, 0, 8))  # they begin at multiples of 16 bytes
+odd_rows = partial(laid_out, after=(0, 0, 0, 1))
+odd_start = partial(laid_out, before=(0, 0, 0, 1), after=(0, 0, 0, 15))  # with the strides of wide_rows
+
+
+def one_head_for_all(x: Any) -> Any:
+    """All heads are one and the same memory."""
+    return np.broadcast_to(x[:, :, :1], x.shape)
+
+
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "dense": laid_out,
+    "heads_first": heads_first,
+    "reversed_keys": reversed_keys,
+    "reversed_dim": reversed_dim,
+    "every_second": every_second,
+    "fortran": fortran,
+    "one_head_for_all": one_head_for_all,
+}
+
+
+def is_clean_beside(view: Any) -> bool:
+    """Whether memory beside the elements of a view that `laid_out` made still holds NaN. The elements are lost."""
+    view[...] = np.nan
+    whole = view
+    while whole.base is not None:
+        whole = whole.base
+    return bool(np.isnan(host(whole)).all())
