@@ -87,9 +87,10 @@ def attention(
 
     Gradients are those of `cuflash.backward`, also through lse; `deterministic=True` makes them bitwise repeatable.
     They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
-    cache; with dropout it makes one call after the other. To use several devices, call this in `jax.shard_map`, with q,
-    k and v split alike over batch or heads, where b and h count in a shard; under jit alone each device would gather
-    whole arrays. On the CPU it runs in NumPy.
+    cache; with dropout it makes one call after the other. On several devices, plain jit splits a call over batch and kv
+    heads, as q is split (packed rows and caches over heads alone). With functions, bias, sinks or dropout each device
+    would gather whole arrays: call this in `jax.shard_map` there, where b and h count in a shard. On the CPU it runs in
+    NumPy.
 
         out = attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)    # q (total, heads, head_dim)
 

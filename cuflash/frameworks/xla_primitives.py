@@ -29,7 +29,7 @@ from jax.interpreters import ad, batching, mlir
 from ..errors import ProblemError, UnsupportedError
 from ..problem.dtypes import DTYPES
 from ..problem.operands import MISSING_AXES, Op
-from . import xla_ffi, xla_handlers
+from . import xla_ffi, xla_handlers, xla_partition
 from .xla_handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, halved, is_like_lse
 from .xla_own import folded as own_folded
 from .xla_own import is_own
@@ -128,8 +128,8 @@ def _primitive(name: str) -> Any:
     batching.primitive_batchers[made] = functools.partial(_batched, made)
     ad.primitive_jvps[made] = functools.partial(_refuse_derivatives, name)
     mlir.register_lowering(made, functools.partial(_refuse_platform, name))
-    mlir.register_lowering(made, functools.partial(_lower_for_cpu, name), platform="cpu")
-    mlir.register_lowering(made, functools.partial(_lower_for_cuda, name), platform="cuda")
+    for platform, lower in (("cpu", _lower_for_cpu), ("cuda", _lower_for_cuda)):
+        mlir.register_lowering(made, functools.partial(_lower, made, lower), platform=platform)
     return made
 
 
@@ -283,6 +283,13 @@ def _folded(name: str, shape: Shape, size: int, of_heads: bool) -> Shape:
 def _refuse_platform(name: str, context: Any, *operands: Any, static: Static) -> Any:
     platforms = ", ".join(context.module_context.platforms)
     raise UnsupportedError(f"{name} runs on NVIDIA GPUs and the CPU, not on {platforms}; move the arrays there")
+
+
+def _lower(primitive: Any, lower: Any, context: Any, *operands: Any, static: Static) -> Any:
+    partitioned = xla_partition.lowered(primitive, context, operands, static)  # the parts come back here
+    if partitioned is not None:
+        return partitioned
+    return lower(primitive.name, context, *operands, static=static)
 
 
 def _lower_for_cpu(name: str, context: Any, *operands: Any, static: Static) -> Any:
