@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import ProblemError, UnsupportedError
@@ -187,8 +189,43 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
     return *gradients, *(None for _ in Arguments._fields)
 
 
-_attention_op.register_autograd(_differentiate, setup_context=_keep)
-_backward_op.register_autograd(refuse_twice)
+def _register_gradients(made: Any, differentiate: Any, keep: Any = None) -> None:
+    """Registers the gradients of an op, which torch.func takes inside of torch.compile, too.
+
+    why not `register_autograd` alone: its Function is refused where transforms are active. The one that is made here
+    runs at one level of them, whose tensors have no wrapper.
+    """
+    made.register_autograd(differentiate, setup_context=keep)
+    op, count = made._opoverload, len(made._opoverload._schema.arguments)
+
+    class Gradients(Function):
+        @staticmethod
+        def forward(ctx: Any, *operands: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                results = op(*operands)
+            if keep is not None:
+                keep(ctx, operands, results)
+            return results
+
+        backward = staticmethod(differentiate)
+
+    # why not `Gradients.apply`: it asks for rules of transforms.
+    apply: Any = super(Function, Gradients).apply
+
+    def kernel(keys: Any, *operands: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*operands):
+            with enable_single_level_autograd_function():
+                return apply(*operands, *[None] * (count - len(operands)))  # the dispatcher leaves defaults out
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)
+
+    for device in ("CPU", "CUDA"):  # what register_autograd has registered is of all devices, and comes after these
+        _LIBRARY.impl(op._opname, kernel, f"Autograd{device}", with_keyset=True)
+
+
+_LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
+_register_gradients(_attention_op, _differentiate, _keep)
+_register_gradients(_backward_op, refuse_twice)
 
 
 _OF_APPEND = ("page_table", "cache_batch_idx", "cu_seqlens_k", "q", "cu_seqlens_q", "rotary_cos", "rotary_sin")

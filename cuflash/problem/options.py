@@ -45,7 +45,8 @@ def check_integer(name: str, value: Any) -> int:
 
 def _of_array(value: Any) -> str:
     """What to do with an array of one element that is to be a number."""
-    return " (item() of an array of one element is a number)" if hasattr(value, "__dlpack__") else ""
+    hint = " (item() of an array of one element is a number; what is traced has none yet: make it static)"
+    return hint if hasattr(value, "__dlpack__") else ""
 
 
 def check_window(window_size: Any) -> WindowSize:

@@ -86,3 +86,20 @@ def test_programs_of_gradients_hold_the_ops(device: str) -> None:
         assert "cuflash.attention.default" in names
         assert ("cuflash.attention_backward.default" in names) == (function is not functional)
         assert_equal(program(2 * given, k, v), function(2 * given, k, v))
+
+
+def test_one_compiled_graph_holds_gradients_by_function_transforms(device: str) -> None:
+    q, k, v = made(device, grad=False)
+
+    def value(q: Any, k: Any, v: Any) -> Any:
+        return loss(*with_lse(q, k, v, deterministic=True))
+
+    of_all = torch.func.grad(value, (0, 1, 2))
+    of_each = torch.vmap(torch.func.grad(value), in_dims=(0, None, None))
+    together = torch.func.vjp  # of a function of q alone
+    for function, given in ((of_all, q), (of_each, torch.stack([q, -q])), (torch.func.grad_and_value(value), q)):
+        compiled = torch.compile(lambda *x, function=function: function(*x), fullgraph=True, backend="aot_eager")
+        for found, wanted in zip(compiled(given, k, v), function(given, k, v), strict=True):
+            assert_equal(found, wanted)
+    pulled = lambda q: together(lambda x: attention(x, k, v), q)[1](torch.ones_like(q))[0]  # noqa: E731
+    assert_equal(torch.compile(pulled, fullgraph=True, backend="aot_eager")(q), pulled(q))
