@@ -1,0 +1,51 @@
+"""The faults that `.ci/faults` plants are still there to be planted: the tests that catch them run there."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from typing import Any
+
+import pytest
+from workers import ROOT
+
+if not (ROOT / ".ci").is_dir():
+    pytest.skip("needs a checkout", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def faults() -> Any:
+    spec = spec_from_loader("faults", SourceFileLoader("faults", str(ROOT / ".ci" / "faults")))
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    sys.modules["faults"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_each_fault_has_one_place_and_tests(faults: Any) -> None:
+    assert len({fault.name for fault in faults.FAULTS}) == len(faults.FAULTS) >= 30
+    for fault in faults.FAULTS:
+        assert (ROOT / "cuflash" / fault.file).read_text("utf-8").count(fault.right) == 1, fault
+        assert fault.wrong not in ("", fault.right), fault
+        assert all((ROOT / "tests" / name).exists() for name in fault.tests.split()), fault
+
+
+def test_a_fault_that_no_test_sees_is_told(faults: Any, tmp_path: Any) -> None:
+    unseen = faults.Fault("a comment", "problem/mask.py", "Which keys a query sees.", "Which keys.", "test_faults.py")
+    for name in (f"cuflash/{unseen.file}", "tests/test_faults.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    text = (ROOT / "cuflash" / unseen.file).read_text("utf-8")
+    (tmp_path / "cuflash" / unseen.file).write_text(text, "utf-8")
+    (tmp_path / "tests/test_faults.py").write_text("def test_nothing() -> None:\n    pass\n", "utf-8")
+    assert not faults.is_caught(unseen, tmp_path)
+    assert (tmp_path / "cuflash" / unseen.file).read_text("utf-8") == text
+    (tmp_path / "tests/test_faults.py").write_text(
+        "from pathlib import Path\n\n\ndef test_text() -> None:\n"
+        "    assert 'a query sees.' in Path('cuflash/problem/mask.py').read_text('utf-8')\n", "utf-8"
+    )  # fmt: skip
+    assert faults.is_caught(unseen, tmp_path)
+    with pytest.raises(SystemExit, match="has not one 'no such text'"):
+        faults.is_caught(unseen._replace(right="no such text"), tmp_path)
