@@ -1,4 +1,4 @@
-"""Calls with scores and masks of the caller's own in tests: their repetition, and what was launched."""
+"""Calls with scores and masks of the caller's own in tests: a case, and what was launched."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import numpy as np
 
 from cuflash.bench.cases import Case
 from cuflash.runtime import launch
-from cuflash.selftest.functions import Maker, Put
-from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.own import check_backward
+from cuflash.selftest.layouts import host
 from cuflash.selftest.sequences import Made
 
 SMALL = Case("own", 2, 300, 300, 4, 2, 64, 64, "float16")
@@ -22,12 +20,6 @@ SMALL = Case("own", 2, 300, 300, 4, 2, 64, 64, "float16")
 
 def of_lengths(lengths: tuple[int, int], case: Case = SMALL, **more: Any) -> Case:
     return replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1], **more)
-
-
-def check_repeated(make: Maker, of: Case, put: Put, **more: Any) -> None:
-    """Deterministic gradients, held against float64, and bitwise the same when they are made again."""
-    first = check_backward(make, of, put, deterministic=True, **more)
-    assert identical(check_backward(make, of, put, deterministic=True, checked=False, **more), first)
 
 
 def dense_of(made: Made, number: int, x: str, rows: Any) -> Any:

@@ -25,7 +25,7 @@ from ..mods.intervals import Band
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import DTYPES, ITEMSIZE
 from ..problem.lengths import MOST, OPEN
-from ..problem.operands import INTEGERS, LSE_AXES, OF_SEQUENCES, Op, banded, own_op
+from ..problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, OF_SEQUENCES, Op, banded, own_op
 from ..problem.operands import OPS as PUBLIC
 from ..problem.options import Options
 from ..problem.own import Own
@@ -175,6 +175,13 @@ def op_of(target: str, names: tuple[str, ...], own: Own | None = None, grads: tu
 def is_like_lse(name: str) -> bool:
     """Whether an operand has the axes of lse, and so an extra one in XLA."""
     return name in _LIKE_LSE
+
+
+def axes_of(op: Op, name: str, rank_q: int, rank_k: int) -> list[str]:
+    """The axes of an operand in XLA, where q and k have these ranks."""
+    own = op.operands[op.index[name]].axes
+    missing = MISSING_AXES[{"batch_q": rank_q, "batch_k": rank_k}.get(own[0], 4)]
+    return [axis for axis in own if axis not in missing] + ["one"] * is_like_lse(name)
 
 
 def halved(names: Sequence[str], shapes: Iterable[Shape]) -> dict[str, Shape]:

@@ -18,8 +18,8 @@ from jax._src.sharding_impls import GSPMDSharding, ShardingContext
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
-from ..problem.operands import MISSING_AXES, Op
-from .xla_handlers import TOLD, Shape, Static, is_like_lse
+from ..problem.operands import Op
+from .xla_handlers import TOLD, Shape, Static, axes_of
 
 BATCH, HEADS, GROUP = "batch", "heads", "group"  # the factors that may be split, and the query heads of a kv head
 # Told like this, sequences are rows of a batch. With others they are packed, or share a cache.
@@ -115,14 +115,12 @@ class _Parts(NamedTuple):
 def _axes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[list[str]], list[list[str]]]:
     """The axes of the operands and of the results: BATCH and HEADS for what may be split, and others by their names."""
     of_rows = _OF_ROWS.issuperset(name for name in names if name in TOLD)
-    ranks = {"batch_q": len(shapes[0]), "batch_k": len(shapes[1])}
     split = {"heads_q": HEADS, "heads_kv": HEADS}
     split |= dict.fromkeys(("batch_q", "batch_k", "batch"), BATCH) if of_rows else {}
 
     def of(name: str) -> list[str]:
-        own = op.operands[op.index["k" if name == "kv" else name]].axes
-        missing = MISSING_AXES[ranks.get(own[0], 4)]
-        return [split.get(axis, axis) for axis in own if axis not in missing] + ["one"] * is_like_lse(name)
+        named = axes_of(op, "k" if name == "kv" else name, len(shapes[0]), len(shapes[1]))
+        return [split.get(axis, axis) for axis in named]
 
     return [of(name) for name in names], [of(operand.name) for operand in op.outputs]
 

@@ -28,21 +28,18 @@ from jax.interpreters import ad, batching, mlir
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.dtypes import DTYPES
-from ..problem.operands import MISSING_AXES, Op
+from ..problem.operands import Op
 from . import xla_ffi, xla_handlers, xla_partition
-from .xla_handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, halved, is_like_lse
+from .xla_handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, axes_of, halved, is_like_lse
 from .xla_own import folded as own_folded
 from .xla_own import is_own
 
 
 def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
     """Shapes of the results: an axis has the length that it has in the operands, whose shapes are given by name."""
-    ranks = {"batch_q": len(shapes["q"]), "batch_k": len(shapes["k"])}
 
     def axes(name: str) -> list[str]:
-        own = op.operands[op.index[name]].axes
-        named = [axis for axis in own if axis not in MISSING_AXES[ranks.get(own[0], 4)]]
-        return [*named, "one"] if is_like_lse(name) else named
+        return axes_of(op, name, len(shapes["q"]), len(shapes["k"]))
 
     lengths = {"one": 1}
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Calls of `append_kv` in tests, and what they must leave behind: position by position and pair by pair."""
+"""Calls of `append_kv`, and what they must leave behind: position by position and pair by pair."""
 
 from __future__ import annotations
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
-
 import cuflash
 
 from ..bench.cases import Case, numpy_dtype
@@ -16,30 +14,20 @@ from .draw import DTYPES, Draw
 from .gradients import Given, backward, upstream
 from .gradients import check as check_gradients
 from .layouts import LAYOUTS, host, identical, is_clean_beside
-from .oracle import ULPS, Array, demand
-
-FEW = 32  # rows or keys
+from .oracle import FEW, ULPS, Array, demand
 
 
-def check(case: Case, arrays: list[Array], out: Any, lse: Any, **options: Any) -> None:
-    """Holds out and lse against float64; None is not asked for.
-
-    why units: a handful of numbers has a handful of errors, of which the naive computation may be free. Sums err by
-    units of what they are sums of: out by those of v; scores, and lse with them, by those of products of q and k.
-    """
+def check(case: Case, arrays: list[Array], out: Any, *lses: Any, **options: Any) -> None:
+    """Holds out, and lse of one call or several, against float64."""
     problem = case.problem(**options)
     exact, naive = oracle.attention64(problem, *arrays), oracle.naive(problem, *arrays)
-    norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in arrays[:2]]
-    score = problem.softmax_scale * norms[0] * norms[1]
-    largest, ulps = 0.0, 2.0 * ULPS[case.dtype]
-    if min(case.seqlen_q, case.seqlen_k) < FEW or case.dtype == "float32":
-        # float32 scores are not rounded afterwards: their errors, which add up as a random walk does, show in out.
-        walk = score / case.head_dim**0.5 if case.dtype == "float32" else 0.0
-        largest, ulps = float(np.abs(arrays[2]).max(initial=0.0)) * (1.0 + walk), 4
-    if out is not None:
-        oracle.assert_close("out", host(out), exact[0], naive[0], ulps=ulps, unit=largest)
-    if lse is not None:
-        oracle.assert_close("lse", host(lse), exact[1], naive[1], ulps=4, unit=1.0 + score)
+    q, k, v = arrays
+    unit, unit_of_lse = oracle.units_of(problem.softmax_scale, q, k, v, case.dtype)
+    needs_units = min(case.seqlen_q, case.seqlen_k) < FEW or case.dtype == "float32"
+    unit, ulps = (unit, 4.0) if needs_units else (0.0, 2.0 * ULPS[case.dtype])
+    oracle.assert_close("out", host(out), exact[0], naive[0], ulps=ulps, unit=unit)
+    for lse in lses:
+        oracle.assert_close("lse", host(lse), exact[1], naive[1], ulps=4, unit=unit_of_lse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +74,9 @@ class Dense:
         first = [host(x).copy() for x in (out, lse)]
         demand(target is None or out is target, "the array that was given for out is not what was returned")
         options = {"out_dtype": self.forward["out_dtype"]} if "out_dtype" in self.forward else {}
-        check(case, before, out, lse, **options)
         demand(identical(arrays, before), "forward changed an array that it reads")
+        check(case, before, out, lse, cuflash.lse(q, k, **case.arguments()), **options)
         demand(identical(cuflash.forward(q, k, v, **asked), first), "forward does not repeat")
-        check(case, before, None, cuflash.lse(q, k, **case.arguments()))
         if self.backward is not None:
             self._check_gradients(Given(None, q, k, v, out, lse), before, self.backward, xp)
             demand(identical(arrays, before), "backward changed an array that it reads")

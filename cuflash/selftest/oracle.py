@@ -17,6 +17,7 @@ from ..problem.problem import Problem
 Array = np.ndarray[Any, Any]
 # why: a float32 sum in another order differs by a few units, and in float64 the oracle is no better than the result.
 ULPS = {"float16": 1, "bfloat16": 1, "float32": 4, "float64": 16}
+FEW = 32  # rows or keys: so few numbers have a handful of errors, of which the naive computation may be free
 
 
 class MismatchError(AssertionError):
@@ -100,6 +101,18 @@ def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float
         f"{tuple(int(i) for i in worst)}: got {wide[worst]:.8g}, exact {exact[worst]:.8g}, "
         f"naive {reference[worst]:.8g}",
     )
+
+
+def units_of(scale: float, q: Array, k: Array, v: Array, dtype: str) -> tuple[float, float]:
+    """The units in which out and lse err: sums err by units of what they are sums of.
+
+    Those of out are of v; those of scores, and of lse with them, are of products of q and k.
+    """
+    norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in (q, k)]
+    score = scale * norms[0] * norms[1]
+    # float32 scores are not rounded afterwards: their errors, which add up as a random walk does, show in out.
+    walk = score / q.shape[3] ** 0.5 if dtype == "float32" else 0.0
+    return float(np.abs(v).max(initial=0.0)) * (1.0 + walk), 1.0 + score
 
 
 def assert_units(name: str, got: Any, exact: Any, ulps: float, unit: float = 0.0) -> None:

@@ -11,10 +11,10 @@ import cuflash
 
 from ..bench.cases import Case, numpy_dtype
 from .functions import Arguments, Maker, Put
-from .layouts import host
+from .layouts import host, identical
 from .oracle import demand
 from .own_oracle import Given, Own, check, check_gradients
-from .sequences import Made, upstream
+from .sequences import Made, check_unused, upstream
 
 
 def own_of(make: Maker, of: Case) -> Own:
@@ -70,6 +70,13 @@ def check_backward(
     return (*found[:3], *of_arrays)
 
 
+def check_repeated(make: Maker, of: Case, put: Put, **more: Any) -> None:
+    """Deterministic gradients, held against float64, and bitwise the same when they are made again."""
+    first = check_backward(make, of, put, deterministic=True, **more)
+    again = check_backward(make, of, put, deterministic=True, checked=False, **more)
+    demand(identical(again, first), "deterministic gradients do not repeat")
+
+
 def bounds_case(made: Made) -> Case:
     """What a function is told of several lengths: their number and their bounds."""
     of, problem = made.of, (len(made.of.queries), max(made.of.queries, default=0), max(made.of.keys, default=0))
@@ -83,11 +90,8 @@ def check_of_lengths(make: Maker, given: Made, xp: Any, deterministic: Sequence[
     whole, of_numpy = Given.of_lengths(given), own_of(make, of)
     out, lse = cuflash.forward(**arguments, return_lse=True, **own)
     check(whole, of_numpy, out, lse)
+    check_unused(given, "q", out)
     unused = given.unused("q")
-    demand(
-        not host(out).reshape(*unused.shape, *out.shape[-2:])[unused].any(),
-        "rows of out that no sequence uses are not 0",
-    )
     lse_of_rows = host(lse).reshape(len(unused), of.heads_q, unused.shape[1]).swapaxes(1, 2)
     demand(np.isneginf(lse_of_rows[unused]).all(), "lse of rows that no sequence uses is not -inf")
     keys_alone = {name: x for name, x in (arguments | own).items() if name != "v" and not name.startswith("dropout")}
@@ -100,6 +104,4 @@ def check_of_lengths(make: Maker, given: Made, xp: Any, deterministic: Sequence[
         found = cuflash.backward(dout.reshape(out.shape), **state, deterministic=fixed)
         check_gradients(whole, of_numpy, *upstream(given), found)
         for x, side in zip(found, "qkk", strict=True):
-            unused = given.unused(side)
-            rows = host(x).reshape(*unused.shape, *x.shape[-2:])[unused]
-            demand(not rows.any(), f"the gradient of unused rows of {side} is not 0")
+            check_unused(given, side, x)

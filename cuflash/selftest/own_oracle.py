@@ -22,7 +22,7 @@ from ..problem.dropout import SHARES, share_kept
 from ..reference import dropout
 from ..reference.mods import evaluate, place_of
 from .layouts import host
-from .oracle import ULPS, Array, assert_close
+from .oracle import FEW, ULPS, Array, assert_close
 from .sequences import Index, Made
 
 LEAST_SCORE = -1e37
@@ -254,7 +254,7 @@ def check(given: Given, own: Own, out: Any, lse: Any = None) -> None:
             whole[rows], lse_[rows] = one.out.swapaxes(0, 1), one.lse.T
             for s in (one.raw, one.s):
                 score = max(score, float(np.abs(s[np.isfinite(s)]).max(initial=0.0)))
-    few = min(min((len(rows[0]) for rows in side), default=0) for side in (given.queries, given.keys)) < 32
+    few = min(min((len(rows[0]) for rows in side), default=0) for side in (given.queries, given.keys)) < FEW
     if dtype in ("float32", "float64"):
         with np.errstate(invalid="ignore"):
             outs[1], lses[1] = (near + (near - exact) for exact, near in (outs, lses))
@@ -286,7 +286,7 @@ def check_gradients(
     steepest, few = 1.0, False
     for number, (rows, keys) in enumerate(zip(given.queries, given.keys, strict=True)):
         of_lse = None if dlse is None else dlse.swapaxes(1, 2)[rows].T
-        few |= min(len(rows[0]), len(keys[0])) < 32
+        few |= min(len(rows[0]), len(keys[0])) < FEW
         for (work, rounded), whole, totals in zip(_precisions(dtype), wholes, sums, strict=True):
             one = OneSequence(given, own, number, work, rounded)
             got = one.pulled(dout[rows], of_lse)

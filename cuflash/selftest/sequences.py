@@ -17,6 +17,7 @@ import cuflash
 
 from ..bench.cases import Case, numpy_dtype
 from . import oracle
+from .draw import DTYPES, Draw
 from .gradients import Given, units_of
 from .layouts import host, laid_out
 from .oracle import ULPS, Array, demand
@@ -259,26 +260,30 @@ def assembled(given: Made) -> dict[str, tuple[Array, Array]]:
     return {"out": (outs[0], outs[1]), "lse": (exact, near)}
 
 
-def check(given: Made, out: Any, lse: Any) -> None:
-    """Holds out and lse, where they are not None, against float64, and rows of no sequence against 0 and -inf.
+def check(given: Made, out: Any, *lses: Any) -> None:
+    """Holds out, and lse of one call or several, against float64, and rows of no sequence against 0 and -inf.
 
-    The units of the tolerance rule are those of `test_gpu_agrees_on_random_problems`: short sequences have a handful
-    of errors, and sums err by units of what they are sums of.
+    What is None is not asked for. why units: short sequences have a handful of errors.
     """
     of, wanted = given.of, assembled(given)
     q, k, v = (np.nan_to_num(x.astype("f8")) for x in (given.q, given.k, given.v))
-    norms = [np.linalg.norm(x, axis=3).max(initial=0.0) for x in (q, k)]
-    score = (of.softmax_scale or of.dims[0] ** -0.5) * norms[0] * norms[1]
-    walk = score / of.dims[0] ** 0.5 if of.dtype == "float32" else 0.0
-    units = {"out": np.abs(v).max(initial=0.0) * (1.0 + walk), "lse": 1.0 + score}
-    for name, got in (("out", out), ("lse", lse)):
+    scale = of.softmax_scale or of.dims[0] ** -0.5
+    units = dict(zip(("out", "lse"), oracle.units_of(scale, q, k, v, of.dtype), strict=True))
+    for name, got in (("out", out), *(("lse", lse) for lse in lses)):
         if got is not None:
             shape = (wanted[name][0][0] if "cu_seqlens_q" in given.told else wanted[name][0]).shape
             demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, wanted {shape}")
             full = host(got).reshape(wanted[name][0].shape)
             oracle.assert_close(name, full, *wanted[name], ulps=max(4, ULPS[of.dtype]), unit=units[name])
-            if name == "out":
-                demand(not full[given.unused("q")].any(), "rows of out that no sequence uses are not 0")
+    if out is not None:
+        check_unused(given, "q", out)
+
+
+def check_unused(given: Made, side: str, got: Any) -> None:
+    """Demands that rows of out, or of a gradient of this side, are 0 where no sequence uses them."""
+    unused = given.unused(side)
+    rows = host(got).reshape(*unused.shape, *got.shape[-2:])[unused]
+    demand(not rows.any(), f"rows like those of {side} that no sequence uses are not 0")
 
 
 def upstream(given: Made, seed: int = 7) -> tuple[Array, Array]:
@@ -330,7 +335,7 @@ def check_gradients(given: Made, got: Sequence[Any], *, dlse: bool = True, ulps:
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
         full = host(x).reshape(like.shape)
         oracle.assert_close("gradient", full, wanted, naive, ulps=ulps * ULPS[of.dtype], unit=unit)
-        demand(not full[given.unused(side)].any(), f"the gradient of unused rows of {side} is not 0")
+        check_unused(given, side, x)
 
 
 # Lengths and head dims of problems that are drawn: for any machine, and around the tiles of kernels.
@@ -345,14 +350,12 @@ def drawn(
     dims: Sequence[tuple[int, int]] = SMALL_DIMS,
     *,
     gradients: bool = False,
-    dtypes: Sequence[str] = ("float16", "bfloat16", "float32"),
+    dtypes: Sequence[str] = DTYPES,
     batch: Sequence[int] = (0, 1, 2, 3, 5),
 ) -> Sequences:
     """A problem of any combination of arguments. gradients: one that `backward` takes."""
-    rng = np.random.default_rng(seed)
-
-    def one_of(*values: Any) -> Any:
-        return values[rng.integers(len(values))]
+    draw = Draw(seed)
+    one_of, rng = draw.one_of, draw.random
 
     def some(place: str, used: bool, size: int = 1) -> tuple[int, ...]:
         counts = [one_of(*lengths) for _ in range(count)]

@@ -14,7 +14,7 @@ from .draw import DTYPES, LENGTHS, Draw
 from .functions import FUNCTIONS, SHAPES, Maker, bias_of, dropped, joined
 from .layouts import LAYOUTS, identical
 from .oracle import demand
-from .own import check_backward, check_forward, check_of_lengths
+from .own import check_backward, check_forward, check_of_lengths, check_repeated, forward
 from .sequences import Sequences
 
 
@@ -54,10 +54,10 @@ class Several:
             given = given.without_pages(self.seed)
         arguments = given.arguments(xp, self.layout)
         out, lse = cuflash.forward(**arguments, return_lse=True, **self.forward)
-        sequences.check(given, out, lse)
+        alone = cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"})
+        sequences.check(given, out, lse, alone)
         again = cuflash.forward(**arguments, return_lse=True, **self.forward)
         demand(identical(again, (out, lse)), "forward does not repeat")
-        sequences.check(given, None, cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +146,8 @@ class OwnDense:
 
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
-        make = maker_of(self.names)
+        make, arrays = maker_of(self.names), [xp.asarray(x) for x in self.case.arrays(self.seed)]
         found = check_forward(make, self.case, xp.asarray, with_lse=True, seed=self.seed)
-        again = check_forward(make, self.case, xp.asarray, seed=self.seed)
-        demand(identical(again, found), "forward does not repeat")
-        asked: dict[str, Any] = {"grads": True, "deterministic": self.deterministic, "seed": self.seed}
-        gradients = check_backward(make, self.case, xp.asarray, **asked)
-        if self.deterministic:
-            again = check_backward(make, self.case, xp.asarray, checked=False, **asked)
-            demand(identical(again, gradients), "deterministic gradients do not repeat")
+        demand(identical(forward(make, self.case, xp.asarray, arrays), found), "forward does not repeat")
+        check_gradients = check_repeated if self.deterministic else check_backward
+        check_gradients(make, self.case, xp.asarray, grads=True, seed=self.seed)

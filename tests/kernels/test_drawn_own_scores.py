@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import hypothesis
-import numpy as np
 import pytest
 from expressions import ARRAYS, FLOATS, conditions, floats
 from hypothesis import HealthCheck, Phase, settings
@@ -20,6 +19,7 @@ from cuflash.bench.cases import Case
 from cuflash.mods.build import rebuilt
 from cuflash.mods.graph import Node, post_order
 from cuflash.mods.traced import TracedScalar
+from cuflash.selftest.draw import Draw
 from cuflash.selftest.functions import Arguments, Maker, Put, bias_of, dropped, joined, sinks_of
 from cuflash.selftest.own import check_backward, check_forward
 
@@ -134,11 +134,7 @@ def test_gpu_agrees_with_float64_on_small_graphs(cupy: Any, seed: int) -> None:
 
 @pytest.mark.drawn(8)
 def test_gpu_agrees_with_float64_on_drawn_functions(cupy: Any, seed: int) -> None:
-    random = np.random.default_rng(seed)
-
-    def one_of(*values: Any) -> Any:
-        return values[random.integers(len(values))]
-
+    one_of = Draw(seed).one_of
     makers = [score_of(Replay(drawn(floats(smooth=True), seed)))]
     if one_of(True, True, False):
         makers.append(mask_of(Replay(drawn(conditions(), seed))))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import torch_of
-from own_table import check_repeated, of_lengths
+from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
@@ -20,7 +20,7 @@ from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.reference.dropout import SHARES, is_kept, share_kept
 from cuflash.selftest.functions import FUNCTIONS, Arguments, Put, dropped, joined
 from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.own import bounds_case, check_backward, check_forward, own_of
+from cuflash.selftest.own import bounds_case, check_backward, check_forward, check_repeated, own_of
 from cuflash.selftest.own_oracle import Given, check, check_gradients
 from cuflash.selftest.sequences import Sequences, made, upstream
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from own_table import SMALL as CASE
-from own_table import check_repeated, of_lengths
+from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
@@ -34,7 +34,7 @@ from cuflash.selftest.functions import (
     sinks_of,
 )
 from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.own import bounds_case, check_backward, own_of
+from cuflash.selftest.own import bounds_case, check_backward, check_repeated, own_of
 from cuflash.selftest.own_oracle import Given, check_gradients
 from cuflash.selftest.sequences import Sequences, made, upstream
 

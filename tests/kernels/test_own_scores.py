@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from libraries import as_numpy, torch_of
 from own_table import SMALL as CASE
-from own_table import check_repeated, of_lengths
+from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.selftest.functions import FUNCTIONS, bias_of, everything
 from cuflash.selftest.layouts import heads_first, identical, laid_out, odd_rows, odd_start, one_head_for_all
-from cuflash.selftest.own import check_backward, check_forward, forward, own_of
+from cuflash.selftest.own import check_backward, check_forward, check_repeated, forward, own_of
 from cuflash.selftest.own_oracle import Given, check, check_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]

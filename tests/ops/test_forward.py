@@ -94,15 +94,10 @@ def test_gpu_agrees_on_random_problems(cupy: Any, case: Case, algorithm: str, se
     q, k, v = map(cupy.asarray, arrays)
     out = poisoned(exact.shape, q.dtype)
     _, lse = cuflash.forward(q, k, v, algorithm=algorithm, return_lse=True, out=out, **case.arguments())
-    # A handful of numbers has a handful of errors: the floor of a few units keeps luck out of the comparison. Sums err
-    # by units of what they are sums of: out by those of v; scores, and lse with them, by those of products of q and k.
-    largest = float(np.abs(arrays[2]).max(initial=0.0))
-    norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in arrays[:2]]
-    score = case.problem().softmax_scale * norms[0] * norms[1]
-    # float32 scores are not rounded afterwards: their own errors, which add up as those of a random walk, show in out.
-    walk = score / case.head_dim**0.5 if case.dtype == "float32" else 0.0
-    oracle.assert_close("out", out.get(), exact, naive, ulps=4, unit=largest * (1.0 + walk))
-    oracle.assert_close("lse", lse.get(), exact_lse, naive_lse, ulps=4, unit=1.0 + score)
+    # A handful of numbers has a handful of errors: the floor of a few units keeps luck out of the comparison.
+    unit, unit_of_lse = oracle.units_of(case.problem().softmax_scale, *arrays, case.dtype)
+    oracle.assert_close("out", out.get(), exact, naive, ulps=4, unit=unit)
+    oracle.assert_close("lse", lse.get(), exact_lse, naive_lse, ulps=4, unit=unit_of_lse)
 
 
 @pytest.mark.gpu
