@@ -39,8 +39,8 @@ def first_of(kind: type, asked: Any = lambda trial: True) -> int:
 def asks_for_much(trial: Any) -> bool:
     if isinstance(trial, Append):
         return trial.arguments["new"] == 5 and trial.arguments["place"] == "rows"
-    of = trial.of if isinstance(trial, Several | OwnSeveral) else trial.case
-    lengths = (*of.queries, *of.keys) if isinstance(trial, Several | OwnSeveral) else (of.seqlen_q, of.seqlen_k)
+    of = trial.of if isinstance(trial, Several) else trial.case
+    lengths = (*of.queries, *of.keys) if isinstance(trial, Several) else (of.seqlen_q, of.seqlen_k)
     return min(lengths, default=0) > 32 and of.window_size == (-1, -1) and of.diagonal_offset is None
 
 
@@ -56,22 +56,22 @@ def test_what_is_right_passes(on_cpu: None, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kind", dict.fromkeys(run.KINDS), ids=lambda kind: kind.__name__)
-def test_each_kind_passes_on_a_gpu(cupy: Any, kind: type) -> None:
-    # why one family of each, and not the command: its kernels compile, one after the other, for a minute or longer.
-    numbers = range(first := first_of(kind), first // run.FAMILY * run.FAMILY + run.FAMILY)
+@pytest.mark.parametrize("family", range(15))
+def test_what_is_right_passes_on_a_gpu(cupy: Any, family: int) -> None:
+    # why apart, and not by the command: the kernels of each compile, one after the other, for a minute or longer.
     machine, right = run.Gpus(), 0
-    for number in numbers:
+    for number in range(family * run.FAMILY, (family + 1) * run.FAMILY):
         with contextlib.suppress(UnsupportedError):
             machine.run(*run.trial_of(0, number))
             right += 1
-    assert right
+    if not right:
+        pytest.skip("this GPU supports none of them")
 
 
 @pytest.mark.gpu
 def test_the_command_runs_on_a_gpu(cupy: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    assert selftest("--problems", "1") == 0
-    assert "1 problems are right" in capsys.readouterr().out
+    assert selftest("--problems", str(run.FAMILY)) == 0
+    assert ", 0 wrong, " in capsys.readouterr().out
 
 
 def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
