@@ -47,7 +47,10 @@ def forward(
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
     head_dim_v): CuPy, PyTorch, JAX, NumPy or any DLPack arrays of one framework, device and dtype (float16, bfloat16,
     float32; float64 on the CPU), with any strides. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too.
-    float32 on a GPU is computed as three TF32 products; an infinite element that is seen gives NaN there.
+    float32 on a GPU is computed as three TF32 products; an infinite element that is seen gives NaN there. A mask hides
+    k whatever it holds, but where a hidden row of v holds NaN or infinity, queries near those that see it may get NaN
+    on a GPU, the same in each run: those of which some query of the same 128, or on Hopper 192, sees one of the same
+    128 keys. What lies past a length reaches nobody.
     heads_q is a multiple of heads_kv; query head h uses kv head `h // (heads_q // heads_kv)`.
 
     softmax_scale: default 1/sqrt(head_dim). causal: key j is visible to query i iff `j <= i + diagonal_offset`.

@@ -27,16 +27,16 @@ struct GroupKeys {
   TileRange clear;  // those that need no mask, with cells among all of the sequence and not among those that are seen
   int last_common;  // the tile of the last key that all rows see, if there is one
 
-  // may_skip_first: false after a query block whose last key tile was skipped.
-  __device__ __forceinline__ GroupKeys(const ProblemParams& problem, const QueryWork& work, int group,
-                                       bool may_skip_first)
+  // why from this work alone: v of a tile that is not skipped may hold NaN, and the bits of a row must not differ between
+  // two runs, in which other work comes before.
+  __device__ __forceinline__ GroupKeys(const ProblemParams& problem, const QueryWork& work, int group)
       : tiles(work.keys) {
     if constexpr (kSkipsTiles) {
       const Range rows = group_rows(problem, work, group);
       const Range keys = work.sequence(problem).mask().key_range(rows.begin, rows.end);
       const TileRange seen = TileRange::touched(keys, kBlockK);
       // why at most one on a side: a group passes it while it holds the slot of a v, and the ring is short.
-      skips_first = may_skip_first && tiles.count() > 1 && seen.end < tiles.end;
+      skips_first = tiles.count() > 1 && seen.end < tiles.end;
       tiles.end -= skips_first;
       skips_last = tiles.count() > 1 && seen.begin > tiles.begin;
       tiles.begin += skips_last;

@@ -48,7 +48,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     const auto rows = lane_queries(work);
     const OwnWork own(params, work);
     const auto own_tile = own.tile(rows, n * kBlockK);
-    GroupKeys keys(params.problem, work, group, true);
+    GroupKeys keys(params.problem, work, group);
     keys.find_clear(params.problem, work, group);
     Score{params.problem.score}.apply(s);
     own.apply(own_tile, s, false);

@@ -15,7 +15,7 @@ struct LseConsumer : Consumer {
       smem.await_work(i);
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
-      GroupKeys keys(params.problem, work, group, true);
+      GroupKeys keys(params.problem, work, group);
       keys.find_clear(params.problem, work, group);
       softmax.setup();
       const DescendingTiles tiles = keys.tiles;

@@ -236,7 +236,7 @@ struct OutputConsumer : Consumer {
     smem.await_work(0);
     if (kLengths && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
     if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
-    GroupKeys keys(params.problem, smem.work(0), group, true);
+    GroupKeys keys(params.problem, smem.work(0), group);
     bool skips_v = keys.skips_first;  // v of a key tile that is skipped comes next in the ring
     unsigned k_slot = begin_first_scores(keys);
     if constexpr (kNextScoresFirst) weigh_first<0>(keys, k_slot);
@@ -262,10 +262,12 @@ struct OutputConsumer : Consumer {
       }
       await_issue();
       if constexpr (kNextScoresFirst) {
-        keys = GroupKeys(params.problem, next, group, !skips_last);
-        if (keys.skips_first) skip();
+        keys = GroupKeys(params.problem, next, group);
+        if (keys.skips_first && !skips_last) skip();
         skips_v = skips_last || keys.skips_first;
-        const RingPosition first = ring.advance(), second = ring.advance();
+        const RingPosition first = ring.advance();
+        if (keys.skips_first && skips_last) skip(), skip();  // the first k, and v of the last tile of the work before
+        const RingPosition second = ring.advance();
         // why: v of a skipped key tile stands before the next k in the ring.
         const RingPosition k = skips_v ? second : first, v = skips_v ? first : second;
         await_query();
@@ -281,7 +283,7 @@ struct OutputConsumer : Consumer {
       } else {
         const unsigned v_slot = begin_next_output(accumulate);
         if (skips_last) skip();
-        keys = GroupKeys(params.problem, next, group, true);
+        keys = GroupKeys(params.problem, next, group);
         skips_v = keys.skips_first;
         k_slot = begin_first_scores(keys);
         pass_issue();
