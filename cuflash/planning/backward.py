@@ -245,7 +245,8 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     launches = [
         delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=more_turns),
         *of_cells,
-        Launch(variant, blocks, fields, _boxes(problem, *tile.boxes)),
+        # why counted: then blocks of threads wait for those with lower numbers, which must have begun.
+        Launch(variant, blocks, fields, _boxes(problem, *tile.boxes), counted=deterministic and not cells),
     ]
     found: Mapping[str, int] = workspace
     if cells:

@@ -39,7 +39,7 @@ class Launch(NamedTuple):
     """One kernel of a plan. The grid is one-dimensional.
 
     `fields` are the members of its parameter struct that are neither pointers, nor strides, nor part of
-    `ProblemParams`; `boxes` are its tensor maps by operand. If `counted`, blocks share out their work by a counter.
+    `ProblemParams`; `boxes` are its tensor maps by operand. If `counted`, blocks take their work by a counter.
     `arrivals` is the number of counters by which blocks find out which of them was the last to end. `renamed` says
     which operand, or part of the workspace, a member of the struct stands for that has not the same name.
     """

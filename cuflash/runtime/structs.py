@@ -163,7 +163,7 @@ _STRUCTS: dict[str, Fields] = {
     ],
     "TiledBackwardParams": [
         *_maps("q k v dout dq dk dv"),
-        *_pointers("stats dq_acc dk_acc dv_acc turns key_list key_shares"),
+        *_pointers("stats dq_acc dk_acc dv_acc turns key_list key_shares counter"),
         *_PROBLEM,
         *_ints("num_q_blocks num_k_blocks key_blocks heads_together stats_rows deterministic"),
         *_ints("whole_blocks shared_first shared_keys shared_steps parts_log2 list_lines seen_batch seen_head unused"),

@@ -236,6 +236,7 @@ struct TiledBackwardParams {
   // then another, of key blocks that blocks of threads have taken.
   unsigned* turns;
   const void *key_list, *key_shares;  // of several lengths, as in DeltaParams
+  unsigned* counter;                  // by which blocks of threads number themselves as they begin; or null
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int key_blocks;                 // of a head that one block takes, one after the other

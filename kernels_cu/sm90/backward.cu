@@ -342,6 +342,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
   const Addresses smem{storage};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (threadIdx.x == 32) storage.KeyWork::Dealt::take_number(params);
   if (threadIdx.x == 0) smem.init();
   __syncthreads();
   await_kernels_ahead();

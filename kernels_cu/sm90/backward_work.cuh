@@ -7,15 +7,25 @@
 // The key blocks index … index_end - 1, counted over batch and kv heads, which a block of threads takes one after the
 // other, each over its query heads. Of the first and of the last one it may take only some steps, if others share them.
 struct DenseKeyBlocks : AnyKeyBlock {
-  struct Dealt {  // what is kept of it in shared memory: nothing
+  struct Dealt {
+    unsigned number;  // of this block of threads: its index or, if there is a counter, its place among those that begin
+
     __device__ void init() const {}
+
+    // One thread calls, once. Blocks of threads then wait only for those with lower numbers (sm90/dq_turns.cuh), which have
+    // begun. why not by index: CUDA promises no order in which blocks begin.
+    __device__ __forceinline__ void take_number(const Params& p) const {
+      if (kSharesHeads) return;
+      unsigned number = blockIdx.x;
+      if (p.counter != nullptr) number = atomicInc(p.counter, gridDim.x - 1);
+      st_shared_u32(smem_address(&this->number), number);
+    }
   };
 
   int index, index_end;
   int skipped, last_steps;  // steps that others take of the first key block; end of the steps of the last one
 
-  // Blocks of threads wait only for blocks with a lower index (sm90/dq_turns.cuh), which are on the GPU already.
-  __device__ __forceinline__ DenseKeyBlocks(const Params& p, const Dealt&) : AnyKeyBlock(p) {
+  __device__ __forceinline__ DenseKeyBlocks(const Params& p, const Dealt& dealt) : AnyKeyBlock(p) {
     const ProblemParams& problem = p.problem;
     if (blockIdx.x >= p.whole_blocks) {
       const unsigned all_steps = p.num_q_blocks * problem.heads_per_kv;
@@ -27,7 +37,8 @@ struct DenseKeyBlocks : AnyKeyBlock {
     }
     const unsigned heads = problem.batch * (problem.heads_q / problem.heads_per_kv);
     const unsigned num_parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
-    const HeadBlock part = longest_first(blockIdx.x >> parts_log2(p), num_parts, heads, p.heads_together);
+    const unsigned number = kSharesHeads ? blockIdx.x >> parts_log2(p) : ld_shared_u32(smem_address(&dealt.number));
+    const HeadBlock part = longest_first(number, num_parts, heads, p.heads_together);
     index = part.head * p.num_k_blocks + part.block * p.key_blocks, skipped = 0;
     index_end = smaller<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
   }
@@ -66,7 +77,9 @@ struct DenseKeyBlocks : AnyKeyBlock {
 // threads as there are multiprocessors take them one by one. why: many sequences leave room for more key blocks than there
 // are, and a block of threads takes 2 to 3 µs to begin.
 struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
-  using Dealt = Ring;
+  struct Dealt : Ring {
+    __device__ void take_number(const Params&) const {}
+  };
 
   // What is told of a key block beside its kv head: its number among those that are shared, and which of how many parts of it
   // this is, which are steps that follow each other.

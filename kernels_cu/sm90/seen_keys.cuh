@@ -12,6 +12,8 @@ struct SeenKeyBlocks : AnyKeyBlock, ToldSteps<kNumWarps - 1> {
 
   struct Dealt : Told::Ring {
     uint4 noted;
+
+    __device__ void take_number(const Params&) const {}
   };
 
   unsigned noted;  // where the warp that leads notes the key block at hand

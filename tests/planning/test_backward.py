@@ -153,6 +153,13 @@ def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough(
     assert (key_blocks(96, heads=least), key_blocks(96, heads=least - 1)) == (2, 1)
 
 
+def test_blocks_of_threads_that_wait_for_those_before_them_are_numbered_as_they_begin() -> None:
+    for dim in (64, 96, 128):
+        for deterministic in (False, True):
+            launch = backward(dim, dim, arch="sm_90", causal=True, deterministic=deterministic).launches[-1]
+            assert launch.counted == deterministic
+
+
 def test_keys_that_few_queries_see_have_their_own_tile() -> None:
     for seqlen, causal, block_q in ((8192, False, 80), (8191, False, 64), (8192, True, 64), (16384, True, 80)):
         made = backward(128, 128, arch="sm_90", dims=(2, seqlen, seqlen, 16, 16), causal=causal)
