@@ -22,7 +22,7 @@ if not KERNELS.is_dir():
 
 # A module or room of cuflash imports lower floors only.
 FLOORS = {
-    0: ("errors", "log"),
+    0: ("errors", "locks", "log"),
     1: ("mods",),
     2: ("problem",),
     3: ("arrays", "reference", "planning"),
@@ -118,7 +118,7 @@ def test_modules_import_each_other_in_one_direction() -> None:
 def test_the_package_shows_its_calls_its_rooms_and_nothing_else() -> None:
     code = "import cuflash; print(*sorted(name for name in dir(cuflash) if not name.startswith('__')))"
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(run_python("-c", code).split()) - rooms == {*cuflash.__all__, "errors", "log"}
+    assert set(run_python("-c", code).split()) - rooms == {*cuflash.__all__, "errors", "locks", "log"}
 
 
 def test_every_module_of_a_room_has_tests_that_pytest_collects() -> None:
@@ -215,6 +215,12 @@ def test_files_stay_small() -> None:
         assert files
         long = {short(path): lines for path in files if (lines := len(path.read_text("utf-8").splitlines())) > most}
         assert not long, f"over {most} lines: {long}"
+
+
+def test_no_lock_is_left_to_children_by_fork() -> None:
+    kinds = re.compile(r"threading\.(R?Lock|Condition|Event|Semaphore)|@(functools\.)?cached_property")
+    found = {name for name, path in NAMES.items() if kinds.search(path.read_text("utf-8"))}
+    assert found == {"locks", "frameworks/xla_handlers"}, "take those of cuflash/locks.py"
 
 
 def test_the_top_level_holds_what_it_may() -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..errors import INSTALL_HINT, UnsupportedError
+from ..locks import uninterrupted
 from ..problem.array_spec import ArraySpec
 
 NOTHING = contextlib.nullcontext()  # what there is to do where a GPU or a stream is the current one already
@@ -95,10 +96,12 @@ def as_4d(array: Any) -> Any:
     return array[None] if array.ndim == 3 else array
 
 
+@cache
 def bfloat16() -> np.dtype[Any]:
     """NumPy's bfloat16, which the package ml_dtypes defines."""
     try:
-        import ml_dtypes
+        with uninterrupted:
+            import ml_dtypes
     except ImportError as error:
         raise UnsupportedError("bfloat16 on the CPU needs ml_dtypes: pip install ml_dtypes") from error
     dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
@@ -113,7 +116,8 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
 def cupy_module() -> Any:
     """The package cupy; raises UnsupportedError and says what to do if it cannot be imported."""
     try:
-        import cupy
+        with uninterrupted:
+            import cupy
     except ImportError as error:
         raise UnsupportedError(f"GPU arrays need CuPy, which is not installed: {INSTALL_HINT}") from error
     except OSError as error:  # why: as it is imported, CuPy makes a folder for kernels of its own

@@ -208,6 +208,7 @@ class Activity(contextlib.ContextDecorator):
     """Tells whether any of the functions that it decorates runs, in whatever thread."""
 
     def __init__(self) -> None:
+        # why no lock of locks.py: XLA does not run in a child by fork, and each call would take 1 µs longer.
         self._lock, self._running, self._ended = threading.Lock(), 0, -math.inf
 
     def __enter__(self) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import struct
-import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..locks import Lock
 from .operations import Type
 
 # The arguments of the user's functions, and the lengths of the sequence that they may ask for.
@@ -56,7 +56,7 @@ class Node:
 
 _Key = tuple[str, Type, tuple[Node, ...], Any]
 _nodes: weakref.WeakValueDictionary[_Key, Node] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def node(op: str, type: Type, arguments: Sequence[Node] = (), value: Any = None, range: Range | None = None) -> Node:

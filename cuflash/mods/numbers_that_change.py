@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from ..locks import Lock
 from .graph import Graph, post_order
 
 MOST = 8  # different numbers before the warning
@@ -15,7 +15,7 @@ _ALL = "all"  # in place of the forms of code that was warned of
 
 # By code, and by the form of a graph without its numbers, the digests of the graphs that were made.
 _found: WeakKeyDictionary[Any, dict[int, set[str]] | str] = WeakKeyDictionary()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def warn_of_numbers(code: Any, described: str, graph: Graph) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import threading
 import types
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..errors import ProblemError
+from ..locks import Lock
 from .build import cast, load, rebuilt
 from .capture import Capture
 from .graph import MASK_ARGUMENTS, SCORE_ARGUMENTS, CapturedArray, Graph, Node, digest, post_order, variable
@@ -47,7 +47,7 @@ class _Trace(NamedTuple):
 
 
 _traces: OrderedDict[tuple[str, int], list[_Trace]] = OrderedDict()
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def trace(function: Callable[..., Any], kind: str) -> Graph:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 from ..errors import INSTALL_HINT, ProblemError, UnsupportedError
+from ..locks import Once
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class Device:
     smem_per_block: int
     smem_per_sm: int
 
-    @cached_property
+    @Once
     def arch(self) -> str:
         """The name of its architecture, such as `sm_90`."""
         return f"sm_{self.capability[0]}{self.capability[1]}"

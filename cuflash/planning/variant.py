@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import cache, cached_property
+from functools import cache
 
+from ..locks import Once
 from ..problem.dtypes import DTYPES
 from .own_code import OwnCode
 from .tiles_sm80 import BackwardTile, Tile
@@ -66,11 +67,11 @@ class Variant:
         """Whether the kernel waits by itself for those ahead of it on the stream, so that it may be launched early."""
         return self.source in WAITING
 
-    @cached_property
+    @Once
     def _hash(self) -> int:  # why cached: each call with new lengths asks for it, and most of it is that of the tile
         return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
-    @cached_property
+    @Once
     def name(self) -> str:
         """The name of the kernel's symbol, cubin file, test and benchmark row."""
         parts = [self.op, self.source.split("/")[0], DTYPES[self.dtype].short]
@@ -94,7 +95,7 @@ class Variant:
             parts.append(f"own_{self.own.digest}")
         return "_".join(parts)
 
-    @cached_property
+    @Once
     def params(self) -> str:
         """The struct of its run-time arguments."""
         return (self.lengths and PARAMS_OF_LENGTHS.get(self.source)) or PARAMS[self.source]
@@ -104,12 +105,12 @@ class Variant:
         """Whether it is one of Hopper's own kernels."""
         return self.source.startswith("sm90/")
 
-    @cached_property
+    @Once
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one block."""
         return 0 if self.tile is None else self.tile.smem_bytes(DTYPES[self.dtype].itemsize)
 
-    @cached_property
+    @Once
     def num_threads(self) -> int:
         """Threads of one block."""
         return PORTABLE_THREADS if self.tile is None else 32 * self.tile.warps

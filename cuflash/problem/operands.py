@@ -8,9 +8,10 @@ read it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
+from ..locks import Once
 from ..mods.intervals import Band
 from .own import Own
 
@@ -77,22 +78,22 @@ class Op:
     band: Band | None = None
     plain: Op | None = None
 
-    @cached_property
+    @Once
     def operands(self) -> tuple[Operand, ...]:
         """Inputs, then outputs: the order of pointers everywhere."""
         return self.inputs + self.outputs
 
-    @cached_property
+    @Once
     def index(self) -> dict[str, int]:
         """The place of each operand in that order, by name."""
         return {operand.name: number for number, operand in enumerate(self.operands)}
 
-    @cached_property
+    @Once
     def names(self) -> tuple[str, ...]:
         """The names of all operands."""
         return tuple(operand.name for operand in self.operands)
 
-    @cached_property
+    @Once
     def written(self) -> tuple[int, ...]:
         """The numbers of the inputs that are written to."""
         return tuple(number for number, operand in enumerate(self.inputs) if operand.written)

@@ -14,7 +14,6 @@ import os
 import secrets
 import stat
 import sys
-import threading
 import time
 import warnings
 from contextlib import suppress
@@ -24,6 +23,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from ..errors import UnsupportedError
+from ..locks import Lock
 from .scratch_folder import LEFT_SECONDS, ScratchFolder
 
 CUBINS = "*.cubin"
@@ -31,7 +31,7 @@ DIGEST_BYTES = 32
 ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _WAY_OUT = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"
-_lock = threading.Lock()
+_lock = Lock()
 
 
 def cache_dir() -> Path:

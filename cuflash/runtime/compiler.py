@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import threading
 import time
 from contextlib import nullcontext
 from functools import cache
@@ -13,6 +12,7 @@ from typing import Any
 
 from ..arrays.library import cupy_module
 from ..errors import INSTALL_HINT, CompileError, UnsupportedError
+from ..locks import Lock, uninterrupted
 from ..log import logger
 from ..planning.variant import Variant
 from .cache import find, find_in_cache, keep
@@ -24,8 +24,8 @@ OWN_FUNCTIONS = "common/mod_functions.cuh"  # what the text of such scores and m
 SPILLED = ".spilled"
 _SPILLS = re.compile(r"\b[1-9]\d* bytes (?:stack frame|spill)")
 _INCLUDE = re.compile(r'^\s*#include\s+"([^"]+)"', re.MULTILINE)
-_lock = threading.Lock()
-_locks: dict[Any, threading.Lock] = {}
+_lock = Lock()
+_locks: dict[Any, Lock] = {}
 _kernels: dict[tuple[Variant, int], Any] = {}
 _spilled: set[Variant] = set()
 
@@ -114,7 +114,8 @@ def compile_variant(variant: Variant) -> tuple[bytes, str]:
     started = time.perf_counter()
     program = nvrtc.createProgram(program_text(variant), str(source), (), ())
     try:
-        nvrtc.compileProgram(program, (*options(variant), f"-I{source.parent}"))
+        with uninterrupted:
+            nvrtc.compileProgram(program, (*options(variant), f"-I{source.parent}"))
         # why: CuPy's getCUBIN cuts off the last byte, which is zero, because it takes it for the end of a string.
         cubin, log = nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
@@ -162,7 +163,7 @@ def load(variant: Variant, ordinal: int) -> Any:
     kernel = _kernels.get(key)
     if kernel is None:
         with _lock:
-            lock = _locks.setdefault(key, threading.Lock())
+            lock = _locks.setdefault(key, Lock())
         with lock:
             kernel = _kernels.get(key)
             if kernel is None:

@@ -8,16 +8,16 @@ beside any other work. (It must not run beside itself or another graph of the sa
 from __future__ import annotations
 
 import ctypes
-import threading
 from typing import Any
 
+from ..locks import Lock
 from .driver import function, zeroed
 
 DEFAULT = 0  # handle of the default stream, of which nothing is asked: it is never captured, and there is one a GPU
 _OF_DEFAULT = -1  # in place of its unique number
 PAGE = 4096  # counters of 4 bytes that are allocated together
 
-_lock = threading.RLock()
+_lock = Lock(reentrant=True)
 _free: dict[tuple[int, int], list[int]] = {}  # unused counters by GPU and number of words
 # Counters by GPU, number of words, use, and the stream's unique number. why not its handle: CUDA reuses handles while
 # work still runs.

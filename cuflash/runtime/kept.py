@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Any
+
+from ..locks import Lock
 
 
 class Kept:
@@ -18,7 +19,7 @@ class Kept:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.num_bytes = max_bytes, 0
         self._entries: OrderedDict[Hashable, list[Any]] = OrderedDict()  # value, bytes, whether it was used
-        self._lock = threading.RLock()  # why: what is dropped in `put` may end with a call of its own
+        self._lock = Lock(reentrant=True)  # why: what is dropped in `put` may end with a call of its own
         self._find = self._entries.get
 
     def get(self, key: Hashable) -> Any:

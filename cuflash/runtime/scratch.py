@@ -6,14 +6,14 @@ framework needs 1 to 3 µs for a new array, a tenth of the host time of a call.
 
 from __future__ import annotations
 
-import threading
 from functools import cache
 
+from ..locks import Lock
 from .driver import on_device, relaxed_capture, zeroed
 
 BYTES = 4 * 2**20  # as much as decoding needs for 132 multiprocessors at head dim 256, and more
 
-_lock = threading.Lock()
+_lock = Lock()
 _of_gpu: dict[int, int] = {}  # address by number of the GPU, 0 where there was no memory
 
 

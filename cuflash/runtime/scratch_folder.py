@@ -7,10 +7,11 @@ import os
 import stat
 import sys
 import tempfile
-import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+
+from ..locks import Lock
 
 PREFIX = "cuflash-kernels-"
 # What is older may be of a process that was killed. why so long: clocks of machines that share a folder differ.
@@ -23,7 +24,7 @@ class ScratchFolder:
     def __init__(self, process: int) -> None:
         self.folder: Path | None = None
         self._process = process
-        self._lock = threading.Lock()
+        self._lock = Lock()
         self._handle = -1
 
     def made(self) -> Path:
