@@ -6,6 +6,8 @@ released in the child. That goes for locks inside of what that thread is doing, 
 
 from __future__ import annotations
 
+import concurrent.futures.thread as _thread_pools
+import logging as _logging
 import os
 import threading
 import time
@@ -20,11 +22,13 @@ class _Own(threading.local):
     sections = 0  # that this thread is in
 
 
-PAUSE = 1e-3  # seconds until a fork looks again
+PAUSE = 1e-3  # seconds until who waits looks again
+MOST_SECONDS = 60.0  # that a fork waits: longer than a kernel compiles, as a rule
 
 _own = _Own()
 _gate = threading.RLock()  # why reentrant: a signal may call what enters a section, or forks, while this thread has it
 _inside = 0  # threads that are in a section
+_forks = 0  # that wait. New sections wait for them: of busy threads there would always be one in a section.
 
 
 class Section:
@@ -35,6 +39,8 @@ class Section:
     def __enter__(self) -> None:
         global _inside
         if not _own.sections:
+            while _forks:
+                time.sleep(PAUSE)
             with _gate:
                 _inside += 1
         _own.sections += 1
@@ -94,12 +100,22 @@ class Once(Generic[Value]):
 
 
 def _before_fork() -> None:
-    _gate.acquire()
-    # why not from within a section: who is in one may wait for a lock that this thread has.
-    while _inside and not _own.sections:
-        _gate.release()
-        time.sleep(PAUSE)
-        _gate.acquire()
+    """Returns with the gate closed, so that nobody enters a section until the process is forked."""
+    global _forks
+    end = time.monotonic() + MOST_SECONDS
+    with _gate:
+        _forks += 1
+    try:
+        while True:
+            _gate.acquire()
+            # why not from within a section: who is in one may wait for a lock that this thread has.
+            if not _inside or _own.sections or time.monotonic() > end:
+                break
+            _gate.release()
+            time.sleep(PAUSE)
+    finally:
+        with _gate:
+            _forks -= 1
 
 
 def _after_fork_in_parent() -> None:
@@ -107,10 +123,13 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _gate, _inside
-    _gate, _inside = threading.RLock(), min(_own.sections, 1)
+    global _gate, _inside, _forks
+    _gate, _inside, _forks = threading.RLock(), min(_own.sections, 1), 0
 
 
+# why they are imported first: before a fork they take locks, for which a thread in a section may wait. What is
+# registered last is called first, so that none of these locks is taken yet while a fork waits below.
+REGISTERED_BEFORE = _logging, _thread_pools
 if hasattr(os, "register_at_fork"):  # why asked: Windows has no fork
     os.register_at_fork(
         before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child

@@ -16,7 +16,8 @@ import stat
 import sys
 import time
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -24,10 +25,12 @@ from platformdirs import user_cache_path
 
 from ..errors import UnsupportedError
 from ..locks import Lock
+from .file_lock import alone
 from .scratch_folder import LEFT_SECONDS, ScratchFolder
 
 CUBINS = "*.cubin"
 DIGEST_BYTES = 32
+WAIT_SECONDS = 300.0  # for another process that compiles the same kernel: longer than any takes
 ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _WAY_OUT = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"
@@ -78,6 +81,18 @@ def find(name: str) -> Path | None:
     return path
 
 
+@contextmanager
+def compiling(name: str) -> Iterator[None]:
+    """Waits until no other process is inside for the same file of the cache. Then it is to be looked for once more."""
+    try:
+        folder = _made_dir()
+    except UnsupportedError:
+        yield  # why no warning: as in `find_in_cache`
+        return
+    with alone(folder / f"{name}.lock.tmp", WAIT_SECONDS):  # why .tmp: what killed processes leave is then removed
+        yield
+
+
 def keep(name: str, content: bytes) -> Path:
     """Writes a file to the cache, or where that is impossible to a folder of this process, and warns."""
     try:
@@ -122,11 +137,20 @@ def write(path: Path, content: bytes) -> None:
         raise
 
 
-def _write_to_cache(name: str, content: bytes) -> Path:
+def _made_dir() -> Path:
+    """The folder of cubins, which now exists."""
     folder = cache_dir()
     try:
         folder.mkdir(mode=0o755 if _user() == ROOT else 0o700, parents=True, exist_ok=True)
-        path = _trusted_dir() / name
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return _trusted_dir()
+
+
+def _write_to_cache(name: str, content: bytes) -> Path:
+    folder = _made_dir()
+    path = folder / name
+    try:
         write(path, content)
     except OSError as error:
         raise _unusable(folder, error) from error

@@ -15,7 +15,7 @@ from ..errors import INSTALL_HINT, CompileError, UnsupportedError
 from ..locks import Lock, uninterrupted
 from ..log import logger
 from ..planning.variant import Variant
-from .cache import find, find_in_cache, keep
+from .cache import compiling, find, find_in_cache, keep
 from .driver import current_device, on_device
 from .structs import size_of
 
@@ -137,14 +137,28 @@ def is_cached(variant: Variant) -> bool:
 def cubin_path(variant: Variant) -> Path:
     """A file that holds the variant's cubin: the one in the disk cache if it is sound, else a newly compiled one."""
     name = _file_name(variant)
-    if (path := find(name)) is not None:
-        return path
-    may_spill = variant.own is None or not variant.of_warpgroups
-    if not may_spill and find(name + SPILLED) is not None:
+    path = _found(variant, name)
+    if path is None:
+        with uninterrupted, compiling(name):
+            path = _found(variant, name) or _compiled(variant, name)
+    return path
+
+
+def _may_spill(variant: Variant) -> bool:
+    return variant.own is None or not variant.of_warpgroups
+
+
+def _found(variant: Variant, name: str) -> Path | None:
+    path = find(name)
+    if path is None and not _may_spill(variant) and find(name + SPILLED) is not None:
         _spilled.add(variant)
         raise SpilledError(variant)
+    return path
+
+
+def _compiled(variant: Variant, name: str) -> Path:
     cubin, log = compile_variant(variant)
-    if not may_spill and _SPILLS.search(log):
+    if not _may_spill(variant) and _SPILLS.search(log):
         _spilled.add(variant)
         logger.debug("%s spills registers; the next kernel is taken", variant.name)
         keep(name + SPILLED, variant.name.encode())

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..locks import Lock
+from .file_lock import hold, is_held, release
 
 PREFIX = "cuflash-kernels-"
 # What is older may be of a process that was killed. why so long: clocks of machines that share a folder differ.
@@ -36,14 +37,14 @@ class ScratchFolder:
                 if self.folder is None:
                     atexit.register(self._remove)
                 self.folder = Path(tempfile.mkdtemp(prefix=PREFIX))
-                _release(self._handle)
-                self._handle = _hold(self.folder)
+                release(self._handle)
+                self._handle = hold(self.folder)
             return self.folder
 
     def _remove(self) -> None:
         if os.getpid() == self._process and self.folder is not None:  # why: a child of fork calls this, too
             _remove(self.folder)
-            _release(self._handle)
+            release(self._handle)
 
 
 def remove_left_folders() -> None:
@@ -53,7 +54,7 @@ def remove_left_folders() -> None:
             with suppress(OSError):
                 found = folder.lstat()
                 old = time.time() - found.st_mtime > LEFT_SECONDS
-                if old and stat.S_ISDIR(found.st_mode) and found.st_uid == _user() and not _is_held(folder):
+                if old and stat.S_ISDIR(found.st_mode) and found.st_uid == _user() and not is_held(folder):
                     _remove(folder)
 
 
@@ -66,41 +67,5 @@ def _remove(folder: Path) -> None:
         folder.rmdir()
 
 
-if sys.platform == "win32":
-
-    def _user() -> int:
-        return 0
-
-    def _hold(folder: Path) -> int:
-        return -1
-
-    def _is_held(folder: Path) -> bool:
-        return True  # why: nothing tells whether its process lives, so it stays
-
-else:
-    import fcntl
-
-    def _user() -> int:
-        return os.geteuid()
-
-    def _hold(folder: Path) -> int:
-        """Locks a folder for as long as this process lives, and its children by fork; returns what keeps the lock."""
-        handle = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):  # why: not every file system has locks; there, no folder counts as left, either
-            fcntl.flock(handle, fcntl.LOCK_SH)
-        return handle
-
-    def _is_held(folder: Path) -> bool:
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(handle)
-        return False
-
-
-def _release(handle: int) -> None:
-    if handle >= 0:
-        os.close(handle)
+def _user() -> int:
+    return 0 if sys.platform == "win32" else os.geteuid()

@@ -1,0 +1,92 @@
+"""Locks between processes, by `flock`: the system releases those of a process that ends, however it ends.
+
+why no package: those that there are lock by the mere presence of a file where there is no `flock`, and a process that
+is killed leaves that file behind.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+PAUSE = 0.02  # seconds until a process that waits looks again
+
+if sys.platform == "win32":
+
+    def hold(folder: Path) -> int:
+        """Windows has no such lock."""
+        return -1
+
+    def is_held(folder: Path) -> bool:
+        """Nothing tells, so that it counts as held."""
+        return True
+
+    @contextmanager
+    def alone(path: Path, seconds: float) -> Iterator[None]:
+        """Nothing is waited for."""
+        yield
+
+else:
+    import fcntl
+
+    def hold(folder: Path) -> int:
+        """Locks a folder for as long as this process lives, and its children by fork; returns what keeps the lock."""
+        handle = os.open(folder, os.O_RDONLY)
+        with suppress(OSError):  # why: not every file system has locks
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        return handle
+
+    def is_held(folder: Path) -> bool:
+        """Whether any process holds it. Without locks in the file system each counts as held."""
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(handle)
+        return False
+
+    @contextmanager
+    def alone(path: Path, seconds: float) -> Iterator[None]:
+        """Waits, but no longer than so many seconds, until no other process is inside with the same path.
+
+        The file is made for that, and removed. Where there can be no such file, or no lock, nothing is waited for.
+        """
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError:
+            yield
+            return
+        try:
+            _wait(handle, seconds)
+            yield
+        finally:
+            # why removed although others may wait for it: who comes later, and waits for nobody, finds what was made.
+            with suppress(OSError):
+                path.unlink()
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # why: a child by fork may have a copy of the handle
+            os.close(handle)
+
+    def _wait(handle: int, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(PAUSE)
+            except OSError:
+                return
+            else:
+                return
+
+
+def release(handle: int) -> None:
+    """Gives up what `hold` returned."""
+    if handle >= 0:
+        os.close(handle)

@@ -1,0 +1,91 @@
+"""Locks between processes: one at a time compiles a kernel, and one that is killed keeps nobody waiting."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from workers import ROOT, run_python, run_threads
+
+from cuflash.runtime.file_lock import alone
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="flock of POSIX")
+
+HOLDS = """
+import sys, time
+from pathlib import Path
+from cuflash.runtime.file_lock import alone
+with alone(Path(sys.argv[1]), 5):
+    print("inside", flush=True)
+    time.sleep(60)
+"""
+COMPILES = """
+import logging, sys
+import cuflash
+from cuflash.runtime.compiler import cubin_path
+logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
+logging.getLogger("cuflash").setLevel(logging.DEBUG)
+shape = (1, 128, 1, 64)
+cubin_path(cuflash.plan(shape, shape, shape, dtype="float16", device="sm_80").launches[0].variant)
+"""
+
+
+def test_who_comes_later_waits_and_the_file_is_removed(tmp_path: Path) -> None:
+    path, inside, most = tmp_path / "lock", [0], [0]
+
+    def work(index: int) -> None:
+        with alone(path, 60):
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            time.sleep(0.05)
+            inside[0] -= 1
+
+    with alone(path, 60):
+        assert path.is_file()
+    run_threads(work, 2)
+    assert most == [1]
+    assert not path.exists()
+
+
+def test_a_process_that_is_killed_keeps_nobody_waiting(tmp_path: Path) -> None:
+    path = tmp_path / "lock"
+    command = [sys.executable, "-c", HOLDS, str(path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "inside\n"
+        process.kill()
+        process.wait(20)
+    assert path.is_file()
+    started = time.monotonic()
+    with alone(path, 60):
+        assert time.monotonic() - started < 30
+
+
+def test_nobody_waits_longer_than_was_asked_for(tmp_path: Path) -> None:
+    with alone(tmp_path / "lock", 60):
+        started = time.monotonic()
+        with alone(tmp_path / "lock", 0.2):
+            assert 0.2 <= time.monotonic() - started < 30
+
+
+def test_without_a_folder_nobody_waits(tmp_path: Path) -> None:
+    with alone(tmp_path / "missing" / "lock", 60), alone(tmp_path / "missing" / "lock", 60):
+        assert not list(tmp_path.iterdir())
+
+
+def test_of_processes_that_want_the_same_kernel_one_compiles_it(tmp_path: Path) -> None:
+    pytest.importorskip("cupy")
+    told: list[str] = []
+    folder = {"CUFLASH_CACHE_DIR": str(tmp_path / "cache")}
+    try:
+        run_threads(lambda index: told.append(run_python("-c", COMPILES, **folder)), 3)
+    except AssertionError as error:
+        if "need NVRTC" in str(error):
+            pytest.skip("needs NVRTC")
+        raise
+    assert "".join(told).count("compiled forward") == 1
+    assert len(os.listdir(tmp_path / "cache")) == 1
