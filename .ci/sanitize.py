@@ -14,9 +14,11 @@ import itertools
 import re
 import sys
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
@@ -52,7 +54,16 @@ from cuflash.selftest import appends
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
 AnyCase = Case | SequenceCase
 USAGE = "usage: sanitize.py compile | run [NUMBER/PARTS]"
+Results = tuple[Any, ...]  # arrays
 Call = tuple[Device, AnyCase, str]  # the GPU, and an algorithm of forward or a key of BACKWARD, perhaps with BACKWARDS
+
+
+class Prepared(NamedTuple):
+    """A call whose arrays are there. is_defined: whether no result may hold NaN."""
+
+    name: str
+    call: Callable[[], Results]
+    is_defined: bool = True
 
 
 def plans(gpu: Device, case: AnyCase, how: str) -> list[Plan]:
@@ -67,8 +78,8 @@ def plans(gpu: Device, case: AnyCase, how: str) -> list[Plan]:
     return [plan(problem, gpu, ("q",) if backwards else ()) for problem in problems]
 
 
-def work() -> list[Call]:
-    """All calls, without those of smaller GPUs that launch the same kernels as a larger one."""
+def work() -> dict[Call, list[Variant]]:
+    """All calls and their kernels, without calls of smaller GPUs that launch the same kernels as a larger one."""
     calls: list[Call] = [(device.query(0), case, how) for case in CASES for how in ("flash2", *BACKWARD)]
     calls += [(device.query(0), case, how) for case in hopper_cases() for how in ("flash2", *BACKWARD)]
     for gpu, case in itertools.product(devices(), tile_cases()):
@@ -80,21 +91,22 @@ def work() -> list[Call]:
         generic = [how + BACKWARDS for how in ways if how in ("flash2", *BACKWARD)]
         calls += [(gpu, case, how) for how in (*ways, *generic)]
     calls += [(device.query(0), case, how) for case, ways in hopper_sequence_cases() for how in ways]
-    found: dict[tuple[Any, ...], Call] = {}
+    found: dict[tuple[Any, ...], tuple[Call, list[Variant]]] = {}
     for gpu, case, how in calls:
         with contextlib.suppress(UnsupportedError):  # the largest head dims fit neither the smallest GPUs nor backward
             variants = [launch.variant for made in plans(gpu, case, how) for launch in made.launches]
-            found.setdefault((case, how.removesuffix(BACKWARDS), *variants), (gpu, case, how))
-    return list(found.values())
+            found.setdefault((case, how.removesuffix(BACKWARDS), *variants), ((gpu, case, how), variants))
+    return dict(found.values())
 
 
-def own_work() -> list[tuple[OwnCase, str]]:
-    """All calls with scores and masks of the caller's own, by both families of kernels."""
+def own_work() -> dict[tuple[OwnCase, str], list[Variant]]:
+    """All calls with scores and masks of the caller's own, by both families of kernels, and their kernels."""
     ways = [(case, how) for case, hows in own_cases() for how in hows]
     generic = [(case, how + BACKWARDS) for case, how in ways if isinstance(case.of, Case) and how not in ALGORITHMS[1:]]
     # why packed: what is then backwards are the heads.
     few = [(case, how) for case, how in ways if case.of.name.startswith("few_") and case.of.place_q == "packed"]
-    return [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
+    calls = [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
+    return {call: [launch.variant for made in own_plans(*call) for launch in made.launches] for call in calls}
 
 
 def own_arguments(case: OwnCase, how: str, put: Any = cupy.asarray) -> tuple[dict[str, Any], tuple[Any, ...]]:
@@ -119,31 +131,32 @@ def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if name != "v" and not name.startswith("dropout")}
 
 
-def own_call(case: OwnCase, how: str) -> None:
-    """Calls forward and lse, or backward for the loss |out|² / 2 with all gradients."""
+def own_call(case: OwnCase, how: str) -> Callable[[], Results]:
+    """What calls forward and lse, or backward for the loss |out|² / 2 with all gradients."""
     (arguments, wanted), op = own_arguments(case, how), how.removesuffix(BACKWARDS)
     if op not in BACKWARD:
-        results = cuflash.forward(**arguments, algorithm=op, return_lse=True)
-        check(case.name, *results)
-        if op == "flash2":
-            check(case.name, cuflash.lse(**keys_alone(arguments)))
-        return
-    out, lse = cuflash.forward(**arguments, return_lse=True)
+        lse = (lambda: (cuflash.lse(**keys_alone(arguments)),)) if op == "flash2" else tuple
+        return lambda: (*cuflash.forward(**arguments, algorithm=op, return_lse=True), *lse())
+    out, lse_of_rows = cuflash.forward(**arguments, return_lse=True)
+    dout = out.astype(arguments["q"].dtype)
     more = {"deterministic": BACKWARD[op], "captured_grads": wanted}
-    *gradients, grads = cuflash.backward(out.astype(arguments["q"].dtype), out=out, lse=lse, **arguments, **more)
-    check(case.name, *gradients, *grads)
+
+    def backward() -> Results:
+        *gradients, grads = cuflash.backward(dout, out=out, lse=lse_of_rows, **arguments, **more)
+        return *gradients, *grads
+
+    return backward
 
 
 def variants() -> list[Variant]:
-    """All kernels that `run` launches, except a few of `merge_and_views` and `append`."""
-    made = [made for call in work() for made in plans(*call)]
+    """All kernels that `run` launches, except a few of `merges_and_views` and `appends_to_caches`."""
+    found = [kernel for kernels in (*work().values(), *own_work().values()) for kernel in kernels]
     lse = ArraySpec.dense((1, 1, 1), "float32")
     states = [[ArraySpec.dense((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
-    made += [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
-    made += [made for call in own_work() for made in own_plans(*call)]
+    made = [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
     caches = [[row] * 4 + [ArraySpec.dense((1,), "int32")] for row, _ in states]
     made += [plan(Problem.of(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
-    return list({launch.variant: None for each in made for launch in each.launches})
+    return list(dict.fromkeys([*found, *(launch.variant for each in made for launch in each.launches)]))
 
 
 def unreached(wanted: list[Variant]) -> list[str]:
@@ -171,45 +184,79 @@ def unreached(wanted: list[Variant]) -> list[str]:
     ]
 
 
-def run(part: int = 0, parts: int = 1) -> None:
-    """Makes all calls of `work`, then merges and appends, and reads every result; or a part of that."""
-    cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
+def is_defined(case: AnyCase, how: str) -> bool:
+    """Whether no result may hold NaN."""
+    # why: from behind, rows of q that hold NaN, since they are not used, become used ones.
+    return isinstance(case, Case) or not (case.wild or (case.of.used_q and how.endswith(BACKWARDS)))
+
+
+def calls(part: int = 0, parts: int = 1, *, once: bool = False) -> Iterator[Prepared]:
+    """All calls of `work`, then merges and appends; or a part of that. Each is prepared when it is asked for.
+
+    once: only calls of which a kernel is not one of those before, and whose results repeat, but for what is summed in
+    any order. So no lengths are wrong: two sequences might write the same rows.
+    """
+    dense, own = work(), own_work()
+    if once:
+        seen: set[Variant] = set()
+        told = {(gpu, _tame(case), how): kernels for (gpu, case, how), kernels in dense.items()}
+        dense = {call: kernels for call, kernels in told.items() if _repeats(*call[1:]) and _adds(kernels, seen)}
+        own = {call: kernels for call, kernels in own.items() if _adds(kernels, seen)}
+        print(f"{len(dense) + len(own)} calls of {len(seen)} kernels", flush=True)
     query = device.query
-    for count, (gpu, case, how) in enumerate(work()[part::parts]):
+    for gpu, case, how in itertools.islice(dense, part, None, parts):
         device.query = lambda ordinal, gpu=gpu: gpu
         launch.KEPT.clear()
-        call(case, how)
-        if count % 20 == 0:
-            print(f"{count}: {case.name} {how}", flush=True)
+        yield Prepared(f"{case.name} {how}", call(case, how), is_defined(case, how))
     device.query = query
     launch.KEPT.clear()
-    for case, how in own_work()[part::parts]:
-        own_call(case, how)
-    if part == 0:
-        merge_and_views()
-        append()
+    for of, how in itertools.islice(own, part, None, parts):
+        yield Prepared(f"{of.name} {how}", own_call(of, how))
+    yield from itertools.islice(itertools.chain(merges_and_views(), appends_to_caches()), part, None, parts)
 
 
-def call(case: AnyCase, how: str) -> None:
-    """Calls forward and lse, or backward for the loss |out|² / 2, to which cases with a window add that of lse."""
+def _tame(case: AnyCase) -> AnyCase:
+    return replace(case, wild=False) if isinstance(case, SequenceCase) else case
+
+
+def _repeats(case: AnyCase, how: str) -> bool:
+    """Not sums in any order of which some are NaN, which is near to no number."""
+    return is_defined(case, how) or how.removesuffix(BACKWARDS) != "backward"
+
+
+def _adds(kernels: list[Variant], seen: set[Variant]) -> bool:
+    """Whether one is not seen yet; all are then."""
+    before = len(seen)
+    seen.update(kernels)
+    return len(seen) > before
+
+
+def run(part: int = 0, parts: int = 1) -> None:
+    """Makes all calls, or a part of them, and reads every result."""
+    cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
+    for count, made in enumerate(calls(part, parts)):
+        for result in made.call():
+            host = cupy.asnumpy(result).astype("float32")
+            assert not made.is_defined or not (host != host).any(), f"{made.name}: NaN"
+        if count % 20 == 0:
+            print(f"{count}: {made.name}", flush=True)
+
+
+def call(case: AnyCase, how: str) -> Callable[[], Results]:
+    """What calls forward and lse, or backward for the loss |out|² / 2, to which cases with a window add that of lse."""
     arguments, wide = given(case)
     (q, k, v), options = (arguments.pop(name) for name in "qkv"), arguments
     op = how.removesuffix(BACKWARDS)
     if how != op:
         q = q[:, ::-1]
-    # why: from behind, rows of q that hold NaN, since they are not used, become used ones.
-    is_defined = isinstance(case, Case) or not (case.wild or (case.of.used_q and how != op))
     if op not in BACKWARD:
-        results = cuflash.forward(q, k, v, algorithm=op, return_lse=True, **options, **wide)
-        if op == "flash2":
-            results = *results, cuflash.lse(q, k, **options)
-        check(case.name, *results, is_defined=is_defined)
-        return
-    out, lse = cuflash.forward(q, k, v, return_lse=True, **options, **wide)
+        lse = (lambda: (cuflash.lse(q, k, **options),)) if op == "flash2" else tuple
+        return lambda: (*cuflash.forward(q, k, v, algorithm=op, return_lse=True, **options, **wide), *lse())
+    out, lse_of_rows = cuflash.forward(q, k, v, return_lse=True, **options, **wide)
     # why a least: rows that see nothing have -inf.
-    dlse = None if options["window_size"] == (-1, -1) else cupy.maximum(lse, -100.0)
-    more = options | {"dlse": dlse, "deterministic": BACKWARD[op]}
-    check(case.name, *cuflash.backward(out.astype(q.dtype), q, k, v, out, lse, **more), is_defined=is_defined)
+    dlse = None if options["window_size"] == (-1, -1) else cupy.maximum(lse_of_rows, -100.0)
+    dout, more = out.astype(q.dtype), options | {"dlse": dlse, "deterministic": BACKWARD[op]}
+    return lambda: cuflash.backward(dout, q, k, v, out, lse_of_rows, **more)
 
 
 def given(case: AnyCase) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -223,21 +270,24 @@ def on_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
-def merge_and_views() -> None:
-    """Merges in each dtype and alignment; calls forward on slices of keys, on unaligned rows and with float32 out."""
+def merges_and_views() -> Iterator[Prepared]:
+    """Merges in each dtype and alignment; forward on slices of keys, on unaligned rows and with float32 out."""
     for dtype, head_dim in itertools.product(tiles_sm80.TILES, (64, 33)):
         case = Case("merge", 2, 65, 40, 3, 3, head_dim, head_dim, dtype)
         q, k, v = (cupy.asarray(x) for x in case.arrays())
         states = [cuflash.forward(q, k[:, part], v[:, part], return_lse=True) for part in (slice(17), slice(17, None))]
-        check(case.name, *cuflash.merge_states(*zip(*states, strict=True)))
+        yield Prepared(f"merge {dtype}", partial(cuflash.merge_states, *zip(*states, strict=True)))
         wide = [cupy.asarray(x) for x in replace(case, head_dim=head_dim + 1, head_dim_v=head_dim + 1).arrays()]
-        check(case.name, cuflash.forward(*(x[..., 1:] for x in wide), causal=True))
+        views = [x[..., 1:] for x in wide]
+        yield Prepared(f"views {dtype}", partial(cuflash.forward, *views, causal=True, return_lse=True))
         if dtype != "float32":
             out, lse = cuflash.forward(q, k, v, return_lse=True, out_dtype="float32")
-            check(case.name, out, *cuflash.backward(q.copy(), q, k, v, out, lse))
+            yield Prepared(
+                f"float32 out {dtype}", partial(cuflash.backward, q.copy(), q, k, v, out, lse, deterministic=True)
+            )
 
 
-def append() -> None:
+def appends_to_caches() -> Iterator[Prepared]:
     """Appends in each dtype, place, rotation and alignment; half of the lengths and places are not in the cache."""
     ways = itertools.product(tiles_sm80.TILES, (64, 33), ("rows", "indexed", "pages of 3"), (False, True))
     for seed, (dtype, dim, place, packed) in enumerate(ways):
@@ -248,21 +298,16 @@ def append() -> None:
         )
         for rotation in rotations:
             new = (4, 0, 5) if packed else 5
-            given = on_gpu(wild(appends.drawn(dtype, place, new=new, dims=(dim, dim), **rotation), seed))
-            caches = given["k_cache"], given["v_cache"]
-            for cache in caches:
-                cache[...] = 0.5
-            rotated = cuflash.append_kv(**given)
-            check(f"append to {place}", *caches)
-            if rotated is not None:
-                check("rotate", rotated, is_defined=not packed)
+            told = on_gpu(wild(appends.drawn(dtype, place, new=new, dims=(dim, dim), **rotation), seed))
 
+            def append(told: dict[str, Any] = told) -> Results:
+                caches = told["k_cache"], told["v_cache"]
+                for cache in caches:
+                    cache[...] = 0.5
+                rotated = cuflash.append_kv(**told)
+                return caches if rotated is None else (*caches, rotated)
 
-def check(name: str, *results: Any, is_defined: bool = True) -> None:
-    """Reads all of each result, and asserts that one that is defined holds no NaN."""
-    for result in results:
-        host = cupy.asnumpy(result).astype("float32")
-        assert not is_defined or not (host != host).any(), f"{name}: NaN"
+            yield Prepared(f"append to {place}", append, is_defined=not (packed and rotation))
 
 
 def part_of(arguments: list[str]) -> tuple[int, int]:

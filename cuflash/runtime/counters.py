@@ -3,6 +3,8 @@
 A launch leaves its counter at zero, so launches that follow one another can share one: each stream has a counter. A
 launch that is captured into a graph gets a counter that is never given out again, because the graph may later run
 beside any other work. (It must not run beside itself or another graph of the same capture: both write the same out.)
+A stream that was destroyed leaves its counter behind, which serves no other: its work may still go on, and to wait for
+that would end all captures of the GPU, those of other threads, too.
 """
 
 from __future__ import annotations
@@ -11,17 +13,16 @@ import ctypes
 from typing import Any
 
 from ..locks import Lock
-from .driver import function, zeroed
+from .driver import failure, function, zeroed
 
 DEFAULT = 0  # handle of the default stream, of which nothing is asked: it is never captured, and there is one a GPU
-_OF_DEFAULT = -1  # in place of its unique number
 PAGE = 4096  # counters of 4 bytes that are allocated together
 
 _lock = Lock(reentrant=True)
 _free: dict[tuple[int, int], list[int]] = {}  # unused counters by GPU and number of words
-# Counters by GPU, number of words, use, and the stream's unique number. why not its handle: CUDA reuses handles while
-# work still runs.
-_of_stream: dict[tuple[int, int, int, int], int] = {}
+# The stream's unique number and its counter, by GPU, number of words, use and the stream's handle. why the number, too:
+# CUDA gives a handle to a new stream while work of the old one still runs.
+_of_stream: dict[tuple[int, int, int, int], tuple[int, int]] = {}
 
 
 def counter(ordinal: int, stream: int, words: int = 1, use: int = 0) -> int:
@@ -29,24 +30,25 @@ def counter(ordinal: int, stream: int, words: int = 1, use: int = 0) -> int:
 
     use: tells the counters of one launch apart, which count at the same time.
     """
-    words = _rounded(words)
-    if stream == DEFAULT:
-        key = ordinal, words, use, _OF_DEFAULT
-    elif _asked("cuStreamIsCapturing", stream, ctypes.c_int()):
-        return _fresh(ordinal, words)
-    else:
-        key = ordinal, words, use, _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
+    words, number = _rounded(words), 0
+    if stream != DEFAULT:
+        if _asked("cuStreamIsCapturing", stream, ctypes.c_int()):
+            return _fresh(ordinal, words)
+        number = _asked("cuStreamGetId", stream, ctypes.c_ulonglong())
+    key = ordinal, words, use, stream
     found = _of_stream.get(key)
-    if found is None:
+    if found is None or found[0] != number:
         with _lock:
-            found = _of_stream[key] = _of_stream.get(key) or _fresh(ordinal, words)
-    return found
+            found = _of_stream.get(key)
+            if found is None or found[0] != number:
+                found = _of_stream[key] = number, _fresh(ordinal, words)
+    return found[1]
 
 
 def _asked(name: str, stream: int, answer: Any) -> int:
     result = function(name, ctypes.c_void_p, ctypes.c_void_p)(stream, ctypes.addressof(answer))
     if result:
-        raise RuntimeError(f"{name} failed for the stream {stream:#x} (CUresult {result})")
+        raise failure(result, f"{name} failed for the stream {stream:#x}")
     return int(answer.value)
 
 

@@ -10,6 +10,7 @@ from functools import cache
 
 Function = Callable[..., int]
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 
 @cache
@@ -22,6 +23,13 @@ def function(name: str, *argtypes: type) -> Function:
     if argtypes:
         found.argtypes = argtypes
     return found
+
+
+def failure(result: int, what: str) -> RuntimeError:
+    """The error to raise where a function of the driver has failed, with CUDA's name for it."""
+    name = ctypes.c_char_p()
+    unknown = function("cuGetErrorName", ctypes.c_int, ctypes.c_void_p)(result, ctypes.addressof(name))
+    return RuntimeError(f"{what}: {'CUDA error' if unknown or not name.value else name.value.decode()} ({result})")
 
 
 def current_device() -> int:

@@ -7,7 +7,7 @@ import struct
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
-from .driver import function
+from .driver import failure, function
 from .structs import Block
 
 
@@ -73,6 +73,4 @@ class EarlyLaunch:
         if latest[0] != stream:
             latest = self._latest = stream, _CONFIG.pack(*self._shape, stream, ctypes.addressof(_EARLY), 1)
         if result := self._launch(latest[1], self._function, parameters.pointers, None):
-            from cupy.cuda.driver import CUDADriverError
-
-            raise CUDADriverError(result)
+            raise failure(result, "a kernel was not launched")

@@ -14,7 +14,6 @@ from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import UnsupportedError
 from ..planning.gradient_terms import MAX_AXES
 from ..planning.merge import MAX_STATES
 from ..planning.plan import Launch, Part
@@ -23,7 +22,7 @@ from ..problem.operands import Op
 from ..problem.options import Scores
 from ..problem.problem import Problem
 from .own_params import own_params
-from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover
+from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover, refusal
 
 Fields = list[tuple[str, Any]]
 
@@ -337,8 +336,8 @@ class Parameters:
             block.ints[2 * word + 8] = not pointer & misaligning
         for number, at, begin in self._maps:
             pointer = pointers[number]
-            if pointer and self._move(block.address + at, pointer + begin):
-                raise UnsupportedError(f"the driver refuses the address {pointer:#x} in a TMA descriptor")
+            if pointer and (result := self._move(block.address + at, pointer + begin)):
+                raise refusal(result, f"the address {pointer:#x} in a TMA descriptor")
 
 
 def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:

@@ -11,7 +11,7 @@ from ..planning.plan import Box
 from ..planning.tiles_sm90 import PANEL_BYTES
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import DTYPES
-from .driver import Function, function
+from .driver import INVALID_VALUE, Function, failure, function
 
 MAP_BYTES, ALIGNMENT = 128, 64
 # Source: CUDA driver API, "Tensor Map Object Management".
@@ -68,8 +68,14 @@ def encoded(spec: ArraySpec, box: Box) -> bytes:
         _OUTSIDE_IS_ZERO,
     )
     if result:
-        raise UnsupportedError(f"the driver refuses a TMA descriptor of {spec}, {box} (CUresult {result})")
+        raise refusal(result, f"a TMA descriptor of {spec}, {box}")
     return ctypes.string_at(to, MAP_BYTES)
+
+
+def refusal(result: int, what: str) -> Exception:
+    """The error of a descriptor: of what it describes, or an older one, which each call of the driver tells again."""
+    what = f"the driver refuses {what}"
+    return UnsupportedError(what) if result == INVALID_VALUE else failure(result, what)
 
 
 def _row_bytes(spec: ArraySpec, box: Box) -> int:

@@ -56,14 +56,16 @@ def backward(case: Case, given: Given, **more: Any) -> tuple[Any, ...]:
 def units_of(problem: Problem | Case, given: Given) -> list[float]:
     """The units in which dq, dk and dv err: sums may cancel, so these are of what is summed, not of the sums.
 
-    dv is a sum of dout; dq and dk are sums of k and q with weights that err by units of dout · v and dlse.
+    dv is a sum of dout; dq and dk are sums of k and q with weights that err by units of dout · v and dlse. All are
+    weighed with p, which errs as the scores do.
     """
     problem = problem.problem() if isinstance(problem, Case) else problem
     dout, q, k, v, dlse = map(host, (given.dout, given.q, given.k, given.v, given.dlse))
     largest = [float(np.abs(x).max(initial=0.0)) for x in (q, k, dout)]
     norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in (dout, v)]
     ds = norms[0] * norms[1] + (0.0 if dlse is None else np.abs(dlse).max(initial=0.0))
-    return [problem.softmax_scale * ds * x for x in (largest[1], largest[0])] + [largest[2]]
+    weight = oracle.walk(problem.softmax_scale, q, k, problem.dtype)
+    return [weight * x for x in (*(problem.softmax_scale * ds * x for x in (largest[1], largest[0])), largest[2])]
 
 
 def check(problem: Problem | Case, given: Given, got: tuple[Any, ...], *, ulps: float | None = None) -> None:

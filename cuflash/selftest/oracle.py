@@ -108,11 +108,21 @@ def units_of(scale: float, q: Array, k: Array, v: Array, dtype: str) -> tuple[fl
 
     Those of out are of v; those of scores, and of lse with them, are of products of q and k.
     """
+    return float(np.abs(v).max(initial=0.0)) * walk(scale, q, k, dtype), 1.0 + _largest_score(scale, q, k)
+
+
+def _largest_score(scale: float, q: Array, k: Array) -> float:
+    """Which no score is above, whatever keys a row sees."""
     norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in (q, k)]
-    score = scale * norms[0] * norms[1]
-    # float32 scores are not rounded afterwards: their errors, which add up as a random walk does, show in out.
-    walk = score / q.shape[3] ** 0.5 if dtype == "float32" else 0.0
-    return float(np.abs(v).max(initial=0.0)) * (1.0 + walk), 1.0 + score
+    return float(scale * norms[0] * norms[1])
+
+
+def walk(scale: float, q: Array, k: Array, dtype: str) -> float:
+    """How many units a weight errs by: errors of the products that a score is a sum of add up as a random walk does.
+
+    16-bit: one, as scores are rounded afterwards in the naive computation, too.
+    """
+    return 1.0 + (_largest_score(scale, q, k) / q.shape[3] ** 0.5 if dtype == "float32" else 0.0)
 
 
 def assert_units(name: str, got: Any, exact: Any, ulps: float, unit: float = 0.0) -> None:

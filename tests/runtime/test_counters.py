@@ -19,7 +19,7 @@ CAPTURING = 7  # a stream's handle
 
 
 class Driver:
-    """In place of the driver and of CuPy's memory: stream handles are their unique numbers, less 1000."""
+    """In place of the driver and of CuPy's memory: streams' unique numbers are their handles and `born`."""
 
     def __init__(self) -> None:
         self.results: dict[str, int] = {}
@@ -28,19 +28,24 @@ class Driver:
         self.pages: list[tuple[int, int]] = []  # (GPU, address)
         self.zeroed: list[tuple[int, int, int]] = []
         self.current = 0
+        self.born = 1000
 
     def function(self, name: str, *argtypes: type) -> Any:
-        assert set(argtypes) == {ctypes.c_void_p}
-        return {"cuStreamIsCapturing": self.is_capturing, "cuStreamGetId": self.get_id,
-                "cuThreadExchangeStreamCaptureMode": self.exchange}[name]  # fmt: skip
+        assert set(argtypes) <= {ctypes.c_void_p, ctypes.c_int}
+        found = {"cuStreamIsCapturing": self.is_capturing, "cuStreamGetId": self.get_id}
+        return (found | {"cuThreadExchangeStreamCaptureMode": self.exchange, "cuGetErrorName": self.name_error})[name]
 
     def is_capturing(self, stream: int, answer: int) -> int:
         ctypes.c_int.from_address(answer).value = stream == CAPTURING
         return self.results.get("cuStreamIsCapturing", 0)
 
     def get_id(self, stream: int, answer: int) -> int:
-        ctypes.c_ulonglong.from_address(answer).value = stream + 1000
+        ctypes.c_ulonglong.from_address(answer).value = stream + self.born
         return self.results.get("cuStreamGetId", 0)
+
+    def name_error(self, result: int, answer: int) -> int:
+        ctypes.c_char_p.from_address(answer).value = b"CUDA_ERROR_INVALID_HANDLE"
+        return int(result != 400)
 
     def exchange(self, mode: int) -> int:
         given = ctypes.c_int.from_address(mode)
@@ -118,6 +123,23 @@ def test_a_reserved_counter_needs_no_allocation_within_a_capture(driver: Driver)
     assert not driver.pages
 
 
+def test_a_new_stream_of_a_handle_has_a_counter_of_its_own(driver: Driver) -> None:
+    old = counters.counter(0, 1)
+    driver.born += 1  # the old one was destroyed, and may still work
+    new = counters.counter(0, 1)
+    assert new != old
+    assert counters.counter(0, 1) == new
+
+
+def test_streams_without_end_take_four_bytes_each_and_nothing_of_the_host(driver: Driver) -> None:
+    given = set()
+    for driver.born in range(3 * counters.PAGE):
+        given.add(counters.counter(0, 1))
+    assert len(given) == 3 * counters.PAGE
+    assert len(driver.pages) == 3
+    assert len(counters._of_stream) == 1
+
+
 def test_a_counter_lies_on_the_gpu_of_its_launch(driver: Driver) -> None:
     shared, found = 20, []  # a stream number: those of different GPUs may be equal
     for driver.current in (0, 1, 0, 1):
@@ -147,7 +169,7 @@ def test_the_capture_mode_of_the_thread_is_put_back_even_after_an_error(
 @pytest.mark.parametrize("name", ["cuStreamIsCapturing", "cuStreamGetId"])
 def test_an_error_of_the_driver_is_told_with_the_stream(driver: Driver, name: str) -> None:
     driver.results[name] = 400
-    with pytest.raises(RuntimeError, match=rf"{name} failed for the stream 0x2a \(CUresult 400\)"):
+    with pytest.raises(RuntimeError, match=rf"{name} failed for .* 0x2a: CUDA_ERROR_INVALID_HANDLE \(400\)"):
         counters.counter(0, 42)
     assert not driver.pages
 

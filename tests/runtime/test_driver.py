@@ -59,6 +59,19 @@ def test_a_function_that_the_driver_does_not_have_is_an_error() -> None:
         driver.function("cuNoSuchThing")
 
 
+@pytest.mark.parametrize(("name", "told"), [(b"CUDA_ERROR_UNKNOWN", "CUDA_ERROR_UNKNOWN"), (None, "CUDA error")])
+def test_a_failure_tells_the_name_that_cuda_has_for_it(
+    name: bytes | None, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def name_error(result: int, answer: int) -> int:
+        ctypes.c_char_p.from_address(answer).value = name
+        return int(name is None)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(driver, "function", lambda asked, *argtypes: {"cuGetErrorName": name_error}[asked])
+        assert str(driver.failure(2, "no page")) == f"no page: {told} (2)"
+
+
 @pytest.mark.parametrize(("result", "device"), [(0, 5), (201, -1)])
 def test_the_current_device_is_that_of_the_threads_context(
     result: int, device: int, monkeypatch: pytest.MonkeyPatch

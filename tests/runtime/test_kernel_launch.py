@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cuflash.runtime import kernel_launch
+from cuflash.runtime import driver, kernel_launch
 from cuflash.runtime.structs import Block
 
 
@@ -39,6 +39,14 @@ def test_an_early_launch_is_described_as_the_driver_reads_it(monkeypatch: pytest
             early(SimpleNamespace(pointers=2**41), stream)  # type: ignore[arg-type]
     # 6: programmatic stream serialization
     assert seen == [(132, 1, 1, 256, 1, 1, 200_000, stream, 1, 6, 1) for stream in (2**42, 2**42, None)]
+
+
+def test_an_early_launch_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_launch, "function", lambda *_: lambda *_: 700)
+    monkeypatch.setattr(driver, "function", lambda *_: lambda *_: 1)
+    early = kernel_launch.EarlyLaunch(SimpleNamespace(ptr=2**40), (132, 1, 1), (256, 1, 1), 200_000)
+    with pytest.raises(RuntimeError, match=r"a kernel was not launched: CUDA error \(700\)"):
+        early(SimpleNamespace(pointers=2**41), 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("version", "early"), [(12030, False), (12040, True), (13000, True)])

@@ -12,6 +12,7 @@ from drivers import FakeDriver
 from cuflash.errors import UnsupportedError
 from cuflash.planning.plan import Box
 from cuflash.problem.array_spec import ArraySpec, dense_strides
+from cuflash.runtime import driver as driver_module
 from cuflash.runtime import structs
 from cuflash.runtime.structs import Block
 from cuflash.runtime.tensor_map import MAP_BYTES, encoded, first_byte, mover
@@ -95,7 +96,14 @@ def test_descriptors_are_moved_to_addresses_of_64_bits(driver: FakeDriver) -> No
 
 def test_what_the_driver_refuses_is_told_with_the_operand(driver: FakeDriver) -> None:
     driver.result = 1
-    with pytest.raises(UnsupportedError, match=r"refuses.*float16\[2, 300, 4, 64\].*rows=128.*CUresult 1"):
+    with pytest.raises(UnsupportedError, match=r"refuses.*float16\[2, 300, 4, 64\].*rows=128"):
+        structs.encoded(spec(), Box(128, 0, 300))
+
+
+def test_an_older_error_is_told_as_what_it_is(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "function", lambda *_: lambda result, name: 1)
+    driver.result = 700
+    with pytest.raises(RuntimeError, match=r"a TMA descriptor of.*float16\[2, 300, 4, 64\].*CUDA error \(700\)"):
         structs.encoded(spec(), Box(128, 0, 300))
 
 

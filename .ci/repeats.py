@@ -1,0 +1,137 @@
+"""Repeats every kernel under contention and compares the results bit for bit: `repeats.py REPEATS [NUMBER/PARTS]`.
+
+Calls of sanitize.py that launch all of them are captured into two graphs each, which run beside each other on two
+streams. Meanwhile a third stream copies memory, and a fourth one holds half of the multiprocessors again and again.
+Results hold NaN before each repeat. Gradients that are summed in any order are compared with a tolerance instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import cupy
+import sanitize
+
+from cuflash.planning import device
+
+IN_A_GRAPH = 8  # repeats
+KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
+TOLERANCE = 0.02  # of the largest element, for what is summed in any order
+HELD = 200 * 1024  # bytes of shared memory, so that a block has its multiprocessor for itself
+SOURCE = """
+__device__ float number(unsigned bits, int kind) {
+  if (kind == 0) return __uint_as_float(bits);
+  if (kind == 1) return __uint_as_float(bits << 16);
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((unsigned short)bits));
+  return x;
+}
+
+// Counts what differs by more than the tolerance, and leaves NaN.
+template <typename Bits>
+__device__ void compare(Bits* found, const Bits* wanted, long long size, int kind, float tolerance, int* wrong) {
+  for (long long i = blockIdx.x * 256LL + threadIdx.x; i < size; i += gridDim.x * 256LL) {
+    if (found[i] != wanted[i]) {
+      // why so: NaN is beyond every tolerance
+      bool close = fabsf(number(found[i], kind) - number(wanted[i], kind)) <= tolerance;
+      if (!(tolerance > 0 && close)) atomicAdd(wrong, 1);
+    }
+    found[i] = Bits(-1);
+  }
+}
+extern "C" __global__ void compare_2(unsigned short* found, const unsigned short* wanted, long long size, int kind,
+                                     float tolerance, int* wrong) {
+  compare(found, wanted, size, kind, tolerance, wrong);
+}
+extern "C" __global__ void compare_4(unsigned* found, const unsigned* wanted, long long size, int kind,
+                                     float tolerance, int* wrong) {
+  compare(found, wanted, size, kind, tolerance, wrong);
+}
+extern "C" __global__ void hold(long long cycles) {
+  long long begin = clock64();
+  while (clock64() - begin < cycles) __nanosleep(500);
+}
+"""
+Compare = Callable[[Any, Any, float], None]
+
+
+class Traffic:
+    """Work of other streams: copies of memory, and blocks that hold half of the multiprocessors."""
+
+    def __init__(self, module: Any) -> None:
+        self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]
+        self._memory = cupy.zeros((2, 32 << 20), "float32")
+        self._hold = module.get_function("hold")
+        self._hold.max_dynamic_shared_size_bytes = HELD
+        self._half = device.query(0).num_sms // 2
+        self._times = itertools.cycle((20_000, 150_000, 60_000, 5_000))  # cycles, 3 to 80 µs
+
+    def go_on(self) -> None:
+        """More work where the last one has ended."""
+        copies, holds = self._streams
+        if copies.done:
+            with copies:
+                self._memory[1] = self._memory[0]
+        if holds.done:
+            with holds:
+                for _ in range(8):
+                    self._hold((self._half,), (32,), (next(self._times),), shared_mem=HELD)
+
+
+def repeat(made: sanitize.Prepared, is_fixed: bool, times: int, compare: Compare, traffic: Traffic) -> None:
+    """Makes a call so often in graphs, and compares its results with those that it had alone."""
+    alone, again = made.call(), made.call()
+    wanted = [x.copy() for x in alone]
+    # why: what is written in place, two graphs would write at once.
+    count = 1 if any(x.data.ptr == y.data.ptr for x, y in zip(alone, again, strict=True)) else 2
+    largest = [0.0 if is_fixed or not x.size else float(cupy.abs(x.astype("float32")).max()) for x in wanted]
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(count)]
+    graphs, kept = [], []
+    cupy.cuda.Device().synchronize()
+    for stream in streams:
+        with stream:
+            stream.begin_capture()
+            for _ in range(IN_A_GRAPH):
+                kept.append(made.call())
+                for x, like, unit in zip(kept[-1], wanted, largest, strict=True):
+                    compare(x, like, TOLERANCE * unit)
+            graphs.append(stream.end_capture())
+    for _ in range(-(-times // (count * IN_A_GRAPH))):
+        for stream, graph in zip(streams, graphs, strict=True):
+            graph.launch(stream)
+        traffic.go_on()
+    for stream in streams:
+        stream.synchronize()
+
+
+def main() -> None:
+    if not sys.argv[1:] or not sys.argv[1].isdecimal():
+        sys.exit("usage: repeats.py REPEATS [NUMBER/PARTS]")
+    times, (part, parts) = int(sys.argv[1]), sanitize.part_of(sys.argv[2:])
+    module, wrong, failed, started = cupy.RawModule(code=SOURCE), cupy.zeros(1, "int32"), 0, time.perf_counter()
+    traffic = Traffic(module)
+
+    def compare(found: Any, wanted: Any, tolerance: float) -> None:
+        assert found.flags.c_contiguous
+        size = found.dtype.itemsize
+        arguments = found, wanted, found.size, KINDS[str(found.dtype)], cupy.float32(tolerance), wrong
+        module.get_function(f"compare_{size}")((min(264, 1 + found.size // 2048),), (256,), arguments)
+
+    for count, made in enumerate(sanitize.calls(part, parts, once=True)):
+        op = made.name.removesuffix(sanitize.BACKWARDS).rpartition(" ")[2]
+        # why before it: a kernel that waits for ever is the one that is named last.
+        print(f"{part}/{parts} {count} ({time.perf_counter() - started:.0f} s): {made.name}", flush=True)
+        repeat(made, sanitize.BACKWARD.get(op, True), times, compare, traffic)
+        if found := int(wrong[0]):
+            failed += 1
+            print(f"{made.name}: {found} elements differ", flush=True)
+            wrong[...] = 0
+    sys.exit(f"{failed} calls differ" if failed else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""What goes wrong around a call on a GPU: no memory, a failed capture, an older error. The next call is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from workers import run_python
+
+import cuflash
+from cuflash.bench.cases import Case
+from cuflash.errors import ProblemError
+
+pytestmark = pytest.mark.gpu
+
+CASE = Case("fault", 2, 300, 330, 4, 2, 64, 64, "float16", causal=True)
+
+
+def states(case: Case = CASE) -> tuple[Any, ...]:
+    """What backward takes: dout, q, k, v, out and lse."""
+    import cupy
+
+    q, k, v = (cupy.asarray(x) for x in case.arrays())
+    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    return out * 0.5, q, k, v, out, lse
+
+
+def gradients(deterministic: bool) -> Callable[..., tuple[Any, ...]]:
+    return lambda *arrays: cuflash.backward(*arrays, causal=True, deterministic=deterministic)
+
+
+def own_gradients(*arrays: Any) -> tuple[Any, ...]:
+    """Gradients with that of a bias, and sums of several launches."""
+    import cupy
+
+    bias = cupy.ones((4, 1, 330), "float32")
+    dq, dk, dv, (dbias,) = cuflash.backward(*arrays, bias=bias, captured_grads=(bias,), deterministic=True)
+    return dq, dk, dv, dbias
+
+
+CALLS: dict[str, Callable[..., tuple[Any, ...]]] = {
+    "forward": lambda _, q, k, v, *rest: cuflash.forward(q, k, v, causal=True, return_lse=True),
+    "gaps": lambda _, q, k, v, *rest: (cuflash.forward(q[..., ::2], k[..., ::2], v),),  # needs copies
+    "splits": lambda _, q, k, v, *rest: cuflash.forward(q[:, :1], k, v, num_splits=3, return_lse=True),
+    "backward": gradients(deterministic=True),
+    "bias": own_gradients,
+}
+
+
+def same_bits(found: tuple[Any, ...], wanted: tuple[Any, ...]) -> bool:
+    """Compared on the host: on the GPU there may be no memory left."""
+    return all(x.get().tobytes() == y.get().tobytes() for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_memory_that_runs_out_at_any_place_of_a_call_costs_nothing_else(cupy: Any, name: str) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)  # why: on the default stream small workspaces are there already
+    arrays, pool, limit = states(), cupy.cuda.MemoryPool(), 0
+    wanted, failed = CALLS[name](*arrays), 0
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.using_allocator(pool.malloc), stream:
+        found = None
+        while found is None:
+            limit += 512  # the unit of the pool
+            pool.set_limit(size=limit)
+            try:
+                found = CALLS[name](*arrays)
+            except cupy.cuda.memory.OutOfMemoryError:
+                failed += 1
+            if found is None:  # why not above: there the error still holds the call's arrays
+                assert pool.used_bytes() == 0
+                pool.free_all_blocks()
+                limit += limit // 7 // 512 * 512  # why larger steps: a megabyte is thousands of units
+        stream.synchronize()
+        assert failed >= 2
+        assert same_bits(found, wanted)
+        del found
+    assert pool.used_bytes() == 0
+
+
+def test_torch_memory_that_runs_out_costs_nothing_else() -> None:
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.randn(1, 4096, 8, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    wanted = cuflash.forward(q, k, v, causal=True)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    whole = torch.cuda.get_device_properties(0).total_memory
+    used = torch.cuda.memory_allocated()
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2**20) / whole)
+    try:
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            cuflash.forward(q.expand(64, -1, -1, -1), k.expand(64, -1, -1, -1), v.expand(64, -1, -1, -1))
+        assert torch.cuda.memory_allocated() == used
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert torch.equal(cuflash.forward(q, k, v, causal=True), wanted)
+
+
+def test_a_call_that_is_refused_within_a_capture_leaves_the_capture_as_it_is(cupy: Any) -> None:
+    dout, q, k, v, *_ = states()
+    out, wanted = cupy.zeros_like(q), cuflash.forward(q, k, v, causal=True)
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        cuflash.forward(q, k, v, causal=True, out=out)
+        with pytest.raises(ProblemError):
+            cuflash.forward(q, k, v, window_size=(-7, 0))
+        cuflash.backward(dout, q, k, v, *cuflash.forward(q, k, v, return_lse=True))
+        graph = stream.end_capture()
+        graph.launch(stream)
+    stream.synchronize()
+    assert same_bits((out,), (wanted,))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_call_within_a_capture_that_has_failed_says_so_and_the_next_one_is_right(
+    cupy: Any, deterministic: bool
+) -> None:
+    arrays = states()
+    call = gradients(deterministic)
+    wanted = call(*arrays)
+    cupy.cuda.Device().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        stream.begin_capture()
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            stream.synchronize()  # which no capture may do, so that it is at its end
+        with pytest.raises(Exception, match="CAPTURE_INVALIDATED"):
+            call(*arrays)
+        with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+            stream.end_capture()
+        found = call(*arrays)
+        stream.synchronize()
+    np.testing.assert_allclose(*(cupy.asnumpy(x[1]).astype("f4") for x in (found, wanted)), atol=2e-3)
+    if deterministic:
+        assert same_bits(found, wanted)
+
+
+def test_arrays_that_are_freed_at_once_and_streams_that_change_lose_nothing(cupy: Any) -> None:
+    """Inputs are made on one stream, used on the next, and freed while that one still works."""
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]
+    host, pool, found = states(), cupy.get_default_memory_pool(), []
+    wanted = [tuple(cupy.asnumpy(x) for x in CALLS["backward"](*(x * scale for x in host[:1]), *host[1:]))
+              for scale in (1.0, 0.25)]  # fmt: skip
+    cupy.cuda.Device().synchronize()
+    before = pool.used_bytes()
+    for turn in range(60):
+        makes, works = streams[turn % 3], streams[(turn + 1) % 3]
+        with makes:
+            arrays = tuple(x * (1.0 if number or turn % 2 == 0 else 0.25) for number, x in enumerate(host))
+        works.wait_event(makes.record())
+        with works:
+            found.append(CALLS["backward"](*(x.astype(y.dtype) for x, y in zip(arrays, host, strict=True))))
+        makes.wait_event(works.record())  # as CuPy asks of its users before memory goes back to the other stream
+        del arrays
+    cupy.cuda.Device().synchronize()
+    for turn, gradients_found in enumerate(found):
+        for x, y in zip(gradients_found, wanted[turn % 2], strict=True):
+            np.testing.assert_array_equal(cupy.asnumpy(x), y)
+    del found, gradients_found, x
+    assert pool.used_bytes() == before
+
+
+BROKEN = """
+import pathlib, sys
+import cupy, cuflash
+from cuflash.runtime import cache
+
+q = cupy.ones((1, 64, 2, 64), "float16")
+cuflash.forward(q, q, q)
+cupy.cuda.Device().synchronize()
+files = set(pathlib.Path(cache.cache_dir()).glob("*.cubin"))
+cupy.RawKernel('extern "C" __global__ void bad(int* p) { *p = 1; }', "bad")((1,), (1,), (cupy.uintp(8),))
+shapes = q, q[:, :32], cupy.broadcast_to(q, (1, 64, 2, 64))
+errors = []
+for call in (lambda: cuflash.forward(q, q, q), lambda: cuflash.forward(q[:, :32], q, q, window_size=(3, 2)),
+             lambda: cuflash.forward(q[..., :40], q[..., :40], q, softcap=2.0)):
+    try:
+        call()
+        cupy.cuda.Device().synchronize()
+    except Exception as error:
+        errors.append(f"{type(error).__name__} {error}")
+    else:
+        sys.exit("a call after the error gave a result")
+assert all("ILLEGAL_ADDRESS" in x or "IllegalAddress" in x for x in errors), errors
+assert files <= set(pathlib.Path(cache.cache_dir()).glob("*.cubin"))
+print("told", len(errors))
+import os
+os._exit(0)  # CuPy cannot free its arrays any more
+"""
+
+
+def test_after_an_error_of_the_gpu_each_call_tells_it_and_none_hangs() -> None:
+    assert "told 3" in run_python("-c", BROKEN)
+
+
+INTERRUPTED = """
+import random, signal
+import cupy, cuflash
+
+class Interrupted(BaseException):  # as KeyboardInterrupt
+    pass
+
+def interrupt(*_):
+    raise Interrupted
+
+signal.signal(signal.SIGALRM, interrupt)
+rng, interrupted = random.Random(1), 0
+shapes = [(1, 60 + n, 2, 64) for n in range(400)]
+make = cupy.random.default_rng(0).standard_normal
+x = make((1, 500, 2, 64), "float32").astype("float16")
+stream = cupy.cuda.Stream(non_blocking=True)
+with stream:
+    for turn in range(3000):
+        n = shapes[turn % len(shapes)][1]
+        q = x[:, :n]
+        try:
+            signal.setitimer(signal.ITIMER_REAL, rng.uniform(2e-6, 6e-4))
+            out, lse = cuflash.forward(q, x, x, causal=True, return_lse=True)
+            cuflash.backward(out, q, x, x, out, lse, causal=True)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except Interrupted:
+            interrupted += 1
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for n in range(60, 460, 40):
+        q = x[:, :n]
+        out, lse = cuflash.forward(q, x, x, causal=True, return_lse=True)
+        found = cuflash.backward(out, q, x, x, out, lse, causal=True, deterministic=True)
+        stream.synchronize()
+        host = [cupy.asnumpy(a).astype("float32") for a in (q, x, x)]
+        wanted, wanted_lse = cuflash.forward(*(a.astype("float16") for a in host), causal=True, return_lse=True)
+        assert abs(cupy.asnumpy(out).astype("f4") - wanted.astype("f4")).max() < 4e-3, n
+        assert abs(cupy.asnumpy(lse) - wanted_lse).max() < 1e-3, n
+assert interrupted > 500, interrupted
+print("sound")
+"""
+
+
+def test_calls_that_are_interrupted_anywhere_leave_the_next_ones_right() -> None:
+    assert "sound" in run_python("-c", INTERRUPTED)
