@@ -1,4 +1,4 @@
-"""`python -m cuflash` and one of its commands: `info`, `warmup`, `bench` or `selftest`."""
+"""`python -m cuflash` and one of its commands: `info`, `warmup`, `bench`, `accuracy` or `selftest`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from . import __version__, info, warmup
+from .bench import accuracy
 from .bench import run as bench
 from .errors import ProblemError, UnsupportedError
 from .selftest import run as selftest
@@ -14,8 +15,8 @@ from .selftest import run as selftest
 def main(arguments: list[str] | None = None) -> int:
     """Runs a subcommand; the exit code is 0 if all is well, 2 for bad usage.
 
-    It is 1 if the benchmark or the self-test found a wrong output, a kernel did not compile, or this machine cannot run
-    the command.
+    It is 1 if the benchmark or the self-test found a wrong output, an error is too large, a kernel did not compile, or
+    this machine cannot run the command.
     """
     parser = argparse.ArgumentParser(prog="cuflash", description="FlashAttention for every array library.")
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
@@ -25,6 +26,9 @@ def main(arguments: list[str] | None = None) -> int:
         commands.add_parser("warmup", help="compile kernels before they are called", description=warmup.__doc__)
     )
     bench.add_options(commands.add_parser("bench", help="time cuflash and its peers", description=bench.__doc__))
+    accuracy.add_options(
+        commands.add_parser("accuracy", help="errors of cuflash and its peers", description=accuracy.__doc__)
+    )
     selftest.add_options(
         commands.add_parser("selftest", help="check random calls on this machine", description=selftest.__doc__)
     )
@@ -33,8 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(info.text())
         return 0
     try:
-        run = {"warmup": warmup.main, "bench": bench.main, "selftest": selftest.main}[options.command]
-        return run(options)
+        run = {"warmup": warmup.main, "bench": bench.main, "accuracy": accuracy.main, "selftest": selftest.main}
+        return run[options.command](options)
     except ProblemError as error:
         parser.error(str(error))
     except UnsupportedError as error:

@@ -20,6 +20,7 @@ class NumpyArrays:
 
     name = "numpy"
     on_gpu = False
+    xp: Any = np  # the library that `wide` arrays are of
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
         """An array drawn from the standard normal distribution."""
@@ -39,6 +40,10 @@ class NumpyArrays:
         wanted = np.asarray(self._host(reference), np.float32)
         difference = np.asarray(self._host(array), np.float32) - wanted
         return float(np.linalg.norm(difference) / np.linalg.norm(wanted))
+
+    def wide(self, array: Any) -> Any:
+        """The array in float64, where products of float64 are fast."""
+        return np.asarray(self._host(array), np.float64)
 
     def synchronize(self) -> None:
         """Waits until the GPU has nothing left to do."""
@@ -82,7 +87,10 @@ class TorchArrays(CupyArrays):
         super().__init__()
         import torch
 
-        self.torch = torch
+        self.torch = self.xp = torch
+
+    def wide(self, array: Any) -> Any:
+        return array.double()
 
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
         generator = self.torch.Generator(device="cuda").manual_seed(seed)

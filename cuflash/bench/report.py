@@ -1,4 +1,4 @@
-"""What was measured: a row for each contender on each cell."""
+"""What was measured: speeds, a row for each contender on each cell, and errors."""
 
 from __future__ import annotations
 
@@ -46,3 +46,24 @@ class Report:
     def failed(self) -> bool:
         """Whether any contender's output is wrong, or one of ours did not run."""
         return any(row.wrong or (row.contender.ours and row.seconds is None) for row in self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A problem of which errors are measured. size: the standard deviation of its scores."""
+
+    case: Case
+    size: float
+
+
+@dataclass(slots=True)
+class Errors:
+    """What one contender was off by, by output: the root mean square, and the largest error, to those of the output."""
+
+    op: str
+    setting: Setting
+    contender: str
+    ours: bool
+    rms: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, float] = field(default_factory=dict)
+    note: str = ""  # why there are none
