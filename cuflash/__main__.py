@@ -1,9 +1,11 @@
-"""`python -m cuflash` and one of its commands: `info`, `warmup`, `bench`, `accuracy` or `selftest`."""
+"""`python -m cuflash`, or `cuflash`, and one of its commands: `info`, `warmup`, `bench`, `accuracy` or `selftest`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from types import ModuleType
+from typing import NamedTuple
 
 from . import __version__, info, warmup
 from .bench import accuracy
@@ -11,39 +13,61 @@ from .bench import run as bench
 from .errors import ProblemError, UnsupportedError
 from .selftest import run as selftest
 
+INTERRUPTED = 130  # as a shell counts a program that Ctrl-C has ended
+GUIDE = """\
+cuflash {version}: FlashAttention for every array library.
+
+    import cuflash
+    out = cuflash.forward(q, k, v, causal=True)     # CuPy, PyTorch, JAX or NumPy arrays
+
+{commands}
+
+python -m cuflash COMMAND --help tells the options of a command."""
+
+
+class Command(NamedTuple):
+    """A module with `add_options` and `main`, and what it does in a few words."""
+
+    module: ModuleType
+    help: str
+
+
+COMMANDS = {
+    "info": Command(info, "versions, GPUs and the kernel cache"),
+    "warmup": Command(warmup, "compile kernels before they are called"),
+    "bench": Command(bench, "time cuflash and its peers"),
+    "accuracy": Command(accuracy, "errors of cuflash and its peers"),
+    "selftest": Command(selftest, "check random calls on this machine"),
+}
+
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a subcommand; the exit code is 0 if all is well, 2 for bad usage.
+    """Runs a command, or tells which there are; the exit code is 0 if all is well, 2 for bad usage.
 
     It is 1 if the benchmark or the self-test found a wrong output, an error is too large, a kernel did not compile, or
-    this machine cannot run the command.
+    this machine cannot run the command; 130 if Ctrl-C ended it.
     """
     parser = argparse.ArgumentParser(prog="cuflash", description="FlashAttention for every array library.")
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("info", help="versions, GPUs and the kernel cache", description=info.__doc__)
-    warmup.add_options(
-        commands.add_parser("warmup", help="compile kernels before they are called", description=warmup.__doc__)
-    )
-    bench.add_options(commands.add_parser("bench", help="time cuflash and its peers", description=bench.__doc__))
-    accuracy.add_options(
-        commands.add_parser("accuracy", help="errors of cuflash and its peers", description=accuracy.__doc__)
-    )
-    selftest.add_options(
-        commands.add_parser("selftest", help="check random calls on this machine", description=selftest.__doc__)
-    )
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        command.module.add_options(commands.add_parser(name, help=command.help, description=command.module.__doc__))
     options = parser.parse_args(arguments)
-    if options.command == "info":
-        print(info.text())
+    if options.command is None:
+        told = (f"python -m cuflash {name:<10}{command.help}" for name, command in COMMANDS.items())
+        print(GUIDE.format(version=__version__, commands="\n".join(told)))
         return 0
     try:
-        run = {"warmup": warmup.main, "bench": bench.main, "accuracy": accuracy.main, "selftest": selftest.main}
-        return run[options.command](options)
+        code: int = COMMANDS[options.command].module.main(options)
     except ProblemError as error:
         parser.error(str(error))
     except UnsupportedError as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("cuflash: stopped", file=sys.stderr)
+        return INTERRUPTED
+    return code
 
 
 if __name__ == "__main__":

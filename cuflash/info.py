@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import platform
 from importlib import metadata, util
@@ -10,11 +11,21 @@ from typing import Any
 
 import numpy as np
 
-from . import __version__
+from . import __version__, units
 from .errors import INSTALL_HINT, CompileError, UnsupportedError
 from .planning import device
 from .runtime import compiler
 from .runtime.cache import contents
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command has no options."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints all of it."""
+    print(text())
+    return 0
 
 
 def versions() -> dict[str, str]:
@@ -91,7 +102,7 @@ def text() -> str:
         lines.append(f"sources   missing: {error}")
     try:
         folder, count, size = cache()
-        lines.append(f"cache     {folder}: {count} kernels, {size / 1024:.0f} KiB")
+        lines.append(f"cache     {folder}: {count} kernels, {units.memory(size)}")
     except UnsupportedError as error:
         lines.append(f"cache     none: {error}")
     lines += [f"no GPU    {reason}" for reason in missing()]

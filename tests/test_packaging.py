@@ -82,7 +82,7 @@ def test_the_wheel_asks_for_python_3_11_and_offers_the_extras(built: Path) -> No
     for line in (
         "Name: cuflash",
         "Requires-Python: >=3.11",
-        *(f"Provides-Extra: {x}" for x in ("cuda12", "cuda13", "test")),
+        *(f"Provides-Extra: {x}" for x in ("cuda12", "cuda13", "bench", "test")),
     ):
         assert line in metadata.splitlines()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]

@@ -22,7 +22,7 @@ if not KERNELS.is_dir():
 
 # A module or room of cuflash imports lower floors only.
 FLOORS = {
-    0: ("errors", "locks", "log"),
+    0: ("errors", "locks", "log", "units"),
     1: ("mods",),
     2: ("problem",),
     3: ("arrays", "reference", "planning"),
@@ -118,7 +118,7 @@ def test_modules_import_each_other_in_one_direction() -> None:
 def test_the_package_shows_its_calls_its_rooms_and_nothing_else() -> None:
     code = "import cuflash; print(*sorted(name for name in dir(cuflash) if not name.startswith('__')))"
     rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert set(run_python("-c", code).split()) - rooms == {*cuflash.__all__, "errors", "locks", "log"}
+    assert set(run_python("-c", code).split()) - rooms == {*cuflash.__all__, "errors", "locks", "log", "units"}
 
 
 def test_every_module_of_a_room_has_tests_that_pytest_collects() -> None:

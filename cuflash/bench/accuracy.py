@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .. import info
-from ..errors import UnsupportedError
-from . import check, peers, pictures
+from . import arguments, check, peers, pictures
 from .arrays import Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
 from .report import Errors, Setting
@@ -41,15 +39,14 @@ ALLOWED = {"bfloat16": 1.1, "float16": 1.1, "float32": 4.0}
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--quick", action="store_true", help="head dim 128 alone, up to 4k keys")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all errors to FILE")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw them, as in errors.svg; needs matplotlib")
+    parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write all errors to FILE")
+    parser.add_argument(
+        "--picture", type=arguments.output, metavar="FILE", help="draw them, as in errors.svg; needs matplotlib"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures, prints and writes the errors; returns 1 if one of ours is too large or NaN, or was not found."""
-    for path in (options.json, options.picture):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise UnsupportedError(f"{path} cannot be written: there is no folder {path.absolute().parent}")
     draw = pictures.accuracy() if options.picture else None  # why first: it says at once what is not installed
     arrays, no_gpu = find()
     if no_gpu:

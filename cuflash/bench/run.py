@@ -10,12 +10,11 @@ import contextlib
 import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from .. import info
 from ..problem.options import ALGORITHMS
-from . import check, measure, peers, table
+from . import arguments, check, measure, peers, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
 from .peers import Contender
@@ -31,19 +30,27 @@ OPS = tuple(check.OUTPUTS)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument("--ops", type=partial(_names, OPS), default=OPS, metavar="O,O", help="default forward,backward")
+    parser.add_argument(
+        "--ops", type=partial(arguments.names, OPS), default=OPS, metavar="O,O", help="default forward,backward"
+    )
     parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
-    parser.add_argument("--head-dims", type=_integers, metavar="N,N", help="default 64,128,256; 64 without a GPU")
-    parser.add_argument("--seqlens", type=_integers, metavar="N,N", help="default 1k,4k,16k; 512,2k without a GPU")
+    parser.add_argument(
+        "--head-dims", type=arguments.integers, metavar="N,N", help="default 64,128,256; 64 without a GPU"
+    )
+    parser.add_argument(
+        "--seqlens", type=arguments.integers, metavar="N,N", help="default 1k,4k,16k; 512,2k without a GPU"
+    )
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only this mask; default both")
     parser.add_argument(
         "--algorithms",
-        type=partial(_names, ALGORITHMS),
+        type=partial(arguments.names, ALGORITHMS),
         metavar="A,A",
         help="of forward; default flash2,flash1,flashd; also standard",
     )
-    parser.add_argument("--rounds", type=int, default=30, help="turns of each contender in a cell; default 30")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument(
+        "--rounds", type=arguments.count, default=30, metavar="N", help="turns of each contender in a cell; default 30"
+    )
+    parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
     parser.add_argument("--quick", action="store_true", help="seqlen 4k, flash2 alone, 10 rounds, no start-up times")
 
 
@@ -163,22 +170,3 @@ def host_times(arrays: CupyArrays, contenders: list[Contender]) -> dict[str, flo
 def _cell(batch: int, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool) -> Case:
     name = f"{dtype} d{head_dim} {'causal' if causal else 'full'} seqlen {seqlen} batch {batch} heads {heads}"
     return Case(name, batch, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal)
-
-
-def _names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
-    """Parses a list of known names such as "flash2,flashd"."""
-    names = tuple(text.split(","))
-    if unknown := [name for name in names if name not in known]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(known)}")
-    return names
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    """Parses numbers such as "64,128" or "1k,16k", where k is 1024."""
-    try:
-        numbers = tuple(int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in text.split(","))
-    except ValueError:
-        numbers = (0,)
-    if min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0 such as 64,128 or 1k,16k")
-    return numbers

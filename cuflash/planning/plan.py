@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from .. import units
 from ..errors import UnsupportedError
 from ..problem.problem import Problem
 from .device import Device
@@ -55,7 +56,7 @@ class Launch(NamedTuple):
     def __str__(self) -> str:
         return (
             f"{self.num_blocks} blocks of {self.variant.num_threads} threads, "
-            f"{self.variant.smem_bytes} bytes of shared memory each"
+            f"{units.memory(self.variant.smem_bytes)} of shared memory each"
         )
 
 
@@ -130,9 +131,9 @@ class Plan(NamedTuple):
         if self.fallback:
             lines.append(f"fallback   not Hopper's own kernel: {self.fallback}")
         lines += [
-            f"memory     out {self.out_bytes} bytes, lse {self.lse_bytes} bytes, "
-            f"workspace {self.workspace_bytes} bytes",
-            f"work       {self.flops} FLOPs",
+            f"memory     out {units.memory(self.out_bytes)}, lse {units.memory(self.lse_bytes)}, "
+            f"workspace {units.memory(self.workspace_bytes)}",
+            f"work       {units.work(self.flops)}",
         ]
         return "\n".join(lines)
 

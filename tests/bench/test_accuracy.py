@@ -120,7 +120,8 @@ def test_what_cannot_be_written_is_told_before_anything_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(accuracy, "measured", lambda *_: pytest.fail("measured"))
-    assert main(["accuracy", "--json", str(tmp_path / "none" / "errors.json")]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main(["accuracy", "--json", str(tmp_path / "none" / "errors.json")])
     assert "there is no folder" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["accuracy", "--picture", str(tmp_path / "errors.png")]) == 1

@@ -152,3 +152,17 @@ def test_an_op_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["bench", "--ops", "forward,sideways"])
     assert "sideways: give some of forward, backward" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--rounds", "0"], "'0': give a whole number above 0"), (["--rounds", "x"], "give a whole number above 0"),
+    (["--json", "none/such.json"], "there is no folder"), (["--json", "."], "is a folder"),
+    (["--seqlens", "0"], "give whole numbers above 0"), (["--ops", "sideways"], "give some of forward, backward"),
+])  # fmt: skip
+def test_bad_options_are_told_before_anything_is_measured(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "bench", lambda *_: pytest.fail("measured"))
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert told in capsys.readouterr().err

@@ -11,6 +11,7 @@ from variants import append_of
 from cuflash.planning.device import KNOWN
 from cuflash.planning.planner import plan
 from cuflash.problem.dtypes import DTYPES as TABLE
+from cuflash.units import memory
 
 H100 = KNOWN["sm_90"]
 
@@ -59,4 +60,4 @@ def test_the_plan_can_be_read() -> None:
         made = plan(append_of("float16", queries=queries, pairs=8), H100)
         assert made.kernel == "append_kv_portable_fp16"
         assert (made.out_bytes, made.lse_bytes) == (out_bytes, 0)
-        assert f"out {out_bytes} bytes" in str(made)
+        assert f"out {memory(out_bytes)}," in str(made)

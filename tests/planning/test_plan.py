@@ -18,6 +18,7 @@ from cuflash.planning.device import KNOWN, Device
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.problem import Problem
+from cuflash.units import memory, work
 
 Array = np.ndarray[Any, Any]
 RESULTS = {"forward": ["out0", "lse"], "lse": ["lse"], "backward": ["dq", "dk", "dv"]}
@@ -248,7 +249,7 @@ def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_
         wanted.insert(0, f"kernel     {made.kernel}")
     for launch in made.launches:
         variant, tile = launch.variant, launch.variant.tile
-        told = f"{launch.num_blocks} blocks of {variant.num_threads} threads, {variant.smem_bytes} bytes of shared "
+        told = f"{launch.num_blocks} blocks of {variant.num_threads} threads, {memory(variant.smem_bytes)} of shared "
         wanted += [f"kernel     {variant.name}: {told}memory each"] * (len(made.launches) > 1)
         if tile is not None:
             padded = f"head dims padded to ({tile.head_dim}, {tile.head_dim_v})"
@@ -257,5 +258,6 @@ def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_
         wanted += [f"launch     {told}memory each"] * (len(made.launches) == 1)
     if (arch, dtype) == ("sm_90", "float32"):
         wanted.append("fallback   not Hopper's own kernel: it takes float16 and bfloat16, not float32")
-    memory = f"out {made.out_bytes} bytes, lse {made.lse_bytes} bytes, workspace {made.workspace_bytes} bytes"
-    assert str(made).splitlines() == [*wanted, f"memory     {memory}", f"work       {made.flops} FLOPs"]
+    sizes = made.out_bytes, made.lse_bytes, made.workspace_bytes
+    told = "out {}, lse {}, workspace {}".format(*map(memory, sizes))
+    assert str(made).splitlines() == [*wanted, f"memory     {told}", f"work       {work(made.flops)}"]

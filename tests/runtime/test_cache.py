@@ -235,7 +235,7 @@ def test_a_home_at_the_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/")
     assert is_kept_elsewhere("/.cache/cuflash cannot be used .Permission denied")
-    assert cache_line() == "cache     /.cache/cuflash: 0 kernels, 0 KiB"
+    assert cache_line() == "cache     /.cache/cuflash: 0 kernels, 0 B"
 
 
 def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:

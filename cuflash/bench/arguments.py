@@ -1,0 +1,42 @@
+"""Values of options, judged before anything is measured."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
+    """Known names such as "flash2,flashd"."""
+    found = tuple(text.split(","))
+    if unknown := [name for name in found if name not in known]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(known)}")
+    return found
+
+
+def integers(text: str) -> tuple[int, ...]:
+    """Numbers such as "64,128" or "1k,16k", where k is 1024."""
+    try:
+        numbers = tuple(int(part.removesuffix("k")) * (1024 if part.endswith("k") else 1) for part in text.split(","))
+    except ValueError:
+        numbers = (0,)
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0 such as 64,128 or 1k,16k")
+    return numbers
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
+    return int(text)
+
+
+def output(text: str) -> Path:
+    """A file that can be written."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give the name of a file")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {path.absolute().parent}")
+    return path

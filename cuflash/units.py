@@ -1,0 +1,23 @@
+"""Sizes of memory and amounts of work in words."""
+
+from __future__ import annotations
+
+
+def memory(num_bytes: float) -> str:
+    """A size in the largest unit of which it has one: "512 B", "1.5 KiB", "24 MiB"."""
+    return _scaled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
+
+
+def work(flops: float) -> str:
+    """Operations in the largest unit of which there is one: "12 FLOP", "1.1 TFLOP"."""
+    return _scaled(flops, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"))
+
+
+def _scaled(number: float, step: int, units: tuple[str, ...]) -> str:
+    place = 0
+    # why the rounded number: 1023.7 KiB would be written as 1024 KiB.
+    while place < len(units) - 1 and round(number) >= step:
+        number /= step
+        place += 1
+    digits = 1 if place and number < 9.95 else 0
+    return f"{number:.{digits}f}".removesuffix(".0") + f" {units[place]}"

@@ -1,0 +1,72 @@
+"""The command line as a whole: what it says by itself, how it ends, and units in what it prints."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from typing import Any
+
+import pytest
+from workers import ROOT
+
+from cuflash import __version__, units
+from cuflash.__main__ import COMMANDS, main
+
+
+def test_without_a_command_it_tells_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    printed = capsys.readouterr().out
+    assert __version__ in printed
+    assert "cuflash.forward(q, k, v" in printed
+    for name, command in COMMANDS.items():
+        assert f"python -m cuflash {name} " in printed
+        assert command.help in printed
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_tells_its_options(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert name in capsys.readouterr().out
+
+
+def test_the_script_is_the_module() -> None:
+    (script,) = entry_points(group="console_scripts", name="cuflash")
+    assert script.load() is main
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX's SIGINT")
+@pytest.mark.parametrize(
+    "command", [["selftest", "--minutes", "5"], ["bench", "--quick"], ["warmup", "--device", "sm_80"]]
+)
+def test_ctrl_c_ends_it_without_a_traceback(command: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-m", "cuflash", *command], **piped) as process:  # type: ignore[call-overload]
+        time.sleep(3.0)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert "Traceback" not in errors, errors
+    if command[0] != "warmup" or process.returncode:  # it may have ended before
+        assert process.returncode == 130, errors
+        assert errors.rstrip().endswith("cuflash: stopped")
+
+
+@pytest.mark.parametrize(("size", "told"), [
+    (0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (10 * 1024 + 600, "11 KiB"),
+    (1023.7 * 1024, "1 MiB"), (9.96 * 2**20, "10 MiB"), (232 * 2**20, "232 MiB"), (5.25 * 2**30, "5.2 GiB"),
+    (3000 * 2**40, "3000 TiB"),
+])  # fmt: skip
+def test_memory_is_told_in_its_largest_unit(size: float, told: str) -> None:
+    assert units.memory(size) == told
+
+
+@pytest.mark.parametrize(
+    ("flops", "told"), [(12, "12 FLOP"), (999, "999 FLOP"), (2.5e6, "2.5 MFLOP"), (1.1e12, "1.1 TFLOP")]
+)
+def test_work_is_told_in_its_largest_unit(flops: float, told: str) -> None:
+    assert units.work(flops) == told
