@@ -14,6 +14,7 @@ import pytest
 from workers import ROOT, run_python
 
 import cuflash
+from cuflash.reference import flash1, flash2, flashd
 from cuflash.selftest import oracle
 
 FOLDER = ROOT / "examples"
@@ -102,3 +103,41 @@ def test_the_gradients_of_training_are_those_of_its_loss() -> None:
             slopes.append(np.array((up - down) / (2 * step)))
         # A step twice as long errs four times as much, so the two slopes differ by more than the first errs.
         oracle.assert_close(name, np.sum(gradient**2), *slopes, ulps=4, unit=abs(up) / step)
+
+
+def test_a_state_of_the_lineage_that_is_not_updated_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = runpy.run_path(str(FOLDER / "lineage.py"))["main"]
+    monkeypatch.setitem(main.__globals__, "on_a_gpu", lambda *arrays: ("CPU", arrays))
+    monkeypatch.setattr("sys.argv", ["lineage.py"])
+    assert main() == 0
+    for algorithm in (flash1, flash2, flashd):
+        with monkeypatch.context() as patch:
+            patch.setattr(algorithm, "update", lambda state, tile: state)
+            assert main() == 1
+
+
+@pytest.mark.parametrize("fault", ["memory", "numbers"])
+def test_flash_attention_that_does_not_go_on_is_a_failure(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    names = runpy.run_path(str(FOLDER / "long_context.py"))
+    main, measured = names["main"], names["measured"]
+    monkeypatch.setattr("sys.argv", ["long_context.py"])
+    monkeypatch.setitem(main.__globals__, "find", lambda: "CPU")
+    monkeypatch.setitem(main.__globals__, "LENGTHS", {"CPU": [512]})
+    assert main() == 0
+
+    def changed(where: str, call: Any) -> tuple[Any, float]:
+        result, peak = measured(where, call)
+        if call.keywords["algorithm"] == "standard":
+            return result, peak
+        return (None, float("nan")) if fault == "memory" else (result + 0.1, peak)
+
+    monkeypatch.setitem(main.__globals__, "measured", changed)
+    assert main() == 1
+
+
+@pytest.mark.parametrize("name", ["lineage", "long_context"])
+def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "drawn.png"
+    run_python(str(FOLDER / f"{name}.py"), "--picture", str(picture), CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,137 @@
+"""Longer and longer sequences in the same memory: standard attention runs out of it, and flash attention goes on.
+
+It prints the memory that each call takes and, with `--picture FILE`, draws it (matplotlib). On a GPU both may use
+4 GiB, on the CPU 512 MiB. It exits with 1 if flash attention runs out of memory, or if the two differ where both run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+import cuflash
+
+GPU, CPU = "GPU", "CPU"
+BUDGET = {GPU: 4 << 30, CPU: 512 << 20}  # bytes
+LENGTHS = {GPU: [2**n for n in range(10, 21)], CPU: [2**n for n in range(9, 14)]}
+ALGORITHMS = {"standard": "standard attention", "flash2": "flash attention"}
+Peaks = dict[str, dict[int, float]]  # by algorithm and length: MiB, NaN where there was not enough
+
+
+def main() -> int:
+    """Calls both at all lengths, prints and draws the memory, and compares the results."""
+    where = find()
+    print(f"Running on the {where}, in at most {BUDGET[where] >> 20} MiB: batch 1, 4 heads of 64, causal")
+    print("  seqlen" + "".join(f"{name:>24}" for name in ALGORITHMS.values()))
+    peaks: Peaks = {name: {} for name in ALGORITHMS}
+    differ = 0.0
+    for length in LENGTHS[where]:
+        arrays = inputs(where, length)
+        results = []
+        for name in ALGORITHMS:
+            if np.isnan(list(peaks[name].values())[-1:]).any():
+                continue  # it has run out before
+            call = partial(cuflash.forward, *arrays, causal=True, algorithm=name)
+            result, peaks[name][length] = measured(where, call)
+            results += [] if result is None else [result]
+        if len(results) == len(ALGORITHMS):
+            differ = max(differ, float(abs(results[0].astype("float32") - results[1].astype("float32")).max()))
+        found = [peaks[name].get(length, np.nan) for name in ALGORITHMS]
+        told = ["not enough" if np.isnan(peak) else f"{peak:.0f} MiB" for peak in found]
+        print(f"{length:>8}" + "".join(f"{x:>24}" for x in told), flush=True)
+    goes_on = not np.isnan(peaks["flash2"][LENGTHS[where][-1]])
+    print(f"flash attention {'goes on to the last' if goes_on else 'ran out of memory'}; they differ by {differ:.1e}")
+    if "--picture" in sys.argv:
+        draw(where, peaks, sys.argv[sys.argv.index("--picture") + 1])
+    return int(not goes_on or not differ < 4e-3)
+
+
+def find() -> str:
+    """Where this runs."""
+    try:
+        return CPU if cuflash.plan(*[(1, 8, 1, 64)] * 3, dtype="float16").device == "cpu" else GPU
+    except cuflash.UnsupportedError as error:
+        print(error)
+        return CPU
+
+
+def inputs(where: str, length: int) -> list[Any]:
+    """q, k and v."""
+    rng = np.random.default_rng(0)
+    host = [rng.standard_normal((1, length, 4, 64), dtype=np.float32) for _ in range(3)]
+    if where == CPU:
+        return host
+    import cupy
+
+    return [cupy.asarray(x.astype("float16")) for x in host]
+
+
+def measured(where: str, call: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of a call and the most memory that it took, in MiB; None and NaN where there was not enough."""
+    with on_the_gpu() if where == GPU else on_the_cpu() as peak:
+        try:
+            result = call()
+        except MemoryError:
+            return None, float("nan")
+        return result, peak() / 2**20
+
+
+@contextlib.contextmanager
+def on_the_gpu() -> Iterator[Callable[[], float]]:
+    """Memory of a pool of its own, with an end."""
+    import cupy
+
+    pool = cupy.cuda.MemoryPool()
+    pool.set_limit(size=BUDGET[GPU])
+    with cupy.cuda.using_allocator(pool.malloc):
+        yield pool.total_bytes
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[Callable[[], float]]:
+    """Memory of this process, with an end where the system has such limits."""
+    limit = None
+    with contextlib.suppress(ImportError, OSError):
+        import resource
+        from pathlib import Path
+
+        used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
+        limit = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + BUDGET[CPU], limit[1]))
+    tracemalloc.start()
+    try:
+        yield lambda: tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_AS, limit)
+
+
+def draw(where: str, peaks: Peaks, path: str) -> None:
+    """Memory by length, and where it ends."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6.5, 4), layout="constrained")
+    for (name, label), colour in zip(ALGORITHMS.items(), ("#D55E00", "#0072B2"), strict=True):
+        there = {length: peak for length, peak in peaks[name].items() if not np.isnan(peak)}
+        axes.plot(there.keys(), there.values(), "o-", color=colour, label=label)
+    end = BUDGET[where] / 2**20
+    axes.axhline(end, color="black", lw=0.8, ls="--", label=f"{end:.0f} MiB")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k")
+    axes.set(xlabel="seqlen", ylabel="MiB beside q, k and v", title=f"Memory of one call on the {where}, 4 heads of 64")
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=160)
+    print(f"drawn to {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
