@@ -105,6 +105,7 @@ def test_the_gradients_of_training_are_those_of_its_loss() -> None:
         oracle.assert_close(name, np.sum(gradient**2), *slopes, ulps=4, unit=abs(up) / step)
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero")  # of states that have seen nothing
 def test_a_state_of_the_lineage_that_is_not_updated_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     main = runpy.run_path(str(FOLDER / "lineage.py"))["main"]
     monkeypatch.setitem(main.__globals__, "on_a_gpu", lambda *arrays: ("CPU", arrays))
