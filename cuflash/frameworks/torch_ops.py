@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
-from torch.autograd import Function
+from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import register_flop_formula
 
 from ..errors import ProblemError, UnsupportedError
@@ -192,13 +192,13 @@ def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | Non
 def _register_gradients(made: Any, differentiate: Any, keep: Any = None) -> None:
     """Registers the gradients of an op, which torch.func takes inside of torch.compile, too.
 
-    why not `register_autograd` alone: its Function is refused where transforms are active. The one that is made here
-    runs at one level of them, whose tensors have no wrapper.
+    why not `register_autograd` alone: its Function is refused where transforms are active, for it asks for rules of
+    them. The one that is made here runs at one level of them, whose tensors have no wrapper.
     """
     made.register_autograd(differentiate, setup_context=keep)
     op, count = made._opoverload, len(made._opoverload._schema.arguments)
 
-    class Gradients(Function):
+    class Gradients(_SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *operands: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
@@ -209,13 +209,11 @@ def _register_gradients(made: Any, differentiate: Any, keep: Any = None) -> None
 
         backward = staticmethod(differentiate)
 
-    # why not `Gradients.apply`: it asks for rules of transforms.
-    apply: Any = super(Function, Gradients).apply
-
     def kernel(keys: Any, *operands: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*operands):
             with enable_single_level_autograd_function():
-                return apply(*operands, *[None] * (count - len(operands)))  # the dispatcher leaves defaults out
+                # why more: the dispatcher leaves defaults out
+                return Gradients.apply(*operands, *[None] * (count - len(operands)))
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)
 
