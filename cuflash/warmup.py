@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from typing import Any
@@ -31,10 +31,11 @@ from .problem.operands import OPS as PUBLIC
 from .problem.options import Options
 from .problem.problem import Problem
 from .runtime import compiler
-from .runtime.cache import cache_dir
+from .runtime.cache import cache_dir, prepared
 
 OPS = ("forward", "lse", "backward", "merge", "append_kv")
-SEQLEN, MANY_KEYS = 128, 8192
+# Which kernel runs may depend on these: the dense calls of programs are among their combinations.
+BATCHES, SEQLENS, HEADS = (1, 16, 128), (1, 128, 1024, 4096, 16384, 65536), ((2, 2), (16, 1), (32, 8))
 COMPILED, THERE, FAILED = "compiled", "there", "failed"
 HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
 
@@ -65,9 +66,12 @@ def main(options: argparse.Namespace) -> int:
     variants, skipped = _variants(options, chosen)
     for line in (*problems, *skipped):
         print(line, file=sys.stderr)
-    folder = cache_dir()
+    missing = [variant for variant in variants if not _is_there(variant)]
+    # why before anything is compiled: the work would be lost
+    folder = prepared() if missing else cache_dir()
     started = time.perf_counter()
-    counts, errors = _compile_all(list(variants), options.jobs)
+    counts, errors = _compile_all(missing, options.jobs)
+    counts[THERE] = len(variants) - len(missing)
     seconds = time.perf_counter() - started
     for error in errors:
         print(error, file=sys.stderr)
@@ -101,7 +105,7 @@ def _devices(name: str | None) -> tuple[list[Device], list[str]]:
 
 
 def _variants(options: argparse.Namespace, chosen: list[Device]) -> tuple[dict[Variant, None], dict[str, None]]:
-    """Every kernel that the calls of these options launch, and a line for each combination that has none."""
+    """Every kernel that dense calls of these options launch, and a line for each combination that has none."""
     found: dict[Variant, None] = {}
     skipped: dict[str, None] = {}
     for device, dtype, head_dims, (op, more) in product(chosen, options.dtypes, options.head_dims, _calls(options)):
@@ -128,24 +132,28 @@ def _calls(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
 def _variants_of(
     op: str, dtype: str, head_dims: tuple[int, int], device: Device, more: dict[str, Any]
 ) -> dict[Variant, None]:
-    q, v = (ArraySpec.dense((2, SEQLEN, 2, dim), dtype) for dim in head_dims)
-    if op == "merge":
-        lse = ArraySpec.dense((2, 2, SEQLEN), "float32")
-        problems = [Problem.of(merge_op(1), [v, lse], Options())]
-    elif op == "append_kv":
-        problems = [Problem.of(APPEND_KV, [q, v, q, v, ArraySpec.dense((2,), INTEGERS)], Options())]
+    problems: Iterable[Problem]
+    if op in PUBLIC:
+        problems = _dense(op, dtype, head_dims, more)
     else:
-        out = v._replace(dtype=more.get("out_dtype") or dtype)
-        specs = {"lse": [q, q], "forward": [q, q, v], "backward": [q, q, v, v, out]}[op]
-        # why both: Hopper may have another kernel for few keys under a mask
-        problems = [Problem.of(PUBLIC[op], specs, Options(causal=causal, **more)) for causal in (True, False)]
-        if op == "forward":  # and for few queries over many keys
-            few = [ArraySpec.dense((1, length, 2, spec.shape[3]), dtype) for length, spec in
-                   zip((1, MANY_KEYS, MANY_KEYS), specs, strict=True)]
-            # why both: blocks of threads that may take several splits have another kernel
-            kinds = (Options(causal=True, num_splits=splits, **more) for splits in (0, 2))
-            problems += [Problem.of(PUBLIC[op], few, options) for options in kinds]
+        q, v = (ArraySpec.dense((2, 128, 2, dim), dtype) for dim in head_dims)
+        lse, lengths = ArraySpec.dense((2, 2, 128), "float32"), ArraySpec.dense((2,), INTEGERS)
+        of_merge, of_append = (merge_op(1), [v, lse]), (APPEND_KV, [q, v, q, v, lengths])
+        problems = [Problem.of(*(of_merge if op == "merge" else of_append), Options())]
     return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
+
+
+def _dense(op: str, dtype: str, head_dims: tuple[int, int], more: dict[str, Any]) -> Iterator[Problem]:
+    """Calls of all sizes, without a mask and causal; of forward, also of few queries, for which keys are split."""
+    out_dtype = more.get("out_dtype") or dtype
+    for batch, seqlen, (heads_q, heads_kv), causal in product(BATCHES, SEQLENS, HEADS, (True, False)):
+        few = product((1, 8), (0, 2)) if op == "forward" else ()
+        for queries, splits in ((seqlen, 0), *few):
+            q, out = (ArraySpec.dense((batch, queries, heads_q, dim), dtype) for dim in head_dims)
+            k, v = (ArraySpec.dense((batch, seqlen, heads_kv, dim), dtype) for dim in head_dims)
+            of_gradients = [out, out._replace(dtype=out_dtype)] if op == "backward" else []
+            options = Options(causal=causal, num_splits=splits, **more)
+            yield Problem.of(PUBLIC[op], [q, k, v][: 2 if op == "lse" else 3] + of_gradients, options)
 
 
 def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict[str, None]]:
@@ -177,17 +185,22 @@ def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict
     return counts, errors
 
 
+def _is_there(variant: Variant) -> bool:
+    try:
+        return compiler.is_cached(variant)
+    except (CompileError, UnsupportedError):
+        return False  # why no error: to compile it tells why it cannot be
+
+
 def _compile(variant: Variant) -> tuple[str, str]:
-    """Brings a kernel into the cache; returns the outcome and a message."""
+    """Compiles a kernel into the cache; returns the outcome and a message."""
     started = time.perf_counter()
     try:
-        if compiler.is_cached(variant):
-            return THERE, ""
         kept = compiler.cubin_path(variant).parent == cache_dir()
     except (CompileError, UnsupportedError) as error:
         return FAILED, str(error)
     if not kept:
-        return FAILED, f"no kernel was kept in {cache_dir()}: the warning says why, and what to do"
+        return FAILED, f"no kernel was kept in {cache_dir()} any more: the warning says why, and what to do"
     return COMPILED, f"compiled {variant.name} for {variant.arch} in {time.perf_counter() - started:.1f} s"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 import threading
@@ -11,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from variants import KEYS, plan_of
+from variants import plan_of
 
+import cuflash
+from cuflash import warmup
 from cuflash.__main__ import INTERRUPTED, main
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning import device as devices
 from cuflash.planning.device import KNOWN
 from cuflash.planning.variant import Variant
-from cuflash.runtime import compiler
+from cuflash.problem.operands import OPS
+from cuflash.runtime import cache, compiler
 
 try:
     compiler.nvrtc_version()
@@ -26,6 +30,8 @@ except UnsupportedError as error:
     pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
 
 pytestmark = pytest.mark.usefixtures("cache_dir")
+LENGTHS = (5, 70, 600, 3000, 9000, 50_000)
+SHAPES = ((1, 4, 4), (3, 24, 2), (100, 64, 8), (1, 12, 1))  # batch and heads
 SMALL = ("--ops", "forward,lse", "--dtypes", "float16", "--head-dims", "32", "--device", "sm_80")
 
 
@@ -47,20 +53,26 @@ def run(*arguments: str) -> int:
 
 
 def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
-    """Every kernel in the plans of cases (op, dtype, head_dim, head_dim_v, arch), for few keys and for many.
+    """Every kernel in the plans of cases (op, dtype, head_dim, head_dim_v, arch), at sizes that are not warmup's.
 
     Of forward also those of few queries, which share keys.
     """
     found: set[Variant] = set()
-    ways: list[dict[str, Any]] = [{"keys": keys} for keys in KEYS]
-    ways += [{"used": True, "splits": splits} for splits in (0, 2)]
-    for (op, dtype, head_dim, head_dim_v, arch), way in product(cases, ways):
-        if "used" in way and op != "forward":
+    for op, dtype, head_dim, head_dim_v, arch in cases:
+        if op not in OPS or (op == "backward" and more.get("out_dtype")):  # which `cuflash.plan` is not told
+            made = plan_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **more)
+            assert made is not None
+            found |= {launch.variant for launch in made.launches}
             continue
-        made = plan_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **way, **more)
-        assert made is not None
-        made_for = {launch.variant for launch in made.launches}
-        found |= {x for x in made_for if "decode" in x.source} if "used" in way else made_for
+        for (batch, heads, heads_kv), length, causal in product(SHAPES, LENGTHS, (False, True)):
+            few = product((1, 3), (0, 2)) if op == "forward" else ()
+            for queries, splits in ((length, 0), *few):
+                shapes = [(batch, queries, heads, head_dim), (batch, length, heads_kv, head_dim)]
+                shapes += [(batch, length, heads_kv, head_dim_v)] if op != "lse" else []
+                told = more | {"causal": causal} | ({"num_splits": splits} if splits else {})
+                if op == "backward":
+                    told.pop("out_dtype", None)  # None
+                found |= {x.variant for x in cuflash.plan(*shapes, op=op, dtype=dtype, device=arch, **told).launches}
     return found
 
 
@@ -105,7 +117,7 @@ def test_dtypes_head_dims_and_ops_are_all_combined(compiled: list[Variant]) -> N
     every = product(("forward", "lse", "merge", "append_kv"), ("bfloat16", "float32"), dims)
     assert set(compiled) == launched(*((op, dtype, *dims, "sm_90") for op, dtype, dims in every))
     # merge and append_kv have one for all head dims, 40 in bfloat16 two of forward
-    assert len(set(compiled)) == len(compiled) == 21
+    assert len(set(compiled)) == len(compiled) == 27
 
 
 def test_softcap_adds_the_kernels_of_capped_scores_where_there_are_any(compiled: list[Variant]) -> None:
@@ -120,7 +132,7 @@ def test_softcap_adds_the_kernels_of_capped_scores_where_there_are_any(compiled:
     gradients = [("backward", "float16", dim, dim, "sm_90") for dim in (64, 256)]
     capped = launched(*cases, *gradients, softcap=5.0)
     assert set(compiled) == {variant for variant in capped if variant.softcap}  # the others were there
-    assert len(compiled) == 13
+    assert len(compiled) == 20
     compiled.clear()
     assert run(*SMALL, "--softcap") == 0
     assert set(compiled) == launched(*((op, "float16", 32, 32, "sm_80") for op in ("forward", "lse")))
@@ -200,18 +212,41 @@ def test_an_architecture_that_nvrtc_does_not_know_is_a_failure_told_once(
     assert not compiled
 
 
-@pytest.mark.filterwarnings("ignore:the kernel cache")
-def test_a_folder_that_cannot_be_written_is_a_failure(
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"
     file.write_text("a folder cannot be made below a file", "utf-8")
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file / "cache"))
     assert run(*SMALL) == 1
+    assert capsys.readouterr().err.startswith(f"cuflash: the kernel cache {file / 'cache'} cannot be used")
+    assert not compiled
+
+
+@pytest.mark.filterwarnings("ignore:the kernel cache")
+def test_a_folder_that_fills_up_on_the_way_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(path: Path, content: bytes, write: Any = cache.write) -> None:
+        if path.parent == cache.cache_dir():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(cache, "write", write)
+    assert run(*SMALL) == 1
     out, err = capsys.readouterr()
-    (line,) = err.splitlines()
-    assert line.startswith(f"no kernel was kept in {file / 'cache'}: the warning says why")
+    assert len(set(err.splitlines())) == 1
+    assert err.startswith(f"no kernel was kept in {cache.cache_dir()} any more: the warning says why")
     assert "3 kernels for sm_80: 3 failed; " in out
+
+
+def test_a_folder_that_holds_all_need_not_be_written(
+    cache_dir: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*SMALL) == 0
+    monkeypatch.setattr(warmup, "prepared", lambda: pytest.fail("written"))
+    assert run(*SMALL) == 0
+    assert "3 kernels for sm_80: 3 were there" in capsys.readouterr().out
 
 
 def test_by_default_each_kind_of_gpu_here_is_served(
@@ -228,9 +263,9 @@ def test_by_default_each_kind_of_gpu_here_is_served(
     assert set(compiled) == launched(
         *((op, "float16", 32, 32, arch) for op in ("forward", "lse") for arch in ("sm_80", "sm_90"))
     )
-    assert len(compiled) == 8
+    assert len(compiled) == 11
     out, err = capsys.readouterr()
-    assert out.startswith("8 kernels for sm_90, sm_80: 8 compiled")
+    assert out.startswith("11 kernels for sm_90, sm_80: 11 compiled")
     assert [line for line in err.splitlines() if "Tesla T4" in line] == [
         "left out: GPU 1 (Tesla T4) is sm_75; the kernels need sm_80 or newer"
     ]

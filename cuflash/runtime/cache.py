@@ -110,6 +110,18 @@ def keep(name: str, content: bytes) -> Path:
         return path
 
 
+def prepared() -> Path:
+    """The folder of cubins, which is there and can be written; raises UnsupportedError at once if it cannot."""
+    folder = _made_dir()
+    probe = folder / f"{secrets.token_hex(8)}.tmp"
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unusable(folder, error) from error
+    return folder
+
+
 def is_sound(path: Path) -> bool:
     """Whether a file holds, whole and unaltered, what was written under its name, by this user or by root."""
     try:
