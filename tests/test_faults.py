@@ -28,8 +28,8 @@ def faults() -> Any:
 def test_each_fault_has_one_place_and_tests(faults: Any) -> None:
     assert len({fault.name for fault in faults.FAULTS}) == len(faults.FAULTS) >= 30
     for fault in faults.FAULTS:
-        assert (ROOT / "cuflash" / fault.file).read_text("utf-8").count(fault.right) == 1, fault
-        assert fault.wrong not in ("", fault.right), fault
+        assert (ROOT / fault.path).read_text("utf-8").count(fault.right) == 1, fault
+        assert fault.wrong != fault.right, fault
         assert all((ROOT / "tests" / name).exists() for name in fault.tests.split()), fault
 
 
