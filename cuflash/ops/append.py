@@ -62,6 +62,14 @@ def append_kv(
         cuflash.append_kv(k_cache, v_cache, k, v, lengths)                    # k, v (batch, 1, heads_kv, head_dim)
         out = cuflash.forward(q, k_cache, v_cache, seqused_k=lengths + 1, causal=True)
 
+    >>> import numpy as np, cuflash
+    >>> k_cache, v_cache = np.zeros((2, 2, 6, 1, 64), "float32")  # two sequences, of which 0 and 4 rows are used
+    >>> new = np.ones((2, 1, 1, 64), "float32")
+    >>> cuflash.append_kv(k_cache, v_cache, new, new, np.array([0, 4], "int32"))
+    >>> k_cache[:, :, 0, 0]
+    array([[1., 0., 0., 0., 0., 0.],
+           [0., 0., 0., 0., 1., 0.]], dtype=float32)
+
     Source: RoFormer, arXiv 2104.09864 (rotary position embedding).
     """
     options = asked(*_OF_SCORES, q_same_position, rotary_interleaved)

@@ -80,6 +80,13 @@ def backward(
         dqkv = cupy.empty((batch, seqlen, 3, heads, head_dim), q.dtype)
         cuflash.backward(dout, q, k, v, out, lse, grads_out=[dqkv[:, :, i] for i in range(3)])
 
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 4, 64), dtype="float32")
+    >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = cuflash.backward(out, q, k, v, out, lse, causal=True)  # of the loss |out|² / 2
+    >>> dq.shape, dk.shape, dv.shape
+    ((2, 100, 4, 64), (2, 100, 4, 64), (2, 100, 4, 64))
+
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     if page_table is not None or cache_batch_idx is not None:

@@ -110,6 +110,14 @@ def create_block_mask(
         block_mask = cuflash.create_block_mask(mods.document(offsets), 1, 1, n, n, like=q)
         for layer in layers:
             out = cuflash.forward(q, k, v, block_mask=block_mask)
+
+    >>> import numpy as np, cuflash
+    >>> from cuflash import mods
+    >>> two = mods.document(np.array([0, 100, 192]))
+    >>> cuflash.create_block_mask(two, 1, 1, 192, 192, like=np.zeros(0)).cells
+    array([[[[2, 1, 0],
+             [1, 1, 1],
+             [0, 1, 2]]]], dtype=int8)
     """
     sizes = check_sizes(batch, heads, seqlen_q, seqlen_k)
     graph = trace(mask_mod, "mask_mod")

@@ -106,6 +106,12 @@ def forward(
     Raises ProblemError for arguments that fit no attention problem, UnsupportedError where this build or machine has no
     kernel, CompileError where NVRTC refuses one.
 
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 4, 64), dtype="float32")
+    >>> out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((2, 100, 4, 64), (2, 4, 100))
+
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
     """
     options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,

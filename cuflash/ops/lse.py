@@ -39,6 +39,13 @@ def lse(
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim) and all arguments as in `forward`.
     float32 (float64 for float64), natural logarithm, -inf for a query that sees no key. Errors as in `forward`.
+
+    >>> import numpy as np, cuflash
+    >>> q, k = np.zeros((1, 1, 1, 64)), np.ones((1, 3, 1, 64))
+    >>> np.exp(cuflash.lse(q, k)).round(6)  # three keys, all of score 0
+    array([[[3.]]])
+
+    Source: FlashAttention-2, arXiv 2307.08691.
     """
     options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, "flash2", None, False,
                     max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip

@@ -25,6 +25,14 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
     the rest. That changes no bit where outs are float32 (float64); 16-bit outs are rounded each time. Arrays that are
     not contiguous are copied.
 
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 2, 100, 4, 64), dtype="float32")
+    >>> halves = [(k[:, part], v[:, part]) for part in (slice(50), slice(50, None))]
+    >>> outs, lses = zip(*(cuflash.forward(q, *half, return_lse=True) for half in halves))
+    >>> out, lse = cuflash.merge_states(outs, lses)
+    >>> bool(np.allclose(out, cuflash.forward(q, k, v), atol=1e-6))
+    True
+
     Source: FLASH-D, arXiv 2505.14201.
     """
     outs, lses = _states("outs", outs), _states("lses", lses)

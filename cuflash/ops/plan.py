@@ -69,7 +69,18 @@ def plan(
     functions refer to arrays as they do in calls, and dropout_seed may be left out.
     op: "forward", "lse" (without v) or "backward" (plain or `deterministic`). device: "cpu", "cuda:0", or an
     architecture such as "sm_90", which needs no GPU; default: where the arrays are, and for shapes the first GPU, or
-    the CPU where there is none.
+    the CPU where there is none. All other arguments are those of `forward`, and captured_grads that of `backward`.
+    Raises the errors of the call.
+
+    >>> import cuflash
+    >>> q, kv = (1, 4096, 32, 128), (1, 4096, 8, 128)
+    >>> print(cuflash.plan(q, kv, kv, dtype="bfloat16", causal=True, device="sm_90"))
+    kernel     forward_sm90_bf16_d128_q128_k128_s5
+    device     H100
+    tile       128 queries x 128 keys, head dims padded to (128, 128), 5 stage(s), 12 warps
+    launch     132 blocks of 384 threads, 225 KiB of shared memory each
+    memory     out 32 MiB, lse 512 KiB, workspace 0 B
+    work       137 GFLOP
     """
     if op not in list(OPS):  # why a list: what is given may have no hash
         raise ProblemError(f"op={op!r} is not known; give one of {', '.join(OPS)}")

@@ -26,6 +26,12 @@ def triangle_attention(
 
         out = cuflash.triangle_attention(q, k, v, pair_bias, mask)
 
+    >>> import numpy as np, cuflash
+    >>> q, k, v = np.random.default_rng(0).standard_normal((3, 1, 50, 4, 50, 32), dtype="float32")
+    >>> bias, mask = np.zeros((1, 4, 50, 50), "float32"), np.ones((1, 50, 50), bool)
+    >>> cuflash.triangle_attention(q, k, v, bias, mask).shape
+    (1, 50, 4, 50, 32)
+
     Source: AlphaFold 2 (doi 10.1038/s41586-021-03819-2), supplement, algorithm 13.
     """
     return attended(forward, _dtype, _numbers, q, k, v, bias, mask, softmax_scale)
