@@ -82,13 +82,13 @@ class Traffic:
                     self._hold((self._half,), (32,), (next(self._times),), shared_mem=HELD)
 
 
-def repeat(made: sanitize.Prepared, is_fixed: bool, times: int, compare: Compare, traffic: Traffic) -> None:
+def repeat(made: sanitize.Prepared, times: int, compare: Compare, traffic: Traffic) -> None:
     """Makes a call so often in graphs, and compares its results with those that it had alone."""
     alone, again = made.call(), made.call()
     wanted = [x.copy() for x in alone]
     # why: what is written in place, two graphs would write at once.
     count = 1 if any(x.data.ptr == y.data.ptr for x, y in zip(alone, again, strict=True)) else 2
-    largest = [0.0 if is_fixed or not x.size else float(cupy.abs(x.astype("float32")).max()) for x in wanted]
+    largest = [0.0 if made.repeats or not x.size else float(cupy.abs(x.astype("float32")).max()) for x in wanted]
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(count)]
     graphs, kept = [], []
     cupy.cuda.Device().synchronize()
@@ -122,10 +122,9 @@ def main() -> None:
         module.get_function(f"compare_{size}")((min(264, 1 + found.size // 2048),), (256,), arguments)
 
     for count, made in enumerate(sanitize.calls(part, parts, once=True)):
-        op = made.name.removesuffix(sanitize.BACKWARDS).rpartition(" ")[2]
         # why before it: a kernel that waits for ever is the one that is named last.
         print(f"{part}/{parts} {count} ({time.perf_counter() - started:.0f} s): {made.name}", flush=True)
-        repeat(made, sanitize.BACKWARD.get(op, True), times, compare, traffic)
+        repeat(made, times, compare, traffic)
         if found := int(wrong[0]):
             failed += 1
             print(f"{made.name}: {found} elements differ", flush=True)

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import product
 from typing import Any
 
+from . import arguments
 from .errors import CompileError, UnsupportedError
 from .planning import device as devices
 from .planning.device import Device
@@ -56,7 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", help=f"default every GPU of this machine; or cuda:0, or one of {', '.join(devices.KNOWN)}"
     )
-    parser.add_argument("--jobs", type=_jobs, default=os.cpu_count() or 1, metavar="N", help="default one a CPU")
+    parser.add_argument(
+        "--jobs", type=arguments.count, default=os.cpu_count() or 1, metavar="N", help="default one a CPU"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
@@ -177,7 +180,7 @@ def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict
                 counts[outcome] += 1
                 if outcome == FAILED:
                     errors[text] = None
-                elif text and not watched:
+                elif not watched:
                     print(text, file=sys.stderr, flush=True)
                 progress.update(task, advance=1, description=futures[done])
         finally:
@@ -222,10 +225,3 @@ def _head_dims(text: str) -> tuple[tuple[int, int], ...]:
     if None in found:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0, or pairs of them, such as 64,192x128")
     return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match)
-
-
-def _jobs(text: str) -> int:
-    """Parses a whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
-    return int(text)

@@ -69,7 +69,7 @@ def exactly(q: Any, k: Any, v: Any) -> float:
 
 
 def on_a_gpu(*arrays: Any) -> tuple[str, tuple[Any, ...]]:
-    """ "GPU" and the arrays there, in float32; or "CPU" and the arrays as they are."""
+    """Where this runs and the arrays there: in float32 on a GPU, as they are on the CPU."""
     try:
         device = cuflash.plan(*(x.shape for x in arrays), dtype="float32").device
     except cuflash.UnsupportedError as error:

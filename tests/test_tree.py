@@ -22,7 +22,7 @@ if not KERNELS.is_dir():
 
 # A module or room of cuflash imports lower floors only.
 FLOORS = {
-    0: ("errors", "locks", "log", "units"),
+    0: ("arguments", "errors", "locks", "log", "units"),
     1: ("mods",),
     2: ("problem",),
     3: ("arrays", "reference", "planning"),

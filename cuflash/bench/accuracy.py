@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
-from .. import info
-from . import arguments, check, peers, pictures
+from .. import arguments, info
+from . import check, peers, pictures, table
 from .arrays import Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
 from .report import Errors, Setting
-from .table import MIN_WIDTH
 
 OPS = tuple(check.OUTPUTS)
 LENGTHS = (512, 4096, 32768, 131072)
@@ -159,7 +157,7 @@ def _weights(xp: Any, q: Any, k: Any, begin: int, case: Case) -> Any:
     if case.causal:
         later = s[:, begin:]
         later[xp.triu(xp.ones_like(later, dtype=bool), 1)] = -np.inf
-    s -= s.max(-1, keepdims=True) if xp is np else s.amax(-1, keepdim=True)
+    s -= xp.amax(s, -1)[:, None]
     xp.exp(s, out=s)
     s /= s.sum(-1)[:, None]
     return s
@@ -193,29 +191,27 @@ def _line(rows: list[Errors]) -> str:
 
 
 def _text(row: Errors) -> str:
-    return f"{max(row.rms.values()):.2e}" if row.rms else "–"
+    return f"{row.worst:.2e}" if row.rms else "–"
 
 
 def _show(machine: dict[str, Any], rows: list[Errors], missing: dict[str, str]) -> None:
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, MIN_WIDTH)
+    console = table.console()
     console.print(info.line(machine))
     for op in OPS:
         of_op = [row for row in rows if row.op == op]
         names = list(dict.fromkeys(row.contender for row in of_op))
-        table = Table(box=box.SIMPLE_HEAD)
+        shown = Table(box=box.SIMPLE_HEAD)
         for heading in ("dtype", "d", "mask", "seqlen", "scores", *names, "to the worst", "to the best"):
-            table.add_column(heading, justify="right")
+            shown.add_column(heading, justify="right")
         for setting in dict.fromkeys(row.setting for row in of_op):
             found = {row.contender: row for row in of_op if row.setting == setting}
             case, ours = setting.case, next(row for row in found.values() if row.ours)
             cells = case.dtype, case.head_dim, "causal" if case.causal else "full", case.seqlen_q, f"{setting.size:g}"
             told = (_text(found[name]) if name in found else "–" for name in names)
             ratios = (f"{ratio(rows, ours, of):.3f}" for of in (max, min))
-            table.add_row(*map(str, cells), *told, *ratios)
+            shown.add_row(*map(str, cells), *told, *ratios)
         outputs = " the largest of dq, dk and dv," if op == "backward" else ""
-        console.print(f"\n{op}: root mean square of the error to that of the output,{outputs} against float64", table)
+        console.print(f"\n{op}: root mean square of the error to that of the output,{outputs} against float64", shown)
     for row in rows:
         if row.note or (row.ours and is_bad(rows, row)):
             kind = "TOO LARGE" if row.rms else "FAILED" if row.ours else "not run"

@@ -61,16 +61,14 @@ def _ratios(axes: Any, names: list[str], points: list[tuple[str, Errors]]) -> No
     least: dict[tuple[str, str], float] = {}
     of_ours: dict[str, str] = {}
     for place, row in points:
-        key, error = (place, row.setting.case.dtype), max(row.rms.values())
+        key, error = (place, row.setting.case.dtype), row.worst
         least[key] = min(error, least.get(key, error))
         if row.ours:
             of_ours.setdefault(place, f"{error:.1e}")
     lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for place, row in points:
         dtype = row.setting.case.dtype
-        lines.setdefault((_name(row), dtype), []).append(
-            (places.index(place), max(row.rms.values()) / least[place, dtype])
-        )
+        lines.setdefault((_name(row), dtype), []).append((places.index(place), row.worst / least[place, dtype]))
     for (name, dtype), line in lines.items():
         number = names.index(name)
         # why thick and below: a line that lies on another one is still seen.

@@ -67,3 +67,8 @@ class Errors:
     rms: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     note: str = ""  # why there are none
+
+    @property
+    def worst(self) -> float:
+        """The largest root mean square of all outputs."""
+        return max(self.rms.values())

@@ -12,9 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .. import info
+from .. import arguments, info
 from ..problem.options import ALGORITHMS
-from . import arguments, check, measure, peers, table
+from . import check, measure, peers, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
 from .peers import Contender

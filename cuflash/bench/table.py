@@ -18,23 +18,29 @@ from .report import Report, Row
 MIN_WIDTH = 130  # columns of a log file, which reports no width of its own
 
 
+def console() -> Console:
+    """Where reports are printed."""
+    made = Console(highlight=False)
+    if not made.is_terminal:
+        made.width = max(made.width, MIN_WIDTH)
+    return made
+
+
 def show(report: Report) -> None:
     """Prints everything measured."""
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = max(console.width, MIN_WIDTH)
-    console.print(info.line(report.machine))
+    out = console()
+    out.print(info.line(report.machine))
     for rows in _sections(report.rows):
         op, dtype, first = rows[0].contender.op, rows[0].cell.dtype, rows[0].contender.name
-        console.print(f"\n{op}, {dtype}, {report.arrays} arrays, TFLOP/s (in brackets: {first} over it)")
-        console.print(_speeds(rows))
+        out.print(f"\n{op}, {dtype}, {report.arrays} arrays, TFLOP/s (in brackets: {first} over it)")
+        out.print(_speeds(rows))
     if report.host_seconds:
         host = {name: f"{seconds * 1e6:.1f} µs" for name, seconds in report.host_seconds.items()}
-        console.print("host time of a repeated call", _pairs(host), sep="\n")
+        out.print("host time of a repeated call", _pairs(host), sep="\n")
     if report.startup:
-        console.print("first call in a process", _pairs(_startup(report.startup)), sep="\n")
+        out.print("first call in a process", _pairs(_startup(report.startup)), sep="\n")
     for name, reason in report.missing.items():
-        console.print(f"not measured: {name} ({reason})")
+        out.print(f"not measured: {name} ({reason})")
     remarks: dict[str, list[str]] = {}
     for row in report.rows:
         if row.note:
@@ -43,7 +49,7 @@ def show(report: Report) -> None:
             remarks.setdefault(remark, []).append(row.cell.name)
     for remark, cells in remarks.items():
         others = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
-        console.print(f"{remark} [{cells[0]}{others}]", markup=False)
+        out.print(f"{remark} [{cells[0]}{others}]", markup=False)
 
 
 def line(rows: list[Row]) -> str:

@@ -113,7 +113,7 @@ def keep(name: str, content: bytes) -> Path:
 def prepared() -> Path:
     """The folder of cubins, which is there and can be written; raises UnsupportedError at once if it cannot."""
     folder = _made_dir()
-    probe = folder / f"{secrets.token_hex(8)}.tmp"
+    probe = folder / f"probe.cubin.{secrets.token_hex(8)}.tmp"  # why so called: if left behind, it is removed as others
     try:
         probe.touch()
         probe.unlink()

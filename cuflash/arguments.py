@@ -1,4 +1,4 @@
-"""Values of options, judged before anything is measured."""
+"""Values of options of commands, judged before anything is done."""
 
 from __future__ import annotations
 
