@@ -1,6 +1,7 @@
 """Runs every kernel once on small shapes, for compute-sanitizer: `compile` fills the cache, `run` calls the library.
 
-`run 3/8` makes a part of the calls: those of the fourth of eight processes that run at the same time.
+`run 3/8` makes a part of the calls: those of the fourth of eight processes that run at the same time. `run-generic`
+makes only those without kernels of Hopper's own, as initcheck does not see what the copy engine writes (L41).
 
 A GPU gets those rows of the tile tables that suit its shared memory. The other rows are reached by telling the planner
 of a smaller GPU, so one machine runs them all. Hopper also runs the generic kernels, where q is read backwards, which
@@ -53,7 +54,7 @@ from cuflash.selftest import appends
 
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
 AnyCase = Case | SequenceCase
-USAGE = "usage: sanitize.py compile | run [NUMBER/PARTS]"
+USAGE = "usage: sanitize.py compile | run [NUMBER/PARTS] | run-generic [NUMBER/PARTS]"
 Results = tuple[Any, ...]  # arrays
 Call = tuple[Device, AnyCase, str]  # the GPU, and an algorithm of forward or a key of BACKWARD, perhaps with BACKWARDS
 
@@ -118,7 +119,7 @@ def own_work() -> dict[tuple[OwnCase, str], list[Variant]]:
 def own_arguments(case: OwnCase, how: str, put: Any = cupy.asarray) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """All arguments of `cuflash.forward`, of arrays that `put` makes, and the arrays that have gradients."""
     arguments, wanted = case.arguments(put)
-    return arguments | ({"q": arguments["q"][:, ::-1]} if how.endswith(BACKWARDS) else {}), wanted
+    return arguments | ({"q": backwards(arguments["q"])} if how.endswith(BACKWARDS) else {}), wanted
 
 
 def own_plans(case: OwnCase, how: str) -> list[Plan]:
@@ -190,19 +191,32 @@ def unreached(wanted: list[Variant]) -> list[str]:
     ]
 
 
+def backwards(q: Any) -> Any:
+    """The same rows in an order Hopper's own kernels do not take; of packed ones, the heads if there are several."""
+    axis = next(axis for axis in (1, 0, 2) if q.shape[axis] > 1)
+    return q[(slice(None),) * axis + (slice(None, None, -1),)]
+
+
 def is_defined(case: AnyCase, how: str) -> bool:
     """Whether no result may hold NaN."""
+    if isinstance(case, Case):
+        return True
     # why: from behind, rows of q that hold NaN, since they are not used, become used ones.
-    return isinstance(case, Case) or not (case.wild or (case.of.used_q and how.endswith(BACKWARDS)))
+    has_others = case.of.used_q or (case.of.place_q == "packed" and case.of.heads[0] == 1)
+    return not (case.wild or (has_others and how.endswith(BACKWARDS)))
 
 
-def calls(part: int = 0, parts: int = 1, *, once: bool = False) -> Iterator[Prepared]:
+def calls(part: int = 0, parts: int = 1, *, once: bool = False, generic: bool = False) -> Iterator[Prepared]:
     """All calls of `work`, then merges and appends; or a part of that. Each is prepared when it is asked for.
 
     once: only calls of which a kernel is not one of those before, and whose results repeat, but for what is summed in
-    any order. So no lengths are wrong: two sequences might write the same rows.
+    any order. So no lengths are wrong: two sequences might write the same rows. generic: only calls without kernels of
+    Hopper's own.
     """
     dense, own = work(), own_work()
+    if generic:
+        dense = {call: kernels for call, kernels in dense.items() if _are_generic([*kernels, *_forward_of(*call)])}
+        own = {call: kernels for call, kernels in own.items() if _are_generic(kernels)}
     if once:
         seen: set[Variant] = set()
         told = {(gpu, _tame(case), how): kernels for (gpu, case, how), kernels in dense.items()}
@@ -218,8 +232,20 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False) -> Iterator[Prep
     launch.KEPT.clear()
     for of, how in itertools.islice(own, part, None, parts):
         yield Prepared(f"{of.name} {how}", own_call(of, how), repeats=not _sums(how))
-    others = itertools.chain(merges_and_views(deterministic=once), appends_to_caches(is_wild=not once))
+    others = itertools.chain(merges_and_views(once, generic), appends_to_caches(is_wild=not once))
     yield from itertools.islice(others, part, None, parts)
+
+
+def _are_generic(kernels: list[Variant]) -> bool:
+    return not any(variant.of_warpgroups for variant in kernels)
+
+
+def _forward_of(gpu: Device, case: AnyCase, how: str) -> list[Variant]:
+    """The kernels that make out and lse for a call of backward."""
+    if how.removesuffix(BACKWARDS) not in BACKWARD:
+        return []
+    forward = "flash2" + (BACKWARDS if how.endswith(BACKWARDS) else "")
+    return [launch.variant for made in plans(gpu, case, forward) for launch in made.launches]
 
 
 def _tame(case: AnyCase) -> AnyCase:
@@ -243,10 +269,10 @@ def _adds(kernels: list[Variant], seen: set[Variant]) -> bool:
     return len(seen) > before
 
 
-def run(part: int = 0, parts: int = 1) -> None:
+def run(part: int, parts: int, *, generic: bool) -> None:
     """Makes all calls, or a part of them, and reads every result."""
     cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
-    for count, made in enumerate(calls(part, parts)):
+    for count, made in enumerate(calls(part, parts, generic=generic)):
         results = made.call()
         for number, result in enumerate(results):
             host = cupy.asnumpy(result).astype("float32")
@@ -262,7 +288,7 @@ def call(case: AnyCase, how: str) -> Callable[[], Results]:
     (q, k, v), options = (arguments.pop(name) for name in "qkv"), arguments
     op = how.removesuffix(BACKWARDS)
     if how != op:
-        q = q[:, ::-1]
+        q = backwards(q)
     if op not in BACKWARD:
         lse = (lambda: (cuflash.lse(q, k, **options),)) if op == "flash2" else tuple
         return lambda: (*cuflash.forward(q, k, v, algorithm=op, return_lse=True, **options, **wide), *lse())
@@ -284,11 +310,15 @@ def on_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
-def merges_and_views(deterministic: bool) -> Iterator[Prepared]:
-    """Merges in each dtype and alignment; forward on slices of keys, on unaligned rows and with float32 out."""
+def merges_and_views(deterministic: bool, generic: bool) -> Iterator[Prepared]:
+    """Merges in each dtype and alignment; forward on slices of keys, on unaligned rows and with float32 out.
+
+    generic: q is read backwards.
+    """
     for dtype, head_dim in itertools.product(tiles_sm80.TILES, (64, 33)):
         case = Case("merge", 2, 65, 40, 3, 3, head_dim, head_dim, dtype)
         q, k, v = (cupy.asarray(x) for x in case.arrays())
+        q = backwards(q) if generic else q
         states = [cuflash.forward(q, k[:, part], v[:, part], return_lse=True) for part in (slice(17), slice(17, None))]
         yield Prepared(f"merge {dtype}", partial(cuflash.merge_states, *zip(*states, strict=True)))
         wide = [cupy.asarray(x) for x in replace(case, head_dim=head_dim + 1, head_dim_v=head_dim + 1).arrays()]
@@ -350,8 +380,8 @@ def main() -> None:
     if sys.argv[1:] == ["compile"]:
         with ThreadPoolExecutor() as pool:
             list(pool.map(compiled, wanted))
-    elif sys.argv[1:2] == ["run"]:
-        run(*part_of(sys.argv[2:]))
+    elif sys.argv[1:2] in (["run"], ["run-generic"]):
+        run(*part_of(sys.argv[2:]), generic=sys.argv[1] == "run-generic")
     else:
         sys.exit(USAGE)
     print(f"{sys.argv[1]}: {len(wanted)} kernels, {time.perf_counter() - started:.0f} s")

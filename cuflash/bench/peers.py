@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import metadata
 from typing import Any
 
 import numpy as np
 
+from .. import info
 from ..ops.backward import backward
 from ..ops.forward import forward
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays
@@ -80,6 +83,17 @@ def find(arrays: NumpyArrays) -> tuple[list[Contender], dict[str, str]]:
     elif isinstance(arrays, CupyArrays):
         missing["torch, FlashAttention-4"] = "torch with CUDA is not installed"
     return found + _whole_matrix(arrays), missing
+
+
+def machine() -> dict[str, Any]:
+    """What `info` tells of this machine, with the versions of the peers."""
+    found = info.machine()
+    with suppress(metadata.PackageNotFoundError):
+        found["versions"]["FlashAttention-4"] = metadata.version("flash-attn-4")
+    torch = sys.modules.get("torch")  # why not imported: where nothing has, no peer of it runs
+    if torch is not None and (cudnn := torch.backends.cudnn.version()):
+        found["versions"]["cuDNN"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+    return found
 
 
 def _torch_backends() -> list[Contender]:

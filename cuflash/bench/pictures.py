@@ -26,7 +26,7 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
         dtypes = list(dict.fromkeys(row.setting.case.dtype for row in rows))[:2]
         rows = [row for row in rows if row.setting.case.dtype in dtypes]
         names = list(dict.fromkeys(_name(row) for row in rows))
-        figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), sharey="row", squeeze=False, layout="constrained")
+        figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), squeeze=False, layout="constrained")
         for line, op in zip(axes, ("forward", "backward"), strict=True):
             of_op = [row for row in rows if row.op == op]
             middle = max((row.setting.case.seqlen_q for row in of_op if row.setting.size > 1), default=0)

@@ -72,3 +72,12 @@ class Errors:
     def worst(self) -> float:
         """The largest root mean square of all outputs."""
         return max(self.rms.values())
+
+    def facts(self) -> dict[str, Any]:
+        """All of it by name, as JSON files have it."""
+        case = self.setting.case
+        problem = {"dtype": case.dtype, "head_dim": case.head_dim, "causal": case.causal, "seqlen": case.seqlen_q,
+                   "heads": case.heads_q, "scores": self.setting.size}  # fmt: skip
+        rms, largest = ({name: float(f"{x:.4g}") for name, x in errors.items()} for errors in (self.rms, self.largest))
+        own = {"contender": self.contender, "ours": self.ours, "rms": rms, "largest": largest}
+        return {"op": self.op} | problem | own | {"note": self.note}

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from .. import arguments, info
+from .. import arguments
 from ..problem.options import ALGORITHMS
 from . import check, measure, peers, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
@@ -69,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
 def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
     """Measures all cells, then host and start-up times on a GPU."""
     found, missing = peers.find(arrays)
-    report = Report(info.machine(), arrays.name, missing)
+    report = Report(peers.machine(), arrays.name, missing)
     algorithms = options.algorithms or (("flash2",) if options.quick else ("flash2", "flash1", "flashd"))
     rounds = min(options.rounds, 10) if options.quick else options.rounds
     for op in options.ops:

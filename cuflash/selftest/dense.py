@@ -22,7 +22,7 @@ def check(case: Case, arrays: list[Array], out: Any, *lses: Any, **options: Any)
     problem = case.problem(**options)
     exact, naive = oracle.attention64(problem, *arrays), oracle.naive(problem, *arrays)
     q, k, v = arrays
-    unit, unit_of_lse = oracle.units_of(problem.softmax_scale, q, k, v, case.dtype)
+    unit, unit_of_lse = oracle.units_of(problem.softmax_scale, q, k, v, host(out).dtype.name)
     needs_units = min(case.seqlen_q, case.seqlen_k) < FEW or case.dtype == "float32"
     unit, ulps = (unit, 4.0) if needs_units else (0.0, 2.0 * ULPS[case.dtype])
     oracle.assert_close("out", host(out), exact[0], naive[0], ulps=ulps, unit=unit)

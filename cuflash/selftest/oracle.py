@@ -59,7 +59,10 @@ def gradients64(
 def naive_gradients(
     problem: Problem | Case, dout: Array, q: Array, k: Array, v: Array, dlse: Array | None = None
 ) -> tuple[Array, Array, Array]:
-    """The same done naively in the problem's own precision: 16-bit rounds s, p, out, dp and ds."""
+    """The same done naively in the problem's own precision: 16-bit rounds s, p, out, dp and ds.
+
+    float32: scores err as those of kernels do, which weigh all terms of the sums that gradients are.
+    """
     problem = _problem(problem)
     work, rounded = _precision(problem)
     dtype = numpy_dtype(problem.dtype)
@@ -104,7 +107,7 @@ def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float
 
 
 def units_of(scale: float, q: Array, k: Array, v: Array, dtype: str) -> tuple[float, float]:
-    """The units in which out and lse err: sums err by units of what they are sums of.
+    """The units in which out, of this dtype, and lse err: sums err by units of what they are sums of.
 
     Those of out are of v; those of scores, and of lse with them, are of products of q and k.
     """
@@ -118,7 +121,7 @@ def _largest_score(scale: float, q: Array, k: Array) -> float:
 
 
 def walk(scale: float, q: Array, k: Array, dtype: str) -> float:
-    """How many units a weight errs by: errors of the products that a score is a sum of add up as a random walk does.
+    """How many units of the dtype a weight errs by: errors of the products of a score add up as a random walk does.
 
     16-bit: one, as scores are rounded afterwards in the naive computation, too.
     """
@@ -190,6 +193,11 @@ def _softmax(
     lse = _sum_exp(s, sees)[2]
     s = _round(s, rounded)
     e, total, lse_of_rounded = _sum_exp(s, sees)
+    if again and s.dtype == np.float32 and rounded is None:
+        # why: kernels for backward make other errors than those that made lse, and NumPy would make the same ones.
+        norms = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(k, axis=1) * problem.softmax_scale
+        walks = np.random.default_rng(0).standard_normal(s.shape) * norms / q.shape[1] ** 0.5
+        s = s + (ULPS["float32"] * _eps(s.dtype) * walks).astype("f4") * slope
     p = np.where(sees, np.exp(s - lse_of_rounded[:, None]), 0) if again else e / total[:, None]
     return p, lse, slope
 

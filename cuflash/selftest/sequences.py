@@ -268,7 +268,8 @@ def check(given: Made, out: Any, *lses: Any) -> None:
     of, wanted = given.of, assembled(given)
     q, k, v = (np.nan_to_num(x.astype("f8")) for x in (given.q, given.k, given.v))
     scale = of.softmax_scale or of.dims[0] ** -0.5
-    units = dict(zip(("out", "lse"), oracle.units_of(scale, q, k, v, of.dtype), strict=True))
+    dtype = of.dtype if out is None else host(out).dtype.name
+    units = dict(zip(("out", "lse"), oracle.units_of(scale, q, k, v, dtype), strict=True))
     for name, got in (("out", out), *(("lse", lse) for lse in lses)):
         if got is not None:
             shape = (wanted[name][0][0] if "cu_seqlens_q" in given.told else wanted[name][0]).shape
