@@ -51,8 +51,10 @@ from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler, launch
 from cuflash.selftest import appends
+from cuflash.selftest.layouts import laid_out
 
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
+backwards = partial(laid_out, steps=(-1, -1, -1, 1))  # why three axes: one of length 1 has no direction
 AnyCase = Case | SequenceCase
 USAGE = "usage: sanitize.py compile | run [NUMBER/PARTS] | run-generic [NUMBER/PARTS]"
 Results = tuple[Any, ...]  # arrays
@@ -73,14 +75,14 @@ class Prepared(NamedTuple):
 
 def plans(gpu: Device, case: AnyCase, how: str) -> list[Plan]:
     """The plans of the library calls that `call` makes."""
-    op, backwards = how.removesuffix(BACKWARDS), how.endswith(BACKWARDS)
+    op, misaligned = how.removesuffix(BACKWARDS), ("q",) if how.endswith(BACKWARDS) else ()
     if op in BACKWARD:
         problems = [case.problem("backward", deterministic=BACKWARD[op])]
     elif op == "flash2":
         problems = [case.problem(op) for op in ("forward", "lse")]
     else:
         problems = [case.problem(algorithm=op)]
-    return [plan(problem, gpu, ("q",) if backwards else ()) for problem in problems]
+    return [plan(problem, gpu, misaligned) for problem in problems]
 
 
 @cache
@@ -110,7 +112,7 @@ def own_work() -> dict[tuple[OwnCase, str], list[Variant]]:
     """All calls with scores and masks of the caller's own, by both families of kernels, and their kernels."""
     ways = [(case, how) for case, hows in own_cases() for how in hows]
     generic = [(case, how + BACKWARDS) for case, how in ways if isinstance(case.of, Case) and how not in ALGORITHMS[1:]]
-    # why packed: what is then backwards are the heads.
+    # why packed alone: they reach all of these kernels.
     few = [(case, how) for case, how in ways if case.of.name.startswith("few_") and case.of.place_q == "packed"]
     calls = [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
     return {call: [launch.variant for made in own_plans(*call) for launch in made.launches] for call in calls}
@@ -191,19 +193,9 @@ def unreached(wanted: list[Variant]) -> list[str]:
     ]
 
 
-def backwards(q: Any) -> Any:
-    """The same rows in an order Hopper's own kernels do not take; of packed ones, the heads if there are several."""
-    axis = next(axis for axis in (1, 0, 2) if q.shape[axis] > 1)
-    return q[(slice(None),) * axis + (slice(None, None, -1),)]
-
-
-def is_defined(case: AnyCase, how: str) -> bool:
+def is_defined(case: AnyCase) -> bool:
     """Whether no result may hold NaN."""
-    if isinstance(case, Case):
-        return True
-    # why: from behind, rows of q that hold NaN, since they are not used, become used ones.
-    has_others = case.of.used_q or (case.of.place_q == "packed" and case.of.heads[0] == 1)
-    return not (case.wild or (has_others and how.endswith(BACKWARDS)))
+    return isinstance(case, Case) or not case.wild
 
 
 def calls(part: int = 0, parts: int = 1, *, once: bool = False, generic: bool = False) -> Iterator[Prepared]:
@@ -227,7 +219,7 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, generic: bool = 
     for gpu, case, how in itertools.islice(dense, part, None, parts):
         device.query = lambda ordinal, gpu=gpu: gpu
         launch.KEPT.clear()
-        yield Prepared(f"{case.name} {how}", call(case, how), None if is_defined(case, how) else 0, not _sums(how))
+        yield Prepared(f"{case.name} {how}", call(case, how), None if is_defined(case) else 0, not _sums(how))
     device.query = query
     launch.KEPT.clear()
     for of, how in itertools.islice(own, part, None, parts):
@@ -254,7 +246,7 @@ def _tame(case: AnyCase) -> AnyCase:
 
 def _is_near(case: AnyCase, how: str) -> bool:
     """Not sums in any order of which some are NaN, which is near to no number."""
-    return is_defined(case, how) or not _sums(how)
+    return is_defined(case) or not _sums(how)
 
 
 def _sums(how: str) -> bool:
