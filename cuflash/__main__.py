@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from types import ModuleType
 from typing import NamedTuple
@@ -52,7 +53,9 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         command.module.add_options(commands.add_parser(name, help=command.help, description=command.module.__doc__))
+    arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
+    options.typed = shlex.join(["cuflash", *arguments])
     if options.command is None:
         told = (f"python -m cuflash {name:<10}{command.help}" for name, command in COMMANDS.items())
         print(GUIDE.format(version=__version__, commands="\n".join(told)))

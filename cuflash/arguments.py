@@ -32,6 +32,22 @@ def count(text: str) -> int:
     return int(text)
 
 
+def existing(text: str) -> Path:
+    """A file that is there."""
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no such file")
+    return path
+
+
+def folder(text: str) -> Path:
+    """A folder that is there."""
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text!r}: there is no such folder")
+    return path
+
+
 def output(text: str) -> Path:
     """A file that can be written."""
     path = Path(text)

@@ -13,4 +13,8 @@ class CompileError(RuntimeError):
     """NVRTC refused a kernel. The message holds the compiler's log, the variant's name and where the source is."""
 
 
-INSTALL_HINT = 'pip install "cuflash[cuda13]" (driver 580 or later) or "cuflash[cuda12]"'
+# why not the extras of cuflash, which install the same: they go with the path or the URL that cuflash came from.
+INSTALL_HINT = (
+    'pip install "cupy-cuda13x>=14.0" "nvidia-cuda-nvrtc>=13.0,<14" (driver 580 or later), '
+    'or "cupy-cuda12x>=14.0" "nvidia-cuda-nvrtc-cu12>=12.8,<13"'
+)

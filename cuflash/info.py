@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import platform
+from collections import Counter
 from importlib import metadata, util
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,9 @@ def machine() -> dict[str, Any]:
 
 def line(machine: dict[str, Any]) -> str:
     """The GPUs and versions of a machine in one line."""
-    names = [f"{gpu['name']} ({gpu['arch']}, {gpu['num_sms']} SMs)" for gpu in machine["gpus"] if "arch" in gpu]
-    return f"{'; '.join(names) or 'CPU'}: " + ", ".join(f"{name} {x}" for name, x in machine["versions"].items())
+    names = Counter(f"{gpu['name']} ({gpu['arch']}, {gpu['num_sms']} SMs)" for gpu in machine["gpus"] if "arch" in gpu)
+    found = [name if count == 1 else f"{count} x {name}" for name, count in names.items()]
+    return f"{'; '.join(found) or 'CPU'}: " + ", ".join(f"{name} {x}" for name, x in machine["versions"].items())
 
 
 def missing() -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from workers import ROOT
 
-from cuflash import __version__, units
+from cuflash import __version__, info, units
 from cuflash.__main__ import COMMANDS, main
 
 
@@ -40,7 +40,7 @@ def test_the_script_is_the_module() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX's SIGINT")
 @pytest.mark.parametrize(
-    "command", [["selftest", "--minutes", "5"], ["bench", "--quick"], ["warmup", "--device", "sm_80"]]
+    "command", [["selftest", "--minutes", "5"], ["bench", "quick"], ["warmup", "--device", "sm_80"]]
 )
 def test_ctrl_c_ends_it_without_a_traceback(command: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
@@ -70,3 +70,9 @@ def test_memory_is_told_in_its_largest_unit(size: float, told: str) -> None:
 )
 def test_work_is_told_in_its_largest_unit(flops: float, told: str) -> None:
     assert units.work(flops) == told
+
+
+def test_gpus_that_are_alike_are_counted() -> None:
+    gpus = [{"name": "GPU", "arch": "sm_90", "num_sms": 132}] * 2 + [{"name": "GPU 2", "problem": "it is too old"}]
+    assert info.line({"gpus": gpus, "versions": {"cuflash": "1"}}) == "2 x GPU (sm_90, 132 SMs): cuflash 1"
+    assert info.line({"gpus": [], "versions": {"cuflash": "1"}}) == "CPU: cuflash 1"

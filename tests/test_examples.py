@@ -18,7 +18,7 @@ from cuflash.reference import flash1, flash2, flashd
 from cuflash.selftest import oracle
 
 FOLDER = ROOT / "examples"
-EXAMPLES = sorted(FOLDER.glob("*.py"))
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "how_it_works.py"})  # which runs nothing of ours
 if not EXAMPLES:
     pytest.skip("needs a checkout", allow_module_level=True)
 
@@ -136,9 +136,11 @@ def test_flash_attention_that_does_not_go_on_is_a_failure(monkeypatch: pytest.Mo
     assert main() == 1
 
 
-@pytest.mark.parametrize("name", ["lineage", "long_context"])
-def test_pictures_are_drawn(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("lineage", ["--picture"]), ("long_context", ["--picture"]), ("how_it_works", [])]
+)
+def test_pictures_are_drawn(name: str, options: list[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "drawn.png"
-    run_python(str(FOLDER / f"{name}.py"), "--picture", str(picture), CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")
+    run_python(str(FOLDER / f"{name}.py"), *options, str(picture), CUDA_VISIBLE_DEVICES="", MPLBACKEND="Agg")
     assert picture.read_bytes().startswith(b"\x89PNG")

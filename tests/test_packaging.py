@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,12 +16,14 @@ from pathlib import Path
 import pytest
 from workers import ROOT
 
+from cuflash.errors import INSTALL_HINT
+
 KERNELS = ROOT / "kernels_cu"
 if not KERNELS.is_dir() or not (ROOT / "pyproject.toml").is_file():
     pytest.skip("needs a checkout", allow_module_level=True)
 for _module in ("build", "hatchling", "pip"):
     if find_spec(_module) is None:
-        pytest.skip(f"needs {_module}: pip install cuflash[test]", allow_module_level=True)
+        pytest.skip(f"needs {_module}: pip install -e .[test]", allow_module_level=True)
 SOURCES = {path.relative_to(ROOT).as_posix() for path in KERNELS.rglob("*") if path.suffix in (".cu", ".cuh")}
 PARTS = ("cuflash", "kernels_cu", "tests", "examples", "pyproject.toml", "README.md", "CHANGELOG.md", "LICENSE")
 WHERE = "import cuflash; from cuflash.runtime import compiler; print(cuflash.__file__); print(compiler.source_root())"
@@ -87,6 +91,13 @@ def test_the_wheel_asks_for_python_3_11_and_offers_the_extras(built: Path) -> No
         assert line in metadata.splitlines()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert not [line for line in required if any(name in line for name in ("cupy", "torch", "jax", "nvidia"))]
+
+
+def test_errors_tell_to_install_what_the_extras_do() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    told = set(re.findall(r'"(.*?)"', INSTALL_HINT))
+    assert len(told) == 4
+    assert told <= {*extras["cuda12"], *extras["cuda13"]}
 
 
 def test_the_sdist_carries_sources_tests_and_examples(built: Path) -> None:

@@ -7,7 +7,6 @@ largest of the peers' by more than a tenth. Without a GPU it measures the NumPy 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,10 +55,11 @@ def main(options: argparse.Namespace) -> int:
         for setting in settings(arrays, options.quick):
             rows += (new := measured(arrays, op, setting, [x for x in contenders if setting.case.dtype in x.dtypes]))
             print(_line(new), file=sys.stderr, flush=True)
-    machine = peers.machine()
+    machine = peers.machine(arrays)
     _show(machine, rows, missing)
     if options.json:
-        options.json.write_text(_json(machine, missing, rows), "utf-8")
+        head = {"command": options.typed, "machine": machine, "missing": missing}
+        options.json.write_text(table.file_of(head, [row.facts() for row in rows]), "utf-8")
     if draw is not None:
         draw(rows, info.line(machine), options.picture)
     return int(any(row.ours and is_bad(rows, row) for row in rows))
@@ -97,7 +97,7 @@ def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[pe
     rows = [Errors(op, setting, x.name, x.ours) for x in contenders]
     for contender, row in zip(contenders, rows, strict=True):
         try:
-            run = contender.run([inputs], case.causal)
+            run = contender.run([inputs], case)
             with run.scope():
                 found = check.outputs(op, run.calls[0]())
             arrays.synchronize()
@@ -184,13 +184,6 @@ def is_bad(rows: list[Errors], row: Errors) -> bool:
     if row.setting.size > 1:
         allowed = max(allowed, ALLOWED_OF_LARGE)
     return bool(row.note) or not ratio(rows, row, max) <= allowed
-
-
-def _json(machine: dict[str, Any], missing: dict[str, str], rows: list[Errors]) -> str:
-    """A file with a line for each row."""
-    head = json.dumps({"machine": machine, "missing": missing}, indent=1).removesuffix("\n}")
-    numbers = ",\n".join(f"  {json.dumps(row.facts())}" for row in rows)
-    return f'{head},\n "rows": [\n{numbers}\n ]\n}}\n'
 
 
 def _line(rows: list[Errors]) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import tracemalloc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +34,10 @@ class NumpyArrays:
         shapes = case.shapes() if op == "forward" else (*case.shapes(), case.out_shape())
         return tuple(self.normal(shape, case.dtype, len(shapes) * seed + n) for n, shape in enumerate(shapes))
 
+    def put(self, array: NDArray[Any]) -> Any:
+        """The array in this library."""
+        return array
+
     def head(self, array: Any, batch: int, head: int) -> NDArray[np.float64]:
         """One head of a (batch, seqlen, heads, head_dim) array, as (seqlen, head_dim) float64 on the host."""
         return np.asarray(self._host(array)[batch, :, head], np.float64)
@@ -51,6 +58,19 @@ class NumpyArrays:
     def release(self) -> None:
         """Gives memory that the library keeps for later back to the GPU."""
 
+    def bandwidth(self) -> float | None:
+        """The most bytes a second that the GPU's memory gives; None if it is not known."""
+        return None
+
+    def peak(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        """What a call gives, and the most bytes that were allocated at a time since its begin."""
+        tracemalloc.start()
+        try:
+            result = call()
+            return result, tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
     def _host(self, array: Any) -> NDArray[Any]:
         return np.asarray(array)
 
@@ -66,14 +86,78 @@ class CupyArrays(NumpyArrays):
 
         self.cupy = cupy
 
+    def put(self, array: NDArray[Any]) -> Any:
+        return self.cupy.asarray(array)
+
     def normal(self, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
-        return self.cupy.asarray(super().normal(shape, dtype, seed))
+        return self.put(super().normal(shape, dtype, seed))
 
     def synchronize(self) -> None:
         self.cupy.cuda.runtime.deviceSynchronize()
 
     def release(self) -> None:
         self.cupy.get_default_memory_pool().free_all_blocks()
+
+    def bandwidth(self) -> float | None:
+        facts = self.cupy.cuda.Device(0).attributes
+        clock, bits = facts.get("MemoryClockRate"), facts.get("GlobalMemoryBusWidth")  # kHz; two transfers a clock
+        return 2e3 * clock * bits / 8 if clock and bits else None
+
+    def peak(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        pool = self.cupy.get_default_memory_pool()
+        before = most = pool.used_bytes()
+
+        class Hook(self.cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]
+            name = "peak"
+
+            def malloc_postprocess(self, **facts: Any) -> None:
+                nonlocal most
+                most = max(most, pool.used_bytes())
+
+        with Hook():
+            result = call()
+        return result, most - before
+
+    def state(self) -> dict[str, float]:
+        """The clock of the multiprocessors in MHz and the power in W, where nvidia-smi tells them."""
+        names = "clocks.sm", "power.draw"
+        number = self.cupy.cuda.Device().pci_bus_id
+        command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", number]
+        try:
+            told = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+            return dict(zip(("sm_clock_mhz", "power_w"), map(float, told.split(",")), strict=True))
+        except (OSError, ValueError, subprocess.SubprocessError):
+            return {}
+
+    def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], Callable[[], float]]:
+        """A CUDA graph of what `prepare` makes, called twice: to be ready for it, and for the graph.
+
+        Each call of the result launches it, and gives what waits for it and tells its seconds. Memory is its own.
+        """
+        cuda, pool = self.cupy.cuda, self.cupy.cuda.MemoryPool()
+        stream = cuda.Stream(non_blocking=True)
+        with cuda.using_allocator(pool.malloc), stream:
+            work = prepare()
+            work()
+            stream.synchronize()
+            stream.begin_capture()
+            work()
+            graph = stream.end_capture()
+
+        def launch() -> Callable[[], float]:
+            begin, end = cuda.Event(), cuda.Event()
+            begin.record()
+            graph.launch(cuda.get_current_stream())  # why not its own stream: graphs of others would run beside it
+            end.record()
+
+            def seconds() -> float:
+                end.synchronize()
+                return float(cuda.get_elapsed_time(begin, end)) * 1e-3
+
+            return seconds
+
+        launch.kept = work, pool  # type: ignore[attr-defined] # why: the graph reads and writes their memory
+        return launch
 
     def _host(self, array: Any) -> NDArray[Any]:
         host: NDArray[Any] = self.cupy.asnumpy(array)
@@ -89,6 +173,9 @@ class TorchArrays(CupyArrays):
 
         self.torch = self.xp = torch
 
+    def put(self, array: NDArray[Any]) -> Any:
+        return self.torch.from_numpy(array).cuda()
+
     def wide(self, array: Any) -> Any:
         return array.double()
 
@@ -96,6 +183,38 @@ class TorchArrays(CupyArrays):
         generator = self.torch.Generator(device="cuda").manual_seed(seed)
         values = self.torch.randn(shape, generator=generator, device="cuda", dtype=self.torch.float32)
         return values.to(getattr(self.torch, dtype))
+
+    def peak(self, call: Callable[[], Any]) -> tuple[Any, int]:
+        cuda = self.torch.cuda
+        before = cuda.memory_allocated()
+        cuda.reset_peak_memory_stats()
+        result, most = super().peak(call)  # why both: what is made through CuPy lies in its pool
+        return result, most + cuda.max_memory_allocated() - before
+
+    def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], Callable[[], float]]:
+        cuda = self.torch.cuda
+        stream, graph = cuda.Stream(), cuda.CUDAGraph()
+        with cuda.stream(stream):
+            work = prepare()
+            work()
+        stream.synchronize()
+        with cuda.graph(graph, stream=stream):
+            work()
+
+        def launch() -> Callable[[], float]:
+            begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()  # why not on its own stream: graphs of others would run beside it
+            end.record()
+
+            def seconds() -> float:
+                end.synchronize()
+                return float(begin.elapsed_time(end)) * 1e-3
+
+            return seconds
+
+        launch.kept = work  # type: ignore[attr-defined]
+        return launch
 
     def head(self, array: Any, batch: int, head: int) -> NDArray[np.float64]:
         values: NDArray[np.float64] = array[batch, :, head].double().cpu().numpy()

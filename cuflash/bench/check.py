@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..problem.problem import Problem
 from .arrays import Inputs, NumpyArrays
 from .cases import Case
+from .own import OwnCase
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -19,6 +19,7 @@ OUTPUTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 # costs about 0.7 u, in gradients up to 1.2 u; 4 u also allows other orders of summation. A float32 result that was
 # computed in plain TF32 (3e-4) does not pass.
 MAX_ERROR = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11, "float32": 1e-4, "float64": 1e-12}
+LEAST_NORM = 0.1  # of that of the largest sampled row
 CHUNK = 1 << 23  # float64 scores of a head in memory at once: 64 MiB
 
 
@@ -38,13 +39,23 @@ def outputs(op: str, result: Any) -> dict[str, Any]:
 
 
 def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int = 0) -> list[Sample]:
-    """Exact values of a few rows of two heads in every output; heads_kv of the case must equal heads_q."""
+    """Exact values of a few rows of two heads in every output: of q, and of k and v those of their groups."""
     rng = np.random.default_rng(seed)
+    exact, group = Exact(case), case.heads_q // case.heads_kv
     samples = []
-    for batch, head in {(0, 0), (case.batch - 1, case.heads_q - 1)}:
-        of_head = [arrays.head(x, batch, head) for x in inputs]
-        exact = (_out if op == "forward" else _gradients)(case.problem(), rng, *of_head)
-        samples += [Sample(name, batch, head, rows, values) for name, (rows, values) in exact.items()]
+    for batch, head in {(0, 0), (case.batch - 1, case.heads_kv - 1)}:
+        k, v = (arrays.head(x, batch, head) for x in inputs[1:3])
+        first = head * group
+        if op == "forward":
+            rows, values = _out(exact, rng, first, arrays.head(inputs[0], batch, first), k, v)
+            samples.append(Sample("out", batch, first, rows, values))
+            continue
+        heads = range(first, first + group)
+        of_group = [(arrays.head(inputs[0], batch, n), arrays.head(inputs[3], batch, n)) for n in heads]
+        rows, values = _dq(exact, rng, first, *of_group[0], k, v)
+        samples.append(Sample("dq", batch, first, rows, values))
+        keys, dk, dv = _dkdv(exact, rng, first, of_group, k, v)
+        samples += [Sample("dk", batch, head, keys, dk), Sample("dv", batch, head, keys, dv)]
     return samples
 
 
@@ -53,7 +64,10 @@ def error(arrays: NumpyArrays, found: dict[str, Any], samples: list[Sample]) -> 
     largest = dict.fromkeys(found, 0.0)
     for output, batch, head, rows, exact in samples:
         difference = np.linalg.norm(arrays.head(found[output], batch, head)[rows] - exact, axis=1)
-        largest[output] = float(np.maximum(largest[output], (difference / np.linalg.norm(exact, axis=1)).max()))
+        norms = np.linalg.norm(exact, axis=1)
+        # why: gradients of rows that see few keys may cancel to nearly nothing, beside which any rounding looks large.
+        norms = np.maximum(norms, LEAST_NORM * norms.max())
+        largest[output] = float(np.maximum(largest[output], (difference / norms).max()))
     return _worst(largest)
 
 
@@ -67,44 +81,75 @@ def _worst(errors: dict[str, float]) -> tuple[str, float]:
     return output, errors[output]
 
 
-def _out(problem: Problem, rng: np.random.Generator, q: Array, k: Array, v: Array) -> dict[str, tuple[Indices, Array]]:
-    rows = np.unique(np.append(rng.integers(0, problem.seqlen_q, 6), problem.seqlen_q - 1))
-    return {"out": (rows, _weights(problem, q, k, rows) @ v)}
+class Exact:
+    """A problem, with the functions of the caller's own that it may have, as float64 sees it."""
+
+    def __init__(self, case: Case) -> None:
+        self.problem = case.problem()
+        self.functions = case.functions(np.asarray) if isinstance(case, OwnCase) else None
+
+    def late_rows(self, rng: np.random.Generator) -> Indices:
+        """Some rows of the second half, because under a causal mask the others see few keys."""
+        end = self.problem.seqlen_q
+        return np.unique(np.append(rng.integers(end // 2, end, 6), end - 1))
+
+    def weights(self, head: int, q: Array, k: Array, rows: Indices) -> tuple[Array, Array]:
+        """Softmax weights of these rows, which ascend, and the slopes of their capped scores, (1, 1) without a cap.
+
+        Keys that none of the rows can see get 0 and are not computed.
+        """
+        problem = self.problem
+        p = np.zeros((len(rows), problem.seqlen_k))
+        begin, end = problem.mask.key_range(int(rows[0]), int(rows[-1]) + 1)
+        s, slope, keys = p[:, begin:end], np.ones((1, 1)), np.arange(begin, end)
+        np.matmul(q[rows] * problem.softmax_scale, k[begin:end].T, out=s)
+        if cap := problem.options.softcap:
+            s /= cap
+            np.tanh(s, out=s)
+            slope = np.ones_like(p)
+            slope[:, begin:end] -= s * s
+            s *= cap
+        if self.functions is not None:
+            at = 0, head, rows[:, None], keys
+            if self.functions.score_mod is not None:
+                s[...] = self.functions.score_mod(s, *at)
+            s[~np.broadcast_to(self.functions.mask_mod(*at), s.shape)] = -np.inf
+        s[~problem.mask.visible(rows, keys)] = -np.inf
+        s -= s.max(axis=1, keepdims=True)
+        np.exp(s, out=s)
+        s /= s.sum(axis=1, keepdims=True)
+        return p, slope
 
 
-def _gradients(
-    problem: Problem, rng: np.random.Generator, q: Array, k: Array, v: Array, dout: Array
-) -> dict[str, tuple[Indices, Array]]:
-    """Sampled rows of dq, dk and dv. dq needs the query's row of weights; dk and dv need a column, and so all rows.
+def _out(exact: Exact, rng: np.random.Generator, head: int, q: Array, k: Array, v: Array) -> tuple[Indices, Array]:
+    end = exact.problem.seqlen_q
+    rows = np.unique(np.append(rng.integers(0, end, 6), end - 1))
+    return rows, exact.weights(head, q, k, rows)[0] @ v
 
-    why late queries and early keys: under a causal mask the others see few keys or queries, and their gradients may
-    cancel to nearly nothing, so that any rounding looks large beside them.
-    """
-    seqlen_q, seqlen_k, scale = problem.seqlen_q, problem.seqlen_k, problem.softmax_scale
-    rows = np.unique(np.append(rng.integers(seqlen_q // 2, seqlen_q, 6), seqlen_q - 1))
+
+def _dq(
+    exact: Exact, rng: np.random.Generator, head: int, q: Array, dout: Array, k: Array, v: Array
+) -> tuple[Indices, Array]:
+    rows = exact.late_rows(rng)
+    (p, slope), dp = exact.weights(head, q, k, rows), dout[rows] @ v.T
+    return rows, p * (dp - (p * dp).sum(axis=1, keepdims=True)) * slope @ k * exact.problem.softmax_scale
+
+
+def _dkdv(
+    exact: Exact, rng: np.random.Generator, first: int, of_group: list[tuple[Array, Array]], k: Array, v: Array
+) -> tuple[Indices, Array, Array]:
+    """dk and dv of early keys, which many queries see. Each needs a column of weights, and so all rows."""
+    problem = exact.problem
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
     keys = np.unique(np.append(rng.integers(0, -(-seqlen_k // 2), 6), 0))
-    p, dp = _weights(problem, q, k, rows), dout[rows] @ v.T
-    dq = p * (dp - (p * dp).sum(axis=1, keepdims=True)) @ k * scale
     dk, dv = np.zeros((len(keys), problem.head_dim)), np.zeros((len(keys), problem.head_dim_v))
     step = max(1, CHUNK // seqlen_k)
-    for begin in range(0, seqlen_q, step):
-        chunk = np.arange(begin, min(begin + step, seqlen_q))
-        p = _weights(problem, q, k, chunk)
-        delta = (dout[chunk] * (p @ v)).sum(axis=1, keepdims=True)
-        p = p[:, keys]
-        dv += p.T @ dout[chunk]
-        dk += (p * (dout[chunk] @ v[keys].T - delta)).T @ q[chunk] * scale
-    return {"dq": (rows, dq), "dk": (keys, dk), "dv": (keys, dv)}
-
-
-def _weights(problem: Problem, q: Array, k: Array, rows: Indices) -> Array:
-    """Softmax weights of these rows, which ascend; keys that none of them can see get 0 and are not computed."""
-    p = np.zeros((len(rows), problem.seqlen_k))
-    begin, end = problem.mask.key_range(int(rows[0]), int(rows[-1]) + 1)
-    s = p[:, begin:end]
-    np.matmul(q[rows] * problem.softmax_scale, k[begin:end].T, out=s)
-    s[~problem.mask.visible(rows, np.arange(begin, end))] = -np.inf
-    s -= s.max(axis=1, keepdims=True)
-    np.exp(s, out=s)
-    s /= s.sum(axis=1, keepdims=True)
-    return p
+    for head, (q, dout) in enumerate(of_group, first):
+        for begin in range(0, seqlen_q, step):
+            chunk = np.arange(begin, min(begin + step, seqlen_q))
+            p, slope = exact.weights(head, q, k, chunk)
+            delta = (dout[chunk] * (p @ v)).sum(axis=1, keepdims=True)
+            p, slope = p[:, keys], np.broadcast_to(slope, p.shape)[:, keys]
+            dv += p.T @ dout[chunk]
+            dk += (p * (dout[chunk] @ v[keys].T - delta) * slope).T @ q[chunk] * problem.softmax_scale
+    return keys, dk, dv

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
-from statistics import median
-from typing import Any
+from functools import partial
+from statistics import median, quantiles
+from typing import Any, NamedTuple
 
-from .arrays import NumpyArrays
+from .arrays import CupyArrays, NumpyArrays
 
 WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU take that long to rise
 ROUND_SECONDS = 1e-3  # a contender's share of a round is at least this long, so that a launch does not count
@@ -36,8 +37,21 @@ class Run:
             self.calls[turn % len(self.calls)]()
 
 
-def seconds_per_call(arrays: NumpyArrays, runs: dict[str, Run], rounds: int) -> dict[str, float]:
-    """Median seconds per call of each contender; each has one turn in every round, on rotating input sets."""
+class Seconds(NamedTuple):
+    """The median of several readings, and how far apart their quartiles are, to the median."""
+
+    median: float
+    spread: float
+
+    @classmethod
+    def of(cls, readings: list[float]) -> Seconds:
+        """That of these readings."""
+        low, middle, high = quantiles(readings, n=4, method="inclusive")
+        return cls(middle, (high - low) / middle)
+
+
+def seconds_per_call(arrays: NumpyArrays, runs: dict[str, Run], rounds: int) -> dict[str, Seconds]:
+    """Seconds per call of each contender; each has one turn in every round, on rotating input sets."""
     if not runs:
         return {}
     span = _gpu_span if arrays.on_gpu else _host_span
@@ -46,19 +60,63 @@ def seconds_per_call(arrays: NumpyArrays, runs: dict[str, Run], rounds: int) -> 
         for name, run in runs.items():
             seconds = span(run, 1)()
             if not warming and arrays.on_gpu:
-                repeats[name] = max(1, min(64, math.ceil(ROUND_SECONDS / max(seconds, 1e-6))))
+                repeats[name] = repeats_for(seconds)
+    turns = _in_turns({name: partial(span, run, repeats[name]) for name, run in runs.items()}, rounds)
+    return {name: Seconds.of([seconds / repeats[name] for seconds in of_one]) for name, of_one in turns.items()}
+
+
+def seconds_in_graphs(
+    arrays: CupyArrays,
+    prepared: Mapping[str, Callable[[], Run]],
+    about: dict[str, Seconds],
+    rounds: int,
+    watch: Callable[[], None] = lambda: None,
+) -> dict[str, Seconds]:
+    """The same by replays of CUDA graphs, so that no time of the host counts; of those that can be captured.
+
+    about: seconds of a call, by which a graph has so many that they take ROUND_SECONDS. watch: called while they run.
+    """
+    graphs: dict[str, Callable[[], Callable[[], float]]] = {}
+    repeats = {name: repeats_for(about[name].median) for name in prepared}
+    for name, prepare in prepared.items():
+
+        def work(prepare: Callable[[], Run] = prepare, times: int = repeats[name]) -> Callable[[], None]:
+            run = prepare()
+
+            def repeat() -> None:
+                with run.scope():
+                    run.repeat(times)
+
+            return repeat
+
+        with suppress(Exception):  # why: what cannot be captured has only the other time
+            graphs[name] = arrays.captured(work)
+    turns = _in_turns(graphs, rounds, watch) if graphs else {}
+    return {name: Seconds.of([seconds / repeats[name] for seconds in of_one]) for name, of_one in turns.items()}
+
+
+def repeats_for(seconds: float) -> int:
+    """How many calls take ROUND_SECONDS."""
+    return max(1, min(64, math.ceil(ROUND_SECONDS / max(seconds, 1e-6))))
+
+
+def _in_turns(
+    spans: dict[str, Callable[[], Callable[[], float]]], rounds: int, watch: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each, in so many rounds at most, after the clocks have risen."""
     started, slowest = time.perf_counter(), 0.0
     while True:
-        spans = [span(run, repeats[name]) for name, run in runs.items()]
-        slowest = max(read() for read in spans)
+        readers = [span() for span in spans.values()]
+        slowest = max(read() for read in readers)
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / slowest)))
     # why another order in every round: L1. After a contender that needs less power the clocks are higher.
     shuffled = random.Random(0)
-    orders = [shuffled.sample(list(runs), len(runs)) for _ in range(rounds)]
-    turns = [{name: span(runs[name], repeats[name]) for name in order} for order in orders]
-    return {name: median(turn[name]() for turn in turns) / repeats[name] for name in runs}
+    orders = [shuffled.sample(list(spans), len(spans)) for _ in range(rounds)]
+    turns = [{name: spans[name]() for name in order} for order in orders]
+    watch()
+    return {name: [turn[name]() for turn in turns] for name in spans}
 
 
 def _gpu_span(run: Run, repeats: int) -> Callable[[], float]:
@@ -105,19 +163,20 @@ def host_seconds(arrays: NumpyArrays, run: Run, calls: int = 200, rounds: int = 
 def startup(ops: Iterable[str]) -> dict[str, Any]:
     """Seconds of first calls in a fresh process: "cold" with an empty cache folder, then "disk" with the filled one.
 
-    NVRTC's own cache is turned off, because otherwise only the first run on a machine would be cold.
+    "peers": those of the peers, in one more. "failed": what a process said that could not. NVRTC's own cache is turned
+    off, because otherwise only the first run on a machine would be cold.
     """
-    timings = {}
+    timings: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="cuflash-bench-") as folder:
-        for name in ("cold", "disk"):
+        for name, of_whom in (("cold", ()), ("disk", ()), ("peers", ("--peers",))):
             done = subprocess.run(
-                [sys.executable, "-m", "cuflash.bench.startup", *ops],
+                [sys.executable, "-m", "cuflash.bench.startup", *of_whom, *ops],
                 env=os.environ | {"CUFLASH_CACHE_DIR": folder, "CUDA_CACHE_DISABLE": "1"},
                 capture_output=True,
                 text=True,
                 check=False,
             )
             if done.returncode:
-                return {"failed": done.stderr.strip().splitlines()[-1:] or ["no output"]}
+                return timings | {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
             timings[name] = json.loads(done.stdout)
     return timings

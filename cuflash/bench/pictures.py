@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ..errors import UnsupportedError
+from .presets import GRIDS
 from .report import Errors
 
 # Colours that people who see few colours tell apart (Okabe and Ito), on a white or a black ground.
@@ -44,6 +47,152 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
         pyplot.close(figure)
 
     return draw
+
+
+def bench() -> Callable[[str, Path], list[Path]]:
+    """What draws the JSON text of a benchmark into a folder; UnsupportedError where matplotlib is not installed.
+
+    It returns the files: bars of each op, or ratios to the best peer, and a roofline.
+    """
+    pyplot = _pyplot()
+
+    def draw(text: str, folder: Path) -> list[Path]:
+        content = json.loads(text)
+        machine, rows = content["machine"], [row for row in content["rows"] if row["seconds"]]
+        gpus = machine["gpus"] or [{}]
+        where, most, preset = gpus[0].get("name", "CPU"), gpus[0].get("bytes_per_second"), content["preset"]
+        figures = {}
+        if preset == "memory":
+            figures[preset] = _lines_of_memory(pyplot, rows, f"Memory of a call, {where}")
+        elif preset in GRIDS:
+            for op in dict.fromkeys(row["op"] for row in rows):
+                figures[op] = _bars_by_seqlen(pyplot, [row for row in rows if row["op"] == op], f"{op}, {where}")
+        elif preset == "decode":
+            figures[preset] = _bars_of_reads(pyplot, rows, most, f"Decoding, one query a sequence, {where}")
+        elif any(row.get("ratios") for row in rows):
+            figures[preset] = _bars_of_ratios(pyplot, rows, f"Speed to that of the fastest other, {where}")
+        figures["roofline"] = _roofline(pyplot, rows, most, f"Work and memory, {where}")
+        paths = []
+        for name, figure in figures.items():
+            paths.append(folder / f"{preset}-{name}.png".replace(f"{preset}-{preset}", preset))
+            figure.savefig(paths[-1], dpi=160, facecolor="white")  # why white: legible on a dark page, too
+            pyplot.close(figure)
+        return paths
+
+    return draw
+
+
+def _bars_by_seqlen(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
+    """TFLOP/s by length, as papers draw them: a panel for each head dim and mask of the most frequent dtype."""
+    dtypes = [row["dtype"] for row in rows]
+    rows = [row for row in rows if row["dtype"] == max(set(dtypes), key=dtypes.count)]
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    dims, masks = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal"))
+    size = 4.6 * len(masks) + 0.4, 2.5 * len(dims) + 1.1
+    figure, axes = pyplot.subplots(len(dims), len(masks), figsize=size, squeeze=False, layout="constrained")
+    for line, dim in zip(axes, dims, strict=True):
+        for panel, causal in zip(line, masks, strict=True):
+            here = [row for row in rows if (row["head_dim"], row["causal"]) == (dim, causal)]
+            seqlens = sorted({row["seqlen_q"] for row in here})
+            for number, name in enumerate(names):
+                found = {row["seqlen_q"]: row["tflops"] for row in here if row["contender"] == name}
+                _bars(panel, number, names, [found.get(seqlen, 0.0) for seqlen in seqlens])
+            panel.set(title=f"head dim {dim}, {'causal' if causal else 'no mask'}", xlabel="seqlen", ylabel="TFLOP/s")
+            panel.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
+    return _finished(figure, axes, f"{title}, {rows[0]['dtype']}: the higher, the better")
+
+
+def _lines_of_memory(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
+    """Peak bytes by length, a panel for each op."""
+    ops, names = (list(dict.fromkeys(row[name] for row in rows)) for name in ("op", "contender"))
+    size = 4.6 * len(ops) + 0.4, 4.0
+    figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, op in zip(axes[0], ops, strict=True):
+        for number, name in enumerate(names):
+            line = [
+                (row["seqlen_q"], row["peak_bytes"] / 2**20)
+                for row in rows
+                if (row["op"], row["contender"]) == (op, name)
+            ]
+            if line:
+                panel.plot(*zip(*line, strict=True), marker="o", ms=3, color=COLOURS[number % len(COLOURS)], label=name)
+        seqlens = sorted({row["seqlen_q"] for row in rows})
+        panel.set(xscale="log", yscale="log", title=op, xlabel="seqlen", ylabel="MiB")
+        panel.set_xticks(seqlens, [_short(seqlen) for seqlen in seqlens])
+        panel.set_xticks([], minor=True)
+        panel.grid(alpha=0.3)
+    return _finished(figure, axes, f"{title}: the lower, the better")
+
+
+def _bars_of_reads(pyplot: Any, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
+    """Bytes a second of each problem, beside what the memory gives."""
+    names, cases = (list(dict.fromkeys(row[name] for row in rows)) for name in ("contender", "name"))
+    figure, axes = pyplot.subplots(1, 1, figsize=(10, 4.6), squeeze=False, layout="constrained")
+    panel = axes[0][0]
+    for number, name in enumerate(names):
+        found = {row["name"]: row["num_bytes"] / row["seconds"] * 1e-9 for row in rows if row["contender"] == name}
+        _bars(panel, number, names, [found.get(case, 0.0) for case in cases])
+    if most:
+        panel.axhline(most * 1e-9, color="black", lw=1, ls="--", label="the most that the memory gives")
+    labels = [re.sub(r" (heads|batch|keys)", r"\n\1", case.removeprefix("decode ")) for case in cases]
+    panel.set_xticks(range(len(cases)), labels, fontsize=6)
+    panel.set(ylabel="GB/s")
+    return _finished(figure, axes, f"{title}: the higher, the better")
+
+
+def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
+    """How many times as fast as the fastest peer we are on each problem, a panel for each op."""
+    ours = [row for row in rows if row["ours"] and row["ratios"]]
+    ours = [row for row in ours if row["contender"] == next(x["contender"] for x in ours if x["op"] == row["op"])]
+    cases, ops = (list(dict.fromkeys(row[name] for row in ours)) for name in ("name", "op"))
+    size = 3.6 * len(ops) + 2.4, 0.16 * len(cases) + 1.2
+    figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, op in zip(axes[0], ops, strict=True):
+        found = {row["name"]: min(row["ratios"].values()) for row in ours if row["op"] == op}
+        values = [found.get(case, 0.0) for case in cases]
+        panel.barh(range(len(cases)), values, color=[COLOURS[0 if x >= 1 else 1] for x in values])
+        panel.axvline(1.0, color="black", lw=1)
+        panel.set_yticks(range(len(cases)), cases, fontsize=6)
+        panel.set(title=op, xlabel="times as fast")
+        panel.grid(axis="x", alpha=0.3)
+    axes[0][0].invert_yaxis()
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _roofline(pyplot: Any, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
+    """Speed by operations for each byte of the arrays, below the line that the memory allows."""
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    figure, axes = pyplot.subplots(1, 1, figsize=(7, 4.6), squeeze=False, layout="constrained")
+    panel = axes[0][0]
+    for number, name in enumerate(names):
+        points = [(row["flops"] / row["num_bytes"], row["tflops"]) for row in rows if row["contender"] == name]
+        panel.scatter(*zip(*points, strict=True), s=12, color=COLOURS[number % len(COLOURS)], label=name)
+    if most:
+        ends = [min(row["flops"] / row["num_bytes"] for row in rows), max(row["tflops"] for row in rows) / most * 1e12]
+        panel.plot(ends, [x * most * 1e-12 for x in ends], color="black", lw=1, ls="--", label="what the memory allows")
+    panel.set(xscale="log", yscale="log", xlabel="FLOP for each byte of the arrays", ylabel="TFLOP/s")
+    return _finished(figure, axes, title)
+
+
+def _bars(panel: Any, number: int, names: list[str], values: list[float]) -> None:
+    """Bars of one of several contenders, beside those of the others."""
+    width = 0.84 / len(names)
+    places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(values))]
+    panel.bar(places, values, width, color=COLOURS[number % len(COLOURS)], label=names[number])
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+def _finished(figure: Any, axes: Any, title: str) -> Any:
+    """With one legend below all panels."""
+    handles: dict[str, Any] = {}
+    for panel in (each for line in axes for each in line):
+        shown, labels = panel.get_legend_handles_labels()
+        handles |= zip(labels, shown, strict=True)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
 
 
 def _name(row: Errors) -> str:

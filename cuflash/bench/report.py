@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from math import prod
 from typing import Any
 
 from .cases import Case
+from .measure import Seconds
+from .own import OwnCase
 from .peers import Contender
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One contender on one cell. `seconds` is None if it did not run or was wrong; `note` then says why."""
+    """One contender on one problem. wall is None if it did not run or was wrong; `note` then says why.
 
-    cell: Case
+    wall: of calls that follow each other. graph: of a CUDA graph of such calls, where there is one.
+    """
+
+    case: Case
     contender: Contender
-    seconds: float | None = None
+    wall: Seconds | None = None
+    graph: Seconds | None = None
     error: float | None = None
     note: str = ""
     wrong: bool = False
+    peak_bytes: int | None = None  # allocated at a time during a call, the outputs among them
+    state: dict[str, float] = field(default_factory=dict)  # clock and power while the graphs ran
+
+    @property
+    def seconds(self) -> float | None:
+        """Of one call: on the GPU, as far as that is known."""
+        found = self.graph or self.wall
+        return None if found is None else found.median
 
     @property
     def tflops(self) -> float | None:
@@ -28,7 +43,27 @@ class Row:
     @property
     def flops(self) -> int:
         """Floating-point operations of one call."""
-        return self.cell.problem(self.contender.op).flops
+        whole = self.case.problem(self.contender.op).flops
+        return round(whole * self.case.share()) if isinstance(self.case, OwnCase) else whole
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all arrays that a call reads or writes, each once."""
+        size = {"float64": 8, "float32": 4}.get(self.case.dtype, 2)
+        q, k, v, out = (prod(shape) for shape in (*self.case.shapes(), self.case.out_shape()))
+        elements = q + k + v + out if self.contender.op == "forward" else 2 * (q + k + v + out)
+        return size * elements
+
+    def facts(self) -> dict[str, Any]:
+        """All of it by name, as JSON files have it."""
+        found = {"op": self.contender.op, **asdict(self.case)}
+        found |= {"contender": self.contender.name, "ours": self.contender.ours}
+        found |= {
+            name: getattr(self, name) for name in ("seconds", "tflops", "flops", "num_bytes", "peak_bytes", "error")
+        }
+        for name, times in (("wall", self.wall), ("graph", self.graph)):
+            found[name] = None if times is None else times._asdict()
+        return found | self.state | {"wrong": self.wrong, "note": self.note}
 
 
 @dataclass(slots=True)
@@ -37,15 +72,24 @@ class Report:
 
     machine: dict[str, Any]
     arrays: str
+    preset: str
     missing: dict[str, str]
     rows: list[Row] = field(default_factory=list)
     host_seconds: dict[str, float] = field(default_factory=dict)
     startup: dict[str, Any] = field(default_factory=dict)
+    command: str = ""  # what was typed
+
+    @property
+    def bytes_per_second(self) -> float | None:
+        """The most that the GPU's memory gives, where it is known."""
+        gpus = self.machine.get("gpus") or [{}]
+        found: float | None = gpus[0].get("bytes_per_second")
+        return found
 
     @property
     def failed(self) -> bool:
         """Whether any contender's output is wrong, or one of ours did not run."""
-        return any(row.wrong or (row.contender.ours and row.seconds is None) for row in self.rows)
+        return any(row.wrong or (row.contender.ours and row.wall is None) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,138 +7,148 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
 from .. import arguments
+from ..errors import ProblemError
 from ..problem.options import ALGORITHMS
-from . import check, measure, peers, table
+from . import check, compare, measure, peers, pictures, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
 from .peers import Contender
+from .presets import GRIDS, PRESETS, square
 from .report import Report, Row
 
-TOKENS = 16384  # batch x seqlen of a cell on a GPU
-HIDDEN = 2048  # heads x head_dim
 ROTATED_BYTES = 1 << 28  # calls rotate through input sets, which together exceed every GPU's L2 cache
-LONG_SEQLENS = (8192, 65536)  # of the float32 section: the score matrix fits into memory in the first alone
-LONG_HEADS = 16
 OPS = tuple(check.OUTPUTS)
+OF_GRIDS = ("head_dims", "seqlens", "causal", "algorithms")  # options that other presets do not take
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    parser.add_argument(
-        "--ops", type=partial(arguments.names, OPS), default=OPS, metavar="O,O", help="default forward,backward"
-    )
+    told = "what to measure: " + "; ".join(f"{name}: {make.__doc__}" for name, make in PRESETS.items())
+    parser.add_argument("preset", nargs="?", choices=PRESETS, default="paper", help=told)
+    parser.add_argument("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
     parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
     parser.add_argument(
         "--head-dims", type=arguments.integers, metavar="N,N", help="default 64,128,256; 64 without a GPU"
     )
-    parser.add_argument(
-        "--seqlens", type=arguments.integers, metavar="N,N", help="default 1k,4k,16k; 512,2k without a GPU"
-    )
+    parser.add_argument("--seqlens", type=arguments.integers, metavar="N,N", help="such as 1k,16k")
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only this mask; default both")
     parser.add_argument(
         "--algorithms",
         type=partial(arguments.names, ALGORITHMS),
         metavar="A,A",
-        help="of forward; default flash2,flash1,flashd; also standard",
+        help="of forward; default flash2; also flash1, flashd, standard",
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name has this text")
     parser.add_argument(
-        "--rounds", type=arguments.count, default=30, metavar="N", help="turns of each contender in a cell; default 30"
+        "--rounds", type=arguments.count, default=30, metavar="N", help="turns of each contender; default 30"
     )
     parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
-    parser.add_argument("--quick", action="store_true", help="seqlen 4k, flash2 alone, 10 rounds, no start-up times")
+    parser.add_argument(
+        "--pictures", type=arguments.folder, metavar="FOLDER", help="draw it into this folder; needs matplotlib"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=arguments.existing,
+        metavar=("OLD", "NEW"),
+        help="two files of --json; measure nothing",
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints and writes the report; returns 1 if an output is wrong or one of ours did not run."""
+    if options.compare:
+        return compare.show(*options.compare)
+    if options.preset not in GRIDS and (found := [name for name in OF_GRIDS if getattr(options, name) is not None]):
+        raise ProblemError(f"--{found[0].replace('_', '-')} goes with {', '.join(GRIDS)}; leave it out")
+    draw = pictures.bench() if options.pictures else None  # why first: it says at once what is not installed
     arrays, no_gpu = find()
     if no_gpu:
-        print(f"Timing the NumPy path on the CPU, in small cells: {no_gpu}")
+        print(f"Timing the NumPy path on the CPU, in small problems: {no_gpu}")
     report = bench(arrays, options)
     table.show(report)
+    content = table.to_json(report)
     if options.json:
-        options.json.write_text(table.to_json(report), "utf-8")
+        options.json.write_text(content, "utf-8")
+    if draw is not None:
+        for path in draw(content, options.pictures):
+            print(f"drawn: {path}")
     return int(report.failed)
 
 
 def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
-    """Measures all cells, then host and start-up times on a GPU."""
-    found, missing = peers.find(arrays)
-    report = Report(peers.machine(), arrays.name, missing)
-    algorithms = options.algorithms or (("flash2",) if options.quick else ("flash2", "flash1", "flashd"))
-    rounds = min(options.rounds, 10) if options.quick else options.rounds
-    for op in options.ops:
-        ours, others = peers.ours(op, arrays, algorithms), [contender for contender in found if contender.op == op]
-        for cell in cells(arrays, options):
-            report.rows += run_cell(arrays, cell, ours + others, rounds)
-        if isinstance(arrays, CupyArrays):
-            for cell in long_cells(op, options):
-                report.rows += run_cell(arrays, cell, ours[:1] + others, rounds)
-            report.host_seconds |= host_times(arrays, ours + others)
-    if arrays.on_gpu and not options.quick:
-        report.startup = measure.startup(options.ops)
+    """Measures all problems of the preset; for a grid on a GPU host times, and for the paper start-up times, too."""
+    found, missing = peers.find(arrays, flex=options.preset == "masks")
+    report = Report(peers.machine(arrays), arrays.name, options.preset, missing, command=options.typed)
+    timed = [x for x in PRESETS[options.preset](arrays, options) if options.only.lower() in x.case.name.lower()]
+    if not timed:
+        raise ProblemError(f"no problem of {options.preset} has {options.only!r} in its name")
+    rounds = min(options.rounds, 10) if options.preset == "quick" else options.rounds
+    ops = tuple(dict.fromkeys(x.op for x in timed))
+    algorithms = options.algorithms or (("flash2", "standard") if options.preset == "memory" else ("flash2",))
+    contenders = {op: peers.ours(op, arrays, algorithms) + [x for x in found if x.op == op] for op in ops}
+    columns = TextColumn("bench"), BarColumn(), TextColumn("{task.fields[name]}"), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(timed), name="")
+        for op, case in timed:
+            progress.update(bar, name=f"{op} {case.name}")
+            report.rows += (rows := run_case(arrays, case, contenders[op], rounds))
+            progress.console.print(table.line(rows), markup=False, highlight=False, soft_wrap=True)
+            progress.advance(bar)
+    if isinstance(arrays, CupyArrays) and options.preset in GRIDS:
+        for op in ops:
+            report.host_seconds |= host_times(arrays, contenders[op])
+        if options.preset == "paper":
+            report.startup = measure.startup(ops)
     return report
 
 
-def cells(arrays: NumpyArrays, options: argparse.Namespace) -> list[Case]:
-    """The grid of head dims, masks and lengths."""
-    on_gpu = arrays.on_gpu
-    tokens, hidden = (TOKENS, HIDDEN) if on_gpu else (2048, 256)
-    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
-    seqlens = options.seqlens or ((1024, 4096, 16384) if on_gpu else (512, 2048))
-    if options.quick and not options.seqlens:
-        seqlens = (4096,) if on_gpu else (512,)
-    return [
-        _cell(max(1, tokens // seqlen), seqlen, max(1, hidden // head_dim), head_dim, dtype, causal)
-        for head_dim in options.head_dims or ((64, 128, 256) if on_gpu else (64,))
-        for causal in ((False, True) if options.causal is None else (options.causal,))
-        for seqlen in seqlens
-    ]
-
-
-def long_cells(op: str, options: argparse.Namespace) -> list[Case]:
-    """float32 cells of head_dim 64: the score matrix fits into memory in the first; the second is for forward alone."""
-    seqlens = LONG_SEQLENS[:1] if options.quick or op == "backward" else LONG_SEQLENS
-    return [_cell(1, seqlen, LONG_HEADS, 64, "float32", False) for seqlen in seqlens]
-
-
-def run_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], rounds: int) -> list[Row]:
+def run_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], rounds: int) -> list[Row]:
     """Checks every contender that takes this dtype, then times in turn those that are right."""
-    present = [contender for contender in contenders if cell.dtype in contender.dtypes]
+    present = [contender for contender in contenders if case.dtype in contender.dtypes]
     op = present[0].op
-    inputs = arrays.inputs(op, cell)
-    rows = {row.contender.name: row for row in check_cell(arrays, cell, present, inputs)}
+    inputs = arrays.inputs(op, case)
+    rows = {row.contender.name: row for row in check_case(arrays, case, present, inputs)}
     arrays.release()
     num_sets = max(1, min(16, -(-ROTATED_BYTES // sum(x.nbytes for x in inputs)))) if arrays.on_gpu else 1
-    input_sets = [inputs, *(arrays.inputs(op, cell, seed) for seed in range(1, num_sets))]
+    input_sets = [inputs, *(arrays.inputs(op, case, seed) for seed in range(1, num_sets))]
     sound = [x for x in present if rows[x.name].error is not None and not rows[x.name].wrong]
-    seconds = measure.seconds_per_call(arrays, {x.name: x.run(input_sets, cell.causal) for x in sound}, rounds)
+    seconds = measure.seconds_per_call(arrays, {x.name: x.run(input_sets, case) for x in sound}, rounds)
     arrays.release()
-    timed = [replace(row, seconds=seconds.get(name)) for name, row in rows.items()]
-    print(table.line(timed), file=sys.stderr, flush=True)
-    return timed
+    on_gpu: dict[str, measure.Seconds] = {}
+    state: dict[str, float] = {}
+    if isinstance(arrays, CupyArrays):
+        prepared = {x.name: partial(x.run, input_sets, case) for x in sound if x.captures}
+        on_gpu = measure.seconds_in_graphs(arrays, prepared, seconds, rounds, lambda: state.update(arrays.state()))
+        arrays.release()
+    return [replace(row, wall=seconds.get(name), graph=on_gpu.get(name), state=state) for name, row in rows.items()]
 
 
-def check_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], inputs: Inputs) -> list[Row]:
+def check_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], inputs: Inputs) -> list[Row]:
     """Calls each contender once; compares sampled rows with float64, and all rows with the first right contender."""
-    samples = check.sample(arrays, contenders[0].op, cell, inputs)
-    bound = check.MAX_ERROR[cell.dtype]
+    samples = check.sample(arrays, contenders[0].op, case, inputs)
+    bound = check.MAX_ERROR[case.dtype]
     rows: list[Row] = []
     reference: tuple[str, dict[str, Any]] | None = None
     for contender in contenders:
         try:
-            run = contender.run([inputs], cell.causal)
+            run = contender.run([inputs], case)
             with run.scope():
-                found = check.outputs(contender.op, run.calls[0]())
+                result, peak = arrays.peak(run.calls[0])
             arrays.synchronize()
+            found = check.outputs(contender.op, result)
+            del result
         except Exception as error:  # why: a peer that does not run here leaves a gap in the table, not more
             text = str(error).strip() or type(error).__name__
-            rows.append(Row(cell, contender, note=text if contender.ours else text.splitlines()[0][:120]))
+            rows.append(Row(case, contender, note=text if contender.ours else text.splitlines()[0][:120]))
             continue
         output, off = check.error(arrays, found, samples)
         wrong = not off <= bound  # why: NaN is wrong too
@@ -149,24 +159,19 @@ def check_cell(arrays: NumpyArrays, cell: Case, contenders: list[Contender], inp
             output, apart = check.distance(arrays, found, reference[1])
             wrong = not apart <= 2 * bound
             note = f"{output} differs from {reference[0]} by {apart:.2e}, more than {2 * bound:.2e}" if wrong else ""
-        rows.append(Row(cell, contender, error=off, note=note, wrong=wrong))
+        rows.append(Row(case, contender, error=off, note=note, wrong=wrong, peak_bytes=peak))
     return rows
 
 
 def host_times(arrays: CupyArrays, contenders: list[Contender]) -> dict[str, float]:
     """Seconds to enqueue a repeated call on a problem whose kernel takes less; ours are timed on CuPy arrays, too."""
-    case = _cell(1, 128, 1, 64, "float16", True)
+    case = square(1, 128, 1, 64, "float16", True)
     timings: dict[str, float] = {}
     for kind in (CupyArrays(), arrays) if isinstance(arrays, TorchArrays) else (arrays,):
         for contender in contenders:
             if case.dtype in contender.dtypes and (contender.ours or kind is arrays):
                 with contextlib.suppress(Exception):  # why: the rows say which contenders cannot run
-                    run = contender.run([kind.inputs(contender.op, case)], case.causal)
+                    run = contender.run([kind.inputs(contender.op, case)], case)
                     name = f"{contender.op}, {contender.name}, {kind.name} arrays"
                     timings[name] = measure.host_seconds(kind, run)
     return timings
-
-
-def _cell(batch: int, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool) -> Case:
-    name = f"{dtype} d{head_dim} {'causal' if causal else 'full'} seqlen {seqlen} batch {batch} heads {heads}"
-    return Case(name, batch, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal)

@@ -37,8 +37,8 @@ def spoiled(op: str, output: int, where: Any, factor: float) -> Contender:
     """Ours, with a part of one of its outputs multiplied by a factor."""
     first = contenders(op)[0]
 
-    def prepare(inputs: tuple[Any, ...], causal: bool) -> Callable[[], Any]:
-        call = first.prepare(inputs, causal)
+    def prepare(inputs: tuple[Any, ...], case: Case) -> Callable[[], Any]:
+        call = first.prepare(inputs, case)
 
         def changed() -> Any:
             result = call()
@@ -56,7 +56,7 @@ EVERY_OUTPUT = pytest.mark.parametrize(("op", "output"), [("forward", 0), *(("ba
 @pytest.mark.parametrize("cell", CELLS, ids=("full", "causal"))
 @pytest.mark.parametrize("op", OPS)
 def test_every_contender_is_right_and_timed(op: str, cell: Case) -> None:
-    rows = run.run_cell(ARRAYS, cell, contenders(op), rounds=3)
+    rows = run.run_case(ARRAYS, cell, contenders(op), rounds=3)
     assert len(rows) == {"forward": 3, "backward": 2}[op]
     for row in rows:
         assert not row.note
@@ -93,34 +93,34 @@ def test_samples_are_exact(cell: Case, chunk: int, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("damage", [1.001, np.nan])
 def test_a_wrong_row_is_seen_in_every_output(op: str, output: int, damage: float) -> None:
     contestants = [spoiled(op, output, np.s_[0, :, 0], damage), contenders(op)[-1]]
-    rows = run.run_cell(ARRAYS, CELLS[0], contestants, rounds=3)
+    rows = run.run_case(ARRAYS, CELLS[0], contestants, rounds=3)
     assert [row.wrong for row in rows] == [True, False]
     assert rows[0].seconds is None
     assert f"in sampled rows of {check.OUTPUTS[op][output]} is over" in rows[0].note
-    assert run.Report({}, "numpy", {}, rows).failed
+    assert run.Report({}, "numpy", "quick", {}, rows).failed
 
 
 @EVERY_OUTPUT
 def test_what_is_not_sampled_is_held_against_the_first(op: str, output: int) -> None:
-    rows = run.run_cell(ARRAYS, CELLS[1], [*contenders(op), spoiled(op, output, 1, 1.01)], rounds=3)
+    rows = run.run_case(ARRAYS, CELLS[1], [*contenders(op), spoiled(op, output, 1, 1.01)], rounds=3)
     assert [row.wrong for row in rows] == [False] * (len(rows) - 1) + [True]
     assert f"{check.OUTPUTS[op][output]} differs from {rows[0].contender.name}" in rows[-1].note
 
 
 def test_a_peer_that_does_not_run_is_a_gap_and_one_of_ours_a_failure() -> None:
-    def prepare(inputs: tuple[Any, ...], causal: bool) -> Any:
+    def prepare(inputs: tuple[Any, ...], case: Case) -> Any:
         raise MemoryError("too large")
 
     peer = Contender("backward", "peer", ("float32",), prepare)
-    rows = run.run_cell(ARRAYS, CELLS[0], [*contenders("backward"), peer], rounds=3)
+    rows = run.run_case(ARRAYS, CELLS[0], [*contenders("backward"), peer], rounds=3)
     assert (rows[-1].note, rows[-1].wrong, rows[-1].seconds) == ("too large", False, None)
-    assert not run.Report({}, "numpy", {}, rows).failed
-    assert run.Report({}, "numpy", {}, [run.Row(CELLS[0], replace(peer, ours=True))]).failed
+    assert not run.Report({}, "numpy", "quick", {}, rows).failed
+    assert run.Report({}, "numpy", "quick", {}, [run.Row(CELLS[0], replace(peer, ours=True))]).failed
 
 
 def test_ratios_are_within_an_op() -> None:
     rows = [
-        run.Row(CELLS[0], contender, seconds=seconds)
+        run.Row(CELLS[0], contender, wall=measure.Seconds(seconds, 0.0))
         for op, times in (("forward", (2.0, 4.0)), ("backward", (10.0, 5.0)))
         for contender, seconds in zip((contenders(op)[0], contenders(op)[-1]), times, strict=True)
     ]
@@ -136,9 +136,11 @@ def test_the_command_measures_the_ops_asked_for(
 ) -> None:
     monkeypatch.setattr(run, "find", lambda: (ARRAYS, "asked for"))
     asked = [] if ops is None else ["--ops", ops]
-    assert main(["bench", "--quick", "--seqlens", "64", "--json", str(tmp_path / "found.json"), *asked]) == 0
+    assert main(["bench", "quick", "--seqlens", "64", "--json", str(tmp_path / "found.json"), *asked]) == 0
     wanted = list(OPS) if ops is None else [ops]
-    found = json.loads((tmp_path / "found.json").read_text("utf-8"))["rows"]
+    content = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    assert content["command"].startswith("cuflash bench quick --seqlens 64 --json ")
+    found = content["rows"]
     assert list(dict.fromkeys(row["op"] for row in found)) == wanted
     assert {row["causal"] for row in found} == {True, False}
     assert {row["kernel"] for row in found if row["ours"]} == {f"reference_{op}_flash2" for op in wanted}

@@ -1,0 +1,91 @@
+"""Draws how cuflash computes attention: which tiles of the scores exist, and how warps of a Hopper GPU share the work.
+
+    python examples/how_it_works.py [FILE]        default how_it_works.png; needs matplotlib, no GPU
+
+Left: a causal problem. Each block of queries stays in registers and shared memory, and walks over the tiles of keys and
+values that some of its queries see, the last one first. A tile is made, used and forgotten, so that no matrix of all
+scores is in memory. Tiles above the diagonal are skipped, and only those that it crosses look at the mask.
+
+Right: one block of queries on Hopper. One warp copies tiles of k and v into a ring in shared memory. Two warpgroups own
+half of the queries each, and take turns: while the tensor cores make the products of one, the other computes exp. The
+last p v goes with the first products of the next block of queries.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.patches import Rectangle
+
+BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#DDDDDD"
+TILES = 8
+AT_WORK = 5  # the block of queries that is drawn at work
+
+
+def box(axes: Any, x: float, y: float, width: float, height: float, colour: str, text: str = "") -> None:
+    """A filled box with a text in it."""
+    axes.add_patch(Rectangle((x, y), width, height, facecolor=colour, edgecolor="white", lw=1.5))
+    on = "white" if colour in (BLUE, GREEN) else "black"
+    axes.text(x + width / 2, y + height / 2, text, ha="center", va="center", fontsize=8, color=on)
+
+
+def draw_tiles(axes: Any) -> None:
+    """The scores of a causal problem: rows of tiles are blocks of queries, columns are tiles of keys."""
+    for row in range(TILES):
+        for column in range(TILES):
+            colour = GREY if column > row else ORANGE if column == row else BLUE
+            box(axes, column, row, 1, 1, colour, "skipped" if (row, column) == (1, 5) else "")
+    axes.add_patch(Rectangle((0, AT_WORK), AT_WORK + 1, 1, fill=False, edgecolor="black", lw=2.5))
+    axes.annotate("", (0.3, AT_WORK + 0.5), (AT_WORK + 0.7, AT_WORK + 0.5), arrowprops={"arrowstyle": "->", "lw": 2})
+    kept = "kept on the chip\nfor these queries:\nq, m, ℓ and o"
+    axes.text(TILES + 0.2, AT_WORK + 0.5, kept, va="center", fontsize=9)
+    told = (BLUE, "no mask needed"), (ORANGE, "mask looked at"), (GREY, "never made")
+    for row, (colour, what) in enumerate(told):
+        box(axes, TILES + 0.2, row + 0.25, 0.5, 0.5, colour)
+        axes.text(TILES + 0.9, row + 0.5, what, va="center", fontsize=9)
+    axes.set(xlim=(0, TILES + 3.4), ylim=(TILES, 0), aspect="equal", title="Tiles of the scores, causal")
+    axes.set_xticks([TILES / 2], ["tiles of keys"])
+    axes.set_yticks([TILES / 2], ["blocks of queries"], rotation=90, va="center")
+
+
+def draw_warps(axes: Any) -> None:
+    """Who does what over time, in one block of queries."""
+    lanes = {"a warp copies": 0.0, "warpgroup 1": 1.4, "warpgroup 2": 2.8}
+    steps = 4
+    for step in range(steps):
+        for number, name in enumerate("kv"):
+            box(axes, 2 * step + number, lanes["a warp copies"], 1, 0.9, GREEN, f"{name}{step}")
+    for lane, begin in (("warpgroup 1", 1.0), ("warpgroup 2", 2.0)):
+        for step in range(steps):
+            products = f"q k{step}" if step == 0 else f"q k{step}\np v{step - 1}"
+            box(axes, begin + 2 * step, lanes[lane], 1, 0.9, BLUE, products)
+            box(axes, begin + 2 * step + 1, lanes[lane], 1, 0.9, ORANGE, f"exp {step}")
+    for number, (colour, what) in enumerate(((GREEN, "TMA"), (BLUE, "tensor cores"), (ORANGE, "exp, sums, rounding"))):
+        box(axes, 0.2 + 3.6 * number, 4.3, 0.5, 0.45, colour)
+        axes.text(0.9 + 3.6 * number, 4.52, what, va="center", fontsize=9)
+    axes.set(xlim=(0, 10.2), ylim=(5.1, -0.2), title="Warps of a block of queries on Hopper")
+    axes.set_yticks([place + 0.45 for place in lanes.values()], lanes)
+    axes.set_xticks([], [])
+    axes.set_xlabel("time →")
+
+
+def main() -> None:
+    """Draws both."""
+    path = sys.argv[1] if len(sys.argv) > 1 else "how_it_works.png"
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.6), width_ratios=(1, 1.25), layout="constrained")
+    draw_tiles(left)
+    draw_warps(right)
+    for axes in (left, right):
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+    figure.savefig(path, dpi=130, facecolor="white")
+    print(f"drawn: {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The presets of the benchmark: their problems, samples of which are exact, and what is drawn and compared of them."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cuflash.__main__ import main
+from cuflash.bench import check, measure, own, peers, presets, run, startup, table
+from cuflash.bench.arrays import CupyArrays, NumpyArrays
+from cuflash.bench.cases import Case
+from cuflash.bench.own import OwnCase
+from cuflash.selftest import oracle
+
+ARRAYS = NumpyArrays()
+ASKED = Namespace(ops=None, dtype=None, head_dims=None, seqlens=None, causal=None)
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "WARM_UP_SECONDS", 0)
+    monkeypatch.setattr(run, "find", lambda: (ARRAYS, "asked for"))
+
+
+class OnGpu(NumpyArrays):
+    on_gpu = True
+
+
+@pytest.mark.parametrize("arrays", [ARRAYS, OnGpu()], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_problems_have_names_of_their_own_and_are_legal(preset: str, arrays: NumpyArrays) -> None:
+    found = presets.PRESETS[preset](arrays, ASKED)
+    assert len({(x.op, x.case.name) for x in found}) == len(found)
+    assert all(x.case.problem(x.op).flops > 0 for x in found)
+    for x in found:
+        assert x.case.dtype in ({"bfloat16", "float32"} if arrays.on_gpu else {"float32"})
+
+
+def test_models_are_many_and_name_where_they_come_from() -> None:
+    models = [x.case for x in presets.models(OnGpu(), ASKED) if x.op == "forward"]
+    assert len(models) >= 60
+    assert {case.heads_q != case.heads_kv for case in models} == {True, False}
+    assert any(case.head_dim != case.head_dim_v for case in models)
+    assert any(case.softcap for case in models)
+    assert {case.window_size for case in models} > {(-1, -1), (4095, 0), (64, 64)}
+    assert {case.seqlen_q % 64 == 0 for case in models} == {True, False}
+
+
+GROUPED = Case("grouped", 2, 60, 60, 6, 2, 16, 8, "float32", True)
+CASES = [GROUPED, replace(GROUPED, softcap=2.0), replace(GROUPED, window_size=(40, 0)), replace(GROUPED, seqlen_q=20)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=["grouped", "softcap", "window", "later"])
+def test_samples_of_groups_caps_and_windows_are_exact(case: Case) -> None:
+    q, k, v, dout = ARRAYS.inputs("backward", case)
+    exact = {"out": oracle.attention64(case, q, k, v)[0]}
+    exact |= zip(("dq", "dk", "dv"), oracle.gradients64(case, dout, q, k, v), strict=True)
+    samples = check.sample(ARRAYS, "forward", case, (q, k, v)) + check.sample(ARRAYS, "backward", case, (q, k, v, dout))
+    places = {(sample.output, sample.batch, sample.head) for sample in samples}
+    assert places == {(x, *at) for x in ("out", "dq") for at in ((0, 0), (1, 3))} | {
+        (x, *at) for x in ("dk", "dv") for at in ((0, 0), (1, 1))
+    }
+    for output, batch, head, rows, values in samples:
+        oracle.assert_units(output, values, exact[output][batch, rows, head], oracle.ULPS["float64"])
+
+
+@pytest.mark.parametrize("name", own.FUNCTIONS)
+@pytest.mark.parametrize("op", ["forward", "backward"])
+def test_functions_are_those_of_the_exact_results(op: str, name: str) -> None:
+    case = OwnCase("own", 2, 128, 128, 4, 2, 16, 16, "float32", own=name)
+    (row,) = run.run_case(ARRAYS, case, peers.ours(op, ARRAYS, ("flash2",))[:1], rounds=3)
+    assert not row.wrong
+    assert row.error is not None
+    assert row.error < 1e-5
+    assert 0 < case.share() < 0.8
+    assert row.flops == round(case.problem(op).flops * case.share())
+
+
+@pytest.mark.parametrize("case", [*CASES, OwnCase("own", 2, 96, 96, 6, 2, 16, 8, "float32", own="ALiBi")], ids=str)
+def test_flex_attention_gets_the_same_functions(case: Case) -> None:
+    class Torch:
+        tanh = staticmethod(np.tanh)
+
+    score_mod, mask_mod = own.flex_functions(case, np.asarray, Torch)
+    exact = check.Exact(case)
+    q, k = (x.astype("f8") for x in ARRAYS.inputs("forward", case)[:2])
+    rows, keys = np.arange(case.seqlen_q), np.arange(case.seqlen_k)
+    s = q[0, :, 0] @ k[0, :, 0].T * case.head_dim**-0.5
+    s = s if score_mod is None else score_mod(s, 0, 0, rows[:, None], keys)
+    s = np.where(np.broadcast_to(mask_mod(0, 0, rows[:, None], keys), s.shape), s, -np.inf)
+    p = np.exp(s - s.max(1, keepdims=True))
+    np.testing.assert_allclose(
+        p / p.sum(1, keepdims=True), exact.weights(0, q[0, :, 0], k[0, :, 0], rows)[0], atol=1e-12
+    )
+
+
+def test_a_peer_says_what_it_has_not() -> None:
+    contenders = [peers.ours("forward", ARRAYS, ("flash2",))[0], peers.find(ARRAYS)[0][0]]
+    ours, peer = run.run_case(ARRAYS, replace(GROUPED, softcap=2.0), contenders, rounds=3)
+    assert ours.wall is not None
+    assert (peer.wall, peer.note) == (None, "it has no softcap and no grouped heads")
+
+
+def test_times_in_graphs_are_of_those_that_can_be_captured() -> None:
+    class Arrays(NumpyArrays):
+        def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], Callable[[], float]]:
+            work = prepare()
+            work()
+            return lambda: lambda: 3e-3
+
+    def refused() -> measure.Run:
+        raise RuntimeError("no capture")
+
+    calls: list[int] = []
+    prepared = {"good": lambda: measure.Run([partial(calls.append, 1)], peers.nullcontext), "bad": refused}
+    about = dict.fromkeys(prepared, measure.Seconds(5e-4, 0.0))
+    arrays: Any = Arrays()
+    found = measure.seconds_in_graphs(arrays, prepared, about, rounds=3)
+    assert found == {"good": (1.5e-3, 0.0)}  # two calls in a graph
+    assert calls == [1, 1]
+
+
+def test_a_decoding_step_counts_what_it_reads() -> None:
+    case = Case("step", 2, 1, 100, 8, 2, 64, 64, "bfloat16", causal=True)
+    row = run.Row(case, peers.ours("forward", ARRAYS, ("flash2",))[0])
+    assert row.num_bytes == 2 * 2 * (2 * 8 * 64 + 2 * 100 * 2 * 64)
+
+
+@pytest.mark.parametrize("preset", presets.PRESETS)
+def test_each_preset_is_measured_drawn_and_compared(
+    preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    real = presets.PRESETS[preset]
+    monkeypatch.setitem(presets.PRESETS, preset, lambda *given: [x for x in real(*given) if x.case.seqlen_k <= 512][:4])
+    written = tmp_path / "found.json"
+    more = ["--seqlens", "64"] if preset in presets.GRIDS else []
+    told = ["bench", preset, "--rounds", "3", "--json", str(written), "--pictures", str(tmp_path), *more]
+    assert main(told) == 0
+    content = json.loads(written.read_text("utf-8"))
+    assert content["preset"] == preset
+    assert len({row["name"] for row in content["rows"]}) in (1, 2, 4)
+    assert all(row["wall"]["median"] == row["seconds"] for row in content["rows"] if row["seconds"])
+    printed = capsys.readouterr().out
+    drawn = [Path(line.removeprefix("drawn: ")) for line in printed.splitlines() if line.startswith("drawn: ")]
+    assert len(drawn) >= 2
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert main(["bench", "--compare", str(written), str(written)]) == 0
+    assert "1.000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["models", "--seqlens", "1k"], "--seqlens goes with paper, quick, memory"),
+    (["decode", "--only", "nothing"], "no problem of decode has 'nothing' in its name"),
+])  # fmt: skip
+def test_what_does_not_go_together_is_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *arguments])
+    assert told in capsys.readouterr().err
+
+
+def test_files_that_the_benchmark_did_not_write_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, empty = tmp_path / "other.json", tmp_path / "empty.json"
+    other.write_text("[1, 2]", "utf-8")
+    empty.write_text('{"machine": {"gpus": [], "versions": {}}, "rows": []}', "utf-8")
+    for names, told in (
+        ((other, empty), "other.json is no file that"),
+        ((empty, empty), "no problem in common"),
+        ((tmp_path / "none", empty), "there is no such file"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            main(["bench", "--compare", *map(str, names)])
+        assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("facts", "wanted"),
+    [({"MemoryClockRate": 2_619_000, "GlobalMemoryBusWidth": 5120}, pytest.approx(3.352e12, rel=1e-3)), ({}, None)],
+    ids=["H100", "not known"],
+)
+def test_the_bandwidth_is_that_of_the_memory_bus(facts: dict[str, int], wanted: Any) -> None:
+    arrays: Any = object.__new__(CupyArrays)
+    arrays.cupy = Namespace(cuda=Namespace(Device=lambda ordinal: Namespace(attributes=facts)))
+    assert arrays.bandwidth() == wanted
+    assert ARRAYS.bandwidth() is None
+
+
+def test_first_calls_of_peers_are_timed_after_their_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_peers = peers.ours("forward", ARRAYS, ("flash2",)) + peers.ours("backward", ARRAYS, ())
+    broken = replace(of_peers[0], name="broken", prepare=lambda inputs, case: 1 / 0)
+    monkeypatch.setattr(peers, "find", lambda arrays: ([*of_peers, broken], {}))
+    found = startup.first_calls_of_peers(ARRAYS, ("forward", "backward"))
+    assert {op: list(of_op) for op, of_op in found.items()} == {
+        "forward": ["cuflash flash2"],
+        "backward": ["cuflash backward"],
+    }
+    assert all(seconds > 0 for of_op in found.values() for seconds in of_op.values())
+    assert startup.first_calls_of_peers(ARRAYS, ("forward",)).keys() == {"forward"}
+
+
+def test_first_calls_are_told_also_where_some_could_not_be_timed() -> None:
+    ours = {"nvrtc": 0.01, "forward": {"d64": 1.5}}
+    told = table._startup({"cold": ours, "disk": ours, "failed": "no torch"})
+    assert told == {"NVRTC loaded": "10 ms", "forward d64, compiled": "1.50 s", "forward d64, from disk": "1500.0 ms",
+                    "not measured": "no torch"}  # fmt: skip
+    assert table._startup({"peers": {"forward": {"torch cuDNN": 0.5}}}) == {"forward d128, torch cuDNN": "0.50 s"}
