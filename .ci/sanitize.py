@@ -1,7 +1,9 @@
 """Runs every kernel once on small shapes, for compute-sanitizer: `compile` fills the cache, `run` calls the library.
 
 `run 3/8` makes a part of the calls: those of the fourth of eight processes that run at the same time. `run-generic`
-makes only those without kernels of Hopper's own, as initcheck does not see what the copy engine writes (L41).
+makes only those without kernels of Hopper's own, as initcheck does not see what the copy engine writes, and `run-short`
+only those in which a block of threads takes few pieces of work, as racecheck does not see how their places are given
+back (L41).
 
 A GPU gets those rows of the tile tables that suit its shared memory. The other rows are reached by telling the planner
 of a smaller GPU, so one machine runs them all. Hopper also runs the generic kernels, where q is read backwards, which
@@ -26,6 +28,7 @@ import numpy as np
 from sanitize_cases import (
     ALGORITHMS,
     BACKWARD,
+    MANY_PIECES,
     OwnCase,
     SequenceCase,
     devices,
@@ -56,7 +59,7 @@ from cuflash.selftest.layouts import laid_out
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
 backwards = partial(laid_out, steps=(-1, -1, -1, 1))  # why three axes: one of length 1 has no direction
 AnyCase = Case | SequenceCase
-USAGE = "usage: sanitize.py compile | run [NUMBER/PARTS] | run-generic [NUMBER/PARTS]"
+USAGE = "usage: sanitize.py compile | run | run-generic | run-short [NUMBER/PARTS]"
 Results = tuple[Any, ...]  # arrays
 Call = tuple[Device, AnyCase, str]  # the GPU, and an algorithm of forward or a key of BACKWARD, perhaps with BACKWARDS
 
@@ -198,14 +201,16 @@ def is_defined(case: AnyCase) -> bool:
     return isinstance(case, Case) or not case.wild
 
 
-def calls(part: int = 0, parts: int = 1, *, once: bool = False, generic: bool = False) -> Iterator[Prepared]:
+def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "run") -> Iterator[Prepared]:
     """All calls of `work`, then merges and appends; or a part of that. Each is prepared when it is asked for.
 
     once: only calls of which a kernel is not one of those before, and whose results repeat, but for what is summed in
-    any order. So no lengths are wrong: two sequences might write the same rows. generic: only calls without kernels of
-    Hopper's own.
+    any order. So no lengths are wrong: two sequences might write the same rows. which: see above.
     """
     dense, own = work(), own_work()
+    generic = which == "run-generic"
+    if which == "run-short":
+        dense = {call: kernels for call, kernels in dense.items() if MANY_PIECES not in call[1].name}
     if generic:
         dense = {call: kernels for call, kernels in dense.items() if _are_generic([*kernels, *_forward_of(*call)])}
         own = {call: kernels for call, kernels in own.items() if _are_generic(kernels)}
@@ -261,10 +266,10 @@ def _adds(kernels: list[Variant], seen: set[Variant]) -> bool:
     return len(seen) > before
 
 
-def run(part: int, parts: int, *, generic: bool) -> None:
+def run(part: int, parts: int, which: str) -> None:
     """Makes all calls, or a part of them, and reads every result."""
     cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
-    for count, made in enumerate(calls(part, parts, generic=generic)):
+    for count, made in enumerate(calls(part, parts, which=which)):
         results = made.call()
         for number, result in enumerate(results):
             host = cupy.asnumpy(result).astype("float32")
@@ -372,8 +377,8 @@ def main() -> None:
     if sys.argv[1:] == ["compile"]:
         with ThreadPoolExecutor() as pool:
             list(pool.map(compiled, wanted))
-    elif sys.argv[1:2] in (["run"], ["run-generic"]):
-        run(*part_of(sys.argv[2:]), generic=sys.argv[1] == "run-generic")
+    elif sys.argv[1:2] in (["run"], ["run-generic"], ["run-short"]):
+        run(*part_of(sys.argv[2:]), sys.argv[1])
     else:
         sys.exit(USAGE)
     print(f"{sys.argv[1]}: {len(wanted)} kernels, {time.perf_counter() - started:.0f} s")

@@ -25,6 +25,7 @@ from cuflash.selftest.sequences import FAR, Sequences, made, shaped
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
+MANY_PIECES = "many_heads"  # in names of cases in which a block of threads takes more pieces of work than it has places for
 # Integers that a caller may have on the device by mistake.
 WRONG = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
 
@@ -199,10 +200,10 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         for of in (parts, replace(parts, name="parts_masked", **masked)):
             yield SequenceCase(of), ("backward",)
     heads = (device.query(0).num_sms,) * 2  # a block of threads takes several key blocks, or blocks of rows
-    many = Sequences("many_heads", (300, 1, 700), (1040, 700, 90), heads=heads)
+    many = Sequences(MANY_PIECES, (300, 1, 700), (1040, 700, 90), heads=heads)
     for dims, causal in itertools.product(((64, 64), (256, 256)), (False, True)):
-        yield SequenceCase(replace(many, name=f"many_heads_{causal}", dims=dims, causal=causal)), ("backward",)
-    yield SequenceCase(replace(many, name="many_heads_wild", dims=(192, 192)), wild=True), ("backward",)
+        yield SequenceCase(replace(many, name=f"{MANY_PIECES}_{causal}", dims=dims, causal=causal)), ("backward",)
+    yield SequenceCase(replace(many, name=f"{MANY_PIECES}_wild", dims=(192, 192)), wild=True), ("backward",)
 
 
 @dataclass(frozen=True)
