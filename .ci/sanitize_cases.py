@@ -25,7 +25,7 @@ from cuflash.selftest.sequences import FAR, Sequences, made, shaped
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
-MANY_PIECES = "many_heads"  # in names of cases in which a block of threads takes more pieces of work than it has places for
+MANY_PIECES = "many_heads"  # names cases whose blocks of threads take more pieces of work than they have places for
 # Integers that a caller may have on the device by mistake.
 WRONG = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from typing import Any
 
@@ -97,3 +98,21 @@ def test_its_list_of_ready_made_functions_is_whole() -> None:
     text = README.read_text("utf-8").split("**Ready-made**")[1].split("```")[0]
     helpers = {"position_of", "seqlen_q", "seqlen_k", *FUNCTIONS}
     assert set(mods.__all__) - helpers <= set(re.findall(r"`(\w+)`", text))
+
+
+def test_its_sizes_are_those_that_were_measured() -> None:
+    rows = json.loads((ROOT / "examples" / "results" / "install.json").read_text("utf-8"))["rows"]
+    of = {row["stack"]: row for row in rows}
+    alone = {stack: f"{row['bytes'] / 1e6:.0f} MB" for stack, row in of.items()}
+    beside = {stack: f"{row['bytes_beside_torch'] / 1e6:.0f} MB" for stack, row in of.items()}
+    text = README.read_text("utf-8")
+    assert f"The first downloads {alone['cuflash[cuda13]']} " in text
+    assert f"{alone['cuflash[cuda13]']} alone, {beside['cuflash[cuda13]']} beside PyTorch" in text
+    assert f"{beside['flash-attn-4']} beside PyTorch" in text
+    assert f"PyTorch 2.14 itself: {of['torch']['bytes'] / 1e9:.1f} GB" in text
+
+
+def test_its_links_and_pictures_are_there() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", README.read_text("utf-8"))
+    assert links
+    assert all((ROOT / link).is_file() for link in links)

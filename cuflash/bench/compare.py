@@ -13,6 +13,8 @@ from .. import info
 from ..errors import ProblemError
 from . import table
 
+NO_RESULTS = OSError, ValueError, KeyError, TypeError  # what reading raises of a file that the benchmark did not write
+
 
 def show(old: Path, new: Path) -> int:
     """Prints the times of both on the problems that both have, and how many times as fast the new one is; returns 0."""
@@ -43,5 +45,10 @@ def _read(path: Path) -> tuple[str, dict[tuple[str, str, str], float]]:
         content = json.loads(path.read_text("utf-8"))
         timed = [row for row in content["rows"] if row["seconds"]]
         return info.line(content["machine"]), {(x["op"], x["name"], x["contender"]): x["seconds"] for x in timed}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ProblemError(f"{path} is no file that `cuflash bench --json` wrote: {error!r}") from error
+    except NO_RESULTS as error:
+        raise ProblemError(refusal(path, error)) from error
+
+
+def refusal(path: Path, error: Exception) -> str:
+    """What is told of a file that is none of the benchmark's."""
+    return f"{path} is no file that `cuflash bench --json` wrote: {error!r}"

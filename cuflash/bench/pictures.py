@@ -52,7 +52,7 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
 def bench() -> Callable[[str, Path], list[Path]]:
     """What draws the JSON text of a benchmark into a folder; UnsupportedError where matplotlib is not installed.
 
-    It returns the files: bars of each op, or ratios to the best peer, and a roofline.
+    It returns the files: bars of each op and a summary, or ratios to the best peer, and a roofline.
     """
     pyplot = _pyplot()
 
@@ -67,6 +67,7 @@ def bench() -> Callable[[str, Path], list[Path]]:
         elif preset in GRIDS:
             for op in dict.fromkeys(row["op"] for row in rows):
                 figures[op] = _bars_by_seqlen(pyplot, [row for row in rows if row["op"] == op], f"{op}, {where}")
+            figures["summary"] = _summary(pyplot, rows, where)
         elif preset == "decode":
             figures[preset] = _bars_of_reads(pyplot, rows, most, f"Decoding, one query a sequence, {where}")
         elif any(row.get("ratios") for row in rows):
@@ -84,22 +85,60 @@ def bench() -> Callable[[str, Path], list[Path]]:
 
 def _bars_by_seqlen(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
     """TFLOP/s by length, as papers draw them: a panel for each head dim and mask of the most frequent dtype."""
-    dtypes = [row["dtype"] for row in rows]
-    rows = [row for row in rows if row["dtype"] == max(set(dtypes), key=dtypes.count)]
-    names = list(dict.fromkeys(row["contender"] for row in rows))
+    rows = _of_one_dtype(rows)
     dims, masks = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal"))
-    size = 4.6 * len(masks) + 0.4, 2.5 * len(dims) + 1.1
-    figure, axes = pyplot.subplots(len(dims), len(masks), figsize=size, squeeze=False, layout="constrained")
-    for line, dim in zip(axes, dims, strict=True):
-        for panel, causal in zip(line, masks, strict=True):
-            here = [row for row in rows if (row["head_dim"], row["causal"]) == (dim, causal)]
-            seqlens = sorted({row["seqlen_q"] for row in here})
+    panels = [
+        [
+            (
+                f"head dim {dim}, {_mask(causal)}",
+                [row for row in rows if (row["head_dim"], row["causal"]) == (dim, causal)],
+            )
+            for causal in masks
+        ]
+        for dim in dims
+    ]
+    return _panels_of_bars(pyplot, panels, f"{title}, {rows[0]['dtype']}: the higher, the better")
+
+
+def _summary(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
+    """The same of the middle head dim and one mask, a panel for each op, with the first of ours alone."""
+    rows = _of_one_dtype(rows)
+    dims, masks, ops = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal", "op"))
+    dim, causal = dims[len(dims) // 2], masks[-1]
+    panels = []
+    for op in reversed(ops):
+        here = [row for row in rows if (row["op"], row["head_dim"], row["causal"]) == (op, dim, causal)]
+        first = next((row["contender"] for row in here if row["ours"]), None)
+        shown = [row for row in here if row["contender"] == first or not row["ours"]]
+        panels.append((op, [row | {"contender": "cuflash"} if row["ours"] else row for row in shown]))
+    about = f"head dim {dim}, {_mask(causal)}, {rows[0]['dtype']}"
+    return _panels_of_bars(pyplot, [panels], f"{title}, {about}: the higher, the better")
+
+
+def _of_one_dtype(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    dtypes = [row["dtype"] for row in rows]
+    return [row for row in rows if row["dtype"] == max(set(dtypes), key=dtypes.count)]
+
+
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "no mask"
+
+
+def _panels_of_bars(pyplot: Any, panels: list[list[tuple[str, list[dict[str, Any]]]]], title: str) -> Any:
+    """Bars of TFLOP/s by length in panels, each of which has a title and rows."""
+    names = list(dict.fromkeys(row["contender"] for line in panels for _, rows in line for row in rows))
+    shape = len(panels), len(panels[0])
+    size = 4.6 * shape[1] + 0.4, 2.5 * shape[0] + 1.1
+    figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for line, each in zip(axes, panels, strict=True):
+        for panel, (heading, rows) in zip(line, each, strict=True):
+            seqlens = sorted({row["seqlen_q"] for row in rows})
             for number, name in enumerate(names):
-                found = {row["seqlen_q"]: row["tflops"] for row in here if row["contender"] == name}
+                found = {row["seqlen_q"]: row["tflops"] for row in rows if row["contender"] == name}
                 _bars(panel, number, names, [found.get(seqlen, 0.0) for seqlen in seqlens])
-            panel.set(title=f"head dim {dim}, {'causal' if causal else 'no mask'}", xlabel="seqlen", ylabel="TFLOP/s")
+            panel.set(title=heading, xlabel="seqlen", ylabel="TFLOP/s")
             panel.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
-    return _finished(figure, axes, f"{title}, {rows[0]['dtype']}: the higher, the better")
+    return _finished(figure, axes, title)
 
 
 def _lines_of_memory(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:

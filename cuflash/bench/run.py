@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -55,6 +57,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--pictures", type=arguments.folder, metavar="FOLDER", help="draw it into this folder; needs matplotlib"
     )
     parser.add_argument(
+        "--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --pictures; measure nothing"
+    )
+    parser.add_argument(
         "--compare",
         nargs=2,
         type=arguments.existing,
@@ -69,7 +74,14 @@ def main(options: argparse.Namespace) -> int:
         return compare.show(*options.compare)
     if options.preset not in GRIDS and (found := [name for name in OF_GRIDS if getattr(options, name) is not None]):
         raise ProblemError(f"--{found[0].replace('_', '-')} goes with {', '.join(GRIDS)}; leave it out")
+    if options.draw and not options.pictures:
+        raise ProblemError("--draw goes with --pictures FOLDER: add the folder to draw into")
     draw = pictures.bench() if options.pictures else None  # why first: it says at once what is not installed
+    if options.draw and draw:
+        try:
+            return _drawn(draw, options.draw.read_text("utf-8"), options.pictures)
+        except compare.NO_RESULTS as error:
+            raise ProblemError(compare.refusal(options.draw, error)) from error
     arrays, no_gpu = find()
     if no_gpu:
         print(f"Timing the NumPy path on the CPU, in small problems: {no_gpu}")
@@ -79,9 +91,14 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         options.json.write_text(content, "utf-8")
     if draw is not None:
-        for path in draw(content, options.pictures):
-            print(f"drawn: {path}")
+        _drawn(draw, content, options.pictures)
     return int(report.failed)
+
+
+def _drawn(draw: Callable[[str, Path], list[Path]], content: str, folder: Path) -> int:
+    for path in draw(content, folder):
+        print(f"drawn: {path}")
+    return 0
 
 
 def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:

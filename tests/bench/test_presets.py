@@ -155,11 +155,15 @@ def test_each_preset_is_measured_drawn_and_compared(
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
     assert main(["bench", "--compare", str(written), str(written)]) == 0
     assert "1.000" in capsys.readouterr().out
+    (tmp_path / "again").mkdir()
+    assert main(["bench", "--draw", str(written), "--pictures", str(tmp_path / "again")]) == 0
+    assert {path.name for path in (tmp_path / "again").iterdir()} == {path.name for path in drawn}
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
     (["models", "--seqlens", "1k"], "--seqlens goes with paper, quick, memory"),
     (["decode", "--only", "nothing"], "no problem of decode has 'nothing' in its name"),
+    (["--draw", __file__], "--draw goes with --pictures FOLDER"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -179,6 +183,10 @@ def test_files_that_the_benchmark_did_not_write_are_told(tmp_path: Path, capsys:
         with pytest.raises(SystemExit, match="2"):
             main(["bench", "--compare", *map(str, names)])
         assert told in capsys.readouterr().err
+    pytest.importorskip("matplotlib")
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--draw", str(empty), "--pictures", str(tmp_path)])
+    assert "empty.json is no file that" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""What pip downloads for cuflash and for its peers: `sizes.py FILE` writes it as JSON. Wants a package index.
+
+Beside the bytes of all packages of each stand those of what PyTorch does not bring anyway.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTORCH = "torch"
+# why with a version: all releases of FlashAttention-4 are betas, which pip leaves out otherwise.
+STACKS = {
+    "cuflash[cuda13]": f"{ROOT}[cuda13]",
+    "cuflash[cuda12]": f"{ROOT}[cuda12]",
+    PYTORCH: PYTORCH,
+    "flash-attn-4": "flash-attn-4>=4.0.0b1",
+}
+
+
+def pip(*arguments: str) -> str:
+    """Output of a pip command."""
+    command = [sys.executable, "-m", "pip", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{shlex.join(command)}: {done.stderr}")
+    return done.stdout
+
+
+def wanted(requirement: str) -> list[tuple[str, str]]:
+    """Name and version of all that pip would install."""
+    told = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", requirement)
+    found = [entry["metadata"] for entry in json.loads(told)["install"]]
+    return [(each["name"], each["version"]) for each in found]
+
+
+def downloaded(name: str, version: str) -> int:
+    """Bytes of the file of a package; of the wheel that is built here if it is cuflash."""
+    with tempfile.TemporaryDirectory() as folder:
+        if name == "cuflash":
+            pip("wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(ROOT))
+        else:
+            pip("download", "--quiet", "--no-deps", "--dest", folder, f"{name}=={version}")
+        return sum(path.stat().st_size for path in Path(folder).iterdir())
+
+
+def main() -> None:
+    if len(sys.argv) != 2:
+        sys.exit("usage: sizes.py FILE")
+    packages = {stack: wanted(requirement) for stack, requirement in STACKS.items()}
+    of_torch = {name for name, _ in packages[PYTORCH]}
+    sizes = {each: downloaded(*each) for each in dict.fromkeys(x for of in packages.values() for x in of)}
+    rows = []
+    for stack, found in packages.items():
+        beside = sum(sizes[each] for each in found if each[0] not in of_torch)
+        told = {f"{name} {version}": sizes[name, version] for name, version in found}
+        rows.append({"stack": stack, "bytes": sum(told.values()), "bytes_beside_torch": beside, "packages": told})
+    command = shlex.join(["python", ".ci/sizes.py", sys.argv[1]])
+    where = {"platform": f"{platform.system()} {platform.machine()}", "Python": platform.python_version()}
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+    head = f'{{\n "command": {json.dumps(command)},\n "machine": {json.dumps(where)},\n "rows": ['
+    Path(sys.argv[1]).write_text(f"{head}\n{lines}\n ]\n}}\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()
