@@ -38,9 +38,17 @@ class NumpyArrays:
         """The array in this library."""
         return array
 
-    def head(self, array: Any, batch: int, head: int) -> NDArray[np.float64]:
-        """One head of a (batch, seqlen, heads, head_dim) array, as (seqlen, head_dim) float64 on the host."""
+    def head(self, array: Any, batch: int, head: int) -> Any:
+        """One head of a (batch, seqlen, heads, head_dim) array, as (seqlen, head_dim), as `wide` gives it."""
         return np.asarray(self._host(array)[batch, :, head], np.float64)
+
+    def constant(self, array: NDArray[Any]) -> Any:
+        """The array where those of `wide` are."""
+        return array
+
+    def host(self, array: Any) -> NDArray[np.float64]:
+        """What `wide` gave, on the host."""
+        return np.asarray(array)
 
     def distance(self, array: Any, reference: Any) -> float:
         """|array - reference| / |reference| in the Euclidean norm."""
@@ -176,6 +184,9 @@ class TorchArrays(CupyArrays):
     def put(self, array: NDArray[Any]) -> Any:
         return self.torch.from_numpy(array).cuda()
 
+    def constant(self, array: NDArray[Any]) -> Any:
+        return self.put(array)
+
     def wide(self, array: Any) -> Any:
         return array.double()
 
@@ -216,8 +227,11 @@ class TorchArrays(CupyArrays):
         launch.kept = work  # type: ignore[attr-defined]
         return launch
 
-    def head(self, array: Any, batch: int, head: int) -> NDArray[np.float64]:
-        values: NDArray[np.float64] = array[batch, :, head].double().cpu().numpy()
+    def head(self, array: Any, batch: int, head: int) -> Any:
+        return self.wide(array[batch, :, head])
+
+    def host(self, array: Any) -> NDArray[np.float64]:
+        values: NDArray[np.float64] = array.cpu().numpy()
         return values
 
     def distance(self, array: Any, reference: Any) -> float:

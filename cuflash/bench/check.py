@@ -41,21 +41,21 @@ def outputs(op: str, result: Any) -> dict[str, Any]:
 def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int = 0) -> list[Sample]:
     """Exact values of a few rows of two heads in every output: of q, and of k and v those of their groups."""
     rng = np.random.default_rng(seed)
-    exact, group = Exact(case), case.heads_q // case.heads_kv
+    exact, group = Exact(arrays, case), case.heads_q // case.heads_kv
     samples = []
     for batch, head in {(0, 0), (case.batch - 1, case.heads_kv - 1)}:
         k, v = (arrays.head(x, batch, head) for x in inputs[1:3])
         first = head * group
         if op == "forward":
             rows, values = _out(exact, rng, first, arrays.head(inputs[0], batch, first), k, v)
-            samples.append(Sample("out", batch, first, rows, values))
+            samples.append(Sample("out", batch, first, rows, arrays.host(values)))
             continue
         heads = range(first, first + group)
         of_group = [(arrays.head(inputs[0], batch, n), arrays.head(inputs[3], batch, n)) for n in heads]
         rows, values = _dq(exact, rng, first, *of_group[0], k, v)
-        samples.append(Sample("dq", batch, first, rows, values))
+        samples.append(Sample("dq", batch, first, rows, arrays.host(values)))
         keys, dk, dv = _dkdv(exact, rng, first, of_group, k, v)
-        samples += [Sample("dk", batch, head, keys, dk), Sample("dv", batch, head, keys, dv)]
+        samples += [Sample(name, batch, head, keys, arrays.host(x)) for name, x in (("dk", dk), ("dv", dv))]
     return samples
 
 
@@ -63,7 +63,7 @@ def error(arrays: NumpyArrays, found: dict[str, Any], samples: list[Sample]) -> 
     """The output with the largest relative error of a sampled row, and that error; NaN counts as the largest."""
     largest = dict.fromkeys(found, 0.0)
     for output, batch, head, rows, exact in samples:
-        difference = np.linalg.norm(arrays.head(found[output], batch, head)[rows] - exact, axis=1)
+        difference = np.linalg.norm(arrays.host(arrays.head(found[output], batch, head))[rows] - exact, axis=1)
         norms = np.linalg.norm(exact, axis=1)
         # why: gradients of rows that see few keys may cancel to nearly nothing, beside which any rounding looks large.
         norms = np.maximum(norms, LEAST_NORM * norms.max())
@@ -82,74 +82,79 @@ def _worst(errors: dict[str, float]) -> tuple[str, float]:
 
 
 class Exact:
-    """A problem, with the functions of the caller's own that it may have, as float64 sees it."""
+    """A problem, with the functions of the caller's own that it may have, in float64, by the library of `arrays`."""
 
-    def __init__(self, case: Case) -> None:
-        self.problem = case.problem()
-        self.functions = case.functions(np.asarray) if isinstance(case, OwnCase) else None
+    def __init__(self, arrays: NumpyArrays, case: Case) -> None:
+        def put(x: NDArray[Any]) -> Any:
+            return arrays.constant(x.astype(np.float64) if x.dtype.kind == "f" else x)
+
+        self.put, self.xp, self.problem = arrays.constant, arrays.xp, case.problem()
+        self.functions = case.functions(put) if isinstance(case, OwnCase) else None
 
     def late_rows(self, rng: np.random.Generator) -> Indices:
         """Some rows of the second half, because under a causal mask the others see few keys."""
         end = self.problem.seqlen_q
         return np.unique(np.append(rng.integers(end // 2, end, 6), end - 1))
 
-    def weights(self, head: int, q: Array, k: Array, rows: Indices) -> tuple[Array, Array]:
-        """Softmax weights of these rows, which ascend, and the slopes of their capped scores, (1, 1) without a cap.
+    def weights(self, head: int, q: Any, k: Any, rows: Indices) -> tuple[Any, Any, slice]:
+        """Softmax weights of these rows, which ascend, for the keys of a slice, and the slopes of their capped scores.
 
-        Keys that none of the rows can see get 0 and are not computed.
+        None of the rows sees a key outside of the slice. The slope is 1 without a cap.
         """
-        problem = self.problem
-        p = np.zeros((len(rows), problem.seqlen_k))
-        begin, end = problem.mask.key_range(int(rows[0]), int(rows[-1]) + 1)
-        s, slope, keys = p[:, begin:end], np.ones((1, 1)), np.arange(begin, end)
-        np.matmul(q[rows] * problem.softmax_scale, k[begin:end].T, out=s)
+        xp, problem = self.xp, self.problem
+        part = slice(*problem.mask.key_range(int(rows[0]), int(rows[-1]) + 1))
+        i, j = self.put(rows)[:, None], self.put(np.arange(part.start, part.stop))
+        s, slope = q[self.put(rows)] * problem.softmax_scale @ k[part].T, 1.0
         if cap := problem.options.softcap:
-            s /= cap
-            np.tanh(s, out=s)
-            slope = np.ones_like(p)
-            slope[:, begin:end] -= s * s
-            s *= cap
+            s = xp.tanh(s / cap)
+            slope = 1.0 - s * s
+            s = s * cap
+        seen = (j >= i + problem.mask.lo) & (j <= i + problem.mask.hi)
         if self.functions is not None:
-            at = 0, head, rows[:, None], keys
             if self.functions.score_mod is not None:
-                s[...] = self.functions.score_mod(s, *at)
-            s[~np.broadcast_to(self.functions.mask_mod(*at), s.shape)] = -np.inf
-        s[~problem.mask.visible(rows, keys)] = -np.inf
-        s -= s.max(axis=1, keepdims=True)
-        np.exp(s, out=s)
-        s /= s.sum(axis=1, keepdims=True)
-        return p, slope
+                s = self.functions.score_mod(s, 0, head, i, j)
+            seen = seen & self.functions.mask_mod(0, head, i, j)
+        s = xp.where(seen, s, -xp.inf)
+        p = xp.exp(s - xp.amax(s, axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        return p, slope, part
 
 
-def _out(exact: Exact, rng: np.random.Generator, head: int, q: Array, k: Array, v: Array) -> tuple[Indices, Array]:
+def _out(exact: Exact, rng: np.random.Generator, head: int, q: Any, k: Any, v: Any) -> tuple[Indices, Any]:
     end = exact.problem.seqlen_q
     rows = np.unique(np.append(rng.integers(0, end, 6), end - 1))
-    return rows, exact.weights(head, q, k, rows)[0] @ v
+    p, _, part = exact.weights(head, q, k, rows)
+    return rows, p @ v[part]
 
 
-def _dq(
-    exact: Exact, rng: np.random.Generator, head: int, q: Array, dout: Array, k: Array, v: Array
-) -> tuple[Indices, Array]:
+def _dq(exact: Exact, rng: np.random.Generator, head: int, q: Any, dout: Any, k: Any, v: Any) -> tuple[Indices, Any]:
     rows = exact.late_rows(rng)
-    (p, slope), dp = exact.weights(head, q, k, rows), dout[rows] @ v.T
-    return rows, p * (dp - (p * dp).sum(axis=1, keepdims=True)) * slope @ k * exact.problem.softmax_scale
+    p, slope, part = exact.weights(head, q, k, rows)
+    dp = dout[exact.put(rows)] @ v[part].T
+    return rows, p * (dp - (p * dp).sum(axis=1, keepdims=True)) * slope @ k[part] * exact.problem.softmax_scale
 
 
 def _dkdv(
-    exact: Exact, rng: np.random.Generator, first: int, of_group: list[tuple[Array, Array]], k: Array, v: Array
-) -> tuple[Indices, Array, Array]:
+    exact: Exact, rng: np.random.Generator, first: int, of_group: list[tuple[Any, Any]], k: Any, v: Any
+) -> tuple[Indices, Any, Any]:
     """dk and dv of early keys, which many queries see. Each needs a column of weights, and so all rows."""
     problem = exact.problem
     seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
     keys = np.unique(np.append(rng.integers(0, -(-seqlen_k // 2), 6), 0))
-    dk, dv = np.zeros((len(keys), problem.head_dim)), np.zeros((len(keys), problem.head_dim_v))
+    at = exact.put(keys)
+    dk, dv = exact.xp.zeros_like(k[at]), exact.xp.zeros_like(v[at])
     step = max(1, CHUNK // seqlen_k)
     for head, (q, dout) in enumerate(of_group, first):
         for begin in range(0, seqlen_q, step):
-            chunk = np.arange(begin, min(begin + step, seqlen_q))
-            p, slope = exact.weights(head, q, k, chunk)
-            delta = (dout[chunk] * (p @ v)).sum(axis=1, keepdims=True)
-            p, slope = p[:, keys], np.broadcast_to(slope, p.shape)[:, keys]
-            dv += p.T @ dout[chunk]
-            dk += (p * (dout[chunk] @ v[keys].T - delta) * slope).T @ q[chunk] * problem.softmax_scale
+            chunk = slice(begin, min(begin + step, seqlen_q))
+            p, slope, part = exact.weights(head, q, k, np.arange(chunk.start, chunk.stop))
+            delta = (dout[chunk] * (p @ v[part])).sum(axis=1, keepdims=True)
+            inside = (keys >= part.start) & (keys < part.stop)
+            if not inside.any():
+                continue
+            here, columns = exact.put(np.flatnonzero(inside)), exact.put(keys[inside] - part.start)
+            p, slope = p[:, columns], slope if isinstance(slope, float) else slope[:, columns]
+            dv[here] += p.T @ dout[chunk]
+            ds = p * (dout[chunk] @ v[at[here]].T - delta) * slope
+            dk[here] += ds.T @ q[chunk] * problem.softmax_scale
     return keys, dk, dv

@@ -15,7 +15,7 @@ import pytest
 
 from cuflash.__main__ import main
 from cuflash.bench import check, measure, own, peers, presets, run, startup, table
-from cuflash.bench.arrays import CupyArrays, NumpyArrays
+from cuflash.bench.arrays import CupyArrays, NumpyArrays, TorchArrays
 from cuflash.bench.cases import Case
 from cuflash.bench.own import OwnCase
 from cuflash.selftest import oracle
@@ -72,6 +72,29 @@ def test_samples_of_groups_caps_and_windows_are_exact(case: Case) -> None:
         oracle.assert_units(output, values, exact[output][batch, rows, head], oracle.ULPS["float64"])
 
 
+WITH_FUNCTIONS = [OwnCase("own", 2, 128, 128, 4, 2, 16, 8, "float32", own=name) for name in own.FUNCTIONS]
+
+
+@pytest.mark.parametrize("case", [*CASES, *WITH_FUNCTIONS], ids=str)
+def test_samples_are_the_same_by_pytorch(case: Case) -> None:
+    torch = pytest.importorskip("torch")
+
+    class OnCpu(TorchArrays):
+        def __init__(self) -> None:
+            self.torch = self.xp = torch
+
+        def put(self, array: Any) -> Any:
+            return torch.from_numpy(array)
+
+    for op in ("forward", "backward"):
+        inputs = ARRAYS.inputs(op, case)
+        by_torch = check.sample(OnCpu(), op, case, tuple(map(torch.from_numpy, inputs)))
+        for one, other in zip(check.sample(ARRAYS, op, case, inputs), by_torch, strict=True):
+            assert one[:3] == other[:3]
+            np.testing.assert_array_equal(one.rows, other.rows)
+            np.testing.assert_allclose(one.exact, other.exact, rtol=1e-11, atol=1e-13)
+
+
 @pytest.mark.parametrize("name", own.FUNCTIONS)
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_functions_are_those_of_the_exact_results(op: str, name: str) -> None:
@@ -90,16 +113,17 @@ def test_flex_attention_gets_the_same_functions(case: Case) -> None:
         tanh = staticmethod(np.tanh)
 
     score_mod, mask_mod = own.flex_functions(case, np.asarray, Torch)
-    exact = check.Exact(case)
+    exact = check.Exact(ARRAYS, case)
     q, k = (x.astype("f8") for x in ARRAYS.inputs("forward", case)[:2])
     rows, keys = np.arange(case.seqlen_q), np.arange(case.seqlen_k)
     s = q[0, :, 0] @ k[0, :, 0].T * case.head_dim**-0.5
     s = s if score_mod is None else score_mod(s, 0, 0, rows[:, None], keys)
     s = np.where(np.broadcast_to(mask_mod(0, 0, rows[:, None], keys), s.shape), s, -np.inf)
     p = np.exp(s - s.max(1, keepdims=True))
-    np.testing.assert_allclose(
-        p / p.sum(1, keepdims=True), exact.weights(0, q[0, :, 0], k[0, :, 0], rows)[0], atol=1e-12
-    )
+    found, _, part = exact.weights(0, q[0, :, 0], k[0, :, 0], rows)
+    wanted = (p / p.sum(1, keepdims=True))[:, part]
+    np.testing.assert_allclose(wanted, found, atol=1e-12)
+    np.testing.assert_allclose(wanted.sum(1), 1.0)
 
 
 def test_a_peer_says_what_it_has_not() -> None:
