@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -45,8 +46,9 @@ def test_the_script_is_the_module() -> None:
 def test_ctrl_c_ends_it_without_a_traceback(command: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))
     monkeypatch.chdir(ROOT)
-    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([sys.executable, "-m", "cuflash", *command], **piped) as process:  # type: ignore[call-overload]
+    asked: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    asked["preexec_fn"] = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # why: a shell's background ignores it
+    with subprocess.Popen([sys.executable, "-m", "cuflash", *command], **asked) as process:
         time.sleep(3.0)
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
