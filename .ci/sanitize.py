@@ -210,7 +210,9 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
     dense, own = work(), own_work()
     generic = which == "run-generic"
     if which == "run-short":
-        dense = {call: kernels for call, kernels in dense.items() if MANY_PIECES not in call[1].name}
+        short = {call: kernels for call, kernels in dense.items() if MANY_PIECES not in call[1].name}
+        assert _reached(short) == _reached(dense), f"calls of {MANY_PIECES} alone reach some kernel"
+        dense = short
     if generic:
         dense = {call: kernels for call, kernels in dense.items() if _are_generic([*kernels, *_forward_of(*call)])}
         own = {call: kernels for call, kernels in own.items() if _are_generic(kernels)}
@@ -231,6 +233,10 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
         yield Prepared(f"{of.name} {how}", own_call(of, how), repeats=not _sums(how))
     others = itertools.chain(merges_and_views(once, generic), appends_to_caches(is_wild=not once))
     yield from itertools.islice(others, part, None, parts)
+
+
+def _reached(calls: dict[Call, list[Variant]]) -> set[Variant]:
+    return set(itertools.chain.from_iterable(calls.values()))
 
 
 def _are_generic(kernels: list[Variant]) -> bool:

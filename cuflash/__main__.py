@@ -51,8 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="cuflash", description="FlashAttention for every array library.")
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    parsers = {}
     for name, command in COMMANDS.items():
-        command.module.add_options(commands.add_parser(name, help=command.help, description=command.module.__doc__))
+        parsers[name] = commands.add_parser(name, help=command.help, description=command.module.__doc__)
+        command.module.add_options(parsers[name])
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parser.parse_args(arguments)
     options.typed = shlex.join(["cuflash", *arguments])
@@ -63,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code: int = COMMANDS[options.command].module.main(options)
     except ProblemError as error:
-        parser.error(str(error))
+        parsers[options.command].error(str(error))
     except UnsupportedError as error:
         print(f"cuflash: {error}", file=sys.stderr)
         return 1

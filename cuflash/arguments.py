@@ -8,7 +8,7 @@ from pathlib import Path
 
 def names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
     """Known names such as "flash2,flashd"."""
-    found = tuple(text.split(","))
+    found = tuple(dict.fromkeys(text.split(",")))
     if unknown := [name for name in found if name not in known]:
         raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(known)}")
     return found
@@ -22,7 +22,7 @@ def integers(text: str) -> tuple[int, ...]:
         numbers = (0,)
     if min(numbers) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0 such as 64,128 or 1k,16k")
-    return numbers
+    return tuple(dict.fromkeys(numbers))
 
 
 def count(text: str) -> int:

@@ -15,6 +15,7 @@ class CompileError(RuntimeError):
 
 # why not the extras of cuflash, which install the same: they go with the path or the URL that cuflash came from.
 INSTALL_HINT = (
-    'pip install "cupy-cuda13x>=14.0" "nvidia-cuda-nvrtc>=13.0,<14" (driver 580 or later), '
-    'or "cupy-cuda12x>=14.0" "nvidia-cuda-nvrtc-cu12>=12.8,<13"'
+    'pip install "cupy-cuda13x>=14.0" "nvidia-cuda-nvrtc>=13.0,<14" "nvidia-cuda-runtime>=13.0,<14" "ml_dtypes>=0.5"; '
+    'with a driver older than 580: pip install "cupy-cuda12x>=14.0" "nvidia-cuda-nvrtc-cu12>=12.8,<13" '
+    '"nvidia-cuda-runtime-cu12>=12.8,<13" "ml_dtypes>=0.5"'
 )

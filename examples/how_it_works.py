@@ -65,10 +65,11 @@ def draw_warps(axes: Any) -> None:
             products = f"q k{step}" if step == 0 else f"q k{step}\np v{step - 1}"
             box(axes, begin + 2 * step, lanes[lane], 1, 0.9, BLUE, products)
             box(axes, begin + 2 * step + 1, lanes[lane], 1, 0.9, ORANGE, f"exp {step}")
+        box(axes, begin + 2 * steps, lanes[lane], 1, 0.9, BLUE, f"next q k0\np v{steps - 1}")
     for number, (colour, what) in enumerate(((GREEN, "TMA"), (BLUE, "tensor cores"), (ORANGE, "exp, sums, rounding"))):
         box(axes, 0.2 + 3.6 * number, 4.3, 0.5, 0.45, colour)
         axes.text(0.9 + 3.6 * number, 4.52, what, va="center", fontsize=9)
-    axes.set(xlim=(0, 10.2), ylim=(5.1, -0.2), title="Warps of a block of queries on Hopper")
+    axes.set(xlim=(0, 11.2), ylim=(5.1, -0.2), title="Warps of a block of queries on Hopper")
     axes.set_yticks([place + 0.45 for place in lanes.values()], lanes)
     axes.set_xticks([], [])
     axes.set_xlabel("time →")

@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="head dim 128 alone, up to 4k keys")
     parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write all errors to FILE")
     parser.add_argument(
-        "--picture", type=arguments.output, metavar="FILE", help="draw them, as in errors.svg; needs matplotlib"
+        "--picture", type=arguments.output, metavar="FILE", help="draw them; needs matplotlib"
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import time
 import tracemalloc
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -79,6 +81,13 @@ class NumpyArrays:
         finally:
             tracemalloc.stop()
 
+    def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
+        """Begins work; the returned function waits for its end and gives its seconds."""
+        started = time.perf_counter()
+        enqueue()
+        elapsed = time.perf_counter() - started
+        return lambda: elapsed
+
     def _host(self, array: Any) -> NDArray[Any]:
         return np.asarray(array)
 
@@ -127,7 +136,7 @@ class CupyArrays(NumpyArrays):
         return result, most - before
 
     def state(self) -> dict[str, float]:
-        """The clock of the multiprocessors in MHz and the power in W, where nvidia-smi tells them."""
+        """The clock of the multiprocessors in MHz and the power in W at this moment, where nvidia-smi tells them."""
         names = "clocks.sm", "power.draw"
         number = self.cupy.cuda.Device().pci_bus_id
         command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", number]
@@ -137,10 +146,25 @@ class CupyArrays(NumpyArrays):
         except (OSError, ValueError, subprocess.SubprocessError):
             return {}
 
-    def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], Callable[[], float]]:
+    def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
+        # why CuPy's events for PyTorch, too: the default streams of both are the same legacy stream of the driver.
+        cuda = self.cupy.cuda
+        begin, end = cuda.Event(), cuda.Event()
+        begin.record()
+        enqueue()
+        end.record()
+
+        def seconds() -> float:
+            end.synchronize()
+            return float(cuda.get_elapsed_time(begin, end)) * 1e-3
+
+        return seconds
+
+    def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """A CUDA graph of what `prepare` makes, called twice: to be ready for it, and for the graph.
 
-        Each call of the result launches it, and gives what waits for it and tells its seconds. Memory is its own.
+        The result launches it, on the stream that is current then: on streams of their own, graphs would run beside
+        each other. Memory is its own.
         """
         cuda, pool = self.cupy.cuda, self.cupy.cuda.MemoryPool()
         stream = cuda.Stream(non_blocking=True)
@@ -149,20 +173,13 @@ class CupyArrays(NumpyArrays):
             work()
             stream.synchronize()
             stream.begin_capture()
-            work()
-            graph = stream.end_capture()
+            try:
+                work()
+            finally:
+                graph = stream.end_capture()
 
-        def launch() -> Callable[[], float]:
-            begin, end = cuda.Event(), cuda.Event()
-            begin.record()
-            graph.launch(cuda.get_current_stream())  # why not its own stream: graphs of others would run beside it
-            end.record()
-
-            def seconds() -> float:
-                end.synchronize()
-                return float(cuda.get_elapsed_time(begin, end)) * 1e-3
-
-            return seconds
+        def launch() -> None:
+            graph.launch(cuda.get_current_stream())
 
         launch.kept = work, pool  # type: ignore[attr-defined] # why: the graph reads and writes their memory
         return launch
@@ -202,27 +219,18 @@ class TorchArrays(CupyArrays):
         result, most = super().peak(call)  # why both: what is made through CuPy lies in its pool
         return result, most + cuda.max_memory_allocated() - before
 
-    def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], Callable[[], float]]:
+    def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         cuda = self.torch.cuda
         stream, graph = cuda.Stream(), cuda.CUDAGraph()
         with cuda.stream(stream):
             work = prepare()
             work()
         stream.synchronize()
-        with cuda.graph(graph, stream=stream):
+        with cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             work()
 
-        def launch() -> Callable[[], float]:
-            begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()  # why not on its own stream: graphs of others would run beside it
-            end.record()
-
-            def seconds() -> float:
-                end.synchronize()
-                return float(begin.elapsed_time(end)) * 1e-3
-
-            return seconds
+        def launch() -> None:
+            graph.replay()
 
         launch.kept = work  # type: ignore[attr-defined]
         return launch
@@ -240,7 +248,8 @@ class TorchArrays(CupyArrays):
 
     def release(self) -> None:
         super().release()
-        self.torch.cuda.empty_cache()
+        with suppress(RuntimeError):  # why: after a capture that failed PyTorch gives nothing back
+            self.torch.cuda.empty_cache()
 
 
 def why_no_gpu() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 from rich import box
 from rich.table import Table
@@ -13,12 +14,11 @@ from .. import info
 from ..errors import ProblemError
 from . import table
 
-NO_RESULTS = OSError, ValueError, KeyError, TypeError  # what reading raises of a file that the benchmark did not write
-
 
 def show(old: Path, new: Path) -> int:
     """Prints the times of both on the problems that both have, and how many times as fast the new one is; returns 0."""
-    (before_on, before), (after_on, after) = _read(old), _read(new)
+    files = read(old), read(new)
+    before, after = map(_timed, files)
     both = [key for key in before if key in after]
     if not both:
         raise ProblemError(f"{old} and {new} have no problem in common that the same contender was timed on")
@@ -28,27 +28,32 @@ def show(old: Path, new: Path) -> int:
     ratios: dict[str, list[float]] = {}
     for key in both:
         op, name, contender = key
-        ratio = before[key] / after[key]
+        kind = "graph" if before[key]["graph"] and after[key]["graph"] else "wall"  # why: the two differ by the host
+        seconds = [row[kind]["median"] for row in (before[key], after[key])]
+        ratio = seconds[0] / seconds[1]
         ratios.setdefault(f"{op}, {contender}", []).append(ratio)
-        times = (f"{x * 1e6:.1f} µs" for x in (before[key], after[key]))
+        times = (f"{x * 1e6:.1f} µs" for x in seconds)
         shown.add_row(f"{op} {name}", contender, *times, f"{ratio:.3f}")
     out = table.console()
+    before_on, after_on = (info.line(content["machine"]) for content in files)
     out.print(f"old: {before_on}", f"new: {after_on}", shown, sep="\n", markup=False)
     means = {name: f"{geometric_mean(found):.3f} ({len(found)} problems)" for name, found in ratios.items()}
     out.print("geometric mean of times as fast", table.pairs(means), sep="\n")
     return 0
 
 
-def _read(path: Path) -> tuple[str, dict[tuple[str, str, str], float]]:
-    """What a file was measured on, and seconds by op, problem and contender."""
+def read(path: Path) -> dict[str, Any]:
+    """What the benchmark wrote to a file."""
     try:
-        content = json.loads(path.read_text("utf-8"))
-        timed = [row for row in content["rows"] if row["seconds"]]
-        return info.line(content["machine"]), {(x["op"], x["name"], x["contender"]): x["seconds"] for x in timed}
-    except NO_RESULTS as error:
-        raise ProblemError(refusal(path, error)) from error
+        content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        info.line(content["machine"])
+        _timed(content)
+        return content
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProblemError(f"{path} is no file that `cuflash bench --json` wrote: {error!r}") from error
 
 
-def refusal(path: Path, error: Exception) -> str:
-    """What is told of a file that is none of the benchmark's."""
-    return f"{path} is no file that `cuflash bench --json` wrote: {error!r}"
+def _timed(content: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:
+    """The rows that have times, by op, problem and contender."""
+    rows = [row for row in content["rows"] if row["wall"] or row["graph"]]
+    return {(row["op"], row["name"], row["contender"]): row for row in rows}

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
@@ -22,6 +22,7 @@ from .arrays import CupyArrays, NumpyArrays
 WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU take that long to rise
 ROUND_SECONDS = 1e-3  # a contender's share of a round is at least this long, so that a launch does not count
 CONTENDER_SECONDS = 3.0  # the most seconds that a contender's rounds take in one cell
+STARTUP_SECONDS = 300  # after which a process that makes first calls is ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,37 +51,45 @@ class Seconds(NamedTuple):
         return cls(middle, (high - low) / middle)
 
 
-def seconds_per_call(arrays: NumpyArrays, runs: dict[str, Run], rounds: int) -> dict[str, Seconds]:
-    """Seconds per call of each contender; each has one turn in every round, on rotating input sets."""
-    if not runs:
-        return {}
-    span = _gpu_span if arrays.on_gpu else _host_span
-    repeats = dict.fromkeys(runs, 1)
-    for warming in (True, False):  # the second pass measures what a call costs once everything is loaded
-        for name, run in runs.items():
-            seconds = span(run, 1)()
-            if not warming and arrays.on_gpu:
-                repeats[name] = repeats_for(seconds)
-    turns = _in_turns({name: partial(span, run, repeats[name]) for name, run in runs.items()}, rounds)
-    return {name: Seconds.of([seconds / repeats[name] for seconds in of_one]) for name, of_one in turns.items()}
+def seconds_per_call(
+    arrays: NumpyArrays, prepared: Mapping[str, Callable[[], Run]], rounds: int
+) -> tuple[dict[str, Seconds], dict[str, str]]:
+    """Seconds per call of each contender, and why others have none; each has one turn in every round."""
+    spans: dict[str, Callable[[], Callable[[], float]]] = {}
+    repeats: dict[str, int] = {}
+    reasons: dict[str, str] = {}
+    for name, prepare in prepared.items():
+        try:
+            run = prepare()
+            _span(arrays, run, 1)()
+            seconds = _span(arrays, run, 1)()  # why again: what a call costs once everything is loaded
+        except Exception as error:  # why: what cannot be repeated here must not end the others
+            reasons[name] = reason(error)
+            continue
+        repeats[name] = repeats_for(seconds) if arrays.on_gpu else 1
+        spans[name] = partial(_span, arrays, run, repeats[name])
+    turns = _in_turns(spans, rounds) if spans else {}
+    return {name: Seconds.of([x / repeats[name] for x in of_one]) for name, of_one in turns.items()}, reasons
 
 
 def seconds_in_graphs(
     arrays: CupyArrays,
     prepared: Mapping[str, Callable[[], Run]],
-    about: dict[str, Seconds],
+    about: Mapping[str, Seconds],
     rounds: int,
     watch: Callable[[], None] = lambda: None,
-) -> dict[str, Seconds]:
-    """The same by replays of CUDA graphs, so that no time of the host counts; of those that can be captured.
+) -> tuple[dict[str, Seconds], dict[str, str]]:
+    """The same by replays of CUDA graphs, so that no time of the host counts; and why others cannot be captured.
 
-    about: seconds of a call, by which a graph has so many that they take ROUND_SECONDS. watch: called while they run.
+    about: seconds of a call. All graphs have so many calls that those of the fastest take ROUND_SECONDS, as what is
+    between two launches counts for all alike. watch: called right after all is enqueued.
     """
-    graphs: dict[str, Callable[[], Callable[[], float]]] = {}
-    repeats = {name: repeats_for(about[name].median) for name in prepared}
+    spans: dict[str, Callable[[], Callable[[], float]]] = {}
+    reasons: dict[str, str] = {}
+    times = repeats_for(min(about[name].median for name in prepared)) if prepared else 0
     for name, prepare in prepared.items():
 
-        def work(prepare: Callable[[], Run] = prepare, times: int = repeats[name]) -> Callable[[], None]:
+        def work(prepare: Callable[[], Run] = prepare) -> Callable[[], None]:
             run = prepare()
 
             def repeat() -> None:
@@ -89,10 +98,17 @@ def seconds_in_graphs(
 
             return repeat
 
-        with suppress(Exception):  # why: what cannot be captured has only the other time
-            graphs[name] = arrays.captured(work)
-    turns = _in_turns(graphs, rounds, watch) if graphs else {}
-    return {name: Seconds.of([seconds / repeats[name] for seconds in of_one]) for name, of_one in turns.items()}
+        try:
+            spans[name] = partial(arrays.span, arrays.captured(work))
+        except Exception as error:  # why: what cannot be captured has only the other time
+            reasons[name] = reason(error)
+    turns = _in_turns(spans, rounds, watch) if spans else {}
+    return {name: Seconds.of([x / times for x in of_one]) for name, of_one in turns.items()}, reasons
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
 
 
 def repeats_for(seconds: float) -> int:
@@ -119,32 +135,10 @@ def _in_turns(
     return {name: [turn[name]() for turn in turns] for name in spans}
 
 
-def _gpu_span(run: Run, repeats: int) -> Callable[[], float]:
-    """Enqueues the calls between two events; the returned function waits for them and gives the seconds.
-
-    Torch's default stream and CuPy's are the same legacy stream of the driver, so CuPy's events time both.
-    """
-    from cupy import cuda
-
-    begin, end = cuda.Event(), cuda.Event()
+def _span(arrays: NumpyArrays, run: Run, repeats: int) -> Callable[[], float]:
+    """Enqueues the calls; the returned function waits for them and gives the seconds."""
     with run.scope():
-        begin.record()
-        run.repeat(repeats)
-        end.record()
-
-    def seconds() -> float:
-        end.synchronize()
-        return float(cuda.get_elapsed_time(begin, end)) * 1e-3
-
-    return seconds
-
-
-def _host_span(run: Run, repeats: int) -> Callable[[], float]:
-    started = time.perf_counter()
-    with run.scope():
-        run.repeat(repeats)
-    elapsed = time.perf_counter() - started
-    return lambda: elapsed
+        return arrays.span(partial(run.repeat, repeats))
 
 
 def host_seconds(arrays: NumpyArrays, run: Run, calls: int = 200, rounds: int = 15) -> float:
@@ -168,15 +162,16 @@ def startup(ops: Iterable[str]) -> dict[str, Any]:
     """
     timings: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="cuflash-bench-") as folder:
+        environment = os.environ | {"CUFLASH_CACHE_DIR": folder, "CUDA_CACHE_DISABLE": "1"}
         for name, of_whom in (("cold", ()), ("disk", ()), ("peers", ("--peers",))):
-            done = subprocess.run(
-                [sys.executable, "-m", "cuflash.bench.startup", *of_whom, *ops],
-                env=os.environ | {"CUFLASH_CACHE_DIR": folder, "CUDA_CACHE_DISABLE": "1"},
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                return timings | {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
-            timings[name] = json.loads(done.stdout)
+            command = [sys.executable, "-m", "cuflash.bench.startup", *of_whom, *ops]
+            try:
+                done = subprocess.run(
+                    command, env=environment, capture_output=True, text=True, check=False, timeout=STARTUP_SECONDS
+                )
+                if done.returncode:
+                    return timings | {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1]}
+                timings[name] = json.loads(done.stdout.splitlines()[-1])  # why the last: peers print, too
+            except (ValueError, IndexError, subprocess.TimeoutExpired) as error:
+                return timings | {"failed": f"{name}: {reason(error)}"}
     return timings

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from importlib import metadata
 from typing import Any
 
@@ -45,6 +45,7 @@ class Contender:
     ours: bool = False
     keywords: dict[str, Any] = field(default_factory=dict)
     captures: bool = True  # whether its calls can be captured into a CUDA graph
+    must_run: bool = False  # whether the benchmark fails where it does not run
 
     def run(self, input_sets: list[Inputs], case: Case) -> Run:
         """The calls that `measure` times, one for each input set."""
@@ -66,7 +67,10 @@ def _ours(op: str, name: str, arrays: NumpyArrays, prepare: Callable[..., Callab
         own = case.keywords(inputs[0], arrays.put) if isinstance(case, OwnCase) else {}
         return prepare(inputs, case.arguments() | own, **more)
 
-    return Contender(op, f"cuflash {name}", EVERY_DTYPE, prepared, ours=True, keywords=more)
+    # why: whole score matrices do not fit into the memory of any GPU for long, and lie in CuPy's, not PyTorch's.
+    fits = more.get("algorithm") != "standard"
+    kind = partial(Contender, ours=True, captures=fits, must_run=fits)
+    return kind(op, f"cuflash {name}", EVERY_DTYPE, prepared, keywords=more)
 
 
 def _prepare_forward(inputs: Inputs, keywords: dict[str, Any], **more: Any) -> Callable[[], Any]:
@@ -162,6 +166,7 @@ def _flash_attention_4() -> list[Contender]:
 def _flex_attention(arrays: TorchArrays) -> list[Contender]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    @lru_cache(maxsize=1)  # why: a problem is prepared for each set of inputs, and compiles for seconds
     def attention(case: Case) -> Attention:
         score_mod, mask_mod = flex_functions(case, arrays.put, arrays.torch)
         lengths = case.seqlen_q, case.seqlen_k

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..errors import UnsupportedError
-from .presets import GRIDS
+from ..errors import ProblemError, UnsupportedError
+from .presets import BOTH, GRIDS
 from .report import Errors
 
 # Colours that people who see few colours tell apart (Okabe and Ito), on a white or a black ground.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
+Colours = dict[str, str]  # by contender
 DTYPES = {"bfloat16": "-", "float16": "--", "float32": ":"}
 
 
@@ -49,41 +49,47 @@ def accuracy() -> Callable[[list[Errors], str, Path], None]:
     return draw
 
 
-def bench() -> Callable[[str, Path], list[Path]]:
-    """What draws the JSON text of a benchmark into a folder; UnsupportedError where matplotlib is not installed.
+def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
+    """What draws the file of a benchmark into a folder; UnsupportedError where matplotlib is not installed.
 
     It returns the files: bars of each op and a summary, or ratios to the best peer, and a roofline.
     """
     pyplot = _pyplot()
 
-    def draw(text: str, folder: Path) -> list[Path]:
-        content = json.loads(text)
+    def draw(content: dict[str, Any], folder: Path) -> list[Path]:
         machine, rows = content["machine"], [row for row in content["rows"] if row["seconds"]]
+        if not rows:
+            return []
         gpus = machine["gpus"] or [{}]
         where, most, preset = gpus[0].get("name", "CPU"), gpus[0].get("bytes_per_second"), content["preset"]
-        figures = {}
+        colours, figures = _colours(rows), {}
         if preset == "memory":
-            figures[preset] = _lines_of_memory(pyplot, rows, f"Memory of a call, {where}")
+            figures[preset] = _lines_of_memory(pyplot, colours, rows, f"Memory of a call, {where}")
         elif preset in GRIDS:
             for op in dict.fromkeys(row["op"] for row in rows):
-                figures[op] = _bars_by_seqlen(pyplot, [row for row in rows if row["op"] == op], f"{op}, {where}")
-            figures["summary"] = _summary(pyplot, rows, where)
+                of_op = [row for row in rows if row["op"] == op]
+                figures[op] = _bars_by_seqlen(pyplot, colours, of_op, f"{op}, {where}")
+            figures["summary"] = _summary(pyplot, colours, rows, where)
         elif preset == "decode":
-            figures[preset] = _bars_of_reads(pyplot, rows, most, f"Decoding, one query a sequence, {where}")
+            figures[preset] = _bars_of_reads(pyplot, colours, rows, most, f"Decoding, one query a sequence, {where}")
         elif any(row.get("ratios") for row in rows):
             figures[preset] = _bars_of_ratios(pyplot, rows, f"Speed to that of the fastest other, {where}")
-        figures["roofline"] = _roofline(pyplot, rows, most, f"Work and memory, {where}")
+        figures["roofline"] = _roofline(pyplot, colours, rows, most, f"Work and memory, {where}")
         paths = []
         for name, figure in figures.items():
             paths.append(folder / f"{preset}-{name}.png".replace(f"{preset}-{preset}", preset))
-            figure.savefig(paths[-1], dpi=160, facecolor="white")  # why white: legible on a dark page, too
-            pyplot.close(figure)
+            try:
+                figure.savefig(paths[-1], dpi=160, facecolor="white")  # why white: legible on a dark page, too
+            except OSError as error:
+                raise ProblemError(f"{paths[-1]} cannot be written: {error}") from error
+            finally:
+                pyplot.close(figure)
         return paths
 
     return draw
 
 
-def _bars_by_seqlen(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
+def _bars_by_seqlen(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
     """TFLOP/s by length, as papers draw them: a panel for each head dim and mask of the most frequent dtype."""
     rows = _of_one_dtype(rows)
     dims, masks = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal"))
@@ -97,10 +103,10 @@ def _bars_by_seqlen(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
         ]
         for dim in dims
     ]
-    return _panels_of_bars(pyplot, panels, f"{title}, {rows[0]['dtype']}: the higher, the better")
+    return _panels_of_bars(pyplot, colours, panels, f"{title}, {rows[0]['dtype']}: the higher, the better")
 
 
-def _summary(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
+def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
     """The same of the middle head dim and one mask, a panel for each op, with the first of ours alone."""
     rows = _of_one_dtype(rows)
     dims, masks, ops = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal", "op"))
@@ -112,19 +118,30 @@ def _summary(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
         shown = [row for row in here if row["contender"] == first or not row["ours"]]
         panels.append((op, [row | {"contender": "cuflash"} if row["ours"] else row for row in shown]))
     about = f"head dim {dim}, {_mask(causal)}, {rows[0]['dtype']}"
-    return _panels_of_bars(pyplot, [panels], f"{title}, {about}: the higher, the better")
+    return _panels_of_bars(pyplot, colours, [panels], f"{title}, {about}: the higher, the better")
+
+
+def _colours(rows: list[dict[str, Any]]) -> Colours:
+    """One for each contender in all pictures of a file: ours of every op has the first, then come the peers."""
+    ours, peers = (list(dict.fromkeys(row["contender"] for row in rows if row["ours"] is own)) for own in (True, False))
+    firsts = {op: next((row["contender"] for row in rows if row["ours"] and row["op"] == op), "") for op in BOTH}
+    found = dict.fromkeys(("cuflash", *firsts.values()), COLOURS[0])
+    others = [name for name in (*peers, *ours) if name not in found]
+    return found | {name: COLOURS[1 + number % (len(COLOURS) - 1)] for number, name in enumerate(others)}
 
 
 def _of_one_dtype(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     dtypes = [row["dtype"] for row in rows]
-    return [row for row in rows if row["dtype"] == max(set(dtypes), key=dtypes.count)]
+    return [row for row in rows if row["dtype"] == max(dict.fromkeys(dtypes), key=dtypes.count)]
 
 
 def _mask(causal: bool) -> str:
     return "causal" if causal else "no mask"
 
 
-def _panels_of_bars(pyplot: Any, panels: list[list[tuple[str, list[dict[str, Any]]]]], title: str) -> Any:
+def _panels_of_bars(
+    pyplot: Any, colours: Colours, panels: list[list[tuple[str, list[dict[str, Any]]]]], title: str
+) -> Any:
     """Bars of TFLOP/s by length in panels, each of which has a title and rows."""
     names = list(dict.fromkeys(row["contender"] for line in panels for _, rows in line for row in rows))
     shape = len(panels), len(panels[0])
@@ -135,26 +152,26 @@ def _panels_of_bars(pyplot: Any, panels: list[list[tuple[str, list[dict[str, Any
             seqlens = sorted({row["seqlen_q"] for row in rows})
             for number, name in enumerate(names):
                 found = {row["seqlen_q"]: row["tflops"] for row in rows if row["contender"] == name}
-                _bars(panel, number, names, [found.get(seqlen, 0.0) for seqlen in seqlens])
+                _bars(panel, colours, number, names, [found.get(seqlen, 0.0) for seqlen in seqlens])
             panel.set(title=heading, xlabel="seqlen", ylabel="TFLOP/s")
             panel.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
     return _finished(figure, axes, title)
 
 
-def _lines_of_memory(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
+def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
     """Peak bytes by length, a panel for each op."""
     ops, names = (list(dict.fromkeys(row[name] for row in rows)) for name in ("op", "contender"))
     size = 4.6 * len(ops) + 0.4, 4.0
     figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for panel, op in zip(axes[0], ops, strict=True):
-        for number, name in enumerate(names):
+        for name in names:
             line = [
                 (row["seqlen_q"], row["peak_bytes"] / 2**20)
                 for row in rows
                 if (row["op"], row["contender"]) == (op, name)
             ]
             if line:
-                panel.plot(*zip(*line, strict=True), marker="o", ms=3, color=COLOURS[number % len(COLOURS)], label=name)
+                panel.plot(*zip(*line, strict=True), marker="o", ms=3, color=colours[name], label=name)
         seqlens = sorted({row["seqlen_q"] for row in rows})
         panel.set(xscale="log", yscale="log", title=op, xlabel="seqlen", ylabel="MiB")
         panel.set_xticks(seqlens, [_short(seqlen) for seqlen in seqlens])
@@ -163,14 +180,16 @@ def _lines_of_memory(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any
     return _finished(figure, axes, f"{title}: the lower, the better")
 
 
-def _bars_of_reads(pyplot: Any, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
+def _bars_of_reads(
+    pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str
+) -> Any:
     """Bytes a second of each problem, beside what the memory gives."""
     names, cases = (list(dict.fromkeys(row[name] for row in rows)) for name in ("contender", "name"))
     figure, axes = pyplot.subplots(1, 1, figsize=(10, 4.6), squeeze=False, layout="constrained")
     panel = axes[0][0]
     for number, name in enumerate(names):
         found = {row["name"]: row["num_bytes"] / row["seconds"] * 1e-9 for row in rows if row["contender"] == name}
-        _bars(panel, number, names, [found.get(case, 0.0) for case in cases])
+        _bars(panel, colours, number, names, [found.get(case, 0.0) for case in cases])
     if most:
         panel.axhline(most * 1e-9, color="black", lw=1, ls="--", label="the most that the memory gives")
     labels = [re.sub(r" (heads|batch|keys)", r"\n\1", case.removeprefix("decode ")) for case in cases]
@@ -199,14 +218,16 @@ def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
     return figure
 
 
-def _roofline(pyplot: Any, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
+def _roofline(
+    pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str
+) -> Any:
     """Speed by operations for each byte of the arrays, below the line that the memory allows."""
     names = list(dict.fromkeys(row["contender"] for row in rows))
     figure, axes = pyplot.subplots(1, 1, figsize=(7, 4.6), squeeze=False, layout="constrained")
     panel = axes[0][0]
-    for number, name in enumerate(names):
+    for name in names:
         points = [(row["flops"] / row["num_bytes"], row["tflops"]) for row in rows if row["contender"] == name]
-        panel.scatter(*zip(*points, strict=True), s=12, color=COLOURS[number % len(COLOURS)], label=name)
+        panel.scatter(*zip(*points, strict=True), s=12, color=colours[name], label=name)
     if most:
         ends = [min(row["flops"] / row["num_bytes"] for row in rows), max(row["tflops"] for row in rows) / most * 1e12]
         panel.plot(ends, [x * most * 1e-12 for x in ends], color="black", lw=1, ls="--", label="what the memory allows")
@@ -214,11 +235,11 @@ def _roofline(pyplot: Any, rows: list[dict[str, Any]], most: float | None, title
     return _finished(figure, axes, title)
 
 
-def _bars(panel: Any, number: int, names: list[str], values: list[float]) -> None:
+def _bars(panel: Any, colours: Colours, number: int, names: list[str], values: list[float]) -> None:
     """Bars of one of several contenders, beside those of the others."""
     width = 0.84 / len(names)
     places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(values))]
-    panel.bar(places, values, width, color=COLOURS[number % len(COLOURS)], label=names[number])
+    panel.bar(places, values, width, color=colours[names[number]], label=names[number])
     panel.grid(axis="y", alpha=0.3)
     panel.set_axisbelow(True)
 

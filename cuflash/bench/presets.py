@@ -145,7 +145,7 @@ def grid(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple[int, .
     """A grid of head dims, masks and lengths of so many tokens, as the papers of the field draw it."""
     on_gpu = arrays.on_gpu
     tokens, hidden = (TOKENS, HIDDEN) if on_gpu else (2048, 256)
-    dtype = options.dtype or ("bfloat16" if on_gpu else "float32")
+    dtype = _dtype(arrays, options)
     return [
         Timed(op, square(max(1, tokens // seqlen), seqlen, max(1, hidden // head_dim), head_dim, dtype, causal))
         for op in options.ops or BOTH
@@ -156,7 +156,7 @@ def grid(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple[int, .
 
 
 def paper(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
-    """The grid, and float32 at head dim 64 with a length whose score matrix fits into no memory."""
+    """Speed by head dim, mask and length, as papers draw it, and of float32 with scores that fit into no memory."""
     found = grid(arrays, options, (512, 1024, 2048, 4096, 8192, 16384) if arrays.on_gpu else (512, 2048))
     if arrays.on_gpu and not options.dtype:
         found += [
@@ -168,7 +168,7 @@ def paper(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 
 def quick(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
-    """The grid at one length."""
+    """The same at one length, in less than a minute."""
     found = grid(arrays, options, (4096,) if arrays.on_gpu else (512,))
     if arrays.on_gpu and not options.dtype:
         found += [Timed(op, square(1, 8192, FLOAT32_HEADS, 64, "float32", False)) for op in options.ops or BOTH]
@@ -177,7 +177,7 @@ def quick(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 def models(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """Calls of models; without a GPU, shortened to what takes NumPy a moment."""
-    dtype = options.dtype or ("bfloat16" if arrays.on_gpu else "float32")
+    dtype = _dtype(arrays, options)
     cases = [(model, model.case(dtype)) for model in MODELS]
     asked = options.ops or BOTH
     return [
@@ -187,7 +187,7 @@ def models(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 def decode(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """Steps of decoding from a cache."""
-    dtype = options.dtype or ("bfloat16" if arrays.on_gpu else "float32")
+    dtype = _dtype(arrays, options)
     cases = []
     for batch, keys, heads_q, heads_kv, dim in DECODING:
         name = f"decode d{dim} heads {heads_q}/{heads_kv} batch {batch} keys {keys}"
@@ -197,7 +197,7 @@ def decode(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 def masks(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """Masks and scores at head dim 128: options of the call, and functions, for which PyTorch has flex_attention."""
-    dtype = options.dtype or ("bfloat16" if arrays.on_gpu else "float32")
+    dtype = _dtype(arrays, options)
     batch, seqlen, heads = (2, 8192, 16) if arrays.on_gpu else (1, 512, 2)
     plain = square(batch, seqlen, heads, 128, dtype, True)
     cases = [
@@ -213,7 +213,7 @@ def masks(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 def memory(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """One causal problem of head dim 64 at lengths that double, for the memory that calls take."""
     seqlens = options.seqlens or (tuple(1024 << n for n in range(7)) if arrays.on_gpu else (256, 512, 1024))
-    dtype = options.dtype or ("bfloat16" if arrays.on_gpu else "float32")
+    dtype = _dtype(arrays, options)
     heads = 16 if arrays.on_gpu else 2
     cases = [square(1, seqlen, heads, 64, dtype, True) for seqlen in seqlens]
     return [Timed(op, case) for op in options.ops or BOTH for case in cases]
@@ -228,6 +228,10 @@ PRESETS: dict[str, Callable[[NumpyArrays, argparse.Namespace], list[Timed]]] = {
     "quick": quick,
 }
 GRIDS = ("paper", "quick", "memory")  # whose problems are told by head dim, mask and length
+
+
+def _dtype(arrays: NumpyArrays, options: argparse.Namespace) -> str:
+    return str(options.dtype or ("bfloat16" if arrays.on_gpu else "float32"))
 
 
 def square(batch: int, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool) -> Case:

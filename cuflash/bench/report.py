@@ -27,13 +27,18 @@ class Row:
     note: str = ""
     wrong: bool = False
     peak_bytes: int | None = None  # allocated at a time during a call, the outputs among them
-    state: dict[str, float] = field(default_factory=dict)  # clock and power while the graphs ran
+    state: dict[str, float] = field(default_factory=dict)  # clock and power right after the graphs were enqueued
 
     @property
     def seconds(self) -> float | None:
         """Of one call: on the GPU, as far as that is known."""
         found = self.graph or self.wall
         return None if found is None else found.median
+
+    def times_as_fast(self, other: Row) -> float | None:
+        """As another one on the same problem, by times of the same kind; None if one of them was not timed."""
+        ours, theirs = (self.graph, other.graph) if self.graph and other.graph else (self.wall, other.wall)
+        return None if ours is None or theirs is None else theirs.median / ours.median
 
     @property
     def tflops(self) -> float | None:
@@ -89,7 +94,7 @@ class Report:
     @property
     def failed(self) -> bool:
         """Whether any contender's output is wrong, or one of ours did not run."""
-        return any(row.wrong or (row.contender.ours and row.wall is None) for row in self.rows)
+        return any(row.wrong or (row.contender.must_run and row.wall is None) for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,12 +29,20 @@ from .report import Report, Row
 
 ROTATED_BYTES = 1 << 28  # calls rotate through input sets, which together exceed every GPU's L2 cache
 OPS = tuple(check.OUTPUTS)
-OF_GRIDS = ("head_dims", "seqlens", "causal", "algorithms")  # options that other presets do not take
+OF_PROBLEMS = ("ops", "head_dims", "seqlens", "causal", "algorithms")  # options that not all presets take
+TAKES = {
+    "paper": OF_PROBLEMS,
+    "models": ("ops",),
+    "decode": (),
+    "masks": ("ops",),
+    "memory": ("ops", "seqlens", "algorithms"),
+    "quick": OF_PROBLEMS,
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    told = "what to measure: " + "; ".join(f"{name}: {make.__doc__}" for name, make in PRESETS.items())
+    told = "what to measure: " + "; ".join(f"{name}: {str(make.__doc__).rstrip('.')}" for name, make in PRESETS.items())
     parser.add_argument("preset", nargs="?", choices=PRESETS, default="paper", help=told)
     parser.add_argument("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
     parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
@@ -50,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name has this text")
     parser.add_argument(
-        "--rounds", type=arguments.count, default=30, metavar="N", help="turns of each contender; default 30"
+        "--rounds", type=arguments.count, default=30, metavar="N", help="turns of each contender, from 3 on; default 30"
     )
     parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
     parser.add_argument(
@@ -72,32 +81,41 @@ def main(options: argparse.Namespace) -> int:
     """Runs the benchmark, prints and writes the report; returns 1 if an output is wrong or one of ours did not run."""
     if options.compare:
         return compare.show(*options.compare)
-    if options.preset not in GRIDS and (found := [name for name in OF_GRIDS if getattr(options, name) is not None]):
-        raise ProblemError(f"--{found[0].replace('_', '-')} goes with {', '.join(GRIDS)}; leave it out")
-    if options.draw and not options.pictures:
-        raise ProblemError("--draw goes with --pictures FOLDER: add the folder to draw into")
+    _refuse_what_is_not_taken(options)
     draw = pictures.bench() if options.pictures else None  # why first: it says at once what is not installed
     if options.draw and draw:
-        try:
-            return _drawn(draw, options.draw.read_text("utf-8"), options.pictures)
-        except compare.NO_RESULTS as error:
-            raise ProblemError(compare.refusal(options.draw, error)) from error
+        return _drawn(draw, compare.read(options.draw), options.pictures)
     arrays, no_gpu = find()
     if no_gpu:
         print(f"Timing the NumPy path on the CPU, in small problems: {no_gpu}")
     report = bench(arrays, options)
-    table.show(report)
     content = table.to_json(report)
     if options.json:
         options.json.write_text(content, "utf-8")
+    table.show(report)
     if draw is not None:
-        _drawn(draw, content, options.pictures)
+        _drawn(draw, json.loads(content), options.pictures)
     return int(report.failed)
 
 
-def _drawn(draw: Callable[[str, Path], list[Path]], content: str, folder: Path) -> int:
-    for path in draw(content, folder):
+def _refuse_what_is_not_taken(options: argparse.Namespace) -> None:
+    """Options that would change nothing."""
+    given = [name for name in OF_PROBLEMS if getattr(options, name) is not None]
+    if found := [name for name in given if name not in TAKES[options.preset]]:
+        takers = ", ".join(preset for preset, names in TAKES.items() if found[0] in names)
+        raise ProblemError(f"--{found[0].replace('_', '-')} goes with {takers}; leave it out")
+    if options.draw and not options.pictures:
+        raise ProblemError("--draw goes with --pictures FOLDER: add the folder to draw into")
+    if options.draw and options.json:
+        raise ProblemError("--draw measures nothing that --json could write; leave one of them out")
+
+
+def _drawn(draw: Callable[[dict[str, Any], Path], list[Path]], content: dict[str, Any], folder: Path) -> int:
+    paths = draw(content, folder)
+    for path in paths:
         print(f"drawn: {path}")
+    if not paths:
+        print("drawn: nothing, as nothing was timed")
     return 0
 
 
@@ -107,7 +125,8 @@ def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
     report = Report(peers.machine(arrays), arrays.name, options.preset, missing, command=options.typed)
     timed = [x for x in PRESETS[options.preset](arrays, options) if options.only.lower() in x.case.name.lower()]
     if not timed:
-        raise ProblemError(f"no problem of {options.preset} has {options.only!r} in its name")
+        of_ops = f" of {' and '.join(options.ops)}" if options.ops else ""
+        raise ProblemError(f"no problem of {options.preset}{of_ops} has {options.only!r} in its name")
     rounds = min(options.rounds, 10) if options.preset == "quick" else options.rounds
     ops = tuple(dict.fromkeys(x.op for x in timed))
     algorithms = options.algorithms or (("flash2", "standard") if options.preset == "memory" else ("flash2",))
@@ -118,7 +137,7 @@ def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
         for op, case in timed:
             progress.update(bar, name=f"{op} {case.name}")
             report.rows += (rows := run_case(arrays, case, contenders[op], rounds))
-            progress.console.print(table.line(rows), markup=False, highlight=False, soft_wrap=True)
+            progress.console.print(table.line(options.preset, rows), markup=False, highlight=False, soft_wrap=True)
             progress.advance(bar)
     if isinstance(arrays, CupyArrays) and options.preset in GRIDS:
         for op in ops:
@@ -138,15 +157,22 @@ def run_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], round
     num_sets = max(1, min(16, -(-ROTATED_BYTES // sum(x.nbytes for x in inputs)))) if arrays.on_gpu else 1
     input_sets = [inputs, *(arrays.inputs(op, case, seed) for seed in range(1, num_sets))]
     sound = [x for x in present if rows[x.name].error is not None and not rows[x.name].wrong]
-    seconds = measure.seconds_per_call(arrays, {x.name: x.run(input_sets, case) for x in sound}, rounds)
+    prepared = {x.name: partial(x.run, input_sets, case) for x in sound}
+    seconds, notes = measure.seconds_per_call(arrays, prepared, rounds)
     arrays.release()
     on_gpu: dict[str, measure.Seconds] = {}
     state: dict[str, float] = {}
     if isinstance(arrays, CupyArrays):
-        prepared = {x.name: partial(x.run, input_sets, case) for x in sound if x.captures}
-        on_gpu = measure.seconds_in_graphs(arrays, prepared, seconds, rounds, lambda: state.update(arrays.state()))
+        captured = {x.name: prepared[x.name] for x in sound if x.captures and x.name in seconds}
+        on_gpu, more = measure.seconds_in_graphs(
+            arrays, captured, seconds, rounds, lambda: state.update(arrays.state())
+        )
+        notes |= more
         arrays.release()
-    return [replace(row, wall=seconds.get(name), graph=on_gpu.get(name), state=state) for name, row in rows.items()]
+    return [
+        replace(row, wall=seconds.get(name), graph=on_gpu.get(name), state=state, note=row.note or notes.get(name, ""))
+        for name, row in rows.items()
+    ]
 
 
 def check_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], inputs: Inputs) -> list[Row]:
@@ -159,6 +185,9 @@ def check_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], inp
         try:
             run = contender.run([inputs], case)
             with run.scope():
+                run.repeat(1)  # why: a first call may take memory that later ones do not
+                arrays.synchronize()
+                arrays.release()
                 result, peak = arrays.peak(run.calls[0])
             arrays.synchronize()
             found = check.outputs(contender.op, result)

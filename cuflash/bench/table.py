@@ -8,6 +8,7 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from .. import info, units
 from ..ops.plan import plan
@@ -15,6 +16,7 @@ from ..planning.plan import Plan
 from .own import OwnCase
 from .presets import GRIDS
 from .report import Report, Row
+from .startup import PEERS_HEAD_DIM
 
 MIN_WIDTH = 130  # columns of a log file, which reports no width of its own
 
@@ -33,7 +35,7 @@ def show(report: Report) -> None:
     out.print(info.line(report.machine))
     for rows in _sections(report.rows):
         op, dtype, first = rows[0].contender.op, rows[0].case.dtype, rows[0].contender.name
-        unit = {"decode": "GB/s", "memory": "memory of a call"}.get(report.preset, "TFLOP/s")
+        unit = _unit(report.preset) or "memory of a call"
         over = "" if report.preset == "memory" else f" (in brackets: {first} over it)"
         out.print(f"\n{op}, {dtype}, {report.arrays} arrays, {unit}{over}")
         out.print(_speeds(report.preset, rows))
@@ -47,11 +49,12 @@ def show(report: Report) -> None:
     if report.startup:
         out.print("first call in a process", pairs(_startup(report.startup)), sep="\n")
     for name, reason in report.missing.items():
-        out.print(f"not measured: {name} ({reason})")
+        out.print(f"not measured: {name} ({reason})", markup=False)
     remarks: dict[str, list[str]] = {}
     for row in report.rows:
         if row.note:
-            kind = "WRONG" if row.wrong else "FAILED" if row.contender.ours else "not run"
+            kind = "WRONG" if row.wrong else "FAILED" if row.contender.must_run else "not run"
+            kind = "by calls, not by graphs" if row.wall else kind
             remark = f"{kind}: {row.contender.op}, {row.contender.name}: {row.note}"
             remarks.setdefault(remark, []).append(row.case.name)
     for remark, problems in remarks.items():
@@ -59,21 +62,24 @@ def show(report: Report) -> None:
         out.print(f"{remark} [{problems[0]}{others}]", markup=False)
 
 
-def line(rows: list[Row]) -> str:
+def line(preset: str, rows: list[Row]) -> str:
     """The line that is printed for a problem as soon as it is measured."""
-    speeds = (f"{row.contender.name} {_speed(row)}" for row in rows)
-    return f"{rows[0].contender.op} {rows[0].case.name}: {', '.join(speeds)} TFLOP/s"
+    speeds = (f"{row.contender.name} {_speed(row, preset)}" for row in rows)
+    return f"{rows[0].contender.op} {rows[0].case.name}: {', '.join(speeds)} {_unit(preset)}".rstrip()
+
+
+def _unit(preset: str) -> str:
+    return {"decode": "GB/s", "memory": ""}.get(preset, "TFLOP/s")
 
 
 def ratios(rows: list[Row], row: Row) -> dict[str, float]:
     """Our speed over each peer's in the same op and problem."""
     return {
-        other.contender.name: other.seconds / row.seconds
+        other.contender.name: ratio
         for other in rows
         if (other.contender.op, other.case) == (row.contender.op, row.case)
         and not other.contender.ours
-        and other.seconds
-        and row.seconds
+        and (ratio := row.times_as_fast(other)) is not None
     }
 
 
@@ -130,7 +136,7 @@ def pairs(values: dict[str, str]) -> Table:
     table.add_column()
     table.add_column(justify="right")
     for name, value in values.items():
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))
     return table
 
 
@@ -143,7 +149,7 @@ def _startup(timings: dict[str, Any]) -> dict[str, str]:
             found |= {f"{op} {dim}, compiled": f"{seconds:.2f} s" for dim, seconds in cold[op].items()}
             found |= {f"{op} {dim}, from disk": f"{seconds * 1e3:.1f} ms" for dim, seconds in disk[op].items()}
     for op, of_op in timings.get("peers", {}).items():
-        found |= {f"{op} d128, {name}": f"{seconds:.2f} s" for name, seconds in of_op.items()}
+        found |= {f"{op} d{PEERS_HEAD_DIM}, {name}": f"{seconds:.2f} s" for name, seconds in of_op.items()}
     return found | ({"not measured": timings["failed"]} if "failed" in timings else {})
 
 

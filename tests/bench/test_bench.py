@@ -115,7 +115,7 @@ def test_a_peer_that_does_not_run_is_a_gap_and_one_of_ours_a_failure() -> None:
     rows = run.run_case(ARRAYS, CELLS[0], [*contenders("backward"), peer], rounds=3)
     assert (rows[-1].note, rows[-1].wrong, rows[-1].seconds) == ("too large", False, None)
     assert not run.Report({}, "numpy", "quick", {}, rows).failed
-    assert run.Report({}, "numpy", "quick", {}, [run.Row(CELLS[0], replace(peer, ours=True))]).failed
+    assert run.Report({}, "numpy", "quick", {}, [run.Row(CELLS[0], replace(peer, must_run=True))]).failed
 
 
 def test_ratios_are_within_an_op() -> None:

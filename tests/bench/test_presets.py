@@ -44,7 +44,7 @@ def test_problems_have_names_of_their_own_and_are_legal(preset: str, arrays: Num
         assert x.case.dtype in ({"bfloat16", "float32"} if arrays.on_gpu else {"float32"})
 
 
-def test_models_are_many_and_name_where_they_come_from() -> None:
+def test_models_are_many_and_of_all_kinds() -> None:
     models = [x.case for x in presets.models(OnGpu(), ASKED) if x.op == "forward"]
     assert len(models) >= 60
     assert {case.heads_q != case.heads_kv for case in models} == {True, False}
@@ -135,21 +135,67 @@ def test_a_peer_says_what_it_has_not() -> None:
 
 def test_times_in_graphs_are_of_those_that_can_be_captured() -> None:
     class Arrays(NumpyArrays):
-        def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], Callable[[], float]]:
+        def captured(self, prepare: Callable[[], Callable[[], None]]) -> Callable[[], None]:
             work = prepare()
             work()
-            return lambda: lambda: 3e-3
+            return lambda: None
+
+        def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
+            return lambda: 3e-3
 
     def refused() -> measure.Run:
-        raise RuntimeError("no capture")
+        raise RuntimeError("no capture\nof this")
 
     calls: list[int] = []
     prepared = {"good": lambda: measure.Run([partial(calls.append, 1)], peers.nullcontext), "bad": refused}
-    about = dict.fromkeys(prepared, measure.Seconds(5e-4, 0.0))
+    about = {"good": measure.Seconds(5e-4, 0.0), "bad": measure.Seconds(9e-4, 0.0)}
     arrays: Any = Arrays()
-    found = measure.seconds_in_graphs(arrays, prepared, about, rounds=3)
+    found, reasons = measure.seconds_in_graphs(arrays, prepared, about, rounds=3)
     assert found == {"good": (1.5e-3, 0.0)}  # two calls in a graph
     assert calls == [1, 1]
+    assert reasons == {"bad": "no capture"}
+
+
+def test_a_contender_that_cannot_be_called_twice_is_left_out() -> None:
+    def broken(inputs: Any, case: Case) -> Callable[[], Any]:
+        calls = iter((ours.prepare(inputs, case)(),))
+        return lambda: next(calls)
+
+    ours = peers.ours("forward", ARRAYS, ("flash2",))[0]
+    peer = replace(ours, name="peer", ours=False, must_run=False, prepare=broken)
+    for both in ((ours, peer), (peer, ours)):
+        rows = {row.contender.name: row for row in run.run_case(ARRAYS, GROUPED, list(both), rounds=3)}
+        assert rows[ours.name].wall is not None
+        assert rows["peer"].wall is None
+        assert rows["peer"].note == "StopIteration"
+
+
+def test_ratios_are_of_times_of_one_kind() -> None:
+    ours, peer = (run.Row(GROUPED, x, wall=measure.Seconds(20e-6, 0.0)) for x in peers.ours("backward", OnGpu(), ()))
+    peer = replace(peer, contender=replace(peer.contender, ours=False))
+    captured = replace(ours, graph=measure.Seconds(3e-6, 0.0))
+    assert table.ratios([captured, peer], captured) == {peer.contender.name: 1.0}
+    faster = replace(peer, graph=measure.Seconds(1.5e-6, 0.0))
+    assert table.ratios([captured, faster], captured) == {peer.contender.name: 0.5}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_gpu_calls_are_captured_and_their_memory_is_told(library: str) -> None:
+    pytest.importorskip(library)
+    arrays = {"cupy": CupyArrays, "torch": TorchArrays}[library]()
+    case = presets.square(1, 256, 2, 64, "float16", True)
+    for op in ("forward", "backward"):
+        rows = run.run_case(arrays, case, peers.ours(op, arrays, ("flash2",)), rounds=3)
+        assert rows
+        for row in rows:
+            assert (row.note, row.wrong) == ("", False)
+            assert row.graph is not None
+            assert row.wall is not None
+            assert 1e-6 < row.graph.median < 1e-2
+            assert row.peak_bytes is not None
+            assert row.peak_bytes >= 2 * 256 * 2 * 64
+
 
 
 def test_a_decoding_step_counts_what_it_reads() -> None:
@@ -185,8 +231,12 @@ def test_each_preset_is_measured_drawn_and_compared(
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (["models", "--seqlens", "1k"], "--seqlens goes with paper, quick, memory"),
+    (["models", "--seqlens", "1k"], "--seqlens goes with paper, memory, quick"),
     (["decode", "--only", "nothing"], "no problem of decode has 'nothing' in its name"),
+    (["models", "--ops", "backward", "--only", "prefill"], "no problem of models of backward has 'prefill'"),
+    (["decode", "--ops", "backward"], "--ops goes with paper, models, masks, memory, quick"),
+    (["memory", "--head-dims", "128"], "--head-dims goes with paper, quick"),
+    (["--draw", __file__, "--json", "x.json"], "--draw goes with --pictures"),
     (["--draw", __file__], "--draw goes with --pictures FOLDER"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +259,10 @@ def test_files_that_the_benchmark_did_not_write_are_told(tmp_path: Path, capsys:
         assert told in capsys.readouterr().err
     pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", "--draw", str(empty), "--pictures", str(tmp_path)])
-    assert "empty.json is no file that" in capsys.readouterr().err
+        main(["bench", "--draw", str(other), "--pictures", str(tmp_path)])
+    assert "other.json is no file that" in capsys.readouterr().err
+    assert main(["bench", "--draw", str(empty), "--pictures", str(tmp_path)]) == 0
+    assert "nothing was timed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
