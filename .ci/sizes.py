@@ -13,6 +13,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from cuflash.bench.table import file_of
+
 ROOT = Path(__file__).resolve().parents[1]
 PYTORCH = "torch"
 # why with a version: all releases of FlashAttention-4 are betas, which pip leaves out otherwise.
@@ -63,9 +65,8 @@ def main() -> None:
         rows.append({"stack": stack, "bytes": sum(told.values()), "bytes_beside_torch": beside, "packages": told})
     command = shlex.join(["python", ".ci/sizes.py", sys.argv[1]])
     where = {"platform": f"{platform.system()} {platform.machine()}", "Python": platform.python_version()}
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    head = f'{{\n "command": {json.dumps(command)},\n "machine": {json.dumps(where)},\n "rows": ['
-    Path(sys.argv[1]).write_text(f"{head}\n{lines}\n ]\n}}\n", "utf-8")
+    text = file_of({"command": command, "machine": where, "rows": rows})
+    Path(sys.argv[1]).write_text(text, "utf-8")
 
 
 if __name__ == "__main__":

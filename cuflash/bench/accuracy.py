@@ -16,7 +16,7 @@ from rich import box
 from rich.table import Table
 
 from .. import arguments, info
-from . import check, peers, pictures, table
+from . import check, measure, peers, pictures, table
 from .arrays import Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
 from .report import Errors, Setting
@@ -58,8 +58,8 @@ def main(options: argparse.Namespace) -> int:
     machine = peers.machine(arrays)
     _show(machine, rows, missing)
     if options.json:
-        head = {"command": options.typed, "machine": machine, "missing": missing}
-        options.json.write_text(table.file_of(head, [row.facts() for row in rows]), "utf-8")
+        facts = {"command": options.typed, "machine": machine, "missing": missing}
+        options.json.write_text(table.file_of(facts | {"rows": [row.facts() for row in rows]}), "utf-8")
     if draw is not None:
         draw(rows, info.line(machine), options.picture)
     return int(any(row.ours and is_bad(rows, row) for row in rows))
@@ -102,7 +102,7 @@ def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[pe
                 found = check.outputs(op, run.calls[0]())
             arrays.synchronize()
         except Exception as error:  # why: a peer that does not run here leaves a gap, not more
-            row.note = (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+            row.note = measure.reason(error)
             continue
         for name, wanted in exact.items():
             got = arrays.wide(found[name])
@@ -116,50 +116,36 @@ def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[pe
 
 def out(arrays: NumpyArrays, case: Case, inputs: Inputs) -> dict[str, Any]:
     """The exact output of forward, in float64."""
-    xp, (q, k, v) = arrays.xp, map(arrays.wide, inputs)
-    result = xp.zeros_like(q)
+    exact, (q, k, v) = check.Exact(arrays, case), map(arrays.wide, inputs)
+    result = arrays.xp.zeros_like(q)
     for at, rows in _blocks(case):
-        p = _weights(xp, q[0, rows, at], k[0, :, at], rows.start, case)
-        result[0, rows, at] = p @ v[0, :, at]
+        p, _, part = exact.weights(at, q[0, :, at], k[0, :, at], np.arange(rows.start, rows.stop))
+        result[0, rows, at] = p @ v[0, part, at]
     return {"out": result}
 
 
 def gradients(arrays: NumpyArrays, case: Case, inputs: Inputs) -> dict[str, Any]:
     """The exact gradients, in float64."""
-    xp, (q, k, v, dout) = arrays.xp, map(arrays.wide, inputs)
-    dq, dk, dv = (xp.zeros_like(x) for x in (q, k, v))
+    exact, (q, k, v, dout) = check.Exact(arrays, case), map(arrays.wide, inputs)
+    dq, dk, dv = (arrays.xp.zeros_like(x) for x in (q, k, v))
     for at, rows in _blocks(case):
-        of_rows = q[0, rows, at], dout[0, rows, at]
-        p = _weights(xp, of_rows[0], k[0, :, at], rows.start, case)
-        dv[0, :, at] += p.T @ of_rows[1]
-        ds = of_rows[1] @ v[0, :, at].T
+        p, _, part = exact.weights(at, q[0, :, at], k[0, :, at], np.arange(rows.start, rows.stop))
+        dv[0, part, at] += p.T @ dout[0, rows, at]
+        ds = dout[0, rows, at] @ v[0, part, at].T
         ds -= (p * ds).sum(-1)[:, None]
         ds *= p
-        ds *= case.head_dim**-0.5
-        dq[0, rows, at] = ds @ k[0, :, at]
-        dk[0, :, at] += ds.T @ of_rows[0]
+        ds *= exact.problem.softmax_scale
+        dq[0, rows, at] = ds @ k[0, part, at]
+        dk[0, part, at] += ds.T @ q[0, rows, at]
     return {"dq": dq, "dk": dk, "dv": dv}
 
 
 def _blocks(case: Case) -> Iterator[tuple[int, slice]]:
     """Each head with so many rows that their scores fit into memory."""
-    step = max(1, CHUNK // 3 // case.seqlen_k)
+    step = max(1, CHUNK // 5 // case.seqlen_k)
     for head in range(case.heads_q):
         for begin in range(0, case.seqlen_q, step):
             yield head, slice(begin, min(begin + step, case.seqlen_q))
-
-
-def _weights(xp: Any, q: Any, k: Any, begin: int, case: Case) -> Any:
-    """Weights of rows of one head, the first of which is the row `begin`."""
-    s = q @ k.T
-    s *= case.head_dim**-0.5
-    if case.causal:
-        later = s[:, begin:]
-        later[xp.triu(xp.ones_like(later, dtype=bool), 1)] = -np.inf
-    s -= xp.amax(s, -1)[:, None]
-    xp.exp(s, out=s)
-    s /= s.sum(-1)[:, None]
-    return s
 
 
 def ratio(rows: list[Errors], row: Errors, of: Callable[[list[float]], float]) -> float:

@@ -68,8 +68,7 @@ def seconds_per_call(
             continue
         repeats[name] = repeats_for(seconds) if arrays.on_gpu else 1
         spans[name] = partial(_span, arrays, run, repeats[name])
-    turns = _in_turns(spans, rounds) if spans else {}
-    return {name: Seconds.of([x / repeats[name] for x in of_one]) for name, of_one in turns.items()}, reasons
+    return _in_turns(spans, repeats, rounds), reasons
 
 
 def seconds_in_graphs(
@@ -102,13 +101,13 @@ def seconds_in_graphs(
             spans[name] = partial(arrays.span, arrays.captured(work))
         except Exception as error:  # why: what cannot be captured has only the other time
             reasons[name] = reason(error)
-    turns = _in_turns(spans, rounds, watch) if spans else {}
-    return {name: Seconds.of([x / times for x in of_one]) for name, of_one in turns.items()}, reasons
+    return _in_turns(spans, dict.fromkeys(spans, times), rounds, watch), reasons
 
 
-def reason(error: Exception) -> str:
-    """The first line of an error."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:120]
+def reason(error: Exception, *, whole: bool = False) -> str:
+    """What an error says, or the first line of it."""
+    text = str(error).strip() or type(error).__name__
+    return text if whole else text.splitlines()[0][:120]
 
 
 def repeats_for(seconds: float) -> int:
@@ -117,9 +116,14 @@ def repeats_for(seconds: float) -> int:
 
 
 def _in_turns(
-    spans: dict[str, Callable[[], Callable[[], float]]], rounds: int, watch: Callable[[], None] = lambda: None
-) -> dict[str, list[float]]:
-    """Seconds of each, in so many rounds at most, after the clocks have risen."""
+    spans: dict[str, Callable[[], Callable[[], float]]],
+    calls: dict[str, int],
+    rounds: int,
+    watch: Callable[[], None] = lambda: None,
+) -> dict[str, Seconds]:
+    """Seconds of one of the calls of each span, in so many rounds at most, after the clocks have risen."""
+    if not spans:
+        return {}
     started, slowest = time.perf_counter(), 0.0
     while True:
         readers = [span() for span in spans.values()]
@@ -132,7 +136,8 @@ def _in_turns(
     orders = [shuffled.sample(list(spans), len(spans)) for _ in range(rounds)]
     turns = [{name: spans[name]() for name in order} for order in orders]
     watch()
-    return {name: [turn[name]() for turn in turns] for name in spans}
+    readings = {name: [turn[name]() for turn in turns] for name in spans}
+    return {name: Seconds.of([seconds / calls[name] for seconds in of_one]) for name, of_one in readings.items()}
 
 
 def _span(arrays: NumpyArrays, run: Run, repeats: int) -> Callable[[], float]:

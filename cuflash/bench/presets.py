@@ -157,22 +157,26 @@ def grid(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple[int, .
 
 def paper(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """Speed by head dim, mask and length, as papers draw it, and of float32 with scores that fit into no memory."""
-    found = grid(arrays, options, (512, 1024, 2048, 4096, 8192, 16384) if arrays.on_gpu else (512, 2048))
-    if arrays.on_gpu and not options.dtype:
-        found += [
-            Timed(op, square(1, seqlen, FLOAT32_HEADS, 64, "float32", False))
-            for op in options.ops or BOTH
-            for seqlen in (FLOAT32_SEQLENS if op == "forward" else FLOAT32_SEQLENS[:1])
-        ]
-    return found
+    seqlens = (512, 1024, 2048, 4096, 8192, 16384) if arrays.on_gpu else (512, 2048)
+    return grid(arrays, options, seqlens) + _of_float32(arrays, options, FLOAT32_SEQLENS)
 
 
 def quick(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """The same at one length, in less than a minute."""
-    found = grid(arrays, options, (4096,) if arrays.on_gpu else (512,))
-    if arrays.on_gpu and not options.dtype:
-        found += [Timed(op, square(1, 8192, FLOAT32_HEADS, 64, "float32", False)) for op in options.ops or BOTH]
-    return found
+    return grid(arrays, options, (4096,) if arrays.on_gpu else (512,)) + _of_float32(
+        arrays, options, FLOAT32_SEQLENS[:1]
+    )
+
+
+def _of_float32(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple[int, ...]) -> list[Timed]:
+    """Of backward only the first length."""
+    if not arrays.on_gpu or options.dtype:
+        return []
+    return [
+        Timed(op, square(1, seqlen, FLOAT32_HEADS, 64, "float32", False))
+        for op in options.ops or BOTH
+        for seqlen in (seqlens if op == "forward" else seqlens[:1])
+    ]
 
 
 def models(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
@@ -219,15 +223,31 @@ def memory(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     return [Timed(op, case) for op in options.ops or BOTH for case in cases]
 
 
-PRESETS: dict[str, Callable[[NumpyArrays, argparse.Namespace], list[Timed]]] = {
-    "paper": paper,
-    "models": models,
-    "decode": decode,
-    "masks": masks,
-    "memory": memory,
-    "quick": quick,
+class Preset(NamedTuple):
+    """What a preset measures. takes: the options that change its problems, beside the dtype."""
+
+    make: Callable[[NumpyArrays, argparse.Namespace], list[Timed]]
+    takes: tuple[str, ...] = ("ops",)
+    is_grid: bool = False  # whether head dim, mask and length tell its problems apart
+    unit: str = "TFLOP/s"  # "" for bytes
+    algorithms: tuple[str, ...] = ("flash2",)
+    beside_flex: bool = False  # whether flex_attention is timed, too
+    most_rounds: int | None = None
+    times_first_calls: bool = False
+
+
+OF_PROBLEMS = ("ops", "head_dims", "seqlens", "causal", "algorithms")
+PRESETS = {
+    "paper": Preset(paper, OF_PROBLEMS, is_grid=True, times_first_calls=True),
+    "models": Preset(models),
+    "decode": Preset(decode, (), unit="GB/s"),
+    "masks": Preset(masks, beside_flex=True),
+    "memory": Preset(
+        memory, ("ops", "seqlens", "algorithms"), is_grid=True, unit="", algorithms=("flash2", "standard")
+    ),
+    "quick": Preset(quick, OF_PROBLEMS, is_grid=True, most_rounds=10),
 }
-GRIDS = ("paper", "quick", "memory")  # whose problems are told by head dim, mask and length
+GRIDS = tuple(name for name, preset in PRESETS.items() if preset.is_grid)
 
 
 def _dtype(arrays: NumpyArrays, options: argparse.Namespace) -> str:

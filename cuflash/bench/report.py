@@ -1,4 +1,4 @@
-"""What was measured: speeds, a row for each contender on each cell, and errors."""
+"""What was measured: speeds, a row for each contender on each problem, and errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any
 
+from ..problem.dtypes import DTYPES
 from .cases import Case
 from .measure import Seconds
 from .own import OwnCase
@@ -54,10 +55,9 @@ class Row:
     @property
     def num_bytes(self) -> int:
         """Bytes of all arrays that a call reads or writes, each once."""
-        size = {"float64": 8, "float32": 4}.get(self.case.dtype, 2)
         q, k, v, out = (prod(shape) for shape in (*self.case.shapes(), self.case.out_shape()))
         elements = q + k + v + out if self.contender.op == "forward" else 2 * (q + k + v + out)
-        return size * elements
+        return DTYPES[self.case.dtype].itemsize * elements
 
     def facts(self) -> dict[str, Any]:
         """All of it by name, as JSON files have it."""

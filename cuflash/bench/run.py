@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,25 +23,16 @@ from . import check, compare, measure, peers, pictures, table
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
 from .peers import Contender
-from .presets import GRIDS, PRESETS, square
+from .presets import OF_PROBLEMS, PRESETS, square
 from .report import Report, Row
 
 ROTATED_BYTES = 1 << 28  # calls rotate through input sets, which together exceed every GPU's L2 cache
 OPS = tuple(check.OUTPUTS)
-OF_PROBLEMS = ("ops", "head_dims", "seqlens", "causal", "algorithms")  # options that not all presets take
-TAKES = {
-    "paper": OF_PROBLEMS,
-    "models": ("ops",),
-    "decode": (),
-    "masks": ("ops",),
-    "memory": ("ops", "seqlens", "algorithms"),
-    "quick": OF_PROBLEMS,
-}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    told = "what to measure: " + "; ".join(f"{name}: {str(make.__doc__).rstrip('.')}" for name, make in PRESETS.items())
+    told = "what to measure: " + "; ".join(f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items())
     parser.add_argument("preset", nargs="?", choices=PRESETS, default="paper", help=told)
     parser.add_argument("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
     parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
@@ -89,20 +79,20 @@ def main(options: argparse.Namespace) -> int:
     if no_gpu:
         print(f"Timing the NumPy path on the CPU, in small problems: {no_gpu}")
     report = bench(arrays, options)
-    content = table.to_json(report)
+    content = table.facts(report)
     if options.json:
-        options.json.write_text(content, "utf-8")
+        options.json.write_text(table.file_of(content), "utf-8")
     table.show(report)
     if draw is not None:
-        _drawn(draw, json.loads(content), options.pictures)
+        _drawn(draw, content, options.pictures)
     return int(report.failed)
 
 
 def _refuse_what_is_not_taken(options: argparse.Namespace) -> None:
     """Options that would change nothing."""
     given = [name for name in OF_PROBLEMS if getattr(options, name) is not None]
-    if found := [name for name in given if name not in TAKES[options.preset]]:
-        takers = ", ".join(preset for preset, names in TAKES.items() if found[0] in names)
+    if found := [name for name in given if name not in PRESETS[options.preset].takes]:
+        takers = ", ".join(name for name, preset in PRESETS.items() if found[0] in preset.takes)
         raise ProblemError(f"--{found[0].replace('_', '-')} goes with {takers}; leave it out")
     if options.draw and not options.pictures:
         raise ProblemError("--draw goes with --pictures FOLDER: add the folder to draw into")
@@ -121,15 +111,16 @@ def _drawn(draw: Callable[[dict[str, Any], Path], list[Path]], content: dict[str
 
 def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
     """Measures all problems of the preset; for a grid on a GPU host times, and for the paper start-up times, too."""
-    found, missing = peers.find(arrays, flex=options.preset == "masks")
+    preset = PRESETS[options.preset]
+    found, missing = peers.find(arrays, flex=preset.beside_flex)
     report = Report(peers.machine(arrays), arrays.name, options.preset, missing, command=options.typed)
-    timed = [x for x in PRESETS[options.preset](arrays, options) if options.only.lower() in x.case.name.lower()]
+    timed = [x for x in preset.make(arrays, options) if options.only.lower() in x.case.name.lower()]
     if not timed:
         of_ops = f" of {' and '.join(options.ops)}" if options.ops else ""
         raise ProblemError(f"no problem of {options.preset}{of_ops} has {options.only!r} in its name")
-    rounds = min(options.rounds, 10) if options.preset == "quick" else options.rounds
+    rounds = min(options.rounds, preset.most_rounds or options.rounds)
     ops = tuple(dict.fromkeys(x.op for x in timed))
-    algorithms = options.algorithms or (("flash2", "standard") if options.preset == "memory" else ("flash2",))
+    algorithms = options.algorithms or preset.algorithms
     contenders = {op: peers.ours(op, arrays, algorithms) + [x for x in found if x.op == op] for op in ops}
     columns = TextColumn("bench"), BarColumn(), TextColumn("{task.fields[name]}"), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
@@ -139,10 +130,10 @@ def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
             report.rows += (rows := run_case(arrays, case, contenders[op], rounds))
             progress.console.print(table.line(options.preset, rows), markup=False, highlight=False, soft_wrap=True)
             progress.advance(bar)
-    if isinstance(arrays, CupyArrays) and options.preset in GRIDS:
+    if isinstance(arrays, CupyArrays) and preset.is_grid:
         for op in ops:
             report.host_seconds |= host_times(arrays, contenders[op])
-        if options.preset == "paper":
+        if preset.times_first_calls:
             report.startup = measure.startup(ops)
     return report
 
@@ -193,8 +184,8 @@ def check_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], inp
             found = check.outputs(contender.op, result)
             del result
         except Exception as error:  # why: a peer that does not run here leaves a gap in the table, not more
-            text = str(error).strip() or type(error).__name__
-            rows.append(Row(case, contender, note=text if contender.ours else text.splitlines()[0][:120]))
+            note = measure.reason(error, whole=contender.ours)
+            rows.append(Row(case, contender, note=note))
             continue
         output, off = check.error(arrays, found, samples)
         wrong = not off <= bound  # why: NaN is wrong too

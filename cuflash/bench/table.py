@@ -14,7 +14,7 @@ from .. import info, units
 from ..ops.plan import plan
 from ..planning.plan import Plan
 from .own import OwnCase
-from .presets import GRIDS
+from .presets import GRIDS, PRESETS
 from .report import Report, Row
 from .startup import PEERS_HEAD_DIM
 
@@ -35,7 +35,7 @@ def show(report: Report) -> None:
     out.print(info.line(report.machine))
     for rows in _sections(report.rows):
         op, dtype, first = rows[0].contender.op, rows[0].case.dtype, rows[0].contender.name
-        unit = _unit(report.preset) or "memory of a call"
+        unit = PRESETS[report.preset].unit or "memory of a call"
         over = "" if report.preset == "memory" else f" (in brackets: {first} over it)"
         out.print(f"\n{op}, {dtype}, {report.arrays} arrays, {unit}{over}")
         out.print(_speeds(report.preset, rows))
@@ -65,11 +65,7 @@ def show(report: Report) -> None:
 def line(preset: str, rows: list[Row]) -> str:
     """The line that is printed for a problem as soon as it is measured."""
     speeds = (f"{row.contender.name} {_speed(row, preset)}" for row in rows)
-    return f"{rows[0].contender.op} {rows[0].case.name}: {', '.join(speeds)} {_unit(preset)}".rstrip()
-
-
-def _unit(preset: str) -> str:
-    return {"decode": "GB/s", "memory": ""}.get(preset, "TFLOP/s")
+    return f"{rows[0].contender.op} {rows[0].case.name}: {', '.join(speeds)} {PRESETS[preset].unit}".rstrip()
 
 
 def ratios(rows: list[Row], row: Row) -> dict[str, float]:
@@ -83,21 +79,20 @@ def ratios(rows: list[Row], row: Row) -> dict[str, float]:
     }
 
 
-def to_json(report: Report) -> str:
+def facts(report: Report) -> dict[str, Any]:
     """The command, machine facts, host and start-up seconds, and what was found of each contender on each problem."""
     names = "command", "machine", "arrays", "preset", "missing", "host_seconds", "startup"
-    head = {name: getattr(report, name) for name in names}
     rows = []
     for row in report.rows:
         more = {"kernel": _kernel(report, row), "ratios": ratios(report.rows, row)} if row.contender.ours else {}
         rows.append(row.facts() | more)
-    return file_of(head, rows)
+    return {name: getattr(report, name) for name in names} | {"rows": rows}
 
 
-def file_of(head: dict[str, Any], rows: list[dict[str, Any]]) -> str:
-    """The text of a JSON file with a line for each row."""
-    start = json.dumps(head, indent=1).removesuffix("\n}")
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
+def file_of(content: dict[str, Any]) -> str:
+    """The text of a JSON file with a line for each of the rows, which come last."""
+    start = json.dumps({name: x for name, x in content.items() if name != "rows"}, indent=1).removesuffix("\n}")
+    lines = ",\n".join(f"  {json.dumps(row)}" for row in content["rows"])
     return f'{start},\n "rows": [\n{lines}\n ]\n}}\n'
 
 
