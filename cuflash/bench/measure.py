@@ -162,12 +162,13 @@ def host_seconds(arrays: NumpyArrays, run: Run, calls: int = 200, rounds: int = 
 def startup(ops: Iterable[str]) -> dict[str, Any]:
     """Seconds of first calls in a fresh process: "cold" with an empty cache folder, then "disk" with the filled one.
 
-    "peers": those of the peers, in one more. "failed": what a process said that could not. NVRTC's own cache is turned
-    off, because otherwise only the first run on a machine would be cold.
+    "peers": those of the peers, in one more. "failed": what a process said that could not. Caches of NVRTC and of
+    FlashAttention-4 are turned off, because otherwise only the first run on a machine would be cold.
     """
     timings: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="cuflash-bench-") as folder:
-        environment = os.environ | {"CUFLASH_CACHE_DIR": folder, "CUDA_CACHE_DISABLE": "1"}
+        of_others = {"CUDA_CACHE_DISABLE": "1", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+        environment = os.environ | {"CUFLASH_CACHE_DIR": folder} | of_others
         for name, of_whom in (("cold", ()), ("disk", ()), ("peers", ("--peers",))):
             command = [sys.executable, "-m", "cuflash.bench.startup", *of_whom, *ops]
             try:

@@ -65,7 +65,8 @@ class CapturedObject:
         return bool(_value(self) == (_value(other) if type(other) is CapturedObject else other))
 
     def __hash__(self) -> int:
-        return hash(_value(self))
+        # why not _value: tables of weak references hash keys at the interpreter's end, too, when globals are gone
+        return hash(self._captured[2])
 
     def __str__(self) -> str:
         return str(_value(self))

@@ -232,12 +232,16 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
     if (warp == kDealingWarp) first = Queue().work(params);  // why a queue of its own: L53
   }
   if (threadIdx.x == 32) smem.init_barriers();
+  if constexpr (kLengths) {
+    if (warp == 1) __syncwarp(), bar_arrive(kBarriersMade, 64);
+  }
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
   if (threadIdx.x == (kLengths ? 64 : 96) && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
   if (kLengths && warp == 7) touch(params);
   if (kLengths && !kDecodes && warp == 6) fetch_lengths(params.problem);
   if (kDecodes && !kNarrow && warp >= 4) clear_queries(smem);
-  __syncthreads();
+  if constexpr (kLengths) bar_sync(kFirstWork, kNumThreads);
+  else __syncthreads();
   if (warp < 4) {
     // why these alone: what the warps that compute store follows from what these have loaded.
     if (kSingle) await_kernels_ahead();

@@ -173,6 +173,9 @@ struct Addresses {
 
   __device__ __forceinline__ void await_work(unsigned i) const {
     if (kLengths && i == 0) return;  // why: it was written before the threads of the block met
+    await_told(i);
+  }
+  __device__ __forceinline__ void await_told(unsigned i) const {
     mbarrier_wait(work_full + 8 * (i % kWorkSlots), i / kWorkSlots & 1);
   }
 

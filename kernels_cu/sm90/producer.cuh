@@ -101,6 +101,11 @@ struct DenseDealer : Describer {
 };
 static_assert(!kCells || kQueryWarps < kDealingWarp, "the warp that deals out work has nothing else to do");
 
+// Named barriers of kernels for several lengths: one warp has made the barriers in memory; the first piece of work is
+// described. why two, to each of which one side only arrives: the sides come to them at different places, which
+// __syncthreads() forbids.
+enum { kBarriersMade = 4, kFirstWork = 5 };
+
 // Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others have
 // left, and nobody is to wait while it reads the lengths.
 template <class Queue>
@@ -111,6 +116,16 @@ struct Dealer : Role {
   }
 
  private:
+  // Piece i is described.
+  __device__ __forceinline__ void tell(unsigned i) const {
+    if (i == 0) bar_sync(kBarriersMade, 64);
+    if (leads) smem.tell(i);
+    __syncwarp();
+    if (i > 0) return;
+    bar_arrive(kFirstWork, kNumThreads);
+    smem.await_told(i);  // why, as nobody else does: synccheck reports a barrier in memory that nobody waits for (L41)
+  }
+
   // Deals out the one piece of the block of threads. It is found while the kernels ahead still run, and loaded as soon as they
   // have ended. Since they may have written to the lengths, it is then found once more: if it is another one, that is the
   // next piece, and the first one is void.
@@ -130,9 +145,7 @@ struct Dealer : Role {
       // why not ahead if there is none: the other warps would end.
       if (exists || !is_ahead) {
         if (leads) smem.write(i, work);
-        if (i == 0) __syncthreads();  // the other warps of the block wait for the first piece, and make the barriers
-        if (leads) smem.tell(i);
-        __syncwarp();
+        tell(i);
         ++i;
       }
       if (!is_ahead) break;
@@ -156,9 +169,7 @@ struct Dealer : Role {
         if (i > 0) queue.advance(params);
         exists = queue.describe(params, smem, i);
       }
-      if (i == 0) __syncthreads();  // the other warps of the block wait for the first piece, and make the barriers
-      if (leads) smem.tell(i);
-      __syncwarp();
+      tell(i);
       // why not before the second piece of a pair is told of, too: it is known already.
       if (is_second) smem.await_wanted(i - 1);
       is_second = !is_second && queue.is_pair();
