@@ -245,7 +245,7 @@ PRESETS = {
     "memory": Preset(
         memory, ("ops", "seqlens", "algorithms"), is_grid=True, unit="", algorithms=("flash2", "standard")
     ),
-    "quick": Preset(quick, OF_PROBLEMS, is_grid=True, most_rounds=10),
+    "quick": Preset(quick, OF_PROBLEMS, is_grid=True, most_rounds=3),
 }
 GRIDS = tuple(name for name, preset in PRESETS.items() if preset.is_grid)
 

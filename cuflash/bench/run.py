@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name has this text")
     parser.add_argument(
-        "--rounds", type=arguments.count, default=30, metavar="N", help="turns of each contender, from 3 on; default 30"
+        "--rounds", type=arguments.count, default=5, metavar="N", help="turns of each contender, from 3 on; default 5"
     )
     parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
     parser.add_argument(

@@ -156,6 +156,23 @@ def test_times_in_graphs_are_of_those_that_can_be_captured() -> None:
     assert reasons == {"bad": "no capture"}
 
 
+def test_of_a_turn_on_a_gpu_the_second_half_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    class Arrays(OnGpu):
+        def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
+            before = taken[-1:]
+            enqueue()
+            seconds = 1e-3 if before == taken[-1:] else 2e-3  # more right after another contender
+            return lambda: seconds
+
+    monkeypatch.setattr(measure, "TURN_SECONDS", 4e-3)
+    prepared = {name: partial(measure.Run, [partial(taken.append, name)], peers.nullcontext) for name in "ab"}
+    found, reasons = measure.seconds_per_call(Arrays(), prepared, rounds=3)
+    assert found == {name: (1e-3, 0.0) for name in "ab"}
+    assert reasons == {}
+
+
 def test_a_contender_that_cannot_be_called_twice_is_left_out() -> None:
     def broken(inputs: Any, case: Case) -> Callable[[], Any]:
         calls = iter((ours.prepare(inputs, case)(),))
@@ -195,7 +212,6 @@ def test_gpu_calls_are_captured_and_their_memory_is_told(library: str) -> None:
             assert 1e-6 < row.graph.median < 1e-2
             assert row.peak_bytes is not None
             assert row.peak_bytes >= 2 * 256 * 2 * 64
-
 
 
 def test_a_decoding_step_counts_what_it_reads() -> None:
