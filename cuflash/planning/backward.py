@@ -28,6 +28,7 @@ from .key_blocks import (
     is_full,
     kv_heads_together,
     listed_together,
+    parts_for_l2,
 )
 from .own_code import OwnCode, own_code
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
@@ -206,10 +207,10 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if full else 2))
     blocks = count_key_blocks(problem, tile.block_k * key_blocks)
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
+    parts_log2 = choose_parts(problem, device, tile.block_q)
     # why with cells: blocks of threads take more key blocks until there are none left.
-    if cells or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
+    if cells or parts_log2 > 0 or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, count_key_blocks(problem, tile.block_k)
-    parts_log2 = choose_parts(problem, device, tile.block_q) if key_blocks == 1 else 0
     # why not with cells: key blocks have unequal numbers of steps.
     shared = None if deterministic or cells else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
     if parts_log2 > 0:
@@ -223,7 +224,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": num_k_blocks,
         "key_blocks": key_blocks,
-        "heads_together": kv_heads_together(problem, device, num_k_blocks),
+        "heads_together": kv_heads_together(problem, device, num_k_blocks, parts_log2),
         "stats_rows": stats_rows,
         "deterministic": int(deterministic),
         **shared._asdict(),
@@ -267,8 +268,10 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
     steps = group * blocks_of(own.mean_rows("q", problem.batch), tile.block_q)
     most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
+    # why not in a window: key blocks have as many tiles as each other.
+    least_parts = 1 if full or own.left is not None else min(1 << parts_for_l2(group, steps // group), MOST_PARTS)
     shared_keys = 0
-    if not deterministic and most_parts > 1 and (full or blocks < WAVES * device.num_sms):
+    if not deterministic and most_parts > 1 and (full or least_parts > 1 or blocks < WAVES * device.num_sms):
         shared_keys = takers if full else blocks
     fields = {
         "num_q_blocks": num_q_blocks,
@@ -286,6 +289,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "sorted_blocks": blocks_of(SORTED_WAVES * device.num_sms, min(together, problem.heads_kv)),
         "takers": takers,
         "shared_keys": shared_keys,
+        "least_parts": least_parts,
         "most_parts": most_parts,
         "last_steps": steps if full else 0,
         "sequences_together": sequences_together,

@@ -10,7 +10,7 @@ from ..problem.problem import Problem
 from . import tiles_sm90
 from .cells import uses_cells
 from .device import Device
-from .plan import blocks_of, heads_together
+from .plan import MAX_GRID, blocks_of, heads_together
 
 KEY_ROWS = 128  # keys of a key block on Hopper
 HEADS_TOGETHER = 16  # under a mask, the key blocks of this many heads start together, longest first. why: L34
@@ -24,6 +24,9 @@ SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each 
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
 HEADS_WITHOUT_TURNS = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
+# Under a mask, blocks of threads share the query heads of a key block, where each has so many heads and query tiles at
+# least. why: L55
+LEAST_PART_HEADS, LEAST_PART_TILES = 2, 128
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
 
@@ -56,8 +59,21 @@ def is_full(problem: Problem) -> bool:
     return problem.mask.is_full and not uses_cells(problem)
 
 
-def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
-    """How many kv heads start their key blocks, so many of a sequence, together, longest first. why: L34"""
+def parts_for_l2(group: int, tiles: int) -> int:
+    """2 to this power blocks of threads share the query heads of a key block that sees so many query tiles of a head.
+
+    Under a mask key blocks have unequal numbers of tiles, so that those which run at the same time come to be at
+    different heads, the farther apart the more heads they have. L2 holds few of these. why: L55
+    """
+    heads = max(LEAST_PART_HEADS, blocks_of(LEAST_PART_TILES, max(tiles, 1)))
+    return blocks_of(group, heads).bit_length() - 1
+
+
+def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int, parts_log2: int = 0) -> int:
+    """How many kv heads start their key blocks, so many of a sequence, together, longest first. why: L34
+
+    parts_log2: 2 to this power blocks of threads share the query heads of each.
+    """
     if problem.options.deterministic:
         return HEADS_TOGETHER if is_full(problem) else ORDERED_HEADS_TOGETHER
     if is_full(problem):
@@ -65,8 +81,9 @@ def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int) -> in
     lengths = problem.seqlen_q, problem.seqlen_k
     if problem.mask.is_full:  # the mask is the caller's own: key blocks may see all queries, and L2 is to hold these
         return heads_together(_head_bytes(problem, *lengths, group=1), L2_BYTES // 2, HEADS_TOGETHER)
-    least = _heads_of_waves(device, num_k_blocks)
-    return heads_together(_head_bytes(problem, *lengths), L2_BYTES, HEADS_TOGETHER, least)
+    least = _heads_of_waves(device, num_k_blocks << parts_log2)
+    at_once = 1 << parts_log2 if parts_log2 else 0
+    return heads_together(_head_bytes(problem, *lengths, at_once), L2_BYTES, HEADS_TOGETHER, least)
 
 
 def _head_bytes(problem: Problem, seqlen_q: int, seqlen_k: int, group: int = 0) -> int:
@@ -110,16 +127,20 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
 
 
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
-    """2 to this power blocks of threads share the query heads of each key block (L35).
+    """2 to this power blocks of threads share the query heads of each key block (L35, L55).
 
-    One where key blocks are shared by steps, where there are almost WAVES waves of them, or where sums are ordered.
+    One where key blocks are shared by steps, or where sums are ordered; and where there are almost WAVES waves of them,
+    if they are not better off near each other.
     """
     if problem.options.deterministic or problem.mask.is_full:
         return 0
     group, blocks = problem.heads_q // problem.heads_kv, count_key_blocks(problem, KEY_ROWS)
+    tiles = blocks_of(problem.seqlen_q, block_q)
     # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
-    most = min(group, group * blocks_of(problem.seqlen_q, block_q) // (4 * SHARED_STEPS))
-    log2 = 0
+    most = min(group, group * tiles // (4 * SHARED_STEPS))
+    # why not in a window, whose key blocks have as many tiles as each other, nor with cells: they may have few.
+    goes_apart = problem.mask.lo == -problem.seqlen_q and not uses_cells(problem)
+    log2 = parts_for_l2(group, tiles) if goes_apart and blocks * group <= MAX_GRID else 0
     while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
         log2 += 1
     return log2
