@@ -1,13 +1,15 @@
 """Figures of README.md and examples/results/README.md out of the files under examples/results.
 
-`readme_tables.py` writes them, and `readme_tables.py --check` tells whether they are those of the files. In README.md a
-table stands between `<!-- NAME -->` and `<!-- end -->`; the other document is written as a whole.
+`readme_tables.py` writes them, and `readme_tables.py --check` tells whether they are those of the files. In README.md
+they stand between `<!-- NAME -->` and `<!-- end -->`; the other document is written as a whole.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "examples" / "results"
-GPUS = ("h200", "h100")  # folders; README.md shows the first
+GPUS = ("h200", "h100")  # folders; README.md shows the first that there is
 KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that no kind before it has
     "language models, training": lambda name: name.endswith(", training"),
     "language models, prompts": lambda name: name.endswith(", prefill") or "new of" in name,
@@ -60,23 +62,45 @@ def times(ratio: float | None) -> str:
     return "" if ratio is None else f" ({ratio:.2f})"
 
 
+def span(numbers: Iterable[float], places: int = 2) -> str:
+    """The least and the greatest of numbers, in words."""
+    found = sorted(numbers)
+    least, greatest = (f"{x:.{places}f}" for x in (found[0], found[-1]))
+    return least if least == greatest else f"{least} to {greatest}"
+
+
 def short(length: int) -> str:
     return f"{length // 1024}k" if length % 1024 == 0 else str(length)
 
 
-def speed(op: str, gpu: str) -> str:
-    """TFLOP/s by head dim, mask and length."""
-    rows = [row for row in rows_of(gpu, "paper", op) if row["dtype"] == "bfloat16"]
-    ours = first_of_ours(rows)
-    seqlens = sorted({row["seqlen_q"] for row in ours})
+def speed(gpu: str, ops: tuple[str, ...], seqlens: tuple[int, ...] = ()) -> str:
+    """TFLOP/s by head dim, mask and length: all lengths, or some."""
+    found = {op: [x for x in first_of_ours(rows_of(gpu, "paper", op)) if x["dtype"] == "bfloat16"] for op in ops}
+    seqlens = seqlens or tuple(lengths(found[ops[0]]))
     lines = []
-    for dim, causal in sorted({(row["head_dim"], row["causal"]) for row in ours}):
-        here = {row["seqlen_q"]: row for row in ours if (row["head_dim"], row["causal"]) == (dim, causal)}
-        cells = [f"{here[seqlen]['tflops']:.0f}{times(best(here[seqlen]))}" for seqlen in seqlens]
-        lines.append([str(dim), "causal" if causal else "none", *cells])
-    headings = ["head dim", "mask", *(f"seqlen {short(seqlen)}" for seqlen in seqlens)]
-    found = [ratio for row in ours if (ratio := best(row)) is not None]
-    return f"{table(headings, lines)}\n\nGeometric mean of all {len(found)}: {geometric_mean(found):.2f}."
+    for dim, causal in sorted({(row["head_dim"], row["causal"]) for row in found[ops[0]]}):
+        line = [str(dim), "causal" if causal else "none"]
+        for rows in found.values():
+            here = {row["seqlen_q"]: row for row in rows if (row["head_dim"], row["causal"]) == (dim, causal)}
+            line += [f"{here[seqlen]['tflops']:.0f}{times(best(here[seqlen]))}" for seqlen in seqlens]
+        lines.append(line)
+    columns = (f"{f'{op}, ' * (len(ops) > 1)}seqlen {short(seqlen)}" for op in ops for seqlen in seqlens)
+    return table(["head dim", "mask", *columns], lines)
+
+
+def speed_of(op: str) -> Callable[[str], str]:
+    """A table of all lengths for one op, by GPU."""
+    return partial(speed, ops=(op,))
+
+
+def mean_of(rows: Rows) -> str:
+    """In words, how many times as fast as the fastest peers."""
+    found = [ratio for row in rows if (ratio := best(row)) is not None]
+    return f"{geometric_mean(found):.2f} times in the geometric mean of {len(found)}, {span(found)}"
+
+
+def speed_in_words(op: str, gpu: str) -> str:
+    return mean_of([row for row in first_of_ours(rows_of(gpu, "paper", op)) if row["dtype"] == "bfloat16"])
 
 
 def models(gpu: str) -> str:
@@ -88,11 +112,20 @@ def models(gpu: str) -> str:
         for op, rows in left.items():
             found = [ratio for row in rows if belongs(row["name"]) and (ratio := best(row)) is not None]
             left[op] = [row for row in rows if not belongs(row["name"])]
-            span = f"{min(found):.2f} to {max(found):.2f}" if found else ""
-            told = [f"{geometric_mean(found):.2f}", span, str(len(found))] if found else []
+            told = [f"{geometric_mean(found):.2f}", span(found), str(len(found))] if found else []
             line += told or ["–"] * 3
         lines.append(line)
     return table(["kind", *(f"{op}, {what}" for op in left for what in ("mean", "range", "calls"))], lines)
+
+
+def wrong(gpu: str) -> str:
+    """Of whom results were wrong, at which head dims."""
+    found: dict[str, set[int]] = {}
+    for row in read(gpu, "models")["rows"]:
+        if row["wrong"]:
+            found.setdefault(f"{row['op']} of {row['contender']}", set()).add(row["head_dim"])
+    lines = [f"- {call}, head dims {', '.join(map(str, sorted(dims)))}" for call, dims in found.items()]
+    return "\n".join(lines) or "None."
 
 
 def decode(gpu: str) -> str:
@@ -154,8 +187,8 @@ def install() -> str:
     return table(("pip downloads, MB", "all", "beside PyTorch"), lines)
 
 
-def accuracy() -> str:
-    """Our errors to the largest of the peers' by size of the scores."""
+def errors() -> dict[tuple[str, str, float], list[float]]:
+    """By kind of dtype, op and size of the scores, our errors to the largest of the peers' on the same problem."""
     rows = json.loads((RESULTS / "accuracy.json").read_text("utf-8"))["rows"]
     keys = "op", "dtype", "head_dim", "causal", "seqlen", "scores"
     problems: dict[tuple[Any, ...], Rows] = {}
@@ -168,21 +201,45 @@ def accuracy() -> str:
         if peers and ours:
             kind = dtype if dtype == "float32" else "16 bits"
             found.setdefault((kind, op, size), []).append(ours[0] / max(peers))
-    lines = []
+    return found
+
+
+def accuracy() -> str:
+    """Our errors to the largest of the peers' by size of the scores."""
+    found, lines = errors(), []
     for kind, size in dict.fromkeys((kind, size) for kind, _, size in found):
         both = [found.get((kind, op, size), []) for op in ("forward", "backward")]
-        lines.append([kind, f"{size:g}", *(f"{min(x):.2f} to {max(x):.2f}" if x else "–" for x in both)])
+        lines.append([kind, f"{size:g}", *(span(x) if x else "–" for x in both)])
     return table(("dtype", "size of the scores", "forward", "backward"), lines)
+
+
+def accuracy_in_words() -> str:
+    """The same in a sentence."""
+    found = errors()
+
+    def of(kind: str, most: float) -> list[float]:
+        return [x for (this, _, size), of_one in found.items() if this == kind and size <= most for x in of_one]
+
+    plain, largest = span(of("16 bits", 1.0)), f"{max(of('16 bits', 1e9)):.2f}"
+    return filled(
+        f"In 16 bits ours are {plain} times the largest of theirs where scores have size 1, and up to {largest} times "
+        "where they have size 10 and more, so that one key outweighs the others; in float32 (three TF32 products) "
+        f"{span(of('float32', 1e9))} times."
+    )
 
 
 # What the second document has of a file of the benchmark: a text before each table.
 SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
     "paper": {
-        "Forward, TFLOP/s, and in brackets times as fast as the fastest other library:": partial(speed, "forward"),
-        "Backward, counted as 2.5 times the work of forward:": partial(speed, "backward"),
+        "Forward, TFLOP/s, and in brackets times as fast as the fastest other library:": speed_of("forward"),
+        "Backward, counted as 2.5 times the work of forward:": speed_of("backward"),
         "Host time and first calls:": calls,
     },
-    "models": {"Times as fast as the fastest other library that takes the call:": models},
+    "models": {
+        "Times as fast as the fastest other library that takes the call:": models,
+        "Not timed, because sampled rows were wrong (this is known:"
+        " [PR 2896](https://github.com/Dao-AILab/flash-attention/pull/2896)):": wrong,
+    },
     "decode": {"One query a sequence; the GPU's memory gives {bandwidth} GB/s at most:": decode},
     "masks": {"TFLOP/s of what is seen, and in brackets times as fast as compiled flex_attention:": masks},
     "memory": {"Allocated by a call:": memory},
@@ -202,34 +259,79 @@ def details() -> str:
         for preset, path in files.items():
             if path.is_file():
                 bandwidth = f"{(read(gpu, preset)['machine']['gpus'][0].get('bytes_per_second') or 0) * 1e-9:.0f}"
-                parts += [f"### {preset}", f"`python -m cuflash bench {preset}`"]
+                parts += [f"### {preset}", f"`{read(gpu, preset)['command']}`"]
                 for text, make in SECTIONS[preset].items():
                     parts += [text.replace("{bandwidth}", bandwidth), make(gpu)]
     parts += ["## Errors", "Root mean square of ours to the largest of the other libraries', on an H100:", accuracy()]
     return "\n\n".join([*parts, "## Downloads", install()]) + "\n"
 
 
-def with_tables(text: str) -> str:
-    """README.md with its tables as the files have them."""
-    for name, make in TABLES.items():
-        begin, end = f"<!-- {name} -->\n", "\n<!-- end -->"
-        if text.count(begin) != 1:
-            sys.exit(f"README.md has no place for {name}")
-        head, rest = text.split(begin)
-        text = head + begin + make() + end + rest.split(end, 1)[1]
-    return text
+def shown() -> str:
+    """The GPU that README.md shows."""
+    return next(gpu for gpu in GPUS if (RESULTS / gpu / "paper.json").is_file())
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "forward": partial(speed, "forward", GPUS[0]),
-    "backward": partial(speed, "backward", GPUS[0]),
+def speeds() -> str:
+    """A table of speed, with where it was measured."""
+    gpu, ops = shown(), ("forward", "backward")
+    machine = read(gpu, "paper")["machine"]
+    versions, means = machine["versions"], [f"{op} {speed_in_words(op, gpu)}" for op in ops]
+    text = (
+        f"TFLOP/s on one {machine['gpus'][0]['name']}, bfloat16, 16k tokens, hidden 2048; backward is counted as 2.5 "
+        f"times the work of forward. In brackets times as fast as the fastest of PyTorch {versions['torch']}'s flash "
+        f"and cuDNN ({versions['cuDNN']}) backends and FlashAttention-4 {versions['FlashAttention-4']}: "
+        f"{'; '.join(means)}."
+    )
+    return f"{filled(text)}\n\n{speed(gpu, ops, (1024, 4096, 16384))}"
+
+
+def models_in_words() -> str:
+    """Ratios to the fastest peer over calls of models."""
+    told = [f"{op} {mean_of(first_of_ours(rows_of(shown(), 'models', op)))}" for op in ("forward", "backward")]
+    return filled(f"Calls of published models, beside the fastest of these that takes the call: {'; '.join(told)}.")
+
+
+def filled(text: str) -> str:
+    """Prose in lines as long as those of README.md."""
+    return textwrap.fill(text, 176, break_long_words=False, break_on_hyphens=False)
+
+
+def first_calls(kind: str) -> str:
+    """Seconds of first calls of our kernels: "cold", where they are compiled, or "disk", where the cache has them."""
+    startup = read(shown(), "paper")["startup"][kind]
+    found = [seconds for op in ("forward", "backward") for seconds in startup[op].values()]
+    return f"{span(found, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in found), 0)} ms"
+
+
+def first_calls_of_peer() -> str:
+    """The same of FlashAttention-4, whose kernels are compiled."""
+    startup = read(shown(), "paper")["startup"]["peers"]
+    return f"{span((of_op['FlashAttention-4'] for of_op in startup.values()), 1)} s"
+
+
+PLACES: dict[str, Callable[[], str]] = {
+    "speed": speeds,
+    "models": models_in_words,
+    "compiled": partial(first_calls, "cold"),
+    "loaded": partial(first_calls, "disk"),
+    "compiled by FlashAttention-4": first_calls_of_peer,
+    "accuracy": accuracy_in_words,
 }
+PLACE = re.compile(r"(<!-- ([\w -]+) -->(\n?)).*?<!-- end -->", re.DOTALL)
+
+
+def with_figures(text: str) -> str:
+    """README.md with its figures as the files have them."""
+    names = {found[1] for found in PLACE.findall(text)}
+    if names != PLACES.keys():
+        sys.exit(f"README.md has places for {sorted(names)}, but there are figures for {sorted(PLACES)}")
+    return PLACE.sub(lambda found: f"{found[1]}{PLACES[found[2]]()}{found[3]}<!-- end -->", text)
 
 
 def main() -> None:
     readme, other = ROOT / "README.md", RESULTS / "README.md"
     text = readme.read_text("utf-8")
-    made = {readme: with_tables(text), other: details()}
+    made = {readme: with_figures(text), other: details()}
     if sys.argv[1:] == ["--check"]:
         off = [path.name for path, wanted in made.items() if path.read_text("utf-8") != wanted]
         sys.exit(f"{off} differ from the files under examples/results: run .ci/readme_tables.py" if off else 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -111,6 +113,12 @@ def test_its_sizes_are_those_that_were_measured() -> None:
     assert f"{alone['cuflash[cuda13]']} alone, {beside['cuflash[cuda13]']} beside PyTorch" in text
     assert f"{beside['flash-attn-4']} beside PyTorch" in text
     assert f"PyTorch 2.14 itself: {of['torch']['bytes'] / 1e9:.1f} GB" in text
+
+
+def test_its_figures_are_those_that_were_measured() -> None:
+    command = [sys.executable, str(ROOT / ".ci" / "readme_tables.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_its_links_and_pictures_are_there() -> None:
