@@ -181,10 +181,11 @@ def calls(gpu: str) -> str:
 
 
 def install() -> str:
-    """Megabytes that pip downloads."""
+    """Megabytes that pip downloads and installs."""
     rows = json.loads((RESULTS / "install.json").read_text("utf-8"))["rows"]
-    lines = [[row["stack"], f"{row['bytes'] / 1e6:,.0f}", f"{row['bytes_beside_torch'] / 1e6:,.0f}"] for row in rows]
-    return table(("pip downloads, MB", "all", "beside PyTorch"), lines)
+    kinds = {"bytes": "downloads", "bytes_beside_torch": "beside PyTorch", "bytes_on_disk": "on disk"}
+    lines = [[row["stack"], *(f"{row[kind] / 1e6:,.0f}" for kind in kinds)] for row in rows]
+    return table(("MB", *kinds.values()), lines)
 
 
 def errors() -> dict[tuple[str, str, float], list[float]]:
