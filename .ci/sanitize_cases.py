@@ -81,6 +81,10 @@ def hopper_cases() -> Iterator[Case]:
             name, queries = f"{dtype}_{tile.head_dim}_{tile.min_queries}_parts", max(tile.min_queries + 100, 300)
             shape = queries, 200, 16, 1, tile.head_dim, tile.head_dim_v
             yield Case(name, 1, *shape, dtype, causal=True, diagonal_offset=100, softcap=capped)
+    by_rows = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.ROWS)
+    for dtype, dims, capped in itertools.product(("float16", "bfloat16"), by_rows, (0.0, 15.0)):  # the same by rows
+        shape = device.query(0).num_sms // 2 + 1, 200, 100, 3, 1, *dims
+        yield Case(f"{dtype}_{dims[0]}_{dims[1]}_sharing", *shape, dtype, causal=True, softcap=capped)
     for causal in (False, True):  # a block of threads takes several key blocks
         heads = device.query(0).num_sms
         yield Case(f"key_blocks_{causal}", 4, 300, 520, heads, heads, 64, 64, "bfloat16", causal=causal)

@@ -23,6 +23,7 @@ from .key_blocks import (
     SharedKeys,
     choose_parts,
     choose_shared,
+    choose_sharing_rows,
     choose_splits,
     count_key_blocks,
     is_full,
@@ -322,7 +323,7 @@ def _sums(
 def _rows_plan(
     problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], cells: tuple[bool, ...] = (False,) * 3
 ) -> Plan:
-    """Kernels: delta, dq, dk and dv. They are always deterministic, so the option `deterministic` changes nothing.
+    """Kernels: delta, dq, dk and dv. All of them repeat bit by bit, also without `deterministic`.
 
     cells: which of them pass over tiles in which the caller's mask shows nothing.
     """
@@ -342,13 +343,22 @@ def _rows_plan(
         "heads_together": 1 if is_full(problem) else HEADS_TOGETHER,
         "stats_rows": stats_rows,
     }
-    launches = [delta_launch(problem, device, stats_rows, 1, **of_slots)]
+    shares = choose_sharing_rows(problem, device)
+    of_turns = {"num_q_blocks": 0, "more_turns": 2 * work[1]} if shares else {}
+    launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_turns)]
     for tile, skips in zip(tiles, cells, strict=True):
-        variant = _rows_variant(problem, device, tile, skips)
-        num_work = work[tile.gradient != "dq"]
+        shared, result = shares and tile.gradient != "dq", tile.gradient
+        variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
+        num_work = work[result != "dq"] * (2 if shared else 1)
         blocks = num_work if own is None else min(num_work, device.num_sms)
-        launches.append(Launch(variant, blocks, fields, _boxes(problem, *tile.boxes), counted=own is not None))
+        more = fields | {"first_turn": work[1] if shared and result == "dv" else 0}
+        boxes, renamed = _boxes(problem, *tile.boxes), {"acc": f"{result}_acc"} if shared else {}
+        launches.append(Launch(variant, blocks, more, boxes, counted=own is not None, renamed=renamed))
     found: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
+    if shares:
+        rows = work[1] * KEY_ROWS
+        sums = {"dk_acc": rows * tiles[1].head_dim, "dv_acc": rows * tiles[2].head_dim_v}
+        found = {**found, **sums, "turns": of_turns["more_turns"]}
     if any(cells):
         launches, found = with_cells(problem, device, launches, found)
     return make_plan(problem, device, launches, found, num_work=max(work))

@@ -9,6 +9,7 @@ from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from . import tiles_sm90
 from .cells import uses_cells
+from .delta import changes_weights
 from .device import Device
 from .plan import MAX_GRID, blocks_of, heads_together
 
@@ -144,6 +145,17 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
         log2 += 1
     return log2
+
+
+def choose_sharing_rows(problem: Problem, device: Device) -> bool:
+    """Whether two blocks of threads share the query heads of each key block of dk, and of dv, where kernels go by rows.
+
+    As for one kernel of all gradients (L35), but not for scores and masks of the caller's own.
+    """
+    if problem.options.deterministic or problem.mask.is_full or problem.lengths is not None:
+        return False
+    grouped = problem.heads_q > problem.heads_kv and not changes_weights(problem)
+    return grouped and 8 * count_key_blocks(problem, KEY_ROWS) < 7 * WAVES * device.num_sms
 
 
 def choose_shared(

@@ -171,9 +171,9 @@ _STRUCTS: dict[str, Fields] = {
     ],
     "TiledRowsParams": [
         *_maps("q k v dout dq dk dv"),
-        *_pointers("stats q_blocks k_blocks counter"),
+        *_pointers("stats q_blocks k_blocks counter acc turns"),
         *_PROBLEM,
-        *_ints("num_q_blocks num_k_blocks heads_together stats_rows"),
+        *_ints("num_q_blocks num_k_blocks heads_together stats_rows first_turn"),
     ],
     "BlockMaskParams": [*_pointers("cells"), *_PROBLEM, *_ints("num_cells heads cells_q cells_k of_call unused")],
     "SeenCountsParams": [

@@ -258,9 +258,13 @@ struct TiledRowsParams {
   // Of several lengths: as in DeltaParams, and the counter of the work that blocks of threads have taken.
   const void *q_blocks, *k_blocks;
   unsigned* counter;
+  // Where two blocks of threads share the query heads of a key block: sums of the one that ends first, and counters, at 0.
+  float* acc;
+  unsigned* turns;
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int heads_together, stats_rows;  // heads_together: query or kv heads whose blocks start longest first
+  int first_turn;                  // of this gradient among turns
 };
 
 // portable/block_mask.cu.

@@ -148,6 +148,23 @@ def test_blocks_that_share_query_heads_add_up_dk_and_dv(cupy: Any, mask: str, di
         check_in_many_orders(cupy, case, given_for(case, cupy), 50)
 
 
+@pytest.mark.parametrize("dims", BY_ROWS, indirect=True)
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_two_blocks_that_share_query_heads_by_rows_give_the_same_bits_each_time(
+    cupy: Any, mask: str, dims: tuple[int, int]
+) -> None:
+    for heads in ((5, 1), (6, 2)):
+        batch = -(-launch.device.query(0).num_sms // (2 * 3 * heads[1]))  # half a wave of key blocks
+        case = Case(mask, batch, 300, 260, *heads, *dims, "bfloat16", **MASKS[mask])
+        launches = make_plan(case.problem("backward"), launch.device.query(0)).launches
+        assert all(each.variant.tile.shares_heads for each in launches[2:])
+        made = given_for(case, cupy)
+        first = run(case, made)
+        check(case, made, first)
+        for _ in range(50):
+            assert identical(run(case, made), first)
+
+
 @DETERMINISTIC
 def test_groups_of_heads_share_keys(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("group", 17, 150, 520, 6, 2, *dims, "bfloat16", window_size=(300, 100))  # fills the GPU
