@@ -26,7 +26,7 @@ SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each 
 LEAST_KEY_BLOCKS = 4
 HEADS_WITHOUT_TURNS = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
 # Under a mask, blocks of threads share the query heads of a key block, where each has so many heads and query tiles at
-# least. why: L55
+# least. why: L34
 LEAST_PART_HEADS, LEAST_PART_TILES = 2, 128
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
@@ -64,7 +64,7 @@ def parts_for_l2(group: int, tiles: int) -> int:
     """2 to this power blocks of threads share the query heads of a key block that sees so many query tiles of a head.
 
     Under a mask key blocks have unequal numbers of tiles, so that those which run at the same time come to be at
-    different heads, the farther apart the more heads they have. L2 holds few of these. why: L55
+    different heads, the farther apart the more heads they have. L2 holds few of these. why: L34
     """
     heads = max(LEAST_PART_HEADS, blocks_of(LEAST_PART_TILES, max(tiles, 1)))
     return blocks_of(group, heads).bit_length() - 1
@@ -128,7 +128,7 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
 
 
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
-    """2 to this power blocks of threads share the query heads of each key block (L35, L55).
+    """2 to this power blocks of threads share the query heads of each key block (L34, L35).
 
     One where key blocks are shared by steps, or where sums are ordered; and where there are almost WAVES waves of them,
     if they are not better off near each other.

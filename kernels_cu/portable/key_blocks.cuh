@@ -6,7 +6,7 @@
 #include "../common/vector.cuh"
 
 // How so many key blocks are shared out, counted over kv heads, too (L35). With last_steps, those of the last wave are shared
-// if that is shorter. Else all are, until there are three waves of parts, and at least least_parts of each (L55).
+// if that is shorter. Else all are, until there are three waves of parts, and at least least_parts of each (L34).
 __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
   constexpr int kAddingUp = 6;  // so many steps take as long as adding up a part of a key block
   const int all = listed * (p.problem.heads_q / p.problem.heads_per_kv), rest = all % p.takers;
