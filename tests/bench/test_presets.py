@@ -197,7 +197,6 @@ def test_gpu_calls_are_captured_and_their_memory_is_told(library: str) -> None:
             assert row.peak_bytes >= 2 * 256 * 2 * 64
 
 
-
 def test_a_decoding_step_counts_what_it_reads() -> None:
     case = Case("step", 2, 1, 100, 8, 2, 64, 64, "bfloat16", causal=True)
     row = run.Row(case, peers.ours("forward", ARRAYS, ("flash2",))[0])
