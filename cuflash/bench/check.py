@@ -91,11 +91,6 @@ class Exact:
         self.put, self.xp, self.problem = arrays.constant, arrays.xp, case.problem()
         self.functions = case.functions(put) if isinstance(case, OwnCase) else None
 
-    def late_rows(self, rng: np.random.Generator) -> Indices:
-        """Some rows of the second half, because under a causal mask the others see few keys."""
-        end = self.problem.seqlen_q
-        return np.unique(np.append(rng.integers(end // 2, end, 6), end - 1))
-
     def weights(self, head: int, q: Any, k: Any, rows: Indices) -> tuple[Any, Any, slice]:
         """Softmax weights of these rows, which ascend, for the keys of a slice, and the slopes of their capped scores.
 
@@ -103,32 +98,38 @@ class Exact:
         """
         xp, problem = self.xp, self.problem
         part = slice(*problem.mask.key_range(int(rows[0]), int(rows[-1]) + 1))
-        i, j = self.put(rows)[:, None], self.put(np.arange(part.start, part.stop))
-        s, slope = q[self.put(rows)] * problem.softmax_scale @ k[part].T, 1.0
+        i, j = self.put(rows), self.put(np.arange(part.start, part.stop))
+        s, slope = q[i] * problem.softmax_scale @ k[part].T, 1.0
         if cap := problem.options.softcap:
             s = xp.tanh(s / cap)
             slope = 1.0 - s * s
             s = s * cap
-        seen = (j >= i + problem.mask.lo) & (j <= i + problem.mask.hi)
+        seen = problem.mask.visible(i, j)
         if self.functions is not None:
             if self.functions.score_mod is not None:
-                s = self.functions.score_mod(s, 0, head, i, j)
-            seen = seen & self.functions.mask_mod(0, head, i, j)
+                s = self.functions.score_mod(s, 0, head, i[:, None], j)
+            seen = seen & self.functions.mask_mod(0, head, i[:, None], j)
         s = xp.where(seen, s, -xp.inf)
         p = xp.exp(s - xp.amax(s, axis=1, keepdims=True))
         p /= p.sum(axis=1, keepdims=True)
         return p, slope, part
 
 
+def _some(rng: np.random.Generator, begin: int, end: int, always: int) -> Indices:
+    """A few numbers of a range, and one that is always among them, in their order."""
+    return np.unique(np.append(rng.integers(begin, end, 6), always))
+
+
 def _out(exact: Exact, rng: np.random.Generator, head: int, q: Any, k: Any, v: Any) -> tuple[Indices, Any]:
     end = exact.problem.seqlen_q
-    rows = np.unique(np.append(rng.integers(0, end, 6), end - 1))
+    rows = _some(rng, 0, end, end - 1)
     p, _, part = exact.weights(head, q, k, rows)
     return rows, p @ v[part]
 
 
 def _dq(exact: Exact, rng: np.random.Generator, head: int, q: Any, dout: Any, k: Any, v: Any) -> tuple[Indices, Any]:
-    rows = exact.late_rows(rng)
+    end = exact.problem.seqlen_q
+    rows = _some(rng, end // 2, end, end - 1)  # why late ones: under a causal mask the others see few keys
     p, slope, part = exact.weights(head, q, k, rows)
     dp = dout[exact.put(rows)] @ v[part].T
     return rows, p * (dp - (p * dp).sum(axis=1, keepdims=True)) * slope @ k[part] * exact.problem.softmax_scale
@@ -140,7 +141,7 @@ def _dkdv(
     """dk and dv of early keys, which many queries see. Each needs a column of weights, and so all rows."""
     problem = exact.problem
     seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
-    keys = np.unique(np.append(rng.integers(0, -(-seqlen_k // 2), 6), 0))
+    keys = _some(rng, 0, -(-seqlen_k // 2), 0)
     at = exact.put(keys)
     dk, dv = exact.xp.zeros_like(k[at]), exact.xp.zeros_like(v[at])
     step = max(1, CHUNK // seqlen_k)

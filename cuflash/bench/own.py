@@ -121,9 +121,10 @@ def flex_functions(case: Case, put: Put, torch: Any) -> Functions:
     if isinstance(case, OwnCase):
         return case.functions(put)
     score_mod = partial(_capped, torch.tanh, case.softcap) if case.softcap else None
-    lo, hi = case.problem().mask.lo, case.problem().mask.hi
-    if not case.causal and case.window_size == (-1, -1):
+    mask = case.problem().mask
+    if mask.is_full:
         return Functions(score_mod)
+    lo, hi = mask.lo, mask.hi
     return Functions(score_mod, lambda b, h, q_idx, k_idx: (k_idx >= q_idx + lo) & (k_idx <= q_idx + hi))
 
 

@@ -19,7 +19,7 @@ from ..ops.backward import backward
 from ..ops.forward import forward
 from .arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays
 from .cases import Case
-from .measure import Run
+from .measure import Run, reason
 from .own import OwnCase, flex_functions
 
 FLOAT16 = ("float16", "bfloat16")
@@ -96,7 +96,7 @@ def find(arrays: NumpyArrays, *, flex: bool = False) -> tuple[list[Contender], d
         try:
             found += _flash_attention_4()
         except Exception as error:  # why: what its import raises depends on the compiler packages it uses
-            missing["FlashAttention-4"] = str(error) or type(error).__name__
+            missing["FlashAttention-4"] = reason(error, whole=True)
         found += _flex_attention(arrays) if flex else []
     elif isinstance(arrays, CupyArrays):
         missing["torch, FlashAttention-4"] = "torch with CUDA is not installed"

@@ -148,7 +148,7 @@ def _startup(timings: dict[str, Any]) -> dict[str, str]:
     return found | ({"not measured": timings["failed"]} if "failed" in timings else {})
 
 
-def _speed(row: Row, preset: str = "") -> str:
+def _speed(row: Row, preset: str) -> str:
     if row.seconds is None or row.tflops is None:
         return "WRONG" if row.wrong else "–"
     if preset == "memory":

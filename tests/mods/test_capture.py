@@ -18,6 +18,8 @@ import pytest
 from traces import check
 
 from cuflash.errors import ProblemError
+from cuflash.mods import captured_object
+from cuflash.mods.captured_object import CapturedObject
 from cuflash.mods.trace import trace
 
 TABLE = np.array([0.5, -0.25, 1.5, 2.0], np.float32)
@@ -345,6 +347,15 @@ def test_attributes_of_captured_objects_are_not_set() -> None:
     with pytest.raises(ProblemError, match="the attribute width of a captured object is set"):
         trace(function, "mask_mod")
     assert SPACE.width == 4
+
+
+def test_captured_objects_have_the_hash_of_what_they_stand_for_also_when_globals_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing: Any = None  # why: a hash asks for the value alone
+    captured = CapturedObject(nothing, nothing, Side.LEFT, 0)
+    monkeypatch.setattr(captured_object, "_value", None)  # as at the interpreter's end
+    assert hash(captured) == hash(Side.LEFT)
 
 
 def test_only_arrays_are_indexed_by_traced_values() -> None:
