@@ -20,10 +20,12 @@ from typing import Any, NamedTuple
 from .arrays import CupyArrays, NumpyArrays
 
 WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU take that long to rise
-READING_SECONDS = 1e-3  # what is read at once is at least this long, so that a launch does not count
+# What is read at once is at least this long, so that a launch does not count. Before each reading L2 is overwritten, as
+# triton's do_bench does, which takes so long. why: the clocks follow the power, and it takes less than a call.
+READING_SECONDS, OVERWRITE_SECONDS = 2.5e-4, 1e-4
 # A contender's turn is this long on a GPU, and only its second half counts. why: the clocks are then those that it has
 # by itself. One that needs the most power has higher ones right after others (L1), and would seem faster than it is.
-TURN_SECONDS = 0.04
+TURN_SECONDS, WALL_TURN_SECONDS = 0.1, 0.03  # of graphs; of calls
 CONTENDER_SECONDS = 3.0  # the most seconds that a contender's turns take in one cell
 STARTUP_SECONDS = 300  # after which a process that makes first calls is ended
 
@@ -71,7 +73,7 @@ def seconds_per_call(
             continue
         repeats[name] = repeats_for(seconds) if arrays.on_gpu else 1
         spans[name] = partial(_span, arrays, run, repeats[name])
-    return _in_turns(spans, repeats, rounds, TURN_SECONDS if arrays.on_gpu else 0.0), reasons
+    return _in_turns(arrays, spans, repeats, rounds, WALL_TURN_SECONDS if arrays.on_gpu else 0.0), reasons
 
 
 def seconds_in_graphs(
@@ -104,7 +106,7 @@ def seconds_in_graphs(
             spans[name] = partial(arrays.span, arrays.captured(work))
         except Exception as error:  # why: what cannot be captured has only the other time
             reasons[name] = reason(error)
-    return _in_turns(spans, dict.fromkeys(spans, times), rounds, TURN_SECONDS, watch), reasons
+    return _in_turns(arrays, spans, dict.fromkeys(spans, times), rounds, TURN_SECONDS, watch), reasons
 
 
 def reason(error: Exception, *, whole: bool = False) -> str:
@@ -123,6 +125,7 @@ def _times_in(wanted: float, seconds: float) -> int:
 
 
 def _in_turns(
+    arrays: NumpyArrays,
     spans: dict[str, Callable[[], Callable[[], float]]],
     calls: dict[str, int],
     rounds: int,
@@ -132,19 +135,25 @@ def _in_turns(
     """Seconds of one of the calls of each span, in so many rounds at most, after the clocks have risen."""
     if not spans:
         return {}
+
+    def begin(name: str) -> Callable[[], float]:
+        arrays.overwrite_l2()
+        return spans[name]()
+
     started, seconds = time.perf_counter(), dict.fromkeys(spans, 0.0)
     while True:
-        readers = {name: span() for name, span in spans.items()}
+        readers = {name: begin(name) for name in spans}
         seconds = {name: read() for name, read in readers.items()}
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
-    repeats = {name: _times_in(turn_seconds, x) for name, x in seconds.items()}
-    longest = max(seconds[name] * repeats[name] for name in spans)
+    whole = {name: x + OVERWRITE_SECONDS for name, x in seconds.items()}
+    repeats = {name: _times_in(turn_seconds, x) for name, x in whole.items()}
+    longest = max(whole[name] * repeats[name] for name in spans)
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / longest)))
     # why another order in every round: L1
     shuffled = random.Random(0)
     orders = [shuffled.sample(list(spans), len(spans)) for _ in range(rounds)]
-    turns = [{name: [spans[name]() for _ in range(repeats[name])] for name in order} for order in orders]
+    turns = [{name: [begin(name) for _ in range(repeats[name])] for name in order} for order in orders]
     watch()
     readings = {name: [read() for turn in turns for read in turn[name][repeats[name] // 2 :]] for name in spans}
     return {name: Seconds.of([x / calls[name] for x in of_one]) for name, of_one in readings.items()}

@@ -265,12 +265,15 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     most_blocks = own.num_slots("k", problem.batch, tile.block_k)
     blocks = most_blocks * problem.heads_kv
     takers = min(blocks, device.num_sms)
-    together, sequences_together = listed_together(problem, device, tile)
     # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
-    steps = group * blocks_of(own.mean_rows("q", problem.batch), tile.block_q)
+    mean_rows = own.mean_rows("q", problem.batch)
+    steps = group * blocks_of(mean_rows, tile.block_q)
     most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
+    least_parts = 1
     # why not in a window: key blocks have as many tiles as each other.
-    least_parts = 1 if full or own.left is not None else min(1 << parts_for_l2(group, steps // group), MOST_PARTS)
+    if not deterministic and not full and own.left is None:
+        least_parts = max(min(1 << parts_for_l2(problem, mean_rows), most_parts), 1)
+    together, sequences_together = listed_together(problem, device, tile, least_parts)
     shared_keys = 0
     if not deterministic and most_parts > 1 and (full or least_parts > 1 or blocks < WAVES * device.num_sms):
         shared_keys = takers if full else blocks
@@ -287,7 +290,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "num_slots": own.num_slots("k", problem.batch, PADDED_SLOT),
         "block_k": tile.block_k,
         "max_key_blocks": most_blocks,
-        "sorted_blocks": blocks_of(SORTED_WAVES * device.num_sms, min(together, problem.heads_kv)),
+        "sorted_blocks": blocks_of(SORTED_WAVES * device.num_sms, min(together, problem.heads_kv) * least_parts),
         "takers": takers,
         "shared_keys": shared_keys,
         "least_parts": least_parts,

@@ -25,9 +25,9 @@ SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each 
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
 HEADS_WITHOUT_TURNS = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
-# Under a mask, blocks of threads share the query heads of a key block, where each has so many heads and query tiles at
-# least. why: L34
-LEAST_PART_HEADS, LEAST_PART_TILES = 2, 128
+# Under a mask, blocks of threads share the query heads of a key block. Each has at least so many columns of q, counted
+# over its heads, and so many rows of q. As many heads as have PART_WAVES waves of such blocks start together. why: L34
+LEAST_PART_COLUMNS, LEAST_PART_ROWS, PART_WAVES = 256, 4096, 2
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
 
@@ -60,14 +60,14 @@ def is_full(problem: Problem) -> bool:
     return problem.mask.is_full and not uses_cells(problem)
 
 
-def parts_for_l2(group: int, tiles: int) -> int:
-    """2 to this power blocks of threads share the query heads of a key block that sees so many query tiles of a head.
+def parts_for_l2(problem: Problem, seqlen_q: int) -> int:
+    """2 to this power blocks of threads share the query heads of a key block that sees so many queries.
 
     Under a mask key blocks have unequal numbers of tiles, so that those which run at the same time come to be at
     different heads, the farther apart the more heads they have. L2 holds few of these. why: L34
     """
-    heads = max(LEAST_PART_HEADS, blocks_of(LEAST_PART_TILES, max(tiles, 1)))
-    return blocks_of(group, heads).bit_length() - 1
+    least = LEAST_PART_COLUMNS // problem.head_dim, blocks_of(LEAST_PART_ROWS, max(seqlen_q, 1)), 1
+    return blocks_of(problem.heads_q // problem.heads_kv, max(least)).bit_length() - 1
 
 
 def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int, parts_log2: int = 0) -> int:
@@ -82,9 +82,10 @@ def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int, parts
     lengths = problem.seqlen_q, problem.seqlen_k
     if problem.mask.is_full:  # the mask is the caller's own: key blocks may see all queries, and L2 is to hold these
         return heads_together(_head_bytes(problem, *lengths, group=1), L2_BYTES // 2, HEADS_TOGETHER)
-    least = _heads_of_waves(device, num_k_blocks << parts_log2)
-    at_once = 1 << parts_log2 if parts_log2 else 0
-    return heads_together(_head_bytes(problem, *lengths, at_once), L2_BYTES, HEADS_TOGETHER, least)
+    if parts_log2:
+        return _heads_of_parts(device, num_k_blocks << parts_log2)
+    least = _heads_of_waves(device, num_k_blocks)
+    return heads_together(_head_bytes(problem, *lengths), L2_BYTES, HEADS_TOGETHER, least)
 
 
 def _head_bytes(problem: Problem, seqlen_q: int, seqlen_k: int, group: int = 0) -> int:
@@ -100,23 +101,38 @@ def _heads_of_waves(device: Device, num_k_blocks: int) -> int:
     return blocks_of(WAVES_TOGETHER * device.num_sms, max(num_k_blocks, 1))
 
 
-def listed_together(problem: Problem, device: Device, tile: tiles_sm90.WarpgroupBackwardTile) -> tuple[int, int]:
+def _heads_of_parts(device: Device, blocks: int) -> int:
+    """How many heads, each of so many blocks of threads, have PART_WAVES waves of them. One has 132 on an H100."""
+    return heads_together(max(blocks, 1), PART_WAVES * _wave(device), HEADS_TOGETHER)
+
+
+def _wave(device: Device) -> int:
+    """The power of two next to the number of multiprocessors."""
+    return 1 << round(math.log2(device.num_sms))
+
+
+def listed_together(
+    problem: Problem, device: Device, tile: tiles_sm90.WarpgroupBackwardTile, least_parts: int
+) -> tuple[int, int]:
     """How many kv heads start their key blocks together, and how many sequences take turns in the list of key blocks.
+
+    least_parts: blocks of threads that share each key block, if it is more than one.
 
     Dense calls of small head dims give a block of threads several key blocks of a head, which then do not wait for each
     other's sums of dq. Here those of other heads and sequences come between them instead. why: L54
     """
     own = problem.lengths
     assert own is not None
-    if tile.key_blocks == 1 or problem.options.deterministic:
-        return kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k)), 1
     # why means: the host knows no more.
     seqlen_q = min(own.mean_rows("q", problem.batch), problem.seqlen_q)
     seqlen_k = min(own.mean_rows("k", problem.batch), problem.seqlen_k)
+    if least_parts > 1:
+        return _heads_of_parts(device, blocks_of(seqlen_k, tile.block_k) * least_parts), 1
+    if tile.key_blocks == 1 or problem.options.deterministic:
+        return kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k)), 1
     # why a wave: then few key blocks of one tile of dq run at the same time. More is slower. The heads of one sequence
     # may always start together.
-    wave = 1 << round(math.log2(device.num_sms))
-    most = min(max(problem.heads_kv, wave), problem.heads_kv * SEQUENCES_TOGETHER)
+    most = min(max(problem.heads_kv, _wave(device)), problem.heads_kv * SEQUENCES_TOGETHER)
     # Heads of sequences, each counted once, that touch what one L2 cache holds.
     heads_of_all = heads_together(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
     least = 1 if is_full(problem) else _heads_of_waves(device, blocks_of(seqlen_k, tile.block_k))
@@ -141,7 +157,7 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     most = min(group, group * tiles // (4 * SHARED_STEPS))
     # why not in a window, whose key blocks have as many tiles as each other, nor with cells: they may have few.
     goes_apart = problem.mask.lo == -problem.seqlen_q and not uses_cells(problem)
-    log2 = parts_for_l2(group, tiles) if goes_apart and blocks * group <= MAX_GRID else 0
+    log2 = parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
     while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
         log2 += 1
     return log2

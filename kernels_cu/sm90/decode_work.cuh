@@ -107,22 +107,33 @@ struct DecodeQueue : WorkCounter {
     tiles = __reduce_add_sync(0xffffffffu, tiles);
     // why apart: this is known before the lengths are.
     blocks = kFew ? params.problem.batch * blocks_of(params, params.problem.rows_q) : __reduce_add_sync(0xffffffffu, blocks);
-    choose_splits(ctas, blocks, tiles, num_groups > 1);
+    const int rows = smaller(params.problem.rows_q * params.problem.heads_per_kv, kBlockQ);
+    choose_splits(ctas, blocks, tiles, rows, num_groups > 1);
     if (num_groups > 1) read(params, 0, 0);
+  }
+
+  // Tiles of a split, so many that merging takes about as long as its keys: the last split to end merges the rows of all,
+  // so that more splits are shorter, but take longer to merge (L55).
+  __device__ static int tiles_worth_merging(int blocks, int tiles, int rows) {
+    return __float2int_rn(2 * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));
   }
 
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
   // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
   // A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
-  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, bool has_more) {
+  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, int rows, bool has_more) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
     const int num_ctas = ctas.by, each = ctas.ceil_quotient(tiles);
     if (blocks > num_ctas) {
       const unsigned half = (each + 1u) / 2, eighth = (each + 7u) / 8;
       most_tiles = blocks < 3 * num_ctas ? larger(int(half), kLeastOfSome) : larger(int(eighth), kLeastOfMany);
+      // Where all sequences have one length, so have their splits.
+      const int mean = ceil_quotient(tiles, blocks);
+      most_tiles = smaller(most_tiles, ceil_quotient(mean, ceil_quotient(mean, most_tiles)));
       return;
     }
     most_tiles = larger(each, kLeast);
+    if constexpr (kNarrow) most_tiles = larger(most_tiles, tiles_worth_merging(blocks, tiles, rows));
     const int pieces = part.blocks * ceil_quotient(part.tiles.count(), most_tiles);
     // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
     if (has_more || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
