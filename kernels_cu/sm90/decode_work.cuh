@@ -115,7 +115,8 @@ struct DecodeQueue : WorkCounter {
   // Tiles of a split, so many that merging takes about as long as its keys: the last split to end merges the rows of all,
   // so that more splits are shorter, but take longer to merge (L55).
   __device__ static int tiles_worth_merging(int blocks, int tiles, int rows) {
-    return __float2int_rn(2 * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));
+    constexpr float kCost = kNarrow ? 2.0f : 1.4f;
+    return __float2int_rn(kCost * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));
   }
 
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
@@ -132,8 +133,7 @@ struct DecodeQueue : WorkCounter {
       most_tiles = smaller(most_tiles, ceil_quotient(mean, ceil_quotient(mean, most_tiles)));
       return;
     }
-    most_tiles = larger(each, kLeast);
-    if constexpr (kNarrow) most_tiles = larger(most_tiles, tiles_worth_merging(blocks, tiles, rows));
+    most_tiles = larger(larger(each, kLeast), tiles_worth_merging(blocks, tiles, rows));
     const int pieces = part.blocks * ceil_quotient(part.tiles.count(), most_tiles);
     // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
     if (has_more || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
