@@ -126,9 +126,11 @@ def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() ->
     assert listed(1, 128, (1, 1)) == (4, 0, 0, 2)  # adding up takes longer
     assert listed(8, 2048, (8, 1), causal=True, deterministic=True)[1] == 0
     assert of_lengths(64).launches[0].fields["heads_each"] == DELTA_HEADS // 2
-    grouped = of_lengths(128, 2, 4096, (64, 8), causal=True).launches[0].fields
+    grouped, taking = (x.fields for x in of_lengths(128, 2, 4096, (64, 8), causal=True).launches)
     assert (grouped["least_parts"], grouped["shared_keys"]) == (4, grouped["max_key_blocks"] * 8)
     assert of_lengths(128, 2, 4096, (64, 8), causal=True, deterministic=True).launches[0].fields["shared_keys"] == 0
+    # as many heads as have two waves of parts; the last two waves of all lists are sorted
+    assert (grouped["sorted_blocks"], taking["heads_together"]) == (33, 2)
     for more in ({}, {"causal": True, "window_size": (1023, 0)}):
         assert of_lengths(128, 2, 4096, (64, 8), **more).launches[0].fields["least_parts"] == 1
 
@@ -140,13 +142,15 @@ def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_ti
         assert count == 1 or made["whole_blocks"] == made["shared_keys"] * count
         return count, made["shared_keys"], made["shared_steps"]
 
-    assert parts(8, 2048) == (2, 128, 0)  # almost two waves
-    assert parts(30, 1024) == (1, 0, 0)
-    # with so many tiles for each part they are many, but near each other
+    assert parts(8, 2048, window_size=(511, 0)) == (2, 128, 0)  # almost two waves
+    assert parts(60, 512) == (1, 0, 0)
+    # with so many rows for each part they are many, but near each other
+    assert parts(8, 2048) == (4, 128, 0)
     assert parts(2, 4096, (64, 8)) == (4, 512, 0)
     assert parts(2, 8192, (32, 8)) == (2, 1024, 0)
     assert parts(1, 8192, (128, 8)) == (8, 512, 0)
-    assert parts(8, 2048, (32, 8)) == parts(8, 4096, (16, 8)) == (1, 0, 0)
+    assert parts(8, 2048, (32, 8)) == (2, 1024, 0)
+    assert parts(16, 1024, (32, 8)) == parts(8, 4096, (16, 8)) == (1, 0, 0)
     assert parts(2, 4096, (64, 8), window_size=(1023, 0)) == (1, 0, 0)
     assert parts(2, 4096, (64, 8), window_size=(4095, 0)) == (4, 512, 0)  # it hides nothing
     assert parts(1, 2048) == (8, 16, 0)  # a part has one query head at least
