@@ -354,9 +354,10 @@ def _rows_plan(
         variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
         num_work = work[result != "dq"] * (2 if shared else 1)
         blocks = num_work if own is None else min(num_work, device.num_sms)
-        more = fields | {"first_turn": work[1] if shared and result == "dv" else 0}
+        # why the same fields but there: launches whose fields are one dict have their parameters in common.
+        own_fields = fields | {"first_turn": work[1] if result == "dv" else 0} if shared else fields
         boxes, renamed = _boxes(problem, *tile.boxes), {"acc": f"{result}_acc"} if shared else {}
-        launches.append(Launch(variant, blocks, more, boxes, counted=own is not None, renamed=renamed))
+        launches.append(Launch(variant, blocks, own_fields, boxes, counted=own is not None, renamed=renamed))
     found: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
     if shares:
         rows = work[1] * KEY_ROWS
