@@ -21,6 +21,7 @@ from .key_blocks import (
     SHARED_STEPS,
     WAVES,
     SharedKeys,
+    choose_least_parts,
     choose_parts,
     choose_shared,
     choose_sharing_rows,
@@ -29,7 +30,6 @@ from .key_blocks import (
     is_full,
     kv_heads_together,
     listed_together,
-    parts_for_l2,
 )
 from .own_code import OwnCode, own_code
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
@@ -266,13 +266,9 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     blocks = most_blocks * problem.heads_kv
     takers = min(blocks, device.num_sms)
     # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
-    mean_rows = own.mean_rows("q", problem.batch)
-    steps = group * blocks_of(mean_rows, tile.block_q)
+    steps = group * blocks_of(own.mean_rows("q", problem.batch), tile.block_q)
     most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
-    least_parts = 1
-    # why not in a window: key blocks have as many tiles as each other.
-    if not deterministic and not full and own.left is None:
-        least_parts = max(min(1 << parts_for_l2(problem, mean_rows), most_parts), 1)
+    least_parts = choose_least_parts(problem, own, most_parts)
     together, sequences_together = listed_together(problem, device, tile, least_parts)
     shared_keys = 0
     if not deterministic and most_parts > 1 and (full or least_parts > 1 or blocks < WAVES * device.num_sms):

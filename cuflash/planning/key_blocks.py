@@ -6,6 +6,7 @@ import math
 from typing import NamedTuple
 
 from ..problem.dtypes import DTYPES
+from ..problem.lengths import Lengths
 from ..problem.problem import Problem
 from . import tiles_sm90
 from .cells import uses_cells
@@ -60,7 +61,7 @@ def is_full(problem: Problem) -> bool:
     return problem.mask.is_full and not uses_cells(problem)
 
 
-def parts_for_l2(problem: Problem, seqlen_q: int) -> int:
+def _parts_for_l2(problem: Problem, seqlen_q: int) -> int:
     """2 to this power blocks of threads share the query heads of a key block that sees so many queries.
 
     Under a mask key blocks have unequal numbers of tiles, so that those which run at the same time come to be at
@@ -157,10 +158,18 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     most = min(group, group * tiles // (4 * SHARED_STEPS))
     # why not in a window, whose key blocks have as many tiles as each other, nor with cells: they may have few.
     goes_apart = problem.mask.lo == -problem.seqlen_q and not uses_cells(problem)
-    log2 = parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
+    log2 = _parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
     while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
         log2 += 1
     return log2
+
+
+def choose_least_parts(problem: Problem, own: Lengths, most: int) -> int:
+    """Blocks of threads that share each key block of a list, up to so many, so that L2 holds what they touch (L34)."""
+    # why not in a window: key blocks have as many tiles as each other.
+    if problem.options.deterministic or is_full(problem) or own.left is not None:
+        return 1
+    return max(min(1 << _parts_for_l2(problem, own.mean_rows("q", problem.batch)), most), 1)
 
 
 def choose_sharing_rows(problem: Problem, device: Device) -> bool:
