@@ -286,12 +286,6 @@ def speeds() -> str:
     return f"{filled(text)}\n\n{speed(gpu, ops, (1024, 4096, 16384))}"
 
 
-def models_in_words() -> str:
-    """Ratios to the fastest peer over calls of models."""
-    told = [f"{op} {mean_of(first_of_ours(rows_of(shown(), 'models', op)))}" for op in ("forward", "backward")]
-    return filled(f"Calls of published models, beside the fastest of these that takes the call: {'; '.join(told)}.")
-
-
 def filled(text: str) -> str:
     """Prose in lines as long as those of README.md."""
     return textwrap.fill(text, 176, break_long_words=False, break_on_hyphens=False)
@@ -312,7 +306,6 @@ def first_calls_of_peer() -> str:
 
 PLACES: dict[str, Callable[[], str]] = {
     "speed": speeds,
-    "models": models_in_words,
     "compiled": partial(first_calls, "cold"),
     "loaded": partial(first_calls, "disk"),
     "compiled by FlashAttention-4": first_calls_of_peer,

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 from .arrays import CupyArrays, NumpyArrays
 
-WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU take that long to rise
+WARM_UP_SECONDS = 0.1  # of all contenders together, after which it is known how long each takes
 # What is read at once is at least this long, so that a launch does not count. Before each reading L2 is overwritten, as
 # triton's do_bench does, which takes so long. why: the clocks follow the power, and it takes less than a call.
 READING_SECONDS, OVERWRITE_SECONDS = 2.5e-4, 1e-4
 # A contender's turn is this long on a GPU, and only its second half counts. why: the clocks are then those that it has
 # by itself. One that needs the most power has higher ones right after others (L1), and would seem faster than it is.
-TURN_SECONDS, WALL_TURN_SECONDS = 0.1, 0.03  # of graphs; of calls
+TURN_SECONDS = 0.1
 CONTENDER_SECONDS = 3.0  # the most seconds that a contender's turns take in one cell
 STARTUP_SECONDS = 300  # after which a process that makes first calls is ended
 
@@ -73,7 +73,7 @@ def seconds_per_call(
             continue
         repeats[name] = repeats_for(seconds) if arrays.on_gpu else 1
         spans[name] = partial(_span, arrays, run, repeats[name])
-    return _in_turns(arrays, spans, repeats, rounds, WALL_TURN_SECONDS if arrays.on_gpu else 0.0), reasons
+    return _in_turns(arrays, spans, repeats, rounds), reasons
 
 
 def seconds_in_graphs(
@@ -106,7 +106,7 @@ def seconds_in_graphs(
             spans[name] = partial(arrays.span, arrays.captured(work))
         except Exception as error:  # why: what cannot be captured has only the other time
             reasons[name] = reason(error)
-    return _in_turns(arrays, spans, dict.fromkeys(spans, times), rounds, TURN_SECONDS, watch), reasons
+    return _in_turns(arrays, spans, dict.fromkeys(spans, times), rounds, watch), reasons
 
 
 def reason(error: Exception, *, whole: bool = False) -> str:
@@ -129,10 +129,9 @@ def _in_turns(
     spans: dict[str, Callable[[], Callable[[], float]]],
     calls: dict[str, int],
     rounds: int,
-    turn_seconds: float,
     watch: Callable[[], None] = lambda: None,
 ) -> dict[str, Seconds]:
-    """Seconds of one of the calls of each span, in so many rounds at most, after the clocks have risen."""
+    """Seconds of one of the calls of each span, in so many rounds at most."""
     if not spans:
         return {}
 
@@ -147,7 +146,7 @@ def _in_turns(
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
     whole = {name: x + OVERWRITE_SECONDS for name, x in seconds.items()}
-    repeats = {name: _times_in(turn_seconds, x) for name, x in whole.items()}
+    repeats = {name: _times_in(TURN_SECONDS, x) if arrays.on_gpu else 1 for name, x in whole.items()}
     longest = max(whole[name] * repeats[name] for name in spans)
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / longest)))
     # why another order in every round: L1

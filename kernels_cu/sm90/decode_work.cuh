@@ -113,7 +113,7 @@ struct DecodeQueue : WorkCounter {
   }
 
   // Tiles of a split, so many that merging takes about as long as its keys: the last split to end merges the rows of all,
-  // so that more splits are shorter, but take longer to merge (L55).
+  // so that more splits are shorter, but take longer to merge (DESIGN.md).
   __device__ static int tiles_worth_merging(int blocks, int tiles, int rows) {
     constexpr float kCost = kNarrow ? 2.0f : 1.4f;
     return __float2int_rn(kCost * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));

@@ -173,7 +173,7 @@ def test_of_a_turn_on_a_gpu_the_second_half_counts(monkeypatch: pytest.MonkeyPat
             seconds = 1e-3 if before == taken[-1:] else 2e-3  # more right after another contender
             return lambda: seconds
 
-    monkeypatch.setattr(measure, "WALL_TURN_SECONDS", 4e-3)
+    monkeypatch.setattr(measure, "TURN_SECONDS", 4e-3)
     prepared = {name: partial(measure.Run, [partial(taken.append, name)], peers.nullcontext) for name in "ab"}
     found, reasons = measure.seconds_per_call(Arrays(), prepared, rounds=3)
     assert found == {name: (1e-3, 0.0) for name in "ab"}
