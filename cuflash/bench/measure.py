@@ -23,7 +23,7 @@ WARM_UP_SECONDS = 0.1  # of all contenders together, after which it is known how
 # What is read at once is at least this long, so that a launch does not count. Before each reading L2 is overwritten, as
 # triton's do_bench does, which takes so long. why: the clocks follow the power, and it takes less than a call.
 READING_SECONDS, OVERWRITE_SECONDS = 2.5e-4, 1e-4
-# A contender's turn is this long on a GPU, and only its second half counts. why: the clocks are then those that it has
+# A contender's turn is this long, and only its second half counts. why: a GPU's clocks are then those that it has
 # by itself. One that needs the most power has higher ones right after others (L1), and would seem faster than it is.
 TURN_SECONDS = 0.1
 CONTENDER_SECONDS = 3.0  # the most seconds that a contender's turns take in one cell
@@ -146,7 +146,7 @@ def _in_turns(
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
     whole = {name: x + OVERWRITE_SECONDS for name, x in seconds.items()}
-    repeats = {name: _times_in(TURN_SECONDS, x) if arrays.on_gpu else 1 for name, x in whole.items()}
+    repeats = {name: _times_in(TURN_SECONDS, x) for name, x in whole.items()}
     longest = max(whole[name] * repeats[name] for name in spans)
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / longest)))
     # why another order in every round: L1
