@@ -20,9 +20,7 @@ from typing import Any, NamedTuple
 from .arrays import CupyArrays, NumpyArrays
 
 WARM_UP_SECONDS = 0.1  # of all contenders together, after which it is known how long each takes
-# What is read at once is at least this long, so that a launch does not count. Before each reading L2 is overwritten, as
-# triton's do_bench does, which takes so long. why: the clocks follow the power, and it takes less than a call.
-READING_SECONDS, OVERWRITE_SECONDS = 2.5e-4, 1e-4
+READING_SECONDS = 2.5e-4  # what is read at once is at least this long, so that a launch does not count
 # A contender's turn is this long, and only its second half counts. why: a GPU's clocks are then those that it has
 # by itself. One that needs the most power has higher ones right after others (L1), and would seem faster than it is.
 TURN_SECONDS = 0.1
@@ -73,7 +71,7 @@ def seconds_per_call(
             continue
         repeats[name] = repeats_for(seconds) if arrays.on_gpu else 1
         spans[name] = partial(_span, arrays, run, repeats[name])
-    return _in_turns(arrays, spans, repeats, rounds), reasons
+    return _in_turns(spans, repeats, rounds), reasons
 
 
 def seconds_in_graphs(
@@ -88,6 +86,12 @@ def seconds_in_graphs(
     about: seconds of a call. All graphs have so many calls that those of the fastest take READING_SECONDS, as what is
     between two launches counts for all alike. watch: called right after all is enqueued.
     """
+
+    def begin(graph: Callable[[], None]) -> Callable[[], float]:
+        # why: triton's do_bench does so, too, and the clocks follow the power, which this takes less of than a call.
+        arrays.overwrite_l2()
+        return arrays.span(graph)
+
     spans: dict[str, Callable[[], Callable[[], float]]] = {}
     reasons: dict[str, str] = {}
     times = repeats_for(min(about[name].median for name in prepared)) if prepared else 0
@@ -103,10 +107,10 @@ def seconds_in_graphs(
             return repeat
 
         try:
-            spans[name] = partial(arrays.span, arrays.captured(work))
+            spans[name] = partial(begin, arrays.captured(work))
         except Exception as error:  # why: what cannot be captured has only the other time
             reasons[name] = reason(error)
-    return _in_turns(arrays, spans, dict.fromkeys(spans, times), rounds, watch), reasons
+    return _in_turns(spans, dict.fromkeys(spans, times), rounds, watch), reasons
 
 
 def reason(error: Exception, *, whole: bool = False) -> str:
@@ -125,7 +129,6 @@ def _times_in(wanted: float, seconds: float) -> int:
 
 
 def _in_turns(
-    arrays: NumpyArrays,
     spans: dict[str, Callable[[], Callable[[], float]]],
     calls: dict[str, int],
     rounds: int,
@@ -134,25 +137,19 @@ def _in_turns(
     """Seconds of one of the calls of each span, in so many rounds at most."""
     if not spans:
         return {}
-
-    def begin(name: str) -> Callable[[], float]:
-        arrays.overwrite_l2()
-        return spans[name]()
-
     started, seconds = time.perf_counter(), dict.fromkeys(spans, 0.0)
     while True:
-        readers = {name: begin(name) for name in spans}
+        readers = {name: span() for name, span in spans.items()}
         seconds = {name: read() for name, read in readers.items()}
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
-    whole = {name: x + OVERWRITE_SECONDS for name, x in seconds.items()}
-    repeats = {name: _times_in(TURN_SECONDS, x) for name, x in whole.items()}
-    longest = max(whole[name] * repeats[name] for name in spans)
+    repeats = {name: _times_in(TURN_SECONDS, x) for name, x in seconds.items()}
+    longest = max(seconds[name] * repeats[name] for name in spans)
     rounds = max(3, min(rounds, int(CONTENDER_SECONDS / longest)))
     # why another order in every round: L1
     shuffled = random.Random(0)
     orders = [shuffled.sample(list(spans), len(spans)) for _ in range(rounds)]
-    turns = [{name: [begin(name) for _ in range(repeats[name])] for name in order} for order in orders]
+    turns = [{name: [spans[name]() for _ in range(repeats[name])] for name in order} for order in orders]
     watch()
     readings = {name: [read() for turn in turns for read in turn[name][repeats[name] // 2 :]] for name in spans}
     return {name: Seconds.of([x / calls[name] for x in of_one]) for name, of_one in readings.items()}

@@ -140,13 +140,18 @@ def test_times_in_graphs_are_of_those_that_can_be_captured() -> None:
             work()
             return lambda: None
 
+        def overwrite_l2(self) -> None:
+            events.append("overwritten")
+
         def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
+            events.append("timed")
             return lambda: 3e-3
 
     def refused() -> measure.Run:
         raise RuntimeError("no capture\nof this")
 
     calls: list[int] = []
+    events: list[str] = []
     prepared = {"good": lambda: measure.Run([partial(calls.append, 1)], peers.nullcontext), "bad": refused}
     about = {"good": measure.Seconds(1.3e-4, 0.0), "bad": measure.Seconds(9e-4, 0.0)}
     arrays: Any = Arrays()
@@ -154,22 +159,16 @@ def test_times_in_graphs_are_of_those_that_can_be_captured() -> None:
     assert found == {"good": (1.5e-3, 0.0)}  # two calls in a graph
     assert calls == [1, 1]
     assert reasons == {"bad": "no capture"}
+    assert events == ["overwritten", "timed"] * (len(events) // 2)
 
 
 def test_of_a_turn_on_a_gpu_the_second_half_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[str] = []
 
     class Arrays(OnGpu):
-        overwritten = False
-
-        def overwrite_l2(self) -> None:
-            self.overwritten = True
-
         def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
             before = taken[-1:]
             enqueue()
-            assert self.overwritten == (len(taken) > 4)  # twice each to know how often, then in turns
-            self.overwritten = False
             seconds = 1e-3 if before == taken[-1:] else 2e-3  # more right after another contender
             return lambda: seconds
 
