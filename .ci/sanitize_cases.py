@@ -83,7 +83,7 @@ def hopper_cases() -> Iterator[Case]:
             yield Case(name, 1, *shape, dtype, causal=True, diagonal_offset=100, softcap=capped)
     by_rows = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.ROWS)
     for dtype, dims, capped in itertools.product(("float16", "bfloat16"), by_rows, (0.0, 15.0)):  # the same by rows
-        shape = device.query(0).num_sms // 2 + 1, 200, 100, 3, 1, *dims
+        shape = device.query(0).num_sms // 2 + 1, 200, 100, 8, 1, *dims
         yield Case(f"{dtype}_{dims[0]}_{dims[1]}_sharing", *shape, dtype, causal=True, softcap=capped)
     for causal in (False, True):  # a block of threads takes several key blocks
         heads = device.query(0).num_sms

@@ -342,7 +342,7 @@ def _rows_plan(
         "heads_together": 1 if is_full(problem) else HEADS_TOGETHER,
         "stats_rows": stats_rows,
     }
-    shares = choose_sharing_rows(problem, device)
+    shares = choose_sharing_rows(problem, device, tiles[1].block_q)
     of_turns = {"num_q_blocks": 0, "more_turns": 2 * work[1]} if shares else {}
     launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_turns)]
     for tile, skips in zip(tiles, cells, strict=True):
@@ -350,7 +350,6 @@ def _rows_plan(
         variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
         num_work = work[result != "dq"] * (2 if shared else 1)
         blocks = num_work if own is None else min(num_work, device.num_sms)
-        # why the same fields but there: launches whose fields are one dict have their parameters in common.
         own_fields = fields | {"first_turn": work[1] if result == "dv" else 0} if shared else fields
         boxes, renamed = _boxes(problem, *tile.boxes), {"acc": f"{result}_acc"} if shared else {}
         launches.append(Launch(variant, blocks, own_fields, boxes, counted=own is not None, renamed=renamed))

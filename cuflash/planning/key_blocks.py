@@ -26,8 +26,8 @@ SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each 
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
 HEADS_WITHOUT_TURNS = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
-# Under a mask, blocks of threads share the query heads of a key block. Each has at least so many columns of q, counted
-# over its heads, and so many rows of q. As many heads as have PART_WAVES waves of such blocks start together. why: L34
+# Under a mask, blocks of threads share the query heads of a key block. Each has about so many columns of q or more,
+# counted over its heads, and so many rows. As many kv heads as have PART_WAVES waves of them start together. why: L34
 LEAST_PART_COLUMNS, LEAST_PART_ROWS, PART_WAVES = 256, 4096, 2
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
@@ -172,14 +172,17 @@ def choose_least_parts(problem: Problem, own: Lengths, most: int) -> int:
     return max(min(1 << _parts_for_l2(problem, own.mean_rows("q", problem.batch)), most), 1)
 
 
-def choose_sharing_rows(problem: Problem, device: Device) -> bool:
+def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
     """Whether two blocks of threads share the query heads of each key block of dk, and of dv, where kernels go by rows.
 
     As for one kernel of all gradients (L35), but not for scores and masks of the caller's own.
     """
     if problem.options.deterministic or problem.mask.is_full or problem.lengths is not None:
         return False
-    grouped = problem.heads_q > problem.heads_kv and not changes_weights(problem)
+    group = problem.heads_q // problem.heads_kv
+    # why: adding up takes as long as some tiles, and under a mask a key block has half of them or so.
+    is_long = group * blocks_of(problem.seqlen_q, block_q) >= 2 * 4 * SHARED_STEPS
+    grouped = group > 1 and is_long and not changes_weights(problem)
     return grouped and 8 * count_key_blocks(problem, KEY_ROWS) < 7 * WAVES * device.num_sms
 
 

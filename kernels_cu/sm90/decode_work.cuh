@@ -87,6 +87,9 @@ struct DecodeQueue : WorkCounter {
     int first_tile, splits;
 
     __device__ int rows_end() const { return of.q_begin + of.num_rows; }
+
+    // The least and the greatest number of its key tiles, so that a part without query blocks changes neither.
+    __device__ Range counts() const { return blocks > 0 ? Range{tiles.count(), tiles.count()} : Range{1 << 30, 0}; }
   };
 
   int most_tiles = 0;  // key tiles of a split at most
@@ -100,15 +103,16 @@ struct DecodeQueue : WorkCounter {
   __device__ void choose_splits(const DecodeParams& params, const Divisor& ctas) {
     const int num_groups = kFew ? 1 : (num_parts(params) + 31) / 32;
     int blocks = part.blocks, tiles = part.blocks * part.tiles.count();
+    Range counts = part.counts();
     for (int next = 1; next < num_groups; ++next) {
       read(params, next, last_of_warp(part.rows_end()));
       blocks += part.blocks, tiles += part.blocks * part.tiles.count();
+      counts = {smaller(counts.begin, part.counts().begin), larger(counts.end, part.counts().end)};
     }
     tiles = __reduce_add_sync(0xffffffffu, tiles);
     // why apart: this is known before the lengths are.
     blocks = kFew ? params.problem.batch * blocks_of(params, params.problem.rows_q) : __reduce_add_sync(0xffffffffu, blocks);
-    const int rows = smaller(params.problem.rows_q * params.problem.heads_per_kv, kBlockQ);
-    choose_splits(ctas, blocks, tiles, rows, num_groups > 1);
+    choose_splits(ctas, blocks, tiles, counts, params.partial_rows, num_groups > 1);
     if (num_groups > 1) read(params, 0, 0);
   }
 
@@ -122,15 +126,15 @@ struct DecodeQueue : WorkCounter {
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
   // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
   // A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
-  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, int rows, bool has_more) {
+  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, const Range& counts, int rows, bool has_more) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
     const int num_ctas = ctas.by, each = ctas.ceil_quotient(tiles);
     if (blocks > num_ctas) {
       const unsigned half = (each + 1u) / 2, eighth = (each + 7u) / 8;
       most_tiles = blocks < 3 * num_ctas ? larger(int(half), kLeastOfSome) : larger(int(eighth), kLeastOfMany);
-      // Where all sequences have one length, so have their splits.
-      const int mean = ceil_quotient(tiles, blocks);
-      most_tiles = smaller(most_tiles, ceil_quotient(mean, ceil_quotient(mean, most_tiles)));
+      // Where all sequences have one length, so have their splits. why no others: they could have more splits then.
+      const int least = __reduce_min_sync(0xffffffffu, counts.begin), most = __reduce_max_sync(0xffffffffu, counts.end);
+      if (least == most) most_tiles = ceil_quotient(most, ceil_quotient(most, most_tiles));
       return;
     }
     most_tiles = larger(larger(each, kLeast), tiles_worth_merging(blocks, tiles, rows));

@@ -159,6 +159,7 @@ def test_times_in_graphs_are_of_those_that_can_be_captured() -> None:
     assert found == {"good": (1.5e-3, 0.0)}  # two calls in a graph
     assert calls == [1, 1]
     assert reasons == {"bad": "no capture"}
+    assert events
     assert events == ["overwritten", "timed"] * (len(events) // 2)
 
 

@@ -212,6 +212,26 @@ def test_there_is_room_for_all_splits_that_the_device_makes(cupy: Any) -> None:
             assert float(abs(lse - whole_lse).max()) < 1e-4
 
 
+@pytest.mark.parametrize(("batch", "heads"), [(24, 32), (32, 8), (96, 8), (160, 8), (300, 8)])
+@pytest.mark.parametrize("kind", ["any", "one long", "empty"])
+def test_there_is_room_for_all_splits_of_unequal_sequences(batch: int, heads: int, kind: str, cupy: Any) -> None:
+    rng = np.random.default_rng(batch)
+    lengths = rng.integers(1, 8193, batch, dtype="int32")
+    if kind != "any":
+        lengths[1:] = 128 if kind == "one long" else 0
+        lengths[0] = 8192
+    q = cupy.asarray(rng.standard_normal((batch, 1, heads, 64)), "float16")
+    k, v = cupy.asarray(rng.standard_normal((2, 64, 128, heads, 64), "float32"), "float16")
+    pages = cupy.asarray(np.tile(np.arange(64, dtype="int32"), (batch, 1)))  # all sequences have the same
+    more: dict[str, Any] = {"seqused_k": cupy.asarray(lengths), "page_table": pages, "return_lse": True}
+    whole, whole_lse = cuflash.forward(q, k, v, **more, num_splits=1)
+    for _ in range(2):  # a piece that nobody took would be missed by the second call, too
+        out = cupy.full_like(q, cupy.nan)
+        _, lse = cuflash.forward(q, k, v, **more, out=out)
+        assert float(abs(out - whole).max()) < 2e-3
+        np.testing.assert_allclose(lse.get(), whole_lse.get(), atol=1e-4)
+
+
 def test_calls_on_several_streams_at_once(cupy: Any) -> None:
     given = made(replace(ROWS, queries=(2,) * 6))
     right, streams = forward(given, cupy), [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]

@@ -172,3 +172,6 @@ def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_th
     for heads, more in (((8, 8), {}), ((8, 1), {"causal": False}), ((8, 1), {"deterministic": True})):
         assert "turns" not in made(2, 8192, heads, **more).workspace
     assert "turns" not in made(4, 8192, (8, 1)).workspace
+    for queries, shares in ((256, True), (192, False)):  # with few, adding up takes longer
+        few = backward(256, 256, dims=(2, queries, 8192, 8, 1), causal=True, diagonal_offset=0)
+        assert ("turns" in few.workspace) == shares
