@@ -50,7 +50,6 @@ TESTED_ELSEWHERE = {
     **dict.fromkeys((f"mods/{name}" for name in ("operand", "traced_array")), "mods/test_traced.py"),
     "mods/operations": "mods/test_build.py",
     "planning/pages": "planning/test_decoding.py",
-    "planning/key_blocks": "planning/test_backward.py",
     "planning/gradient_terms": "planning/test_own_gradients.py",
     "reference/append": "ops/test_append.py",
     **dict.fromkeys((f"problem/{name}" for name in ("array_spec", "dtypes", "operands")), "problem/test_problem.py"),

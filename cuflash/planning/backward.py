@@ -206,10 +206,10 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     key_blocks = 1 if deterministic else max(1, tile.key_blocks // (1 if full else 2))
     blocks = count_key_blocks(problem, tile.block_k * key_blocks)
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
+    parts_log2 = choose_parts(problem, device, tile.block_q)
     # why with cells: blocks of threads take more key blocks until there are none left.
-    if cells or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
+    if cells or parts_log2 > 0 or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, count_key_blocks(problem, tile.block_k)
-    parts_log2 = choose_parts(problem, device, tile.block_q) if key_blocks == 1 else 0
     # why not with cells: key blocks have unequal numbers of steps.
     shared = None if deterministic or cells else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
     if parts_log2 > 0:
@@ -223,7 +223,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": num_k_blocks,
         "key_blocks": key_blocks,
-        "heads_together": kv_heads_together(problem, device, num_k_blocks),
+        "heads_together": kv_heads_together(problem, device, num_k_blocks, parts_log2),
         "stats_rows": stats_rows,
         "deterministic": int(deterministic),
         **shared._asdict(),

@@ -10,7 +10,7 @@ from ..problem.problem import Problem
 from . import tiles_sm90
 from .cells import uses_cells
 from .device import Device
-from .plan import blocks_of, heads_together
+from .plan import MAX_GRID, blocks_of, heads_together
 
 KEY_ROWS = 128  # keys of a key block on Hopper
 HEADS_TOGETHER = 16  # under a mask, the key blocks of this many heads start together, longest first. why: L34
@@ -24,6 +24,9 @@ SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each 
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
 HEADS_WITHOUT_TURNS = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
+# Under a mask, blocks of threads share the query heads of a key block. Each has about so many columns of q or more,
+# counted over its heads, and so many rows. As many kv heads as have PART_WAVES waves of them start together. why: L34
+LEAST_PART_COLUMNS, LEAST_PART_ROWS, PART_WAVES = 256, 4096, 2
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
 
@@ -56,8 +59,21 @@ def is_full(problem: Problem) -> bool:
     return problem.mask.is_full and not uses_cells(problem)
 
 
-def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int) -> int:
-    """How many kv heads start their key blocks, so many of a sequence, together, longest first. why: L34"""
+def _parts_for_l2(problem: Problem, seqlen_q: int) -> int:
+    """2 to this power blocks of threads share the query heads of a key block that sees so many queries.
+
+    Under a mask key blocks have unequal numbers of tiles, so that those which run at the same time come to be at
+    different heads, the farther apart the more heads they have. L2 holds few of these. why: L34
+    """
+    least = LEAST_PART_COLUMNS // problem.head_dim, blocks_of(LEAST_PART_ROWS, max(seqlen_q, 1)), 1
+    return blocks_of(problem.heads_q // problem.heads_kv, max(least)).bit_length() - 1
+
+
+def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int, parts_log2: int = 0) -> int:
+    """How many kv heads start their key blocks, so many of a sequence, together, longest first. why: L34
+
+    parts_log2: 2 to this power blocks of threads share the query heads of each.
+    """
     if problem.options.deterministic:
         return HEADS_TOGETHER if is_full(problem) else ORDERED_HEADS_TOGETHER
     if is_full(problem):
@@ -65,6 +81,8 @@ def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int) -> in
     lengths = problem.seqlen_q, problem.seqlen_k
     if problem.mask.is_full:  # the mask is the caller's own: key blocks may see all queries, and L2 is to hold these
         return heads_together(_head_bytes(problem, *lengths, group=1), L2_BYTES // 2, HEADS_TOGETHER)
+    if parts_log2:
+        return _heads_of_parts(device, num_k_blocks << parts_log2)
     least = _heads_of_waves(device, num_k_blocks)
     return heads_together(_head_bytes(problem, *lengths), L2_BYTES, HEADS_TOGETHER, least)
 
@@ -82,6 +100,16 @@ def _heads_of_waves(device: Device, num_k_blocks: int) -> int:
     return blocks_of(WAVES_TOGETHER * device.num_sms, max(num_k_blocks, 1))
 
 
+def _heads_of_parts(device: Device, blocks: int) -> int:
+    """How many heads, each of so many blocks of threads, have PART_WAVES waves of them. One has 132 on an H100."""
+    return heads_together(max(blocks, 1), PART_WAVES * _wave(device), HEADS_TOGETHER)
+
+
+def _wave(device: Device) -> int:
+    """The power of two next to the number of multiprocessors."""
+    return 1 << round(math.log2(device.num_sms))
+
+
 def listed_together(problem: Problem, device: Device, tile: tiles_sm90.WarpgroupBackwardTile) -> tuple[int, int]:
     """How many kv heads start their key blocks together, and how many sequences take turns in the list of key blocks.
 
@@ -97,8 +125,7 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
     seqlen_k = min(own.mean_rows("k", problem.batch), problem.seqlen_k)
     # why a wave: then few key blocks of one tile of dq run at the same time. More is slower. The heads of one sequence
     # may always start together.
-    wave = 1 << round(math.log2(device.num_sms))
-    most = min(max(problem.heads_kv, wave), problem.heads_kv * SEQUENCES_TOGETHER)
+    most = min(max(problem.heads_kv, _wave(device)), problem.heads_kv * SEQUENCES_TOGETHER)
     # Heads of sequences, each counted once, that touch what one L2 cache holds.
     heads_of_all = heads_together(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
     least = 1 if is_full(problem) else _heads_of_waves(device, blocks_of(seqlen_k, tile.block_k))
@@ -110,16 +137,20 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
 
 
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
-    """2 to this power blocks of threads share the query heads of each key block (L35).
+    """2 to this power blocks of threads share the query heads of each key block (L34, L35).
 
-    One where key blocks are shared by steps, where there are almost WAVES waves of them, or where sums are ordered.
+    One where key blocks are shared by steps, or where sums are ordered; and where there are almost WAVES waves of them,
+    if they are not better off near each other.
     """
     if problem.options.deterministic or problem.mask.is_full:
         return 0
     group, blocks = problem.heads_q // problem.heads_kv, count_key_blocks(problem, KEY_ROWS)
+    tiles = blocks_of(problem.seqlen_q, block_q)
     # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
-    most = min(group, group * blocks_of(problem.seqlen_q, block_q) // (4 * SHARED_STEPS))
-    log2 = 0
+    most = min(group, group * tiles // (4 * SHARED_STEPS))
+    # why not in a window, whose key blocks have as many tiles as each other, nor with cells: they may have few.
+    goes_apart = problem.mask.lo == -problem.seqlen_q and not uses_cells(problem)
+    log2 = _parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
     while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
         log2 += 1
     return log2

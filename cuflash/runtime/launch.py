@@ -75,7 +75,7 @@ class Kernels:
                 continue
             variant = launch.variant
             # why: launches that take the same struct share it: Hopper's three of one gradient each.
-            struct = variant.params, variant.own, id(launch.fields), *launch.boxes.items()
+            struct = variant.params, variant.own, id(launch.fields), *launch.boxes.items(), *launch.renamed.items()
             number = numbers.setdefault(struct, len(numbers))
             if number == len(self._parameters):
                 self._parameters.append(Parameters(made.problem, launch, made.workspace))

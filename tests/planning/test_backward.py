@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 from gradients import DETERMINISTIC
-from plans import ARCHS, DTYPES, problem
+from plans import ARCHS, DTYPES, of_lengths, problem
 
 import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.mods.trace import trace
-from cuflash.planning.backward import MOST_PARTS, SHORT_KEYS, SHORT_WAVES, backward_plan
-from cuflash.planning.delta import BLOCK_WORDS, DELTA_HEADS, DELTA_ROWS, OWN_BLOCK_WORDS, STATS_ROWS
+from cuflash.planning.backward import backward_plan
+from cuflash.planning.delta import BLOCK_WORDS, DELTA_ROWS, OWN_BLOCK_WORDS, STATS_ROWS
 from cuflash.planning.device import KNOWN
-from cuflash.planning.key_blocks import L2_BYTES
 from cuflash.planning.own_code import own_code
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
@@ -33,17 +32,6 @@ H100 = KNOWN["sm_90"]
 
 def backward(*head_dims: int, arch: str = "sm_80", **more: Any) -> Plan:
     return plan(problem(*head_dims, op="backward", **more), KNOWN[arch])
-
-
-def fields(*head_dims: int, **more: Any) -> dict[str, int]:
-    """What the launch of Hopper's one kernel for all gradients is told."""
-    made = backward(*head_dims, arch="sm_90", **more)
-    assert made.launches[1].variant.source == "sm90/backward.cu"
-    return dict(made.launches[1].fields)
-
-
-def shared(of: dict[str, int]) -> tuple[int, ...]:
-    return tuple(of[name] for name in ("whole_blocks", "shared_first", "shared_keys", "shared_steps"))
 
 
 @DETERMINISTIC
@@ -128,31 +116,6 @@ def test_the_heads_of_a_group_are_split_only_where_few_keys_would_leave_the_gpu_
     assert max(costs) <= 2**26  # whatever the length: some waves of blocks of 64 keys
 
 
-def test_as_many_blocks_as_multiprocessors_share_what_the_last_wave_has() -> None:
-    made = fields(128, 128, dims=(4, 4096, 4096, 16, 16))
-    assert shared(made) == (15 * 132, 15 * 132, 68, 33)  # of 2048 key blocks of 64 tiles
-    assert shared(fields(128, 128, dims=(1, 512, 512, 16, 16))) == (0, 0, 64, 4)
-    # a whole wave, almost one, and a short one
-    for dims in ((1, 4096, 128 * 132, 1, 1), (1, 4096, 128 * 131, 1, 1), (1, 256, 512, 16, 16)):
-        assert shared(fields(128, 128, dims=dims))[1:] == (0, 0, 0)
-    for more in ({"deterministic": True}, {"causal": True}):
-        assert shared(fields(128, 128, dims=(1, 512, 512, 16, 16), **more))[1:] == (0, 0, 0)
-    wide = backward(128, 128, arch="sm_90", dims=(3, 4096, 4096, 16, 16)).launches[1]
-    assert wide.num_blocks % 132 == 0  # whole waves of blocks
-
-
-def test_a_block_takes_several_key_blocks_of_short_heads_where_there_are_enough() -> None:
-    def key_blocks(dim: int, seqlen_k: int = 1024, heads: int = 1024, **more: Any) -> int:
-        return fields(dim, dim, dims=(1, 1024, seqlen_k, heads, heads), **more)["key_blocks"]
-
-    assert (key_blocks(32), key_blocks(64), key_blocks(96), key_blocks(128)) == (4, 4, 2, 1)
-    assert (key_blocks(64, causal=True), key_blocks(96, causal=True)) == (2, 1)
-    assert key_blocks(64, deterministic=True) == 1
-    assert (key_blocks(96, SHORT_KEYS), key_blocks(96, SHORT_KEYS + 1)) == (2, 1)
-    least = -(-SHORT_WAVES * H100.num_sms // 4)  # heads of 8 key blocks, two a block
-    assert (key_blocks(96, heads=least), key_blocks(96, heads=least - 1)) == (2, 1)
-
-
 def test_blocks_of_threads_that_wait_for_those_before_them_are_numbered_as_they_begin() -> None:
     for dim in (64, 96, 128):
         for deterministic in (False, True):
@@ -166,29 +129,6 @@ def test_keys_that_few_queries_see_have_their_own_tile() -> None:
         assert made.variant is not None
         assert made.variant.tile is not None
         assert made.variant.tile.block_q == block_q, (seqlen, causal)
-
-
-def test_what_heads_that_start_together_touch_stays_in_l2_unless_they_do_not_fill_the_gpu() -> None:
-    for seqlen, heads, dim in (
-        (1024, 32, 128), (4096, 32, 128), (8192, 32, 128), (16384, 32, 128), (2**17, 32, 128), (4096, 32, 64),
-        (16384, 32, 64), (8192, 8, 128), (2**17, 8, 128),
-    ):  # fmt: skip
-        found = fields(dim, dim, dims=(4, seqlen, seqlen, 32, heads), causal=True)["heads_together"]
-        group = 32 // heads
-        head_bytes = seqlen * (2 * 2 * dim + group * (2 * 2 * dim + 4 * dim))  # k and v; q, dout, and dq in float32
-        blocks = seqlen // 128
-        assert 1 <= found <= 16
-        assert found == 1 or found * head_bytes <= L2_BYTES or found * blocks < 2 * 3 * H100.num_sms
-        assert found == 16 or 2 * found * head_bytes > L2_BYTES
-    assert fields(dims=(4, 4096, 4096, 8, 8))["heads_together"] == 1  # key blocks of equal length
-    assert fields(dims=(4, 1024, 1024, 8, 8), causal=True, deterministic=True)["heads_together"] > 16
-
-
-def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int, int] = (16, 16), **more: Any) -> Plan:
-    """Backward on an H100 of so many packed sequences of these lengths."""
-    q, k = ((batch * rows, count, head_dim) for count in heads)
-    told = {"cu_seqlens_q": (batch + 1,), "cu_seqlens_k": (batch + 1,), "max_seqlen_q": rows, "max_seqlen_k": rows}
-    return cuflash.plan(q, k, k, dtype="bfloat16", device="sm_90", op="backward", **told | more)
 
 
 @pytest.mark.parametrize("more", [{}, {"causal": True}, {"causal": True, "deterministic": True}], ids=str)
@@ -221,80 +161,10 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
     assert made.workspace["key_list"].size == 64 * slots
 
 
-@pytest.mark.parametrize(
-    ("dim", "heads", "rows", "causal", "heads_and_sequences"),
-    [
-        (64, (32, 32), 512, False, (32, 4)),
-        (64, (32, 32), 512, True, (32, 4)),
-        (64, (32, 32), 1024, False, (32, 2)),
-        (64, (32, 32), 4096, True, (16, 1)),
-        (64, (32, 32), 16384, False, (4, 1)),  # these touch as much as one L2 cache holds
-        (64, (32, 32), 256, False, (32, 4)),  # these make up a wave
-        (64, (64, 64), 256, True, (64, 2)),
-        (64, (256, 256), 128, False, (256, 1)),
-        (64, (16, 16), 512, True, (16, 8)),
-        (64, (64, 8), 512, True, (8, 2)),
-        (64, (3, 3), 512, False, (2, 8)),  # not too many sequences
-        (96, (16, 16), 2048, False, (8, 1)),  # without turns, fewer of them
-        (96, (16, 16), 2048, True, (16, 1)),
-        (128, (16, 16), 512, False, (1, 1)),
-        (128, (16, 16), 512, True, (16, 1)),
-    ],
-)
-def test_small_head_dims_take_key_blocks_of_other_heads_and_sequences_in_between(
-    dim: int, heads: tuple[int, int], rows: int, causal: bool, heads_and_sequences: tuple[int, int]
-) -> None:
-    made = of_lengths(dim, 16384 // rows, rows, heads, causal=causal)
-    together = made.launches[1].fields["heads_together"], made.launches[0].fields["sequences_together"]
-    assert together == heads_and_sequences
-    made = of_lengths(dim, 16384 // rows, rows, heads, causal=causal, deterministic=True)
-    assert made.launches[0].fields["sequences_together"] == 1
-
-
-@pytest.mark.parametrize(("num_sms", "sequences"), [(114, 4), (132, 4), (78, 2)])
-def test_a_wave_of_key_blocks_is_that_of_the_gpu_or_nearly(num_sms: int, sequences: int) -> None:
-    problem = of_lengths(64, 32, 512, (32, 32)).problem
-    made = plan(problem, replace(H100, num_sms=num_sms))
-    assert made.launches[0].fields["sequences_together"] == sequences
-
-
-def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() -> None:
-    def listed(batch: int, rows: int, heads: tuple[int, int], **more: Any) -> tuple[int, int, int, int]:
-        made = of_lengths(128, batch, rows, heads, **more)
-        delta, taking = made.launches[0].fields, made.launches[1]
-        assert taking.num_blocks == delta["takers"]
-        assert taking.fields["shared_keys"] == delta["shared_keys"]
-        return taking.num_blocks, delta["shared_keys"], delta["most_parts"], delta["last_steps"]
-
-    assert listed(4, 4096, (16, 16)) == (132, 132, MOST_PARTS, 64)  # those of the last wave
-    assert listed(4, 4096, (16, 16), causal=True) == (132, 0, 4, 0)  # none: they are many
-    assert listed(4, 4096, (16, 16), deterministic=True)[1] == 0
-    assert listed(8, 2048, (8, 1), causal=True) == (132, 138, MOST_PARTS, 0)  # all, perhaps
-    assert listed(1, 128, (1, 1)) == (4, 0, 0, 2)  # adding up takes longer
-    assert listed(8, 2048, (8, 1), causal=True, deterministic=True)[1] == 0
-    assert of_lengths(64).launches[0].fields["heads_each"] == DELTA_HEADS // 2
-
-
 def test_rows_of_more_sequences_than_kernels_count_are_refused() -> None:
     few, told = (2**24, 1, 1, 64), {"seqused_k": (2**24,)}
     with pytest.raises(UnsupportedError, match=r"16777216 x 1 queries.* rounded up to 128, are 2147483648 rows"):
         cuflash.plan(few, few, few, op="backward", dtype="bfloat16", device="sm_90", **told)
-
-
-def test_blocks_share_the_query_heads_of_few_key_blocks_under_a_mask() -> None:
-    def parts(batch: int, seqlen: int, heads: tuple[int, int] = (8, 1), **more: Any) -> tuple[int, int, int]:
-        made = fields(128, 128, dims=(batch, seqlen, seqlen, *heads), **({"causal": True} | more))
-        count = 1 << made["parts_log2"]
-        assert count == 1 or made["whole_blocks"] == made["shared_keys"] * count
-        return count, made["shared_keys"], made["shared_steps"]
-
-    assert parts(8, 2048) == (2, 128, 0)  # almost two waves
-    assert parts(15, 2048) == (1, 0, 0)
-    assert parts(1, 2048) == (8, 16, 0)  # a part has one query head at least
-    assert parts(1, 2048, (12, 2)) == (4, 32, 0)
-    assert parts(1, 128) == (1, 0, 0)  # adding up takes longer
-    assert parts(1, 2048, (2, 2)) == parts(1, 2048, deterministic=True) == (1, 0, 0)
-    assert parts(1, 2048, causal=False)[0] == 1  # blocks share steps
 
 
 def test_few_packed_keys_of_wide_grouped_heads_are_shared_out_by_the_kernels_for_any_gpu() -> None:

@@ -101,8 +101,9 @@ def check_limits(made: Plan, device: Device) -> None:
         assert launch.fields.get("heads_together", 1) * blocks < 2**32
         tile, of = variant.tile, made.problem
         assert isinstance(of, Problem)
-        shared = launch.fields.get("shared_keys", 0) * launch.fields.get("num_q_blocks", 0)
-        assert shared * of.heads_q // of.heads_kv < 2**31
+        if launch.fields.get("shared_steps", 0):
+            shared = launch.fields["shared_keys"] * launch.fields["num_q_blocks"]
+            assert shared * of.heads_q // of.heads_kv < 2**31
         if tile is not None:
             slices = launch.fields.get("num_slices", 1)
             assert of.head_dim <= tile.head_dim
