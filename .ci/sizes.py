@@ -1,4 +1,4 @@
-"""What pip downloads for cuflash and for its peers: `sizes.py FILE` writes it as JSON. Wants a package index.
+"""What pip downloads and installs for cuflash and for its peers: `sizes.py FILE` writes it as JSON. Wants an index.
 
 Beside the bytes of all packages of each stand those of what PyTorch does not bring anyway.
 """
@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 from cuflash.bench.table import file_of
@@ -42,14 +43,16 @@ def wanted(requirement: str) -> list[tuple[str, str]]:
     return [(each["name"], each["version"]) for each in found]
 
 
-def downloaded(name: str, version: str) -> int:
-    """Bytes of the file of a package; of the wheel that is built here if it is cuflash."""
+def sizes_of(name: str, version: str) -> tuple[int, int]:
+    """Bytes of the wheel of a package and of what is in it; of the one that is built here if it is cuflash."""
     with tempfile.TemporaryDirectory() as folder:
         if name == "cuflash":
             pip("wheel", "--quiet", "--no-deps", "--wheel-dir", folder, str(ROOT))
         else:
             pip("download", "--quiet", "--no-deps", "--dest", folder, f"{name}=={version}")
-        return sum(path.stat().st_size for path in Path(folder).iterdir())
+        (wheel,) = Path(folder).iterdir()
+        with zipfile.ZipFile(wheel) as content:
+            return wheel.stat().st_size, sum(each.file_size for each in content.infolist())
 
 
 def main() -> None:
@@ -57,12 +60,14 @@ def main() -> None:
         sys.exit("usage: sizes.py FILE")
     packages = {stack: wanted(requirement) for stack, requirement in STACKS.items()}
     of_torch = {name for name, _ in packages[PYTORCH]}
-    sizes = {each: downloaded(*each) for each in dict.fromkeys(x for of in packages.values() for x in of)}
+    sizes = {each: sizes_of(*each) for each in dict.fromkeys(x for of in packages.values() for x in of)}
     rows = []
     for stack, found in packages.items():
-        beside = sum(sizes[each] for each in found if each[0] not in of_torch)
-        told = {f"{name} {version}": sizes[name, version] for name, version in found}
-        rows.append({"stack": stack, "bytes": sum(told.values()), "bytes_beside_torch": beside, "packages": told})
+        beside = sum(sizes[each][0] for each in found if each[0] not in of_torch)
+        on_disk = sum(sizes[each][1] for each in found)
+        told = {f"{name} {version}": sizes[name, version][0] for name, version in found}
+        row = {"stack": stack, "bytes": sum(told.values()), "bytes_beside_torch": beside, "bytes_on_disk": on_disk}
+        rows.append(row | {"packages": told})
     command = shlex.join(["python", ".ci/sizes.py", sys.argv[1]])
     where = {"platform": f"{platform.system()} {platform.machine()}", "Python": platform.python_version()}
     text = file_of({"command": command, "machine": where, "rows": rows})

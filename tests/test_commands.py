@@ -41,7 +41,7 @@ def test_the_script_is_the_module() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX's SIGINT")
 @pytest.mark.parametrize(
-    "command", [["selftest", "--minutes", "5"], ["bench", "quick"], ["warmup", "--device", "sm_80"]]
+    "command", [["selftest", "--minutes", "5"], ["bench", "paper"], ["warmup", "--device", "sm_80"]]
 )
 def test_ctrl_c_ends_it_without_a_traceback(command: list[str], tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path))

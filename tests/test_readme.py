@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -106,11 +108,18 @@ def test_its_sizes_are_those_that_were_measured() -> None:
     alone = {stack: f"{row['bytes'] / 1e6:.0f} MB" for stack, row in of.items()}
     beside = {stack: f"{row['bytes_beside_torch'] / 1e6:.0f} MB" for stack, row in of.items()}
     text = README.read_text("utf-8")
-    assert f"The first downloads {alone['cuflash[cuda13]']}, " in text
+    on_disk = f"{of['cuflash[cuda13]']['bytes_on_disk'] / 1e6:.0f} MB"
+    assert f"The first downloads {alone['cuflash[cuda13]']}, which take {on_disk} on disk" in text
     assert f"write `[cuda12]` instead, which downloads {alone['cuflash[cuda12]']}" in text
     assert f"{alone['cuflash[cuda13]']} alone, {beside['cuflash[cuda13]']} beside PyTorch" in text
     assert f"{beside['flash-attn-4']} beside PyTorch" in text
     assert f"PyTorch 2.14 itself: {of['torch']['bytes'] / 1e9:.1f} GB" in text
+
+
+def test_its_figures_are_those_that_were_measured() -> None:
+    command = [sys.executable, str(ROOT / ".ci" / "readme_tables.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_its_links_and_pictures_are_there() -> None:

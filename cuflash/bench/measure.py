@@ -1,4 +1,4 @@
-"""Measures how long calls take: contenders take turns on the same inputs, and medians of many rounds count."""
+"""Measures how long calls take: contenders take turns on the same inputs, and the medians of all rounds count."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from typing import Any, NamedTuple
 
 from .arrays import CupyArrays, NumpyArrays
 
-WARM_UP_SECONDS = 0.3  # the clocks of an idle GPU take that long to rise
-ROUND_SECONDS = 1e-3  # a contender's share of a round is at least this long, so that a launch does not count
-CONTENDER_SECONDS = 3.0  # the most seconds that a contender's rounds take in one cell
+WARM_UP_SECONDS = 0.1  # of all contenders together, after which it is known how long each takes
+READING_SECONDS = 2.5e-4  # what is read at once is at least this long, so that a launch does not count
+# A contender's turn is this long, and only its second half counts. why: a GPU's clocks are then those that it has
+# by itself. One that needs the most power has higher ones right after others (L1), and would seem faster than it is.
+TURN_SECONDS = 0.1
+CONTENDER_SECONDS = 3.0  # the most seconds that a contender's turns take in one cell
 STARTUP_SECONDS = 300  # after which a process that makes first calls is ended
 
 
@@ -80,9 +83,15 @@ def seconds_in_graphs(
 ) -> tuple[dict[str, Seconds], dict[str, str]]:
     """The same by replays of CUDA graphs, so that no time of the host counts; and why others cannot be captured.
 
-    about: seconds of a call. All graphs have so many calls that those of the fastest take ROUND_SECONDS, as what is
+    about: seconds of a call. All graphs have so many calls that those of the fastest take READING_SECONDS, as what is
     between two launches counts for all alike. watch: called right after all is enqueued.
     """
+
+    def begin(graph: Callable[[], None]) -> Callable[[], float]:
+        # why: triton's do_bench does so, too, and the clocks follow the power, which this takes less of than a call.
+        arrays.overwrite_l2()
+        return arrays.span(graph)
+
     spans: dict[str, Callable[[], Callable[[], float]]] = {}
     reasons: dict[str, str] = {}
     times = repeats_for(min(about[name].median for name in prepared)) if prepared else 0
@@ -98,7 +107,7 @@ def seconds_in_graphs(
             return repeat
 
         try:
-            spans[name] = partial(arrays.span, arrays.captured(work))
+            spans[name] = partial(begin, arrays.captured(work))
         except Exception as error:  # why: what cannot be captured has only the other time
             reasons[name] = reason(error)
     return _in_turns(spans, dict.fromkeys(spans, times), rounds, watch), reasons
@@ -111,8 +120,12 @@ def reason(error: Exception, *, whole: bool = False) -> str:
 
 
 def repeats_for(seconds: float) -> int:
-    """How many calls take ROUND_SECONDS."""
-    return max(1, min(64, math.ceil(ROUND_SECONDS / max(seconds, 1e-6))))
+    """How many calls take READING_SECONDS."""
+    return min(64, _times_in(READING_SECONDS, seconds))
+
+
+def _times_in(wanted: float, seconds: float) -> int:
+    return max(1, math.ceil(wanted / max(seconds, 1e-6)))
 
 
 def _in_turns(
@@ -121,23 +134,25 @@ def _in_turns(
     rounds: int,
     watch: Callable[[], None] = lambda: None,
 ) -> dict[str, Seconds]:
-    """Seconds of one of the calls of each span, in so many rounds at most, after the clocks have risen."""
+    """Seconds of one of the calls of each span, in so many rounds at most."""
     if not spans:
         return {}
-    started, slowest = time.perf_counter(), 0.0
+    started, seconds = time.perf_counter(), dict.fromkeys(spans, 0.0)
     while True:
-        readers = [span() for span in spans.values()]
-        slowest = max(read() for read in readers)
+        readers = {name: span() for name, span in spans.items()}
+        seconds = {name: read() for name, read in readers.items()}
         if time.perf_counter() - started > WARM_UP_SECONDS:
             break
-    rounds = max(3, min(rounds, int(CONTENDER_SECONDS / slowest)))
-    # why another order in every round: L1. After a contender that needs less power the clocks are higher.
+    repeats = {name: _times_in(TURN_SECONDS, x) for name, x in seconds.items()}
+    longest = max(seconds[name] * repeats[name] for name in spans)
+    rounds = max(3, min(rounds, int(CONTENDER_SECONDS / longest)))
+    # why another order in every round: L1
     shuffled = random.Random(0)
     orders = [shuffled.sample(list(spans), len(spans)) for _ in range(rounds)]
-    turns = [{name: spans[name]() for name in order} for order in orders]
+    turns = [{name: [spans[name]() for _ in range(repeats[name])] for name in order} for order in orders]
     watch()
-    readings = {name: [turn[name]() for turn in turns] for name in spans}
-    return {name: Seconds.of([seconds / calls[name] for seconds in of_one]) for name, of_one in readings.items()}
+    readings = {name: [read() for turn in turns for read in turn[name][repeats[name] // 2 :]] for name in spans}
+    return {name: Seconds.of([x / calls[name] for x in of_one]) for name, of_one in readings.items()}
 
 
 def _span(arrays: NumpyArrays, run: Run, repeats: int) -> Callable[[], float]:

@@ -160,18 +160,17 @@ def _panels_of_bars(
 
 def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
     """Peak bytes by length, a panel for each op."""
-    ops, names = (list(dict.fromkeys(row[name] for row in rows)) for name in ("op", "contender"))
+    ops = list(dict.fromkeys(row["op"] for row in rows))
     size = 4.6 * len(ops) + 0.4, 4.0
     figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for panel, op in zip(axes[0], ops, strict=True):
-        for name in names:
-            line = [
-                (row["seqlen_q"], row["peak_bytes"] / 2**20)
-                for row in rows
-                if (row["op"], row["contender"]) == (op, name)
-            ]
-            if line:
-                panel.plot(*zip(*line, strict=True), marker="o", ms=3, color=colours[name], label=name)
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            if row["op"] == op:
+                lines.setdefault(row["contender"], []).append((row["seqlen_q"], row["peak_bytes"] / 2**20))
+        for number, (name, line) in enumerate(lines.items()):
+            width = 1.0 + 1.2 * (len(lines) - 1 - number)  # why: lines that lie on each other are all seen
+            panel.plot(*zip(*line, strict=True), lw=width, color=colours[name], label=name)
         seqlens = sorted({row["seqlen_q"] for row in rows})
         panel.set(xscale="log", yscale="log", title=op, xlabel="seqlen", ylabel="MiB")
         panel.set_xticks(seqlens, [_short(seqlen) for seqlen in seqlens])
@@ -211,9 +210,10 @@ def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
         panel.barh(range(len(cases)), values, color=[COLOURS[0 if x >= 1 else 1] for x in values])
         panel.axvline(1.0, color="black", lw=1)
         panel.set_yticks(range(len(cases)), cases, fontsize=6)
-        panel.set(title=op, xlabel="times as fast")
+        panel.set(title=op, xlabel="times as fast (slower ones in the other colour)")
         panel.grid(axis="x", alpha=0.3)
-    axes[0][0].invert_yaxis()
+        panel.set_axisbelow(True)
+    axes[0][0].set_ylim(len(cases) - 0.4, -0.6)
     figure.suptitle(title, fontsize=10)
     return figure
 

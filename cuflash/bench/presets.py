@@ -232,7 +232,6 @@ class Preset(NamedTuple):
     unit: str = "TFLOP/s"  # "" for bytes
     algorithms: tuple[str, ...] = ("flash2",)
     beside_flex: bool = False  # whether flex_attention is timed, too
-    most_rounds: int | None = None
     times_first_calls: bool = False
 
 
@@ -245,7 +244,7 @@ PRESETS = {
     "memory": Preset(
         memory, ("ops", "seqlens", "algorithms"), is_grid=True, unit="", algorithms=("flash2", "standard")
     ),
-    "quick": Preset(quick, OF_PROBLEMS, is_grid=True, most_rounds=10),
+    "quick": Preset(quick, OF_PROBLEMS, is_grid=True),
 }
 GRIDS = tuple(name for name, preset in PRESETS.items() if preset.is_grid)
 

@@ -49,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name has this text")
     parser.add_argument(
-        "--rounds", type=arguments.count, default=30, metavar="N", help="turns of each contender, from 3 on; default 30"
+        "--rounds", type=arguments.count, default=3, metavar="N", help="turns of each contender, from 3 on; default 3"
     )
     parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
     parser.add_argument(
@@ -118,7 +118,6 @@ def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
     if not timed:
         of_ops = f" of {' and '.join(options.ops)}" if options.ops else ""
         raise ProblemError(f"no problem of {options.preset}{of_ops} has {options.only!r} in its name")
-    rounds = min(options.rounds, preset.most_rounds or options.rounds)
     ops = tuple(dict.fromkeys(x.op for x in timed))
     algorithms = options.algorithms or preset.algorithms
     contenders = {op: peers.ours(op, arrays, algorithms) + [x for x in found if x.op == op] for op in ops}
@@ -127,7 +126,7 @@ def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
         bar = progress.add_task("", total=len(timed), name="")
         for op, case in timed:
             progress.update(bar, name=f"{op} {case.name}")
-            report.rows += (rows := run_case(arrays, case, contenders[op], rounds))
+            report.rows += (rows := run_case(arrays, case, contenders[op], options.rounds))
             progress.console.print(table.line(options.preset, rows), markup=False, highlight=False, soft_wrap=True)
             progress.advance(bar)
     if isinstance(arrays, CupyArrays) and preset.is_grid:

@@ -140,20 +140,44 @@ def test_times_in_graphs_are_of_those_that_can_be_captured() -> None:
             work()
             return lambda: None
 
+        def overwrite_l2(self) -> None:
+            events.append("overwritten")
+
         def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
+            events.append("timed")
             return lambda: 3e-3
 
     def refused() -> measure.Run:
         raise RuntimeError("no capture\nof this")
 
     calls: list[int] = []
+    events: list[str] = []
     prepared = {"good": lambda: measure.Run([partial(calls.append, 1)], peers.nullcontext), "bad": refused}
-    about = {"good": measure.Seconds(5e-4, 0.0), "bad": measure.Seconds(9e-4, 0.0)}
+    about = {"good": measure.Seconds(1.3e-4, 0.0), "bad": measure.Seconds(9e-4, 0.0)}
     arrays: Any = Arrays()
     found, reasons = measure.seconds_in_graphs(arrays, prepared, about, rounds=3)
     assert found == {"good": (1.5e-3, 0.0)}  # two calls in a graph
     assert calls == [1, 1]
     assert reasons == {"bad": "no capture"}
+    assert events
+    assert events == ["overwritten", "timed"] * (len(events) // 2)
+
+
+def test_of_a_turn_on_a_gpu_the_second_half_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    class Arrays(OnGpu):
+        def span(self, enqueue: Callable[[], Any]) -> Callable[[], float]:
+            before = taken[-1:]
+            enqueue()
+            seconds = 1e-3 if before == taken[-1:] else 2e-3  # more right after another contender
+            return lambda: seconds
+
+    monkeypatch.setattr(measure, "TURN_SECONDS", 4e-3)
+    prepared = {name: partial(measure.Run, [partial(taken.append, name)], peers.nullcontext) for name in "ab"}
+    found, reasons = measure.seconds_per_call(Arrays(), prepared, rounds=3)
+    assert found == {name: (1e-3, 0.0) for name in "ab"}
+    assert reasons == {}
 
 
 def test_a_contender_that_cannot_be_called_twice_is_left_out() -> None:

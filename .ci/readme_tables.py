@@ -1,0 +1,342 @@
+"""Figures of README.md and examples/results/README.md out of the files under examples/results.
+
+`readme_tables.py` writes them, and `readme_tables.py --check` tells whether they are those of the files. In README.md
+they stand between `<!-- NAME -->` and `<!-- end -->`; the other document is written as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "examples" / "results"
+GPUS = ("h200", "h100")  # folders; README.md shows the first that there is
+KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that no kind before it has
+    "language models, training": lambda name: name.endswith(", training"),
+    "language models, prompts": lambda name: name.endswith(", prefill") or "new of" in name,
+    "text encoders, proteins": lambda name: name.startswith(("BERT", "ModernBERT", "ESM")),
+    "images": lambda name: name.startswith(("ViT", "DINO", "SigLIP", "InternViT")),
+    "speech": lambda name: name.startswith(("Whisper", "wav2vec")),
+    "diffusion, video, structures": lambda name: True,
+}
+KNOWN = {  # wrong results that others know of
+    ("FlashAttention-4", "backward"): " ([PR 2896](https://github.com/Dao-AILab/flash-attention/pull/2896))",
+}
+Rows = list[dict[str, Any]]
+
+
+def read(gpu: str, preset: str) -> dict[str, Any]:
+    """A file of the benchmark."""
+    content: dict[str, Any] = json.loads((RESULTS / gpu / f"{preset}.json").read_text("utf-8"))
+    return content
+
+
+def rows_of(gpu: str, preset: str, op: str) -> Rows:
+    """What was timed of an op."""
+    return [row for row in read(gpu, preset)["rows"] if row["op"] == op and row["seconds"]]
+
+
+def first_of_ours(rows: Rows) -> Rows:
+    """The rows of our first contender."""
+    name = next(row["contender"] for row in rows if row["ours"])
+    return [row for row in rows if row["contender"] == name]
+
+
+def best(row: dict[str, Any]) -> float | None:
+    """How many times as fast as the fastest peer it is; None if there is no peer."""
+    return min(row["ratios"].values()) if row["ratios"] else None
+
+
+def table(heading: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    head = list(heading)
+    return "\n".join("| " + " | ".join(line) + " |" for line in (head, ["---"] * len(head), *map(list, lines)))
+
+
+def times(ratio: float | None) -> str:
+    return "" if ratio is None else f" ({ratio:.2f})"
+
+
+def span(numbers: Iterable[float], places: int = 2) -> str:
+    """The least and the greatest of numbers, in words."""
+    found = sorted(numbers)
+    least, greatest = (f"{x:.{places}f}" for x in (found[0], found[-1]))
+    return least if least == greatest else f"{least} to {greatest}"
+
+
+def short(length: int) -> str:
+    return f"{length // 1024}k" if length % 1024 == 0 else str(length)
+
+
+def speed(gpu: str, ops: tuple[str, ...], seqlens: tuple[int, ...] = ()) -> str:
+    """TFLOP/s by head dim, mask and length: all lengths, or some."""
+    found = {op: [x for x in first_of_ours(rows_of(gpu, "paper", op)) if x["dtype"] == "bfloat16"] for op in ops}
+    seqlens = seqlens or tuple(lengths(found[ops[0]]))
+    lines = []
+    for dim, causal in sorted({(row["head_dim"], row["causal"]) for row in found[ops[0]]}):
+        line = [str(dim), "causal" if causal else "none"]
+        for rows in found.values():
+            here = {row["seqlen_q"]: row for row in rows if (row["head_dim"], row["causal"]) == (dim, causal)}
+            line += [f"{here[seqlen]['tflops']:.0f}{times(best(here[seqlen]))}" for seqlen in seqlens]
+        lines.append(line)
+    columns = (f"{f'{op}, ' * (len(ops) > 1)}seqlen {short(seqlen)}" for op in ops for seqlen in seqlens)
+    return table(["head dim", "mask", *columns], lines)
+
+
+def speed_of(op: str) -> Callable[[str], str]:
+    """A table of all lengths for one op, by GPU."""
+    return partial(speed, ops=(op,))
+
+
+def mean_of(rows: Rows) -> str:
+    """In words, how many times as fast as the fastest peers."""
+    found = [ratio for row in rows if (ratio := best(row)) is not None]
+    return f"{geometric_mean(found):.2f} times in the geometric mean of {len(found)}, {span(found)}"
+
+
+def speed_in_words(op: str, gpu: str) -> str:
+    return mean_of([row for row in first_of_ours(rows_of(gpu, "paper", op)) if row["dtype"] == "bfloat16"])
+
+
+def models(gpu: str) -> str:
+    """Ratios to the fastest peer by kind of model."""
+    lines = []
+    left = {op: first_of_ours(rows_of(gpu, "models", op)) for op in ("forward", "backward")}
+    for kind, belongs in KINDS.items():
+        line = [kind]
+        for op, rows in left.items():
+            found = [ratio for row in rows if belongs(row["name"]) and (ratio := best(row)) is not None]
+            left[op] = [row for row in rows if not belongs(row["name"])]
+            told = [f"{geometric_mean(found):.2f}", span(found), str(len(found))] if found else []
+            line += told or ["–"] * 3
+        lines.append(line)
+    return table(["kind", *(f"{op}, {what}" for op in left for what in ("mean", "range", "calls"))], lines)
+
+
+def wrong(gpu: str) -> str:
+    """Of whom results were wrong, at which head dims."""
+    found: dict[tuple[str, str], set[int]] = {}
+    for row in read(gpu, "models")["rows"]:
+        if row["wrong"]:
+            found.setdefault((row["contender"], row["op"]), set()).add(row["head_dim"])
+    lines = [
+        f"- {op} of {name}{KNOWN.get((name, op), '')}, head dims {', '.join(map(str, sorted(dims)))}"
+        for (name, op), dims in found.items()
+    ]
+    return "\n".join(lines) or "None."
+
+
+def decode(gpu: str) -> str:
+    """µs a call and GB/s of decoding."""
+    lines = []
+    for row in first_of_ours(rows_of(gpu, "decode", "forward")):
+        rate = f"{row['num_bytes'] / row['seconds'] * 1e-9:.0f}"
+        heads = f"{row['heads_q']}/{row['heads_kv']}"
+        lines.append([f"{row['batch']} x {short(row['seqlen_k'])}", heads, str(row["head_dim"]),
+                      f"{row['seconds'] * 1e6:.1f}{times(best(row))}", rate])  # fmt: skip
+    return table(("batch x cached keys", "heads", "head dim", "µs a step", "GB/s"), lines)
+
+
+def masks(gpu: str) -> str:
+    """TFLOP/s of masks and functions beside flex_attention."""
+    lines = []
+    found = {op: rows_of(gpu, "masks", op) for op in ("forward", "backward")}
+    for name in dict.fromkeys(row["name"] for row in found["forward"]):
+        line = [name]
+        for rows in found.values():
+            ours = next((row for row in first_of_ours(rows) if row["name"] == name), None)
+            line.append("–" if ours is None else f"{ours['tflops']:.0f}{times(ours['ratios'].get('torch flex'))}")
+        lines.append(line)
+    return table(("mask or score", "forward", "backward"), lines)
+
+
+def memory(gpu: str) -> str:
+    """MiB that a call allocates by length."""
+    rows = rows_of(gpu, "memory", "forward")
+    lines = []
+    for name in dict.fromkeys(row["contender"] for row in rows):
+        of_one = {row["seqlen_q"]: row["peak_bytes"] / 2**20 for row in rows if row["contender"] == name}
+        lines.append([name, *(f"{of_one[x]:,.0f}" if x in of_one else "out of memory" for x in lengths(rows))])
+    return table(("forward, MiB", *(short(x) for x in lengths(rows))), lines)
+
+
+def lengths(rows: Rows) -> list[int]:
+    return sorted({row["seqlen_q"] for row in rows})
+
+
+def calls(gpu: str) -> str:
+    """Host time of repeated calls and time of first calls."""
+    content = read(gpu, "paper")
+    told = {name: x for name, x in content["host_seconds"].items() if "deterministic" not in name}
+    host = [[name, f"{seconds * 1e6:.0f} µs"] for name, seconds in told.items()]
+    cold, disk, of_peers = (content["startup"].get(name, {}) for name in ("cold", "disk", "peers"))
+    first = []
+    for op in of_peers:
+        first.append([f"{op}, cuflash, head dim 128, compiled", f"{cold[op]['d128']:.1f} s"])
+        first.append([f"{op}, cuflash, head dim 128, from the cache on disk", f"{disk[op]['d128'] * 1e3:.0f} ms"])
+        first += [[f"{op}, {name}, head dim 128", f"{seconds:.2f} s"] for name, seconds in of_peers[op].items()]
+    return f"{table(('host time of a repeated call', ''), host)}\n\n{table(('first call in a process', ''), first)}"
+
+
+def install() -> str:
+    """Megabytes that pip downloads and installs."""
+    rows = json.loads((RESULTS / "install.json").read_text("utf-8"))["rows"]
+    kinds = {"bytes": "downloads", "bytes_beside_torch": "beside PyTorch", "bytes_on_disk": "on disk"}
+    lines = [[row["stack"], *(f"{row[kind] / 1e6:,.0f}" for kind in kinds)] for row in rows]
+    return table(("MB", *kinds.values()), lines)
+
+
+def errors() -> dict[tuple[str, str, float], list[float]]:
+    """By kind of dtype, op and size of the scores, our errors to the largest of the peers' on the same problem."""
+    rows = json.loads((RESULTS / "accuracy.json").read_text("utf-8"))["rows"]
+    keys = "op", "dtype", "head_dim", "causal", "seqlen", "scores"
+    problems: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        problems.setdefault(tuple(row[key] for key in keys), []).append(row)
+    found: dict[tuple[str, str, float], list[float]] = {}
+    for (op, dtype, _, _, _, size), of_one in problems.items():
+        ran = [row for row in of_one if row["rms"]]
+        ours, peers = ([max(row["rms"].values()) for row in ran if row["ours"] is own] for own in (True, False))
+        if peers and ours:
+            kind = dtype if dtype == "float32" else "16 bits"
+            found.setdefault((kind, op, size), []).append(ours[0] / max(peers))
+    return found
+
+
+def accuracy() -> str:
+    """Our errors to the largest of the peers' by size of the scores."""
+    found, lines = errors(), []
+    for kind, size in dict.fromkeys((kind, size) for kind, _, size in found):
+        both = [found.get((kind, op, size), []) for op in ("forward", "backward")]
+        lines.append([kind, f"{size:g}", *(span(x) if x else "–" for x in both)])
+    return table(("dtype", "size of the scores", "forward", "backward"), lines)
+
+
+def accuracy_in_words() -> str:
+    """The same in a sentence."""
+    found = errors()
+
+    def of(kind: str, most: float) -> list[float]:
+        return [x for (this, _, size), of_one in found.items() if this == kind and size <= most for x in of_one]
+
+    plain, largest = span(of("16 bits", 1.0)), f"{max(of('16 bits', 1e9)):.2f}"
+    return filled(
+        f"In 16 bits ours are {plain} times the largest of theirs where scores have size 1, and up to {largest} times "
+        "where they have size 10 and more, so that one key outweighs the others; in float32 (three TF32 products) "
+        f"{span(of('float32', 1e9))} times."
+    )
+
+
+# What the second document has of a file of the benchmark: a text before each table.
+SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
+    "paper": {
+        "Forward, TFLOP/s, and in brackets times as fast as the fastest other library:": speed_of("forward"),
+        "Backward, counted as 2.5 times the work of forward:": speed_of("backward"),
+        "Host time and first calls:": calls,
+    },
+    "models": {
+        "Times as fast as the fastest other library that takes the call:": models,
+        "Not timed, because sampled rows were wrong:": wrong,
+    },
+    "decode": {"One query a sequence; the GPU's memory gives {bandwidth} GB/s at most:": decode},
+    "masks": {"TFLOP/s of what is seen, and in brackets times as fast as compiled flex_attention:": masks},
+    "memory": {"Allocated by a call:": memory},
+}
+
+
+def details() -> str:
+    """The second document."""
+    parts = ["# Measured", "Written by `.ci/readme_tables.py` out of the files here, each of which names its command."]
+    for gpu in GPUS:
+        files = {preset: RESULTS / gpu / f"{preset}.json" for preset in SECTIONS}
+        if not any(path.is_file() for path in files.values()):
+            continue
+        first = read(gpu, next(preset for preset, path in files.items() if path.is_file()))["machine"]
+        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
+        parts += [f"## {first['gpus'][0]['name']}", versions]
+        for preset, path in files.items():
+            if path.is_file():
+                bandwidth = f"{(read(gpu, preset)['machine']['gpus'][0].get('bytes_per_second') or 0) * 1e-9:.0f}"
+                parts += [f"### {preset}", f"`{read(gpu, preset)['command']}`"]
+                for text, make in SECTIONS[preset].items():
+                    parts += [text.replace("{bandwidth}", bandwidth), make(gpu)]
+    parts += ["## Errors", "Root mean square of ours to the largest of the other libraries', on an H100:", accuracy()]
+    return "\n\n".join([*parts, "## Downloads", install()]) + "\n"
+
+
+def shown() -> str:
+    """The GPU that README.md shows."""
+    return next(gpu for gpu in GPUS if (RESULTS / gpu / "paper.json").is_file())
+
+
+def speeds() -> str:
+    """A table of speed, with where it was measured."""
+    gpu, ops = shown(), ("forward", "backward")
+    machine = read(gpu, "paper")["machine"]
+    versions, means = machine["versions"], [f"{op} {speed_in_words(op, gpu)}" for op in ops]
+    text = (
+        f"TFLOP/s on one {machine['gpus'][0]['name']}, bfloat16, 16k tokens, hidden 2048; backward is counted as 2.5 "
+        f"times the work of forward. In brackets times as fast as the fastest of PyTorch {versions['torch']}'s flash "
+        f"and cuDNN ({versions['cuDNN']}) backends and FlashAttention-4 {versions['FlashAttention-4']}: "
+        f"{'; '.join(means)}."
+    )
+    return f"{filled(text)}\n\n{speed(gpu, ops, (1024, 4096, 16384))}"
+
+
+def filled(text: str) -> str:
+    """Prose in lines as long as those of README.md."""
+    return textwrap.fill(text, 176, break_long_words=False, break_on_hyphens=False)
+
+
+def first_calls(kind: str) -> str:
+    """Seconds of first calls of our kernels: "cold", where they are compiled, or "disk", where the cache has them."""
+    startup = read(shown(), "paper")["startup"][kind]
+    found = [seconds for op in ("forward", "backward") for seconds in startup[op].values()]
+    return f"{span(found, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in found), 0)} ms"
+
+
+def first_calls_of_peer() -> str:
+    """The same of FlashAttention-4, whose kernels are compiled."""
+    startup = read(shown(), "paper")["startup"]["peers"]
+    return f"{span((of_op['FlashAttention-4'] for of_op in startup.values()), 1)} s"
+
+
+PLACES: dict[str, Callable[[], str]] = {
+    "speed": speeds,
+    "compiled": partial(first_calls, "cold"),
+    "loaded": partial(first_calls, "disk"),
+    "compiled by FlashAttention-4": first_calls_of_peer,
+    "accuracy": accuracy_in_words,
+}
+PLACE = re.compile(r"(<!-- ([\w -]+) -->(\n?)).*?<!-- end -->", re.DOTALL)
+
+
+def with_figures(text: str) -> str:
+    """README.md with its figures as the files have them."""
+    names = {found[1] for found in PLACE.findall(text)}
+    if names != PLACES.keys():
+        sys.exit(f"README.md has places for {sorted(names)}, but there are figures for {sorted(PLACES)}")
+    return PLACE.sub(lambda found: f"{found[1]}{PLACES[found[2]]()}{found[3]}<!-- end -->", text)
+
+
+def main() -> None:
+    readme, other = ROOT / "README.md", RESULTS / "README.md"
+    text = readme.read_text("utf-8")
+    made = {readme: with_figures(text), other: details()}
+    if sys.argv[1:] == ["--check"]:
+        off = [path.name for path, wanted in made.items() if path.read_text("utf-8") != wanted]
+        sys.exit(f"{off} differ from the files under examples/results: run .ci/readme_tables.py" if off else 0)
+    for path, wanted in made.items():
+        path.write_text(wanted, "utf-8")
+
+
+if __name__ == "__main__":
+    main()
