@@ -150,7 +150,7 @@ struct DeltaParams {
   int sorted_blocks;            // of the list, the last ones
   int takers;                   // blocks of threads that take key blocks
   int shared_keys;              // key blocks that may be shared
-  int least_parts, most_parts;  // blocks of threads that share one: as many as are good for the mean length; at most
+  int least_parts, most_parts;  // blocks of threads that share one: wanted, if the sequences have about one length; at most
   int last_steps;               // of a key block if only those are shared that do not fill the GPU, else 0
   int sequences_together;       // that take turns in the list: a power of two, up to 32
 };
