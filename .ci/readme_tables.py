@@ -30,6 +30,7 @@ KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that 
 KNOWN = {  # wrong results that others know of
     ("FlashAttention-4", "backward"): " ([PR 2896](https://github.com/Dao-AILab/flash-attention/pull/2896))",
 }
+OURS = {"forward": "flash2", "backward": "backward"}  # ops, and the names of what is timed
 Rows = list[dict[str, Any]]
 
 
@@ -180,9 +181,9 @@ def calls(gpu: str) -> str:
     cold, disk, of_peers = (content["startup"].get(name, {}) for name in ("cold", "disk", "peers"))
     first = []
     for op in of_peers:
-        first.append([f"{op}, cuflash, head dim 128, compiled", f"{cold[op]['d128']:.1f} s"])
+        first.append([f"{op}, cuflash, head dim 128, compiled", f"{cold[op]['d128'] * 1e3:.0f} ms"])
         first.append([f"{op}, cuflash, head dim 128, from the cache on disk", f"{disk[op]['d128'] * 1e3:.0f} ms"])
-        first += [[f"{op}, {name}, head dim 128", f"{seconds:.2f} s"] for name, seconds in of_peers[op].items()]
+        first += [[f"{op}, {name}, head dim 128", f"{seconds * 1e3:.0f} ms"] for name, seconds in of_peers[op].items()]
     return f"{table(('host time of a repeated call', ''), host)}\n\n{table(('first call in a process', ''), first)}"
 
 
@@ -254,18 +255,20 @@ SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
 
 def details() -> str:
     """The second document."""
-    parts = ["# Measured", "Written by `.ci/readme_tables.py` out of the files here, each of which names its command."]
+    parts = ["# Measured", "Written by `.ci/readme_tables.py` out of the files here."]
     for gpu in GPUS:
         files = {preset: RESULTS / gpu / f"{preset}.json" for preset in SECTIONS}
         if not any(path.is_file() for path in files.values()):
             continue
         first = read(gpu, next(preset for preset, path in files.items() if path.is_file()))["machine"]
-        versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items())
-        parts += [f"## {first['gpus'][0]['name']}", versions]
+        parts.append(f"## {first['gpus'][0]['name']}")
         for preset, path in files.items():
             if path.is_file():
-                bandwidth = f"{(read(gpu, preset)['machine']['gpus'][0].get('bytes_per_second') or 0) * 1e-9:.0f}"
-                parts += [f"### {preset}", f"`{read(gpu, preset)['command']}`"]
+                content = read(gpu, preset)
+                of_machine = content["machine"]
+                bandwidth = f"{(of_machine['gpus'][0].get('bytes_per_second') or 0) * 1e-9:.0f}"
+                versions = ", ".join(f"{name} {version}" for name, version in of_machine["versions"].items())
+                parts += [f"### {preset}", f"`{content['command']}`: {versions}"]
                 for text, make in SECTIONS[preset].items():
                     parts += [text.replace("{bandwidth}", bandwidth), make(gpu)]
     parts += ["## Errors", "Root mean square of ours to the largest of the other libraries', on an H100:", accuracy()]
@@ -309,7 +312,16 @@ def first_calls_of_peer() -> str:
     return f"{span((of_op['FlashAttention-4'] for of_op in startup.values()), 1)} s"
 
 
+def host_times(name: str) -> str:
+    """Host time of a repeated call of a contender."""
+    found = read(shown(), "paper")["host_seconds"]
+    told = (f"{op} {found[f'{op}, {name.format(op=of_op)}, torch arrays'] * 1e6:.0f} µs" for op, of_op in OURS.items())
+    return ", ".join(told)
+
+
 PLACES: dict[str, Callable[[], str]] = {
+    "host": partial(host_times, "cuflash {op}"),
+    "host of FlashAttention-4": partial(host_times, "FlashAttention-4"),
     "speed": speeds,
     "compiled": partial(first_calls, "cold"),
     "loaded": partial(first_calls, "disk"),

@@ -25,10 +25,11 @@ def integers(text: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(numbers))
 
 
-def count(text: str) -> int:
-    """A whole number above 0."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number above 0")
+def count(text: str, least: int = 1) -> int:
+    """A whole number from `least` on."""
+    if not text.isdecimal() or int(text) < least:
+        wanted = f"from {least} on" if least > 1 else "above 0"
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number {wanted}")
     return int(text)
 
 
@@ -55,4 +56,11 @@ def output(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"{text!r} is a folder: give the name of a file")
     if not path.absolute().parent.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {path.absolute().parent}")
+    is_new = not path.exists()
+    try:
+        path.open("ab").close()  # why not by its rights: a file system may refuse all the same
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from error
     return path

@@ -108,7 +108,7 @@ def draw(traces: dict[str, Trace], exact: float, path: str) -> None:
             ended = states[-1]["o"] / states[-1]["ell"]
             whole = states[-1]["o"]
             lower.annotate("", (KEYS, ended), (KEYS, whole), arrowprops={"arrowstyle": "->"})
-            lower.text(KEYS - 3, (whole + ended) / 2, "o / ℓ", ha="right", va="center")
+            lower.text(KEYS - 3, (whole + ended) / 2, "o / ℓ", ha="right", va="center", backgroundcolor="white")
         lower.axhline(exact, color="black", lw=0.8, ls="--", label="exact")
         upper.set_title(titles[name], fontsize=10)
         upper.legend(fontsize=8)

@@ -18,6 +18,7 @@ from ..runtime import compiler
 from .cases import Case, numpy_dtype
 
 Inputs = tuple[Any, ...]  # q, k, v, and for backward dout
+TENSOR_FLOPS = {(8, 0): 2048, (9, 0): 4096}  # of 16 bits, a clock and multiprocessor: NVIDIA's papers on A100 and H100
 OTHERS_BYTES = 2**28  # five times what the L2 of an H100 holds, as triton's do_bench writes
 
 
@@ -76,6 +77,10 @@ class NumpyArrays:
         """The most bytes a second that the GPU's memory gives; None if it is not known."""
         return None
 
+    def tensor_flops(self) -> float | None:
+        """The most FLOP a second of 16-bit products, at the GPU's highest clock; None if it is not known."""
+        return None
+
     def peak(self, call: Callable[[], Any]) -> tuple[Any, int]:
         """What a call gives, and the most bytes that were allocated at a time since its begin."""
         tracemalloc.start()
@@ -129,6 +134,12 @@ class CupyArrays(NumpyArrays):
         facts = self.cupy.cuda.Device(0).attributes
         clock, bits = facts.get("MemoryClockRate"), facts.get("GlobalMemoryBusWidth")  # kHz; two transfers a clock
         return 2e3 * clock * bits / 8 if clock and bits else None
+
+    def tensor_flops(self) -> float | None:
+        facts = self.cupy.cuda.Device(0).attributes
+        each = TENSOR_FLOPS.get((facts.get("ComputeCapabilityMajor"), facts.get("ComputeCapabilityMinor")))
+        clock, count = facts.get("ClockRate"), facts.get("MultiProcessorCount")  # kHz
+        return 1e3 * clock * count * each if each and clock and count else None
 
     def peak(self, call: Callable[[], Any]) -> tuple[Any, int]:
         pool = self.cupy.get_default_memory_pool()

@@ -104,10 +104,12 @@ def find(arrays: NumpyArrays, *, flex: bool = False) -> tuple[list[Contender], d
 
 
 def machine(arrays: NumpyArrays) -> dict[str, Any]:
-    """What `info` tells of this machine, with the versions of the peers and how fast the memory is."""
+    """What `info` tells of this machine, with the versions of the peers and what memory and tensor cores give."""
     found = info.machine()
     if bandwidth := arrays.bandwidth():
         found["gpus"][0]["bytes_per_second"] = bandwidth
+    if peak := arrays.tensor_flops():
+        found["gpus"][0]["flops_per_second"] = peak
     with suppress(metadata.PackageNotFoundError):
         found["versions"]["FlashAttention-4"] = metadata.version("flash-attn-4")
     torch = sys.modules.get("torch")  # why not imported: where nothing has, no peer of it runs

@@ -13,6 +13,7 @@ from .report import Errors
 
 # Colours that people who see few colours tell apart (Okabe and Ito), on a white or a black ground.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
+OF_PEERS = "torch flash", "torch cuDNN", "FlashAttention-4", "torch efficient", "torch flex"  # the colours after ours
 Colours = dict[str, str]  # by contender
 DTYPES = {"bfloat16": "-", "float16": "--", "float32": ":"}
 
@@ -73,8 +74,10 @@ def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
         elif preset == "decode":
             figures[preset] = _bars_of_reads(pyplot, colours, rows, most, f"Decoding, one query a sequence, {where}")
         elif any(row.get("ratios") for row in rows):
-            figures[preset] = _bars_of_ratios(pyplot, rows, f"Speed to that of the fastest other, {where}")
-        figures["roofline"] = _roofline(pyplot, colours, rows, most, f"Work and memory, {where}")
+            figures[preset] = _bars_of_ratios(pyplot, rows, f"Times as fast as the fastest other library, {where}")
+        limits = most, gpus[0].get("flops_per_second")
+        title = f"Work and memory, {where} (circles: forward, triangles: backward)"
+        figures["roofline"] = _roofline(pyplot, colours, rows, *limits, title)
         paths = []
         for name, figure in figures.items():
             paths.append(folder / f"{preset}-{name}.png".replace(f"{preset}-{preset}", preset))
@@ -122,12 +125,12 @@ def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: s
 
 
 def _colours(rows: list[dict[str, Any]]) -> Colours:
-    """One for each contender in all pictures of a file: ours of every op has the first, then come the peers."""
-    ours, peers = (list(dict.fromkeys(row["contender"] for row in rows if row["ours"] is own)) for own in (True, False))
+    """One for each contender, for those of OF_PEERS in all pictures the same: ours of every op has the first."""
     firsts = {op: next((row["contender"] for row in rows if row["ours"] and row["op"] == op), "") for op in BOTH}
-    found = dict.fromkeys(("cuflash", *firsts.values()), COLOURS[0])
-    others = [name for name in (*peers, *ours) if name not in found]
-    return found | {name: COLOURS[1 + number % (len(COLOURS) - 1)] for number, name in enumerate(others)}
+    found = dict.fromkeys(("cuflash", *firsts.values()), COLOURS[0]) | dict(zip(OF_PEERS, COLOURS[1:], strict=False))
+    others = dict.fromkeys(row["contender"] for row in rows if row["contender"] not in found)
+    left = COLOURS[1 + len(OF_PEERS) :]
+    return found | {name: left[number % len(left)] for number, name in enumerate(others)}
 
 
 def _of_one_dtype(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -210,7 +213,7 @@ def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
         panel.barh(range(len(cases)), values, color=[COLOURS[0 if x >= 1 else 1] for x in values])
         panel.axvline(1.0, color="black", lw=1)
         panel.set_yticks(range(len(cases)), cases, fontsize=6)
-        panel.set(title=op, xlabel="times as fast (slower ones in the other colour)")
+        panel.set(title=op, xlabel="times as fast (orange: slower)")
         panel.grid(axis="x", alpha=0.3)
         panel.set_axisbelow(True)
     axes[0][0].set_ylim(len(cases) - 0.4, -0.6)
@@ -219,18 +222,26 @@ def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
 
 
 def _roofline(
-    pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str
+    pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, peak: float | None, title: str
 ) -> Any:
-    """Speed by operations for each byte of the arrays, below the line that the memory allows."""
-    names = list(dict.fromkeys(row["contender"] for row in rows))
+    """Speed by operations for each byte of the arrays, below what the memory and the tensor cores allow."""
     figure, axes = pyplot.subplots(1, 1, figsize=(7, 4.6), squeeze=False, layout="constrained")
-    panel = axes[0][0]
-    for name in names:
-        points = [(row["flops"] / row["num_bytes"], row["tflops"]) for row in rows if row["contender"] == name]
-        panel.scatter(*zip(*points, strict=True), s=12, color=colours[name], label=name)
+    panel, points = axes[0][0], dict[tuple[str, str], list[tuple[float, float]]]()
+    for row in rows:
+        point = row["flops"] / row["num_bytes"], row["tflops"]
+        points.setdefault((row["contender"], row["op"]), []).append(point)
+    for (name, op), of_one in points.items():
+        label = "cuflash" if colours[name] == COLOURS[0] else name
+        marker = "o" if op == "forward" else "^"
+        panel.scatter(*zip(*of_one, strict=True), s=12, marker=marker, color=colours[name], label=label)
+    work = [x for of_one in points.values() for x, _ in of_one]
+    ridge = peak / most if most and peak else max(row["tflops"] for row in rows) / most * 1e12 if most else 0.0
     if most:
-        ends = [min(row["flops"] / row["num_bytes"] for row in rows), max(row["tflops"] for row in rows) / most * 1e12]
+        ends = [min(*work, ridge), ridge]
         panel.plot(ends, [x * most * 1e-12 for x in ends], color="black", lw=1, ls="--", label="what the memory allows")
+    if peak:
+        ends = [ridge, max(*work, ridge)]
+        panel.plot(ends, [peak * 1e-12] * 2, color="black", lw=1, label="16-bit tensor cores")
     panel.set(xscale="log", yscale="log", xlabel="FLOP for each byte of the arrays", ylabel="TFLOP/s")
     return _finished(figure, axes, title)
 

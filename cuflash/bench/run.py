@@ -48,9 +48,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of forward; default flash2; also flash1, flashd, standard",
     )
     parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name has this text")
-    parser.add_argument(
-        "--rounds", type=arguments.count, default=3, metavar="N", help="turns of each contender, from 3 on; default 3"
-    )
+    rounds, turns = partial(arguments.count, least=3), "turns of each contender, from 3 on; default 3"
+    parser.add_argument("--rounds", type=rounds, default=3, metavar="N", help=turns)
     parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
     parser.add_argument(
         "--pictures", type=arguments.folder, metavar="FOLDER", help="draw it into this folder; needs matplotlib"
@@ -80,9 +79,12 @@ def main(options: argparse.Namespace) -> int:
         print(f"Timing the NumPy path on the CPU, in small problems: {no_gpu}")
     report = bench(arrays, options)
     content = table.facts(report)
-    if options.json:
-        options.json.write_text(table.file_of(content), "utf-8")
     table.show(report)
+    if options.json:
+        try:
+            options.json.write_text(table.file_of(content), "utf-8")
+        except OSError as error:
+            raise ProblemError(f"{options.json} cannot be written: {error}") from error
     if draw is not None:
         _drawn(draw, content, options.pictures)
     return int(report.failed)

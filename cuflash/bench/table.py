@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 from typing import Any
 
 from rich import box
@@ -39,6 +40,8 @@ def show(report: Report) -> None:
         over = "" if report.preset == "memory" else f" (in brackets: {first} over it)"
         out.print(f"\n{op}, {dtype}, {report.arrays} arrays, {unit}{over}")
         out.print(_speeds(report.preset, rows))
+    if about := conditions(report.rows):
+        out.print(about)
     if report.preset == "decode" and (most := report.bytes_per_second):
         out.print(
             f"the memory of this GPU gives {most * 1e-9:.0f} GB/s at most; what lies in the L2 cache comes faster"
@@ -60,6 +63,21 @@ def show(report: Report) -> None:
     for remark, problems in remarks.items():
         others = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
         out.print(f"{remark} [{problems[0]}{others}]", markup=False)
+
+
+def conditions(rows: list[Row]) -> str:
+    """How far times lie apart, what calls take without graphs, and the clocks and the power meanwhile."""
+    spreads = [seconds.spread for row in rows if (seconds := row.graph or row.wall)]
+    if not spreads:
+        return ""
+    told = [f"quartiles of a time lie {median(spreads):.1%} apart in the median, {max(spreads):.1%} at most"]
+    if both := [row.wall.median / row.graph.median for row in rows if row.wall and row.graph]:
+        times = f"{median(both):.2f} times as long in the median, {max(both):.2f} at most"
+        told.append(f"calls without graphs take {times}")
+    for name, unit in (("sm_clock_mhz", "MHz"), ("power_w", "W")):
+        if found := [row.state[name] for row in rows if name in row.state]:
+            told.append(f"{min(found):.0f} to {max(found):.0f} {unit}")
+    return "; ".join(told)
 
 
 def line(preset: str, rows: list[Row]) -> str:

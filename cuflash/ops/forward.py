@@ -51,11 +51,13 @@ def forward(
     k whatever it holds, but where a hidden row of v holds NaN or infinity, queries near those that see it may get NaN
     on a GPU, the same in each run: those of which some query of the same 128, or on Hopper 192, sees one of the same
     128 keys. What lies past a length reaches nobody.
+    Head dims go from 1 to 256, each by itself, and to 512 where the GPU's shared memory allows; on the CPU any.
     heads_q is a multiple of heads_kv; query head h uses kv head `h // (heads_q // heads_kv)`.
 
-    softmax_scale: default 1/sqrt(head_dim). causal: key j is visible to query i iff `j <= i + diagonal_offset`.
-    window_size: (left, right) keys besides the diagonal, -1 or None for open. diagonal_offset: default
-    seqlen_k - seqlen_q (bottom-right aligned); 0 aligns top-left. softcap c > 0: scores become c·tanh(score / c).
+    softmax_scale: a finite number above 0, default 1/sqrt(head_dim). causal: key j is visible to query i iff
+    `j <= i + diagonal_offset`. window_size: (left, right) keys besides the diagonal, -1 or None for open.
+    diagonal_offset: default seqlen_k - seqlen_q (bottom-right aligned); 0 aligns top-left. softcap c > 0: scores become
+    c·tanh(score / c).
     algorithm: "flash2" (default), "flash1", "flashd" or "standard" (materialises the scores; for comparison).
     out: array to write to, of its own memory. out_dtype: "float32" (or a dtype object, such as numpy.float32) keeps the
     full precision of 16-bit inputs.

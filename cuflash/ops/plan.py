@@ -77,7 +77,7 @@ def plan(
     >>> print(cuflash.plan(q, kv, kv, dtype="bfloat16", causal=True, device="sm_90"))
     kernel     forward_sm90_bf16_d128_q128_k128_s5
     device     H100
-    tile       128 queries x 128 keys, head dims padded to (128, 128), 5 stage(s), 12 warps
+    tile       128 queries x 128 keys, head dims padded to (128, 128), 5 stages, 12 warps
     launch     132 blocks of 384 threads, 225 KiB of shared memory each
     memory     out 32 MiB, lse 512 KiB, workspace 0 B
     work       137 GFLOP

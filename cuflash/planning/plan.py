@@ -122,17 +122,20 @@ class Plan(NamedTuple):
             if several:
                 lines.append(f"kernel     {launch.variant.name}: {launch}")
             if (tile := launch.variant.tile) is not None:
+                stages = f"{tile.stages} stage{'s' * (tile.stages > 1)}"
                 lines.append(
                     f"tile       {tile.block_q} queries x {tile.block_k} keys, head dims padded to "
-                    f"({tile.head_dim}, {tile.head_dim_v}), {tile.stages} stage(s), {tile.warps} warps"
+                    f"({tile.head_dim}, {tile.head_dim_v}), {stages}, {tile.warps} warps"
                 )
             if not several:
                 lines.append(f"launch     {launch}")
+        results = f"out {units.memory(self.out_bytes)}, lse {units.memory(self.lse_bytes)}"
+        if self.problem.op.name == "backward":
+            results = f"gradients {units.memory(self.out_bytes)}"
         if self.fallback:
             lines.append(f"fallback   not Hopper's own kernel: {self.fallback}")
         lines += [
-            f"memory     out {units.memory(self.out_bytes)}, lse {units.memory(self.lse_bytes)}, "
-            f"workspace {units.memory(self.workspace_bytes)}",
+            f"memory     {results}, workspace {units.memory(self.workspace_bytes)}",
             f"work       {units.work(self.flops)}",
         ]
         return "\n".join(lines)

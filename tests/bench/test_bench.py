@@ -130,6 +130,17 @@ def test_ratios_are_within_an_op() -> None:
     ]
 
 
+def test_the_conditions_of_times_are_told() -> None:
+    ours = contenders("forward")[0]
+    plain = run.Row(CELLS[0], ours, wall=measure.Seconds(3.0, 0.01), state={"sm_clock_mhz": 1500.0, "power_w": 690.0})
+    captured = replace(plain, graph=measure.Seconds(2.0, 0.05), state={"sm_clock_mhz": 1700.0, "power_w": 300.0})
+    assert table.conditions([plain, captured]) == (
+        "quartiles of a time lie 3.0% apart in the median, 5.0% at most; calls without graphs take 1.50 times as long "
+        "in the median, 1.50 at most; 1500 to 1700 MHz; 300 to 690 W"
+    )
+    assert not table.conditions([run.Row(CELLS[0], ours)])
+
+
 @pytest.mark.parametrize("ops", [None, "forward", "backward"])
 def test_the_command_measures_the_ops_asked_for(
     ops: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -157,8 +168,9 @@ def test_an_op_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (["--rounds", "0"], "'0': give a whole number above 0"), (["--rounds", "x"], "give a whole number above 0"),
+    (["--rounds", "2"], "'2': give a whole number from 3 on"), (["--rounds", "x"], "give a whole number from 3 on"),
     (["--json", "none/such.json"], "there is no folder"), (["--json", "."], "is a folder"),
+    (["--json", "/dev/full/none"], "there is no folder"), (["--json", "/proc/none.json"], "cannot be written: "),
     (["--seqlens", "0"], "give whole numbers above 0"), (["--ops", "sideways"], "give some of forward, backward"),
 ])  # fmt: skip
 def test_bad_options_are_told_before_anything_is_measured(
