@@ -151,3 +151,10 @@ def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_ti
     assert parts(1, 128) == (1, 0, 0)  # adding up takes longer
     assert parts(1, 2048, (2, 2)) == parts(1, 2048, deterministic=True) == (1, 0, 0)
     assert parts(1, 2048, causal=False)[0] == 1  # blocks share steps
+
+
+def test_two_waves_of_blocks_that_share_query_heads_start_together() -> None:
+    for batch, seqlen, heads, together in ((2, 4096, 64, 2), (1, 8192, 128, 1), (2, 8192, 32, 2), (8, 1024, 64, 16)):
+        made = fields(128, 128, dims=(batch, seqlen, seqlen, heads, 8), causal=True)
+        assert made["parts_log2"] > 0
+        assert made["heads_together"] == together
