@@ -100,7 +100,7 @@ def speed_of(op: str) -> Callable[[str], str]:
 def mean_of(rows: Rows) -> str:
     """In words, how many times as fast as the fastest peers."""
     found = [ratio for row in rows if (ratio := best(row)) is not None]
-    return f"{geometric_mean(found):.2f} times in the geometric mean of {len(found)}, {span(found)}"
+    return f"{geometric_mean(found):.2f} times in the geometric mean of {len(found)} calls, {span(found)}"
 
 
 def speed_in_words(op: str, gpu: str) -> str:
@@ -241,7 +241,7 @@ SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
     "paper": {
         "Forward, TFLOP/s, and in brackets times as fast as the fastest other library:": speed_of("forward"),
         "Backward, counted as 2.5 times the work of forward:": speed_of("backward"),
-        "Host time and first calls:": calls,
+        "Host time (backward of other libraries through autograd) and first calls:": calls,
     },
     "models": {
         "Times as fast as the fastest other library that takes the call:": models,
@@ -287,9 +287,9 @@ def speeds() -> str:
     versions, means = machine["versions"], [f"{op} {speed_in_words(op, gpu)}" for op in ops]
     text = (
         f"TFLOP/s on one {machine['gpus'][0]['name']}, bfloat16, 16k tokens, hidden 2048; backward is counted as 2.5 "
-        f"times the work of forward. In brackets times as fast as the fastest of PyTorch {versions['torch']}'s flash "
-        f"and cuDNN ({versions['cuDNN']}) backends and FlashAttention-4 {versions['FlashAttention-4']}: "
-        f"{'; '.join(means)}."
+        "times the work of forward. In brackets: how many times as fast as the fastest of PyTorch "
+        f"{versions['torch']}'s flash and cuDNN ({versions['cuDNN']}) backends and FlashAttention-4 "
+        f"{versions['FlashAttention-4']}: {'; '.join(means)}."
     )
     return f"{filled(text)}\n\n{speed(gpu, ops, (1024, 4096, 16384))}"
 

@@ -52,15 +52,18 @@ def folder(text: str) -> Path:
 def output(text: str) -> Path:
     """A file that can be written."""
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} is a folder: give the name of a file")
-    if not path.absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {path.absolute().parent}")
-    is_new = not path.exists()
     try:
-        path.open("ab").close()  # why not by its rights: a file system may refuse all the same
-        if is_new:
-            path.unlink()
+        target = path.resolve()
+        if target.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} is a folder: give the name of a file")
+        if not target.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be written: there is no folder {target.parent}")
+        # why tried, and not by its rights: a file system may refuse all the same. Pipes and devices are left alone.
+        if target.is_file():
+            target.open("ab").close()
+        elif not target.exists():
+            target.open("xb").close()
+            target.unlink()
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from error
     return path

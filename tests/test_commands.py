@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 from workers import ROOT
 
-from cuflash import __version__, info, units
+from cuflash import __version__, arguments, info, units
 from cuflash.__main__ import COMMANDS, main
 
 
@@ -78,3 +79,16 @@ def test_gpus_that_are_alike_are_counted() -> None:
     gpus = [{"name": "GPU", "arch": "sm_90", "num_sms": 132}] * 2 + [{"name": "GPU 2", "problem": "it is too old"}]
     assert info.line({"gpus": gpus, "versions": {"cuflash": "1"}}) == "2 x GPU (sm_90, 132 SMs): cuflash 1"
     assert info.line({"gpus": [], "versions": {"cuflash": "1"}}) == "CPU: cuflash 1"
+
+
+def test_a_file_to_write_is_tried_and_stays_as_it_was(tmp_path: Any) -> None:
+    full, new, link = (tmp_path / name for name in ("full", "new", "link"))
+    full.write_text("kept", "utf-8")
+    link.symlink_to(new)
+    for path in (full, new, link):
+        assert arguments.output(str(path)) == path
+    assert full.read_text("utf-8") == "kept"
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["full", "link"]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert arguments.output(str(pipe)) == pipe  # it does not wait for a reader

@@ -109,7 +109,7 @@ def test_its_sizes_are_those_that_were_measured() -> None:
     beside = {stack: f"{row['bytes_beside_torch'] / 1e6:.0f} MB" for stack, row in of.items()}
     text = README.read_text("utf-8")
     on_disk = f"{of['cuflash[cuda13]']['bytes_on_disk'] / 1e6:.0f} MB"
-    assert f"The first downloads {alone['cuflash[cuda13]']}, which take {on_disk} on disk" in text
+    assert f"The first downloads {alone['cuflash[cuda13]']}, which unpack to {on_disk}" in text
     assert f"write `[cuda12]` instead, which downloads {alone['cuflash[cuda12]']}" in text
     assert f"{alone['cuflash[cuda13]']} alone, {beside['cuflash[cuda13]']} beside PyTorch" in text
     assert f"{beside['flash-attn-4']} beside PyTorch" in text

@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
     _show(machine, rows, missing)
     if options.json:
         facts = {"command": options.typed, "machine": machine, "missing": missing}
-        options.json.write_text(table.file_of(facts | {"rows": [row.facts() for row in rows]}), "utf-8")
+        table.write(options.json, facts | {"rows": [row.facts() for row in rows]})
     if draw is not None:
         draw(rows, info.line(machine), options.picture)
     return int(any(row.ours and is_bad(rows, row) for row in rows))

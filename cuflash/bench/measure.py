@@ -1,4 +1,4 @@
-"""Measures how long calls take: contenders take turns on the same inputs, and the medians of all rounds count."""
+"""Measures how long calls take: contenders take turns on the same inputs, and the median of all turns counts."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def seconds_in_graphs(
     """
 
     def begin(graph: Callable[[], None]) -> Callable[[], float]:
-        # why: triton's do_bench does so, too, and the clocks follow the power, which this takes less of than a call.
+        # why: as triton's do_bench does it. To write takes less power than a call, and the clocks follow the power.
         arrays.overwrite_l2()
         return arrays.span(graph)
 

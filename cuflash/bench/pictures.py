@@ -235,13 +235,13 @@ def _roofline(
         marker = "o" if op == "forward" else "^"
         panel.scatter(*zip(*of_one, strict=True), s=12, marker=marker, color=colours[name], label=label)
     work = [x for of_one in points.values() for x, _ in of_one]
-    ridge = peak / most if most and peak else max(row["tflops"] for row in rows) / most * 1e12 if most else 0.0
     if most:
+        ridge = (peak or max(row["tflops"] for row in rows) * 1e12) / most
         ends = [min(*work, ridge), ridge]
         panel.plot(ends, [x * most * 1e-12 for x in ends], color="black", lw=1, ls="--", label="what the memory allows")
-    if peak:
-        ends = [ridge, max(*work, ridge)]
-        panel.plot(ends, [peak * 1e-12] * 2, color="black", lw=1, label="16-bit tensor cores")
+        if peak:
+            ends = [ridge, max(*work, ridge)]
+            panel.plot(ends, [peak * 1e-12] * 2, color="black", lw=1, label="16-bit tensor cores")
     panel.set(xscale="log", yscale="log", xlabel="FLOP for each byte of the arrays", ylabel="TFLOP/s")
     return _finished(figure, axes, title)
 

@@ -40,7 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--head-dims", type=arguments.integers, metavar="N,N", help="default 64,128,256; 64 without a GPU"
     )
     parser.add_argument("--seqlens", type=arguments.integers, metavar="N,N", help="such as 1k,16k")
-    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help="only this mask; default both")
+    causal = "only this mask; default both, quick only causal"
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help=causal)
     parser.add_argument(
         "--algorithms",
         type=partial(arguments.names, ALGORITHMS),
@@ -80,13 +81,10 @@ def main(options: argparse.Namespace) -> int:
     report = bench(arrays, options)
     content = table.facts(report)
     table.show(report)
-    if options.json:
-        try:
-            options.json.write_text(table.file_of(content), "utf-8")
-        except OSError as error:
-            raise ProblemError(f"{options.json} cannot be written: {error}") from error
     if draw is not None:
         _drawn(draw, content, options.pictures)
+    if options.json:
+        table.write(options.json, content)
     return int(report.failed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import info, units
+from ..errors import ProblemError
 from ..ops.plan import plan
 from ..planning.plan import Plan
 from .own import OwnCase
@@ -112,6 +114,14 @@ def file_of(content: dict[str, Any]) -> str:
     start = json.dumps({name: x for name, x in content.items() if name != "rows"}, indent=1).removesuffix("\n}")
     lines = ",\n".join(f"  {json.dumps(row)}" for row in content["rows"])
     return f'{start},\n "rows": [\n{lines}\n ]\n}}\n'
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Writes such a file; ProblemError if it cannot be written."""
+    try:
+        path.write_text(file_of(content), "utf-8")
+    except OSError as error:
+        raise ProblemError(f"{path} cannot be written: {error}") from error
 
 
 def _sections(rows: list[Row]) -> list[list[Row]]:

@@ -16,6 +16,9 @@ from .operations import BITS, COMPARISONS, Type
 
 # An end that hides nothing: all keys lie between -OPEN and OPEN.
 OPEN = 2**30
+# An end may be the least or the greatest of so many parts; where there are more, less is said. why: each is compared
+# with each, so that a mask written out for a hundred documents took half a minute.
+MOST_PARTS = 16
 # Larger factors are left alone, so that int64 holds the sums.
 MAX_FACTOR = 2**31 - 1
 
@@ -213,7 +216,19 @@ def _both(*parts: _Span | None) -> _Span | None:
     if x is None or y is None:
         known = x or y
         return known and _Span(known.first, known.last, is_exact=False)
-    return _Span(_extreme("maximum", x.first, y.first), _extreme("minimum", x.last, y.last), x.is_exact and y.is_exact)
+    first, last = _extreme("maximum", x.first, y.first), _extreme("minimum", x.last, y.last)
+    if _has_many_parts(first) or _has_many_parts(last):
+        return _Span(x.first, x.last, is_exact=False)
+    return _Span(first, last, x.is_exact and y.is_exact)
+
+
+def _has_many_parts(end: Node | None) -> bool:
+    return end is not None and _count_parts(end) > MOST_PARTS
+
+
+def _count_parts(end: Node) -> int:
+    """Of how many numbers an end is the least or the greatest."""
+    return sum(map(_count_parts, end.arguments)) if end.op in ("minimum", "maximum") else 1
 
 
 def _extreme(op: str, x: Node | None, y: Node | None) -> Node | None:
@@ -240,6 +255,8 @@ def _either(*parts: _Span | None) -> _Span | None:
         return y if _is_empty(x) else x
     first = None if x.first is None or y.first is None else _extreme("minimum", x.first, y.first)
     last = None if x.last is None or y.last is None else _extreme("maximum", x.last, y.last)
+    if _has_many_parts(first) or _has_many_parts(last):
+        return None
     # why these have no hole: both begin or both end nowhere, or each begins at the latest right after the other.
     # The last holds also where one of them is empty.
     is_whole = x.first is y.first is None or x.last is y.last is None or (_touches(x, y) and _touches(y, x))

@@ -51,7 +51,7 @@ def forward(
     k whatever it holds, but where a hidden row of v holds NaN or infinity, queries near those that see it may get NaN
     on a GPU, the same in each run: those of which some query of the same 128, or on Hopper 192, sees one of the same
     128 keys. What lies past a length reaches nobody.
-    Head dims go from 1 to 256, each by itself, and to 512 where the GPU's shared memory allows; on the CPU any.
+    head_dim and head_dim_v go independently from 1 to 256, to 512 where the GPU's shared memory allows; on the CPU any.
     heads_q is a multiple of heads_kv; query head h uses kv head `h // (heads_q // heads_kv)`.
 
     softmax_scale: a finite number above 0, default 1/sqrt(head_dim). causal: key j is visible to query i iff

@@ -26,8 +26,8 @@ SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each 
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
 HEADS_WITHOUT_TURNS = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
-# Under a mask, blocks of threads share the query heads of a key block. Each has about so many columns of q or more,
-# counted over its heads, and so many rows. As many kv heads as have PART_WAVES waves of them start together. why: L34
+# Under a mask, blocks of threads share the query heads of a key block. Each of them takes about so many columns of q
+# (heads times head_dim) or more, and about so many rows. At most PART_WAVES waves of them start together. why: L34
 LEAST_PART_COLUMNS, LEAST_PART_ROWS, PART_WAVES = 256, 4096, 2
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
 WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
@@ -103,7 +103,7 @@ def _heads_of_waves(device: Device, num_k_blocks: int) -> int:
 
 
 def _heads_of_parts(device: Device, blocks: int) -> int:
-    """How many heads, each of so many blocks of threads, have PART_WAVES waves of them. One has 132 on an H100."""
+    """How many kv heads, each of so many blocks of threads, have at most PART_WAVES waves of them; at least one."""
     return heads_together(max(blocks, 1), PART_WAVES * _wave(device), HEADS_TOGETHER)
 
 
@@ -156,7 +156,8 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     tiles = blocks_of(problem.seqlen_q, block_q)
     # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
     most = min(group, group * tiles // (4 * SHARED_STEPS))
-    # why not in a window, whose key blocks have as many tiles as each other, nor with cells: they may have few.
+    # why not where the left side is bounded: in a window key blocks have as many tiles as each other. Nor with cells,
+    # which may leave few.
     goes_apart = problem.mask.lo == -problem.seqlen_q and not uses_cells(problem)
     log2 = _parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
     while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:

@@ -16,6 +16,7 @@ from cuflash.bench import check, measure, peers, run, table
 from cuflash.bench.arrays import NumpyArrays
 from cuflash.bench.cases import Case
 from cuflash.bench.peers import Contender
+from cuflash.errors import ProblemError
 from cuflash.selftest import oracle
 
 ARRAYS = NumpyArrays()
@@ -130,6 +131,11 @@ def test_ratios_are_within_an_op() -> None:
     ]
 
 
+def test_a_file_that_cannot_be_written_any_more_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ProblemError, match="cannot be written"):
+        table.write(tmp_path / "none" / "such", {"rows": []})
+
+
 def test_the_conditions_of_times_are_told() -> None:
     ours = contenders("forward")[0]
     plain = run.Row(CELLS[0], ours, wall=measure.Seconds(3.0, 0.01), state={"sm_clock_mhz": 1500.0, "power_w": 690.0})
@@ -170,7 +176,7 @@ def test_an_op_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(("arguments", "told"), [
     (["--rounds", "2"], "'2': give a whole number from 3 on"), (["--rounds", "x"], "give a whole number from 3 on"),
     (["--json", "none/such.json"], "there is no folder"), (["--json", "."], "is a folder"),
-    (["--json", "/dev/full/none"], "there is no folder"), (["--json", "/proc/none.json"], "cannot be written: "),
+    (["--json", "/proc/none.json"], "cannot be written: "), (["--json", "x" * 300], "cannot be written: "),
     (["--seqlens", "0"], "give whole numbers above 0"), (["--ops", "sideways"], "give some of forward, backward"),
 ])  # fmt: skip
 def test_bad_options_are_told_before_anything_is_measured(

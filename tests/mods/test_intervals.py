@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from expressions import ARRAYS, LENGTH, B, H, K, Q, conditions, grid, number, of_integers, values
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 
 from cuflash.mods.build import build, constant, load
 from cuflash.mods.graph import Node, variable
-from cuflash.mods.intervals import OPEN, RowInterval, row_interval
+from cuflash.mods.intervals import MOST_PARTS, OPEN, RowInterval, row_interval
 from cuflash.mods.operations import Type
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=150)
@@ -120,6 +122,37 @@ def test_an_interval_that_holds_more_than_the_mask_says_so() -> None:
 )
 def test_of_other_masks_nothing_is_said(mask: Node) -> None:
     assert row_interval(mask) is None
+
+
+def within(index: Node, first: int, end: int) -> Node:
+    return all_of(of("less", first - 1, index), of("less", index, end))
+
+
+def test_masks_of_many_parts_are_judged_in_no_time() -> None:
+    many: Node | None = None
+    narrow: Node | None = None
+    for first in range(0, 3000, 10):  # took minutes
+        document = all_of(within(Q, first, first + 10), within(K, first, first + 10))
+        above = of("less", of("add", Q, of("remainder", K, 2 + first)), first)
+        many = document if many is None else build("bitwise_or", many, document)
+        narrow = above if narrow is None else build("bitwise_and", narrow, above)
+    started = time.perf_counter()
+    assert many is not None
+    assert narrow is not None
+    for mask in (many, all_of(narrow, of("less_equal", K, Q))):
+        if (found := row_interval(mask)) is not None:
+            check(mask, found)
+    assert time.perf_counter() - started < 20
+
+
+@pytest.mark.parametrize("parts", [MOST_PARTS, MOST_PARTS + 1, 3 * MOST_PARTS])
+def test_of_many_bounds_some_are_kept(parts: int) -> None:
+    ends = (of("remainder", of("multiply", Q, n + 3), 31) for n in range(parts))
+    mask = all_of(*(of("less_equal", K, end) for end in ends))
+    found = row_interval(mask)
+    assert found is not None
+    check(mask, found)
+    assert found.is_exact == (parts <= MOST_PARTS)
 
 
 def test_two_parts_with_a_hole_are_not_exact() -> None:

@@ -175,3 +175,10 @@ def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_th
     for queries, shares in ((256, True), (192, False)):  # with few, adding up takes longer
         few = backward(256, 256, dims=(2, queries, 8192, 8, 1), causal=True, diagonal_offset=0)
         assert ("turns" in few.workspace) == shares
+
+
+def test_two_waves_of_blocks_that_share_query_heads_start_together() -> None:
+    for batch, seqlen, heads, together in ((2, 4096, 64, 2), (1, 8192, 128, 1), (2, 8192, 32, 2), (8, 1024, 64, 16)):
+        made = fields(128, 128, dims=(batch, seqlen, seqlen, heads, 8), causal=True)
+        assert made["parts_log2"] > 0
+        assert made["heads_together"] == together
