@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -34,6 +34,7 @@ OURS = {"forward": "flash2", "backward": "backward"}  # ops, and the names of wh
 Rows = list[dict[str, Any]]
 
 
+@cache
 def read(gpu: str, preset: str) -> dict[str, Any]:
     """A file of the benchmark."""
     content: dict[str, Any] = json.loads((RESULTS / gpu / f"{preset}.json").read_text("utf-8"))

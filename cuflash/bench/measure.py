@@ -137,7 +137,7 @@ def _in_turns(
     """Seconds of one of the calls of each span, in so many rounds at most."""
     if not spans:
         return {}
-    started, seconds = time.perf_counter(), dict.fromkeys(spans, 0.0)
+    started = time.perf_counter()
     while True:
         readers = {name: span() for name, span in spans.items()}
         seconds = {name: read() for name, read in readers.items()}

@@ -81,10 +81,12 @@ def main(options: argparse.Namespace) -> int:
     report = bench(arrays, options)
     content = table.facts(report)
     table.show(report)
-    if draw is not None:
-        _drawn(draw, content, options.pictures)
-    if options.json:
-        table.write(options.json, content)
+    try:
+        if options.json:
+            table.write(options.json, content)
+    finally:  # why: what was measured is drawn all the same
+        if draw is not None:
+            _drawn(draw, content, options.pictures)
     return int(report.failed)
 
 

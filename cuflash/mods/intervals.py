@@ -223,12 +223,15 @@ def _both(*parts: _Span | None) -> _Span | None:
 
 
 def _has_many_parts(end: Node | None) -> bool:
-    return end is not None and _count_parts(end) > MOST_PARTS
-
-
-def _count_parts(end: Node) -> int:
-    """Of how many numbers an end is the least or the greatest."""
-    return sum(map(_count_parts, end.arguments)) if end.op in ("minimum", "maximum") else 1
+    """Whether an end is the least or the greatest of more than MOST_PARTS numbers."""
+    left, count = [] if end is None else [end], 0
+    while left and count <= MOST_PARTS:  # why no further: parts that are shared may make up endless many
+        node = left.pop()
+        if node.op in ("minimum", "maximum"):
+            left += node.arguments
+        else:
+            count += 1
+    return count > MOST_PARTS
 
 
 def _extreme(op: str, x: Node | None, y: Node | None) -> Node | None:

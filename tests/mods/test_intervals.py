@@ -145,6 +145,17 @@ def test_masks_of_many_parts_are_judged_in_no_time() -> None:
     assert time.perf_counter() - started < 20
 
 
+def test_parts_that_are_shared_are_counted_in_no_time() -> None:
+    end = of("remainder", Q, 31)
+    for n in range(60):  # 2^60 parts, if each is counted as often as it is reached
+        end = of("minimum", *(of("maximum", end, of("remainder", of("multiply", Q, n + m), 37)) for m in (3, 5)))
+    mask = all_of(of("less_equal", K, end), of("less_equal", K, Q))
+    found = row_interval(mask)
+    assert found is not None
+    assert not found.is_exact
+    check(mask, found)
+
+
 @pytest.mark.parametrize("parts", [MOST_PARTS, MOST_PARTS + 1, 3 * MOST_PARTS])
 def test_of_many_bounds_some_are_kept(parts: int) -> None:
     ends = (of("remainder", of("multiply", Q, n + 3), 31) for n in range(parts))
