@@ -58,7 +58,7 @@ def backward_plan(
     if reason is None and changes_weights(problem):
         made = _own_plan(problem, device, spilled)
         by_rows = made is not None and made.launches[-1].variant.source == "sm90/backward_rows.cu"
-        if made is not None and not (by_rows and _has_few_keys(problem, device)):
+        if made is not None and not (by_rows and _has_few_keys(problem, device, 1)):
             return made
         reason = few_keys if made is not None else "scores or masks of the caller's own need more registers than it has"
     elif reason is None:
@@ -69,7 +69,8 @@ def backward_plan(
             if lengths is not None and lengths.num_slots("k", problem.batch, tile.block_k) > 0:
                 return _listed_plan(problem, device, tile.for_lengths(), lengths)
             return _warpgroup_plan(problem, device, tile)
-        if not _has_few_keys(problem, device):
+        shares = choose_sharing_rows(problem, device, rows[1].block_q)
+        if not _has_few_keys(problem, device, 2 if shares else 1):
             return _rows_plan(problem, device, rows)
         reason = few_keys
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
@@ -91,13 +92,13 @@ def _reason_against(problem: Problem) -> str | None:
     return None
 
 
-def _has_few_keys(problem: Problem, device: Device) -> bool:
-    """Whether kernels by rows would leave most of the GPU idle, and the generic ones would not.
+def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
+    """Whether kernels by rows, with so many blocks for each key block, would leave most of the GPU idle.
 
-    These split the query heads of a group among blocks; not if deterministic (see `_generic_plan`).
+    The generic ones split the query heads of a group among any number of blocks; not if deterministic.
     """
     grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
-    return grouped and 2 * count_key_blocks(problem, KEY_ROWS) < device.num_sms
+    return grouped and 2 * parts * count_key_blocks(problem, KEY_ROWS) < device.num_sms
 
 
 def _own_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..problem.dtypes import DTYPES
 from ..problem.lengths import Lengths
+from ..problem.mask import Mask
 from ..problem.problem import Problem
 from . import tiles_sm90
 from .cells import uses_cells
@@ -147,8 +148,8 @@ def listed_together(
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     """2 to this power blocks of threads share the query heads of each key block (L34, L35).
 
-    One where key blocks are shared by steps, or where sums are ordered; and where there are almost WAVES waves of them,
-    if they are not better off near each other.
+    One where key blocks are shared by steps, or where sums are ordered; and where they almost fill a GPU, if they are
+    not better off near each other.
     """
     if problem.options.deterministic or problem.mask.is_full:
         return 0
@@ -156,13 +157,24 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     tiles = blocks_of(problem.seqlen_q, block_q)
     # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
     most = min(group, group * tiles // (4 * SHARED_STEPS))
-    # why not where the left side is bounded: in a window key blocks have as many tiles as each other. Nor with cells,
-    # which may leave few.
-    goes_apart = problem.mask.lo == -problem.seqlen_q and not uses_cells(problem)
+    # why not where the left side is bounded: windows of half of the keys were slower so. Nor with cells, which may
+    # leave few tiles.
+    goes_apart = problem.mask.lo == -problem.seqlen_q and not _are_alike(problem.mask) and not uses_cells(problem)
     log2 = _parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
-    while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
+    while 2 << log2 <= most and not _almost_fill(problem, device, blocks << log2):
         log2 += 1
     return log2
+
+
+def _almost_fill(problem: Problem, device: Device, blocks: int) -> bool:
+    """Whether so many blocks fill a GPU almost evenly: a wave of key blocks that are about alike, else WAVES (L35)."""
+    return 8 * blocks >= 7 * (1 if _are_alike(problem.mask) else WAVES) * device.num_sms
+
+
+def _are_alike(mask: Mask) -> bool:
+    """Whether about as many queries see each key: in most windows, and where few queries see many keys."""
+    longest = min(mask.seqlen_q, mask.hi - mask.lo + 1)  # queries that see a key at most
+    return 5 * mask.num_visible() >= 4 * mask.seqlen_k * longest
 
 
 def choose_least_parts(problem: Problem, own: Lengths, most: int) -> int:
@@ -184,7 +196,7 @@ def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
     # why: adding up takes as long as some tiles, and under a mask a key block has half of them or so.
     is_long = group * blocks_of(problem.seqlen_q, block_q) >= 2 * 4 * SHARED_STEPS
     grouped = group > 1 and is_long and not changes_weights(problem)
-    return grouped and 8 * count_key_blocks(problem, KEY_ROWS) < 7 * WAVES * device.num_sms
+    return grouped and not _almost_fill(problem, device, count_key_blocks(problem, KEY_ROWS))
 
 
 def choose_shared(

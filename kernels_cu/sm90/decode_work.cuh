@@ -2,10 +2,6 @@
 #pragma once
 #include "ragged_work.cuh"
 
-// Whether a sequence has one query block of a kv head. The host chooses such a kernel only for sequences that have no more
-// rows than the block.
-constexpr bool kOneBlock = kNarrow && kFew;
-
 // A share (a split) of the keys of a query block. Its rows are those of all query heads of a kv head: row r is query
 // r / heads_per_kv of head r % heads_per_kv of the group. Its `head` is the kv head.
 struct alignas(16) DecodeWork : RaggedQueryWork {
@@ -147,7 +143,6 @@ struct DecodeQueue : WorkCounter {
 
   // Query blocks of all kv heads that so many queries in memory have.
   __device__ static int blocks_of(const DecodeParams& params, int num_queries) {
-    if (kOneBlock) return params.heads_kv;
     return (num_queries * params.problem.heads_per_kv + kBlockQ - 1) / kBlockQ * params.heads_kv;
   }
 
@@ -229,7 +224,7 @@ struct DecodeQueue : WorkCounter {
     if (kFew) of.blocks = blocks_of(params, params.problem.rows_q);
     const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
     const int split = quotient(within, of.blocks), block_and_head = within - split * of.blocks;
-    const int block = kOneBlock ? 0 : quotient(block_and_head, heads);
+    const int block = quotient(block_and_head, heads);
     static_cast<RaggedQueryWork&>(work) = of.of;
     work.head = work.kv_head = block_and_head - block * heads;
     work.row_begin = block * kBlockQ;
@@ -240,7 +235,7 @@ struct DecodeQueue : WorkCounter {
                                    : of.of.number * of.blocks;
     work.block += block_and_head;
     const int begin = of.first_tile + split * most_tiles;
-    work.keys = kOneBlock ? of.tiles : TileRange::touched(seen_by(params.problem, work), kBlockK);
+    work.keys = TileRange::touched(seen_by(params.problem, work), kBlockK);
     work.keys.begin = larger(work.keys.begin, begin);
     work.keys.end = smaller(work.keys.end, begin + most_tiles);
     if (work.keys.count() < 1) work.keys = {begin, begin + 1};
