@@ -33,7 +33,8 @@ GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
 # Of Hopper's kernels, in times of a key tile that comes from memory: what comes before and after the keys; a key tile
 # that other blocks of threads read, too; and what merging takes to as many bytes of keys.
 START, READ_AGAIN, MERGED_BYTES = 4.0, 0.45, 1.5
-SPLIT_COST, SPLIT_COST_OF_A_WARP = 1.4, 2.0  # kCost in `tiles_worth_merging` of sm90/decode_work.cuh
+# In sm90/decode_work.cuh kCost of blocks of 64 rows and of 16, and kLeast.
+SPLIT_COST, SPLIT_COST_OF_A_WARP, SPLIT_TILES = 1.4, 2.0, 2
 GAIN_OF_A_WARP = 1.1  # how many times as fast blocks of 16 rows must look, where there are more rows
 
 
@@ -127,7 +128,8 @@ def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_
         tile, heads = row.for_decoding(paged=False, few=False, narrow=is_narrow), problem.batch * problem.heads_kv
         blocks, tiles = heads * blocks_of(num_rows, tile.block_q), _seen(problem, num_rows, tile.block_k)
         shared_rows, each = min(num_rows, tile.block_q), max(heads, READ_AGAIN * blocks) * tiles / device.num_sms
-        splits = tiles / max(blocks * tiles / device.num_sms, cost * math.sqrt(tiles * shared_rows / tile.block_k))
+        worth_merging = cost * math.sqrt(tiles * shared_rows / tile.block_k)
+        splits = tiles / max(blocks * tiles / device.num_sms, worth_merging, SPLIT_TILES)
         floats_to_keys = MERGED_BYTES * 2 * tile.head_dim_v / ((tile.head_dim + tile.head_dim_v) * tile.block_k)
         times.append(START + each + (shared_rows * splits * floats_to_keys if splits > 1 else 0.0))
     return times[0] > GAIN_OF_A_WARP * times[1]
