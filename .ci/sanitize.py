@@ -369,7 +369,7 @@ def part_of(arguments: list[str]) -> tuple[int, int]:
 
 def compiled(variant: Variant) -> None:
     with contextlib.suppress(compiler.SpilledError):  # another one runs in its place
-        compiler.cubin_path(variant)
+        compiler.cubin(variant)
 
 
 def main() -> None:

@@ -117,6 +117,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "_locks", {})
     monkeypatch.setattr(compiler, "_spilled", set())
+    monkeypatch.setattr(cache, "_own", {})
     forget()
     yield folder
     forget()
