@@ -73,15 +73,20 @@ def memory_of_nan(*libraries: type[GpuLibrary]) -> Iterator[None]:
 
 
 class Producer:
-    """A DLPack producer of an unknown framework, that may say it lives elsewhere than it does."""
+    """A DLPack producer of an unknown framework, that may say it lives elsewhere than it does.
 
-    def __init__(self, array: Any, device: tuple[int, int] | None = None) -> None:
-        self.array, self.device = array, device or tuple(array.__dlpack_device__())
+    device: what it tells of its device, or the error that it raises then.
+    """
+
+    def __init__(self, array: Any, *device: Any) -> None:
+        self.array, (self.device,) = array, device or (tuple(array.__dlpack_device__()),)
 
     def __dlpack__(self, **keywords: Any) -> Any:
         return self.array.__dlpack__(**keywords)
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self) -> Any:
+        if isinstance(self.device, Exception):
+            raise self.device
         return self.device
 
 

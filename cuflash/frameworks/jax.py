@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import functools
-from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
+from ..mods.operand import is_integer, is_real
 from ..ops.own import Given
 from ..ops.triangle import attended
 from ..problem.operands import INTEGERS, Op
@@ -25,7 +25,7 @@ from ..problem.options import Options, WindowSize, check_flag, check_integer, ch
 from ..problem.problem import Problem
 from .jax_own_scores import own_attention, own_operands
 from .xla_handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
-from .xla_primitives import backward, check_not_reduced, checked_array, forward, refuse_cached
+from .xla_primitives import as_jax, backward, check_not_reduced, checked_array, forward, refuse_cached
 
 if jax.__version_info__ < (0, 8, 2):  # why: older ones fail where gradients are made of some arguments alone
     raise UnsupportedError(
@@ -89,8 +89,8 @@ def attention(
     They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
     cache; with dropout it makes one call after the other. On several devices, plain jit splits a call over batch and kv
     heads, as q is split (packed rows and caches over heads alone). With functions, bias, sinks or dropout each device
-    would gather whole arrays: call this in `jax.shard_map` there, where b and h count in a shard. On the CPU it runs in
-    NumPy.
+    would gather whole arrays: call this in `jax.shard_map` there, where b and h count in a shard, and with arrays that
+    explicit mesh axes split, which are refused elsewhere. On the CPU it runs in NumPy.
 
         out = attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)    # q (total, heads, head_dim)
 
@@ -102,7 +102,7 @@ def attention(
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
                       max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
                       split_size=split_size)  # fmt: skip
-    if score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p):
+    if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and drops_none(dropout_p):
         return _called(named, options, check_flag("return_lse", return_lse))
     given = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
     lengths, hidden = tuple(told.values()) if len(named) > 3 else (), (causal, window_size, diagonal_offset)
@@ -143,15 +143,16 @@ def dot_product_attention(
             "cuflash has no implementation; leave it None, as there is one alone, or call jax.nn.dot_product_attention"
         )
     arrays = _arrays(query=query, key=key, value=value)
-    if arrays[0].ndim not in (3, 4):
-        raise ProblemError(f"query has shape {arrays[0].shape}; give (B, T, N, H) or (T, N, H)")
+    for name, array in zip(("query", "key", "value"), arrays, strict=True):
+        if array.ndim not in (3, 4):
+            raise ProblemError(f"{name} has shape {array.shape}; give (B, T, N, H) or (T, N, H)")
     if scale is not None:
         check_scale("scale", scale)
     check_flag("is_causal", is_causal)
     with_lse = check_flag("return_residual", return_residual)
     batch = (arrays[0].shape[0] if arrays[0].ndim == 4 else 1,)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    used = [None if x is None else _integers(name, jnp.asarray(x), batch) for name, x in lengths.items()]
+    used = [None if x is None else _integers(name, as_jax(name, x), batch) for name, x in lengths.items()]
     of_scores = *batch, arrays[0].shape[-2], arrays[0].shape[-3], arrays[1].shape[-3]
     bias, mask = _of_scores("bias", bias, of_scores), _of_scores("mask", mask, of_scores)
     both = bias is not None and mask is not None
@@ -235,7 +236,7 @@ def ragged_paged_attention(
     )
     if sliding_window is not None and check_integer("sliding_window", sliding_window) < 1:
         raise ProblemError(f"sliding_window={sliding_window}; give how many keys a query sees, 1 or more, or None")
-    if mask_value is not None and not (isinstance(mask_value, Real) and mask_value <= -1e4):
+    if mask_value is not None and not (is_real(mask_value) and mask_value <= -1e4):
         raise UnsupportedError(
             f"mask_value={mask_value}: hidden keys are not seen at all here; give None, or -1e4 and less"
         )
@@ -292,11 +293,11 @@ def _window(local_window_size: Any) -> tuple[Any, Any]:
     """Keys on the left and on the right, None for an open side. why not -1: jax.nn ends before the diagonal then."""
     given = local_window_size
     try:
-        left, right = (given, given) if given is None or isinstance(given, Integral) else given
+        left, right = (given, given) if given is None or is_integer(given) else given
     except (TypeError, ValueError):
         left = right = given
     for side in (left, right):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, Integral)):
+        if side is not None and not is_integer(side):
             raise ProblemError(
                 f"local_window_size={given!r} is neither a number of keys nor a pair of them, (left, right); give "
                 "integers >= 0, or None for open"
@@ -325,7 +326,9 @@ def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, o
     try:
         try:
             return _judged(*asked)
-        except TypeError:  # an argument cannot be hashed, so that the result cannot be cached
+        except ProblemError:
+            raise
+        except (TypeError, ValueError):  # an argument cannot be hashed, so that the result cannot be cached
             return _judged.__wrapped__(*asked)
     except ProblemError as error:
         axes = jax.sharding.get_abstract_mesh().manual_axes

@@ -24,7 +24,7 @@ from ..problem.options import WindowSize, check_flag, drops_none
 from . import torch_ops, torch_own_scores
 from .torch_flex import arguments_of_flex, results_of_flex, wants_lse
 from .torch_ops import BOUNDS, TOLD, Arguments, by_op, given, refuse_cached, refuse_twice, whole
-from .torch_own_scores import check_pulled, is_watched, own_attention
+from .torch_own_scores import check_pulled, check_seed, is_watched, own_attention
 from .torch_tensors import (
     TANGENT,
     autocast,
@@ -117,6 +117,8 @@ def attention(
         given_told = told if is_told else ()
         out, lse = attend(q, k, v, own, dropout_seed, options, of_lengths, of_splits, given_told, deterministic)
         return (out, lse) if return_lse else out
+    if dropout_seed is not None:
+        check_seed(dropout_seed, q)
     run = _way(q, k, v, (softmax_scale, softcap, diagonal_offset))
     if run is None:
         return forward(

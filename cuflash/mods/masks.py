@@ -7,18 +7,18 @@ each new one compiles anew; arrays are read by every call, so that they may chan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any
 
 from ..errors import ProblemError
 from .language import alike, position_of, seqlen_k, seqlen_q
+from .operand import is_integer, shape_of
 
 Mod = Callable[..., Any]
 
 
 def check_number(name: str, value: Any, least: int, otherwise: str = "") -> int:
     """`value` if it is an integer that is large enough. otherwise: what else is accepted."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if not is_integer(value) or value < least:
         raise ProblemError(f"{name}={value!r}; give an integer of at least {least}{otherwise}")
     return int(value)
 
@@ -113,7 +113,7 @@ def global_window(num_global: Any, left: int, right: int = 0) -> Mod:
         x . . . x x
     """
     window = sliding_window(left, right)
-    is_array = bool(getattr(num_global, "shape", ()))
+    is_array = bool(shape_of(num_global))
     count = 0 if is_array else check_number("num_global", num_global, 0, ", or an array of bool (seqlen_k,)")
 
     def is_global(position: Any) -> Any:
@@ -158,7 +158,7 @@ def prefix_lm(prefix_length: Any) -> Mod:
         x x x x x .
         x x x x x x
     """
-    of_batch = bool(getattr(prefix_length, "shape", ()))
+    of_batch = bool(shape_of(prefix_length))
     if not of_batch:
         prefix_length = check_number("prefix_length", prefix_length, 0, ", or an array of integers (batch,)")
 
@@ -186,9 +186,9 @@ def document(offsets: Any) -> Mod:
         . . . . . x .
         . . . . . . .
     """
-    if len(getattr(offsets, "shape", ())) != 1 or offsets.shape[0] < 2:
-        raise ProblemError(f"offsets has shape {getattr(offsets, 'shape', None)}; give an array (num_documents + 1,)")
-    steps = _powers_of_two(offsets.shape[0])
+    if len(shape := shape_of(offsets)) != 1 or shape[0] < 2:
+        raise ProblemError(f"offsets has shape {tuple(shape)}; give an array (num_documents + 1,)")
+    steps = _powers_of_two(shape[0])
 
     def has_both(position: Any, other: Any) -> Any:
         at: Any = 0
@@ -225,7 +225,7 @@ def segments(ids: Any) -> Mod:
         x x . x .
         . . x . x
     """
-    rank = len(getattr(ids, "shape", ()))
+    rank = len(shape_of(ids))
     if rank not in (1, 2):
         raise ProblemError(f"ids has {rank} axes; give an array (seqlen_k,) or (batch, seqlen_k)")
 
@@ -309,7 +309,7 @@ def tree(ancestors: Any) -> Mod:
         x x x . x .
         x x x . x x
     """
-    rank, is_bits = len(getattr(ancestors, "shape", ())), "bool" not in str(getattr(ancestors, "dtype", ""))
+    rank, is_bits = len(shape_of(ancestors)), "bool" not in str(getattr(ancestors, "dtype", ""))
     if rank not in ((1, 2) if is_bits else (2, 3)):
         raise ProblemError(
             f"ancestors has {rank} axes; give an array of bool (nodes, nodes) or of integers (nodes,), each with a "

@@ -104,7 +104,8 @@ def backward(
         op = BACKWARD
     else:
         op, told = OF_SEQUENCES["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and drops_none(dropout_p):
+    is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
+    if is_plain and drops_none(dropout_p):
         dq, dk, dv = run(op, (*arrays, *told), options, None, outs)
         return dq, dk, dv
     own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)

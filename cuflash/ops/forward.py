@@ -129,7 +129,7 @@ def forward(
     else:
         op = OF_SEQUENCES["forward"]
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-    if score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p):
+    if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and drops_none(dropout_p):
         results = run(op, (q, k, v, *told), options, outputs, outs)
     else:
         own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
