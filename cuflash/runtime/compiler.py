@@ -191,7 +191,8 @@ def _load(variant: Variant, ordinal: int) -> Any:
     from cupy.cuda import Module, driver
 
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
-        module = Module()  # why not RawModule: what a path leads to may have changed since it was judged
+        module = Module()
+        # why not RawModule: it takes a path, and what that leads to may have changed since it was judged.
         module.load(cubin(variant))
         kernel = module.get_function(variant.name)
         # why for all: 48 KiB in all are free, of which the kernel may have taken some bytes itself.
