@@ -48,9 +48,9 @@ def forward(
     head_dim_v): CuPy, PyTorch, JAX, NumPy or any DLPack arrays of one framework, device and dtype (float16, bfloat16,
     float32; float64 on the CPU), with any strides. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too.
     float32 on a GPU is computed as three TF32 products; an infinite element that is seen gives NaN there. A mask hides
-    k whatever it holds, but where a hidden row of v holds NaN or infinity, queries near those that see it may get NaN
-    on a GPU, the same in each run: those of which some query of the same 128, or on Hopper 192, sees one of the same
-    128 keys. What lies past a length reaches nobody.
+    k and v whatever they hold, but where a hidden row of v holds NaN or infinity, other queries may get NaN of it on a
+    GPU, the same in each run: those less than 128 (on Hopper 192) from one that sees a key less than 128 from it, and
+    with algorithm="standard" all. What lies past a length reaches nobody.
     head_dim and head_dim_v go independently from 1 to 256, to 512 where the GPU's shared memory allows; on the CPU any.
     heads_q is a multiple of heads_kv; query head h uses kv head `h // (heads_q // heads_kv)`.
 

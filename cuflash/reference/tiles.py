@@ -67,7 +67,8 @@ class QueryBlock:
 class Tile:
     """Keys `begin … end - 1` as a block of queries sees them: k (keys, head_dim), v (keys, head_dim_v), s (rows, keys).
 
-    `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does.
+    `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does. `hidden`
+    is for `seen_product`: which scores are hidden, or None where it makes no difference.
     """
 
     begin: int
@@ -77,12 +78,13 @@ class Tile:
     v: Array
     dtype: np.dtype[Any]
     own: OwnTile | None = None
+    hidden: Array | None = None
 
     def times_v(self, p: Array) -> Array:
         """`p v`, (rows, keys) -> (rows, dv), where p is rounded to the inputs' dtype as for the tensor cores."""
         if self.own is not None:
             p = self.own.dropped(p)
-        return (rounded(p, self.dtype) if self.v.size else p) @ self.v
+        return seen_product(rounded(p, self.dtype) if self.v.size else p, self.v, self.hidden)
 
 
 OnTile = Callable[[QueryBlock, Tile, Any], None]
@@ -117,6 +119,22 @@ def exp_below(s: Array, m: Array) -> Array:
     return np.exp(s, out=s)
 
 
+def seen_product(weights: Array, x: Array, hidden: Array | None) -> Array:
+    """`weights @ x`, (…, rows, keys) @ (…, keys, n), where hidden pairs add nothing whatever x holds: 0 * NaN is NaN.
+
+    hidden: like weights, which are 0 there, or None where x is finite or nothing is hidden. What a row sees of NaN and
+    infinity counts as if its weight were above 0.
+    """
+    if hidden is None:
+        return weights @ x
+    out: Array = weights @ np.where(np.isfinite(x), x, 0)
+    for value, is_it in ((np.nan, np.isnan), (np.inf, np.isposinf), (-np.inf, np.isneginf)):
+        if (found := is_it(x)).any():
+            sees = (~hidden).astype(weights.dtype) @ found.astype(weights.dtype) > 0
+            np.add(out, value, out=out, where=sees)
+    return out
+
+
 def spans(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     """The range `begin … end - 1`, cut at the multiples of `size`."""
     for start in range(begin - begin % size, end, size):
@@ -149,10 +167,11 @@ def key_tiles(
     v: Array,
     block_k: int | None = None,
     own: OwnScores | None = None,
+    rows_are_finite: bool = True,
 ) -> Iterator[Tile]:
-    """The tiles that at least one query of the block sees; keys that none of them sees are in no tile, or zeros.
+    """The tiles that at least one query of the block sees; keys of no tile are seen by none of them.
 
-    why: a hidden key has p = 0, but 0 * NaN is NaN, so what nobody sees must not be in the product.
+    rows_are_finite: whether what the block's rows are multiplied with is, beside k and v.
     """
     mask, dtype = problem.mask, accumulator(problem)
     full_begin, full_end = mask.full_range(block.begin, block.end)
@@ -171,13 +190,15 @@ def key_tiles(
         if own is not None:
             places = own.places(problem, block.batch_idx, block.heads, block.queries, slice(begin, end))
             changed = own.change(places, block.unfold(s))
-        if begin < full_begin or full_end < end:
+        is_masked = begin < full_begin or full_end < end
+        if is_masked:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
-        if own is not None and (hidden := np.isneginf(s).all(axis=0)).any():
-            # why new arrays: these may be the caller's own memory.
-            k_tile, v_tile = (np.where(hidden[:, None], x.dtype.type(0), x) for x in (k_tile, v_tile))
-        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed)
+        hidden = None
+        if is_masked or own is not None:
+            is_finite = rows_are_finite and all(np.isfinite(x).all() for x in (k_tile, v_tile))
+            hidden = None if is_finite else np.isneginf(s)
+        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed, hidden)
 
 
 def by_tiles(

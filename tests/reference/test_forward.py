@@ -156,6 +156,39 @@ def test_poison_is_where_the_masks_above_hide() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("mask", MASKED, ids=str)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_depends_on_what_it_sees_alone(
+    algorithm: str, dtype: str, mask: dict[str, Any], poison: float
+) -> None:
+    case = Case("", 2, 24, 24, 4, 2, 8, 8, dtype, **mask)
+    problem, (q, k, v) = case.problem(algorithm=algorithm), case.arrays()
+    sees, clean = problem.mask.visible(np.arange(24), np.arange(24)), reference.forward(problem, q, k, v)
+    for key in (0, 5, 12, 23):
+        of_v, of_k = v.copy(), k.copy()
+        of_v[:, key, :, 3] = of_k[:, key] = poison
+        out, lse = reference.forward(problem, q, k, of_v)
+        assert not np.isfinite(out[:, sees[:, key], :, 3]).any()
+        same((np.delete(out, 3, axis=3), lse), (np.delete(clean[0], 3, axis=3), clean[1]))
+        for soiled in ((out, lse), reference.forward(problem, q, of_k, of_v)):
+            blind = ~sees[:, key]
+            same((soiled[0][:, blind], soiled[1][:, :, blind]), (clean[0][:, blind], clean[1][:, :, blind]))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_infinities_of_both_signs_that_are_seen_are_nan(algorithm: str) -> None:
+    case = Case("", 1, 20, 20, 2, 1, 4, 4, "float32", causal=True)
+    q, k, v = case.arrays()
+    v[0, 3, 0], v[0, 9, 0, 1:3], v[0, 15, 0, 2] = np.inf, -np.inf, np.nan
+    out, _ = reference.forward(case.problem(algorithm=algorithm), q, k, v)
+    assert np.isfinite(out[:, :3]).all()
+    assert np.isposinf(out[:, 3:9]).all()
+    assert np.isposinf(out[:, 9:, :, [0, 3]]).all()
+    assert np.isnan(out[:, 9:, :, 1:3]).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_is_seen_is_not_hidden(algorithm: str, poison: float) -> None:
     case = Case("", 1, 20, 20, 2, 1, 4, 4, "float32", causal=True)
