@@ -49,7 +49,9 @@ def backward(
 
     q, k, v and the mask and scale arguments are those of `forward`, out and lse its results (of any `algorithm`, or of
     `merge_states`); out may be float32 where q is not. dout has the shape of out and the dtype of q, dlse (optional)
-    those of lse. dq, dk, dv have the shapes and dtype of q, k, v. A query that sees no key has gradient 0.
+    those of lse. dq, dk, dv have the shapes and dtype of q, k, v. A query that sees no key has gradient 0. On Hopper a
+    pair whose product of q and k is -inf counts as hidden, and NaN in a row may reach gradients of keys that a mask
+    hides from it.
 
     `deterministic=True` asks for bitwise repeatable results; NumPy's always are. On a GPU dq is otherwise added up in
     no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and so are dk and dv

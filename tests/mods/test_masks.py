@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_masks_show_what_their_pictures_show(name: str) -> None:
     lines = inspect.getdoc(PICTURES[name]).splitlines()  # type: ignore[union-attr]
     title = next(line for line in lines if line.endswith(" keys:"))
     call, seqlen_q, seqlen_k = re.fullmatch(r"(.*), (\d+) queries, (\d+) keys:", title).groups()  # type: ignore[union-attr]
-    picture = [line.split() for line in lines[lines.index(title) + 1 :]]
+    picture = [line.split() for line in takewhile(bool, lines[lines.index(title) + 1 :])]
     mask_mod = eval(call, vars(masks) | {"numpy": numpy})
     found = seen(mask_mod, int(seqlen_q), int(seqlen_k))
     assert [["x" if each else "." for each in row] for row in found] == picture
