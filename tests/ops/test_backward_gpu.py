@@ -52,7 +52,8 @@ def test_gpu_what_no_kernel_writes_is_nan(cupy: Any, name: str, dtype: str, monk
     grads = cuflash.backward(out, q, k, v, out, lse, causal=True)
     decoded = cuflash.forward(q[:, :1], k, v)  # whose workspace lies in memory that calls share
     assert all(np.isnan(as_numpy(x)).all() for x in (out, lse, *grads, decoded))
-    assert workspaces == [True, True]
+    assert len(workspaces) > 1
+    assert all(workspaces)
 
 
 @pytest.mark.gpu
