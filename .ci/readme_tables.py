@@ -310,10 +310,10 @@ def first_calls(kind: str) -> str:
     return f"{span(found, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in found), 0)} ms"
 
 
-def first_calls_of_peer() -> str:
-    """The same of FlashAttention-4, whose kernels are compiled."""
+def first_calls_of_peer(name: str, times: float, unit: str) -> str:
+    """The same of another library."""
     startup = read(shown(), "paper")["startup"]["peers"]
-    return f"{span((of_op['FlashAttention-4'] for of_op in startup.values()), 1)} s"
+    return f"{span((times * of_op[name] for of_op in startup.values()), 1)} {unit}"
 
 
 def host_times(name: str) -> str:
@@ -337,10 +337,12 @@ PLACES: dict[str, Callable[[], str]] = {
     "models": models_in_words,
     "host": partial(host_times, "cuflash {op}"),
     "host of FlashAttention-4": partial(host_times, "FlashAttention-4"),
+    "host of PyTorch": partial(host_times, "torch flash"),
     "speed": speeds,
     "compiled": partial(first_calls, "cold"),
     "loaded": partial(first_calls, "disk"),
-    "compiled by FlashAttention-4": first_calls_of_peer,
+    "compiled by FlashAttention-4": partial(first_calls_of_peer, "FlashAttention-4", 1.0, "s"),
+    "first of PyTorch": partial(first_calls_of_peer, "torch flash", 1e3, "ms"),
     "accuracy": accuracy_in_words,
 }
 PLACE = re.compile(r"(<!-- ([\w -]+) -->(\n?)).*?<!-- end -->", re.DOTALL)
