@@ -117,7 +117,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "_locks", {})
     monkeypatch.setattr(compiler, "_spilled", set())
-    monkeypatch.setattr(cache, "_own", {})
+    monkeypatch.setattr(cache, "_kept_here", {})
     forget()
     yield folder
     forget()

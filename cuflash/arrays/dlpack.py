@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -57,10 +56,9 @@ class DlpackLibrary(Library):
                 _check_on_one_device(name, array)
             raise _without_device(name, f"raised {error!r}") from error
         try:
-            kind, _ = map(operator.index, told)
-        except (TypeError, ValueError) as error:
+            return int(told[0])
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             raise _without_device(name, f"returned {told!r}") from error
-        return kind
 
     def to_cupy(self, array: Any, name: str = "an array") -> Any:
         """The same memory as a CuPy array; CuPy's current stream waits for the producer."""

@@ -32,7 +32,6 @@ _TWICE = (
     "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
 )
 
-
 # The types of numbers that the ops take as they are. Those of torch stand for numbers that a compiler does not know.
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = dict.fromkeys(("softmax_scale", "softcap"), (*_INTEGERS, float, torch.SymFloat)) | dict.fromkeys(

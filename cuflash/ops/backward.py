@@ -9,6 +9,7 @@ from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, OF_SEQUENCES
 from ..problem.options import WindowSize, asked, drops_none
 from ..runtime.launch import run
+from ..runtime.seeds import check_seed
 from .own import Given, run_own
 
 
@@ -106,8 +107,10 @@ def backward(
         op = BACKWARD
     else:
         op, told = OF_SEQUENCES["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
+    is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None
     if is_plain and drops_none(dropout_p):
+        if dropout_seed is not None:
+            check_seed(dropout_seed, q)
         dq, dk, dv = run(op, (*arrays, *told), options, None, outs)
         return dq, dk, dv
     own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)

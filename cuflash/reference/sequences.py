@@ -109,17 +109,13 @@ def run(
 def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
     """The sequences that have queries, with their places in the batch; `named` has the arrays that tell lengths.
 
-    Those that see nothing come last, and as one without keys: their rows are alike, whichever sequence they are of.
+    Those that see nothing come first, and as one without keys: their rows are alike, whichever sequence they are of.
     why no others: they have no rows of results, and gradients of their keys are 0. Neither costs a step of a loop.
     """
     rows_q = problem.shape(problem.op.operands[0])[1]
     queries = _used("q", rows_of("q", problem.batch, rows_q, named), problem.seqlen_q, named)
     keys = _keys(problem, named)
     sees = _sees(problem, queries, keys)
-    for b in np.flatnonzero(sees).tolist():
-        begin = int(queries.begins[b])
-        rows = slice(begin, begin + int(queries.counts[b]))
-        yield b, One(int(queries.first[b]), rows, _keys_of(b, problem, keys))
     blind = np.flatnonzero((queries.counts > 0) & ~sees)
     if len(blind):
         counts = queries.counts[blind]
@@ -128,6 +124,10 @@ def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
         )
         none = np.zeros(0, np.int64)
         yield int(blind[0]), One(first, begins + np.arange(len(begins)) - before, (none, none))
+    for b in np.flatnonzero(sees).tolist():
+        begin = int(queries.begins[b])
+        rows = slice(begin, begin + int(queries.counts[b]))
+        yield b, One(int(queries.first[b]), rows, _keys_of(b, problem, keys))
 
 
 def lengths_of(problem: Problem, named: Named) -> list[tuple[int, int]]:

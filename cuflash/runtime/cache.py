@@ -10,6 +10,7 @@ whoever swaps the file afterwards changes nothing.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -29,14 +30,15 @@ from .file_lock import alone
 
 CUBINS = "*.cubin"
 DIGEST_BYTES = 32
-MOST_BYTES = 2**26  # of a file that is read: the largest kernels take half a megabyte, and whole files go into memory
+MOST_BYTES = 2**26  # of a file that is read, as it goes into memory whole: the largest kernels take half a megabyte
 # What is older may be of a process that was killed. why so long: clocks of machines that share a folder differ.
 LEFT_SECONDS = 24 * 3600.0
 WAIT_SECONDS = 300.0  # for another process that compiles the same kernel: longer than any takes
 ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _WAY_OUT = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"
-_own: dict[str, bytes] = {}  # what this process and its children by fork keep where no cache can be used
+# Where no cache can be used: by name, what this process has compiled, or its parent before a fork, up to MOST_BYTES.
+_kept_here: dict[str, bytes] = {}
 
 
 def cache_dir() -> Path:
@@ -69,7 +71,14 @@ def contents() -> tuple[Path, list[int]]:
 def check_writable() -> None:
     """Raises UnsupportedError if no kernel can be added to the folder, or it cannot be made. It is not made here."""
     folder = _trusted_dir()
-    _probe(folder, next(each for each in (folder, *folder.parents) if each.exists()))
+    if os.path.lexists(folder):
+        _probe(folder)
+        return
+    parent = next((each for each in folder.parents if each.exists()), None)
+    # why only asked for: a file that is left behind there, as by a process that is killed, is removed by nobody.
+    if parent is None or not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        reason = f"{parent} cannot be written" if parent else "no folder above it is there"
+        raise _unusable(folder, OSError(errno.EACCES, reason), "made")
 
 
 def find_in_cache(name: str) -> bytes | None:
@@ -84,7 +93,7 @@ def find_in_cache(name: str) -> bytes | None:
 def find(name: str) -> bytes | None:
     """What is kept under this name in the cache folder, or by this process."""
     found = find_in_cache(name)
-    return _own.get(name) if found is None else found
+    return _kept_here.get(name) if found is None else found
 
 
 @contextmanager
@@ -107,14 +116,16 @@ def keep(name: str, content: bytes) -> None:
     try:
         _write_to_cache(name, content)
     except UnsupportedError as error:
-        _own[name] = content
+        _kept_here[name] = content
+        while sum(map(len, list(_kept_here.values()))) > MOST_BYTES:
+            _kept_here.pop(next(iter(_kept_here)), None)  # the oldest, which is compiled anew if it is asked for
         _warn(str(error))
 
 
 def prepared() -> Path:
     """The folder of cubins, which is there and can be written; raises UnsupportedError at once if it cannot."""
     folder = _made_dir()
-    _probe(folder, folder)
+    _probe(folder)
     return folder
 
 
@@ -165,9 +176,9 @@ def _write_to_cache(name: str, content: bytes) -> None:
     _remove_left_files(folder)
 
 
-def _probe(folder: Path, there: Path) -> None:
-    """Raises UnsupportedError about the cache folder if nothing can be written there."""
-    probe = there / f"probe.cubin.{secrets.token_hex(8)}.tmp"  # why so called: if left behind, it is removed as others
+def _probe(folder: Path) -> None:
+    """Raises UnsupportedError if nothing can be written to the folder."""
+    probe = folder / f"probe.cubin.{secrets.token_hex(8)}.tmp"  # why so called: if left behind, it is removed as others
     try:
         probe.touch()
         probe.unlink()

@@ -70,6 +70,7 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
 }
 WRITABLE = tuple(name for name in LAYOUTS if name != "one_head_for_all")
 
+
 def is_clean_beside(view: Any) -> bool:
     """Whether memory beside the elements of a view that `laid_out` made still holds NaN. The elements are lost."""
     view[...] = np.nan

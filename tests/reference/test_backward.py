@@ -170,3 +170,19 @@ def test_backward_of_merged_halves(dtype: str, mask: dict[str, Any]) -> None:
     (dq0, dk0, dv0), (dq1, dk1, dv1) = halves
     found = dq0 + dq1, np.concatenate([dk0, dk1], axis=1), np.concatenate([dv0, dv1], axis=1)
     check(case, Given(dout, q, k, v, *merged, dlse), found)
+
+
+@pytest.mark.parametrize("operand", "qkv")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_the_same_gradients_whatever_the_tiles(operand: str, value: float) -> None:
+    case = Case("", 1, 1100, 1100, 1, 1, 4, 4, "float32", causal=True)
+    given, (dout, _) = dict(zip("qkv", case.arrays(), strict=True)), upstream(case)
+    given[operand][0, 10] = value
+    out, lse = reference.forward(case.problem(), *given.values())
+    of_sizes = [
+        reference.backward(case.problem(), dout, *given.values(), out, lse, block_k=size) for size in (64, 512, 2048)
+    ]
+    for found in zip(*of_sizes, strict=True):
+        for kind in np.isnan, np.isposinf, np.isneginf:
+            assert (kind(found[0]) == kind(found[1])).all()
+            assert (kind(found[0]) == kind(found[2])).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from importlib import import_module
@@ -338,3 +339,30 @@ def test_merging_with_nothing() -> None:
     bad = reference.merge_states([out, out], [lse, np.full_like(lse, np.nan)])
     assert np.isnan(bad[0]).all()
     assert np.isnan(bad[1]).all()
+
+
+NOT_FINITE: dict[str, tuple[str, float, dict[str, Any]]] = {  # what key 10 holds, and where
+    "hidden by its value": ("k", -np.inf, {}),
+    "over the cap": ("k", np.inf, {"softcap": 2.0}),
+    "v": ("v", np.nan, {}),
+    "v of a weight that is 0": ("v", np.inf, {"softmax_scale": 300.0}),
+    "v of a key that is hidden by its value": ("kv", -np.inf, {}),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_what_is_not_finite_reaches_the_same_rows_whatever_the_tiles(name: str, causal: bool) -> None:
+    where, value, more = NOT_FINITE[name]
+    case = Case("", 1, 1100, 1100, 1, 1, 4, 4, "float32", causal=causal, **more)
+    given = dict(zip("qkv", case.arrays(), strict=True))
+    for operand in where:
+        given[operand][0, 10] = value
+    found = {
+        (algorithm, block_k): reference.forward(case.problem(algorithm=algorithm), *given.values(), block_k=block_k)[0]
+        for algorithm, block_k in itertools.product(TILED, (64, 512, 2048))
+    }
+    found["standard", 0] = reference.forward(case.problem(algorithm="standard"), *given.values())[0]
+    for out in found.values():
+        for kind in np.isnan, np.isposinf, np.isneginf:
+            np.testing.assert_array_equal(kind(out), kind(found["standard", 0]))

@@ -58,7 +58,7 @@ def test_keys_that_are_there_are_ranges_between_those_that_are_not(name: str) ->
 def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
     given = made(case)
     found = dict(each(problem_of(given), given.told))
-    assert list(found) == [b for b, count in enumerate(case.queries) if count]
+    assert sorted(found) == [b for b, count in enumerate(case.queries) if count]
     for b, one in found.items():
         queries, keys = given.queries[b], given.keys[b]
         assert np.r_[one.queries].tolist() == queries[1].tolist()
@@ -71,13 +71,14 @@ def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out
     table = given.told["page_table"].copy()
     table[0, 1], table[1, 0] = len(given.k), -FAR - 1
     told = given.told | {"page_table": table}
-    (_, first), (_, second), *_ = each(problem_of(given), told)
-    assert np.flatnonzero(first.keys[0] < 0).tolist() == [3, 4, 5]
-    assert np.flatnonzero(second.keys[0] < 0).tolist() == [0, 1, 2]
+    found = dict(each(problem_of(given), told))
+    assert np.flatnonzero(found[0].keys[0] < 0).tolist() == [3, 4, 5]
+    assert np.flatnonzero(found[1].keys[0] < 0).tolist() == [0, 1, 2]
     packed = made(replace(USED, queries=(3, 1, 5)))
     wild = packed.told | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
     used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
-    (_, sees), (_, blind) = each(problem_of(packed), used)
+    # why first: where bounds decrease, rows that are computed are not cleared afterwards
+    (_, blind), (_, sees) = each(problem_of(packed), used)
     assert [one.keys[1].tolist() for one in (sees, blind)] == [list(range(9)), []]
     for name, rows in (("batch_q", 0), ("queries", 1)):
         assert getattr(blind, name).tolist() == [*packed.queries[0][rows], *packed.queries[2][rows]]
@@ -130,7 +131,7 @@ def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
 
     run(problem_of(given), compute, {name: getattr(given, name) for name in "qkv"} | given.told, None)
     lengths = zip(given.of.queries, given.of.keys, strict=True)
-    assert seen == [(1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n]
+    assert sorted(seen) == sorted((1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n)
 
 
 @pytest.fixture

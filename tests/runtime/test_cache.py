@@ -239,7 +239,7 @@ def test_a_home_at_the_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/")
     assert is_kept_elsewhere("/.cache/cuflash cannot be used .Permission denied")
-    told = r"none: the kernel cache /.cache/cuflash cannot be written \(Permission denied\); set CUFLASH_CACHE_DIR"
+    told = r"none: the kernel cache /.cache/cuflash cannot be made \(/\S* cannot be written\); set CUFLASH_CACHE_DIR"
     assert re.match(f"cache     {told}", cache_line())
 
 
@@ -251,9 +251,40 @@ def test_a_folder_that_nothing_can_be_added_to_is_no_cache_and_none_is_made(
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / name))
     assert cache_line() == f"cache     {shared / name}: 0 kernels, 0 B"
     request.getfixturevalue("stranger")
-    told = f"none: the kernel cache {shared / name} cannot be written (Permission denied); set CUFLASH_CACHE_DIR"
+    why = f"made ({shared} cannot be written)" if name else "written (Permission denied)"
+    told = f"none: the kernel cache {shared / name} cannot be {why}; set CUFLASH_CACHE_DIR"
     assert cache_line().startswith(f"cache     {told}")
     assert not list(shared.iterdir())
+
+
+@pytest.mark.parametrize("name", ["there", "not/yet"])
+def test_what_is_told_of_the_cache_writes_nowhere_else(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / name))
+    written: list[Path] = []
+    touch = Path.touch
+    monkeypatch.setattr(Path, "touch", lambda path: written.append(path.parent) or touch(path))
+    assert cache_line() == f"cache     {tmp_path / name}: 0 kernels, 0 B"
+    assert written == [tmp_path / "there"] * (name == "there")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "there"]
+
+
+def test_a_link_that_leads_nowhere_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "link"))
+    told = f"none: the kernel cache {tmp_path / 'link'} cannot be written (No such file"
+    assert cache_line().startswith(f"cache     {told}")
+
+
+def test_a_process_keeps_the_latest_kernels_up_to_a_bound(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_dir.write_bytes(b"no folder")
+    monkeypatch.setattr(cache, "MOST_BYTES", 10)
+    monkeypatch.setattr(cache, "_warn", lambda problem: None)
+    for name in "abc":
+        cache.keep(name, name.encode() * 4)
+    assert [cache.find(name) for name in "abc"] == [None, b"bbbb", b"cccc"]
 
 
 # Keeps kernels where there is no cache, in a process and in its child, which finds what its parent kept before.
