@@ -270,9 +270,12 @@ def details() -> str:
                 bandwidth = f"{(of_machine['gpus'][0].get('bytes_per_second') or 0) * 1e-9:.0f}"
                 versions = ", ".join(f"{name} {version}" for name, version in of_machine["versions"].items())
                 parts += [f"### {preset}", f"`{content['command']}`: {versions}"]
+                if path.with_suffix(".png").is_file():  # by `cuflash bench --draw`
+                    parts.append(f"![Figures of {preset}]({gpu}/{preset}.png)")
                 for text, make in SECTIONS[preset].items():
                     parts += [text.replace("{bandwidth}", bandwidth), make(gpu)]
     parts += ["## Errors", "Root mean square of ours to the largest of the other libraries', on an H100:", accuracy()]
+    parts.append("![Errors by seqlen and by the size of the scores, beside other libraries](accuracy.png)")
     return "\n\n".join([*parts, "## Downloads", install()]) + "\n"
 
 
@@ -307,10 +310,10 @@ def first_calls(kind: str) -> str:
     return f"{span(found, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in found), 0)} ms"
 
 
-def first_calls_of_peer() -> str:
-    """The same of FlashAttention-4, whose kernels are compiled."""
+def first_calls_of_peer(name: str, times: float, unit: str) -> str:
+    """The same of another library."""
     startup = read(shown(), "paper")["startup"]["peers"]
-    return f"{span((of_op['FlashAttention-4'] for of_op in startup.values()), 1)} s"
+    return f"{span((times * of_op[name] for of_op in startup.values()), 1)} {unit}"
 
 
 def host_times(name: str) -> str:
@@ -320,13 +323,26 @@ def host_times(name: str) -> str:
     return ", ".join(told)
 
 
+def models_in_words() -> str:
+    """Means over calls of models, and in how many of them ours is faster than the fastest peer."""
+    told = []
+    for op in OURS:
+        found = [ratio for row in first_of_ours(rows_of(shown(), "models", op)) if (ratio := best(row)) is not None]
+        ahead = sum(ratio > 1 for ratio in found)
+        told.append(f"{op} {geometric_mean(found):.2f} times, ahead in {ahead} of {len(found)} calls")
+    return "; ".join(told)
+
+
 PLACES: dict[str, Callable[[], str]] = {
+    "models": models_in_words,
     "host": partial(host_times, "cuflash {op}"),
     "host of FlashAttention-4": partial(host_times, "FlashAttention-4"),
+    "host of PyTorch": partial(host_times, "torch flash"),
     "speed": speeds,
     "compiled": partial(first_calls, "cold"),
     "loaded": partial(first_calls, "disk"),
-    "compiled by FlashAttention-4": first_calls_of_peer,
+    "compiled by FlashAttention-4": partial(first_calls_of_peer, "FlashAttention-4", 1.0, "s"),
+    "first of PyTorch": partial(first_calls_of_peer, "torch flash", 1e3, "ms"),
     "accuracy": accuracy_in_words,
 }
 PLACE = re.compile(r"(<!-- ([\w -]+) -->(\n?)).*?<!-- end -->", re.DOTALL)

@@ -183,8 +183,8 @@ def unreached(wanted: list[Variant]) -> list[str]:
         for row, capped in itertools.product(tiles_sm90.TILES, (False, True)):
             rows += [(dtype, row, capped, False)] if row.softcap in (None, capped) else []
             rows.append((dtype, tiles_sm90.choose("lse", row.head_dim, 0, 0.0, capped), capped, False))
-        shared = (replace(row, shares_heads=True) for row in tiles_sm90.BACKWARD)
-        dense = *tiles_sm90.BACKWARD, *shared, *tiles_sm90.ROWS
+        sharing = *tiles_sm90.BACKWARD, *(row for row in tiles_sm90.ROWS if row.gradient != "dq")
+        dense = *tiles_sm90.BACKWARD, *tiles_sm90.ROWS, *(replace(row, shares_heads=True) for row in sharing)
         of_lengths = *(row.for_lengths() for row in tiles_sm90.BACKWARD if not row.min_queries), *tiles_sm90.ROWS
         both = (dense, False), (of_lengths, True)
         for (gradients, lengths), capped in itertools.product(both, (False, True)):
@@ -369,7 +369,7 @@ def part_of(arguments: list[str]) -> tuple[int, int]:
 
 def compiled(variant: Variant) -> None:
     with contextlib.suppress(compiler.SpilledError):  # another one runs in its place
-        compiler.cubin_path(variant)
+        compiler.cubin(variant)
 
 
 def main() -> None:

@@ -81,6 +81,10 @@ def hopper_cases() -> Iterator[Case]:
             name, queries = f"{dtype}_{tile.head_dim}_{tile.min_queries}_parts", max(tile.min_queries + 100, 300)
             shape = queries, 200, 16, 1, tile.head_dim, tile.head_dim_v
             yield Case(name, 1, *shape, dtype, causal=True, diagonal_offset=100, softcap=capped)
+    by_rows = dict.fromkeys((tile.head_dim, tile.head_dim_v) for tile in tiles_sm90.ROWS)
+    for dtype, dims, capped in itertools.product(("float16", "bfloat16"), by_rows, (0.0, 15.0)):  # the same by rows
+        shape = device.query(0).num_sms // 2 + 1, 200, 100, 8, 1, *dims
+        yield Case(f"{dtype}_{dims[0]}_{dims[1]}_sharing", *shape, dtype, causal=True, softcap=capped)
     for causal in (False, True):  # a block of threads takes several key blocks
         heads = device.query(0).num_sms
         yield Case(f"key_blocks_{causal}", 4, 300, 520, heads, heads, 64, 64, "bfloat16", causal=causal)
@@ -105,6 +109,7 @@ class SequenceCase:
     of: Sequences
     wide: bool = False
     wild: bool = False
+    num_splits: int = 0
 
     @property
     def name(self) -> str:
@@ -116,13 +121,16 @@ class SequenceCase:
 
     def given(self) -> dict[str, Any]:
         """All arguments of `cuflash.forward` in NumPy, but out_dtype."""
-        drawn = made(self.of)
-        return wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()
+        drawn, told = made(self.of), self._told()
+        return (wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()) | told
+
+    def _told(self) -> dict[str, Any]:
+        return {"num_splits": self.num_splits} if self.num_splits else {}  # why not 0: backward does not take it
 
     @cache  # noqa: B019 (few cases)
     def problem(self, op: str = "forward", **more: Any) -> Problem:
         """The `Problem` of a public call with these and `more` arguments."""
-        given, whole = shaped(self.of).arguments(), OF_SEQUENCES[op]
+        given, whole = shaped(self.of).arguments() | self._told(), OF_SEQUENCES[op]
         specs = {name: NUMPY.spec(name, x) for name, x in given.items() if isinstance(x, np.ndarray)}
         if op == "forward":
             more["out_dtype"] = self.out_dtype
@@ -172,7 +180,7 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         many = Sequences("many", (200, 1, 150), keys, heads=heads, causal=True, **shape)
         given: tuple[Any, ...] = few, cached, "packed", "paged"
         told: dict[str, Any] = {"used_k": True, "bounded": True, **shape}
-        # the rows of a group fit a warp, or do not
+        # The rows of a group fit a warp, or do not.
         decoding = [Sequences("decoding", *given, heads=heads, **told) for heads in ((2, 2), (24, 2))]
         both = [many, replace(many, name="many_pages", place_k="paged", used_k=True)]
         for of in (*both, *(replace(each, name=f"{each.name}_masked", causal=False, **masked) for each in both)):
@@ -184,8 +192,10 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         several = device.query(0).num_sms // len(few) + 1  # heads that give a block of threads several pieces of work
         both.append(replace(both[-2], name="decoding_heads", heads=(several, several)))
         for of in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
-            yield SequenceCase(of), ("flash2",)
-            yield SequenceCase(replace(of, name=f"{of.name}_wide"), wide=True, wild=True), ("flash2",)
+            splits = 2 if of.heads[0] > 4 * of.heads[1] else 0  # why: else they are cut into blocks of a warp's rows
+            yield SequenceCase(of, num_splits=splits), ("flash2",)
+            wide = replace(of, name=f"{of.name}_wide")
+            yield SequenceCase(wide, wide=True, wild=True, num_splits=splits), ("flash2",)
     rows = [(tile.head_dim, tile.head_dim_v) for tile in (*tiles_sm90.BACKWARD, *tiles_sm90.ROWS)]
     lengths = (300, 0, 1, 200), (150, 5, 260, 0)
     masked = {"window_size": (150, 20), "diagonal_offset": 10, "softcap": 15.0}

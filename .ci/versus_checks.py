@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import math
 import multiprocessing
 import os
@@ -21,13 +22,13 @@ Array = np.ndarray[Any, Any]
 Shape = tuple[int, int, int, int]
 
 
-def inner(package: str, name: str) -> Any:
-    """Finds a function of the module that compiles kernels. Nothing else inside a version is touched by any part."""
-    for module in ("jit", "runtime.compiler", "runtime.cache"):
+def inner(package: str, *names: str) -> Any:
+    """Finds a function of the module that compiles kernels, by its name in any version. No more is touched inside."""
+    for module, name in itertools.product(("jit", "runtime.compiler", "runtime.cache"), names):
         with contextlib.suppress(ModuleNotFoundError):
             if found := getattr(importlib.import_module(f"{package}.{module}"), name, None):
                 return found
-    raise RuntimeError(f"{package} has no {name} where its compiler is looked for: add the module here")
+    raise RuntimeError(f"{package} has no {' or '.join(names)} where its compiler is looked for: add the module here")
 
 
 def compile_ahead(versions: list[ModuleType], trials: Iterable[Trial]) -> None:
@@ -39,7 +40,7 @@ def compile_ahead(versions: list[ModuleType], trials: Iterable[Trial]) -> None:
                 variants |= dict.fromkeys(launch.variant for plan in trial.plans(version) for launch in plan.launches)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for variant in variants:
-                pool.submit(inner(version.__name__, "cubin_path"), variant)
+                pool.submit(inner(version.__name__, "cubin", "cubin_path"), variant)
 
 
 def process(tree: Path) -> ProcessPoolExecutor:

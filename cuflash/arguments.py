@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+
+_REFUSALS = OSError, ValueError  # what a file system raises, and what Python does for a name that holds a zero byte
 
 
 def names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
@@ -35,18 +38,26 @@ def count(text: str, least: int = 1) -> int:
 
 def existing(text: str) -> Path:
     """A file that is there."""
-    path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no such file")
-    return path
+    return _there(text, "file", Path.is_file)
 
 
 def folder(text: str) -> Path:
     """A folder that is there."""
-    path = Path(text)
-    if not path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text!r}: there is no such folder")
-    return path
+    return _there(text, "folder", Path.is_dir)
+
+
+def _there(text: str, kind: str, is_such: Callable[[Path], bool]) -> Path:
+    path, reason = Path(text), ""
+    try:
+        if is_such(path):
+            return path
+    except _REFUSALS as error:
+        reason = f" ({_reason(error)})"
+    raise argparse.ArgumentTypeError(f"{text!r}: there is no such {kind}{reason}; give the name of one that is there")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def output(text: str) -> Path:
@@ -64,6 +75,6 @@ def output(text: str) -> Path:
         elif not target.exists():
             target.open("xb").close()
             target.unlink()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {error.strerror}") from error
+    except _REFUSALS as error:
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written: {_reason(error)}") from error
     return path

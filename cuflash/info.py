@@ -7,7 +7,6 @@ import contextlib
 import platform
 from collections import Counter
 from importlib import metadata, util
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from . import __version__, units
 from .errors import INSTALL_HINT, CompileError, UnsupportedError
 from .planning import device
 from .runtime import compiler
-from .runtime.cache import contents
+from .runtime.cache import check_writable, contents
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +82,18 @@ def missing() -> list[str]:
     return []
 
 
-def cache() -> tuple[Path, int, int]:
-    """The kernel cache: (folder, number of cubins, their bytes); raises UnsupportedError if it cannot be used."""
-    folder, sizes = contents()
-    return folder, len(sizes), sum(sizes)
+def cache() -> str:
+    """What is in the kernel cache, and why no kernel can be added, if so, or why there is none, and what to do."""
+    try:
+        folder, sizes = contents()
+    except UnsupportedError as error:
+        return f"none: {error}"
+    found = f"{folder}: {len(sizes)} kernels, {units.memory(sum(sizes))}"
+    try:
+        check_writable()
+    except UnsupportedError as error:
+        return f"{found}; no more can be kept: {error}" if sizes else f"none: {error}"
+    return found
 
 
 def text() -> str:
@@ -102,11 +109,7 @@ def text() -> str:
         lines.append(f"sources   {compiler.source_root()}")
     except CompileError as error:
         lines.append(f"sources   missing: {error}")
-    try:
-        folder, count, size = cache()
-        lines.append(f"cache     {folder}: {count} kernels, {units.memory(size)}")
-    except UnsupportedError as error:
-        lines.append(f"cache     none: {error}")
+    lines.append(f"cache     {cache()}")
     lines += [f"no GPU    {reason}" for reason in missing()]
     return "\n".join(lines)
 

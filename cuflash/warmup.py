@@ -199,7 +199,8 @@ def _compile(variant: Variant) -> tuple[str, str]:
     """Compiles a kernel into the cache; returns the outcome and a message."""
     started = time.perf_counter()
     try:
-        kept = compiler.cubin_path(variant).parent == cache_dir()
+        compiler.cubin(variant)
+        kept = compiler.is_cached(variant)
     except (CompileError, UnsupportedError) as error:
         return FAILED, str(error)
     if not kept:

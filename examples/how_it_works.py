@@ -13,7 +13,7 @@ last p v goes with the first products of the next block of queries.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from typing import Any
 
 import matplotlib
@@ -77,7 +77,9 @@ def draw_warps(axes: Any) -> None:
 
 def main() -> None:
     """Draws both."""
-    path = sys.argv[1] if len(sys.argv) > 1 else "how_it_works.png"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", default="how_it_works.png", help="the picture; default %(default)s")
+    path = parser.parse_args().file
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 4.6), width_ratios=(1, 1.25), layout="constrained")
     draw_tiles(left)
     draw_warps(right)

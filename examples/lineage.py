@@ -6,6 +6,7 @@ It prints the state of the row tile by tile, checks that the three results and t
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
@@ -22,6 +23,9 @@ Trace = list[dict[str, float]]
 
 def main() -> int:
     """Runs the row, prints and draws its states, and compares the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--picture", metavar="FILE", help="draw the states into FILE; needs matplotlib")
+    picture = parser.parse_args().picture
     rng = np.random.default_rng(4)
     q, k, v = (rng.standard_normal((1, n, 1, HEAD_DIM)) for n in (1, KEYS, KEYS))
     # why: so that the largest score is found late, and the states change on the way.
@@ -41,8 +45,8 @@ def main() -> int:
     for name, end in ends.items():
         print(f"{name:<32} {end:.7f}")
     print(f"{'exact':<32} {exact:.7f}: " + (f"wrong are {', '.join(wrong)}" if wrong else "all are equal"))
-    if "--picture" in sys.argv:
-        draw(traces, exact, sys.argv[sys.argv.index("--picture") + 1])
+    if picture is not None:
+        draw(traces, exact, picture)
     return int(bool(wrong))
 
 

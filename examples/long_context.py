@@ -6,6 +6,7 @@ It prints the memory that each call takes and, with `--picture FILE`, draws it (
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import sys
 import tracemalloc
@@ -26,6 +27,9 @@ Peaks = dict[str, dict[int, float]]  # by algorithm and length: MiB, NaN where t
 
 def main() -> int:
     """Calls both at all lengths, prints and draws the memory, and compares the results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--picture", metavar="FILE", help="draw the memory into FILE; needs matplotlib")
+    picture = parser.parse_args().picture
     where = find()
     print(f"Running on the {where}, in at most {BUDGET[where] >> 20} MiB: batch 1, 4 heads of 64, causal")
     print("  seqlen" + "".join(f"{name:>24}" for name in ALGORITHMS.values()))
@@ -47,8 +51,8 @@ def main() -> int:
         print(f"{length:>8}" + "".join(f"{x:>24}" for x in told), flush=True)
     goes_on = not np.isnan(peaks["flash2"][LENGTHS[where][-1]])
     print(f"flash attention {'goes on to the last' if goes_on else 'ran out of memory'}; they differ by {differ:.1e}")
-    if "--picture" in sys.argv:
-        draw(where, peaks, sys.argv[sys.argv.index("--picture") + 1])
+    if picture is not None:
+        draw(where, peaks, picture)
     return int(not goes_on or not differ < 4e-3)
 
 

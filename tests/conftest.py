@@ -22,10 +22,11 @@ pytest.register_assert_rewrite(
 )
 
 from drivers import FakeDriver
-from libraries import bits
+from libraries import memory_of_nan
 
 from cuflash import reference
 from cuflash.arrays.cupy import CupyLibrary
+from cuflash.arrays.torch import TorchLibrary
 from cuflash.errors import UnsupportedError
 from cuflash.planning import device
 from cuflash.runtime import cache, compiler, launch
@@ -116,6 +117,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "_locks", {})
     monkeypatch.setattr(compiler, "_spilled", set())
+    monkeypatch.setattr(cache, "_kept_here", {})
     forget()
     yield folder
     forget()
@@ -160,13 +162,5 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def new_memory_holds_nan() -> Iterator[None]:
     """Fills with NaN what is allocated on a GPU, outputs and workspaces alike: what is not written shows."""
-    allocate = CupyLibrary.empty
-
-    def poisoned(*arguments: Any) -> Any:
-        array = allocate(*arguments)
-        bits(array).fill(0xFF)  # in every dtype of floats, that is NaN
-        return array
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CupyLibrary, "empty", poisoned)
+    with memory_of_nan(CupyLibrary, TorchLibrary):
         yield

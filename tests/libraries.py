@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cuflash.arrays.library import GpuLibrary, numpy_dtype
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import FORWARD
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
+from cuflash.runtime import counters, launch, scratch
 from cuflash.selftest.oracle import Array
 
 
@@ -26,16 +31,62 @@ def poisoned(shape: tuple[int, ...], dtype: Any) -> Any:
     return cupy.full(shape, cupy.nan, dtype)
 
 
-class Producer:
-    """A DLPack producer of an unknown framework, that may say it lives elsewhere than it does."""
+@contextlib.contextmanager
+def memory_of_nan(*libraries: type[GpuLibrary]) -> Iterator[None]:
+    """Inside, what calls allocate for arrays of these libraries holds NaN: outputs, workspaces and the shared one."""
 
-    def __init__(self, array: Any, device: tuple[int, int] | None = None) -> None:
-        self.array, self.device = array, device or tuple(array.__dlpack_device__())
+    def fill(address: int, size: int, stream: int) -> None:
+        from cupy.cuda import runtime
+
+        if size:
+            runtime.memsetAsync(address, 0xFF, size, stream)  # in every dtype of floats, that is NaN
+
+    def filling(allocator: Callable[..., Callable[[], Any]]) -> Callable[..., Callable[[], Any]]:
+        def of_nan(self: GpuLibrary, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
+            make, size = allocator(self, shape, dtype, ordinal), math.prod(shape) * numpy_dtype(dtype).itemsize
+
+            def made() -> Any:
+                array = make()
+                fill(*self.pointers([array]), size, self.stream(ordinal))
+                return array
+
+            return made
+
+        return of_nan
+
+    find_shared = scratch.scratch
+
+    def shared(ordinal: int) -> int:
+        if found := find_shared(ordinal):
+            fill(found, scratch.BYTES, counters.DEFAULT)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        for library in libraries:
+            patch.setattr(library, "allocator", filling(library.allocator))
+        patch.setattr(scratch, "scratch", shared)
+        try:
+            launch.KEPT.clear()  # why: calls that were made before keep what allocates for them
+            yield
+        finally:
+            launch.KEPT.clear()
+
+
+class Producer:
+    """A DLPack producer of an unknown framework, that may say it lives elsewhere than it does.
+
+    device: what it tells of its device, or the error that it raises then.
+    """
+
+    def __init__(self, array: Any, *device: Any) -> None:
+        self.array, (self.device,) = array, device or (tuple(array.__dlpack_device__()),)
 
     def __dlpack__(self, **keywords: Any) -> Any:
         return self.array.__dlpack__(**keywords)
 
-    def __dlpack_device__(self) -> tuple[int, int]:
+    def __dlpack_device__(self) -> Any:
+        if isinstance(self.device, Exception):
+            raise self.device
         return self.device
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import subprocess
@@ -79,6 +80,20 @@ def test_gpus_that_are_alike_are_counted() -> None:
     gpus = [{"name": "GPU", "arch": "sm_90", "num_sms": 132}] * 2 + [{"name": "GPU 2", "problem": "it is too old"}]
     assert info.line({"gpus": gpus, "versions": {"cuflash": "1"}}) == "2 x GPU (sm_90, 132 SMs): cuflash 1"
     assert info.line({"gpus": [], "versions": {"cuflash": "1"}}) == "CPU: cuflash 1"
+
+
+@pytest.mark.parametrize("name", ["none", "a" * 300, "none/none", f"{'a' * 300}/none", "a\0b"])
+def test_names_that_cannot_be_there_are_refused(name: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / name)
+    for judge, kind in ((arguments.existing, "file"), (arguments.folder, "folder")):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"there is no such {kind}.*; give the name of one"):
+            judge(path)
+    if name != "none":
+        with pytest.raises(argparse.ArgumentTypeError, match="cannot be written: "):
+            arguments.output(path)
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", "--compare", path, path])
+    assert "there is no such file" in capsys.readouterr().err
 
 
 def test_a_file_to_write_is_tried_and_stays_as_it_was(tmp_path: Any) -> None:

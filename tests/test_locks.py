@@ -137,7 +137,7 @@ def test_a_child_made_while_a_thread_compiles_compiles_too(tmp_path: Path) -> No
     run(
         """
         import cuflash
-        from cuflash.runtime.compiler import cubin_path, nvrtc_version
+        from cuflash.runtime.compiler import cubin, nvrtc_version
 
         try:
             nvrtc_version()
@@ -157,10 +157,10 @@ def test_a_child_made_while_a_thread_compiles_compiles_too(tmp_path: Path) -> No
         def compile(event):
             global begun
             begun, nvrtc.compileProgram = event, slow
-            cubin_path(launches[0].variant)
+            cubin(launches[0].variant)
 
         def both():
-            return bool(ended) and all(cubin_path(launch.variant).is_file() for launch in launches[:2])
+            return bool(ended) and all(cubin(launch.variant) for launch in launches[:2])
 
         begin(compile)
         assert child_holds(both)

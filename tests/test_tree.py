@@ -66,6 +66,7 @@ TESTED_ELSEWHERE = {
     "frameworks/sdpa_masks": "frameworks/test_sdpa.py",
     "frameworks/torch_tensors": "frameworks/test_torch.py",
     "frameworks/xla_own": "frameworks/test_jax_own_scores.py",
+    "frameworks/jax_arguments": "frameworks/test_jax.py",
     **dict.fromkeys((f"frameworks/xla_{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
 }  # fmt: skip
 TOP_LEVEL = {"pyproject.toml", "README.md", "cuflash", "kernels_cu", "tests", "examples", "LICENSE", "CHANGELOG.md"}

@@ -31,6 +31,7 @@ KEYS = (8, *sorted({tile.max_keys + 9 for tile in tiles_sm90.TILES if tile.max_k
 
 # Of backward on Hopper: blocks of threads share the query heads of a key block.
 SHARED_HEADS = {"group": 16, "queries": 512}
+SHARED_ROWS = SHARED_HEADS | {"keys": 128 * 100}  # where kernels go by rows: almost a wave of key blocks
 
 
 def plan_of(op: str, dtype: str, head_dim: int, head_dim_v: int, device: Device, deterministic: bool = False,
@@ -141,7 +142,7 @@ def ways(device: Device, of_hopper: bool, op: str = "forward") -> list[dict[str,
         long = [tile.min_queries for tile in tiles_sm90.BACKWARD if tile.min_queries]
         lengths = [{"queries": queries, "causal": False} for queries in long]
         lengths += [SHARED_HEADS | {"queries": queries + 8, "diagonal_offset": 4} for queries in long]
-        lengths += [{}, SHARED_HEADS]
+        lengths += [{}, SHARED_HEADS, SHARED_ROWS]
     capped = [{"softcap": cap} for cap in (0.0, 30.0)]
     several = [packed | cap for cap in capped]
     if op != "backward":  # of more queries than kernels for decoding take

@@ -203,12 +203,18 @@ class Walk:
         results = {"backward": "dq dk dv", "backward_dkdv": "dk dv", "backward_dk": "dk", "backward_dv": "dv"}
         told = results[self.launch.variant.op]
         heads = of.batch * of.heads_kv * splits
-        at = longest_first(index, fields["num_k_blocks"], heads, fields["heads_together"])
+        slot, part = divmod(index, sharers := 2 if getattr(tile, "shares_heads", False) else 1)
+        at = longest_first(slot, fields["num_k_blocks"], heads, fields["heads_together"])
         work = Work.of(at, of.heads_kv, splits)
         keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
         of_split = -(-self.group // splits)
-        first = work.head * self.group + work.part * of_split
-        for head in range(first, min(first + of_split, (work.head + 1) * self.group)):
+        first, end = (work.part * of_split, min((work.part + 1) * of_split, self.group))
+        if sharers > 1:
+            first, end = (self.group * p // sharers for p in (part, part + 1))
+            columns = tile.head_dim if told == "dk" else tile.head_dim_v
+            yield Touch("count", "turns", slice(fields["first_turn"] + slot, fields["first_turn"] + slot + 1))
+            yield Touch("turn", f"{told}_acc", slice(slot * 128 * columns, (slot + 1) * 128 * columns))
+        for head in range(work.head * self.group + first, work.head * self.group + end):
             for m in covering(of.mask.row_range(keys.start, keys.stop), tile.block_q):
                 rows = self.rows_of(m, tile.block_q, of.seqlen_q)
                 yield Piece(told, work.batch, head, rows, keys)
@@ -217,7 +223,7 @@ class Walk:
                     acc = self.query_head(work.batch, head)
                     yield from self.strips("add", "dq_acc", acc, of.seqlen_q, rows, tile.head_dim)
         for result, columns in (("dk", tile.head_dim), ("dv", tile.head_dim_v)):
-            if f"{result}_acc" in self.made.workspace:
+            if f"{result}_acc" in self.made.workspace and sharers == 1:
                 head = (work.batch * of.heads_kv + work.head) * splits + work.part
                 yield from self.strips("store", f"{result}_acc", head, of.seqlen_k, keys, columns)
             elif result in told:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
+from ..errors import ProblemError, UnsupportedError
 from ..problem.array_spec import ArraySpec
 from .cupy import cupy
 from .library import Library, cupy_module
@@ -22,7 +22,7 @@ class DlpackLibrary(Library):
         self.name = name  # type: ignore[misc]
         self._from_dlpack = from_dlpack
 
-    def on_gpu(self, array: Any) -> bool:
+    def on_gpu(self, array: Any, name: str = "the first array") -> bool:
         if self.name == "jax":
             import jax
 
@@ -31,19 +31,34 @@ class DlpackLibrary(Library):
                     "a traced JAX array (jit, grad or vmap) has no memory yet; take attention of "
                     "cuflash.frameworks.jax there, or call cuflash outside the transformation"
                 )
-        kind = int(array.__dlpack_device__()[0])
+        kind = self._kind_of_device(name, array)
         if kind not in (1, 2, 13):  # kDLCPU, kDLCUDA, kDLCUDAManaged
             raise UnsupportedError(
-                f"{self.name} arrays of DLPack device type {kind} are not supported; move them to cuda or cpu"
+                f"{name} is a {self.name} array of DLPack device type {kind}, which is not supported; move it to cuda "
+                "or cpu"
             )
         return kind != 1
 
     def spec(self, name: str, array: Any) -> ArraySpec:
-        if self.on_gpu(array):
+        if self.on_gpu(array, name):
             spec = cupy().spec(name, self.to_cupy(array, name))
         else:
             spec = NUMPY.spec(name, self.to_numpy(array, name))
         return spec._replace(library=self.name)
+
+    def _kind_of_device(self, name: str, array: Any) -> int:
+        """DLPack's number for the kind of device that an array is on."""
+        try:
+            told = array.__dlpack_device__()
+        except Exception as error:  # why any: nothing is known of who made the array
+            if self.name == "jax":
+                check_alive(name, array)
+                _check_on_one_device(name, array)
+            raise _without_device(name, f"raised {error!r}") from error
+        try:
+            return int(told[0])
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            raise _without_device(name, f"returned {told!r}") from error
 
     def to_cupy(self, array: Any, name: str = "an array") -> Any:
         """The same memory as a CuPy array; CuPy's current stream waits for the producer."""
@@ -80,3 +95,25 @@ class DlpackLibrary(Library):
         with array.device:  # CuPy has a current stream for each device
             cupy_module().cuda.get_current_stream().synchronize()
         return jax.dlpack.from_dlpack(array)
+
+
+def _without_device(name: str, done: str) -> ProblemError:
+    return ProblemError(
+        f"{name} does not tell its device: __dlpack_device__ {done}; give an array that returns two integers, the type "
+        "and the number of its device, or a CuPy, PyTorch, JAX or NumPy array"
+    )
+
+
+def check_alive(name: str, array: Any) -> None:
+    """Raises ProblemError for an array of JAX that has no memory any more."""
+    if array.is_deleted():
+        raise ProblemError(f"{name} was deleted, or donated to a jitted function; give an array that is still there")
+
+
+def _check_on_one_device(name: str, array: Any) -> None:
+    """Raises UnsupportedError for an array of JAX that lies on several devices."""
+    if (count := len(array.sharding.device_set)) > 1:
+        raise UnsupportedError(
+            f"{name} lies on {count} devices; take attention of cuflash.frameworks.jax, which splits a call over them, "
+            "or give an array on one of them (jax.device_put moves it)"
+        )

@@ -30,6 +30,9 @@ class TorchLibrary(GpuLibrary):
         # why: the public current_device() first asks whether torch has initialised CUDA; a GPU tensor implies that.
         self.current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
         self.key = TensorKeys(torch, self._key).find
+        # why: tensors that torch.func wraps have no memory of their own, and may show that of something else.
+        functorch = getattr(torch._C, "_functorch", None)
+        self._is_wrapped = getattr(functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
         # why: torch.empty takes 1.5 µs longer, and a call makes up to four; Inductor's code allocates like this, too.
         guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
         self._empty_strided = getattr(guards, "_empty_strided_cuda", None)
@@ -43,6 +46,11 @@ class TorchLibrary(GpuLibrary):
 
     def spec(self, name: str, array: Any) -> ArraySpec:
         check_dense(name, array)
+        if self._is_wrapped(array):
+            raise UnsupportedError(
+                f"{name} is a tensor that torch.func has wrapped (vmap, grad, jvp or functionalize); take attention of "
+                "cuflash.frameworks.torch there, or call cuflash outside the transformation"
+            )
         if array.requires_grad and self._torch.is_grad_enabled():
             raise ProblemError(
                 f"{name} requires grad, but no gradient flows through this call: call "
@@ -55,8 +63,9 @@ class TorchLibrary(GpuLibrary):
         return ArraySpec(tuple(array.shape), tuple(array.stride()), dtype, device, self.name)
 
     def _key(self, array: Any) -> tuple[Any, ...]:
-        # why: tensors that require grad, and lazily negated ones, must reach spec(), which refuses them.
-        judged = (array.requires_grad and self._torch.is_grad_enabled()) or array.is_neg()
+        # why: tensors that require grad, lazily negated and wrapped ones must reach spec(), which refuses them.
+        grad = array.requires_grad and self._torch.is_grad_enabled()
+        judged = grad or array.is_neg() or self._is_wrapped(array)
         try:
             return array.shape, array.stride(), array.dtype, array.get_device(), judged
         except RuntimeError:  # nested and sparse tensors have no strides, and are refused, too

@@ -77,7 +77,14 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
     force: also where one of the packages is installed. Its modules that are not named above stay importable.
 
     A second call does nothing. Raises UnsupportedError where a package is installed, unless `force=True`; nothing is
-    registered then.
+    registered then. Limits and rules for NaN of the functions are those of `cuflash.forward` and `cuflash.backward`.
+
+    >>> from cuflash.frameworks import flash_attn
+    >>> flash_attn.activate()
+    >>> from flash_attn import flash_attn_func
+    >>> flash_attn_func.__module__
+    'cuflash.frameworks.flash_attn_interface'
+    >>> flash_attn.restore()
     """
     global _before
     if _before is not None:
@@ -104,7 +111,15 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
 
 
 def restore() -> None:
-    """Takes back what `activate` did: modules of these names are exactly those that were there before it."""
+    """Takes back what `activate` did: modules of these names are exactly those that were there before it.
+
+    >>> import sys
+    >>> from cuflash.frameworks import flash_attn
+    >>> flash_attn.activate()
+    >>> flash_attn.restore()
+    >>> "flash_attn" in sys.modules
+    False
+    """
     global _before
     if _before is None:
         return

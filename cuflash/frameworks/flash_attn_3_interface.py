@@ -69,7 +69,14 @@ def flash_attn_func(
     Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse) with `return_attn_probs`; lse is (batch,
     heads_q, seqlen_q) float32.
 
-    Raises UnsupportedError for qv and descales, other errors as `cuflash.forward` does.
+    Raises UnsupportedError for qv and descales, other errors as `cuflash.forward` does. Limits and rules for NaN are
+    those of `cuflash.forward` and, for gradients, of `cuflash.backward`.
+
+    >>> import torch
+    >>> from cuflash.frameworks.flash_attn_3_interface import flash_attn_func
+    >>> q, k, v = torch.randn(3, 2, 100, 4, 64)
+    >>> flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([2, 100, 4, 64])
     """
     refuse_of_version_3(softmax_scale, (pack_gqa, sm_margin), qv, q_descale, k_descale, v_descale)
     return attend(

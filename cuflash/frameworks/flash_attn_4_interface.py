@@ -63,8 +63,14 @@ def flash_attn_func(
 
     Raises UnsupportedError for qv, gather_kv_indices, and functions of scores and masks with what
     belongs to them; ProblemError for a window that ends before the query; other errors as `cuflash.forward` does.
+    Limits and rules for NaN are those of `cuflash.forward` and, for gradients, of `cuflash.backward`.
 
-        out, _ = flash_attn_func(q, k, v, causal=True, window_size=(4095, None))
+    >>> import torch
+    >>> from cuflash.frameworks.flash_attn_4_interface import flash_attn_func
+    >>> q, k, v = torch.randn(3, 2, 100, 4, 64)
+    >>> out, _ = flash_attn_func(q, k, v, causal=True, window_size=(31, None))
+    >>> out.shape
+    torch.Size([2, 100, 4, 64])
     """
     _refuse(
         pack_gqa,

@@ -80,7 +80,7 @@ _ELSEWHERE = "leave the default, or take FlashAttention-3's own function"
 
 def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: Any) -> None:
     """Raises for arguments that several functions have; hints are pack_gqa and sm_margin, tensors qv and descales."""
-    if softmax_scale == 0:
+    if isinstance(softmax_scale, (int, float)) and softmax_scale == 0:  # why by types: arrays may have no truth
         raise ProblemError(
             f"softmax_scale={softmax_scale} is not positive; give None for 1/sqrt(head_dim). If this was meant as "
             "dropout_p, take cuflash.frameworks.flash_attn_interface: its order is that of flash-attn 2"
@@ -187,5 +187,5 @@ def unpack(name: str, packed: torch.Tensor, count: int, leading: str = "batch, s
 def check_rank(name: str, tensor: Any, rank: int) -> None:
     """Raises unless a tensor has the axes of a packed (3) or a dense one (4)."""
     # why: a 3-D tensor is (total, heads, head_dim) of a misplaced varlen call, not a batch of one.
-    if getattr(tensor, "ndim", rank) != rank:  # what is no tensor is refused by `attention`
+    if isinstance(tensor, torch.Tensor) and tensor.ndim != rank:  # what is no tensor is refused by `attention`
         raise ProblemError(f"{name} has shape {tuple(tensor.shape)}; give {_SHAPES[rank]}")

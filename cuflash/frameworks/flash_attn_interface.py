@@ -75,7 +75,14 @@ def flash_attn_func(
     """Attention, with gradients: q (batch, seqlen_q, heads_q, head_dim), k, v (batch, seqlen_k, heads_kv, head_dim).
 
     Returns out (batch, seqlen_q, heads_q, head_dim of v), or (out, lse, S_dmask) with `return_attn_probs`: lse is
-    (batch, heads_q, seqlen_q) float32, and S_dmask is empty without dropout. Errors are those of `cuflash.forward`.
+    (batch, heads_q, seqlen_q) float32, and S_dmask is empty without dropout. Errors, limits and rules for NaN are those
+    of `cuflash.forward` and, for gradients, of `cuflash.backward`.
+
+    >>> import torch
+    >>> from cuflash.frameworks.flash_attn_interface import flash_attn_func
+    >>> q, k, v = torch.randn(3, 2, 100, 4, 64)
+    >>> flash_attn_func(q, k, v, causal=True).shape
+    torch.Size([2, 100, 4, 64])
     """
     own = own_of_version_2(q, dropout_p, alibi_slopes)
     masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs

@@ -49,11 +49,12 @@ def own_of_later_versions(name: str, sink: Any, attention_chunk: Any = 0) -> dic
     if sink is not None:
         check_tensor(name, sink)
         own["sinks"] = sink
-    if attention_chunk != 0:
+    if type(attention_chunk) is not int or attention_chunk != 0:  # why by types: arrays may have no truth
         chunk = check_integer("attention_chunk", attention_chunk)
         if chunk < 0:
             raise ProblemError(f"attention_chunk={chunk}; give a number of keys, 0 for no chunks")
-        own["mask_mod"] = chunked(chunk)
+        if chunk:
+            own["mask_mod"] = chunked(chunk)
     return own
 
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import functools
-from numbers import Integral, Real
 from typing import Any
 
 import jax
@@ -18,20 +17,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
+from ..mods.operand import is_real
 from ..ops.own import Given
 from ..ops.triangle import attended
-from ..problem.operands import INTEGERS, Op
+from ..problem.operands import Op
 from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale, drops_none
 from ..problem.problem import Problem
+from .jax_arguments import arrays_of, bias_or_mask, integers, is_seen_by, window_of
 from .jax_own_scores import own_attention, own_operands
 from .xla_handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
-from .xla_primitives import backward, check_not_reduced, checked_array, forward, refuse_cached
+from .xla_primitives import as_jax, backward, check_not_reduced, checked_array, forward, refuse_cached
 
 if jax.__version_info__ < (0, 8, 2):  # why: older ones fail where gradients are made of some arguments alone
     raise UnsupportedError(
         f"cuflash.frameworks.jax needs JAX 0.8.2 or later, and this is {jax.__version__}; install a newer one, or call "
         "cuflash.forward and cuflash.backward outside of jit"
     )
+
+__all__ = ["attention", "dot_product_attention", "ragged_paged_attention", "triangle_attention"]
 
 _DEFAULT_MASK_VALUE = -0.7 * float(np.finfo("float32").max)
 
@@ -71,7 +74,8 @@ def attention(
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
     head_dim_v), or without batch, or without batch and heads; float16, bfloat16 or float32 (float64 on the CPU, if JAX
     has it enabled). out (batch, seqlen_q, heads_q, head_dim_v) has q's dtype, lse (batch, heads_q, seqlen_q) is float32
-    (float64 for float64). The mask and scale arguments are those of `cuflash.forward` and static.
+    (float64 for float64). The mask and scale arguments are those of `cuflash.forward` and static. Limits and rules for
+    NaN are those of `cuflash.forward` and, for gradients, of `cuflash.backward`.
 
     Sequences of several lengths are told as there, by int32 arrays, which may be traced: packed (`cu_seqlens_q`,
     `cu_seqlens_k`), used in part (`seqused_q`, `seqused_k`), in pages (`page_table`) or in rows of a cache
@@ -89,20 +93,28 @@ def attention(
     They can be taken once, in reverse mode. vmap goes over anything but the lengths of rows that are packed or in a
     cache; with dropout it makes one call after the other. On several devices, plain jit splits a call over batch and kv
     heads, as q is split (packed rows and caches over heads alone). With functions, bias, sinks or dropout each device
-    would gather whole arrays: call this in `jax.shard_map` there, where b and h count in a shard. On the CPU it runs in
-    NumPy.
+    would gather whole arrays: call this in `jax.shard_map` there, where b and h count in a shard, and with arrays that
+    explicit mesh axes split, which are refused elsewhere. On the CPU it runs in NumPy.
 
         out = attention(q, k, v, causal=True, cu_seqlens_q=bounds, cu_seqlens_k=bounds)    # q (total, heads, head_dim)
 
     Raises ProblemError, UnsupportedError and CompileError as `cuflash.forward` does, while the call is traced or
     lowered. A program that `jax.export` wrote runs only in a process that has imported this module.
+
+    >>> import jax
+    >>> from cuflash.frameworks.jax import attention
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 64))
+    >>> jax.jit(attention, static_argnames="causal")(q, k, v, causal=True).shape
+    (2, 100, 4, 64)
+    >>> jax.grad(lambda q: attention(q, k, v, causal=True).sum())(q).shape
+    (2, 100, 4, 64)
     """
     told = dict(zip(TOLD, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx), strict=True))
     named = {"q": q, "k": k, "v": v} | {name: x for name, x in told.items() if x is not None}
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
                       max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
                       split_size=split_size)  # fmt: skip
-    if score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p):
+    if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and drops_none(dropout_p):
         return _called(named, options, check_flag("return_lse", return_lse))
     given = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
     lengths, hidden = tuple(told.values()) if len(named) > 3 else (), (causal, window_size, diagonal_offset)
@@ -136,36 +148,44 @@ def dot_product_attention(
 
     bias, of floats, and mask, of bools, are broadcastable to (B, N, T, S), or (N, T, S) without B; bias has a gradient.
 
-    Raises UnsupportedError for implementation; other errors are those of `attention`.
+    Raises UnsupportedError for implementation; other errors, limits and rules for NaN are those of `attention`.
+
+    >>> import jax
+    >>> from cuflash.frameworks.jax import dot_product_attention
+    >>> query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 64))
+    >>> out, lse = dot_product_attention(query, key, value, is_causal=True, return_residual=True)
+    >>> out.shape, lse.shape
+    ((2, 100, 4, 64), (2, 100, 4))
     """
     if implementation is not None:
         raise UnsupportedError(
             "cuflash has no implementation; leave it None, as there is one alone, or call jax.nn.dot_product_attention"
         )
-    arrays = _arrays(query=query, key=key, value=value)
-    if arrays[0].ndim not in (3, 4):
-        raise ProblemError(f"query has shape {arrays[0].shape}; give (B, T, N, H) or (T, N, H)")
+    arrays = arrays_of(query=query, key=key, value=value)
+    for name, array in zip(("query", "key", "value"), arrays, strict=True):
+        if array.ndim not in (3, 4):
+            raise ProblemError(f"{name} has shape {array.shape}; give (B, T, N, H) or (T, N, H)")
     if scale is not None:
         check_scale("scale", scale)
     check_flag("is_causal", is_causal)
     with_lse = check_flag("return_residual", return_residual)
     batch = (arrays[0].shape[0] if arrays[0].ndim == 4 else 1,)
     lengths = {"query_seq_lengths": query_seq_lengths, "key_value_seq_lengths": key_value_seq_lengths}
-    used = [None if x is None else _integers(name, jnp.asarray(x), batch) for name, x in lengths.items()]
+    used = [None if x is None else integers(name, as_jax(name, x), batch) for name, x in lengths.items()]
     of_scores = *batch, arrays[0].shape[-2], arrays[0].shape[-3], arrays[1].shape[-3]
-    bias, mask = _of_scores("bias", bias, of_scores), _of_scores("mask", mask, of_scores)
+    bias, mask = bias_or_mask("bias", bias, of_scores), bias_or_mask("mask", mask, of_scores)
     both = bias is not None and mask is not None
     out = attention(
         *arrays,
         softmax_scale=scale,
         causal=is_causal,
-        window_size=_window(local_window_size),
+        window_size=window_of(local_window_size),
         diagonal_offset=0,
         return_lse=with_lse,
         seqused_q=used[0],
         seqused_k=used[1],
         bias=mask if bias is None else bias,
-        mask_mod=_is_seen_by(mask) if both else None,
+        mask_mod=is_seen_by(mask) if both else None,
     )
     if not with_lse:
         return out
@@ -176,7 +196,16 @@ def dot_product_attention(
 def triangle_attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
 ) -> Any:
-    """`cuflash.triangle_attention` as a JAX function with gradients of q, k, v and bias: its arguments and results."""
+    """`cuflash.triangle_attention` as a JAX function with gradients of q, k, v and bias: its arguments and results.
+
+    Limits, rules for NaN and errors are those of `attention`.
+
+    >>> import jax
+    >>> from cuflash.frameworks.jax import triangle_attention
+    >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 50, 4, 50, 32))
+    >>> jax.grad(lambda bias: triangle_attention(q, k, v, bias).sum())(jax.numpy.zeros((1, 4, 50, 50))).shape
+    (1, 4, 50, 50)
+    """
 
     def dtype_of(name: str, x: Any) -> str:
         return str(checked_array(name, x).dtype)
@@ -216,9 +245,17 @@ def ragged_paged_attention(
 
     Returns out (max_num_batched_tokens, num_q_heads, head_dim), 0 in rows of no sequence. It has no gradients.
 
-    Raises ProblemError and UnsupportedError as `attention` does.
+    Raises ProblemError and UnsupportedError as `attention` does; limits and rules for NaN are the same, too.
+
+    >>> import jax.numpy as jnp
+    >>> from cuflash.frameworks.jax import ragged_paged_attention
+    >>> q, kv_pages = jnp.ones((3, 4, 64)), jnp.ones((5, 8, 2 * 2, 64))  # 5 pages of 8 keys, of 2 heads
+    >>> kv_lens, page_indices = jnp.int32([5, 9]), jnp.int32([[0, 0], [3, 1]])
+    >>> cu_q_lens, num_seqs = jnp.int32([0, 1, 3]), jnp.int32([2])  # 1 query, and 2
+    >>> ragged_paged_attention(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs).shape
+    (3, 4, 64)
     """
-    arrays = q, kv_pages, *others = _arrays(
+    arrays = q, kv_pages, *others = arrays_of(
         q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs
     )
     if q.ndim != 3 or kv_pages.ndim != 4 or kv_pages.shape[2] % 2 or kv_pages.shape[3] != q.shape[2]:
@@ -231,11 +268,11 @@ def ragged_paged_attention(
     most = others[1].shape[0]
     shapes = {"kv_lens": (most,), "page_indices": others[1].shape, "cu_q_lens": (most + 1,), "num_seqs": (1,)}
     kv_lens, page_indices, cu_q_lens, num_seqs = (
-        _integers(name, x, shape) for (name, shape), x in zip(shapes.items(), arrays[2:], strict=True)
+        integers(name, x, shape) for (name, shape), x in zip(shapes.items(), arrays[2:], strict=True)
     )
     if sliding_window is not None and check_integer("sliding_window", sliding_window) < 1:
         raise ProblemError(f"sliding_window={sliding_window}; give how many keys a query sees, 1 or more, or None")
-    if mask_value is not None and not (isinstance(mask_value, Real) and mask_value <= -1e4):
+    if mask_value is not None and not (is_real(mask_value) and mask_value <= -1e4):
         raise UnsupportedError(
             f"mask_value={mask_value}: hidden keys are not seen at all here; give None, or -1e4 and less"
         )
@@ -255,65 +292,9 @@ def ragged_paged_attention(
     return out if v_scale is None else (out * check_scale("v_scale", v_scale)).astype(out.dtype)
 
 
-def _integers(name: str, array: Any, shape: Shape) -> Any:
-    """An int32 array of this shape."""
-    if array.shape != shape or array.dtype != INTEGERS:
-        raise ProblemError(f"{name} is {array.dtype} of shape {array.shape}; give {INTEGERS} of shape {shape}")
-    return array
-
-
-def _of_scores(name: str, array: Any, lengths: Shape) -> Any:
-    """A bias of floats, or a mask of bools, which may be broadcast to these lengths, or None."""
-    if array is None:
-        return None
-    array = checked_array(name, array)
-    wanted, is_mask = lengths[len(lengths) - array.ndim :], name == "mask"
-    fits = array.ndim in (3, 4) and all(n in (1, most) for n, most in zip(array.shape, wanted, strict=True))
-    if not fits or (array.dtype == bool) != is_mask:
-        raise ProblemError(
-            f"{name} is {array.dtype} of shape {array.shape}; give {'bools' if is_mask else 'floats'} of shape "
-            f"(B, N, T, S) = {lengths}, of which any may be 1, or without B"
-        )
-    return array
-
-
-def _is_seen_by(mask: Any) -> Any:
-    """The mask_mod of an array of bools, whose axes of length 1 are for all indices."""
-    lengths = mask.shape
-
-    def is_seen(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        indices = (b, h, q_idx, k_idx)[4 - len(lengths) :]
-        return mask[tuple([index if n > 1 else 0 for index, n in zip(indices, lengths, strict=True)])]
-
-    return is_seen
-
-
-def _window(local_window_size: Any) -> tuple[Any, Any]:
-    """Keys on the left and on the right, None for an open side. why not -1: jax.nn ends before the diagonal then."""
-    given = local_window_size
-    try:
-        left, right = (given, given) if given is None or isinstance(given, Integral) else given
-    except (TypeError, ValueError):
-        left = right = given
-    for side in (left, right):
-        if side is not None and (isinstance(side, bool) or not isinstance(side, Integral)):
-            raise ProblemError(
-                f"local_window_size={given!r} is neither a number of keys nor a pair of them, (left, right); give "
-                "integers >= 0, or None for open"
-            )
-        if side is not None and side < 0:
-            raise UnsupportedError(f"local_window_size={given!r}: give numbers of keys >= 0, or None for open")
-    return left, right
-
-
-def _arrays(**named: Any) -> tuple[Any, ...]:
-    """The checked operands as JAX arrays or tracers."""
-    return tuple([checked_array(name, array) for name, array in named.items()])
-
-
 def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | None = None) -> Any:
     """The result of a call of operands by name, in the order of the op's. op: None for that of a plain call."""
-    arrays = _arrays(**named)
+    arrays = arrays_of(**named)
     static = _static(tuple(named), arrays, options, op)
     call = _attention if static.own is None else own_attention
     return call(static, with_lse, *_varying_alike(static.names, arrays))
@@ -325,7 +306,9 @@ def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, o
     try:
         try:
             return _judged(*asked)
-        except TypeError:  # an argument cannot be hashed, so that the result cannot be cached
+        except ProblemError:
+            raise
+        except (TypeError, ValueError):  # an argument cannot be hashed, so that the result cannot be cached
             return _judged.__wrapped__(*asked)
     except ProblemError as error:
         axes = jax.sharding.get_abstract_mesh().manual_axes

@@ -6,7 +6,6 @@ these may be traced values: arguments of a jitted function, or what is different
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +21,12 @@ from ..mods.operand import is_of_library, name_of_dtype, type_of_dtype
 from ..mods.trace import KINDS, trace
 from ..ops.block_mask import BlockMask
 from ..ops.own import Given, own_call
-from ..problem.operands import Op, Sizes
-from ..problem.options import check_dropout, check_integer
+from ..problem.array_spec import ArraySpec
+from ..problem.operands import DROPOUT_SEED, Op, Sizes
+from ..problem.options import check_dropout
 from ..problem.own import Own
+from ..problem.own_arrays import check_own
+from ..runtime.seeds import seed_number
 from .xla_handlers import Static
 from .xla_own import differentiable
 from .xla_primitives import backward, checked_array, forward, refuse_cached
@@ -44,6 +46,8 @@ def own_operands(given: Given, dropout_seed: Any, told: tuple[Any, ...], hidden:
     share = check_dropout(given.dropout_p)
     block_mask = _checked(given.block_mask)
     call = own_call("forward", Given(score, mask, block_mask, bias, sinks, share), told, hidden)
+    if dropout_seed is not None and not call.needs_seed:
+        check_seed(dropout_seed)
     arrays = call.inputs(_seed(dropout_seed) if call.needs_seed else None)
     names = [operand.name for operand in call.op.inputs[len(call.op.inputs) - len(arrays) :]]
     return call.op, dict(zip(names, arrays, strict=True))
@@ -85,12 +89,17 @@ def _with_leaves(frame: _Frame, leaves: Any) -> BlockMask:
 jax.tree_util.register_pytree_node(BlockMask, _leaves, _with_leaves)
 
 
+def check_seed(seed: Any) -> None:
+    """Judges the seed of a call that drops nothing, and so reads none."""
+    if seed_number(seed, _SEEDS) is None:
+        words = _seed(seed)
+        spec = ArraySpec.dense(words.shape, str(words.dtype), library="jax")
+        check_own(DROPOUT_SEED, spec, spec, {})
+
+
 def _seed(seed: Any) -> Any:
     """A seed as two numbers of 32 bits, the low one first."""
-    if isinstance(seed, Integral) and not isinstance(seed, bool):
-        number = check_integer("dropout_seed", seed)
-        if not -(2**63) <= number < 2**64:
-            raise ProblemError(f"dropout_seed={number} has more than 64 bits; give {_SEEDS}")
+    if (number := seed_number(seed, _SEEDS)) is not None:
         return jnp.asarray(np.array([number & 0xFFFFFFFF, number >> 32 & 0xFFFFFFFF], np.uint32))
     if seed is None:
         raise ProblemError(f"dropout_p is not 0, but there is no dropout_seed; give {_SEEDS}")

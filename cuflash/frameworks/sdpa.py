@@ -318,13 +318,32 @@ def _prefer_ours() -> list[int]:
 def activate() -> None:
     """From now on `scaled_dot_product_attention` runs cuflash where PyTorch would run its own flash backend, and more.
 
-    More is what its memory-efficient backend could take: masks, dropout with them, and float32.
+    More is what its memory-efficient backend could take: masks, dropout with them, and float32. Limits and rules for
+    NaN are those of `cuflash.forward` and `cuflash.backward`; what stays PyTorch's own is told by this module.
+
+    Raises UnsupportedError where PyTorch sees no GPU or is older than 2.10; nothing is changed then.
+
+    >>> import torch
+    >>> from cuflash.frameworks import sdpa
+    >>> sdpa.activate()
+    >>> torch.nn.attention.current_flash_attention_impl()
+    'cuflash'
+    >>> out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)  # of tensors on the GPU
+    >>> sdpa.restore()
     """
     _registry().activate_flash_attention_impl(IMPLEMENTATION)
 
 
 def restore() -> None:
-    """Gives calls back to PyTorch's own backends."""
+    """Gives calls back to PyTorch's own backends. Raises UnsupportedError where PyTorch is older than 2.10.
+
+    >>> import torch
+    >>> from cuflash.frameworks import sdpa
+    >>> sdpa.activate()
+    >>> sdpa.restore()
+    >>> torch.nn.attention.current_flash_attention_impl() is None
+    True
+    """
     _registry().restore_flash_attention_impl()
 
 

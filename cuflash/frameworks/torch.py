@@ -24,7 +24,7 @@ from ..problem.options import WindowSize, check_flag, drops_none
 from . import torch_ops, torch_own_scores
 from .torch_flex import arguments_of_flex, results_of_flex, wants_lse
 from .torch_ops import BOUNDS, TOLD, Arguments, by_op, given, refuse_cached, refuse_twice, whole
-from .torch_own_scores import check_pulled, is_watched, own_attention
+from .torch_own_scores import check_pulled, check_seed, is_watched, own_attention
 from .torch_tensors import (
     TANGENT,
     autocast,
@@ -74,9 +74,10 @@ def attention(
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
     head_dim_v), or without batch, or without batch and heads; any strides. Arguments, results and errors are those of
-    `cuflash.forward`; `deterministic=True` asks for bitwise repeatable gradients. Under autocast floating-point inputs
-    are cast to its dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured. Tensors on
-    the CPU take the NumPy path.
+    `cuflash.forward`, and so are limits and rules for NaN; those of gradients are told by `cuflash.backward`.
+    `deterministic=True` asks for bitwise repeatable gradients. Under autocast floating-point inputs are cast to its
+    dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured. Tensors on the CPU take
+    the NumPy path.
 
     Sequences of several lengths are told as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
     `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.
@@ -93,6 +94,14 @@ def attention(
 
     Raises ProblemError, UnsupportedError or CompileError as `cuflash.forward` does; second derivatives, forward-mode
     differentiation, gradients of cached keys and `vmap` over sequences of several lengths are an UnsupportedError.
+
+    >>> import torch
+    >>> from cuflash.frameworks.torch import attention
+    >>> q, k, v = (torch.randn(2, 100, 4, 64, requires_grad=True) for _ in range(3))
+    >>> out = attention(q, k, v, causal=True)
+    >>> out.sum().backward()
+    >>> out.shape, q.grad.shape
+    (torch.Size([2, 100, 4, 64]), torch.Size([2, 100, 4, 64]))
     """
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, tensor)
@@ -117,6 +126,8 @@ def attention(
         given_told = told if is_told else ()
         out, lse = attend(q, k, v, own, dropout_seed, options, of_lengths, of_splits, given_told, deterministic)
         return (out, lse) if return_lse else out
+    if dropout_seed is not None:
+        check_seed(dropout_seed, q)
     run = _way(q, k, v, (softmax_scale, softcap, diagonal_offset))
     if run is None:
         return forward(
@@ -188,7 +199,14 @@ def flex_attention(
     return_aux=AuxRequest(lse=True) (out, AuxOutput), where lse is a natural logarithm. It needs no torch.compile: a
     function is traced once and becomes a part of one kernel. Tensors of floats that score_mod refers to get gradients.
 
-    Raises ProblemError where PyTorch's raises ValueError, and UnsupportedError for max_scores.
+    Raises ProblemError where PyTorch's raises ValueError, and UnsupportedError for max_scores. Other errors, limits and
+    rules for NaN are those of `attention`.
+
+    >>> import torch
+    >>> from cuflash.frameworks.torch import flex_attention
+    >>> query, key, value = torch.randn(3, 2, 4, 100, 64)
+    >>> flex_attention(query, key, value, lambda score, b, h, q_idx, k_idx: score - abs(q_idx - k_idx)).shape
+    torch.Size([2, 4, 100, 64])
     """
     asks_lse = wants_lse(return_lse, return_aux)
     q, k, v, masks = arguments_of_flex(query, key, value, block_mask, enable_gqa, kernel_options, return_aux)
@@ -206,7 +224,16 @@ def triangle_attention(
     *,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """`cuflash.triangle_attention` with gradients of q, k, v and bias: its arguments, results and errors."""
+    """`cuflash.triangle_attention` with gradients of q, k, v and bias: its arguments, results, limits and errors.
+
+    >>> import torch
+    >>> from cuflash.frameworks.torch import triangle_attention
+    >>> q, k, v = torch.randn(3, 1, 50, 4, 50, 32)
+    >>> bias = torch.zeros(1, 4, 50, 50, requires_grad=True)
+    >>> triangle_attention(q, k, v, bias).sum().backward()
+    >>> bias.grad.shape
+    torch.Size([1, 4, 50, 50])
+    """
 
     def dtype_of(name: str, x: Any) -> str:
         check_tensor(name, x)

@@ -31,6 +31,8 @@ def arguments_of_flex(
     heads, heads_kv = query.shape[1], key.shape[1]
     if not check_flag("enable_gqa", enable_gqa) and heads != heads_kv:
         raise ProblemError(f"query has {heads} heads and key {heads_kv}; give enable_gqa=True to share those of key")
+    if return_aux is not None and not isinstance(return_aux, getattr(sys.modules.get(_TOP), "AuxRequest", ())):
+        raise ProblemError(f"return_aux is a {type(return_aux).__name__}; give a {_TOP}.AuxRequest, or None")
     if getattr(return_aux, "max_scores", False):
         raise UnsupportedError(
             "return_aux: max_scores is not computed by cuflash; leave max_scores=False, or take "

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch._functorch.autograd_function import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
@@ -20,7 +19,7 @@ from ..errors import ProblemError, UnsupportedError
 from ..ops.append import append_kv
 from ..ops.backward import backward
 from ..ops.forward import forward
-from ..problem.options import check_flag, check_integer
+from ..problem.options import DEFAULTS, ROWS, Known, check_flag, check_window
 from .torch_tensors import uncompiled
 
 # The tensors that tell where sequences lie and how long they are, in the order of the ops' schemas.
@@ -32,6 +31,17 @@ _TWICE = (
     "create_graph=True, or compute this part with torch.nn.functional.scaled_dot_product_attention under "
     "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
 )
+
+# The types of numbers that the ops take as they are. Those of torch stand for numbers that a compiler does not know.
+_INTEGERS = (int, torch.SymInt)
+_NUMBERS = dict.fromkeys(("softmax_scale", "softcap"), (*_INTEGERS, float, torch.SymFloat)) | dict.fromkeys(
+    ("diagonal_offset", *BOUNDS, *SPLITS), _INTEGERS
+)
+_ANY_CALL = Known(1, "float32")  # no default is asked for
+
+
+def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 class Arguments(NamedTuple):
@@ -57,17 +67,17 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, keywords: dict[str, Any], deterministic: bool) -> Arguments:
-        """The arguments of a call. It refuses bools as numbers, because the ops' schemas would take True for 1."""
-        keywords = {name: x.item() if isinstance(x, np.generic) else x for name, x in keywords.items()}
-        for name in ("softmax_scale", "diagonal_offset", "softcap", *BOUNDS, *SPLITS):
-            if isinstance(keywords.get(name), bool):
-                raise ProblemError(f"{name}={keywords[name]} is a bool; give a number")
-        for name in SPLITS:
-            if isinstance(keywords.get(name), (float, np.ndarray, torch.Tensor)):
-                check_integer(name, keywords[name])
-        left, right = (-1 if side is None else side for side in keywords["window_size"])
-        if isinstance(left, bool) or isinstance(right, bool):
-            raise ProblemError(f"window_size={keywords['window_size']} holds a bool; give numbers of keys")
+        """The arguments of a call. Types are judged here, as the ops' schemas take tensors and True for numbers."""
+        keywords = dict(keywords)
+        for name, kinds in _NUMBERS.items():
+            value = keywords.get(name, DEFAULTS[name])
+            if not (_is_number(value, kinds) or value is DEFAULTS[name] is None):
+                keywords[name] = ROWS[name].judge(value, _ANY_CALL)
+        window = keywords["window_size"]
+        is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+        if not (is_pair and all([side is None or _is_number(side, _INTEGERS) for side in window])):
+            window = check_window(window)
+        left, right = (-1 if side is None else side for side in window)
         causal = check_flag("causal", keywords["causal"])
         scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
         of_sequences = (keywords.get(name) for name in _SEQUENCES)

@@ -19,10 +19,12 @@ from ..log import logger
 from ..mods.operations import Type
 from ..mods.trace import trace
 from ..ops.own import Given, OwnCall, own_call
-from ..problem.operands import Op
+from ..problem.array_spec import ArraySpec
+from ..problem.operands import DROPOUT_SEED, Op
 from ..problem.options import Asked, asked
+from ..problem.own_arrays import check_own
 from ..runtime.launch import run
-from ..runtime.seeds import seed_array
+from ..runtime.seeds import seed_array, seed_number
 from .torch_ops import given, refuse_cached, refuse_twice
 from .torch_tensors import (
     TANGENT,
@@ -30,6 +32,7 @@ from .torch_tensors import (
     is_autocast,
     is_batched,
     is_functionalizing,
+    is_mapped,
     is_transformed,
     is_transforming,
     refuse_tangents,
@@ -86,6 +89,10 @@ def own_attention(
     of_forward = asked(*options, "flash2", None, False, *of_lengths, *of_splits, own.dropout_p)
     of_backward = asked(*options, "flash2", None, deterministic, *of_lengths, 0, None, own.dropout_p)
     call = own_call("forward", own, told, hidden)
+    if dropout_seed is not None and not call.needs_seed:
+        check_seed(dropout_seed, q)
+    if dropout_seed is None and call.needs_seed and any(map(is_mapped, (q, k, v))):
+        raise UnsupportedError(_MAPPED)  # why here: vmap refuses that a seed is drawn, and blames randomness
     seed = _seed(dropout_seed, q) if call.needs_seed else None
     inputs = call.inputs(seed)
     if forward_ad._current_level >= 0:
@@ -130,6 +137,18 @@ def _refuse_recording(q: torch.Tensor) -> None:
     if type(q).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         tool = f"a mode of {type(q).__name__}, such as torch.export"
         raise UnsupportedError(_NO_OP.format(tool=tool, way="call with tensors that have values"))
+
+
+def check_seed(seed: Any, q: torch.Tensor) -> None:
+    """Judges the seed of a call that drops nothing, and so reads none. Compilers and transforms may look at it."""
+    if seed_number(seed) is None:
+        check_tensor("dropout_seed", seed)
+        # why not TorchLibrary's: a tensor may be a fake one, and q may require gradients
+        spec, like = (
+            ArraySpec(tuple(x.shape), tuple(x.stride()), str(x.dtype).removeprefix("torch."), str(x.device), "torch")
+            for x in (seed, q)
+        )
+        check_own(DROPOUT_SEED, spec, like, {})
 
 
 def _seed(dropout_seed: Any, q: torch.Tensor) -> torch.Tensor:

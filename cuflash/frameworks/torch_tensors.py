@@ -24,6 +24,15 @@ is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a vmap of torch.func maps over an axis of a tensor, whatever other transforms have wrapped it."""
+    while is_transformed(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
 def check_tensor(name: str, tensor: Any) -> None:
     """Raises unless an operand is a dense torch tensor with its elements in memory."""
     # why first: most are such tensors, of which no more is asked.

@@ -53,8 +53,8 @@ from .transformers_masks import (
     also_packed,
     is_recorded,
     is_traced,
-    places_of_packed,
-    places_of_padded,
+    is_whole,
+    places_of_function,
     places_of_positions,
     places_of_static,
 )
@@ -73,7 +73,18 @@ _MOST_COMPILED = 64
 
 
 def register() -> None:
-    """Makes `attn_implementation="cuflash"` known to transformers, for all models; a second call changes nothing."""
+    """Makes `attn_implementation="cuflash"` known to transformers, for all models; a second call changes nothing.
+
+    Limits and rules for NaN are those of `cuflash.forward` and `cuflash.backward`.
+
+    >>> import torch, transformers
+    >>> from cuflash.frameworks.transformers import register
+    >>> register()
+    >>> config = transformers.LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    >>> model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="cuflash")
+    >>> model(torch.ones(2, 11, dtype=torch.long)).logits.shape
+    torch.Size([2, 11, 64])
+    """
     AttentionInterface.register(NAME, cuflash_attention_forward)
     AttentionMaskInterface.register(NAME, cuflash_mask)
     tell_from_flash_attn()
@@ -106,7 +117,14 @@ def cuflash_attention_forward(
     sinks: one more logit without a value, of each head (heads_q,), or of each query (batch, heads_q, seqlen_q, 1).
 
     Returns (out, None); out is (batch, seqlen_q, heads_q, head_dim_v) and contiguous. Raises UnsupportedError for what
-    the module's docstring lists as refused; other errors are those of `cuflash.forward`.
+    the module's docstring lists as refused; other errors and limits are those of `cuflash.forward`.
+
+    >>> import torch
+    >>> from cuflash.frameworks.transformers import cuflash_attention_forward
+    >>> layer, (query, key, value) = torch.nn.Module(), torch.randn(3, 2, 4, 100, 64)
+    >>> out, _ = cuflash_attention_forward(layer, query, key, value, attention_mask=None, is_causal=True)
+    >>> out.shape
+    torch.Size([2, 100, 4, 64])
     """
     if isinstance(attention_mask, SequenceMask) and torch.compiler.is_compiling():
         # why: the mask was made outside of the graph, which knows nothing of what it stands for.
@@ -277,12 +295,16 @@ def cuflash_mask(
     boolean mask of transformers' sdpa, (batch, 1, seqlen_q, seqlen_k).
 
     UnsupportedError for models that would not call that function, if their configuration was given the name afterwards.
+
+    >>> from cuflash.frameworks.transformers import cuflash_mask
+    >>> cuflash_mask(batch_size=2, q_length=100, kv_length=100) is None
+    True
     """
     if not is_traced():
         refuse_by_configuration(config.__class__)
     end = kv_offset + kv_length
     own_masks = getattr(config, "model_type", None) in _ADD_TO_MASKS
-    ends, whole = _ends_at(end, kwargs), _is_whole(attention_mask, kv_offset, end)
+    ends, whole = _ends_at(end, kwargs), is_whole(attention_mask, kv_offset, end)
     if allow_is_causal_skip and not own_masks and ends and whole and _is_window(config, end, local_size):
         return None
     make = functools.partial(
@@ -304,7 +326,7 @@ def cuflash_mask(
         return mask
     padding = None if whole else attention_mask
     shape = kwargs["batch_size"], 1, seqlen_q, kv_length
-    places = _places(mask_function, padding, seqlen_q, kv_offset, kv_length, ends)
+    places = places_of_function(mask_function, padding, seqlen_q, kv_offset, kv_length, ends)
     device = _device(attention_mask, offset, kwargs.get("device"))
     if padding is not None and padding.shape[1] < end:
         padding = torch.nn.functional.pad(padding, (0, end - padding.shape[1]))
@@ -319,22 +341,6 @@ def _device(attention_mask: torch.Tensor | None, offset: Any, device: Any) -> to
     """The device of a mask; transformers 4 does not tell it."""
     found = (x.device for x in (attention_mask, offset) if isinstance(x, torch.Tensor))
     return next(found, torch.device("cpu")) if device is None else torch.device(device)
-
-
-def _places(
-    mask_function: Any, padding: torch.Tensor | None, seqlen_q: int, kv_offset: int, seqlen_k: int, ends: bool
-) -> Places | None:
-    """Where sequences lie if a mask says just that; None if it says less, or anything else."""
-    pattern = None if mask_function is None else Pattern.of(mask_function)
-    if pattern is None or (pattern.causal and not ends):
-        return None
-    if pattern.packed is not None:
-        is_plain = padding is None and pattern.packed.shape[1] == seqlen_q == seqlen_k
-        return places_of_packed(pattern.packed, pattern) if is_plain else None
-    end = kv_offset + seqlen_k
-    if padding is None or padding.shape[1] < end:
-        return None
-    return places_of_padded(padding[:, kv_offset:end].bool(), seqlen_q, pattern)
 
 
 def _is_window(config: Any, end: int, local_size: int | None) -> bool:
@@ -354,13 +360,6 @@ def _ends_at(end: int, sizes: dict[str, Any]) -> bool:
     # why: with a static cache the offset is a tensor, and the keys behind it are not written yet.
     offset = sizes.get("q_offset", 0)
     return not isinstance(offset, torch.Tensor) and bool(offset + sizes["q_length"] == end)
-
-
-def _is_whole(padding: torch.Tensor | None, begin: int, end: int) -> bool:
-    """Whether none of the keys `begin … end - 1` is padding."""
-    if padding is None:
-        return True
-    return padding.shape[1] >= end and not is_traced() and bool(padding[:, begin:end].all())
 
 
 def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: bool, sliding_window: Any) -> int:

@@ -102,6 +102,22 @@ def places_of_padded(kept: Tensor, seqlen_q: int, pattern: Pattern) -> Places | 
     return Places(told, pattern.causal, pattern.window)
 
 
+def places_of_function(
+    mask_function: Any, padding: Tensor | None, seqlen_q: int, kv_offset: int, seqlen_k: int, ends: bool
+) -> Places | None:
+    """Where sequences lie if a mask says just that; None if it says less, or anything else."""
+    pattern = None if mask_function is None else Pattern.of(mask_function)
+    if pattern is None or (pattern.causal and not ends):
+        return None
+    if pattern.packed is not None:
+        is_plain = padding is None and pattern.packed.shape[1] == seqlen_q == seqlen_k
+        return places_of_packed(pattern.packed, pattern) if is_plain else None
+    end = kv_offset + seqlen_k
+    if padding is None or padding.shape[1] < end:
+        return None
+    return places_of_padded(padding[:, kv_offset:end].bool(), seqlen_q, pattern)
+
+
 def places_of_static(
     pattern: Pattern | None, kept: Tensor | None, begin: int, used: int, shape: tuple[int, ...], device: torch.device
 ) -> Places | None:
@@ -244,3 +260,10 @@ def is_traced() -> bool:
     if is_recorded():  # why first: Dynamo cannot trace the question below
         return True
     return bool(torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+
+def is_whole(padding: Tensor | None, begin: int, end: int) -> bool:
+    """Whether none of the keys `begin … end - 1` is padding."""
+    if padding is None:
+        return True
+    return padding.shape[1] >= end and not is_traced() and bool(padding[:, begin:end].all())

@@ -26,6 +26,7 @@ from jax._src import xla_bridge
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from ..arrays.dlpack import check_alive
 from ..errors import ProblemError, UnsupportedError
 from ..problem.dtypes import DTYPES
 from ..problem.operands import Op
@@ -67,10 +68,21 @@ def checked_array(name: str, array: Any) -> Any:
     if not isinstance(array, (jax.Array, np.ndarray)):
         raise ProblemError(f"{name} is a {type(array).__name__}; give a JAX or NumPy array")
     if isinstance(array, np.ndarray):
-        array = jnp.asarray(array)
+        array = as_jax(name, array)
+    elif not isinstance(array, jax.core.Tracer):
+        check_alive(name, array)
     check_numbers(name, array.shape)
     check_whole(name, array)
     return array
+
+
+def as_jax(name: str, array: Any) -> Any:
+    """Anything that JAX makes an array of, as one."""
+    try:
+        return jnp.asarray(array)
+    except (TypeError, ValueError):
+        given = f"has dtype {array.dtype}" if isinstance(array, np.ndarray) else f"is a {type(array).__name__}"
+        raise ProblemError(f"{name} {given}, of which JAX has no arrays; give a JAX or NumPy array") from None
 
 
 def refuse_cached(names: Sequence[str]) -> None:

@@ -3,6 +3,8 @@
 Ready-made masks and scores, and the functions that functions of the user may call:
 
     out = cuflash.forward(q, k, v, mask_mod=mods.and_masks(mods.causal, mods.document(offsets)))
+
+In the examples of their docstrings `np` is NumPy, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
 """
 
 from .language import FUNCTIONS, function, position_of, seqlen_k, seqlen_q

@@ -1,7 +1,8 @@
 """What functions of the user may call: the lengths of the sequence, and functions of scalars.
 
 Functions of NumPy, CuPy, PyTorch, jax.numpy and `math`, Python's operators and `if` do the same. These serve where a
-function is to run with every array library, or with none.
+function is to run with every array library, or with none. In the examples `np` is NumPy, `mods` is `cuflash.mods`, and
+q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
 """
 
 from __future__ import annotations
@@ -22,17 +23,32 @@ FUNCTIONS = (
 
 
 def seqlen_q() -> Any:
-    """The number of used queries of the sequence, inside a function that is traced."""
+    """The number of used queries of the sequence, inside a function that is traced.
+
+    >>> out = cuflash.forward(q, k, v, score_mod=lambda score, b, h, q_idx, k_idx: score * mods.seqlen_q())
+    >>> np.allclose(out, cuflash.forward(6 * q, k, v))
+    True
+    """
     return _length("seqlen_q")
 
 
 def seqlen_k() -> Any:
-    """The number of used keys of the sequence, inside a function that is traced."""
+    """The number of used keys of the sequence, inside a function that is traced.
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=lambda b, h, q_idx, k_idx: k_idx < mods.seqlen_k() - 1)
+    >>> np.allclose(out, cuflash.forward(q, k[:5], v[:5]))
+    True
+    """
     return _length("seqlen_k")
 
 
 def position_of(q_idx: Any) -> Any:
-    """Where a query stands among the keys: the last query stands beside the last key."""
+    """Where a query stands among the keys: the last query stands beside the last key.
+
+    >>> out = cuflash.forward(q[4:], k, v, mask_mod=lambda b, h, q_idx, k_idx: k_idx < mods.position_of(q_idx))
+    >>> np.allclose(out[:1], cuflash.forward(q[4:5], k[:4], v[:4]))
+    True
+    """
     return q_idx + seqlen_k() - seqlen_q()
 
 

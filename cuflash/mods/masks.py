@@ -1,30 +1,37 @@
 """Ready-made masks. A query's position is `q_idx + seqlen_k - seqlen_q`: the last query stands beside the last key.
 
 In the pictures a row is a query, a column a key, and x a key that is seen. Numbers are constants of the kernel, so that
-each new one compiles anew; arrays are read by every call, so that they may change, in CUDA graphs too.
+each new one compiles anew; arrays are read by every call, so that they may change, in CUDA graphs too. In the examples
+`np` is NumPy, `mods` is `cuflash.mods`, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from numbers import Integral
 from typing import Any
 
 from ..errors import ProblemError
 from .language import alike, position_of, seqlen_k, seqlen_q
+from .operand import is_integer, shape_of
 
 Mod = Callable[..., Any]
 
 
 def check_number(name: str, value: Any, least: int, otherwise: str = "") -> int:
     """`value` if it is an integer that is large enough. otherwise: what else is accepted."""
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+    if not is_integer(value) or value < least:
         raise ProblemError(f"{name}={value!r}; give an integer of at least {least}{otherwise}")
     return int(value)
 
 
 def and_masks(*mask_mods: Mod) -> Mod:
-    """What all of the masks show."""
+    """What all of the masks show.
+
+    >>> mask_mod = mods.and_masks(mods.causal, mods.chunked(3))
+    >>> out = cuflash.forward(q, k, v, mask_mod=mask_mod)
+    >>> np.allclose(out[3:], cuflash.forward(q[3:], k[3:], v[3:], causal=True))
+    True
+    """
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         result = True
@@ -36,7 +43,13 @@ def and_masks(*mask_mods: Mod) -> Mod:
 
 
 def or_masks(*mask_mods: Mod) -> Mod:
-    """What at least one of the masks shows."""
+    """What at least one of the masks shows.
+
+    >>> mask_mod = mods.or_masks(mods.causal, lambda b, h, q_idx, k_idx: k_idx < 3)
+    >>> out = cuflash.forward(q, k, v, mask_mod=mask_mod)
+    >>> np.allclose(out[:3], cuflash.forward(q[:3], k[:3], v[:3]))
+    True
+    """
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         result = False
@@ -55,6 +68,10 @@ def causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         x x x x . .
         x x x x x .
         x x x x x x
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.causal)
+    >>> np.allclose(out, cuflash.forward(q, k, v, causal=True))
+    True
     """
     return k_idx <= position_of(q_idx)
 
@@ -69,6 +86,10 @@ def sliding_window(left: int, right: int = 0) -> Mod:
         . x x x x .
         . . x x x x
         . . . x x x
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.sliding_window(2, 1))
+    >>> np.allclose(out, cuflash.forward(q, k, v, window_size=(2, 1)))
+    True
     """
     left, right = check_number("left", left, 0), check_number("right", right, 0)
 
@@ -90,6 +111,10 @@ def dilated_window(left: int, dilation: int, right: int = 0) -> Mod:
         x . x . x . .
         . x . x . x .
         . . x . x . x
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.dilated_window(4, 2))
+    >>> np.allclose(out[5:], cuflash.forward(q[5:], k[[1, 3, 5]], v[[1, 3, 5]]))
+    True
     """
     window, dilation = sliding_window(left, right), check_number("dilation", dilation, 1)
 
@@ -111,9 +136,13 @@ def global_window(num_global: Any, left: int, right: int = 0) -> Mod:
         x . x x . .
         x . . x x .
         x . . . x x
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.global_window(1, 1))
+    >>> np.allclose(out[5:], cuflash.forward(q[5:], k[[0, 4, 5]], v[[0, 4, 5]]))
+    True
     """
     window = sliding_window(left, right)
-    is_array = bool(getattr(num_global, "shape", ()))
+    is_array = bool(shape_of(num_global))
     count = 0 if is_array else check_number("num_global", num_global, 0, ", or an array of bool (seqlen_k,)")
 
     def is_global(position: Any) -> Any:
@@ -136,6 +165,10 @@ def chunked(size: int) -> Mod:
         . . . x x x .
         . . . x x x .
         . . . . . . x
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.chunked(3))
+    >>> np.allclose(out[3:], cuflash.forward(q[3:], k[3:], v[3:]))
+    True
     """
     size = check_number("size", size, 1)
 
@@ -157,8 +190,12 @@ def prefix_lm(prefix_length: Any) -> Mod:
         x x x x . .
         x x x x x .
         x x x x x x
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.prefix_lm(3))
+    >>> np.allclose(out[:3], cuflash.forward(q[:3], k[:3], v[:3]))
+    True
     """
-    of_batch = bool(getattr(prefix_length, "shape", ()))
+    of_batch = bool(shape_of(prefix_length))
     if not of_batch:
         prefix_length = check_number("prefix_length", prefix_length, 0, ", or an array of integers (batch,)")
 
@@ -185,10 +222,15 @@ def document(offsets: Any) -> Mod:
         . . x x x . .
         . . . . . x .
         . . . . . . .
+
+    >>> offsets = np.array([0, 2, 6], "int32")
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.document(offsets))
+    >>> np.allclose(out, cuflash.forward(q, k, v, cu_seqlens_q=offsets, cu_seqlens_k=offsets))
+    True
     """
-    if len(getattr(offsets, "shape", ())) != 1 or offsets.shape[0] < 2:
-        raise ProblemError(f"offsets has shape {getattr(offsets, 'shape', None)}; give an array (num_documents + 1,)")
-    steps = _powers_of_two(offsets.shape[0])
+    if len(shape := shape_of(offsets)) != 1 or shape[0] < 2:
+        raise ProblemError(f"offsets has shape {tuple(shape)}; give an array (num_documents + 1,)")
+    steps = _powers_of_two(shape[0])
 
     def has_both(position: Any, other: Any) -> Any:
         at: Any = 0
@@ -224,8 +266,13 @@ def segments(ids: Any) -> Mod:
         . . x . x
         x x . x .
         . . x . x
+
+    >>> ids = np.array([0, 0, 1, 0, 1, 0])
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.segments(ids))
+    >>> np.allclose(out[ids == 1], cuflash.forward(q[ids == 1], k[ids == 1], v[ids == 1]))
+    True
     """
-    rank = len(getattr(ids, "shape", ()))
+    rank = len(shape_of(ids))
     if rank not in (1, 2):
         raise ProblemError(f"ids has {rank} axes; give an array (seqlen_k,) or (batch, seqlen_k)")
 
@@ -249,6 +296,10 @@ def neighborhood(size: int | Sequence[int], canvas: int | Sequence[int]) -> Mod:
         . . x x x .
         . . . x x x
         . . . x x x
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.neighborhood((1, 3), (2, 3)))  # 2 rows of 3
+    >>> np.allclose(out[3:], cuflash.forward(q[3:], k[3:], v[3:]))
+    True
     """
     sizes, lengths = (tuple(each) if isinstance(each, Sequence) else (each,) for each in (size, canvas))
     if len(sizes) != len(lengths) or not sizes:
@@ -283,6 +334,10 @@ def block_diffusion(seqlen: int, block: int) -> Mod:
         . . . . x x . .
         . . . . x x x x
         . . . . x x x x
+
+    >>> out = cuflash.forward(q, k, v, mask_mod=mods.block_diffusion(3, 1))
+    >>> np.allclose(out[3:], cuflash.forward(q[3:], k[3:], v[3:], causal=True))
+    True
     """
     seqlen, block = check_number("seqlen", seqlen, 1), check_number("block", block, 1)
 
@@ -308,8 +363,12 @@ def tree(ancestors: Any) -> Mod:
         x x x x . .
         x x x . x .
         x x x . x x
+
+    >>> out = cuflash.forward(q[2:], k, v, mask_mod=mods.tree(np.array([1, 3, 5, 13])))
+    >>> np.allclose(out[3:], cuflash.forward(q[5:], k[[0, 1, 2, 4, 5]], v[[0, 1, 2, 4, 5]]))
+    True
     """
-    rank, is_bits = len(getattr(ancestors, "shape", ())), "bool" not in str(getattr(ancestors, "dtype", ""))
+    rank, is_bits = len(shape_of(ancestors)), "bool" not in str(getattr(ancestors, "dtype", ""))
     if rank not in ((1, 2) if is_bits else (2, 3)):
         raise ProblemError(
             f"ancestors has {rank} axes; give an array of bool (nodes, nodes) or of integers (nodes,), each with a "

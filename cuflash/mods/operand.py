@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from contextvars import ContextVar
+from numbers import Integral, Real
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,21 @@ def is_array(value: Any) -> bool:
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
 
 
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The shape of an array or of what stands for one; () of all else. why not of classes: theirs is no tuple."""
+    return () if isinstance(value, type) else getattr(value, "shape", ())
+
+
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer. why not by Integral alone: bool is one, and so are the spans of time of NumPy."""
+    return isinstance(value, Integral) and not isinstance(value, bool | np.timedelta64)
+
+
+def is_real(value: Any) -> bool:
+    """Whether a value is a real number, in the same sense."""
+    return isinstance(value, Real) and not isinstance(value, bool | np.timedelta64)
+
+
 def name_of_dtype(dtype: Any) -> str:
     """The name of a dtype of any library, such as "bfloat16"."""
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
@@ -113,7 +129,8 @@ def as_node(value: Any) -> Node:
         return value
     if isinstance(value, Operand):
         return value.node
-    if isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating):
+    is_number = isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating)
+    if is_number and not isinstance(value, np.timedelta64):
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
             raise fault(f"{value} is no integer of 64 bits; write it as a float")
         return constant(value)

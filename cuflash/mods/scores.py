@@ -1,12 +1,12 @@
 """Ready-made changes of scores. A query's position is `q_idx + seqlen_k - seqlen_q`, as in the masks.
 
-Numbers are constants of the kernel; arrays may change from call to call, and have gradients.
+Numbers are constants of the kernel; arrays may change from call to call, and have gradients. In the examples `np` is
+NumPy, `mods` is `cuflash.mods`, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
 """
 
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ProblemError
 from .language import function, position_of
 from .masks import Mod, check_number
+from .operand import is_real, shape_of
 
 _EXP2, _TANH, _WHERE = (function(name) for name in ("exp2", "tanh", "where"))
 
@@ -35,8 +36,13 @@ def alibi(slopes: Any) -> Mod:
        -1  0 -1 -2
        -2 -1  0 -1
        -3 -2 -1  0
+
+    >>> slopes, n = np.array([1, 0.5], "float32"), np.arange(6)
+    >>> out = cuflash.forward(q, k, v, score_mod=mods.alibi(slopes))
+    >>> np.allclose(out, cuflash.forward(q, k, v, bias=-slopes[:, None, None] * abs(n - n[:, None])))
+    True
     """
-    rank = len(getattr(slopes, "shape", ()))
+    rank = len(shape_of(slopes))
     if rank == 0:
         slopes = check_number("slopes", slopes, 1, " for so many heads, or an array (heads_q,) or (batch, heads_q)")
         lower = 2 ** (slopes.bit_length() - 1)
@@ -60,8 +66,12 @@ def softcap(cap: float) -> Mod:
 
     cap 2:   score  -6.0  -2.0  -1.0   0.0   1.0   2.0   6.0
              becomes -2.0 -1.5  -0.9   0.0   0.9   1.5   2.0
+
+    >>> out = cuflash.forward(q, k, v, score_mod=mods.softcap(2.0))
+    >>> np.allclose(out, cuflash.forward(q, k, v, softcap=2.0))
+    True
     """
-    if isinstance(cap, bool) or not isinstance(cap, Real) or not 0 < cap < math.inf:
+    if not is_real(cap) or not 0 < cap < math.inf:
         raise ProblemError(f"cap={cap!r}; give a finite number above 0")
     cap = float(cap)
 
@@ -81,14 +91,24 @@ def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 12
     Of 8 buckets, not bidirectional, max_distance 16, by how far the key stands before the query:
         distance  0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16
         bucket    0 1 2 3 4 4 5 5 6 6  6  6  7  7  7  7  7
+
+    >>> table = np.linspace(-1, 1, 16, dtype="float32").reshape(8, 2)
+    >>> score_mod = mods.relative_position(table, bidirectional=False, max_distance=16)
+    >>> out = cuflash.forward(q, k, v, score_mod=score_mod)
+    >>> bias = table[[4, 4, 3, 2, 1, 0]].T[:, None]  # of the last query
+    >>> np.allclose(out[5:], cuflash.forward(q[5:], k, v, bias=bias))
+    True
     """
-    if len(getattr(table, "shape", ())) != 2:
-        raise ProblemError(f"table has shape {getattr(table, 'shape', None)}; give an array (num_buckets, heads_q)")
-    count = table.shape[0] // 2 if bidirectional else table.shape[0]
+    if len(shape := shape_of(table)) != 2:
+        raise ProblemError(f"table has shape {tuple(shape)}; give an array (num_buckets, heads_q)")
+    if not isinstance(bidirectional, bool | np.bool_):
+        raise ProblemError(f"bidirectional={bidirectional!r}; give True or False")
+    max_distance = check_number("max_distance", max_distance, 1)
+    count = shape[0] // 2 if bidirectional else shape[0]
     exact = count // 2
     if exact < 1 or max_distance <= exact:
         raise ProblemError(
-            f"table has {table.shape[0]} buckets and max_distance is {max_distance}; give at least "
+            f"table has {shape[0]} buckets and max_distance is {max_distance}; give at least "
             f"{4 if bidirectional else 2} buckets, and a max_distance above {exact}"
         )
     begins = _begins(count, exact, max_distance)

@@ -57,8 +57,9 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
     refers to are read anew, too, and change the graph when they change; what it gets by calling functions of libraries
     without traced values, such as random numbers, stays as it was when the function was traced.
     """
-    if not callable(function):
-        raise ProblemError(f"{kind} is a {type(function).__name__}; it must be a function {_signature(kind)}")
+    if not callable(function) or isinstance(function, type):
+        given = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
+        raise ProblemError(f"{kind} is {given}; it must be a function {_signature(kind)}")
     key = kind, id(_code_of(function))
     for known in _traces.get(key, ()):
         if (graph := known.graph(function)) is not None:

@@ -9,6 +9,7 @@ from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, OF_SEQUENCES
 from ..problem.options import WindowSize, asked, drops_none
 from ..runtime.launch import run
+from ..runtime.seeds import check_seed
 from .own import Given, run_own
 
 
@@ -49,7 +50,9 @@ def backward(
 
     q, k, v and the mask and scale arguments are those of `forward`, out and lse its results (of any `algorithm`, or of
     `merge_states`); out may be float32 where q is not. dout has the shape of out and the dtype of q, dlse (optional)
-    those of lse. dq, dk, dv have the shapes and dtype of q, k, v. A query that sees no key has gradient 0.
+    those of lse. dq, dk, dv have the shapes and dtype of q, k, v. A query that sees no key has gradient 0. On Hopper a
+    pair whose product of q and k is -inf counts as hidden, and NaN in a row may reach gradients of keys that a mask
+    hides from it.
 
     `deterministic=True` asks for bitwise repeatable results; NumPy's always are. On a GPU dq is otherwise added up in
     no fixed order, in a float32 workspace of its size (head_dim rounded up to that of the kernel), and so are dk and dv
@@ -104,7 +107,10 @@ def backward(
         op = BACKWARD
     else:
         op, told = OF_SEQUENCES["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    if score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and drops_none(dropout_p):
+    is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None
+    if is_plain and drops_none(dropout_p):
+        if dropout_seed is not None:
+            check_seed(dropout_seed, q)
         dq, dk, dv = run(op, (*arrays, *told), options, None, outs)
         return dq, dk, dv
     own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)

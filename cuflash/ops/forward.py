@@ -7,6 +7,7 @@ from typing import Any
 from ..problem.operands import FORWARD, OF_SEQUENCES
 from ..problem.options import WindowSize, asked, check_flag, drops_none
 from ..runtime.launch import run
+from ..runtime.seeds import check_seed
 from .own import Given, run_own
 
 
@@ -48,9 +49,9 @@ def forward(
     head_dim_v): CuPy, PyTorch, JAX, NumPy or any DLPack arrays of one framework, device and dtype (float16, bfloat16,
     float32; float64 on the CPU), with any strides. (seqlen, heads, head_dim) and (seqlen, head_dim) are accepted too.
     float32 on a GPU is computed as three TF32 products; an infinite element that is seen gives NaN there. A mask hides
-    k whatever it holds, but where a hidden row of v holds NaN or infinity, queries near those that see it may get NaN
-    on a GPU, the same in each run: those of which some query of the same 128, or on Hopper 192, sees one of the same
-    128 keys. What lies past a length reaches nobody.
+    k and v whatever they hold. On a GPU, NaN or infinity in a hidden row of v may still reach some queries, the same in
+    each run: those less than 128 rows (Hopper: 192) from a query that sees a key less than 128 from that row, and with
+    algorithm="standard" all. What lies past a length reaches nobody.
     head_dim and head_dim_v go independently from 1 to 256, to 512 where the GPU's shared memory allows; on the CPU any.
     heads_q is a multiple of heads_kv; query head h uses kv head `h // (heads_q // heads_kv)`.
 
@@ -130,6 +131,8 @@ def forward(
         op = OF_SEQUENCES["forward"]
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
     if score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p):
+        if dropout_seed is not None:
+            check_seed(dropout_seed, q)
         results = run(op, (q, k, v, *told), options, outputs, outs)
     else:
         own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)

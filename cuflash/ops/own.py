@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from numbers import Integral
 from operator import add
 from typing import Any, NamedTuple
 
@@ -17,14 +16,14 @@ from ..arrays.find import library_of
 from ..errors import ProblemError, UnsupportedError
 from ..mods.graph import Graph
 from ..mods.intervals import Band, band
-from ..mods.operand import name_of_dtype
+from ..mods.operand import is_integer, name_of_dtype
 from ..mods.operations import Type
 from ..mods.trace import trace
 from ..problem.operands import OF_SEQUENCES, OPS, Op, Sizes, banded, own_op
 from ..problem.options import Asked, check_dropout, drops_none
 from ..problem.own import BIAS_AXES, Bias, Own, captured, own_of
 from ..runtime.launch import run
-from ..runtime.seeds import seed_array
+from ..runtime.seeds import check_seed, seed_array
 from .block_mask import BlockMask
 
 Told = tuple[Any, ...]  # the arrays that tell lengths, in the order of the op; () for a dense call
@@ -83,6 +82,8 @@ def run_own(
     hidden = asked.causal, asked.window_size, asked.diagonal_offset
     call = own_call(name, given, told, hidden, asked.algorithm, captured_grads)
     seed = seed_array(dropout_seed, arrays[0]) if call.needs_seed else None
+    if dropout_seed is not None and not call.needs_seed:
+        check_seed(dropout_seed, arrays[0])
     results: tuple[Any, ...] = run(call.op, (*arrays, *told, *call.inputs(seed)), options, outputs, outs)
     if not call.grads:
         return results
@@ -120,7 +121,7 @@ def own_call(
         numbers = _numbers(captured_grads, given, score, kind.own, arrays, loaded)
     if not kind.own.changes:
         return OwnCall(kind.op, (), False, (), numbers)
-    if algorithm == "standard":
+    if isinstance(algorithm, str) and algorithm == "standard":
         raise UnsupportedError(
             "algorithm='standard' takes no score_mod, mask_mod, bias, sinks and dropout; take another one, which give "
             "the same numbers"
@@ -203,7 +204,7 @@ def _fits(seen: Band, hidden: tuple[Any, Any, Any]) -> bool:
     """Whether a band counts from where the mask of the options does, or one of both hides nothing."""
     causal, window, offset = hidden
     sides = window if isinstance(window, tuple | list) else (0,)
-    is_open = all(side is None or (isinstance(side, Integral) and side == -1) for side in sides)
+    is_open = all(side is None or (is_integer(side) and side == -1) for side in sides)
     return seen.is_open or (causal is False and is_open) or (offset is None) == seen.from_end
 
 

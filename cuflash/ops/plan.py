@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from numbers import Integral
 from typing import Any
 
 from ..arrays.cupy import cupy
@@ -10,6 +9,7 @@ from ..arrays.dlpack import DlpackLibrary
 from ..arrays.find import library_of
 from ..arrays.library import GpuLibrary
 from ..errors import ProblemError, UnsupportedError
+from ..mods.operand import is_integer
 from ..planning import device as devices
 from ..planning.device import Device
 from ..planning.plan import Plan
@@ -17,9 +17,11 @@ from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
 from ..problem.checks import check_output
 from ..problem.dtypes import check_dtype, named_dtype
-from ..problem.operands import INTEGERS, OF_SEQUENCES, OPS
-from ..problem.options import Options, WindowSize, check_flag, drops_none
+from ..problem.operands import DROPOUT_SEED, INTEGERS, OF_SEQUENCES, OPS
+from ..problem.options import Options, WindowSize, check_algorithm, check_flag, check_integer, drops_none
+from ..problem.own_arrays import check_own
 from ..problem.problem import Problem
+from ..runtime.seeds import seed_number
 from .own import Given, Shaped, own_call
 
 SHAPES = (tuple, list)  # of integers, which stand for arrays
@@ -82,13 +84,13 @@ def plan(
     memory     out 32 MiB, lse 512 KiB, workspace 0 B
     work       137 GFLOP
     """
-    if op not in list(OPS):  # why a list: what is given may have no hash
+    if not isinstance(op, str) or op not in OPS:
         raise ProblemError(f"op={op!r} is not known; give one of {', '.join(OPS)}")
     if op == "lse" and v is not None:
         raise ProblemError("op='lse' takes q and k alone; leave v=None")
-    if op != "forward" and (algorithm != "flash2" or out_dtype is not None or out is not None):
+    if op != "forward" and (check_algorithm(algorithm) != "flash2" or out_dtype is not None or out is not None):
         raise ProblemError(f"op={op!r} takes neither algorithm nor out nor out_dtype; leave them out")
-    if op == "backward" and (num_splits != 0 or split_size is not None):
+    if op == "backward" and (check_integer("num_splits", num_splits) != 0 or split_size is not None):
         raise ProblemError("op='backward' takes neither num_splits nor split_size; leave them out")
     if check_flag("deterministic", deterministic) and op != "backward":
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
@@ -112,7 +114,8 @@ def plan(
     whole = OPS[op] if told.keys().isdisjoint(given) else OF_SEQUENCES[op]
     if unknown := given.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
-    if not (score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None and drops_none(dropout_p)):
+    is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
+    if not (is_plain and drops_none(dropout_p)):
         of_sequences = () if whole is OPS[op] else tuple(told.values())
         hidden = causal, window_size, diagonal_offset
         by_name = {"bias": bias, "sinks": sinks}
@@ -121,7 +124,10 @@ def plan(
         bias, sinks = by_name.values()
         own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         call = own_call(op, own, of_sequences, hidden, algorithm, captured_grads)
-        seed = Shaped((), "int64") if dropout_seed is None or isinstance(dropout_seed, Integral) else dropout_seed
+        is_array = dropout_seed is not None and seed_number(dropout_seed) is None
+        seed = dropout_seed if is_array else Shaped((), "int64")
+        if not call.needs_seed:
+            check_own(DROPOUT_SEED, _own_spec("dropout_seed", seed, specs["q"], dtype), specs["q"], {})
         names = [x.name for x in call.op.inputs[len(whole.inputs) :]]
         specs |= {name: _own_spec(name, x, specs["q"], dtype) for name, x in zip(names, call.inputs(seed), strict=True)}
         whole = call.op
@@ -152,7 +158,7 @@ def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
 
 def _shape(name: str, lengths: Any) -> tuple[int, ...]:
     """A shape that was given in place of an array. why int: NumPy's integers would overflow in products of them."""
-    if not all(isinstance(x, Integral) and not isinstance(x, bool) and int(x) >= 0 for x in lengths):
+    if not all(is_integer(x) and int(x) >= 0 for x in lengths):
         raise ProblemError(f"{name} has shape {lengths}; give lengths that are integers of 0 and more")
     return tuple(map(int, lengths))
 
@@ -170,4 +176,4 @@ def _device(device: str | None, problem: Problem, shapes_only: bool) -> Device |
         device = problem.device
         if shapes_only and devices.count():
             device = "cuda:0"
-    return None if device == "cpu" else devices.of_name(device)
+    return None if isinstance(device, str) and device == "cpu" else devices.of_name(device)

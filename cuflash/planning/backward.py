@@ -21,8 +21,10 @@ from .key_blocks import (
     SHARED_STEPS,
     WAVES,
     SharedKeys,
+    choose_least_parts,
     choose_parts,
     choose_shared,
+    choose_sharing_rows,
     choose_splits,
     count_key_blocks,
     is_full,
@@ -56,7 +58,7 @@ def backward_plan(
     if reason is None and changes_weights(problem):
         made = _own_plan(problem, device, spilled)
         by_rows = made is not None and made.launches[-1].variant.source == "sm90/backward_rows.cu"
-        if made is not None and not (by_rows and _has_few_keys(problem, device)):
+        if made is not None and not (by_rows and _has_few_keys(problem, device, 1)):
             return made
         reason = few_keys if made is not None else "scores or masks of the caller's own need more registers than it has"
     elif reason is None:
@@ -67,7 +69,8 @@ def backward_plan(
             if lengths is not None and lengths.num_slots("k", problem.batch, tile.block_k) > 0:
                 return _listed_plan(problem, device, tile.for_lengths(), lengths)
             return _warpgroup_plan(problem, device, tile)
-        if not _has_few_keys(problem, device):
+        shares = choose_sharing_rows(problem, device, rows[1].block_q)
+        if not _has_few_keys(problem, device, 2 if shares else 1):
             return _rows_plan(problem, device, rows)
         reason = few_keys
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
@@ -89,13 +92,13 @@ def _reason_against(problem: Problem) -> str | None:
     return None
 
 
-def _has_few_keys(problem: Problem, device: Device) -> bool:
-    """Whether kernels by rows would leave most of the GPU idle, and the generic ones would not.
+def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
+    """Whether kernels by rows, with so many blocks for each key block, would leave most of the GPU idle.
 
-    These split the query heads of a group among blocks; not if deterministic (see `_generic_plan`).
+    The generic ones split the query heads of a group among any number of blocks; not if deterministic.
     """
     grouped = not problem.options.deterministic and problem.heads_q > problem.heads_kv
-    return grouped and 2 * count_key_blocks(problem, KEY_ROWS) < device.num_sms
+    return grouped and 2 * parts * count_key_blocks(problem, KEY_ROWS) < device.num_sms
 
 
 def _own_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
@@ -263,12 +266,13 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     most_blocks = own.num_slots("k", problem.batch, tile.block_k)
     blocks = most_blocks * problem.heads_kv
     takers = min(blocks, device.num_sms)
-    together, sequences_together = listed_together(problem, device, tile)
     # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
     steps = group * blocks_of(own.mean_rows("q", problem.batch), tile.block_q)
     most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
+    least_parts = choose_least_parts(problem, own, most_parts)
+    together, sequences_together = listed_together(problem, device, tile, least_parts)
     shared_keys = 0
-    if not deterministic and most_parts > 1 and (full or blocks < WAVES * device.num_sms):
+    if not deterministic and most_parts > 1 and (full or least_parts > 1 or blocks < WAVES * device.num_sms):
         shared_keys = takers if full else blocks
     fields = {
         "num_q_blocks": num_q_blocks,
@@ -283,9 +287,10 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "num_slots": own.num_slots("k", problem.batch, PADDED_SLOT),
         "block_k": tile.block_k,
         "max_key_blocks": most_blocks,
-        "sorted_blocks": blocks_of(SORTED_WAVES * device.num_sms, min(together, problem.heads_kv)),
+        "sorted_blocks": blocks_of(SORTED_WAVES * device.num_sms, min(together, problem.heads_kv) * least_parts),
         "takers": takers,
         "shared_keys": shared_keys,
+        "least_parts": least_parts,
         "most_parts": most_parts,
         "last_steps": steps if full else 0,
         "sequences_together": sequences_together,
@@ -318,7 +323,7 @@ def _sums(
 def _rows_plan(
     problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], cells: tuple[bool, ...] = (False,) * 3
 ) -> Plan:
-    """Kernels: delta, dq, dk and dv. They are always deterministic, so the option `deterministic` changes nothing.
+    """Kernels: delta, dq, dk and dv. All of them repeat bit by bit, also without `deterministic`.
 
     cells: which of them pass over tiles in which the caller's mask shows nothing.
     """
@@ -338,13 +343,22 @@ def _rows_plan(
         "heads_together": 1 if is_full(problem) else HEADS_TOGETHER,
         "stats_rows": stats_rows,
     }
-    launches = [delta_launch(problem, device, stats_rows, 1, **of_slots)]
+    shares = choose_sharing_rows(problem, device, tiles[1].block_q)
+    of_turns = {"num_q_blocks": 0, "more_turns": 2 * work[1]} if shares else {}
+    launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_turns)]
     for tile, skips in zip(tiles, cells, strict=True):
-        variant = _rows_variant(problem, device, tile, skips)
-        num_work = work[tile.gradient != "dq"]
+        shared, result = shares and tile.gradient != "dq", tile.gradient
+        variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
+        num_work = work[result != "dq"] * (2 if shared else 1)
         blocks = num_work if own is None else min(num_work, device.num_sms)
-        launches.append(Launch(variant, blocks, fields, _boxes(problem, *tile.boxes), counted=own is not None))
+        own_fields = fields | {"first_turn": work[1] if result == "dv" else 0} if shared else fields
+        boxes, renamed = _boxes(problem, *tile.boxes), {"acc": f"{result}_acc"} if shared else {}
+        launches.append(Launch(variant, blocks, own_fields, boxes, counted=own is not None, renamed=renamed))
     found: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
+    if shares:
+        rows = work[1] * KEY_ROWS
+        sums = {"dk_acc": rows * tiles[1].head_dim, "dv_acc": rows * tiles[2].head_dim_v}
+        found = {**found, **sums, "turns": of_turns["more_turns"]}
     if any(cells):
         launches, found = with_cells(problem, device, launches, found)
     return make_plan(problem, device, launches, found, num_work=max(work))

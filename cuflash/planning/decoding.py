@@ -30,6 +30,12 @@ STEP, STEP_OF_A_WARP, MERGE = 4 / 3, 0.6, 4.0
 # and bytes of all states at most.
 LONG_SPLIT, LEAST_TILES, MAX_STATES_BYTES = 8192, 4, 64 * 2**20
 GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
+# Of Hopper's kernels, in times of a key tile that comes from memory: what comes before and after the keys; a key tile
+# that other blocks of threads read, too; and what merging takes to as many bytes of keys.
+START, READ_AGAIN, MERGED_BYTES = 4.0, 0.45, 1.5
+# In sm90/decode_work.cuh kCost of blocks of 64 rows and of 16, and kLeast.
+SPLIT_COST, SPLIT_COST_OF_A_WARP, SPLIT_TILES = 1.4, 2.0, 2
+GAIN_OF_A_WARP = 1.1  # how many times as fast blocks of 16 rows must look, where there are more rows
 
 
 def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]) -> Iterator[Plan]:
@@ -40,12 +46,12 @@ def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]
     splits, group = _splits(problem), problem.heads_q // problem.heads_kv
     if not rows or problem.op.name != "forward" or not _may_share_keys(problem) or (own := _lengths(problem)) is None:
         return
+    num_rows = group * (problem.seqlen_q if problem.has("cu_seqlens_q") else own.rows_q)
     # why not for one split: its bits are those of other kernels.
-    queries = problem.seqlen_q if problem.has("cu_seqlens_q") else own.rows_q
-    fits_a_warp = splits != 1 and queries * group <= WARP_ROWS
-    ways = [(rows[0], True, True), (rows[0], True, False)] if fits_a_warp else []
-    for row, is_narrow, may_be_single in (*ways, *((row, False, False) for row in rows)):
-        made = _decode_plan(problem, own, device, row, is_narrow, may_be_single)
+    is_narrow = splits != 1 and (num_rows <= WARP_ROWS or _is_faster_narrow(problem, device, rows[0], num_rows))
+    ways = [(rows[0], True, True), (rows[0], True, False)] if is_narrow else []
+    for row, by_warps, may_be_single in (*ways, *((row, False, False) for row in rows)):
+        made = _decode_plan(problem, own, device, row, by_warps, may_be_single)
         if made is None:
             return
         yield made
@@ -58,11 +64,14 @@ def _decode_plan(
     options, splits, group = problem.options, _splits(problem), problem.heads_q // problem.heads_kv
     is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
     rows = own._replace(rows_q=own.rows_q * group)  # of a kv head
-    num_blocks = rows.num_slots("q", problem.batch, WARP_ROWS if is_narrow else GROUP_ROWS) * problem.heads_kv
+    wide_blocks, num_blocks = (
+        rows.num_slots("q", problem.batch, size) * problem.heads_kv
+        for size in (GROUP_ROWS, WARP_ROWS if is_narrow else GROUP_ROWS)
+    )
     if not _is_few(problem):
         whole = own.num_slots("q", problem.batch, row.block_q) * problem.heads_q
         seen = _seen(problem, row.block_q, row.block_k)
-        if not _is_faster(STEP * num_blocks, whole, seen, splits, device.num_sms):
+        if not _is_faster(STEP * wide_blocks, whole, seen, splits, device.num_sms):
             return None
     few, paged = problem.batch <= FEW_SEQUENCES and not is_packed, problem.has("page_table")
     # why then: the kernel cuts keys so that no block of threads has a second piece. why not with pages: 5 % slower.
@@ -105,6 +114,25 @@ def _decode_plan(
         variant, min(num_work, device.num_sms), fields, boxes, num_work > device.num_sms, 0 if alone else num_blocks
     )
     return make_plan(problem, device, [launch], {} if alone else workspace, num_work=num_work)
+
+
+def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_rows: int) -> bool:
+    """Whether blocks of 16 rows look faster than blocks of 64 for so many rows of a kv head.
+
+    Each of them reads all keys, most from L2, but the splits of a block are merged by one block of threads.
+    """
+    if num_rows > FEW_ROWS or _splits(problem) != 0:
+        return False
+    times = []
+    for is_narrow, cost in ((False, SPLIT_COST), (True, SPLIT_COST_OF_A_WARP)):
+        tile, heads = row.for_decoding(paged=False, few=False, narrow=is_narrow), problem.batch * problem.heads_kv
+        blocks, tiles = heads * blocks_of(num_rows, tile.block_q), _seen(problem, num_rows, tile.block_k)
+        shared_rows, each = min(num_rows, tile.block_q), max(heads, READ_AGAIN * blocks) * tiles / device.num_sms
+        worth_merging = cost * math.sqrt(tiles * shared_rows / tile.block_k)
+        splits = tiles / max(blocks * tiles / device.num_sms, worth_merging, SPLIT_TILES)
+        floats_to_keys = MERGED_BYTES * 2 * tile.head_dim_v / ((tile.head_dim + tile.head_dim_v) * tile.block_k)
+        times.append(START + each + (shared_rows * splits * floats_to_keys if splits > 1 else 0.0))
+    return times[0] > GAIN_OF_A_WARP * times[1]
 
 
 def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback: str | None) -> Plan | None:

@@ -6,9 +6,12 @@ import math
 from typing import NamedTuple
 
 from ..problem.dtypes import DTYPES
+from ..problem.lengths import Lengths
+from ..problem.mask import Mask
 from ..problem.problem import Problem
 from . import tiles_sm90
 from .cells import uses_cells
+from .delta import changes_weights
 from .device import Device
 from .plan import MAX_GRID, blocks_of, heads_together
 
@@ -59,13 +62,13 @@ def is_full(problem: Problem) -> bool:
     return problem.mask.is_full and not uses_cells(problem)
 
 
-def _parts_for_l2(problem: Problem) -> int:
-    """2 to this power blocks of threads share the query heads of a key block.
+def _parts_for_l2(problem: Problem, seqlen_q: int) -> int:
+    """2 to this power blocks of threads share the query heads of a key block that sees so many queries.
 
     Under a mask key blocks have unequal numbers of tiles, so that those which run at the same time come to be at
     different heads, the farther apart the more heads they have. L2 holds few of these. why: L34
     """
-    least = LEAST_PART_COLUMNS // problem.head_dim, blocks_of(LEAST_PART_ROWS, max(problem.seqlen_q, 1)), 1
+    least = LEAST_PART_COLUMNS // problem.head_dim, blocks_of(LEAST_PART_ROWS, max(seqlen_q, 1)), 1
     return blocks_of(problem.heads_q // problem.heads_kv, max(least)).bit_length() - 1
 
 
@@ -110,19 +113,25 @@ def _wave(device: Device) -> int:
     return 1 << round(math.log2(device.num_sms))
 
 
-def listed_together(problem: Problem, device: Device, tile: tiles_sm90.WarpgroupBackwardTile) -> tuple[int, int]:
+def listed_together(
+    problem: Problem, device: Device, tile: tiles_sm90.WarpgroupBackwardTile, least_parts: int
+) -> tuple[int, int]:
     """How many kv heads start their key blocks together, and how many sequences take turns in the list of key blocks.
+
+    least_parts: blocks of threads that share each key block, if it is more than one.
 
     Dense calls of small head dims give a block of threads several key blocks of a head, which then do not wait for each
     other's sums of dq. Here those of other heads and sequences come between them instead. why: L54
     """
     own = problem.lengths
     assert own is not None
-    if tile.key_blocks == 1 or problem.options.deterministic:
-        return kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k)), 1
     # why means: the host knows no more.
     seqlen_q = min(own.mean_rows("q", problem.batch), problem.seqlen_q)
     seqlen_k = min(own.mean_rows("k", problem.batch), problem.seqlen_k)
+    if least_parts > 1:
+        return _heads_of_parts(device, blocks_of(seqlen_k, tile.block_k) * least_parts), 1
+    if tile.key_blocks == 1 or problem.options.deterministic:
+        return kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k)), 1
     # why a wave: then few key blocks of one tile of dq run at the same time. More is slower. The heads of one sequence
     # may always start together.
     most = min(max(problem.heads_kv, _wave(device)), problem.heads_kv * SEQUENCES_TOGETHER)
@@ -139,8 +148,8 @@ def listed_together(problem: Problem, device: Device, tile: tiles_sm90.Warpgroup
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     """2 to this power blocks of threads share the query heads of each key block (L34, L35).
 
-    One where key blocks are shared by steps, or where sums are ordered; and where there are almost WAVES waves of them,
-    if they are not better off near each other.
+    One where key blocks are shared by steps, or where sums are ordered; and where they almost fill a GPU, if they are
+    not better off near each other.
     """
     if problem.options.deterministic or problem.mask.is_full:
         return 0
@@ -148,13 +157,46 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     tiles = blocks_of(problem.seqlen_q, block_q)
     # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
     most = min(group, group * tiles // (4 * SHARED_STEPS))
-    # why not where the left side is bounded: in a window key blocks have as many tiles as each other. Nor with cells,
-    # which may leave few.
-    goes_apart = problem.mask.lo == -problem.seqlen_q and not uses_cells(problem)
-    log2 = _parts_for_l2(problem) if goes_apart and blocks * group <= MAX_GRID else 0
-    while 2 << log2 <= most and 8 * (blocks << log2) < 7 * WAVES * device.num_sms:
+    # why not where the left side is bounded: windows of half of the keys were slower so. Nor with cells, which may
+    # leave few tiles.
+    goes_apart = problem.mask.lo == -problem.seqlen_q and not _are_alike(problem.mask) and not uses_cells(problem)
+    log2 = _parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
+    while 2 << log2 <= most and not _almost_fill(problem, device, blocks << log2):
         log2 += 1
     return log2
+
+
+def _almost_fill(problem: Problem, device: Device, blocks: int) -> bool:
+    """Whether so many blocks fill a GPU almost evenly: a wave of key blocks that are about alike, else WAVES (L35)."""
+    return 8 * blocks >= 7 * (1 if _are_alike(problem.mask) else WAVES) * device.num_sms
+
+
+def _are_alike(mask: Mask) -> bool:
+    """Whether about as many queries see each key: in most windows, and where few queries see many keys."""
+    longest = min(mask.seqlen_q, mask.hi - mask.lo + 1)  # queries that see a key at most
+    return 5 * mask.num_visible() >= 4 * mask.seqlen_k * longest
+
+
+def choose_least_parts(problem: Problem, own: Lengths, most: int) -> int:
+    """Blocks of threads that share each key block of a list, up to so many, so that L2 holds what they touch (L34)."""
+    # why not in a window: key blocks have as many tiles as each other.
+    if problem.options.deterministic or is_full(problem) or own.left is not None:
+        return 1
+    return max(min(1 << _parts_for_l2(problem, own.mean_rows("q", problem.batch)), most), 1)
+
+
+def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
+    """Whether two blocks of threads share the query heads of each key block of dk, and of dv, where kernels go by rows.
+
+    As for one kernel of all gradients (L35), but not for scores and masks of the caller's own.
+    """
+    if problem.options.deterministic or problem.mask.is_full or problem.lengths is not None:
+        return False
+    group = problem.heads_q // problem.heads_kv
+    # why: adding up takes as long as some tiles, and under a mask a key block has half of them or so.
+    is_long = group * blocks_of(problem.seqlen_q, block_q) >= 2 * 4 * SHARED_STEPS
+    grouped = group > 1 and is_long and not changes_weights(problem)
+    return grouped and not _almost_fill(problem, device, count_key_blocks(problem, KEY_ROWS))
 
 
 def choose_shared(

@@ -53,6 +53,17 @@ class Launch(NamedTuple):
     arrivals: int = 0
     renamed: Mapping[str, str] = _NOTHING
 
+    @property
+    def told_splits(self) -> str:
+        """In words, how the keys of its query blocks are cut."""
+        if splits := self.fields.get("splits"):
+            how = f"{splits}"
+        elif (tiles := self.fields["split_tiles"]) and self.variant.tile is not None:
+            how = f"of {tiles * self.variant.tile.block_k} keys"
+        else:
+            how = "as many as the lengths on the GPU ask for"
+        return f"{how} (for each of {self.arrivals} query blocks); the last one to end merges them"
+
     def __str__(self) -> str:
         return (
             f"{self.num_blocks} blocks of {self.variant.num_threads} threads, "
@@ -127,6 +138,8 @@ class Plan(NamedTuple):
                     f"tile       {tile.block_q} queries x {tile.block_k} keys, head dims padded to "
                     f"({tile.head_dim}, {tile.head_dim_v}), {stages}, {tile.warps} warps"
                 )
+            if launch.arrivals:
+                lines.append(f"splits     {launch.told_splits}")
             if not several:
                 lines.append(f"launch     {launch}")
         results = f"out {units.memory(self.out_bytes)}, lse {units.memory(self.lse_bytes)}"

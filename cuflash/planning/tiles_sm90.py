@@ -179,6 +179,7 @@ class WarpgroupRowsTile:
     stages: int
     second_stages: int
     softcap: bool | None = None  # as in `WarpgroupTile`
+    shares_heads: bool = False  # whether two blocks of threads share the query heads of a key block. why: L35
     warps: int = 12
 
     @property
@@ -211,7 +212,7 @@ class WarpgroupRowsTile:
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
         shape = macros(self, "head_dim head_dim_v block_q block_k stages second_stages")
-        return {"GRADIENT": GRADIENTS.index(self.gradient)} | shape
+        return {"GRADIENT": GRADIENTS.index(self.gradient)} | shape | ({"SHARES_HEADS": 1} if self.shares_heads else {})
 
 
 # Head dims rise. Among rows of the same head dims, one for few keys under a mask or for capped scores comes first.

@@ -148,6 +148,7 @@ OF_SEQUENCES = {name: _of_sequences(op) for name, op in OPS.items()}
 CAPTURED, BIAS, SEED, CELLS = OWN_KINDS = "captured", "bias", "seed", "cells"
 ANYTHING = "anything"
 SINKS = Operand("sinks", ("heads_q",), "table", strided=False)
+DROPOUT_SEED = Operand("dropout_seed", (), SEED, optional=True, strided=False)
 
 
 @lru_cache(maxsize=256)
@@ -159,7 +160,7 @@ def own_op(name: str, is_of_sequences: bool, own: Own, grads: tuple[int, ...] = 
     plain, more = (OF_SEQUENCES if is_of_sequences else OPS)[name], _loaded(own)
     results = [*more, SINKS._replace(axes=(), dtype=CAPTURED)]  # why: a gradient has the dtype of its array
     more += [SINKS._replace(optional=True)] if own.has_sinks else []
-    more += [Operand("dropout_seed", (), SEED, optional=True, strided=False)] if own.drops else []
+    more += [DROPOUT_SEED] if own.drops else []
     more += [Operand("cells", (), CELLS, optional=True, strided=False)] if own.has_cells else []
     found = tuple(results[number]._replace(name=f"d{results[number].name}", strided=False) for number in grads)
     return Op(name, (*plain.inputs, *more), (*plain.outputs, *found), own, sizes, plain=plain)

@@ -7,12 +7,13 @@ is a field of `Scores`, which `ScoreParams` in `kernels_cu/common/score.cuh` rep
 import math
 from collections.abc import Callable
 from functools import lru_cache
-from numbers import Integral, Number, Real
+from numbers import Number
 from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 
 from ..errors import ProblemError
+from ..mods.operand import is_array, is_integer, is_real
 from .dropout import SHARES, share_kept
 from .dtypes import DTYPES, is_dtype, named_dtype
 
@@ -38,7 +39,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 def check_integer(name: str, value: Any) -> int:
     """`value` as an int. An array is refused though it has `__index__`: it may change after it was judged."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
+    if not is_integer(value):
         raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give an integer{_of_array(value)}")
     return int(value)
 
@@ -46,7 +47,7 @@ def check_integer(name: str, value: Any) -> int:
 def _of_array(value: Any) -> str:
     """What to do with an array of one element that is to be a number."""
     hint = " (item() of an array of one element is a number; what is traced has none yet: make it static)"
-    return hint if hasattr(value, "__dlpack__") else ""
+    return hint if hasattr(value, "__dlpack__") and not isinstance(value, type) else ""
 
 
 def check_window(window_size: Any) -> WindowSize:
@@ -79,7 +80,7 @@ def check_scale(name: str, scale: Any) -> float:
 
 
 def _real(name: str, value: Any, wanted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not is_real(value):
         raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}{_of_array(value)}")
     try:
         number = float(value)
@@ -112,7 +113,7 @@ def _softcap(value: Any, known: Known) -> float:
 def check_dropout(value: Any) -> float:
     """`value` if it is a share of weights that may be dropped."""
     wanted = "the share of weights to drop, from 0 up to but not 1"
-    if hasattr(value, "shape") and value.shape != ():
+    if is_array(value) and value.shape != ():
         raise ProblemError(f"dropout_p is an array of shape {tuple(value.shape)}; give a number, {wanted}")
     number = _real("dropout_p", value, wanted)
     if not 0.0 <= number < 1.0:
@@ -155,7 +156,8 @@ def _flag(name: str) -> Callable[[Any, Known], bool]:
     return lambda value, _: check_flag(name, value)
 
 
-def _algorithm(value: Any, known: Known) -> str:
+def check_algorithm(value: Any) -> str:
+    """`value` if it names one of the algorithms."""
     if not isinstance(value, str) or value not in ALGORITHMS:
         raise ProblemError(f"algorithm={value!r} is not known; give one of {', '.join(ALGORITHMS)}")
     return value
@@ -198,7 +200,7 @@ class Options(NamedTuple):
     window_size: Annotated[WindowSize, Option(lambda value, _: check_window(value))] = (-1, -1)
     diagonal_offset: Annotated[int | None, Option(_offset)] = None
     softcap: Annotated[float, Option(_softcap)] = 0.0
-    algorithm: Annotated[str, Option(_algorithm, ("forward",))] = "flash2"
+    algorithm: Annotated[str, Option(lambda value, _: check_algorithm(value), ("forward",))] = "flash2"
     out_dtype: Annotated[str | None, Option(_out_dtype, ("forward",))] = None
     deterministic: Annotated[bool, Option(_flag("deterministic"), ("backward",))] = False
     max_seqlen_q: Annotated[int | None, Option(lambda value, _: _bound("max_seqlen_q", value))] = None
@@ -218,7 +220,9 @@ class Options(NamedTuple):
         """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
         try:
             return _judged(self.key(), known)
-        except TypeError:  # an argument that cannot be hashed is judged anew each time
+        except ProblemError:
+            raise
+        except (TypeError, ValueError):  # an argument that cannot be hashed is judged anew each time
             return _judged.__wrapped__((self,), known)
 
     @property
@@ -273,7 +277,7 @@ def asked(*values: Any) -> Asked:
     if type(window) is tuple and len(window) == 2:
         try:
             return _kept(*values, *window)
-        except TypeError:  # an argument is not plain, or has no hash
+        except (TypeError, ValueError):  # an argument is not plain, or has no hash
             pass
     return Asked(Options(*values), False)
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..problem.problem import Problem
-from .sequences import clamped, rows_of
+from .sequences import rows_of
 from .tiles import Array
 
 Named = Mapping[str, Array]
@@ -37,20 +37,24 @@ def append_kv(problem: Problem, named: Named) -> list[Array]:
     page_size, table = k_cache.shape[1], named.get("page_table")
     capacity = page_size * (1 if table is None else table.shape[1])
     out = None if q is None else np.zeros(q.shape, q.dtype)
-    for b in range(problem.batch):
-        used = clamped(named["seqused_k"][b], capacity)
-        row, begin, count = rows_of(b, k.shape[1], named.get("cu_seqlens_k"))
-        positions = used + np.arange(min(count, capacity - used))
+    used = np.clip(named["seqused_k"].astype(np.int64), 0, capacity)
+    fresh = rows_of("k", problem.batch, k.shape[1], named)
+    fresh = fresh._replace(counts=np.minimum(fresh.counts, capacity - used))
+    queries = rows_of("q", problem.batch, 0 if q is None else q.shape[1], named)
+    # why no others: a sequence with nothing to write or to rotate costs no step of a loop.
+    for b in np.flatnonzero(fresh.counts + queries.counts).tolist():
+        numbers = np.arange(fresh.counts[b])
+        positions = used[b] + numbers
         pages = _pages(b, positions // max(page_size, 1), named)
         there = (pages >= 0) & (pages < len(k_cache))
-        to, new = (pages[there], positions[there] % max(page_size, 1)), begin + np.flatnonzero(there)
-        k_cache[to] = _rotated(problem, k[row, new], positions[there], named)
-        v_cache[to] = v[row, new]
+        to, new = (pages[there], positions[there] % max(page_size, 1)), fresh.begins[b] + numbers[there]
+        k_cache[to] = _rotated(problem, k[fresh.first[b], new], positions[there], named)
+        v_cache[to] = v[fresh.first[b], new]
         if q is not None and out is not None:
-            row, begin, count = rows_of(b, q.shape[1], named.get("cu_seqlens_q"))
-            positions = used + np.arange(count) * (not problem.options.q_same_position)
-            queries = row, slice(begin, begin + count)
-            out[queries] = _rotated(problem, q[queries], positions, named)
+            begin, count = queries.begins[b], queries.counts[b]
+            positions = used[b] + np.arange(count) * (not problem.options.q_same_position)
+            rows = queries.first[b], slice(begin, begin + count)
+            out[rows] = _rotated(problem, q[rows], positions, named)
     return [] if out is None else [out]
 
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..problem.problem import Problem
 from .own_scores import OwnGradients, OwnScores
-from .tiles import Array, accumulator, exp_below, key_tiles, kv_heads, query_blocks
+from .tiles import Array, accumulator, exp_below, key_tiles, kv_heads, query_blocks, seen_product
 
 
 def backward(
@@ -52,31 +52,36 @@ def backward(
                 delta = (dout_rows * block.fold(out, dtype)).sum(axis=1)
                 if dlse is not None:
                     delta -= block.fold_lse(dlse, dtype)
-                some_nan = not np.isfinite(delta).all() or bool(np.isnan(lse_rows).any())
+                are_finite = bool(np.isfinite(delta).all() and np.isfinite(block.q).all())
+                are_finite = are_finite and not bool(np.isnan(lse_rows).any())
                 dq_rows = np.zeros_like(block.q)
-                for tile in key_tiles(problem, block, k, v, block_k, own):
-                    keys = slice(tile.begin, tile.end)
+                for tile in key_tiles(problem, block, k, v, block_k, own, are_finite):
+                    keys, hidden = slice(tile.begin, tile.end), tile.hidden
                     # the slope is 0 at the cap, s = -c; hidden keys, whose s is -inf, are moved there
                     capped = tile.s if tile.own is None else tile.own.raw.reshape(tile.s.shape)
                     slope = 1 - np.square(np.maximum(capped / softcap, -1)) if softcap else None
-                    hidden = np.isneginf(tile.s) if some_nan else None  # keys that a row does not see get no NaN of it
                     p = exp_below(tile.s, lse_rows)
                     ds = dout_rows @ tile.v.T  # dp
                     if tile.own is not None:
                         ds = tile.own.dropped(ds)
                     ds -= delta[:, None]
                     ds *= p
-                    if hidden is not None:
+                    if hidden is not None:  # a row and a key that it does not see get no NaN of each other
                         p[hidden] = ds[hidden] = 0
+                        if slope is not None:
+                            slope[hidden] = 0
                     if tile.own is not None:
                         if own_gradients is not None:
                             own_gradients.add(tile.own, block.unfold(ds))
                         ds = tile.own.before_score_mod(ds)
                     if slope is not None:
                         ds *= slope
-                    dv_head[keys] += (p if tile.own is None else tile.own.dropped(p)).T @ dout_rows
-                    dq_rows += ds @ tile.k
-                    dk_head[keys] += ds.T @ block.q
+                    if tile.own is not None:
+                        p = tile.own.dropped(p)
+                    of_keys = None if hidden is None else hidden.T
+                    dv_head[keys] += seen_product(p.T, dout_rows, of_keys)
+                    dq_rows += seen_product(ds, tile.k, hidden)
+                    dk_head[keys] += seen_product(ds.T, block.q, of_keys)
                 dq_rows *= problem.softmax_scale
                 dq[batch_idx, block.queries, block.heads] = block.unfold(dq_rows)
             dk_head *= problem.softmax_scale

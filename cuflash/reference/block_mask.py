@@ -36,6 +36,8 @@ def cells_of(
     cells = np.full(shape, EMPTY, np.int8)
     arrays = [np.asarray(each.array) for each in mask_mod.arrays]
     for b, (used_q, used_k) in enumerate(lengths or [(seqlen_q, seqlen_k)] * batch):
+        if 0 in (used_q, used_k):
+            continue
         for h, begin in np.ndindex(heads, -(-used_q // _ROWS)):
             q_idx = np.arange(begin * _ROWS, min((begin + 1) * _ROWS, used_q))[:, None]
             inputs: dict[str, Any] = {"b": b, "h": h, "q_idx": q_idx, "k_idx": np.arange(used_k)}

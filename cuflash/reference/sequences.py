@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,20 +24,34 @@ Named = Mapping[str, Array]
 Results = Sequence[Array]
 
 
+class Rows(NamedTuple):
+    """Where the rows of each sequence lie: in which row of the first axis, from which of the second on, and how many.
+
+    Of rows in pages, `first` has the pages of a sequence, (batch, max_pages). -1 is a row or page that is not there.
+    """
+
+    first: Array
+    begins: Array
+    counts: Array
+
+
 class One(NamedTuple):
     """A sequence: its row of the first axis and its rows of the second for q, and the same two of each of its keys.
 
-    A key whose first index is -1 is not there.
+    A key whose first index is -1 is not there. Of several sequences that see nothing, it has those two of each query.
     """
 
-    batch_q: int
-    queries: slice
+    batch_q: int | Array
+    queries: slice | Array
     keys: tuple[Array, Array]
 
+    @property
+    def num_queries(self) -> int:
+        """How many queries there are."""
+        return _length(self.queries) if isinstance(self.queries, slice) else len(self.queries)
+
     def place(self, operand: Operand, keys: slice = slice(None)) -> tuple[Any, ...]:
-        """The index of the sequence's part of an operand with all of its axes, or of some of its keys."""
-        if operand.axes == LSE_AXES:
-            return self.batch_q, slice(None), self.queries
+        """The index of the sequence's part of an operand as `_rows_first` has it, or of some of its keys."""
         if operand.axes[:2] == ROWS_K[:2]:
             return self.keys[0][keys], self.keys[1][keys]
         return self.batch_q, self.queries
@@ -71,10 +84,13 @@ def run(
         results[0] = out
     arrays = [operand for operand in op.inputs if operand.dtype != INTEGERS and operand.name in named]
     for b, one in each(problem, named):
-        mask, runs = problem.lengths.mask(_length(one.queries), len(one.keys[0])), one.runs()
+        mask, runs = problem.lengths.mask(one.num_queries, len(one.keys[0])), one.runs()
         found = []
         for keys in runs:
-            parts = [named[operand.name][one.place(operand, keys)][None] for operand in arrays]
+            parts = [
+                _rows_first(operand, _rows_first(operand, named[operand.name])[one.place(operand, keys)][None])
+                for operand in arrays
+            ]
             more: dict[str, Any] = {}
             if own is not None:
                 more["own"] = replace(own, sinks=own.sinks if len(runs) == 1 else None, first_batch=b,
@@ -86,38 +102,92 @@ def run(
         if own is not None and own.sinks is not None and len(runs) > 1:
             merged = _with_sinks(merged, own.sinks)
         for operand, result, part in zip(op.outputs, results, merged, strict=False):
-            result[one.place(operand)] = part[0]
+            _rows_first(operand, result)[one.place(operand)] = _rows_first(operand, part)[0]
     return results
 
 
 def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
     """The sequences that have queries, with their places in the batch; `named` has the arrays that tell lengths.
 
-    why no others: they have no rows of results, and gradients of their keys are 0, so they cost no step of a loop.
+    Those that see nothing come first, and as one without keys: their rows are alike, whichever sequence they are of.
+    why no others: they have no rows of results, and gradients of their keys are 0. Neither costs a step of a loop.
     """
     rows_q = problem.shape(problem.op.operands[0])[1]
-    counts = _all_used("q", problem.batch, rows_q, problem.seqlen_q, named)
-    for b in np.flatnonzero(counts).tolist():
-        row, begin, _ = rows_of(b, rows_q, named.get("cu_seqlens_q"))
-        yield b, One(row, slice(begin, begin + int(counts[b])), _keys(b, problem, named))
+    queries = _used("q", rows_of("q", problem.batch, rows_q, named), problem.seqlen_q, named)
+    keys = _keys(problem, named)
+    sees = _sees(problem, queries, keys)
+    blind = np.flatnonzero((queries.counts > 0) & ~sees)
+    if len(blind):
+        counts = queries.counts[blind]
+        first, begins, before = (
+            np.repeat(x, counts) for x in (queries.first[blind], queries.begins[blind], np.cumsum(counts) - counts)
+        )
+        none = np.zeros(0, np.int64)
+        yield int(blind[0]), One(first, begins + np.arange(len(begins)) - before, (none, none))
+    for b in np.flatnonzero(sees).tolist():
+        begin = int(queries.begins[b])
+        rows = slice(begin, begin + int(queries.counts[b]))
+        yield b, One(int(queries.first[b]), rows, _keys_of(b, problem, keys))
 
 
 def lengths_of(problem: Problem, named: Named) -> list[tuple[int, int]]:
     """The used queries and keys of each sequence of a problem without q and k, as a block mask is."""
     assert problem.lengths is not None
-    used_q = _all_used("q", problem.batch, problem.lengths.rows_q, problem.seqlen_q, named)
-    used_k = _all_used("k", problem.batch, problem.lengths.rows_k, problem.seqlen_k, named)
-    return list(zip(used_q.tolist(), used_k.tolist(), strict=True))
+    pairs = [
+        _used(side, rows_of(side, problem.batch, rows, named), most, named).counts.tolist()
+        for side, rows, most in (
+            ("q", problem.lengths.rows_q, problem.seqlen_q),
+            ("k", problem.lengths.rows_k, problem.seqlen_k),
+        )
+    ]
+    return list(zip(*pairs, strict=True))
 
 
-def _all_used(side: str, batch: int, rows: int, most: int, named: Named) -> Array:
-    """How many queries ("q") or keys ("k") each sequence uses, of at most `most`; rows: those that there are."""
-    counts = np.full(batch, rows)
-    if (bounds := named.get(f"cu_seqlens_{side}")) is not None:
-        counts = np.maximum(np.diff(np.clip(bounds.astype(np.int64), 0, rows)), 0)
-    counts = np.minimum(counts, most)
-    used = named.get(f"seqused_{side}")
-    return counts if used is None else np.clip(used.astype(np.int64), 0, counts)
+def rows_of(side: str, batch: int, rows: int, named: Named) -> Rows:
+    """Where the queries ("q") or the keys ("k") of all sequences lie, used or not; rows: those of the second axis."""
+    if (bounds := named.get(f"cu_seqlens_{side}")) is None:
+        return Rows(np.arange(batch), np.zeros(batch, np.int64), np.full(batch, rows))
+    bounds = np.clip(bounds.astype(np.int64), 0, rows)
+    return Rows(np.zeros(batch, np.int64), bounds[:-1], np.maximum(np.diff(bounds), 0))
+
+
+def _used(side: str, rows: Rows, most: int, named: Named) -> Rows:
+    """Those of the rows that are used, of which a sequence has at most `most`."""
+    counts, used = np.minimum(rows.counts, most), named.get(f"seqused_{side}")
+    return rows._replace(counts=counts if used is None else np.clip(used.astype(np.int64), 0, counts))
+
+
+def _keys(problem: Problem, named: Named) -> Rows:
+    batch_k, rows_k = problem.shape(problem.op.operands[1])[:2]
+    rows = rows_of("k", problem.batch, rows_k, named)
+    if (table := named.get("page_table")) is not None:
+        rows = rows._replace(first=table, counts=np.full(problem.batch, table.shape[1] * rows_k))
+    elif (cached := named.get("cache_batch_idx")) is not None:
+        rows = rows._replace(first=cached)
+    rows = rows._replace(first=np.where((rows.first >= 0) & (rows.first < batch_k), rows.first, -1))
+    return _used("k", rows, problem.seqlen_k, named)
+
+
+def _sees(problem: Problem, queries: Rows, keys: Rows) -> Array:
+    """Which sequences have a query that may see a key: one that is not hidden, and some of the places are there."""
+    assert problem.lengths is not None
+    # why by distinct lengths: there may be a million sequences, but sequences of the same lengths have the same mask.
+    most = problem.seqlen_k + 1
+    pairs, number = np.unique(queries.counts * most + keys.counts, return_inverse=True)
+    masks = [problem.lengths.mask(*divmod(pair, most)) for pair in pairs.tolist()]
+    shown = np.array([mask.num_visible() > 0 for mask in masks], bool)[number]
+    there = np.any(keys.first >= 0, axis=tuple(range(1, keys.first.ndim)))
+    seen: Array = shown & there
+    return seen
+
+
+def _keys_of(b: int, problem: Problem, keys: Rows) -> tuple[Array, Array]:
+    """The two indices of each key of a sequence."""
+    numbers = np.arange(keys.counts[b])
+    if keys.first.ndim == 2:
+        page_size = problem.shape(problem.op.operands[1])[1]
+        return keys.first[b, numbers // page_size], numbers % page_size
+    return np.full(len(numbers), keys.first[b]), keys.begins[b] + numbers
 
 
 def _length(rows: slice) -> int:
@@ -153,40 +223,14 @@ def _with_sinks(results: Results, sinks: Array) -> Results:
     return [*[out * share.swapaxes(1, 2)[..., None] for out in outs], total]
 
 
+def _rows_first(operand: Operand, x: Array) -> Array:
+    """An operand with all of its axes whose first two are those of rows, or that one as it was."""
+    return x.swapaxes(1, 2) if operand.axes == LSE_AXES else x
+
+
 def _empty(problem: Problem, operand: Operand, named: Named) -> Array:
     shape = problem.shape(operand)
     if operand.axes == LSE_AXES:
         return np.full(shape, -np.inf, DTYPES[problem.dtype].accumulator)
     wide = operand.dtype == "out" and problem.out_dtype != problem.dtype
     return np.zeros(shape, np.float32 if wide else named["q"].dtype)
-
-
-def clamped(number: Any, most: int) -> int:
-    """The nearest number from 0 to `most`."""
-    return min(max(int(number), 0), most)
-
-
-def _used(name: str, b: int, rows: int, named: Named) -> int:
-    return clamped(named[name][b], rows) if name in named else rows
-
-
-def rows_of(b: int, rows: int, bounds: Array | None) -> tuple[int, int, int]:
-    """(row of the first axis, first row of the second, how many) of a sequence, used or not."""
-    if bounds is None:
-        return b, 0, rows
-    ((begin, end),) = pairwise(clamped(bound, rows) for bound in bounds[b : b + 2])
-    return 0, begin, max(end - begin, 0)
-
-
-def _keys(b: int, problem: Problem, named: Named) -> tuple[Array, Array]:
-    batch_k, rows_k = problem.shape(problem.op.operands[1])[:2]
-    if (table := named.get("page_table")) is not None:
-        rows = min(table.shape[1] * rows_k, problem.seqlen_k)
-        positions = np.arange(_used("seqused_k", b, rows, named))
-        pages = table[b, positions // rows_k]
-        return np.where((pages >= 0) & (pages < batch_k), pages, -1), positions % rows_k
-    row, begin, rows = rows_of(b, rows_k, named.get("cu_seqlens_k"))
-    if (cached := named.get("cache_batch_idx")) is not None:
-        row = int(cached[b]) if 0 <= cached[b] < batch_k else -1
-    count = _used("seqused_k", b, min(rows, problem.seqlen_k), named)
-    return np.full(count, row), np.arange(begin, begin + count)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..problem.problem import Problem
-from .tiles import accumulator, no_results
+from .tiles import accumulator, no_results, seen_product
 
 
 def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any, Any]:
@@ -22,7 +22,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any
     group = problem.heads_q // heads_kv
     dtype = accumulator(problem)
     out, lse = no_results(problem, q, v, xp)
-    # why: rows that see nothing keep 0 and -inf, and keys that nobody sees stay out of the products (0 * NaN is NaN).
+    # why: rows that see nothing keep 0 and -inf, and keys that nobody sees stay out of the products.
     row_begin, row_end = mask.row_range(0, problem.seqlen_k)
     key_begin, key_end = mask.key_range(0, problem.seqlen_q)
     if problem.batch == 0 or row_begin == row_end:
@@ -45,7 +45,10 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any
         p = xp.exp(s - xp.where(xp.isneginf(m), 0, m))  # why: a row that has only -inf gives 0, not NaN
         row_sum = p.sum(axis=4, keepdims=True)
         p /= xp.where(row_sum == 0, 1, row_sum)
-        o = xp.matmul(p if p_dtype == dtype else p.astype(p_dtype).astype(dtype), v)
+        p = p if p_dtype == dtype else p.astype(p_dtype).astype(dtype)
+        # why in NumPy alone: on a GPU the host would have to wait for what v holds.
+        is_plain = xp is not np or np.isfinite(v).all()
+        o = seen_product(p, v, None if is_plain else np.isneginf(s))
         out[:, row_begin:row_end] = o.transpose(0, 3, 1, 2, 4).reshape(
             problem.batch, row_end - row_begin, problem.heads_q, v.shape[4]
         )

@@ -67,7 +67,8 @@ class QueryBlock:
 class Tile:
     """Keys `begin … end - 1` as a block of queries sees them: k (keys, head_dim), v (keys, head_dim_v), s (rows, keys).
 
-    `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does.
+    `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does. `hidden`
+    tells which scores are -inf, or is None where it makes no difference: see `seen_product`.
     """
 
     begin: int
@@ -77,12 +78,17 @@ class Tile:
     v: Array
     dtype: np.dtype[Any]
     own: OwnTile | None = None
+    hidden: Array | None = None
 
     def times_v(self, p: Array) -> Array:
-        """`p v`, (rows, keys) -> (rows, dv), where p is rounded to the inputs' dtype as for the tensor cores."""
+        """`p v`, (rows, keys) -> (rows, dv), where p is rounded to the inputs' dtype as for the tensor cores.
+
+        NaN and infinities in v count as 0: `by_tiles` adds them at the end, as a later tile may scale a row by 0.
+        """
         if self.own is not None:
             p = self.own.dropped(p)
-        return (rounded(p, self.dtype) if self.v.size else p) @ self.v
+        v = self.v if self.hidden is None else finite(self.v)
+        return (rounded(p, self.dtype) if v.size else p) @ v
 
 
 OnTile = Callable[[QueryBlock, Tile, Any], None]
@@ -117,6 +123,30 @@ def exp_below(s: Array, m: Array) -> Array:
     return np.exp(s, out=s)
 
 
+def seen_product(weights: Array, x: Array, hidden: Array | None) -> Array:
+    """`weights @ x`, (…, rows, keys) @ (…, keys, n), where hidden pairs add nothing whatever x holds: 0 * NaN is NaN.
+
+    hidden: like weights, which are 0 there, or None where x is finite. A score of -inf is hidden, whether a mask or its
+    value makes it so. What a row sees of NaN and infinity counts as if its weight were above 0.
+    """
+    return weights @ x if hidden is None else weights @ finite(x) + seen_not_finite(x, hidden)
+
+
+def finite(x: Array) -> Array:
+    """`x` with 0 for NaN and infinities. why a new array: it may be the caller's own memory."""
+    return np.where(np.isfinite(x), x, x.dtype.type(0))
+
+
+def seen_not_finite(x: Array, hidden: Array) -> Array:
+    """The sum of the NaN and infinities of x, (…, keys, n), that each row sees."""
+    out = np.zeros((*hidden.shape[:-1], x.shape[-1]), x.dtype)
+    for value, is_it in ((np.nan, np.isnan), (np.inf, np.isposinf), (-np.inf, np.isneginf)):
+        if (found := is_it(x)).any():
+            sees = (~hidden).astype(x.dtype) @ found.astype(x.dtype) > 0
+            np.add(out, value, out=out, where=sees)
+    return out
+
+
 def spans(begin: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     """The range `begin … end - 1`, cut at the multiples of `size`."""
     for start in range(begin - begin % size, end, size):
@@ -149,10 +179,11 @@ def key_tiles(
     v: Array,
     block_k: int | None = None,
     own: OwnScores | None = None,
+    rows_are_finite: bool = True,
 ) -> Iterator[Tile]:
-    """The tiles that at least one query of the block sees; keys that none of them sees are in no tile, or zeros.
+    """The tiles that at least one query of the block sees; keys of no tile are seen by none of them.
 
-    why: a hidden key has p = 0, but 0 * NaN is NaN, so what nobody sees must not be in the product.
+    rows_are_finite: whether what the block's rows are multiplied with is, beside k and v.
     """
     mask, dtype = problem.mask, accumulator(problem)
     full_begin, full_end = mask.full_range(block.begin, block.end)
@@ -174,10 +205,10 @@ def key_tiles(
         if begin < full_begin or full_end < end:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
-        if own is not None and (hidden := np.isneginf(s).all(axis=0)).any():
-            # why new arrays: these may be the caller's own memory.
-            k_tile, v_tile = (np.where(hidden[:, None], x.dtype.type(0), x) for x in (k_tile, v_tile))
-        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed)
+        # why in all tiles: what a row gets of NaN and infinity must not depend on where a tile ends.
+        is_finite = rows_are_finite and all(np.isfinite(x).all() for x in (k_tile, v_tile))
+        hidden = None if is_finite else np.isneginf(s)
+        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed, hidden)
 
 
 def by_tiles(
@@ -213,12 +244,17 @@ def by_tiles(
         with np.errstate(all="ignore"):  # why: visible NaN and inf belong into the result without a warning
             for batch_idx, head_kv_idx in kv_heads(problem):
                 for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
-                    state = start(len(block.q), v.shape[3], dtype)
+                    state, not_finite = start(len(block.q), v.shape[3], dtype), None
                     for tile in key_tiles(problem, block, k, v, block_k, own):
+                        if tile.hidden is not None:
+                            of_tile = seen_not_finite(tile.v, tile.hidden)
+                            not_finite = of_tile if not_finite is None else not_finite + of_tile
                         state = update(state, tile)
                         if on_tile is not None:
                             on_tile(block, tile, state)
                     o_rows, lse_rows = finish(state)
+                    if not_finite is not None:
+                        o_rows = o_rows + not_finite
                     if own is not None:
                         o_rows, lse_rows = own.with_sinks(block.heads, o_rows, lse_rows)
                     out[batch_idx, block.queries, block.heads] = block.unfold(o_rows)

@@ -4,11 +4,13 @@ A cubin is found by a digest of its variant, the options, the NVRTC version and 
 so an edited header leads to a new cubin. It ends with the SHA-256 of its name and itself, so a file that was truncated,
 altered or renamed is noticed and rebuilt. That digest is no signature: whoever may write to the folder may forge it,
 which is why only files and folders of this user and of root are taken. Files are written under a temporary name and
-renamed, so any number of processes may share the folder.
+renamed, so any number of processes may share the folder. What was judged is handed on as bytes, and no path to them:
+whoever swaps the file afterwards changes nothing.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -24,17 +26,19 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from ..errors import UnsupportedError
-from ..locks import Lock
 from .file_lock import alone
-from .scratch_folder import LEFT_SECONDS, ScratchFolder
 
 CUBINS = "*.cubin"
 DIGEST_BYTES = 32
+MOST_BYTES = 2**26  # of a file that is read, as it goes into memory whole: the largest kernels take half a megabyte
+# What is older may be of a process that was killed. why so long: clocks of machines that share a folder differ.
+LEFT_SECONDS = 24 * 3600.0
 WAIT_SECONDS = 300.0  # for another process that compiles the same kernel: longer than any takes
 ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _WAY_OUT = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"
-_lock = Lock()
+# Where no cache can be used: by name, what this process has compiled, or its parent before a fork, up to MOST_BYTES.
+_kept_here: dict[str, bytes] = {}
 
 
 def cache_dir() -> Path:
@@ -48,7 +52,7 @@ def cache_dir() -> Path:
 
 
 def contents() -> tuple[Path, list[int]]:
-    """The folder and the bytes of each cubin in it; raises UnsupportedError if it cannot be used."""
+    """The folder and the bytes of each cubin in it; raises UnsupportedError if it cannot be read."""
     folder = _trusted_dir()
     sizes = []
     try:
@@ -64,21 +68,32 @@ def contents() -> tuple[Path, list[int]]:
     return folder, sizes
 
 
-def find_in_cache(name: str) -> Path | None:
-    """The sound file of this name in the cache folder."""
+def check_writable() -> None:
+    """Raises UnsupportedError if no kernel can be added to the folder, or it cannot be made. It is not made here."""
+    folder = _trusted_dir()
+    if os.path.lexists(folder):
+        _probe(folder)
+        return
+    parent = next((each for each in folder.parents if each.exists()), None)
+    # why only asked for: a file that is left behind there, as by a process that is killed, is removed by nobody.
+    if parent is None or not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+        reason = f"{parent} cannot be written" if parent else "no folder above it is there"
+        raise _unusable(folder, OSError(errno.EACCES, reason), "made")
+
+
+def find_in_cache(name: str) -> bytes | None:
+    """What the sound file of this name in the cache folder holds."""
     try:
         path = _trusted_dir() / name
     except UnsupportedError:
         return None  # why no warning: it comes, with the reason, when the kernel is to be kept
-    return path if is_sound(path) else None
+    return read(path)
 
 
-def find(name: str) -> Path | None:
-    """The sound file of this name in the cache folder, or among those of this process."""
-    path = find_in_cache(name)
-    if path is None and (folder := _scratch().folder) is not None and is_sound(folder / name):
-        return folder / name
-    return path
+def find(name: str) -> bytes | None:
+    """What is kept under this name in the cache folder, or by this process."""
+    found = find_in_cache(name)
+    return _kept_here.get(name) if found is None else found
 
 
 @contextmanager
@@ -93,46 +108,39 @@ def compiling(name: str) -> Iterator[None]:
         yield
 
 
-def keep(name: str, content: bytes) -> Path:
-    """Writes a file to the cache, or where that is impossible to a folder of this process, and warns."""
+def keep(name: str, content: bytes) -> None:
+    """Writes a file to the cache; where that is impossible, warns, and keeps what it would hold in this process.
+
+    why no temporary folder instead: there may be none, and processes that are killed would leave theirs behind.
+    """
     try:
-        return _write_to_cache(name, content)
+        _write_to_cache(name, content)
     except UnsupportedError as error:
-        try:
-            path = _scratch().made() / name
-            write(path, content)
-        except OSError as without:
-            raise UnsupportedError(
-                f"a compiled kernel can be kept nowhere: {error}. No temporary folder can be used either "
-                f"({without.strerror or without})"
-            ) from error
+        _kept_here[name] = content
+        while sum(map(len, list(_kept_here.values()))) > MOST_BYTES:
+            _kept_here.pop(next(iter(_kept_here)), None)  # the oldest, which is compiled anew if it is asked for
         _warn(str(error))
-        return path
 
 
 def prepared() -> Path:
     """The folder of cubins, which is there and can be written; raises UnsupportedError at once if it cannot."""
     folder = _made_dir()
-    probe = folder / f"probe.cubin.{secrets.token_hex(8)}.tmp"  # why so called: if left behind, it is removed as others
-    try:
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise _unusable(folder, error) from error
+    _probe(folder)
     return folder
 
 
-def is_sound(path: Path) -> bool:
-    """Whether a file holds, whole and unaltered, what was written under its name, by this user or by root."""
+def read(path: Path) -> bytes | None:
+    """What was written under a file's name by this user or by root; None if it is not there whole and unaltered."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or _distrust(found):
-                return False
-            data = file.read()
+            if not stat.S_ISREG(found.st_mode) or _distrust(found) or found.st_size > MOST_BYTES:
+                return None
+            data = file.read(found.st_size)  # why no more: it may grow meanwhile
     except OSError:
-        return False
-    return len(data) > DIGEST_BYTES and _digest(path, data[:-DIGEST_BYTES]) == data[-DIGEST_BYTES:]
+        return None
+    content, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    return content if content and _digest(path, content) == digest else None
 
 
 def write(path: Path, content: bytes) -> None:
@@ -159,15 +167,23 @@ def _made_dir() -> Path:
     return _trusted_dir()
 
 
-def _write_to_cache(name: str, content: bytes) -> Path:
+def _write_to_cache(name: str, content: bytes) -> None:
     folder = _made_dir()
-    path = folder / name
     try:
-        write(path, content)
+        write(folder / name, content)
     except OSError as error:
         raise _unusable(folder, error) from error
     _remove_left_files(folder)
-    return path
+
+
+def _probe(folder: Path) -> None:
+    """Raises UnsupportedError if nothing can be written to the folder."""
+    probe = folder / f"probe.cubin.{secrets.token_hex(8)}.tmp"  # why so called: if left behind, it is removed as others
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise _unusable(folder, error, "written") from error
 
 
 def _digest(path: Path, content: bytes) -> bytes:
@@ -208,9 +224,9 @@ def _user() -> int | None:
     return None if sys.platform == "win32" else os.geteuid()
 
 
-def _unusable(folder: Path, error: OSError) -> UnsupportedError:
+def _unusable(folder: Path, error: OSError, verb: str = "used") -> UnsupportedError:
     reason = error.strerror or type(error).__name__
-    return UnsupportedError(f"the kernel cache {folder} cannot be used ({reason}); {_WAY_OUT}")
+    return UnsupportedError(f"the kernel cache {folder} cannot be {verb} ({reason}); {_WAY_OUT}")
 
 
 @cache
@@ -222,17 +238,6 @@ def _remove_left_files(folder: Path) -> None:
                 found = path.lstat()
                 if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > LEFT_SECONDS:
                     path.unlink()
-
-
-def _scratch() -> ScratchFolder:
-    with _lock:  # why: if two threads made one each, a kernel would be compiled twice
-        return _scratch_of(os.getpid())
-
-
-@cache
-def _scratch_of(process: int) -> ScratchFolder:
-    """That of a process. why a process: a child that fork made must leave its parent's files alone."""
-    return ScratchFolder(process)
 
 
 @cache

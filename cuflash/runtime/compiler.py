@@ -134,36 +134,37 @@ def is_cached(variant: Variant) -> bool:
     return find_in_cache(_file_name(variant)) is not None
 
 
-def cubin_path(variant: Variant) -> Path:
-    """A file that holds the variant's cubin: the one in the disk cache if it is sound, else a newly compiled one."""
+def cubin(variant: Variant) -> bytes:
+    """The variant's cubin: the one in the disk cache if it is sound, else a newly compiled one, which is kept there."""
     name = _file_name(variant)
-    path = _found(variant, name)
-    if path is None:
+    found = _found(variant, name)
+    if found is None:
         with uninterrupted, compiling(name):
-            path = _found(variant, name) or _compiled(variant, name)
-    return path
+            found = _found(variant, name) or _compiled(variant, name)
+    return found
 
 
 def _may_spill(variant: Variant) -> bool:
     return variant.own is None or not variant.of_warpgroups
 
 
-def _found(variant: Variant, name: str) -> Path | None:
-    path = find(name)
-    if path is None and not _may_spill(variant) and find(name + SPILLED) is not None:
+def _found(variant: Variant, name: str) -> bytes | None:
+    found = find(name)
+    if found is None and not _may_spill(variant) and find(name + SPILLED) is not None:
         _spilled.add(variant)
         raise SpilledError(variant)
-    return path
+    return found
 
 
-def _compiled(variant: Variant, name: str) -> Path:
+def _compiled(variant: Variant, name: str) -> bytes:
     cubin, log = compile_variant(variant)
     if not _may_spill(variant) and _SPILLS.search(log):
         _spilled.add(variant)
         logger.debug("%s spills registers; the next kernel is taken", variant.name)
         keep(name + SPILLED, variant.name.encode())
         raise SpilledError(variant)
-    return keep(name, cubin)
+    keep(name, cubin)
+    return cubin
 
 
 def spilled() -> frozenset[Variant]:
@@ -187,15 +188,18 @@ def load(variant: Variant, ordinal: int) -> Any:
 
 def _load(variant: Variant, ordinal: int) -> Any:
     nvrtc_version()
-    import cupy
+    from cupy.cuda import Module, driver
 
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
-        module = cupy.RawModule(path=str(cubin_path(variant)))
+        module = Module()
+        # why not RawModule: it takes a path, and what that leads to may have changed since it was judged.
+        module.load(cubin(variant))
         kernel = module.get_function(variant.name)
         # why for all: 48 KiB in all are free, of which the kernel may have taken some bytes itself.
-        kernel.max_dynamic_shared_size_bytes = variant.smem_bytes
+        most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        driver.funcSetAttribute(kernel.ptr, most, variant.smem_bytes)
         _modules.append(module)
-        return kernel.kernel  # why here: CuPy loads it for the current device
+        return kernel
 
 
 # why kept: CuPy unloads a module with its Python object, but a captured graph may outlive all other references to it.

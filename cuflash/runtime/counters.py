@@ -2,9 +2,17 @@
 
 A launch leaves its counter at zero, so launches that follow one another can share one: each stream has a counter. A
 launch that is captured into a graph gets a counter that is never given out again, because the graph may later run
-beside any other work. (It must not run beside itself or another graph of the same capture: both write the same out.)
-A stream that was destroyed leaves its counter behind, which serves no other: its work may still go on, and to wait for
-that would end all captures of the GPU, those of other threads, too.
+beside any other work. (It must not run beside a clone or a second instance of it: both write the same out.)
+
+A stream that was destroyed leaves its counters behind, which serve no other: its work may still go on. Nothing tells
+when that ends but an event after each launch, which would cost every call, and to wait for the whole GPU would end all
+captures, those of other threads, too. So GPU memory grows with the streams that a process makes, and with the launches
+that it captures: by 4 bytes for a launch that shares out tiles, and by 4 for each block of query rows of decoding (one
+a sequence and kv head in a decode step, all rounded up to a power of two: 4 KB for 128 sequences of 8 heads). Host
+memory does not, as CUDA gives out handles again. PyTorch and XLA keep the streams that they make.
+
+All addresses are of the GPU's primary context. cuflash does not survive that context, as neither do the kernels that it
+has loaded nor the memory pools of CuPy and PyTorch: after `cudaDeviceReset` the process must be started anew.
 """
 
 from __future__ import annotations

@@ -17,14 +17,6 @@ PAUSE = 0.02  # seconds until a process that waits looks again
 
 if sys.platform == "win32":
 
-    def hold(folder: Path) -> int:
-        """Windows has no such lock."""
-        return -1
-
-    def is_held(folder: Path) -> bool:
-        """Nothing tells, so that it counts as held."""
-        return True
-
     @contextmanager
     def alone(path: Path, seconds: float) -> Iterator[None]:
         """Nothing is waited for."""
@@ -32,24 +24,6 @@ if sys.platform == "win32":
 
 else:
     import fcntl
-
-    def hold(folder: Path) -> int:
-        """Locks a folder for as long as this process lives, and its children by fork; returns what keeps the lock."""
-        handle = os.open(folder, os.O_RDONLY)
-        with suppress(OSError):  # why: not every file system has locks
-            fcntl.flock(handle, fcntl.LOCK_SH)
-        return handle
-
-    def is_held(folder: Path) -> bool:
-        """Whether any process holds it. Without locks in the file system each counts as held."""
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(handle)
-        return False
 
     @contextmanager
     def alone(path: Path, seconds: float) -> Iterator[None]:
@@ -84,9 +58,3 @@ else:
                 return
             else:
                 return
-
-
-def release(handle: int) -> None:
-    """Gives up what `hold` returned."""
-    if handle >= 0:
-        os.close(handle)

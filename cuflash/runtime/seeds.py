@@ -10,21 +10,39 @@ import numpy as np
 from ..arrays.find import library_of
 from ..arrays.library import GpuLibrary
 from ..errors import ProblemError
+from ..problem.operands import DROPOUT_SEED
 from ..problem.options import check_integer
+from ..problem.own_arrays import check_own
 
 _WANTED = "an int of 64 bits, or an array of one such integer (or of two uint32) on the device of q"
+
+
+def seed_number(seed: Any, wanted: str = _WANTED) -> int | None:
+    """A seed that was given as a number of 64 bits; None for what is to be an array. wanted: what a seed may be."""
+    if not isinstance(seed, bool | Integral):
+        return None
+    number = check_integer("dropout_seed", seed)
+    if not -(2**63) <= number < 2**64:
+        raise ProblemError(f"dropout_seed={number} has more than 64 bits; give {wanted}")
+    return number
+
+
+def check_seed(seed: Any, first: Any) -> None:
+    """Judges the seed of a call that drops nothing, and so reads none. first: the first array of the call."""
+    if type(seed) is int and -(2**63) <= seed < 2**64:  # why: `seed_number` takes longer, in each repeated call
+        return
+    if seed_number(seed) is None:
+        spec, like = (library_of(name, x).spec(name, x) for name, x in (("dropout_seed", seed), ("q", first)))
+        check_own(DROPOUT_SEED, spec, like, {})
 
 
 def seed_array(seed: Any, first: Any) -> Any:
     """A seed that was given as an array, or a new array of it, of the library and on the device of another array."""
     if seed is None:
         raise ProblemError(f"dropout_p is not 0, but there is no dropout_seed; give {_WANTED}")
-    if not isinstance(seed, bool | Integral):
+    if (number := seed_number(seed)) is None:
         library_of("dropout_seed", seed)
         return seed
-    number = check_integer("dropout_seed", seed)
-    if not -(2**63) <= number < 2**64:
-        raise ProblemError(f"dropout_seed={number} has more than 64 bits; give {_WANTED}")
     number -= 2**64 * (number >= 2**63)  # why: as int64, of which all libraries have the bits
     library = library_of("q", first)
     if library.name == "numpy":

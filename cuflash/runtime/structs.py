@@ -119,7 +119,8 @@ _STRUCTS: dict[str, Fields] = {
         *_pointers("lse dlse stats dq_acc turns key_list key_shares q_blocks k_blocks"),
         *_PROBLEM,
         *_ints("stats_rows stats_step stats_delta num_q_blocks more_turns padded_dim heads_each num_slots"),
-        *_ints("block_k max_key_blocks sorted_blocks takers shared_keys most_parts last_steps sequences_together"),
+        *_ints("block_k max_key_blocks sorted_blocks takers shared_keys least_parts most_parts last_steps"),
+        *_ints("sequences_together"),
     ],
     "BackwardParams": [
         *_operands("q k v dout dk dv"),
@@ -170,9 +171,9 @@ _STRUCTS: dict[str, Fields] = {
     ],
     "TiledRowsParams": [
         *_maps("q k v dout dq dk dv"),
-        *_pointers("stats q_blocks k_blocks counter"),
+        *_pointers("stats q_blocks k_blocks counter acc turns"),
         *_PROBLEM,
-        *_ints("num_q_blocks num_k_blocks heads_together stats_rows"),
+        *_ints("num_q_blocks num_k_blocks heads_together stats_rows first_turn"),
     ],
     "BlockMaskParams": [*_pointers("cells"), *_PROBLEM, *_ints("num_cells heads cells_q cells_k of_call unused")],
     "SeenCountsParams": [

@@ -11,9 +11,9 @@ import cuflash
 from ..bench.cases import Case, numpy_dtype
 from . import oracle
 from .draw import DTYPES, Draw
-from .gradients import Given, backward, upstream
+from .gradients import Given, Targets, backward, upstream
 from .gradients import check as check_gradients
-from .layouts import LAYOUTS, host, identical, is_clean_beside
+from .layouts import LAYOUTS, WRITABLE, host, identical, is_clean_beside
 from .oracle import FEW, ULPS, Array, demand
 
 
@@ -34,13 +34,15 @@ def check(case: Case, arrays: list[Array], out: Any, *lses: Any, **options: Any)
 class Dense:
     """One problem: forward, the same again, lse, and gradients unless `backward` is None.
 
-    layouts: of q, k and v. out: the layout of an array for out that the caller gives, "" for none.
+    layouts: of q, k, v and dout. out, grads_out: the layouts of arrays for out, and for dq, dk and dv, that the caller
+    gives, "" for none.
     """
 
     case: Case
     seed: int
-    layouts: tuple[str, str, str]
+    layouts: tuple[str, str, str, str]
     out: str
+    grads_out: tuple[str, str, str]
     forward: dict[str, Any] = field(default_factory=dict)
     backward: dict[str, Any] | None = None
 
@@ -49,15 +51,17 @@ class Dense:
         dtype, dims = family.one_of(*DTYPES), family.dims()
         algorithm = family.one_of("flash2", "flash2", "flash2", "flash1", "flashd", "standard")
         names = tuple(LAYOUTS) if draw.chance(0.5) else ("dense",)
-        forward = {"algorithm": algorithm} | draw.one_of({}, {"num_splits": draw.one_of(1, 2, 5)}, {})
+        splits = {"num_splits": draw.one_of(1, 2, 5)}, {"split_size": draw.one_of(128, 256)}
+        forward = {"algorithm": algorithm} | draw.one_of({}, {}, *splits)
         if family.chance(0.2):
             forward["out_dtype"] = "float32"
         backward = {"deterministic": draw.chance(0.5)} if family.chance(0.6) and max(dims) <= 256 else None
         return cls(
             draw.case("dense", dtype, dims, **draw.mask()),
             draw.seed(),
-            (draw.one_of(*names), draw.one_of(*names), draw.one_of(*names)),
-            draw.one_of("", *(name for name in LAYOUTS if name != "one_head_for_all")),
+            (draw.one_of(*names), draw.one_of(*names), draw.one_of(*names), draw.one_of(*names)),
+            draw.one_of("", *WRITABLE),
+            draw.grads_out(),
             forward,
             backward,
         )
@@ -65,7 +69,8 @@ class Dense:
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
         case, asked = self.case, self.case.arguments() | self.forward
-        arrays = [LAYOUTS[name](xp.asarray(x)) for name, x in zip(self.layouts, case.arrays(self.seed), strict=True)]
+        *names, of_dout = (LAYOUTS[name] for name in self.layouts)
+        arrays = [layout(xp.asarray(x)) for layout, x in zip(names, case.arrays(self.seed), strict=True)]
         before, (q, k, v) = [host(x).copy() for x in arrays], arrays
         dtype = numpy_dtype(self.forward.get("out_dtype", case.dtype))
         target = LAYOUTS[self.out](xp.full(case.out_shape(), xp.nan, dtype)) if self.out else None
@@ -75,22 +80,26 @@ class Dense:
         demand(target is None or out is target, "the array that was given for out is not what was returned")
         options = {"out_dtype": self.forward["out_dtype"]} if "out_dtype" in self.forward else {}
         demand(identical(arrays, before), "forward changed an array that it reads")
-        check(case, before, out, lse, cuflash.lse(q, k, **case.arguments()), **options)
+        splits = {name: x for name, x in self.forward.items() if name in ("num_splits", "split_size")}
+        check(case, before, out, lse, cuflash.lse(q, k, **case.arguments(), **splits), **options)
         demand(identical(cuflash.forward(q, k, v, **asked), first), "forward does not repeat")
         if self.backward is not None:
-            self._check_gradients(Given(None, q, k, v, out, lse), before, self.backward, xp)
+            dout, dlse = (xp.asarray(x) for x in upstream(case, self.seed + 1))
+            self._check_gradients(Given(of_dout(dout), q, k, v, out, lse, dlse), before, self.backward)
             demand(identical(arrays, before), "backward changed an array that it reads")
         demand(target is None or is_clean_beside(target), "forward wrote beside the elements of out")
 
-    def _check_gradients(self, given: Given, before: list[Array], asked: dict[str, Any], xp: Any) -> None:
-        dout, dlse = (xp.asarray(x) for x in upstream(self.case, self.seed + 1))
-        given = given._replace(dout=dout, dlse=dlse)
-        found = backward(self.case, given, **asked)
+    def _check_gradients(self, given: Given, before: list[Array], asked: dict[str, Any]) -> None:
+        targets = Targets(self.grads_out, given[1:4])
+        found = targets.written(lambda **outs: backward(self.case, given, **outs, **asked))
         q, k, v = before
         # why twice the units: among so many problems some have less fortunate sums than those of a table.
         check_gradients(self.case, given._replace(q=q, k=k, v=v), found, ulps=2 * ULPS[self.case.dtype])
         if asked["deterministic"]:
-            demand(identical(backward(self.case, given, **asked), found), "deterministic gradients do not repeat")
+            first = [host(x).copy() for x in found]
+            again = targets.written(lambda **outs: backward(self.case, given, **outs, **asked))
+            demand(identical(again, first), "deterministic gradients do not repeat")
+        targets.check()
 
 
 @dataclass(frozen=True, slots=True)

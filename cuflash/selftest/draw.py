@@ -7,11 +7,13 @@ from typing import Any
 import numpy as np
 
 from ..bench.cases import Case
+from .layouts import WRITABLE
 
 # Around the rows and keys of the kernels' tiles.
 LENGTHS = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 257, 300)
 USUAL_DIMS = ((64, 64), (128, 128), (256, 256), (192, 128))
 OTHER_DIMS = ((96, 96), (192, 192), (32, 32), (40, 72), (64, 128), (128, 64), (80, 80), (33, 33), (8, 8), (1, 3))
+WIDE_DIMS = ((512, 512), (257, 64), (64, 320))  # without gradients on a GPU, and on some without kernels
 DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -39,8 +41,13 @@ class Draw:
 
     def dims(self) -> tuple[int, int]:
         """`(head_dim, head_dim_v)`."""
-        dims: tuple[int, int] = self.one_of(*(USUAL_DIMS if self.chance(0.6) else OTHER_DIMS))
+        dims: tuple[int, int] = self.one_of(*(USUAL_DIMS if self.chance(0.6) else OTHER_DIMS + WIDE_DIMS))
         return dims
+
+    def grads_out(self) -> tuple[str, str, str]:
+        """The layouts of arrays for dq, dk and dv that the caller gives, "" for none."""
+        names = ("", *WRITABLE) if self.chance(0.4) else ("",)
+        return self.one_of(*names), self.one_of(*names), self.one_of(*names)
 
     def mask(self) -> dict[str, Any]:
         """The mask and scale arguments of a call."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+import cuflash
+
 from ..bench.cases import Case, numpy_dtype
 from ..mods import masks, scores
 
@@ -205,6 +207,23 @@ def joined(*makers: Maker) -> Maker:
         return made
 
     return make
+
+
+LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
+
+
+def blocked(make: Maker, **told: Any) -> Maker:
+    """The same with a block mask of its mask_mod, if there is one. told: NumPy arrays that tell the call's lengths."""
+
+    def blocked_make(put: Put, of: Case) -> Arguments:
+        arguments = make(put, of)
+        if (mask_mod := arguments.get("mask_mod")) is not None:
+            sizes = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
+            lengths = {name: put(told[name]) for name in LENGTHS if name in told}
+            arguments["block_mask"] = cuflash.create_block_mask(mask_mod, *sizes, like=put(np.zeros(1)), **lengths)
+        return arguments
+
+    return blocked_make
 
 
 everything = joined(bounded, segments, bias_of("bh1k"), sinks_of())

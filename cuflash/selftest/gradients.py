@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,7 +12,7 @@ import cuflash
 from ..bench.cases import Case, numpy_dtype
 from ..problem.problem import Problem
 from . import oracle
-from .layouts import host
+from .layouts import LAYOUTS, host, is_clean_beside
 from .oracle import ULPS, Array, demand
 
 
@@ -51,6 +52,30 @@ def backward(case: Case, given: Given, **more: Any) -> tuple[Any, ...]:
     """The call, of `(dq, dk, dv)`."""
     dout, q, k, v, out, lse, dlse = given
     return cuflash.backward(dout, q, k, v, out, lse, dlse=dlse, **case.arguments(), **more)
+
+
+class Targets:
+    """Arrays for the gradients of others, in layouts of these names; a new one wherever a name is empty."""
+
+    def __init__(self, names: Sequence[str], like: Sequence[Any]) -> None:
+        pairs = zip(names, like, strict=True)
+        self._arrays = [LAYOUTS[name](np.full_like(x, np.nan, order="C")) if name else None for name, x in pairs]
+        self._given = {"grads_out": self._arrays} if any(names) else {}
+
+    def written(self, backward: Callable[..., Any]) -> Any:
+        """What `backward(grads_out=…)` returns, which must be these arrays; without the argument if there are none."""
+        for x in self._arrays:
+            if x is not None:  # why each time: what a call before has written would hide what this one leaves out
+                x[...] = np.nan
+        found = backward(**self._given)
+        are_these = all(x is None or x is y for x, y in zip(self._arrays, found, strict=True))
+        demand(are_these, "an array that was given for a gradient is not what was returned")
+        return found
+
+    def check(self) -> None:
+        """Demands that nothing was written beside their elements, which are lost."""
+        are_clean = all(x is None or is_clean_beside(x) for x in self._arrays)
+        demand(are_clean, "backward wrote beside the elements of a gradient")
 
 
 def units_of(problem: Problem | Case, given: Given) -> list[float]:

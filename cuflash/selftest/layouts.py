@@ -49,6 +49,7 @@ every_second = partial(laid_out, steps=(1, 1, 1, 2))
 wide_rows = partial(laid_out, before=(0, 0, 0, 8))  # they begin at multiples of 16 bytes
 odd_rows = partial(laid_out, after=(0, 0, 0, 1))
 odd_start = partial(laid_out, before=(0, 0, 0, 1), after=(0, 0, 0, 15))  # with the strides of wide_rows
+even_start = partial(laid_out, before=(0, 0, 0, 2), after=(0, 0, 0, 14))  # in 16 bits where 32 are aligned
 
 
 def one_head_for_all(x: Any) -> Any:
@@ -63,8 +64,11 @@ LAYOUTS: dict[str, Callable[[Any], Any]] = {
     "reversed_dim": reversed_dim,
     "every_second": every_second,
     "fortran": fortran,
+    "odd_start": odd_start,
+    "even_start": even_start,
     "one_head_for_all": one_head_for_all,
 }
+WRITABLE = tuple(name for name in LAYOUTS if name != "one_head_for_all")
 
 
 def is_clean_beside(view: Any) -> bool:

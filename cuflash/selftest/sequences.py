@@ -19,7 +19,7 @@ from ..bench.cases import Case, numpy_dtype
 from . import oracle
 from .draw import DTYPES, Draw
 from .gradients import Given, units_of
-from .layouts import host, laid_out
+from .layouts import even_start, host, laid_out, odd_start
 from .oracle import ULPS, Array, demand
 
 FAR = 2**31 - 1
@@ -241,6 +241,8 @@ LAYOUTS = {
     "halves": _halves,
     "every_second": _all(steps=(2, 2, 2, 1), before=(1, 1, 1, 1)),
     "reversed": _all(steps=(-1, -1, -1, 1), before=(1, 1, 1, 8)),
+    "odd_start": lambda *arrays: tuple(map(odd_start, arrays)),
+    "even_start": lambda *arrays: tuple(map(even_start, arrays)),
     "one_head": _one_head,
     "gaps": _all(steps=(1, 1, 1, 2)),
 }
@@ -296,9 +298,11 @@ def upstream(given: Made, seed: int = 7) -> tuple[Array, Array]:
     return dout, np.ascontiguousarray(dlse.swapaxes(1, 2))
 
 
-def gradients(given: Made, xp: Any, *, dlse: bool = True, unused: float = np.nan, **more: Any) -> tuple[Any, ...]:
+def gradients(
+    given: Made, xp: Any, layout: str = "dense", *, dlse: bool = True, unused: float = np.nan, **more: Any
+) -> tuple[Any, ...]:
     """(dq, dk, dv) by `cuflash.backward`; rows of no sequence hold this value in out, too."""
-    arguments = given.arguments(xp)
+    arguments = given.arguments(xp, layout)
     out, lse = (host(x).copy() for x in cuflash.forward(**arguments, return_lse=True))
     dout, upstream_lse = (x.reshape(like.shape) for x, like in zip(upstream(given), (out, lse), strict=True))
     mask = given.unused("q").reshape(out.shape[:-2])

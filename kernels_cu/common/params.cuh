@@ -149,7 +149,8 @@ struct DeltaParams {
   int block_k, max_key_blocks;  // keys of a key block; key blocks that there is room for
   int sorted_blocks;            // of the list, the last ones
   int takers;                   // blocks of threads that take key blocks
-  int shared_keys, most_parts;  // key blocks that may be shared, and blocks of threads that share one at most
+  int shared_keys;              // key blocks that may be shared
+  int least_parts, most_parts;  // blocks of threads that share one: wanted, if the sequences have about one length; at most
   int last_steps;               // of a key block if only those are shared that do not fill the GPU, else 0
   int sequences_together;       // that take turns in the list: a power of two, up to 32
 };
@@ -257,9 +258,13 @@ struct TiledRowsParams {
   // Of several lengths: as in DeltaParams, and the counter of the work that blocks of threads have taken.
   const void *q_blocks, *k_blocks;
   unsigned* counter;
+  // Where two blocks of threads share the query heads of a key block: sums of the one that ends first, and counters, at 0.
+  float* acc;
+  unsigned* turns;
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int heads_together, stats_rows;  // heads_together: query or kv heads whose blocks start longest first
+  int first_turn;                  // of this gradient among turns
 };
 
 // portable/block_mask.cu.

@@ -6,7 +6,7 @@
 #include "../common/vector.cuh"
 
 // How so many key blocks are shared out, counted over kv heads, too (L35). With last_steps, those of the last wave are shared
-// if that is shorter. Else all are, until there are three waves of parts.
+// if that is shorter. Else all are, until there are three waves of parts, and at least least_parts of each (L34).
 __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
   constexpr int kAddingUp = 6;  // so many steps take as long as adding up a part of a key block
   const int all = listed * (p.problem.heads_q / p.problem.heads_per_kv), rest = all % p.takers;
@@ -19,7 +19,8 @@ __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
       if (steps < best) best = steps, shares.parts = parts, shares.whole = all - rest;
     }
   } else if (all <= p.shared_keys) {
-    while (2 * shares.parts <= p.most_parts && all * shares.parts < 3 * p.takers) shares.parts *= 2;
+    const auto wants_more = [&] { return all * shares.parts < 3 * p.takers || 2 * shares.parts <= p.least_parts; };
+    while (2 * shares.parts <= p.most_parts && wants_more()) shares.parts *= 2;
     if (shares.parts > 1) shares.whole = 0;
   }
   return shares;

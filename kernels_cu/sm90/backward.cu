@@ -273,6 +273,16 @@ struct Consumer : Role {
     store_rows<kColumns>(map, x, scale, place, kLeavesByDq ? 2048 : kPanelBytesK, of.keys_from(key), kv_head, leads);
   }
 
+  // Adds up dk and dv of a key block that others share. The result tells whether this block of threads has the whole.
+  __device__ __forceinline__ bool add_up() {
+    const int thread = (group * 4 + warp) * 32 + fresh_thread() % 32;
+    const unsigned nth = nth_shared();
+    return add_in_turn(shared_counter(), num_sharers(), smem.shared_rank, kDsWritten, thread, [&](bool first, bool last) {
+      add_up_shared(dk, params.dk_acc, nth, thread, first, last);
+      add_up_shared(dv, params.dv_acc, nth, thread, first, last);
+    });
+  }
+
   // Stores dk and dv before step n, through the places of k and v, or through the warp's part of the place of dq.
   __device__ __forceinline__ void store_gradients(unsigned n) {
     constexpr unsigned kPartBytes = kBytesDq / 4, kRowBytesV = 2048 * kPanelsV;
@@ -327,7 +337,7 @@ struct Consumer : Role {
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed + (kLeavesByDq ? group : 0), kKeysThreads);
       if constexpr (kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, leads);
-      if (!is_shared() || add_up_shared(*this, dk, dv, (group * 4 + warp) * 32 + fresh_thread() % 32)) {
+      if (!is_shared() || add_up()) {
         store_gradients(n);
       }
       if constexpr (!kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, leads);

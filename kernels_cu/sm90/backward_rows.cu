@@ -1,6 +1,6 @@
 // Backward on Hopper where dk and dv do not fit the registers side by side: one of dq, dk and dv at a time, for blocks
-// of rows (queries for dq, keys for dk and dv) over the columns that they see. No block of threads waits for another,
-// and nothing is added up in global memory.
+// of rows (queries for dq, keys for dk and dv) over the columns that they see. No block of threads waits for another, and
+// nothing is added up in global memory, but for few key blocks of grouped heads: two blocks of threads share each of these.
 //
 //              rows     columns  s = a bᵀ       dp = c dᵀ            the gradient, += from registers
 //   dq         queries  keys     a = q, b = k   c = dout, d = v      ds b
@@ -17,14 +17,19 @@
 //          b_empty, d_empty  every warp is done with it
 //          full, empty, wanted, rows_left  of several lengths: in rows_work.cuh
 //          kRowsRead         named, of a warpgroup: its warps are done with its rows of a
+//          kSumsMade         named, of all consumers: where another block of threads shares the rows
 //
 // With cells (common/cells.cuh) the loader finds the tiles in which the caller's mask shows something, and tells the
 // consumers of them (told_steps.cuh).
 #include "../ptx/cp_async.cuh"
 #include "own_step.cuh"
 #include "rows_storage.cuh"
+#include "shared_keys.cuh"
 
-enum NamedBarrier { kRowsRead = 1 };  // one for each warpgroup, from this number on
+enum NamedBarrier {
+  kRowsRead = 1,  // one for each warpgroup, from this number on
+  kSumsMade = kRowsRead + kNumConsumers,
+};
 
 // What every role knows.
 struct Role {
@@ -60,9 +65,10 @@ struct Loader : Role {
     const int heads_per_kv = params.problem.heads_per_kv;
     const auto rows = work.seen_rows_from(work.row_begin);
     const AscendingTiles tiles = work.columns;
+    const Range heads = work.heads();
     unsigned n = begin;
 #pragma unroll 1
-    for (int i = 0; i < work.num_heads(); ++i) {
+    for (int i = heads.begin; i < heads.end; ++i) {
       const int head = kRowsAreQueries ? work.head / heads_per_kv : work.head * heads_per_kv + i;  // of the columns
       const int query_head = kRowsAreQueries ? work.head : head;
       const auto seen = [&] { return seen_tiles(work, query_head); };
@@ -264,7 +270,8 @@ struct Consumer : Role {
     const int row_begin = work.row_begin + group * kGroupRows;
     if constexpr (kLengths) clear = clear_tiles(work.rows_mask(), {row_begin, row_begin + kGroupRows}, kColumns);
     const AscendingTiles tiles = work.columns;
-    unsigned end = begin + tiles.count() * work.num_heads();
+    const Range heads = work.heads();
+    unsigned end = begin + tiles.count() * (heads.end - heads.begin);
     ToldStep next = {0, SeenTile(0)};
     if constexpr (kCells) next = work.hear();
     if (kCells ? !next.is_end() : end > begin) {
@@ -279,7 +286,7 @@ struct Consumer : Role {
           step<false>(weights, told.head, told.tile.n(), told.tile.is_full(), end, hear);
         }
       } else {
-        int tile = tiles.first(), head = kRowsAreQueries ? work.head : work.head * params.problem.heads_per_kv;
+        int tile = tiles.first(), head = kRowsAreQueries ? work.head : work.head * params.problem.heads_per_kv + heads.begin;
         step<true>(weights, head, tile, false, begin, [] {});
 #pragma unroll 1
         for (unsigned n = begin + 1; n < end; ++n) {
@@ -299,8 +306,22 @@ struct Consumer : Role {
     return end;
   }
 
+  // Adds up the gradient of a block of rows that another block of threads shares. The result tells whether this one has
+  // the whole, which is the last to come.
+  __device__ __forceinline__ bool add_up() {
+    const int thread = fresh_thread() - 128;  // of the consumers. why fresh: registers
+    const unsigned nth = number_of_rows();
+    bar_sync(kSumsMade, kConsumerThreads);  // why: the place of lse is written to, which all have read now
+    return add_in_turn(params.turns + params.first_turn + nth, kSharers, smem.lse, kSumsMade, thread,
+                       [&](bool first, bool last) { add_up_shared(out, params.acc, nth, thread, first, last); });
+  }
+
   // Stores the warp's rows of the gradient, through the place of a.
   __device__ __forceinline__ void store() {
+    if constexpr (kSharesHeads) {
+      if (!add_up()) return;
+      work.find();  // why again: registers
+    }
     clear_outside(out, row(), work.seen_rows());
     const float scale = kIsDv ? Dropout(params, 0, 0).scale() : params.problem.score.softmax_scale;
     const int within = group * kGroupRows + warp * 16;

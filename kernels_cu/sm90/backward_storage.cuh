@@ -75,7 +75,7 @@ enum NamedBarrier {
   kDqSumRead = 6,     // two: its threads have read what is in dq_sum
   kKeysConsumed = 8,  // both warpgroups, or two: the warpgroup, are done with k and v, and the loader waits for the next
 };
-constexpr int kDqThreads = 128 + 32, kConsumerThreads = 128 * kNumConsumers;
+constexpr int kDqThreads = 128 + 32;
 
 // Whether dk and dv leave through the place of dq, while the next k and v are loaded, and warpgroups do not wait for each
 // other. why not always: the last dq must have left before, and what comes last ends 1 to 2 % later.

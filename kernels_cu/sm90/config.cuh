@@ -5,7 +5,8 @@
 
 constexpr bool kIsFloat16 = kDType == DType::kFloat16;
 constexpr int kNumConsumers = kNumWarps / 4 - 1;  // warpgroups that compute
-constexpr int kGroupRows = 64;                    // of a product: the queries, or the keys, of a consumer
+constexpr int kConsumerThreads = 128 * kNumConsumers;
+constexpr int kGroupRows = 64;  // of a product: the queries, or the keys, of a consumer
 #ifdef CUFLASH_PAGED
 constexpr bool kPaged = true;  // keys lie in pages. why no number: L50
 #else
@@ -65,11 +66,6 @@ constexpr int kDsStages = CUFLASH_DS_STAGES;  // tiles of ds in shared memory
 constexpr int kKSteps = CUFLASH_K_STEPS;      // steps of k qᵀ whose columns of k stay in registers
 constexpr int kVSteps = CUFLASH_V_STEPS;      // steps of v doutᵀ whose columns of v stay in registers
 static_assert(kNumConsumers == 2 && kBlockK == 2 * kGroupRows, "two consumers share the keys of a block");
-#ifdef CUFLASH_SHARES_HEADS
-constexpr bool kSharesHeads = true;  // blocks of threads share the query heads of each key block
-#else
-constexpr bool kSharesHeads = false;
-#endif
 #endif
 
 // Backward for one gradient.
@@ -77,4 +73,11 @@ constexpr bool kSharesHeads = false;
 enum class Gradient { kDq = 0, kDk = 1, kDv = 2 };
 constexpr Gradient kGradient = static_cast<Gradient>(CUFLASH_GRADIENT);
 constexpr int kSecondStages = CUFLASH_SECOND_STAGES;  // tiles of v or dout in shared memory; kStages are of k or q
+#endif
+
+// Backward of either kind: whether blocks of threads share the query heads of each key block.
+#ifdef CUFLASH_SHARES_HEADS
+constexpr bool kSharesHeads = true;
+#else
+constexpr bool kSharesHeads = false;
 #endif

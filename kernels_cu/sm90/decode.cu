@@ -180,7 +180,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
     if (work.num_splits == 1 || !output.is_last_split(work)) return;
     // why two ways: what is loaded comes from far, and all that a thread loads together comes at the same time.
     if (work.num_splits <= 2) merge<4, 2>(work, shared);
-    else merge<1, (kHeadDimV > 128 ? 4 : 8)>(work, shared);
+    else merge<2, (kHeadDimV > 128 ? 4 : 8)>(work, shared);
   }
 };
 

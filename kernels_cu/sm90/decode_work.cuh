@@ -2,10 +2,6 @@
 #pragma once
 #include "ragged_work.cuh"
 
-// Whether a sequence has one query block of a kv head. The host chooses such a kernel only for sequences that have no more
-// rows than the block.
-constexpr bool kOneBlock = kNarrow && kFew;
-
 // A share (a split) of the keys of a query block. Its rows are those of all query heads of a kv head: row r is query
 // r / heads_per_kv of head r % heads_per_kv of the group. Its `head` is the kv head.
 struct alignas(16) DecodeWork : RaggedQueryWork {
@@ -87,6 +83,9 @@ struct DecodeQueue : WorkCounter {
     int first_tile, splits;
 
     __device__ int rows_end() const { return of.q_begin + of.num_rows; }
+
+    // The least and the greatest number of its key tiles, so that a part without query blocks changes neither.
+    __device__ Range counts() const { return blocks > 0 ? Range{tiles.count(), tiles.count()} : Range{1 << 30, 0}; }
   };
 
   int most_tiles = 0;  // key tiles of a split at most
@@ -100,29 +99,41 @@ struct DecodeQueue : WorkCounter {
   __device__ void choose_splits(const DecodeParams& params, const Divisor& ctas) {
     const int num_groups = kFew ? 1 : (num_parts(params) + 31) / 32;
     int blocks = part.blocks, tiles = part.blocks * part.tiles.count();
+    Range counts = part.counts();
     for (int next = 1; next < num_groups; ++next) {
       read(params, next, last_of_warp(part.rows_end()));
       blocks += part.blocks, tiles += part.blocks * part.tiles.count();
+      counts = {smaller(counts.begin, part.counts().begin), larger(counts.end, part.counts().end)};
     }
     tiles = __reduce_add_sync(0xffffffffu, tiles);
     // why apart: this is known before the lengths are.
     blocks = kFew ? params.problem.batch * blocks_of(params, params.problem.rows_q) : __reduce_add_sync(0xffffffffu, blocks);
-    choose_splits(ctas, blocks, tiles, num_groups > 1);
+    choose_splits(ctas, blocks, tiles, counts, params.partial_rows, num_groups > 1);
     if (num_groups > 1) read(params, 0, 0);
+  }
+
+  // Tiles of a split, so many that merging takes about as long as its keys: the last split to end merges the rows of all,
+  // so that more splits are shorter, but take longer to merge (DESIGN.md).
+  __device__ static int tiles_worth_merging(int blocks, int tiles, int rows) {
+    constexpr float kCost = kNarrow ? 2.0f : 1.4f;
+    return __float2int_rn(kCost * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));
   }
 
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
   // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
   // A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
-  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, bool has_more) {
+  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, const Range& counts, int rows, bool has_more) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
     const int num_ctas = ctas.by, each = ctas.ceil_quotient(tiles);
     if (blocks > num_ctas) {
       const unsigned half = (each + 1u) / 2, eighth = (each + 7u) / 8;
       most_tiles = blocks < 3 * num_ctas ? larger(int(half), kLeastOfSome) : larger(int(eighth), kLeastOfMany);
+      // Where all sequences have one length, so have their splits. why no others: they could have more splits then.
+      const int least = __reduce_min_sync(0xffffffffu, counts.begin), most = __reduce_max_sync(0xffffffffu, counts.end);
+      if (least == most) most_tiles = ceil_quotient(most, ceil_quotient(most, most_tiles));
       return;
     }
-    most_tiles = larger(each, kLeast);
+    most_tiles = larger(larger(each, kLeast), tiles_worth_merging(blocks, tiles, rows));
     const int pieces = part.blocks * ceil_quotient(part.tiles.count(), most_tiles);
     // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
     if (has_more || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
@@ -132,7 +143,6 @@ struct DecodeQueue : WorkCounter {
 
   // Query blocks of all kv heads that so many queries in memory have.
   __device__ static int blocks_of(const DecodeParams& params, int num_queries) {
-    if (kOneBlock) return params.heads_kv;
     return (num_queries * params.problem.heads_per_kv + kBlockQ - 1) / kBlockQ * params.heads_kv;
   }
 
@@ -214,7 +224,7 @@ struct DecodeQueue : WorkCounter {
     if (kFew) of.blocks = blocks_of(params, params.problem.rows_q);
     const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
     const int split = quotient(within, of.blocks), block_and_head = within - split * of.blocks;
-    const int block = kOneBlock ? 0 : quotient(block_and_head, heads);
+    const int block = quotient(block_and_head, heads);
     static_cast<RaggedQueryWork&>(work) = of.of;
     work.head = work.kv_head = block_and_head - block * heads;
     work.row_begin = block * kBlockQ;
@@ -225,7 +235,7 @@ struct DecodeQueue : WorkCounter {
                                    : of.of.number * of.blocks;
     work.block += block_and_head;
     const int begin = of.first_tile + split * most_tiles;
-    work.keys = kOneBlock ? of.tiles : TileRange::touched(seen_by(params.problem, work), kBlockK);
+    work.keys = TileRange::touched(seen_by(params.problem, work), kBlockK);
     work.keys.begin = larger(work.keys.begin, begin);
     work.keys.end = smaller(work.keys.end, begin + most_tiles);
     if (work.keys.count() < 1) work.keys = {begin, begin + 1};

@@ -31,6 +31,16 @@ __device__ __forceinline__ unsigned heads_of_rows(const ProblemParams& p) {
 }
 __device__ __forceinline__ int heads_of_columns(const ProblemParams& p) { return kRowsAreQueries ? 1 : p.heads_per_kv; }
 
+// Blocks of threads that share the heads of a block of rows. why no more: the sum of two has the same bits in either order.
+constexpr int kSharers = kSharesHeads ? 2 : 1;
+
+// The number of this block of threads' block of rows.
+__device__ __forceinline__ unsigned number_of_rows() {
+  unsigned number = blockIdx.x / kSharers;
+  if (kSharesHeads) asm volatile("" : "+r"(number));  // why: what is found again is not kept
+  return number;
+}
+
 // In the names of the result, rows are queries.
 __device__ __forceinline__ Mask mask_of_rows(const Mask& mask) { return kRowsAreQueries ? mask : mask.transposed(); }
 
@@ -49,10 +59,13 @@ struct DenseRowBlock {
   int row_begin;
   TileRange columns;
 
+  __device__ __forceinline__ DenseRowBlock(const Params& p, const Dealt&) : params(p) { find(); }
+
   // The longest blocks of rows under a causal mask come first: the last queries, or the first keys.
-  __device__ __forceinline__ DenseRowBlock(const Params& p, const Dealt&) : params(p) {
+  __device__ __forceinline__ void find() {
+    const Params& p = params;
     const unsigned blocks = blocks_of_rows(p), heads = heads_of_rows(p.problem);
-    const Work work(longest_first(blockIdx.x, blocks, p.problem.batch * heads, p.heads_together), heads);
+    const Work work(longest_first(number_of_rows(), blocks, p.problem.batch * heads, p.heads_together), heads);
     batch = work.batch, head = work.head;
     row_begin = (kRowsAreQueries ? blocks - 1 - work.block : work.block) * kRows;
     columns = seen_columns(mask_of_rows(sequence().mask()), row_begin);
@@ -115,6 +128,8 @@ struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
     await_place(next);
     end(next);
   }
+
+  __device__ static constexpr void find() {}
 
   // Goes on to the first or the next block of rows; false if there is none.
   __device__ __forceinline__ bool first() { return next(); }
@@ -182,7 +197,11 @@ struct RowWork : RowBlock, ToldSteps<4 * kNumConsumers> {
     for (bool any = first(); any; any = next()) step = role.run(step);
   }
 
-  __device__ __forceinline__ int num_heads() const { return heads_of_columns(params.problem); }
+  // The heads of the columns that this block of threads goes over, counted from the first one of the rows.
+  __device__ __forceinline__ Range heads() const {
+    const int all = heads_of_columns(params.problem), part = blockIdx.x % kSharers;
+    return {all * part / kSharers, all * (part + 1) / kSharers};
+  }
 
   // Which columns a row sees.
   __device__ __forceinline__ Mask rows_mask() const { return mask_of_rows(sequence().mask()); }

@@ -1,7 +1,7 @@
 // dk and dv of a key block that several blocks of threads share (L35): each takes some of the steps. Their sums
 // are added up in turns (turn_counter.cuh), in the order of the fragments. The last block has the whole sums.
 #pragma once
-#include "backward_storage.cuh"
+#include "config.cuh"
 #include "turn_counter.cuh"
 
 // Adds up the thread's part of key block `nth` of those that are shared.
@@ -24,26 +24,23 @@ __device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, un
   }
 }
 
-// Adds up dk and dv. The result tells whether this block is the last, whose dk and dv are then whole. All consumer
-// threads call; `thread` is their number.
-template <int kDk, int kDv>
-__device__ __forceinline__ bool add_up_shared(const Role& role, float (&dk)[kDk], float (&dv)[kDv], int thread) {
-  const TiledBackwardParams& p = role.params;
-  const unsigned nth = role.nth_shared(), sharers = role.num_sharers();
-  unsigned* const counter = role.shared_counter();
+// Lets add(first, last) add up this block's shares in its turn. The result tells whether it is the last of `sharers` blocks,
+// whose sums are then whole. All consumer threads call; `thread` is their number. rank_place: a word in shared memory.
+template <class Add>
+__device__ __forceinline__ bool add_in_turn(unsigned* counter, unsigned sharers, unsigned rank_place, unsigned barrier,
+                                            int thread, Add add) {
   if (thread == 0) {
     const unsigned came = come_to(counter), rank = rank_of(came);
     await_turn(counter, came, rank, rank == sharers - 1);
-    st_shared_u32(role.smem.shared_rank, rank);
+    st_shared_u32(rank_place, rank);
   }
-  bar_sync(kDsWritten, kConsumerThreads);
-  const unsigned rank = ld_shared_u32(role.smem.shared_rank);
+  bar_sync(barrier, kConsumerThreads);
+  const unsigned rank = ld_shared_u32(rank_place);
   const bool last = rank == sharers - 1;
-  add_up_shared(dk, p.dk_acc, nth, thread, rank == 0, last);
-  add_up_shared(dv, p.dv_acc, nth, thread, rank == 0, last);
+  add(rank == 0, last);
   if (last) return true;
   __threadfence();
-  bar_sync(kDsWritten, kConsumerThreads);
+  bar_sync(barrier, kConsumerThreads);
   if (thread == 0) tell_added(counter);
   return false;
 }

@@ -161,6 +161,77 @@ def test_memory_that_dlpack_does_not_carry_is_refused_by_name() -> None:
         cuflash.forward(*wide)
 
 
+DEVICES: list[Any] = [None, "cpu", 1, (), {}, ("cpu", 0), (None, None), KeyError("none"), TypeError("not now"),
+                      BufferError("elsewhere")]  # fmt: skip
+
+
+@pytest.mark.usefixtures("nothing_runs")
+@pytest.mark.parametrize("told", DEVICES, ids=repr)
+def test_producers_that_do_not_tell_their_device_are_refused(told: Any) -> None:
+    q, k, v = (Producer(x) for x in CASE.arrays())
+    nowhere = Producer(k.array, told)
+    done = "raised" if isinstance(told, Exception) else "returned"
+    for name, arrays in (("the first array", (nowhere, k, v)), ("k", (q, nowhere, v))):
+        with pytest.raises(ProblemError) as caught:
+            cuflash.forward(*arrays)
+        assert str(caught.value).startswith(f"{name} does not tell its device: __dlpack_device__ {done} {told!r}; give")
+
+
+@pytest.mark.parametrize("told", [[np.int32(1), np.uint8(0)], (1, None), (1,)], ids=repr)
+def test_producers_may_tell_their_kind_of_device_in_any_integer(told: Any) -> None:
+    arrays = [Producer(x, told) for x in CASE.arrays()]
+    np.testing.assert_array_equal(cuflash.forward(*arrays), cuflash.forward(*CASE.arrays()))
+
+
+@pytest.mark.usefixtures("nothing_runs")
+def test_deleted_arrays_of_jax_are_refused() -> None:
+    jax = pytest.importorskip("jax")
+    q, k, v = (jax.numpy.asarray(x) for x in CASE.arrays())
+    gone = k + 0
+    gone.delete()
+    for name, arrays in (("the first array", (gone, k, v)), ("k", (q, gone, v)), ("v", (q, k, gone))):
+        with pytest.raises(ProblemError, match=f"^{name} was deleted, or donated to a jitted function; give"):
+            cuflash.forward(*arrays)
+    with pytest.raises(ProblemError, match=r"^q was deleted"):
+        cuflash.plan(gone, k, v)
+    with pytest.raises(ProblemError, match=r"^an array that score_mod .* was deleted"):
+        cuflash.forward(q, k, v, score_mod=lambda s, b, h, i, j: s + gone[b, j, 0, 0])
+
+
+def _of_transforms(call: Any, x: Any) -> None:
+    """Calls a function on a tensor that each transform of torch.func has wrapped."""
+    torch = pytest.importorskip("torch")
+    transformed = (
+        lambda: torch.vmap(call)(torch.stack([x, x])),
+        lambda: torch.vmap(torch.vmap(call))(torch.stack([x, x])[None]),
+        lambda: torch.func.grad(lambda x: call(x).sum())(x),
+        lambda: torch.func.jvp(call, (x,), (x,)),
+        lambda: torch.func.functionalize(call)(x),
+    )
+    for run in transformed:
+        with pytest.raises(UnsupportedError, match=r"tensor that torch\.func has wrapped .* attention of cuflash\."):
+            run()
+
+
+def test_tensors_that_torch_transforms_are_refused(device: str) -> None:
+    torch = pytest.importorskip("torch")
+    case = Case("wrapped", 1, 5, 5, 2, 2, 8, 8, "float32")
+    q, k, v = (torch_of(x, device) for x in case.arrays())
+    out, lse = cuflash.forward(q, k, v, return_lse=True)  # whose kept plan is not taken
+    cuflash.backward(out, q, k, v, out, lse)
+    _of_transforms(lambda x: cuflash.forward(x, k, v), q)
+    _of_transforms(lambda x: cuflash.forward(q, x, v), k)
+    _of_transforms(lambda x: cuflash.forward(q, k, v, bias=x), torch.zeros(5, 5, device=device))
+    _of_transforms(lambda x: cuflash.forward(q, k, v, score_mod=lambda s, b, h, i, j: s + x[h]), lse[0, :, 0])
+    _of_transforms(lambda x: cuflash.lse(x, k), q)
+    _of_transforms(lambda x: cuflash.backward(x, q, k, v, out, lse)[0], out)
+    _of_transforms(lambda x: cuflash.merge_states([x, out], [lse, lse])[0], out)
+    kept = []
+    torch.vmap(lambda x: (kept.append(x), x)[1])(q)
+    with pytest.raises(UnsupportedError, match=r"^q is a tensor that torch\.func has wrapped"):
+        cuflash.forward(kept[0], k[0], v[0])
+
+
 class Typed(Producer):
     """A producer that tells its dtype."""
 

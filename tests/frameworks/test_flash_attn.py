@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -259,9 +260,16 @@ def test_other_ranks_and_settings_are_refused() -> None:
         fa2.flash_attn_func(q, k, v, softmax_scale=True)
     with pytest.raises(ProblemError, match="causal"):
         fa2.flash_attn_func(q, k, v, causal=None)
-    for name, wrong in (("num_splits", -1), ("pack_gqa", 1), ("sm_margin", 0.5)):
+    two = torch.ones(2)
+    for name, wrong in (
+        *(("num_splits", -1), ("pack_gqa", 1), ("sm_margin", 0.5)),
+        *(("softmax_scale", two), ("attention_chunk", two), ("attention_chunk", False), ("softmax_scale", np.ones(2))),
+    ):
         with pytest.raises(ProblemError, match=name):
             fa3.flash_attn_func(q, k, v, **{name: wrong})
+    for module in (fa2, fa3):
+        with pytest.raises(ProblemError, match="k is a type; give a torch tensor"):
+            module.flash_attn_func(q, np.ndarray, v)
 
 
 @pytest.mark.gpu

@@ -237,6 +237,9 @@ BAD: list[tuple[str, list[Any], dict[str, Any], str]] = [
     ("return_lse", shaped(X, X, X), {"return_lse": None}, "return_lse=None is a NoneType"),
     ("scale", shaped(X, X, X), {"softmax_scale": -1.0}, "softmax_scale=-1.0 is not positive"),
     ("window", shaped(X, X, X), {"window_size": 3}, "window_size=3 is not a pair"),
+    ("dates", [np.zeros(X, "datetime64[s]"), *shaped(X, X)], {}, r"q has dtype datetime64.*; give a JAX or NumPy"),
+    ("span", shaped(X, X, X), {"softmax_scale": np.timedelta64(3)}, "is a timedelta64; give a finite number above 0"),
+    ("class", shaped(X, X, X), {"softcap": np.float32}, "softcap=.* is a type; give a finite number"),
     ("array_scale", shaped(X, X, X), {"softmax_scale": np.ones(())}, "give a finite number above 0"),
     ("offset", shaped(X, X, X), {"diagonal_offset": [1]}, "give an integer"),
 ]
@@ -247,8 +250,8 @@ BAD: list[tuple[str, list[Any], dict[str, Any], str]] = [
 def test_a_mistake_is_the_librarys_own_error_while_tracing(
     arrays: list[Any], arguments: dict[str, Any], message: str, jitted: bool
 ) -> None:
-    if jitted and isinstance(arrays[0], list):
-        pytest.skip("jit does not pass lists on")
+    if jitted and (isinstance(arrays[0], list) or arrays[0].dtype.kind == "M"):
+        pytest.skip("jit does not pass lists and dates on")
     attention(*shaped(X, X, X), causal=True)  # what is equal to a legal argument is not found in its place
     call = functools.partial(attention, **arguments)
     with pytest.raises(ProblemError, match=message):
@@ -324,6 +327,22 @@ def test_dot_product_attention_has_the_signature_of_jax_and_refuses_what_it_cann
             dot_product_attention(*arrays, **{name: given})
     with pytest.raises(ProblemError, match=r"query has shape \(4, 8\)"):
         dot_product_attention(*(x[0, :, 0] for x in arrays))
+    with pytest.raises(ProblemError, match=r"key has shape \(8,\)"):
+        dot_product_attention(arrays[0], arrays[1][0, 0, 0], arrays[2])
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        with pytest.raises(ProblemError, match=f"{name} is a timedelta64, of which JAX has no arrays; give a JAX or"):
+            dot_product_attention(*arrays, **{name: np.timedelta64(3, "s")})
+
+
+def test_deleted_arrays_are_refused() -> None:
+    arrays = [jnp.asarray(x) for x in shaped(X, X, X)]
+    sinks = jnp.zeros(2)
+    for x in (arrays[1], sinks):
+        x.delete()
+    with pytest.raises(ProblemError, match=r"^k was deleted, or donated to a jitted function; give"):
+        attention(*arrays)
+    with pytest.raises(ProblemError, match=r"^sinks was deleted"):
+        attention(arrays[0], arrays[0], arrays[2], sinks=sinks)
 
 
 def test_an_older_jax_is_told_from_which_one_on_it_works() -> None:

@@ -303,9 +303,21 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "sinks": ({"sinks": jnp.zeros(3)}, ProblemError, r"sinks has shape \(3,\)"),
     "share": ({"dropout_p": 1.5, "dropout_seed": 1}, ProblemError, r"dropout_p=1.5 is outside \[0, 1\)"),
     "no seed": ({"dropout_p": 0.5}, ProblemError, "there is no dropout_seed; give an int of 64 bits, a key"),
-    "seed": ({"dropout_p": 0.5, "dropout_seed": 2**64}, ProblemError, "has more than 64 bits"),
-    "bool": ({"dropout_p": 0.5, "dropout_seed": True}, ProblemError, "dropout_seed is a bool"),
-    "keys": ({"dropout_p": 0.5, "dropout_seed": jax.random.split(jax.random.key(0))}, ProblemError, "keys; give one"),
+}
+SEEDS: dict[str, tuple[Any, str]] = {
+    "of 65 bits": (2**64, "has more than 64 bits"),
+    "bool": (True, "dropout_seed=True is a bool"),
+    "span of time": (np.timedelta64(3), "dropout_seed=.* is a timedelta64"),
+    "class": (np.uint32, "dropout_seed is a type; give an int of 64 bits, a key"),
+    "words": (jnp.zeros(3, "uint32"), r"dropout_seed has shape \(3,\) and dtype uint32"),
+    "floats": (jnp.zeros(2), r"dropout_seed has shape \(2,\) and dtype float32"),
+    "dates": (np.zeros(1, "datetime64[s]"), r"dropout_seed has dtype datetime64.*; give a JAX or NumPy array"),
+    "keys": (jax.random.split(jax.random.key(0)), "keys; give one"),
+}
+WRONG |= {
+    f"seed {name}, {share!r} dropped": ({"dropout_p": share, "dropout_seed": seed}, ProblemError, message)
+    for name, (seed, message) in SEEDS.items()
+    for share in (0.5, 0.0, np.float32(0))
 }
 
 
@@ -317,6 +329,14 @@ def test_mistakes(name: str, jitted: bool) -> None:
     call = lambda *x: attention(*x, **arguments)  # noqa: E731
     with pytest.raises(kind, match=message):
         (jax.jit(call) if jitted else call)(*arrays()[:3])
+
+
+@only_on_the_cpu
+def test_seeds_by_which_nothing_is_dropped_change_nothing() -> None:
+    given = arrays()[:3]
+    for seed in (3, jax.random.key(0), jnp.arange(2, dtype="uint32")):
+        for call in (attention, jax.jit(attention, static_argnames="dropout_seed" if type(seed) is int else ())):
+            assert_close(call(*given, dropout_seed=seed), attention(*given), 0.0)
 
 
 @only_on_the_cpu

@@ -130,6 +130,33 @@ def test_shards_of_batch_and_heads_and_their_gradients() -> None:
     assert "jax.lax.pcast" in reduced
 
 
+EAGER = """
+import jax, jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+import cuflash
+from cuflash.errors import UnsupportedError
+mesh = jax.make_mesh((2,), ("x",))
+q, lse = jnp.ones((2, 9, 2, 8)), jnp.ones((2, 2, 9))
+for spec in (P("x"), P()):
+    split = jax.device_put(q, NamedSharding(mesh, spec))
+    for call in (lambda: cuflash.forward(split, q, q), lambda: cuflash.forward(q, split, q),
+                 lambda: cuflash.lse(q, split), lambda: cuflash.backward(split, q, q, q, q, lse),
+                 lambda: cuflash.merge_states([split, q], [lse, lse]),
+                 lambda: cuflash.plan(split, q, q), lambda: cuflash.forward(split, q, q, dropout_p=0.5, dropout_seed=1),
+                 lambda: cuflash.create_block_mask(lambda b, h, i, j: i % 2 == j % 2, 1, 1, 9, 9, like=split)):
+        try:
+            call()
+        except UnsupportedError as error:
+            print(error)
+"""
+
+
+def test_eager_calls_refuse_arrays_on_several_devices() -> None:
+    told = run(EAGER, XLA_FLAGS="--xla_force_host_platform_device_count=2").strip().split("\n")
+    names = ["the first array", "k", "k", "dout", "the first array", "q", "the first array", "the first array"] * 2
+    assert [text.partition(" lies on 2 devices; take attention of cuflash.frameworks.jax")[0] for text in told] == names
+
+
 ENDS = """
 import jax
 from cuflash.frameworks.jax import attention

@@ -139,6 +139,9 @@ def test_lse_as_it_was_asked_for_before() -> None:
     assert_close((out, lse), flex.flex_attention(q, k, v, return_lse=True))
     with pytest.raises(ProblemError, match="return_lse and return_aux"):
         flex_attention(q, k, v, return_lse=True, return_aux=LSE)
+    for given in (True, (None,), flex.AuxRequest):
+        with pytest.raises(ProblemError, match=r"return_aux is a .*; give a .*AuxRequest"):
+            flex_attention(q, k, v, return_aux=given)
     with pytest.raises(UnsupportedError, match="max_scores"):
         flex_attention(q, k, v, return_aux=flex.AuxRequest(max_scores=True))
     assert flex_attention(q, k, v, return_aux=flex.AuxRequest())[1].lse is None

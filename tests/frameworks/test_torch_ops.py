@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 from tensors import arguments_of
 from torch.utils.flop_counter import FlopCounterMode
 
-from cuflash import UnsupportedError
+from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention
 from cuflash.frameworks.torch_ops import Arguments
 from cuflash.selftest.sequences import Sequences, made
@@ -79,6 +79,35 @@ def test_a_number_of_numpy_is_a_number_when_compiled(name: str, kind: Any, devic
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"number of NumPy.*give float\(\)"):
         torch.compile(call, backend="aot_eager", fullgraph=True)(q, k, v)
+
+
+WRONG: dict[str, list[Any]] = {
+    name: [*values, "2", True, np.timedelta64(2), np.timedelta64(2, "ns"), np.float32, torch.tensor(2), np.ones(2)]
+    for name, values in {
+        "softmax_scale": [], "softcap": [None], "diagonal_offset": [2.0], "num_splits": [1.0], "split_size": [128.0],
+        "max_seqlen_k": [4.0], "window_size": [None, 3, (1, 2, 3), (1, "2"), (True, 2), (1, np.timedelta64(2))],
+    }.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, x) for name, values in WRONG.items() for x in values], ids=repr)
+def test_what_is_no_number_is_told_as_in_eager_calls(name: str, value: Any) -> None:
+    """The op's schema would refuse it in other words, or take it for a number."""
+    q = torch.randn(1, 4, 2, 8)
+    given = {name: value} | ({"seqused_k": torch.tensor([4], dtype=torch.int32)} if name == "max_seqlen_k" else {})
+    calls = [lambda q: attention(q, q, q, **given), torch.func.functionalize(lambda q: attention(q, q, q, **given))]
+    told = []
+    for call in calls:
+        with pytest.raises(ProblemError, match=f"^{name}") as caught:
+            call(q)
+        told.append(str(caught.value))
+    assert told[0] == told[1]
+
+
+def test_windows_may_be_of_numpys_integers_in_ops() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    found = torch.func.functionalize(lambda q: attention(q, q, q, window_size=(np.int64(1), None)))(q)
+    assert torch.equal(found, attention(q, q, q, window_size=(1, -1)))
 
 
 def counted(call: Any) -> int:

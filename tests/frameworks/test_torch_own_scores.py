@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import cuflash
@@ -206,6 +207,9 @@ def test_what_is_refused() -> None:
     given = _alibi(slopes)
     with pytest.raises(UnsupportedError, match="under vmap"):
         torch.vmap(lambda x: attention(x, *tensors[1:], **given))(torch.stack([tensors[0]] * 2))
+    mapped = torch.vmap(torch.func.grad(lambda x: attention(x, *tensors[1:], dropout_p=0.5).sum()))
+    with pytest.raises(UnsupportedError, match="dropout_p under vmap"):
+        mapped(torch.stack([tensors[0]] * 2))
     with pytest.raises(UnsupportedError, match="forward-mode"):
         torch.func.jvp(lambda x: attention(x, *tensors[1:], **given), tensors[:1], tensors[:1])
     (found,) = torch.autograd.grad(attention(*tensors, **given).sum(), slopes, create_graph=True)
@@ -223,6 +227,32 @@ def test_what_is_refused() -> None:
         attention(*tensors, **_alibi(slopes.detach().numpy()))
     with pytest.raises(ProblemError, match=r"dropout_p=1\.5 is outside"):
         attention(*tensors, dropout_p=1.5)
+
+
+def test_a_seed_is_judged_also_where_nothing_is_dropped(device: str) -> None:
+    q, k, v = (x.detach() for x in made(device))
+    good = 3, torch.tensor(3, device=device), torch.tensor([3, 4], dtype=torch.int32, device=device)
+    wrong = {
+        "dropout_seed has shape": torch.zeros((), device=device),
+        "dropout_seed is a str": "3",
+        "dropout_seed is a type": np.ndarray,
+        "dropout_seed=.* has more than 64 bits": 2**64,
+        "dropout_seed=True is a bool": True,
+        "dropout_seed is on the device meta": torch.tensor(3, device="meta"),
+    }
+    for given in ({}, {"sinks": torch.zeros(HEADS, device=device, dtype=q.dtype)}, {"dropout_p": np.float32(0)}):
+        plain = attention(q, k, v, **given)
+        of_seed = lambda seed, q, given=given: attention(q, k, v, dropout_seed=seed, **given)  # noqa: E731
+        for seed in good:
+            assert torch.equal(of_seed(seed, q), plain)
+            torch.func.grad(lambda q, seed=seed, call=of_seed: call(seed, q).sum())(q)
+        for message, seed in wrong.items():
+            with pytest.raises((ProblemError, UnsupportedError), match=message):
+                of_seed(seed, q.clone().requires_grad_())
+    for seed in good:
+        compiled = torch.compile(lambda q, seed: attention(q, k, v, dropout_seed=seed), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(q, seed), attention(q, k, v))
+        torch._dynamo.reset()
 
 
 class Model(torch.nn.Module):

@@ -148,6 +148,46 @@ def test_blocks_that_share_query_heads_add_up_dk_and_dv(cupy: Any, mask: str, di
         check_in_many_orders(cupy, case, given_for(case, cupy), 50)
 
 
+@pytest.mark.parametrize("dims", BY_ROWS, indirect=True)
+@pytest.mark.parametrize("mask", ["causal", "window"])
+def test_two_blocks_that_share_query_heads_by_rows_give_the_same_bits_each_time(
+    cupy: Any, mask: str, dims: tuple[int, int]
+) -> None:
+    for heads in ((5, 1), (6, 2)):
+        batch = -(-launch.device.query(0).num_sms // (2 * 3 * heads[1]))  # half a wave of key blocks
+        case = Case(mask, batch, 900, 260, *heads, *dims, "bfloat16", **MASKS[mask])
+        launches = make_plan(case.problem("backward"), launch.device.query(0)).launches
+        assert all(each.variant.tile.shares_heads for each in launches[2:])
+        made = given_for(case, cupy)
+        first = run(case, made)
+        check(case, made, first)
+        for _ in range(50):
+            assert identical(run(case, made), first)
+
+
+@pytest.mark.parametrize("lengths", [(4096, 4096), (300, 5000, 1200, 1692), (1, 8191)])
+@pytest.mark.parametrize(("head_dim", "heads"), [(128, (64, 8)), (96, (24, 4)), (64, (64, 8))])
+def test_blocks_that_share_key_blocks_of_several_lengths_add_up_dk_and_dv(
+    cupy: Any, head_dim: int, heads: tuple[int, int], lengths: tuple[int, ...]
+) -> None:
+    rng = np.random.default_rng(0)
+    drawn = (rng.standard_normal((sum(lengths), count, head_dim), "float32") for count in (*heads, heads[1], heads[0]))
+    q, k, v, dout = (cupy.asarray(x).astype("float16") for x in drawn)
+    bounds = np.cumsum((0, *lengths), dtype="int32")
+    packed: dict[str, Any] = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), cupy.asarray(bounds)) | {"causal": True}
+    packed |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), max(lengths))
+    assert cuflash.plan(q, k, v, **packed, op="backward").launches[0].fields["least_parts"] > 1
+    out, lse = cuflash.forward(q, k, v, **packed, return_lse=True)
+    alone = []
+    for part in map(slice, bounds, bounds[1:]):
+        arrays = [x[None, part] for x in (dout, q, k, v, out)]
+        alone.append(cuflash.backward(*arrays, lse[None, :, part], causal=True, deterministic=True))
+    wanted = [cupy.concatenate(parts, axis=1)[0].astype("float32") for parts in zip(*alone, strict=True)]
+    for _ in range(5):
+        for got, right in zip(cuflash.backward(dout, q, k, v, out, lse, **packed), wanted, strict=True):
+            assert float(abs(got - right).max()) < 1e-2 * float(abs(right).max())
+
+
 @DETERMINISTIC
 def test_groups_of_heads_share_keys(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     case = Case("group", 17, 150, 520, 6, 2, *dims, "bfloat16", window_size=(300, 100))  # fills the GPU

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def test_masks_show_what_their_pictures_show(name: str) -> None:
     lines = inspect.getdoc(PICTURES[name]).splitlines()  # type: ignore[union-attr]
     title = next(line for line in lines if line.endswith(" keys:"))
     call, seqlen_q, seqlen_k = re.fullmatch(r"(.*), (\d+) queries, (\d+) keys:", title).groups()  # type: ignore[union-attr]
-    picture = [line.split() for line in lines[lines.index(title) + 1 :]]
+    picture = [line.split() for line in takewhile(bool, lines[lines.index(title) + 1 :])]
     mask_mod = eval(call, vars(masks) | {"numpy": numpy})
     found = seen(mask_mod, int(seqlen_q), int(seqlen_k))
     assert [["x" if each else "." for each in row] for row in found] == picture
@@ -159,8 +159,13 @@ def test_intervals_of_keys_are_recognised(mask_mod: Any) -> None:
         (lambda: masks.chunked(0), "size=0"),
         (lambda: masks.prefix_lm("3"), "prefix_length='3'; give an integer of at least 0, or an array"),
         (lambda: masks.document(np.zeros((2, 2))), r"offsets has shape \(2, 2\)"),
-        (lambda: masks.document([0, 3]), "offsets has shape None"),
+        (lambda: masks.document([0, 3]), r"offsets has shape \(\)"),
+        (lambda: masks.document(np.ndarray), r"offsets has shape \(\)"),
+        (lambda: masks.global_window(np.ndarray, 2), "num_global=<class 'numpy.ndarray'>; give an integer"),
+        (lambda: masks.prefix_lm(np.timedelta64(3)), r"prefix_length=.*timedelta64\(3\).*; give an integer"),
         (lambda: masks.segments(3), "ids has 0 axes"),
+        (lambda: masks.segments(np.ndarray), "ids has 0 axes"),
+        (lambda: masks.tree(np.ndarray), "ancestors has 0 axes"),
         (lambda: masks.neighborhood(4, 9), "size=4 of canvas=9; give odd numbers"),
         (lambda: masks.neighborhood((3, 3), 9), "give as many numbers for both"),
         (lambda: masks.block_diffusion(0, 2), "seqlen=0"),

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cuflash
+from cuflash.reference import append
 from cuflash.selftest.appends import PLACES, ROTATIONS, Arguments, check, dense, drawn, expected, made
 from cuflash.selftest.layouts import (
     every_second,
@@ -178,6 +179,24 @@ def test_nothing_to_do_is_done(sizes: Arguments, xp: Any) -> None:
     for rotation in ("none", "halves"):
         check(drawn(**sizes | ROTATIONS[rotation]), xp)
     check(drawn(place="pages of 3", **sizes), xp)
+
+
+@pytest.mark.parametrize("why", ["nothing is new", "there is no room"])
+def test_a_million_sequences_with_nothing_to_write_cost_no_step_of_a_loop(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last one has a new key and room for it."""
+    placed, pages_of, count = [], append._pages, 10**6
+    monkeypatch.setattr(append, "_pages", lambda b, *more: placed.append(b) or pages_of(b, *more))
+    cache, is_last = np.zeros((count, 1, 1, 4), "f4"), np.arange(count) == count - 1
+    if why == "nothing is new":
+        rows, lengths = np.ones((1, 1, 4), "f4"), np.zeros(count, "i4")
+        told = {"cu_seqlens_k": np.cumsum([0, *is_last], dtype="i4")}
+    else:
+        rows, lengths, told = np.ones_like(cache), (~is_last).astype("i4"), {}
+    cuflash.append_kv(cache, cache.copy(), rows, rows, lengths, **told)
+    assert placed == [count - 1]
+    assert (cache == is_last[:, None, None, None]).all()
 
 
 def test_what_nobody_may_read_may_hold_anything(xp: Any) -> None:

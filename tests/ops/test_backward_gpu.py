@@ -7,6 +7,7 @@ Whatever is allocated here is filled with NaN first, so that what is not written
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from plans import for_any_gpu, planned_with
 from problems import far_apart, need_memory, problems
 
 import cuflash
-from cuflash.arrays.cupy import cupy
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning import backward as plan_backward
+from cuflash.runtime.launch import Kernels
 from cuflash.selftest import oracle
 from cuflash.selftest.gradients import Given, backward, check, given_for
 from cuflash.selftest.layouts import host, identical
@@ -33,9 +34,26 @@ LAUNCHED = Case("launched", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
 
 
 @pytest.mark.gpu
-def test_gpu_memory_that_is_allocated_here_holds_nan() -> None:
-    for dtype in ("float16", "bfloat16", "float32"):
-        assert np.isnan(cupy().empty((3, 5), numpy_dtype(dtype).name, 0).get().astype("f4")).all()
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("name", ["cupy", "torch"])
+def test_gpu_what_no_kernel_writes_is_nan(cupy: Any, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    workspaces = []
+
+    def launch_nothing(kernels: Kernels, pointers: tuple[int, ...], stream: int) -> bool:
+        if kernels.workspace:
+            held = np.zeros(kernels.workspace, "float32")
+            cupy.cuda.runtime.memcpy(held.ctypes.data, pointers[-1], held.nbytes, 2)
+            workspaces.append(bool(np.isnan(held).all()))
+        return True
+
+    monkeypatch.setattr(Kernels, "launch", launch_nothing)
+    q, k, v = map(GPU_MAKERS[name], replace(LAUNCHED, seqlen_k=1100, dtype=dtype).arrays())
+    out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
+    grads = cuflash.backward(out, q, k, v, out, lse, causal=True)
+    decoded = cuflash.forward(q[:, :1], k, v)  # whose workspace lies in memory that calls share
+    assert all(np.isnan(as_numpy(x)).all() for x in (out, lse, *grads, decoded))
+    assert len(workspaces) > 1
+    assert all(workspaces)
 
 
 @pytest.mark.gpu

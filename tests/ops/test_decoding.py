@@ -54,7 +54,9 @@ def test_every_kind_of_cache_and_head_dim(cupy: Any, case: Sequences, dims: tupl
 @pytest.mark.parametrize("queries", [1, 2, 8, 16])
 def test_heads_and_queries_are_rows_of_a_block(cupy: Any, heads: tuple[int, int], queries: int) -> None:
     for case in (ROWS, replace(PAGES, page_size=8)):
-        check(given := made(replace(case, queries=(queries,) * 6, heads=heads)), *forward(given, cupy))
+        given = made(replace(case, queries=(queries,) * 6, heads=heads))
+        for num_splits in (0, 3):  # on Hopper the blocks of up to 128 rows are those of a warp if it may choose
+            check(given, *forward(given, cupy, num_splits=num_splits))
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 24, 64, 96, 256, 1000, 3])
@@ -210,6 +212,26 @@ def test_there_is_room_for_all_splits_that_the_device_makes(cupy: Any) -> None:
             _, lse = cuflash.forward(q, k, v, seqused_k=used, return_lse=True, out=out)
             assert float(abs(out - whole).max()) < 1e-3
             assert float(abs(lse - whole_lse).max()) < 1e-4
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(24, 32), (32, 8), (96, 8), (160, 8), (300, 8)])
+@pytest.mark.parametrize("kind", ["any", "one long", "empty"])
+def test_there_is_room_for_all_splits_of_unequal_sequences(batch: int, heads: int, kind: str, cupy: Any) -> None:
+    rng = np.random.default_rng(batch)
+    lengths = rng.integers(1, 8193, batch, dtype="int32")
+    if kind != "any":
+        lengths[1:] = 128 if kind == "one long" else 0
+        lengths[0] = 8192
+    q = cupy.asarray(rng.standard_normal((batch, 1, heads, 64)), "float16")
+    k, v = cupy.asarray(rng.standard_normal((2, 64, 128, heads, 64), "float32"), "float16")
+    pages = cupy.asarray(np.tile(np.arange(64, dtype="int32"), (batch, 1)))  # all sequences have the same
+    more: dict[str, Any] = {"seqused_k": cupy.asarray(lengths), "page_table": pages, "return_lse": True}
+    whole, whole_lse = cuflash.forward(q, k, v, **more, num_splits=1)
+    for _ in range(2):  # a piece that nobody took would be missed by the second call, too
+        out = cupy.full_like(q, cupy.nan)
+        _, lse = cuflash.forward(q, k, v, **more, out=out)
+        assert float(abs(out - whole).max()) < 2e-3
+        np.testing.assert_allclose(lse.get(), whole_lse.get(), atol=1e-4)
 
 
 def test_calls_on_several_streams_at_once(cupy: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -205,7 +206,8 @@ def test_seeds_of_all_kinds_that_are_equal_drop_the_same_weights() -> None:
         assert (cuflash.forward(*given, dropout_p=0.5, dropout_seed=same) == wanted).all()
     assert (cuflash.forward(*given, dropout_p=0.5, dropout_seed=1) != wanted).any()
     plain = cuflash.forward(*given)
-    assert (cuflash.forward(*given, dropout_p=0, dropout_seed=object()) == plain).all()
+    for unused in (seed, words):
+        assert (cuflash.forward(*given, dropout_p=0, dropout_seed=unused) == plain).all()
 
 
 def test_what_changes_nothing_is_the_plain_call() -> None:
@@ -242,3 +244,15 @@ def test_arrays_without_batch_or_heads_and_empty_ones() -> None:
     asked = own["sinks"], own["bias"]
     *_, grads = cuflash.backward(out, keys, nothing, nothing, out, lse, captured_grads=asked, **own)
     assert all((x == 0).all() for x in grads)
+
+
+def test_a_seed_that_is_not_read_costs_no_longer_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    q = np.ones((1, 4, 1, 8), "float32")
+    wanted = cuflash.forward(q, q, q, return_lse=True)
+    for name in ("forward", "backward"):
+        module = import_module(f"cuflash.ops.{name}")
+        monkeypatch.setattr(module, "run_own", lambda *given: pytest.fail("it took the way of calls with functions"))
+    for seed in (5, np.array(5, np.int64)):
+        out, lse = cuflash.forward(q, q, q, dropout_seed=seed, return_lse=True)
+        assert ((out == wanted[0]).all(), (lse == wanted[1]).all()) == (True, True)
+        cuflash.backward(q, q, q, q, out, lse, dropout_seed=seed)

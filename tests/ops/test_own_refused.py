@@ -72,6 +72,8 @@ MODS: dict[str, tuple[Any, str]] = {
     "a pair": (lambda s, b, h, q, k: (s, s), "returned a tuple; it must return one value"),
     "arguments": (lambda s, b, h: s, r"must be a function of \(score, b, h, q_idx, k_idx\)"),
     "no function": (3.0, r"score_mod is a float; it must be a function of \(score, b"),
+    **{f"the class {x.__name__}": (x, f"score_mod is the class {x.__name__}; it must be a function of")
+       for x in (int, np.timedelta64, dict)},
 }
 
 
@@ -145,12 +147,22 @@ GIVEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an array without axes": ({"dropout_p": np.array(0.1), "dropout_seed": 1}, "dropout_p=array(0.1) is a ndarray"),
     "no number dropped": ({"dropout_p": None}, "dropout_p=None is a NoneType; give the share"),
+    "a class of shares": ({"dropout_p": np.float32}, "dropout_p=<class 'numpy.float32'> is a type; give the share"),
     "no seed": ({"dropout_p": 0.1}, "there is no dropout_seed; give an int of 64 bits, or an array"),
-    "a seed of more bits": ({"dropout_p": 0.1, "dropout_seed": 2**64}, "has more than 64 bits"),
-    "a seed of floats": ({"dropout_p": 0.1, "dropout_seed": 1.5}, "dropout_seed is a float; give a"),
-    "an array of floats": ({"dropout_p": 0.1, "dropout_seed": np.zeros(1)}, "dropout_seed has shape (1,) and dtype fl"),
-    "half a seed": ({"dropout_p": 0.1, "dropout_seed": np.zeros(1, np.int32)}, "has shape (1,) and dtype int32; give"),
-    "true as a seed": ({"dropout_p": 0.1, "dropout_seed": True}, "dropout_seed=True is a bool"),
+}
+SEEDS: dict[str, tuple[Any, str]] = {
+    "a seed of more bits": (2**64, "has more than 64 bits"),
+    "a seed of floats": (1.5, "dropout_seed is a float; give a"),
+    "an array of floats": (np.zeros(1), "dropout_seed has shape (1,) and dtype fl"),
+    "half a seed": (np.zeros(1, np.int32), "has shape (1,) and dtype int32; give"),
+    "true as a seed": (True, "dropout_seed=True is a bool"),
+    "a span of time": (np.timedelta64(3, "ns"), "is a timedelta64; give an integer"),
+    "a class of seeds": (np.int64, "dropout_seed is the class int64"),
+}
+GIVEN |= {
+    f"{name}, {share!r} dropped": ({"dropout_p": share, "dropout_seed": seed}, message)
+    for name, (seed, message) in SEEDS.items()
+    for share in (0.1, 0, np.float32(0))
 }
 
 
@@ -163,6 +175,9 @@ def test_arguments_that_do_not_fit(name: str) -> None:
     out, lse = cuflash.forward(*given, return_lse=True)
     with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
         cuflash.backward(out, *given, out, lse, **more)
+    if "dropout_seed" in more:
+        with pytest.raises(cuflash.ProblemError, match=re.escape(message)):
+            cuflash.plan(*given, **more)
 
 
 def test_the_materialised_algorithm_takes_none_of_it() -> None:

@@ -36,7 +36,7 @@ def test_lists_are_shapes_of_all_that_may_be_one() -> None:
     assert planned([300, 8, 64], cu_seqlens_q=[5], cu_seqlens_k=[5]) == packed
 
 
-@pytest.mark.parametrize("length", [True, np.True_, 2.0, -1, "2", None, np.array(2)])
+@pytest.mark.parametrize("length", [True, np.True_, 2.0, -1, "2", None, np.array(2), np.timedelta64(2, "s"), np.int32])
 def test_lengths_that_are_no_integers_are_refused(length: Any) -> None:
     with pytest.raises(ProblemError, match=r"q has shape \(.*; give lengths that are integers of 0 and more"):
         planned((length, 300, 8, 64))
@@ -69,3 +69,14 @@ def test_an_out_that_overlaps_itself_is_refused_as_calls_refuse_it() -> None:
     for strides in ((400, 80, 20, 0), (400, 16, 96, 4)):
         with pytest.raises(ProblemError, match=r"out has shape .* rows share memory; give a dense out"):
             cuflash.plan(q, q, q, out=as_strided(np.zeros(2000, "f4"), q.shape, strides))
+
+
+@pytest.mark.parametrize("given", [np.zeros(2), np.array("cpu"), ["forward"], np.float32, None], ids=repr)
+@pytest.mark.parametrize("op", ["forward", "lse", "backward"])
+def test_what_is_no_name_and_no_number_is_refused(op: str, given: Any) -> None:
+    shapes = ((2, 300, 8, 64),) * (2 if op == "lse" else 3)
+    for name in ("op", "device", "algorithm", "num_splits"):
+        if name == "device" and given is None:
+            continue  # the default
+        with pytest.raises(ProblemError, match=f"^{name}=.*; give "):
+            cuflash.plan(*shapes, **{"op": op, "dtype": "float16", "device": "sm_90", name: given})

@@ -1,4 +1,7 @@
-"""How large and how small numbers may be, as `forward` and `backward` tell it: each bound is that of a docstring."""
+"""How large and how small numbers may be, and how far NaN reaches, as `forward` and `backward` tell it.
+
+Each bound is that of a docstring.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plans import for_any_gpu
 
 import cuflash
 from cuflash.bench.cases import Case, numpy_dtype
+from cuflash.errors import UnsupportedError
 from cuflash.planning import device
 from cuflash.selftest import oracle
-from cuflash.selftest.layouts import host, reversed_keys
+from cuflash.selftest.layouts import host, identical, reversed_keys
 
 Array = np.ndarray[Any, Any]
 EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}
@@ -114,3 +119,55 @@ def test_small_numbers_of_bfloat16_are_right_to_1e_36(head_dim: int, exponent: i
     exact, _ = oracle.attention64(case, q, k, v)
     out = host(cuflash.forward(*map(xp.asarray, (q, k, v)))).astype("f8")
     assert np.abs(out - exact).max() <= 1e-36 + 2 * EPS["bfloat16"] * np.abs(exact).max()
+
+
+REACH = 128  # rows, and keys: no tile of the kernels for any GPU is larger
+PADDING = 7, 5  # packed rows before the sequence and after it, so that its tiles begin anywhere in memory
+DIMS = ((32, 32), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (512, 512))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [(300, 40), (0, 0)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_gpu_nan_hidden_in_v_reaches_near_queries_alone_and_the_same_in_each_run(
+    cupy: Any, dtype: str, dims: tuple[int, int], packed: bool, window: tuple[int, int]
+) -> None:
+    """On the kernels for any GPU; `kernels/test_softmax_sm90.py` holds those of Hopper to their tiles."""
+    length, keys = 2500, np.array([0, 200, 777, 1490])
+    case = Case("near", 1 if packed else 2, length, length, 4, 2, *dims, dtype, window_size=window)
+    bounds = cupy.asarray(np.array([PADDING[0], PADDING[0] + length], "i4"))
+    told = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds} if packed else {}
+    asked, rows = {**case.arguments(), **told, "num_splits": 1}, np.arange(length)
+    sees, near = case.problem().mask.visible(rows, rows), np.zeros(length, bool)
+    for key in keys:
+        seeing = np.flatnonzero(sees[:, np.abs(rows - key) < REACH].any(axis=1))
+        near |= (np.abs(rows[:, None] - seeing) < REACH).any(axis=1)
+    assert near.mean() < 0.9
+
+    def there(x: Array) -> Any:
+        return cupy.asarray(np.pad(x[0], (PADDING, (0, 0), (0, 0))) if packed else x)
+
+    def attended(*arrays: Any) -> tuple[Array, Array]:
+        out, lse = map(host, cuflash.forward(*arrays, return_lse=True, **asked))
+        used = slice(PADDING[0], PADDING[0] + length)
+        return (out[None, used], lse[None, :, used]) if packed else (out, lse)
+
+    q, k, v = case.arrays()
+    bad_v = v.copy()
+    bad_v[:, keys, :, 5] = np.nan
+    q, k, v, bad_v = map(there, (q, k, v, bad_v))
+    with for_any_gpu():
+        try:
+            variant = cuflash.plan(q, k, v, **asked).variant
+        except UnsupportedError as error:  # the widest head dims want more shared memory than all GPUs have
+            pytest.skip(str(error))
+        assert variant is not None
+        assert variant.source == "sm80/forward.cu"
+        clean, clean_lse = attended(q, k, v)
+        soiled = [attended(q, k, bad_v) for _ in range(3)]
+    for out, lse in soiled:
+        assert np.isnan(out[:, sees[:, keys].any(axis=1), :, 5]).all()
+        assert identical([lse, out[:, ~near]], [clean_lse, clean[:, ~near]])
+        assert identical([np.delete(out, 5, axis=3), out], [np.delete(clean, 5, axis=3), soiled[0][0]])

@@ -63,10 +63,20 @@ def test_keys_are_shared_out_where_most_of_the_gpu_would_idle() -> None:
 
 
 def test_rows_that_fit_a_warp_have_kernels_of_their_own_unless_their_bits_are_those_of_others() -> None:
-    for queries, heads, narrow in ((1, (8, 8), True), (4, (32, 8), True), (5, (32, 8), False), (1, (17, 1), False)):
+    for queries, heads, narrow in ((1, (8, 8), True), (4, (32, 8), True), (5, (32, 8), False)):
         assert (launched(queries, heads=heads).variant.source == "sm90/decode_narrow.cu") == narrow
     assert launched(num_splits=3).variant.source == "sm90/decode_narrow.cu"
     assert launched(num_splits=1).variant.source == launched(split_size=512).variant.source == "sm90/decode.cu"
+
+
+def test_more_rows_are_cut_into_blocks_of_a_warp_where_merging_takes_longer_than_reading_keys_again() -> None:
+    # of 48 query heads of one kv head, over 8192 keys; then of more rows than a few
+    for batch, heads, narrow in ((1, (48, 1), True), (8, (48, 1), True), (16, (48, 1), False), (8, (192, 8), False),
+                                 (1, (128, 1), True), (1, (136, 1), False)):  # fmt: skip
+        launch = launched(1, 8192, heads, batch)
+        assert (launch.variant.source == "sm90/decode_narrow.cu") == narrow
+        assert launch.arrivals == batch * heads[1] * -(-heads[0] // heads[1] // (16 if narrow else 64))
+    assert launched(1, 8192, (48, 1), 1, num_splits=3).variant.source == "sm90/decode.cu"
 
 
 @pytest.mark.parametrize(
@@ -172,7 +182,8 @@ def test_blocks_of_threads_with_one_piece_of_work_have_kernels_that_begin_early(
                              page_table=(4, 9), seqused_k=(4,)).launches  # fmt: skip
     assert not launch.variant.tile.single
     assert not launched(queries=8).variant.tile.single  # more rows than a warp has
-    assert not launched(batch=8, queries=1, heads=(128, 1)).variant.tile.single
+    assert launched(batch=1, queries=1, heads=(128, 1)).variant.tile.single
+    assert not launched(batch=17, queries=1, heads=(128, 1)).variant.tile.single
 
 
 def test_the_device_cuts_keys_unless_the_call_says_how() -> None:
@@ -255,3 +266,17 @@ def test_the_page_of_a_key_is_a_product_and_a_shift(page_size: int) -> None:
     keys = {key for n in (1, 2, 1000, 2**31 // page_size - 1) for key in (n * page_size - 1, n * page_size)}
     for key in sorted({0, 2**31 - 1, *keys}):
         assert key * magic >> shift == key // page_size
+
+
+def test_a_printed_plan_tells_how_keys_are_cut() -> None:
+    for arch, more, told in (
+        ("sm_90", {}, "as many as the lengths on the GPU ask for"),
+        ("sm_90", {"num_splits": 3}, "of 1408 keys"),
+        ("sm_80", {"num_splits": 3}, "3"),
+        ("sm_90", {"num_splits": 1}, None),
+    ):
+        q, k = (4, 1, 32, 128), (4, 4096, 8, 128)
+        lines = str(cuflash.plan(q, k, k, dtype="bfloat16", device=arch, seqused_k=(4,), **more)).splitlines()
+        of_all = "(for each of 32 query blocks); the last one to end merges them"
+        wanted = [] if told is None else [f"splits     {told} {of_all}"]
+        assert [line for line in lines if line.startswith("splits")] == wanted

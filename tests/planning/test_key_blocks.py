@@ -126,6 +126,13 @@ def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() ->
     assert listed(1, 128, (1, 1)) == (4, 0, 0, 2)  # adding up takes longer
     assert listed(8, 2048, (8, 1), causal=True, deterministic=True)[1] == 0
     assert of_lengths(64).launches[0].fields["heads_each"] == DELTA_HEADS // 2
+    grouped, taking = (x.fields for x in of_lengths(128, 2, 4096, (64, 8), causal=True).launches)
+    assert (grouped["least_parts"], grouped["shared_keys"]) == (4, grouped["max_key_blocks"] * 8)
+    assert of_lengths(128, 2, 4096, (64, 8), causal=True, deterministic=True).launches[0].fields["shared_keys"] == 0
+    # as many heads as have two waves of parts; the last two waves of all lists are sorted
+    assert (grouped["sorted_blocks"], taking["heads_together"]) == (33, 2)
+    for more in ({}, {"causal": True, "window_size": (1023, 0)}):
+        assert of_lengths(128, 2, 4096, (64, 8), **more).launches[0].fields["least_parts"] == 1
 
 
 def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_tiles_under_a_mask() -> None:
@@ -135,7 +142,9 @@ def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_ti
         assert count == 1 or made["whole_blocks"] == made["shared_keys"] * count
         return count, made["shared_keys"], made["shared_steps"]
 
-    assert parts(8, 2048, window_size=(511, 0)) == (2, 128, 0)  # almost two waves
+    # almost one of key blocks that about as many queries see
+    assert parts(8, 2048, window_size=(511, 0)) == (1, 0, 0)
+    assert parts(4, 2048, window_size=(511, 0)) == (2, 64, 0)
     assert parts(60, 512) == (1, 0, 0)
     # with so many rows for each part they are many, but near each other
     assert parts(8, 2048) == (4, 128, 0)
@@ -151,6 +160,35 @@ def test_blocks_share_the_query_heads_of_key_blocks_that_are_few_or_have_many_ti
     assert parts(1, 128) == (1, 0, 0)  # adding up takes longer
     assert parts(1, 2048, (2, 2)) == parts(1, 2048, deterministic=True) == (1, 0, 0)
     assert parts(1, 2048, causal=False)[0] == 1  # blocks share steps
+
+
+def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_than_two_waves() -> None:
+    def made(batch: int, seqlen: int, heads: tuple[int, int], **more: Any) -> Plan:
+        return backward(256, 256, dims=(batch, seqlen, seqlen, *heads), **({"causal": True} | more))
+
+    shared = made(2, 8192, (8, 1))
+    (_, dq, dk, dv), of_delta = shared.launches, shared.launches[0].fields
+    assert (dq.num_blocks, dk.num_blocks, dv.num_blocks) == (8 * 2 * 64, 2 * 2 * 64, 2 * 2 * 64)
+    assert (of_delta["num_q_blocks"], of_delta["more_turns"]) == (0, 2 * 2 * 64)
+    assert (dk.fields["first_turn"], dv.fields["first_turn"]) == (0, 2 * 64)
+    for heads, more in (((8, 8), {}), ((8, 1), {"causal": False}), ((8, 1), {"deterministic": True})):
+        assert "turns" not in made(2, 8192, heads, **more).workspace
+    assert "turns" not in made(4, 8192, (8, 1)).workspace
+    assert "turns" not in made(2, 8192, (8, 1), window_size=(1023, 0)).workspace  # a wave of blocks that are alike
+    assert "turns" in made(1, 8192, (8, 1), window_size=(1023, 0)).workspace
+    for queries, shares in ((256, True), (192, False)):  # with few, adding up takes longer
+        few = backward(256, 256, dims=(2, queries, 8192, 8, 1), causal=True, diagonal_offset=0)
+        assert ("turns" in few.workspace) == shares
+
+
+def test_kernels_by_rows_take_key_blocks_that_are_few_if_two_blocks_share_each() -> None:
+    def goes_by_rows(seqlen: int, **more: Any) -> bool:
+        made = backward(256, 256, dims=(1, seqlen, seqlen, 8, 1), **more)
+        return made.launches[-1].variant.source == "sm90/backward_rows.cu"
+
+    # half as many blocks as there are multiprocessors, or more: 33 key blocks, each for two, and 66
+    assert (goes_by_rows(33 * 128, causal=True), goes_by_rows(32 * 128, causal=True)) == (True, False)
+    assert (goes_by_rows(66 * 128), goes_by_rows(65 * 128)) == (True, False)
 
 
 def test_two_waves_of_blocks_that_share_query_heads_start_together() -> None:

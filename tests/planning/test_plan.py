@@ -256,6 +256,8 @@ def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_
             padded = f"head dims padded to ({tile.head_dim}, {tile.head_dim_v})"
             shape = f"{tile.block_q} queries x {tile.block_k} keys, {padded}"
             wanted.append(f"tile       {shape}, {tile.stages} stage{'s' * (tile.stages > 1)}, {tile.warps} warps")
+        if launch.arrivals:
+            wanted.append(f"splits     {launch.told_splits}")
         wanted += [f"launch     {told}memory each"] * (len(made.launches) == 1)
     if (arch, dtype) == ("sm_90", "float32"):
         wanted.append("fallback   not Hopper's own kernel: it takes float16 and bfloat16, not float32")

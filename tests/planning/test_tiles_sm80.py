@@ -12,7 +12,7 @@ from variants import edges
 
 from cuflash.planning.device import KNOWN, Device
 from cuflash.planning.planner import plan
-from cuflash.planning.tiles_sm80 import BACKWARD, DQ, SMEM_RESERVED, TILES, choose
+from cuflash.planning.tiles_sm80 import BACKWARD, DECODE, DQ, SMEM_RESERVED, TILES, choose
 from cuflash.problem.dtypes import DTYPES as TABLE
 
 TABLES = {"forward": TILES, "backward": BACKWARD, "dq": DQ}
@@ -71,3 +71,8 @@ def test_known_gpus_have_tiles_for_head_dims_up_to_256(arch: str, dtype: str) ->
             made = plan(problem(head_dim, head_dim_v, dtype=dtype, algorithm=algorithm), device)
             assert made.variant is not None
             assert not made.variant.tile.flash2_only  # type: ignore[union-attr]
+
+
+def test_no_tile_of_forward_reaches_farther_than_its_docstring_says() -> None:
+    for row in (row for table in (TILES, DECODE) for rows in table.values() for row in rows):
+        assert max(row.block_q, row.block_k) <= 128

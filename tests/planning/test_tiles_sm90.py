@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 
 from cuflash.planning.device import KNOWN
-from cuflash.planning.tiles_sm90 import BACKWARD, GRADIENTS, ROWS, TILES, choose, choose_backward, choose_rows
+from cuflash.planning.tiles_sm90 import (
+    BACKWARD,
+    GRADIENTS,
+    OWN_TILES,
+    ROWS,
+    TILES,
+    choose,
+    choose_backward,
+    choose_rows,
+)
 
 MANY = float("inf")
 CAPPED = (False, True)
@@ -77,3 +86,9 @@ def test_lse_has_the_row_of_forward_for_many_keys_without_v(capped: bool) -> Non
         assert (row.block_q, row.block_k, row.stages) == (forward.block_q, forward.block_k, forward.stages)
         assert row.smem_bytes(2) <= KNOWN["sm_90"].smem_per_block
     assert choose("lse", 257, 0, MANY, capped) is None
+
+
+def test_no_tile_of_forward_reaches_farther_than_its_docstring_says() -> None:
+    for row in (*TILES, *OWN_TILES):
+        assert row.block_q <= 192
+        assert row.block_k <= 128

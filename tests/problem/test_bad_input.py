@@ -47,6 +47,16 @@ def _out_over(name: str) -> dict[str, Any]:
 
 
 WINDOW = "count of keys >= 0, or -1 or None"
+# What looks like a number to Python or NumPy. The first has no hash.
+NO_NUMBERS = {
+    "span": np.timedelta64(3),
+    "span_of_time": np.timedelta64(3, "ns"),
+    "no_span": np.timedelta64("NaT"),
+    "span_0d": np.array(np.timedelta64(3, "s")),
+    "date": np.datetime64("2026-01-01"),
+    "class": np.float32,
+    "class_of_arrays": np.ndarray,
+}
 FORWARD = rows(
     forward_with,
     # ranks and shapes
@@ -102,7 +112,12 @@ FORWARD = rows(
     ("softcap_none", {"softcap": None}, ("softcap=None", "NoneType", CAP)),
     ("softcap_text", {"softcap": "30"}, ("softcap='30'", "str", CAP)),
     ("softcap_bool", {"softcap": False}, ("softcap=False", "bool", CAP)),
+    *((f"{name}_{kind}", {name: value}, (f"{name}=", type(value).__name__, "; give"))
+      for name in ("softmax_scale", "softcap", "diagonal_offset", "max_seqlen_q", "num_splits", "split_size", "causal",
+                   "dropout_p", "return_lse") for kind, value in NO_NUMBERS.items()),
     # masks
+    *((f"window_{kind}", {"window_size": (1, value)}, ("window_size right=", type(value).__name__, "integer"))
+      for kind, value in NO_NUMBERS.items()),
     ("window_number", {"window_size": 3}, ("window_size=3", "not a pair", WINDOW)),
     ("window_of_one", {"window_size": (3,)}, ("window_size=(3,)", "not a pair", WINDOW)),
     ("window_of_three", {"window_size": (1, 2, 3)}, ("window_size=(1, 2, 3)", "not a pair", WINDOW)),
@@ -127,6 +142,8 @@ FORWARD = rows(
     # how and where to
     ("algorithm_unknown", {"algorithm": "flash3"}, ("algorithm='flash3'", "standard, flash1, flash2, flashd")),
     ("algorithm_none", {"algorithm": None}, ("algorithm=None", "standard, flash1, flash2, flashd")),
+    *((f"algorithm_array_{n}", {"algorithm": np.array(["flash2"] * 2)} | more, ("algorithm=array", "flash1, flash2"))
+      for n, more in enumerate(({}, {"sinks": zeros(4)}))),
     ("algorithm_list", {"algorithm": ["flash2"]}, ("algorithm=['flash2']", "standard, flash1, flash2, flashd")),
     ("out_dtype_wider", {"out_dtype": "float64"}, ("out_dtype='float64'", "float32 inputs", "None")),
     ("out_dtype_unknown", {"out_dtype": "int8"}, ("out_dtype='int8'", "float32 inputs", "None")),
@@ -234,7 +251,7 @@ def test_gpu_arrays_without_cupy_name_what_to_install(call: str, monkeypatch: py
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(find, "_singletons", {"numpy": NUMPY})
     monkeypatch.setattr(find, "_known", {np.ndarray: NUMPY})
-    arrays = [Producer(x, device=(2, 0)) for x in base().values()]  # kDLCUDA
+    arrays = [Producer(x, (2, 0)) for x in base().values()]  # kDLCUDA
     with pytest.raises(UnsupportedError, match=r"CuPy, which is not installed: pip install \"cupy-cuda13x"):
         getattr(cuflash, call)(*arrays[: 2 if call == "lse" else 3])
 

@@ -113,6 +113,27 @@ def test_what_nobody_sees_gets_and_gives_nothing(mask: dict[str, Any], poison: f
         assert not dx[:, np.r_[0:begin, end:24]].any()
 
 
+@pytest.mark.parametrize("operand", ["dout", "q", "k", "v", "dlse"])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+@pytest.mark.parametrize("mask", MASKED, ids=str)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_and_a_key_that_it_does_not_see_get_nothing_of_each_other(
+    mask: dict[str, Any], softcap: float, operand: str, poison: float
+) -> None:
+    case = Case("", 2, 24, 24, 4, 2, 8, 8, "float32", softcap=softcap, **mask)
+    (q, k, v), (dout, dlse) = case.arrays(), upstream(case)
+    sees = case.problem().mask.visible(np.arange(24), np.arange(24))
+    clean = gradients(case, q, k, v, dout, dlse)
+    for at in (0, 5, 12, 23):
+        given = {name: x.copy() for name, x in (("q", q), ("k", k), ("v", v), ("dout", dout), ("dlse", dlse))}
+        given[operand][(np.s_[:, :, at] if operand == "dlse" else np.s_[:, at])] = poison
+        rows = sees[:, at] if operand in "kv" else np.arange(24) == at
+        keys = sees[rows].any(axis=0)
+        found = gradients(case, *given.values())
+        for dx, wanted, others in zip(found, clean, (~rows, ~keys, ~keys), strict=True):
+            same((dx[:, others],), (wanted[:, others],))
+
+
 def test_nan_that_is_seen_is_not_hidden() -> None:
     case = Case("", 1, 20, 20, 1, 1, 4, 4, "float32", causal=True)
     (q, k, v), (dout, _) = case.arrays(), upstream(case)
@@ -149,3 +170,19 @@ def test_backward_of_merged_halves(dtype: str, mask: dict[str, Any]) -> None:
     (dq0, dk0, dv0), (dq1, dk1, dv1) = halves
     found = dq0 + dq1, np.concatenate([dk0, dk1], axis=1), np.concatenate([dv0, dv1], axis=1)
     check(case, Given(dout, q, k, v, *merged, dlse), found)
+
+
+@pytest.mark.parametrize("operand", "qkv")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_reaches_the_same_gradients_whatever_the_tiles(operand: str, value: float) -> None:
+    case = Case("", 1, 1100, 1100, 1, 1, 4, 4, "float32", causal=True)
+    given, (dout, _) = dict(zip("qkv", case.arrays(), strict=True)), upstream(case)
+    given[operand][0, 10] = value
+    out, lse = reference.forward(case.problem(), *given.values())
+    of_sizes = [
+        reference.backward(case.problem(), dout, *given.values(), out, lse, block_k=size) for size in (64, 512, 2048)
+    ]
+    for found in zip(*of_sizes, strict=True):
+        for kind in np.isnan, np.isposinf, np.isneginf:
+            assert (kind(found[0]) == kind(found[1])).all()
+            assert (kind(found[0]) == kind(found[2])).all()

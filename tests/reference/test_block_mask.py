@@ -9,6 +9,7 @@ import pytest
 
 from cuflash.mods import masks
 from cuflash.mods.trace import trace
+from cuflash.reference import block_mask
 from cuflash.reference.block_mask import CELL, EMPTY, FULL, PARTIAL, cells_of
 from cuflash.reference.mods import evaluate
 
@@ -68,3 +69,13 @@ def test_queries_are_looked_at_in_parts() -> None:
 def test_nothing_has_no_cells() -> None:
     assert cells_of(trace(masks.causal, "mask_mod"), 0, 2, 100, 100).shape == (0, 2, 2, 2)
     assert cells_of(trace(masks.causal, "mask_mod"), 1, 1, 0, 100).shape == (1, 1, 0, 2)
+
+
+def test_a_million_sequences_without_queries_or_keys_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(block_mask, "evaluate", lambda roots, inputs, arrays: asked.append(inputs["b"]) or [True])
+    lengths = [(1, 0), (0, 1)] * (10**6 // 2)
+    lengths[-1] = (1, 1)
+    found = cells_of(trace(masks.causal, "mask_mod"), len(lengths), 1, 1, 1, lengths)
+    assert asked == [len(lengths) - 1]
+    assert np.flatnonzero(found).tolist() == asked

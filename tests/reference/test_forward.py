@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from importlib import import_module
@@ -156,6 +157,39 @@ def test_poison_is_where_the_masks_above_hide() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("mask", MASKED, ids=str)
+@pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
+def test_a_row_depends_on_what_it_sees_alone(
+    algorithm: str, dtype: str, mask: dict[str, Any], poison: float
+) -> None:
+    case = Case("", 2, 24, 24, 4, 2, 8, 8, dtype, **mask)
+    problem, (q, k, v) = case.problem(algorithm=algorithm), case.arrays()
+    sees, clean = problem.mask.visible(np.arange(24), np.arange(24)), reference.forward(problem, q, k, v)
+    for key in (0, 5, 12, 23):
+        of_v, of_k = v.copy(), k.copy()
+        of_v[:, key, :, 3] = of_k[:, key] = poison
+        out, lse = reference.forward(problem, q, k, of_v)
+        assert not np.isfinite(out[:, sees[:, key], :, 3]).any()
+        same((np.delete(out, 3, axis=3), lse), (np.delete(clean[0], 3, axis=3), clean[1]))
+        for soiled in ((out, lse), reference.forward(problem, q, of_k, of_v)):
+            blind = ~sees[:, key]
+            same((soiled[0][:, blind], soiled[1][:, :, blind]), (clean[0][:, blind], clean[1][:, :, blind]))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_infinities_of_both_signs_that_are_seen_are_nan(algorithm: str) -> None:
+    case = Case("", 1, 20, 20, 2, 1, 4, 4, "float32", causal=True)
+    q, k, v = case.arrays()
+    v[0, 3, 0], v[0, 9, 0, 1:3], v[0, 15, 0, 2] = np.inf, -np.inf, np.nan
+    out, _ = reference.forward(case.problem(algorithm=algorithm), q, k, v)
+    assert np.isfinite(out[:, :3]).all()
+    assert np.isposinf(out[:, 3:9]).all()
+    assert np.isposinf(out[:, 9:, :, [0, 3]]).all()
+    assert np.isnan(out[:, 9:, :, 1:3]).all()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_is_seen_is_not_hidden(algorithm: str, poison: float) -> None:
     case = Case("", 1, 20, 20, 2, 1, 4, 4, "float32", causal=True)
@@ -305,3 +339,30 @@ def test_merging_with_nothing() -> None:
     bad = reference.merge_states([out, out], [lse, np.full_like(lse, np.nan)])
     assert np.isnan(bad[0]).all()
     assert np.isnan(bad[1]).all()
+
+
+NOT_FINITE: dict[str, tuple[str, float, dict[str, Any]]] = {  # what key 10 holds, and where
+    "hidden by its value": ("k", -np.inf, {}),
+    "over the cap": ("k", np.inf, {"softcap": 2.0}),
+    "v": ("v", np.nan, {}),
+    "v of a weight that is 0": ("v", np.inf, {"softmax_scale": 300.0}),
+    "v of a key that is hidden by its value": ("kv", -np.inf, {}),
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", NOT_FINITE)
+def test_what_is_not_finite_reaches_the_same_rows_whatever_the_tiles(name: str, causal: bool) -> None:
+    where, value, more = NOT_FINITE[name]
+    case = Case("", 1, 1100, 1100, 1, 1, 4, 4, "float32", causal=causal, **more)
+    given = dict(zip("qkv", case.arrays(), strict=True))
+    for operand in where:
+        given[operand][0, 10] = value
+    found = {
+        (algorithm, block_k): reference.forward(case.problem(algorithm=algorithm), *given.values(), block_k=block_k)[0]
+        for algorithm, block_k in itertools.product(TILED, (64, 512, 2048))
+    }
+    found["standard", 0] = reference.forward(case.problem(algorithm="standard"), *given.values())[0]
+    for out in found.values():
+        for kind in np.isnan, np.isposinf, np.isneginf:
+            np.testing.assert_array_equal(kind(out), kind(found["standard", 0]))

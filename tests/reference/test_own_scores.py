@@ -146,6 +146,32 @@ def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
     assert np.isneginf(lse).all()
 
 
+@pytest.mark.parametrize("operand", ["dout", "q", "k", "v"])
+@pytest.mark.parametrize("name", ["mask_mod", "mask_mod and window", "bool bias", "sinks", "all"])
+def test_a_row_and_a_key_that_a_function_hides_from_it_get_nothing_of_each_other(name: str, operand: str) -> None:
+    call, given = CALLS[name], dict(zip("qkv", arrays(), strict=True))
+    of, own, dout = problem_of(call), own_of(call), normal(BATCH, ROWS, HEADS, DIM)
+    shown = call["mask_mod"](*np.ogrid[:BATCH, :HEADS, :ROWS, :KEYS]) if "mask_mod" in call else call["bias"]
+    shown = shown & of.mask.visible(np.arange(ROWS), np.arange(KEYS))
+    sees = np.broadcast_to(shown, (BATCH, HEADS, ROWS, KEYS))
+
+    def results(**soiled: Any) -> tuple[Any, ...]:
+        q, k, v, upstream = (soiled.get(name, x) for name, x in (*given.items(), ("dout", dout)))
+        out, lse = flash2.forward(of, q, k, v, own=own)
+        return out.swapaxes(1, 2), lse, *(x.swapaxes(1, 2) for x in backward(of, upstream, q, k, v, out, lse, own=own))
+
+    clean = results()
+    for at in (0, 7, 20):
+        x = {**given, "dout": dout}[operand].copy()
+        x[:, at] = np.nan
+        rows = sees[..., at] if operand in "kv" else np.broadcast_to(np.arange(ROWS) == at, sees.shape[:3])
+        keys = (sees & rows[..., None]).any(axis=2).reshape(BATCH, HEADS_KV, -1, KEYS).any(axis=2)
+        found = results(**{operand: x})
+        for got, wanted, others in zip(found, clean, (~rows, ~rows, ~rows, ~keys, ~keys), strict=True):
+            np.testing.assert_array_equal(got[others], wanted[others])
+        assert np.isnan(found[2 if operand == "dout" else 0][rows & sees.any(axis=3)]).all()
+
+
 def test_a_row_that_is_nan_gives_nan_to_the_keys_that_it_sees_alone() -> None:
     bias = np.zeros((1, 1, ROWS, KEYS))
     bias[..., 3, 1] = np.nan

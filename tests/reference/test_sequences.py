@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from cuflash.problem.operands import OF_SEQUENCES
 from cuflash.problem.options import ALGORITHMS, Options
 from cuflash.problem.problem import Problem
 from cuflash.reference import sequences
-from cuflash.reference.sequences import One, each, rows_of, run
+from cuflash.reference.sequences import One, each, run
 from cuflash.selftest import oracle
 from cuflash.selftest.sequences import FAR, Made, Sequences, assembled, check, made
 
@@ -57,11 +58,11 @@ def test_keys_that_are_there_are_ranges_between_those_that_are_not(name: str) ->
 def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
     given = made(case)
     found = dict(each(problem_of(given), given.told))
-    assert list(found) == [b for b, count in enumerate(case.queries) if count]
+    assert sorted(found) == [b for b, count in enumerate(case.queries) if count]
     for b, one in found.items():
         queries, keys = given.queries[b], given.keys[b]
-        assert list(range(one.queries.start, one.queries.stop)) == queries[1].tolist()
-        assert {one.batch_q} >= {*queries[0].tolist()}
+        assert np.r_[one.queries].tolist() == queries[1].tolist()
+        assert {*np.ravel(one.batch_q).tolist()} >= {*queries[0].tolist()}
         same(one.keys, keys)
 
 
@@ -70,13 +71,17 @@ def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out
     table = given.told["page_table"].copy()
     table[0, 1], table[1, 0] = len(given.k), -FAR - 1
     told = given.told | {"page_table": table}
-    (_, first), (_, second), *_ = each(problem_of(given), told)
-    assert np.flatnonzero(first.keys[0] < 0).tolist() == [3, 4, 5]
-    assert np.flatnonzero(second.keys[0] < 0).tolist() == [0, 1, 2]
+    found = dict(each(problem_of(given), told))
+    assert np.flatnonzero(found[0].keys[0] < 0).tolist() == [3, 4, 5]
+    assert np.flatnonzero(found[1].keys[0] < 0).tolist() == [0, 1, 2]
     packed = made(replace(USED, queries=(3, 1, 5)))
     wild = packed.told | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
     used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
-    assert [one.keys[1].tolist() for _, one in each(problem_of(packed), used)] == [[], list(range(9)), []]
+    # why first: where bounds decrease, rows that are computed are not cleared afterwards
+    (_, blind), (_, sees) = each(problem_of(packed), used)
+    assert [one.keys[1].tolist() for one in (sees, blind)] == [list(range(9)), []]
+    for name, rows in (("batch_q", 0), ("queries", 1)):
+        assert getattr(blind, name).tolist() == [*packed.queries[0][rows], *packed.queries[2][rows]]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -126,16 +131,32 @@ def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
 
     run(problem_of(given), compute, {name: getattr(given, name) for name in "qkv"} | given.told, None)
     lengths = zip(given.of.queries, given.of.keys, strict=True)
-    assert seen == [(1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n]
+    assert sorted(seen) == sorted((1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n)
 
 
-def test_a_million_sequences_without_queries_cost_no_step_of_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """How many dense problems were computed since it was asked last."""
+    lengths: list[int] = []
+    alone = sequences._alone
+    monkeypatch.setattr(sequences, "_alone", lambda *of: lengths.append(1) or alone(*of))
+
+    def count() -> int:
+        found = len(lengths)
+        lengths.clear()
+        return found
+
+    return count
+
+
+MANY = 10**6
+
+
+def test_a_million_sequences_without_queries_cost_no_step_of_a_loop(counted: Callable[[], int]) -> None:
     """One sequence among them has rows; backward's gradients of the keys of the others are 0."""
-    asked = []
-    monkeypatch.setattr(sequences, "rows_of", lambda *of: asked.append(of[0]) or rows_of(*of))
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((rows, 2, 8)).astype("f4") for rows in (3, 5, 5))
-    bounds_q, bounds_k = np.zeros(10**6 + 1, np.int32), np.zeros(10**6 + 1, np.int32)
+    bounds_q, bounds_k = np.zeros(MANY + 1, np.int32), np.zeros(MANY + 1, np.int32)
     bounds_q[7 * 10**5 :], bounds_k[7 * 10**5 :], bounds_k[-1] = 3, 4, 5
     told = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k, "max_seqlen_q": 3, "max_seqlen_k": 5}
     out, lse = cuflash.forward(q, k, v, return_lse=True, **told)
@@ -146,4 +167,68 @@ def test_a_million_sequences_without_queries_cost_no_step_of_a_loop(monkeypatch:
     wanted = cuflash.backward(alone, q[None], k[None, :4], v[None, :4], alone, alone_lse)
     same([grads[0], *(x[:4] for x in grads[1:])], [x[0] for x in wanted])
     assert not any(x[4:].any() for x in grads[1:])
-    assert asked == 6 * [7 * 10**5 - 1]  # its queries and its keys, in three calls
+    assert counted() == 3  # one in each call
+
+
+def ones(*begin: int, heads: int = 1) -> Any:
+    return np.ones((*begin, heads, 4), "f4")
+
+
+def each_of(number: int, *shape: int) -> Any:
+    return np.full((MANY, *shape), number, np.int32)
+
+
+BOUNDS = np.arange(MANY + 1, dtype=np.int32)
+# A million sequences of which each has a query that sees nothing, but for the last in all but one of the cases.
+NOTHING: dict[str, dict[str, Any]] = {
+    "no keys at all": {"k": ones(0), "cu_seqlens_k": 0 * BOUNDS},
+    "no keys": {"k": ones(1), "cu_seqlens_k": np.r_[0 * BOUNDS[1:], [1]].astype("i4")},
+    "no keys used": {"k": ones(MANY, 1), "seqused_k": BOUNDS[1:] // MANY},
+    "no rows of the cache": {"k": ones(2, 1), "cache_batch_idx": BOUNDS[1:] // MANY - 1},
+    "no pages": {"k": ones(2, 1), "page_table": (BOUNDS[1:] // MANY - 1)[:, None]},
+    "no used pages": {"k": ones(2, 1), "page_table": each_of(0, 1), "seqused_k": BOUNDS[1:] // MANY},
+    "no keys in the window": {"k": ones(2 * MANY + 1), "window_size": (0, -1), "diagonal_offset": 2,
+                              "cu_seqlens_k": np.r_[2 * BOUNDS[:-1], [2 * MANY + 1]].astype("i4")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("name", NOTHING)
+def test_a_million_queries_that_see_nothing_are_one_step_of_a_loop(
+    name: str, packed: bool, counted: Callable[[], int]
+) -> None:
+    told, steps = dict(NOTHING[name]), 1 + (name != "no keys at all")
+    q = ones(MANY, heads=2)
+    if packed:
+        told |= {"cu_seqlens_q": BOUNDS, "max_seqlen_q": 1}
+    else:
+        q = q[:, None]
+    k, kept = told.pop("k"), np.full_like(q, 7.0)
+    out, lse = cuflash.forward(q, k, k, return_lse=True, out=kept, **told)
+    assert counted() == steps
+    of_lse = lse.T if packed else lse[..., 0]
+    assert not out[: MANY + 1 - steps].any()
+    assert np.isneginf(of_lse[: MANY + 1 - steps]).all()
+    assert (out[MANY + 1 - steps :] == 1.0).all()
+    assert np.isfinite(of_lse[MANY + 1 - steps :]).all()
+    same([cuflash.lse(q, k, **told)], [lse])
+    assert counted() == steps
+    if not told.keys() & {"cache_batch_idx", "page_table"}:
+        grads = cuflash.backward(q, q, k, k, out, lse, dlse=lse, **told)
+        assert counted() == steps
+        assert not grads[0][: MANY + 1 - steps].any()
+        assert all(np.isfinite(x).all() for x in grads)
+
+
+def test_of_rows_that_see_nothing_sinks_are_all_that_there_is(counted: Callable[[], int]) -> None:
+    sinks, told = np.array([0.5, -1.0], "f4"), {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": 0 * BOUNDS}
+    q, none = ones(MANY, heads=2), ones(0)
+    out, lse = cuflash.forward(q, none, none, sinks=sinks, return_lse=True, **told)
+    assert not out.any()
+    assert (lse == sinks[:, None]).all()
+    dlse = np.full_like(lse, 0.25)
+    *_, (of_sinks,) = cuflash.backward(
+        q, q, none, none, out, lse, dlse=dlse, sinks=sinks, captured_grads=(sinks,), **told
+    )
+    assert of_sinks.tolist() == [MANY / 4] * 2
+    assert counted() == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -46,25 +47,29 @@ def stranger() -> Iterator[None]:
     os.seteuid(0)
 
 
+def kept(folder: Path, name: str = NAME, content: bytes = CONTENT) -> Path:
+    """A file that was kept in the cache folder and is found there."""
+    cache.keep(name, content)
+    assert cache.find(name) == cache.find_in_cache(name) == cache.read(folder / name) == content
+    return folder / name
+
+
 def is_kept_elsewhere(problem: str) -> bool:
-    """Whether a file is kept by this process alone, with one warning that matches, and found there again."""
+    """Whether a kernel is kept by this process alone, with one warning that matches, and found there again."""
     with pytest.warns(RuntimeWarning, match=problem) as caught:
-        path = cache.keep(NAME, CONTENT)
+        cache.keep(NAME, CONTENT)
     assert len(caught) == 1
     assert "CUFLASH_CACHE_DIR" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert cache.keep(OTHER, CONTENT).parent == path.parent
-    assert cache.find_in_cache(NAME) is None
-    return cache.find(NAME) == path and path.read_bytes().startswith(CONTENT)
+        cache.keep(OTHER, CONTENT[1:])
+    return cache.find_in_cache(NAME) is None and [cache.find(x) for x in (NAME, OTHER)] == [CONTENT, CONTENT[1:]]
 
 
 def test_a_file_is_sound_under_its_own_name_alone(cache_dir: Path) -> None:
-    path = cache.keep(NAME, CONTENT)
-    assert path == cache_dir / NAME == cache.find(NAME) == cache.find_in_cache(NAME)
-    path.rename(cache_dir / OTHER)
+    kept(cache_dir).rename(cache_dir / OTHER)
     assert cache.find(NAME) is cache.find(OTHER) is None
-    assert cache.keep(OTHER, CONTENT) == cache.find(OTHER)
+    kept(cache_dir, OTHER)
 
 
 @posix
@@ -76,12 +81,11 @@ def test_a_folder_is_private_unless_root_makes_it_for_all(
     monkeypatch.setattr(cache, "ROOT", user if root else user + 1)
     umask = os.umask(0)
     try:
-        path = cache.keep(NAME, CONTENT)
+        path = kept(cache_dir)
     finally:
         os.umask(umask)
     assert cache_dir.stat().st_mode & 0o777 == (0o755 if root else 0o700)
     assert path.stat().st_mode & 0o777 == 0o644
-    assert cache.find(NAME) == path
 
 
 @posix
@@ -93,17 +97,16 @@ def test_a_folder_that_others_may_write_is_refused(mode: int, cache_dir: Path) -
     assert is_kept_elsewhere(f"the kernel cache {cache_dir} is not trusted: others than its owner.*chmod go-w")
     assert [path.name for path in cache_dir.iterdir()] == [NAME]  # nothing was added
     cache_dir.chmod(0o755)
-    assert cache.find(NAME) == cache_dir / NAME
+    assert cache.find_in_cache(NAME) == CONTENT
 
 
 @posix
 @pytest.mark.parametrize("mode", [0o620, 0o602])
 def test_a_file_that_others_may_write_is_made_anew(mode: int, cache_dir: Path) -> None:
-    path = cache.keep(NAME, CONTENT)
+    path = kept(cache_dir)
     path.chmod(mode)
     assert cache.find(NAME) is None
-    assert cache.keep(NAME, CONTENT) == path == cache.find(NAME)
-    assert not path.stat().st_mode & 0o022
+    assert not kept(cache_dir).stat().st_mode & 0o022
 
 
 @posix
@@ -116,17 +119,16 @@ def test_a_folder_of_another_user_is_refused(cache_dir: Path, monkeypatch: pytes
     with pytest.raises(UnsupportedError, match=f"belongs to user {owner}, neither to this user"):
         cache.contents()
     monkeypatch.setattr(cache, "ROOT", owner)  # root made it
-    assert cache.find_in_cache(NAME) == cache_dir / NAME
+    assert cache.find_in_cache(NAME) == CONTENT
     cache_dir.chmod(0o777)
     assert cache.find_in_cache(NAME) is None
 
 
 @as_root
 def test_a_file_of_another_user_is_made_anew(cache_dir: Path) -> None:
-    path = cache.keep(NAME, CONTENT)
-    os.chown(path, STRANGER, STRANGER)
+    os.chown(kept(cache_dir), STRANGER, STRANGER)
     assert cache.find(NAME) is None
-    assert cache.keep(NAME, CONTENT) == path == cache.find(NAME)
+    kept(cache_dir)
     os.chown(cache_dir, STRANGER, STRANGER)
     assert cache.find(NAME) is None
     assert is_kept_elsewhere(f"belongs to user {STRANGER}, neither to this user .* nor to root")
@@ -137,13 +139,15 @@ def test_a_cache_of_roots_serves_other_users_who_cannot_write_it(
     shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / "made"))
-    path = cache.keep(NAME, CONTENT)
+    kept(shared / "made")
     request.getfixturevalue("stranger")
-    assert cache.find(NAME) == path
     assert cache.contents() == (shared / "made", [len(CONTENT) + cache.DIGEST_BYTES])
+    told = r"1 kernels, 48 B; no more can be kept: .*/made cannot be written \(Permission denied\); set CUFLASH_CACHE"
+    assert re.match(f"cache     {shared / 'made'}: {told}", cache_line())
     with pytest.warns(RuntimeWarning, match=f"{shared / 'made'} cannot be used .Permission denied"):
-        assert cache.keep(OTHER, CONTENT) == cache.find(OTHER)
-    assert cache.find(NAME) == path
+        cache.keep(OTHER, CONTENT)
+    assert cache.find_in_cache(OTHER) is None
+    assert cache.find(OTHER) == cache.find_in_cache(NAME) == CONTENT
 
 
 @as_root
@@ -178,7 +182,7 @@ def test_a_fifo_under_a_files_name_is_replaced(has_writer: bool, cache_dir: Path
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)  # not for ever
     assert found.stdout == "None []\n"
-    assert cache.keep(NAME, CONTENT) == cache_dir / NAME == cache.find(NAME)
+    kept(cache_dir)
     if has_writer:
         os.close(writer)
 
@@ -186,8 +190,8 @@ def test_a_fifo_under_a_files_name_is_replaced(has_writer: bool, cache_dir: Path
 def test_a_folder_under_a_files_name_is_told(cache_dir: Path) -> None:
     (cache_dir / NAME).mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match="cannot be used .*; set CUFLASH_CACHE_DIR"):
-        path = cache.keep(NAME, CONTENT)
-    assert cache.find(NAME) == path
+        cache.keep(NAME, CONTENT)
+    assert cache.find(NAME) == CONTENT
     assert [each.name for each in cache_dir.iterdir()] == [NAME]  # no temporary file stays
     assert cache.contents() == (cache_dir, [])
 
@@ -196,7 +200,7 @@ def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
     monkeypatch.setenv("CUFLASH_CACHE_DIR", "~/cubins")
-    assert cache.keep(NAME, CONTENT) == tmp_path / "cubins" / NAME
+    kept(tmp_path / "cubins")
 
 
 def cache_line() -> str:
@@ -235,32 +239,84 @@ def test_a_home_at_the_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/")
     assert is_kept_elsewhere("/.cache/cuflash cannot be used .Permission denied")
-    assert cache_line() == "cache     /.cache/cuflash: 0 kernels, 0 B"
+    told = r"none: the kernel cache /.cache/cuflash cannot be made \(/\S* cannot be written\); set CUFLASH_CACHE_DIR"
+    assert re.match(f"cache     {told}", cache_line())
 
 
-def no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def none() -> str:
-        raise FileNotFoundError(2, "No usable temporary directory found")
+@as_root
+@pytest.mark.parametrize("name", ["", "cache", "a/deeper/cache"])
+def test_a_folder_that_nothing_can_be_added_to_is_no_cache_and_none_is_made(
+    name: str, shared: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / name))
+    assert cache_line() == f"cache     {shared / name}: 0 kernels, 0 B"
+    request.getfixturevalue("stranger")
+    why = f"made ({shared} cannot be written)" if name else "written (Permission denied)"
+    told = f"none: the kernel cache {shared / name} cannot be {why}; set CUFLASH_CACHE_DIR"
+    assert cache_line().startswith(f"cache     {told}")
+    assert not list(shared.iterdir())
 
-    monkeypatch.setattr(tempfile, "gettempdir", none)
-    monkeypatch.setattr(tempfile, "tempdir", None)
-    monkeypatch.setattr(tempfile, "_get_default_tempdir", none)
+
+@pytest.mark.parametrize("name", ["there", "not/yet"])
+def test_what_is_told_of_the_cache_writes_nowhere_else(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / name))
+    written: list[Path] = []
+    touch = Path.touch
+    monkeypatch.setattr(Path, "touch", lambda path: written.append(path.parent) or touch(path))
+    assert cache_line() == f"cache     {tmp_path / name}: 0 kernels, 0 B"
+    assert written == [tmp_path / "there"] * (name == "there")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "there"]
 
 
-def test_a_writable_cache_needs_no_temporary_folder(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_temporary_folder(monkeypatch)
+def test_a_link_that_leads_nowhere_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "link"))
+    told = f"none: the kernel cache {tmp_path / 'link'} cannot be written (No such file"
+    assert cache_line().startswith(f"cache     {told}")
+
+
+def test_a_process_keeps_the_latest_kernels_up_to_a_bound(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache_dir.write_bytes(b"no folder")
+    monkeypatch.setattr(cache, "MOST_BYTES", 10)
+    monkeypatch.setattr(cache, "_warn", lambda problem: None)
+    for name in "abc":
+        cache.keep(name, name.encode() * 4)
+    assert [cache.find(name) for name in "abc"] == [None, b"bbbb", b"cccc"]
+
+
+# Keeps kernels where there is no cache, in a process and in its child, which finds what its parent kept before.
+FORKS = f"""
+import os, sys, warnings
+from cuflash.runtime import cache
+warnings.simplefilter("ignore")
+cache.keep({NAME!r}, b"parent")
+child = os.fork()
+assert cache.find({NAME!r}) == b"parent"
+cache.keep({OTHER!r}, b"child" if child == 0 else b"parent")
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+    assert cache.find({OTHER!r}) == b"parent"
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="fork of POSIX")
+def test_without_a_cache_a_process_and_its_children_leave_nothing_behind(tmp_path: Path) -> None:
+    temporary, nowhere = tmp_path / "temporary", tmp_path / "file" / "cache"
+    nowhere.parent.touch()
+    temporary.mkdir()
+    run_python("-c", FORKS, CUFLASH_CACHE_DIR=str(nowhere), TMPDIR=str(temporary))
+    assert not list(temporary.iterdir())
+
+
+def test_a_file_that_is_larger_than_any_kernel_is_not_read_but_made_anew(cache_dir: Path) -> None:
+    path = kept(cache_dir)
+    os.truncate(path, 2**40)  # of which the disk holds one page
     assert cache.find(NAME) is None
-    assert cache.keep(NAME, CONTENT) == cache_dir / NAME == cache.find(NAME)
-
-
-def test_without_any_folder_the_error_names_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_temporary_folder(monkeypatch)
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the error alone
-        with pytest.raises(UnsupportedError, match=r"file/cache cannot be used \(.*set CUFLASH_CACHE_DIR.*No usable"):
-            cache.keep(NAME, CONTENT)
+    assert kept(cache_dir).stat().st_size == len(CONTENT) + cache.DIGEST_BYTES
 
 
 def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> None:
@@ -281,11 +337,11 @@ def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> Non
     yesterday = time.time() - 25 * 3600
     for path in (old, strange):
         os.utime(path, (yesterday, yesterday))
-    kept = cache.keep(NAME, CONTENT)
-    os.utime(kept, (yesterday, yesterday))
-    assert set(cache_dir.iterdir()) == {kept, recent, strange}
+    path = kept(cache_dir)
+    os.utime(path, (yesterday, yesterday))
+    assert set(cache_dir.iterdir()) == {path, recent, strange}
     cache.keep(OTHER, CONTENT)
-    assert cache.find(NAME) == kept  # kernels stay, however old
+    assert cache.find(NAME) == CONTENT  # kernels stay, however old
 
 
 def test_info_tells_the_kernels(cache_dir: Path) -> None:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning.variant import Variant
 from cuflash.runtime import compiler
 from cuflash.runtime.cache import cache_dir as chosen_dir
-from cuflash.runtime.cache import is_sound
+from cuflash.runtime.cache import read
 
 try:
     NVRTC = compiler.nvrtc_version()
@@ -65,6 +66,13 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return copy
 
 
+def kept(variant: Variant) -> Path:
+    """The file of a variant that is compiled if it is not there, and whose cubin is what the file holds."""
+    cubin, path = compiler.cubin(variant), chosen_dir() / compiler._file_name(variant)
+    assert read(path) == cubin
+    return path
+
+
 def assert_sound(path: Path) -> None:
     """The file is a whole ELF image followed by the SHA-256 of its name and itself."""
     data = path.read_bytes()
@@ -76,18 +84,18 @@ def assert_sound(path: Path) -> None:
 
 
 def test_a_compiled_kernel_is_found_again(cache_dir: Path, compiles: list[Variant]) -> None:
-    path = compiler.cubin_path(MERGE)
+    path = kept(MERGE)
     assert path.parent == cache_dir
     assert path.name.startswith(f"{MERGE.name}.sm_80.")
     assert_sound(path)
-    assert compiler.cubin_path(MERGE) == path
+    assert kept(MERGE) == path
     assert compiles == [MERGE]
     assert list(cache_dir.iterdir()) == [path]  # no temporary file stays
 
 
 def test_kernels_architectures_and_dtypes_have_files_of_their_own(compiles: list[Variant]) -> None:
     variants = [MERGE, OTHER, replace(MERGE, arch="sm_90"), replace(OTHER, arch="sm_90")]
-    assert len({compiler.cubin_path(variant) for variant in variants}) == len(compiles) == 4
+    assert len({kept(variant) for variant in variants}) == len(compiles) == 4
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -102,63 +110,63 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_noticed_and_rebuilt(damage: str, compiles: list[Variant]) -> None:
-    path = compiler.cubin_path(MERGE)
+    path = kept(MERGE)
     sound = path.read_bytes()
     path.write_bytes(DAMAGE[damage](sound))
-    assert compiler.cubin_path(MERGE) == path
+    assert kept(MERGE) == path
     assert compiles == [MERGE, MERGE]
     assert_sound(path)
     assert len(path.read_bytes()) == len(sound)
 
 
 def test_another_kernels_file_under_a_kernels_name_is_noticed_and_rebuilt(compiles: list[Variant]) -> None:
-    path, other = compiler.cubin_path(MERGE), compiler.cubin_path(OTHER)
+    path, other = kept(MERGE), kept(OTHER)
     shutil.copyfile(other, path)
     assert not compiler.is_cached(MERGE)
-    assert compiler.cubin_path(MERGE) == path
+    assert kept(MERGE) == path
     assert compiles == [MERGE, OTHER, MERGE]
     assert_sound(path)
     assert MERGE.name.encode() in path.read_bytes()
     other.rename(other.with_name("another.cubin"))
-    assert not is_sound(other.with_name("another.cubin"))
+    assert read(other.with_name("another.cubin")) is None
 
 
 def test_a_file_of_an_older_cuflash_is_rebuilt(compiles: list[Variant]) -> None:
-    path = compiler.cubin_path(MERGE)
+    path = kept(MERGE)
     cubin = path.read_bytes()[:-32]
     path.write_bytes(cubin + hashlib.sha256(cubin).digest())
-    assert compiler.cubin_path(MERGE) == path
+    assert kept(MERGE) == path
     assert compiles == [MERGE, MERGE]
     assert_sound(path)
 
 
 def test_an_edited_header_is_a_new_kernel(sources: Path, compiles: list[Variant]) -> None:
-    first = compiler.cubin_path(MERGE)
+    first = kept(MERGE)
     header = sources / "common" / "numeric.cuh"  # included by params.cuh's includer, not by merge.cu alone
     header.write_text(header.read_text("utf-8") + "// edited\n", "utf-8")
-    second = compiler.cubin_path(MERGE)
+    second = kept(MERGE)
     assert second != first
     assert len(compiles) == 2
     (sources / "sm80" / "tile.cuh").write_text("not even C++", "utf-8")  # merge does not include it
-    assert compiler.cubin_path(MERGE) == second
+    assert kept(MERGE) == second
     assert len(compiles) == 2
 
 
 def test_the_options_and_the_compiler_are_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {compiler.cubin_path(MERGE).name}
+    names = {kept(MERGE).name}
     options = compiler.options
     monkeypatch.setattr(compiler, "options", lambda variant: (*options(variant), "-lineinfo"))
-    names.add(compiler.cubin_path(MERGE).name)
+    names.add(kept(MERGE).name)
     monkeypatch.setattr(compiler, "options", options)
     monkeypatch.setattr(compiler, "nvrtc_version", lambda: (99, 0))
-    names.add(compiler.cubin_path(MERGE).name)
+    names.add(kept(MERGE).name)
     assert len(names) == 3
 
 
 def test_a_kernel_is_cached_while_its_file_is_sound(cache_dir: Path, compiles: list[Variant]) -> None:
     assert not compiler.is_cached(MERGE)
     assert not cache_dir.exists()
-    path = compiler.cubin_path(MERGE)
+    path = kept(MERGE)
     assert compiler.is_cached(MERGE)
     assert not compiler.is_cached(OTHER)
     assert compiles == [MERGE]
@@ -173,14 +181,14 @@ def test_an_unwritable_folder_works_and_warns_once(
     file.write_text("a folder cannot be made below a file", "utf-8")
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file / "cache"))
     with pytest.warns(RuntimeWarning, match="cannot be used.*set CUFLASH_CACHE_DIR") as caught:
-        path = compiler.cubin_path(MERGE)
+        cubin = compiler.cubin(MERGE)
     assert len(caught) == 1
     assert str(file / "cache") in str(caught[0].message)
-    assert_sound(path)
+    assert cubin.startswith(b"\x7fELF")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert compiler.cubin_path(MERGE) == path
-        assert_sound(compiler.cubin_path(OTHER))
+        assert compiler.cubin(MERGE) == cubin == compiler.cubin(MERGE)
+        assert compiler.cubin(OTHER) == compiler.cubin(OTHER) != cubin
     assert compiles == [MERGE, OTHER]  # a kernel is still compiled once in the process
     assert file.read_text("utf-8") == "a folder cannot be made below a file"
 
@@ -189,7 +197,7 @@ def test_the_cache_is_where_the_variable_says_or_the_users_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "elsewhere"))
-    assert compiler.cubin_path(MERGE).parent == tmp_path / "elsewhere"
+    assert kept(MERGE).parent == tmp_path / "elsewhere"
     for value in (None, ""):
         if value is None:
             monkeypatch.delenv("CUFLASH_CACHE_DIR")
@@ -204,7 +212,7 @@ def test_threads_at_once_compile_and_load_a_kernel_once(
 ) -> None:
     def load(variant: Variant, ordinal: int) -> Any:
         time.sleep(0.05)
-        return compiler.cubin_path(variant), object()
+        return compiler.cubin(variant), object()
 
     monkeypatch.setattr(compiler, "_load", load)
     got: list[Any] = []
@@ -214,6 +222,27 @@ def test_threads_at_once_compile_and_load_a_kernel_once(
     assert compiles == [MERGE]
     assert compiler.load(MERGE, 1) is not got[0]  # each GPU loads its own
     assert compiles == [MERGE]
+
+
+def test_what_is_loaded_is_what_was_judged_though_its_file_is_swapped_in_between(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, sound, loaded = kept(MERGE), compiler.cubin(MERGE), []
+    kernel = SimpleNamespace(ptr=77)
+    module = SimpleNamespace(load=loaded.append, get_function=lambda name: kernel)
+
+    def find(name: str, find: Callable[[str], bytes | None] = compiler.find) -> bytes | None:
+        found = find(name)
+        path.write_bytes(b"of somebody else")
+        return found
+
+    monkeypatch.setattr(compiler, "find", find)
+    monkeypatch.setattr(compiler, "current_device", lambda: 0)
+    monkeypatch.setattr(compiler, "_modules", [])
+    monkeypatch.setattr("cupy.cuda.Module", lambda: module)
+    monkeypatch.setattr("cupy.cuda.driver.funcSetAttribute", lambda *given: loaded.append(given[::2]))
+    assert compiler.load(MERGE, 0) is kernel
+    assert loaded == [sound, (77, MERGE.smem_bytes)]
 
 
 def test_different_kernels_are_compiled_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,7 +269,7 @@ def test_a_failed_load_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_threads_in_the_disk_cache_end_with_one_sound_file(cache_dir: Path) -> None:
     paths: list[Path] = []
-    run_threads(lambda index: paths.append(compiler.cubin_path((MERGE, OTHER)[index % 2])), 6)
+    run_threads(lambda index: paths.append(kept((MERGE, OTHER)[index % 2])), 6)
     assert sorted(set(paths)) == sorted(cache_dir.iterdir())
     assert len(set(paths)) == 2
     for path in set(paths):
@@ -255,7 +284,7 @@ def test_processes_at_once_end_with_one_sound_file(cache_dir: Path) -> None:
         "from cuflash.planning.variant import Variant\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"
-        "print(compiler.cubin_path(Variant('merge', 'portable/merge.cu', 'sm_80', 'float16', 'float16')))\n"
+        "sys.stdout.write(compiler.cubin(Variant('merge', 'portable/merge.cu', 'sm_80', 'float16', 'float16')).hex())\n"
     )
     command, pipe = [sys.executable, "-W", "error", "-c", code], subprocess.PIPE
     processes = [subprocess.Popen(command, cwd=CHECKOUT, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
@@ -266,11 +295,11 @@ def test_processes_at_once_end_with_one_sound_file(cache_dir: Path) -> None:
         assert process.stdin is not None
         process.stdin.write("go\n")
         process.stdin.flush()
-    printed = {process.communicate(timeout=60)[0].strip() for process in processes}
+    printed = {process.communicate(timeout=60)[0] for process in processes}
     assert [process.returncode for process in processes] == [0, 0, 0]
-    assert printed == {str(compiler.cubin_path(MERGE))}
-    assert [str(path) for path in cache_dir.iterdir()] == list(printed)
-    assert_sound(compiler.cubin_path(MERGE))
+    assert printed == {compiler.cubin(MERGE).hex()}
+    assert list(cache_dir.iterdir()) == [kept(MERGE)]
+    assert_sound(kept(MERGE))
 
 
 def test_a_refused_kernel_is_told_in_full_and_leaves_nothing(sources: Path, cache_dir: Path) -> None:
@@ -278,14 +307,14 @@ def test_a_refused_kernel_is_told_in_full_and_leaves_nothing(sources: Path, cach
     text = source.read_text("utf-8")
     source.write_text(text + "\n#error broken on purpose\n", "utf-8")
     with pytest.raises(CompileError) as caught:
-        compiler.cubin_path(MERGE)
+        compiler.cubin(MERGE)
     message = str(caught.value)
     version = ".".join(map(str, NVRTC))
     for words in (MERGE.name, "sm_80", f"NVRTC {version}", f"Source: {source}", "broken on purpose", "merge.cu("):
         assert words in message
     assert not list(cache_dir.glob("*"))
     source.write_text(text, "utf-8")
-    assert_sound(compiler.cubin_path(MERGE))
+    assert_sound(kept(MERGE))
 
 
 @pytest.fixture
@@ -313,11 +342,11 @@ def test_an_unknown_generation_is_unsupported_with_the_way_out(arch: str) -> Non
     with pytest.raises(
         UnsupportedError, match=rf"NVRTC {NVRTC[0]}\.{NVRTC[1]} cannot compile for {arch}; .*pip install"
     ):
-        compiler.cubin_path(replace(MERGE, arch=arch))
+        compiler.cubin(replace(MERGE, arch=arch))
 
 
 def test_an_architecture_newer_than_the_compiler_compiles() -> None:
-    path = compiler.cubin_path(replace(MERGE, arch="sm_129"))
+    path = kept(replace(MERGE, arch="sm_129"))
     assert ".sm_12" in path.name
     assert ".sm_129." not in path.name
     assert_sound(path)

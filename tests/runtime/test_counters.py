@@ -131,11 +131,14 @@ def test_a_new_stream_of_a_handle_has_a_counter_of_its_own(driver: Driver) -> No
     assert counters.counter(0, 1) == new
 
 
-def test_streams_without_end_take_four_bytes_each_and_nothing_of_the_host(driver: Driver) -> None:
-    given = set()
-    for driver.born in range(3 * counters.PAGE):
-        given.add(counters.counter(0, 1))
-    assert len(given) == 3 * counters.PAGE
+@pytest.mark.parametrize(("words", "rounded"), [(1, 1), (5, 8), (1000, 1024)])
+def test_streams_without_end_take_four_bytes_a_word_each_and_nothing_of_the_host(
+    driver: Driver, words: int, rounded: int
+) -> None:
+    given, streams = set(), 3 * counters.PAGE // rounded
+    for driver.born in range(streams):
+        given.add(counters.counter(0, 1, words))
+    assert len(given) == streams
     assert len(driver.pages) == 3
     assert len(counters._of_stream) == 1
 

@@ -26,11 +26,11 @@ with alone(Path(sys.argv[1]), 5):
 COMPILES = """
 import logging, sys
 import cuflash
-from cuflash.runtime.compiler import cubin_path
+from cuflash.runtime.compiler import cubin
 logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
 logging.getLogger("cuflash").setLevel(logging.DEBUG)
 shape = (1, 128, 1, 64)
-cubin_path(cuflash.plan(shape, shape, shape, dtype="float16", device="sm_80").launches[0].variant)
+cubin(cuflash.plan(shape, shape, shape, dtype="float16", device="sm_80").launches[0].variant)
 """
 
 

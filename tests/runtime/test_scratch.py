@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from drivers import Array, Gpus
+from drivers import Array, Gpus, Recorded
+from libraries import memory_of_nan
 
 import cuflash
 from cuflash.runtime import launch, scratch
 from cuflash.runtime.structs import STRUCTS
 
 PLACE = 2**50
+SHAPES = (1, 1, 32, 128), (1, 4096, 8, 128), (1, 4096, 8, 128)
 
 
 @pytest.fixture
@@ -24,8 +28,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 
 
 def decoded() -> Any:
-    shapes = (1, 1, 32, 128), (1, 4096, 8, 128), (1, 4096, 8, 128)
-    q, k, v = (Array.dense(shape, 2**40 * n) for n, shape in enumerate(shapes, 1))
+    q, k, v = (Array.dense(shape, 2**40 * n) for n, shape in enumerate(SHAPES, 1))
     return cuflash.forward(q, k, v)
 
 
@@ -66,6 +69,22 @@ def test_a_workspace_that_is_larger_or_of_several_launches_is_not_shared(
         gpus.library.current_stream = 0
         cuflash.backward(*[x._replace(pointer=2**40 * n) for n in range(1, 6)], lse)
         assert len(gpus.launched) > 1
+
+
+def test_what_tests_fill_with_nan_is_all_that_a_call_allocates(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[tuple[int, ...]] = []
+    runtime = SimpleNamespace(memsetAsync=lambda *given: filled.append(given))
+    monkeypatch.setattr(sys.modules["cupy.cuda"], "runtime", runtime, raising=False)
+    out, workspace = 32 * 128 * 2, cuflash.plan(*SHAPES, dtype="bfloat16", device="sm_90").workspace_bytes
+    for kept in range(2):  # what calls of before left is not taken, and nothing is left to those that come after
+        decoded()
+        assert not filled, kept
+        with memory_of_nan(Recorded):
+            for stream, place, size in ((0, PLACE, scratch.BYTES), (7, 2**44, workspace)):
+                gpus.library.current_stream = stream
+                assert decoded().pointer == 2**44
+                assert filled == [(2**44, 0xFF, out, stream), (place, 0xFF, size, stream)]
+                filled.clear()
 
 
 @pytest.mark.gpu

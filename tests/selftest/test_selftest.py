@@ -11,15 +11,16 @@ import pytest
 
 import cuflash
 from cuflash.__main__ import main
+from cuflash.bench.cases import Case
 from cuflash.errors import UnsupportedError
 from cuflash.selftest import layouts, run
 from cuflash.selftest.dense import Dense, Merge
 from cuflash.selftest.exact import Chosen, Counted
 from cuflash.selftest.memory import FILL, GUARD, GuardedMemory
 from cuflash.selftest.oracle import MismatchError
-from cuflash.selftest.several import Append, OwnDense, OwnSeveral, Several
+from cuflash.selftest.several import Append, OwnDense, OwnSeveral, Several, maker_of
 
-FORWARD, BACKWARD, LSE = cuflash.forward, cuflash.backward, cuflash.lse
+FORWARD, BACKWARD, LSE, BLOCK_MASK = cuflash.forward, cuflash.backward, cuflash.lse, cuflash.create_block_mask
 
 
 @pytest.fixture
@@ -87,6 +88,54 @@ def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
     assert {"alibi", "causal_document", "sinks", "dropout", "bias bhqk"} <= own
 
 
+def is_blocked(trial: Any) -> bool:
+    """Whether a call has a block mask, one of a mask_mod."""
+    case = trial.case if isinstance(trial, OwnDense) else Case("told", 2, 5, 5, 2, 2, 8, 8, "float32")
+    return trial.block_mask and "mask_mod" in maker_of(trial.names)(lambda x: x, case)
+
+
+MISALIGNED = {"odd_start", "even_start"}
+# What some trials have, by their kinds.
+FEATURES: dict[str, tuple[tuple[type, ...], Any]] = {
+    **{f"misaligned {name}": ((Dense,), lambda trial, n=n: trial.layouts[n] in MISALIGNED)
+       for n, name in enumerate(("q", "k", "v", "dout"))},
+    "misaligned out": ((Dense,), lambda trial: trial.out in MISALIGNED),
+    "misaligned sequences": ((Several,), lambda trial: not trial.backward and trial.layout in MISALIGNED),
+    "misaligned sequences of backward": ((Several,), lambda trial: trial.backward and trial.layout in MISALIGNED),
+    **{f"misaligned {name} of append_kv": ((Append,), lambda trial, name=name: trial.layouts[name] in MISALIGNED)
+       for name in ("k_cache", "v_cache", "k", "v", "q")},
+    **{f"misaligned {name}": ((Dense, Several), lambda trial, n=n: trial.backward and trial.grads_out[n] in MISALIGNED)
+       for n, name in enumerate(("dq", "dk", "dv"))},
+    "some gradients alone": ((Dense,), lambda trial: trial.backward and any(trial.grads_out) > all(trial.grads_out)),
+    "split_size": ((Dense, Several), lambda trial: "split_size" in trial.forward),
+    "block mask": ((OwnDense, OwnSeveral), is_blocked),
+    "wide heads": ((Dense, Several), lambda trial: max(dims_of(trial)) > 256),
+    "wide heads of v alone": ((Dense, Several), lambda trial: dims_of(trial)[1] > 256 >= dims_of(trial)[0]),
+    "wide heads of append_kv": ((Append,), lambda trial: max(trial.arguments["dims"]) > 256),
+}  # fmt: skip
+
+
+def dims_of(trial: Any) -> tuple[int, int]:
+    return trial.of.dims if isinstance(trial, Several) else (trial.case.head_dim, trial.case.head_dim_v)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_every_feature_is_drawn_of_each_kind_that_has_it(seed: int) -> None:
+    trials = [run.trial_of(seed, number)[0] for number in range(4000)]
+    for name, (kinds, has_it) in FEATURES.items():
+        for kind in kinds:
+            assert any(has_it(trial) for trial in trials if isinstance(trial, kind)), f"{kind.__name__}: {name}"
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_misaligned_layouts_begin_an_element_or_two_behind_where_aligned_ones_do(dtype: str) -> None:
+    x = np.zeros((2, 3, 2, 8), dtype)
+    for name, elements in (("odd_start", 1), ("even_start", 2)):
+        view = layouts.LAYOUTS[name](x)
+        assert view.ctypes.data - view.base.ctypes.data == elements * x.itemsize
+        assert not any(stride % 16 for stride in view.strides[:-1])
+
+
 def test_a_number_is_the_same_trial_again() -> None:
     assert all(run.trial_of(7, number)[0] == run.trial_of(7, number)[0] for number in range(100))
     assert run.trial_of(7, 0)[0] != run.trial_of(8, 0)[0]
@@ -127,6 +176,31 @@ def is_given_out(trial: Dense) -> bool:
     return trial.out == "every_second"
 
 
+def of_new_arrays(*arguments: Any, grads_out: Any = None, **more: Any) -> Any:
+    return BACKWARD(*arguments, **more)
+
+
+def beside_dk(*arguments: Any, grads_out: Any = None, **more: Any) -> Any:
+    results = BACKWARD(*arguments, grads_out=grads_out, **more)
+    if grads_out is not None:
+        grads_out[1].base.ravel()[-1] = 0
+    return results
+
+
+def is_given_dk(trial: Any) -> bool:
+    return bool(trial.backward) and trial.grads_out[1] in {"every_second", *MISALIGNED}
+
+
+def is_given_all(trial: Any) -> bool:
+    return bool(trial.backward) and all(trial.grads_out)
+
+
+def of_other_cells(mask_mod: Any, *sizes: int, **more: Any) -> Any:
+    made = BLOCK_MASK(mask_mod, *sizes, **more)
+    made.cells[...] = 0
+    return made
+
+
 @pytest.mark.parametrize(
     ("kind", "asked", "name", "wrong", "told"),
     [
@@ -135,6 +209,10 @@ def is_given_out(trial: Dense) -> bool:
         (Dense, lambda trial: trial.layouts[0] == "dense", "forward", over_its_input, "changed an array that it reads"),
         (Dense, is_given_out, "forward", beside_out, "beside the elements of out"),
         (Dense, lambda trial: trial.backward, "backward", lambda *x, **more: BACKWARD(*x, **more)[::-1], "d[qv]"),
+        (Dense, is_given_dk, "backward", of_new_arrays, "is not what was returned"),
+        (Dense, is_given_dk, "backward", beside_dk, "beside the elements of a gradient"),
+        (Several, is_given_all, "backward", of_new_arrays, "is not what was returned"),
+        (OwnDense, is_blocked, "create_block_mask", of_other_cells, "out: "),
         (Dense, None, "lse", lambda *x, **more: LSE(*x, **more) + 1, "lse: "),
         (Several, lambda trial: trial.backward is None, "forward", by_a_tenth, "out: |forward does not"),
         (OwnDense, None, "forward", by_a_tenth, "out: error"),

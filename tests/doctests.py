@@ -1,0 +1,16 @@
+"""The examples of docstrings, run as they stand."""
+
+from __future__ import annotations
+
+import doctest
+from typing import Any
+
+
+def run_examples(of: Any, **given: Any) -> None:
+    """Runs the examples of a function's docstring, of which there is one at least. given: the names that they know."""
+    (test,) = doctest.DocTestFinder(recurse=False).find(of, of.__name__, globs=given)
+    assert test.examples, f"{of.__name__} has no example"
+    told: list[str] = []
+    failed, tried = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=told.append)
+    assert tried
+    assert not failed, "".join(told)
