@@ -310,10 +310,10 @@ def first_calls(kind: str) -> str:
     return f"{span(found, 0)} s" if kind == "cold" else f"{span((1e3 * x for x in found), 0)} ms"
 
 
-def first_calls_of_peer(name: str, times: float, unit: str) -> str:
+def first_calls_of_peer(name: str, factor: float, unit: str) -> str:
     """The same of another library."""
     startup = read(shown(), "paper")["startup"]["peers"]
-    return f"{span((times * of_op[name] for of_op in startup.values()), 1)} {unit}"
+    return f"{span((factor * of_op[name] for of_op in startup.values()), 1)} {unit}"
 
 
 def host_times(name: str) -> str:

@@ -71,7 +71,7 @@ def backward_plan(
             return _warpgroup_plan(problem, device, tile)
         shares = choose_sharing_rows(problem, device, rows[1].block_q)
         if not _has_few_keys(problem, device, 2 if shares else 1):
-            return _rows_plan(problem, device, rows)
+            return _rows_plan(problem, device, rows, shares=shares)
         reason = few_keys
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
 
@@ -321,11 +321,13 @@ def _sums(
 
 
 def _rows_plan(
-    problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], cells: tuple[bool, ...] = (False,) * 3
-) -> Plan:
+    problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], cells: tuple[bool, ...] = (False,) * 3,
+    shares: bool = False,
+) -> Plan:  # fmt: skip
     """Kernels: delta, dq, dk and dv. All of them repeat bit by bit, also without `deterministic`.
 
-    cells: which of them pass over tiles in which the caller's mask shows nothing.
+    cells: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of threads
+    share the query heads of each key block of dk, and of dv.
     """
     if (own := problem.lengths) is None:
         num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
@@ -343,7 +345,6 @@ def _rows_plan(
         "heads_together": 1 if is_full(problem) else HEADS_TOGETHER,
         "stats_rows": stats_rows,
     }
-    shares = choose_sharing_rows(problem, device, tiles[1].block_q)
     of_turns = {"num_q_blocks": 0, "more_turns": 2 * work[1]} if shares else {}
     launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_turns)]
     for tile, skips in zip(tiles, cells, strict=True):

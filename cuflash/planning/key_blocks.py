@@ -11,7 +11,6 @@ from ..problem.mask import Mask
 from ..problem.problem import Problem
 from . import tiles_sm90
 from .cells import uses_cells
-from .delta import changes_weights
 from .device import Device
 from .plan import MAX_GRID, blocks_of, heads_together
 
@@ -188,15 +187,14 @@ def choose_least_parts(problem: Problem, own: Lengths, most: int) -> int:
 def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
     """Whether two blocks of threads share the query heads of each key block of dk, and of dv, where kernels go by rows.
 
-    As for one kernel of all gradients (L35), but not for scores and masks of the caller's own.
+    As for one kernel of all gradients (L35). It is not asked for scores and masks of the caller's own.
     """
     if problem.options.deterministic or problem.mask.is_full or problem.lengths is not None:
         return False
     group = problem.heads_q // problem.heads_kv
     # why: adding up takes as long as some tiles, and under a mask a key block has half of them or so.
     is_long = group * blocks_of(problem.seqlen_q, block_q) >= 2 * 4 * SHARED_STEPS
-    grouped = group > 1 and is_long and not changes_weights(problem)
-    return grouped and not _almost_fill(problem, device, count_key_blocks(problem, KEY_ROWS))
+    return group > 1 and is_long and not _almost_fill(problem, device, count_key_blocks(problem, KEY_ROWS))
 
 
 def choose_shared(
