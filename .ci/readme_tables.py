@@ -18,7 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "examples" / "results"
-GPUS = ("h200", "h100")  # folders; README.md shows the first that there is
+GPUS = ("h200", "h100")  # folders; README.md shows the first that has a file
 KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that no kind before it has
     "language models, training": lambda name: name.endswith(", training"),
     "language models, prompts": lambda name: name.endswith(", prefill") or "new of" in name,
@@ -279,9 +279,9 @@ def details() -> str:
     return "\n\n".join([*parts, "## Downloads", install()]) + "\n"
 
 
-def shown() -> str:
-    """The GPU that README.md shows."""
-    return next(gpu for gpu in GPUS if (RESULTS / gpu / "paper.json").is_file())
+def shown(preset: str = "paper") -> str:
+    """The GPU of which README.md shows a preset."""
+    return next(gpu for gpu in GPUS if (RESULTS / gpu / f"{preset}.json").is_file())
 
 
 def speeds() -> str:
@@ -324,13 +324,13 @@ def host_times(name: str) -> str:
 
 
 def models_in_words() -> str:
-    """Means over calls of models, and in how many of them ours is faster than the fastest peer."""
-    told = []
+    """Means over calls of models, in how many of them ours is faster than the fastest peer, and on which GPU."""
+    gpu, told = shown("models"), []
     for op in OURS:
-        found = [ratio for row in first_of_ours(rows_of(shown(), "models", op)) if (ratio := best(row)) is not None]
+        found = [ratio for row in first_of_ours(rows_of(gpu, "models", op)) if (ratio := best(row)) is not None]
         ahead = sum(ratio > 1 for ratio in found)
         told.append(f"{op} {geometric_mean(found):.2f} times, ahead in {ahead} of {len(found)} calls")
-    return "; ".join(told)
+    return f"{'; '.join(told)}, on one {read(gpu, 'models')['machine']['gpus'][0]['name']}"
 
 
 PLACES: dict[str, Callable[[], str]] = {
