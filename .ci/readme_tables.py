@@ -41,6 +41,12 @@ def read(gpu: str, preset: str) -> dict[str, Any]:
     return content
 
 
+def card(gpu: str, preset: str) -> str:
+    """The name of the GPU that a file was measured on."""
+    name: str = read(gpu, preset)["machine"]["gpus"][0]["name"]
+    return name
+
+
 def rows_of(gpu: str, preset: str, op: str) -> Rows:
     """What was timed of an op."""
     return [row for row in read(gpu, preset)["rows"] if row["op"] == op and row["seconds"]]
@@ -261,8 +267,7 @@ def details() -> str:
         files = {preset: RESULTS / gpu / f"{preset}.json" for preset in SECTIONS}
         if not any(path.is_file() for path in files.values()):
             continue
-        first = read(gpu, next(preset for preset, path in files.items() if path.is_file()))["machine"]
-        parts.append(f"## {first['gpus'][0]['name']}")
+        parts.append(f"## {card(gpu, next(preset for preset, path in files.items() if path.is_file()))}")
         for preset, path in files.items():
             if path.is_file():
                 content = read(gpu, preset)
@@ -287,10 +292,10 @@ def shown(preset: str = "paper") -> str:
 def speeds() -> str:
     """A table of speed, with where it was measured."""
     gpu, ops = shown(), ("forward", "backward")
-    machine = read(gpu, "paper")["machine"]
-    versions, means = machine["versions"], [f"{op} {speed_in_words(op, gpu)}" for op in ops]
+    versions = read(gpu, "paper")["machine"]["versions"]
+    means = [f"{op} {speed_in_words(op, gpu)}" for op in ops]
     text = (
-        f"TFLOP/s on one {machine['gpus'][0]['name']}, bfloat16, 16k tokens, hidden 2048; backward is counted as 2.5 "
+        f"TFLOP/s on one {card(gpu, 'paper')}, bfloat16, 16k tokens, hidden 2048; backward is counted as 2.5 "
         "times the work of forward. In brackets: how many times as fast as the fastest of PyTorch "
         f"{versions['torch']}'s flash and cuDNN ({versions['cuDNN']}) backends and FlashAttention-4 "
         f"{versions['FlashAttention-4']}: {'; '.join(means)}."
@@ -330,7 +335,7 @@ def models_in_words() -> str:
         found = [ratio for row in first_of_ours(rows_of(gpu, "models", op)) if (ratio := best(row)) is not None]
         ahead = sum(ratio > 1 for ratio in found)
         told.append(f"{op} {geometric_mean(found):.2f} times, ahead in {ahead} of {len(found)} calls")
-    return f"{'; '.join(told)}, on one {read(gpu, 'models')['machine']['gpus'][0]['name']}"
+    return f"{'; '.join(told)}, on one {card(gpu, 'models')}"
 
 
 PLACES: dict[str, Callable[[], str]] = {
