@@ -203,7 +203,7 @@ def install() -> str:
 
 
 def errors() -> dict[tuple[str, str, float], list[float]]:
-    """By kind of dtype, op and size of the scores, our errors to the largest of the peers' on the same problem."""
+    """By kind of dtype, op and size of the scores, the largest ratios of our errors to those of the worst peer."""
     rows = json.loads((RESULTS / "accuracy.json").read_text("utf-8"))["rows"]
     keys = "op", "dtype", "head_dim", "causal", "seqlen", "scores"
     problems: dict[tuple[Any, ...], Rows] = {}
@@ -211,11 +211,11 @@ def errors() -> dict[tuple[str, str, float], list[float]]:
         problems.setdefault(tuple(row[key] for key in keys), []).append(row)
     found: dict[tuple[str, str, float], list[float]] = {}
     for (op, dtype, _, _, _, size), of_one in problems.items():
-        ran = [row for row in of_one if row["rms"]]
-        ours, peers = ([max(row["rms"].values()) for row in ran if row["ours"] is own] for own in (True, False))
+        ours, peers = ([row["rms"] for row in of_one if row["rms"] and row["ours"] is own] for own in (True, False))
         if peers and ours:
             kind = dtype if dtype == "float32" else "16 bits"
-            found.setdefault((kind, op, size), []).append(ours[0] / max(peers))
+            ratios = (error / max(peer[output] for peer in peers) for output, error in ours[0].items())
+            found.setdefault((kind, op, size), []).append(max(ratios))
     return found
 
 

@@ -30,16 +30,16 @@ MOST_HEADS = 16
 CHUNK = 1 << 27  # float64 scores in memory at once: 1 GiB
 # Of ours to the largest of the peers'. float32 is three products of TF32, held to four times the error of float32.
 ALLOWED = {"bfloat16": 1.1, "float16": 1.1, "float32": 4.0}
-ALLOWED_OF_LARGE = 1.5  # of scores over 1 in 16 bits, where a key that outweighs others is rounded like them (L42)
+# In 16 bits, of scores so large that float32 holds their exponents to 2^-8 alone. Some libraries subtract the maximum
+# before they scale, so that the largest weight is 1 all the same.
+LARGE, ALLOWED_OF_LARGE = 1000.0, 8.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     parser.add_argument("--quick", action="store_true", help="head dim 128 alone, up to 4k keys")
     parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write all errors to FILE")
-    parser.add_argument(
-        "--picture", type=arguments.output, metavar="FILE", help="draw them; needs matplotlib"
-    )
+    parser.add_argument("--picture", type=arguments.output, metavar="FILE", help="draw them; needs matplotlib")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -167,7 +167,7 @@ def ratio(rows: list[Errors], row: Errors, of: Callable[[list[float]], float]) -
 def is_bad(rows: list[Errors], row: Errors) -> bool:
     """Whether a row of ours has no number, or one that is too large."""
     allowed = ALLOWED[row.setting.case.dtype]
-    if row.setting.size > 1:
+    if row.setting.size > LARGE:
         allowed = max(allowed, ALLOWED_OF_LARGE)
     return bool(row.note) or not ratio(rows, row, max) <= allowed
 

@@ -66,8 +66,8 @@ def forward(
     How large numbers may be: scores are float32, so a weight is off by up to 1e-7 |score| of itself (0.01 at 10^5), and
     on a GPU scores past 10^8 may give NaN. |v| times seqlen_k must stay below 3.4e38 (in bfloat16 on Hopper |v| alone).
     Elements of float32 past 3.4e38 count as infinite on a GPU. Of bfloat16 out is right to 1e-36 at best on Hopper.
-    There weights are rounded to 16 bits at the scale of a past maximum: where scores are of size 10 and more, so that
-    one key outweighs all others, out is off by up to 1.4 times what an exact maximum leaves.
+    There weights are rounded to 16 bits at the scale of a past maximum, and out is off by up to 1.1 times what an exact
+    maximum leaves; with scores of the caller's own by up to 1.4 times where one key outweighs all others.
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v) in the rank and framework of q; with return_lse also lse
     (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural logarithm of the sum of exp of the visible

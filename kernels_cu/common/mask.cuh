@@ -31,6 +31,9 @@ struct Mask {
   // The mask with queries and keys exchanged: i sees j here if and only if j sees i there.
   __device__ constexpr Mask transposed() const { return Mask(seqlen_k, seqlen_q, -hi, -lo); }
 
+  // The key after the last one that a query sees.
+  __device__ constexpr int end(int row) const { return smaller(seqlen_k, row + hi + 1); }
+
   // Keys that at least one of the queries sees. Here and below a range whose end is not after its begin is empty.
   __device__ constexpr Range key_range(int row_begin, int row_end) const {
     return {larger(0, row_begin + lo), smaller(seqlen_k, row_end + hi)};

@@ -139,8 +139,8 @@ struct DeltaParams {
   void *q_blocks, *k_blocks;    // (num_slots) SeenBlock, one for each slot of kPaddedSlot queries, or keys
   ProblemParams problem;
   int stats_rows;  // seqlen_q rounded up to whole tiles
-  // Of query i of a head: lse * log2(e), inf where nothing is seen, stands at stats[2 * stats_rows * head + stats_step
-  // * i], and delta stats_delta floats further.
+  // Of query i of a head: lse * log2(e), for float32 lse, inf where nothing is seen, stands at stats[2 * stats_rows * head
+  // + stats_step * i], and delta stats_delta floats further.
   int stats_step, stats_delta;
   int num_q_blocks, more_turns;
   int padded_dim;             // columns of a row of dq_acc
@@ -158,7 +158,7 @@ struct DeltaParams {
 // sm80/backward.cu: dk, dv and a share of dq.
 struct BackwardParams {
   Operand q, k, v, dout, dk, dv;
-  const float2* stats;     // (batch, heads_q, stats_rows): lse * log2(e) and delta
+  const float2* stats;     // (batch, heads_q, stats_rows): as in DeltaParams
   float* dq_acc;           // dq / softmax_scale, in the order of common/accumulators.cuh; or null
   float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each split, in the same order; or null without splits
   ProblemParams problem;

@@ -1,6 +1,6 @@
 // delta: what backward needs of each query before its main kernel runs.
 //
-//   delta = rowsum(dout ∘ out) - dlse        lse_log2 = lse * log2(e), or inf where a query sees nothing
+//   delta = rowsum(dout ∘ out) - dlse        lse * log2(e), or lse for float32; inf where a query sees nothing
 //
 // It also prepares the sums that blocks of threads make together: it sets the accumulator of dq to zero or, for kernels
 // that take turns at dq, the counters of the turns and those rows of dq that these kernels pass over. For kernels that go over
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     if (lane == 0 && work.exists()) {
       // why inf: a query that sees nothing, and one past the last, weighs nothing, because exp2(s - inf) = 0.
       const bool nothing = lse == -infinity();
-      stats[0] = nothing ? infinity() : lse * kLog2E;
+      stats[0] = nothing ? infinity() : kDType == DType::kFloat32 ? lse : lse * kLog2E;
       stats[p.stats_delta] = nothing ? 0.0f : delta - dlse;
     }
     dout += p.dout.stride_head * kElementBytes, out += p.out.stride_head * kOutBytes;

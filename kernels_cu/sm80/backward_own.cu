@@ -19,6 +19,7 @@
 #include "../common/own_scores.cuh"
 #include "gemm.cuh"
 #include "own_walk.cuh"
+#include "pointwise.cuh"
 #include "table_sums.cuh"
 #include "tile.cuh"
 
@@ -112,7 +113,7 @@ struct StayingTile<true> {
   }
 };
 
-// lse * log2(e) and delta of the lane's rows; inf and 0 of queries that see nothing, which then weigh nothing.
+// What delta.cu writes of the lane's rows; inf and 0 of queries that see nothing, which then weigh nothing.
 __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Params& p, const AnySequence& sequence,
                                            const WalkedTile& at) {
   const Range seen = sequence.seen_queries();
@@ -197,8 +198,8 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
           const float2 stat = stats[2 * m + half];
           const auto result = known.own.at(known.rows[m][half], known.pairs[m][j][half], s[m][i], column);
           const bool hidden = is_hidden_product(s[m][i]) | !result.visible | (result.score <= kLeastScore / kLog2E);
-          const float weight = exp2_approx(fmaf(result.score, kLog2E, -stat.x));
-          float ds = weight * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
+          float ds = weight(result.score, kLog2E, stat.x) *
+                     ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
           ds = hidden ? 0.0f : ds;
           // why: where nothing changes with the score, the derivative may be anything.
           dp[m][i] = OwnTerm::kVaries && ds == 0.0f ? 0.0f : ds * result.derivative;

@@ -64,6 +64,9 @@ __device__ __forceinline__ void mma(float* d, const FragmentA& a, unsigned b0, u
   mma_sync_m16n8k16<kDType == DType::kFloat16>(d, a.big, b0, b1);
 }
 
+// The most steps of float32 that tensor cores add up (L43).
+constexpr int kMostSteps = 16;
+
 // The two small products of float32. why those of all steps are added before the big ones: L43.
 __device__ __forceinline__ void mma_small(float* d, const FragmentA& a, const Tf32Pair& b0, const Tf32Pair& b1) {
   mma_sync_m16n8k8_tf32(d, a.small, b0.big, b1.big);
@@ -135,9 +138,26 @@ __device__ __forceinline__ void gemm_abt(float (&c)[kFragments][kCount], const L
     }
     __syncwarp();  // why: L8
   }
+  if constexpr (kIsTf32 && kSteps > kMostSteps) {
+#pragma unroll 1
+    for (int begin = 0; begin < kSteps; begin += kMostSteps) {
+      float sum[kFragments][kCount] = {};
 #pragma unroll kQkUnroll
-  for (int kk = 0; kk < kSteps; ++kk) {
-    load(a, kk);
-    gemm_abt_step<false, S>(c, a, b_lane, kk);
+      for (int kk = begin; kk < min(begin + kMostSteps, kSteps); ++kk) {
+        load(a, kk);
+        gemm_abt_step<false, S>(sum, a, b_lane, kk);
+      }
+#pragma unroll
+      for (int m = 0; m < kFragments; ++m) {
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) c[m][i] += sum[m][i];
+      }
+    }
+  } else {
+#pragma unroll kQkUnroll
+    for (int kk = 0; kk < kSteps; ++kk) {
+      load(a, kk);
+      gemm_abt_step<false, S>(c, a, b_lane, kk);
+    }
   }
 }

@@ -11,10 +11,18 @@
 // Whether a step has more to do than the softcap and the mask.
 constexpr bool kOwnWeights = kOwnScores || kOwnMask || kDropout;
 
+// exp2(s * scale_log2 - lse * log2(e)), where `stat` is what delta.cu writes of lse. why two floats for float32: where scores
+// are 10^4 the last bit of one is 10^-3 of the weight.
+__device__ __forceinline__ float weight(float s, float scale_log2, float stat) {
+  if constexpr (kDType != DType::kFloat32) return exp2_approx(fmaf(s, scale_log2, -stat));
+  const float big = stat * kLog2E, small = fminf(fmaf(stat, kLog2E, -big), infinity());  // inf, not NaN, if big is
+  return exp2_approx(fmaf(s, scale_log2, -big) - small);
+}
+
 // Score s becomes weight p, and dp becomes ds. kPlain: scores are products, and everything is visible.
 template <bool kPlain>
-__device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, float lse_log2, float delta) {
-  const float p = exp2_approx(fmaf(s, score.params.scale_log2, -lse_log2));
+__device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, float lse, float delta) {
+  const float p = weight(s, score.params.scale_log2, lse);
   if constexpr (kPlain) {
     dp = p * (dp - delta);
     s = p;
@@ -31,9 +39,8 @@ __device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, f
 // `scale`. kAsksMask: the mask among the functions may hide the pair.
 template <bool kAsksMask>
 __device__ __forceinline__ void weigh_own(float& s, float& dp, const Score& score, const OwnHead::Result& own, bool kept,
-                                          float scale, float lse_log2, float delta) {
-  const float exponent = kOwnScores ? own.score - lse_log2 : fmaf(s, score.params.scale_log2, -lse_log2);
-  const float p = exp2_approx(exponent);
+                                          float scale, float lse, float delta) {
+  const float p = kOwnScores ? weight(own.score, 1.0f, lse) : weight(s, score.params.scale_log2, lse);
   bool hidden = is_hidden_product(s);
   if constexpr (kOwnScores) hidden |= own.score <= kLeastScore;
   if constexpr (kAsksMask) hidden |= !own.visible;

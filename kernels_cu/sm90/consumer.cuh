@@ -144,7 +144,12 @@ struct Consumer : Role {
     wgmma_wait<kPending>(s);
     Score{params.problem.score}.apply(s);
     own.apply(own_tile, s, at.is_full(group));
-    if (tile >= keys.clear.end) mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
+    if (tile >= keys.clear.end) {
+      mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
+      // why asked of the warp's first row, which sees the fewest of these keys: for one row each lane takes 1 % of a step.
+      const auto first = work.lane_queries(params.problem, block_row());
+      if (kPacksLimits || mask(work).end(first[0]) < tile * kBlockK + kFewKeys) softmax.begin_with_few(rows, mask(work));
+    }
     if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
     absent_keys(k_slot).hide(s, fresh_thread() % 4);
     softmax.raise(s, scale_log2(), o_scale);

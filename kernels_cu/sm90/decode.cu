@@ -62,11 +62,17 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
       softmax.add(sums);
       return true;
     }
+    if (n == work.keys.end - 1) softmax.begin_with_few(rows, mask(work));
     softmax.raise_unseen(s, scale_log2());
     softmax.weigh(s, scale_log2(), sums);
     if (!__any_sync(0xffffffffu, softmax.out_of_range(0, sums[0]) | softmax.out_of_range(1, sums[1]))) {
       softmax.add(sums);
       return false;
+    }
+    bool again[2];
+    if (!softmax.scale_down(s, sums, again, o_scale)) {
+      softmax.add(sums);
+      return true;
     }
     auto finish = [&](float (&fresh)[8], int piece) {
       const int key = n * kBlockK + 16 * piece;
@@ -76,7 +82,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
       if (n < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
       absent_keys(k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
     };
-    weigh_again(s, softmax, sums, o_scale, finish, scale_log2(), q, q_smem(), smem.kv + k_slot * kBytesSlot);
+    weigh_again(s, softmax, sums, again, o_scale, finish, scale_log2(), q, q_smem(), smem.kv + k_slot * kBytesSlot);
     return true;
   }
 

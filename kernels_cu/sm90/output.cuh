@@ -192,21 +192,10 @@ struct OutputConsumer : Consumer {
             stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {
           continue;
         }
-        const QueryWork work = smem.work(i);
-        const auto rows = lane_queries(work);
-        const OwnWork own(params, work);
-        const auto at = smem.tile(step.n, step.k_slot);
-        const int tile = at.n();
-        auto finish = [&](float (&fresh)[8], int piece) {
-          const int key = tile * kBlockK + 16 * piece;
-          Score{params.problem.score}.apply(fresh);
-          own.apply(own.tile(rows, key), fresh, at.is_full(group));
-          if (tile >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
-          if (tile < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
-          absent_keys(step.k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
-        };
-        weigh_again(s, softmax, step.sums, o_scale, finish, scale_log2(), q, q_smem(),
-                    smem.kv + step.k_slot * kBytesSlot);
+        bool again[2];
+        if (softmax.scale_down(s, step.sums, again, o_scale)) make_weights_again(step, keys, again);
+        else softmax.add(step.sums);
+        const int tile = smem.tile(step.n, step.k_slot).n();
         end_scores(keys, step.n, step.k_slot);
         drop(tile);
         release(step.v_slot);
@@ -216,6 +205,25 @@ struct OutputConsumer : Consumer {
       }
     }
     return step.accumulate;
+  }
+
+  // Makes the weights of the rows `again` of a step once more.
+  __device__ __forceinline__ void make_weights_again(const Step& step, const GroupKeys& keys, const bool (&again)[2]) {
+    const QueryWork work = smem.work(i);
+    const auto rows = lane_queries(work);
+    const OwnWork own(params, work);
+    const auto at = smem.tile(step.n, step.k_slot);
+    const int tile = at.n();
+    auto finish = [&](float (&fresh)[8], int piece) {
+      const int key = tile * kBlockK + 16 * piece;
+      Score{params.problem.score}.apply(fresh);
+      own.apply(own.tile(rows, key), fresh, at.is_full(group));
+      if (tile >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
+      if (tile < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
+      absent_keys(step.k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
+    };
+    weigh_again(s, softmax, step.sums, again, o_scale, finish, scale_log2(), q, q_smem(),
+                smem.kv + step.k_slot * kBytesSlot);
   }
 
   // Makes the weights of the first key tile.

@@ -1,6 +1,7 @@
 // FlashAttention-2's softmax with a stale maximum (L42). The exponent is shifted by a past maximum of the row, and most
-// key tiles look for no new one: the sums of the weights, which are made anyway, show whether they are in range. A warp
-// computes a row again whose weights have left it. The result is exact, and that of a row depends on no other row.
+// key tiles look for no new one: the sums of the weights, which are made anyway, show whether one outweighs all others. A
+// warp then scales the row to it, or computes the row again if its weights have left the range. The result is exact, and
+// that of a row depends on no other row.
 #pragma once
 #include "../common/fragment.cuh"
 #include "../common/swizzle.cuh"
@@ -24,15 +25,64 @@ constexpr float kUnseen = kOwnScores ? kLeastScore : -1e38f;
 // again.
 constexpr bool kRaisesAlways = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV > 128 || kHeadDimV == 0);
 
+// Whether rows are found in which some keys outweigh all others, so that their largest weight becomes exact (L42). why not
+// with scores of the caller's own: registers.
+constexpr bool kFindsPeaks = !kRaisesAlways && !kOwnScores && kHeadDimV > 0;
+constexpr float kUnit = kIsFloat16 ? 1.0f : 1.0f / 268435456.0f;  // 2^-kBias, the weight of a maximum when it is found
+// A tile has a peak if the sum of some lane over it is larger. why so large: scores of size 1 and 2 have none, unless the
+// first maximum is that of fewer than kFewKeys keys. So the sum of a row is under 1 in bfloat16, as above, in 2^12 tiles.
+constexpr float kPeak = 1024.0f * kUnit, kPeakOfFew = 32768.0f * kUnit;
+constexpr int kFewKeys = 16;
+constexpr bool kPacksLimits = kLengths && kHeadDim > 192;  // why: registers
+// Weights of tiles with a larger sum are made again instead of scaled down. why: what they are scaled by would be 0.
+constexpr float kMostScaled = 4e37f * kUnit;  // 2^125
+
 using Query = unsigned[kQSteps > 0 ? kQSteps : 1][4];  // fragments of a warp's rows of q, as mma.sync takes them
+
+// Whether it is so in one of the four lanes that hold a row.
+__device__ __forceinline__ bool in_some_lane(bool here) {
+  return __ballot_sync(0xffffffffu, here) >> (fresh_thread() % 32 & ~3) & 15;
+}
 
 struct Softmax {
   float shift[2];  // a past maximum of score * scale_log2, + kBias
   float sum[2];    // over this lane's columns
+  float limits[kPacksLimits ? 1 : 2];  // see limit(h)
 
   __device__ __forceinline__ void setup() {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) shift[h] = kUnseen, sum[h] = 0.0f;
+    for (int h = 0; h < 2; ++h) {
+      shift[h] = kUnseen, sum[h] = 0.0f;
+      if constexpr (kFindsPeaks) set_limit(h, kPeak);
+    }
+  }
+
+  // Where kFindsPeaks, a larger sum of a lane over one tile is a peak in row h.
+  __device__ __forceinline__ float limit(int h) const {
+    if constexpr (!kPacksLimits) return limits[h];
+    const unsigned both = __float_as_uint(limits[0]);  // upper halves
+    return __uint_as_float(h == 0 ? both << 16 : both & 0xffff0000u);
+  }
+
+  __device__ __forceinline__ void set_limit(int h, float limit) {
+    if constexpr (kPacksLimits) {
+      const unsigned half = __float_as_uint(limit);
+      limits[0] = __uint_as_float(__byte_perm(__float_as_uint(limits[0]), half, h == 0 ? 0x3276 : 0x7610));
+    } else {
+      limits[h] = limit;
+    }
+  }
+
+  // Sets the limits of rows whose first maximum is that of few keys.
+  template <class Queries>
+  __device__ __forceinline__ void begin_with_few(Queries rows, const Mask& mask) {
+    if constexpr (kFindsPeaks) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const unsigned last = mask.end(rows[h]) - 1;
+        if (last % kBlockK < kFewKeys - 1) set_limit(h, kPeakOfFew);
+      }
+    }
   }
 
   // Raises the shifts to the maxima of these scores. The caller multiplies the output so far by o_scale; the sums are
@@ -120,9 +170,36 @@ struct Softmax {
     for (int h = 0; h < 2; ++h) sum[h] += sums[h];
   }
 
-  // Whether weights of row h with this sum have left the range. NaN has not: it is the result.
+  // Whether weights of row h with this sum have left the range, or have a peak. NaN has not: it is the result.
   __device__ __forceinline__ bool out_of_range(int h, float tile_sum) const {
+    if constexpr (kFindsPeaks) return tile_sum > limit(h);
     return (kIsFloat16 ? tile_sum : sum[h] + tile_sum) > kSumLimit;
+  }
+
+  // Takes the shifts of rows out of range from their largest weights, to which the weights and all sums are then scaled. The
+  // caller multiplies the output so far by o_scale. `again` becomes the rows whose weights are too large for it, and the
+  // result tells if there are any in the warp.
+  template <int kCount>
+  __device__ __forceinline__ bool scale_down(float (&s)[kCount], float (&sums)[2], bool (&again)[2], float (&o_scale)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) again[h] = in_some_lane(out_of_range(h, sums[h])), o_scale[h] = 1.0f;
+    if constexpr (kFindsPeaks) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const bool too_large = in_some_lane(sums[h] > kMostScaled), scales = again[h] && !too_large;
+        const float most = fmaxf(quad_max(lane_row_max(s, h)), kUnit);
+        const float raised = shift[h] + log2_approx(most * (1.0f / kUnit));
+        // why not the reciprocal of `most`: the shift is rounded.
+        o_scale[h] = scales ? exp2_approx(shift[h] - raised) : 1.0f;
+        shift[h] = scales ? raised : shift[h];
+        sum[h] *= o_scale[h], sums[h] *= o_scale[h];
+        scale_row(s, h, o_scale[h]);
+        // why: the largest weight is to stay the unit as long as few keys make up the sum.
+        if (again[h]) set_limit(h, scales ? fmaxf(kUnit, 0.5f * (sum[h] + sums[h])) : kUnit);
+        again[h] = too_large;
+      }
+    }
+    return __any_sync(0xffffffffu, again[0] | again[1]);
   }
 
   // Gives the factor that turns the accumulated output into the result, and the row's lse.
@@ -133,8 +210,7 @@ struct Softmax {
   }
 
   __device__ __forceinline__ static float lse(float total, float shift) {
-    constexpr float kUnit = kIsFloat16 ? 1.0f : 268435456.0f;  // 2^kBias
-    return total == 0.0f ? -infinity() : (shift - kBias + log2_approx(total * kUnit)) * kLn2;
+    return total == 0.0f ? -infinity() : (shift - kBias + log2_approx(total * (1.0f / kUnit))) * kLn2;
   }
 };
 
@@ -161,22 +237,16 @@ __device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsi
   }
 }
 
-// Makes the weights of this warp's rows once more where they are out of range; other rows stay as they are. It is rare.
+// Makes the weights of the rows `again` once more; other rows stay as they are. The sums are added. It is rare.
 // finish(products, piece) makes scores of the products of 16 keys, and hides those of keys that are not seen.
 template <int kCount, class Finish>
 __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
-                                            float (&o_scale)[2], Finish finish, float scale_log2, const Query& q,
-                                            unsigned q_smem, unsigned k_smem) {
+                                            const bool (&again)[2], float (&o_scale)[2], Finish finish, float scale_log2,
+                                            const Query& q, unsigned q_smem, unsigned k_smem) {
   constexpr int kPieces = kCount / 8;  // of 16 keys
-  bool again[2];
   float row_max[2], tile_sum[2];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    const unsigned lanes = __ballot_sync(0xffffffffu, softmax.out_of_range(h, sums[h]));
-    again[h] = lanes >> (fresh_thread() % 32 & ~3) & 15;
-    row_max[h] = -infinity(), o_scale[h] = 1.0f;
-    tile_sum[h] = again[h] ? 0.0f : sums[h];
-  }
+  for (int h = 0; h < 2; ++h) row_max[h] = -infinity(), tile_sum[h] = again[h] ? 0.0f : sums[h];
   // The first half of the loop finds the maxima, the second makes the weights. why one loop: L16.
 #pragma unroll 1
   for (int n = 0; n < 2 * kPieces; ++n) {

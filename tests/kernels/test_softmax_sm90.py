@@ -25,6 +25,7 @@ from problems import need_memory
 
 from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.planning.tiles_sm90 import WarpgroupTile
+from cuflash.selftest import oracle
 from cuflash.selftest.layouts import host
 
 pytestmark = ON_HOPPER
@@ -111,8 +112,34 @@ def test_the_mean_of_20000_equal_scores(tile: WarpgroupTile, dtype: str) -> None
 
 @every_tile
 @every_dtype
+@pytest.mark.parametrize("size", [10.0, 100.0])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_where_one_key_outweighs_others_its_weight_is_exact(
+    tile: WarpgroupTile, dtype: str, causal: bool, size: float
+) -> None:
+    case = case_of(tile, dtype, 512, 4096, heads=(2, 1), batch=1, causal=causal)
+    q, k, v = case.arrays()
+    q = (size * q.astype("f4")).astype(q.dtype)
+    out, _ = run(q, k, v, tile=tile, **case.arguments())
+    exact, _ = oracle.attention64(case, q, k, v)
+    with_maximum = np.empty_like(exact)  # each weight is rounded as one to the row's maximum is
+    for head in range(2):
+        scores = q[0, :, head].astype("f8") @ k[0, :, 0].astype("f8").T / case.head_dim**0.5
+        scores[~case.problem().mask.visible(np.arange(512), np.arange(4096))] = -np.inf
+        weights = np.exp(scores - scores.max(1, keepdims=True))
+        rounded = weights.astype(q.dtype).astype("f8") @ v[0, :, 0].astype("f8")
+        with_maximum[0, :, head] = (rounded / weights.sum(1, keepdims=True)).astype(q.dtype)
+    error, wanted = (np.square(host(x).astype("f8") - exact).mean() ** 0.5 for x in (out, with_maximum))
+    assert error <= 1.15 * wanted  # 1.3 to 1.5 times under a stale maximum alone
+
+
+@every_tile
+@every_dtype
+@pytest.mark.parametrize("strength", [3, 50])  # times a key: its weight is scaled down, or all are made again
 @pytest.mark.parametrize("mask", ["full", "causal", "softcap_full"])
-def test_a_row_with_an_outlier_leaves_its_neighbours_alone(tile: WarpgroupTile, dtype: str, mask: str) -> None:
+def test_a_row_with_an_outlier_leaves_its_neighbours_alone(
+    tile: WarpgroupTile, dtype: str, mask: str, strength: int
+) -> None:
     case = case_of(tile, dtype, tile.block_q, 5 * tile.block_k + 7, heads=(1, 1), batch=1, **MASKS[mask])
     arrays = case.arrays()
     calm = run(*arrays, tile=tile, **case.arguments())
@@ -120,7 +147,9 @@ def test_a_row_with_an_outlier_leaves_its_neighbours_alone(tile: WarpgroupTile, 
         alone = []
         for changed in ([5], [13], [5, 13], [tile.block_q - 1]):
             q = arrays[0].copy()
-            q[0, changed] = (50 * arrays[1][0, key].astype("f4")).astype(q.dtype)
+            for row in changed:
+                times = strength if row == 5 else 50
+                q[0, row] = (times * arrays[1][0, key].astype("f4")).astype(q.dtype)
             out, lse = run(q, *arrays[1:], tile=tile, **case.arguments())
             assert_right(case, (q, *arrays[1:]), out, lse, wide=True, ulps=4)
             others = np.setdiff1d(np.arange(case.seqlen_q), changed)
