@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from cuflash.bench import accuracy as of_errors
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "examples" / "results"
 GPUS = ("h200", "h100")  # folders; README.md shows the first that has a file
@@ -204,18 +206,12 @@ def install() -> str:
 
 def errors() -> dict[tuple[str, str, float], list[float]]:
     """By kind of dtype, op and size of the scores, the largest ratios of our errors to those of the worst peer."""
-    rows = json.loads((RESULTS / "accuracy.json").read_text("utf-8"))["rows"]
-    keys = "op", "dtype", "head_dim", "causal", "seqlen", "scores"
-    problems: dict[tuple[Any, ...], Rows] = {}
-    for row in rows:
-        problems.setdefault(tuple(row[key] for key in keys), []).append(row)
+    _, rows = of_errors.read(RESULTS / "accuracy.json")
     found: dict[tuple[str, str, float], list[float]] = {}
-    for (op, dtype, _, _, _, size), of_one in problems.items():
-        ours, peers = ([row["rms"] for row in of_one if row["rms"] and row["ours"] is own] for own in (True, False))
-        if peers and ours:
-            kind = dtype if dtype == "float32" else "16 bits"
-            ratios = (error / max(peer[output] for peer in peers) for output, error in ours[0].items())
-            found.setdefault((kind, op, size), []).append(max(ratios))
+    for row in rows:
+        if row.ours and (ratio := of_errors.ratio(rows, row, max)):
+            kind = "float32" if row.setting.case.dtype == "float32" else "16 bits"
+            found.setdefault((kind, row.op, row.setting.size), []).append(ratio)
     return found
 
 

@@ -55,6 +55,7 @@ from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler, launch
 from cuflash.selftest import appends
 from cuflash.selftest.layouts import laid_out
+from cuflash.selftest.sequences import shaped
 
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
 backwards = partial(laid_out, steps=(-1, -1, -1, 1))  # why three axes: one of length 1 has no direction
@@ -121,15 +122,15 @@ def own_work() -> dict[tuple[OwnCase, str], list[Variant]]:
     return {call: [launch.variant for made in own_plans(*call) for launch in made.launches] for call in calls}
 
 
-def own_arguments(case: OwnCase, how: str, put: Any = cupy.asarray) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """All arguments of `cuflash.forward`, of arrays that `put` makes, and the arrays that have gradients."""
-    arguments, wanted = case.arguments(put)
+def own_arguments(case: OwnCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """All arguments of `cuflash.forward`, and the arrays that have gradients. ways: those of `OwnCase.arguments`."""
+    arguments, wanted = case.arguments(*ways)
     return arguments | ({"q": backwards(arguments["q"])} if how.endswith(BACKWARDS) else {}), wanted
 
 
 def own_plans(case: OwnCase, how: str) -> list[Plan]:
     """The plans of the library calls that `own_call` makes."""
-    (arguments, wanted), op = own_arguments(case, how, np.asarray), how.removesuffix(BACKWARDS)
+    (arguments, wanted), op = own_arguments(case, how, np.asarray, shaped), how.removesuffix(BACKWARDS)
     arguments["device"] = device.query(0).arch
     if op in BACKWARD:
         more = {"op": "backward", "deterministic": BACKWARD[op], "captured_grads": wanted}
@@ -145,7 +146,7 @@ def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def own_call(case: OwnCase, how: str) -> Callable[[], Results]:
     """What calls forward and lse, or backward for the loss |out|² / 2 with all gradients."""
-    (arguments, wanted), op = own_arguments(case, how), how.removesuffix(BACKWARDS)
+    (arguments, wanted), op = own_arguments(case, how, cupy.asarray), how.removesuffix(BACKWARDS)
     if op not in BACKWARD:
         lse = (lambda: (cuflash.lse(**keys_alone(arguments)),)) if op == "flash2" else tuple
         return lambda: (*cuflash.forward(**arguments, algorithm=op, return_lse=True), *lse())

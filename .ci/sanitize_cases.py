@@ -21,7 +21,7 @@ from cuflash.problem.problem import Problem
 from cuflash.selftest import functions
 from cuflash.selftest.functions import Maker
 from cuflash.selftest.own import bounds_case
-from cuflash.selftest.sequences import FAR, Sequences, made, shaped
+from cuflash.selftest.sequences import FAR, Made, Sequences, made, shaped
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
@@ -228,13 +228,18 @@ class OwnCase:
         dims = (self.of.head_dim, self.of.head_dim_v) if isinstance(self.of, Case) else self.of.dims
         return f"own_{self.of.dtype}_{dims[0]}_{dims[1]}_{self.of.name}"
 
-    def arguments(self, put: Callable[[Any], Any]) -> tuple[dict[str, Any], tuple[Any, ...]]:
-        """All arguments of `cuflash.forward`, and the arrays that have gradients in backward."""
+    def arguments(
+        self, put: Callable[[Any], Any], make: Callable[[Sequences], Made] = made
+    ) -> tuple[dict[str, Any], tuple[Any, ...]]:
+        """All arguments of `cuflash.forward`, and the arrays that have gradients in backward.
+
+        make: what makes q, k and v of several lengths: `made`, or `shaped`.
+        """
         if isinstance(self.of, Case):
             given = dict(zip("qkv", self.of.arrays(), strict=True)) | self.of.arguments()
             own = self.make(put, self.of)
         else:
-            drawn = made(self.of)
+            drawn = make(self.of)
             given, own = drawn.arguments(), self.make(put, bounds_case(drawn))
         wanted = own.pop("captured_grads", ())
         return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()} | own, wanted

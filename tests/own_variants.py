@@ -35,10 +35,11 @@ OPS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def own_variants(arch: str, on_any_gpu: bool = False) -> tuple[Variant, ...]:
+def own_variants(arch: str, on_any_gpu: bool = False, names: tuple[str, ...] = tuple(CALLS)) -> tuple[Variant, ...]:
     """What calls of these functions launch on this GPU, or as on any GPU, where strides forbid Hopper's kernels."""
     found: dict[Variant, None] = {}
-    for (name, (make, dims)), (op, more) in product(CALLS.items(), OPS.items()):
+    for name, (op, more) in product(names, OPS.items()):
+        make, dims = CALLS[name]
         for dim in dims[: 1 if on_any_gpu else None]:
             of = replace(SMALL, head_dim=dim, head_dim_v=dim, causal=name == "alibi")
             q, k, v = of.arrays()

@@ -7,8 +7,10 @@ largest of the peers' by more than a tenth. Without a GPU it measures the NumPy 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from rich import box
 from rich.table import Table
 
 from .. import arguments, info
+from ..errors import ProblemError
 from . import check, measure, peers, pictures, table
 from .arrays import Inputs, NumpyArrays, TorchArrays, find
 from .cases import Case
@@ -30,9 +33,9 @@ MOST_HEADS = 16
 CHUNK = 1 << 27  # float64 scores in memory at once: 1 GiB
 # Of ours to the largest of the peers'. float32 is three products of TF32, held to four times the error of float32.
 ALLOWED = {"bfloat16": 1.1, "float16": 1.1, "float32": 4.0}
-# In 16 bits, of scores so large that float32 holds their exponents to 2^-8 alone. Some libraries subtract the maximum
-# before they scale, so that the largest weight is 1 all the same.
-LARGE, ALLOWED_OF_LARGE = 1000.0, 8.0
+# In 16 bits, of scores so large that float32 holds their exponents to 2^-8 alone, where no peer scales them as we do:
+# those of PyTorch subtract the maximum first, so that the largest weight is 1 all the same.
+LARGE, ALLOWED_OF_LARGE, SCALES_AS_WE_DO = 1000.0, 8.0, "FlashAttention-4"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -40,16 +43,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="head dim 128 alone, up to 4k keys")
     parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write all errors to FILE")
     parser.add_argument("--picture", type=arguments.output, metavar="FILE", help="draw them; needs matplotlib")
+    parser.add_argument(
+        "--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --picture; measure nothing"
+    )
 
 
 def main(options: argparse.Namespace) -> int:
     """Measures, prints and writes the errors; returns 1 if one of ours is too large or NaN, or was not found."""
+    if options.draw and (options.json or not options.picture):
+        raise ProblemError("--draw measures nothing: give it --picture, the file to draw into, and no --json")
     draw = pictures.accuracy() if options.picture else None  # why first: it says at once what is not installed
+    if options.draw and draw:
+        machine, rows = read(options.draw)
+        draw(rows, info.line(machine), options.picture)
+        return 0
     arrays, no_gpu = find()
     if no_gpu:
         print(f"The NumPy path is measured, on the CPU: {no_gpu}")
     found, missing = peers.find(arrays)
-    rows: list[Errors] = []
+    rows = []
     for op in OPS:
         contenders = [*peers.ours(op, arrays, ("flash2",))[:1], *(x for x in found if x.op == op)]
         for setting in settings(arrays, options.quick):
@@ -63,6 +75,16 @@ def main(options: argparse.Namespace) -> int:
     if draw is not None:
         draw(rows, info.line(machine), options.picture)
     return int(any(row.ours and is_bad(rows, row) for row in rows))
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Errors]]:
+    """The machine and the errors in a file that the command wrote."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+        info.line(content["machine"])
+        return content["machine"], [Errors.of_facts(facts) for facts in content["rows"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProblemError(f"{path} is no file that `cuflash accuracy --json` wrote: {error!r}") from error
 
 
 def settings(arrays: NumpyArrays, quick: bool) -> Iterator[Setting]:
@@ -84,8 +106,7 @@ def settings(arrays: NumpyArrays, quick: bool) -> Iterator[Setting]:
 
 def _setting(seqlen: int, head_dim: int, dtype: str, causal: bool, size: float) -> Setting:
     heads = min(MOST_HEADS, max(1, TOKENS // seqlen))
-    name = f"{dtype} d{head_dim} {'causal' if causal else 'full'} seqlen {seqlen} scores of {size:g}"
-    return Setting(Case(name, 1, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal), size)
+    return Setting.of(seqlen, heads, head_dim, dtype, causal, size)
 
 
 def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[peers.Contender]) -> list[Errors]:
@@ -153,8 +174,7 @@ def ratio(rows: list[Errors], row: Errors, of: Callable[[list[float]], float]) -
 
     Of several outputs, the largest ratio; NaN where the row has no number, and 0 where there is no peer.
     """
-    others = [x for x in rows if (x.op, x.setting) == (row.op, row.setting) and not x.ours and x.rms]
-    found = [0.0]
+    others, found = _peers(rows, row), [0.0]
     for name, error in row.rms.items():
         theirs = [x.rms[name] for x in others if np.isfinite(x.rms[name])]
         if not np.isfinite(error):
@@ -166,10 +186,16 @@ def ratio(rows: list[Errors], row: Errors, of: Callable[[list[float]], float]) -
 
 def is_bad(rows: list[Errors], row: Errors) -> bool:
     """Whether a row of ours has no number, or one that is too large."""
-    allowed = ALLOWED[row.setting.case.dtype]
-    if row.setting.size > LARGE:
-        allowed = max(allowed, ALLOWED_OF_LARGE)
+    dtype = row.setting.case.dtype
+    is_coarse = dtype != "float32" and row.setting.size > LARGE
+    has_like = any(peer.contender == SCALES_AS_WE_DO for peer in _peers(rows, row))
+    allowed = ALLOWED_OF_LARGE if is_coarse and not has_like else ALLOWED[dtype]
     return bool(row.note) or not ratio(rows, row, max) <= allowed
+
+
+def _peers(rows: list[Errors], row: Errors) -> list[Errors]:
+    """The rows of others on the same problem that have numbers."""
+    return [x for x in rows if (x.op, x.setting) == (row.op, row.setting) and not x.ours and x.rms]
 
 
 def _line(rows: list[Errors]) -> str:

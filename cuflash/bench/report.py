@@ -104,6 +104,12 @@ class Setting:
     case: Case
     size: float
 
+    @classmethod
+    def of(cls, seqlen: int, heads: int, head_dim: int, dtype: str, causal: bool, size: float) -> Setting:
+        """One sequence."""
+        name = f"{dtype} d{head_dim} {'causal' if causal else 'full'} seqlen {seqlen} scores of {size:g}"
+        return cls(Case(name, 1, seqlen, seqlen, heads, heads, head_dim, head_dim, dtype, causal), size)
+
 
 @dataclass(slots=True)
 class Errors:
@@ -116,6 +122,12 @@ class Errors:
     rms: dict[str, float] = field(default_factory=dict)
     largest: dict[str, float] = field(default_factory=dict)
     note: str = ""  # why there are none
+
+    @classmethod
+    def of_facts(cls, facts: dict[str, Any]) -> Errors:
+        """What `facts` told."""
+        setting = Setting.of(*(facts[name] for name in ("seqlen", "heads", "head_dim", "dtype", "causal", "scores")))
+        return cls(facts["op"], setting, *(facts[name] for name in ("contender", "ours", "rms", "largest", "note")))
 
     @property
     def worst(self) -> float:

@@ -141,7 +141,7 @@ class Made(NamedTuple):
 def made(of: Sequences, seed: int = 0) -> Made:
     """Draws the arrays of a problem. What no sequence uses holds NaN, and page tables hold junk behind used pages."""
     rng = np.random.default_rng(seed)
-    return _laid_out(of, rng, rng.standard_normal).filled(np.nan)
+    return _laid_out(of, rng, lambda shape, dtype: rng.standard_normal(shape).astype(dtype, copy=False)).filled(np.nan)
 
 
 def shaped(of: Sequences) -> Made:
@@ -149,12 +149,14 @@ def shaped(of: Sequences) -> Made:
     return _laid_out(of, np.random.default_rng(0), np.zeros)
 
 
-def _laid_out(of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int, ...]], Array]) -> Made:
+def _laid_out(
+    of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int, ...], np.dtype[Any]], Array]
+) -> Made:
     side_q = _placed("q", of, rng)
     side_k = _placed("k", of, rng)
     (heads_q, heads_kv), (dim, dim_v), dtype = of.heads, of.dims, numpy_dtype(of.dtype)
     shapes = (*side_q.shape, heads_q, dim), (*side_k.shape, heads_kv, dim), (*side_k.shape, heads_kv, dim_v)
-    q, k, v = (draw(shape).astype(dtype, copy=False) for shape in shapes)
+    q, k, v = (draw(shape, dtype) for shape in shapes)
     there = [np.ones(count, bool) for count in of.keys]
     return Made(of, q, k, v, side_q.told | side_k.told, side_q.rows, side_k.rows, there)
 

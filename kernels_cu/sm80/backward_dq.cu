@@ -29,6 +29,20 @@ static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of 
 
 using Scores = float[kFragments][kBlockK / 2];
 
+// Whether lse and delta are read again for each tile. why: before Hopper, what is held over all tiles spills (L3).
+#if __CUDA_ARCH__ < 900
+constexpr bool kReadsStatsAgain = kIsTf32 && kHeadDim == 256;
+#else
+constexpr bool kReadsStatsAgain = false;
+#endif
+
+// stats[r] becomes lse and delta of the lane's row r.
+__device__ __forceinline__ void read_stats(float2 (&stats)[2 * kFragments], const Params& params, const QueryBlock& work) {
+  const float2* const of_lane = params.stats + work.sequence.rows_offset(work.head, params.stats_rows) + lane_row(work);
+#pragma unroll
+  for (int r = 0; r < 2 * kFragments; ++r) stats[r] = of_lane[8 * r];
+}
+
 // s and dp become p and ds. stats[r] is lse and delta of the lane's row r.
 template <bool kPlain>
 __device__ __forceinline__ void weigh_tile(Scores& s, Scores& dp, const Score& score,
@@ -95,11 +109,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   fetch(walk.first(), 0);
 
   float2 stats[2 * kFragments];
-  {
-    const float2* const of_lane = params.stats + sequence.rows_offset(work.head, params.stats_rows) + lane_row(work);
-#pragma unroll
-    for (int r = 0; r < 2 * kFragments; ++r) stats[r] = of_lane[8 * r];
-  }
+  if constexpr (!kReadsStatsAgain) read_stats(stats, params, work);
   float dq[kFragments][kHeadDim / 2] = {};
 
   int slot = 0;
@@ -121,6 +131,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
                                                   b_lane_address<VSwizzle>(v_tile));
 
     // 3. p and ds, dq += ds k
+    if constexpr (kReadsStatsAgain) read_stats(stats, params, work);
     if constexpr (kOwnWeights) {
       work.score_and_mask<false>(s, n);
       if (kFullCells && walk.is_full()) weigh_own_tile<false>(s, dp, work, n, stats);

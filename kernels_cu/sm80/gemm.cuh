@@ -126,27 +126,30 @@ __device__ __forceinline__ void gemm_abt_step(float (&c)[kFragments][kCount], co
   }
 }
 
-// c += a bᵀ over kSteps steps. `load(a, kk)` brings step kk of a; b lies in shared memory.
+// c += steps [begin, end) of a bᵀ. `load(a, kk)` brings step kk of a; b lies in shared memory.
+template <bool kSmall, class S, int kFragments, int kCount, typename Load>
+__device__ __forceinline__ void gemm_abt_steps(float (&c)[kFragments][kCount], const Load& load, unsigned b_lane, int begin,
+                                               int end) {
+  FragmentA a[kFragments];
+#pragma unroll kQkUnroll
+  for (int kk = begin; kk < end; ++kk) {
+    load(a, kk);
+    gemm_abt_step<kSmall, S>(c, a, b_lane, kk);
+  }
+}
+
+// c += a bᵀ over kSteps steps.
 template <class S, int kSteps, int kFragments, int kCount, typename Load>
 __device__ __forceinline__ void gemm_abt(float (&c)[kFragments][kCount], const Load& load, unsigned b_lane) {
-  FragmentA a[kFragments];
   if constexpr (kIsTf32) {
-#pragma unroll kQkUnroll
-    for (int kk = 0; kk < kSteps; ++kk) {
-      load(a, kk);
-      gemm_abt_step<true, S>(c, a, b_lane, kk);
-    }
+    gemm_abt_steps<true, S>(c, load, b_lane, 0, kSteps);
     __syncwarp();  // why: L8
   }
   if constexpr (kIsTf32 && kSteps > kMostSteps) {
 #pragma unroll 1
     for (int begin = 0; begin < kSteps; begin += kMostSteps) {
       float sum[kFragments][kCount] = {};
-#pragma unroll kQkUnroll
-      for (int kk = begin; kk < min(begin + kMostSteps, kSteps); ++kk) {
-        load(a, kk);
-        gemm_abt_step<false, S>(sum, a, b_lane, kk);
-      }
+      gemm_abt_steps<false, S>(sum, load, b_lane, begin, min(begin + kMostSteps, kSteps));
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
@@ -154,10 +157,6 @@ __device__ __forceinline__ void gemm_abt(float (&c)[kFragments][kCount], const L
       }
     }
   } else {
-#pragma unroll kQkUnroll
-    for (int kk = 0; kk < kSteps; ++kk) {
-      load(a, kk);
-      gemm_abt_step<false, S>(c, a, b_lane, kk);
-    }
+    gemm_abt_steps<false, S>(c, load, b_lane, 0, kSteps);
   }
 }

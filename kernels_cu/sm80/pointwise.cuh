@@ -21,8 +21,8 @@ __device__ __forceinline__ float weight(float s, float scale_log2, float stat) {
 
 // Score s becomes weight p, and dp becomes ds. kPlain: scores are products, and everything is visible.
 template <bool kPlain>
-__device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, float lse, float delta) {
-  const float p = weight(s, score.params.scale_log2, lse);
+__device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, float stat, float delta) {
+  const float p = weight(s, score.params.scale_log2, stat);
   if constexpr (kPlain) {
     dp = p * (dp - delta);
     s = p;
@@ -39,8 +39,8 @@ __device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, f
 // `scale`. kAsksMask: the mask among the functions may hide the pair.
 template <bool kAsksMask>
 __device__ __forceinline__ void weigh_own(float& s, float& dp, const Score& score, const OwnHead::Result& own, bool kept,
-                                          float scale, float lse, float delta) {
-  const float p = kOwnScores ? weight(own.score, 1.0f, lse) : weight(s, score.params.scale_log2, lse);
+                                          float scale, float stat, float delta) {
+  const float p = kOwnScores ? weight(own.score, 1.0f, stat) : weight(s, score.params.scale_log2, stat);
   bool hidden = is_hidden_product(s);
   if constexpr (kOwnScores) hidden |= own.score <= kLeastScore;
   if constexpr (kAsksMask) hidden |= !own.visible;

@@ -113,6 +113,38 @@ def test_the_command_prints_and_writes_all_of_it(tmp_path: Path, capsys: pytest.
     assert {name for row in content["rows"] for name in row["rms"]} == {"out", "dq", "dk", "dv"}
     assert content["machine"]["versions"]["cuflash"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+    again = tmp_path / "again.png"
+    assert main(["accuracy", "--draw", str(written), "--picture", str(again)]) == 0
+    assert again.read_bytes().startswith(b"\x89PNG")
+    machine, rows = accuracy.read(written)
+    assert (machine, [row.facts() for row in rows]) == (content["machine"], content["rows"])
+
+
+def test_what_is_no_file_of_errors_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    other, picture = tmp_path / "other.json", str(tmp_path / "errors.png")
+    other.write_text('{"rows": []}')
+    with pytest.raises(SystemExit, match="2"):
+        main(["accuracy", "--draw", str(other), "--picture", picture])
+    assert "is no file that `cuflash accuracy --json` wrote" in capsys.readouterr().err
+    for options in ([], ["--picture", picture, "--json", str(tmp_path / "errors.json")]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["accuracy", "--draw", str(other), *options])
+        assert "--draw measures nothing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("dtype", "peer", "factor", "is_bad"),
+    [("bfloat16", "torch flash", 7.9, False), ("bfloat16", "torch flash", 8.1, True),
+     ("bfloat16", "FlashAttention-4", 1.05, False), ("bfloat16", "FlashAttention-4", 1.15, True),
+     ("float32", "torch efficient", 4.1, True)],
+)  # fmt: skip
+def test_more_is_allowed_of_large_scores_only_where_no_peer_scales_as_we_do(
+    dtype: str, peer: str, factor: float, is_bad: bool
+) -> None:
+    setting = Setting.of(64, 1, 64, dtype, True, 1e4)
+    rows = [Errors("forward", setting, name, name == "ours", {"out": x}) for name, x in (("ours", factor), (peer, 1.0))]
+    assert accuracy.is_bad(rows, rows[0]) is is_bad
 
 
 @pytest.mark.usefixtures("few")

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from own_variants import few_variants, own_variants
+from own_variants import CALLS, few_variants, own_variants
 from variants import DTYPES, KEYS, SHARED_HEADS, variant_of, variants
 
 from cuflash.errors import CompileError, UnsupportedError
@@ -29,32 +29,32 @@ except UnsupportedError as error:
     pytest.skip(f"needs NVRTC: {error}", allow_module_level=True)
 
 Compiled = Callable[[Variant], tuple[bytes, str]]
-ALL = ("sm_80", "sm_90")  # every variant is compiled for these with -m exhaustive
+ALL = ("sm_80", "sm_90")  # in every run one of each kernel is compiled for these, and with -m exhaustive every variant
 BACKWARD_OPS = ("delta", "convert", "backward", "backward_dkdv", "backward_dq")
 GENERIC = {"aligned": False}  # on Hopper, where other calls have kernels of their own
 CAPPED = {"softcap": 30.0}  # the same
 PACKED = {"packed": True}
-# (op, dtype, head_dim, head_dim_v, changes): one of each kernel, and of each way of building it.
+HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
+# (op, dtype, head_dim, head_dim_v, changes): one of each kernel.
 ONE_OF_EACH_KERNEL: tuple[tuple[str, str, int, int, dict[str, Any]], ...] = (
     ("forward", "bfloat16", 128, 128, {}),
     ("forward", "float32", 64, 64, {}),
     ("forward", "bfloat16", 128, 128, {"used": True}),
     ("forward", "bfloat16", 128, 128, {"used": True} | GENERIC),
-    ("lse", "bfloat16", 64, 64, {}),
+    *(("lse", "bfloat16", 64, 64, changes) for changes in ({}, GENERIC)),
     *((op, "bfloat16", 64, 64, {}) for op in ("merge", "append_kv")),
     *((op, "bfloat16", 128, 128, {"aligned": False}) for op in BACKWARD_OPS),
     ("backward", "bfloat16", 128, 128, {}),
     *((op, "bfloat16", 128, 128, PACKED) for op in ("forward", "lse", "delta", "backward")),
     *((op, "bfloat16", 128, 128, PACKED | GENERIC) for op in BACKWARD_OPS),
+    *((op, "float16", 192, 128, {}) for op in HOPPER_GRADIENTS),
 )
-HOPPER_GRADIENTS = tuple(f"backward_{gradient}" for gradient in tiles_sm90.GRADIENTS)
 SIXTEEN_BIT = ("bfloat16", 64, 64), ("bfloat16", 256, 256), ("float16", 192, 128)
+# And one of each way of building it.
 ONE_OF_EACH_KIND = (
-    *ONE_OF_EACH_KERNEL,
     *(("forward", *what, changes) for what in SIXTEEN_BIT for changes in ({}, GENERIC)),
     ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]}),
     ("forward", "bfloat16", 128, 128, GENERIC),
-    ("lse", "bfloat16", 64, 64, GENERIC),
     *(("forward", *what, CAPPED) for what in SIXTEEN_BIT),
     ("forward", "bfloat16", 64, 64, {"keys": KEYS[-1]} | CAPPED),
     ("lse", "bfloat16", 192, 192, CAPPED),
@@ -85,10 +85,10 @@ ONE_OF_EACH_KIND = (
 )
 
 
-def representatives(arch: str) -> list[Variant]:
-    """What is compiled for this architecture in every test run: most on the two that all variants are checked on."""
+def representatives(arch: str, of: Any = ONE_OF_EACH_KERNEL) -> list[Variant]:
+    """What is compiled for this architecture of a list."""
     found: dict[Variant, None] = {}
-    for *what, changes in ONE_OF_EACH_KIND if arch in ALL else ONE_OF_EACH_KERNEL:
+    for *what, changes in of:
         if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
             continue
         found[variant_of(*what, KNOWN[arch], **changes)] = None
@@ -142,22 +142,34 @@ def check(variant: Variant, compiled: Compiled) -> None:
     assert "warning" not in log.lower(), log
 
 
-@pytest.mark.parametrize("variant", each(*KNOWN, of=representatives))
+@pytest.mark.parametrize("variant", each(*ALL, of=representatives))
 def test_one_of_each_kernel_compiles_without_spills(
     variant: Variant, compiled: Compiled
 ) -> None:
     check(variant, compiled)
 
 
-OF_ANY_GPU = partial(own_variants, on_any_gpu=True)
-EVERYTHING_OF_FEW = partial(few_variants, of_few=((joined(everything), 64),))
-OF_HOPPER = [*each("sm_90", of=own_variants), *each("sm_90", of=EVERYTHING_OF_FEW)]
-
-
-@pytest.mark.parametrize("variant", [*OF_HOPPER, *each("sm_80", of=OF_ANY_GPU)])
-def test_kernels_with_scores_of_the_caller_compile(
+@pytest.mark.exhaustive(lambda: each(*(arch for arch in KNOWN if arch not in ALL), of=representatives))
+def test_one_of_each_kernel_compiles_for_other_gpus(
     variant: Variant, compiled: Compiled
 ) -> None:
+    check(variant, compiled)
+
+
+@pytest.mark.exhaustive(lambda: each(*ALL, of=partial(representatives, of=ONE_OF_EACH_KIND)))
+def test_one_of_each_kind_compiles_without_spills(
+    variant: Variant, compiled: Compiled
+) -> None:
+    check(variant, compiled)
+
+
+def own(*names: str) -> list[Any]:
+    """Kernels with these functions of the caller's: on Hopper, and as on any GPU."""
+    of_any_gpu = partial(own_variants, on_any_gpu=True, names=names)
+    return [*each("sm_90", of=partial(own_variants, names=names)), *each("sm_80", of=of_any_gpu)]
+
+
+def check_own(variant: Variant, compiled: Compiled) -> None:
     """Those of Hopper that spill are refused, and another tile is taken; of others a few may."""
     if not is_known(variant.arch):
         pytest.skip(f"NVRTC {'.'.join(map(str, compiler.nvrtc_version()))} does not know {variant.arch}")
@@ -169,6 +181,24 @@ def test_kernels_with_scores_of_the_caller_compile(
     assert variant.name.encode() in cubin
     assert not re.search(r"\bC7\d{3}\b", log), log
     assert "warning" not in log.lower(), log
+
+
+ALL_AT_ONCE = "everything"  # has all that functions may have
+EVERYTHING_OF_FEW = partial(few_variants, of_few=((joined(everything), 64),))
+
+
+@pytest.mark.parametrize("variant", [*own(ALL_AT_ONCE), *each("sm_90", of=EVERYTHING_OF_FEW)])
+def test_kernels_with_scores_of_the_caller_compile(
+    variant: Variant, compiled: Compiled
+) -> None:
+    check_own(variant, compiled)
+
+
+@pytest.mark.exhaustive(lambda: own(*(name for name in CALLS if name != ALL_AT_ONCE)))
+def test_kernels_with_each_kind_of_scores_of_the_caller_compile(
+    variant: Variant, compiled: Compiled
+) -> None:
+    check_own(variant, compiled)
 
 
 @pytest.mark.parametrize("variant", each(*ALL, of=few_variants))
