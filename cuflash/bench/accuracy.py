@@ -7,7 +7,6 @@ largest of the peers' by more than a tenth. Without a GPU it measures the NumPy 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -79,12 +78,8 @@ def main(options: argparse.Namespace) -> int:
 
 def read(path: Path) -> tuple[dict[str, Any], list[Errors]]:
     """The machine and the errors in a file that the command wrote."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        info.line(content["machine"])
-        return content["machine"], [Errors.of_facts(facts) for facts in content["rows"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProblemError(f"{path} is no file that `cuflash accuracy --json` wrote: {error!r}") from error
+    content, rows = table.read(path, "accuracy", lambda content: [Errors.of_facts(facts) for facts in content["rows"]])
+    return content["machine"], rows
 
 
 def settings(arrays: NumpyArrays, quick: bool) -> Iterator[Setting]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -44,13 +43,7 @@ def show(old: Path, new: Path) -> int:
 
 def read(path: Path) -> dict[str, Any]:
     """What the benchmark wrote to a file."""
-    try:
-        content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-        info.line(content["machine"])
-        _timed(content)
-        return content
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProblemError(f"{path} is no file that `cuflash bench --json` wrote: {error!r}") from error
+    return table.read(path, "bench", _timed)[0]
 
 
 def _timed(content: dict[str, Any]) -> dict[tuple[str, str, str], dict[str, Any]]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from rich import box
 from rich.console import Console
@@ -21,6 +22,7 @@ from .presets import GRIDS, PRESETS
 from .report import Report, Row
 from .startup import PEERS_HEAD_DIM
 
+Rows = TypeVar("Rows")
 MIN_WIDTH = 130  # columns of a log file, which reports no width of its own
 
 
@@ -122,6 +124,16 @@ def write(path: Path, content: dict[str, Any]) -> None:
         path.write_text(file_of(content), "utf-8")
     except OSError as error:
         raise ProblemError(f"{path} cannot be written: {error}") from error
+
+
+def read(path: Path, command: str, rows_of: Callable[[dict[str, Any]], Rows]) -> tuple[dict[str, Any], Rows]:
+    """What a command of cuflash wrote to a file, and what `rows_of` makes of it; ProblemError if it wrote none such."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text("utf-8"))
+        info.line(content["machine"])
+        return content, rows_of(content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ProblemError(f"{path} is no file that `cuflash {command} --json` wrote: {error!r}") from error
 
 
 def _sections(rows: list[Row]) -> list[list[Row]]:

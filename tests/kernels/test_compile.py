@@ -127,9 +127,13 @@ MERGE = Variant("merge", "portable/merge.cu", "sm_80", "float16", "float16")
 REPORT = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 
 
-def check(variant: Variant, compiled: Compiled) -> None:
+def need_known(variant: Variant) -> None:
     if not is_known(variant.arch):
         pytest.skip(f"NVRTC {'.'.join(map(str, compiler.nvrtc_version()))} does not know {variant.arch}")
+
+
+def check(variant: Variant, compiled: Compiled) -> None:
+    need_known(variant)
     cubin, log = compiled(variant)
     assert cubin[:4] == b"\x7fELF"
     assert variant.name.encode() in cubin
@@ -171,8 +175,7 @@ def own(*names: str) -> list[Any]:
 
 def check_own(variant: Variant, compiled: Compiled) -> None:
     """Those of Hopper that spill are refused, and another tile is taken; of others a few may."""
-    if not is_known(variant.arch):
-        pytest.skip(f"NVRTC {'.'.join(map(str, compiler.nvrtc_version()))} does not know {variant.arch}")
+    need_known(variant)
     try:
         cubin, log = compiled(variant)
     except compiler.SpilledError:
