@@ -145,19 +145,18 @@ struct OutputConsumer : Consumer {
       absent_keys(step.k_slot).hide(s, fresh_thread() % 4);
       if constexpr (kMayBeginRows && kOwnScores) softmax.raise_unseen_again(s);
       else if constexpr (kMayBeginRows) softmax.raise_unseen(s, scale_log2());
+      else if constexpr (kOwnScores) softmax.put_out_of_range(s);
       softmax.weigh<kOwnScores>(s, scale_log2(), step.sums);
-      bool again = softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]);
-      if constexpr (kOwnScores && !kMayBeginRows) again |= !softmax.is_taken_off(0) | !softmax.is_taken_off(1);
-      if (__any_sync(0xffffffffu, again)) {
-        if constexpr (kOwnScores && !kMayBeginRows) softmax.put_out_of_range(step.sums);
-        wgmma_wait<0>(o);
-        return false;
+      const bool again = softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]);
+      const bool leaves = __any_sync(0xffffffffu, again);
+      if (!leaves) {
+        softmax.add(step.sums);
+        end_scores(keys, step.n, step.k_slot);
       }
-      softmax.add(step.sums);
-      end_scores(keys, step.n, step.k_slot);
-      drop(tile);
-      end_output(step.v_slot);
+      end_output(step.v_slot);  // why also in warps that leave, whose p is made again: L41
+      if constexpr (kDropout) own.drop(s, rows, tile);
       pack();
+      if (leaves) return false;
     }
     return true;
   }
@@ -193,12 +192,12 @@ struct OutputConsumer : Consumer {
           continue;
         }
         bool again[2];
+        if constexpr (kOwnScores && !kDropout) Softmax::sum_up(s, step.sums);  // why once more: registers
         if (softmax.scale_down(s, step.sums, again, o_scale)) make_weights_again(step, keys, again);
         else softmax.add(step.sums);
         const int tile = smem.tile(step.n, step.k_slot).n();
         end_scores(keys, step.n, step.k_slot);
         drop(tile);
-        release(step.v_slot);
         pack();
         rescale();
         --step.n;

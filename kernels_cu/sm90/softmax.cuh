@@ -109,18 +109,20 @@ struct Softmax {
   // off a score that is made, while tiles of both kinds add to the same row: by up to 2^-11 of a weight at this bound.
   __device__ __forceinline__ bool is_taken_off(int h) const { return fabsf(shift[h]) < 16384.0f; }
 
-  // What is taken off scores as they are made. kBeginsRows: raise_unseen_again does what is then left to do; without it,
-  // put_out_of_range is to be called where some row is_taken_off not.
+  // What is taken off scores as they are made. kBeginsRows: raise_unseen_again does what is then left to do, and without it
+  // put_out_of_range.
   template <bool kBeginsRows>
   __device__ __forceinline__ float2 taken_off() const {
     if constexpr (!kBeginsRows) return {shift[0], shift[1]};
     return {is_taken_off(0) ? shift[0] : 0.0f, is_taken_off(1) ? shift[1] : 0.0f};
   }
 
-  __device__ __forceinline__ void put_out_of_range(float (&sums)[2]) const {
+  // Makes an exponent of each row that is_taken_off not infinite, and so its sum, as its weights are to be made again.
+  template <int kCount>
+  __device__ __forceinline__ void put_out_of_range(float (&s)[kCount]) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (!is_taken_off(h)) sums[h] = infinity();
+      if (!is_taken_off(h)) s[kCount - 3 + 2 * h] = infinity();
   }
 
   // What makes exponents of whole scores of row h.
@@ -160,6 +162,18 @@ struct Softmax {
       for (int i = 0; i < 4; ++i) {
         s[4 * j + i] = exp2_approx(kOfExponents ? s[4 * j + i] : fmaf(s[4 * j + i], scale_log2, -less[i / 2]));
       }
+      sums[0] += s[4 * j], odd[0] += s[4 * j + 1], sums[1] += s[4 * j + 2], odd[1] += s[4 * j + 3];
+    }
+    sums[0] += odd[0], sums[1] += odd[1];
+  }
+
+  // The sums of weights, added as weigh does.
+  template <int kCount>
+  __device__ __forceinline__ static void sum_up(const float (&s)[kCount], float (&sums)[2]) {
+    float odd[2] = {};
+    sums[0] = sums[1] = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
       sums[0] += s[4 * j], odd[0] += s[4 * j + 1], sums[1] += s[4 * j + 2], odd[1] += s[4 * j + 3];
     }
     sums[0] += odd[0], sums[1] += odd[1];

@@ -169,6 +169,14 @@ def test_backward_of_larger_head_dims(cupy: Any, dim: int) -> None:
         check_backward(dropped, case, cupy.asarray)
 
 
+@pytest.mark.parametrize("scores", ["plain", "alibi"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_that_leave_the_main_loop_drop_the_same(cupy: Any, dim: int, scores: str) -> None:
+    # why such a scale: rows leave where their weights leave the range, which must not count weights that were dropped.
+    case = of_lengths((200, 700), head_dim=dim, head_dim_v=dim, dtype="bfloat16", causal=True, softmax_scale=1.0)
+    check_forward(dropped if scores == "plain" else joined(FUNCTIONS[scores], dropped), case, cupy.asarray)
+
+
 # Hopper's backward numbers rows from the first that sees a key, or that is seen: here from any one on.
 SHIFTED = replace(PACKED, causal=True, window_size=(20, -1))
 
