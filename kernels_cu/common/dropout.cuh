@@ -1,6 +1,6 @@
 // Dropout: which weights are kept, by Philox4x32-10, exactly as in cuflash/reference/dropout.py. Key k of query q
 // belongs to the counter (4 (k / 32) + k % 8 / 2, q, head, sequence), and of its four words to half k % 2 of word k / 8
-// % 4. A weight is kept if these 16 bits are below kept_share.
+// % 4. A weight is kept if these 16 bits are below kept_share, which is 1 to 2^16.
 //
 // Weights that are not kept become zero. Those that are kept are multiplied by scale(). why the caller does that, where
 // it multiplies anyway: the weights of float16 might overflow.
@@ -124,7 +124,9 @@ struct DropoutOf<true, Params> {
   }
 
   __device__ __forceinline__ bool is_kept(unsigned word, int half) const {
-    return (half == 0 ? word & 0xffffu : word >> 16) < static_cast<unsigned>(own.kept_share);
+    // why in the upper half of a word: what stands below decides nothing, so that every second weight is not moved.
+    const unsigned last = (static_cast<unsigned>(own.kept_share) << 16) - 1;
+    return (half == 0 ? word << 16 : word) <= last;
   }
 
   template <bool kAligned, int kCount, class Rows, class Visit>

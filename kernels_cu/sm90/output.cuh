@@ -192,7 +192,8 @@ struct OutputConsumer : Consumer {
           continue;
         }
         bool again[2];
-        if constexpr (kOwnScores && !kDropout) Softmax::sum_up(s, step.sums);  // why once more: registers
+        // why once more: registers. With dropout the sums are kept, as weights are dropped already.
+        if constexpr (kOwnScores && !kDropout) Softmax::sum_up(s, step.sums);
         if (softmax.scale_down(s, step.sums, again, o_scale)) make_weights_again(step, keys, again);
         else softmax.add(step.sums);
         const int tile = smem.tile(step.n, step.k_slot).n();

@@ -100,7 +100,7 @@ def test_a_seed_may_be_given_in_many_ways(cupy: Any) -> None:
 
 def test_any_share_may_be_dropped_by_one_kernel(cupy: Any) -> None:
     case = of_lengths((200, 300))
-    for dropout_p in (1e-4, 0.1, 0.5, 0.9, 0.999):
+    for dropout_p in (1e-9, 1e-4, 0.1, 0.5, 0.9, 0.999, 0.99999):
         found = weights(case, cupy.asarray, dropout_p=dropout_p, dropout_seed=SEED)
         np.testing.assert_array_equal(found != 0, kept(case, SEED, dropout_p))
     arrays = [cupy.asarray(x) for x in case.arrays()]
