@@ -45,8 +45,11 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
     keys, op = _keys_of_a_query(problem), problem.op.name
     dims, is_capped = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0
     own = own_code(problem, cells=_passes_over_tiles(problem))
-    row = tiles_sm90.choose(op, *dims, keys, is_capped)
-    rows = tiles_sm90.choose_own(op, *dims, keys, is_capped) if own is not None else () if row is None else (row,)
+    if problem.op.own is not None:
+        rows = tiles_sm90.choose_own(op, *dims, keys, is_capped, problem.op.own.drops)
+    else:
+        row = tiles_sm90.choose(op, *dims, keys, is_capped)
+        rows = () if row is None else (row,)
     few = None
     for few in decode_plans(problem, device, rows):
         yield few

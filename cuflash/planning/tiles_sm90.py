@@ -1,4 +1,4 @@
-"""Tiles of the wgmma kernels (sm_90): a row per head dim, and more for few keys, many queries or capped scores.
+"""Tiles of the wgmma kernels (sm_90): a row per head dim; more for few keys, many queries, capped scores, dropout.
 
 `tests/kernels/test_compile.py` checks that no row spills registers (L3). `kernels_cu/DESIGN.md` names the runner-up of
 each tile, and `EXPERIMENTS.csv` holds all measurements. L22 says why rings and key tiles are not longer.
@@ -44,6 +44,7 @@ class WarpgroupTile:
     ping_pong: bool = False  # warpgroups take turns at the tensor cores. why: L27
     max_keys: int | None = None  # the row is for queries that see at most so many keys on average, under a mask
     softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
+    dropout: bool | None = None  # the same of weights that are dropped
     lengths: bool = False  # whether sequences have lengths of their own
     decodes: bool = False  # whether it is a tile of sm90/decode.cu, whose rows are those of all heads of a group
     paged: bool = False  # whether keys lie in pages. why: L50
@@ -95,7 +96,7 @@ class WarpgroupTile:
         """
         # why no columns of q in registers: L51.
         tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
-                       max_keys=None, lengths=True, decodes=True, paged=paged, few=few)  # fmt: skip
+                       max_keys=None, dropout=None, lengths=True, decodes=True, paged=paged, few=few)  # fmt: skip
         if narrow:
             tile = replace(tile, block_q=WARP_ROWS, block_k=128 if self.head_dim <= 128 else 64, q_stages=2)
         room = SMEM_PER_BLOCK
@@ -218,17 +219,17 @@ class WarpgroupRowsTile:
 # Head dims rise. Among rows of the same head dims, one for few keys under a mask or for capped scores comes first.
 TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1, max_keys=640),
-    WarpgroupTile(64, 64, 192, 128, 8, 2, 16, 1, ping_pong=True),
-    WarpgroupTile(96, 96, 128, 128, 5, 1, 96, 2),
-    WarpgroupTile(128, 128, 128, 128, 5, 1, 128, 2),
+    WarpgroupTile(64, 64, 192, 128, 8, 2, 16, 1, ping_pong=True, dropout=False),
+    WarpgroupTile(96, 96, 128, 128, 5, 1, 96, 2, dropout=False),
+    WarpgroupTile(128, 128, 128, 128, 5, 1, 128, 2, dropout=False),
     WarpgroupTile(192, 128, 128, 64, 6, 1, 192, 2, softcap=True),
     WarpgroupTile(192, 128, 128, 96, 4, 1, 192, 2, softcap=False),
     WarpgroupTile(192, 192, 128, 64, 5, 1, 192, 3),
     WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
     WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
 )
-# What kernels with scores or masks of the caller's own take if the rows above spill registers with them, in this order:
-# without columns of q in registers, then with fewer keys.
+# What kernels with scores or masks of the caller's own take if the rows above spill registers with them, or are not for
+# dropout, in this order: without columns of q in registers, then with fewer keys.
 OWN_TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1),
     WarpgroupTile(64, 64, 128, 128, 10, 2, 0, 1),
@@ -241,6 +242,7 @@ OWN_TILES = (
     WarpgroupTile(192, 128, 128, 48, 8, 1, 0, 2),
     WarpgroupTile(192, 192, 128, 64, 5, 1, 0, 3),
     WarpgroupTile(192, 192, 128, 48, 6, 1, 0, 3),
+    WarpgroupTile(256, 256, 128, 64, 4, 1, 0, 2, softcap=False, dropout=True),
     WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2),
     WarpgroupTile(256, 256, 128, 32, 6, 1, 0, 2),
 )
@@ -300,14 +302,20 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
     return None
 
 
-def choose_own(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) -> tuple[WarpgroupTile, ...]:
-    """The rows for scores or masks of the caller's own, in order of preference; empty if there is none."""
+def choose_own(
+    op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool, drops: bool
+) -> tuple[WarpgroupTile, ...]:
+    """The rows for scores or masks of the caller's own, in order of preference; empty if there is none.
+
+    drops: whether weights are dropped, which takes so many registers that rows with some of q there take longer.
+    """
     head_dim_v = 1 if op == "lse" else head_dim_v
     first = choose("forward", head_dim, head_dim_v, float("inf") if op == "lse" else keys, softcap)
     if first is None:
         return ()
     dims = first.head_dim, first.head_dim_v
-    found = [first, *(row for row in OWN_TILES if (row.head_dim, row.head_dim_v) == dims)]
+    rows = [first, *(row for row in OWN_TILES if (row.head_dim, row.head_dim_v) == dims)]
+    found = [row for row in rows if row.dropout in (None, drops) and row.softcap in (None, softcap)]
     if op == "lse":
         # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward_storage.cuh).
         found = [

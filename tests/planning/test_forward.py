@@ -125,7 +125,7 @@ def test_kernels_of_the_callers_own_that_spill_are_not_taken() -> None:
             spilled.append(launch.variant)
             sources.append(launch.variant.source)
         tiles = [variant.tile for variant in spilled[:-1]]
-        own = choose_own(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False)
+        own = choose_own(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False, False)
         assert tuple(tiles) == own
         assert len({(tile.head_dim, tile.head_dim_v) for tile in own}) == 1
         assert tiles[0] == choose(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False)
@@ -140,5 +140,20 @@ def test_tiles_of_the_callers_own_fit_and_take_the_place_of_others_with_the_same
     assert all(row.smem_bytes(2) <= H100.smem_per_block for row in OWN_TILES)
     assert not set(TILES) & set(OWN_TILES)
     for head_dim in (64, 96, 128, 192, 256):  # each tile of the ring may belong to a piece of work of its own
-        assert all(row.stages + 5 <= TILE_SLOTS for row in choose_own("lse", head_dim, 1, MANY, False))
-    assert choose_own("forward", 257, 64, MANY, False) == ()
+        assert all(row.stages + 5 <= TILE_SLOTS for row in choose_own("lse", head_dim, 1, MANY, False, False))
+    assert choose_own("forward", 257, 64, MANY, False, False) == ()
+
+
+def test_rows_for_dropout_alone_or_for_none_are_taken_accordingly() -> None:
+    for head_dim in (64, 96, 128):
+        plain = choose("forward", head_dim, head_dim, MANY, False)
+        dropped = choose_own("forward", head_dim, head_dim, MANY, False, True)
+        assert (plain, *dropped) == choose_own("forward", head_dim, head_dim, MANY, False, False)
+        made = cuflash.plan(*((1, 2048, 4, head_dim),) * 3, dtype="bfloat16", device="sm_90", dropout_p=0.1)
+        assert made.launches[0].variant.tile == dropped[0]
+        assert made.fallback is None
+    for softcap in (False, True):
+        rows = choose_own("forward", 256, 256, MANY, softcap, True)
+        others = choose_own("forward", 256, 256, MANY, softcap, False)
+        assert [row for row in rows if not row.dropout] == list(others)
+        assert len(rows) == len(others) + (not softcap)
