@@ -307,7 +307,7 @@ def choose_own(
 ) -> tuple[WarpgroupTile, ...]:
     """The rows for scores or masks of the caller's own, in order of preference; empty if there is none.
 
-    drops: whether weights are dropped, which takes so many registers that rows with some of q there take longer.
+    drops: whether weights are dropped. why some rows are not for that: it takes registers, and so do columns of q.
     """
     head_dim_v = 1 if op == "lse" else head_dim_v
     first = choose("forward", head_dim, head_dim_v, float("inf") if op == "lse" else keys, softcap)
