@@ -1,7 +1,8 @@
 """Errors of our kernels and of the peers found on this machine, against float64, on the same inputs.
 
-By dtype, head dim, length and size of the scores, forward and backward. It exits with 1 if an error of ours is over the
-largest of the peers' by more than a tenth. Without a GPU it measures the NumPy path, in small problems.
+By dtype, head dim, length and size of the scores, forward and backward. It exits with 1 if an error of ours is larger
+than the largest of the peers' times what is allowed: 1.1 for most rows, see `allowed`. Without a GPU it measures the
+NumPy path, in small problems.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .report import Errors, Setting
 
 OPS = tuple(check.OUTPUTS)
 LENGTHS = (512, 4096, 32768, 131072)
-SIZES = (1.0, 10.0, 100.0, 1000.0, 10000.0)  # standard deviations of the scores
+SIZES = (1.0, 3.0, 10.0, 100.0, 1000.0, 10000.0)  # standard deviations of the scores
 MIDDLE = 4096  # the length at which scores of all sizes are measured
 TOKENS = 1 << 16  # rows of a problem, up to MOST_HEADS heads of them: a mean of so many errors repeats to a percent
 MOST_HEADS = 16
@@ -35,6 +36,9 @@ ALLOWED = {"bfloat16": 1.1, "float16": 1.1, "float32": 4.0}
 # In 16 bits, of scores so large that float32 holds their exponents to 2^-8 alone, where no peer scales them as we do:
 # those of PyTorch subtract the maximum first, so that the largest weight is 1 all the same.
 LARGE, ALLOWED_OF_LARGE, SCALES_AS_WE_DO = 1000.0, 8.0, "FlashAttention-4"
+# In 16 bits, of out where scores are of sizes between these: the largest weight is most of what errs, and it is seldom
+# exact, because rows of such scores keep the maximum of their first keys (L42).
+BETWEEN, ALLOWED_BETWEEN = (1.0, 10.0), 1.3
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -181,11 +185,18 @@ def ratio(rows: list[Errors], row: Errors, of: Callable[[list[float]], float]) -
 
 def is_bad(rows: list[Errors], row: Errors) -> bool:
     """Whether a row of ours has no number, or one that is too large."""
-    dtype = row.setting.case.dtype
-    is_coarse = dtype != "float32" and row.setting.size > LARGE
+    return bool(row.note) or not ratio(rows, row, max) <= allowed(rows, row)
+
+
+def allowed(rows: list[Errors], row: Errors) -> float:
+    """How many times the largest error of the peers' a row of ours may have."""
+    dtype, size = row.setting.case.dtype, row.setting.size
     has_like = any(peer.contender == SCALES_AS_WE_DO for peer in _peers(rows, row))
-    allowed = ALLOWED_OF_LARGE if is_coarse and not has_like else ALLOWED[dtype]
-    return bool(row.note) or not ratio(rows, row, max) <= allowed
+    if dtype != "float32" and size > LARGE and not has_like:
+        return ALLOWED_OF_LARGE
+    if dtype != "float32" and row.op == "forward" and BETWEEN[0] < size < BETWEEN[1]:
+        return ALLOWED_BETWEEN
+    return ALLOWED[dtype]
 
 
 def _peers(rows: list[Errors], row: Errors) -> list[Errors]:

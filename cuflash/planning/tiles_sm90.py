@@ -220,8 +220,8 @@ class WarpgroupRowsTile:
 TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1, max_keys=640),
     WarpgroupTile(64, 64, 192, 128, 8, 2, 16, 1, ping_pong=True, dropout=False),
-    WarpgroupTile(96, 96, 128, 128, 5, 1, 96, 2, dropout=False),
-    WarpgroupTile(128, 128, 128, 128, 5, 1, 128, 2, dropout=False),
+    WarpgroupTile(96, 96, 128, 128, 5, 1, 96, 2, ping_pong=True, dropout=False),
+    WarpgroupTile(128, 128, 128, 128, 5, 1, 128, 2, ping_pong=True, dropout=False),
     WarpgroupTile(192, 128, 128, 64, 6, 1, 192, 2, softcap=True),
     WarpgroupTile(192, 128, 128, 96, 4, 1, 192, 2, softcap=False),
     WarpgroupTile(192, 192, 128, 64, 5, 1, 192, 3),
@@ -296,8 +296,7 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
         tile = choose("forward", head_dim, 1, float("inf"), softcap)
         return None if tile is None else replace(tile, head_dim_v=0, out_panels=0, ping_pong=False)
     for tile in TILES:
-        covers = head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)
-        if covers and keys <= (tile.max_keys or keys):
+        if _covers(tile, head_dim, head_dim_v, softcap) and keys <= (tile.max_keys or keys):
             return tile
     return None
 
@@ -315,7 +314,7 @@ def choose_own(
         return ()
     dims = first.head_dim, first.head_dim_v
     rows = [first, *(row for row in OWN_TILES if (row.head_dim, row.head_dim_v) == dims)]
-    found = [row for row in rows if row.dropout in (None, drops) and row.softcap in (None, softcap)]
+    found = [row for row in rows if row.dropout in (None, drops) and _covers(row, head_dim, head_dim_v, softcap)]
     if op == "lse":
         # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward_storage.cuh).
         found = [
@@ -361,5 +360,7 @@ def choose_own_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tupl
     return tuple(tuple(t for t in same if t.gradient == gradient) for gradient in GRADIENTS) if same else ()
 
 
-def _covers(tile: WarpgroupBackwardTile | WarpgroupRowsTile, head_dim: int, head_dim_v: int, softcap: bool) -> bool:
+def _covers(
+    tile: WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile, head_dim: int, head_dim_v: int, softcap: bool
+) -> bool:
     return head_dim <= tile.head_dim and head_dim_v <= tile.head_dim_v and tile.softcap in (None, softcap)

@@ -134,17 +134,20 @@ def test_what_is_no_file_of_errors_is_told(tmp_path: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize(
-    ("dtype", "peer", "factor", "is_bad"),
-    [("bfloat16", "torch flash", 7.9, False), ("bfloat16", "torch flash", 8.1, True),
-     ("bfloat16", "FlashAttention-4", 1.05, False), ("bfloat16", "FlashAttention-4", 1.15, True),
-     ("float32", "torch efficient", 4.1, True)],
+    ("op", "dtype", "size", "peer", "allowed"),
+    [("forward", "bfloat16", 1e4, "torch flash", 8.0), ("forward", "bfloat16", 1e4, "FlashAttention-4", 1.1),
+     ("forward", "float32", 1e4, "torch efficient", 4.0), ("forward", "float16", 3.0, "torch flash", 1.3),
+     ("backward", "float16", 3.0, "torch flash", 1.1), ("forward", "bfloat16", 1.0, "torch flash", 1.1),
+     ("forward", "bfloat16", 10.0, "torch flash", 1.1), ("forward", "float32", 3.0, "torch efficient", 4.0)],
 )  # fmt: skip
-def test_more_is_allowed_of_large_scores_only_where_no_peer_scales_as_we_do(
-    dtype: str, peer: str, factor: float, is_bad: bool
+def test_more_is_allowed_only_where_the_largest_weight_is_not_exact(
+    op: str, dtype: str, size: float, peer: str, allowed: float
 ) -> None:
-    setting = Setting.of(64, 1, 64, dtype, True, 1e4)
-    rows = [Errors("forward", setting, name, name == "ours", {"out": x}) for name, x in (("ours", factor), (peer, 1.0))]
-    assert accuracy.is_bad(rows, rows[0]) is is_bad
+    setting = Setting.of(64, 1, 64, dtype, True, size)
+    for factor, is_bad in ((0.99, False), (1.01, True)):
+        errors = ("ours", factor * allowed), (peer, 1.0)
+        rows = [Errors(op, setting, name, name == "ours", {"out": error}) for name, error in errors]
+        assert accuracy.is_bad(rows, rows[0]) is is_bad
 
 
 @pytest.mark.usefixtures("few")
