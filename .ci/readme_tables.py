@@ -20,7 +20,6 @@ from cuflash.bench import accuracy as of_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "examples" / "results"
-ERRORS = RESULTS / "accuracy.json"
 GPUS = ("h200", "h100")  # folders; README.md shows the first that has a file
 KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that no kind before it has
     "language models, training": lambda name: name.endswith(", training"),
@@ -39,7 +38,7 @@ Rows = list[dict[str, Any]]
 
 @cache
 def read(gpu: str, preset: str) -> dict[str, Any]:
-    """A file of the benchmark."""
+    """A file of the benchmark. gpu: its folder, "" for a file beside the folders."""
     content: dict[str, Any] = json.loads((RESULTS / gpu / f"{preset}.json").read_text("utf-8"))
     return content
 
@@ -207,7 +206,7 @@ def install() -> str:
 
 def errors() -> dict[tuple[str, str, float], list[float]]:
     """By kind of dtype, op and size of the scores, the largest ratios of our errors to those of the worst peer."""
-    _, rows = of_errors.read(ERRORS)
+    _, rows = of_errors.read(RESULTS / "accuracy.json")
     found: dict[tuple[str, str, float], list[float]] = {}
     for row in rows:
         if row.ours and (ratio := of_errors.ratio(rows, row, max)):
@@ -236,18 +235,11 @@ def accuracy_in_words() -> str:
     between = span(of("16 bits", lambda op, size: op == "forward" and low < size < high))
     largest = max(of("16 bits", lambda op, size: size > low and (op == "backward" or size >= high)))
     return filled(
-        f"On one {errors_gpu()}, in 16 bits ours are {plain} times the largest of theirs where scores have size 1, and "
-        f"up to {largest:.2f} times where they are larger, so that one key outweighs the others, but for forward with "
-        f"scores of size 3, {between} times; in float32 (three TF32 products) "
+        f"On one {card('', 'accuracy')}, in 16 bits ours are {plain} times the largest of theirs where scores have "
+        f"size 1, and up to {largest:.2f} times where they are larger, so that one key outweighs the others, but for "
+        f"forward with scores of size 3, {between} times; in float32 (three TF32 products) "
         f"{span(of('float32', lambda op, size: True))} times."
     )
-
-
-def errors_gpu() -> str:
-    """The name of the GPU on which errors were measured."""
-    machine, _ = of_errors.read(ERRORS)
-    name: str = machine["gpus"][0]["name"]
-    return name
 
 
 # What the second document has of a file of the benchmark: a text before each table.
@@ -286,8 +278,8 @@ def details() -> str:
                     parts.append(f"![Figures of {preset}]({gpu}/{preset}.png)")
                 for text, make in SECTIONS[preset].items():
                     parts += [text.replace("{bandwidth}", bandwidth), make(gpu)]
-    parts += ["## Errors", f"Root mean square of ours to the largest of the others', on one {errors_gpu()}:"]
-    parts.append(accuracy())
+    gpu = card("", "accuracy")
+    parts += ["## Errors", f"Root mean square of ours to the largest of the others', on one {gpu}:", accuracy()]
     parts.append("![Errors by seqlen and by the size of the scores, beside other libraries](accuracy.png)")
     return "\n\n".join([*parts, "## Downloads", install()]) + "\n"
 

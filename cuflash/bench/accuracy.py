@@ -191,11 +191,11 @@ def is_bad(rows: list[Errors], row: Errors) -> bool:
 def allowed(rows: list[Errors], row: Errors) -> float:
     """How many times the largest error of the peers' a row of ours may have."""
     dtype, size = row.setting.case.dtype, row.setting.size
-    has_like = any(peer.contender == SCALES_AS_WE_DO for peer in _peers(rows, row))
-    if dtype != "float32" and size > LARGE and not has_like:
-        return ALLOWED_OF_LARGE
-    if dtype != "float32" and row.op == "forward" and BETWEEN[0] < size < BETWEEN[1]:
-        return ALLOWED_BETWEEN
+    if dtype != "float32":
+        if size > LARGE and all(peer.contender != SCALES_AS_WE_DO for peer in _peers(rows, row)):
+            return ALLOWED_OF_LARGE
+        if row.op == "forward" and BETWEEN[0] < size < BETWEEN[1]:
+            return ALLOWED_BETWEEN
     return ALLOWED[dtype]
 
 
