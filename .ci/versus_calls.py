@@ -1,4 +1,4 @@
-"""`.ci/versus` times calls with this: on the GPU by replays of CUDA graphs, and the host's part of a call."""
+"""`.ci/versus.py` times calls with this: on the GPU by replays of CUDA graphs, and the host's part of a call."""
 
 from __future__ import annotations
 

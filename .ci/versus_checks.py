@@ -1,4 +1,4 @@
-"""What `.ci/versus` checks: the outputs of two versions on random problems, and the registers of all their kernels."""
+"""What `.ci/versus.py` checks: the outputs of two versions on random problems, and registers of all kernels."""
 
 from __future__ import annotations
 

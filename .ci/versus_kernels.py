@@ -97,7 +97,7 @@ def list_of(candidates: Iterable[tuple[str, str]]) -> tuple[Any, Any]:
     """Imports the first of these modules that the tests of this process's tree have: the module and its function."""
     tree = this_tree()
     folders = [tree / "tests" / "support", tree / "tests"]
-    others = [folder for folder in sys.path if not Path(folder or ".").resolve() in (ROOT, ROOT / "tests")]
+    others = [folder for folder in sys.path if Path(folder or ".").resolve() not in (ROOT, ROOT / "tests")]
     sys.path[:] = [str(tree), *(str(each) for each in folders if each.is_dir()), *others]
     for name, function in candidates:
         if any((folder / f"{name}.py").is_file() for folder in folders):
@@ -116,7 +116,9 @@ def this_tree() -> Path:
 
 def check_origins(tree: Path) -> None:
     """Raises an error if a module of the working tree stands in for one of the older tree."""
-    files = [Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
+    files = [
+        Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))
+    ]
     parts = [ROOT / "cuflash", ROOT / "tests"]
     if tree != ROOT and (strange := [file for file in files if any(file.is_relative_to(part) for part in parts)]):
         raise RuntimeError(f"{strange[0]} was imported for {tree}")
@@ -131,7 +133,13 @@ def dropout_calls(arch: str) -> dict[str, list[Any]]:
     bias = np.zeros((1, heads, 1, seqlen), np.float32)
     dropout = {"dropout_p": 0.3, "dropout_seed": np.array(7, np.int64)}
     document = cuflash.mods.document(np.array([0, 40, seqlen], np.int32))
-    everything = {"score_mod": cuflash.mods.alibi(slopes), "mask_mod": document, "bias": bias, "sinks": sinks, **dropout}
+    everything = {
+        "score_mod": cuflash.mods.alibi(slopes),
+        "mask_mod": document,
+        "bias": bias,
+        "sinks": sinks,
+        **dropout,
+    }
     calls: dict[str, list[Any]] = {}
     for dim, dtype, packed, generic in DROPOUT_SHAPES:
         shape = (2 * seqlen,) if packed else (2, seqlen)
@@ -234,5 +242,9 @@ def cubin_failures(found: dict[str, Any]) -> Iterator[str]:
     yield from without_partner("cubins", found)
     for label, pair in found["differ"].items():
         if None not in pair:
-            wrong = [f"the {when} one: {text}" for when, text in zip(("older", "newer"), pair) if text.startswith(ERROR)]
+            wrong = [
+                f"the {when} one: {text}"
+                for when, text in zip(("older", "newer"), pair, strict=True)
+                if text.startswith(ERROR)
+            ]
             yield f"cubins: {label}: " + ("; ".join(wrong) or "the cubins differ")

@@ -1,5 +1,7 @@
 """FlashAttention for every array library, with no compile step.
 
+Example::
+
     out = cuflash.forward(q, k, v, causal=True)    # CuPy, PyTorch, JAX or NumPy arrays (batch, seqlen, heads, head_dim)
     out = cuflash.forward(q, k, v, score_mod=cuflash.mods.alibi(heads))    # or scores and masks of your own
 """

@@ -131,6 +131,4 @@ def _after_fork_in_child() -> None:
 # registered last is called first, so that none of these locks is taken yet while a fork waits below.
 REGISTERED_BEFORE = _logging, _thread_pools
 if hasattr(os, "register_at_fork"):  # why asked: Windows has no fork
-    os.register_at_fork(
-        before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child
-    )
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

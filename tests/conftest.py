@@ -17,9 +17,7 @@ import pytest
 from hypothesis import settings
 
 # why: the checks of helper modules tell what they compared, as those of test files do.
-pytest.register_assert_rewrite(
-    "hopper", "libraries", "refusals", "tensors", "workers"
-)
+pytest.register_assert_rewrite("hopper", "libraries", "refusals", "tensors", "workers")
 
 from drivers import FakeDriver
 from libraries import memory_of_nan

@@ -136,7 +136,7 @@ class Recorded(GpuLibrary):
         return ArraySpec(array.shape, array.strides, array.dtype, "cuda:1", self.name)
 
     def key(self, arrays: Sequence[Any]) -> Hashable:
-        return *[None if x is None else x[:3] for x in arrays],
+        return (*[None if x is None else x[:3] for x in arrays],)
 
     def current_device(self) -> int:
         return 1

@@ -89,9 +89,7 @@ def assert_equal(found: Any, wanted: Any) -> None:
 
 def arguments_of(given: Made, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
     """All arguments of `attention` for sequences of several lengths; q, k and v may want gradients."""
-    arguments = {
-        name: torch_of(x, device) if isinstance(x, np.ndarray) else x for name, x in given.arguments().items()
-    }
+    arguments = {name: torch_of(x, device) if isinstance(x, np.ndarray) else x for name, x in given.arguments().items()}
     return arguments | {name: arguments[name].requires_grad_(grad) for name in "qkv"}
 
 

@@ -1,10 +1,9 @@
-"""The faults that `.ci/faults` plants are still there to be planted: the tests that catch them run there."""
+"""The faults that `.ci/faults.py` plants are still there to be planted: the tests that catch them run there."""
 
 from __future__ import annotations
 
 import sys
-from importlib.machinery import SourceFileLoader
-from importlib.util import module_from_spec, spec_from_loader
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ if not (ROOT / ".ci").is_dir():
 
 @pytest.fixture(scope="module")
 def faults() -> Any:
-    spec = spec_from_loader("faults", SourceFileLoader("faults", str(ROOT / ".ci" / "faults")))
+    spec = spec_from_file_location("faults", ROOT / ".ci" / "faults.py")
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

@@ -77,7 +77,8 @@ def test_the_wheel_is_pure_small_and_carries_the_sources(built: Path) -> None:
     outside = {name.split("/")[0] for name in names} - {"cuflash"}
     assert len(outside) == 1
     assert outside.pop().endswith(".dist-info")
-    assert not [name for name in names if name.endswith((".pyc", ".so", ".cubin"))]
+    assert not [name for name in names if name.endswith((".pyc", ".so", ".cubin", ".csv"))]
+    assert not [name for name in names if name.startswith("cuflash/") and name.endswith(".md")]
 
 
 def test_the_wheel_asks_for_python_3_11_and_offers_the_extras(built: Path) -> None:
@@ -86,11 +87,20 @@ def test_the_wheel_asks_for_python_3_11_and_offers_the_extras(built: Path) -> No
     for line in (
         "Name: cuflash",
         "Requires-Python: >=3.11",
-        *(f"Provides-Extra: {x}" for x in ("cuda12", "cuda13", "bench", "test")),
+        *(f"Provides-Extra: {x}" for x in ("cuda12", "cuda13", "bench", "lint", "test")),
     ):
         assert line in metadata.splitlines()
     required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist:") and "extra ==" not in line]
     assert not [line for line in required if any(name in line for name in ("cupy", "torch", "jax", "nvidia"))]
+
+
+def test_pre_commit_runs_the_versions_of_the_lint_extra() -> None:
+    config = ROOT / ".pre-commit-config.yaml"
+    if not config.is_file():
+        pytest.skip("needs a checkout")
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
+    pins = set(re.findall(r'additional_dependencies: \["(.*?)"\]', config.read_text("utf-8")))
+    assert pins == {requirement for requirement in extras["lint"] if not requirement.startswith("mypy")}
 
 
 def test_errors_tell_to_install_what_the_extras_do() -> None:

@@ -66,11 +66,13 @@ class CupyLibrary(GpuLibrary):
 
 def _key(arrays: Sequence[Any]) -> Hashable:
     # why True for the strides of a contiguous array: to ask for them takes three times as long.
-    return *[None if x is None else (x.shape, x._c_contiguous or x.strides, x.dtype, x.data.device_id) for x in arrays],
+    return (
+        *[None if x is None else (x.shape, x._c_contiguous or x.strides, x.dtype, x.data.device_id) for x in arrays],
+    )
 
 
 def _key_of_strides(arrays: Sequence[Any]) -> Hashable:
-    return *[None if x is None else (x.shape, x.strides, x.dtype, x.data.device_id) for x in arrays],
+    return (*[None if x is None else (x.shape, x.strides, x.dtype, x.data.device_id) for x in arrays],)
 
 
 @cache

@@ -182,9 +182,7 @@ def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], 
     return _finished(figure, axes, f"{title}: the lower, the better")
 
 
-def _bars_of_reads(
-    pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str
-) -> Any:
+def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
     """Bytes a second of each problem, beside what the memory gives."""
     names, cases = (list(dict.fromkeys(row[name] for row in rows)) for name in ("contender", "name"))
     figure, axes = pyplot.subplots(1, 1, figsize=(10, 4.6), squeeze=False, layout="constrained")

@@ -1,5 +1,7 @@
 """Attention for PyTorch with gradients; it works with `torch.compile`, `torch.func`, autocast and CUDA graphs.
 
+Example::
+
     from cuflash.frameworks.torch import attention, flex_attention
 
     out = attention(q, k, v, causal=True)    # (batch, seqlen, heads, head_dim); out.sum().backward() works

@@ -191,9 +191,7 @@ class Capture:
         return functools.partial(inner, *arguments, **keywords)
 
     def _method(self, method: types.MethodType, number: int) -> Any:
-        function, owner = (
-            self.read(number, getattr, name, getattr(method, name)) for name in ("__func__", "__self__")
-        )
+        function, owner = (self.read(number, getattr, name, getattr(method, name)) for name in ("__func__", "__self__"))
         return types.MethodType(function, owner)
 
     def _inner(self, name: str, wrapper: Any, number: int) -> Any:

@@ -107,9 +107,7 @@ def _pairs(spec: ArraySpec, axis: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _own_code(
-    own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_causal: bool, runs: _Runs
-) -> OwnCode:
+def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_causal: bool, runs: _Runs) -> OwnCode:
     score, slope = SCORE, _ONE
     if own.score is not None:
         given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}

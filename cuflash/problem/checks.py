@@ -10,6 +10,7 @@ from .dtypes import check_dtype
 # new key: a used length and the number of a new row.
 MAX_SEQLEN = 2**30 - 4096
 
+
 def check_operand(
     name: str, spec: ArraySpec, first: ArraySpec, shape: tuple[int, ...], dtypes: tuple[str, ...], of: str = "q"
 ) -> None:

@@ -201,9 +201,7 @@ def _alone(problem: Problem, mask: Mask, keys: slice, is_merged: bool) -> Proble
         mask = Mask(mask.seqlen_q, count, mask.lo - keys.start, mask.hi - keys.start)
     if is_merged and DTYPES[problem.dtype].itemsize == 2:
         options = options._replace(out_dtype="float32")
-    return problem._replace(
-        batch=1, seqlen_q=mask.seqlen_q, seqlen_k=count, mask=mask, options=options, lengths=None
-    )
+    return problem._replace(batch=1, seqlen_q=mask.seqlen_q, seqlen_k=count, mask=mask, options=options, lengths=None)
 
 
 def _merged(found: list[Results]) -> Results:

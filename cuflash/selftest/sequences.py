@@ -149,9 +149,7 @@ def shaped(of: Sequences) -> Made:
     return _laid_out(of, np.random.default_rng(0), np.zeros)
 
 
-def _laid_out(
-    of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int, ...], np.dtype[Any]], Array]
-) -> Made:
+def _laid_out(of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Made:
     side_q = _placed("q", of, rng)
     side_k = _placed("k", of, rng)
     (heads_q, heads_kv), (dim, dim_v), dtype = of.heads, of.dims, numpy_dtype(of.dtype)

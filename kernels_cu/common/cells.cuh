@@ -21,7 +21,9 @@ struct CellKinds {
 
   __device__ __forceinline__ static CellKinds all_empty() { return {kOfEach << kEmptyCell}; }
   __device__ __forceinline__ CellKinds of_row(int r) const { return {bits >> 4 * r & 15}; }
-  __device__ __forceinline__ bool some_seen() const { return (bits & kOfEach * (1u << kPartialCell | 1u << kFullCell)) != 0; }
+  __device__ __forceinline__ bool some_seen() const {
+    return (bits & kOfEach * (1u << kPartialCell | 1u << kFullCell)) != 0;
+  }
   __device__ __forceinline__ bool some_hidden() const {
     return (bits & kOfEach * (1u << kPartialCell | 1u << kEmptyCell)) != 0;
   }
@@ -30,8 +32,8 @@ struct CellKinds {
   static constexpr unsigned kOfEach = 0x11111111u;
 };
 
-// A tile, whether it is the first of a walk, and whether the caller's mask shows all of it; or the end of a list of tiles.
-// why one number: registers.
+// A tile, whether it is the first of a walk, and whether the caller's mask shows all of it; or the end of a list of
+// tiles. why one number: registers.
 struct SeenTile {
   int bits;
 
@@ -123,8 +125,8 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
 template <class Tiles, int kRows, int kTile, bool kRowsAreKeys = false>
 using SeenTiles = SeenTilesOf<kCells, Tiles, kRows, kTile, kRowsAreKeys, OwnParams>;
 
-// A warp's walk over the tiles that are seen, of which it looks at 32 at a time, a lane at each. All lanes go together. why
-// not tile by tile: to find one takes hundreds of cycles, for which a warp that loads tiles has no time.
+// A warp's walk over the tiles that are seen, of which it looks at 32 at a time, a lane at each. All lanes go together.
+// why not tile by tile: to find one takes hundreds of cycles, for which a warp that loads tiles has no time.
 struct SeenWalk {
   int window;         // the first of the tiles that were looked at last
   unsigned left = 0;  // a bit for each of these that is seen, and is still to come

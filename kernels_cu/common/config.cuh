@@ -67,7 +67,8 @@ constexpr bool kOwnHides = false, kOwnTogether = false;
 constexpr bool kOwn = false, kOwnScores = false, kOwnMask = false, kOwnSlope = false, kSteepSlope = false;
 constexpr bool kSinks = false, kDropout = false, kCells = false, kFullCells = false, kShortOffsets = false;
 #endif
-// Whether what is told of blocks of sequences of several lengths includes what such functions ask (common/seen_rows.cuh).
+// Whether what is told of blocks of sequences of several lengths includes what such functions ask
+// (common/seen_rows.cuh).
 #ifdef CUFLASH_TELLS_SEQUENCES
 constexpr bool kTellsSequences = true;  // delta.cu before kernels with functions
 #else

@@ -2,8 +2,8 @@
 #pragma once
 #include "numeric.cuh"
 
-// Divides numbers that are not negative and have a quotient below 2^21. why not by the operator: its code is twice as long,
-// and all of it is read from memory once a launch (L50). The product is then at most one too large or too small.
+// Divides numbers that are not negative and have a quotient below 2^21. why not by the operator: its code is twice as
+// long, and all of it is read from memory once a launch (L50). The product is then at most one too large or too small.
 struct Divisor {
   int by;
   float reciprocal;  // why kept: it is there before what is divided is known

@@ -14,7 +14,7 @@ struct PhiloxWords {
 };
 
 __device__ __forceinline__ PhiloxWords philox(PhiloxWords x, unsigned key, unsigned other_key) {
-  unsigned(&w)[4] = x.words;
+  unsigned (&w)[4] = x.words;
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
     const unsigned long long one = w[0] * 0xD2511F53ull, other = w[2] * 0xCD9E8D57ull;
@@ -49,7 +49,9 @@ struct DropoutOf {
   template <bool kAligned, int kCount, class Rows>
   __device__ __forceinline__ void drop(float (&)[kCount], Rows, int, int) const {}
   template <bool kAligned, int kCount, class Rows>
-  __device__ __forceinline__ Kept<kCount> kept(Rows, int, int) const { return {}; }
+  __device__ __forceinline__ Kept<kCount> kept(Rows, int, int) const {
+    return {};
+  }
   template <bool kAligned, int kFragments, int kCount>
   __device__ __forceinline__ void kept_of_keys(Kept<kCount> (&)[kFragments], int, int, int) const {}
 };
@@ -60,10 +62,7 @@ struct DropoutOf<true, Params> {
   const unsigned seed[2];
 
   __device__ __forceinline__ DropoutOf(const Params& params, int sequence_idx, int query_head)
-      : own(params),
-        sequence(sequence_idx),
-        head(query_head),
-        seed{__ldg(params.seed), __ldg(params.seed + 1)} {}
+      : own(params), sequence(sequence_idx), head(query_head), seed{__ldg(params.seed), __ldg(params.seed + 1)} {}
 
   __device__ __forceinline__ float scale() const { return own.kept_scale; }
 

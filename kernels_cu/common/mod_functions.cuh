@@ -98,7 +98,8 @@ __device__ __forceinline__ float floor_divide(float x, float y) {
   return quotient - whole > 0.5f ? whole + 1.0f : whole;
 }
 
-// x / y, rounded as a division is, by the inverse of a constant. why: a division takes several times as long, and a call.
+// x / y, rounded as a division is, by the inverse of a constant. why: a division takes several times as long, and a
+// call.
 __device__ __forceinline__ float divided(float x, float y, float inverse) {
   const float quotient = x * inverse;
   const float corrected = fmaf(fmaf(-quotient, y, x), inverse, quotient);
@@ -151,8 +152,8 @@ struct OffsetOf<true> {
   using Type = int;
 };
 
-// Elements of an array that lie side by side along the columns of a row, from the tile's first column on. Every column that
-// is seen is inside the array.
+// Elements of an array that lie side by side along the columns of a row, from the tile's first column on. Every column
+// that is seen is inside the array.
 template <class T>
 struct ArrayRun {
   const T* first;
@@ -200,7 +201,8 @@ struct LoadedPair<T, true> {
 };
 
 // An array that a traced function refers to. kShortOffsets: every offset of an element fits into an int, as do the
-// strides. The layout is the same either way. No extent is zero: for an empty array the host gives one that holds a zero.
+// strides. The layout is the same either way. No extent is zero: for an empty array the host gives one that holds a
+// zero.
 template <class T, int kRank, bool kShortOffsets>
 struct CapturedArray {
   using Offset = typename OffsetOf<kShortOffsets>::Type;

@@ -1,6 +1,6 @@
 // Scores and masks of the caller's own. The program holds them as `OwnFunctions` (cuflash/planning/own_code.py), which
-// finds what a head, a row, two columns of it and a score know in as many steps. A row is a query and a column a key, or the other way round
-// where a kernel's fragments have keys in their rows.
+// finds what a head, a row, two columns of it and a score know in as many steps. A row is a query and a column a key,
+// or the other way round where a kernel's fragments have keys in their rows.
 //
 //   element   score: that of softmax and bias, in powers of two, from a product q·k (or what the softcap made of it)
 //             visible: whether the query sees the key, as far as the functions say
@@ -50,11 +50,10 @@ struct OwnHeadOf<true, Functions> {
 
   __device__ __forceinline__ OwnHeadOf(const OwnParams& own, const ProblemParams& problem, int batch, int query_head,
                                        int seqlen_q, int seqlen_k)
-      : arrays(own),
-        head(Functions::head(own, batch, query_head, seqlen_q, seqlen_k, problem.score.softmax_scale)) {}
+      : arrays(own), head(Functions::head(own, batch, query_head, seqlen_q, seqlen_k, problem.score.softmax_scale)) {}
 
-  // What is known of a row with the columns from first_column on. `addend` is added to all of its scores, for nothing. The
-  // last number is the half of a fragment that has the row: TwoOwnHeads.
+  // What is known of a row with the columns from first_column on. `addend` is added to all of its scores, for nothing.
+  // The last number is the half of a fragment that has the row: TwoOwnHeads.
   __device__ __forceinline__ Row row(int row_idx, int first_column, float addend = 0.0f, int = 0) const {
     return Functions::row(arrays, head, row_idx, first_column, addend);
   }

@@ -25,13 +25,13 @@ struct ProblemParams {
   ScoreParams score;
 
   // int32 arrays on the device, or null: common/ragged.cuh says what is then meant.
-  const int *cu_seqlens_q, *cu_seqlens_k;      // (batch + 1)
-  const int *seqused_q, *seqused_k;            // (batch)
-  const int *page_table, *cache_batch_idx;     // (batch, …) and (batch)
-  long long page_table_stride;                 // from the pages of one sequence to those of the next
-  int rows_q, rows_k, batch_k;                 // second axis of q; second and first axis of k
-  int mask_first, mask_last, mask_from_end;    // see RaggedSequence
-  int clears_unused;                           // whether rows of out that nobody uses become 0
+  const int *cu_seqlens_q, *cu_seqlens_k;        // (batch + 1)
+  const int *seqused_q, *seqused_k;              // (batch)
+  const int *page_table, *cache_batch_idx;       // (batch, …) and (batch)
+  long long page_table_stride;                   // from the pages of one sequence to those of the next
+  int rows_q, rows_k, batch_k;                   // second axis of q; second and first axis of k
+  int mask_first, mask_last, mask_from_end;      // see RaggedSequence
+  int clears_unused;                             // whether rows of out that nobody uses become 0
   int padded_rows_q, padded_rows_k, unused_too;  // of a head in what is padded to slots, over all sequences
 };
 
@@ -48,11 +48,12 @@ struct OwnParamsOf<true, Functions> : Functions::Arrays {
   const void* sinks;         // (heads_q), or null
   const signed char* cells;  // (batch, heads_q, …, …) of 64 x 64 scores: common/cells.cuh; or null
   const unsigned* seed;      // of dropout, two words; or null
-  long long cells_batch, cells_head;  // from the cells of one sequence, or head, to those of the next; 0: they share them
-  int cells_row;                      // the same of 64 queries
-  int sinks_are_wide;                 // whether they are float32, whatever q is
-  int kept_share;                     // of 2^16 weights; what they are multiplied by is its inverse …
-  float kept_scale;                   // … that is, 2^16 / kept_share
+  long long cells_batch,
+      cells_head;      // from the cells of one sequence, or head, to those of the next; 0: they share them
+  int cells_row;       // the same of 64 queries
+  int sinks_are_wide;  // whether they are float32, whatever q is
+  int kept_share;      // of 2^16 weights; what they are multiplied by is its inverse …
+  float kept_scale;    // … that is, 2^16 / kept_share
   int unused[2];
 };
 using OwnParams = OwnParamsOf<kOwn, OwnFunctions<kShortOffsets>>;
@@ -99,26 +100,26 @@ struct RaggedForwardParams {
 struct DecodeParams {
   TensorMap k_map, v_map;
   Operand q, k, v, out;
-  float* lse;          // (batch, heads_q, seqlen_q), contiguous, or null
-  unsigned* counter;   // as in TiledForwardParams
-  unsigned* arrivals;  // splits that have ended, of each query block; zero between launches
-  float* partial_out;  // of a split, (max_slots, partial_rows, the tile's head_dim_v) …
+  float* lse;            // (batch, heads_q, seqlen_q), contiguous, or null
+  unsigned* counter;     // as in TiledForwardParams
+  unsigned* arrivals;    // splits that have ended, of each query block; zero between launches
+  float* partial_out;    // of a split, (max_slots, partial_rows, the tile's head_dim_v) …
   float2* partial_sums;  // … and (max_slots, partial_rows): sum and shift
   ProblemParams problem;
   int heads_kv;
   int page_box, page_magic, page_shift;  // as in RaggedForwardParams
-  int max_slots;     // splits that there is room for
-  int partial_rows;  // of a query block
-  int split_tiles;   // key tiles of a split; 0: as many as keep the GPU busy
+  int max_slots;                         // splits that there is room for
+  int partial_rows;                      // of a query block
+  int split_tiles;                       // key tiles of a split; 0: as many as keep the GPU busy
   int unused;
 };
 
 // sm80/decode.cu.
 struct SplitParams {
   Operand q, k, v, out;
-  float* lse;          // as in DecodeParams
-  unsigned* arrivals;  // splits that have ended, of each block of rows; zero between launches; or null
-  float* partial_out;  // (blocks of rows, splits, 16, the tile's head_dim_v) …
+  float* lse;            // as in DecodeParams
+  unsigned* arrivals;    // splits that have ended, of each block of rows; zero between launches; or null
+  float* partial_out;    // (blocks of rows, splits, 16, the tile's head_dim_v) …
   float2* partial_sums;  // … and (blocks of rows, splits, 16): sum and shift; or null
   ProblemParams problem;
   int heads_kv, head_parts;  // head_parts: blocks that share the heads of a group
@@ -129,30 +130,32 @@ struct SplitParams {
 // portable/delta.cu.
 struct DeltaParams {
   Operand dout, out, dq, dk, dv;  // dk and dv are not used but with num_slots
-  const float* lse;   // (batch, heads_q, seqlen_q), contiguous …
-  const float* dlse;  // … and the same, or null
-  float* stats;       // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
-  float* dq_acc;      // to be set to zero, unless there are turns; or null
-  unsigned* turns;    // (batch, heads_q, num_q_blocks) counters, then more_turns: to be set to zero; or null
+  const float* lse;               // (batch, heads_q, seqlen_q), contiguous …
+  const float* dlse;              // … and the same, or null
+  float* stats;                   // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
+  float* dq_acc;                  // to be set to zero, unless there are turns; or null
+  unsigned* turns;  // (batch, heads_q, num_q_blocks) counters, then more_turns: to be set to zero; or null
   // Of sequences of several lengths, to be written; or null.
   void *key_list, *key_shares;  // (max_key_blocks) SeenBlock, and KeyShares of them
   void *q_blocks, *k_blocks;    // (num_slots) SeenBlock, one for each slot of kPaddedSlot queries, or keys
   ProblemParams problem;
   int stats_rows;  // seqlen_q rounded up to whole tiles
-  // Of query i of a head: lse * log2(e), for float32 lse, inf where nothing is seen, stands at stats[2 * stats_rows * head
+  // Of query i of a head: lse * log2(e), for float32 lse, inf where nothing is seen, stands at stats[2 * stats_rows *
+  // head
   // + stats_step * i], and delta stats_delta floats further.
   int stats_step, stats_delta;
   int num_q_blocks, more_turns;
-  int padded_dim;             // columns of a row of dq_acc
-  int heads_each;             // of a block of threads, one after the other
+  int padded_dim;  // columns of a row of dq_acc
+  int heads_each;  // of a block of threads, one after the other
   int num_slots;  // of keys, whose dk and dv are to be cleared, or of queries if these are told of, too, and more; or 0
   int block_k, max_key_blocks;  // keys of a key block; key blocks that there is room for
   int sorted_blocks;            // of the list, the last ones
   int takers;                   // blocks of threads that take key blocks
   int shared_keys;              // key blocks that may be shared
-  int least_parts, most_parts;  // blocks of threads that share one: wanted, if the sequences have about one length; at most
-  int last_steps;               // of a key block if only those are shared that do not fill the GPU, else 0
-  int sequences_together;       // that take turns in the list: a power of two, up to 32
+  int least_parts,
+      most_parts;          // blocks of threads that share one: wanted, if the sequences have about one length; at most
+  int last_steps;          // of a key block if only those are shared that do not fill the GPU, else 0
+  int sequences_together;  // that take turns in the list: a power of two, up to 32
 };
 
 // sm80/backward.cu: dk, dv and a share of dq.
@@ -180,16 +183,16 @@ struct BackwardDqParams {
 struct OwnGradientParams {
   Operand q, k, v, dout;
   const float* stats;  // two numbers of each query, as portable/delta.cu writes them
-  float* tables;  // sums of each part of the walk (and of each warp where they are looked up); or null …
-  void* result;   // … where the sums are the gradient, an array of result_kind
+  float* tables;       // sums of each part of the walk (and of each warp where they are looked up); or null …
+  void* result;        // … where the sums are the gradient, an array of result_kind
   ProblemParams problem;
-  int stats_rows, stats_step, stats_delta;      // as in DeltaParams
-  int num_q_tiles, num_k_tiles;                 // of the longest sequence
-  int by_sequence, by_head, by_query, by_key;   // whether sums stand apart by these; blocks walk over all others
-  int num_steps, parts;                         // of the walk, and the blocks that share it
-  int adds_atomically;                          // whether all add to one table
-  int table_places;                             // of the table of a head, where sums are looked up
-  int extents[8], strides[8];                   // of the axes along which they are
+  int stats_rows, stats_step, stats_delta;     // as in DeltaParams
+  int num_q_tiles, num_k_tiles;                // of the longest sequence
+  int by_sequence, by_head, by_query, by_key;  // whether sums stand apart by these; blocks walk over all others
+  int num_steps, parts;                        // of the walk, and the blocks that share it
+  int adds_atomically;                         // whether all add to one table
+  int table_places;                            // of the table of a head, where sums are looked up
+  int extents[8], strides[8];                  // of the axes along which they are
   int result_kind;
 };
 
@@ -203,14 +206,14 @@ struct SinksGradientParams {
   int unused;
 };
 
-// portable/sum_tables.cu: the sum of tables becomes an array. An element whose indices along all axes are first … first +
-// count - 1 has a place in each table; the others are zero.
+// portable/sum_tables.cu: the sum of tables becomes an array. An element whose indices along all axes are first … first
+// + count - 1 has a place in each table; the others are zero.
 struct SumTablesParams {
   const float* tables;
-  float* total;  // of the tables of launches before; or null
-  void* result;  // an array of result_kind, or null where another launch ends the sum
-  long long num_elements, table_step;       // of the array; from one table to the next
-  long long strides[8];                     // of the axes of the array, in a table
+  float* total;                        // of the tables of launches before; or null
+  void* result;                        // an array of result_kind, or null where another launch ends the sum
+  long long num_elements, table_step;  // of the array; from one table to the next
+  long long strides[8];                // of the axes of the array, in a table
   int extents[8], firsts[8], counts[8];
   int rank, num_tables;
   int lanes;  // threads that share an element: 1 or 32
@@ -247,7 +250,7 @@ struct TiledBackwardParams {
   // batch and kv heads: shared_steps of their query tiles each. Or 2^parts_log2 blocks that follow each other share
   // each key block, and shared_keys are all of them: each has some of the query heads of its group.
   int whole_blocks, shared_first, shared_keys, shared_steps, parts_log2;
-  int list_lines, seen_batch, seen_head, unused;  // as in SeenCountsParams
+  int list_lines, seen_batch, seen_head, unused;   // as in SeenCountsParams
   const int *seen_counts, *key_steps, *key_order;  // of portable/seen_counts.cu, or null without cells
 };
 
@@ -258,7 +261,8 @@ struct TiledRowsParams {
   // Of several lengths: as in DeltaParams, and the counter of the work that blocks of threads have taken.
   const void *q_blocks, *k_blocks;
   unsigned* counter;
-  // Where two blocks of threads share the query heads of a key block: sums of the one that ends first, and counters, at 0.
+  // Where two blocks of threads share the query heads of a key block: sums of the one that ends first, and counters, at
+  // 0.
   float* acc;
   unsigned* turns;
   ProblemParams problem;
@@ -283,11 +287,11 @@ struct SeenCountsParams {
   Operand dq;
   const signed char* cells;  // as in OwnParams
   int* seen_counts;          // (batch, heads_q, num_q_blocks)
-  // Of each kv head by itself, of its number in all sequences, or of all of them: the steps of num_k_blocks key blocks, of
-  // each of its query heads or of any. A list has room for 32 * list_lines of them.
+  // Of each kv head by itself, of its number in all sequences, or of all of them: the steps of num_k_blocks key blocks,
+  // of each of its query heads or of any. A list has room for 32 * list_lines of them.
   int* key_steps;
-  // (…, num_k_blocks) of the same kv heads: key blocks, those with more steps first, and their steps. Or null: key blocks
-  // are taken in their order.
+  // (…, num_k_blocks) of the same kv heads: key blocks, those with more steps first, and their steps. Or null: key
+  // blocks are taken in their order.
   int *key_order, *step_counts;
   unsigned* turns;  // from first_counter on a zero for each order
   ProblemParams problem;

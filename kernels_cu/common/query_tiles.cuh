@@ -3,8 +3,8 @@
 #include "mask.cuh"
 #include "tile_range.cuh"
 
-// Tiles of kQueries queries beside kKeys keys. `of` is whoever knows `params.deterministic`, and the number of all query
-// tiles, for which it is asked where it is needed. why: L5.
+// Tiles of kQueries queries beside kKeys keys. `of` is whoever knows `params.deterministic`, and the number of all
+// query tiles, for which it is asked where it is needed. why: L5.
 template <int kQueries, int kKeys>
 struct QueryTilesOf : TileRange {
   int first;
@@ -17,8 +17,8 @@ struct QueryTilesOf : TileRange {
     TileRange::operator=(TileRange::covering(mask.row_range(key_begin, key_end), kQueries));
     const bool all = begin < end && count() == of.num_query_tiles();
     first = of.params.deterministic ? end - 1
-            : all ? unsigned(block) * (kKeys / 16) / (kQueries / 16) % of.num_query_tiles()
-                  : begin;
+            : all                   ? unsigned(block) * (kKeys / 16) / (kQueries / 16) % of.num_query_tiles()
+                                    : begin;
   }
 
   // The tile of step n of a head, and the tile after tile m.

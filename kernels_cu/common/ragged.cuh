@@ -25,8 +25,9 @@ struct Axis {
     return !__any_sync(0xffffffffu, falls);
   }
 
-  // Part i of the axis begins there. Parts 1 … batch are the sequences; rows before the first and after the last one are
-  // the parts 0 and batch + 1, so that all parts together are the axis. why read in any case: a branch is longer (L50).
+  // Part i of the axis begins there. Parts 1 … batch are the sequences; rows before the first and after the last one
+  // are the parts 0 and batch + 1, so that all parts together are the axis. why read in any case: a branch is longer
+  // (L50).
   __device__ __forceinline__ int bound(int part) const {
     const int read = clamped(cu_seqlens[clamped(part - 1, batch)], rows);
     return part < 1 ? 0 : part > batch + 1 ? rows : read;
@@ -41,15 +42,15 @@ struct Axis {
 __device__ __forceinline__ Axis axis_of_queries(const ProblemParams& p) { return {p.cu_seqlens_q, p.rows_q, p.batch}; }
 __device__ __forceinline__ Axis axis_of_keys(const ProblemParams& p) { return {p.cu_seqlens_k, p.rows_k, p.batch}; }
 
-// The rows that blocks of threads write for one sequence, used or not. They are cut into blocks, each of which has a slot
-// of its own; part i begins at slot bound(i) / size + i, so that it has enough of them, and at most one too many.
+// The rows that blocks of threads write for one sequence, used or not. They are cut into blocks, each of which has a
+// slot of its own; part i begins at slot bound(i) / size + i, so that it has enough of them, and at most one too many.
 struct Territory {
   int sequence;    // -1, or `batch` or more, for rows of no sequence
   int begin, end;  // rows of the second axis
   int first_slot, num_slots;
 
-  // The territory of a slot of `size` rows; that of a slot which the axis does not have is empty. All lanes of a warp ask
-  // together.
+  // The territory of a slot of `size` rows; that of a slot which the axis does not have is empty. All lanes of a warp
+  // ask together.
   __device__ static Territory of_slot(const Axis& axis, int slot, int size) {
     if (axis.cu_seqlens == nullptr) {
       const int blocks = (axis.rows + size - 1) / size, sequence = slot / blocks;
@@ -101,7 +102,8 @@ struct Pages {
 
   __device__ __forceinline__ bool has(int key) const { return is_there(table[key / size]); }
 
-  // A key's row in an operand like k, where `first` is the same place in row 0 of page 0; null if its page is not there.
+  // A key's row in an operand like k, where `first` is the same place in row 0 of page 0; null if its page is not
+  // there.
   __device__ __forceinline__ const char* row_of(const char* first, const Operand& x, int bytes, int key) const {
     const int page = table[key / size];
     if (!is_there(page)) return nullptr;
@@ -150,7 +152,8 @@ struct RaggedSequence {
 
   // A sequence of the batch; another number is a sequence of no rows.
   __device__ RaggedSequence(const ProblemParams& p, int number)
-      : RaggedSequence(p, number, p.cu_seqlens_q != nullptr ? axis_of_queries(p).rows_of(existing(p, number)) : Range{}) {}
+      : RaggedSequence(p, number,
+                       p.cu_seqlens_q != nullptr ? axis_of_queries(p).rows_of(existing(p, number)) : Range{}) {}
 
   // The same where it is known which rows of packed queries are the sequence's.
   __device__ RaggedSequence(const ProblemParams& p, int number, Range packed_q)
@@ -199,9 +202,7 @@ struct RaggedSequence {
   __device__ int key_strip(int row) const { return (padded_k + row) / 16; }
   __device__ long long query_head(int head) const { return head; }
   __device__ long long kv_head(int head) const { return head; }
-  __device__ long long rows_offset(int head, int rows) const {
-    return static_cast<long long>(head) * rows + padded_q;
-  }
+  __device__ long long rows_offset(int head, int rows) const { return static_cast<long long>(head) * rows + padded_q; }
 
   // Numbers before query 0 of a query head in lse.
   __device__ long long lse_offset(int head) const {

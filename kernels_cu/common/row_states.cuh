@@ -1,6 +1,6 @@
 // At most 16 rows of a block of threads of which each of its four warps has seen other keys, and each of several blocks
-// (the splits) others again. What one of them knows of a row is a state: o = sum of exp2(score - shift) v over its keys,
-// the sum of these weights, and the shift.
+// (the splits) others again. What one of them knows of a row is a state: o = sum of exp2(score - shift) v over its
+// keys, the sum of these weights, and the shift.
 //   out = sum w o / sum w sum       over the states of a row, w = exp2(shift - the largest of them)
 // why not lse and a normalised row: lse has rounded away what a weight of large scores needs.
 #pragma once
@@ -60,10 +60,10 @@ struct MergedRow {
   }
 };
 
-// `Rows` says of the rows of a block: num_rows; num_splits, and which of them is `split`; that rows below shared_rows are
-// those of all splits, and the others of the first; where the states of splits lie (partial_out, partial_sums, partial_row);
-// is_last_split(), whether all splits have stored theirs; store(row, column, the merged row); and sync(), by which its
-// threads meet.
+// `Rows` says of the rows of a block: num_rows; num_splits, and which of them is `split`; that rows below shared_rows
+// are those of all splits, and the others of the first; where the states of splits lie (partial_out, partial_sums,
+// partial_row); is_last_split(), whether all splits have stored theirs; store(row, column, the merged row); and sync(),
+// by which its threads meet.
 template <class Rows>
 struct RowStates {
   const Rows& rows;
@@ -82,7 +82,8 @@ struct RowStates {
   }
 
   // Stores all rows, once the warps have put theirs and met. States are merged twice, by the same code: those of the
-  // warps, which gives the state of a split, and by the block whose split ends last those of the splits, in their order.
+  // warps, which gives the state of a split, and by the block whose split ends last those of the splits, in their
+  // order.
   __device__ __forceinline__ void store() const {
     int num_rows = rows.num_rows;
     // why one loop: L50.
@@ -93,7 +94,8 @@ struct RowStates {
         const int row = first + thread_row(), column = thread_column();
         // Of a warp's rows, or of what was fetched: the bytes of a row, how many rows follow each other, and which of
         // them this thread's is.
-        const int row_bytes = 4 * (of_splits ? kHeadDimV : kStateColumns), together = of_splits ? kPassRows : kStateRows;
+        const int row_bytes = 4 * (of_splits ? kHeadDimV : kStateColumns),
+                  together = of_splits ? kPassRows : kStateRows;
         const int number = of_splits ? thread_row() : row, num_states = of_splits ? rows.num_splits : kStateWarps;
         const bool exists = thread_row() < kPassRows && row < num_rows;
         MergedRow merged;
@@ -120,7 +122,7 @@ struct RowStates {
 
  private:
   static constexpr int kPassRows = kStateThreads / kStateChunks;  // rows that the threads have together
-  static constexpr int kFetched = 64 / kPassRows / 4 * 4;        // splits of so many rows for which there is room
+  static constexpr int kFetched = 64 / kPassRows / 4 * 4;         // splits of so many rows for which there is room
   static_assert(kFetched * kPassRows <= kStateWarps * kStateRows && kFetched % kStateWarps == 0, "");
 
   // The thread's row, of those of a pass, and its first column.
@@ -130,8 +132,8 @@ struct RowStates {
   // Behind the rows, the sum and the shift of each of them.
   __device__ __forceinline__ unsigned sums() const { return smem + 4 * kStateWarps * kStateRows * kStateColumns; }
 
-  // Gets the rows from `first` on of kFetched splits; those that do not exist see nothing. Each thread copies the columns
-  // that it merges. why by cp.async: all copies are on their way together, and one instruction makes them.
+  // Gets the rows from `first` on of kFetched splits; those that do not exist see nothing. Each thread copies the
+  // columns that it merges. why by cp.async: all copies are on their way together, and one instruction makes them.
   __device__ __forceinline__ void fetch(int first, int end, int begin) const {
     const long long place = rows.partial_row(begin, first), of_split = rows.partial_row(begin + 1, first) - place;
     const int row = thread_row(), count = min(rows.num_splits - begin, kFetched);

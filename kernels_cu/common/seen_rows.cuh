@@ -3,8 +3,8 @@
 #include "ragged.cuh"
 
 // The queries of a sequence that see some key, and the keys that some query sees, numbered from the first of each. why
-// not the whole sequence: copies are cut off behind the last of these rows, but not before the first. So no other row is
-// read; delta.cu numbers queries in the same way.
+// not the whole sequence: copies are cut off behind the last of these rows, but not before the first. So no other row
+// is read; delta.cu numbers queries in the same way.
 struct alignas(16) SeenRows {
   int seqlen_q, seqlen_k, lo, hi;  // of the mask
   RaggedMapRows q, k;              // of query 0 and of key 0
@@ -82,8 +82,8 @@ struct alignas(16) SeenBlock : SeenRows, ToldSequence {
 };
 static_assert(sizeof(SeenBlock) == (kTellsSequences ? 80 : 64), "the host reserves this much for each");
 
-// How the key blocks of a list are shared out, counted over the list and kv heads: the first `whole` of them each to one
-// block of threads, each of the others to `parts` of them.
+// How the key blocks of a list are shared out, counted over the list and kv heads: the first `whole` of them each to
+// one block of threads, each of the others to `parts` of them.
 struct alignas(16) KeyShares {
   int listed, whole, parts, unused;
 };

@@ -19,8 +19,7 @@ struct Place {
 
   // Where an element of an operand lies whose elements have `bytes` bytes.
   __device__ __forceinline__ char* address(const Operand& x, int bytes, int head, int row = 0, int column = 0) const {
-    const long long element =
-        batch * x.stride_batch + head * x.stride_head + (begin + row) * x.stride_seqlen + column;
+    const long long element = batch * x.stride_batch + head * x.stride_head + (begin + row) * x.stride_seqlen + column;
     return static_cast<char*>(x.pointer) + element * bytes;
   }
 };

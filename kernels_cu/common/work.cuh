@@ -26,12 +26,12 @@ __device__ constexpr HeadBlock longest_first(unsigned index, unsigned num_blocks
   return {first_head + within - block * together, block};
 }
 
-// The number of a piece of work, of so many, beyond the first ones of all blocks of threads. One thread of each block calls,
-// until there is no more.
+// The number of a piece of work, of so many, beyond the first ones of all blocks of threads. One thread of each block
+// calls, until there is no more.
 __device__ __forceinline__ unsigned take_number(unsigned* counter, unsigned num_work) {
   const unsigned taken = atomicAdd(counter, 1u);
-  // why: the counter must be zero for the next launch. Each piece of work beyond the first of a block counts once, and so
-  // does the last question of each block, which finds none.
+  // why: the counter must be zero for the next launch. Each piece of work beyond the first of a block counts once, and
+  // so does the last question of each block, which finds none.
   if (taken == num_work - 1) atomicExch(counter, 0u);
   return taken;
 }

@@ -3,8 +3,8 @@
 //   delta = rowsum(dout ∘ out) - dlse        lse * log2(e), or lse for float32; inf where a query sees nothing
 //
 // It also prepares the sums that blocks of threads make together: it sets the accumulator of dq to zero or, for kernels
-// that take turns at dq, the counters of the turns and those rows of dq that these kernels pass over. For kernels that go over
-// blocks of sequences of several lengths it tells of them, and does the same for dk and dv (key_blocks.cuh).
+// that take turns at dq, the counters of the turns and those rows of dq that these kernels pass over. For kernels that
+// go over blocks of sequences of several lengths it tells of them, and does the same for dk and dv (key_blocks.cuh).
 //
 // Roles    8 threads own a query; a block of threads owns 32 queries, of one head after the other. Where it tells of
 //          blocks, the first block of threads writes the list, if there is one, and those after it own a slot each.
@@ -42,8 +42,8 @@ struct ChunkPair {
   }
 };
 
-// The thread's share of a row. why two chunks together, or two turns: so that their loads are on their way together. why
-// not the same for both: registers, of which a block of threads of several lengths has fewer to lose.
+// The thread's share of a row. why two chunks together, or two turns: so that their loads are on their way together.
+// why not the same for both: registers, of which a block of threads of several lengths has fewer to lose.
 template <bool kWhole>
 __device__ __forceinline__ float dot_row(const char* dout, const char* out, int lane, const DeltaParams& p) {
   constexpr int kTogether = kWhole && kLengths ? 2 : 1, kStep = kLanes * kChunkElements;
@@ -68,7 +68,10 @@ struct DenseRows {
   Place place = sequence.queries();
 
   __device__ DenseRows(const DeltaParams& p, const Work& work)
-      : batch(work.batch), head(work.head), head_end(work.head + 1), row_begin(work.block * kRows),
+      : batch(work.batch),
+        head(work.head),
+        head_end(work.head + 1),
+        row_begin(work.block * kRows),
         sequence{p.problem, work.batch} {}
   __device__ explicit DenseRows(const DeltaParams& p)
       : DenseRows(p, Work(head_by_head(blockIdx.x, p.stats_rows / kRows), p.problem.heads_q)) {}
@@ -104,7 +107,8 @@ struct RaggedRows {
         sequence(p.problem, territory.sequence),
         place{sequence.q_place.batch, territory.begin} {}
 
-  // Blocks of threads that have the same rows, which follow each other. why: rows of all heads lie side by side in memory.
+  // Blocks of threads that have the same rows, which follow each other. why: rows of all heads lie side by side in
+  // memory.
   __device__ static unsigned num_parts(const DeltaParams& p) {
     return (unsigned(p.problem.heads_q) + p.heads_each - 1) / p.heads_each;
   }
@@ -184,7 +188,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const char* dout = sequence.queries().address(p.dout, kElementBytes, work.head, query);
   const char* out = sequence.queries().address(p.out, kOutBytes, work.head, query);
   long long at = sequence.lse_offset(work.head) + query;
-  float* stats = p.stats + 2 * (sequence.query_head(work.head) * p.stats_rows) + p.stats_step * sequence.padded_query(row);
+  float* stats =
+      p.stats + 2 * (sequence.query_head(work.head) * p.stats_rows) + p.stats_step * sequence.padded_query(row);
 #pragma unroll 1
   for (int head = work.head; head < work.head_end; ++head) {
     float delta = 0.0f, lse = -infinity(), dlse = 0.0f;

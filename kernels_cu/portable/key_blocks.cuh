@@ -1,12 +1,13 @@
-// Of sequences of several lengths, what delta.cu does for kernels that go over their blocks: it lists key blocks that some
-// query sees (for sm90/backward.cu) or tells of slots of queries and keys which blocks they hold (for sm90/backward_rows.cu),
-// and sets the gradients of keys that no query sees to zero.
+// Of sequences of several lengths, what delta.cu does for kernels that go over their blocks: it lists key blocks that
+// some query sees (for sm90/backward.cu) or tells of slots of queries and keys which blocks they hold (for
+// sm90/backward_rows.cu), and sets the gradients of keys that no query sees to zero.
 #pragma once
 #include "../common/seen_rows.cuh"
 #include "../common/vector.cuh"
 
-// How so many key blocks are shared out, counted over kv heads, too (L35). With last_steps, those of the last wave are shared
-// if that is shorter. Else all are, until there are three waves of parts, and at least least_parts of each (L34).
+// How so many key blocks are shared out, counted over kv heads, too (L35). With last_steps, those of the last wave are
+// shared if that is shorter. Else all are, until there are three waves of parts, and at least least_parts of each
+// (L34).
 __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
   constexpr int kAddingUp = 6;  // so many steps take as long as adding up a part of a key block
   const int all = listed * (p.problem.heads_q / p.problem.heads_per_kv), rest = all % p.takers;
@@ -48,9 +49,9 @@ __device__ inline void sort_last(const DeltaParams& p, SeenBlock* list, int list
   last[rank] = own;
 }
 
-// Writes the list, and how it is shared out. Sequences follow each other, and of sequences_together of them first all first
-// key blocks come, then all second ones, and so on. One block of threads calls. why a list: the
-// kernel then knows how many there are, and gets what it has to know of one by one copy.
+// Writes the list, and how it is shared out. Sequences follow each other, and of sequences_together of them first all
+// first key blocks come, then all second ones, and so on. One block of threads calls. why a list: the kernel then knows
+// how many there are, and gets what it has to know of one by one copy.
 __device__ inline void list_key_blocks(const DeltaParams& p) {
   constexpr int kWarps = kNumThreads / 32;
   __shared__ int of_warps[kWarps], counts[kNumThreads];
@@ -83,7 +84,8 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
       listed += of_warps[other];
     }
     __syncthreads();
-    // A warp writes those of its sequences one after the other, each to its places among those of sequences that take turns.
+    // A warp writes those of its sequences one after the other, each to its places among those of sequences that take
+    // turns.
 #pragma unroll 1
     for (unsigned left = __ballot_sync(0xffffffffu, count > 0); left != 0; left &= left - 1) {
       const int of = __ffs(left) - 1, blocks = __shfl_sync(0xffffffffu, count, of);
@@ -118,8 +120,8 @@ __device__ __forceinline__ void clear_row(const Operand& x, const Place& place, 
   }
 }
 
-// Tells which block of queries that see a key, or of keys that are seen, a slot holds. Queries come from the last on. One
-// warp calls. why not the kernel that goes over it: to find out takes about 1 µs, for each head and gradient.
+// Tells which block of queries that see a key, or of keys that are seen, a slot holds. Queries come from the last on.
+// One warp calls. why not the kernel that goes over it: to find out takes about 1 µs, for each head and gradient.
 template <bool kOfQueries>
 __device__ void tell_slot(const ProblemParams& problem, void* blocks, int slot) {
   const Axis axis = kOfQueries ? axis_of_queries(problem) : axis_of_keys(problem);

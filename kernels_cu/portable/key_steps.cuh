@@ -8,8 +8,8 @@
 
 constexpr int kKeyBlock = 128;  // keys of a key block
 
-// Lists the steps of a key block with a query head, in the order in which it takes them, and their end. The result is how
-// many there are. All lanes of a warp call.
+// Lists the steps of a key block with a query head, in the order in which it takes them, and their end. The result is
+// how many there are. All lanes of a warp call.
 template <int kTile>
 __device__ __forceinline__ int list_steps(const SeenCountsParams& p, const Sequence& sequence, int head, int block,
                                           int* list) {
@@ -58,8 +58,8 @@ __device__ __forceinline__ void write_order(int* order, const int* steps, int bl
   }
 }
 
-// Finds the steps of the key blocks of some kv head. `index` counts the blocks of threads of all such heads. Each of their
-// warps has a key block, and the block that ends last writes the order of all.
+// Finds the steps of the key blocks of some kv head. `index` counts the blocks of threads of all such heads. Each of
+// their warps has a key block, and the block that ends last writes the order of all.
 __device__ __forceinline__ void find_key_steps(const SeenCountsParams& p, unsigned index) {
   __shared__ bool is_last;
   const unsigned blocks = (p.num_k_blocks + kNumWarps - 1) / kNumWarps, number = index / blocks;

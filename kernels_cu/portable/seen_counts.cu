@@ -28,8 +28,8 @@ __device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
   const int tile = index - of_head * p.num_q_blocks, batch = of_head / unsigned(problem.heads_q);
   const int head = of_head - batch * problem.heads_q;
   const Sequence sequence{problem, batch};
-  const int count = p.block_q == 128 ? count_key_blocks<128>(p, sequence, head, tile)
-                                     : count_key_blocks<64>(p, sequence, head, tile);
+  const int count =
+      p.block_q == 128 ? count_key_blocks<128>(p, sequence, head, tile) : count_key_blocks<64>(p, sequence, head, tile);
   if (threadIdx.x % 32 == 0) p.seen_counts[index] = count;
   if (count > 0) return;
   const int end = smaller((tile + 1) * p.block_q, sequence.seqlen_q());
@@ -39,8 +39,8 @@ __device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
   }
 }
 
-// It is launched while delta.cu runs, the kernel ahead, which has begun once all others had ended. Only the counters are
-// delta's.
+// It is launched while delta.cu runs, the kernel ahead, which has begun once all others had ended. Only the counters
+// are delta's.
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params p) {
   launch_next_kernel();
   if (blockIdx.x < p.count_blocks) count_of_tile(p, blockIdx.x * kNumWarps + threadIdx.x / 32);

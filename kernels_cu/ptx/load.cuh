@@ -1,7 +1,8 @@
 // Loads from global memory that no kernel writes to, or zeros.
 #pragma once
 
-// why not volatile: the compiler then makes one load of two equal ones. why no condition in C++: that would be two loads.
+// why not volatile: the compiler then makes one load of two equal ones. why no condition in C++: that would be two
+// loads.
 __device__ __forceinline__ unsigned short load_or_zero(const unsigned short* from, bool exists) {
   unsigned short x;
   asm("{\n"

@@ -113,8 +113,8 @@ __device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Sco
         const int half = i / 2 % 2, column = 8 * j + i % 2;
         if (i % 2 == 0) pair = own.scores.pair(rows[half], column);
         const OwnHead::Result result = own.scores.at(rows[half], pair, s[m][i], column);
-        weigh_own<kAsksMask>(s[m][i], dp[m][i], score, result, kept[m].has(i), own.dropout.scale(), i % 2 == 0 ? x.x : x.z,
-                  i % 2 == 0 ? x.y : x.w);
+        weigh_own<kAsksMask>(s[m][i], dp[m][i], score, result, kept[m].has(i), own.dropout.scale(),
+                             i % 2 == 0 ? x.x : x.z, i % 2 == 0 ? x.y : x.w);
       }
     }
   }
@@ -168,8 +168,8 @@ __device__ __forceinline__ void add_dq(const BackwardParams& params, const AnySe
       const int strip = row / 16 + row_warp * kDqFragments + m;
       if (strip * 16 >= sequence.seqlen_q()) continue;
       const int most_queries = AnySequence::most_queries(params.problem), at = sequence.query_strip(16 * strip);
-      float* const target = fragment_strip(params.dq_acc, sequence.query_head(head), most_queries, at, kHeadDim) +
-                            block * kFragmentBlock;
+      float* const target =
+          fragment_strip(params.dq_acc, sequence.query_head(head), most_queries, at, kHeadDim) + block * kFragmentBlock;
 #pragma unroll
       for (int j = 0; j < kPass / 8; ++j) {
         add_fragment(target + (j / 2 * kDqColumnWarps * 2 + j % 2) * kFragmentFloats, lane, &dq[m][4 * j]);
@@ -239,7 +239,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   auto fetch_first = [&](int head, int slot) {
     int m = tiles.first();
     if constexpr (kCells) {
-      while (!tiles.has(m = tiles_of(head).seen_from(tiles.first()).n()) && ++head < work.heads.end) {}
+      while (!tiles.has(m = tiles_of(head).seen_from(tiles.first()).n()) && ++head < work.heads.end) {
+      }
       if (!tiles.has(m)) return;
     }
     fetch(head, m, slot);

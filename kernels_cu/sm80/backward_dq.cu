@@ -37,7 +37,8 @@ constexpr bool kReadsStatsAgain = false;
 #endif
 
 // stats[r] becomes lse and delta of the lane's row r.
-__device__ __forceinline__ void read_stats(float2 (&stats)[2 * kFragments], const Params& params, const QueryBlock& work) {
+__device__ __forceinline__ void read_stats(float2 (&stats)[2 * kFragments], const Params& params,
+                                           const QueryBlock& work) {
   const float2* const of_lane = params.stats + work.sequence.rows_offset(work.head, params.stats_rows) + lane_row(work);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) stats[r] = of_lane[8 * r];

@@ -174,8 +174,8 @@ struct FoundTile<false> {
 
 // s and dp become ds times the derivative, in dp, and where it is to be added to, as bits in s, if that is looked up.
 __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&stats)[kLaneRows],
-                                              const KnownTile& known, const Params& p,
-                                              const AnySequence& sequence, const WalkedTile& at) {
+                                              const KnownTile& known, const Params& p, const AnySequence& sequence,
+                                              const WalkedTile& at) {
   const int first_row = at.first_query() + lane_row(), column_pair = threadIdx.x % 4;
   const Dropout dropout(p, at.batch, at.head);
   const Mask mask = sequence.mask();
@@ -198,8 +198,8 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
           const float2 stat = stats[2 * m + half];
           const auto result = known.own.at(known.rows[m][half], known.pairs[m][j][half], s[m][i], column);
           const bool hidden = is_hidden_product(s[m][i]) | !result.visible | (result.score <= kLeastScore / kLog2E);
-          float ds = weight(result.score, kLog2E, stat.x) *
-                     ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
+          float ds =
+              weight(result.score, kLog2E, stat.x) * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
           ds = hidden ? 0.0f : ds;
           // why: where nothing changes with the score, the derivative may be anything.
           dp[m][i] = OwnTerm::kVaries && ds == 0.0f ? 0.0f : ds * result.derivative;

@@ -1,5 +1,5 @@
-// Forward for few queries of each sequence: the query heads of a group are rows of one block, blocks of threads share the
-// keys of a sequence (splits), and the warps of a block those of each key tile.
+// Forward for few queries of each sequence: the query heads of a group are rows of one block, blocks of threads share
+// the keys of a sequence (splits), and the warps of a block those of each key tile.
 //
 //   s, p, o                     as in forward.cu, of all rows of the block with a warp's keys
 //   out = sum w o / sum w       over the warps, then over the splits: common/row_states.cuh
@@ -41,8 +41,8 @@ static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters")
 struct Found {
   Territory territory;
   RaggedSequence sequence;
-  Range queries;    // used ones
-  int written_end;  // of its queries, used or not
+  Range queries;                               // used ones
+  int written_end;                             // of its queries, used or not
   int kv_head, first_head, heads, heads_here;  // heads of a query, and those of them that this block has
   int block, split, num_splits;
   TileRange tiles;
@@ -76,8 +76,8 @@ struct Found {
 
   __device__ int query_of(int row) const { return queries.begin + row / heads; }
 
-  // The functions of a row's head. why not below 0, and no head that there is not: rows that are not used ask the caller's
-  // functions nothing, but these may load by it.
+  // The functions of a row's head. why not below 0, and no head that there is not: rows that are not used ask the
+  // caller's functions nothing, but these may load by it.
   __device__ __forceinline__ OwnHead own_head(const Params& p, int row) const {
     const int head = first_head + smaller(row % heads, heads_here - 1);
     return {p, p.problem, larger(territory.sequence, 0), head, sequence.seqlen_q(), sequence.seqlen_k()};
@@ -189,9 +189,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   if (at.queries.begin >= at.written_end || at.split >= at.num_splits) return;
   const RaggedSequence& sequence = at.sequence;
   const TileLoader<kBlockK, kHeadDim, KeyPlaceInMemory> k_loader(params.k, sequence.keys(), at.kv_head,
-                                                                params.problem.head_dim);
+                                                                 params.problem.head_dim);
   const TileLoader<kBlockK, kHeadDimV, KeyPlaceInMemory> v_loader(params.v, sequence.keys(), at.kv_head,
-                                                                 params.problem.head_dim_v);
+                                                                  params.problem.head_dim_v);
   const AscendingTiles tiles = at.tiles;
   const int lane_row = threadIdx.x % 32 / 4;
   const TwoOwnHeads own{at.own_head(params, lane_row), at.own_head(params, lane_row + 8)};

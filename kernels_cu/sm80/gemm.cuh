@@ -128,8 +128,8 @@ __device__ __forceinline__ void gemm_abt_step(float (&c)[kFragments][kCount], co
 
 // c += steps [begin, end) of a bᵀ. `load(a, kk)` brings step kk of a; b lies in shared memory.
 template <bool kSmall, class S, int kFragments, int kCount, typename Load>
-__device__ __forceinline__ void gemm_abt_steps(float (&c)[kFragments][kCount], const Load& load, unsigned b_lane, int begin,
-                                               int end) {
+__device__ __forceinline__ void gemm_abt_steps(float (&c)[kFragments][kCount], const Load& load, unsigned b_lane,
+                                               int begin, int end) {
   FragmentA a[kFragments];
 #pragma unroll kQkUnroll
   for (int kk = begin; kk < end; ++kk) {

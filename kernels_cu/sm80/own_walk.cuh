@@ -49,7 +49,8 @@ struct WalkedTile {
   __device__ __forceinline__ int first_query() const { return q_tile * kBlockQ; }
   __device__ __forceinline__ int first_key() const { return k_tile * kBlockK; }
 
-  // The same, of which the compiler does not know so. why: what is made of a tile that stays would be held in registers.
+  // The same, of which the compiler does not know so. why: what is made of a tile that stays would be held in
+  // registers.
   __device__ __forceinline__ WalkedTile forgotten() const {
     WalkedTile same = *this;
     asm volatile("" : "+r"(same.head), "+r"(same.kv_head), "+r"(same.q_tile), "+r"(same.k_tile));
@@ -61,7 +62,7 @@ struct OwnWalk {
   const OwnGradientParams& p;
   const WalkedSequences<kLengths> sequences;
   int part, batch, head, q_tile, k_tile;  // of the block, 0 where it walks
-  int end;  // of the steps of the part
+  int end;                                // of the steps of the part
 
   __device__ __forceinline__ OwnWalk(const OwnGradientParams& params, WalkedSequences<kLengths>::Memory& memory)
       : p(params), sequences(params.problem, memory) {

@@ -1,7 +1,7 @@
 // The pointwise step of backward, from scores s and dp to weights p and ds.
 //   p = exp(s - lse)   ds = p (dp - delta) slope
-// The slope is that of common/score.cuh, times that of a function of the caller's own. Dropout comes between p and v: dp
-// is dropped before the step, and p after it. lse and delta know nothing of it, and a sink is in lse.
+// The slope is that of common/score.cuh, times that of a function of the caller's own. Dropout comes between p and v:
+// dp is dropped before the step, and p after it. lse and delta know nothing of it, and a sink is in lse.
 #pragma once
 #include "../common/dropout.cuh"
 #include "../common/fragment.cuh"
@@ -11,8 +11,8 @@
 // Whether a step has more to do than the softcap and the mask.
 constexpr bool kOwnWeights = kOwnScores || kOwnMask || kDropout;
 
-// exp2(s * scale_log2 - lse * log2(e)), where `stat` is what delta.cu writes of lse. why two floats for float32: where scores
-// are 10^4 the last bit of one is 10^-3 of the weight.
+// exp2(s * scale_log2 - lse * log2(e)), where `stat` is what delta.cu writes of lse. why two floats for float32: where
+// scores are 10^4 the last bit of one is 10^-3 of the weight.
 __device__ __forceinline__ float weight(float s, float scale_log2, float stat) {
   if constexpr (kDType != DType::kFloat32) return exp2_approx(fmaf(s, scale_log2, -stat));
   const float big = stat * kLog2E, small = fminf(fmaf(stat, kLog2E, -big), infinity());  // inf, not NaN, if big is
@@ -35,11 +35,11 @@ __device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, f
 }
 
 // The same where s is a product, or what the softcap made of it, or hidden_product where the mask hides the pair; `own`
-// is what the caller's functions make of it, and `kept` whether dropout keeps the weight, whose dp is then multiplied by
-// `scale`. kAsksMask: the mask among the functions may hide the pair.
+// is what the caller's functions make of it, and `kept` whether dropout keeps the weight, whose dp is then multiplied
+// by `scale`. kAsksMask: the mask among the functions may hide the pair.
 template <bool kAsksMask>
-__device__ __forceinline__ void weigh_own(float& s, float& dp, const Score& score, const OwnHead::Result& own, bool kept,
-                                          float scale, float stat, float delta) {
+__device__ __forceinline__ void weigh_own(float& s, float& dp, const Score& score, const OwnHead::Result& own,
+                                          bool kept, float scale, float stat, float delta) {
   const float p = kOwnScores ? weight(own.score, 1.0f, stat) : weight(s, score.params.scale_log2, stat);
   bool hidden = is_hidden_product(s);
   if constexpr (kOwnScores) hidden |= own.score <= kLeastScore;

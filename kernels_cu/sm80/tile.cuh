@@ -64,7 +64,8 @@ struct TileLoader {
   }
 
   // Begins to copy it. first_row: of this thread.
-  __device__ __forceinline__ static void copy_whole(unsigned target, const char* source, long long row_bytes, int first_row) {
+  __device__ __forceinline__ static void copy_whole(unsigned target, const char* source, long long row_bytes,
+                                                    int first_row) {
 #pragma unroll
     for (int r = 0; r < kRows; r += kRowStep, source += kRowStep * row_bytes) {
       if (kWhole || first_row + r < kRows) {
@@ -81,7 +82,8 @@ struct TileLoader {
     const char* source = first.address(operand) + (row + first_row) * row_bytes + lane * 16;
     const unsigned target = smem + Swizzle<kChunks>::offset(first_row, lane);
     if constexpr (At::kMayBePaged) {
-      if (first.place.at.is_paged()) return load_paged(target, row + first_row, row + kRows, lane * kChunkElements, valid);
+      if (first.place.at.is_paged())
+        return load_paged(target, row + first_row, row + kRows, lane * kChunkElements, valid);
     }
     // why not by the functions above: other instructions come in another order, in kernels that are measured.
     if (operand.aligned && num_columns >= kCols && row >= valid.begin && row + kRows <= valid.end) {

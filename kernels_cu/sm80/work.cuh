@@ -38,8 +38,8 @@ struct DenseQueryWork : Work {
   __device__ int sequence_idx() const { return batch; }
 };
 
-// What one warp finds out about the work of a block of threads. why in shared memory: it is found by reading from memory,
-// and a thread has no registers for it over the loop.
+// What one warp finds out about the work of a block of threads. why in shared memory: it is found by reading from
+// memory, and a thread has no registers for it over the loop.
 template <class Found, class Params>
 __device__ __forceinline__ const Found& shared_by_block(const Params& p, HeadBlock at) {
   __shared__ alignas(Found) char memory[sizeof(Found)];

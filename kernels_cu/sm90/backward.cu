@@ -17,8 +17,9 @@
 //          sum_full, sum_empty   what others have added to a tile is there, or has been read
 //          named barriers        backward_storage.cuh
 //
-// With cells (common/cells.cuh) warp 0 takes key blocks with their steps in which the caller's mask shows something, and
-// tells all other warps of them (told_steps.cuh). Then those key blocks take turns at a tile of dq that see some of it.
+// With cells (common/cells.cuh) warp 0 takes key blocks with their steps in which the caller's mask shows something,
+// and tells all other warps of them (told_steps.cuh). Then those key blocks take turns at a tile of dq that see some of
+// it.
 #include "../ptx/grid.cuh"
 #include "backward_loader.cuh"
 #include "dq_turns.cuh"
@@ -208,8 +209,8 @@ struct Consumer : Role {
   }
 
   // Step n, of a query head and query tile m. `first` and `last` tell whether it is so of its key block.
-  // `last` is asked once, while a product runs, with cells while the first does, as it then waits. is_full: the caller's
-  // mask shows all of the tile.
+  // `last` is asked once, while a product runs, with cells while the first does, as it then waits. is_full: the
+  // caller's mask shows all of the tile.
   template <class Last>
   __device__ __forceinline__ void step(unsigned n, int head, int m, bool is_full, bool first, Last last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
@@ -277,10 +278,11 @@ struct Consumer : Role {
   __device__ __forceinline__ bool add_up() {
     const int thread = (group * 4 + warp) * 32 + fresh_thread() % 32;
     const unsigned nth = nth_shared();
-    return add_in_turn(shared_counter(), num_sharers(), smem.shared_rank, kDsWritten, thread, [&](bool first, bool last) {
-      add_up_shared(dk, params.dk_acc, nth, thread, first, last);
-      add_up_shared(dv, params.dv_acc, nth, thread, first, last);
-    });
+    return add_in_turn(shared_counter(), num_sharers(), smem.shared_rank, kDsWritten, thread,
+                       [&](bool first, bool last) {
+                         add_up_shared(dk, params.dk_acc, nth, thread, first, last);
+                         add_up_shared(dv, params.dv_acc, nth, thread, first, last);
+                       });
   }
 
   // Stores dk and dv before step n, through the places of k and v, or through the warp's part of the place of dq.
@@ -330,9 +332,8 @@ struct Consumer : Role {
       } else {
         if (steps.begin < steps.end) load_keys(n);
         const unsigned last = n + (steps.end - steps.begin) - 1;
-        for_each_step(n, [&](int head, int m, bool) {
-          step(n, head, m, false, n == first, [&] { return n == last; });
-        });
+        for_each_step(n,
+                      [&](int head, int m, bool) { step(n, head, m, false, n == first, [&] { return n == last; }); });
       }
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed + (kLeavesByDq ? group : 0), kKeysThreads);
@@ -346,8 +347,7 @@ struct Consumer : Role {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) char smem_bytes[];
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
   const Addresses smem{storage};

@@ -34,8 +34,8 @@ struct Loader : Role {
         mbarrier_wait(smem.q_empty + 8 * slot, empty);
         if (leads) {
           mbarrier_arrive_expect_tx(q_full, kBytesQ + kBytesStats / 2 + (first ? kBytesK : 0));
-          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full,
-                                 boxed(rows, kBlockQ, dim), head);
+          load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, boxed(rows, kBlockQ, dim),
+                                 head);
           bulk_load(stats_smem, lse, kBytesStats / 2, q_full);
         }
         __syncwarp();

@@ -1,6 +1,7 @@
 // Backward on Hopper where dk and dv do not fit the registers side by side: one of dq, dk and dv at a time, for blocks
-// of rows (queries for dq, keys for dk and dv) over the columns that they see. No block of threads waits for another, and
-// nothing is added up in global memory, but for few key blocks of grouped heads: two blocks of threads share each of these.
+// of rows (queries for dq, keys for dk and dv) over the columns that they see. No block of threads waits for another,
+// and nothing is added up in global memory, but for few key blocks of grouped heads: two blocks of threads share each
+// of these.
 //
 //              rows     columns  s = a bᵀ       dp = c dᵀ            the gradient, += from registers
 //   dq         queries  keys     a = q, b = k   c = dout, d = v      ds b
@@ -45,8 +46,8 @@ struct Loader : Role {
   __device__ __forceinline__ void load(const TensorMap& map, unsigned target, unsigned barrier, const Rows& rows,
                                        int head) const {
     const int columns = kIsOfV ? params.problem.head_dim_v : params.problem.head_dim;
-    load_panels<kIsOfV ? kPanelsV : kPanelsQk, kCount / kBoxRows, kBoxRows>(
-        map, target, kCount * 128, barrier, boxed(rows, kBoxRows, columns), head);
+    load_panels<kIsOfV ? kPanelsV : kPanelsQk, kCount / kBoxRows, kBoxRows>(map, target, kCount * 128, barrier,
+                                                                            boxed(rows, kBoxRows, columns), head);
   }
 
   // Loads lse or delta, if they are needed; every lane arrives at the barrier. why not by TMA: L41.
@@ -286,7 +287,8 @@ struct Consumer : Role {
           step<false>(weights, told.head, told.tile.n(), told.tile.is_full(), end, hear);
         }
       } else {
-        int tile = tiles.first(), head = kRowsAreQueries ? work.head : work.head * params.problem.heads_per_kv + heads.begin;
+        int tile = tiles.first(),
+            head = kRowsAreQueries ? work.head : work.head * params.problem.heads_per_kv + heads.begin;
         step<true>(weights, head, tile, false, begin, [] {});
 #pragma unroll 1
         for (unsigned n = begin + 1; n < end; ++n) {
@@ -333,8 +335,7 @@ struct Consumer : Role {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
-    CUFLASH_KERNEL(const __grid_constant__ Params params) {
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(1024) char smem_bytes[];
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
   const Addresses smem{storage};

@@ -69,16 +69,17 @@ struct Addresses {
 
 // Named barriers, of a warpgroup each where two are named, from that number on.
 enum NamedBarrier {
-  kDsWritten = 1,     // ds of both warpgroups is written
-  kDqReady = 2,       // two: the warpgroup may write its dq
-  kDqFilled = 4,      // two: it has written its dq
-  kDqSumRead = 6,     // two: its threads have read what is in dq_sum
-  kKeysConsumed = 8,  // both warpgroups, or two: the warpgroup, are done with k and v, and the loader waits for the next
+  kDsWritten = 1,  // ds of both warpgroups is written
+  kDqReady = 2,    // two: the warpgroup may write its dq
+  kDqFilled = 4,   // two: it has written its dq
+  kDqSumRead = 6,  // two: its threads have read what is in dq_sum
+  kKeysConsumed =
+      8,  // both warpgroups, or two: the warpgroup, are done with k and v, and the loader waits for the next
 };
 constexpr int kDqThreads = 128 + 32;
 
-// Whether dk and dv leave through the place of dq, while the next k and v are loaded, and warpgroups do not wait for each
-// other. why not always: the last dq must have left before, and what comes last ends 1 to 2 % later.
+// Whether dk and dv leave through the place of dq, while the next k and v are loaded, and warpgroups do not wait for
+// each other. why not always: the last dq must have left before, and what comes last ends 1 to 2 % later.
 constexpr bool kLeavesByDq = kCells;
 constexpr int kKeysThreads = (kLeavesByDq ? 128 : kConsumerThreads) + 32;
 

@@ -12,8 +12,8 @@ struct DenseKeyBlocks : AnyKeyBlock {
 
     __device__ void init() const {}
 
-    // One thread calls, once. Blocks of threads then wait only for those with lower numbers (sm90/dq_turns.cuh), which have
-    // begun. why not by index: CUDA promises no order in which blocks begin.
+    // One thread calls, once. Blocks of threads then wait only for those with lower numbers (sm90/dq_turns.cuh), which
+    // have begun. why not by index: CUDA promises no order in which blocks begin.
     __device__ __forceinline__ void take_number(const Params& p) const {
       if (kSharesHeads) return;
       unsigned number = blockIdx.x;
@@ -58,7 +58,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
   // Whether other blocks of threads take steps of the key block at hand, too, and its number among such key blocks.
   __device__ __forceinline__ bool is_shared() const {
     return kSharesHeads || (blockIdx.x >= params.whole_blocks &&
-                      steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
+                            steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
   }
   __device__ __forceinline__ unsigned nth_shared() const {
     return kSharesHeads ? blockIdx.x >> parts_log2(params) : index - 1 - params.shared_first;
@@ -73,16 +73,16 @@ struct DenseKeyBlocks : AnyKeyBlock {
   __device__ __forceinline__ unsigned* shared_counter() const { return turns_behind() + nth_shared(); }
 };
 
-// The same of sequences of several lengths: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many blocks of
-// threads as there are multiprocessors take them one by one. why: many sequences leave room for more key blocks than there
-// are, and a block of threads takes 2 to 3 µs to begin.
+// The same of sequences of several lengths: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many
+// blocks of threads as there are multiprocessors take them one by one. why: many sequences leave room for more key
+// blocks than there are, and a block of threads takes 2 to 3 µs to begin.
 struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
   struct Dealt : Ring {
     __device__ void take_number(const Params&) const {}
   };
 
-  // What is told of a key block beside its kv head: its number among those that are shared, and which of how many parts of it
-  // this is, which are steps that follow each other.
+  // What is told of a key block beside its kv head: its number among those that are shared, and which of how many parts
+  // of it this is, which are steps that follow each other.
   enum Share { kNth, kPart, kParts };
 
   const Params& params;
@@ -93,9 +93,7 @@ struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
   __device__ __forceinline__ RaggedKeyBlocks(const Params& p, const Dealt& in_memory)
       : DealtWork(in_memory), params(p) {}
 
-  __device__ __forceinline__ QueryTiles query_tiles() const {
-    return QueryTiles(*this, sequence().mask(), block);
-  }
+  __device__ __forceinline__ QueryTiles query_tiles() const { return QueryTiles(*this, sequence().mask(), block); }
   __device__ __forceinline__ int num_query_tiles() const { return held_query_tiles; }
 
   // Blocks of threads wait only for work that was taken before theirs, and so is being done (sm90/dq_turns.cuh).
@@ -154,8 +152,8 @@ struct WithAllSteps : Blocks, ToldStepsOf<false, 0> {
   // Goes to the next key block, as the one warp that leads: each does so by itself.
   __device__ __forceinline__ bool lead_block() { return Blocks::next_block(); }
 
-  // Calls f(query head, query tile, whether the caller's mask shows all of it) for every step. `step` counts on over key
-  // blocks.
+  // Calls f(query head, query tile, whether the caller's mask shows all of it) for every step. `step` counts on over
+  // key blocks.
   template <class F>
   __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
     const Range steps = Blocks::steps;

@@ -20,8 +20,8 @@ constexpr bool kDealsOut = false;
 constexpr bool kSingle = kReadsAhead;  // each block of threads has at most one piece of work
 // Blocks of a multiprocessor. why two: those of the next call begin while those of this one end.
 constexpr int kMinBlocks = kSingle && kHeadDimV <= 128 ? 2 : 1;
-// why: a warpgroup that asks for more registers than the block was started with and the others gave back waits for ever.
-// Copies of pages need more than 24. why also without pages: with 24 causal calls at d 128 are 2 % slower.
+// why: a warpgroup that asks for more registers than the block was started with and the others gave back waits for
+// ever. Copies of pages need more than 24. why also without pages: with 24 causal calls at d 128 are 2 % slower.
 constexpr int kStartRegisters = kNumConsumers == 3 || kMinBlocks == 2 ? 128 : kNumConsumers == 2 ? 168 : 248;
 constexpr int kProducerRegisters = kNumConsumers == 3   ? 32
                                    : kMinBlocks == 2    ? 88
@@ -56,7 +56,7 @@ constexpr bool kNarrow = kBlockQ == 16;  // the warps of the one consumer share 
 // Whether warpgroups exchange registers. why not for all: a block of few rows that is alone has enough for each.
 constexpr bool kSetsRegisters = !kNarrow || kMinBlocks == 2;
 static_assert(!kSingle || (kNarrow && kFew && !kPaged), "only decode_narrow.cu passes over a piece that is void");
-constexpr bool kPingPong = CUFLASH_PING_PONG;             // whether only one warpgroup issues products at a time
+constexpr bool kPingPong = CUFLASH_PING_PONG;  // whether only one warpgroup issues products at a time
 static_assert(kNarrow || kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif
 

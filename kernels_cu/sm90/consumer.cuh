@@ -27,8 +27,8 @@ struct GroupKeys {
   TileRange clear;  // those that need no mask, with cells among all of the sequence and not among those that are seen
   int last_common;  // the tile of the last key that all rows see, if there is one
 
-  // why from this work alone: v of a tile that is not skipped may hold NaN, and the bits of a row must not differ between
-  // two runs, in which other work comes before.
+  // why from this work alone: v of a tile that is not skipped may hold NaN, and the bits of a row must not differ
+  // between two runs, in which other work comes before.
   __device__ __forceinline__ GroupKeys(const ProblemParams& problem, const QueryWork& work, int group)
       : tiles(work.keys) {
     if constexpr (kSkipsTiles) {
@@ -131,8 +131,8 @@ struct Consumer : Role {
     if (n == (kQInRegisters ? keys.tiles.end - 1 : keys.tiles.begin)) release_query();
   }
 
-  // Waits for s of key tile number n and makes weights of it, with any mask and maximum. The caller multiplies o by o_scale.
-  // At most kPending groups of products that were begun later may still run.
+  // Waits for s of key tile number n and makes weights of it, with any mask and maximum. The caller multiplies o by
+  // o_scale. At most kPending groups of products that were begun later may still run.
   template <int kPending>
   __device__ __forceinline__ void weigh(const GroupKeys& keys, int n, unsigned k_slot, float (&o_scale)[2]) {
     const QueryWork work = smem.work(i);  // why here: L31
@@ -146,9 +146,11 @@ struct Consumer : Role {
     own.apply(own_tile, s, at.is_full(group));
     if (tile >= keys.clear.end) {
       mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
-      // why asked of the warp's first row, which sees the fewest of these keys: for one row each lane takes 1 % of a step.
+      // why asked of the warp's first row, which sees the fewest of these keys: for one row each lane takes 1 % of a
+      // step.
       const auto first = work.lane_queries(params.problem, block_row());
-      if (kPacksLimits || mask(work).end(first[0]) < tile * kBlockK + kFewKeys) softmax.begin_with_few(rows, mask(work));
+      if (kPacksLimits || mask(work).end(first[0]) < tile * kBlockK + kFewKeys)
+        softmax.begin_with_few(rows, mask(work));
     }
     if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
     absent_keys(k_slot).hide(s, fresh_thread() % 4);
@@ -193,8 +195,8 @@ __device__ __forceinline__ void prefetch_out_map(const Params& p) {
 __device__ __forceinline__ void prefetch_query_map(const WithOwn<DecodeParams>&) {}
 __device__ __forceinline__ void prefetch_out_map(const WithOwn<DecodeParams>&) {}
 
-// The warps that compute make zeros of all rows of q, of which the work may fill a part. why: weights of other rows could
-// leave the range (sm90/softmax.cuh).
+// The warps that compute make zeros of all rows of q, of which the work may fill a part. why: weights of other rows
+// could leave the range (sm90/softmax.cuh).
 __device__ __forceinline__ void clear_queries(const Addresses& smem) {
   for (unsigned at = threadIdx.x % 128 * 16; at < kBytesQ; at += 128 * 16) st_shared_v4(smem.q + at, {0, 0, 0, 0});
   fence_proxy_async();

@@ -1,5 +1,5 @@
-// Work of sequences of several lengths in backward on Hopper, which one warp of a block of threads deals out to all warps
-// that have a share in it.
+// Work of sequences of several lengths in backward on Hopper, which one warp of a block of threads deals out to all
+// warps that have a share in it.
 #pragma once
 #include "../ptx/mbarrier.cuh"
 #include "seen_sequence.cuh"
@@ -35,7 +35,8 @@ struct DealtWork {
   __device__ __forceinline__ void await_place(unsigned n) const { mbarrier_wait(empty(n), (n / kSlots & 1) ^ 1); }
 
   // Deals out piece n, or tells that there is none. One thread calls.
-  __device__ __forceinline__ void deal_out(unsigned n, const void* list, int block, const unsigned (&head_and_share)[4]) const {
+  __device__ __forceinline__ void deal_out(unsigned n, const void* list, int block,
+                                           const unsigned (&head_and_share)[4]) const {
     st_shared_v4(slot(n) + kHeadOffset, head_and_share);
     mbarrier_arrive_expect_tx(full(n), sizeof(SeenBlock));
     bulk_load(slot(n), static_cast<const SeenBlock*>(list) + block, sizeof(SeenBlock), full(n));
@@ -75,6 +76,8 @@ struct DealtWork {
   static constexpr int kNoWork = -1;
 
   __device__ __forceinline__ unsigned slot(unsigned n) const { return ring + n % kSlots * sizeof(DealtBlock); }
-  __device__ __forceinline__ unsigned full(unsigned n) const { return ring + kSlots * sizeof(DealtBlock) + n % kSlots * 8; }
+  __device__ __forceinline__ unsigned full(unsigned n) const {
+    return ring + kSlots * sizeof(DealtBlock) + n % kSlots * 8;
+  }
   __device__ __forceinline__ unsigned empty(unsigned n) const { return full(n) + kSlots * 8; }
 };

@@ -13,8 +13,9 @@
 struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   using OutputConsumer::OutputConsumer;
 
-  // why one loop for all key tiles, the first and the last and those that need a mask, and one product at a time: the code
-  // is read from memory once a launch (L50), and the products wait for keys. The bits are those of OutputConsumer::run.
+  // why one loop for all key tiles, the first and the last and those that need a mask, and one product at a time: the
+  // code is read from memory once a launch (L50), and the products wait for keys. The bits are those of
+  // OutputConsumer::run.
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (;;) {

@@ -1,4 +1,5 @@
-// As decode.cu, for query blocks of at most 16 rows: the warps share the keys of each tile, and each of them has all rows.
+// As decode.cu, for query blocks of at most 16 rows: the warps share the keys of each tile, and each of them has all
+// rows.
 //
 //   s = q kᵀ, o += p v          mma.sync, over a warp's keys: a quarter of each key tile
 //   out = sum w o / sum w       over the warps, then over the splits, w = exp(lse - the largest of them)
@@ -125,7 +126,7 @@ struct NarrowConsumer : Role {
     if (key < seen.common.begin) seen.mask.hide_before(s, seen.rows, key, lane % 4);
 #pragma unroll
     for (int j = 0; j < kWarpKeys / 16; ++j) {
-      AbsentKeys{params, smem, k_slot}.hide_piece(reinterpret_cast<float(&)[8]>(s[8 * j]), warp * (kWarpKeys / 16) + j,
+      AbsentKeys{params, smem, k_slot}.hide_piece(reinterpret_cast<float (&)[8]>(s[8 * j]), warp * (kWarpKeys / 16) + j,
                                                   lane % 4);
     }
     const float scale_log2 = scale_log2_of(params.problem);
@@ -148,7 +149,9 @@ struct NarrowConsumer : Role {
     __device__ __forceinline__ static void sync() { bar_sync(kMerge, 128); }
     __device__ __forceinline__ float* partial_out() const { return output.params.partial_out; }
     __device__ __forceinline__ float2* partial_sums() const { return output.params.partial_sums; }
-    __device__ __forceinline__ long long partial_row(int of, int row) const { return output.partial_row(work, of, row); }
+    __device__ __forceinline__ long long partial_row(int of, int row) const {
+      return output.partial_row(work, of, row);
+    }
     __device__ __forceinline__ bool is_last_split() const { return output.is_last_split(work); }
     __device__ __forceinline__ void store(int row, int column, const MergedRow& merged) const {
       output.store(work, row, column, merged);

@@ -56,8 +56,8 @@ struct DecodeOutput {
     if (column == 0) store_lse(work, row, Softmax::lse(merged.sum, merged.shift));
   }
 
-  // The rows of a block that exist, and those of them that all splits have a share in. Rows past the bound on lengths are
-  // not used, and belong to the first split.
+  // The rows of a block that exist, and those of them that all splits have a share in. Rows past the bound on lengths
+  // are not used, and belong to the first split.
   __device__ __forceinline__ int num_rows(const QueryWork& work) const {
     return min(work.num_rows * params.problem.heads_per_kv - work.row_begin, kBlockQ);
   }

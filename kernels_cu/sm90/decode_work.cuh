@@ -30,11 +30,11 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
   }
 };
 
-// Deals out work, in order. One warp asks. Each sequence has its splits one after the other, and of each split the query
-// blocks of all kv heads. So heads that lie beside each other in memory are read at the same time.
+// Deals out work, in order. One warp asks. Each sequence has its splits one after the other, and of each split the
+// query blocks of all kv heads. So heads that lie beside each other in memory are read at the same time.
 //
-// Nothing is loaded before the first piece is known. So lengths are read once for 32 sequences, one in each lane, and the
-// lane keeps what follows from them.
+// Nothing is loaded before the first piece is known. So lengths are read once for 32 sequences, one in each lane, and
+// the lane keeps what follows from them.
 struct DecodeQueue : WorkCounter {
   __device__ void begin(const DecodeParams& params) {
     const Divisor ctas(gridDim.x);
@@ -90,8 +90,8 @@ struct DecodeQueue : WorkCounter {
 
   int most_tiles = 0;  // key tiles of a split at most
   int num_work = 0;
-  int group;       // each lane holds a part of the axis of queries, of 32 that follow each other: the number of the 32 …
-  Part part;       // … the part …
+  int group;  // each lane holds a part of the axis of queries, of 32 that follow each other: the number of the 32 …
+  Part part;  // … the part …
   int pieces_end;  // … and the pieces of it and of all parts before
 
   __device__ static int last_of_warp(int x) { return __shfl_sync(0xffffffffu, x, 31); }
@@ -107,22 +107,24 @@ struct DecodeQueue : WorkCounter {
     }
     tiles = __reduce_add_sync(0xffffffffu, tiles);
     // why apart: this is known before the lengths are.
-    blocks = kFew ? params.problem.batch * blocks_of(params, params.problem.rows_q) : __reduce_add_sync(0xffffffffu, blocks);
+    blocks =
+        kFew ? params.problem.batch * blocks_of(params, params.problem.rows_q) : __reduce_add_sync(0xffffffffu, blocks);
     choose_splits(ctas, blocks, tiles, counts, params.partial_rows, num_groups > 1);
     if (num_groups > 1) read(params, 0, 0);
   }
 
-  // Tiles of a split, so many that merging takes about as long as its keys: the last split to end merges the rows of all,
-  // so that more splits are shorter, but take longer to merge (DESIGN.md).
+  // Tiles of a split, so many that merging takes about as long as its keys: the last split to end merges the rows of
+  // all, so that more splits are shorter, but take longer to merge (DESIGN.md).
   __device__ static int tiles_worth_merging(int blocks, int tiles, int rows) {
     constexpr float kCost = kNarrow ? 2.0f : 1.4f;
     return __float2int_rn(kCost * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));
   }
 
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
-  // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of threads.
-  // A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
-  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, const Range& counts, int rows, bool has_more) {
+  // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of
+  // threads. A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
+  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, const Range& counts, int rows,
+                                bool has_more) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
     const int num_ctas = ctas.by, each = ctas.ceil_quotient(tiles);
     if (blocks > num_ctas) {

@@ -118,7 +118,8 @@ struct DqWarp : Role {
     } else {
 #pragma unroll
       for (int warp = 0; warp < 4; ++warp) {
-        store_panels<kDqPanels>(params.dq_map, source + warp * (kBytesDq / 4), 2048, column, rows.from(16 * warp), head);
+        store_panels<kDqPanels>(params.dq_map, source + warp * (kBytesDq / 4), 2048, column, rows.from(16 * warp),
+                                head);
       }
     }
   }

@@ -23,8 +23,8 @@ constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 // are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
 constexpr bool kNextScoresFirst = !kDecodes && kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
 
-// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18), but where
-// keys lie in pages one of these loads v.
+// Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18), but
+// where keys lie in pages one of these loads v.
 constexpr int kQueryWarps = kQStages > 1 || kPaged ? 1 : kNumConsumers;
 
 // Lanes of a warp that give back q. why all of several lengths, and why not for lse: L41.
@@ -53,8 +53,8 @@ template <>
 struct RaggedStorage<true> {
   uint4 present[kStages];        // of the key tile in each slot of the ring, one bit a key: whether its page is there
   unsigned long long edge_full;  // v has arrived of a tile of which some keys are yet to become zeros
-  // The next piece of work is to be described. why two: of a pair, the second may ask before the dealer saw that the first
-  // has, and one barrier does not tell two phases that have ended from none.
+  // The next piece of work is to be described. why two: of a pair, the second may ask before the dealer saw that the
+  // first has, and one barrier does not tell two phases that have ended from none.
   unsigned long long wanted[kDecodes ? 1 : 2];
 
   __device__ unsigned present_keys() const { return smem_address(present); }
@@ -104,7 +104,8 @@ struct CellsStorage<true> {
 
 struct alignas(1024) SharedStorage : Storage, RaggedStorage<kLengths>, CellsStorage<kCells> {};
 static_assert(!kSingle || sizeof(Storage::kv) >= kStateBytes, "states of rows take the place of the ring");
-// why more at times: the host counts the descriptions of calls with functions of the caller's own, which are the longest.
+// why more at times: the host counts the descriptions of calls with functions of the caller's own, which are the
+// longest.
 static_assert(sizeof(SharedStorage) <= kSmemBytes && kSmemBytes - sizeof(SharedStorage) <= 1024,
               "the host's formula for shared memory differs");
 
@@ -153,7 +154,9 @@ struct Addresses {
 #pragma unroll
     for (int n = kFirst; n < kEnd; ++n) st_shared_v4(description(i) + 16 * n, words[n]);
   }
-  __device__ __forceinline__ unsigned description(unsigned i) const { return works + sizeof(QueryWork) * (i % kWorkSlots); }
+  __device__ __forceinline__ unsigned description(unsigned i) const {
+    return works + sizeof(QueryWork) * (i % kWorkSlots);
+  }
 
   // All lanes of a warp copy together.
   __device__ __forceinline__ void copy_description(unsigned from, unsigned to) const {
@@ -194,7 +197,7 @@ struct Addresses {
   // One thread calls, before any other thread uses the barriers.
   __device__ void init_barriers() const {
     constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
-    constexpr int kQCopiers = kDecodes ? 32 : 1;   // lanes that copy q, each of which arrives (L41)
+    constexpr int kQCopiers = kDecodes ? 32 : 1;  // lanes that copy q, each of which arrives (L41)
     for (int i = 0; i < kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1);
     for (int i = 0; i < kQStages; ++i) {
       for (int g = 0; g < kNumConsumers; ++g) {
@@ -231,9 +234,8 @@ struct LoadedTile<true> {
 #pragma unroll 1
     for (int i = is_first ? 0 : 1; i < 2; ++i) {
       at = following;
-      following = walk.has_tile(seen_keys(params, work), kStep)
-                      ? walk.take<GroupsTile>(kStep)
-                      : GroupsTile(work.tiles.begin, CellKinds::all_empty());
+      following = walk.has_tile(seen_keys(params, work), kStep) ? walk.take<GroupsTile>(kStep)
+                                                                : GroupsTile(work.tiles.begin, CellKinds::all_empty());
     }
   }
 
@@ -246,8 +248,8 @@ struct LoadedTile<true> {
   static constexpr int kStep = -1;  // as in DescendingTiles
 };
 
-// The key tile of a consumer's next step. With cells it is heard of a step ahead. why: what is read from shared memory comes
-// late while products run, and nothing is to be waited for before the next product is issued.
+// The key tile of a consumer's next step. With cells it is heard of a step ahead. why: what is read from shared memory
+// comes late while products run, and nothing is to be waited for before the next product is issued.
 template <bool kExists>
 struct NextTile {
   __device__ __forceinline__ static PlainTile at(int n) { return {n}; }

@@ -18,9 +18,7 @@ struct alignas(16) DenseQueryWork : AllKeys<kCells> {
   __device__ __forceinline__ Range queries(const ProblemParams&, int begin, int end) const {
     return {row_begin + begin, row_begin + end};
   }
-  __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams&, int row) const {
-    return {row_begin + row};
-  }
+  __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams&, int row) const { return {row_begin + row}; }
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, batch}; }

@@ -41,9 +41,7 @@ struct AnyKeyBlock {
     return {batch, params.problem.seqlen_q, params.problem.seqlen_k, 0, 0};
   }
 
-  __device__ __forceinline__ QueryTiles query_tiles() const {
-    return QueryTiles(*this, sequence().mask(), block);
-  }
+  __device__ __forceinline__ QueryTiles query_tiles() const { return QueryTiles(*this, sequence().mask(), block); }
   __device__ __forceinline__ int num_query_tiles() const { return params.num_q_blocks; }
 
   // One warp gets the next work for all of them: each finds it by itself, or is told of it with its steps.

@@ -79,9 +79,9 @@ struct OutputConsumer : Consumer {
     pass_issue();
   }
 
-  // Passes over a key tile in which this warpgroup sees nothing, unless it is the last, whose p v goes with the next work. The
-  // result is false if the tile is to be taken. why the product of v is begun by a step that follows even if p is 0: a
-  // condition there makes wgmma wait.
+  // Passes over a key tile in which this warpgroup sees nothing, unless it is the last, whose p v goes with the next
+  // work. The result is false if the tile is to be taken. why the product of v is begun by a step that follows even if
+  // p is 0: a condition there makes wgmma wait.
   __device__ __forceinline__ bool passes_over(Step& step, const GroupKeys& keys) {
     if constexpr (kCells) {
       if (step.n == keys.tiles.begin || next_tile.at(step.n).is_seen(group)) return false;
@@ -116,8 +116,8 @@ struct OutputConsumer : Consumer {
   // after the first key that all rows see: L28. With cells each loop ends before the first tile that is for the other.
   template <bool kClear>
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
-    // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have weighed
-    // nothing so far; the row's weights are then made again.
+    // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have
+    // weighed nothing so far; the row's weights are then made again.
     constexpr bool kMayBeginRows = !kClear || (kOwnMask && !kCells) || kOwnHides;
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
@@ -180,7 +180,8 @@ struct OutputConsumer : Consumer {
         rescale();
       }
     } else {
-      // why: after the tile of the last key that all rows see, no row has seen nothing. With cells each tile tells of itself.
+      // why: after the tile of the last key that all rows see, no row has seen nothing. With cells each tile tells of
+      // itself.
       const bool some_clear = !kCells && keys.clear.begin < min(keys.clear.end, tiles.end);
       const int upper_begin = some_clear ? max(tiles.begin, keys.last_common) : tiles.begin;
 #pragma unroll 1

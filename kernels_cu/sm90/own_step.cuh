@@ -76,8 +76,8 @@ struct OwnStepOf {
 
 template <int kCount, bool kRowsAreKeys, bool kLate>
 struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
-  // Elements that may be worked on together. why all where it may be: each piece waits for what it loads. why so few of a mask
-  // alone: it may read arrays, and most tiles ask no mask.
+  // Elements that may be worked on together. why all where it may be: each piece waits for what it loads. why so few of
+  // a mask alone: it may read arrays, and most tiles ask no mask.
   static constexpr int kPiece = 16, kPieceOfApply = kOwnTogether ? kCount : kOwnScores ? kPiece : 4;
 
   const OwnPlace place;
@@ -85,8 +85,8 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
   const Dropout dropout;
   unsigned kept[(kCount + 31) / 32] = {};  // a bit for each element: whether dropout keeps its weight
 
-  // The functions of a query head. `row` is the first one of the warp, `column` that of the tile; both are numbered as in
-  // SeenRows where sequences have lengths of their own.
+  // The functions of a query head. `row` is the first one of the warp, `column` that of the tile; both are numbered as
+  // in SeenRows where sequences have lengths of their own.
   template <class Work>
   __device__ __forceinline__ OwnStepOf(const Work& work, int query_head, int row, int column)
       : OwnStepOf(work.params, work.whole_sequence(), query_head, row, column) {}
@@ -139,8 +139,13 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
 
  private:
   template <class Params>
-  __device__ __forceinline__ OwnStepOf(const Params& params, const WholeSequence& of, int query_head, int row, int column)
-      : place{params, params.problem, of, query_head, row + (kRowsAreKeys ? of.first_key : of.first_query),
+  __device__ __forceinline__ OwnStepOf(const Params& params, const WholeSequence& of, int query_head, int row,
+                                       int column)
+      : place{params,
+              params.problem,
+              of,
+              query_head,
+              row + (kRowsAreKeys ? of.first_key : of.first_query),
               column + (kRowsAreKeys ? of.first_query : of.first_key)},
         found(place),
         dropout(params, of.number, query_head) {
@@ -160,8 +165,8 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
     else return fmaf(product, 0x1p-126f, score);
   }
 
-  // Bits of what dropout keeps, found one by one, from any key on. It is rare: only the keys that a window leaves out are
-  // not numbered.
+  // Bits of what dropout keeps, found one by one, from any key on. It is rare: only the keys that a window leaves out
+  // are not numbered.
   __device__ __forceinline__ void find_each_kept(int row, int column, int lane) {
     row += lane / 4, column += lane % 4 * 2;
 #pragma unroll

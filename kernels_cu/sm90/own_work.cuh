@@ -1,5 +1,5 @@
-// Scores, masks, sinks and dropout of the caller's own, as the consumers of forward and lse on Hopper use them. In plain
-// kernels nothing is left of it.
+// Scores, masks, sinks and dropout of the caller's own, as the consumers of forward and lse on Hopper use them. In
+// plain kernels nothing is left of it.
 #pragma once
 #include "../common/dropout.cuh"
 #include "../common/fragment.cuh"

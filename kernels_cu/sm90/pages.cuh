@@ -49,8 +49,8 @@ struct AbsentKeys {
 
 // One warp tells which keys of tile n, in a slot of the ring, lie in pages that are there.
 template <class Params, class AnyWork>
-__device__ __forceinline__ void tell_present_keys(const Params& params, const Addresses& smem, const AnyWork& work, int n,
-                                                  unsigned slot, bool lacks_some) {
+__device__ __forceinline__ void tell_present_keys(const Params& params, const Addresses& smem, const AnyWork& work,
+                                                  int n, unsigned slot, bool lacks_some) {
   const ProblemParams& problem = params.problem;
   const int* const table = problem.page_table + work.number * problem.page_table_stride;
   unsigned words[4] = {~0u, ~0u, ~0u, ~0u};
@@ -70,7 +70,8 @@ __device__ __forceinline__ void tell_present_keys(const Params& params, const Ad
 __device__ __forceinline__ void clear_hidden_before(const RaggedQueryWork& work, int n, unsigned tile) {
   const int chunks = smaller(work.seen_begin - n * kBlockK, kBlockK) * 8;  // of 16 bytes, in a panel
   for (int panel = 0; panel < kPanelsV; ++panel) {
-    for (int i = threadIdx.x % 32; i < chunks; i += 32) st_shared_v4(tile + panel * kPanelBytesK + 16 * i, {0, 0, 0, 0});
+    for (int i = threadIdx.x % 32; i < chunks; i += 32)
+      st_shared_v4(tile + panel * kPanelBytesK + 16 * i, {0, 0, 0, 0});
   }
   fence_proxy_async();
   __syncwarp();

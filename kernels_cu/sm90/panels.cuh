@@ -7,8 +7,9 @@ constexpr int kPanelColumns = 64;  // of 16-bit numbers: the 128 bytes of a swiz
 constexpr int kPanelsQk = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
 constexpr int kPanelsV = (kHeadDimV + kPanelColumns - 1) / kPanelColumns;
 
-// A box of `bytes` bytes in a ragged map, of an operand of so many columns. why it must be known whether it lies outside:
-// a load then touches the first byte of the map, and at the beginning of a ragged map there may be no memory (L49).
+// A box of `bytes` bytes in a ragged map, of an operand of so many columns. why it must be known whether it lies
+// outside: a load then touches the first byte of the map, and at the beginning of a ragged map there may be no memory
+// (L49).
 struct RaggedBox : RaggedMapRows {
   int columns, bytes;
 

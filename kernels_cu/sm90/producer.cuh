@@ -1,5 +1,5 @@
-// The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. Work is dealt out by the warp
-// that loads k and v or, with cells or lengths, by a warp of its own.
+// The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. Work is dealt out by the
+// warp that loads k and v or, with cells or lengths, by a warp of its own.
 #pragma once
 #include "../common/swizzle.cuh"
 #include "../ptx/cp_async.cuh"
@@ -106,8 +106,8 @@ static_assert(!kCells || kQueryWarps < kDealingWarp, "the warp that deals out wo
 // __syncthreads() forbids.
 enum { kBarriersMade = 4, kFirstWork = 5 };
 
-// Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others have
-// left, and nobody is to wait while it reads the lengths.
+// Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others
+// have left, and nobody is to wait while it reads the lengths.
 template <class Queue>
 struct Dealer : Role {
   __device__ __forceinline__ void run() const {
@@ -126,9 +126,9 @@ struct Dealer : Role {
     smem.await_told(i);  // why, as nobody else does: synccheck reports a barrier in memory that nobody waits for (L41)
   }
 
-  // Deals out the one piece of the block of threads. It is found while the kernels ahead still run, and loaded as soon as they
-  // have ended. Since they may have written to the lengths, it is then found once more: if it is another one, that is the
-  // next piece, and the first one is void.
+  // Deals out the one piece of the block of threads. It is found while the kernels ahead still run, and loaded as soon
+  // as they have ended. Since they may have written to the lengths, it is then found once more: if it is another one,
+  // that is the next piece, and the first one is void.
   __device__ __forceinline__ void run_ahead() const {
     unsigned i = 0;
     // why one site: L50.
@@ -180,13 +180,13 @@ struct Dealer : Role {
 
 // One warp begins to load a warpgroup's rows of q, which are counted at the barrier.
 template <class Params, class AnyWork>
-__device__ __forceinline__ void load_queries(const Params& params, const AnyWork& work, int group,
-                                             unsigned target, unsigned barrier, int&, bool leads) {
+__device__ __forceinline__ void load_queries(const Params& params, const AnyWork& work, int group, unsigned target,
+                                             unsigned barrier, int&, bool leads) {
   if (!leads) return;
   const auto rows = work.sequence(params.problem).queries_from(work.row_begin + kGroupRows * group);
   mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
-  load_panels<kPanelsQk>(params.q_map, target, kPanelBytesQ, barrier,
-                         boxed(rows, kGroupRows, params.problem.head_dim), work.head);
+  load_panels<kPanelsQk>(params.q_map, target, kPanelBytesQ, barrier, boxed(rows, kGroupRows, params.problem.head_dim),
+                         work.head);
 }
 
 // The same for rows of several heads, which lie anywhere. `filled` rows in shared memory are not zeros.

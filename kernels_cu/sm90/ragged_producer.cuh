@@ -15,8 +15,8 @@ struct RaggedProducer {
 
   __device__ __forceinline__ RaggedProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
 
-  // The next work is claimed before key tile n of piece i. why so late: L19. why so early: it takes as long as two tiles
-  // to find it, and splits are short.
+  // The next work is claimed before key tile n of piece i. why so late: L19. why so early: it takes as long as two
+  // tiles to find it, and splits are short.
   __device__ __forceinline__ void claim_at(int n, unsigned i, const TileRange& tiles) const {
     const int at = kDecodes                    ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
@@ -28,12 +28,14 @@ struct RaggedProducer {
   __device__ __forceinline__ unsigned full() const { return smem.kv_full + 8 * ring.slot; }
   __device__ __forceinline__ void await_slot() const { mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1); }
 
-  // TMA makes zeros of keys behind the last one that is seen, but not of those before the first. Of tiles of v that have
-  // some of these, the warp waits for the copies, and makes the zeros.
+  // TMA makes zeros of keys behind the last one that is seen, but not of those before the first. Of tiles of v that
+  // have some of these, the warp waits for the copies, and makes the zeros.
   __device__ __forceinline__ static bool has_edge(bool is_v, const AnyWork& work, int n) {
     return is_v && n * kBlockK < work.seen_begin;
   }
-  __device__ __forceinline__ unsigned barrier_of_copies(bool has_edge) const { return has_edge ? smem.edge_full : full(); }
+  __device__ __forceinline__ unsigned barrier_of_copies(bool has_edge) const {
+    return has_edge ? smem.edge_full : full();
+  }
   __device__ __forceinline__ void clear_edge(const AnyWork& work, int n) {
     mbarrier_wait(smem.edge_full, edge_parity);
     edge_parity ^= 1;
@@ -120,7 +122,8 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
 
   // why one site for all loads: their code is long.
   __device__ __forceinline__ void run() {
-    // The tile whose v is still to be loaded, because o += p v follows the scores of the next tile: of which work, which.
+    // The tile whose v is still to be loaded, because o += p v follows the scores of the next tile: of which work,
+    // which.
     unsigned pending_work = kNone;
     int pending_tile = 0;
 #pragma unroll 1
@@ -203,8 +206,8 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
     const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !is_there(page));
     const int within = key - page_of(params, key) * problem.rows_k;
     const int end = is_there(page) ? smaller(within + work.seen_end - key, problem.rows_k) : 0;
-    const RaggedBox box = boxed(RaggedMapRows{problem.rows_k, within, end, page}, rows,
-                                is_v ? problem.head_dim_v : problem.head_dim);
+    const RaggedBox box =
+        boxed(RaggedMapRows{problem.rows_k, within, end, page}, rows, is_v ? problem.head_dim_v : problem.head_dim);
     const TensorMap& map = is_v ? params.v_map : params.k_map;
     const int panels = is_v ? kPanelsV : kPanelsQk;
     const bool has_edge = this->has_edge(is_v, work, n);
@@ -267,15 +270,16 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
         cp_async_wait<0>();
         __syncwarp();
         if (row != nullptr && 32 * part + lane < kBlockK) {
-          const unsigned to = target + column / kPanelColumns * kPanelBytesK + Swizzle<8>::offset(32 * part + lane, chunk);
+          const unsigned to =
+              target + column / kPanelColumns * kPanelBytesK + Swizzle<8>::offset(32 * part + lane, chunk);
           cp_async_16_zfill(to, row + 2 * column, (columns - column) * 2);
         }
       }
     }
     cp_async_commit();
     // why not at once: copies of several tiles are then on their way. why no more: the consumers release a slot only
-    // after they were told of the two that follow it (or the one, if the warps share keys), and with two warps each loads
-    // every other tile, or every third.
+    // after they were told of the two that follow it (or the one, if the warps share keys), and with two warps each
+    // loads every other tile, or every third.
     constexpr int kNeeded = kNarrow ? 2 : 4, kMost = kPanelsV > 0 ? (kStages - kNeeded) / 2 : kStages - 3;
     constexpr int kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
     untold = untold << 8 | ring.slot, ++num_untold;

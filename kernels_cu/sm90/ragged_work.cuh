@@ -33,12 +33,13 @@ struct AllKeys<true> {
 // The key tiles of a query block that are seen.
 template <class Params, class AnyWork>
 __device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_keys(const Params& params,
-                                                                                 const AnyWork& work) {
+                                                                                  const AnyWork& work) {
   const Range rows{work.row_begin, smaller(work.row_begin + kBlockQ, work.sequence(params.problem).seqlen_q())};
   return {DescendingTiles(work.tiles), params, work.sequence_idx(), work.head, rows, work.seqlen_k(params.problem)};
 }
 
-// Numbers the key tiles over those that are seen. All lanes of a warp call. why none without queries: they have no cells.
+// Numbers the key tiles over those that are seen. All lanes of a warp call. why none without queries: they have no
+// cells.
 template <class Params, class AnyWork>
 __device__ __forceinline__ void number_seen(const Params& params, AnyWork& work) {
   if constexpr (kCells) {
@@ -90,9 +91,7 @@ struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
   __device__ __forceinline__ Range queries(const ProblemParams&, int begin, int end) const {
     return {row_begin + begin, row_begin + end};
   }
-  __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams&, int row) const {
-    return {row_begin + row};
-  }
+  __device__ __forceinline__ LaneQueries lane_queries(const ProblemParams&, int row) const { return {row_begin + row}; }
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, *this}; }
@@ -115,12 +114,12 @@ struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
 // Deals out work as WorkQueue does. One warp asks. Blocks of heads_together heads that have the same rows follow each
 // other; the last block of a sequence, the longest under a causal mask, comes before its others.
 //
-// With in_pairs two heads of the same rows are dealt together, since such a pair is found as quickly as one piece. The last
-// kSingles pieces of each block of threads are dealt one at a time, so that all blocks end together. With cells no heads
-// are, because each may see other tiles.
+// With in_pairs two heads of the same rows are dealt together, since such a pair is found as quickly as one piece. The
+// last kSingles pieces of each block of threads are dealt one at a time, so that all blocks end together. With cells no
+// heads are, because each may see other tiles.
 //
-// Nor do they end together if the last pieces are those of one sequence after the other, some long and some short. So the
-// blocks of the last tail_parts parts of the axis are dealt by their numbers, the greatest first.
+// Nor do they end together if the last pieces are those of one sequence after the other, some long and some short. So
+// the blocks of the last tail_parts parts of the axis are dealt by their numbers, the greatest first.
 struct RaggedWorkQueue : WorkCounter {
   int blocks = 0;                    // query blocks of a head
   int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
@@ -131,7 +130,8 @@ struct RaggedWorkQueue : WorkCounter {
       blocks = axis.batch * blocks_of(axis.rows);
     } else {
 #pragma unroll 1
-      for (int i = threadIdx.x % 32; i < axis.batch + 2; i += 32) blocks += blocks_of(axis.bound(i + 1) - axis.bound(i));
+      for (int i = threadIdx.x % 32; i < axis.batch + 2; i += 32)
+        blocks += blocks_of(axis.bound(i + 1) - axis.bound(i));
       blocks = __reduce_add_sync(0xffffffffu, blocks);
     }
   }
@@ -151,8 +151,7 @@ struct RaggedWorkQueue : WorkCounter {
     if (exists) {
       const unsigned pairs = num_pairs(params);
       paired = index < pairs;
-      const HeadBlock at =
-          longest_first(index + smaller(index, pairs), blocks, problem.heads_q, params.heads_together);
+      const HeadBlock at = longest_first(index + smaller(index, pairs), blocks, problem.heads_q, params.heads_together);
       const Axis axis = axis_of_queries(problem);
       Range rows = {0, axis.rows};
       int block;
@@ -178,7 +177,8 @@ struct RaggedWorkQueue : WorkCounter {
 
   // Describes the second piece of a pair.
   template <class Addresses>
-  __device__ __forceinline__ void describe_second(const RaggedForwardParams& params, const Addresses& smem, unsigned i) {
+  __device__ __forceinline__ void describe_second(const RaggedForwardParams& params, const Addresses& smem,
+                                                  unsigned i) {
     smem.copy_description(i - 1, i);
     ++head;
     if (threadIdx.x % 32 == 0) smem.write_heads(i, head, quotient(head, params.problem.heads_per_kv));
@@ -186,7 +186,8 @@ struct RaggedWorkQueue : WorkCounter {
 
  private:
   static constexpr unsigned kSingles = 4;
-  static constexpr int kFoundLast = kCells ? 2 : 1;  // so many times 16 bytes of a description are found after the others
+  static constexpr int kFoundLast =
+      kCells ? 2 : 1;  // so many times 16 bytes of a description are found after the others
   static constexpr bool kHasTail = kHeadDim > 128;  // why not others: their pieces are short, and it costs up to 2 %
 
   bool paired = false;
@@ -222,8 +223,8 @@ struct RaggedWorkQueue : WorkCounter {
     return find_in_order(axis, block);
   }
 
-  // Finds block `within` of the last parts, of which each lane has one, with its rows and its number of blocks. Blocks of
-  // a greater number come first.
+  // Finds block `within` of the last parts, of which each lane has one, with its rows and its number of blocks. Blocks
+  // of a greater number come first.
   __device__ static Found find_in_tail(Range rows, int part, int own, int within) {
     constexpr unsigned kAll = 0xffffffffu;
     // More than `within` blocks have `number` or a greater one, but no more than `within` have `end` or a greater one.

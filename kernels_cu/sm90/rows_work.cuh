@@ -21,8 +21,8 @@ __device__ __forceinline__ const TensorMap& map_of_gradient(const TiledRowsParam
   return kIsDv ? p.dv_map : kGradient == Gradient::kDk ? p.dk_map : p.dq_map;
 }
 
-// Blocks of rows of a head, or slots for them; heads that have rows, and those whose columns a block of rows goes over: where
-// rows are keys, all query heads of the kv head.
+// Blocks of rows of a head, or slots for them; heads that have rows, and those whose columns a block of rows goes over:
+// where rows are keys, all query heads of the kv head.
 __device__ __forceinline__ unsigned blocks_of_rows(const TiledRowsParams& p) {
   return kRowsAreQueries ? p.num_q_blocks : p.num_k_blocks;
 }
@@ -31,7 +31,8 @@ __device__ __forceinline__ unsigned heads_of_rows(const ProblemParams& p) {
 }
 __device__ __forceinline__ int heads_of_columns(const ProblemParams& p) { return kRowsAreQueries ? 1 : p.heads_per_kv; }
 
-// Blocks of threads that share the heads of a block of rows. why no more: the sum of two has the same bits in either order.
+// Blocks of threads that share the heads of a block of rows. why no more: the sum of two has the same bits in either
+// order.
 constexpr int kSharers = kSharesHeads ? 2 : 1;
 
 // The number of this block of threads' block of rows.
@@ -86,9 +87,9 @@ struct DenseRowBlock {
   __device__ static constexpr void leave_columns(unsigned, bool) {}
 };
 
-// The same of sequences of several lengths: slots, of which delta.cu has told what they hold (portable/key_blocks.cuh). As
-// many blocks of threads as there are multiprocessors take them one by one. why: some are empty, and a block of threads takes
-// 1 to 2 µs to begin.
+// The same of sequences of several lengths: slots, of which delta.cu has told what they hold (portable/key_blocks.cuh).
+// As many blocks of threads as there are multiprocessors take them one by one. why: some are empty, and a block of
+// threads takes 1 to 2 µs to begin.
 struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
   static_assert(kRows == kPaddedSlot, "delta.cu tells of blocks of other rows");
 
@@ -109,8 +110,8 @@ struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
   __device__ __forceinline__ RaggedRowBlock(const Params& p, const Dealt& in_memory)
       : DealtWork(in_memory), params(p) {}
 
-  // Deals out all work of a block of threads, each piece once all loads of the piece before have begun. One warp calls. why so
-  // late: L19.
+  // Deals out all work of a block of threads, each piece once all loads of the piece before have begun. One warp calls.
+  // why so late: L19.
   __device__ __forceinline__ void deal() const {
     if (threadIdx.x % 32 != 0) return;
     const unsigned heads = heads_of_rows(params.problem), slots = blocks_of_rows(params), num_work = slots * heads;
@@ -148,7 +149,9 @@ struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
   __device__ __forceinline__ void leave_rows(bool leads) const { mbarrier_arrive_warp(rows_left(), leads); }
 
   // Gives the last tile of columns back, through this barrier, so that others can be loaded.
-  __device__ __forceinline__ void leave_columns(unsigned empty, bool leads) const { mbarrier_arrive_warp(empty, leads); }
+  __device__ __forceinline__ void leave_columns(unsigned empty, bool leads) const {
+    mbarrier_arrive_warp(empty, leads);
+  }
 
  private:
   __device__ __forceinline__ unsigned rows_left() const { return ring + sizeof(Ring); }

@@ -40,8 +40,8 @@ struct SeenKeyBlocks : AnyKeyBlock, ToldSteps<kNumWarps - 1> {
     return any;
   }
 
-  // Calls f(query head, query tile, whether the caller's mask shows all of it) for every step. `step` counts on over key
-  // blocks.
+  // Calls f(query head, query tile, whether the caller's mask shows all of it) for every step. `step` counts on over
+  // key blocks.
   template <class F>
   __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
 #pragma unroll 1
@@ -109,7 +109,8 @@ struct SeenKeyBlocks : AnyKeyBlock, ToldSteps<kNumWarps - 1> {
     return {first + heads.begin, first + heads.end};
   }
 
-  // 32 listed steps of the key block at hand with a query head, a step for each lane; the list goes on in the next lines.
+  // 32 listed steps of the key block at hand with a query head, a step for each lane; the list goes on in the next
+  // lines.
   __device__ __forceinline__ int listed_steps(int head, int line) const {
     const int group = params.problem.heads_per_kv;
     unsigned list = seen_head();

@@ -5,8 +5,8 @@
 #include "../ptx/ldmatrix.cuh"
 #include "panels.cuh"
 
-// Rows from query or key `row` on. `at` is the address of RaggedMapRows of the first in shared memory. why read where they
-// are needed: L5.
+// Rows from query or key `row` on. `at` is the address of RaggedMapRows of the first in shared memory. why read where
+// they are needed: L5.
 struct RowsInMemory {
   unsigned at;
   int row;

@@ -24,8 +24,9 @@ __device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, un
   }
 }
 
-// Lets add(first, last) add up this block's shares in its turn. The result tells whether it is the last of `sharers` blocks,
-// whose sums are then whole. All consumer threads call; `thread` is their number. rank_place: a word in shared memory.
+// Lets add(first, last) add up this block's shares in its turn. The result tells whether it is the last of `sharers`
+// blocks, whose sums are then whole. All consumer threads call; `thread` is their number. rank_place: a word in shared
+// memory.
 template <class Add>
 __device__ __forceinline__ bool add_in_turn(unsigned* counter, unsigned sharers, unsigned rank_place, unsigned barrier,
                                             int thread, Add add) {

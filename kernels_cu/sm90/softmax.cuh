@@ -1,7 +1,7 @@
 // FlashAttention-2's softmax with a stale maximum (L42). The exponent is shifted by a past maximum of the row, and most
-// key tiles look for no new one: the sums of the weights, which are made anyway, show whether one outweighs all others. A
-// warp then scales the row to it, or computes the row again if its weights have left the range. The result is exact, and
-// that of a row depends on no other row.
+// key tiles look for no new one: the sums of the weights, which are made anyway, show whether one outweighs all others.
+// A warp then scales the row to it, or computes the row again if its weights have left the range. The result is exact,
+// and that of a row depends on no other row.
 #pragma once
 #include "../common/fragment.cuh"
 #include "../common/swizzle.cuh"
@@ -21,16 +21,17 @@ constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
 // nothing else, and later a larger shift is, so that exp2 gives 0 for them in every row.
 constexpr float kUnseen = kOwnScores ? kLeastScore : -1e38f;
 
-// Whether maxima are raised in each tile. why for capped scores with v over head dim 128: registers. lse makes no scores
-// again.
+// Whether maxima are raised in each tile. why for capped scores with v over head dim 128: registers. lse makes no
+// scores again.
 constexpr bool kRaisesAlways = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV > 128 || kHeadDimV == 0);
 
-// Whether rows are found in which some keys outweigh all others, so that their largest weight becomes exact (L42). why not
-// with scores of the caller's own: registers.
+// Whether rows are found in which some keys outweigh all others, so that their largest weight becomes exact (L42). why
+// not with scores of the caller's own: registers.
 constexpr bool kFindsPeaks = !kRaisesAlways && !kOwnScores && kHeadDimV > 0;
 constexpr float kUnit = kIsFloat16 ? 1.0f : 1.0f / 268435456.0f;  // 2^-kBias, the weight of a maximum when it is found
-// A tile has a peak if the sum of some lane over it is larger. why so large: scores of size 1 and 2 have none, unless the
-// first maximum is that of fewer than kFewKeys keys. So the sum of a row is under 1 in bfloat16, as above, in 2^12 tiles.
+// A tile has a peak if the sum of some lane over it is larger. why so large: scores of size 1 and 2 have none, unless
+// the first maximum is that of fewer than kFewKeys keys. So the sum of a row is under 1 in bfloat16, as above, in 2^12
+// tiles.
 constexpr float kPeak = 1024.0f * kUnit, kPeakOfFew = 32768.0f * kUnit;
 constexpr int kFewKeys = 16;
 constexpr bool kPacksLimits = kLengths && kHeadDim > 192;  // why: registers
@@ -45,8 +46,8 @@ __device__ __forceinline__ bool in_some_lane(bool here) {
 }
 
 struct Softmax {
-  float shift[2];  // a past maximum of score * scale_log2, + kBias
-  float sum[2];    // over this lane's columns
+  float shift[2];                      // a past maximum of score * scale_log2, + kBias
+  float sum[2];                        // over this lane's columns
   float limits[kPacksLimits ? 1 : 2];  // see limit(h)
 
   __device__ __forceinline__ void setup() {
@@ -105,12 +106,13 @@ struct Softmax {
   }
 
   // Whether the shift of row h is taken off the caller's own scores as they are made. It is not if the row has seen
-  // nothing yet, nor if it is large. why: inside a score's last multiplication and addition it is rounded otherwise than
-  // off a score that is made, while tiles of both kinds add to the same row: by up to 2^-11 of a weight at this bound.
+  // nothing yet, nor if it is large. why: inside a score's last multiplication and addition it is rounded otherwise
+  // than off a score that is made, while tiles of both kinds add to the same row: by up to 2^-11 of a weight at this
+  // bound.
   __device__ __forceinline__ bool is_taken_off(int h) const { return fabsf(shift[h]) < 16384.0f; }
 
-  // What is taken off scores as they are made. kBeginsRows: raise_unseen_again does what is then left to do, and without it
-  // put_out_of_range.
+  // What is taken off scores as they are made. kBeginsRows: raise_unseen_again does what is then left to do, and
+  // without it put_out_of_range.
   template <bool kBeginsRows>
   __device__ __forceinline__ float2 taken_off() const {
     if constexpr (!kBeginsRows) return {shift[0], shift[1]};
@@ -190,11 +192,12 @@ struct Softmax {
     return (kIsFloat16 ? tile_sum : sum[h] + tile_sum) > kSumLimit;
   }
 
-  // Takes the shifts of rows out of range from their largest weights, to which the weights and all sums are then scaled. The
-  // caller multiplies the output so far by o_scale. `again` becomes the rows whose weights are too large for it, and the
-  // result tells if there are any in the warp.
+  // Takes the shifts of rows out of range from their largest weights, to which the weights and all sums are then
+  // scaled. The caller multiplies the output so far by o_scale. `again` becomes the rows whose weights are too large
+  // for it, and the result tells if there are any in the warp.
   template <int kCount>
-  __device__ __forceinline__ bool scale_down(float (&s)[kCount], float (&sums)[2], bool (&again)[2], float (&o_scale)[2]) {
+  __device__ __forceinline__ bool scale_down(float (&s)[kCount], float (&sums)[2], bool (&again)[2],
+                                             float (&o_scale)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) again[h] = in_some_lane(out_of_range(h, sums[h])), o_scale[h] = 1.0f;
     if constexpr (kFindsPeaks) {
@@ -255,8 +258,8 @@ __device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsi
 // finish(products, piece) makes scores of the products of 16 keys, and hides those of keys that are not seen.
 template <int kCount, class Finish>
 __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
-                                            const bool (&again)[2], float (&o_scale)[2], Finish finish, float scale_log2,
-                                            const Query& q, unsigned q_smem, unsigned k_smem) {
+                                            const bool (&again)[2], float (&o_scale)[2], Finish finish,
+                                            float scale_log2, const Query& q, unsigned q_smem, unsigned k_smem) {
   constexpr int kPieces = kCount / 8;  // of 16 keys
   float row_max[2], tile_sum[2];
 #pragma unroll

@@ -8,8 +8,8 @@
 
 static_assert(!kCells || !kLengths, "tiles of the rows that are seen are not made of whole cells");
 
-// A step, a tile and a query head; or the end of the steps of a block of keys, or of other rows. Or a block that begins,
-// whose number is in the place of the head.
+// A step, a tile and a query head; or the end of the steps of a block of keys, or of other rows. Or a block that
+// begins, whose number is in the place of the head.
 struct ToldStep {
   int head;
   SeenTile tile;
@@ -32,7 +32,8 @@ struct ToldStepsOf {
 
 template <int kReaders>
 struct ToldStepsOf<true, kReaders> {
-  static constexpr int kSlots = 8;  // why so many: the warp that takes turns at dq is ahead of the others; blocks take two
+  static constexpr int kSlots =
+      8;  // why so many: the warp that takes turns at dq is ahead of the others; blocks take two
 
   struct Ring {
     uint2 slots[kSlots];

@@ -23,8 +23,8 @@ static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parame
 
 constexpr int kNoWork = -1;
 constexpr int kVoid = -2;  // there is no more work, and the piece before is void: its rows are not stored
-// The warp that deals out the work of a block of threads. why one that loads no keys if it reads lengths or counts cells: it
-// takes as long as two key tiles.
+// The warp that deals out the work of a block of threads. why one that loads no keys if it reads lengths or counts
+// cells: it takes as long as two key tiles.
 constexpr int kDealingWarp = kLengths || kCells ? 3 : 0;
 
 // The first piece has the block's index; the others are as the counter hands them out or, without a counter, at a fixed

@@ -34,9 +34,7 @@ def test_the_ops_keep_the_rules_of_ops(case: Sequences, device: str) -> None:
     torch.library.opcheck(torch.ops.cuflash.attention, given)
     if case.has_gradients:
         q, k, v, *rest = given
-        torch.library.opcheck(
-            torch.ops.cuflash.attention, (*(x.detach().requires_grad_() for x in (q, k, v)), *rest)
-        )
+        torch.library.opcheck(torch.ops.cuflash.attention, (*(x.detach().requires_grad_() for x in (q, k, v)), *rest))
         out, lse = torch.ops.cuflash.attention(*given)
         for dlse in (None, lse):
             torch.library.opcheck(torch.ops.cuflash.attention_backward, (out, q, k, v, out, lse, dlse, *rest[:15]))

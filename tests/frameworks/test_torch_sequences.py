@@ -182,9 +182,7 @@ def test_checkpoints_and_autocast(device: str) -> None:
     arguments = arguments_of(given, device, grad=True)
     wide = {name: arguments[name].detach().float().requires_grad_() for name in "qkv"}
     leaves = tuple(arguments[name] for name in "qkv")
-    assert_pulled_sequences(
-        given, *checkpoint(attention, use_reentrant=False, return_lse=True, **arguments), leaves
-    )
+    assert_pulled_sequences(given, *checkpoint(attention, use_reentrant=False, return_lse=True, **arguments), leaves)
     with torch.autocast(device, torch.bfloat16):
         assert_sequences(given, *attention(**arguments | wide, return_lse=True))
 

@@ -147,23 +147,17 @@ def check(variant: Variant, compiled: Compiled) -> None:
 
 
 @pytest.mark.parametrize("variant", each(*ALL, of=representatives))
-def test_one_of_each_kernel_compiles_without_spills(
-    variant: Variant, compiled: Compiled
-) -> None:
+def test_one_of_each_kernel_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 
 @pytest.mark.exhaustive(lambda: each(*(arch for arch in KNOWN if arch not in ALL), of=representatives))
-def test_one_of_each_kernel_compiles_for_other_gpus(
-    variant: Variant, compiled: Compiled
-) -> None:
+def test_one_of_each_kernel_compiles_for_other_gpus(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 
 @pytest.mark.exhaustive(lambda: each(*ALL, of=partial(representatives, of=ONE_OF_EACH_KIND)))
-def test_one_of_each_kind_compiles_without_spills(
-    variant: Variant, compiled: Compiled
-) -> None:
+def test_one_of_each_kind_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 
@@ -191,30 +185,22 @@ EVERYTHING_OF_FEW = partial(few_variants, of_few=((joined(everything), 64),))
 
 
 @pytest.mark.parametrize("variant", [*own(ALL_AT_ONCE), *each("sm_90", of=EVERYTHING_OF_FEW)])
-def test_kernels_with_scores_of_the_caller_compile(
-    variant: Variant, compiled: Compiled
-) -> None:
+def test_kernels_with_scores_of_the_caller_compile(variant: Variant, compiled: Compiled) -> None:
     check_own(variant, compiled)
 
 
 @pytest.mark.exhaustive(lambda: own(*(name for name in CALLS if name != ALL_AT_ONCE)))
-def test_kernels_with_each_kind_of_scores_of_the_caller_compile(
-    variant: Variant, compiled: Compiled
-) -> None:
+def test_kernels_with_each_kind_of_scores_of_the_caller_compile(variant: Variant, compiled: Compiled) -> None:
     check_own(variant, compiled)
 
 
 @pytest.mark.parametrize("variant", each(*ALL, of=few_variants))
-def test_decoding_with_scores_of_the_caller_compiles_without_spills(
-    variant: Variant, compiled: Compiled
-) -> None:
+def test_decoding_with_scores_of_the_caller_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 
 @pytest.mark.exhaustive(lambda: each(*ALL, of=variants))
-def test_every_variant_compiles_without_spills(
-    variant: Variant, compiled: Compiled
-) -> None:
+def test_every_variant_compiles_without_spills(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
 

@@ -32,6 +32,7 @@ def test_functions_take_traced_values_and_numbers(name: str) -> None:
     of = function(name)
     arguments = {"where": (True, 0.5, 2.0), "clip": (0.5, 0.0, 1.0), "minimum": (0.5, 2), "maximum": (0.5, 0.25)}
     given = arguments.get(name, (0.5,))
+
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return of(score > 0, score, 1) if name == "where" else of(score, *given[1:])
 

@@ -72,8 +72,10 @@ MODS: dict[str, tuple[Any, str]] = {
     "a pair": (lambda s, b, h, q, k: (s, s), "returned a tuple; it must return one value"),
     "arguments": (lambda s, b, h: s, r"must be a function of \(score, b, h, q_idx, k_idx\)"),
     "no function": (3.0, r"score_mod is a float; it must be a function of \(score, b"),
-    **{f"the class {x.__name__}": (x, f"score_mod is the class {x.__name__}; it must be a function of")
-       for x in (int, np.timedelta64, dict)},
+    **{
+        f"the class {x.__name__}": (x, f"score_mod is the class {x.__name__}; it must be a function of")
+        for x in (int, np.timedelta64, dict)
+    },
 }
 
 

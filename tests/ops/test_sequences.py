@@ -182,9 +182,7 @@ def test_what_no_sequence_uses_changes_nothing_whatever_it_holds(case: Sequences
 
 @each([PACKED, USED, RECTANGLE, replace(PAGED, used_q=True, spare_q=(1, 2, 0, 3, 0))])
 @pytest.mark.parametrize("layout", ["dense", "heads_first", "gaps", "reversed"])
-def test_an_out_that_is_given_keeps_what_it_holds_in_rows_of_no_sequence(
-    case: Sequences, layout: str, xp: Any
-) -> None:
+def test_an_out_that_is_given_keeps_what_it_holds_in_rows_of_no_sequence(case: Sequences, layout: str, xp: Any) -> None:
     given = made(case)
     wanted, wanted_lse = forward(given, xp)
     (out,) = LAYOUTS[layout](xp.full(wanted.shape, 7.0, wanted.dtype))

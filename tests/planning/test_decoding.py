@@ -29,9 +29,7 @@ def launched(*given: Any, **more: Any) -> Launch:
     ("queries", "heads", "few"),
     [(1, (32, 8), True), (16, (32, 8), True), (1, (128, 1), True), (16, (4, 4), True), (300, (32, 8), False)],
 )
-def test_keys_are_shared_out_where_a_sequence_has_few_queries(
-    queries: int, heads: tuple[int, int], few: bool
-) -> None:
+def test_keys_are_shared_out_where_a_sequence_has_few_queries(queries: int, heads: tuple[int, int], few: bool) -> None:
     for batch in (1, 4, 300):
         for keys in (100, 4096) if few else (4096,):
             source = launched(queries, keys, heads, batch).variant.source

@@ -165,7 +165,9 @@ WAYS: dict[str, tuple[Problem, Device, dict[str, int]]] = {
     "shared_keys": (problem(64, 64, dims=(3, 2, 5000, 6, 3), causal=True), KNOWN["sm_80"], {"queries": 8}),
     "shared_heads": (problem(128, 96, dims=(1, 1, 3000, 40, 1)), KNOWN["sm_86"], {"splits": 12, "head_parts": 3}),
     "shared_window": (
-        problem(64, 64, "forward", dims=(1, 70, 5000, 3, 3), window_size=(2000, 30)), KNOWN["sm_89"], {"queries": 16}
+        problem(64, 64, "forward", dims=(1, 70, 5000, 3, 3), window_size=(2000, 30)),
+        KNOWN["sm_89"],
+        {"queries": 16},
     ),
     "uneven_splits": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1)), ONE, {"splits": 3}),
     "shared": (problem(128, 128, "backward", dims=(1, 1024, 300, 5, 5)), FEW, {"shared_keys": 3, "whole_blocks": 12}),

@@ -159,8 +159,10 @@ HALF = rows(
     lambda changes: forward_with(changes, np.float16),
     ("out_dtype_other_half", {"out_dtype": "bfloat16"}, ("out_dtype='bfloat16'", "float16 inputs", "None", "float32")),
     ("out_dtype_class", {"out_dtype": np.float64}, ("out_dtype=", "float16 inputs", "None", "float32")),
-    *((f"out_dtype_{n}", {"out_dtype": x}, ("out_dtype=", "float16 inputs", "None", "float32"))
-      for n, x in enumerate((np.dtype(">f4"), np.floating, float, b"float32", ["float32"]))),
+    *(
+        (f"out_dtype_{n}", {"out_dtype": x}, ("out_dtype=", "float16 inputs", "None", "float32"))
+        for n, x in enumerate((np.dtype(">f4"), np.floating, float, b"float32", ["float32"]))
+    ),
     ("out_not_of_out_dtype", {"out": zeros(2, 5, 4, 6)}, ("out has dtype float32", "float16")),
 )
 LSE = rows(

@@ -25,9 +25,7 @@ def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str)
     own |= {"score_mod", "mask_mod", "block_mask", "bias", "sinks"} | ({"dropout_seed"} if op != "lse" else set())
     keywords = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert keywords == set(names(op)) | own
-    assert {name: signature[name].default for name in names(op)} == {
-        name: DEFAULTS[name] for name in names(op)
-    }
+    assert {name: signature[name].default for name in names(op)} == {name: DEFAULTS[name] for name in names(op)}
     assert set(names(op)) <= set(inspect.signature(cuflash.plan).parameters)
 
 

@@ -160,9 +160,7 @@ def test_poison_is_where_the_masks_above_hide() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("mask", MASKED, ids=str)
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
-def test_a_row_depends_on_what_it_sees_alone(
-    algorithm: str, dtype: str, mask: dict[str, Any], poison: float
-) -> None:
+def test_a_row_depends_on_what_it_sees_alone(algorithm: str, dtype: str, mask: dict[str, Any], poison: float) -> None:
     case = Case("", 2, 24, 24, 4, 2, 8, 8, dtype, **mask)
     problem, (q, k, v) = case.problem(algorithm=algorithm), case.arrays()
     sees, clean = problem.mask.visible(np.arange(24), np.arange(24)), reference.forward(problem, q, k, v)

@@ -44,6 +44,8 @@ from cuflash.reference.block_mask import cells_of
 from cuflash.reference.own_scores import OwnGradients, OwnScores
 
 ALGORITHMS = {"flash1": flash1, "flash2": flash2, "flashd": flashd}
+
+
 def own_of(call: Arrays, **changes: Any) -> OwnScores:
     score, mask = (trace(call[name], name) if name in call else None for name in ("score_mod", "mask_mod"))
     bias, named = call.get("bias"), {"sinks": call.get("sinks"), "dropout_seed": np.array(call.get("dropout_seed", 0))}

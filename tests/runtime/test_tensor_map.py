@@ -46,7 +46,6 @@ def test_a_descriptor_begins_at_its_first_row_or_as_many_rows_before_the_operand
     assert first_byte(ArraySpec.dense((2, 1, 4, 64), "float16"), Box(128, 0, 1, ragged=True)) == -16
 
 
-
 def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver: FakeDriver) -> None:
     told = asked(driver, spec(strides=(80000, 260, 65, 1)), Box(128, 0, 300))
     assert told["tensorMap"] % 64 == 0

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Plants faults in a copy of the tree, one at a time, and tells which of them the tests do not catch.
 
-    .ci/faults             all of them, on all cores; those of kernels where there is a GPU
-    .ci/faults mask        those whose name or file has this
-    .ci/faults kernels_cu  those of kernels, each of which is compiled anew
+    .ci/faults.py             all of them, on all cores; those of kernels where there is a GPU
+    .ci/faults.py mask        those whose name or file has this
+    .ci/faults.py kernels_cu  those of kernels, each of which is compiled anew
 
 A fault is caught if the tests named beside it fail, or do not end. It exits with 1 if one is not.
 """

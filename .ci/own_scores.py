@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Tells how fast calls with scores and masks of the caller's own are, beside our plain calls and what others have.
 
-    .ci/own_scores                                        the whole table, in bfloat16, batch 4; peers compile for long
-    .ci/own_scores --ours                                 ours alone
-    .ci/own_scores --kinds alibi prefix --dims 64 --lengths 8192 --heads 16/16 --ops forward
-    .ci/own_scores --extras                               block masks, pair bias, new functions; no table
+    .ci/own_scores.py                                     the whole table, in bfloat16, batch 4; peers compile for long
+    .ci/own_scores.py --ours                                 ours alone
+    .ci/own_scores.py --kinds alibi prefix --dims 64 --lengths 8192 --heads 16/16 --ops forward
+    .ci/own_scores.py --extras                               block masks, pair bias, new functions; no table
 
 Each row has milliseconds of a call: the median of spans between two events, of all calls in turns, without CUDA graphs,
-so that the host counts where it is slower than the GPU. `ours` is given a block mask, as Flex is; `alone` makes its own.
+so that the host counts where it is slower than the GPU. `ours` takes a block mask, as Flex does; `alone` makes one.
 Peers: torch's flex_attention by Triton (`flex`) and by FlashAttention-4 where it can be imported (`flash`), and cuDNN.
 """
 

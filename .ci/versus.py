@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Tells whether the working tree is as fast and as exact as an older version, by measuring both in one process.
 
-    .ci/versus COMMIT                    runs all parts that can run here
-    .ci/versus COMMIT --extract FOLDER   only writes what is needed of COMMIT, for a machine without git
-    .ci/versus FOLDER --json FILE        compares with that, and writes all figures
+    .ci/versus.py COMMIT                    runs all parts that can run here
+    .ci/versus.py COMMIT --extract FOLDER   only writes what is needed of COMMIT, for a machine without git
+    .ci/versus.py FOLDER --json FILE        compares with that, and writes all figures
 
 speed      times calls on the GPU: replays of CUDA graphs, of both versions in turns, on the same arrays
 outputs    compares results of random problems bit by bit; without a GPU these are on NumPy arrays
@@ -12,7 +12,7 @@ registers  compares registers, spills, stack, shared memory and resident blocks 
 cubins     compares the SHA-256 of all cubins, each compiled under one symbol name: without a GPU, and only if named
 
 `--parts cubins` covers all kernels of `registers` and those with score_mod, mask_mod, bias, sinks and dropout. It takes
-about 15 minutes on two cores for each tree whose digests are not in the folder of --cache; after that only kernels whose
+some 15 minutes on two cores for each tree whose digests are not in the folder of --cache; then only kernels whose
 text changed are compiled. It uses the NVRTC of this interpreter: run it with 13.0.88, which PyTorch and JAX pin, and
 with the newest one. `--kernels TEXT` takes a part of the kernels.
 
@@ -164,7 +164,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", help="a git revision, or a folder that holds cuflash and kernels_cu")
     parser.add_argument("--extract", type=Path, metavar="FOLDER", help="only write the files of the commit there")
-    parser.add_argument("--parts", metavar="P,P", help=f"some of {','.join(PARTS)}; default all that can run here but cubins")
+    parser.add_argument(
+        "--parts", metavar="P,P", help=f"some of {','.join(PARTS)}; default all that can run here but cubins"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that is found")
     parser.add_argument("--rounds", type=int, default=120, help="speed: most pairs of replays of a cell (default 120)")
     parser.add_argument("--seconds", type=float, default=150.0, help="speed: all cells together, about (default 150)")

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Tells how fast packed calls are beside dense ones that do the same: sequences of one length, in all 16k tokens.
 
-    .ci/packed                                     a table: share of the dense call's speed, full; causal
-    .ci/packed --ops backward --dims 96 --lengths 2048
+    .ci/packed.py                                     a table: share of the dense call's speed, full; causal
+    .ci/packed.py --ops backward --dims 96 --lengths 2048
 
 Replays of CUDA graphs, of both in turns, on the same numbers in float16; results of forward are compared bit by bit.
 """
@@ -41,7 +41,9 @@ class Speed(versus_calls.Speed):
         """Makes both calls, after it has compared what they give."""
         (cuflash,) = self.versions
         dim, heads_q, heads_kv = pair.shape
-        packed = [self.array((TOKENS, heads, dim), "float16", n) for n, heads in enumerate((heads_q, heads_kv, heads_kv))]
+        packed = [
+            self.array((TOKENS, heads, dim), "float16", n) for n, heads in enumerate((heads_q, heads_kv, heads_kv))
+        ]
         dense = [x.reshape(-1, pair.seqlen, *x.shape[1:]) for x in packed]
         bounds = self.cupy.arange(0, TOKENS + 1, pair.seqlen, dtype="int32")
         told = {f"cu_seqlens_{side}": bounds for side in "qk"} | {f"max_seqlen_{side}": pair.seqlen for side in "qk"}
