@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from cuflash.mods.build import build, cast, constant, load
-from cuflash.mods.graph import Node, variable
-from cuflash.mods.operations import Type
+from cuflash.mods.graph.graph import Node, variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, cast, constant, load
 from cuflash.reference.mods import evaluate
 
 B, H, Q, K = (variable(name) for name in ("b", "h", "q_idx", "k_idx"))

@@ -1,4 +1,4 @@
-"""The shape of the tree: floors, sizes, names and what an import costs."""
+"""The shape of the tree: layers, sizes, names and what an import costs."""
 
 from __future__ import annotations
 
@@ -20,21 +20,24 @@ PACKAGE, KERNELS = ROOT / "cuflash", ROOT / "kernels_cu"
 if not KERNELS.is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)
 
-# A module or room of cuflash imports lower floors only.
-FLOORS = {
+# A folder or module of cuflash imports lower layers only, and its own; the longest dotted prefix of a module counts.
+LAYERS = {
     0: ("arguments", "errors", "locks", "log", "units"),
-    1: ("mods",),
-    2: ("problem",),
-    3: ("arrays", "reference", "planning"),
-    4: ("runtime",),
-    5: ("ops",),
-    6: ("__init__",),
-    7: ("frameworks", "info", "warmup"),
-    8: ("bench",),
-    9: ("selftest",),
-    10: ("__main__",),
+    1: ("mods.graph",),
+    2: ("mods.analysis",),
+    3: ("mods.tracing", "mods.codegen"),
+    4: ("mods",),
+    5: ("problem",),
+    6: ("arrays", "reference", "planning"),
+    7: ("runtime",),
+    8: ("ops",),
+    9: ("__init__",),
+    10: ("frameworks", "info", "warmup"),
+    11: ("bench",),
+    12: ("selftest",),
+    13: ("__main__",),
 }
-FLOOR_OF = {name: floor for floor, names in FLOORS.items() for name in names}
+LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where a module is tested that has no tests/<room>/test_<module>.py; a room stands for all of its modules.
 TESTED_ELSEWHERE = {
     "frameworks/transformers_functions": "frameworks/test_transformers_masks.py",
@@ -46,9 +49,9 @@ TESTED_ELSEWHERE = {
                     "reference/test_forward.py"),
     **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",
                     "variant")), "planning/test_planner.py"),
-    **dict.fromkeys((f"mods/{name}" for name in ("captured_object", "libraries")), "mods/test_capture.py"),
-    **dict.fromkeys((f"mods/{name}" for name in ("operand", "traced_array")), "mods/test_traced.py"),
-    "mods/operations": "mods/test_build.py",
+    **dict.fromkeys((f"mods/tracing/{name}" for name in ("captured_object", "stand_ins")), "mods/test_capture.py"),
+    **dict.fromkeys((f"mods/tracing/{name}" for name in ("operand", "array_tracer")), "mods/test_tracers.py"),
+    "mods/graph/operations": "mods/test_simplify.py",
     "planning/pages": "planning/test_decoding.py",
     "planning/gradient_terms": "planning/test_own_gradients.py",
     "reference/append": "ops/test_append.py",
@@ -95,19 +98,29 @@ def imports(path: Path) -> set[str]:
     return {next(x for name in names for x in (name, f"{name}/__init__".strip("/")) if x in NAMES) for names in parts}
 
 
+def folder_of(name: str) -> str:
+    """Returns the longest entry of the layers that a module such as `mods/graph/affine` lies in."""
+    parts = name.split("/")
+    prefixes = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+    folder = next((prefix for prefix in prefixes if prefix in LAYER_OF), None)
+    assert folder is not None, f"{name} has no layer: give its folder one here and in the map of README.md"
+    return folder
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_a_module_imports_lower_floors_only(name: str) -> None:
-    own = name.split("/")[0]
-    assert own in FLOOR_OF, f"{own} has no floor: give it one here and in the map of README.md"
-    for other in {other.split("/")[0] for other in imports(NAMES[name])} - {own}:
-        assert FLOOR_OF[other] < FLOOR_OF[own], f"{name} imports {other}"
+def test_a_module_imports_lower_layers_only(name: str) -> None:
+    folder = folder_of(name)
+    for other in {folder_of(other) for other in imports(NAMES[name])} - {folder}:
+        assert LAYER_OF[other] < LAYER_OF[folder], f"{name} imports {other}"
 
 
-def test_the_floors_are_of_modules_that_exist_and_the_reader_of_imports_sees_them() -> None:
-    assert {name.split("/")[0] for name in NAMES} == set(FLOOR_OF)
+def test_the_layers_are_of_folders_that_exist_and_imports_are_seen_at_every_depth() -> None:
+    assert {folder_of(name) for name in NAMES} == set(LAYER_OF)
+    assert len(NAMES) >= 165, "modules are missing"
     assert imports(PACKAGE / "bench" / "cases.py") >= {"problem/problem"}
-    wanted = {"arrays/find", "reference/__init__", "planning/plan", "problem/problem", "runtime/compiler"}
-    assert imports(PACKAGE / "runtime" / "launch.py") >= wanted
+    expected = {"arrays/find", "reference/__init__", "planning/plan", "problem/problem", "runtime/compiler"}
+    assert imports(PACKAGE / "runtime" / "launch.py") >= expected
+    assert "mods/graph/simplify" in imports(PACKAGE / "mods" / "tracing" / "trace.py")
 
 
 def test_modules_import_each_other_in_one_direction() -> None:
@@ -121,27 +134,27 @@ def test_the_package_shows_its_calls_its_rooms_and_nothing_else() -> None:
     assert set(run_python("-c", code).split()) - rooms == {*cuflash.__all__, "errors", "locks", "log", "units"}
 
 
-def test_every_module_of_a_room_has_tests_that_pytest_collects() -> None:
-    modules = {path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.glob("*/[!_]*.py")}
-    rooms = {name.split("/")[0] for name in modules}
-    assert set(TESTED_ELSEWHERE) <= modules | rooms, "an entry of the table is of no module"
-    wanted = {}
+def test_every_module_has_tests_that_pytest_collects() -> None:
+    modules = {name for name in NAMES if "/" in name and not name.endswith("__init__")}
+    folders = {name.split("/")[0] for name in modules}
+    assert set(TESTED_ELSEWHERE) <= modules | folders, "an entry of the table is of no module"
+    file_of = {}
     for name in sorted(modules):
-        room, module = name.split("/")
-        files = TESTED_ELSEWHERE.get(name), f"{room}/test_{module}.py", TESTED_ELSEWHERE.get(room)
-        wanted[name] = next((file for file in files if file and (ROOT / "tests" / file).is_file()), None)
-    assert not [name for name, file in wanted.items() if file is None], "these have no test file"
-    # Collected in a process of its own: this one may have been asked for some of the tests only.
-    chosen = sorted({str(ROOT / "tests" / file) for file in wanted.values()})
+        folder, *_, module = name.split("/")
+        files = TESTED_ELSEWHERE.get(name), f"{folder}/test_{module}.py", TESTED_ELSEWHERE.get(folder)
+        file_of[name] = next((file for file in files if file and (ROOT / "tests" / file).is_file()), None)
+    assert not [name for name, file in file_of.items() if file is None], "these have no test file"
+    # Collected in a process of its own: this one may run some of the tests only.
+    chosen = sorted({str(ROOT / "tests" / file) for file in file_of.values()})
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-rs", "--rootdir", str(ROOT), *chosen]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    # A file is told with its number of tests or, without the framework that it is about, with why it was skipped.
-    told = set(re.findall(r"^(?:SKIPPED \[\d+\] )?tests/(\S+\.py):", done.stdout, re.MULTILINE))
-    assert not {file for file in wanted.values() if file not in told}, done.stdout + done.stderr
+    # pytest prints a file with its number of tests or, where its framework is missing, with the reason of the skip.
+    printed = set(re.findall(r"^(?:SKIPPED \[\d+\] )?tests/(\S+\.py):", done.stdout, re.MULTILINE))
+    assert not {file for file in file_of.values() if file not in printed}, done.stdout + done.stderr
 
 
-# Floors of kernels_cu: a source includes headers of its own folder and of lower floors.
-KERNEL_FLOORS = {"ptx": 0, "common": 1, "sm80": 2, "sm90": 2, "portable": 2}
+# Layers of kernels_cu by folder: a source includes headers of its own folder and of lower layers.
+KERNEL_LAYERS = {"ptx": 0, "common": 1, "sm80": 2, "sm90": 2, "portable": 2}
 
 
 def included(path: Path) -> list[Path]:
@@ -154,18 +167,18 @@ def included(path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=short)
-def test_a_cuda_source_includes_lower_floors_only(path: Path) -> None:
-    assert len(path.relative_to(KERNELS).parts) == 2
-    own = path.parent.name
-    assert own in KERNEL_FLOORS, f"{own} has no floor: give it one here and in the map of README.md"
-    assert path.suffix == ".cuh" or KERNEL_FLOORS[own] == 2
+def test_a_cuda_source_includes_lower_layers_only(path: Path) -> None:
+    folder = path.parent.relative_to(KERNELS).as_posix()
+    assert folder in KERNEL_LAYERS, f"{folder} has no layer: give it one here and in the map of README.md"
+    assert path.suffix == ".cuh" or KERNEL_LAYERS[folder] == 2
     for other in included(path):
         assert other.is_file()
         assert other.suffix == ".cuh"
         assert other.is_relative_to(KERNELS)
         if other.parent != path.parent:
-            assert KERNEL_FLOORS[other.parent.name] < KERNEL_FLOORS[own], f"{short(path)} includes {short(other)}"
-    if own == "ptx":
+            layer = KERNEL_LAYERS[other.parent.relative_to(KERNELS).as_posix()]
+            assert layer < KERNEL_LAYERS[folder], f"{short(path)} includes {short(other)}"
+    if folder == "ptx":
         assert not included(path)
 
 
@@ -209,12 +222,32 @@ def test_macros_are_read_in_the_config_of_a_family_and_are_those_that_the_host_g
             assert re.search(rf"{kind} = {row.cuda}\b", code[KERNELS / "common" / "config.cuh"])
 
 
-def test_files_stay_small() -> None:
+def code_lines(path: Path) -> int:
+    """Counts the lines of a file that hold code: neither blank, nor a comment, nor a docstring."""
+    text = path.read_text("utf-8")
+    if path.suffix != ".py":
+        return sum(bool(line.split("//")[0].strip()) for line in text.splitlines())
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines = enumerate(text.splitlines(), 1)
+    return sum(
+        number not in docstrings and not line.strip().startswith("#") and line.strip() != "" for number, line in lines
+    )
+
+
+def test_files_stay_small(tmp_path: Path) -> None:
+    example = tmp_path / "example.py"
+    example.write_text(
+        '"""Text\n\nmore."""\n\nx = 1  # one\n# none\n\n\ndef f():\n    """Text."""\n    return x\n', "utf-8"
+    )
+    assert code_lines(example) == 3
     for folder, most in (("cuflash", 400), ("kernels_cu", 400), ("tests", 400), ("examples", 150)):
         files = [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".cu", ".cuh")]
         assert files
-        long = {short(path): lines for path in files if (lines := len(path.read_text("utf-8").splitlines())) > most}
-        assert not long, f"over {most} lines: {long}"
+        long = {short(path): lines for path in files if (lines := code_lines(path)) > most}
+        assert not long, f"over {most} lines of code: {long}"
 
 
 def test_no_lock_is_left_to_children_by_fork() -> None:

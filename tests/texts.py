@@ -17,11 +17,11 @@ import pytest
 from expressions import ARRAYS, SCORE, points
 from workers import ROOT
 
-from cuflash.mods.build import build, constant, load
-from cuflash.mods.cuda import print_struct
-from cuflash.mods.derivative import differentiate
-from cuflash.mods.graph import CapturedArray, Node
-from cuflash.mods.operations import Type
+from cuflash.mods.codegen.cuda import print_struct
+from cuflash.mods.graph.derivative import differentiate
+from cuflash.mods.graph.graph import CapturedArray, Node
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, constant, load
 from cuflash.reference.mods import evaluate
 
 KERNELS = ROOT / "kernels_cu"

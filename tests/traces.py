@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from expressions import points
 
-from cuflash.mods.graph import Graph
-from cuflash.mods.trace import trace
+from cuflash.mods.graph.graph import Graph
+from cuflash.mods.tracing.trace import trace
 from cuflash.reference.mods import evaluate
 
 COUNT = 40

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
-from ..mods.operand import is_real
+from ..mods.tracing.operand import is_real
 from ..ops.own import Given
 from ..ops.triangle import attended
 from ..problem.operands import Op

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import ProblemError, UnsupportedError
-from ..mods.operand import is_integer
+from ..mods.tracing.operand import is_integer
 from ..problem.operands import INTEGERS
 from .xla_handlers import Shape
 from .xla_primitives import checked_array

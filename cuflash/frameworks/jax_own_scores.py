@@ -14,11 +14,11 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ..errors import ProblemError
-from ..mods.build import cast, load, rebuilt
-from ..mods.graph import CapturedArray, Graph, Node, digest, post_order
-from ..mods.jaxpr import graph_of_jaxpr
-from ..mods.operand import is_of_library, name_of_dtype, type_of_dtype
-from ..mods.trace import KINDS, trace
+from ..mods.graph.graph import CapturedArray, Graph, Node, digest, post_order
+from ..mods.graph.simplify import cast, load, rebuilt
+from ..mods.tracing.jaxpr import graph_of_jaxpr
+from ..mods.tracing.operand import is_of_library, name_of_dtype, type_of_dtype
+from ..mods.tracing.trace import KINDS, trace
 from ..ops.block_mask import BlockMask
 from ..ops.own import Given, own_call
 from ..problem.array_spec import ArraySpec

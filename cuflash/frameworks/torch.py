@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Function, forward_ad
 
 from ..errors import ProblemError, UnsupportedError
-from ..mods.operand import name_of_dtype
+from ..mods.tracing.operand import name_of_dtype
 from ..ops.backward import backward
 from ..ops.forward import forward
 from ..ops.own import Given

@@ -16,8 +16,8 @@ from torch.autograd import Function, forward_ad
 
 from ..errors import UnsupportedError
 from ..log import logger
-from ..mods.operations import Type
-from ..mods.trace import trace
+from ..mods.graph.operations import Type
+from ..mods.tracing.trace import trace
 from ..ops.own import Given, OwnCall, own_call
 from ..problem.array_spec import ArraySpec
 from ..problem.operands import DROPOUT_SEED, Op

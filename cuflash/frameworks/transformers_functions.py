@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..log import logger
-from ..mods.intervals import band
+from ..mods.analysis.intervals import band
 from ..mods.language import position_of
-from ..mods.trace import trace
+from ..mods.tracing.trace import trace
 from ..ops.block_mask import create_block_mask
 
 Mod = Callable[..., Any]

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..arrays.library import numpy_dtype
 from ..errors import UnsupportedError
-from ..mods.intervals import Band
+from ..mods.analysis.intervals import Band
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import DTYPES, ITEMSIZE
 from ..problem.lengths import MOST, OPEN

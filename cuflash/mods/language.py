@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from .build import build
-from .functions import call
-from .graph import variable
-from .operand import Operand, as_node, fault
-from .paths import is_tracing
-from .traced import TracedScalar
+from .graph.graph import variable
+from .graph.simplify import build
+from .tracing.branches import is_tracing
+from .tracing.functions import call
+from .tracing.operand import Operand, as_node, fault
+from .tracing.tracers import TracedScalar
 
 FUNCTIONS = (
     *("where", "minimum", "maximum", "clip", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid"),

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ProblemError
 from .language import alike, position_of, seqlen_k, seqlen_q
-from .operand import is_integer, shape_of
+from .tracing.operand import is_integer, shape_of
 
 Mod = Callable[..., Any]
 

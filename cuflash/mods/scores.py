@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import ProblemError
 from .language import function, position_of
 from .masks import Mod, check_number
-from .operand import is_real, shape_of
+from .tracing.operand import is_real, shape_of
 
 _EXP2, _TANH, _WHERE = (function(name) for name in ("exp2", "tanh", "where"))
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from ..arrays.find import library_of
 from ..errors import ProblemError
-from ..mods.graph import Graph
-from ..mods.trace import trace
+from ..mods.graph.graph import Graph
+from ..mods.tracing.trace import trace
 from ..problem.block_mask import check_sizes
 from ..problem.operands import Sizes, block_mask_op
 from ..problem.options import DEFAULTS, asked

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 from ..arrays.find import library_of
 from ..errors import ProblemError, UnsupportedError
-from ..mods.graph import Graph
-from ..mods.intervals import Band, band
-from ..mods.operand import is_integer, name_of_dtype
-from ..mods.operations import Type
-from ..mods.trace import trace
+from ..mods.analysis.intervals import Band, band
+from ..mods.graph.graph import Graph
+from ..mods.graph.operations import Type
+from ..mods.tracing.operand import is_integer, name_of_dtype
+from ..mods.tracing.trace import trace
 from ..problem.operands import OF_SEQUENCES, OPS, Op, Sizes, banded, own_op
 from ..problem.options import Asked, check_dropout, drops_none
 from ..problem.own import BIAS_AXES, Bias, Own, captured, own_of

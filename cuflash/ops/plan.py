@@ -9,7 +9,7 @@ from ..arrays.dlpack import DlpackLibrary
 from ..arrays.find import library_of
 from ..arrays.library import GpuLibrary
 from ..errors import ProblemError, UnsupportedError
-from ..mods.operand import is_integer
+from ..mods.tracing.operand import is_integer
 from ..planning import device as devices
 from ..planning.device import Device
 from ..planning.plan import Plan

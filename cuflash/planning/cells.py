@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..mods.graph import LENGTHS
+from ..mods.graph.graph import LENGTHS
 from ..problem.own_arrays import CELL
 from ..problem.problem import Problem
 from .device import Device

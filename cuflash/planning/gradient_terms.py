@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..errors import UnsupportedError
-from ..mods.derivative import differentiate
-from ..mods.graph import Node
-from ..mods.linear import linear
+from ..mods.graph.affine import linear
+from ..mods.graph.derivative import differentiate
+from ..mods.graph.graph import Node
 from ..problem.own import BIAS_AXES, Own
 
 MAX_AXES = 8  # of an array whose gradient is wanted: the arrays of `OwnGradientParams` in kernels_cu/common/params.cuh

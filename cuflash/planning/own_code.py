@@ -12,14 +12,14 @@ import hashlib
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..mods.build import build, constant, written_once
-from ..mods.cuda import print_struct
-from ..mods.derivative import differentiate
-from ..mods.graph import CapturedArray, Node, post_order, variable
-from ..mods.magnitude import magnitude
-from ..mods.operations import Type
-from ..mods.signs import of_causal_pairs
-from ..mods.stages import ADDEND, SOFTMAX_SCALE
+from ..mods.analysis.magnitude import magnitude
+from ..mods.analysis.signs import of_causal_pairs
+from ..mods.codegen.cuda import print_struct
+from ..mods.codegen.hoisting import ADDEND, SOFTMAX_SCALE
+from ..mods.graph.derivative import differentiate
+from ..mods.graph.graph import CapturedArray, Node, post_order, variable
+from ..mods.graph.operations import Type
+from ..mods.graph.simplify import build, constant, written_once
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import ITEMSIZE
 from ..problem.options import LOG2_E

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import ProblemError
-from ..mods.operand import name_of_dtype
+from ..mods.tracing.operand import name_of_dtype
 
 
 class Dtype(NamedTuple):

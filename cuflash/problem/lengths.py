@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import ProblemError
-from ..mods.intervals import Band
+from ..mods.analysis.intervals import Band
 from .array_spec import ArraySpec
 from .mask import Mask
 from .operands import INTEGERS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..mods.intervals import Band
+from ..mods.analysis.intervals import Band
 from .options import WindowSize
 
 

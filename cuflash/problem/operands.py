@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..locks import Once
-from ..mods.intervals import Band
+from ..mods.analysis.intervals import Band
 from .own import Own
 
 # why rows and not seqlen: a batch of sequences of several lengths may lie in any number of rows (problem/lengths.py).

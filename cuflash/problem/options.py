@@ -13,7 +13,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 import numpy as np
 
 from ..errors import ProblemError
-from ..mods.operand import is_array, is_integer, is_real
+from ..mods.tracing.operand import is_array, is_integer, is_real
 from .dropout import SHARES, share_kept
 from .dtypes import DTYPES, is_dtype, named_dtype
 

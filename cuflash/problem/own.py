@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..mods.build import build, constant, load, rebuilt
-from ..mods.graph import CapturedArray, Graph, Node, post_order, variable
-from ..mods.operations import Type
+from ..mods.graph.graph import CapturedArray, Graph, Node, post_order, variable
+from ..mods.graph.operations import Type
+from ..mods.graph.simplify import build, constant, load, rebuilt
 
 SCORE = variable("score")
 LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least number of a dtype to hide keys

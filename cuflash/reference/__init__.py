@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ..mods.build import constant
-from ..mods.graph import CapturedArray, Graph
+from ..mods.graph.graph import CapturedArray, Graph
+from ..mods.graph.simplify import constant
 from ..problem.own import Own
 from ..problem.problem import Problem
 from . import flash1, flash2, flashd, sequences, standard

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..mods.graph import Graph
+from ..mods.graph.graph import Graph
 from .mods import evaluate
 
 CELL = 64

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..mods.build import written_once
-from ..mods.graph import Node, post_order
-from ..mods.operations import NUMPY, Type
+from ..mods.graph.graph import Node, post_order
+from ..mods.graph.operations import NUMPY, Type
+from ..mods.graph.simplify import written_once
 
 
 def evaluate(

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..mods.derivative import differentiate
-from ..mods.graph import Node
-from ..mods.operations import Type
+from ..mods.graph.derivative import differentiate
+from ..mods.graph.graph import Node
+from ..mods.graph.operations import Type
 from ..problem.dropout import SHARES, share_kept
 from ..problem.own import LEAST_SCORE, SCORE, Own
 from ..problem.problem import Problem

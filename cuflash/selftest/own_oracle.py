@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..bench.cases import Case, numpy_dtype
-from ..mods.build import build, constant, rebuilt
-from ..mods.derivative import differentiate
-from ..mods.graph import Graph, Node, post_order, variable
-from ..mods.trace import trace
+from ..mods.graph.derivative import differentiate
+from ..mods.graph.graph import Graph, Node, post_order, variable
+from ..mods.graph.simplify import build, constant, rebuilt
+from ..mods.tracing.trace import trace
 from ..problem.dropout import SHARES, share_kept
 from ..reference import dropout
 from ..reference.mods import evaluate, place_of

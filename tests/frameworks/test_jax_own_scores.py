@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cuflash import ProblemError, UnsupportedError, mods
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.problem.dropout import SHARES, share_kept
 from cuflash.problem.own import own_of
 from cuflash.reference.dropout import is_kept

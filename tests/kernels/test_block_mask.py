@@ -16,7 +16,7 @@ from plans import for_any_gpu
 import cuflash
 from cuflash.bench.cases import Case
 from cuflash.mods import masks
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.reference.block_mask import EMPTY, FULL, PARTIAL, cells_of
 from cuflash.selftest.functions import FUNCTIONS, Arguments, Maker, Put, everything, joined, sinks_of
 from cuflash.selftest.layouts import host, identical

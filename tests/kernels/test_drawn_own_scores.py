@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from plans import for_any_gpu
 
 from cuflash.bench.cases import Case
-from cuflash.mods.build import rebuilt
-from cuflash.mods.graph import Node, post_order
-from cuflash.mods.traced import TracedScalar
+from cuflash.mods.graph.graph import Node, post_order
+from cuflash.mods.graph.simplify import rebuilt
+from cuflash.mods.tracing.tracers import TracedScalar
 from cuflash.selftest.draw import Draw
 from cuflash.selftest.functions import Arguments, Maker, Put, bias_of, dropped, joined, sinks_of
 from cuflash.selftest.own import check_backward, check_forward

@@ -10,7 +10,7 @@ from own_table import of_lengths
 
 import cuflash
 from cuflash.bench.cases import Case
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.planning.plan import Plan
 from cuflash.reference.block_mask import EMPTY, FULL, cells_of
 from cuflash.runtime.launch import Kernels

@@ -18,9 +18,9 @@ import pytest
 from traces import check
 
 from cuflash.errors import ProblemError
-from cuflash.mods import captured_object
-from cuflash.mods.captured_object import CapturedObject
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing import captured_object
+from cuflash.mods.tracing.captured_object import CapturedObject
+from cuflash.mods.tracing.trace import trace
 
 TABLE = np.array([0.5, -0.25, 1.5, 2.0], np.float32)
 LIMITS = np.array([[3, 9], [20, 5]], np.int32)

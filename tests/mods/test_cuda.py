@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from texts import COLUMNS, INPUTS, KERNELS, Case, check, compiled, computed, of, op, with_derivative
 
-from cuflash.mods.build import cast, constant
-from cuflash.mods.graph import Node, variable
-from cuflash.mods.operations import Type
+from cuflash.mods.graph.graph import Node, variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import cast, constant
 
 if not KERNELS.is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)

@@ -9,10 +9,10 @@ import pytest
 from expressions import ARRAYS, FLOATS, SCORE, H, K, Q, floats, number, of_floats, points, values
 from hypothesis import given, settings
 
-from cuflash.mods.build import build, cast
-from cuflash.mods.derivative import differentiate
-from cuflash.mods.graph import Node
-from cuflash.mods.operations import Type
+from cuflash.mods.graph.derivative import differentiate
+from cuflash.mods.graph.graph import Node
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, cast
 from cuflash.reference.mods import evaluate
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)

@@ -12,11 +12,11 @@ import pytest
 from traces import check
 
 from cuflash.errors import ProblemError
-from cuflash.mods.build import build, constant
-from cuflash.mods.functions import FUNCTIONS, call
-from cuflash.mods.graph import variable
-from cuflash.mods.operations import Type
-from cuflash.mods.trace import trace
+from cuflash.mods.graph.graph import variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, constant
+from cuflash.mods.tracing.functions import FUNCTIONS, call
+from cuflash.mods.tracing.trace import trace
 
 SCORE, Q, K = variable("score"), variable("q_idx"), variable("k_idx")
 UNARY = ["tanh", "exp", "exp2", "expm1", "sin", "cos", "tan", "floor", "ceil", "trunc", "rint", "fix", "absolute",
@@ -136,7 +136,7 @@ def test_curves(name: str, x: float) -> None:
 
 
 def test_curves_and_their_slopes_stay_finite_far_from_zero() -> None:
-    from cuflash.mods.derivative import differentiate
+    from cuflash.mods.graph.derivative import differentiate
     from cuflash.reference.mods import evaluate
 
     for name in ("sigmoid", "silu", "softplus", "logsigmoid", "gelu", "tanh"):

@@ -8,9 +8,9 @@ import numpy as np
 from expressions import K, Q, of_floats
 from workers import run_python
 
-from cuflash.mods.build import build, constant
-from cuflash.mods.graph import MAX_INDEX, CapturedArray, digest, post_order, variable
-from cuflash.mods.operations import Type
+from cuflash.mods.graph.graph import MAX_INDEX, CapturedArray, digest, post_order, variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, constant
 
 
 def captured(dtype: str = "float32", shape: tuple[int, ...] = (5,)) -> CapturedArray:
@@ -49,7 +49,7 @@ def test_the_walk_visits_each_node_once_and_after_its_arguments() -> None:
 
 
 def test_nodes_that_nobody_holds_are_forgotten() -> None:
-    from cuflash.mods import graph
+    from cuflash.mods.graph import graph
 
     gc.collect()
     before = len(graph._nodes)
@@ -76,8 +76,8 @@ def test_a_digest_is_of_operations_types_constants_dtypes_and_ranks() -> None:
 
 def test_digests_and_the_order_of_arguments_are_the_same_in_every_process() -> None:
     code = """
-from cuflash.mods.build import build, constant
-from cuflash.mods.graph import digest, variable
+from cuflash.mods.graph.simplify import build, constant
+from cuflash.mods.graph.graph import digest, variable
 for name in {first}:
     build("add", variable(name), constant(3))
 print(digest([build("add", build("add", variable("q_idx"), constant(3)), variable("k_idx"))], []))

@@ -9,10 +9,10 @@ import pytest
 from expressions import ARRAYS, LENGTH, B, H, K, Q, conditions, grid, number, of_integers, values
 from hypothesis import given, settings
 
-from cuflash.mods.build import build, constant, load
-from cuflash.mods.graph import Node, variable
-from cuflash.mods.intervals import MOST_PARTS, OPEN, RowInterval, row_interval
-from cuflash.mods.operations import Type
+from cuflash.mods.analysis.intervals import MOST_PARTS, OPEN, RowInterval, row_interval
+from cuflash.mods.graph.graph import Node, variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, constant, load
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=150)
 GRID = grid()

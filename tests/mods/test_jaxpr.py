@@ -13,8 +13,8 @@ jax = pytest.importorskip("jax")
 from jax import numpy as jnp
 
 from cuflash.errors import ProblemError
-from cuflash.mods.intervals import row_interval
-from cuflash.mods.jaxpr import graph_of_jaxpr
+from cuflash.mods.analysis.intervals import row_interval
+from cuflash.mods.tracing.jaxpr import graph_of_jaxpr
 
 SLOPES = jnp.asarray([0.5, 0.25, 0.125, 0.0625])
 LIMITS = jnp.asarray([[3, 9, 20], [20, 5, 1]], jnp.int32)

@@ -10,9 +10,9 @@ import pytest
 import cuflash
 from cuflash import mods
 from cuflash.errors import ProblemError
-from cuflash.mods.graph import variable
+from cuflash.mods.graph.graph import variable
 from cuflash.mods.language import FUNCTIONS, function, seqlen_k, seqlen_q
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 
 
 def test_the_lengths_of_the_sequence_are_inputs() -> None:

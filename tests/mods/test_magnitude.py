@@ -7,10 +7,10 @@ import math
 import numpy as np
 import pytest
 
-from cuflash.mods.build import build, cast, constant
-from cuflash.mods.graph import Node, variable
-from cuflash.mods.magnitude import magnitude
-from cuflash.mods.operations import Type
+from cuflash.mods.analysis.magnitude import magnitude
+from cuflash.mods.graph.graph import Node, variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, cast, constant
 
 SCORE, Q = variable("score"), variable("q_idx")
 TANH = build("tanh", build("multiply", SCORE, constant(0.02)))

@@ -18,9 +18,9 @@ from texts import Case, check, compiled
 import cuflash
 from cuflash.errors import ProblemError
 from cuflash.mods import masks
-from cuflash.mods.build import written_once
-from cuflash.mods.intervals import row_interval
-from cuflash.mods.trace import trace
+from cuflash.mods.analysis.intervals import row_interval
+from cuflash.mods.graph.simplify import written_once
+from cuflash.mods.tracing.trace import trace
 from cuflash.reference.mods import evaluate
 
 OWN = {name: each for name, each in vars(masks).items() if inspect.getmodule(each) is masks and name[0] != "_"}

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from cuflash import mods
-from cuflash.mods.numbers_that_change import MAX_FORMS, MOST
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.numbers_that_change import MAX_FORMS, MOST
+from cuflash.mods.tracing.trace import trace
 
 
 def traced(make: Callable[[int], Any], numbers: Any, kind: str = "score_mod") -> list[str]:

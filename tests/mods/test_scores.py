@@ -13,8 +13,8 @@ from texts import Case, check, compiled, with_derivative
 
 from cuflash.errors import ProblemError
 from cuflash.mods import scores
-from cuflash.mods.derivative import differentiate
-from cuflash.mods.trace import trace
+from cuflash.mods.graph.derivative import differentiate
+from cuflash.mods.tracing.trace import trace
 from cuflash.reference.mods import evaluate
 
 SCORES = np.random.default_rng(0).standard_normal((2, 4, 9, 12))

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cuflash.mods.graph import Node, post_order
+from cuflash.mods.analysis.signs import of_causal_pairs
+from cuflash.mods.graph.graph import Node, post_order
 from cuflash.mods.language import seqlen_k, seqlen_q
-from cuflash.mods.signs import of_causal_pairs
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.reference.mods import evaluate
 
 Q, K = np.meshgrid(np.arange(5), np.arange(7), indexing="ij")

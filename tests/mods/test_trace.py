@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from traces import called, check, values_of
 
 from cuflash.errors import ProblemError
-from cuflash.mods.graph import variable
-from cuflash.mods.trace import MAX_OF_CODE, trace
+from cuflash.mods.graph.graph import variable
+from cuflash.mods.tracing.trace import MAX_OF_CODE, trace
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 FLOATS, INTEGERS = ARRAYS
@@ -286,7 +286,7 @@ def test_traces_keep_no_array_alive() -> None:
 
 
 def test_few_traces_are_kept_of_one_code() -> None:
-    from cuflash.mods import trace as module
+    from cuflash.mods.tracing import trace as module
 
     for window in range(3 * MAX_OF_CODE):
         trace(lambda b, h, q_idx, k_idx, window=window: q_idx - k_idx < window, "mask_mod")

@@ -11,7 +11,7 @@ from libraries import jax_of, torch_of
 
 import cuflash
 from cuflash import mods
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.reference.block_mask import cells_of
 
 BATCH, HEADS, ROWS, KEYS = 2, 2, 130, 200

@@ -10,8 +10,8 @@ from own_calls import arrays, normal
 
 import cuflash
 from cuflash import mods
-from cuflash.mods.intervals import Band, band
-from cuflash.mods.trace import trace
+from cuflash.mods.analysis.intervals import Band, band
+from cuflash.mods.tracing.trace import trace
 
 # Masks, and the arguments that say the same.
 WINDOWS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -12,7 +12,7 @@ from plans import ARCHS, DTYPES, of_lengths, problem
 
 import cuflash
 from cuflash.errors import UnsupportedError
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.planning.backward import backward_plan
 from cuflash.planning.delta import BLOCK_WORDS, DELTA_ROWS, OWN_BLOCK_WORDS, STATS_ROWS
 from cuflash.planning.device import KNOWN

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cuflash.mods import masks, scores
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.planning.cells import MAX_CELLS, MAX_ORDERED, cells_launch, cells_shape, uses_cells
 from cuflash.planning.device import KNOWN
 from cuflash.planning.own_code import own_code

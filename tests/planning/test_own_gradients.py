@@ -13,8 +13,8 @@ from plans import planned_with
 from cuflash.arrays.numpy import NUMPY
 from cuflash.errors import UnsupportedError
 from cuflash.mods import scores
-from cuflash.mods.derivative import differentiate
-from cuflash.mods.trace import trace
+from cuflash.mods.graph.derivative import differentiate
+from cuflash.mods.tracing.trace import trace
 from cuflash.planning import own_gradients
 from cuflash.planning.device import KNOWN
 from cuflash.planning.gradient_terms import Term, sums_of, terms_of

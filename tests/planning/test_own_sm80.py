@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.planning import backward, forward, tiles_sm80
 from cuflash.planning.device import KNOWN
 from cuflash.planning.own_code import own_code

@@ -6,7 +6,7 @@ import pytest
 
 from cuflash.errors import ProblemError
 from cuflash.mods.masks import causal
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.block_mask import check_sizes
 from cuflash.problem.checks import MAX_SEQLEN

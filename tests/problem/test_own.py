@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from cuflash.mods.graph import variable
-from cuflash.mods.trace import trace
+from cuflash.mods.graph.graph import variable
+from cuflash.mods.tracing.trace import trace
 from cuflash.problem.dropout import SHARES, share_kept
 from cuflash.problem.operands import own_op
 from cuflash.problem.own import SCORE, Bias, captured, exchanged, own_of

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cuflash.mods import masks
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.reference import block_mask
 from cuflash.reference.block_mask import CELL, EMPTY, FULL, PARTIAL, cells_of
 from cuflash.reference.mods import evaluate

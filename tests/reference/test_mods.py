@@ -7,9 +7,9 @@ import pytest
 from expressions import ARRAYS, SCORE, B, H, K, Q, floats, number, of_floats, of_integers, points
 from hypothesis import given, settings
 
-from cuflash.mods.build import build, cast
-from cuflash.mods.graph import Node
-from cuflash.mods.operations import NUMPY, Type
+from cuflash.mods.graph.graph import Node
+from cuflash.mods.graph.operations import NUMPY, Type
+from cuflash.mods.graph.simplify import build, cast
 from cuflash.reference.mods import evaluate
 
 POINTS = points()

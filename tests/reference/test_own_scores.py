@@ -32,7 +32,7 @@ from plans import problem
 
 from cuflash.arrays.numpy import NUMPY
 from cuflash.mods import masks, scores
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing.trace import trace
 from cuflash.problem import own as problem_own
 from cuflash.problem.operands import OF_SEQUENCES
 from cuflash.problem.options import Options

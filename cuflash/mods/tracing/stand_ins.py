@@ -13,7 +13,7 @@ import numpy as np
 
 from .functions import FUNCTIONS
 from .operand import Operand, is_name_of_dtype, is_of_library
-from .traced import called
+from .tracers import called
 
 
 def library_of(value: Any) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .build import constant
-from .graph import CapturedArray, Node, post_order
-from .operations import COMPARISONS, Type
-from .stages import FLOAT_INPUTS, KEY, STAGE_NAMES, STAGES, SUMS, has_inverse, stage_of, staged
+from ..graph.graph import CapturedArray, Node, post_order
+from ..graph.operations import COMPARISONS, Type
+from ..graph.simplify import constant, has_inverse
+from .hoisting import FLOAT_INPUTS, KEY, STAGE_NAMES, STAGES, SUMS, stage_of, staged
 
 _ROW = 1  # the stage
 _SCALARS = {Type.BOOL: "bool", Type.INT32: "int", Type.INT64: "long long", Type.FLOAT32: "float"}

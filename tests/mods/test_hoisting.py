@@ -8,10 +8,10 @@ from expressions import ARRAYS, SCORE, H, K, Q, conditions, floats, integers, of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.mods.build import build, cast, constant
-from cuflash.mods.graph import Node, post_order
-from cuflash.mods.operations import Type
-from cuflash.mods.stages import COLUMN, KEY_BEGIN, stage_of, staged
+from cuflash.mods.codegen.hoisting import COLUMN, KEY_BEGIN, stage_of, staged
+from cuflash.mods.graph.graph import Node, post_order
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, cast, constant
 from cuflash.reference.mods import evaluate
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=150)

@@ -14,8 +14,8 @@ import expressions
 import numpy as np
 import pytest
 
-from cuflash.mods import recipe
-from cuflash.mods.trace import trace
+from cuflash.mods.tracing import guards as recipe
+from cuflash.mods.tracing.trace import trace
 
 TABLE = np.arange(4, dtype=np.float32)
 WIDTH: Any = 3

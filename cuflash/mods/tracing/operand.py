@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ProblemError
-from .build import constant
-from .graph import CapturedArray, Node
-from .operations import Type
+from ...errors import ProblemError
+from ..graph.graph import CapturedArray, Node
+from ..graph.operations import Type
+from ..graph.simplify import constant
 
 # The functions of these answer traced values by name; all other functions are the user's, and are traced themselves.
 LIBRARIES = frozenset(

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash.errors import ProblemError
-from cuflash.mods.build import build, cast, constant
-from cuflash.mods.graph import Node, node, variable
-from cuflash.mods.operations import ARITHMETIC, BITS, COMPARISONS, NUMPY, Type
+from cuflash.mods.graph.graph import Node, node, variable
+from cuflash.mods.graph.operations import ARITHMETIC, BITS, COMPARISONS, NUMPY, Type
+from cuflash.mods.graph.simplify import build, cast, constant
 from cuflash.reference.mods import evaluate
 
 BOOL, INT32, INT64, FLOAT32 = Type

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from .build import build, cast, constant
-from .graph import Node, post_order, variable
-from .linear import LinearForm, from_linear, linear
-from .operations import BITS, COMPARISONS, Type
+from ..graph.affine import LinearForm, from_linear, linear
+from ..graph.graph import Node, post_order, variable
+from ..graph.operations import BITS, COMPARISONS, Type
+from ..graph.simplify import build, cast, constant
 
 # An end that hides nothing: all keys lie between -OPEN and OPEN.
 OPEN = 2**30

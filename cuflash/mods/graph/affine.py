@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .build import build, cast, constant
 from .graph import Node, Range, post_order
 from .operations import Type
+from .simplify import build, cast, constant
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,17 +9,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..errors import ProblemError
-from ..locks import Lock
-from .build import cast, load, rebuilt
+from ...errors import ProblemError
+from ...locks import Lock
+from ..analysis.intervals import band
+from ..graph.graph import MASK_ARGUMENTS, SCORE_ARGUMENTS, CapturedArray, Graph, Node, digest, post_order, variable
+from ..graph.operations import Type
+from ..graph.simplify import cast, load, rebuilt
+from .branches import all_paths
 from .capture import Capture
-from .graph import MASK_ARGUMENTS, SCORE_ARGUMENTS, CapturedArray, Graph, Node, digest, post_order, variable
-from .intervals import band
 from .numbers_that_change import warn_of_numbers
 from .operand import as_node
-from .operations import Type
-from .paths import all_paths
-from .traced import Traced, TracedScalar, dtypes
+from .tracers import Traced, TracedScalar, dtypes
 
 # The two kinds of functions: their arguments, and the type of their results.
 KINDS = {"score_mod": (SCORE_ARGUMENTS, Type.FLOAT32), "mask_mod": (MASK_ARGUMENTS, Type.BOOL)}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .build import build, cast, constant, rebuilt
-from .graph import MAX_INDEX, Node, node, post_order, variable
-from .linear import LinearForm, from_linear, linear
-from .operations import COMPARISONS, ROUNDING, Type
+from ..graph.affine import LinearForm, from_linear, linear
+from ..graph.graph import MAX_INDEX, Node, node, post_order, variable
+from ..graph.operations import COMPARISONS, ROUNDING, Type
+from ..graph.simplify import build, cast, constant, has_inverse, rebuilt
 
 # The inputs of the three functions. A key is the first key of the tile plus a column, which is a constant for the
 # compiler because kernels unroll their loops over columns.
@@ -88,11 +88,6 @@ def _quotient(x: Node, y: Node) -> Node:
     if not is_known:
         return build("divide", x, y)
     return build("multiply", x, build("divide", constant(1.0), y))
-
-
-def has_inverse(x: Node) -> bool:
-    """Whether it is a constant that, as its inverse, is neither too small nor too large for all digits of a float32."""
-    return x.op == "constant" and 2.0**-126 <= abs(x.value) <= 2.0**126
 
 
 def _form(x: Node) -> tuple[LinearForm, int] | None:

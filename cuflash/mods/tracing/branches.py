@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 
-from .build import build, cast
-from .graph import Node
+from ..graph.graph import Node
+from ..graph.operations import Type
+from ..graph.simplify import build, cast
 from .operand import fault, faults
-from .operations import Type
 
 MAX_PATHS = 32
 

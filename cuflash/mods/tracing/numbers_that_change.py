@@ -6,8 +6,8 @@ import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from ..locks import Lock
-from .graph import Graph, post_order
+from ...locks import Lock
+from ..graph.graph import Graph, post_order
 
 MOST = 8  # different numbers before the warning
 MAX_FORMS = 32  # of graphs of one code that are told apart

@@ -10,9 +10,9 @@ from expressions import H, K, Q
 from traces import check
 
 from cuflash.errors import ProblemError
-from cuflash.mods.build import build, constant
-from cuflash.mods.graph import Node
-from cuflash.mods.paths import MAX_PATHS, all_paths, is_tracing, truth
+from cuflash.mods.graph.graph import Node
+from cuflash.mods.graph.simplify import build, constant
+from cuflash.mods.tracing.branches import MAX_PATHS, all_paths, is_tracing, truth
 
 
 def less(x: Node, y: Node | int) -> Node:

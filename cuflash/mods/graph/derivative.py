@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from .build import build, cast, constant
 from .graph import Node, post_order
 from .operations import Type
-from .stages import has_inverse
+from .simplify import build, cast, constant, has_inverse
 
 
 class _Adjoint(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ProblemError
+from ...errors import ProblemError
 from . import operations
 from .graph import Node, Range, node, post_order
 from .operations import BITS, COMMUTATIVE, COMPARISONS, NUMPY, OF_BOOLS, OF_FLOATS, ROUNDING, Type
@@ -290,3 +290,8 @@ def written_once(root: Node, of_keys: bool) -> Node:
         arguments = [made[argument] for argument in each.arguments]
         made[each] = arguments[of_keys] if each.op == "alike" else rebuilt(each, arguments)
     return made[root]
+
+
+def has_inverse(x: Node) -> bool:
+    """True if x is a constant whose inverse, like itself, is a normal float32 with all of its digits."""
+    return x.op == "constant" and 2.0**-126 <= abs(x.value) <= 2.0**126

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..locks import Lock
+from ...locks import Lock
 from .operations import Type
 
 # The arguments of the user's functions, and the lengths of the sequence that they may ask for.

@@ -7,10 +7,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import recipe
-from .libraries import library_of
+from . import guards as recipe
+from .guards import Reader, Recipe
 from .operand import Operand, fault, is_of_library
-from .recipe import Reader, Recipe
+from .stand_ins import library_of
 
 # Makes what stands for a value that was read: of the parent's number, the read, its key, and the value.
 Replace = Callable[[int, Reader, Any, Any], Any]

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from typing import Any, NoReturn
 
-from .build import cast, constant, load
-from .graph import CapturedArray, Node
+from ..graph.graph import CapturedArray, Node
+from ..graph.operations import Type
+from ..graph.simplify import cast, constant, load
 from .operand import Operand, as_node, fault
-from .operations import Type
-from .traced import Elements, Traced, TracedScalar, called
+from .tracers import Elements, Traced, TracedScalar, called
 
 # Short arrays may be used without an index along one axis: their elements are computed one by one.
 MAX_ELEMENTS = 256

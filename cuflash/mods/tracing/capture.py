@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ProblemError
-from . import recipe
+from ...errors import ProblemError
+from ..graph.graph import CapturedArray
+from . import guards as recipe
+from .array_tracer import Arrays, RefusedArray, TracedArray
 from .captured_object import CapturedObject
-from .graph import CapturedArray
-from .libraries import BUILTINS, Module, library_of, stand_in
+from .guards import Matcher, Reader, Recipe, cell, global_of
 from .operand import Operand, captured, is_array, is_of_library, located
-from .recipe import Matcher, Reader, Recipe, cell, global_of
-from .traced_array import Arrays, RefusedArray, TracedArray
+from .stand_ins import BUILTINS, Module, library_of, stand_in
 
 _CONSTANTS = (numbers.Number, str, bytes, type(None), type(...), enum.Enum, np.generic, np.dtype, range, slice)
 # Objects of libraries that stay as they are.

@@ -11,10 +11,10 @@ from expressions import ARRAYS, B, H, K, Q, integers, number, of_integers, point
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.mods.build import build, cast, constant
-from cuflash.mods.graph import Node, variable
-from cuflash.mods.linear import LinearForm, from_linear, linear
-from cuflash.mods.operations import Type
+from cuflash.mods.graph.affine import LinearForm, from_linear, linear
+from cuflash.mods.graph.graph import Node, variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, cast, constant
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 POINTS = points()
@@ -122,8 +122,8 @@ def test_the_order_in_which_a_form_was_made_is_not_seen() -> None:
 
 def test_nodes_of_forms_are_the_same_in_every_process() -> None:
     code = """
-from cuflash.mods.graph import variable
-from cuflash.mods.linear import LinearForm, from_linear
+from cuflash.mods.graph.graph import variable
+from cuflash.mods.graph.affine import LinearForm, from_linear
 names = {order}
 print(from_linear(LinearForm(5, dict((variable(name), place % 2 * 2 - 1) for place, name in names))))
 """

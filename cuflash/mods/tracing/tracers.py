@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ..errors import ProblemError
-from .build import cast, constant
+from ...errors import ProblemError
+from ..graph.graph import Node
+from ..graph.operations import Type
+from ..graph.simplify import cast, constant
+from .branches import truth
 from .functions import FUNCTIONS, as_integer, call, operation, where_of_tensor
-from .graph import Node
 from .operand import Operand, as_node, fault, is_array, located
-from .operations import Type
-from .paths import truth
 
 _BINARY = {
     "add": "add",

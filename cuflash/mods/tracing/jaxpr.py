@@ -9,15 +9,15 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ProblemError
-from .build import build, cast, constant
+from ...errors import ProblemError
+from ..graph.graph import Graph, Node, variable
+from ..graph.operations import Type
+from ..graph.simplify import build, cast, constant
+from .array_tracer import Arrays, TracedArray
 from .functions import call, operation, to_type
-from .graph import Graph, Node, variable
 from .operand import Operand, captured, fault, is_array, source_line, type_of_dtype
-from .operations import Type
 from .trace import KINDS, graph_of
-from .traced import TracedScalar
-from .traced_array import Arrays, TracedArray
+from .tracers import TracedScalar
 
 # What changes no value of a scalar.
 _SAME = {"broadcast_in_dim", "squeeze", "reshape", "copy", "copy_p", "optimization_barrier"}

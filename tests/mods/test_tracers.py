@@ -10,14 +10,14 @@ from libraries import torch_of
 from traces import check
 
 from cuflash.errors import ProblemError
-from cuflash.mods.build import build, cast, constant, load
-from cuflash.mods.functions import FUNCTIONS
-from cuflash.mods.graph import variable
-from cuflash.mods.operand import captured
-from cuflash.mods.operations import Type
-from cuflash.mods.trace import trace
-from cuflash.mods.traced import Elements, TracedScalar
-from cuflash.mods.traced_array import MAX_ELEMENTS, Arrays, TracedArray
+from cuflash.mods.graph.graph import variable
+from cuflash.mods.graph.operations import Type
+from cuflash.mods.graph.simplify import build, cast, constant, load
+from cuflash.mods.tracing.array_tracer import MAX_ELEMENTS, Arrays, TracedArray
+from cuflash.mods.tracing.functions import FUNCTIONS
+from cuflash.mods.tracing.operand import captured
+from cuflash.mods.tracing.trace import trace
+from cuflash.mods.tracing.tracers import Elements, TracedScalar
 
 Q, H = variable("q_idx"), variable("h")
 TABLE = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
@@ -114,13 +114,13 @@ def test_item_is_an_element_of_a_captured_array() -> None:
     graph = trace(lambda s, b, h, q, k: s * FACTOR.item(), "score_mod")
     assert [each.array for each in graph.arrays] == [FACTOR]  # read by each call, so another value is no other kernel
     for index, told in (((), ""), ((1,), "1"), ((1, 2), "1, 2")):
-        with pytest.raises(ProblemError, match=rf"test_traced.*item\({told}\) of an array of shape \(2, 3, 4\); index"):
+        with pytest.raises(ProblemError, match=rf"test_tracers.*item\({told}\) of an array of shape \(2, 3, 4\); index"):
             trace(lambda s, b, h, q, k, index=index: s + TABLE.item(*index), "score_mod")
 
 
 def test_nobody_takes_an_element_of_a_captured_array_for_a_number() -> None:
     for take in (lambda x: [1, 2][x], lambda x: {x}, lambda x: {x: 1}, range, lambda x: x.tolist()):
-        with pytest.raises(ProblemError, match=r"test_traced\.py:\d+, in .*shape \(\) has no number.*n = int\(array"):
+        with pytest.raises(ProblemError, match=r"test_tracers\.py:\d+, in .*shape \(\) has no number.*n = int\(array"):
             trace(lambda b, h, q, k, take=take: take(WINDOWS[0, 0]) == q, "mask_mod")
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from .build import build, rebuilt
-from .graph import Node, post_order, variable
-from .linear import linear
+from ..graph.affine import linear
+from ..graph.graph import Node, post_order, variable
+from ..graph.simplify import build, rebuilt
 
 _DISTANCE = {"k_idx": 1, "q_idx": -1, "seqlen_k": -1, "seqlen_q": 1}  # of the key behind the query's position
 

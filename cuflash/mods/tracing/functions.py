@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
 
-from ..errors import ProblemError
-from .build import build, cast, constant
-from .graph import Node
+from ...errors import ProblemError
+from ..graph.graph import Node
+from ..graph.operations import OF_FLOATS, ROUNDING, UNARY, Type
+from ..graph.simplify import build, cast, constant
 from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, type_of_cast
-from .operations import OF_FLOATS, ROUNDING, UNARY, Type
 
 BOOL, INT32, INT64, FLOAT32 = Type
 MAX_EXPONENT = 8  # of integer powers, which become products

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from .graph import Node, post_order
-from .operations import Type
+from ..graph.graph import Node, post_order
+from ..graph.operations import Type
 
 _AT_MOST_ONE = ("tanh", "erf", "sign")
 _OF_EITHER = ("minimum", "maximum", "fmin", "fmax", "where")

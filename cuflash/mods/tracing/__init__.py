@@ -1,0 +1,1 @@
+"""From Python functions to expression graphs: tracers, captured values, guards and branches."""
