@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from cuflash.bench import accuracy as of_errors
+from cuflash.tools.bench import accuracy as of_errors
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "examples" / "results"

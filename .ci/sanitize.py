@@ -41,7 +41,6 @@ from sanitize_cases import (
 )
 
 import cuflash
-from cuflash.bench.cases import CASES, Case
 from cuflash.errors import UnsupportedError
 from cuflash.planning import device, tiles_sm80, tiles_sm90
 from cuflash.planning.device import Device
@@ -53,9 +52,10 @@ from cuflash.problem.operands import APPEND_KV, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler, launch
-from cuflash.selftest import appends
-from cuflash.selftest.layouts import laid_out
-from cuflash.selftest.sequences import shaped
+from cuflash.testing import appends
+from cuflash.testing.cases import CASES, Case
+from cuflash.testing.layouts import laid_out
+from cuflash.testing.sequences import shaped
 
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
 backwards = partial(laid_out, steps=(-1, -1, -1, 1))  # why three axes: one of length 1 has no direction

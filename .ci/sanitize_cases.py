@@ -11,17 +11,17 @@ from typing import Any
 import numpy as np
 
 from cuflash.arrays.numpy import NUMPY
-from cuflash.bench.cases import Case
 from cuflash.planning import device, tiles_sm80, tiles_sm90
 from cuflash.planning.device import KNOWN, Device
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import OF_SEQUENCES
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
-from cuflash.selftest import functions
-from cuflash.selftest.functions import Maker
-from cuflash.selftest.own import bounds_case
-from cuflash.selftest.sequences import FAR, Made, Sequences, made, shaped
+from cuflash.testing import functions
+from cuflash.testing.cases import Case
+from cuflash.testing.functions import Maker
+from cuflash.testing.mods import bounds_case
+from cuflash.testing.sequences import FAR, Made, Sequences, made, shaped
 
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic

@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from cuflash.bench.table import file_of
+from cuflash.tools.bench.table import file_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTORCH = "torch"

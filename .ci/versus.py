@@ -88,7 +88,7 @@ def load_both(tree: Path, folder: Path) -> list[ModuleType]:
     before = folder / "cuflash_before"
     shutil.copytree(tree / "cuflash", before)
     shutil.copytree(tree / "kernels_cu", before / "kernels_cu")
-    sys.path[:0] = [str(ROOT), str(folder), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT), str(folder), str(ROOT / "tests" / "support")]
     if importlib.util.find_spec("platformdirs") is None:  # A machine without network may carry it, as for .ci/gpu.
         sys.path += map(str, (ROOT / ".whl").glob("platformdirs*.whl"))
     versions = [importlib.import_module(name) for name in ("cuflash_before", "cuflash")]

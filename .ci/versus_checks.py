@@ -302,7 +302,7 @@ def errors(found: Array, wanted: Array) -> tuple[float, float]:
 
 def attention64(trial: Trial, host: dict[str, Array]) -> dict[str, Array]:
     """Computes a problem in float64, by the yardstick of the tests."""
-    from cuflash.selftest import oracle
+    from cuflash.testing import oracle
 
     q, k, v = (trial.shapes[name] for name in "qkv")
     case = oracle.Case("", *(q[0], q[1], k[1], q[2], k[2], q[3], v[3]), trial.dtype, **trial.arguments)

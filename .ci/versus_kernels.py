@@ -97,7 +97,8 @@ def list_of(candidates: Iterable[tuple[str, str]]) -> tuple[Any, Any]:
     """Imports the first of these modules that the tests of this process's tree have: the module and its function."""
     tree = this_tree()
     folders = [tree / "tests" / "support", tree / "tests"]
-    others = [folder for folder in sys.path if Path(folder or ".").resolve() not in (ROOT, ROOT / "tests")]
+    ours = (ROOT, ROOT / "tests", ROOT / "tests" / "support")
+    others = [folder for folder in sys.path if Path(folder or ".").resolve() not in ours]
     sys.path[:] = [str(tree), *(str(each) for each in folders if each.is_dir()), *others]
     for name, function in candidates:
         if any((folder / f"{name}.py").is_file() for folder in folders):

@@ -8,11 +8,12 @@ import sys
 from types import ModuleType
 from typing import NamedTuple
 
-from . import __version__, info, warmup
-from .bench import accuracy
-from .bench import run as bench
+from . import __version__
 from .errors import ProblemError, UnsupportedError
-from .selftest import run as selftest
+from .tools import info, warmup
+from .tools import selftest as selftest
+from .tools.bench import accuracy
+from .tools.bench import run as bench
 
 INTERRUPTED = 130  # as a shell counts a program that Ctrl-C has ended
 GUIDE = """\

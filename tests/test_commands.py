@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from workers import ROOT
 
-from cuflash import __version__, arguments, info, units
+from cuflash import __version__, units
 from cuflash.__main__ import COMMANDS, main
+from cuflash.tools import arguments, info
 
 
 def test_without_a_command_it_tells_which_there_are(capsys: pytest.CaptureFixture[str]) -> None:

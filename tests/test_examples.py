@@ -15,7 +15,7 @@ from workers import ROOT, run_python
 
 import cuflash
 from cuflash.reference import flash1, flash2, flashd
-from cuflash.selftest import oracle
+from cuflash.testing import oracle
 
 FOLDER = ROOT / "examples"
 EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / "how_it_works.py"})  # which runs nothing of ours

@@ -16,7 +16,7 @@ from workers import ROOT
 import cuflash
 from cuflash import mods
 from cuflash.mods.language import FUNCTIONS
-from cuflash.selftest.layouts import host, identical
+from cuflash.testing.layouts import host, identical
 
 README = ROOT / "README.md"
 if not README.is_file():

@@ -22,7 +22,7 @@ if not KERNELS.is_dir():
 
 # A folder or module of cuflash imports lower layers only, and its own; the longest dotted prefix of a module counts.
 LAYERS = {
-    0: ("arguments", "errors", "locks", "log", "units"),
+    0: ("errors", "locks", "log", "units"),
     1: ("mods.graph",),
     2: ("mods.analysis",),
     3: ("mods.tracing", "mods.codegen"),
@@ -32,9 +32,9 @@ LAYERS = {
     7: ("runtime",),
     8: ("ops",),
     9: ("__init__",),
-    10: ("frameworks", "info", "warmup"),
-    11: ("bench",),
-    12: ("selftest",),
+    10: ("frameworks",),
+    11: ("testing",),
+    12: ("tools",),
     13: ("__main__",),
 }
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
@@ -43,8 +43,8 @@ TESTED_ELSEWHERE = {
     "frameworks/transformers_functions": "frameworks/test_transformers_masks.py",
     "frameworks/transformers_models": "frameworks/test_transformers.py",
     "arrays": "arrays/test_arrays.py",
-    "bench": "bench/test_bench.py",
-    "selftest": "selftest/test_selftest.py",
+    "tools": "tools/test_bench.py",
+    "testing": "testing/test_selftest.py",
     **dict.fromkeys((f"reference/{name}" for name in ("flash1", "flash2", "flashd", "merge", "standard", "tiles")),
                     "reference/test_forward.py"),
     **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",
@@ -117,7 +117,7 @@ def test_a_module_imports_lower_layers_only(name: str) -> None:
 def test_the_layers_are_of_folders_that_exist_and_imports_are_seen_at_every_depth() -> None:
     assert {folder_of(name) for name in NAMES} == set(LAYER_OF)
     assert len(NAMES) >= 165, "modules are missing"
-    assert imports(PACKAGE / "bench" / "cases.py") >= {"problem/problem"}
+    assert imports(PACKAGE / "testing" / "cases.py") >= {"problem/problem"}
     expected = {"arrays/find", "reference/__init__", "planning/plan", "problem/problem", "runtime/compiler"}
     assert imports(PACKAGE / "runtime" / "launch.py") >= expected
     assert "mods/graph/simplify" in imports(PACKAGE / "mods" / "tracing" / "trace.py")

@@ -13,11 +13,11 @@ import cuflash
 from cuflash.arrays.cupy import CupyLibrary, _key_of_strides
 from cuflash.arrays.find import libraries_of, library_of
 from cuflash.arrays.numpy import NUMPY
-from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.operands import LSE_ONLY
-from cuflash.selftest import oracle
-from cuflash.selftest.gradients import Given, check
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case
+from cuflash.testing.gradients import Given, check
 
 CASE = Case("interop", 2, 60, 70, 4, 2, 64, 64, "float16", causal=True)
 BF16 = Case("interop_bf16", 2, 60, 70, 4, 2, 64, 64, "bfloat16", causal=True)

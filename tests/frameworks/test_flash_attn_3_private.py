@@ -14,8 +14,8 @@ from tensors import made as dense
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks import flash_attn_3_interface as fa3
-from cuflash.selftest.appends import WRITTEN, drawn
-from cuflash.selftest.sequences import Sequences, check_gradients, made, upstream
+from cuflash.testing.appends import WRITTEN, drawn
+from cuflash.testing.sequences import Sequences, check_gradients, made, upstream
 
 CASE = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 16), dtype="float32")
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"

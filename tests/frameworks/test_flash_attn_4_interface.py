@@ -14,7 +14,7 @@ from tensors import made as dense
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks import flash_attn_4_interface as fa4
-from cuflash.selftest.sequences import Sequences, made
+from cuflash.testing.sequences import Sequences, made
 
 MASKS = (
     "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, "

@@ -14,7 +14,7 @@ from tensors import made as dense
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks import flash_attn_3_interface as fa3
 from cuflash.frameworks import flash_attn_interface as fa2
-from cuflash.selftest.sequences import Made, Sequences, made
+from cuflash.testing.sequences import Made, Sequences, made
 
 WHOLE = Sequences("whole", (2,) * 3, (19,) * 3, "rectangle", "rectangle", causal=True, dims=(16, 24), dtype="float32")
 CASES = [

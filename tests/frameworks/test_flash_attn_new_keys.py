@@ -14,7 +14,7 @@ from tensors import assert_equal
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks import flash_attn_3_interface as fa3
 from cuflash.frameworks import flash_attn_interface as fa2
-from cuflash.selftest.appends import ROTATIONS, WRITTEN, Arguments, drawn, expected
+from cuflash.testing.appends import ROTATIONS, WRITTEN, Arguments, drawn, expected
 
 BOTH = pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])
 CAUSAL, FULL = {"causal": True}, {"causal": False}

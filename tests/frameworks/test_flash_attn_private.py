@@ -14,7 +14,7 @@ from tensors import made as dense
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks import flash_attn_interface as fa2
-from cuflash.selftest.sequences import Sequences, check_gradients, made, upstream
+from cuflash.testing.sequences import Sequences, check_gradients, made, upstream
 
 CASE = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 16), dtype="float32")
 MASKS = [(0.25, False, -1, -1, 0.0), (0.25, True, -1, -1, 0.0), (None, False, 4, 2, 1.5)]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from workers import run_python, run_threads
 
-from cuflash.bench.cases import CASES, Case
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.selftest import oracle
-from cuflash.selftest.gradients import Given, check, upstream
+from cuflash.testing import oracle
+from cuflash.testing.cases import CASES, Case
+from cuflash.testing.gradients import Given, check, upstream
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from workers import run_python, run_threads
 
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import UnsupportedError
-from cuflash.selftest import oracle
-from cuflash.selftest.gradients import Given, check, upstream
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.gradients import Given, check, upstream
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp

@@ -71,8 +71,8 @@ SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from functools import partial
 from jax.sharding import Mesh, PartitionSpec as P
-from cuflash.selftest.gradients import Given, check
-from cuflash.bench.cases import Case
+from cuflash.testing.gradients import Given, check
+from cuflash.testing.cases import Case
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.frameworks.jax import attention
 mesh = Mesh(np.array(jax.devices()), ("x",))

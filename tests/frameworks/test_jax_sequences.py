@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.selftest.sequences import Made, Sequences, check, check_gradients, drawn, made, upstream
+from cuflash.testing.sequences import Made, Sequences, check, check_gradients, drawn, made, upstream
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from tensors import assert_equal, assert_gradients, assert_pulled, in_numpy, loss, made, with_lse
 
 from cuflash.frameworks.torch import attention
-from cuflash.selftest import oracle
+from cuflash.testing import oracle
 
 
 def test_function_transforms(device: str) -> None:

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention
 from cuflash.frameworks.torch_ops import Arguments
-from cuflash.selftest.sequences import Sequences, made
+from cuflash.testing.sequences import Sequences, made
 
 USED = Sequences("used", (5, 0, 17), (9, 3, 17), used_k=True, spare_k=(0, 3, 2), causal=True, dims=(16, 24))
 PAGED = Sequences("paged", (3, 1), (40, 17), "packed", "paged", used_k=True, dtype="float32")

@@ -22,7 +22,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention
-from cuflash.selftest.sequences import Sequences, check_gradients, drawn, made
+from cuflash.testing.sequences import Sequences, check_gradients, drawn, made
 
 PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 24), bounded=True)
 USED = replace(PACKED, name="used", used_q=True, used_k=True, spare_q=(1, 4, 0, 2), spare_k=(0, 3, 2, 1))

@@ -20,7 +20,7 @@ from tensors import made as dense
 
 from cuflash.frameworks import sdpa
 from cuflash.frameworks.torch import attention
-from cuflash.selftest.sequences import Made, Sequences, check_gradients, made, upstream
+from cuflash.testing.sequences import Made, Sequences, check_gradients, made, upstream
 
 OPS = torch.ops.aten
 PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), dims=(16, 16), bounded=True)

@@ -15,13 +15,13 @@ from libraries import bits
 from plans import planned_with
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.planning import backward as plan_backward
 from cuflash.planning import tiles_sm90
 from cuflash.planning.planner import plan as make_plan
 from cuflash.runtime import launch
-from cuflash.selftest.gradients import Given, backward, check, given_for
-from cuflash.selftest.layouts import heads_first, host, identical, laid_out, odd_start, reversed_keys
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.gradients import Given, backward, check, given_for
+from cuflash.testing.layouts import heads_first, host, identical, laid_out, odd_start, reversed_keys
 
 pytestmark = [*ON_HOPPER, pytest.mark.usefixtures("new_memory_holds_nan")]
 HALVES = [case for case in COMPUTED if case.dtype != "float32"]

@@ -9,8 +9,8 @@ import pytest
 from own_table import of_lengths
 from plans import for_any_gpu
 
-from cuflash.bench.cases import Case
-from cuflash.selftest.own import check_backward, check_forward
+from cuflash.testing.cases import Case
+from cuflash.testing.mods import check_backward, check_forward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = ((63, 64), (130, 128), (129, 127), (200, 258))

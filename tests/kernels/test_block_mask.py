@@ -14,15 +14,15 @@ from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case
 from cuflash.mods import masks
 from cuflash.mods.tracing.trace import trace
 from cuflash.reference.block_mask import EMPTY, FULL, PARTIAL, cells_of
-from cuflash.selftest.functions import FUNCTIONS, Arguments, Maker, Put, everything, joined, sinks_of
-from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.own import bounds_case, forward, own_of
-from cuflash.selftest.own_oracle import Given, check, check_gradients
-from cuflash.selftest.sequences import Sequences, made, upstream
+from cuflash.testing.cases import Case
+from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put, everything, joined, sinks_of
+from cuflash.testing.layouts import host, identical
+from cuflash.testing.mod_oracle import Given, check, check_gradients
+from cuflash.testing.mods import bounds_case, forward, own_of
+from cuflash.testing.sequences import Sequences, made, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 

@@ -21,7 +21,7 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.dtypes import DTYPES as TABLE
 from cuflash.runtime import compiler
-from cuflash.selftest.functions import everything, joined
+from cuflash.testing.functions import everything, joined
 
 try:
     compiler.nvrtc_version()

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from plans import for_any_gpu
 
-from cuflash.bench.cases import Case
 from cuflash.mods.graph.graph import Node, post_order
 from cuflash.mods.graph.simplify import rebuilt
 from cuflash.mods.tracing.tracers import TracedScalar
-from cuflash.selftest.draw import Draw
-from cuflash.selftest.functions import Arguments, Maker, Put, bias_of, dropped, joined, sinks_of
-from cuflash.selftest.own import check_backward, check_forward
+from cuflash.testing.cases import Case
+from cuflash.testing.draw import Draw
+from cuflash.testing.functions import Arguments, Maker, Put, bias_of, dropped, joined, sinks_of
+from cuflash.testing.mods import check_backward, check_forward
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 

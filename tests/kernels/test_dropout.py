@@ -16,13 +16,13 @@ from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.reference.dropout import SHARES, is_kept, share_kept
-from cuflash.selftest.functions import FUNCTIONS, Arguments, Put, dropped, joined
-from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.own import bounds_case, check_backward, check_forward, check_repeated, own_of
-from cuflash.selftest.own_oracle import Given, check, check_gradients
-from cuflash.selftest.sequences import Sequences, made, upstream
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.functions import FUNCTIONS, Arguments, Put, dropped, joined
+from cuflash.testing.layouts import host, identical
+from cuflash.testing.mod_oracle import Given, check, check_gradients
+from cuflash.testing.mods import bounds_case, check_backward, check_forward, check_repeated, own_of
+from cuflash.testing.sequences import Sequences, made, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 SEED = 2**40 + 7

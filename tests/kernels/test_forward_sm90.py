@@ -25,9 +25,9 @@ from hopper import (
 from libraries import poisoned
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.planning.tiles_sm90 import WarpgroupTile
-from cuflash.selftest.layouts import heads_first, host, laid_out, odd_rows, odd_start, reversed_keys, wide_rows
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.layouts import heads_first, host, laid_out, odd_rows, odd_start, reversed_keys, wide_rows
 
 pytestmark = ON_HOPPER
 

@@ -9,12 +9,12 @@ import pytest
 from own_table import of_lengths
 
 import cuflash
-from cuflash.bench.cases import Case
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.plan import Plan
 from cuflash.reference.block_mask import EMPTY, FULL, cells_of
 from cuflash.runtime.launch import Kernels
-from cuflash.selftest.functions import FUNCTIONS, Arguments, Maker, Put
+from cuflash.testing.cases import Case
+from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 CELL, KEY_BLOCK = 64, 128

@@ -19,11 +19,11 @@ from plans import for_any_gpu
 import cuflash
 from cuflash.mods import seqlen_k, seqlen_q
 from cuflash.planning import decoding
-from cuflash.selftest.functions import FUNCTIONS, Maker, alibi, bias_of, bounded, dropped, joined, sinks_of, softcap
-from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.own import bounds_case, own_of, without_grads
-from cuflash.selftest.own_oracle import Given, check
-from cuflash.selftest.sequences import Made, Sequences, made
+from cuflash.testing.functions import FUNCTIONS, Maker, alibi, bias_of, bounded, dropped, joined, sinks_of, softcap
+from cuflash.testing.layouts import host, identical
+from cuflash.testing.mod_oracle import Given, check
+from cuflash.testing.mods import bounds_case, own_of, without_grads
+from cuflash.testing.sequences import Made, Sequences, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = (2100, 0, 1, 127, 128, 129, 63, 65)

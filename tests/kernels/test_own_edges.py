@@ -14,10 +14,10 @@ from own_table import launched, names_of, of_lengths
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case
 from cuflash.mods import masks
 from cuflash.runtime import compiler
-from cuflash.selftest.functions import (
+from cuflash.testing.cases import Case
+from cuflash.testing.functions import (
     FUNCTIONS,
     Arguments,
     Put,
@@ -31,10 +31,10 @@ from cuflash.selftest.functions import (
     sinks_of,
     slopes_of,
 )
-from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.oracle import assert_units
-from cuflash.selftest.own import check_backward, check_forward, own_of, without_grads
-from cuflash.selftest.own_oracle import Given, Own, check
+from cuflash.testing.layouts import host, identical
+from cuflash.testing.mod_oracle import Given, Own, check
+from cuflash.testing.mods import check_backward, check_forward, own_of, without_grads
+from cuflash.testing.oracle import assert_units
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 

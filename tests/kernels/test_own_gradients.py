@@ -17,10 +17,10 @@ from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import UnsupportedError
 from cuflash.mods import scores
-from cuflash.selftest.functions import (
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.functions import (
     FUNCTIONS,
     Arguments,
     Maker,
@@ -33,10 +33,10 @@ from cuflash.selftest.functions import (
     joined,
     sinks_of,
 )
-from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.own import bounds_case, check_backward, check_repeated, own_of
-from cuflash.selftest.own_oracle import Given, check_gradients
-from cuflash.selftest.sequences import Sequences, made, upstream
+from cuflash.testing.layouts import host, identical
+from cuflash.testing.mod_oracle import Given, check_gradients
+from cuflash.testing.mods import bounds_case, check_backward, check_repeated, own_of
+from cuflash.testing.sequences import Sequences, made, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # why no axis of length 1: a bias that is broadcast along other axes is other code.

@@ -13,11 +13,11 @@ from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
-from cuflash.selftest.functions import FUNCTIONS, Arguments, Put, joined, softcap
-from cuflash.selftest.layouts import host
-from cuflash.selftest.own import without_grads
-from cuflash.selftest.own_oracle import Given, Own, check, check_gradients
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.functions import FUNCTIONS, Arguments, Put, joined, softcap
+from cuflash.testing.layouts import host
+from cuflash.testing.mod_oracle import Given, Own, check, check_gradients
+from cuflash.testing.mods import without_grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 

@@ -16,11 +16,11 @@ from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
-from cuflash.selftest.functions import FUNCTIONS, bias_of, everything
-from cuflash.selftest.layouts import heads_first, identical, laid_out, odd_rows, odd_start, one_head_for_all
-from cuflash.selftest.own import check_backward, check_forward, check_repeated, forward, own_of
-from cuflash.selftest.own_oracle import Given, check, check_gradients
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.functions import FUNCTIONS, bias_of, everything
+from cuflash.testing.layouts import heads_first, identical, laid_out, odd_rows, odd_start, one_head_for_all
+from cuflash.testing.mod_oracle import Given, check, check_gradients
+from cuflash.testing.mods import check_backward, check_forward, check_repeated, forward, own_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # Around the edges of tiles of 64 and 128.

@@ -18,11 +18,11 @@ from plans import for_any_gpu
 
 import cuflash
 from cuflash.mods import seqlen_k, seqlen_q
-from cuflash.selftest.functions import FUNCTIONS, Maker, alibi, bias_of, joined, sinks_of
-from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.own import bounds_case, check_of_lengths, own_of, without_grads
-from cuflash.selftest.own_oracle import Given, check
-from cuflash.selftest.sequences import Sequences, made
+from cuflash.testing.functions import FUNCTIONS, Maker, alibi, bias_of, joined, sinks_of
+from cuflash.testing.layouts import host, identical
+from cuflash.testing.mod_oracle import Given, check
+from cuflash.testing.mods import bounds_case, check_of_lengths, own_of, without_grads
+from cuflash.testing.sequences import Sequences, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 PACKED = Sequences("packed", (130, 0, 300, 1, 65), (200, 70, 300, 64, 0), bounded=True)

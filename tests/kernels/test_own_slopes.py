@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.selftest.layouts import host
+from cuflash.testing.layouts import host
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM = 2, 33, 40, 4, 2, 32

@@ -9,8 +9,8 @@ from hopper import MASKS, ON_HOPPER, assert_right, assert_same, case_of, every_d
 
 import cuflash
 from cuflash.planning.tiles_sm90 import WarpgroupTile
-from cuflash.selftest import oracle
-from cuflash.selftest.layouts import host
+from cuflash.testing import oracle
+from cuflash.testing.layouts import host
 
 pytestmark = ON_HOPPER
 

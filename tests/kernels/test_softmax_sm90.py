@@ -23,10 +23,10 @@ from hopper import (
 )
 from problems import need_memory
 
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.planning.tiles_sm90 import WarpgroupTile
-from cuflash.selftest import oracle
-from cuflash.selftest.layouts import host
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.layouts import host
 
 pytestmark = ON_HOPPER
 LN2 = math.log(2.0)

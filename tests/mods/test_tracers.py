@@ -114,7 +114,9 @@ def test_item_is_an_element_of_a_captured_array() -> None:
     graph = trace(lambda s, b, h, q, k: s * FACTOR.item(), "score_mod")
     assert [each.array for each in graph.arrays] == [FACTOR]  # read by each call, so another value is no other kernel
     for index, told in (((), ""), ((1,), "1"), ((1, 2), "1, 2")):
-        with pytest.raises(ProblemError, match=rf"test_tracers.*item\({told}\) of an array of shape \(2, 3, 4\); index"):
+        with pytest.raises(
+            ProblemError, match=rf"test_tracers.*item\({told}\) of an array of shape \(2, 3, 4\); index"
+        ):
             trace(lambda s, b, h, q, k, index=index: s + TABLE.item(*index), "score_mod")
 
 

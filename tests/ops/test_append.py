@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash.reference import append
-from cuflash.selftest.appends import PLACES, ROTATIONS, Arguments, check, dense, drawn, expected, made
-from cuflash.selftest.layouts import (
+from cuflash.testing.appends import PLACES, ROTATIONS, Arguments, check, dense, drawn, expected, made
+from cuflash.testing.layouts import (
     every_second,
     fortran,
     heads_first,

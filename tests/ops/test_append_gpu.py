@@ -10,8 +10,8 @@ from libraries import as_numpy, bits, torch_of
 from problems import far_apart, need_memory
 
 import cuflash
-from cuflash.selftest.appends import PLACES, ROTATIONS, Arguments, drawn, expected, made
-from cuflash.selftest.layouts import identical
+from cuflash.testing.appends import PLACES, ROTATIONS, Arguments, drawn, expected, made
+from cuflash.testing.layouts import identical
 
 pytestmark = pytest.mark.gpu
 

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from problems import parts, problems
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.problem.options import ALGORITHMS
-from cuflash.selftest.gradients import Given, backward, check, given_for
-from cuflash.selftest.layouts import host, identical, laid_out
-from cuflash.selftest.oracle import ULPS
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.gradients import Given, backward, check, given_for
+from cuflash.testing.layouts import host, identical, laid_out
+from cuflash.testing.oracle import ULPS
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -20,14 +20,14 @@ from plans import for_any_gpu, planned_with
 from problems import far_apart, need_memory, problems
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning import backward as plan_backward
 from cuflash.runtime.launch import Kernels
-from cuflash.selftest import oracle
-from cuflash.selftest.gradients import Given, backward, check, given_for
-from cuflash.selftest.layouts import host, identical
-from cuflash.selftest.oracle import ULPS
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.gradients import Given, backward, check, given_for
+from cuflash.testing.layouts import host, identical
+from cuflash.testing.oracle import ULPS
 
 pytestmark = pytest.mark.usefixtures("new_memory_holds_nan")
 LAUNCHED = Case("launched", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)

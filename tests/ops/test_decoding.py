@@ -16,9 +16,9 @@ from hopper import assert_right
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case
-from cuflash.selftest.layouts import identical
-from cuflash.selftest.sequences import FAR, Sequences, check, made
+from cuflash.testing.cases import Case
+from cuflash.testing.layouts import identical
+from cuflash.testing.sequences import FAR, Sequences, check, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 LENGTHS = (4097, 0, 1, 128, 129, 2500)

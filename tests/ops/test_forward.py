@@ -13,9 +13,9 @@ from libraries import bits, poisoned
 from problems import problems
 
 import cuflash
-from cuflash.bench.cases import CASES, Case, numpy_dtype
-from cuflash.selftest import oracle
-from cuflash.selftest.layouts import host
+from cuflash.testing import oracle
+from cuflash.testing.cases import CASES, Case, numpy_dtype
+from cuflash.testing.layouts import host
 
 ALGORITHMS = ("flash2", "flash1", "flashd", "standard")
 GPU_ALGORITHMS = [(case, algorithm) for case in CASES for algorithm in ALGORITHMS]

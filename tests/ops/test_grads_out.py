@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from libraries import MAKERS, Producer, as_numpy
 
-from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError
 from cuflash.problem.array_spec import ArraySpec, share_memory
-from cuflash.selftest import sequences
-from cuflash.selftest.gradients import Given, backward, check, given_for
-from cuflash.selftest.layouts import host, identical, laid_out
-from cuflash.selftest.sequences import Sequences, made
+from cuflash.testing import sequences
+from cuflash.testing.cases import Case
+from cuflash.testing.gradients import Given, backward, check, given_for
+from cuflash.testing.layouts import host, identical, laid_out
+from cuflash.testing.sequences import Sequences, made
 
 CASE = Case("grads_out", 2, 65, 65, 4, 4, 64, 64, "float16", causal=True)
 DETERMINISTIC = pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "deterministic"])

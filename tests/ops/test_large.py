@@ -10,10 +10,10 @@ import pytest
 from problems import need_memory
 
 import cuflash
-from cuflash.bench.cases import Case
-from cuflash.selftest import oracle
-from cuflash.selftest.dense import check
-from cuflash.selftest.layouts import host, identical, reversed_keys
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case
+from cuflash.testing.dense import check
+from cuflash.testing.layouts import host, identical, reversed_keys
 
 pytestmark = pytest.mark.gpu
 

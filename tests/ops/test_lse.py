@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.bench.cases import CASES, Case
-from cuflash.selftest import oracle
-from cuflash.selftest.layouts import host
+from cuflash.testing import oracle
+from cuflash.testing.cases import CASES, Case
+from cuflash.testing.layouts import host
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

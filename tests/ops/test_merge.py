@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError
 from cuflash.planning.merge import MAX_STATES
-from cuflash.selftest import oracle
-from cuflash.selftest.layouts import host, identical
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case
+from cuflash.testing.layouts import host, identical
 
 CASES = [
     Case("halves", 2, 33, 128, 4, 2, 64, 64, "float32"),

@@ -12,11 +12,11 @@ import pytest
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import Case, numpy_dtype
 from cuflash.errors import UnsupportedError
 from cuflash.planning import device
-from cuflash.selftest import oracle
-from cuflash.selftest.layouts import host, identical, reversed_keys
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.layouts import host, identical, reversed_keys
 
 Array = np.ndarray[Any, Any]
 EPS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-22}

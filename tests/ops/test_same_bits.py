@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.bench.cases import numpy_dtype
-from cuflash.selftest.layouts import host, identical
+from cuflash.testing.cases import numpy_dtype
+from cuflash.testing.layouts import host, identical
 
 CHUNKS = ((0, 129), (129, 70), (199, 1), (200, 99), (299, 1))
 Arrays = tuple[Any, Any, Any]  # q, k and v of one sequence: (rows, heads, head_dim)

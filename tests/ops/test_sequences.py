@@ -15,10 +15,10 @@ from libraries import GPU_MAKERS, MAKERS, as_numpy
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.bench.cases import numpy_dtype
-from cuflash.selftest import oracle
-from cuflash.selftest.layouts import host, identical, laid_out
-from cuflash.selftest.sequences import (
+from cuflash.testing import oracle
+from cuflash.testing.cases import numpy_dtype
+from cuflash.testing.layouts import host, identical, laid_out
+from cuflash.testing.sequences import (
     FAR,
     KERNEL_DIMS,
     LAYOUTS,

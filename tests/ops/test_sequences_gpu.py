@@ -10,8 +10,8 @@ from plans import planned_with
 
 import cuflash
 from cuflash.planning import backward as plan_backward
-from cuflash.selftest.layouts import identical
-from cuflash.selftest.sequences import Sequences, check, check_gradients, gradients, made
+from cuflash.testing.layouts import identical
+from cuflash.testing.sequences import Sequences, check, check_gradients, gradients, made
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # why heads of their own: with few keys, the query heads of a group are shared out, at head dims over 128 by the kernels

@@ -17,8 +17,8 @@ from cuflash.problem.checks import MAX_SEQLEN
 from cuflash.problem.operands import APPEND_KV
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
-from cuflash.selftest.appends import Arguments, drawn, expected, made
-from cuflash.selftest.layouts import identical
+from cuflash.testing.appends import Arguments, drawn, expected, made
+from cuflash.testing.layouts import identical
 
 CACHE, PAGES = "(batch, capacity, heads, head_dim)", "(num_pages, page_size, heads, head_dim)"
 NEW, WRITABLE = "(batch, seqlen, heads, head_dim)", "NumPy, CuPy or PyTorch"

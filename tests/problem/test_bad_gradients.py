@@ -10,10 +10,10 @@ from libraries import Producer
 from refusals import CAP, DTYPES, Row, backward_with, check, forward_with, rows, zeros
 
 import cuflash
-from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError
-from cuflash.selftest.gradients import backward, given_for
-from cuflash.selftest.layouts import identical
+from cuflash.testing.cases import Case
+from cuflash.testing.gradients import backward, given_for
+from cuflash.testing.layouts import identical
 
 LIBRARIES = "CuPy, PyTorch, JAX or NumPy"
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.bench.cases import CASES, Case
 from cuflash.errors import ProblemError
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import OPS, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import MAX_SEQLEN, Problem
+from cuflash.testing.cases import CASES, Case
 
 
 def problem(*shapes: tuple[int, ...], dtype: str = "float16", **arguments: Any) -> Problem:

@@ -13,11 +13,11 @@ from libraries import same
 from problems import MASKED, cases, parts, parts_of
 
 from cuflash import reference
-from cuflash.bench.cases import CASES, Case
 from cuflash.problem.options import ALGORITHMS
-from cuflash.selftest.gradients import Given, check, upstream
-from cuflash.selftest.layouts import LAYOUTS, one_head_for_all
-from cuflash.selftest.oracle import ULPS, Array, assert_attention, assert_close, gradients64, naive_gradients
+from cuflash.testing.cases import CASES, Case
+from cuflash.testing.gradients import Given, check, upstream
+from cuflash.testing.layouts import LAYOUTS, one_head_for_all
+from cuflash.testing.oracle import ULPS, Array, assert_attention, assert_close, gradients64, naive_gradients
 
 pytestmark = pytest.mark.filterwarnings("error")
 LAYOUT = st.sampled_from(list(LAYOUTS.values()))

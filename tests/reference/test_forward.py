@@ -16,12 +16,12 @@ from libraries import problem_of, same
 from problems import MASKED, cases, parts_of
 
 from cuflash import reference
-from cuflash.bench.cases import CASES, Case, numpy_dtype
 from cuflash.problem.options import ALGORITHMS
 from cuflash.reference import flash1, flash2, flashd
 from cuflash.reference.tiles import rounded
-from cuflash.selftest.layouts import LAYOUTS
-from cuflash.selftest.oracle import ULPS, Array, assert_attention, assert_units
+from cuflash.testing.cases import CASES, Case, numpy_dtype
+from cuflash.testing.layouts import LAYOUTS
+from cuflash.testing.oracle import ULPS, Array, assert_attention, assert_units
 
 pytestmark = pytest.mark.filterwarnings("error")
 LAYOUT = st.sampled_from(list(LAYOUTS.values()))

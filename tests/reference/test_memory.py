@@ -12,10 +12,10 @@ import pytest
 from problems import MASKED
 
 from cuflash import reference
-from cuflash.bench.cases import Case
 from cuflash.problem.mask import Mask
 from cuflash.reference import flash1, flash2, flashd
-from cuflash.selftest import oracle
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case
 
 GIB = 2**30
 LONG = Case("long", 1, 16384, 16384, 2, 2, 64, 64, "float32", causal=True)

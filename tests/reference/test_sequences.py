@@ -21,8 +21,8 @@ from cuflash.problem.options import ALGORITHMS, Options
 from cuflash.problem.problem import Problem
 from cuflash.reference import sequences
 from cuflash.reference.sequences import One, each, run
-from cuflash.selftest import oracle
-from cuflash.selftest.sequences import FAR, Made, Sequences, assembled, check, made
+from cuflash.testing import oracle
+from cuflash.testing.sequences import FAR, Made, Sequences, assembled, check, made
 
 pytestmark = pytest.mark.filterwarnings("error")
 PAGED = Sequences("paged", (3, 1, 0, 9), (40, 17, 5, 33), "packed", "paged", used_k=True, page_size=3)

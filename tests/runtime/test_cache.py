@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from workers import ROOT, run_python
 
-from cuflash import info
 from cuflash.errors import UnsupportedError
 from cuflash.runtime import cache
+from cuflash.tools import info
 
 NAME, OTHER, CONTENT = "kernel.sm_80.0123.cubin", "kernel.sm_90.0123.cubin", b"\x7fELF of a kernel"
 STRANGER = 54321  # a user who has nothing here

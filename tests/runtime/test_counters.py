@@ -10,10 +10,10 @@ import pytest
 from libraries import bits, poisoned
 
 import cuflash
-from cuflash.bench.cases import Case
 from cuflash.planning import device
 from cuflash.runtime import counters
 from cuflash.runtime import driver as driver_module
+from cuflash.testing.cases import Case
 
 CAPTURING = 7  # a stream's handle
 

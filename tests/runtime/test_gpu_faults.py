@@ -10,8 +10,8 @@ import pytest
 from workers import run_python
 
 import cuflash
-from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError
+from cuflash.testing.cases import Case
 
 pytestmark = pytest.mark.gpu
 

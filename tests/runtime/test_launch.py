@@ -11,11 +11,11 @@ from problems import far_apart, need_memory
 from workers import run_threads
 
 import cuflash
-from cuflash.bench.cases import Case
 from cuflash.errors import ProblemError
 from cuflash.planning import device
-from cuflash.selftest import oracle
-from cuflash.selftest.layouts import every_second, heads_first, odd_rows, odd_start, reversed_keys, wide_rows
+from cuflash.testing import oracle
+from cuflash.testing.cases import Case
+from cuflash.testing.layouts import every_second, heads_first, odd_rows, odd_start, reversed_keys, wide_rows
 
 pytestmark = pytest.mark.gpu
 

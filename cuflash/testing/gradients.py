@@ -1,0 +1,114 @@
+"""A call of `cuflash.backward`: its arrays, the call, and its check against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cuflash
+
+from ..problem.problem import Problem
+from . import oracle
+from .cases import Case, numpy_dtype
+from .layouts import LAYOUTS, host, is_clean_beside
+from .oracle import ULPS, Array, demand
+
+
+def upstream(case: Case, seed: int = 7) -> tuple[Array, Array]:
+    """`(dout, dlse)`: dout (b, sq, hq, dv) in the case's dtype, dlse (b, hq, sq) in that of lse."""
+    rng = np.random.default_rng(seed)
+    dout = rng.standard_normal((case.batch, case.seqlen_q, case.heads_q, case.head_dim_v))
+    dlse = rng.standard_normal((case.batch, case.heads_q, case.seqlen_q))
+    return dout.astype(numpy_dtype(case.dtype)), dlse.astype("float64" if case.dtype == "float64" else "float32")
+
+
+class Given(NamedTuple):
+    """The arrays of a call."""
+
+    dout: Any
+    q: Any
+    k: Any
+    v: Any
+    out: Any
+    lse: Any
+    dlse: Any = None
+
+    def on(self, xp: Any) -> Given:
+        """The same in another array library."""
+        return Given(*(None if x is None else xp.asarray(host(x)) for x in self))
+
+
+def given_for(case: Case, xp: Any, seed: int = 0, *, dlse: bool = True, **forward: Any) -> Given:
+    """Random arrays in xp, and the state that `forward` makes of them."""
+    upstreams = [xp.asarray(x) for x in upstream(case, seed + 7)]
+    q, k, v = (xp.asarray(x) for x in case.arrays(seed))
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **case.arguments(), **forward)
+    return Given(upstreams[0], q, k, v, out, lse, upstreams[1] if dlse else None)
+
+
+def backward(case: Case, given: Given, **more: Any) -> tuple[Any, ...]:
+    """The call, of `(dq, dk, dv)`."""
+    dout, q, k, v, out, lse, dlse = given
+    return cuflash.backward(dout, q, k, v, out, lse, dlse=dlse, **case.arguments(), **more)
+
+
+class Targets:
+    """Arrays for the gradients of others, in layouts of these names; a new one wherever a name is empty."""
+
+    def __init__(self, names: Sequence[str], like: Sequence[Any]) -> None:
+        pairs = zip(names, like, strict=True)
+        self._arrays = [LAYOUTS[name](np.full_like(x, np.nan, order="C")) if name else None for name, x in pairs]
+        self._given = {"grads_out": self._arrays} if any(names) else {}
+
+    def written(self, backward: Callable[..., Any]) -> Any:
+        """What `backward(grads_out=…)` returns, which must be these arrays; without the argument if there are none."""
+        for x in self._arrays:
+            if x is not None:  # why each time: what a call before has written would hide what this one leaves out
+                x[...] = np.nan
+        found = backward(**self._given)
+        are_these = all(x is None or x is y for x, y in zip(self._arrays, found, strict=True))
+        demand(are_these, "an array that was given for a gradient is not what was returned")
+        return found
+
+    def check(self) -> None:
+        """Demands that nothing was written beside their elements, which are lost."""
+        are_clean = all(x is None or is_clean_beside(x) for x in self._arrays)
+        demand(are_clean, "backward wrote beside the elements of a gradient")
+
+
+def units_of(problem: Problem | Case, given: Given) -> list[float]:
+    """The units in which dq, dk and dv err: sums may cancel, so these are of what is summed, not of the sums.
+
+    dv is a sum of dout; dq and dk are sums of k and q with weights that err by units of dout · v and dlse. All are
+    weighed with p, which errs as the scores do.
+    """
+    problem = problem.problem() if isinstance(problem, Case) else problem
+    dout, q, k, v, dlse = map(host, (given.dout, given.q, given.k, given.v, given.dlse))
+    largest = [float(np.abs(x).max(initial=0.0)) for x in (q, k, dout)]
+    norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in (dout, v)]
+    ds = norms[0] * norms[1] + (0.0 if dlse is None else np.abs(dlse).max(initial=0.0))
+    weight = oracle.walk(problem.softmax_scale, q, k, problem.dtype)
+    return [weight * x for x in (*(problem.softmax_scale * ds * x for x in (largest[1], largest[0])), largest[2])]
+
+
+def check(problem: Problem | Case, given: Given, got: tuple[Any, ...], *, ulps: float | None = None) -> None:
+    """Holds dq, dk and dv against float64 under the tolerance rule; one that is None was not asked for.
+
+    16-bit: a kernel rounds p and ds, as the naive computation does, and that one also rounds s and dp, so the rule
+    holds as it stands. float32: on a GPU every product is three of TF32, which are held to 4 times, not 2 times, the
+    error of the naive float32 computation, and the floor is in `units_of`: one key that is seen has ds = 0.
+    """
+    dout, q, k, v, dlse = map(host, (given.dout, given.q, given.k, given.v, given.dlse))
+    problem = problem.problem() if isinstance(problem, Case) else problem
+    exact = oracle.gradients64(problem, dout, q, k, v, dlse)
+    naive = oracle.naive_gradients(problem, dout, q, k, v, dlse)
+    units = [0.0, 0.0, 0.0]
+    if problem.dtype in ("float32", "float64"):
+        naive = tuple(near + (near - wanted) for near, wanted in zip(naive, exact, strict=True))
+        units = units_of(problem, given)
+    for name, x, like, wanted, near, unit in zip(("dq", "dk", "dv"), got, (q, k, v), exact, naive, units, strict=True):
+        if x is not None:
+            demand(host(x).dtype == like.dtype, f"{name} is {host(x).dtype}, wanted {like.dtype}")
+            oracle.assert_close(name, host(x), wanted, near, ulps=ulps or ULPS[problem.dtype], unit=unit)

@@ -1,0 +1,317 @@
+"""Scores and weights of the caller's own: whole matrices in float64, the same naively, and the tolerances.
+
+Functions are traced, and their values and derivatives are those of `cuflash.reference.mods` and `cuflash.mods`, which
+have tests of their own; all else is written straight from the contract. As in `oracle`, the naive computation rounds
+the products q kᵀ, p, dp and ds to the dtype of the inputs; what functions make of a product stays in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..mods.graph.derivative import differentiate
+from ..mods.graph.graph import Graph, Node, post_order, variable
+from ..mods.graph.simplify import build, constant, rebuilt
+from ..mods.tracing.trace import trace
+from ..problem.dropout import SHARES, share_kept
+from ..reference import dropout
+from ..reference.mods import evaluate, place_of
+from .cases import Case, numpy_dtype
+from .layouts import host
+from .oracle import FEW, ULPS, Array, assert_close
+from .sequences import Index, Made
+
+LEAST_SCORE = -1e37
+SCORE = variable("score")
+EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
+
+
+class Own(NamedTuple):
+    """What a call changes, with all arrays as NumPy's. captured_grads: the arrays whose gradients are asked for."""
+
+    score_mod: Graph | None = None
+    mask_mod: Graph | None = None
+    bias: Array | None = None
+    sinks: Array | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    captured_grads: tuple[Array, ...] = ()
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Own:
+        """Of the arguments of a call on NumPy arrays."""
+        names = [name for name in ("score_mod", "mask_mod") if arguments.get(name)]
+        graphs: dict[str, Any] = {name: trace(arguments[name], name) for name in names}
+        told: dict[str, Any] = {name: x for name, x in arguments.items() if name in cls._fields and name not in graphs}
+        bias = told.get("bias")
+        if bias is not None:
+            told["bias"] = np.asarray(bias)[(None,) * (4 - np.ndim(bias))]
+        if not isinstance(told.get("dropout_seed", 0), int):
+            told["dropout_seed"] = int(np.asarray(told["dropout_seed"]).reshape(()))
+        # why: the bias has four axes now, and is found by identity.
+        wanted: Any = tuple(told.get("bias") if x is bias else x for x in told.pop("captured_grads", ()))
+        return cls(**graphs, **told, captured_grads=wanted)
+
+
+@dataclass(frozen=True)
+class Given:
+    """A problem in NumPy with all axes. one: a sequence as a dense problem. queries, keys: its rows."""
+
+    one: Callable[[int], Case]
+    q: Array
+    k: Array
+    v: Array
+    queries: list[Index]
+    keys: list[Index]
+    there: list[Array]
+
+    @classmethod
+    def dense(cls, case: Case, arrays: tuple[Array, Array, Array]) -> Given:
+        lengths = case.seqlen_q, case.seqlen_k
+        queries, keys = ([(np.full(n, b), np.arange(n)) for b in range(case.batch)] for n in lengths)
+        there = [np.ones(case.seqlen_k, bool)] * case.batch
+        return cls(lambda number: case, *arrays, queries, keys, there)
+
+    @classmethod
+    def of_lengths(cls, made: Made) -> Given:
+        return cls(made.of.one, made.q, made.k, made.v, made.queries, made.keys, made.there)
+
+    @property
+    def case(self) -> Case:
+        return self.one(0)
+
+
+class OneSequence:
+    """One sequence: arrays (rows, heads, dim), in `work`; intermediates are rounded to `rounded`, None for not."""
+
+    def __init__(self, given: Given, own: Own, number: int, work: Any, rounded: Any) -> None:
+        self.of, self.own = given.one(number).problem(), own
+        self.work, self.rounded = np.dtype(work).type, rounded
+        self.group = self.of.heads_q // self.of.heads_kv
+        rows, keys = given.queries[number], given.keys[number]
+        q, k, v = given.q[rows].astype(work), given.k[keys].astype(work), given.v[keys].astype(work)
+        self.q = q.swapaxes(0, 1)
+        self.k, self.v = (np.repeat(x.swapaxes(0, 1), self.group, axis=0) for x in (k, v))
+        heads, m, n = self.of.heads_q, len(q), len(k)
+        self.places: dict[str, Any] = {
+            "b": number, "h": np.arange(heads)[:, None, None], "q_idx": np.arange(m)[:, None], "k_idx": np.arange(n),
+            "seqlen_q": m, "seqlen_k": n,
+        }  # fmt: skip
+        with np.errstate(all="ignore"):
+            self._scores(given.there[number])
+
+    def round(self, x: Array) -> Array:
+        return x if self.rounded is None else x.astype(self.rounded).astype(x.dtype)
+
+    def values(self, graph: Graph, roots: Sequence[Node]) -> list[Array]:
+        arrays = [np.asarray(host(each.array)) for each in graph.arrays]
+        if self.rounded is not None:
+            roots = [_with_short_tanh(root) for root in roots]
+        found = evaluate(roots, {**self.places, "score": self.raw}, arrays, self.work)
+        return [np.broadcast_to(x, self.raw.shape) for x in found]
+
+    def _scores(self, there: Array) -> None:
+        """The final scores s, -inf where a key is hidden, the raw ones, and the slope of the cap."""
+        self.cap_slope: Any = self.work(1)
+        product = self.q @ self.k.swapaxes(1, 2) * self.work(self.of.softmax_scale)
+        s = self._final(self._raw(product), there)
+        self.lse = _lse(s)
+        if self.rounded is not None:
+            s = self._final(self._raw(self.round(product)), there)
+        self.s, sinks = s, self.own.sinks
+        self.of_keys = _lse(s)
+        if sinks is not None:
+            x = sinks.astype(self.work)[:, None]
+            self.lse, self.of_keys = (np.logaddexp(each, x) for each in (self.lse, self.of_keys))
+        self.p = np.where(np.isneginf(s), 0, np.exp(s - self.of_keys[..., None]))
+        # why: what nobody sees is taken out rather than weighed with 0, because 0 * NaN is NaN.
+        sees: Array = ~np.isneginf(s)
+        of_group = sees.reshape(self.of.heads_kv, self.group, *sees.shape[1:]).any(axis=(1, 2))
+        seen = np.repeat(of_group, self.group, axis=0)[..., None]
+        self.k, self.v = np.where(seen, self.k, 0), np.where(seen, self.v, 0)
+        self.q = np.where(sees.any(axis=2, keepdims=True), self.q, 0)
+        self.kept: Any = self.work(1)
+        if self.own.dropout_p:
+            share = share_kept(self.own.dropout_p) / SHARES
+            indices = (self.places[name] for name in ("b", "h", "q_idx", "k_idx"))
+            stay = dropout.is_kept(self.own.dropout_seed, self.own.dropout_p, *indices)
+            self.kept = np.where(stay, 1 / share, 0).astype(self.work)
+        self.out = self.round(self.p * self.kept) @ self.v
+
+    def _raw(self, s: Array) -> Array:
+        if self.of.options.softcap:
+            cap = self.work(self.of.options.softcap)
+            tanh = np.tanh(s / cap)
+            s, self.cap_slope = cap * tanh, 1 - tanh * tanh
+        self.raw = s
+        return s
+
+    def _final(self, s: Array, there: Array) -> Array:
+        own, i, j = self.own, self.places["q_idx"], self.places["k_idx"]
+        visible = there & (i + self.of.mask.lo <= j) & (j <= i + self.of.mask.hi)
+        if own.score_mod is not None:
+            (s,) = self.values(own.score_mod, [own.score_mod.root])
+        if own.bias is not None:
+            part = own.bias[self._of_bias(own.bias)]
+            if part.dtype == bool:
+                visible = visible & part
+            else:
+                s = s + part.astype(self.work)
+        if own.mask_mod is not None:
+            visible = visible & self.values(own.mask_mod, [own.mask_mod.root])[0]
+        return np.where(visible & ~(s <= LEAST_SCORE), s, -np.inf)
+
+    def _of_bias(self, bias: Array) -> tuple[Any, ...]:
+        names = ("b", "h", "q_idx", "k_idx")
+        return tuple(self.places[name] * (n > 1) for name, n in zip(names, bias.shape, strict=True))
+
+    def pulled(self, dout: Array, dlse: Array | None) -> dict[str, Any]:
+        """Gradients of q, k, v (rows, heads, dim), ds, and those of sinks, with (rows, heads, dim_v), (heads, rows)."""
+        with np.errstate(all="ignore"):
+            dout = dout.astype(self.work).swapaxes(0, 1)
+            p, dp = self.round(self.p * self.kept), self.round(dout @ self.v.swapaxes(1, 2)) * self.kept
+            delta = (dout * self.round(self.out)).sum(axis=2) - (0 if dlse is None else dlse.astype(self.work))
+            self.ds = np.where(self.p == 0, 0, self.p * (dp - delta[..., None]))
+            self.size = np.where(self.p == 0, 0, self.p * (abs(dp) + abs(delta[..., None]) + (dlse is not None)))
+            graph = self.own.score_mod
+            slope: Any = self.cap_slope
+            if graph is not None:
+                own_slope = differentiate(graph.root).get(SCORE)
+                slope = slope * self.values(graph, [own_slope])[0] if own_slope is not None else self.raw * 0
+            product = self.round(np.where(self.ds == 0, 0, self.ds * slope)) * self.work(self.of.softmax_scale)
+            self.steepest = float(np.abs(np.where(self.p == 0, 0, slope)).max(initial=0.0))
+            dk, dv = product.swapaxes(1, 2) @ self.q, p.swapaxes(1, 2) @ dout
+            found = {"dq": (product @ self.k).swapaxes(0, 1)}
+            for name, x in (("dk", dk), ("dv", dv)):
+                of_group = x.reshape(self.of.heads_kv, self.group, *x.shape[1:])
+                found[name] = of_group.sum(axis=1).swapaxes(0, 1)
+            if self.own.sinks is not None:
+                share = np.exp(self.own.sinks.astype(self.work)[:, None] - self.of_keys)
+                found["sinks"] = np.where(np.isneginf(self.own.sinks)[:, None], 0, -share * delta).sum(axis=1)
+        return found
+
+    def add(self, wanted: Sequence[Array], totals: list[Array], of_sinks: Any, sizes: list[Array]) -> None:
+        """Adds the gradients of arrays, and how large what is summed up is."""
+        graph = self.own.score_mod
+        slopes = {} if graph is None else differentiate(graph.root)
+        for x, total, size in zip(wanted, totals, sizes, strict=True):
+            if x is self.own.sinks:
+                total += of_sinks
+                size += abs(of_sinks)
+            elif x is self.own.bias:
+                _add_at(total, self._of_bias(x), self.ds)
+                _add_at(size, self._of_bias(x), self.size)
+            else:
+                assert graph is not None
+                for load, slope in slopes.items():
+                    if load.op == "load" and graph.arrays[load.value].array is x:
+                        of_load, *at = self.values(graph, [slope, *load.arguments])
+                        at = [place_of(index, n) for index, n in zip(at, x.shape, strict=True)]
+                        _add_at(total, tuple(at), np.where(self.ds == 0, 0, self.ds * of_load))
+                        _add_at(size, tuple(at), np.where(self.size == 0, 0, self.size * abs(of_load)))
+
+
+def _with_short_tanh(root: Node) -> Node:
+    """The same with tanh as 16-bit kernels take it, off by 2^-11, but for what all scores of a head share."""
+    made: dict[Node, Node] = {}
+    for each in post_order([root]):
+        new = rebuilt(each, [made[argument] for argument in each.arguments])
+        is_short = each.op == "tanh" and not each.inputs.isdisjoint(("score", "q_idx", "k_idx"))
+        made[each] = build("multiply", new, constant(1 + 2.0**-11)) if is_short else new
+    return made[root]
+
+
+def _lse(s: Array) -> Array:
+    most = s.max(axis=2, initial=-np.inf)
+    total = np.exp(np.where(np.isneginf(s), -np.inf, s - most[..., None])).sum(axis=2)
+    return np.where(np.isneginf(most), -np.inf, most + np.log(total))
+
+
+def _add_at(total: Array, at: tuple[Any, ...], what: Array) -> None:
+    if total.size:
+        where: Any = tuple(np.broadcast_to(index, what.shape) for index in at) or ...
+        np.add.at(total, where, what if at else what.sum())
+
+
+def _precisions(dtype: str) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    near = (dtype, None) if dtype in ("float32", "float64") else ("float32", numpy_dtype(dtype))
+    return ("float64", None), near
+
+
+def check(given: Given, own: Own, out: Any, lse: Any = None) -> None:
+    """Holds out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis); None is not asked."""
+    dtype, axes = given.case.dtype, given.q.shape[:3]
+    outs = [np.zeros((*axes, given.v.shape[3])) for _ in range(2)]
+    lses = [np.full(axes, -np.inf) for _ in range(2)]
+    score = 0.0
+    for number, rows in enumerate(given.queries):
+        for (work, rounded), whole, lse_ in zip(_precisions(dtype), outs, lses, strict=True):
+            one = OneSequence(given, own, number, work, rounded)
+            whole[rows], lse_[rows] = one.out.swapaxes(0, 1), one.lse.T
+            for s in (one.raw, one.s):
+                score = max(score, float(np.abs(s[np.isfinite(s)]).max(initial=0.0)))
+    few = min(min((len(rows[0]) for rows in side), default=0) for side in (given.queries, given.keys)) < FEW
+    if dtype in ("float32", "float64"):
+        with np.errstate(invalid="ignore"):
+            outs[1], lses[1] = (near + (near - exact) for exact, near in (outs, lses))
+    largest = float(np.abs(np.where(np.isfinite(given.v), given.v, 0).astype("f8")).max(initial=0.0))
+    # A few numbers have a handful of errors, and the naive computation may be lucky with all of them.
+    unit = largest * (1 + score / 8 if dtype == "float32" else 1) if few or dtype == "float32" else 2.0**-14
+    ulps = max(4, ULPS[dtype]) if few else ULPS[dtype]
+    if out is not None:
+        assert_close("out", host(out).reshape(outs[0].shape), *outs, ulps=ulps, unit=unit)
+    if lse is not None:
+        exact, near = (x.swapaxes(1, 2) for x in lses)
+        got, ulps = host(lse).reshape(exact.shape), max(8.0, given.q.shape[3] / 16)
+        # why 16: kernels for 16-bit inputs sum exponents beside a bias of 28 (sm90/softmax.cuh).
+        assert_close("lse", got, exact, near, ulps=ulps, unit=max(1 + score, 16.0 if dtype != "float32" else 0.0))
+
+
+def check_gradients(
+    given: Given, own: Own, dout: Array, dlse: Array | None, found: Sequence[Any], grads: Sequence[Any] = ()
+) -> None:
+    """Holds dq, dk, dv, and the gradients of `own.captured_grads`, against float64.
+
+    dout (first axis, second axis, heads, dim), dlse (first axis, heads, second axis).
+    """
+    dtype, arrays = given.case.dtype, (given.q, given.k, given.v)
+    own = own if grads else own._replace(captured_grads=())
+    wholes = [[np.zeros(x.shape) for x in arrays] for _ in range(2)]
+    sums = [[np.zeros(x.shape) for x in own.captured_grads] for _ in range(2)]
+    sizes = [np.zeros(x.shape) for x in own.captured_grads]
+    steepest, few = 1.0, False
+    for number, (rows, keys) in enumerate(zip(given.queries, given.keys, strict=True)):
+        of_lse = None if dlse is None else dlse.swapaxes(1, 2)[rows].T
+        few |= min(len(rows[0]), len(keys[0])) < FEW
+        for (work, rounded), whole, totals in zip(_precisions(dtype), wholes, sums, strict=True):
+            one = OneSequence(given, own, number, work, rounded)
+            got = one.pulled(dout[rows], of_lse)
+            for result, name, at in zip(whole, ("dq", "dk", "dv"), (rows, keys, keys), strict=True):
+                result[at] += got[name]
+            one.add(own.captured_grads, totals, got.get("sinks"), sizes if rounded is None and work == "float64" else
+                    [np.zeros(x.shape) for x in sizes])  # fmt: skip
+            steepest = max(steepest, one.steepest)
+    wide = dtype in ("float32", "float64")
+    # A sum of few numbers that cancel errs by units of these.
+    clean = [np.where(np.isfinite(x), x, 0).astype("f8") for x in (dout, *arrays, 0 if dlse is None else dlse)]
+    norms = [float(np.linalg.norm(x, axis=3).max(initial=0.0)) for x in (clean[0], clean[3])]
+    largest = [float(np.abs(x).max(initial=0.0)) for x in clean]
+    scale = given.case.problem().softmax_scale * steepest / (1 - own.dropout_p)
+    ds = norms[0] * norms[1] + largest[4]
+    units = [scale * ds * largest[2], scale * ds * largest[1], largest[0]] if few or wide else [2.0**-14] * 3
+    for name, x, exact, near, unit in zip(("dq", "dk", "dv"), found, *wholes, units, strict=True):
+        if x is not None:
+            near = near + (near - exact) if wide or own.dropout_p else near
+            assert_close(name, host(x).reshape(exact.shape), exact, near, ulps=2 * ULPS[dtype], unit=unit)
+    rows_of_all = max(1, sum(len(rows[0]) for rows in given.queries) * given.q.shape[2])
+    for number, (got, exact, near, size) in enumerate(zip(grads, *sums, sizes, strict=True)):
+        unit = float(size.max(initial=0.0)) / max(1.0, rows_of_all**0.5 / 8)
+        own_dtype = host(got).dtype.name
+        # why of the inputs: out and p are rounded to their dtype, whatever the gradient's is.
+        ulps = max(EPS[dtype] / EPS[own_dtype], 1) * (8 if wide else 1)
+        near = near + (near - exact)
+        assert_close(f"gradient {number}", host(got).reshape(exact.shape), exact, near, ulps=ulps, unit=unit)

@@ -1,0 +1,107 @@
+"""Dense calls with scores and masks of the caller's own, held against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import cuflash
+
+from .cases import Case, numpy_dtype
+from .functions import Arguments, Maker, Put
+from .layouts import host, identical
+from .mod_oracle import Given, Own, check, check_gradients
+from .oracle import demand
+from .sequences import Made, check_unused, upstream
+
+
+def own_of(make: Maker, of: Case) -> Own:
+    """What the oracle is told of a call."""
+    return Own.of(make(lambda x: x, of))
+
+
+def without_grads(arguments: Arguments) -> Arguments:
+    """The arguments of `forward`."""
+    return {name: x for name, x in arguments.items() if name != "captured_grads"}
+
+
+def forward(make: Maker, of: Case, put: Put, arrays: Sequence[Any], **more: Any) -> Any:
+    """`(out, lse)` of a dense call."""
+    (q, k, v), own = arrays, without_grads(make(put, of))
+    return cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **own, **more)
+
+
+def check_forward(make: Maker, of: Case, put: Put, *, with_lse: bool = False, seed: int = 0, **more: Any) -> Any:
+    """A dense call, held against float64, and perhaps `cuflash.lse`. Returns out and lse."""
+    arrays = of.arrays(seed)
+    there = [put(x) for x in arrays]
+    found = forward(make, of, put, there, **more)
+    given, own = Given.dense(of, arrays), own_of(make, of)
+    check(given, own, *found)
+    if with_lse:
+        told = {name: x for name, x in without_grads(make(put, of)).items() if not name.startswith("dropout")}
+        check(given, own, None, cuflash.lse(there[0], there[1], **of.arguments(), **told))
+    return found
+
+
+def check_backward(
+    make: Maker, of: Case, put: Put, *, grads: bool = False, dlse: bool = True, seed: int = 0, checked: bool = True,
+    **more: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Gradients of a dense call, held against float64 unless they are those of a call again. Returns all, flat."""
+    arrays, random = of.arrays(seed), np.random.default_rng(seed + 7)
+    dout = random.standard_normal(of.out_shape()).astype(numpy_dtype(of.dtype))
+    of_lse = random.standard_normal((of.batch, of.heads_q, of.seqlen_q)).astype(np.float32) if dlse else None
+    q, k, v = there = [put(x) for x in arrays]
+    own = make(put, of)
+    wanted = own.pop("captured_grads", ())
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **own)
+    more |= {"captured_grads": wanted} if grads else {}
+    more |= {"dlse": None if of_lse is None else put(of_lse), **of.arguments(), **own}
+    found = cuflash.backward(put(dout), q, k, v, out, lse, **more)
+    of_arrays = found[3] if grads else ()
+    for got, like in zip((*found[:3], *of_arrays), (*there, *wanted), strict=False):
+        found_kind, wanted_kind = (tuple(got.shape), got.dtype), (tuple(like.shape), like.dtype)
+        demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
+    if checked:
+        check_gradients(Given.dense(of, arrays), own_of(make, of), dout, of_lse, found[:3], of_arrays)
+    return (*found[:3], *of_arrays)
+
+
+def check_repeated(make: Maker, of: Case, put: Put, **more: Any) -> None:
+    """Deterministic gradients, held against float64, and bitwise the same when they are made again."""
+    first = check_backward(make, of, put, deterministic=True, **more)
+    again = check_backward(make, of, put, deterministic=True, checked=False, **more)
+    demand(identical(again, first), "deterministic gradients do not repeat")
+
+
+def bounds_case(made: Made) -> Case:
+    """What a function is told of several lengths: their number and their bounds."""
+    of, problem = made.of, (len(made.of.queries), max(made.of.queries, default=0), max(made.of.keys, default=0))
+    return Case(of.name, *problem, *of.heads, *of.dims, of.dtype)
+
+
+def check_of_lengths(make: Maker, given: Made, xp: Any, deterministic: Sequence[bool] = (False, True)) -> None:
+    """Calls on sequences of several lengths, with gradients where the call has them, held against float64."""
+    of, arguments = bounds_case(given), given.arguments(xp)
+    own = without_grads(make(xp.asarray, of))
+    whole, of_numpy = Given.of_lengths(given), own_of(make, of)
+    out, lse = cuflash.forward(**arguments, return_lse=True, **own)
+    check(whole, of_numpy, out, lse)
+    check_unused(given, "q", out)
+    unused = given.unused("q")
+    lse_of_rows = host(lse).reshape(len(unused), of.heads_q, unused.shape[1]).swapaxes(1, 2)
+    demand(np.isneginf(lse_of_rows[unused]).all(), "lse of rows that no sequence uses is not -inf")
+    keys_alone = {name: x for name, x in (arguments | own).items() if name != "v" and not name.startswith("dropout")}
+    check(whole, of_numpy, None, cuflash.lse(**keys_alone))
+    if not given.of.has_gradients:
+        return
+    dout, dlse = (xp.asarray(x) for x in upstream(given))
+    state = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape), **arguments, **own}
+    for fixed in deterministic:
+        found = cuflash.backward(dout.reshape(out.shape), **state, deterministic=fixed)
+        check_gradients(whole, of_numpy, *upstream(given), found)
+        for x, side in zip(found, "qkk", strict=True):
+            check_unused(given, side, x)

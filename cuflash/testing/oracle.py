@@ -1,0 +1,271 @@
+"""What every result is held against: attention in float64, the same maths done naively, and the tolerance rule.
+
+Written straight from the contract, head by head with the whole score matrix in memory, and sharing no code with
+`cuflash.reference`. A problem is given as a `Problem` or as a `Case`; arrays are 4-D (batch, seqlen, heads, dim).
+Returned `out` is (b, sq, hq, dv), `lse` (b, hq, sq); gradients have the shapes of q, k and v.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..problem.problem import Problem
+from .cases import Case, numpy_dtype
+
+Array = np.ndarray[Any, Any]
+# why: a float32 sum in another order differs by a few units, and in float64 the oracle is no better than the result.
+ULPS = {"float16": 1, "bfloat16": 1, "float32": 4, "float64": 16}
+FEW = 32  # rows or keys: so few numbers have a handful of errors, of which the naive computation may be free
+
+
+class MismatchError(AssertionError):
+    """A result that is not what the contract says."""
+
+
+def demand(holds: object, what: str) -> None:
+    """Raises MismatchError with this text unless it holds. why no assert: Python may run without."""
+    if not holds:
+        raise MismatchError(what)
+
+
+def attention64(
+    problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None
+) -> tuple[Array, Array]:
+    """`(out, lse)` in float64 of inputs of any precision. there: which keys are there at all, as booleans."""
+    return _forward(_problem(problem), q, k, v, np.dtype(np.float64), None, there)
+
+
+def naive(problem: Problem | Case, q: Array, k: Array, v: Array, there: Array | None = None) -> tuple[Array, Array]:
+    """The same done naively in the problem's own precision: `out` in its out_dtype, `lse` in float32.
+
+    16-bit: products in float32, the scores rounded to 16 bits, softmax in float32, p rounded to 16 bits. `lse` is of
+    the scores before rounding: it is a float32 result, so it is held to float32.
+    """
+    problem = _problem(problem)
+    work, rounded = _precision(problem)
+    out, lse = _forward(problem, q, k, v, work, rounded, there)
+    return out.astype(numpy_dtype(problem.out_dtype)), lse
+
+
+def gradients64(
+    problem: Problem | Case, dout: Array, q: Array, k: Array, v: Array, dlse: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """`(dq, dk, dv)` in float64 of `sum(dout * out) + sum(dlse * lse)`; dlse is (b, hq, sq)."""
+    return _backward(_problem(problem), dout, q, k, v, dlse, np.dtype(np.float64), rounded=None)
+
+
+def naive_gradients(
+    problem: Problem | Case, dout: Array, q: Array, k: Array, v: Array, dlse: Array | None = None
+) -> tuple[Array, Array, Array]:
+    """The same done naively in the problem's own precision: 16-bit rounds s, p, out, dp and ds.
+
+    float32: scores err as those of kernels do, which weigh all terms of the sums that gradients are.
+    """
+    problem = _problem(problem)
+    work, rounded = _precision(problem)
+    dtype = numpy_dtype(problem.dtype)
+    dq, dk, dv = _backward(problem, dout, q, k, v, dlse, work, rounded)
+    return dq.astype(dtype), dk.astype(dtype), dv.astype(dtype)
+
+
+def assert_close(name: str, got: Any, exact: Array, naive: Array, *, ulps: float = 1.0, unit: float = 0.0) -> None:
+    """The tolerance rule: `max|got - exact| <= 2 max|naive - exact| + ulps * eps * max|exact|`.
+
+    NaN, +inf and -inf are compared first and must stand at the same positions in `got` and `exact`; the rest is
+    measured where both are finite. eps is that of `got`'s dtype: the floor is one unit in the last place of the
+    largest number (or of `unit`, if that is larger), which a result may be off by even where the naive one happens to
+    be exact.
+    """
+    got = np.asarray(got)
+    demand(got.shape == exact.shape, f"{name}: shape {got.shape}, wanted {exact.shape}")
+    wide, reference = got.astype(np.float64), naive.astype(np.float64)
+    for kind, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
+        differ = np.argwhere(test(wide) != test(exact))
+        if len(differ):
+            raise MismatchError(
+                f"{name}: {kind} in {int(test(wide).sum())} places, wanted in {int(test(exact).sum())}; "
+                f"{len(differ)} differ, the first at {tuple(int(i) for i in differ[0])}"
+            )
+    finite = np.isfinite(exact)
+    if not finite.any():
+        return
+    floor = ulps * _eps(got.dtype) * max(unit, float(np.abs(exact[finite]).max()))
+    off = np.abs(reference[finite] - exact[finite])
+    bound = 2.0 * float(off[np.isfinite(off)].max(initial=0.0)) + floor
+    error = np.abs(np.where(finite, wide, 0.0) - np.where(finite, exact, 0.0))
+    worst = np.unravel_index(int(error.argmax()), error.shape)
+    largest = float(error[worst])
+    ratio = largest / bound if bound else np.inf
+    demand(
+        largest <= bound,
+        f"{name}: error {largest:.3e} is over the bound {bound:.3e}, ratio {ratio:.2f}, at "
+        f"{tuple(int(i) for i in worst)}: got {wide[worst]:.8g}, exact {exact[worst]:.8g}, "
+        f"naive {reference[worst]:.8g}",
+    )
+
+
+def units_of(scale: float, q: Array, k: Array, v: Array, dtype: str) -> tuple[float, float]:
+    """The units in which out, of this dtype, and lse err: sums err by units of what they are sums of.
+
+    Those of out are of v; those of scores, and of lse with them, are of products of q and k.
+    """
+    return float(np.abs(v).max(initial=0.0)) * walk(scale, q, k, dtype), 1.0 + _largest_score(scale, q, k)
+
+
+def _largest_score(scale: float, q: Array, k: Array) -> float:
+    """Which no score is above, whatever keys a row sees."""
+    norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in (q, k)]
+    return float(scale * norms[0] * norms[1])
+
+
+def walk(scale: float, q: Array, k: Array, dtype: str) -> float:
+    """How many units of the dtype a weight errs by: errors of the products of a score add up as a random walk does.
+
+    16-bit: one, as scores are rounded afterwards in the naive computation, too.
+    """
+    return 1.0 + (_largest_score(scale, q, k) / q.shape[3] ** 0.5 if dtype == "float32" else 0.0)
+
+
+def assert_units(name: str, got: Any, exact: Any, ulps: float, unit: float = 0.0) -> None:
+    """The tolerance rule for a number that is known by itself: its floor alone, for no naive computation errs."""
+    exact = np.broadcast_to(np.asarray(exact, np.float64), np.shape(got))
+    assert_close(name, got, exact, exact, ulps=ulps, unit=unit)
+
+
+def assert_attention(
+    problem: Problem | Case, arrays: Any, out: Any, lse: Any = None, *, ulps: float | None = None
+) -> None:
+    """Holds out and lse of the NumPy arrays q, k, v against float64 under the tolerance rule, unless they are None."""
+    results = zip(("out", "lse"), (out, lse), attention64(problem, *arrays), naive(problem, *arrays), strict=True)
+    for name, got, exact, near in results:
+        if got is not None:
+            assert_close(name, got, exact, near, ulps=ulps or ULPS[np.asarray(got).dtype.name])
+
+
+def _problem(problem: Problem | Case) -> Problem:
+    return problem.problem() if isinstance(problem, Case) else problem
+
+
+def _precision(problem: Problem) -> tuple[np.dtype[Any], np.dtype[Any] | None]:
+    """The dtype sums are made in, and the dtype that intermediates are rounded to (None: they are not)."""
+    if problem.dtype in ("float32", "float64"):
+        return np.dtype(problem.dtype), None
+    return np.dtype(np.float32), numpy_dtype(problem.dtype)
+
+
+def _round(x: Array, rounded: np.dtype[Any] | None) -> Array:
+    return x if rounded is None else x.astype(rounded).astype(x.dtype)
+
+
+def _eps(dtype: np.dtype[Any]) -> float:
+    if dtype.name == "bfloat16":
+        return 2.0**-7
+    return float(np.finfo(dtype).eps)
+
+
+def _visible(problem: Problem, there: Array | None = None) -> tuple[Array, Array, Array]:
+    """The mask (rows, keys), cut to the rows that see something and the keys that are seen, and both sets' indices.
+
+    why: what nobody sees is taken out rather than weighed with 0, because 0 * NaN is NaN.
+    """
+    i, j = np.arange(problem.seqlen_q)[:, None], np.arange(problem.seqlen_k)[None, :]
+    sees = (i + problem.mask.lo <= j) & (j <= i + problem.mask.hi)
+    if there is not None:
+        sees &= there
+    rows, keys = np.flatnonzero(sees.any(axis=1)), np.flatnonzero(sees.any(axis=0))
+    return sees[np.ix_(rows, keys)], rows, keys
+
+
+def _softmax(
+    problem: Problem, sees: Array, q: Array, k: Array, rounded: np.dtype[Any] | None, *, again: bool = False
+) -> tuple[Array, Array, Array]:
+    """`(p, lse, slope)` of one head: p (rows, keys), lse (rows,), slope = d(capped score) / d(raw score).
+
+    `again` is for a backward pass, which has kept lse and makes p from it.
+    """
+    s = (q @ k.T) * q.dtype.type(problem.softmax_scale)
+    slope = np.ones_like(s)
+    if problem.options.softcap:
+        tanh = np.tanh(s / q.dtype.type(problem.options.softcap))
+        s, slope = q.dtype.type(problem.options.softcap) * tanh, 1 - tanh * tanh
+    lse = _sum_exp(s, sees)[2]
+    s = _round(s, rounded)
+    e, total, lse_of_rounded = _sum_exp(s, sees)
+    if again and s.dtype == np.float32 and rounded is None:
+        # why: kernels for backward make other errors than those that made lse, and NumPy would make the same ones.
+        norms = np.linalg.norm(q, axis=1)[:, None] * np.linalg.norm(k, axis=1) * problem.softmax_scale
+        walks = np.random.default_rng(0).standard_normal(s.shape) * norms / q.shape[1] ** 0.5
+        s = s + (ULPS["float32"] * _eps(s.dtype) * walks).astype("f4") * slope
+    p = np.where(sees, np.exp(s - lse_of_rounded[:, None]), 0) if again else e / total[:, None]
+    return p, lse, slope
+
+
+def _sum_exp(s: Array, sees: Array) -> tuple[Array, Array, Array]:
+    """`(exp(s - m), its row sums, lse)`, hidden keys being exactly 0; every row sees at least one key."""
+    s = np.where(sees, s, -np.inf)
+    m = s.max(axis=1, initial=-np.inf)
+    with np.errstate(invalid="ignore"):  # a NaN or +inf score that is seen becomes NaN
+        e = np.where(sees, np.exp(s - m[:, None]), 0)
+        total = e.sum(axis=1)
+        return e, total, m + np.log(total)
+
+
+def _forward(
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    work: np.dtype[Any],
+    rounded: np.dtype[Any] | None,
+    there: Array | None,
+) -> tuple[Array, Array]:
+    b, sq, hq = problem.batch, problem.seqlen_q, problem.heads_q
+    out, lse = np.zeros((b, sq, hq, problem.head_dim_v), work), np.full((b, hq, sq), -np.inf, work)
+    sees, rows, keys = _visible(problem, there)
+    if not len(rows):
+        return out, lse
+    for n, h in np.ndindex(b, hq):
+        qh, kh, vh = _head(problem, n, h, rows, keys, work, q, k, v)
+        p, lse[n, h, rows], _ = _softmax(problem, sees, qh, kh, rounded)
+        out[n, rows, h] = _round(p, rounded) @ vh
+    return out, lse
+
+
+def _backward(
+    problem: Problem,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    dlse: Array | None,
+    work: np.dtype[Any],
+    rounded: np.dtype[Any] | None,
+) -> tuple[Array, Array, Array]:
+    dq, dk, dv = (np.zeros(x.shape, work) for x in (q, k, v))
+    sees, rows, keys = _visible(problem)
+    if not len(rows):
+        return dq, dk, dv
+    group = problem.heads_q // problem.heads_kv
+    for n, h in np.ndindex(problem.batch, problem.heads_q):
+        qh, kh, vh = _head(problem, n, h, rows, keys, work, q, k, v)
+        doh = dout[n, rows, h].astype(work)
+        p, _, slope = _softmax(problem, sees, qh, kh, rounded, again=True)
+        p = _round(p, rounded)
+        dp = _round(doh @ vh.T, rounded)
+        delta = (doh * _round(p @ vh, rounded)).sum(axis=1)
+        if dlse is not None:
+            delta = delta - dlse[n, h, rows].astype(work)
+        ds = _round(np.where(sees, p * (dp - delta[:, None]) * slope, 0), rounded) * work.type(problem.softmax_scale)
+        dq[n, rows, h] = ds @ kh
+        dk[n, keys, h // group] += ds.T @ qh
+        dv[n, keys, h // group] += p.T @ doh
+    return dq, dk, dv
+
+
+def _head(
+    problem: Problem, n: int, h: int, rows: Array, keys: Array, work: np.dtype[Any], q: Array, k: Array, v: Array
+) -> tuple[Array, Array, Array]:
+    kv = h // (problem.heads_q // problem.heads_kv)
+    return q[n, rows, h].astype(work), k[n, keys, kv].astype(work), v[n, keys, kv].astype(work)

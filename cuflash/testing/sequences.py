@@ -1,0 +1,398 @@
+"""Sequences of several lengths: problems, where their rows lie, and what float64 says of each by itself.
+
+A `Sequences` says how many queries and keys each sequence has and which arrays tell so. `made` draws the arrays and
+notes where the rows of each sequence are; every other row holds NaN. What is expected is put together sequence by
+sequence from `oracle`, and shares no code with `cuflash.reference.sequences`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import cuflash
+
+from . import oracle
+from .cases import Case, numpy_dtype
+from .draw import DTYPES, Draw
+from .gradients import Given, units_of
+from .layouts import even_start, host, laid_out, odd_start
+from .oracle import ULPS, Array, demand
+
+FAR = 2**31 - 1
+Index = tuple[Array, Array]  # the first two indices of each row of a sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """A batch of sequences. place_q: "packed" or "rectangle"; place_k also "cache" (cache_batch_idx) or "paged".
+
+    used_q, used_k: whether seqused tells how many rows are used; each sequence then has as many more as spare_q and
+    spare_k say. gaps: packed rows before the first sequence and after the last. bounded: max_seqlen is given, too.
+    """
+
+    name: str
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    place_q: str = "packed"
+    place_k: str = "packed"
+    used_q: bool = False
+    used_k: bool = False
+    spare_q: tuple[int, ...] = ()
+    spare_k: tuple[int, ...] = ()
+    page_size: int = 16
+    gaps: tuple[int, int] = (2, 3)
+    bounded: bool = False
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (64, 64)
+    dtype: str = "float16"
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    diagonal_offset: int | None = None
+    softcap: float = 0.0
+    softmax_scale: float | None = None
+
+    def one(self, number: int) -> Case:
+        """A sequence by itself, as a dense problem."""
+        lengths = self.queries[number], self.keys[number]
+        return Case(self.name, 1, *lengths, *self.heads, *self.dims, self.dtype, **self.options())
+
+    def options(self) -> dict[str, Any]:
+        """The mask and scale arguments of the public calls."""
+        names = "causal", "window_size", "diagonal_offset", "softcap", "softmax_scale"
+        return {name: getattr(self, name) for name in names}
+
+    def bounds(self) -> dict[str, int]:
+        """The bounds on lengths that the caller knows."""
+        longest = {"max_seqlen_q": max(self.queries, default=0), "max_seqlen_k": max(self.keys, default=0)}
+        return longest if self.bounded else {}
+
+    @property
+    def has_gradients(self) -> bool:
+        return self.place_k in ("packed", "rectangle")
+
+
+class Placed(NamedTuple):
+    """Where the queries, or the keys, of all sequences lie: in an array of this shape, told by these arrays."""
+
+    rows: list[Index]
+    shape: tuple[int, int]
+    told: dict[str, Array]
+
+
+class Made(NamedTuple):
+    """The arrays of a problem, all with four axes, and which rows and keys are whose.
+
+    there: of each sequence, which of its keys are seen at all; those in pages that are not there are not.
+    """
+
+    of: Sequences
+    q: Array
+    k: Array
+    v: Array
+    told: dict[str, Array]
+    queries: list[Index]
+    keys: list[Index]
+    there: list[Array]
+
+    def arguments(self, xp: Any = np, layout: str = "dense") -> dict[str, Any]:
+        """All arguments of `cuflash.forward`, in the ranks that the arrays have there, in memory of that layout."""
+        q, k, v = LAYOUTS[layout](*map(xp.asarray, (self.q, self.k, self.v)))
+        if "cu_seqlens_q" in self.told:
+            q = q[0]
+        if "cu_seqlens_k" in self.told:
+            k, v = k[0], v[0]
+        told = {name: xp.asarray(x) for name, x in self.told.items()}
+        return {"q": q, "k": k, "v": v, **told, **self.of.options(), **self.of.bounds()}
+
+    def with_told(self, **told: Any) -> Made:
+        """The same, but told otherwise; None for an array that is not given."""
+        changed = self.told | {name: x if x is None else np.asarray(x, np.int32) for name, x in told.items()}
+        return self._replace(told={name: x for name, x in changed.items() if x is not None})
+
+    def unused(self, side: str) -> Array:
+        """Which rows of q, or which of k and v, belong to no sequence: booleans (first axis, second axis)."""
+        mask = np.ones((self.q if side == "q" else self.k).shape[:2], bool)
+        for rows in self.queries if side == "q" else self.keys:
+            mask[rows] = False
+        return mask
+
+    def without_pages(self, seed: int) -> Made:
+        """The same, but for half of the used pages that the table places outside the pool: their keys are not there."""
+        rng, table, pool = np.random.default_rng(seed), self.told["page_table"].copy(), len(self.k)
+        there = []
+        for b, count in enumerate(self.of.keys):
+            pages = np.arange(count) // self.of.page_size
+            lost = rng.random(table.shape[1]) < 0.5
+            table[b, lost] = rng.choice([-1, pool, -FAR - 1, FAR], int(lost.sum()))
+            there.append(~lost[pages])
+        return self.with_told(page_table=table)._replace(there=there)
+
+    def filled(self, value: float) -> Made:
+        """The same, but what no sequence uses holds this value."""
+        q, k, v = self.q.copy(), self.k.copy(), self.v.copy()
+        q[self.unused("q")] = k[self.unused("k")] = v[self.unused("k")] = value
+        return self._replace(q=q, k=k, v=v)
+
+
+def made(of: Sequences, seed: int = 0) -> Made:
+    """Draws the arrays of a problem. What no sequence uses holds NaN, and page tables hold junk behind used pages."""
+    rng = np.random.default_rng(seed)
+    return _laid_out(of, rng, lambda shape, dtype: rng.standard_normal(shape).astype(dtype, copy=False)).filled(np.nan)
+
+
+def shaped(of: Sequences) -> Made:
+    """The same for those who look at shapes, dtypes and strides alone: q, k and v hold zeros, which take no time."""
+    return _laid_out(of, np.random.default_rng(0), np.zeros)
+
+
+def _laid_out(of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int, ...], np.dtype[Any]], Array]) -> Made:
+    side_q = _placed("q", of, rng)
+    side_k = _placed("k", of, rng)
+    (heads_q, heads_kv), (dim, dim_v), dtype = of.heads, of.dims, numpy_dtype(of.dtype)
+    shapes = (*side_q.shape, heads_q, dim), (*side_k.shape, heads_kv, dim), (*side_k.shape, heads_kv, dim_v)
+    q, k, v = (draw(shape, dtype) for shape in shapes)
+    there = [np.ones(count, bool) for count in of.keys]
+    return Made(of, q, k, v, side_q.told | side_k.told, side_q.rows, side_k.rows, there)
+
+
+def _placed(side: str, of: Sequences, rng: np.random.Generator) -> Placed:
+    used, lengths = (of.used_q, of.queries) if side == "q" else (of.used_k, of.keys)
+    spare = (of.spare_q if side == "q" else of.spare_k) or (0,) * len(lengths)
+    assert used or not any(spare), "what is spare must be told"
+    place = of.place_q if side == "q" else of.place_k
+    room = [length + more for length, more in zip(lengths, spare, strict=True)]
+    placed = {"packed": _packed, "rectangle": _rectangle, "cache": _cached, "paged": _paged}[place](
+        side, of, lengths, room, rng
+    )
+    assert used or place == "packed" or {*lengths} <= {_capacity(placed, of)}, "what is not used must be told"
+    if used:
+        placed.told[f"seqused_{side}"] = np.asarray(lengths, np.int32)
+    return placed
+
+
+def _capacity(placed: Placed, of: Sequences) -> int:
+    table = placed.told.get("page_table")
+    return placed.shape[1] if table is None else table.shape[1] * of.page_size
+
+
+def _packed(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
+    bounds = of.gaps[0] + np.cumsum([0, *room])
+    rows = [(np.zeros(n, int), begin + np.arange(n)) for n, begin in zip(lengths, bounds[:-1], strict=True)]
+    return Placed(rows, (1, int(bounds[-1]) + of.gaps[1]), {f"cu_seqlens_{side}": bounds.astype(np.int32)})
+
+
+def _rectangle(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
+    rows = [(np.full(n, b), np.arange(n)) for b, n in enumerate(lengths)]
+    return Placed(rows, (len(lengths), max(room, default=0)), {})
+
+
+def _cached(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
+    """The last sequence has the row of the first: rows may repeat."""
+    which = rng.permutation(len(lengths) + 2)[: len(lengths)].astype(np.int32)
+    which[-1:] = which[:1]
+    rows = [(np.full(n, row), np.arange(n)) for n, row in zip(lengths, which, strict=True)]
+    return Placed(rows, (len(lengths) + 2, max(room, default=0)), {"cache_batch_idx": which})
+
+
+def _paged(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rng: np.random.Generator) -> Placed:
+    """Pages in no order. Neighbours share their first pages; behind those that are used, entries are junk."""
+    size, count = of.page_size, [-(-n // of.page_size) for n in lengths]
+    pool = sum(count) + 2
+    own = rng.permutation(pool)
+    table = rng.choice([-1, own[-1], pool, FAR, -FAR - 1], (len(lengths), -(-max(room, default=0) // size)))
+    end = 0
+    for b, pages in enumerate(count):
+        table[b, :pages] = own[end : end + pages]
+        end += pages
+        shared = min(pages, count[b - 1]) // 2 if b else 0
+        table[b, :shared] = table[b - 1, :shared]
+    rows = [(table[b, np.arange(n) // size], np.arange(n) % size) for b, n in enumerate(lengths)]
+    return Placed(rows, (pool, size), {"page_table": table.astype(np.int32)})
+
+
+def _halves(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """K and V as halves of one row, as serving stacks keep them: memory (pages, heads, page_size, both dims)."""
+    (pages, size, heads, dim), dim_v = k.shape, v.shape[3]
+    # why full_like: it makes an array of the library that k is of.
+    both = np.full_like(k, np.nan, shape=(pages, heads, size, dim + dim_v)).transpose(0, 2, 1, 3)
+    both[..., :dim], both[..., dim:] = k, v
+    return q, both[..., :dim], both[..., dim:]
+
+
+def _one_head(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+    """Axes of length 1 with strides that no array of the shape would have."""
+    if k.shape[2] != 1:
+        return q, k, v
+    return q, k[:, :, 0].copy()[:, :, None], v[:, :, 0].copy()[:, :, None]
+
+
+def _all(**how: Any) -> Any:
+    return lambda *arrays: tuple(laid_out(x, **how) for x in arrays)
+
+
+# NaN surrounds the arrays wherever they lie. Kernels read all but the last as they are.
+LAYOUTS = {
+    "dense": lambda *arrays: arrays,
+    "heads_first": _all(places=(0, 2, 1, 3), before=(1, 0, 1, 8)),
+    "halves": _halves,
+    "every_second": _all(steps=(2, 2, 2, 1), before=(1, 1, 1, 1)),
+    "reversed": _all(steps=(-1, -1, -1, 1), before=(1, 1, 1, 8)),
+    "odd_start": lambda *arrays: tuple(map(odd_start, arrays)),
+    "even_start": lambda *arrays: tuple(map(even_start, arrays)),
+    "one_head": _one_head,
+    "gaps": _all(steps=(1, 1, 1, 2)),
+}
+
+
+def assembled(given: Made) -> dict[str, tuple[Array, Array]]:
+    """`(exact, naive)` of out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis)."""
+    of, axes = given.of, given.q.shape[:3]
+    outs = [np.zeros((*axes, of.dims[1])), np.zeros((*axes, of.dims[1]))]
+    lses = [np.full(axes, -np.inf), np.full(axes, -np.inf)]
+    for b, (queries, keys, there) in enumerate(zip(given.queries, given.keys, given.there, strict=True)):
+        arrays = given.q[queries][None], given.k[keys][None], given.v[keys][None]
+        for compute, out, lse in zip((oracle.attention64, oracle.naive), outs, lses, strict=True):
+            result = compute(of.one(b), *arrays, there)
+            out[queries], lse[queries] = result[0][0], result[1][0].T
+    exact, near = (lse.swapaxes(1, 2) for lse in lses)
+    return {"out": (outs[0], outs[1]), "lse": (exact, near)}
+
+
+def check(given: Made, out: Any, *lses: Any) -> None:
+    """Holds out, and lse of one call or several, against float64, and rows of no sequence against 0 and -inf.
+
+    What is None is not asked for. why units: short sequences have a handful of errors.
+    """
+    of, wanted = given.of, assembled(given)
+    q, k, v = (np.nan_to_num(x.astype("f8")) for x in (given.q, given.k, given.v))
+    scale = of.softmax_scale or of.dims[0] ** -0.5
+    dtype = of.dtype if out is None else host(out).dtype.name
+    units = dict(zip(("out", "lse"), oracle.units_of(scale, q, k, v, dtype), strict=True))
+    for name, got in (("out", out), *(("lse", lse) for lse in lses)):
+        if got is not None:
+            shape = (wanted[name][0][0] if "cu_seqlens_q" in given.told else wanted[name][0]).shape
+            demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, wanted {shape}")
+            full = host(got).reshape(wanted[name][0].shape)
+            oracle.assert_close(name, full, *wanted[name], ulps=max(4, ULPS[of.dtype]), unit=units[name])
+    if out is not None:
+        check_unused(given, "q", out)
+
+
+def check_unused(given: Made, side: str, got: Any) -> None:
+    """Demands that rows of out, or of a gradient of this side, are 0 where no sequence uses them."""
+    unused = given.unused(side)
+    rows = host(got).reshape(*unused.shape, *got.shape[-2:])[unused]
+    demand(not rows.any(), f"rows like those of {side} that no sequence uses are not 0")
+
+
+def upstream(given: Made, seed: int = 7) -> tuple[Array, Array]:
+    """`(dout, dlse)` with all axes, with NaN in rows of no sequence."""
+    rng, axes = np.random.default_rng(seed), given.q.shape[:3]
+    dout = rng.standard_normal((*axes, given.of.dims[1])).astype(given.q.dtype)
+    dlse = rng.standard_normal(axes).astype("f8" if given.of.dtype == "float64" else "f4")
+    dout[given.unused("q")] = dlse[given.unused("q")] = np.nan
+    return dout, np.ascontiguousarray(dlse.swapaxes(1, 2))
+
+
+def gradients(
+    given: Made, xp: Any, layout: str = "dense", *, dlse: bool = True, unused: float = np.nan, **more: Any
+) -> tuple[Any, ...]:
+    """(dq, dk, dv) by `cuflash.backward`; rows of no sequence hold this value in out, too."""
+    arguments = given.arguments(xp, layout)
+    out, lse = (host(x).copy() for x in cuflash.forward(**arguments, return_lse=True))
+    dout, upstream_lse = (x.reshape(like.shape) for x, like in zip(upstream(given), (out, lse), strict=True))
+    mask = given.unused("q").reshape(out.shape[:-2])
+    for x in (out, dout, lse.swapaxes(-1, -2), upstream_lse.swapaxes(-1, -2)):
+        x[mask] = unused
+    dout, out, lse, upstream_lse = map(xp.asarray, (dout, out, lse, upstream_lse))
+    return cuflash.backward(dout, out=out, lse=lse, dlse=upstream_lse if dlse else None, **arguments, **more)
+
+
+def check_gradients(given: Made, got: Sequence[Any], *, dlse: bool = True, ulps: float = 2.0) -> None:
+    """Holds dq, dk and dv against float64, and rows of no sequence against 0; the tolerances of `gradients.check`.
+
+    ulps: units of the floor, as many times as the dtype has.
+    """
+    of, (dout, upstream_lse) = given.of, upstream(given)
+    arrays = given.q, given.k, given.v
+    exact, near = ([np.zeros(x.shape) for x in arrays] for _ in range(2))
+    for b, (queries, keys) in enumerate(zip(given.queries, given.keys, strict=True)):
+        one = given.q[queries][None], given.k[keys][None], given.v[keys][None]
+        own_dlse = upstream_lse.swapaxes(1, 2)[queries].T[None] if dlse else None
+        for compute, results in ((oracle.gradients64, exact), (oracle.naive_gradients, near)):
+            found = compute(of.one(b), dout[queries][None], *one, own_dlse)
+            for result, part, rows in zip(results, found, (queries, keys, keys), strict=True):
+                result[rows] = part[0]
+    units = [0.0, 0.0, 0.0]
+    if of.dtype in ("float32", "float64"):
+        near = [x + (x - wanted) for x, wanted in zip(near, exact, strict=True)]
+        of_dout, q, k, v, of_lse = (np.nan_to_num(x.astype("f8")) for x in (dout, *arrays, upstream_lse))
+        scale = Case("units", 1, 1, 1, *of.heads, *of.dims, of.dtype, softmax_scale=of.softmax_scale)
+        units = units_of(scale, Given(of_dout, q, k, v, None, None, of_lse if dlse else None))
+    sides = ("q", "k", "k")
+    for side, x, like, wanted, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
+        found_kind = host(x).shape, host(x).dtype
+        wanted_kind = (like[0] if f"cu_seqlens_{side}" in given.told else like).shape, like.dtype
+        demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
+        full = host(x).reshape(like.shape)
+        oracle.assert_close("gradient", full, wanted, naive, ulps=ulps * ULPS[of.dtype], unit=unit)
+        check_unused(given, side, x)
+
+
+# Lengths and head dims of problems that are drawn: for any machine, and around the tiles of kernels.
+FEW, TILED = (0, 1, 2, 5, 9, 14, 17), (0, 1, 2, 63, 64, 65, 127, 128, 129, 200, 300)
+SMALL_DIMS = ((8, 8), (16, 16), (5, 9))
+KERNEL_DIMS = ((64, 64), (128, 128), (96, 96), (64, 128), (256, 256), (40, 72))
+
+
+def drawn(
+    seed: int,
+    lengths: Sequence[int] = FEW,
+    dims: Sequence[tuple[int, int]] = SMALL_DIMS,
+    *,
+    gradients: bool = False,
+    dtypes: Sequence[str] = DTYPES,
+    batch: Sequence[int] = (0, 1, 2, 3, 5),
+) -> Sequences:
+    """A problem of any combination of arguments. gradients: one that `backward` takes."""
+    draw = Draw(seed)
+    one_of, rng = draw.one_of, draw.random
+
+    def some(place: str, used: bool, size: int = 1) -> tuple[int, ...]:
+        counts = [one_of(*lengths) for _ in range(count)]
+        if place != "packed" and not used:  # all are as long as the axis, or as the whole pages
+            counts = [-(-one_of(*lengths) // size) * size] * count
+        return tuple(counts)
+
+    count = one_of(*batch)
+    place_q, place_k = one_of("packed", "rectangle"), one_of("packed", "rectangle", "cache", "paged")
+    place_k = one_of("packed", "rectangle") if gradients else place_k
+    page_size, heads_kv = one_of(1, 3, 16, 64), one_of(1, 2)
+    used_q = one_of(True, False)
+    used_k = one_of(True, False) or place_q == place_k == "rectangle"
+    return Sequences(
+        f"drawn_{seed}",
+        some(place_q, used_q),
+        some(place_k, used_k, page_size if place_k == "paged" else 1),
+        place_q,
+        place_k,
+        used_q,
+        used_k,
+        tuple(rng.integers(0, 5, count).tolist()) if used_q else (),
+        tuple(rng.integers(0, 5, count).tolist()) if used_k else (),
+        page_size,
+        gaps=one_of((0, 0), (1, 0), (3, 5)),
+        bounded=one_of(True, False),
+        heads=(heads_kv * one_of(1, 2, 4), heads_kv),
+        dims=one_of(*dims),
+        dtype=one_of(*dtypes),
+        causal=one_of(True, False),
+        window_size=one_of((-1, -1), (-1, -1), (3, -1), (-1, 2), (4, 4), (70, 9)),
+        diagonal_offset=one_of(None, None, -3, 0, 4, 1000, -1000),
+        softcap=one_of(0.0, 0.0, 5.0),
+        softmax_scale=one_of(None, 0.3),
+    )

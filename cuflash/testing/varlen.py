@@ -1,0 +1,173 @@
+"""Trials of sequences of several lengths, of caches and pages, and of scores and masks of the caller's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import cuflash
+
+from . import appends, sequences
+from .cases import Case
+from .draw import DTYPES, LENGTHS, Draw
+from .functions import FUNCTIONS, SHAPES, Maker, bias_of, blocked, dropped, joined
+from .gradients import Targets
+from .layouts import LAYOUTS, WRITABLE, host, identical
+from .mods import check_backward, check_forward, check_of_lengths, check_repeated, forward
+from .oracle import demand
+from .sequences import Made, Sequences
+
+
+@dataclass(frozen=True, slots=True)
+class Several:
+    """Sequences of several lengths: forward, the same again, lse, and gradients unless `backward` is None.
+
+    grads_out: the layouts of arrays for dq, dk and dv that the caller gives, "" for none.
+    """
+
+    of: Sequences
+    seed: int
+    layout: str = "dense"
+    pages_are_lost: bool = False
+    forward: dict[str, Any] = field(default_factory=dict)
+    backward: dict[str, Any] | None = None
+    grads_out: tuple[str, str, str] = ("", "", "")
+
+    @classmethod
+    def drawn(cls, family: Draw, draw: Draw) -> Several:
+        gradients, dims, dtype = family.chance(0.4), family.dims(), family.one_of(*DTYPES)
+        gradients = gradients and max(dims) <= 256
+        of = sequences.drawn(draw.seed(), LENGTHS, [dims], gradients=gradients, dtypes=[dtype])
+        layout = draw.one_of(*sequences.LAYOUTS) if draw.chance(0.5) else "dense"
+        if gradients:
+            asked = {"deterministic": draw.chance(0.5)}
+            return cls(of, draw.seed(), layout, backward=asked, grads_out=draw.grads_out())
+        forward = draw.one_of({}, {}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 256})
+        return cls(of, draw.seed(), layout, of.place_k == "paged" and draw.chance(0.2), forward)
+
+    def run(self, xp: Any) -> None:
+        """Makes the calls in this array library, and raises MismatchError if one is wrong."""
+        given = sequences.made(self.of, self.seed)
+        if self.backward is not None:
+            self._check_gradients(given, self.backward, xp)
+            return
+        if self.pages_are_lost:
+            given = given.without_pages(self.seed)
+        arguments = given.arguments(xp, self.layout)
+        out, lse = cuflash.forward(**arguments, return_lse=True, **self.forward)
+        alone = cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"})
+        sequences.check(given, out, lse, alone)
+        again = cuflash.forward(**arguments, return_lse=True, **self.forward)
+        demand(identical(again, (out, lse)), "forward does not repeat")
+
+    def _check_gradients(self, given: Made, asked: dict[str, Any], xp: Any) -> None:
+        arguments = given.arguments(xp)
+        targets = Targets(self.grads_out, [arguments[name] for name in "qkv"])
+        found = targets.written(lambda **outs: sequences.gradients(given, xp, self.layout, **outs, **asked))
+        # why 4: sequences of a few rows have a handful of errors, of which the naive computation may be free.
+        sequences.check_gradients(given, found, ulps=4.0)
+        if asked["deterministic"]:
+            first = [host(x).copy() for x in found]
+            again = targets.written(lambda **outs: sequences.gradients(given, xp, self.layout, **outs, **asked))
+            demand(identical(again, first), "deterministic gradients do not repeat")
+        targets.check()
+
+
+@dataclass(frozen=True, slots=True)
+class Append:
+    """New keys and values for a cache, with rotations or without: all bits. layouts: of arrays that are named."""
+
+    arguments: dict[str, Any]
+    layouts: dict[str, str]
+
+    @classmethod
+    def drawn(cls, family: Draw, draw: Draw) -> Append:
+        batch = draw.one_of(1, 2, 3, 5)
+
+        def some(most: int) -> tuple[int, ...]:
+            return tuple(draw.random.integers(0, most, batch).tolist())
+
+        arguments = {
+            "dtype": family.one_of(*DTYPES),
+            "place": draw.one_of(*appends.PLACES),
+            "lengths": some(34),
+            "new": draw.one_of(0, 1, 5, some(9)),
+            "queries": draw.one_of(1, 3, some(9)),
+            "dims": family.one_of((64, 64), (128, 128), (40, 72), (17, 3), (264, 512)),
+            "heads": draw.one_of((4, 2), (1, 1), (8, 1)),
+        }
+        if rotary := draw.one_of(0, 0, 8, 16):
+            arguments |= {"rotary_dim": rotary, "rotary_interleaved": draw.chance(0.5), "wide": draw.chance(0.3)}
+            arguments |= {"q_same_position": draw.chance(0.3), "positions": draw.one_of(60, 20)}
+        written = "dense", "heads_first", "reversed_keys", "odd_start", "even_start"
+        layouts = {name: draw.one_of(*written) for name in appends.WRITTEN}
+        return cls(arguments, layouts | {name: draw.one_of(*WRITABLE) for name in ("k", "v", "q")})
+
+    def run(self, xp: Any) -> None:
+        """Makes the call in this array library, and raises MismatchError if a bit is wrong."""
+        layouts = {name: LAYOUTS[layout] for name, layout in self.layouts.items()}
+        appends.check(appends.drawn(**self.arguments), xp, **layouts)
+
+
+def maker_of(names: Sequence[str]) -> Maker:
+    """What makes the arguments of a call that has all of these: functions, "dropout", or "bias" and its axes."""
+    table = {"dropout": dropped} | FUNCTIONS
+    return joined(*(table[name] if name in table else bias_of(name.removeprefix("bias ")) for name in names))
+
+
+@dataclass(frozen=True, slots=True)
+class OwnSeveral:
+    """Functions and a bias of a call on sequences of several lengths, perhaps with a block mask of its mask_mod."""
+
+    of: Sequences
+    seed: int
+    names: tuple[str, ...]
+    deterministic: bool
+    block_mask: bool
+
+    @classmethod
+    def drawn(cls, family: Draw, draw: Draw) -> OwnSeveral:
+        names = family.one_of(*FUNCTIONS), *family.one_of((), ("dropout",), ("bias bhqk",))
+        gradients, dtype, dim = family.chance(0.5), family.one_of(*DTYPES), family.one_of(64, 64, 128)
+        asked: dict[str, Any] = {"gradients": gradients, "dtypes": [dtype], "batch": (1, 2, 3)}
+        of = sequences.drawn(draw.seed(), LENGTHS, [(dim, dim)], **asked)
+        of = replace(of, bounded=True)  # why: a bias has a row for each query, and a key, of the longest sequences
+        names = names[:1] if "everything" in names else names
+        return cls(of, draw.seed(), names, draw.chance(0.5), draw.chance(0.5))
+
+    def run(self, xp: Any) -> None:
+        """Makes the calls in this array library, and raises MismatchError if one is wrong."""
+        make, given = maker_of(self.names), sequences.made(self.of, self.seed)
+        make = blocked(make, **given.told) if self.block_mask else make
+        check_of_lengths(make, given, xp, [self.deterministic])
+
+
+@dataclass(frozen=True, slots=True)
+class OwnDense:
+    """Functions, a bias and dropout of a dense call, perhaps with a block mask of its mask_mod."""
+
+    case: Case
+    seed: int
+    names: tuple[str, ...]
+    deterministic: bool
+    block_mask: bool
+
+    @classmethod
+    def drawn(cls, family: Draw, draw: Draw) -> OwnDense:
+        names = [family.one_of(*FUNCTIONS)] if family.chance(0.8) else []
+        names += [f"bias {family.one_of(*SHAPES)}"] if family.chance(0.3) and "everything" not in names else []
+        names += ["dropout"] if family.chance(0.3) or not names else []
+        dtype, dim = family.one_of(*DTYPES), family.one_of(64, 64, 128)
+        mask = draw.mask() | {"softcap": family.one_of(0.0, 0.0, 0.0, 5.0), "softmax_scale": None}
+        case = draw.case("own", dtype, (dim, dim), **mask)
+        return cls(case, draw.seed(), tuple(names), draw.chance(0.5), draw.chance(0.5))
+
+    def run(self, xp: Any) -> None:
+        """Makes the calls in this array library, and raises MismatchError if one is wrong."""
+        make, arrays = maker_of(self.names), [xp.asarray(x) for x in self.case.arrays(self.seed)]
+        make = blocked(make) if self.block_mask else make
+        found = check_forward(make, self.case, xp.asarray, with_lse=True, seed=self.seed)
+        demand(identical(forward(make, self.case, xp.asarray, arrays), found), "forward does not repeat")
+        check_gradients = check_repeated if self.deterministic else check_backward
+        check_gradients(make, self.case, xp.asarray, grads=True, seed=self.seed)

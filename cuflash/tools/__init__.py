@@ -1,0 +1,1 @@
+"""The commands: `info`, `warmup`, `bench`, `accuracy` and `selftest`."""

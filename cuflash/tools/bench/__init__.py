@@ -1,0 +1,1 @@
+"""The benchmark: problems, peers, measurement, tables and pictures."""

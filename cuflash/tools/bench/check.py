@@ -1,0 +1,161 @@
+"""Checks results: sampled rows against float64, and the whole result against one that is already known to be right."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...testing.arrays import Inputs, NumpyArrays
+from ...testing.cases import Case
+from .mods import OwnCase
+
+Array = NDArray[np.float64]
+Indices = NDArray[np.int64]
+
+OUTPUTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
+# The largest |error| / |row| of a row in the Euclidean norm. Rounding p and out to a 16-bit dtype of unit roundoff u
+# costs about 0.7 u, in gradients up to 1.2 u; 4 u also allows other orders of summation. A float32 result that was
+# computed in plain TF32 (3e-4) does not pass.
+MAX_ERROR = {"bfloat16": 4 * 2.0**-8, "float16": 4 * 2.0**-11, "float32": 1e-4, "float64": 1e-12}
+LEAST_NORM = 0.1  # of that of the largest sampled row
+CHUNK = 1 << 23  # float64 scores of a head in memory at once: 64 MiB
+
+
+class Sample(NamedTuple):
+    """Rows of one head of an output, and their exact values."""
+
+    output: str
+    batch: int
+    head: int
+    rows: Indices
+    exact: Array  # (len(rows), head_dim or head_dim_v)
+
+
+def outputs(op: str, result: Any) -> dict[str, Any]:
+    """The outputs of an op by name."""
+    return dict(zip(OUTPUTS[op], result if isinstance(result, tuple) else (result,), strict=True))
+
+
+def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int = 0) -> list[Sample]:
+    """Exact values of a few rows of two heads in every output: of q, and of k and v those of their groups."""
+    rng = np.random.default_rng(seed)
+    exact, group = Exact(arrays, case), case.heads_q // case.heads_kv
+    samples = []
+    for batch, head in {(0, 0), (case.batch - 1, case.heads_kv - 1)}:
+        k, v = (arrays.head(x, batch, head) for x in inputs[1:3])
+        first = head * group
+        if op == "forward":
+            rows, values = _out(exact, rng, first, arrays.head(inputs[0], batch, first), k, v)
+            samples.append(Sample("out", batch, first, rows, arrays.host(values)))
+            continue
+        heads = range(first, first + group)
+        of_group = [(arrays.head(inputs[0], batch, n), arrays.head(inputs[3], batch, n)) for n in heads]
+        rows, values = _dq(exact, rng, first, *of_group[0], k, v)
+        samples.append(Sample("dq", batch, first, rows, arrays.host(values)))
+        keys, dk, dv = _dkdv(exact, rng, first, of_group, k, v)
+        samples += [Sample(name, batch, head, keys, arrays.host(x)) for name, x in (("dk", dk), ("dv", dv))]
+    return samples
+
+
+def error(arrays: NumpyArrays, found: dict[str, Any], samples: list[Sample]) -> tuple[str, float]:
+    """The output with the largest relative error of a sampled row, and that error; NaN counts as the largest."""
+    largest = dict.fromkeys(found, 0.0)
+    for output, batch, head, rows, exact in samples:
+        difference = np.linalg.norm(arrays.host(arrays.head(found[output], batch, head))[rows] - exact, axis=1)
+        norms = np.linalg.norm(exact, axis=1)
+        # why: gradients of rows that see few keys may cancel to nearly nothing, beside which any rounding looks large.
+        norms = np.maximum(norms, LEAST_NORM * norms.max())
+        largest[output] = float(np.maximum(largest[output], (difference / norms).max()))
+    return _worst(largest)
+
+
+def distance(arrays: NumpyArrays, found: dict[str, Any], reference: dict[str, Any]) -> tuple[str, float]:
+    """The output with the largest |found - reference| / |reference| in the Euclidean norm, and that distance."""
+    return _worst({output: arrays.distance(found[output], reference[output]) for output in found})
+
+
+def _worst(errors: dict[str, float]) -> tuple[str, float]:
+    output = max(errors, key=lambda output: np.nan_to_num(errors[output], nan=np.inf))
+    return output, errors[output]
+
+
+class Exact:
+    """A problem, with the functions of the caller's own that it may have, in float64, by the library of `arrays`."""
+
+    def __init__(self, arrays: NumpyArrays, case: Case) -> None:
+        def put(x: NDArray[Any]) -> Any:
+            return arrays.constant(x.astype(np.float64) if x.dtype.kind == "f" else x)
+
+        self.put, self.xp, self.problem = arrays.constant, arrays.xp, case.problem()
+        self.functions = case.functions(put) if isinstance(case, OwnCase) else None
+
+    def weights(self, head: int, q: Any, k: Any, rows: Indices) -> tuple[Any, Any, slice]:
+        """Softmax weights of these rows, which ascend, for the keys of a slice, and the slopes of their capped scores.
+
+        None of the rows sees a key outside of the slice. The slope is 1 without a cap.
+        """
+        xp, problem = self.xp, self.problem
+        part = slice(*problem.mask.key_range(int(rows[0]), int(rows[-1]) + 1))
+        i, j = self.put(rows), self.put(np.arange(part.start, part.stop))
+        s, slope = q[i] * problem.softmax_scale @ k[part].T, 1.0
+        if cap := problem.options.softcap:
+            s = xp.tanh(s / cap)
+            slope = 1.0 - s * s
+            s = s * cap
+        seen = problem.mask.visible(i, j)
+        if self.functions is not None:
+            if self.functions.score_mod is not None:
+                s = self.functions.score_mod(s, 0, head, i[:, None], j)
+            seen = seen & self.functions.mask_mod(0, head, i[:, None], j)
+        s = xp.where(seen, s, -xp.inf)
+        p = xp.exp(s - xp.amax(s, axis=1, keepdims=True))
+        p /= p.sum(axis=1, keepdims=True)
+        return p, slope, part
+
+
+def _some(rng: np.random.Generator, begin: int, end: int, always: int) -> Indices:
+    """A few numbers of a range, and one that is always among them, in their order."""
+    return np.unique(np.append(rng.integers(begin, end, 6), always))
+
+
+def _out(exact: Exact, rng: np.random.Generator, head: int, q: Any, k: Any, v: Any) -> tuple[Indices, Any]:
+    end = exact.problem.seqlen_q
+    rows = _some(rng, 0, end, end - 1)
+    p, _, part = exact.weights(head, q, k, rows)
+    return rows, p @ v[part]
+
+
+def _dq(exact: Exact, rng: np.random.Generator, head: int, q: Any, dout: Any, k: Any, v: Any) -> tuple[Indices, Any]:
+    end = exact.problem.seqlen_q
+    rows = _some(rng, end // 2, end, end - 1)  # why late ones: under a causal mask the others see few keys
+    p, slope, part = exact.weights(head, q, k, rows)
+    dp = dout[exact.put(rows)] @ v[part].T
+    return rows, p * (dp - (p * dp).sum(axis=1, keepdims=True)) * slope @ k[part] * exact.problem.softmax_scale
+
+
+def _dkdv(
+    exact: Exact, rng: np.random.Generator, first: int, of_group: list[tuple[Any, Any]], k: Any, v: Any
+) -> tuple[Indices, Any, Any]:
+    """dk and dv of early keys, which many queries see. Each needs a column of weights, and so all rows."""
+    problem = exact.problem
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
+    keys = _some(rng, 0, -(-seqlen_k // 2), 0)
+    at = exact.put(keys)
+    dk, dv = exact.xp.zeros_like(k[at]), exact.xp.zeros_like(v[at])
+    step = max(1, CHUNK // seqlen_k)
+    for head, (q, dout) in enumerate(of_group, first):
+        for begin in range(0, seqlen_q, step):
+            chunk = slice(begin, min(begin + step, seqlen_q))
+            p, slope, part = exact.weights(head, q, k, np.arange(chunk.start, chunk.stop))
+            delta = (dout[chunk] * (p @ v[part])).sum(axis=1, keepdims=True)
+            inside = (keys >= part.start) & (keys < part.stop)
+            if not inside.any():
+                continue
+            here, columns = exact.put(np.flatnonzero(inside)), exact.put(keys[inside] - part.start)
+            p, slope = p[:, columns], slope if isinstance(slope, float) else slope[:, columns]
+            dv[here] += p.T @ dout[chunk]
+            ds = p * (dout[chunk] @ v[at[here]].T - delta) * slope
+            dk[here] += ds.T @ q[chunk] * problem.softmax_scale
+    return keys, dk, dv

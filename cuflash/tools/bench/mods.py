@@ -1,0 +1,132 @@
+"""Problems whose masks or scores are functions: ours take them, and PyTorch's flex_attention does.
+
+One function serves all: its indices are scalars that are traced, tensors of one element, or arrays, of which float64
+makes the exact results. What it loads is an array of the library that asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import mods
+from ...ops.block_mask import create_block_mask
+from ...testing.cases import Case
+
+Put = Callable[[NDArray[Any]], Any]  # makes an array of a library
+CHUNK = 1 << 26  # pairs of query and key at a time
+
+
+class Functions(NamedTuple):
+    """score_mod(score, b, h, q_idx, k_idx) adds to the score; mask_mod(b, h, q_idx, k_idx) shows the key. Or None."""
+
+    score_mod: Any = None
+    mask_mod: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class OwnCase(Case):
+    """A problem with the functions of this name, beside what a `Case` has."""
+
+    own: str = ""
+
+    def functions(self, put: Put) -> Functions:
+        """The functions, with what they load in the library of `put`."""
+        return FUNCTIONS[self.own](put, self)
+
+    def keywords(self, q: Any, put: Put) -> dict[str, Any]:
+        """Of our calls on arrays like q. A block mask is made once, as one is for all layers of a model."""
+        found = READY_MADE[self.own](put, self) if self.own in READY_MADE else self.functions(put)._asdict()
+        if (mask_mod := found.pop("mask_mod", None)) is not None:
+            found["block_mask"] = create_block_mask(mask_mod, 1, 1, self.seqlen_q, self.seqlen_k, like=q)
+        return found
+
+    def share(self) -> float:
+        """The share of all pairs that are seen."""
+        return _share(self)
+
+
+def _causal(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return k_idx <= q_idx
+
+
+def _documents(put: Put, case: Case) -> Functions:
+    number = put(np.repeat(np.arange(4), np.diff(_bounds(case))).astype("int32"))
+    return Functions(mask_mod=lambda b, h, q_idx, k_idx: (number[q_idx] == number[k_idx]) & (k_idx <= q_idx))
+
+
+def _bounds(case: Case) -> NDArray[np.int32]:
+    """Where four documents begin, and the last ends."""
+    n = case.seqlen_k
+    return np.array([0, n // 8, n // 2, 3 * n // 4, n], "int32")
+
+
+def _prefix(put: Put, case: Case) -> Functions:
+    prefix = case.seqlen_k // 4
+    return Functions(mask_mod=lambda b, h, q_idx, k_idx: (k_idx <= q_idx) | (k_idx < prefix))
+
+
+def _chunked(put: Put, case: Case) -> Functions:
+    size = case.seqlen_k // 4
+    return Functions(mask_mod=lambda b, h, q_idx, k_idx: (q_idx // size == k_idx // size) & (k_idx <= q_idx))
+
+
+def _global_window(put: Put, case: Case) -> Functions:
+    window = case.seqlen_k // 16
+    return Functions(mask_mod=lambda b, h, q_idx, k_idx: (abs(q_idx - k_idx) <= window) | (k_idx < 64))
+
+
+def _slopes(case: Case) -> NDArray[np.float32]:
+    return np.exp2(-8.0 * np.arange(1, case.heads_q + 1) / case.heads_q).astype("float32")
+
+
+def _alibi(put: Put, case: Case) -> Functions:
+    slopes = put(_slopes(case))
+    return Functions(lambda score, b, h, q_idx, k_idx: score + slopes[h] * (k_idx - q_idx), _causal)
+
+
+FUNCTIONS: dict[str, Callable[[Put, Case], Functions]] = {
+    "documents": _documents,
+    "prefix LM": _prefix,
+    "chunks": _chunked,
+    "window and global keys": _global_window,
+    "ALiBi": _alibi,
+}
+# How our calls say the same where there is something ready-made.
+READY_MADE: dict[str, Callable[[Put, Case], dict[str, Any]]] = {
+    "documents": lambda put, case: {"mask_mod": mods.document(put(_bounds(case))), "causal": True},
+    "prefix LM": lambda put, case: {"mask_mod": mods.prefix_lm(case.seqlen_k // 4)},
+    "chunks": lambda put, case: {"mask_mod": mods.chunked(case.seqlen_k // 4), "causal": True},
+    "ALiBi": lambda put, case: {"score_mod": mods.alibi(put(_slopes(case))), "causal": True},
+}
+
+
+@cache
+def _share(case: OwnCase) -> float:
+    mask_mod, keys = case.functions(np.asarray).mask_mod, np.arange(case.seqlen_k)
+    step, seen = max(1, CHUNK // case.seqlen_k), 0
+    for begin in range(0, case.seqlen_q, step):
+        rows = np.arange(begin, min(begin + step, case.seqlen_q))[:, None]
+        seen += int(np.count_nonzero(mask_mod(0, 0, rows, keys)))
+    return seen / (case.seqlen_q * case.seqlen_k)
+
+
+def flex_functions(case: Case, put: Put, torch: Any) -> Functions:
+    """The functions that flex_attention takes for any case."""
+    if isinstance(case, OwnCase):
+        return case.functions(put)
+    score_mod = partial(_capped, torch.tanh, case.softcap) if case.softcap else None
+    mask = case.problem().mask
+    if mask.is_full:
+        return Functions(score_mod)
+    lo, hi = mask.lo, mask.hi
+    return Functions(score_mod, lambda b, h, q_idx, k_idx: (k_idx >= q_idx + lo) & (k_idx <= q_idx + hi))
+
+
+def _capped(tanh: Any, cap: float, score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+    return cap * tanh(score / cap)

@@ -1,0 +1,307 @@
+"""Pictures of what was measured, by matplotlib, which the extra `bench` installs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ...errors import ProblemError, UnsupportedError
+from .presets import BOTH, GRIDS
+from .report import Errors
+
+# Colours that people who see few colours tell apart (Okabe and Ito), on a white or a black ground.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#000000")
+OF_PEERS = "torch flash", "torch cuDNN", "FlashAttention-4", "torch efficient", "torch flex"  # the colours after ours
+Colours = dict[str, str]  # by contender
+DTYPES = {"bfloat16": "-", "float16": "--", "float32": ":"}
+
+
+def accuracy() -> Callable[[list[Errors], str, Path], None]:
+    """What draws errors by length and by the size of the scores; UnsupportedError where matplotlib is not installed."""
+    pyplot = _pyplot()
+
+    def draw(rows: list[Errors], machine: str, path: Path) -> None:
+        dims = sorted({row.setting.case.head_dim for row in rows})
+        head_dim = dims[len(dims) // 2]
+        rows = [row for row in rows if row.rms and row.setting.case.head_dim == head_dim and row.setting.case.causal]
+        # why two: a third dtype hides the others, and peers of float32 are others.
+        dtypes = list(dict.fromkeys(row.setting.case.dtype for row in rows))[:2]
+        rows = [row for row in rows if row.setting.case.dtype in dtypes]
+        names = list(dict.fromkeys(_name(row) for row in rows))
+        figure, axes = pyplot.subplots(2, 2, figsize=(9, 7), squeeze=False, layout="constrained")
+        for line, op in zip(axes, ("forward", "backward"), strict=True):
+            of_op = [row for row in rows if row.op == op]
+            middle = max((row.setting.case.seqlen_q for row in of_op if row.setting.size > 1), default=0)
+            by_length = [(_short(row.setting.case.seqlen_q), row) for row in of_op if row.setting.size == 1]
+            by_size = [(f"{row.setting.size:g}", row) for row in of_op if row.setting.case.seqlen_q == middle]
+            _ratios(line[0], names, by_length)
+            _ratios(line[1], names, by_size)
+            line[0].set(title=f"{op}, scores of size 1", xlabel="seqlen", ylabel="error to the smallest one")
+            line[1].set(title=f"{op}, seqlen {_short(middle)}", xlabel="size of the scores (standard deviation)")
+        handles = {x.get_label(): x for line in axes for each in line for x in each.get_lines()}
+        figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3, frameon=False)
+        title = f"Root mean square of errors against float64, head dim {head_dim}, causal: the smaller, the better"
+        figure.suptitle(f"{title}\n{machine.split(':')[0]}", fontsize=11)
+        figure.savefig(path, dpi=160)
+        pyplot.close(figure)
+
+    return draw
+
+
+def bench() -> Callable[[dict[str, Any], Path], list[Path]]:
+    """What draws the file of a benchmark into a folder; UnsupportedError where matplotlib is not installed.
+
+    It returns the files: bars of each op and a summary, or ratios to the best peer, and a roofline.
+    """
+    pyplot = _pyplot()
+
+    def draw(content: dict[str, Any], folder: Path) -> list[Path]:
+        machine, rows = content["machine"], [row for row in content["rows"] if row["seconds"]]
+        if not rows:
+            return []
+        gpus = machine["gpus"] or [{}]
+        where, most, preset = gpus[0].get("name", "CPU"), gpus[0].get("bytes_per_second"), content["preset"]
+        colours, figures = _colours(rows), {}
+        if preset == "memory":
+            figures[preset] = _lines_of_memory(pyplot, colours, rows, f"Memory of a call, {where}")
+        elif preset in GRIDS:
+            for op in dict.fromkeys(row["op"] for row in rows):
+                of_op = [row for row in rows if row["op"] == op]
+                figures[op] = _bars_by_seqlen(pyplot, colours, of_op, f"{op}, {where}")
+            figures["summary"] = _summary(pyplot, colours, rows, where)
+        elif preset == "decode":
+            figures[preset] = _bars_of_reads(pyplot, colours, rows, most, f"Decoding, one query a sequence, {where}")
+        elif any(row.get("ratios") for row in rows):
+            figures[preset] = _bars_of_ratios(pyplot, rows, f"Times as fast as the fastest other library, {where}")
+        limits = most, gpus[0].get("flops_per_second")
+        title = f"Work and memory, {where} (circles: forward, triangles: backward)"
+        figures["roofline"] = _roofline(pyplot, colours, rows, *limits, title)
+        paths = []
+        for name, figure in figures.items():
+            paths.append(folder / f"{preset}-{name}.png".replace(f"{preset}-{preset}", preset))
+            try:
+                figure.savefig(paths[-1], dpi=160, facecolor="white")  # why white: legible on a dark page, too
+            except OSError as error:
+                raise ProblemError(f"{paths[-1]} cannot be written: {error}") from error
+            finally:
+                pyplot.close(figure)
+        return paths
+
+    return draw
+
+
+def _bars_by_seqlen(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
+    """TFLOP/s by length, as papers draw them: a panel for each head dim and mask of the most frequent dtype."""
+    rows = _of_one_dtype(rows)
+    dims, masks = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal"))
+    panels = [
+        [
+            (
+                f"head dim {dim}, {_mask(causal)}",
+                [row for row in rows if (row["head_dim"], row["causal"]) == (dim, causal)],
+            )
+            for causal in masks
+        ]
+        for dim in dims
+    ]
+    return _panels_of_bars(pyplot, colours, panels, f"{title}, {rows[0]['dtype']}: the higher, the better")
+
+
+def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
+    """The same of the middle head dim and one mask, a panel for each op, with the first of ours alone."""
+    rows = _of_one_dtype(rows)
+    dims, masks, ops = (sorted({row[name] for row in rows}) for name in ("head_dim", "causal", "op"))
+    dim, causal = dims[len(dims) // 2], masks[-1]
+    panels = []
+    for op in reversed(ops):
+        here = [row for row in rows if (row["op"], row["head_dim"], row["causal"]) == (op, dim, causal)]
+        first = next((row["contender"] for row in here if row["ours"]), None)
+        shown = [row for row in here if row["contender"] == first or not row["ours"]]
+        panels.append((op, [row | {"contender": "cuflash"} if row["ours"] else row for row in shown]))
+    about = f"head dim {dim}, {_mask(causal)}, {rows[0]['dtype']}"
+    return _panels_of_bars(pyplot, colours, [panels], f"{title}, {about}: the higher, the better")
+
+
+def _colours(rows: list[dict[str, Any]]) -> Colours:
+    """One for each contender, for those of OF_PEERS in all pictures the same: ours of every op has the first."""
+    firsts = {op: next((row["contender"] for row in rows if row["ours"] and row["op"] == op), "") for op in BOTH}
+    found = dict.fromkeys(("cuflash", *firsts.values()), COLOURS[0]) | dict(zip(OF_PEERS, COLOURS[1:], strict=False))
+    others = dict.fromkeys(row["contender"] for row in rows if row["contender"] not in found)
+    left = COLOURS[1 + len(OF_PEERS) :]
+    return found | {name: left[number % len(left)] for number, name in enumerate(others)}
+
+
+def _of_one_dtype(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    dtypes = [row["dtype"] for row in rows]
+    return [row for row in rows if row["dtype"] == max(dict.fromkeys(dtypes), key=dtypes.count)]
+
+
+def _mask(causal: bool) -> str:
+    return "causal" if causal else "no mask"
+
+
+def _panels_of_bars(
+    pyplot: Any, colours: Colours, panels: list[list[tuple[str, list[dict[str, Any]]]]], title: str
+) -> Any:
+    """Bars of TFLOP/s by length in panels, each of which has a title and rows."""
+    names = list(dict.fromkeys(row["contender"] for line in panels for _, rows in line for row in rows))
+    shape = len(panels), len(panels[0])
+    size = 4.6 * shape[1] + 0.4, 2.5 * shape[0] + 1.1
+    figure, axes = pyplot.subplots(*shape, figsize=size, squeeze=False, layout="constrained")
+    for line, each in zip(axes, panels, strict=True):
+        for panel, (heading, rows) in zip(line, each, strict=True):
+            seqlens = sorted({row["seqlen_q"] for row in rows})
+            for number, name in enumerate(names):
+                found = {row["seqlen_q"]: row["tflops"] for row in rows if row["contender"] == name}
+                _bars(panel, colours, number, names, [found.get(seqlen, 0.0) for seqlen in seqlens])
+            panel.set(title=heading, xlabel="seqlen", ylabel="TFLOP/s")
+            panel.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
+    return _finished(figure, axes, title)
+
+
+def _lines_of_memory(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: str) -> Any:
+    """Peak bytes by length, a panel for each op."""
+    ops = list(dict.fromkeys(row["op"] for row in rows))
+    size = 4.6 * len(ops) + 0.4, 4.0
+    figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, op in zip(axes[0], ops, strict=True):
+        lines: dict[str, list[tuple[int, float]]] = {}
+        for row in rows:
+            if row["op"] == op:
+                lines.setdefault(row["contender"], []).append((row["seqlen_q"], row["peak_bytes"] / 2**20))
+        for number, (name, line) in enumerate(lines.items()):
+            width = 1.0 + 1.2 * (len(lines) - 1 - number)  # why: lines that lie on each other are all seen
+            panel.plot(*zip(*line, strict=True), lw=width, color=colours[name], label=name)
+        seqlens = sorted({row["seqlen_q"] for row in rows})
+        panel.set(xscale="log", yscale="log", title=op, xlabel="seqlen", ylabel="MiB")
+        panel.set_xticks(seqlens, [_short(seqlen) for seqlen in seqlens])
+        panel.set_xticks([], minor=True)
+        panel.grid(alpha=0.3)
+    return _finished(figure, axes, f"{title}: the lower, the better")
+
+
+def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, title: str) -> Any:
+    """Bytes a second of each problem, beside what the memory gives."""
+    names, cases = (list(dict.fromkeys(row[name] for row in rows)) for name in ("contender", "name"))
+    figure, axes = pyplot.subplots(1, 1, figsize=(10, 4.6), squeeze=False, layout="constrained")
+    panel = axes[0][0]
+    for number, name in enumerate(names):
+        found = {row["name"]: row["num_bytes"] / row["seconds"] * 1e-9 for row in rows if row["contender"] == name}
+        _bars(panel, colours, number, names, [found.get(case, 0.0) for case in cases])
+    if most:
+        panel.axhline(most * 1e-9, color="black", lw=1, ls="--", label="the most that the memory gives")
+    labels = [re.sub(r" (heads|batch|keys)", r"\n\1", case.removeprefix("decode ")) for case in cases]
+    panel.set_xticks(range(len(cases)), labels, fontsize=6)
+    panel.set(ylabel="GB/s")
+    return _finished(figure, axes, f"{title}: the higher, the better")
+
+
+def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
+    """How many times as fast as the fastest peer we are on each problem, a panel for each op."""
+    ours = [row for row in rows if row["ours"] and row["ratios"]]
+    ours = [row for row in ours if row["contender"] == next(x["contender"] for x in ours if x["op"] == row["op"])]
+    cases, ops = (list(dict.fromkeys(row[name] for row in ours)) for name in ("name", "op"))
+    size = 3.6 * len(ops) + 2.4, 0.16 * len(cases) + 1.2
+    figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel, op in zip(axes[0], ops, strict=True):
+        found = {row["name"]: min(row["ratios"].values()) for row in ours if row["op"] == op}
+        values = [found.get(case, 0.0) for case in cases]
+        panel.barh(range(len(cases)), values, color=[COLOURS[0 if x >= 1 else 1] for x in values])
+        panel.axvline(1.0, color="black", lw=1)
+        panel.set_yticks(range(len(cases)), cases, fontsize=6)
+        panel.set(title=op, xlabel="times as fast (orange: slower)")
+        panel.grid(axis="x", alpha=0.3)
+        panel.set_axisbelow(True)
+    axes[0][0].set_ylim(len(cases) - 0.4, -0.6)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _roofline(
+    pyplot: Any, colours: Colours, rows: list[dict[str, Any]], most: float | None, peak: float | None, title: str
+) -> Any:
+    """Speed by operations for each byte of the arrays, below what the memory and the tensor cores allow."""
+    figure, axes = pyplot.subplots(1, 1, figsize=(7, 4.6), squeeze=False, layout="constrained")
+    panel, points = axes[0][0], dict[tuple[str, str], list[tuple[float, float]]]()
+    for row in rows:
+        point = row["flops"] / row["num_bytes"], row["tflops"]
+        points.setdefault((row["contender"], row["op"]), []).append(point)
+    for (name, op), of_one in points.items():
+        label = "cuflash" if colours[name] == COLOURS[0] else name
+        marker = "o" if op == "forward" else "^"
+        panel.scatter(*zip(*of_one, strict=True), s=12, marker=marker, color=colours[name], label=label)
+    work = [x for of_one in points.values() for x, _ in of_one]
+    if most:
+        ridge = (peak or max(row["tflops"] for row in rows) * 1e12) / most
+        ends = [min(*work, ridge), ridge]
+        panel.plot(ends, [x * most * 1e-12 for x in ends], color="black", lw=1, ls="--", label="what the memory allows")
+        if peak:
+            ends = [ridge, max(*work, ridge)]
+            panel.plot(ends, [peak * 1e-12] * 2, color="black", lw=1, label="16-bit tensor cores")
+    panel.set(xscale="log", yscale="log", xlabel="FLOP for each byte of the arrays", ylabel="TFLOP/s")
+    return _finished(figure, axes, title)
+
+
+def _bars(panel: Any, colours: Colours, number: int, names: list[str], values: list[float]) -> None:
+    """Bars of one of several contenders, beside those of the others."""
+    width = 0.84 / len(names)
+    places = [place + (number - (len(names) - 1) / 2) * width for place in range(len(values))]
+    panel.bar(places, values, width, color=colours[names[number]], label=names[number])
+    panel.grid(axis="y", alpha=0.3)
+    panel.set_axisbelow(True)
+
+
+def _finished(figure: Any, axes: Any, title: str) -> Any:
+    """With one legend below all panels."""
+    handles: dict[str, Any] = {}
+    for panel in (each for line in axes for each in line):
+        shown, labels = panel.get_legend_handles_labels()
+        handles |= zip(labels, shown, strict=True)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(title, fontsize=10)
+    return figure
+
+
+def _name(row: Errors) -> str:
+    return "cuflash" if row.ours else row.contender
+
+
+def _short(number: float) -> str:
+    """A length as in "4k"."""
+    return f"{number / 1024:g}k" if number >= 1024 else f"{number:g}"
+
+
+def _ratios(axes: Any, names: list[str], points: list[tuple[str, Errors]]) -> None:
+    """A line for each contender and dtype. Below each place stands our error to the output, in the first dtype."""
+    places = list(dict.fromkeys(place for place, _ in points))
+    least: dict[tuple[str, str], float] = {}
+    of_ours: dict[str, str] = {}
+    for place, row in points:
+        key, error = (place, row.setting.case.dtype), row.worst
+        least[key] = min(error, least.get(key, error))
+        if row.ours:
+            of_ours.setdefault(place, f"{error:.1e}")
+    lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for place, row in points:
+        dtype = row.setting.case.dtype
+        lines.setdefault((_name(row), dtype), []).append((places.index(place), row.worst / least[place, dtype]))
+    for (name, dtype), line in lines.items():
+        number = names.index(name)
+        # why thick and below: a line that lies on another one is still seen.
+        drawn = {"color": COLOURS[number % len(COLOURS)], "lw": 1.3 if number else 3.0, "zorder": 2 if number else 1}
+        axes.plot(*zip(*line, strict=True), DTYPES[dtype], marker="o", ms=3, label=f"{name}, {dtype}", **drawn)
+    axes.set_xticks(range(len(places)), [f"{place}\n{of_ours.get(place, '')}" for place in places])
+    axes.grid(alpha=0.3)
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UnsupportedError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
+    matplotlib.use("Agg")  # why: there may be no screen
+    from matplotlib import pyplot
+
+    return pyplot

@@ -1,0 +1,215 @@
+"""Times our kernels and those of the peers found on this machine, in turn on the same inputs; checks results before.
+
+It exits with 1 if a result is wrong or one of ours did not run. Without a GPU it times the NumPy path.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ...errors import ProblemError
+from ...problem.options import ALGORITHMS
+from ...testing.arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays, find
+from ...testing.cases import Case
+from .. import arguments
+from . import check, compare, measure, peers, pictures, table
+from .peers import Contender
+from .presets import OF_PROBLEMS, PRESETS, square
+from .report import Report, Row
+
+ROTATED_BYTES = 1 << 28  # calls rotate through input sets, which together exceed every GPU's L2 cache
+OPS = tuple(check.OUTPUTS)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+    told = "what to measure: " + "; ".join(f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items())
+    parser.add_argument("preset", nargs="?", choices=PRESETS, default="paper", help=told)
+    parser.add_argument("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
+    parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
+    parser.add_argument(
+        "--head-dims", type=arguments.integers, metavar="N,N", help="default 64,128,256; 64 without a GPU"
+    )
+    parser.add_argument("--seqlens", type=arguments.integers, metavar="N,N", help="such as 1k,16k")
+    causal = "only this mask; default both, quick only causal"
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, help=causal)
+    parser.add_argument(
+        "--algorithms",
+        type=partial(arguments.names, ALGORITHMS),
+        metavar="A,A",
+        help="of forward; default flash2; also flash1, flashd, standard",
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="problems whose name has this text")
+    rounds, turns = partial(arguments.count, least=3), "turns of each contender, from 3 on; default 3"
+    parser.add_argument("--rounds", type=rounds, default=3, metavar="N", help=turns)
+    parser.add_argument("--json", type=arguments.output, metavar="FILE", help="write everything measured to FILE")
+    parser.add_argument(
+        "--pictures", type=arguments.folder, metavar="FOLDER", help="draw it into this folder; needs matplotlib"
+    )
+    parser.add_argument(
+        "--draw", type=arguments.existing, metavar="FILE", help="a file of --json, into --pictures; measure nothing"
+    )
+    parser.add_argument(
+        "--compare",
+        nargs=2,
+        type=arguments.existing,
+        metavar=("OLD", "NEW"),
+        help="two files of --json; measure nothing",
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Runs the benchmark, prints and writes the report; returns 1 if an output is wrong or one of ours did not run."""
+    if options.compare:
+        return compare.show(*options.compare)
+    _refuse_what_is_not_taken(options)
+    draw = pictures.bench() if options.pictures else None  # why first: it says at once what is not installed
+    if options.draw and draw:
+        return _drawn(draw, compare.read(options.draw), options.pictures)
+    arrays, no_gpu = find()
+    if no_gpu:
+        print(f"Timing the NumPy path on the CPU, in small problems: {no_gpu}")
+    report = bench(arrays, options)
+    content = table.facts(report)
+    table.show(report)
+    try:
+        if options.json:
+            table.write(options.json, content)
+    finally:  # why: what was measured is drawn all the same
+        if draw is not None:
+            _drawn(draw, content, options.pictures)
+    return int(report.failed)
+
+
+def _refuse_what_is_not_taken(options: argparse.Namespace) -> None:
+    """Options that would change nothing."""
+    given = [name for name in OF_PROBLEMS if getattr(options, name) is not None]
+    if found := [name for name in given if name not in PRESETS[options.preset].takes]:
+        takers = ", ".join(name for name, preset in PRESETS.items() if found[0] in preset.takes)
+        raise ProblemError(f"--{found[0].replace('_', '-')} goes with {takers}; leave it out")
+    if options.draw and not options.pictures:
+        raise ProblemError("--draw goes with --pictures FOLDER: add the folder to draw into")
+    if options.draw and options.json:
+        raise ProblemError("--draw measures nothing that --json could write; leave one of them out")
+
+
+def _drawn(draw: Callable[[dict[str, Any], Path], list[Path]], content: dict[str, Any], folder: Path) -> int:
+    paths = draw(content, folder)
+    for path in paths:
+        print(f"drawn: {path}")
+    if not paths:
+        print("drawn: nothing, as nothing was timed")
+    return 0
+
+
+def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
+    """Measures all problems of the preset; for a grid on a GPU host times, and for the paper start-up times, too."""
+    preset = PRESETS[options.preset]
+    found, missing = peers.find(arrays, flex=preset.beside_flex)
+    report = Report(peers.machine(arrays), arrays.name, options.preset, missing, command=options.typed)
+    timed = [x for x in preset.make(arrays, options) if options.only.lower() in x.case.name.lower()]
+    if not timed:
+        of_ops = f" of {' and '.join(options.ops)}" if options.ops else ""
+        raise ProblemError(f"no problem of {options.preset}{of_ops} has {options.only!r} in its name")
+    ops = tuple(dict.fromkeys(x.op for x in timed))
+    algorithms = options.algorithms or preset.algorithms
+    contenders = {op: peers.ours(op, arrays, algorithms) + [x for x in found if x.op == op] for op in ops}
+    columns = TextColumn("bench"), BarColumn(), TextColumn("{task.fields[name]}"), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("", total=len(timed), name="")
+        for op, case in timed:
+            progress.update(bar, name=f"{op} {case.name}")
+            report.rows += (rows := run_case(arrays, case, contenders[op], options.rounds))
+            progress.console.print(table.line(options.preset, rows), markup=False, highlight=False, soft_wrap=True)
+            progress.advance(bar)
+    if isinstance(arrays, CupyArrays) and preset.is_grid:
+        for op in ops:
+            report.host_seconds |= host_times(arrays, contenders[op])
+        if preset.times_first_calls:
+            report.startup = measure.startup(ops)
+    return report
+
+
+def run_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], rounds: int) -> list[Row]:
+    """Checks every contender that takes this dtype, then times in turn those that are right."""
+    present = [contender for contender in contenders if case.dtype in contender.dtypes]
+    op = present[0].op
+    inputs = arrays.inputs(op, case)
+    rows = {row.contender.name: row for row in check_case(arrays, case, present, inputs)}
+    arrays.release()
+    num_sets = max(1, min(16, -(-ROTATED_BYTES // sum(x.nbytes for x in inputs)))) if arrays.on_gpu else 1
+    input_sets = [inputs, *(arrays.inputs(op, case, seed) for seed in range(1, num_sets))]
+    sound = [x for x in present if rows[x.name].error is not None and not rows[x.name].wrong]
+    prepared = {x.name: partial(x.run, input_sets, case) for x in sound}
+    seconds, notes = measure.seconds_per_call(arrays, prepared, rounds)
+    arrays.release()
+    on_gpu: dict[str, measure.Seconds] = {}
+    state: dict[str, float] = {}
+    if isinstance(arrays, CupyArrays):
+        captured = {x.name: prepared[x.name] for x in sound if x.captures and x.name in seconds}
+        on_gpu, more = measure.seconds_in_graphs(
+            arrays, captured, seconds, rounds, lambda: state.update(arrays.state())
+        )
+        notes |= more
+        arrays.release()
+    return [
+        replace(row, wall=seconds.get(name), graph=on_gpu.get(name), state=state, note=row.note or notes.get(name, ""))
+        for name, row in rows.items()
+    ]
+
+
+def check_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], inputs: Inputs) -> list[Row]:
+    """Calls each contender once; compares sampled rows with float64, and all rows with the first right contender."""
+    samples = check.sample(arrays, contenders[0].op, case, inputs)
+    bound = check.MAX_ERROR[case.dtype]
+    rows: list[Row] = []
+    reference: tuple[str, dict[str, Any]] | None = None
+    for contender in contenders:
+        try:
+            run = contender.run([inputs], case)
+            with run.scope():
+                run.repeat(1)  # why: a first call may take memory that later ones do not
+                arrays.synchronize()
+                arrays.release()
+                result, peak = arrays.peak(run.calls[0])
+            arrays.synchronize()
+            found = check.outputs(contender.op, result)
+            del result
+        except Exception as error:  # why: a peer that does not run here leaves a gap in the table, not more
+            note = measure.reason(error, whole=contender.ours)
+            rows.append(Row(case, contender, note=note))
+            continue
+        output, off = check.error(arrays, found, samples)
+        wrong = not off <= bound  # why: NaN is wrong too
+        note = f"error {off:.2e} in sampled rows of {output} is over {bound:.2e}" if wrong else ""
+        if not wrong and reference is None:
+            reference = contender.name, found
+        elif not wrong and reference is not None:
+            output, apart = check.distance(arrays, found, reference[1])
+            wrong = not apart <= 2 * bound
+            note = f"{output} differs from {reference[0]} by {apart:.2e}, more than {2 * bound:.2e}" if wrong else ""
+        rows.append(Row(case, contender, error=off, note=note, wrong=wrong, peak_bytes=peak))
+    return rows
+
+
+def host_times(arrays: CupyArrays, contenders: list[Contender]) -> dict[str, float]:
+    """Seconds to enqueue a repeated call on a problem whose kernel takes less; ours are timed on CuPy arrays, too."""
+    case = square(1, 128, 1, 64, "float16", True)
+    timings: dict[str, float] = {}
+    for kind in (CupyArrays(), arrays) if isinstance(arrays, TorchArrays) else (arrays,):
+        for contender in contenders:
+            if case.dtype in contender.dtypes and (contender.ours or kind is arrays):
+                with contextlib.suppress(Exception):  # why: the rows say which contenders cannot run
+                    run = contender.run([kind.inputs(contender.op, case)], case)
+                    name = f"{contender.op}, {contender.name}, {kind.name} arrays"
+                    timings[name] = measure.host_seconds(kind, run)
+    return timings

@@ -1,0 +1,136 @@
+"""Tells what is installed: versions, GPUs and the kernel cache. A missing part is named; it is not an error."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import platform
+from collections import Counter
+from importlib import metadata, util
+from typing import Any
+
+import numpy as np
+
+from .. import __version__, units
+from ..errors import INSTALL_HINT, CompileError, UnsupportedError
+from ..planning import device
+from ..runtime import compiler
+from ..runtime.cache import check_writable, contents
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The command has no options."""
+
+
+def main(options: argparse.Namespace) -> int:
+    """Prints all of it."""
+    print(text())
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """Versions of cuflash and of everything installed that it runs on."""
+    found = {"cuflash": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
+    if (cupy := _distribution("cupy")) is not None:
+        found["CuPy"] = cupy
+    with contextlib.suppress(UnsupportedError):
+        found["NVRTC"] = ".".join(map(str, compiler.nvrtc_version()))
+    if driver := _driver():
+        found["driver"] = f"CUDA {driver // 1000}.{driver % 1000 // 10}"
+    for package in ("torch", "jax"):
+        if (version := _distribution(package)) is not None:
+            found[package] = version
+    return found
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Name, architecture, multiprocessors and shared memory (bytes) of each GPU; "problem" for one that is too old."""
+    facts: list[dict[str, Any]] = []
+    for ordinal in range(device.count()):
+        try:
+            found = device.query(ordinal)
+        except UnsupportedError as error:
+            facts.append({"name": f"GPU {ordinal}", "problem": str(error)})
+            continue
+        names = "name", "arch", "num_sms", "smem_per_block", "smem_per_sm"
+        facts.append({name: getattr(found, name) for name in names})
+    return facts
+
+
+def machine() -> dict[str, Any]:
+    """The versions, GPUs and platform that a benchmark was measured on."""
+    return {"versions": versions(), "gpus": gpus(), "platform": f"{platform.system()} {platform.machine()}"}
+
+
+def line(machine: dict[str, Any]) -> str:
+    """The GPUs and versions of a machine in one line."""
+    names = Counter(f"{gpu['name']} ({gpu['arch']}, {gpu['num_sms']} SMs)" for gpu in machine["gpus"] if "arch" in gpu)
+    found = [name if count == 1 else f"{count} x {name}" for name, count in names.items()]
+    return f"{'; '.join(found) or 'CPU'}: " + ", ".join(f"{name} {x}" for name, x in machine["versions"].items())
+
+
+def missing() -> list[str]:
+    """The reasons why this installation cannot run on a GPU; empty if it can."""
+    try:
+        compiler.nvrtc_version()
+    except UnsupportedError as error:
+        return [str(error)]
+    if not _driver():
+        return ["no NVIDIA driver was found: kernels compile here, but only NumPy arrays run"]
+    if not device.count():
+        return [f"CuPy can use no GPU; if there is one, its driver is too old for this CuPy: {INSTALL_HINT}"]
+    return []
+
+
+def cache() -> str:
+    """What is in the kernel cache, and why no kernel can be added, if so, or why there is none, and what to do."""
+    try:
+        folder, sizes = contents()
+    except UnsupportedError as error:
+        return f"none: {error}"
+    found = f"{folder}: {len(sizes)} kernels, {units.memory(sum(sizes))}"
+    try:
+        check_writable()
+    except UnsupportedError as error:
+        return f"{found}; no more can be kept: {error}" if sizes else f"none: {error}"
+    return found
+
+
+def text() -> str:
+    """All of this as text for a person."""
+    lines = [f"{name:<9} {version}" for name, version in versions().items()]
+    for ordinal, gpu in enumerate(gpus()):
+        facts = gpu.get("problem") or (
+            f"{gpu['name']}, {gpu['arch']}, {gpu['num_sms']} SMs, shared memory {gpu['smem_per_block'] // 1024} KiB a "
+            f"block, {gpu['smem_per_sm'] // 1024} KiB an SM"
+        )
+        lines.append(f"GPU {ordinal:<5} {facts}")
+    try:
+        lines.append(f"sources   {compiler.source_root()}")
+    except CompileError as error:
+        lines.append(f"sources   missing: {error}")
+    lines.append(f"cache     {cache()}")
+    lines += [f"no GPU    {reason}" for reason in missing()]
+    return "\n".join(lines)
+
+
+def _driver() -> int:
+    """The CUDA version the driver offers, such as 13000; 0 without a driver or CuPy."""
+    try:
+        from cupy.cuda import runtime
+
+        return int(runtime.driverGetVersion())
+    except Exception:  # why: as in device.count(), CuPy raises its own error types
+        return 0
+
+
+def _distribution(package: str) -> str | None:
+    """Version of an importable package by its metadata: importing torch or jax takes seconds."""
+    if util.find_spec(package) is None:
+        return None
+    for name in (package, f"{package}-cuda13x", f"{package}-cuda12x"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "(unknown version)"

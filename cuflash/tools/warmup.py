@@ -1,0 +1,228 @@
+"""Compiles kernels into the cache on disk, so that no first call waits for the compiler.
+
+One kernel serves all masks, scales, lengths, numbers of heads and strides: they are passed to it when it runs, so no
+option asks for them. The options name what needs a kernel of its own. Arrays are assumed to be dense. Kernels for
+sequences of several lengths, and those with scores or masks of the caller's own, are left to the first such call. With
+--device this needs no GPU, only NVRTC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from itertools import product
+from typing import Any
+
+from ..errors import CompileError, UnsupportedError
+from ..planning import device as devices
+from ..planning.device import Device
+from ..planning.planner import plan
+from ..planning.variant import ALGORITHM_CODES, Variant
+from ..problem.array_spec import ArraySpec
+from ..problem.dtypes import GPU_DTYPES
+from ..problem.operands import APPEND_KV, INTEGERS, merge_op
+from ..problem.operands import OPS as PUBLIC
+from ..problem.options import Options
+from ..problem.problem import Problem
+from ..runtime import compiler
+from ..runtime.cache import cache_dir, prepared
+from . import arguments
+
+OPS = ("forward", "lse", "backward", "merge", "append_kv")
+# Which kernel runs may depend on these: the dense calls of programs are among their combinations.
+BATCHES, SEQLENS, HEADS = (1, 16, 128), (1, 128, 1024, 4096, 16384, 65536), ((2, 2), (16, 1), (32, 8))
+COMPILED, THERE, FAILED = "compiled", "there", "failed"
+HEAD_DIMS = re.compile(r"([1-9]\d*)(?:x([1-9]\d*))?")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the command."""
+
+    def add_list(name: str, default: str, parse: Callable[[str], Any], more: str) -> None:
+        parser.add_argument(name, type=parse, default=default, metavar="X,X", help=f"default {default}; {more}")
+
+    add_list("--dtypes", "float16,bfloat16", _some_of(GPU_DTYPES), "also float32")
+    add_list("--head-dims", "64,128", _head_dims, "each of q, k and v, or of q and k and of v as in 192x128")
+    add_list("--ops", "forward,backward", _some_of(OPS), "also lse, merge, append_kv")
+    add_list("--algorithms", "flash2", _some_of(ALGORITHM_CODES), "also flash1, flashd; of forward")
+    parser.add_argument("--out-dtype", choices=["float32"], help="of out; default the dtype of the inputs")
+    parser.add_argument("--softcap", action="store_true", help="the kernels of capped scores, too, where they differ")
+    parser.add_argument("--deterministic", action="store_true", help="of backward: the deterministic kernels, too")
+    parser.add_argument(
+        "--device", help=f"default every GPU of this machine; or cuda:0, or one of {', '.join(devices.KNOWN)}"
+    )
+    parser.add_argument(
+        "--jobs", type=arguments.count, default=os.cpu_count() or 1, metavar="N", help="default one a CPU"
+    )
+
+
+def main(options: argparse.Namespace) -> int:
+    """Compiles what is not cached yet; returns 1 if a kernel did not compile, or if the options have no kernel."""
+    compiler.nvrtc_version()  # raises and says what to install if NVRTC is missing
+    chosen, problems = _devices(options.device)
+    variants, skipped = _variants(options, chosen)
+    for line in (*problems, *skipped):
+        print(line, file=sys.stderr)
+    missing = [variant for variant in variants if not _is_there(variant)]
+    # why before anything is compiled: the work would be lost
+    folder = prepared() if missing else cache_dir()
+    started = time.perf_counter()
+    counts, errors = _compile_all(missing, options.jobs)
+    counts[THERE] = len(variants) - len(missing)
+    seconds = time.perf_counter() - started
+    for error in errors:
+        print(error, file=sys.stderr)
+    archs = ", ".join(dict.fromkeys(device.arch for device in chosen))
+    told = f"{len(variants)} kernel{'' if len(variants) == 1 else 's'} for {archs}"
+    outcomes = {COMPILED: f"compiled in {seconds:.1f} s", THERE: "were there", FAILED: "failed"}
+    if variants:
+        told += ": " + ", ".join(f"{counts[kind]} {words}" for kind, words in outcomes.items() if counts[kind])
+        told += f"; {folder}"
+    print(told)
+    return int(bool(errors) or not variants)
+
+
+def _devices(name: str | None) -> tuple[list[Device], list[str]]:
+    """The GPUs to compile for, each kind once, and why other GPUs of this machine are left out."""
+    if name is not None:
+        return [devices.of_name(name)], []
+    found: dict[Device, None] = {}
+    problems = []
+    for ordinal in range(devices.count()):
+        try:
+            found[devices.query(ordinal)] = None
+        except UnsupportedError as error:
+            problems.append(f"left out: {error}")
+    if not found:
+        raise UnsupportedError(
+            "\n".join((*problems, "there is no GPU to compile for (python -m cuflash info says why);"))
+            + f" give --device, one of {', '.join(devices.KNOWN)}"
+        )
+    return list(found), problems
+
+
+def _variants(options: argparse.Namespace, chosen: list[Device]) -> tuple[dict[Variant, None], dict[str, None]]:
+    """Every kernel that dense calls of these options launch, and a line for each combination that has none."""
+    found: dict[Variant, None] = {}
+    skipped: dict[str, None] = {}
+    for device, dtype, head_dims, (op, more) in product(chosen, options.dtypes, options.head_dims, _calls(options)):
+        try:
+            found |= _variants_of(op, dtype, head_dims, device, more)
+        except UnsupportedError as error:
+            skipped[f"left out: {op}: {error}"] = None
+    return found, skipped
+
+
+def _calls(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(op, keyword arguments) of each call to plan, without dtypes and head dims."""
+    for op, softcap in product(options.ops, (0.0, 1.0) if options.softcap else (0.0,)):
+        more = {"softcap": softcap, "out_dtype": options.out_dtype}
+        if op == "forward":
+            yield from ((op, more | {"algorithm": algorithm}) for algorithm in options.algorithms)
+        elif op == "backward":
+            kinds = (False, True) if options.deterministic else (False,)
+            yield from ((op, more | {"deterministic": deterministic}) for deterministic in kinds)
+        else:
+            yield op, {"softcap": softcap}
+
+
+def _variants_of(
+    op: str, dtype: str, head_dims: tuple[int, int], device: Device, more: dict[str, Any]
+) -> dict[Variant, None]:
+    problems: Iterable[Problem]
+    if op in PUBLIC:
+        problems = _dense(op, dtype, head_dims, more)
+    else:
+        q, v = (ArraySpec.dense((2, 128, 2, dim), dtype) for dim in head_dims)
+        lse, lengths = ArraySpec.dense((2, 2, 128), "float32"), ArraySpec.dense((2,), INTEGERS)
+        of_merge, of_append = (merge_op(1), [v, lse]), (APPEND_KV, [q, v, q, v, lengths])
+        problems = [Problem.of(*(of_merge if op == "merge" else of_append), Options())]
+    return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
+
+
+def _dense(op: str, dtype: str, head_dims: tuple[int, int], more: dict[str, Any]) -> Iterator[Problem]:
+    """Calls of all sizes, without a mask and causal; of forward, also of few queries, for which keys are split."""
+    out_dtype = more.get("out_dtype") or dtype
+    for batch, seqlen, (heads_q, heads_kv), causal in product(BATCHES, SEQLENS, HEADS, (True, False)):
+        few = product((1, 8), (0, 2)) if op == "forward" else ()
+        for queries, splits in ((seqlen, 0), *few):
+            q, out = (ArraySpec.dense((batch, queries, heads_q, dim), dtype) for dim in head_dims)
+            k, v = (ArraySpec.dense((batch, seqlen, heads_kv, dim), dtype) for dim in head_dims)
+            of_gradients = [out, out._replace(dtype=out_dtype)] if op == "backward" else []
+            options = Options(causal=causal, num_splits=splits, **more)
+            yield Problem.of(PUBLIC[op], [q, k, v][: 2 if op == "lse" else 3] + of_gradients, options)
+
+
+def _compile_all(variants: list[Variant], jobs: int) -> tuple[Counter[str], dict[str, None]]:
+    """Compiles the variants; returns the count of each outcome, and the errors. A terminal shows a progress bar."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    watched = sys.stderr.isatty()
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+    counts: Counter[str] = Counter()
+    errors: dict[str, None] = {}
+    with (
+        Progress(*columns, console=Console(stderr=True), transient=True, disable=not watched) as progress,
+        ThreadPoolExecutor(jobs) as pool,
+    ):
+        task = progress.add_task("", total=len(variants))
+        futures = {pool.submit(_compile, variant): variant.name for variant in variants}
+        try:
+            for done in as_completed(futures):
+                outcome, text = done.result()
+                counts[outcome] += 1
+                if outcome == FAILED:
+                    errors[text] = None
+                elif not watched:
+                    print(text, file=sys.stderr, flush=True)
+                progress.update(task, advance=1, description=futures[done])
+        finally:
+            pool.shutdown(cancel_futures=True)  # why: after an interrupt, leaving `with` would compile all the rest
+    return counts, errors
+
+
+def _is_there(variant: Variant) -> bool:
+    try:
+        return compiler.is_cached(variant)
+    except (CompileError, UnsupportedError):
+        return False  # why no error: to compile it tells why it cannot be
+
+
+def _compile(variant: Variant) -> tuple[str, str]:
+    """Compiles a kernel into the cache; returns the outcome and a message."""
+    started = time.perf_counter()
+    try:
+        compiler.cubin(variant)
+        kept = compiler.is_cached(variant)
+    except (CompileError, UnsupportedError) as error:
+        return FAILED, str(error)
+    if not kept:
+        return FAILED, f"no kernel was kept in {cache_dir()} any more: the warning says why, and what to do"
+    return COMPILED, f"compiled {variant.name} for {variant.arch} in {time.perf_counter() - started:.1f} s"
+
+
+def _some_of(names: Any) -> Callable[[str], tuple[str, ...]]:
+    """A parser of lists of these names such as "float16,float32"."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = tuple(text.split(","))
+        if unknown := [name for name in chosen if name not in names]:
+            raise argparse.ArgumentTypeError(f"{', '.join(map(repr, unknown))}: give some of {', '.join(names)}")
+        return chosen
+
+    return parse
+
+
+def _head_dims(text: str) -> tuple[tuple[int, int], ...]:
+    """Parses head dims such as "64,192x128" to pairs: that of q and k, and that of v."""
+    found = [HEAD_DIMS.fullmatch(part) for part in text.split(",")]
+    if None in found:
+        raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0, or pairs of them, such as 64,192x128")
+    return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match)

@@ -1,0 +1,111 @@
+"""PyTorch's attention in tests: tensors, and the tolerance rule for the results and gradients of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from libraries import problem_of, torch_of
+
+from cuflash.frameworks.torch import attention
+from cuflash.testing import gradients as of_gradients
+from cuflash.testing import oracle
+from cuflash.testing.cases import numpy_dtype
+from cuflash.testing.sequences import Made, check, check_gradients, upstream
+
+MASKS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "top_left": {"causal": True, "diagonal_offset": 0},
+    "window": {"window_size": (3, 1), "diagonal_offset": 1},
+    "capped": {"causal": True, "softcap": 2.0, "softmax_scale": 0.3},
+}
+Tensors = tuple[Any, ...]
+
+
+def made(
+    device: str, dtype: Any = None, *, heads: tuple[int, int] = (4, 2), lengths: tuple[int, int] = (9, 12),
+    dim: int = 16, grad: bool = True,
+) -> Tensors:  # fmt: skip
+    """q, k and v."""
+    generator = torch.Generator().manual_seed(7)
+    dtype = dtype or (torch.float64 if device == "cpu" else torch.float32)
+    shapes = [(2, length, heads, dim) for length, heads in zip(lengths, heads, strict=True)]
+    tensors = (torch.randn(shape, generator=generator).to(device, dtype) for shape in (*shapes, shapes[1]))
+    return tuple(x.requires_grad_(grad) for x in tensors)
+
+
+def loss(out: Any, lse: Any) -> Any:
+    """A number that depends on out and lse."""
+    return (out.double() ** 2).sum() + lse.double().sin().sum()
+
+
+def gradients(function: Callable[..., tuple[Any, Any]], tensors: Tensors, **options: Any) -> Tensors:
+    """Gradients of the loss of what the function returns."""
+    return torch.autograd.grad(loss(*function(*tensors, **options)), tensors)
+
+
+def with_lse(*tensors: Any, **options: Any) -> tuple[Any, Any]:
+    """`attention`, returning lse too."""
+    return attention(*tensors, return_lse=True, **options)
+
+
+def in_numpy(x: Any) -> Any:
+    """The tensor as a NumPy array of its own dtype; None stays None."""
+    if x is None:
+        return None
+    x = x.detach().cpu()
+    return x.float().numpy().astype(numpy_dtype("bfloat16")) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def assert_results(tensors: Tensors, out: Any, lse: Any = None, **options: Any) -> None:
+    """Holds out, and lse where it is given, of q, k and v against float64 under the tolerance rule."""
+    arrays = [in_numpy(x) for x in tensors]
+    oracle.assert_attention(problem_of(*arrays, **options), arrays, in_numpy(out), in_numpy(lse))
+
+
+def assert_pulled(found: Any, tensors: Tensors, dout: Any, dlse: Any = None, **options: Any) -> None:
+    """Holds the gradients of `(dout * out).sum() + (dlse * lse).sum()` against float64; None was not asked for."""
+    q, k, v = (in_numpy(x) for x in tensors)
+    given = of_gradients.Given(in_numpy(dout), q, k, v, None, None, in_numpy(dlse))
+    of_gradients.check(problem_of(q, k, v, **options), given, tuple(map(in_numpy, found)))
+
+
+def assert_gradients(found: Any, tensors: Tensors, **options: Any) -> None:
+    """Holds gradients of `loss` against float64, with what the loss gives our out and lse for upstreams."""
+    out, lse = with_lse(*(x.detach() for x in tensors), **options)
+    assert_pulled(found, tensors, 2 * out, lse.double().cos().to(lse.dtype), **options)
+
+
+def assert_equal(found: Any, wanted: Any) -> None:
+    """Tensors, or tuples of them, are the same bit for bit (NaN equals itself)."""
+    found, wanted = ([x] if isinstance(x, torch.Tensor) else x for x in (found, wanted))
+    for x, y in zip(found, wanted, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_array_equal(in_numpy(x), in_numpy(y))
+
+
+def arguments_of(given: Made, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
+    """All arguments of `attention` for sequences of several lengths; q, k and v may want gradients."""
+    arguments = {name: torch_of(x, device) if isinstance(x, np.ndarray) else x for name, x in given.arguments().items()}
+    return arguments | {name: arguments[name].requires_grad_(grad) for name in "qkv"}
+
+
+def assert_sequences(given: Made, out: Any, lse: Any) -> None:
+    """Holds out and lse of sequences of several lengths against float64."""
+    check(given, in_numpy(out), in_numpy(lse))
+
+
+def upstream_of(given: Made, out: Any, lse: Any) -> tuple[Any, Any]:
+    """Gradients of out and lse, which hold NaN in rows of no sequence."""
+    pairs = zip(upstream(given), (out, lse), strict=True)
+    dout, dlse = (torch_of(x.reshape(like.shape), like.device) for x, like in pairs)
+    return dout, dlse
+
+
+def assert_pulled_sequences(given: Made, out: Any, lse: Any, inputs: Any) -> None:
+    """Holds what autograd makes of gradients of out and lse against float64."""
+    found = torch.autograd.grad((out, lse), inputs, upstream_of(given, out, lse))
+    check_gradients(given, [in_numpy(x) for x in found])

@@ -1,0 +1,44 @@
+"""Work in other processes and threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_python(*arguments: str, **variables: str) -> str:
+    """What Python prints; it finds cuflash and tests' helper modules here. The test fails if Python does."""
+    folders = filter(None, (str(ROOT), str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH")))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | variables
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_threads(work: Callable[[int], None], count: int) -> None:
+    """`work` in so many threads at once; their errors are raised here."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(count)
+
+    def guarded(index: int) -> None:
+        try:
+            start.wait(timeout=30)
+            work(index)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    assert not any(thread.is_alive() for thread in threads)
+    if errors:
+        raise errors[0]
