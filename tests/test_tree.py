@@ -40,8 +40,6 @@ LAYERS = {
 LAYER_OF = {name: layer for layer, names in LAYERS.items() for name in names}
 # Where a module is tested that has no tests/<room>/test_<module>.py; a room stands for all of its modules.
 TESTED_ELSEWHERE = {
-    "frameworks/transformers_functions": "frameworks/test_transformers_masks.py",
-    "frameworks/transformers_models": "frameworks/test_transformers.py",
     "arrays": "arrays/test_arrays.py",
     "tools": "tools/test_bench.py",
     "testing": "testing/test_selftest.py",
@@ -61,16 +59,28 @@ TESTED_ELSEWHERE = {
     "problem/own_arrays": "ops/test_own_refused.py",
     **dict.fromkeys((f"runtime/{name}" for name in ("kept", "launch")), "runtime/test_calls.py"),
     "runtime/host": "problem/test_bad_input.py",
-    "frameworks/flash_attn": "frameworks/test_flash_attn_activate.py",
-    "frameworks/torch_blocks": "frameworks/test_torch_flex.py",
-    **dict.fromkeys((f"frameworks/flash_attn_{name}" for name in ("interface", "3_interface", "arguments")),
+    **dict.fromkeys((f"frameworks/flash_attn/{name}" for name in ("arguments", "v2", "v3")),
                     "frameworks/test_flash_attn.py"),
-    "frameworks/transformers_masks": "frameworks/test_transformers_packed.py",
-    "frameworks/sdpa_masks": "frameworks/test_sdpa.py",
-    "frameworks/torch_tensors": "frameworks/test_torch.py",
-    "frameworks/xla_own": "frameworks/test_jax_own_scores.py",
-    "frameworks/jax_arguments": "frameworks/test_jax.py",
-    **dict.fromkeys((f"frameworks/xla_{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
+    "frameworks/flash_attn/bert_padding": "frameworks/test_flash_attn_bert_padding.py",
+    "frameworks/flash_attn/kvcache": "frameworks/test_flash_attn_cache.py",
+    "frameworks/flash_attn/mods": "frameworks/test_flash_attn_own_scores.py",
+    "frameworks/flash_attn/v2_private": "frameworks/test_flash_attn_private.py",
+    "frameworks/flash_attn/v3_private": "frameworks/test_flash_attn_3_private.py",
+    "frameworks/flash_attn/v4": "frameworks/test_flash_attn_4_interface.py",
+    "frameworks/jax/mods": "frameworks/test_jax_own_scores.py",
+    "frameworks/jax/mod_attributes": "frameworks/test_jax_own_scores.py",
+    "frameworks/jax/partition": "frameworks/test_xla_partition.py",
+    "frameworks/jax/arguments": "frameworks/test_jax.py",
+    **dict.fromkeys((f"frameworks/jax/{name}" for name in ("ffi", "handlers", "primitives")), "frameworks/test_xla.py"),
+    **dict.fromkeys((f"frameworks/torch/{name}" for name in ("blocks", "flex")), "frameworks/test_torch_flex.py"),
+    "frameworks/torch/mods": "frameworks/test_torch_own_scores.py",
+    "frameworks/torch/ops": "frameworks/test_torch_ops.py",
+    "frameworks/torch/sdpa_masks": "frameworks/test_sdpa.py",
+    "frameworks/torch/tensors": "frameworks/test_torch.py",
+    "frameworks/transformers/mask_mod": "frameworks/test_transformers_masks.py",
+    "frameworks/transformers/masks": "frameworks/test_transformers_packed.py",
+    "frameworks/transformers/models": "frameworks/test_transformers.py",
+    **dict.fromkeys((f"frameworks/flash_attn{name}_interface" for name in ("", "_3")), "frameworks/test_flash_attn.py"),
 }  # fmt: skip
 TOP_LEVEL = {"pyproject.toml", "README.md", "cuflash", "kernels_cu", "tests", "examples", "LICENSE", "CHANGELOG.md"}
 NAMES = {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in sorted(PACKAGE.rglob("*.py"))}
@@ -253,7 +263,7 @@ def test_files_stay_small(tmp_path: Path) -> None:
 def test_no_lock_is_left_to_children_by_fork() -> None:
     kinds = re.compile(r"threading\.(R?Lock|Condition|Event|Semaphore)|@(functools\.)?cached_property")
     found = {name for name, path in NAMES.items() if kinds.search(path.read_text("utf-8"))}
-    assert found == {"locks", "frameworks/xla_handlers"}, "take those of cuflash/locks.py"
+    assert found == {"locks", "frameworks/jax/handlers"}, "take those of cuflash/locks.py"
 
 
 def test_the_top_level_holds_what_it_may() -> None:

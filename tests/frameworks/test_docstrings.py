@@ -46,7 +46,7 @@ def test_examples_of_sdpa(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
         pytest.skip("needs PyTorch 2.10")
-    from cuflash.frameworks import sdpa
+    from cuflash.frameworks.torch import sdpa
 
     if device == "cpu":  # PyTorch has the ops that are replaced for GPUs alone
         monkeypatch.setattr(torch.library, "get_kernel", lambda name, key: None)

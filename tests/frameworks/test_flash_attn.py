@@ -14,8 +14,8 @@ from tensors import assert_pulled, assert_results, made
 
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.frameworks import flash_attn_3_interface as fa3
-from cuflash.frameworks import flash_attn_interface as fa2
+from cuflash.frameworks.flash_attn import v2 as fa2
+from cuflash.frameworks.flash_attn import v3 as fa3
 
 # Names and defaults as the packages have them: flash-attn 2.8.3, and hopper/ of its repository.
 FA2 = (

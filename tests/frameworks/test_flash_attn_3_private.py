@@ -13,7 +13,7 @@ from tensors import arguments_of, assert_equal, assert_pulled, assert_results, a
 from tensors import made as dense
 
 from cuflash import ProblemError, UnsupportedError
-from cuflash.frameworks import flash_attn_3_interface as fa3
+from cuflash.frameworks.flash_attn import v3 as fa3
 from cuflash.testing.appends import WRITTEN, drawn
 from cuflash.testing.sequences import Sequences, check_gradients, made, upstream
 

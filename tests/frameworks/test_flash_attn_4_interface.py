@@ -13,7 +13,7 @@ from tensors import arguments_of, assert_pulled, assert_pulled_sequences, assert
 from tensors import made as dense
 
 from cuflash import ProblemError, UnsupportedError
-from cuflash.frameworks import flash_attn_4_interface as fa4
+from cuflash.frameworks.flash_attn import v4 as fa4
 from cuflash.testing.sequences import Sequences, made
 
 MASKS = (

@@ -17,25 +17,20 @@ torch = pytest.importorskip("torch")
 from workers import run_python
 
 from cuflash import UnsupportedError
-from cuflash.frameworks import (
-    flash_attn,
-    flash_attn_3_interface,
-    flash_attn_4_interface,
-    flash_attn_bert_padding,
-    flash_attn_interface,
-)
+from cuflash.frameworks import flash_attn
+from cuflash.frameworks.flash_attn import bert_padding, v2, v3, v4
 
 ROOTS = "flash_attn", "flash_attn_3", "flash_attn_interface"
 if any(importlib.util.find_spec(name) for name in ROOTS):
     pytest.skip("flash-attn itself is installed", allow_module_level=True)
 MODULES = {
-    "flash_attn": flash_attn_interface,
-    "flash_attn.flash_attn_interface": flash_attn_interface,
-    "flash_attn.bert_padding": flash_attn_bert_padding,
-    "flash_attn.cute": flash_attn_4_interface,
-    "flash_attn.cute.interface": flash_attn_4_interface,
-    "flash_attn_3.flash_attn_interface": flash_attn_3_interface,
-    "flash_attn_interface": flash_attn_3_interface,
+    "flash_attn": v2,
+    "flash_attn.flash_attn_interface": v2,
+    "flash_attn.bert_padding": bert_padding,
+    "flash_attn.cute": v4,
+    "flash_attn.cute.interface": v4,
+    "flash_attn_3.flash_attn_interface": v3,
+    "flash_attn_interface": v3,
 }
 
 
@@ -88,9 +83,9 @@ def test_imports_find_the_functions_of_cuflash_under_their_names() -> None:
     from flash_attn_interface import _flash_attn_backward
 
     assert "window_size" in inspect.signature(flash_attn_varlen_func).parameters
-    assert _wrapped_flash_attn_forward is flash_attn_interface._flash_attn_forward
-    assert _flash_attn_varlen_backward is flash_attn_interface._flash_attn_varlen_backward
-    assert _flash_attn_backward is flash_attn_3_interface._flash_attn_backward
+    assert _wrapped_flash_attn_forward is v2._flash_attn_forward
+    assert _flash_attn_varlen_backward is v2._flash_attn_varlen_backward
+    assert _flash_attn_backward is v3._flash_attn_backward
     x, mask = torch.arange(12.0).reshape(2, 3, 2), torch.tensor([[1, 1, 0], [1, 0, 0]])
     rows, indices, *_ = unpad_input(x, mask)
     assert torch.equal(pad_input(rows, indices, 2, 3), x * mask[..., None])
@@ -129,7 +124,7 @@ def test_an_installed_package_is_refused_unless_forced(package: Path) -> None:
         flash_attn.activate()
     assert not registered()
     flash_attn.activate(force=True)
-    assert importlib.import_module("flash_attn").flash_attn_func is flash_attn_interface.flash_attn_func
+    assert importlib.import_module("flash_attn").flash_attn_func is v2.flash_attn_func
     assert importlib.import_module("flash_attn.layers.rotary").seen == "2.8.3"
     assert importlib.import_module("flash_attn.cute.utils").here
     flash_attn.restore()
@@ -202,5 +197,5 @@ def test_transformers_offers_it_if_distributions_are_told(as_installed: bool) ->
     pytest.importorskip("transformers", "5.0", reason="its checks are written as those of version 5")
     printed = run_python("-c", TRANSFORMERS.format(as_installed=as_installed)).splitlines()
     assert printed[0] == str([as_installed] * 3)
-    names = ("flash_attn_interface", "flash_attn_3_interface", "flash_attn_4_interface") if as_installed else ()
-    assert printed[1:] == [f"cuflash.frameworks.{name} True" for name in names]
+    versions = (2, 3, 4) if as_installed else ()
+    assert printed[1:] == [f"cuflash.frameworks.flash_attn.v{version} True" for version in versions]

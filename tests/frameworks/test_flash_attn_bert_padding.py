@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cuflash.frameworks.flash_attn_bert_padding import (
+from cuflash.frameworks.flash_attn.bert_padding import (
     index_first_axis_residual,
     pad_input,
     unpad_input,

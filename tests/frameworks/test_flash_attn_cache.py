@@ -12,8 +12,8 @@ from tensors import arguments_of, assert_pulled, assert_results, assert_sequence
 from tensors import made as dense
 
 from cuflash import ProblemError, UnsupportedError
-from cuflash.frameworks import flash_attn_3_interface as fa3
-from cuflash.frameworks import flash_attn_interface as fa2
+from cuflash.frameworks.flash_attn import v2 as fa2
+from cuflash.frameworks.flash_attn import v3 as fa3
 from cuflash.testing.sequences import Made, Sequences, made
 
 WHOLE = Sequences("whole", (2,) * 3, (19,) * 3, "rectangle", "rectangle", causal=True, dims=(16, 24), dtype="float32")

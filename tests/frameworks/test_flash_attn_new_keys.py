@@ -12,8 +12,8 @@ from libraries import torch_of
 from tensors import assert_equal
 
 from cuflash import ProblemError, UnsupportedError
-from cuflash.frameworks import flash_attn_3_interface as fa3
-from cuflash.frameworks import flash_attn_interface as fa2
+from cuflash.frameworks.flash_attn import v2 as fa2
+from cuflash.frameworks.flash_attn import v3 as fa3
 from cuflash.testing.appends import ROTATIONS, WRITTEN, Arguments, drawn, expected
 
 BOTH = pytest.mark.parametrize("module", [fa2, fa3], ids=["fa2", "fa3"])

@@ -12,9 +12,9 @@ from tensors import made
 
 import cuflash
 from cuflash import ProblemError, UnsupportedError, mods
-from cuflash.frameworks import flash_attn_3_interface as fa3
-from cuflash.frameworks import flash_attn_4_interface as fa4
-from cuflash.frameworks import flash_attn_interface as fa2
+from cuflash.frameworks.flash_attn import v2 as fa2
+from cuflash.frameworks.flash_attn import v3 as fa3
+from cuflash.frameworks.flash_attn import v4 as fa4
 from cuflash.frameworks.torch import attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

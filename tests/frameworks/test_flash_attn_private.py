@@ -13,7 +13,7 @@ from tensors import arguments_of, assert_pulled, assert_results, assert_sequence
 from tensors import made as dense
 
 from cuflash import ProblemError, UnsupportedError
-from cuflash.frameworks import flash_attn_interface as fa2
+from cuflash.frameworks.flash_attn import v2 as fa2
 from cuflash.testing.sequences import Sequences, check_gradients, made, upstream
 
 CASE = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 16), dtype="float32")

@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from tensors import arguments_of, assert_pulled_sequences, assert_sequences
 
 from cuflash import ProblemError, UnsupportedError
-from cuflash.frameworks import flash_attn_3_interface as fa3
-from cuflash.frameworks import flash_attn_interface as fa2
+from cuflash.frameworks.flash_attn import v2 as fa2
+from cuflash.frameworks.flash_attn import v3 as fa3
 from cuflash.testing.sequences import Made, Sequences, made
 
 PACKED = Sequences("packed", (5, 0, 1, 17), (9, 3, 0, 17), causal=True, dims=(16, 24), bounded=True, dtype="float32")

@@ -167,7 +167,7 @@ def test_what_no_kernel_takes_is_told_while_lowering() -> None:
 GRAPHS = """
 import ctypes, jax, jax.numpy as jnp, pathlib
 from cuflash.runtime.driver import function
-from cuflash.frameworks import xla_ffi
+from cuflash.frameworks.jax import ffi
 from cuflash.frameworks.jax import attention
 captured = []
 def told(run):
@@ -177,8 +177,8 @@ def told(run):
         captured.append(answer.value)
         run(call)
     return tell
-for key, run in list(xla_ffi._handlers.items()):
-    xla_ffi._handlers[key] = told(run)
+for key, run in list(ffi._handlers.items()):
+    ffi._handlers[key] = told(run)
 def loss(q, k, v):
     for _ in range(6):
         q = q + attention(q, k, v, causal=True)

@@ -19,8 +19,7 @@ from cuflash.reference.dropout import is_kept
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 
-from cuflash.frameworks import xla_own
-from cuflash.frameworks.jax import attention, dot_product_attention
+from cuflash.frameworks.jax import attention, dot_product_attention, mod_attributes
 
 BATCH, ROWS, KEYS, HEADS, HEADS_KV, DIM = 2, 6, 9, 4, 2, 8
 
@@ -358,14 +357,14 @@ def test_functions_are_read_from_their_text_as_they_were(monkeypatch: pytest.Mon
     table = np.zeros((HEADS, 3), np.float32)
     mod = lambda s, b, h, i, j: mods.where(i < mods.seqlen_k(), s * 0.1, float("inf")) + table[h, j % 3] - -0.0  # noqa: E731
     own = own_of(trace(mod, "score_mod"), trace(striped, "mask_mod"), has_sinks=True)
-    text = json.dumps(xla_own.Functions.of(own).encoded())
-    monkeypatch.setattr(xla_own, "_known", weakref.WeakValueDictionary())
-    read = xla_own.Functions.decoded(json.loads(text))
-    assert read == xla_own.Functions(own)
+    text = json.dumps(mod_attributes.Functions.of(own).encoded())
+    monkeypatch.setattr(mod_attributes, "_known", weakref.WeakValueDictionary())
+    read = mod_attributes.Functions.decoded(json.loads(text))
+    assert read == mod_attributes.Functions(own)
     fields = "score", "mask", "arrays", "has_sinks", "drops", "has_cells", "digest", "cells_axes"
     assert [getattr(read.own, name) for name in fields] == [getattr(own, name) for name in fields]
     call = jax.jit(lambda *x: (ours(*x), jax.grad(lambda *y: loss(ours(*y)), range(6))(*x)))
     wanted = call(*arrays())
     jax.block_until_ready(wanted)
-    monkeypatch.setattr(xla_own, "_known", weakref.WeakValueDictionary())
+    monkeypatch.setattr(mod_attributes, "_known", weakref.WeakValueDictionary())
     assert_close(call(*arrays()), wanted, 0.0)

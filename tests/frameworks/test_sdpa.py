@@ -20,7 +20,7 @@ import tensors as of_torch
 from eager_torch import assert_close, eager
 from tensors import assert_equal, assert_pulled, assert_results
 
-from cuflash.frameworks import sdpa
+from cuflash.frameworks.torch import sdpa
 
 FLASH = torch.nn.attention.SDPBackend.FLASH_ATTENTION
 OPS = torch.ops.aten

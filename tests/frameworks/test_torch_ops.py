@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from cuflash import ProblemError, UnsupportedError
 from cuflash.frameworks.torch import attention
-from cuflash.frameworks.torch_ops import Arguments
+from cuflash.frameworks.torch.ops import Arguments
 from cuflash.testing.sequences import Sequences, made
 
 USED = Sequences("used", (5, 0, 17), (9, 3, 17), used_k=True, spare_k=(0, 3, 2), causal=True, dims=(16, 24))

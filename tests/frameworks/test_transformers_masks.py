@@ -14,7 +14,7 @@ from models import IDS, MODELS, ONES, as_exact_as, close, counted_calls, exact_m
 
 import cuflash.frameworks.transformers as bridge
 from cuflash.frameworks.torch import attention
-from cuflash.frameworks.transformers_masks import SequenceMask
+from cuflash.frameworks.transformers.masks import SequenceMask
 
 __all__ = ["counted_calls"]  # the fixture
 BETWEEN = ONES.clone()

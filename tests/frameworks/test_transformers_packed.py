@@ -14,7 +14,7 @@ from models import IDS, ONES, as_exact_as, close, counted_calls, exact_model, he
 
 import cuflash.frameworks.transformers as bridge
 from cuflash.errors import ProblemError
-from cuflash.frameworks.transformers_masks import Pattern, SequenceMask
+from cuflash.frameworks.transformers.masks import Pattern, SequenceMask
 
 __all__ = ["counted_calls"]  # the fixture
 LENGTHS = (7, 1, 9, 12)  # most windows of the models are shorter

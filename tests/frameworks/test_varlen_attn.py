@@ -18,8 +18,7 @@ from libraries import torch_of
 from tensors import arguments_of, assert_equal, assert_results, assert_sequences, in_numpy
 from tensors import made as dense
 
-from cuflash.frameworks import sdpa
-from cuflash.frameworks.torch import attention
+from cuflash.frameworks.torch import attention, sdpa
 from cuflash.testing.sequences import Made, Sequences, check_gradients, made, upstream
 
 OPS = torch.ops.aten

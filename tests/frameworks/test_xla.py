@@ -23,9 +23,8 @@ from cuflash.runtime import launch
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
 
-from cuflash.frameworks import xla_ffi, xla_handlers
-from cuflash.frameworks.jax import attention
-from cuflash.frameworks.xla_handlers import BACKWARD, FORWARD, OPS, Described, Static
+from cuflash.frameworks.jax import attention, ffi, handlers
+from cuflash.frameworks.jax.handlers import BACKWARD, FORWARD, OPS, Described, Static
 
 H100 = KNOWN["sm_90"]
 STATIC = Static(-300, 0, 0.125, 0.0)
@@ -52,7 +51,7 @@ def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_r
 
 
 def raising(error: BaseException) -> Any:
-    def run(call: xla_ffi.Call) -> None:
+    def run(call: ffi.Call) -> None:
         raise error
 
     return run
@@ -69,7 +68,7 @@ def raising(error: BaseException) -> Any:
     ids=lambda value: type(value).__name__,
 )
 def test_what_a_handler_raises_is_an_error_of_xla(error: BaseException, wanted: str) -> None:
-    xla_ffi.register("cuflash_test_error", "cpu", 0, raising(error))  # and each replaces the one before
+    ffi.register("cuflash_test_error", "cpu", 0, raising(error))  # and each replaces the one before
     call = jax.jit(jax.ffi.ffi_call("cuflash_test_error", jax.ShapeDtypeStruct((1,), jnp.float32)))
     with jax.default_device(jax.devices("cpu")[0]), pytest.raises(jax.errors.JaxRuntimeError) as caught:
         jax.block_until_ready(call(jnp.ones(1)))
@@ -81,18 +80,18 @@ runtimes: list[Any] = []
 
 
 def runtime_of(major: int = 0, api_bytes: int = 1000) -> Any:
-    api = xla_ffi._Api(struct_size=api_bytes)
+    api = ffi._Api(struct_size=api_bytes)
     api.version.major, api.version.minor = major, 9
     runtimes.append(api)  # which is not to go
-    return xla_ffi._Runtime(ctypes.addressof(api))
+    return ffi._Runtime(ctypes.addressof(api))
 
 
 def test_an_interface_that_does_not_fit_is_told_before_anything_of_it_is_read() -> None:
-    xla_ffi.check_fits(runtime_of(), 168)
+    ffi.check_fits(runtime_of(), 168)
     with pytest.raises(UnsupportedError, match=r"FFI 1\.9 is there; cuflash speaks 0\.x"):
-        xla_ffi.check_fits(runtime_of(major=1), 168)
+        ffi.check_fits(runtime_of(major=1), 168)
     with pytest.raises(UnsupportedError, match=r"frame of XLA's FFI 0\.9 has 100 bytes; cuflash reads 168"):
-        xla_ffi.check_fits(runtime_of(), 100)
+        ffi.check_fits(runtime_of(), 100)
     with pytest.raises(UnsupportedError, match="has no DeviceOrdinal_Get"):
         runtime_of(api_bytes=88).function("DeviceOrdinal_Get")
 
@@ -100,13 +99,13 @@ def test_an_interface_that_does_not_fit_is_told_before_anything_of_it_is_read() 
 def test_a_call_is_read_as_xla_says_it() -> None:
     told: list[Any] = []
 
-    def look(call: xla_ffi.Call) -> None:
+    def look(call: ffi.Call) -> None:
         buffers = call.buffers()
         assert call.pointers() == tuple(x.data for some in buffers for x in some)
         told.append([[(x.dtype, x.shape) for x in some] for some in buffers])
         told.append(call.attribute())
 
-    xla_ffi.register("cuflash_test_look", "cpu", 0, look)
+    ffi.register("cuflash_test_look", "cpu", 0, look)
     results = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((0, 5), jnp.float16)
     call = jax.jit(functools.partial(jax.ffi.ffi_call("cuflash_test_look", results), call=np.arange(3)))
     with jax.default_device(jax.devices("cpu")[0]):
@@ -116,7 +115,7 @@ def test_a_call_is_read_as_xla_says_it() -> None:
 
 def test_modules_that_are_loaded_anew_serve_on() -> None:
     x = np.ones((1, 3, 1, 4), "f4")
-    names = ("xla_ffi", "xla_handlers", "xla_primitives", "jax")
+    names = ("jax.ffi", "jax.handlers", "jax.primitives", "jax")
     with jax.default_device(jax.devices("cpu")[0]):
         before = jax.jit(attention)
         np.testing.assert_array_equal(before(x, x, x), x)
@@ -166,10 +165,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(launch, "current_device", lambda: -1)
     monkeypatch.setattr(launch, "on_device", lambda ordinal: contextlib.nullcontext())
     monkeypatch.setattr(launch.device, "query", lambda ordinal: H100)
-    monkeypatch.setattr(xla_handlers, "on_device", lambda ordinal: entered(f"device {ordinal}"))
-    for module in (launch, xla_handlers):
+    monkeypatch.setattr(handlers, "on_device", lambda ordinal: entered(f"device {ordinal}"))
+    for module in (launch, handlers):
         monkeypatch.setattr(module, "relaxed_capture", lambda: entered("relaxed"))
-    monkeypatch.setattr(xla_handlers.counters, "reserve", lambda ordinal, words: told.append(f"reserve {ordinal}"))
+    monkeypatch.setattr(handlers.counters, "reserve", lambda ordinal, words: told.append(f"reserve {ordinal}"))
     launch.KEPT.clear()
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])
     return told
@@ -188,14 +187,14 @@ def call_of(
 
 def test_a_forward_call_writes_its_pointers_and_launches_on_its_stream(gpus: list[str]) -> None:
     for stream in (7, 8):
-        xla_handlers.run_on_cuda(FORWARD, call_of([X, X, X], 2, stream))
+        handlers.run_on_cuda(FORWARD, call_of([X, X, X], 2, stream))
     (kernels,) = Recorded.made
     assert kernels.ordinal == 1
     assert kernels.written == [(4096, 8192, 12288, 2**20, 2**21)] * 2
     assert kernels.streams == [7, 8]
     assert gpus == ["relaxed"]  # once
-    xla_handlers.run_on_cuda(FORWARD, call_of([X, X, X], 2, ordinal=0))
-    thread = threading.Thread(target=xla_handlers.run_on_cuda, args=(FORWARD, call_of([X, X, X], 2)))
+    handlers.run_on_cuda(FORWARD, call_of([X, X, X], 2, ordinal=0))
+    thread = threading.Thread(target=handlers.run_on_cuda, args=(FORWARD, call_of([X, X, X], 2)))
     thread.start()
     thread.join()
     assert len(Recorded.made) == 3  # of another GPU, and of another thread
@@ -205,19 +204,19 @@ def test_a_forward_call_writes_its_pointers_and_launches_on_its_stream(gpus: lis
 @pytest.mark.parametrize("with_dlse", [False, True])
 def test_a_backward_call_takes_the_workspace_of_xla(gpus: list[str], with_dlse: bool) -> None:
     shapes = [X] * 5 + [LSE] * (1 + with_dlse)
-    xla_handlers.run_on_cuda(BACKWARD, call_of(shapes, 4))
+    handlers.run_on_cuda(BACKWARD, call_of(shapes, 4))
     (kernels,) = Recorded.made
     pointers = kernels.written[0]
     assert pointers[:6] == tuple(4096 * n for n in range(1, 7))
     assert pointers[6] == (7 * 4096 if with_dlse else 0)
     assert pointers[7:] == tuple(2**20 * n for n in range(1, 5))
     with pytest.raises(UnsupportedError, match="but the program was lowered with one of 40: lower or export it again"):
-        xla_handlers.run_on_cuda(BACKWARD, call_of(shapes, 4, workspace=10))
+        handlers.run_on_cuda(BACKWARD, call_of(shapes, 4, workspace=10))
     assert len(kernels.streams) == 1
 
 
 def test_operands_that_are_not_aligned_take_the_generic_kernel(gpus: list[str]) -> None:
-    xla_handlers.run_on_cuda(BACKWARD, call_of([X] * 5 + [LSE], 4, off=2))
+    handlers.run_on_cuda(BACKWARD, call_of([X] * 5 + [LSE], 4, off=2))
     hopper, generic = Recorded.made
     assert (hopper.plan.variant.of_warpgroups, generic.plan.variant.of_warpgroups) == (True, False)
     assert (len(hopper.streams), len(generic.streams)) == (0, 1)
@@ -237,7 +236,7 @@ def test_operands_take_their_places_by_name_and_both_halves_of_one_operand(gpus:
     pointers = *(4096 * (n + 1) for n in range(5)), 2**20, 2**21, 2**22
     call = SimpleNamespace(attribute=lambda: whole.encode().tobytes(), pointers=lambda: pointers, stream=lambda: 7,
                            ordinal=lambda: 1)  # fmt: skip
-    xla_handlers.run_on_cuda(FORWARD, call)
+    handlers.run_on_cuda(FORWARD, call)
     inputs = {"q": 4096, "k": 8192, "v": 8192 + 2 * 64, "cu_seqlens_q": 12288, "seqused_k": 16384, "page_table": 20480}
     wanted = [inputs.get(operand.name, 0) for operand in problem.op.inputs]
     assert Recorded.made[-1].written == [(*wanted, 2**20, 2**21, 2**22)]

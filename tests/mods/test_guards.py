@@ -1,4 +1,4 @@
-"""Recipes: a later call sees everything that would change a trace, and nothing else."""
+"""Guards: a later call sees everything that would change a trace, and nothing else."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import expressions
 import numpy as np
 import pytest
 
-from cuflash.mods.tracing import guards as recipe
+from cuflash.mods.tracing import guards
 from cuflash.mods.tracing.trace import trace
 
 TABLE = np.arange(4, dtype=np.float32)
@@ -182,9 +182,9 @@ def test_numbers_that_are_equal_but_not_the_same_are_told_apart(pair: tuple[Any,
 
 
 def is_found(wanted: Any, value: Any) -> bool:
-    """Whether a recipe that wants a number finds it in another one."""
-    made = recipe.Recipe()
-    made.root = recipe.equal(wanted)
+    """Whether a guard that requires a number finds it in another one."""
+    made = guards.Guards()
+    made.root = guards.equal(wanted)
     return made.function([0])(value) is not None
 
 

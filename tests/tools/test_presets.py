@@ -17,8 +17,7 @@ from cuflash.__main__ import main
 from cuflash.testing import oracle
 from cuflash.testing.arrays import CupyArrays, NumpyArrays, TorchArrays
 from cuflash.testing.cases import Case
-from cuflash.tools.bench import check, measure, peers, presets, run, startup, table
-from cuflash.tools.bench import mods as own
+from cuflash.tools.bench import check, measure, mods, peers, presets, run, startup, table
 from cuflash.tools.bench.mods import OwnCase
 
 ARRAYS = NumpyArrays()
@@ -73,7 +72,7 @@ def test_samples_of_groups_caps_and_windows_are_exact(case: Case) -> None:
         oracle.assert_units(output, values, exact[output][batch, rows, head], oracle.ULPS["float64"])
 
 
-WITH_FUNCTIONS = [OwnCase("own", 2, 128, 128, 4, 2, 16, 8, "float32", own=name) for name in own.FUNCTIONS]
+WITH_FUNCTIONS = [OwnCase("own", 2, 128, 128, 4, 2, 16, 8, "float32", own=name) for name in mods.FUNCTIONS]
 
 
 @pytest.mark.parametrize("case", [*CASES, *WITH_FUNCTIONS], ids=str)
@@ -96,7 +95,7 @@ def test_samples_are_the_same_by_pytorch(case: Case) -> None:
             np.testing.assert_allclose(one.exact, other.exact, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", own.FUNCTIONS)
+@pytest.mark.parametrize("name", mods.FUNCTIONS)
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_functions_are_those_of_the_exact_results(op: str, name: str) -> None:
     case = OwnCase("own", 2, 128, 128, 4, 2, 16, 16, "float32", own=name)
@@ -113,7 +112,7 @@ def test_flex_attention_gets_the_same_functions(case: Case) -> None:
     class Torch:
         tanh = staticmethod(np.tanh)
 
-    score_mod, mask_mod = own.flex_functions(case, np.asarray, Torch)
+    score_mod, mask_mod = mods.flex_functions(case, np.asarray, Torch)
     exact = check.Exact(ARRAYS, case)
     q, k = (x.astype("f8") for x in ARRAYS.inputs("forward", case)[:2])
     rows, keys = np.arange(case.seqlen_q), np.arange(case.seqlen_k)

@@ -2,7 +2,7 @@
 
 A function runs with private globals and cells: arrays in them are `TracedArray`, functions are rebuilt in the same way,
 functions of array libraries answer traced values by their names, and of other objects each part is replaced when it is
-read. Every read is written into a recipe.
+read. Every read adds a guard.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 
 from ...errors import ProblemError
 from ..graph.graph import CapturedArray
-from . import guards as recipe
+from . import guards
 from .array_tracer import Arrays, RefusedArray, TracedArray
 from .captured_object import CapturedObject
-from .guards import Matcher, Reader, Recipe, cell, global_of
+from .guards import Guards, Matcher, Reader, cell, global_of
 from .operand import Operand, captured, is_array, is_of_library, located
 from .stand_ins import BUILTINS, Module, library_of, stand_in
 
@@ -76,9 +76,9 @@ class Capture:
         self._replaced: dict[int, Any] = {}
         self._alive: list[Any] = []  # why: identities are those of objects that are alive
         self._builtins = BUILTINS | {"__import__": self._import}
-        # why before the matcher: to find it may show that the recipe cannot be complete.
-        self.recipe = Recipe()
-        self.recipe.root, replace = self._kind(function)
+        # why before the matcher: to find it may show that the guards cannot be complete.
+        self.guards = Guards()
+        self.guards.root, replace = self._kind(function)
         self.function = self._remembered(function, replace, 0) if replace else function
 
     def read_of(self, array: CapturedArray) -> int:
@@ -93,12 +93,12 @@ class Capture:
     def read(self, parent: int, read: Reader, key: Any, value: Any) -> Any:
         """What stands for a value that was read."""
         if id(value) in self._replaced:
-            self.recipe.add(parent, read, key, recipe.same_as(self._numbers[id(value)]))
+            self.guards.add(parent, read, key, guards.same_as(self._numbers[id(value)]))
             return self._replaced[id(value)]
         matches, replace = self._kind(value)
-        number = self.recipe.add(parent, read, key, matches, is_object=replace is not None)
+        number = self.guards.add(parent, read, key, matches, is_object=replace is not None)
         if isinstance(value, type) and not is_of_library(library_of(value)):
-            self.recipe.is_complete = False  # why: what is read of a class of the user is written nowhere
+            self.guards.is_complete = False  # why: what is read of a class of the user is written nowhere
         return value if replace is None else self._remembered(value, replace, number)
 
     def _remembered(self, value: Any, replace: Callable[[Any, int], Any], number: int) -> Any:
@@ -110,42 +110,42 @@ class Capture:
     def _kind(self, value: Any) -> tuple[Matcher, Callable[[Any, int], Any] | None]:
         """How a later call tells that a value fits, and what makes its replacement; None if it stays as it is."""
         if isinstance(value, _CONSTANTS):
-            return recipe.equal(value), None
+            return guards.equal(value), None
         if is_array(value):
-            return recipe.of_shape(value), self._array
+            return guards.of_shape(value), self._array
         if (found := self._kind_of_container(value)) is not None:
             return found
         library = library_of(value)
         is_library = is_of_library(library)
         if isinstance(value, types.ModuleType):
-            return recipe.identical(value), self._module
+            return guards.identical(value), self._module
         if isinstance(value, functools.partial):
-            return recipe.of_type(value), self._partial
+            return guards.of_type(value), self._partial
         if isinstance(value, types.MethodType):
-            return recipe.of_type(value), self._method
+            return guards.of_type(value), self._method
         if is_of_library(type(value).__module__) and not isinstance(value, type):
             for name in _INNER:
                 inner = getattr(value, name, None)
                 if callable(inner) and not is_of_library(library_of(inner)):
-                    return recipe.of_type(value), functools.partial(self._inner, name)
+                    return guards.of_type(value), functools.partial(self._inner, name)
         if isinstance(value, types.FunctionType) and (not is_library or "<locals>" in value.__qualname__):
-            return recipe.of_code(value), self._function
+            return guards.of_code(value), self._function
         if isinstance(value, (type, types.FunctionType, *_C_FUNCTIONS)):
-            return recipe.identical(value), (lambda x, _: stand_in(x)) if is_library else None
+            return guards.identical(value), (lambda x, _: stand_in(x)) if is_library else None
         if is_library and (type(value).__name__ in _PLAIN_TYPES or hasattr(value, "__wrapped__")):
-            return recipe.equal(value), (lambda x, _: stand_in(x))
+            return guards.equal(value), (lambda x, _: stand_in(x))
         if "<locals>" in type(value).__qualname__:
-            self.recipe.is_complete = False  # why: such a class may keep arrays alive by what it refers to
-        return recipe.of_type(value), self._object
+            self.guards.is_complete = False  # why: such a class may keep arrays alive by what it refers to
+        return guards.of_type(value), self._object
 
     def _kind_of_container(self, value: Any) -> tuple[Matcher, Callable[[Any, int], Any] | None] | None:
         if isinstance(value, dict | types.MappingProxyType):
-            return recipe.of_keys(value) if type(value) is dict else recipe.of_type(value), self._mapping
+            return guards.of_keys(value) if type(value) is dict else guards.of_type(value), self._mapping
         if type(value) not in _CONTAINERS and not (isinstance(value, tuple) and hasattr(value, "_fields")):
             return None
         if all(isinstance(each, _CONSTANTS) for each in value):
-            return recipe.of_constants(value), lambda x, _: _copied(x, x)
-        return recipe.of_keys(value), self._sequence
+            return guards.of_constants(value), lambda x, _: _copied(x, x)
+        return guards.of_keys(value), self._sequence
 
     def _array(self, array: Any, number: int) -> Operand:
         try:
@@ -161,7 +161,7 @@ class Capture:
         rebuilt = types.FunctionType(code, scope, function.__name__, None, cells or None)
         self._replaced[id(function)] = rebuilt  # why first: functions may refer to themselves
         if "__class__" in code.co_freevars:
-            self.recipe.is_complete = False  # why: methods that super() finds are not rebuilt
+            self.guards.is_complete = False  # why: methods that super() finds are not rebuilt
         for place, (new, old) in enumerate(zip(cells, closure, strict=True)):
             try:
                 value = old.cell_contents
@@ -203,12 +203,12 @@ class Capture:
 
     def _mapping(self, values: Mapping[Any, Any], number: int) -> dict[Any, Any]:
         if type(values) is not dict:
-            # why listed: the recipe of a kind of dict does not know its keys yet.
-            self.recipe.add(number, lambda x, _: tuple(x), None, recipe.of_constants(tuple(values)))
+            # why listed: the guards of a kind of dict do not have its keys yet.
+            self.guards.add(number, lambda x, _: tuple(x), None, guards.of_constants(tuple(values)))
         return {key: self.read(number, operator.getitem, key, each) for key, each in values.items()}
 
     def _object(self, value: Any, number: int) -> CapturedObject:
-        return CapturedObject(self.read, self.recipe, value, number)
+        return CapturedObject(self.read, self.guards, value, number)
 
 
 def _copied(values: Any, parts: Iterable[Any]) -> Any:

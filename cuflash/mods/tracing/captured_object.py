@@ -7,8 +7,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import guards as recipe
-from .guards import Reader, Recipe
+from . import guards
+from .guards import Guards, Reader
 from .operand import Operand, fault, is_of_library
 from .stand_ins import library_of
 
@@ -24,10 +24,10 @@ class CapturedObject:
     """
 
     __slots__ = ("_captured",)
-    _captured: tuple[Replace, Recipe, Any, int]
+    _captured: tuple[Replace, Guards, Any, int]
 
-    def __init__(self, replace: Replace, recipe: Recipe, value: Any, number: int) -> None:
-        object.__setattr__(self, "_captured", (replace, recipe, value, number))
+    def __init__(self, replace: Replace, guards_of_trace: Guards, value: Any, number: int) -> None:
+        object.__setattr__(self, "_captured", (replace, guards_of_trace, value, number))
 
     # why: isinstance(x, C) asks for this.
     @property  # type: ignore[misc]
@@ -39,7 +39,7 @@ class CapturedObject:
         if isinstance(found, types.MethodType) and found.__self__ is value:
             return types.MethodType(_replaced(self, _function_of, name, found.__func__), self)
         if isinstance(found, types.BuiltinMethodType) and found.__self__ is value:
-            _recipe(self).is_complete = False  # why: what it returns may be another thing next time
+            _guards(self).is_complete = False  # why: what it returns may be another thing next time
             return found
         return _replaced(self, getattr, name, found)
 
@@ -61,7 +61,7 @@ class CapturedObject:
         return bool(_read(self, _truth, None))
 
     def __eq__(self, other: object) -> bool:
-        _recipe(self).is_complete = False  # why: what it compares with is written nowhere
+        _guards(self).is_complete = False  # why: what it compares with is written nowhere
         return bool(_value(self) == (_value(other) if type(other) is CapturedObject else other))
 
     def __hash__(self) -> int:
@@ -91,7 +91,7 @@ def _value(of: Any) -> Any:
     return of._captured[2]
 
 
-def _recipe(of: CapturedObject) -> Recipe:
+def _guards(of: CapturedObject) -> Guards:
     return of._captured[1]
 
 
@@ -111,8 +111,8 @@ def _find(of: CapturedObject, read: Reader, key: Any) -> Any:
     _, written, value, number = of._captured
     try:
         return read(value, key)
-    except recipe.ABSENT:
-        written.add(number, recipe.absent(read), key, recipe.equal(True))
+    except guards.ABSENT:
+        written.add(number, guards.absent(read), key, guards.equal(True))
         raise
 
 

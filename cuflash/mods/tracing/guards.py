@@ -1,6 +1,6 @@
 """What a trace read on its way, by which a later call sees in microseconds whether its own trace would be the same.
 
-A recipe holds no array and no other object that is large or alive: it holds the reads that lead from the function to
+Guards hold no array and no other object that is large or alive: it holds the reads that lead from the function to
 what it refers to, and what was found there: code objects, numbers, the dtypes and shapes of arrays. It is written as
 the text of a Python function, as every call asks it: a loop over reads that are functions takes four times as long.
 """
@@ -55,7 +55,7 @@ class _Read(NamedTuple):
     matches: Matcher
 
 
-class Recipe:
+class Guards:
     """The reads of one trace, in their order.
 
     root: which functions it is of. is_complete: whether nothing else was read; otherwise the function is traced anew

@@ -67,10 +67,10 @@ def trace(function: Callable[..., Any], kind: str) -> Graph:
     graph, capture = _traced(function, kind)
     if kind == "score_mod" or band(graph.root) is None:  # why: a mask that is a window is no part of a kernel
         warn_of_numbers(_code_of(function), f"{kind} {_name_of(function)}", graph)
-    if not capture.recipe.is_complete:
+    if not capture.guards.is_complete:
         return graph
     kinds = tuple((each.dtype, each.shape, each.type) for each in graph.arrays)
-    arrays = capture.recipe.function([capture.read_of(each) for each in graph.arrays])
+    arrays = capture.guards.function([capture.read_of(each) for each in graph.arrays])
     made = _Trace(arrays, kinds, graph.root, graph.digest)
     with _lock:
         _traces[key] = [made, *_traces.get(key, [])][:MAX_OF_CODE]

@@ -19,22 +19,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..arrays.library import numpy_dtype
-from ..errors import UnsupportedError
-from ..mods.analysis.intervals import Band
-from ..problem.array_spec import ArraySpec
-from ..problem.dtypes import DTYPES, ITEMSIZE
-from ..problem.lengths import MOST, OPEN
-from ..problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, OF_SEQUENCES, Op, banded, own_op
-from ..problem.operands import OPS as PUBLIC
-from ..problem.options import Options
-from ..problem.own import Own
-from ..problem.problem import Problem
-from ..runtime import counters, host
-from ..runtime.driver import on_device, relaxed_capture
-from ..runtime.launch import KEPT, Call, Judged, Kernels
-from . import xla_ffi
-from .xla_own import Functions
+from ...arrays.library import numpy_dtype
+from ...errors import UnsupportedError
+from ...mods.analysis.intervals import Band
+from ...problem.array_spec import ArraySpec
+from ...problem.dtypes import DTYPES, ITEMSIZE
+from ...problem.lengths import MOST, OPEN
+from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, OF_SEQUENCES, Op, banded, own_op
+from ...problem.operands import OPS as PUBLIC
+from ...problem.options import Options
+from ...problem.own import Own
+from ...problem.problem import Problem
+from ...runtime import counters, host
+from ...runtime.driver import on_device, relaxed_capture
+from ...runtime.launch import KEPT, Call, Judged, Kernels
+from . import ffi
+from .mod_attributes import Functions
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the targets in XLA
 OPS = {FORWARD: PUBLIC["forward"], BACKWARD: PUBLIC["backward"]}
@@ -229,7 +229,7 @@ on_cpu = Activity()
 
 
 @on_cpu
-def run_on_cpu(target: str, call: xla_ffi.Call) -> None:
+def run_on_cpu(target: str, call: ffi.Call) -> None:
     """Runs the op of a target on the call's buffers."""
     operands, results = call.buffers()
     described = Described.decode(call.attribute())
@@ -244,7 +244,7 @@ def run_on_cpu(target: str, call: xla_ffi.Call) -> None:
         made[...] = result.reshape(made.shape)
 
 
-def run_on_cuda(target: str, call: xla_ffi.Call) -> None:
+def run_on_cuda(target: str, call: ffi.Call) -> None:
     """Runs a target's op on the call's buffers, on XLA's stream; a workspace is an extra result."""
     found = _lowered(target, call.attribute(), call.ordinal())
     pointers = call.pointers()
@@ -323,7 +323,7 @@ def _call(target: str, described: Described, ordinal: int) -> Call:
     return Call(Judged(described.problem(target, f"cuda:{ordinal}")))
 
 
-def _view(buffer: xla_ffi.Buffer) -> np.ndarray[Any, Any]:
+def _view(buffer: ffi.Buffer) -> np.ndarray[Any, Any]:
     """A NumPy view of a buffer in host memory."""
     dtype, shape = numpy_dtype(_NAMES[buffer.dtype]), buffer.shape
     size = dtype.itemsize * math.prod(shape)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..log import logger
-from ..mods.analysis.intervals import band
-from ..mods.language import position_of
-from ..mods.tracing.trace import trace
-from ..ops.block_mask import create_block_mask
+from ...log import logger
+from ...mods.analysis.intervals import band
+from ...mods.language import position_of
+from ...mods.tracing.trace import trace
+from ...ops.block_mask import create_block_mask
 
 Mod = Callable[..., Any]
 

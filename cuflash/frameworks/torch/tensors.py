@@ -10,8 +10,8 @@ from torch._C._functorch import TransformType
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch.autograd import forward_ad
 
-from ..arrays.torch import check_dense
-from ..errors import ProblemError, UnsupportedError
+from ...arrays.torch import check_dense
+from ...errors import ProblemError, UnsupportedError
 
 TANGENT = (
     "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from ..errors import ProblemError, UnsupportedError
-from ..log import logger
-from ..mods.masks import and_masks
-from ..ops.block_mask import BlockMask
-from ..problem.options import check_flag
-from . import torch_blocks
-from .torch_tensors import check_tensor
+from ...errors import ProblemError, UnsupportedError
+from ...log import logger
+from ...mods.masks import and_masks
+from ...ops.block_mask import BlockMask
+from ...problem.options import check_flag
+from . import blocks
+from .tensors import check_tensor
 
 _TOP = "torch.nn.attention.flex_attention"
 
@@ -92,10 +92,10 @@ def _masks(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str,
         )
     _check_sizes(tuple(block_mask.shape), query, key)
     if is_noop:
-        return {"mask_mod": torch_blocks.of_blocks(block_mask)}
+        return {"mask_mod": blocks.of_blocks(block_mask)}
     # why chosen here: see `torch_tensors.uncompiled`.
-    lists_all = torch_blocks.uncompiled_lists_all if torch.compiler.is_compiling() else torch_blocks.lists_all
-    return {"mask_mod": mask_mod if lists_all(block_mask) else and_masks(torch_blocks.of_blocks(block_mask), mask_mod)}
+    lists_all = blocks.uncompiled_lists_all if torch.compiler.is_compiling() else blocks.lists_all
+    return {"mask_mod": mask_mod if lists_all(block_mask) else and_masks(blocks.of_blocks(block_mask), mask_mod)}
 
 
 def _check_sizes(made: tuple[int, ...], query: torch.Tensor, key: torch.Tensor) -> None:

@@ -15,12 +15,12 @@ from torch._functorch.autograd_function import enable_single_level_autograd_func
 from torch.autograd.function import _SingleLevelFunction
 from torch.utils.flop_counter import register_flop_formula
 
-from ..errors import ProblemError, UnsupportedError
-from ..ops.append import append_kv
-from ..ops.backward import backward
-from ..ops.forward import forward
-from ..problem.options import DEFAULTS, ROWS, Known, check_flag, check_window
-from .torch_tensors import uncompiled
+from ...errors import ProblemError, UnsupportedError
+from ...ops.append import append_kv
+from ...ops.backward import backward
+from ...ops.forward import forward
+from ...problem.options import DEFAULTS, ROWS, Known, check_flag, check_window
+from .tensors import uncompiled
 
 # The tensors that tell where sequences lie and how long they are, in the order of the ops' schemas.
 TOLD = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..errors import ProblemError, UnsupportedError
-from ..mods.tracing.operand import is_integer
-from ..problem.operands import INTEGERS
-from .xla_handlers import Shape
-from .xla_primitives import checked_array
+from ...errors import ProblemError, UnsupportedError
+from ...mods.tracing.operand import is_integer
+from ...problem.operands import INTEGERS
+from .handlers import Shape
+from .primitives import checked_array
 
 
 def integers(name: str, array: Any, shape: Shape) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import generic
 
-from ..errors import UnsupportedError
+from ...errors import UnsupportedError
 
 NAME = "cuflash"
 EAGER = 'load the model with attn_implementation="eager"'

@@ -13,23 +13,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ..errors import ProblemError
-from ..mods.graph.graph import CapturedArray, Graph, Node, digest, post_order
-from ..mods.graph.simplify import cast, load, rebuilt
-from ..mods.tracing.jaxpr import graph_of_jaxpr
-from ..mods.tracing.operand import is_of_library, name_of_dtype, type_of_dtype
-from ..mods.tracing.trace import KINDS, trace
-from ..ops.block_mask import BlockMask
-from ..ops.own import Given, own_call
-from ..problem.array_spec import ArraySpec
-from ..problem.operands import DROPOUT_SEED, Op, Sizes
-from ..problem.options import check_dropout
-from ..problem.own import Own
-from ..problem.own_arrays import check_own
-from ..runtime.seeds import seed_number
-from .xla_handlers import Static
-from .xla_own import differentiable
-from .xla_primitives import backward, checked_array, forward, refuse_cached
+from ...errors import ProblemError
+from ...mods.graph.graph import CapturedArray, Graph, Node, digest, post_order
+from ...mods.graph.simplify import cast, load, rebuilt
+from ...mods.tracing.jaxpr import graph_of_jaxpr
+from ...mods.tracing.operand import is_of_library, name_of_dtype, type_of_dtype
+from ...mods.tracing.trace import KINDS, trace
+from ...ops.block_mask import BlockMask
+from ...ops.own import Given, own_call
+from ...problem.array_spec import ArraySpec
+from ...problem.operands import DROPOUT_SEED, Op, Sizes
+from ...problem.options import check_dropout
+from ...problem.own import Own
+from ...problem.own_arrays import check_own
+from ...runtime.seeds import seed_number
+from .handlers import Static
+from .mod_attributes import differentiable
+from .primitives import backward, checked_array, forward, refuse_cached
 
 _SEEDS = "an int of 64 bits, a key of jax.random, or an array of two uint32"
 

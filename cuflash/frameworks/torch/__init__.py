@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch.autograd import Function, forward_ad
 
-from ..errors import ProblemError, UnsupportedError
-from ..mods.tracing.operand import name_of_dtype
-from ..ops.backward import backward
-from ..ops.forward import forward
-from ..ops.own import Given
-from ..ops.triangle import attended
-from ..problem.options import WindowSize, check_flag, drops_none
-from . import torch_ops, torch_own_scores
-from .torch_flex import arguments_of_flex, results_of_flex, wants_lse
-from .torch_ops import BOUNDS, TOLD, Arguments, by_op, given, refuse_cached, refuse_twice, whole
-from .torch_own_scores import check_pulled, check_seed, is_watched, own_attention
-from .torch_tensors import (
+from ...errors import ProblemError, UnsupportedError
+from ...mods.tracing.operand import name_of_dtype
+from ...ops.backward import backward
+from ...ops.forward import forward
+from ...ops.own import Given
+from ...ops.triangle import attended
+from ...problem.options import WindowSize, check_flag, drops_none
+from . import mods, ops
+from .flex import arguments_of_flex, results_of_flex, wants_lse
+from .mods import check_pulled, check_seed, is_watched, own_attention
+from .ops import BOUNDS, TOLD, Arguments, by_op, given, refuse_cached, refuse_twice, whole
+from .tensors import (
     TANGENT,
     autocast,
     is_autocast,
@@ -36,8 +36,8 @@ from .torch_tensors import (
     is_transforming,
     refuse_tangents,
 )
-from .torch_tensors import becomes_an_op as becomes_an_op
-from .torch_tensors import check_tensor as check_tensor
+from .tensors import becomes_an_op as becomes_an_op
+from .tensors import check_tensor as check_tensor
 
 __all__ = ["attention", "flex_attention", "triangle_attention"]
 
@@ -122,7 +122,7 @@ def attention(
     if not (score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p)):
         own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         is_compiling = torch.compiler.is_compiling()
-        attend = torch_own_scores.uncompiled_own_attention if is_compiling else own_attention
+        attend = mods.uncompiled_own_attention if is_compiling else own_attention
         options = softmax_scale, causal, window_size, diagonal_offset, softcap
         of_lengths, of_splits = (max_seqlen_q, max_seqlen_k), (num_splits, split_size)
         given_told = told if is_told else ()
@@ -252,7 +252,7 @@ def _way(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: tuple[Any, 
     """What a call on these tensors goes through: a function of its own, or None for `cuflash.forward`."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
         # why: numbers of NumPy are arrays for the compiler.
-        return torch_ops.uncompiled_by_op if any(isinstance(x, np.ndarray) for x in numbers) else by_op
+        return ops.uncompiled_by_op if any(isinstance(x, np.ndarray) for x in numbers) else by_op
     if is_transforming():
         return by_op if is_functionalizing() else _Transformed.apply
     if torch._C._len_torch_dispatch_stack():

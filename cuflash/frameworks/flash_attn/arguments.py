@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ProblemError, UnsupportedError
-from ..problem.options import WindowSize, check_flag, check_integer
-from .torch import attention, check_tensor
+from ...errors import ProblemError, UnsupportedError
+from ...problem.options import WindowSize, check_flag, check_integer
+from ..torch import attention, check_tensor
 
 _SHAPES = {
     3: "(total, heads, head_dim)",

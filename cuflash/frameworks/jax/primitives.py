@@ -26,14 +26,14 @@ from jax._src import xla_bridge
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from ..arrays.dlpack import check_alive
-from ..errors import ProblemError, UnsupportedError
-from ..problem.dtypes import DTYPES
-from ..problem.operands import Op
-from . import xla_ffi, xla_handlers, xla_partition
-from .xla_handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, axes_of, halved, is_like_lse
-from .xla_own import folded as own_folded
-from .xla_own import is_own
+from ...arrays.dlpack import check_alive
+from ...errors import ProblemError, UnsupportedError
+from ...problem.dtypes import DTYPES
+from ...problem.operands import Op
+from . import ffi, handlers, partition
+from .handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, axes_of, halved, is_like_lse
+from .mod_attributes import folded as own_folded
+from .mod_attributes import is_own
 
 
 def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
@@ -295,7 +295,7 @@ def _refuse_platform(name: str, context: Any, *operands: Any, static: Static) ->
 
 
 def _lower(primitive: Any, lower: Any, context: Any, *operands: Any, static: Static) -> Any:
-    partitioned = xla_partition.lowered(primitive, context, operands, static)  # the parts come back here
+    partitioned = partition.lowered(primitive, context, operands, static)  # the parts come back here
     if partitioned is not None:
         return partitioned
     return lower(primitive.name, context, *operands, static=static)
@@ -319,7 +319,7 @@ def _lower_for_cuda(name: str, context: Any, *operands: Any, static: Static) -> 
                 f"one ({error})"
             ) from error
         devices = []
-    floats = xla_handlers.load(name, described, [device.local_hardware_id for device in devices])
+    floats = handlers.load(name, described, [device.local_hardware_id for device in devices])
     if not floats:
         return jax.ffi.ffi_lowering(name)(context, *operands, call=described.encode())
     described = described._replace(workspace=floats)
@@ -350,12 +350,12 @@ def _wait_at_exit() -> None:
         for array in jax.live_arrays("cpu"):
             with contextlib.suppress(Exception):
                 array.block_until_ready()
-    xla_handlers.on_cpu.wait(quiet=0.05)
+    handlers.on_cpu.wait(quiet=0.05)
 
 
 forward, backward = _primitive(FORWARD), _primitive(BACKWARD)
 
 for _target in (FORWARD, BACKWARD):
-    xla_ffi.register(_target, "cpu", 0, functools.partial(xla_handlers.run_on_cpu, _target))
-    _run = functools.partial(xla_handlers.run_on_cuda, _target)
-    xla_ffi.register(_target, "CUDA", xla_ffi.COMMAND_BUFFER_COMPATIBLE, _run)
+    ffi.register(_target, "cpu", 0, functools.partial(handlers.run_on_cpu, _target))
+    _run = functools.partial(handlers.run_on_cuda, _target)
+    ffi.register(_target, "CUDA", ffi.COMMAND_BUFFER_COMPATIBLE, _run)

@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..errors import ProblemError, UnsupportedError
-from ..mods.tracing.operand import is_real
-from ..ops.own import Given
-from ..ops.triangle import attended
-from ..problem.operands import Op
-from ..problem.options import Options, WindowSize, check_flag, check_integer, check_scale, drops_none
-from ..problem.problem import Problem
-from .jax_arguments import arrays_of, bias_or_mask, integers, is_seen_by, window_of
-from .jax_own_scores import own_attention, own_operands
-from .xla_handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
-from .xla_primitives import as_jax, backward, check_not_reduced, checked_array, forward, refuse_cached
+from ...errors import ProblemError, UnsupportedError
+from ...mods.tracing.operand import is_real
+from ...ops.own import Given
+from ...ops.triangle import attended
+from ...problem.operands import Op
+from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, drops_none
+from ...problem.problem import Problem
+from .arguments import arrays_of, bias_or_mask, integers, is_seen_by, window_of
+from .handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
+from .mods import own_attention, own_operands
+from .primitives import as_jax, backward, check_not_reduced, checked_array, forward, refuse_cached
 
 if jax.__version_info__ < (0, 8, 2):  # why: older ones fail where gradients are made of some arguments alone
     raise UnsupportedError(

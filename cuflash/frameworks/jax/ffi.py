@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ProblemError, UnsupportedError
+from ...errors import ProblemError, UnsupportedError
 
 VERSION = (0, 1)  # handlers are written for this version; a runtime of the same major version takes them
 COMMAND_BUFFER_COMPATIBLE = 1  # a trait: the handler may be called while its stream is captured

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from ..errors import ProblemError, UnsupportedError
-from ..mods.masks import chunked
-from ..mods.scores import alibi
-from ..problem.options import WindowSize, check_integer
-from .flash_attn_arguments import attend
-from .torch import check_tensor
+from ...errors import ProblemError, UnsupportedError
+from ...mods.masks import chunked
+from ...mods.scores import alibi
+from ...problem.options import WindowSize, check_integer
+from ..torch import check_tensor
+from .arguments import attend
 
 _ORDER = (
     "It stands before softmax_scale here, as in flash-attn 2; the order of flash-attn 3 is in "

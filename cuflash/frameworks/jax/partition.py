@@ -18,8 +18,8 @@ from jax._src.sharding_impls import GSPMDSharding, ShardingContext
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
-from ..problem.operands import Op
-from .xla_handlers import TOLD, Shape, Static, axes_of
+from ...problem.operands import Op
+from .handlers import TOLD, Shape, Static, axes_of
 
 BATCH, HEADS, GROUP = "batch", "heads", "group"  # the factors that may be split, and the query heads of a kv head
 # Told like this, sequences are rows of a batch. With others they are packed, or share a cache.

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ..ops.backward import backward
-from ..ops.forward import forward
+from ...ops.backward import backward
+from ...ops.forward import forward
 
 _STEP_OF_LSE, _STEP_OF_BIAS = 32, 16  # of which the rows of lse, and the keys of a mask's gradient, fill a multiple
 

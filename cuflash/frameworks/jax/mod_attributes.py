@@ -9,11 +9,11 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from ..mods.graph.graph import Node, node, post_order, variable
-from ..mods.graph.operations import Type
-from ..mods.graph.simplify import build, constant, load, rebuilt
-from ..problem.operands import OWN_KINDS, SINKS, Operand
-from ..problem.own import Kind, Own, substituted
+from ...mods.graph.graph import Node, node, post_order, variable
+from ...mods.graph.operations import Type
+from ...mods.graph.simplify import build, constant, load, rebuilt
+from ...problem.operands import OWN_KINDS, SINKS, Operand
+from ...problem.own import Kind, Own, substituted
 
 
 class Functions:

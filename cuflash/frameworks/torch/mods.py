@@ -14,19 +14,19 @@ from typing import Any
 import torch
 from torch.autograd import Function, forward_ad
 
-from ..errors import UnsupportedError
-from ..log import logger
-from ..mods.graph.operations import Type
-from ..mods.tracing.trace import trace
-from ..ops.own import Given, OwnCall, own_call
-from ..problem.array_spec import ArraySpec
-from ..problem.operands import DROPOUT_SEED, Op
-from ..problem.options import Asked, asked
-from ..problem.own_arrays import check_own
-from ..runtime.launch import run
-from ..runtime.seeds import seed_array, seed_number
-from .torch_ops import given, refuse_cached, refuse_twice
-from .torch_tensors import (
+from ...errors import UnsupportedError
+from ...log import logger
+from ...mods.graph.operations import Type
+from ...mods.tracing.trace import trace
+from ...ops.own import Given, OwnCall, own_call
+from ...problem.array_spec import ArraySpec
+from ...problem.operands import DROPOUT_SEED, Op
+from ...problem.options import Asked, asked
+from ...problem.own_arrays import check_own
+from ...runtime.launch import run
+from ...runtime.seeds import seed_array, seed_number
+from .ops import given, refuse_cached, refuse_twice
+from .tensors import (
     TANGENT,
     check_tensor,
     is_autocast,

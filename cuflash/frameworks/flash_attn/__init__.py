@@ -4,7 +4,7 @@ from cuflash.frameworks import flash_attn
 flash_attn.activate()                                     # before the program's own imports
 
 from flash_attn import flash_attn_func                    # cuflash.frameworks.flash_attn_interface
-from flash_attn.bert_padding import unpad_input           # cuflash.frameworks.flash_attn_bert_padding
+from flash_attn.bert_padding import unpad_input           # cuflash.frameworks.flash_attn.bert_padding
 from flash_attn.cute import flash_attn_varlen_func        # cuflash.frameworks.flash_attn_4_interface
 from flash_attn_interface import flash_attn_with_kvcache  # cuflash.frameworks.flash_attn_3_interface
 """
@@ -20,22 +20,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from ..errors import UnsupportedError
-from . import flash_attn_3_interface, flash_attn_4_interface, flash_attn_bert_padding, flash_attn_interface
+from ...errors import UnsupportedError
+from . import bert_padding, v2, v3, v4
 
 __all__ = ["activate", "restore"]
 
 # What is registered: where its functions are, and its version if it has one. The versions are those whose signatures
 # cuflash has; 2.8.3 is the newest that TransformerEngine takes.
 _MODULES: dict[str, tuple[ModuleType, str | None]] = {
-    "flash_attn": (flash_attn_interface, "2.8.3"),
-    "flash_attn.flash_attn_interface": (flash_attn_interface, None),
-    "flash_attn.bert_padding": (flash_attn_bert_padding, None),
-    "flash_attn.cute": (flash_attn_4_interface, "4.0.0"),
-    "flash_attn.cute.interface": (flash_attn_4_interface, None),
-    "flash_attn_3": (flash_attn_3_interface, "3.0.0"),
-    "flash_attn_3.flash_attn_interface": (flash_attn_3_interface, None),
-    "flash_attn_interface": (flash_attn_3_interface, None),
+    "flash_attn": (v2, "2.8.3"),
+    "flash_attn.flash_attn_interface": (v2, None),
+    "flash_attn.bert_padding": (bert_padding, None),
+    "flash_attn.cute": (v4, "4.0.0"),
+    "flash_attn.cute.interface": (v4, None),
+    "flash_attn_3": (v3, "3.0.0"),
+    "flash_attn_3.flash_attn_interface": (v3, None),
+    "flash_attn_interface": (v3, None),
 }
 _ROOTS = tuple(name for name in _MODULES if "." not in name)
 # Distributions, their versions, and the modules that they bring.
@@ -83,7 +83,7 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
     >>> flash_attn.activate()
     >>> from flash_attn import flash_attn_func
     >>> flash_attn_func.__module__
-    'cuflash.frameworks.flash_attn_interface'
+    'cuflash.frameworks.flash_attn.v2'
     >>> flash_attn.restore()
     """
     global _before

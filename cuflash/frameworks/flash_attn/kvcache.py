@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ProblemError, UnsupportedError
-from ..problem.options import (
+from ...errors import ProblemError, UnsupportedError
+from ...problem.options import (
     Known,
     Options,
     WindowSize,
@@ -15,7 +15,9 @@ from ..problem.options import (
     check_integer,
     check_window,
 )
-from .flash_attn_arguments import (
+from ..torch import check_tensor
+from ..torch.ops import append
+from .arguments import (
     attend,
     cap_of,
     check_integers,
@@ -24,8 +26,6 @@ from .flash_attn_arguments import (
     refuse_leftpad,
     window_of,
 )
-from .torch import check_tensor
-from .torch_ops import append
 
 
 class New(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..ops.block_mask import create_block_mask
-from ..problem.own_arrays import CELL
-from .torch_tensors import uncompiled
+from ...ops.block_mask import create_block_mask
+from ...problem.own_arrays import CELL
+from .tensors import uncompiled
 
 _known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 
-from ..errors import ProblemError
-from ..ops.backward import backward
-from ..problem.options import check_flag
-from .flash_attn_arguments import (
+from ...errors import ProblemError
+from ...ops.backward import backward
+from ...problem.options import check_flag
+from ..torch import becomes_an_op, check_tensor, gradients
+from ..torch.tensors import disabled
+from .arguments import (
     attend,
     cap_of,
     check_integers,
@@ -27,9 +29,7 @@ from .flash_attn_arguments import (
     refuse_leftpad,
     window_of,
 )
-from .flash_attn_own_scores import attend_with_weights, own_of_version_2
-from .torch import becomes_an_op, check_tensor, gradients
-from .torch_tensors import disabled
+from .mods import attend_with_weights, own_of_version_2
 
 _own_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

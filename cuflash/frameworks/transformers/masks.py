@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
-from .transformers_functions import keywords_of
+from .mask_mod import keywords_of
 
 _AND = "and_masks.<locals>.and_mask"
 _WINDOW = "sliding_window_overlay.<locals>.inner_mask"

@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 
-from ..errors import ProblemError
-from .flash_attn_arguments import (
+from ...errors import ProblemError
+from ..torch import check_tensor
+from .arguments import (
     attend,
     check_integers,
     in_host_memory,
@@ -23,10 +24,9 @@ from .flash_attn_arguments import (
     refuse_leftpad,
     refuse_of_version_3,
 )
-from .flash_attn_cache import New, over_cache, refuse_rotary_seqlens
-from .flash_attn_own_scores import own_of_later_versions
-from .flash_attn_private import Results, write_gradients
-from .torch import check_tensor
+from .kvcache import New, over_cache, refuse_rotary_seqlens
+from .mods import own_of_later_versions
+from .v2_private import Results, write_gradients
 
 
 def _flash_attn_forward(

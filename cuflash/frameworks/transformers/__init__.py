@@ -41,12 +41,12 @@ except ImportError as error:
         "which masks it needs: pip install 'transformers>=4.53'"
     ) from error
 
-from ..errors import ProblemError, UnsupportedError
-from ..log import logger
-from .torch import attention
-from .torch_tensors import disabled
-from .transformers_functions import mask_mod_of, seen_in
-from .transformers_masks import (
+from ...errors import ProblemError, UnsupportedError
+from ...log import logger
+from ..torch import attention
+from ..torch.tensors import disabled
+from .mask_mod import mask_mod_of, seen_in
+from .masks import (
     Pattern,
     Places,
     SequenceMask,
@@ -58,7 +58,7 @@ from .transformers_masks import (
     places_of_positions,
     places_of_static,
 )
-from .transformers_models import EAGER, NAME, SDPA, refuse_by_configuration, refuse_by_name, tell_from_flash_attn
+from .models import EAGER, NAME, SDPA, refuse_by_configuration, refuse_by_name, tell_from_flash_attn
 
 __all__ = ["cuflash_attention_forward", "cuflash_mask", "register"]
 
