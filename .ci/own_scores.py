@@ -150,7 +150,7 @@ def time_new_function(op: str, alone: bool) -> dict[str, float]:
         call = partial(cuflash.backward, arrays[3], *arrays[:3], out, lse, score_mod=score_mod)
     found = {"new": seconds(call), "again": seconds(call)}
     compiler._kernels.clear()
-    launch.KEPT.clear()
+    launch.CALL_CACHE.clear()
     found["from disk"] = seconds(call)
     if not alone:
         attend = torch.compile(partial(flex_attention, score_mod=score_mod), dynamic=False)

@@ -29,7 +29,7 @@ from sanitize_cases import (
     ALGORITHMS,
     BACKWARD,
     MANY_PIECES,
-    OwnCase,
+    ModCase,
     SequenceCase,
     devices,
     hopper_cases,
@@ -112,7 +112,7 @@ def work() -> dict[Call, list[Variant]]:
 
 
 @cache
-def own_work() -> dict[tuple[OwnCase, str], list[Variant]]:
+def own_work() -> dict[tuple[ModCase, str], list[Variant]]:
     """All calls with scores and masks of the caller's own, by both families of kernels, and their kernels."""
     ways = [(case, how) for case, hows in own_cases() for how in hows]
     generic = [(case, how + BACKWARDS) for case, how in ways if isinstance(case.of, Case) and how not in ALGORITHMS[1:]]
@@ -122,13 +122,13 @@ def own_work() -> dict[tuple[OwnCase, str], list[Variant]]:
     return {call: [launch.variant for made in own_plans(*call) for launch in made.launches] for call in calls}
 
 
-def own_arguments(case: OwnCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """All arguments of `cuflash.forward`, and the arrays that have gradients. ways: those of `OwnCase.arguments`."""
+def own_arguments(case: ModCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """All arguments of `cuflash.forward`, and the arrays that have gradients. ways: those of `ModCase.arguments`."""
     arguments, wanted = case.arguments(*ways)
     return arguments | ({"q": backwards(arguments["q"])} if how.endswith(BACKWARDS) else {}), wanted
 
 
-def own_plans(case: OwnCase, how: str) -> list[Plan]:
+def own_plans(case: ModCase, how: str) -> list[Plan]:
     """The plans of the library calls that `own_call` makes."""
     (arguments, wanted), op = own_arguments(case, how, np.asarray, shaped), how.removesuffix(BACKWARDS)
     arguments["device"] = device.query(0).arch
@@ -144,7 +144,7 @@ def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if name != "v" and not name.startswith("dropout")}
 
 
-def own_call(case: OwnCase, how: str) -> Callable[[], Results]:
+def own_call(case: ModCase, how: str) -> Callable[[], Results]:
     """What calls forward and lse, or backward for the loss |out|² / 2 with all gradients."""
     (arguments, wanted), op = own_arguments(case, how, cupy.asarray), how.removesuffix(BACKWARDS)
     if op not in BACKWARD:
@@ -186,7 +186,7 @@ def unreached(wanted: list[Variant]) -> list[str]:
             rows.append((dtype, tiles_sm90.choose("lse", row.head_dim, 0, 0.0, capped), capped, False))
         sharing = *tiles_sm90.BACKWARD, *(row for row in tiles_sm90.ROWS if row.gradient != "dq")
         dense = *tiles_sm90.BACKWARD, *tiles_sm90.ROWS, *(replace(row, shares_heads=True) for row in sharing)
-        of_lengths = *(row.for_lengths() for row in tiles_sm90.BACKWARD if not row.min_queries), *tiles_sm90.ROWS
+        of_lengths = *(row.for_varlen() for row in tiles_sm90.BACKWARD if not row.min_queries), *tiles_sm90.ROWS
         both = (dense, False), (of_lengths, True)
         for (gradients, lengths), capped in itertools.product(both, (False, True)):
             rows += [(dtype, row, capped, lengths) for row in gradients if row.softcap in (None, capped)]
@@ -226,10 +226,10 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
     query = device.query
     for gpu, case, how in itertools.islice(dense, part, None, parts):
         device.query = lambda ordinal, gpu=gpu: gpu
-        launch.KEPT.clear()
+        launch.CALL_CACHE.clear()
         yield Prepared(f"{case.name} {how}", call(case, how), None if is_defined(case) else 0, not _sums(how))
     device.query = query
-    launch.KEPT.clear()
+    launch.CALL_CACHE.clear()
     for of, how in itertools.islice(own, part, None, parts):
         yield Prepared(f"{of.name} {how}", own_call(of, how), repeats=not _sums(how))
     others = itertools.chain(merges_and_views(once, generic), appends_to_caches(is_wild=not once))

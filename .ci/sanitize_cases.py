@@ -14,7 +14,7 @@ from cuflash.arrays.numpy import NUMPY
 from cuflash.planning import device, tiles_sm80, tiles_sm90
 from cuflash.planning.device import KNOWN, Device
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import OF_SEQUENCES
+from cuflash.problem.operands import VARLEN_OPS
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.testing import functions
@@ -132,7 +132,7 @@ class SequenceCase:
     @cache  # noqa: B019 (few cases)
     def problem(self, op: str = "forward", **more: Any) -> Problem:
         """The `Problem` of a public call with these and `more` arguments."""
-        given, whole = shaped(self.of).arguments() | self._told(), OF_SEQUENCES[op]
+        given, whole = shaped(self.of).arguments() | self._told(), VARLEN_OPS[op]
         specs = {name: NUMPY.spec(name, x) for name, x in given.items() if isinstance(x, np.ndarray)}
         if op == "forward":
             more["out_dtype"] = self.out_dtype
@@ -219,7 +219,7 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
 
 
 @dataclass(frozen=True)
-class OwnCase:
+class ModCase:
     """A call with scores and masks of the caller's own. of: a dense problem, or sequences of several lengths."""
 
     of: Case | Sequences
@@ -247,38 +247,38 @@ class OwnCase:
         return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()} | own, wanted
 
 
-def own_cases() -> Iterator[tuple[OwnCase, tuple[str, ...]]]:
+def own_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
     """Cases with what is called of them: all arguments together at several head dims, and each kind of gradient."""
     table = functions.FUNCTIONS
     several = functions.joined(functions.everything, functions.dropped)
     of_bfloat16 = [("bfloat16", dims) for dims in ((128, 128), (192, 128), (256, 256))]
     for dtype, dims in (("float16", (64, 64)), *of_bfloat16, ("float32", (64, 64))):
         shape = 2, 200, 330, 4, 2, *dims, dtype
-        yield OwnCase(Case("all", *shape, window_size=(150, 60), softcap=15.0), several), ("flash2", *BACKWARD)
+        yield ModCase(Case("all", *shape, window_size=(150, 60), softcap=15.0), several), ("flash2", *BACKWARD)
         lengths: tuple[Any, ...] = (130, 0, 200, 1), (200, 70, 330, 0)
         shapes: dict[str, Any] = {"bounded": True, "dtype": dtype, "dims": dims, "heads": (4, 2)}
         told: dict[str, Any] = {"used_q": True, "used_k": True, "spare_q": (5, 3, 0, 9), "spare_k": (0, 9, 2, 3)}
         packed = Sequences("packed", *lengths, causal=True, softmax_scale=LARGE, **told, **shapes)
-        yield OwnCase(packed, several), ("flash2", *BACKWARD)
+        yield ModCase(packed, several), ("flash2", *BACKWARD)
         # Nobody sees the first keys; without a mask among the functions there are no cells.
         masked: dict[str, Any] = {"window_size": (90, 20), "diagonal_offset": 100, "softcap": 15.0}
         window = Sequences("window", *lengths, **masked, **told, **shapes)
-        yield OwnCase(window, functions.joined(functions.bounded, functions.dropped)), ("flash2", *BACKWARD)
+        yield ModCase(window, functions.joined(functions.bounded, functions.dropped)), ("flash2", *BACKWARD)
         pages = Sequences("pages", *lengths, place_k="paged", used_k=True, **shapes)
-        yield OwnCase(pages, several), ("flash2",)
+        yield ModCase(pages, several), ("flash2",)
         few = Sequences("few", (1, 2, 0, 3), (900, 5, 2700, 0), "packed", "paged", used_k=True, **shapes)
-        yield OwnCase(few, several), ("flash2",)
+        yield ModCase(few, several), ("flash2",)
         # Keys are shared out: rows fit a warp, or do not, and a block of threads has one piece of work, or several.
         rows = replace(few, name="few_rows", place_q="rectangle", place_k="rectangle", used_q=True, bounded=False)
         many = device.query(0).num_sms // len(few.queries) + 1
         wide = replace(few, name="few_wide", heads=(16, 1)), replace(rows, name="few_rows_wide", heads=(48, 2))
         for of in (replace(few, name="few_pages"), rows, *wide, replace(rows, name="few_heads", heads=(many, many))):
-            yield OwnCase(of, functions.everything), ("flash2",)
-        yield OwnCase(replace(few, name="few_sinks", page_size=3), functions.sinks_of()), ("flash2",)
+            yield ModCase(of, functions.everything), ("flash2",)
+        yield ModCase(replace(few, name="few_sinks", page_size=3), functions.sinks_of()), ("flash2",)
     shape = 2, 200, 330, 4, 2, 64, 64, "float16"
     for algorithm in ALGORITHMS[1:]:
-        yield OwnCase(Case("all", *shape), several), (algorithm,)
+        yield ModCase(Case("all", *shape), several), (algorithm,)
     for name in ("alibi", "relative_position", "without_score", "causal_document", "global_window", "striped"):
-        yield OwnCase(Case(name, *shape, causal=name == "alibi"), table[name]), ("flash2", *BACKWARD)
+        yield ModCase(Case(name, *shape, causal=name == "alibi"), table[name]), ("flash2", *BACKWARD)
     for letters in ("bhqk", "1hqk", "bhq1", "1111"):
-        yield OwnCase(Case(f"bias_{letters}", *shape), functions.bias_of(letters)), ("flash2", *BACKWARD)
+        yield ModCase(Case(f"bias_{letters}", *shape), functions.bias_of(letters)), ("flash2", *BACKWARD)

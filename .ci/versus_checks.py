@@ -233,7 +233,7 @@ def run_outputs(versions: list[ModuleType], trials: Iterable[Trial], on_gpu: boo
     differences = []
     for trial in trials:
         try:
-            verdict, text = judge(trial, versions, on_gpu)
+            verdict, text = validate(trial, versions, on_gpu)
         except Exception as error:  # The other problems still have something to tell.
             verdict, text = "different", f"no comparison: {error!r}"
         counts.setdefault(trial.op, Counter())[verdict] += 1
@@ -243,7 +243,7 @@ def run_outputs(versions: list[ModuleType], trials: Iterable[Trial], on_gpu: boo
     return {"on_gpu": on_gpu, "counts": counts, "differences": differences}
 
 
-def judge(trial: Trial, versions: list[ModuleType], on_gpu: bool) -> tuple[str, str]:
+def validate(trial: Trial, versions: list[ModuleType], on_gpu: bool) -> tuple[str, str]:
     """Gives the verdict on one problem, and says what differs."""
     inputs = Inputs(trial, versions[0], on_gpu)
     # The older version's results keep their memory until the newer one's are there, which could otherwise be written to

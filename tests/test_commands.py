@@ -86,9 +86,9 @@ def test_gpus_that_are_alike_are_counted() -> None:
 @pytest.mark.parametrize("name", ["none", "a" * 300, "none/none", f"{'a' * 300}/none", "a\0b"])
 def test_names_that_cannot_be_there_are_refused(name: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     path = str(tmp_path / name)
-    for judge, kind in ((arguments.existing, "file"), (arguments.folder, "folder")):
+    for validate, kind in ((arguments.existing, "file"), (arguments.folder, "folder")):
         with pytest.raises(argparse.ArgumentTypeError, match=f"there is no such {kind}.*; give the name of one"):
-            judge(path)
+            validate(path)
     if name != "none":
         with pytest.raises(argparse.ArgumentTypeError, match="cannot be written: "):
             arguments.output(path)

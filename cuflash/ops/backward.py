@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.operands import BACKWARD, OF_SEQUENCES
-from ..problem.options import WindowSize, asked, drops_none
+from ..problem.operands import BACKWARD, VARLEN_OPS
+from ..problem.options import WindowSize, asked, is_zero
 from ..runtime.launch import run
 from ..runtime.seeds import check_seed
 from .own import Given, run_own
@@ -106,9 +106,9 @@ def backward(
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
         op = BACKWARD
     else:
-        op, told = OF_SEQUENCES["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        op, told = VARLEN_OPS["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None
-    if is_plain and drops_none(dropout_p):
+    if is_plain and is_zero(dropout_p):
         if dropout_seed is not None:
             check_seed(dropout_seed, q)
         dq, dk, dv = run(op, (*arrays, *told), options, None, outs)

@@ -43,11 +43,11 @@ class BlockMask:
             )
         asks = not self.graph.root.inputs.isdisjoint(("seqlen_q", "seqlen_k"))
         for side, name in enumerate("qk"):
-            is_told = any(x is not None for x in told[side:4:2])
+            has_varlen_args = any(x is not None for x in told[side:4:2])
             # why not the other way round: cells of whole sequences hold for shorter ones, unless the mask asks.
-            if self.tells[side] and not is_told:
+            if self.tells[side] and not has_varlen_args:
                 how = "with arrays that tell", "has none"
-            elif asks and is_told and not self.tells[side]:
+            elif asks and has_varlen_args and not self.tells[side]:
                 how = "without the arrays that tell", "has some, and its mask_mod asks for lengths"
             else:
                 continue

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem.operands import FORWARD, OF_SEQUENCES
-from ..problem.options import WindowSize, asked, check_flag, drops_none
+from ..problem.operands import FORWARD, VARLEN_OPS
+from ..problem.options import WindowSize, asked, check_flag, is_zero
 from ..runtime.launch import run
 from ..runtime.seeds import check_seed
 from .own import Given, run_own
@@ -128,9 +128,9 @@ def forward(
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
         op = FORWARD
     else:
-        op = OF_SEQUENCES["forward"]
+        op = VARLEN_OPS["forward"]
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-    if score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p):
+    if score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p):
         if dropout_seed is not None:
             check_seed(dropout_seed, q)
         results = run(op, (q, k, v, *told), options, outputs, outs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem.operands import LSE_ONLY, OF_SEQUENCES
+from ..problem.operands import LSE_ONLY, VARLEN_OPS
 from ..problem.options import WindowSize, asked
 from ..runtime.launch import run
 from .own import Given, run_own
@@ -53,7 +53,7 @@ def lse(
     op = LSE_ONLY
     if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
         told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-        op = OF_SEQUENCES["lse"]
+        op = VARLEN_OPS["lse"]
     if score_mod is mask_mod is block_mask is bias is sinks is None:
         return run(op, (q, k, *told), options)[0]
     return run_own("lse", (q, k), told, Given(score_mod, mask_mod, block_mask, bias, sinks), None, options)[0]

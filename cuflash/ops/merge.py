@@ -10,7 +10,7 @@ from ..errors import ProblemError
 from ..planning.merge import MAX_STATES
 from ..problem.operands import merge_op
 from ..problem.options import DEFAULTS, Options, asked
-from ..runtime.launch import judged, run
+from ..runtime.launch import run, validated
 
 
 def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -55,7 +55,7 @@ def _check(outs: list[Any], lses: list[Any]) -> None:
     """Judges all states. why: none may be refused when some are merged already."""
     op, arrays = merge_op(len(outs)), (*outs, *lses)
     library, _ = libraries_of(op, arrays)
-    judged(op, library, arrays, Options())
+    validated(op, library, arrays, Options())
 
 
 def _states(name: str, states: Any) -> list[Any]:

@@ -19,9 +19,9 @@ from ..mods.graph.graph import Graph
 from ..mods.graph.operations import Type
 from ..mods.tracing.operand import is_integer, name_of_dtype
 from ..mods.tracing.trace import trace
-from ..problem.operands import OF_SEQUENCES, OPS, Op, Sizes, banded, own_op
-from ..problem.options import Asked, check_dropout, drops_none
-from ..problem.own import BIAS_AXES, Bias, Own, captured, own_of
+from ..problem.operands import OPS, VARLEN_OPS, Op, Sizes, banded, own_op
+from ..problem.options import OptionsKey, check_dropout, is_zero
+from ..problem.own import BIAS_AXES, Bias, ModSpec, captured, own_of
 from ..runtime.launch import run
 from ..runtime.seeds import check_seed, seed_array
 from .block_mask import BlockMask
@@ -48,7 +48,7 @@ class Given(NamedTuple):
     dropout_p: Any = 0.0
 
 
-class OwnCall(NamedTuple):
+class ModCall(NamedTuple):
     """An op, the arrays that it reads after those of the plain op, and where gradients that were asked for are.
 
     needs_seed: whether the seed of dropout is to follow the arrays; then come the cells. grads: of each gradient, the
@@ -72,7 +72,7 @@ def run_own(
     told: Told,
     given: Given,
     dropout_seed: Any,
-    options: Asked,
+    options: OptionsKey,
     outputs: int | None = None,
     outs: tuple[Any, ...] = (),
     captured_grads: Any = None,
@@ -98,18 +98,18 @@ def own_call(
     hidden: tuple[Any, Any, Any],
     algorithm: Any = "flash2",
     captured_grads: Any = None,
-) -> OwnCall:
+) -> ModCall:
     """What a call of the op of that name does. hidden: causal, window_size and diagonal_offset, as they were given."""
     score = _graph(given.score_mod, "score_mod")
     mask, cells = _mask(given, told)
     bias = None if given.bias is None else _bias(given.bias)
-    has_sinks, drops = given.sinks is not None, not drops_none(given.dropout_p) and bool(check_dropout(given.dropout_p))
+    has_sinks, drops = given.sinks is not None, not is_zero(given.dropout_p) and bool(check_dropout(given.dropout_p))
     sizes = None if cells is None else cells.sizes
     fits = not told or mask is None or (seen := band(mask.root)) is None or _fits(seen, hidden)
     digests = None if score is None else score.digest, None if mask is None else mask.digest
     key = name, not told, *digests, bias, has_sinks, drops, sizes, fits
     if (kind := _kinds.get(key)) is None:
-        if len(_kinds) >= MAX_KEPT:
+        if len(_kinds) >= MAX_KEYS:
             _kinds.clear()
         kind = _kinds.setdefault(key, _kind_of(key, score, mask))
     arrays = [each.array for each in captured((score, mask if kind.has_mask else None))]
@@ -120,7 +120,7 @@ def own_call(
     if captured_grads is not None:
         numbers = _numbers(captured_grads, given, score, kind.own, arrays, loaded)
     if not kind.own.changes:
-        return OwnCall(kind.op, (), False, (), numbers)
+        return ModCall(kind.op, (), False, (), numbers)
     if isinstance(algorithm, str) and algorithm == "standard":
         raise UnsupportedError(
             "algorithm='standard' takes no score_mod, mask_mod, bias, sinks and dropout; take another one, which give "
@@ -128,10 +128,10 @@ def own_call(
         )
     found = (cells.cells,) if cells is not None and kind.own.has_cells else ()
     if not numbers:
-        return OwnCall(kind.op, tuple(arrays), drops, found, ())
+        return ModCall(kind.op, tuple(arrays), drops, found, ())
     flat = tuple(dict.fromkeys(number for group in numbers for number in group))
     places = tuple([tuple([flat.index(number) for number in group]) for group in numbers])
-    return OwnCall(_op_of(key, kind, flat), tuple(arrays), drops, found, places)
+    return ModCall(_op_of(key, kind, flat), tuple(arrays), drops, found, places)
 
 
 class _Kind(NamedTuple):
@@ -141,7 +141,7 @@ class _Kind(NamedTuple):
     the mask is a part of kernels.
     """
 
-    own: Own
+    own: ModSpec
     op: Op
     band: Band | None
     has_mask: bool
@@ -150,13 +150,13 @@ class _Kind(NamedTuple):
 # The op's name, whether it is dense, the digests of score_mod and mask_mod, what is known of a bias, whether there are
 # sinks, and dropout, the sizes of a block mask, and whether a mask may be said by the arguments of a plain call.
 _Key = tuple[str, bool, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool]
-MAX_KEPT = 1024
+MAX_KEYS = 1024
 _kinds: dict[_Key, _Kind] = {}
 
 
 def _kind_of(key: _Key, score: Graph | None, mask: Graph | None) -> _Kind:
     name, is_dense, _, _, bias, has_sinks, drops, sizes, fits = key
-    plain, has_cells = (OPS if is_dense else OF_SEQUENCES)[name], sizes is not None
+    plain, has_cells = (OPS if is_dense else VARLEN_OPS)[name], sizes is not None
     seen = None if mask is None or not fits else band(mask.root)
     if seen is not None:
         mask, has_cells = None, False
@@ -225,7 +225,7 @@ def _bias(bias: Any) -> Bias:
 
 
 def _numbers(
-    wanted: Any, given: Given, score: Graph | None, own: Own, arrays: Sequence[Any], loaded: int
+    wanted: Any, given: Given, score: Graph | None, own: ModSpec, arrays: Sequence[Any], loaded: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each array of `captured_grads`, the numbers of it among those that may have gradients."""
     if not isinstance(wanted, tuple | list):
@@ -250,7 +250,7 @@ def _has_shape(x: Any) -> bool:
     return hasattr(x, "shape") and not isinstance(x, type)
 
 
-def _described(own: Own, number: int, arrays: Sequence[Any]) -> str:
+def _described(own: ModSpec, number: int, arrays: Sequence[Any]) -> str:
     name = own.arrays[number].name if number < len(own.arrays) else "sinks"
     shape = tuple(getattr(arrays[number], "shape", ()))
     return f"{name} {shape}" if name in ("bias", "sinks") else f"the array {shape} that score_mod refers to"

@@ -17,8 +17,8 @@ from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
 from ..problem.checks import check_output
 from ..problem.dtypes import check_dtype, named_dtype
-from ..problem.operands import DROPOUT_SEED, INTEGERS, OF_SEQUENCES, OPS
-from ..problem.options import Options, WindowSize, check_algorithm, check_flag, check_integer, drops_none
+from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS
+from ..problem.options import Options, WindowSize, check_algorithm, check_flag, check_integer, is_zero
 from ..problem.own_arrays import check_own
 from ..problem.problem import Problem
 from ..runtime.seeds import seed_number
@@ -94,7 +94,7 @@ def plan(
         raise ProblemError("op='backward' takes neither num_splits nor split_size; leave them out")
     if check_flag("deterministic", deterministic) and op != "backward":
         raise ProblemError(f"deterministic={deterministic!r}, op={op!r}; give True or False, True only for backward")
-    if op == "lse" and not drops_none(dropout_p):
+    if op == "lse" and not is_zero(dropout_p):
         raise ProblemError(f"op='lse' takes no dropout, but dropout_p={dropout_p}; leave it out")
     if op != "backward" and captured_grads is not None:
         raise ProblemError(f"op={op!r} takes no captured_grads; leave it out")
@@ -111,11 +111,11 @@ def plan(
         specs[name], aligned = _spec(name, operand, INTEGERS if dtype is not None and name in told else dtype)
         if not aligned:
             misaligned.append(name)
-    whole = OPS[op] if told.keys().isdisjoint(given) else OF_SEQUENCES[op]
+    whole = OPS[op] if told.keys().isdisjoint(given) else VARLEN_OPS[op]
     if unknown := given.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
-    if not (is_plain and drops_none(dropout_p)):
+    if not (is_plain and is_zero(dropout_p)):
         of_sequences = () if whole is OPS[op] else tuple(told.values())
         hidden = causal, window_size, diagonal_offset
         by_name = {"bias": bias, "sinks": sinks}

@@ -8,7 +8,7 @@ from itertools import product
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import PADDED_SLOT, Lengths
+from ..problem.lengths import PADDED_SLOT, SeqlenInfo
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
 from .cells import KeySteps, seen_counts_launch, uses_cells, with_cells
@@ -16,7 +16,7 @@ from .delta import block_words, changes_weights, delta_launch, stats_rows_of
 from .device import Device
 from .hopper import HOPPER, reason_against
 from .key_blocks import (
-    HEADS_TOGETHER,
+    HEADS_IN_L2,
     KEY_ROWS,
     SHARED_STEPS,
     WAVES,
@@ -28,10 +28,10 @@ from .key_blocks import (
     choose_splits,
     count_key_blocks,
     is_full,
-    kv_heads_together,
+    kv_heads_in_l2,
     listed_together,
 )
-from .own_code import OwnCode, own_code
+from .own_code import ModCode, own_code
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
@@ -67,7 +67,7 @@ def backward_plan(
         rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
         if tile is not None:
             if lengths is not None and lengths.num_slots("k", problem.batch, tile.block_k) > 0:
-                return _listed_plan(problem, device, tile.for_lengths(), lengths)
+                return _listed_plan(problem, device, tile.for_varlen(), lengths)
             return _warpgroup_plan(problem, device, tile)
         shares = choose_sharing_rows(problem, device, rows[1].block_q)
         if not _has_few_keys(problem, device, 2 if shares else 1):
@@ -112,7 +112,7 @@ def _own_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
             if lengths is None:
                 made = _warpgroup_plan(problem, device, tile, cells)
             else:
-                made = _listed_plan(problem, device, tile.for_lengths(), lengths)
+                made = _listed_plan(problem, device, tile.for_varlen(), lengths)
             if not any(launch.variant in spilled for launch in made.launches):
                 return made
     rows, skipping = [], []
@@ -134,7 +134,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     deterministic = problem.options.deterministic
     dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, device
     cells = uses_cells(problem)
-    of_keys, of_queries = own_code(problem, rows_are_keys=True, cells=cells), own_code(problem, cells=cells)
+    of_keys, of_queries = own_code(problem, keys_as_rows=True, cells=cells), own_code(problem, cells=cells)
     tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.BACKWARD[problem.dtype], of_keys is not None), *dims)
     dq_tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.DQ[problem.dtype], of_keys is not None), *dims)
     if tile is None or dq_tile is None:
@@ -146,7 +146,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
 
     own = problem.lengths
 
-    def variant(op: str, source: str, tile: Tile | BackwardTile | None = None, code: OwnCode | None = None) -> Variant:
+    def variant(op: str, source: str, tile: Tile | BackwardTile | None = None, code: ModCode | None = None) -> Variant:
         arch, lengths = compile_arch("sm80", device), own is not None
         return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, lengths=lengths, own=code)
 
@@ -175,7 +175,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     keyed = {
         "num_k_blocks": num_k_blocks,
         "splits": splits,
-        "heads_together": 1 if problem.mask.is_full else HEADS_TOGETHER,
+        "heads_in_l2": 1 if problem.mask.is_full else HEADS_IN_L2,
         "stats_rows": stats_rows,
     }
     num_blocks = num_k_blocks * heads_kv * splits
@@ -226,7 +226,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": num_k_blocks,
         "key_blocks": key_blocks,
-        "heads_together": kv_heads_together(problem, device, num_k_blocks, parts_log2),
+        "heads_in_l2": kv_heads_in_l2(problem, device, num_k_blocks, parts_log2),
         "stats_rows": stats_rows,
         "deterministic": int(deterministic),
         **shared._asdict(),
@@ -257,7 +257,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     return make_plan(problem, device, launches, found, num_work=count_key_blocks(problem, tile.block_k))
 
 
-def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, own: Lengths) -> Plan:
+def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, own: SeqlenInfo) -> Plan:
     """The same for sequences of several lengths: delta lists key blocks, which all blocks of threads then take."""
     deterministic, full = problem.options.deterministic, is_full(problem)
     group = problem.heads_q // problem.heads_kv
@@ -278,7 +278,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": most_blocks,
         "key_blocks": 1,
-        "heads_together": together,
+        "heads_in_l2": together,
         "stats_rows": stats_rows,
         "deterministic": int(deterministic),
         **SharedKeys(takers, 0, shared_keys, 0)._asdict(),
@@ -342,7 +342,7 @@ def _rows_plan(
     fields = {
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": num_k_blocks,
-        "heads_together": 1 if is_full(problem) else HEADS_TOGETHER,
+        "heads_in_l2": 1 if is_full(problem) else HEADS_IN_L2,
         "stats_rows": stats_rows,
     }
     of_turns = {"num_q_blocks": 0, "more_turns": 2 * work[1]} if shares else {}
@@ -373,8 +373,8 @@ def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
     if (own := problem.lengths) is not None:
         rows = {"q": own.rows_q, "k": own.rows_k, "v": own.rows_k, "dout": own.rows_q}
         loaded = {"q": box_q, "k": box_k, "v": box_k, "dout": box_q}
-        boxes = {name: Box(loaded[name], 0, rows[name], ragged=True) for name in rows}
-        return boxes | {f"d{name}": Box(OUT_ROWS, 0, rows[name], ragged=True) for name in "qkv"}
+        boxes = {name: Box(loaded[name], 0, rows[name], varlen=True) for name in rows}
+        return boxes | {f"d{name}": Box(OUT_ROWS, 0, rows[name], varlen=True) for name in "qkv"}
     seen_q, seen_k = problem.mask.row_range(0, problem.seqlen_k), problem.mask.key_range(0, problem.seqlen_q)
     boxes = {"q": Box(box_q, *seen_q), "k": Box(box_k, *seen_k), "v": Box(box_k, *seen_k), "dout": Box(box_q, *seen_q)}
     stored = Box(OUT_ROWS, 0, problem.seqlen_k)
@@ -387,8 +387,8 @@ def _warpgroup_variant(
     source = "sm90/backward.cu" if isinstance(tile, WarpgroupBackwardTile) else "sm90/backward_rows.cu"
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
     lengths = problem.lengths is not None
-    rows_are_keys = op != "backward_dq"
-    own = own_code(problem, rows_are_keys, cells=cells) if changes_weights(problem) else None
+    keys_as_rows = op != "backward_dq"
+    own = own_code(problem, keys_as_rows, cells=cells) if changes_weights(problem) else None
     return variant_of(
         op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths, own=own
     )

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import PADDED_SLOT, Lengths
+from ..problem.lengths import PADDED_SLOT, SeqlenInfo
 from ..problem.problem import Problem
 from . import tiles_sm80
 from .device import Device
@@ -58,7 +58,7 @@ def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]
 
 
 def _decode_plan(
-    problem: Problem, own: Lengths, device: Device, row: WarpgroupTile, is_narrow: bool, may_be_single: bool
+    problem: Problem, own: SeqlenInfo, device: Device, row: WarpgroupTile, is_narrow: bool, may_be_single: bool
 ) -> Plan | None:
     """One of them; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
     options, splits, group = problem.options, _splits(problem), problem.heads_q // problem.heads_kv
@@ -89,7 +89,7 @@ def _decode_plan(
     num_work = min(num_blocks * tiles, most)
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
     cut = page_cut(problem, tile.block_k)
-    box = Box(cut["page_box"] or tile.block_k, 0, own.rows_k, ragged=True)
+    box = Box(cut["page_box"] or tile.block_k, 0, own.rows_k, varlen=True)
     fields = {"heads_kv": problem.heads_kv, "max_slots": most, "partial_rows": partial_rows} | cut
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     rows_of_splits = most * partial_rows
@@ -198,12 +198,12 @@ def _is_few(problem: Problem) -> bool:
     return problem.lengths is not None and problem.seqlen_q <= FEW_QUERIES and rows <= FEW_ROWS
 
 
-def _lengths(problem: Problem) -> Lengths | None:
+def _lengths(problem: Problem) -> SeqlenInfo | None:
     """The lengths of a problem whose sequences may all be alike; None if they are more than kernels count."""
     if problem.lengths is not None:
         return problem.lengths
     mask, places = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
-    own = Lengths(*places, left=-mask.lo, right=mask.hi, offset=0)
+    own = SeqlenInfo(*places, left=-mask.lo, right=mask.hi, offset=0)
     most = max([own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk"])
     return own if most * PADDED_SLOT < 2**31 else None
 

@@ -14,13 +14,13 @@ from .cells import uses_cells, with_cells
 from .decoding import decode_plans, split_plan
 from .device import Device
 from .hopper import HOPPER, reason_against
-from .own_code import OwnCode, own_code
+from .own_code import ModCode, own_code
 from .pages import page_cut
-from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_together, make_plan
+from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_in_l2, make_plan
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import Variant, variant_of
 
-WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/ragged_work.cuh
+WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/varlen_work.cuh
 LONG_PAIRS = 1024  # keys of a sequence from which pieces of work of wide heads come in pairs
 MOST_TAIL_PARTS = 32  # one for each lane of a warp
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
@@ -110,11 +110,11 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     return make_plan(problem, device, launches, workspace, fallback)
 
 
-def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: OwnCode | None) -> Plan:
+def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: ModCode | None) -> Plan:
     """A block of threads for each multiprocessor, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
     if problem.lengths is not None:
-        return _ragged_plan(problem, device, tile.for_lengths(problem.has("page_table")), own)
+        return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), own)
     arch = compile_arch("sm90", device)
     variant = variant_of(
         op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, own=own
@@ -127,20 +127,20 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: 
         # why L34: the blocks of these heads take the same queries at about the same time, and read the keys they see.
         keys = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + tile.block_q)
         head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
-        together = heads_together(head_bytes, L2_BYTES * problem.heads_q, heads)
+        together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, heads)
     seen = problem.mask.key_range(0, problem.seqlen_q)
     box_k = Box(tile.block_k, *seen)
     boxes = {"q": Box(GROUP_ROWS, 0, problem.seqlen_q), "k": box_k}
     if op == "forward":
         boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, problem.seqlen_q)}
-    fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_together": together}
+    fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_in_l2": together}
     counted = num_tiles > device.num_sms and not full
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, counted)
     launches, workspace = with_cells(problem, device, [launch])
     return make_plan(problem, device, launches, workspace, num_work=num_tiles)
 
 
-def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: OwnCode | None) -> Plan:
+def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: ModCode | None) -> Plan:
     """The same for sequences of several lengths, of which the device alone knows how many query blocks they have."""
     op, lengths = problem.op.name, problem.lengths
     assert lengths is not None
@@ -151,14 +151,14 @@ def _ragged_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: Own
     num_q_blocks = min(lengths.num_slots("q", problem.batch, tile.block_q), lengths.batch_q * lengths.rows_q)
     num_tiles = num_q_blocks * problem.heads_q
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
-    together = heads_together(head_bytes, L2_BYTES * problem.heads_q, problem.heads_q)
+    together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, problem.heads_q)
     cut = page_cut(problem, tile.block_k)
-    box_k = Box(cut["page_box"] or tile.block_k, 0, lengths.rows_k, ragged=True)
-    boxes = {"q": Box(GROUP_ROWS, 0, lengths.rows_q, ragged=True), "k": box_k}
+    box_k = Box(cut["page_box"] or tile.block_k, 0, lengths.rows_k, varlen=True)
+    boxes = {"q": Box(GROUP_ROWS, 0, lengths.rows_q, varlen=True), "k": box_k}
     if op == "forward":
-        boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, lengths.rows_q, ragged=True)}
+        boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, lengths.rows_q, varlen=True)}
     fields = {
-        "heads_together": together,
+        "heads_in_l2": together,
         # why not with cells: the two heads may have other ones.
         "in_pairs": 0 if _passes_over_tiles(problem) else _in_pairs(problem, tile, together),
         "tail_parts": _tail_parts(problem, tile, device, together),

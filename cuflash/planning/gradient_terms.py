@@ -10,9 +10,9 @@ from ..errors import UnsupportedError
 from ..mods.graph.affine import linear
 from ..mods.graph.derivative import differentiate
 from ..mods.graph.graph import Node
-from ..problem.own import BIAS_AXES, Own
+from ..problem.own import BIAS_AXES, ModSpec
 
-MAX_AXES = 8  # of an array whose gradient is wanted: the arrays of `OwnGradientParams` in kernels_cu/common/params.cuh
+MAX_AXES = 8  # of an array whose gradient is wanted: the arrays of `ModGradientParams` in kernels_cu/common/params.cuh
 
 
 class Term(NamedTuple):
@@ -27,7 +27,7 @@ class Term(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def terms_of(own: Own) -> dict[int, tuple[Term, ...]]:
+def terms_of(own: ModSpec) -> dict[int, tuple[Term, ...]]:
     """The terms of each array that has some, by its number in `own.arrays`."""
     found: dict[int, tuple[Term, ...]] = {}
     for load, derivative in ({} if own.score is None else differentiate(own.score)).items():

@@ -6,17 +6,17 @@ import math
 from typing import NamedTuple
 
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import Lengths
+from ..problem.lengths import SeqlenInfo
 from ..problem.mask import Mask
 from ..problem.problem import Problem
 from . import tiles_sm90
 from .cells import uses_cells
 from .device import Device
-from .plan import MAX_GRID, blocks_of, heads_together
+from .plan import MAX_GRID, blocks_of, heads_in_l2
 
 KEY_ROWS = 128  # keys of a key block on Hopper
-HEADS_TOGETHER = 16  # under a mask, the key blocks of this many heads start together, longest first. why: L34
-ORDERED_HEADS_TOGETHER = 32  # the same where Hopper's key blocks wait for each other; without a mask 16. why: L38
+HEADS_IN_L2 = 16  # under a mask, the key blocks of this many heads start together, longest first. why: L34
+ORDERED_HEADS_IN_L2 = 32  # the same where Hopper's key blocks wait for each other; without a mask 16. why: L38
 # Hopper's other calls take fewer kv heads: as many as touch L2_BYTES (about two L2 caches), but at least as many as
 # have WAVES_TOGETHER waves of blocks; a wave has one block for each multiprocessor. why: L34
 L2_BYTES = 96 * 2**20
@@ -71,22 +71,22 @@ def _parts_for_l2(problem: Problem, seqlen_q: int) -> int:
     return blocks_of(problem.heads_q // problem.heads_kv, max(least)).bit_length() - 1
 
 
-def kv_heads_together(problem: Problem, device: Device, num_k_blocks: int, parts_log2: int = 0) -> int:
+def kv_heads_in_l2(problem: Problem, device: Device, num_k_blocks: int, parts_log2: int = 0) -> int:
     """How many kv heads start their key blocks, so many of a sequence, together, longest first. why: L34
 
     parts_log2: 2 to this power blocks of threads share the query heads of each.
     """
     if problem.options.deterministic:
-        return HEADS_TOGETHER if is_full(problem) else ORDERED_HEADS_TOGETHER
+        return HEADS_IN_L2 if is_full(problem) else ORDERED_HEADS_IN_L2
     if is_full(problem):
         return 1
     lengths = problem.seqlen_q, problem.seqlen_k
     if problem.mask.is_full:  # the mask is the caller's own: key blocks may see all queries, and L2 is to hold these
-        return heads_together(_head_bytes(problem, *lengths, group=1), L2_BYTES // 2, HEADS_TOGETHER)
+        return heads_in_l2(_head_bytes(problem, *lengths, group=1), L2_BYTES // 2, HEADS_IN_L2)
     if parts_log2:
         return _heads_of_parts(device, num_k_blocks << parts_log2)
     least = _heads_of_waves(device, num_k_blocks)
-    return heads_together(_head_bytes(problem, *lengths), L2_BYTES, HEADS_TOGETHER, least)
+    return heads_in_l2(_head_bytes(problem, *lengths), L2_BYTES, HEADS_IN_L2, least)
 
 
 def _head_bytes(problem: Problem, seqlen_q: int, seqlen_k: int, group: int = 0) -> int:
@@ -104,7 +104,7 @@ def _heads_of_waves(device: Device, num_k_blocks: int) -> int:
 
 def _heads_of_parts(device: Device, blocks: int) -> int:
     """How many kv heads, each of so many blocks of threads, have at most PART_WAVES waves of them; at least one."""
-    return heads_together(max(blocks, 1), PART_WAVES * _wave(device), HEADS_TOGETHER)
+    return heads_in_l2(max(blocks, 1), PART_WAVES * _wave(device), HEADS_IN_L2)
 
 
 def _wave(device: Device) -> int:
@@ -130,17 +130,17 @@ def listed_together(
     if least_parts > 1:
         return _heads_of_parts(device, blocks_of(seqlen_k, tile.block_k) * least_parts), 1
     if tile.key_blocks == 1 or problem.options.deterministic:
-        return kv_heads_together(problem, device, blocks_of(problem.seqlen_k, tile.block_k)), 1
+        return kv_heads_in_l2(problem, device, blocks_of(problem.seqlen_k, tile.block_k)), 1
     # why a wave: then few key blocks of one tile of dq run at the same time. More is slower. The heads of one sequence
     # may always start together.
     most = min(max(problem.heads_kv, _wave(device)), problem.heads_kv * SEQUENCES_TOGETHER)
     # Heads of sequences, each counted once, that touch what one L2 cache holds.
-    heads_of_all = heads_together(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
+    heads_of_all = heads_in_l2(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
     least = 1 if is_full(problem) else _heads_of_waves(device, blocks_of(seqlen_k, tile.block_k))
     if tile.key_blocks < LEAST_KEY_BLOCKS:
         most = min(problem.heads_kv, HEADS_WITHOUT_TURNS) if is_full(problem) else problem.heads_kv
-        return heads_together(1, heads_of_all, most, least), 1
-    heads = heads_together(1, heads_of_all, problem.heads_kv, least)
+        return heads_in_l2(1, heads_of_all, most, least), 1
+    heads = heads_in_l2(1, heads_of_all, problem.heads_kv, least)
     return heads, max(heads_of_all // heads, 1)
 
 
@@ -176,7 +176,7 @@ def _are_alike(mask: Mask) -> bool:
     return 5 * mask.num_visible() >= 4 * mask.seqlen_k * longest
 
 
-def choose_least_parts(problem: Problem, own: Lengths, most: int) -> int:
+def choose_least_parts(problem: Problem, own: SeqlenInfo, most: int) -> int:
     """Blocks of threads that share each key block of a list, up to so many, so that L2 holds what they touch (L34)."""
     # why not in a window: key blocks have as many tiles as each other.
     if problem.options.deterministic or is_full(problem) or own.left is not None:

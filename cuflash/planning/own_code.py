@@ -1,7 +1,7 @@
 """Scores and masks of the caller's own as code: what a kernel is compiled with beside its own source.
 
 A kernel that knows of them is a text of three parts: the functions of common/mod_functions.cuh, the struct template
-`OwnFunctions` that is printed here, and the kernel's source. Its `element` gives the score in powers of two, of a
+`ModFunctions` that is printed here, and the kernel's source. Its `element` gives the score in powers of two, of a
 product q kᵀ (or of what the softcap made of it), whether the key is seen, and the derivative of the score by the one
 that the caller's function was given.
 """
@@ -19,24 +19,24 @@ from ..mods.codegen.hoisting import ADDEND, SOFTMAX_SCALE
 from ..mods.graph.derivative import differentiate
 from ..mods.graph.graph import CapturedArray, Node, post_order, variable
 from ..mods.graph.operations import Type
-from ..mods.graph.simplify import build, constant, written_once
+from ..mods.graph.simplify import build, constant, pick_form
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import ITEMSIZE
 from ..problem.options import LOG2_E
-from ..problem.own import LEAST_SCORE, SCORE, Own, exchanged, substituted
+from ..problem.own import LEAST_SCORE, SCORE, ModSpec, exchanged, substituted
 from ..problem.problem import Problem
 
 RESULTS = ("score", "visible", "slope")
 # why: one kernel finds the cells that a mask shows, others ask for its elements, with queries or keys in their rows.
 EXACT = ("visible",)
-# Words of 8 bytes behind the captured arrays: `OwnParams` in kernels_cu/common/params.cuh.
+# Words of 8 bytes behind the captured arrays: `ModParams` in kernels_cu/common/params.cuh.
 MORE_WORDS = 8
 # Scores and slopes up to it are finite numbers beside others, whatever products are.
 MODERATE = 2.0**64
 _ONE = constant(1.0)
 
 
-class OwnCode(NamedTuple):
+class ModCode(NamedTuple):
     """The text, the digest of it, the macros, and the words of 8 bytes that it adds to the parameters of a kernel.
 
     paired: the arrays, by name, that are to begin at a multiple of the size of two elements, and these bytes.
@@ -49,17 +49,17 @@ class OwnCode(NamedTuple):
     paired: tuple[tuple[str, int], ...] = ()
 
 
-def own_code(problem: Problem, rows_are_keys: bool = False, *, cells: bool = False) -> OwnCode | None:
+def own_code(problem: Problem, keys_as_rows: bool = False, *, cells: bool = False) -> ModCode | None:
     """What kernels of this problem are compiled with, None for a plain call.
 
-    rows_are_keys: whether the kernel's fragments have keys in their rows, and queries in their columns. cells: whether
+    keys_as_rows: whether the kernel's fragments have keys in their rows, and queries in their columns. cells: whether
     it is told which cells of 64 x 64 are empty, or full.
     """
     own = problem.op.own
     if own is None:
         return None
-    runs = _runs(problem, own, rows_are_keys)
-    return _own_code(own, rows_are_keys, cells, _is_short(problem, own), _is_causal(problem), runs)
+    runs = _runs(problem, own, keys_as_rows)
+    return _own_code(own, keys_as_rows, cells, _is_short(problem, own), _is_causal(problem), runs)
 
 
 def _is_causal(problem: Problem) -> bool:
@@ -67,7 +67,7 @@ def _is_causal(problem: Problem) -> bool:
     return problem.lengths is None and problem.mask.hi <= problem.seqlen_k - problem.seqlen_q
 
 
-def _is_short(problem: Problem, own: Own) -> bool:
+def _is_short(problem: Problem, own: ModSpec) -> bool:
     """Whether offsets in all captured arrays, and their strides, fit into 32 bits."""
     specs = [problem.specs[problem.op.index[each.name]] for each in own.arrays]
     return all(
@@ -81,14 +81,14 @@ def _is_short(problem: Problem, own: Own) -> bool:
 _Runs = tuple[tuple[tuple[int, int], bool], ...]
 
 
-def _runs(problem: Problem, own: Own, rows_are_keys: bool) -> _Runs:
+def _runs(problem: Problem, own: ModSpec, keys_as_rows: bool) -> _Runs:
     """The axes of captured arrays that no column of a tile leaves.
 
     why not of several lengths: the GPU alone knows them, and where they are greater, the last element is given.
     """
     if problem.lengths is not None:
         return ()
-    columns = problem.seqlen_q if rows_are_keys else problem.seqlen_k
+    columns = problem.seqlen_q if keys_as_rows else problem.seqlen_k
     found = []
     for number, each in enumerate(own.arrays):
         spec = problem.specs[problem.op.index[each.name]]
@@ -107,19 +107,19 @@ def _pairs(spec: ArraySpec, axis: int) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_causal: bool, runs: _Runs) -> OwnCode:
+def _own_code(own: ModSpec, keys_as_rows: bool, cells: bool, is_short: bool, is_causal: bool, runs: _Runs) -> ModCode:
     score, slope = SCORE, _ONE
     if own.score is not None:
         given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
         score = build("add", build("multiply", substituted(own.score, given), constant(LOG2_E)), ADDEND)
         slope = substituted(differentiate(own.score).get(SCORE) or constant(0.0), given)
-    roots = [written_once(root, rows_are_keys) for root in (score, own.mask or constant(True), slope)]
+    roots = [pick_form(root, keys_as_rows) for root in (score, own.mask or constant(True), slope)]
     if is_causal:
         roots = [of_causal_pairs(roots[0]), roots[1], of_causal_pairs(roots[2])]
-    if rows_are_keys:
+    if keys_as_rows:
         roots = [exchanged(root) for root in roots]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
-    text = print_struct(roots, arrays, "OwnFunctions", RESULTS, EXACT, dict(runs))
+    text = print_struct(roots, arrays, "ModFunctions", RESULTS, EXACT, dict(runs))
     is_steep = own.score is not None and max(magnitude(own.score), magnitude(slope)) >= MODERATE
     constants = {
         "OWN_SCORES": int(own.score is not None),
@@ -134,10 +134,10 @@ def _own_code(own: Own, rows_are_keys: bool, cells: bool, is_short: bool, is_cau
     }
     words = sum(words_of(each.rank) for each in own.arrays)
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    return OwnCode(digest, text, tuple(constants.items()), words + MORE_WORDS, _paired(own, text))
+    return ModCode(digest, text, tuple(constants.items()), words + MORE_WORDS, _paired(own, text))
 
 
-def _paired(own: Own, text: str) -> tuple[tuple[str, int], ...]:
+def _paired(own: ModSpec, text: str) -> tuple[tuple[str, int], ...]:
     arrays = enumerate(own.arrays)
     return tuple((each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text)
 
@@ -158,7 +158,7 @@ def _hides(score: Node) -> bool:
 _LIGHT = {"load", "constant", "input", "cast", "add", "subtract", "multiply", "negative"}
 
 
-def _loads_together(own: Own) -> bool:
+def _loads_together(own: ModSpec) -> bool:
     """Whether functions are so light, as a bias is, that registers hold what all elements of a step load."""
     if own.score is None or own.mask is not None or own.drops:
         return False
@@ -173,7 +173,7 @@ def words_of(rank: int) -> int:
     return 1 + axes + -(-axes // 2)
 
 
-def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> OwnCode:
+def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> ModCode:
     """What sm80/backward_own.cu is compiled with: the derivative of scores by a load, and its indices if looked up.
 
     stays: whether a block of threads walks from sequence to sequence, over the same tile of each.
@@ -181,25 +181,25 @@ def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], 
     plain, own = own_code(problem), problem.op.own
     assert plain is not None
     assert own is not None
-    return _gradient_code(plain, own, derivative, places, stays, _runs(problem, own, rows_are_keys=False))
+    return _gradient_code(plain, own, derivative, places, stays, _runs(problem, own, keys_as_rows=False))
 
 
 @lru_cache(maxsize=256)
 def _gradient_code(
-    plain: OwnCode, own: Own, derivative: Node, places: tuple[Node, ...], stays: bool, runs: _Runs
-) -> OwnCode:
+    plain: ModCode, own: ModSpec, derivative: Node, places: tuple[Node, ...], stays: bool, runs: _Runs
+) -> ModCode:
     assert own.score is not None
     given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
     of_scores = (substituted(each, given) for each in (own.score, derivative, *places))
-    roots = [written_once(root, of_keys=False) for root in (own.mask or constant(True), *of_scores)]
+    roots = [pick_form(root, of_keys=False) for root in (own.mask or constant(True), *of_scores)]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in own.arrays]
     names = [f"place{number}" for number in range(len(places))]
     results = ("visible", "score", "derivative", *names)
-    text = print_struct(roots, arrays, "OwnFunctions", results, EXACT, dict(runs))
+    text = print_struct(roots, arrays, "ModFunctions", results, EXACT, dict(runs))
     stays &= not any("b" in root.inputs for root in roots)
     ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
     text += (
-        f"\nstruct OwnTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
+        f"\nstruct ModTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
         f"  static constexpr bool kStays = {str(stays).lower()};\n"
         f"  static constexpr bool kVaries = {'false' if derivative.op == 'constant' else 'true'};\n"
         "  template <class Result, class Axes>\n"
@@ -208,4 +208,4 @@ def _gradient_code(
     )
     constants = dict(plain.constants) | {"OWN_SLOPE": 0, "CELLS": 0}
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    return OwnCode(digest, text, tuple(constants.items()), plain.words, _paired(own, text))
+    return ModCode(digest, text, tuple(constants.items()), plain.words, _paired(own, text))

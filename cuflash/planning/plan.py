@@ -20,13 +20,13 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Box(NamedTuple):
     """An operand as the copy engine (TMA) moves it: rows `begin … end - 1` of each head, `rows` of them at a time.
 
-    ragged: whether a copy may end at any row, where a sequence ends: `RaggedMapRows` in common/ragged.cuh.
+    varlen: whether a copy may end at any row, where a sequence ends: `VarlenMapRows` in common/varlen.cuh.
     """
 
     rows: int
     begin: int
     end: int
-    ragged: bool = False
+    varlen: bool = False
 
 
 class Part(NamedTuple):
@@ -197,7 +197,7 @@ def blocks_of(length: int, step: int) -> int:
     return -(-length // step)
 
 
-def heads_together(head_bytes: int, most_bytes: int, most: int, least: int = 1) -> int:
+def heads_in_l2(head_bytes: int, most_bytes: int, most: int, least: int = 1) -> int:
     """The largest power of two, up to `most`, of heads that touch at most `most_bytes`; but at least `least` heads."""
     together = 1
     while 2 * together <= most and (2 * together * head_bytes <= most_bytes or together < least):

@@ -82,7 +82,7 @@ class WarpgroupTile:
         flags = ("decodes", "paged", "few", "single")
         return found | {flag.upper(): 1 for flag in flags if getattr(self, flag)}
 
-    def for_lengths(self, paged: bool) -> WarpgroupTile:
+    def for_varlen(self, paged: bool) -> WarpgroupTile:
         """The tile for sequences of several lengths, which goes over the same key tiles."""
         # why fewer columns: the warps that deal out work and copy pages take some registers from the others.
         columns = min(self.q_columns, 32 if paged else 16) if self.head_dim > 192 else self.q_columns
@@ -123,7 +123,7 @@ class WarpgroupBackwardTile:
     key_blocks: int = 1
     k_steps: int = 0
     v_steps: int = 0
-    ragged_k_steps: int | None = None  # k_steps for sequences of several lengths, where it is another number
+    varlen_k_steps: int | None = None  # k_steps for sequences of several lengths, where it is another number
     softcap: bool | None = None  # as in `WarpgroupTile`
     min_queries: int = 0  # the row is for keys that at least so many queries see on average
     shares_heads: bool = False  # whether blocks of threads share the query heads of each key block. why: L35
@@ -132,9 +132,9 @@ class WarpgroupBackwardTile:
     ds_stages: int = 2
     warps: int = 12
 
-    def for_lengths(self) -> WarpgroupBackwardTile:
+    def for_varlen(self) -> WarpgroupBackwardTile:
         """The tile for sequences of several lengths, whose kernels hold more in registers. why: L5"""
-        return self if self.ragged_k_steps is None else replace(self, k_steps=self.ragged_k_steps)
+        return self if self.varlen_k_steps is None else replace(self, k_steps=self.varlen_k_steps)
 
     def smem_bytes(self, itemsize: int) -> int:
         """Shared memory of one block; `SharedStorage` in the kernel asserts the same figure."""
@@ -251,7 +251,7 @@ BACKWARD = (
     WarpgroupBackwardTile(32, 32, 128, key_blocks=4, k_steps=2, v_steps=2),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, softcap=True),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4, k_steps=2, softcap=False),
-    WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=5, v_steps=6, ragged_k_steps=4),
+    WarpgroupBackwardTile(96, 96, 64, key_blocks=2, k_steps=5, v_steps=6, varlen_k_steps=4),
     WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
 )

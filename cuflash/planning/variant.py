@@ -7,7 +7,7 @@ from functools import cache
 
 from ..locks import Once
 from ..problem.dtypes import DTYPES
-from .own_code import OwnCode
+from .own_code import ModCode
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile, WarpgroupTile
 
@@ -26,7 +26,7 @@ PARAMS = {
     "sm90/decode_narrow.cu": "DecodeParams",
     "sm90/backward.cu": "TiledBackwardParams",
     "sm90/backward_rows.cu": "TiledRowsParams",
-    "sm80/backward_own.cu": "OwnGradientParams",
+    "sm80/backward_own.cu": "ModGradientParams",
     "portable/delta.cu": "DeltaParams",
     "portable/convert.cu": "ConvertParams",
     "portable/block_mask.cu": "BlockMaskParams",
@@ -37,7 +37,7 @@ PARAMS = {
     "portable/append_kv.cu": "AppendParams",
 }
 # Those that take another one where sequences have lengths of their own.
-PARAMS_OF_LENGTHS = {"sm90/forward.cu": "RaggedForwardParams", "sm90/lse.cu": "RaggedForwardParams"}
+PARAMS_OF_VARLEN = {"sm90/forward.cu": "VarlenForwardParams", "sm90/lse.cu": "VarlenForwardParams"}
 # Kernels that wait by themselves for those ahead of them on the stream; portable/delta.cu is ahead of the last two.
 WAITING = {"sm90/decode.cu", "sm90/decode_narrow.cu", "sm90/backward.cu", "portable/seen_counts.cu"}
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
@@ -56,7 +56,7 @@ class Variant:
     tile: AnyTile | None = None
     softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
     lengths: bool = False  # whether sequences have lengths of their own, which are read on the device
-    own: OwnCode | None = None  # scores and masks of the caller's own
+    own: ModCode | None = None  # scores and masks of the caller's own
     tells_sequences: bool = False  # only of delta: it tells what these ask of sequences of several lengths
 
     def __hash__(self) -> int:
@@ -98,7 +98,7 @@ class Variant:
     @Once
     def params(self) -> str:
         """The struct of its run-time arguments."""
-        return (self.lengths and PARAMS_OF_LENGTHS.get(self.source)) or PARAMS[self.source]
+        return (self.lengths and PARAMS_OF_VARLEN.get(self.source)) or PARAMS[self.source]
 
     @property
     def of_warpgroups(self) -> bool:

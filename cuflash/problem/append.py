@@ -31,7 +31,7 @@ _BESIDE = (
 Named = Mapping[str, ArraySpec]
 
 
-def judged(op: Op, specs: Sequence[ArraySpec | None]) -> tuple[dict[str, int], tuple[ArraySpec | None, ...]]:
+def validated(op: Op, specs: Sequence[ArraySpec | None]) -> tuple[dict[str, int], tuple[ArraySpec | None, ...]]:
     """The lengths of all axes of a call, and the specs of all of its operands; without q, its lengths are 0."""
     named = {x.name: spec for x, spec in zip(op.inputs, specs, strict=False) if spec is not None}
     _check_together(named)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_operand
-from .lengths import Lengths
+from .lengths import SeqlenInfo
 from .operands import INTEGERS, Op, Sizes
 from .options import check_integer
 from .own_arrays import CELL, check_own
 
-Judged = tuple[Sizes, Lengths | None, tuple[ArraySpec | None, ...]]
+ValidatedCall = tuple[Sizes, SeqlenInfo | None, tuple[ArraySpec | None, ...]]
 
 
 def check_sizes(batch: object, heads: object, seqlen_q: object, seqlen_k: object) -> Sizes:
@@ -25,7 +25,7 @@ def check_sizes(batch: object, heads: object, seqlen_q: object, seqlen_k: object
     return sizes
 
 
-def judged(op: Op, specs: Sequence[ArraySpec | None]) -> Judged:
+def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedCall:
     """The lengths of a block mask, where its sequences lie if arrays tell it, and the specs of all operands.
 
     Packed sequences may lie in any number of rows, so their lengths alone are bounded.
@@ -50,4 +50,4 @@ def judged(op: Op, specs: Sequence[ArraySpec | None]) -> Judged:
     is_packed = ["cu_seqlens_q" in told, "cu_seqlens_k" in told]
     rows = [MAX_SEQLEN if packed else length for packed, length in zip(is_packed, sizes[2:], strict=True)]
     batches = [1 if packed else sizes.batch for packed in is_packed]
-    return sizes, Lengths(batches[0], rows[0], batches[1], rows[1], *is_packed), tuple(checked)
+    return sizes, SeqlenInfo(batches[0], rows[0], batches[1], rows[1], *is_packed), tuple(checked)

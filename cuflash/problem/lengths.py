@@ -27,11 +27,11 @@ _SHAPES = {
     "cache_batch_idx": _ONE_EACH,
 }
 OPEN, MOST = -(2**31), 2**30 - 1  # a bound that is none, and the largest: its sum with any length fits 32 bits
-PADDED_SLOT = 128  # rows of a slot of what is kept beside the operands: kPaddedSlot in kernels_cu/common/ragged.cuh
+PADDED_SLOT = 128  # rows of a slot of what is kept beside the operands: kPaddedSlot in kernels_cu/common/varlen.cuh
 Specs = Mapping[str, ArraySpec]
 
 
-class Lengths(NamedTuple):
+class SeqlenInfo(NamedTuple):
     """Where the sequences of a problem lie: the first two axes of q, and those of k and v, all seen as 4-D.
 
     Query i of a sequence sees its key j iff i + offset - left <= j <= i + offset + right. None is open; as the offset,
@@ -50,15 +50,15 @@ class Lengths(NamedTuple):
     clears_unused: bool = True  # whether rows of results that belong to no sequence or are not used become 0
 
     @classmethod
-    def of(cls, places: Mapping[str, Any], options: Options, clears_unused: bool) -> Lengths:
-        """Places as `places_of` gives them, and judged options."""
+    def of(cls, places: Mapping[str, Any], options: Options, clears_unused: bool) -> SeqlenInfo:
+        """Places as `varlen_layout` gives them, and judged options."""
         left, right = options.window_size
         right = 0 if options.causal else right
         offset = None if left is right is None else options.diagonal_offset
         return cls._make([*[places[name] for name in cls._fields[:6]], left, right, offset, clears_unused])
 
     def num_slots(self, side: str, batch: int, size: int) -> int:
-        """How many blocks of `size` rows, of q or of k, all sequences may have: `Territory` in common/ragged.cuh."""
+        """How many blocks of `size` rows, of q or of k, all sequences may have: `RowSlots` in common/varlen.cuh."""
         rows, is_packed = (self.rows_q, self.is_packed_q) if side == "q" else (self.rows_k, self.is_packed_k)
         return rows // size + batch + 2 if is_packed else batch * -(-rows // size)
 
@@ -74,7 +74,7 @@ class Lengths(NamedTuple):
         first, last = None if left is None else offset - left, None if right is None else offset + right
         return Mask.between(seqlen_q, seqlen_k, first, last)
 
-    def within(self, band: Band) -> Lengths:
+    def within(self, band: Band) -> SeqlenInfo:
         """The same where a query sees what a band shows it, too, which counts from where this mask does, if any."""
         if band.is_open:
             return self
@@ -101,7 +101,7 @@ class Lengths(NamedTuple):
         return first, last, self.offset is None
 
 
-def places_of(named: Specs, told: Specs) -> dict[str, Any]:
+def varlen_layout(named: Specs, told: Specs) -> dict[str, Any]:
     """The lengths of all axes but heads and head dims, from q, k, perhaps v, and the arrays that tell the lengths.
 
     `seqlen_q` and `seqlen_k` bound the lengths of one sequence.

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..locks import Once
 from ..mods.analysis.intervals import Band
-from .own import Own
+from .own import ModSpec
 
 # why rows and not seqlen: a batch of sequences of several lengths may lie in any number of rows (problem/lengths.py).
 ROWS_Q = ("batch_q", "rows_q", "heads_q")
@@ -73,7 +73,7 @@ class Op:
     name: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    own: Own | None = None
+    own: ModSpec | None = None
     sizes: Sizes | None = None
     band: Band | None = None
     plain: Op | None = None
@@ -141,7 +141,7 @@ def _of_sequences(op: Op) -> Op:
 
 
 # The same ops on sequences of several lengths. why ops of their own: a dense call asks nothing of arrays that it lacks.
-OF_SEQUENCES = {name: _of_sequences(op) for name, op in OPS.items()}
+VARLEN_OPS = {name: _of_sequences(op) for name, op in OPS.items()}
 
 # What operands of scores and masks of the caller's own hold: arrays that a function loads from, a bias, the seed of
 # dropout, and a block mask.
@@ -152,12 +152,12 @@ DROPOUT_SEED = Operand("dropout_seed", (), SEED, optional=True, strided=False)
 
 
 @lru_cache(maxsize=256)
-def own_op(name: str, is_of_sequences: bool, own: Own, grads: tuple[int, ...] = (), sizes: Sizes | None = None) -> Op:
+def own_op(name: str, is_varlen: bool, own: ModSpec, grads: tuple[int, ...] = (), sizes: Sizes | None = None) -> Op:
     """The op of that name with scores and masks of the caller's own. grads: the arrays whose gradients are results.
 
-    They are numbers of `Own.arrays`, and the one after the last is that of the sinks. sizes: those of its block mask.
+    They are numbers of `ModSpec.arrays`, and the one after the last is that of the sinks. sizes: of its block mask.
     """
-    plain, more = (OF_SEQUENCES if is_of_sequences else OPS)[name], _loaded(own)
+    plain, more = (VARLEN_OPS if is_varlen else OPS)[name], _loaded(own)
     results = [*more, SINKS._replace(axes=(), dtype=CAPTURED)]  # why: a gradient has the dtype of its array
     more += [SINKS._replace(optional=True)] if own.has_sinks else []
     more += [DROPOUT_SEED] if own.drops else []
@@ -175,7 +175,7 @@ def banded(op: Op, band: Band, sizes: Sizes | None = None) -> Op:
     return replace(op, band=band, sizes=sizes, plain=op)
 
 
-def _loaded(own: Own) -> list[Operand]:
+def _loaded(own: ModSpec) -> list[Operand]:
     """The arrays that scores and masks load from."""
     return [
         Operand(each.name, (), BIAS if each.name == "bias" else CAPTURED, optional=True, gapped=True)
@@ -184,7 +184,7 @@ def _loaded(own: Own) -> list[Operand]:
 
 
 @lru_cache(maxsize=256)
-def block_mask_op(own: Own, sizes: Sizes) -> Op:
+def block_mask_op(own: ModSpec, sizes: Sizes) -> Op:
     """`create_block_mask` of a mask: the cells of 64 queries x 64 keys, from what the mask loads from.
 
     The first input tells the library and the device alone.

@@ -123,7 +123,7 @@ def check_dropout(value: Any) -> float:
     return number
 
 
-def drops_none(dropout_p: Any) -> bool:
+def is_zero(dropout_p: Any) -> bool:
     """Whether it is a plain 0, which needs no judge. why not by == alone: that of an array has no truth."""
     return type(dropout_p) in (float, int) and dropout_p == 0
 
@@ -179,7 +179,7 @@ def _out_dtype(value: Any, known: Known) -> str:
 class Option(NamedTuple):
     """How an argument is judged, and which ops take it."""
 
-    judge: Callable[[Any, Known], Any]
+    validate: Callable[[Any, Known], Any]
     ops: tuple[str, ...] = ("forward", "lse", "backward")
 
 
@@ -193,7 +193,7 @@ class Scores(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The keyword arguments of a call: as they were given (hashable where they are legal), or as `judged` made them."""
+    """The keyword arguments of a call: as given (hashable where they are legal), or as `validated` made them."""
 
     softmax_scale: Annotated[float | None, Option(_scale)] = None
     causal: Annotated[bool, Option(_flag("causal"))] = False
@@ -216,14 +216,14 @@ class Options(NamedTuple):
         values, *types = _key(self)
         return self if values is self else Options._make(values), *types
 
-    def judged(self, known: Known) -> "Options":
+    def validated(self, known: Known) -> "Options":
         """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
         try:
-            return _judged(self.key(), known)
+            return _validated(self.key(), known)
         except ProblemError:
             raise
         except (TypeError, ValueError):  # an argument that cannot be hashed is judged anew each time
-            return _judged.__wrapped__((self,), known)
+            return _validated.__wrapped__((self,), known)
 
     @property
     def scores(self) -> Scores:
@@ -253,24 +253,24 @@ def _key(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return values, *map(type, values), *(map(type, window) if type(window) is tuple else ())
 
 
-class Asked:
+class OptionsKey:
     """The keyword arguments of a call as a key that is equal to itself alone, because such keys are found fastest.
 
-    Calls with equal arguments have the same one, if `is_kept`; those of two threads at once may have two.
+    Calls with equal arguments have the same one, if `is_cacheable`; those of two threads at once may have two.
     """
 
-    __slots__ = ("is_kept", "options")
+    __slots__ = ("is_cacheable", "options")
 
-    def __init__(self, options: Options, is_kept: bool) -> None:
-        self.options, self.is_kept = options, is_kept
+    def __init__(self, options: Options, is_cacheable: bool) -> None:
+        self.options, self.is_cacheable = options, is_cacheable
 
 
-MAX_KEPT = 1024
+MAX_KEYS = 1024
 # Types of arguments that are kept. why no others: an array that was given by mistake would live as long as its key.
 _PLAIN = (type(None), str, np.bool_, Number)
 
 
-def asked(*values: Any) -> Asked:
+def asked(*values: Any) -> OptionsKey:
     """The keyword arguments of a call, in the order of `Options`, of which the last may be left out."""
     values = _with_hash(values)
     window = values[_WINDOW]
@@ -279,20 +279,20 @@ def asked(*values: Any) -> Asked:
             return _kept(*values, *window)
         except (TypeError, ValueError):  # an argument is not plain, or has no hash
             pass
-    return Asked(Options(*values), False)
+    return OptionsKey(Options(*values), False)
 
 
 # why typed, and the sides of the window by themselves: see `_key`. why lru_cache: it makes a key in half the time.
-@lru_cache(MAX_KEPT, typed=True)
-def _kept(*values_and_sides: Any) -> Asked:
+@lru_cache(MAX_KEYS, typed=True)
+def _kept(*values_and_sides: Any) -> OptionsKey:
     if not all(isinstance(x, _PLAIN) or is_dtype(x) for n, x in enumerate(values_and_sides) if n != _WINDOW):
         raise TypeError
-    return Asked(Options(*values_and_sides[:-2]), True)
+    return OptionsKey(Options(*values_and_sides[:-2]), True)
 
 
 @lru_cache(maxsize=256)
-def _judged(key: tuple[Any, ...], known: Known) -> Options:
-    return Options._make([row.judge(value, known) for value, row in zip(key[0], ROWS.values(), strict=True)])
+def _validated(key: tuple[Any, ...], known: Known) -> Options:
+    return Options._make([row.validate(value, known) for value, row in zip(key[0], ROWS.values(), strict=True)])
 
 
 @lru_cache(maxsize=256)

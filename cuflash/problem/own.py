@@ -38,7 +38,7 @@ class Bias(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Own:
+class ModSpec:
     """What a call changes in scores and weights. Equal calls have the same one.
 
     score: the final score in terms of the one that is scaled and capped; None if that stays. mask: whether a key is
@@ -74,25 +74,25 @@ def own_of(
     has_sinks: bool = False,
     drops: bool = False,
     has_cells: bool = False,
-) -> Own:
+) -> ModSpec:
     """What a call with these arguments changes. The arrays are those of score_mod, those of mask_mod, then the bias."""
     found = (score_mod, mask_mod)
     digests = tuple(None if each is None else each.digest for each in found)
     key = digests, bias, has_sinks, drops, has_cells
     made = _kept.get(key)
     if made is None:
-        if len(_kept) >= MAX_KEPT:
+        if len(_kept) >= MAX_KEYS:
             _kept.clear()
         made = _kept.setdefault(key, _own_of(key, *found))
     return made
 
 
-MAX_KEPT = 1024
+MAX_KEYS = 1024
 _Key = tuple[tuple[str | None, ...], Bias | None, bool, bool, bool]
-_kept: dict[_Key, Own] = {}
+_kept: dict[_Key, ModSpec] = {}
 
 
-def _own_of(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -> Own:
+def _own_of(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -> ModSpec:
     _, bias, has_sinks, drops, has_cells = key
     kinds: list[Kind] = []
     roots = []
@@ -117,7 +117,7 @@ def _own_of(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -> Own:
         mask = None
     inputs = mask_mod.root.inputs if has_cells and mask_mod is not None else ()
     axes = tuple(axis for name, axis in (("b", "batch"), ("h", "heads_q")) if name in inputs)
-    return Own(score, mask, tuple(kinds), has_sinks, drops, has_cells, repr(key), axes)
+    return ModSpec(score, mask, tuple(kinds), has_sinks, drops, has_cells, repr(key), axes)
 
 
 def _shifted(root: Node, begin: int) -> Node:
@@ -149,5 +149,5 @@ def exchanged(root: Node) -> Node:
 
 
 def captured(graphs: Sequence[Graph | None]) -> list[CapturedArray]:
-    """The arrays of functions, in the order of `Own.arrays`."""
+    """The arrays of functions, in the order of `ModSpec.arrays`."""
     return [each for graph in graphs if graph is not None for each in graph.arrays]

@@ -12,7 +12,7 @@ from . import append, block_mask
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
 from .dtypes import DTYPES
-from .lengths import Lengths, bounded, check_unbounded, places_of
+from .lengths import SeqlenInfo, bounded, check_unbounded, varlen_layout
 from .mask import Mask
 from .operands import INTEGERS, MISSING_AXES, OWN_KINDS, Op, Operand
 from .options import Known, Options
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
     device: str
     library: str
     specs: tuple[ArraySpec | None, ...]
-    lengths: Lengths | None = None  # of sequences of several lengths; None where all are alike
+    lengths: SeqlenInfo | None = None  # of sequences of several lengths; None where all are alike
     misaligned: tuple[str, ...] = ()
 
     @classmethod
@@ -73,13 +73,13 @@ class Problem(NamedTuple):
         named: Any = dict(zip(("q", "k", "v") if "v" in op.index else ("q", "k"), specs, strict=False))
         check_alike(named)
         told = {x.name: spec for x, spec in zip(op.operands, specs, strict=True) if x.dtype == INTEGERS and spec}
-        places = places_of(named, told) if told else None
+        places = varlen_layout(named, told) if told else None
         lengths, q = _lengths(named, places), named["q"]
         if op.name == "backward" and (out := specs[op.index["out"]]) is not None:
             # why: out may have been made in float32 from 16-bit inputs, which is all that backward asks of it.
             wide = out.dtype == "float32" and DTYPES[q.dtype].itemsize == 2
             options = options._replace(out_dtype="float32" if wide else None)
-        options = options.judged(Known(lengths["head_dim"], q.dtype))
+        options = options.validated(Known(lengths["head_dim"], q.dtype))
         if places is None:
             batch, seqlen_q, seqlen_k, *_ = lengths.values()
             axes = {**lengths, "batch_q": batch, "rows_q": seqlen_q, "batch_k": batch, "rows_k": seqlen_k}
@@ -87,7 +87,7 @@ class Problem(NamedTuple):
             own = None
         else:
             # why: gradients of rows that nobody uses are 0 wherever they go.
-            own = Lengths.of(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
+            own = SeqlenInfo.of(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
             axes = {**places, **lengths}
         hidden = options.causal, options.window_size, options.diagonal_offset
@@ -104,7 +104,7 @@ class Problem(NamedTuple):
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
         """The shape of an operand of q's or k's kind with all of its axes."""
-        own = self.lengths or Lengths(self.batch, self.seqlen_q, self.batch, self.seqlen_k)
+        own = self.lengths or SeqlenInfo(self.batch, self.seqlen_q, self.batch, self.seqlen_k)
         return tuple([getattr(own if hasattr(own, axis) else self, axis) for axis in operand.axes])
 
     @property
@@ -238,14 +238,14 @@ def _dtypes_of(dtype: str, out_dtype: str | None) -> dict[str, tuple[str, ...]]:
 
 
 def _checked(
-    op: Op, specs: Specs, lengths: Mapping[str, int], dtypes: Mapping[str, tuple[str, ...]], judged: int
+    op: Op, specs: Specs, lengths: Mapping[str, int], dtypes: Mapping[str, tuple[str, ...]], validated: int
 ) -> tuple[ArraySpec | None, ...]:
-    """The specs of all operands, the first `judged` of which are judged already; dense where there are none yet."""
+    """The specs of all operands, the first `validated` of which are judged already; dense where there are none yet."""
     (q, k), checked = specs[:2], list(specs)
     assert q is not None
     assert k is not None
     rank_q, rank_k = len(q.shape), len(k.shape)
-    for number, operand in enumerate(op.operands[judged:], judged):
+    for number, operand in enumerate(op.operands[validated:], validated):
         spec, is_output = specs[number], number >= len(op.inputs)
         if spec is None and operand.optional and not is_output:
             continue
@@ -309,21 +309,21 @@ def _of_states(op: Op, specs: Specs) -> Problem:
 
 def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
     """Judges a call of `append_kv`."""
-    axes, checked = append.judged(op, specs)
+    axes, checked = append.validated(op, specs)
     cache: Any = checked[0]
-    options = options.judged(Known(axes["head_dim"], cache.dtype))
+    options = options.validated(Known(axes["head_dim"], cache.dtype))
     lengths = itemgetter("batch", "rows_q", "rows_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")(axes)
-    own = Lengths(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
+    own = SeqlenInfo(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
     of_cache = cache.device, cache.library
     return Problem._make((op, *lengths, cache.dtype, Mask.of(0, 0), options, *of_cache, checked, own, ()))
 
 
 def _of_block_mask(op: Op, specs: Specs) -> Problem:
     """Judges a call of `create_block_mask`. Its options are the defaults."""
-    sizes, lengths, checked = block_mask.judged(op, specs)
+    sizes, lengths, checked = block_mask.validated(op, specs)
     like: Any = checked[0]
     batch, heads, seqlen_q, seqlen_k = sizes
-    options = _unmasked(Options().judged(Known(1, "float32")))
+    options = _unmasked(Options().validated(Known(1, "float32")))
     mask = Mask.of(seqlen_q, seqlen_k)
     fields = batch, seqlen_q, seqlen_k, heads, heads, 0, 0, "float32", mask, options, like.device, like.library
     return Problem(op, *fields, checked, lengths)

@@ -11,14 +11,14 @@ from typing import Any
 
 from ..mods.graph.graph import CapturedArray, Graph
 from ..mods.graph.simplify import constant
-from ..problem.own import Own
+from ..problem.own import ModSpec
 from ..problem.problem import Problem
 from . import flash1, flash2, flashd, sequences, standard
 from .append import append_kv
 from .backward import backward
 from .block_mask import cells_of
 from .merge import merge_states
-from .own_scores import OwnGradients, OwnScores
+from .own_scores import ModGradients, ModScores
 from .tiles import Array, accumulator
 
 __all__ = ["RUN", "append_kv", "backward", "forward", "lse", "merge_states", "of_sequences", "with_own"]
@@ -71,14 +71,14 @@ def with_own(problem: Problem, named: Mapping[str, Array], out: Array | None = N
     assert op.own is not None
     if op.name == "block_mask":
         return [_cells(problem, op.own, named)]
-    plain, own = op.plain, OwnScores.of(op.own, named, problem.options.dropout_p)
+    plain, own = op.plain, ModScores.of(op.own, named, problem.options.dropout_p)
     assert plain is not None
     asked = [each.name.removeprefix("d") for each in op.outputs[len(plain.outputs) :]]
     numbers = {each.name: number for number, each in enumerate(op.own.arrays)}
     more: dict[str, Any] = {"own": own}
     if asked:
         wanted = [numbers[name] for name in asked if name in numbers]
-        more["own_gradients"] = OwnGradients(own, accumulator(problem), wanted)
+        more["own_gradients"] = ModGradients(own, accumulator(problem), wanted)
     # why: what is the caller's own is of no concern to the functions of the plain op.
     results_at = len(op.inputs)
     specs = (*problem.specs[: len(plain.inputs)], *problem.specs[results_at : results_at + len(plain.outputs)])
@@ -95,7 +95,7 @@ def with_own(problem: Problem, named: Mapping[str, Array], out: Array | None = N
     return results
 
 
-def _cells(problem: Problem, own: Own, named: Mapping[str, Array]) -> Array:
+def _cells(problem: Problem, own: ModSpec, named: Mapping[str, Array]) -> Array:
     """The cells of a block mask, from the arrays that its mask loads from and those that tell lengths."""
     views = [(named[each.name], each) for each in own.arrays]
     arrays = tuple([CapturedArray(x, kind.dtype, x.shape, kind.type) for x, kind in views])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..problem.problem import Problem
-from .own_scores import OwnGradients, OwnScores
+from .own_scores import ModGradients, ModScores
 from .tiles import Array, accumulator, exp_below, key_tiles, kv_heads, query_blocks, seen_product
 
 
@@ -31,8 +31,8 @@ def backward(
     *,
     block_q: int | None = None,
     block_k: int | None = None,
-    own: OwnScores | None = None,
-    own_gradients: OwnGradients | None = None,
+    own: ModScores | None = None,
+    own_gradients: ModGradients | None = None,
 ) -> tuple[Array, Array, Array]:
     """`(dq, dk, dv)`, the gradients of `sum(dout * out) + sum(dlse * lse)`, in the shapes and dtypes of q, k and v.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..mods.graph.graph import Node, post_order
 from ..mods.graph.operations import NUMPY, Type
-from ..mods.graph.simplify import written_once
+from ..mods.graph.simplify import pick_form
 
 
 def evaluate(
@@ -24,7 +24,7 @@ def evaluate(
     float_type: the type in which floats are computed; float64 shows what rounding adds.
     """
     values: dict[Node, Any] = {}
-    roots = [written_once(root, of_keys=False) for root in roots]
+    roots = [pick_form(root, of_keys=False) for root in roots]
     with np.errstate(all="ignore"):
         for each in post_order(roots):
             below = [values[argument] for argument in each.arguments]

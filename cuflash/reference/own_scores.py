@@ -25,7 +25,7 @@ from ..mods.graph.derivative import differentiate
 from ..mods.graph.graph import Node
 from ..mods.graph.operations import Type
 from ..problem.dropout import SHARES, share_kept
-from ..problem.own import LEAST_SCORE, SCORE, Own
+from ..problem.own import LEAST_SCORE, SCORE, ModSpec
 from ..problem.problem import Problem
 from . import dropout
 from .block_mask import CELL, EMPTY
@@ -37,13 +37,13 @@ Array = NDArray[Any]
 Places = Mapping[str, Any]
 
 
-class OwnTile(NamedTuple):
+class ModTile(NamedTuple):
     """What is known of the scores of a tile, (queries, group, keys): those before they change, and what dropout keeps.
 
     own: what changed them. kept: what the weights are multiplied by, None for 1.
     """
 
-    own: OwnScores
+    own: ModScores
     places: Places
     raw: Array
     kept: Array | None
@@ -68,10 +68,10 @@ class OwnTile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnScores:
+class ModScores:
     """What a call changes in scores and weights, with all arrays as NumPy's.
 
-    score, mask: those of `Own`, which load from `arrays`. sinks: (heads_q,). cells: those of a block mask, as
+    score, mask: those of `ModSpec`, which load from `arrays`. sinks: (heads_q,). cells: those of a block mask, as
     `block_mask.cells_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch and
     first_key are the numbers of its first sequence and key, and seqlen_q and seqlen_k the lengths of its sequence, None
     for its own.
@@ -90,7 +90,7 @@ class OwnScores:
     seqlen_k: int | None = None
 
     @classmethod
-    def of(cls, own: Own, named: Mapping[str, Array], dropout_p: float) -> OwnScores:
+    def of(cls, own: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
         """What a call changes, with its arrays by the names of its operands."""
         arrays = [named[each.name] for each in own.arrays]
         seed = dropout.seed_of(named["dropout_seed"]) if own.drops else 0
@@ -127,7 +127,7 @@ class OwnScores:
         rows, columns = (slice(begin // CELL, -(-end // CELL)) for begin, end in ranges)
         return not (of_heads[:, rows, columns] != EMPTY).any()
 
-    def change(self, places: Places, s: Array) -> OwnTile:
+    def change(self, places: Places, s: Array) -> ModTile:
         """Changes the scores of a tile, (queries, group, keys), which are scaled and capped, in place."""
         raw = s.copy()
         if self.score is not None:
@@ -136,14 +136,14 @@ class OwnScores:
             visible = self.values([self.mask], places, raw)[0]
             np.copyto(s, -np.inf, where=~np.broadcast_to(visible, s.shape))
         np.copyto(s, -np.inf, where=s <= LEAST_SCORE)
-        return OwnTile(self, places, raw, self._kept(places, s))
+        return ModTile(self, places, raw, self._kept(places, s))
 
     def _kept(self, places: Places, s: Array) -> Array | None:
         if not self.dropout_p:
             return None
         indices = (places[name] for name in ("b", "h", "q_idx", "k_idx"))
         share = share_kept(self.dropout_p) / SHARES
-        stay = dropout.is_kept(self.dropout_seed, self.dropout_p, *indices)
+        stay = dropout.is_cacheable(self.dropout_seed, self.dropout_p, *indices)
         kept: Array = np.where(stay, s.dtype.type(1 / share), s.dtype.type(0))
         return kept
 
@@ -155,13 +155,13 @@ class OwnScores:
         return o * share[:, None], total
 
 
-class OwnGradients:
+class ModGradients:
     """The sums of the gradients of a call's own arrays: those that the score loads from, and the sinks.
 
     arrays: by the numbers of the arrays; those of bools and integers have none. wanted: which, by default all.
     """
 
-    def __init__(self, own: OwnScores, dtype: np.dtype[Any], wanted: Collection[int] | None = None) -> None:
+    def __init__(self, own: ModScores, dtype: np.dtype[Any], wanted: Collection[int] | None = None) -> None:
         self.own = own
         loads = [each for each in own.derivatives if each.op == "load" and each.type == Type.FLOAT32]
         numbers = {each.value for each in loads} if wanted is None else wanted
@@ -169,7 +169,7 @@ class OwnGradients:
         self.arrays = {n: np.zeros(own.arrays[n].shape, dtype) for n in numbers if n < len(own.arrays)}
         self.sinks = None if own.sinks is None else np.zeros(own.sinks.shape, dtype)
 
-    def add(self, tile: OwnTile, ds: Array) -> None:
+    def add(self, tile: ModTile, ds: Array) -> None:
         """Adds what the final scores of a tile, whose gradients are ds, give."""
         for load in self._loads:
             total = self.arrays[load.value]

@@ -17,7 +17,7 @@ from ..problem.mask import Mask
 from ..problem.operands import INTEGERS, LSE_AXES, ROWS_K, Operand
 from ..problem.problem import Problem
 from .merge import merge_states
-from .own_scores import OwnGradients, OwnScores, shared_with
+from .own_scores import ModGradients, ModScores, shared_with
 from .tiles import Array
 
 Named = Mapping[str, Array]
@@ -68,8 +68,8 @@ def run(
     compute: Callable[..., Results],
     named: Named,
     out: Array | None,
-    own: OwnScores | None = None,
-    own_gradients: OwnGradients | None = None,
+    own: ModScores | None = None,
+    own_gradients: ModGradients | None = None,
 ) -> list[Array]:
     """The results of a problem of several lengths, with all of their axes.
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
-from .own_scores import OwnScores, OwnTile
+from .own_scores import ModScores, ModTile
 
 Array = NDArray[Any]
 State = TypeVar("State")
@@ -77,7 +77,7 @@ class Tile:
     k: Array
     v: Array
     dtype: np.dtype[Any]
-    own: OwnTile | None = None
+    own: ModTile | None = None
     hidden: Array | None = None
 
     def times_v(self, p: Array) -> Array:
@@ -178,7 +178,7 @@ def key_tiles(
     k: Array,
     v: Array,
     block_k: int | None = None,
-    own: OwnScores | None = None,
+    own: ModScores | None = None,
     rows_are_finite: bool = True,
 ) -> Iterator[Tile]:
     """The tiles that at least one query of the block sees; keys of no tile are seen by none of them.
@@ -231,7 +231,7 @@ def by_tiles(
         block_q: int | None = None,
         block_k: int | None = None,
         on_tile: OnTile | None = None,
-        own: OwnScores | None = None,
+        own: ModScores | None = None,
     ) -> tuple[Array, Array]:
         """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq).
 

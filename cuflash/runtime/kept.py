@@ -9,7 +9,7 @@ from typing import Any
 from ..locks import Lock
 
 
-class Kept:
+class LruCache:
     """Values by key, of which those that were not used for longest are dropped: all take at most `max_bytes`.
 
     A value that was used since it came to the end of the queue goes to its beginning once more instead of being dropped
@@ -56,7 +56,7 @@ class Kept:
         return len(self._entries)
 
 
-class Seen:
+class RecentKeys:
     """Which keys were met before, of the last `count` that were met for the first time."""
 
     def __init__(self, count: int) -> None:

@@ -28,11 +28,11 @@ from ..planning.planner import plan
 from ..problem.array_spec import ArraySpec, share_memory
 from ..problem.checks import check_output
 from ..problem.operands import Op
-from ..problem.options import Asked, Options
+from ..problem.options import Options, OptionsKey
 from ..problem.problem import Problem
 from . import compiler, counters, host, scratch
 from .driver import current_device, on_device, relaxed_capture
-from .kept import Kept, Seen
+from .kept import LruCache, RecentKeys
 from .kernel_launch import EarlyLaunch, PlainLaunch, launches_early
 from .structs import STRUCTS, Block, Parameters
 
@@ -41,9 +41,9 @@ CALL_BYTES, LAUNCH_BYTES = 5 * 1024, 3 * 1024  # that a Call takes, and each of 
 READY_BYTES = 1024  # that parameters for some pointers take beside their own bytes, as measured
 SEEN = 8192  # pointers of calls, of which those that come again get parameters of their own
 
-KEPT = Kept(KEPT_BYTES)
-_kept = KEPT.get
-_seen = Seen(SEEN)
+CALL_CACHE = LruCache(KEPT_BYTES)
+_kept = CALL_CACHE.get
+_seen = RecentKeys(SEEN)
 _numbers = itertools.count()
 
 
@@ -113,7 +113,7 @@ class Kernels:
             # why: parameters are kept from their second use on, and those of a growing cache have no second.
             again = _seen.before(key)
             if again:
-                KEPT.put(key, written, sum([READY_BYTES + len(block.memory) for block in written.blocks]))
+                CALL_CACHE.put(key, written, sum([READY_BYTES + len(block.memory) for block in written.blocks]))
         blocks = written.blocks
         # why not of the default stream: it has the same counters each time.
         if stream != written.stream or stream != counters.DEFAULT:
@@ -163,8 +163,8 @@ def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> 
 class Call:
     """All that calls on one GPU with such arrays and options repeat."""
 
-    def __init__(self, judged: Judged, library: GpuLibrary | None = None) -> None:
-        problem, self.copied, self._given = judged
+    def __init__(self, validated: ValidatedCall, library: GpuLibrary | None = None) -> None:
+        problem, self.copied, self._given = validated
         ordinal = problem.ordinal
         assert ordinal is not None
         self.problem, self.ordinal, self.outputs = problem, ordinal, problem.outputs
@@ -222,7 +222,7 @@ def _pairs(specs: Sequence[ArraySpec | None], written: Sequence[int]) -> list[tu
     return found
 
 
-class Judged(NamedTuple):
+class ValidatedCall(NamedTuple):
     """A problem as kernels see it, and what was done about arrays that they cannot read."""
 
     problem: Problem
@@ -230,7 +230,7 @@ class Judged(NamedTuple):
     given: Sequence[ArraySpec | None] = ()  # the operands as they are before that
 
 
-def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) -> Judged:
+def validated(op: Op, library: Library, arrays: Sequence[Any], options: Options) -> ValidatedCall:
     """Judges a call: inputs, then outputs that are given, each None where it is not there."""
     specs: list[ArraySpec | None] = []
     copied = []
@@ -244,10 +244,12 @@ def judged(op: Op, library: Library, arrays: Sequence[Any], options: Options) ->
     read = specs
     if True in copied:
         read = [x.densed() if x is not None and copy else x for x, copy in zip(specs, copied, strict=True)]
-    return Judged(Problem.of(op, read, options), tuple(copied), specs)
+    return ValidatedCall(Problem.of(op, read, options), tuple(copied), specs)
 
 
-def run(op: Op, arrays: tuple[Any, ...], asked: Asked, outputs: int | None = None, outs: tuple[Any, ...] = ()) -> Any:
+def run(
+    op: Op, arrays: tuple[Any, ...], asked: OptionsKey, outputs: int | None = None, outs: tuple[Any, ...] = ()
+) -> Any:
     """The results of a call, in the library of its arrays; inputs that are not there are None.
 
     outputs: how many results are wanted (default all). outs: arrays for the first results, None for a new one.
@@ -263,9 +265,9 @@ def run(op: Op, arrays: tuple[Any, ...], asked: Asked, outputs: int | None = Non
     key = get_ident(), op, asked, library.key(given)
     call = _kept(key)
     if call is None:
-        call = Call(judged(op, library, given, asked.options), library)
-        if asked.is_kept:  # other arguments are judged anew each time
-            KEPT.put(key, call, call.num_bytes)
+        call = Call(validated(op, library, given, asked.options), library)
+        if asked.is_cacheable:  # other arguments are judged anew each time
+            CALL_CACHE.put(key, call, call.num_bytes)
     if library.current_device() == call.ordinal:
         return _results(call, arrays, outputs, outs)
     with library.device(call.ordinal):
@@ -320,7 +322,7 @@ def _launched(kernels: Kernels, library: GpuLibrary, pointers: tuple[int, ...]) 
 
 
 def _exchanged(
-    op: Op, library: Library, arrays: tuple[Any, ...], outs: tuple[Any, ...], asked: Asked
+    op: Op, library: Library, arrays: tuple[Any, ...], outs: tuple[Any, ...], asked: OptionsKey
 ) -> tuple[Any, ...]:
     """All results of a call on arrays that cross over to CuPy and back."""
     assert isinstance(library, DlpackLibrary)

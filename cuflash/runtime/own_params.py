@@ -1,4 +1,4 @@
-"""Parameters of scores and masks of the caller's own: `OwnParams` in kernels_cu/common/params.cuh, behind a struct."""
+"""Parameters of scores and masks of the caller's own: `ModParams` in kernels_cu/common/params.cuh, behind a struct."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from .scratch import zero
 _NUMBERS = struct.Struct("=2q3if8x")
 
 
-class OwnPlaces(NamedTuple):
+class ModPlaces(NamedTuple):
     """Which words have the pointers of operands, by number, and of parts of the workspace, by name."""
 
     plain: list[tuple[int, int]]
     workspace: list[tuple[str, int]]
 
 
-def own_params(problem: Problem, packed: bytearray, first_word: int) -> OwnPlaces:
+def own_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlaces:
     """Writes all but pointers of operands, from a word of 8 bytes on."""
     own, index, at = problem.op.own, problem.op.index, first_word
     assert own is not None
-    places = OwnPlaces([], [])
+    places = ModPlaces([], [])
     words, ints = memoryview(packed).cast("q"), memoryview(packed).cast("i")
     for each in own.arrays:
         spec = problem.specs[index[each.name]]

@@ -92,14 +92,14 @@ _STRUCTS: dict[str, Fields] = {
         *_maps("q k v out"),
         *_pointers("lse counter"),
         *_PROBLEM,
-        *_ints("num_q_blocks num_tiles heads_together unused"),
+        *_ints("num_q_blocks num_tiles heads_in_l2 unused"),
     ],
-    "RaggedForwardParams": [
+    "VarlenForwardParams": [
         *_maps("q k v out"),
         *_operands("k v"),
         *_pointers("lse counter"),
         *_PROBLEM,
-        *_ints("heads_together in_pairs tail_parts page_box page_magic page_shift"),
+        *_ints("heads_in_l2 in_pairs tail_parts page_box page_magic page_shift"),
     ],
     "DecodeParams": [
         *_maps("k v"),
@@ -126,7 +126,7 @@ _STRUCTS: dict[str, Fields] = {
         *_operands("q k v dout dk dv"),
         *_pointers("stats dq_acc dk_acc dv_acc"),
         *_PROBLEM,
-        *_ints("num_k_blocks splits heads_together stats_rows"),
+        *_ints("num_k_blocks splits heads_in_l2 stats_rows"),
     ],
     "BackwardDqParams": [
         *_operands("q k v dout dq"),
@@ -134,7 +134,7 @@ _STRUCTS: dict[str, Fields] = {
         *_PROBLEM,
         *_ints("num_q_blocks num_slices stats_rows unused"),
     ],
-    "OwnGradientParams": [
+    "ModGradientParams": [
         *_operands("q k v dout"),
         *_pointers("stats tables result"),
         *_PROBLEM,
@@ -165,7 +165,7 @@ _STRUCTS: dict[str, Fields] = {
         *_maps("q k v dout dq dk dv"),
         *_pointers("stats dq_acc dk_acc dv_acc turns key_list key_shares counter"),
         *_PROBLEM,
-        *_ints("num_q_blocks num_k_blocks key_blocks heads_together stats_rows deterministic"),
+        *_ints("num_q_blocks num_k_blocks key_blocks heads_in_l2 stats_rows deterministic"),
         *_ints("whole_blocks shared_first shared_keys shared_steps parts_log2 list_lines seen_batch seen_head unused"),
         *_pointers("seen_counts key_steps key_order"),
     ],
@@ -173,7 +173,7 @@ _STRUCTS: dict[str, Fields] = {
         *_maps("q k v dout dq dk dv"),
         *_pointers("stats q_blocks k_blocks counter acc turns"),
         *_PROBLEM,
-        *_ints("num_q_blocks num_k_blocks heads_together stats_rows first_turn"),
+        *_ints("num_q_blocks num_k_blocks heads_in_l2 stats_rows first_turn"),
     ],
     "BlockMaskParams": [*_pointers("cells"), *_PROBLEM, *_ints("num_cells heads cells_q cells_k of_call unused")],
     "SeenCountsParams": [

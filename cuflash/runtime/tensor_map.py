@@ -32,7 +32,7 @@ _SOMEWHERE = 2**12  # an address for the time being
 def encoded(spec: ArraySpec, box: Box) -> bytes:
     """The descriptor of a 4-D array whose rows `begin … end - 1` are moved, of which only the address is missing.
 
-    Outside of these rows, reads give zeros and writes go nowhere. A ragged box has the axes of `RaggedMapRows`, and its
+    Outside of these rows, reads give zeros and writes go nowhere. A varlen box has the axes of `VarlenMapRows`, and its
     descriptor begins as many rows before the operand as the operand has.
     """
     (batch, _, heads, dim), (outer, _, inner, _) = spec.shape, spec.strides
@@ -40,7 +40,7 @@ def encoded(spec: ArraySpec, box: Box) -> bytes:
     step = _row_bytes(spec, box)
     # why 16: of a dimension of length 1 no stride is used, but all are judged.
     lengths, steps = [dim, seqlen, heads, batch], [step, size * inner if heads > 1 else 16, size * outer]
-    if box.ragged:
+    if box.varlen:
         lengths.insert(3, seqlen + 1)
         steps.insert(2, step)
     if batch == 1:
@@ -85,7 +85,7 @@ def _row_bytes(spec: ArraySpec, box: Box) -> int:
 
 def first_byte(spec: ArraySpec, box: Box) -> int:
     """Where the descriptor begins, in bytes from the operand's first element."""
-    if box.ragged:
+    if box.varlen:
         return -box.end * _row_bytes(spec, box)
     return box.begin and box.begin * spec.strides[1] * spec.itemsize
 

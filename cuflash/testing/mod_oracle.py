@@ -30,7 +30,7 @@ SCORE = variable("score")
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
 
 
-class Own(NamedTuple):
+class OracleMods(NamedTuple):
     """What a call changes, with all arrays as NumPy's. captured_grads: the arrays whose gradients are asked for."""
 
     score_mod: Graph | None = None
@@ -42,7 +42,7 @@ class Own(NamedTuple):
     captured_grads: tuple[Array, ...] = ()
 
     @classmethod
-    def of(cls, arguments: dict[str, Any]) -> Own:
+    def of(cls, arguments: dict[str, Any]) -> OracleMods:
         """Of the arguments of a call on NumPy arrays."""
         names = [name for name in ("score_mod", "mask_mod") if arguments.get(name)]
         graphs: dict[str, Any] = {name: trace(arguments[name], name) for name in names}
@@ -88,7 +88,7 @@ class Given:
 class OneSequence:
     """One sequence: arrays (rows, heads, dim), in `work`; intermediates are rounded to `rounded`, None for not."""
 
-    def __init__(self, given: Given, own: Own, number: int, work: Any, rounded: Any) -> None:
+    def __init__(self, given: Given, own: OracleMods, number: int, work: Any, rounded: Any) -> None:
         self.of, self.own = given.one(number).problem(), own
         self.work, self.rounded = np.dtype(work).type, rounded
         self.group = self.of.heads_q // self.of.heads_kv
@@ -138,7 +138,7 @@ class OneSequence:
         if self.own.dropout_p:
             share = share_kept(self.own.dropout_p) / SHARES
             indices = (self.places[name] for name in ("b", "h", "q_idx", "k_idx"))
-            stay = dropout.is_kept(self.own.dropout_seed, self.own.dropout_p, *indices)
+            stay = dropout.is_cacheable(self.own.dropout_seed, self.own.dropout_p, *indices)
             self.kept = np.where(stay, 1 / share, 0).astype(self.work)
         self.out = self.round(self.p * self.kept) @ self.v
 
@@ -242,7 +242,7 @@ def _precisions(dtype: str) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return ("float64", None), near
 
 
-def check(given: Given, own: Own, out: Any, lse: Any = None) -> None:
+def check(given: Given, own: OracleMods, out: Any, lse: Any = None) -> None:
     """Holds out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis); None is not asked."""
     dtype, axes = given.case.dtype, given.q.shape[:3]
     outs = [np.zeros((*axes, given.v.shape[3])) for _ in range(2)]
@@ -272,7 +272,7 @@ def check(given: Given, own: Own, out: Any, lse: Any = None) -> None:
 
 
 def check_gradients(
-    given: Given, own: Own, dout: Array, dlse: Array | None, found: Sequence[Any], grads: Sequence[Any] = ()
+    given: Given, own: OracleMods, dout: Array, dlse: Array | None, found: Sequence[Any], grads: Sequence[Any] = ()
 ) -> None:
     """Holds dq, dk, dv, and the gradients of `own.captured_grads`, against float64.
 

@@ -12,14 +12,14 @@ import cuflash
 from .cases import Case, numpy_dtype
 from .functions import Arguments, Maker, Put
 from .layouts import host, identical
-from .mod_oracle import Given, Own, check, check_gradients
+from .mod_oracle import Given, OracleMods, check, check_gradients
 from .oracle import demand
 from .sequences import Made, check_unused, upstream
 
 
-def own_of(make: Maker, of: Case) -> Own:
+def own_of(make: Maker, of: Case) -> OracleMods:
     """What the oracle is told of a call."""
-    return Own.of(make(lambda x: x, of))
+    return OracleMods.of(make(lambda x: x, of))
 
 
 def without_grads(arguments: Arguments) -> Arguments:

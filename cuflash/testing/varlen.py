@@ -117,7 +117,7 @@ def maker_of(names: Sequence[str]) -> Maker:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnSeveral:
+class ModVarlen:
     """Functions and a bias of a call on sequences of several lengths, perhaps with a block mask of its mask_mod."""
 
     of: Sequences
@@ -127,7 +127,7 @@ class OwnSeveral:
     block_mask: bool
 
     @classmethod
-    def drawn(cls, family: Draw, draw: Draw) -> OwnSeveral:
+    def drawn(cls, family: Draw, draw: Draw) -> ModVarlen:
         names = family.one_of(*FUNCTIONS), *family.one_of((), ("dropout",), ("bias bhqk",))
         gradients, dtype, dim = family.chance(0.5), family.one_of(*DTYPES), family.one_of(64, 64, 128)
         asked: dict[str, Any] = {"gradients": gradients, "dtypes": [dtype], "batch": (1, 2, 3)}
@@ -144,7 +144,7 @@ class OwnSeveral:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnDense:
+class ModDense:
     """Functions, a bias and dropout of a dense call, perhaps with a block mask of its mask_mod."""
 
     case: Case
@@ -154,7 +154,7 @@ class OwnDense:
     block_mask: bool
 
     @classmethod
-    def drawn(cls, family: Draw, draw: Draw) -> OwnDense:
+    def drawn(cls, family: Draw, draw: Draw) -> ModDense:
         names = [family.one_of(*FUNCTIONS)] if family.chance(0.8) else []
         names += [f"bias {family.one_of(*SHAPES)}"] if family.chance(0.3) and "everything" not in names else []
         names += ["dropout"] if family.chance(0.3) or not names else []

@@ -27,13 +27,13 @@ from ..testing.dense import Dense, Merge
 from ..testing.draw import Draw
 from ..testing.exact import Chosen, Counted
 from ..testing.memory import GuardedMemory
-from ..testing.varlen import Append, OwnDense, OwnSeveral, Several
+from ..testing.varlen import Append, ModDense, ModVarlen, Several
 from . import info
 
 FAMILY = 8  # trials in a row that share what kernels depend on, because a new kernel compiles for seconds
 MOST_FAILURES = 5
 # Each kind as often as it stands here.
-KINDS = Dense, Dense, Dense, Several, Several, Several, OwnDense, OwnSeveral, Chosen, Counted, Append, Merge
+KINDS = Dense, Dense, Dense, Several, Several, Several, ModDense, ModVarlen, Chosen, Counted, Append, Merge
 
 
 class Trial(Protocol):

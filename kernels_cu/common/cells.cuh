@@ -7,7 +7,7 @@
 
 constexpr int kCell = 64;
 // What is known of a cell. kNotAsked: the mask of the problem hides it as a whole, so that it is both empty and full.
-enum CellKind : signed char { kEmptyCell = 0, kPartialCell = 1, kFullCell = 2, kNotAskedCell = 3 };
+enum MaskTileKind : signed char { kEmptyCell = 0, kPartialCell = 1, kFullCell = 2, kNotAskedCell = 3 };
 
 // The cells that tiles of a size can touch along one axis. why not those that they do touch: a number that is known has
 // loads that are on their way together.
@@ -42,22 +42,22 @@ struct SeenTile {
 
   __device__ __forceinline__ explicit SeenTile(int all_bits) : bits(all_bits) {}
   __device__ __forceinline__ SeenTile(int n, bool is_full) : bits(4 * n + is_full) {}
-  __device__ __forceinline__ SeenTile(int n, CellKinds kinds) : SeenTile(n, kFullCells && !kinds.some_hidden()) {}
+  __device__ __forceinline__ SeenTile(int n, CellKinds kinds) : SeenTile(n, kSkipsFullTiles && !kinds.some_hidden()) {}
   __device__ __forceinline__ int n() const { return bits >> 2; }
   __device__ __forceinline__ bool is_first() const { return (bits & 2) != 0; }
   __device__ __forceinline__ bool is_full() const { return (bits & 1) != 0; }
 };
 
 // Tiles of kTile columns beside kRows rows of one head, without those of which nothing is seen. Rows are queries and
-// columns keys; with kRowsAreKeys it is the other way round. All lanes of a warp ask together.
-template <bool kExists, class Tiles, int kRows, int kTile, bool kRowsAreKeys, class Params>
+// columns keys; with kKeysAsRows it is the other way round. All lanes of a warp ask together.
+template <bool kEnabled, class Tiles, int kRows, int kTile, bool kKeysAsRows, class Params>
 struct SeenTilesOf {
   __device__ __forceinline__ SeenTilesOf(const Tiles&, const Params&, int, int, Range, int) {}
   __device__ __forceinline__ static SeenTile seen_from(int n) { return {n, false}; }
   __device__ __forceinline__ static int count_seen() { return 0; }
 };
-template <class Tiles, int kRows, int kTile, bool kRowsAreKeys, class Params>
-struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
+template <class Tiles, int kRows, int kTile, bool kKeysAsRows, class Params>
+struct SeenTilesOf<true, Tiles, kRows, kTile, kKeysAsRows, Params> : Tiles {
   const signed char* cells;  // of the first row
   int stride_row;            // from cell to cell along the rows, and along the columns
   int stride_column;
@@ -68,8 +68,8 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
                                          int length)
       : Tiles(all),
         cells(own.cells + batch * own.cells_batch + head * own.cells_head),
-        stride_row(kRowsAreKeys ? 1 : own.cells_row),
-        stride_column(kRowsAreKeys ? own.cells_row : 1),
+        stride_row(kKeysAsRows ? 1 : own.cells_row),
+        stride_column(kKeysAsRows ? own.cells_row : 1),
         last_row((rows.end - 1) / kCell - rows.begin / kCell),
         last_column((length - 1) / kCell) {
     cells += static_cast<long long>(rows.begin / kCell) * stride_row;
@@ -108,13 +108,13 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
     if (!Tiles::has(n)) return kinds;
     // why from the first tile's begin: it exists, so that no product is larger than the length.
     const int first_column = n * kTile / kCell;
-    const int last = smaller((n * kTile + kTile - 1) / kCell, last_column);
+    const int last = const_min((n * kTile + kTile - 1) / kCell, last_column);
 #pragma unroll
     for (int i = 0; i < most_cells(kRows); ++i) {
 #pragma unroll
       for (int j = 0; j < most_cells(kTile); ++j) {
-        const long long at = static_cast<long long>(smaller(i, last_row)) * stride_row +
-                             static_cast<long long>(smaller(first_column + j, last)) * stride_column;
+        const long long at = static_cast<long long>(const_min(i, last_row)) * stride_row +
+                             static_cast<long long>(const_min(first_column + j, last)) * stride_column;
         kinds.bits |= 1u << (4 * i + __ldg(cells + at));
       }
     }
@@ -122,8 +122,8 @@ struct SeenTilesOf<true, Tiles, kRows, kTile, kRowsAreKeys, Params> : Tiles {
   }
 };
 
-template <class Tiles, int kRows, int kTile, bool kRowsAreKeys = false>
-using SeenTiles = SeenTilesOf<kCells, Tiles, kRows, kTile, kRowsAreKeys, OwnParams>;
+template <class Tiles, int kRows, int kTile, bool kKeysAsRows = false>
+using SeenTiles = SeenTilesOf<kBlockSparse, Tiles, kRows, kTile, kKeysAsRows, ModParams>;
 
 // A warp's walk over the tiles that are seen, of which it looks at 32 at a time, a lane at each. All lanes go together.
 // why not tile by tile: to find one takes hundreds of cycles, for which a warp that loads tiles has no time.
@@ -157,7 +157,7 @@ struct SeenWalk {
 };
 
 // The walk of a loop over tiles; with cells over those that `seen()` gives, which is asked for a tile once.
-template <bool kExists, class Tiles, class Seen>
+template <bool kEnabled, class Tiles, class Seen>
 struct TileWalkOf {
   const Tiles& tiles;
   int at;
@@ -199,6 +199,6 @@ struct TileWalkOf<true, Tiles, Seen> {
 };
 
 template <class Tiles, class Seen>
-__device__ __forceinline__ TileWalkOf<kCells, Tiles, Seen> walk_along(const Tiles& tiles, const Seen& seen) {
+__device__ __forceinline__ TileWalkOf<kBlockSparse, Tiles, Seen> walk_along(const Tiles& tiles, const Seen& seen) {
   return {tiles, seen};
 }

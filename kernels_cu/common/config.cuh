@@ -28,11 +28,11 @@ static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded t
 static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");
 #endif
 
-// Whether sequences have lengths of their own (common/ragged.cuh), which are then read from memory.
+// Whether sequences have lengths of their own (common/varlen.cuh), which are then read from memory.
 #ifdef CUFLASH_LENGTHS
-constexpr bool kLengths = CUFLASH_LENGTHS;
+constexpr bool kVarlen = CUFLASH_LENGTHS;
 #else
-constexpr bool kLengths = false;
+constexpr bool kVarlen = false;
 #endif
 
 // Whether scores are capped. Some kernels are compiled for one answer, the others ask their parameters.
@@ -50,27 +50,27 @@ constexpr bool kReadsAhead = false;
 
 // Scores and masks of the caller's own, whose functions the text of the program holds (common/own_scores.cuh).
 #ifdef CUFLASH_OWN_SCORES
-constexpr bool kOwn = true;
-constexpr bool kOwnScores = CUFLASH_OWN_SCORES;        // scores are made by a function, in powers of two
-constexpr bool kOwnHides = CUFLASH_OWN_HIDES;          // some of them may be -inf, as if a mask hid the key
-constexpr bool kOwnTogether = CUFLASH_OWN_TOGETHER;    // registers hold what all elements of a step load
-constexpr bool kOwnMask = CUFLASH_OWN_MASK;            // a function tells which keys are seen
-constexpr bool kOwnSlope = CUFLASH_OWN_SLOPE;          // the derivative of that of scores is not 1
+constexpr bool kHasMods = true;
+constexpr bool kScoreMod = CUFLASH_OWN_SCORES;         // scores are made by a function, in powers of two
+constexpr bool kScoreModMayMask = CUFLASH_OWN_HIDES;   // some of them may be -inf, as if a mask hid the key
+constexpr bool kModsTogether = CUFLASH_OWN_TOGETHER;   // registers hold what all elements of a step load
+constexpr bool kMaskMod = CUFLASH_OWN_MASK;            // a function tells which keys are seen
+constexpr bool kScoreModGrad = CUFLASH_OWN_SLOPE;      // the derivative of that of scores is not 1
 constexpr bool kSteepSlope = CUFLASH_OWN_SLOPE == 2;   // it or the score may be infinite, or NaN
 constexpr bool kSinks = CUFLASH_SINKS;                 // each head has one more logit without a value
 constexpr bool kDropout = CUFLASH_DROPOUT;             // weights are dropped (common/dropout.cuh)
-constexpr bool kCells = CUFLASH_CELLS > 0;             // it is known which cells of 64 x 64 are empty …
-constexpr bool kFullCells = CUFLASH_CELLS > 1;         // … and which are full, of the whole mask
+constexpr bool kBlockSparse = CUFLASH_CELLS > 0;       // it is known which cells of 64 x 64 are empty …
+constexpr bool kSkipsFullTiles = CUFLASH_CELLS > 1;    // … and which are full, of the whole mask
 constexpr bool kShortOffsets = CUFLASH_SHORT_OFFSETS;  // offsets in captured arrays fit into an int
 #else
-constexpr bool kOwnHides = false, kOwnTogether = false;
-constexpr bool kOwn = false, kOwnScores = false, kOwnMask = false, kOwnSlope = false, kSteepSlope = false;
-constexpr bool kSinks = false, kDropout = false, kCells = false, kFullCells = false, kShortOffsets = false;
+constexpr bool kScoreModMayMask = false, kModsTogether = false;
+constexpr bool kHasMods = false, kScoreMod = false, kMaskMod = false, kScoreModGrad = false, kSteepSlope = false;
+constexpr bool kSinks = false, kDropout = false, kBlockSparse = false, kSkipsFullTiles = false, kShortOffsets = false;
 #endif
 // Whether what is told of blocks of sequences of several lengths includes what such functions ask
 // (common/seen_rows.cuh).
 #ifdef CUFLASH_TELLS_SEQUENCES
 constexpr bool kTellsSequences = true;  // delta.cu before kernels with functions
 #else
-constexpr bool kTellsSequences = kOwn;
+constexpr bool kTellsSequences = kHasMods;
 #endif

@@ -26,7 +26,7 @@ __device__ __forceinline__ PhiloxWords philox(PhiloxWords x, unsigned key, unsig
 }
 
 // Which registers of a fragment hold weights that are kept: a bit each.
-template <bool kExists, int kCount>
+template <bool kEnabled, int kCount>
 struct KeptOf {
   __device__ static constexpr bool has(int) { return true; }
 };
@@ -41,7 +41,7 @@ template <int kCount>
 using Kept = KeptOf<kDropout, kCount>;
 
 // The weights of one query head of a sequence. Without dropout all are kept.
-template <bool kExists, class Params>
+template <bool kEnabled, class Params>
 struct DropoutOf {
   __device__ __forceinline__ DropoutOf(const Params&, int, int) {}
   __device__ static constexpr float scale() { return 1.0f; }
@@ -148,4 +148,4 @@ struct DropoutOf<true, Params> {
     }
   }
 };
-using Dropout = DropoutOf<kDropout, OwnParams>;
+using Dropout = DropoutOf<kDropout, ModParams>;

@@ -25,23 +25,23 @@ struct Mask {
       : seqlen_q(num_queries), seqlen_k(num_keys), lo(first), hi(last) {}
 
   __device__ constexpr bool visible(int i, int j) const {
-    return i >= 0 && i < seqlen_q && j >= larger(0, i + lo) && j < smaller(seqlen_k, i + hi + 1);
+    return i >= 0 && i < seqlen_q && j >= const_max(0, i + lo) && j < const_min(seqlen_k, i + hi + 1);
   }
 
   // The mask with queries and keys exchanged: i sees j here if and only if j sees i there.
   __device__ constexpr Mask transposed() const { return Mask(seqlen_k, seqlen_q, -hi, -lo); }
 
   // The key after the last one that a query sees.
-  __device__ constexpr int end(int row) const { return smaller(seqlen_k, row + hi + 1); }
+  __device__ constexpr int end(int row) const { return const_min(seqlen_k, row + hi + 1); }
 
   // Keys that at least one of the queries sees. Here and below a range whose end is not after its begin is empty.
   __device__ constexpr Range key_range(int row_begin, int row_end) const {
-    return {larger(0, row_begin + lo), smaller(seqlen_k, row_end + hi)};
+    return {const_max(0, row_begin + lo), const_min(seqlen_k, row_end + hi)};
   }
 
   // Keys that all of the queries see.
   __device__ constexpr Range full_range(int row_begin, int row_end) const {
-    return {larger(0, row_end - 1 + lo), smaller(seqlen_k, row_begin + hi + 1)};
+    return {const_max(0, row_end - 1 + lo), const_min(seqlen_k, row_begin + hi + 1)};
   }
 
   // Queries that see at least one of the keys.

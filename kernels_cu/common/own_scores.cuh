@@ -1,4 +1,4 @@
-// Scores and masks of the caller's own. The program holds them as `OwnFunctions` (cuflash/planning/own_code.py), which
+// Scores and masks of the caller's own. The program holds them as `ModFunctions` (cuflash/planning/own_code.py), which
 // finds what a head, a row, two columns of it and a score know in as many steps. A row is a query and a column a key,
 // or the other way round where a kernel's fragments have keys in their rows.
 //
@@ -15,14 +15,14 @@ constexpr float kLeastScore = -1e37f * 1.4426950408889634f;
 
 // What a mask puts in the place of the product of a hidden pair, where functions are asked later: a NaN that no
 // instruction makes. why not -inf if a function makes scores: a product may be -inf, and its score may be any.
-__device__ __forceinline__ float hidden_product() { return kOwnScores ? __uint_as_float(0xffedcba9u) : -infinity(); }
+__device__ __forceinline__ float hidden_product() { return kScoreMod ? __uint_as_float(0xffedcba9u) : -infinity(); }
 __device__ __forceinline__ bool is_hidden_product(float x) {
-  return kOwnScores ? __float_as_uint(x) == __float_as_uint(hidden_product()) : x == -infinity();
+  return kScoreMod ? __float_as_uint(x) == __float_as_uint(hidden_product()) : x == -infinity();
 }
 
 // The functions of one query head of a sequence. Without any, a score is its product, and everything is visible.
-template <bool kExists, class Functions>
-struct OwnHeadOf {
+template <bool kEnabled, class Functions>
+struct ModHeadOf {
   struct Row {};
   struct Pair {};
   struct Result {
@@ -31,7 +31,7 @@ struct OwnHeadOf {
     float slope;
   };
 
-  __device__ __forceinline__ OwnHeadOf(const OwnParams&, const ProblemParams&, int, int, int, int) {}
+  __device__ __forceinline__ ModHeadOf(const ModParams&, const ProblemParams&, int, int, int, int) {}
   __device__ __forceinline__ Row row(int, int, float = 0.0f, int = 0) const { return {}; }
   __device__ __forceinline__ Pair pair(const Row&, int, int = 0) const { return {}; }
   __device__ __forceinline__ Result at(const Row&, const Pair&, float product, int, int = 0) const {
@@ -40,7 +40,7 @@ struct OwnHeadOf {
 };
 
 template <class Functions>
-struct OwnHeadOf<true, Functions> {
+struct ModHeadOf<true, Functions> {
   using Row = typename Functions::Row;
   using Pair = typename Functions::Pair;
   using Result = typename Functions::Result;
@@ -48,12 +48,12 @@ struct OwnHeadOf<true, Functions> {
   const typename Functions::Arrays& arrays;
   const typename Functions::Head head;
 
-  __device__ __forceinline__ OwnHeadOf(const OwnParams& own, const ProblemParams& problem, int batch, int query_head,
+  __device__ __forceinline__ ModHeadOf(const ModParams& own, const ProblemParams& problem, int batch, int query_head,
                                        int seqlen_q, int seqlen_k)
       : arrays(own), head(Functions::head(own, batch, query_head, seqlen_q, seqlen_k, problem.score.softmax_scale)) {}
 
   // What is known of a row with the columns from first_column on. `addend` is added to all of its scores, for nothing.
-  // The last number is the half of a fragment that has the row: TwoOwnHeads.
+  // The last number is the half of a fragment that has the row: TwoModHeads.
   __device__ __forceinline__ Row row(int row_idx, int first_column, float addend = 0.0f, int = 0) const {
     return Functions::row(arrays, head, row_idx, first_column, addend);
   }
@@ -68,31 +68,31 @@ struct OwnHeadOf<true, Functions> {
     return Functions::element(arrays, head, row, pair, product, column);
   }
 };
-using OwnHead = OwnHeadOf<kOwn, OwnFunctions<kShortOffsets>>;
+using ModHead = ModHeadOf<kHasMods, ModFunctions<kShortOffsets>>;
 
 // The same of a lane's two rows of a fragment, where each may be of another head.
-struct TwoOwnHeads {
-  const OwnHead upper, lower;
+struct TwoModHeads {
+  const ModHead upper, lower;
 
-  __device__ __forceinline__ OwnHead::Row row(int row_idx, int first_column, float addend, int half) const {
+  __device__ __forceinline__ ModHead::Row row(int row_idx, int first_column, float addend, int half) const {
     return (half == 0 ? upper : lower).row(row_idx, first_column, addend);
   }
-  __device__ __forceinline__ OwnHead::Pair pair(const OwnHead::Row& row, int column, int half) const {
+  __device__ __forceinline__ ModHead::Pair pair(const ModHead::Row& row, int column, int half) const {
     return (half == 0 ? upper : lower).pair(row, column);
   }
-  __device__ __forceinline__ OwnHead::Result at(const OwnHead::Row& row, const OwnHead::Pair& pair, float product,
+  __device__ __forceinline__ ModHead::Result at(const ModHead::Row& row, const ModHead::Pair& pair, float product,
                                                 int column, int half) const {
     return (half == 0 ? upper : lower).at(row, pair, product, column);
   }
 };
 
 // What is known of a lane's two rows of a fragment of 16 from a column on. `less` is taken off the scores of each row.
-struct OwnRows {
-  OwnHead::Row of[2];
+struct ModRows {
+  ModHead::Row of[2];
 
   // column: the first of the fragment. column_pair = lane % 4.
   template <class Heads, class Rows>
-  __device__ __forceinline__ OwnRows(const Heads& own, const Rows& rows, int column, int column_pair,
+  __device__ __forceinline__ ModRows(const Heads& own, const Rows& rows, int column, int column_pair,
                                      const float2& less = {0.0f, 0.0f})
       : of{own.row(rows[0], column + 2 * column_pair, -less.x, 0),
            own.row(rows[1], column + 2 * column_pair, -less.y, 1)} {}
@@ -100,18 +100,18 @@ struct OwnRows {
 
 // Products of a fragment become scores, and those that a function hides -inf. why columns outside, rows inside: L57.
 // kAsksMask: the function may hide some. Scores that weigh nothing become -inf, too, unless !kHidesLeast.
-template <bool kAsksMask = kOwnMask, bool kHidesLeast = true, class Heads, int kCount>
-__device__ __forceinline__ void apply_own(const Heads& own, float (&s)[kCount], const OwnRows& rows) {
+template <bool kAsksMask = kMaskMod, bool kHidesLeast = true, class Heads, int kCount>
+__device__ __forceinline__ void apply_own(const Heads& own, float (&s)[kCount], const ModRows& rows) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
-    const OwnHead::Pair pairs[2] = {own.pair(rows.of[0], 8 * j, 0), own.pair(rows.of[1], 8 * j, 1)};
+    const ModHead::Pair pairs[2] = {own.pair(rows.of[0], 8 * j, 0), own.pair(rows.of[1], 8 * j, 1)};
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& score = s[4 * j + 2 * half + e];
-        const OwnHead::Result result = own.at(rows.of[half], pairs[half], score, 8 * j + e, half);
-        if constexpr (kOwnScores) score = kHidesLeast && result.score <= kLeastScore ? -infinity() : result.score;
+        const ModHead::Result result = own.at(rows.of[half], pairs[half], score, 8 * j + e, half);
+        if constexpr (kScoreMod) score = kHidesLeast && result.score <= kLeastScore ? -infinity() : result.score;
         if constexpr (kAsksMask) score = result.visible ? score : -infinity();
       }
     }
@@ -120,12 +120,12 @@ __device__ __forceinline__ void apply_own(const Heads& own, float (&s)[kCount], 
 
 // The exponent of a score is the score times this.
 __device__ __forceinline__ float scale_log2_of(const ProblemParams& problem) {
-  return kOwnScores ? 1.0f : problem.score.scale_log2;
+  return kScoreMod ? 1.0f : problem.score.scale_log2;
 }
 
 // Counts a head's sink: what multiplies a row of out, and the row's lse, which is -inf if it has seen nothing.
 //   lse' = ln(exp(lse) + exp(sink))        out' = out exp(lse - lse')
-template <bool kExists, class Params>
+template <bool kEnabled, class Params>
 struct SinkOf {
   __device__ __forceinline__ SinkOf(const Params&, int) {}
   __device__ __forceinline__ void add(float&, float&) const {}
@@ -154,4 +154,4 @@ struct SinkOf<true, Params> {
     lse = above == infinity() ? above : above + logf(of_keys + of_sink);
   }
 };
-using Sink = SinkOf<kSinks, OwnParams>;
+using Sink = SinkOf<kSinks, ModParams>;

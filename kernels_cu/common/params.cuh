@@ -24,27 +24,27 @@ struct ProblemParams {
   int unused;
   ScoreParams score;
 
-  // int32 arrays on the device, or null: common/ragged.cuh says what is then meant.
+  // int32 arrays on the device, or null: common/varlen.cuh says what is then meant.
   const int *cu_seqlens_q, *cu_seqlens_k;        // (batch + 1)
   const int *seqused_q, *seqused_k;              // (batch)
   const int *page_table, *cache_batch_idx;       // (batch, …) and (batch)
   long long page_table_stride;                   // from the pages of one sequence to those of the next
   int rows_q, rows_k, batch_k;                   // second axis of q; second and first axis of k
-  int mask_first, mask_last, mask_from_end;      // see RaggedSequence
+  int mask_first, mask_last, mask_from_end;      // see VarlenSequence
   int clears_unused;                             // whether rows of out that nobody uses become 0
   int padded_rows_q, padded_rows_k, unused_too;  // of a head in what is padded to slots, over all sequences
 };
 
 // The functions of a program with scores or masks of the caller's own: cuflash/mods/cuda.py prints them.
 template <bool kOffsetsAreShort>
-struct OwnFunctions;
+struct ModFunctions;
 
 // What such a program is told beside its own parameters, behind them; nothing in others. cuflash/runtime/own_params.py
 // writes it.
-template <bool kExists, class Functions>
-struct OwnParamsOf {};
+template <bool kEnabled, class Functions>
+struct ModParamsOf {};
 template <class Functions>
-struct OwnParamsOf<true, Functions> : Functions::Arrays {
+struct ModParamsOf<true, Functions> : Functions::Arrays {
   const void* sinks;         // (heads_q), or null
   const signed char* cells;  // (batch, heads_q, …, …) of 64 x 64 scores: common/cells.cuh; or null
   const unsigned* seed;      // of dropout, two words; or null
@@ -56,10 +56,10 @@ struct OwnParamsOf<true, Functions> : Functions::Arrays {
   float kept_scale;    // … that is, 2^16 / kept_share
   int unused[2];
 };
-using OwnParams = OwnParamsOf<kOwn, OwnFunctions<kShortOffsets>>;
+using ModParams = ModParamsOf<kHasMods, ModFunctions<kShortOffsets>>;
 
 template <class Params>
-struct WithOwn : Params, OwnParams {};
+struct WithOwn : Params, ModParams {};
 
 // sm80/forward.cu and sm80/lse.cu.
 struct ForwardParams {
@@ -77,20 +77,20 @@ struct TiledForwardParams {
   unsigned* counter;  // of tiles handed out beyond one a block, zero between launches; null: they are dealt in turn
   ProblemParams problem;
   int num_q_blocks, num_tiles;  // query blocks of a head, and of all heads
-  int heads_together;           // query heads whose blocks start longest first: common/work.cuh
+  int heads_in_l2;              // query heads whose blocks start longest first: common/work.cuh
   int unused;
 };
 
 // The same of sequences of several lengths.
-struct RaggedForwardParams {
+struct VarlenForwardParams {
   TensorMap q_map, k_map, v_map, out_map;
   Operand k, v;
   float* lse;
   unsigned* counter;
   ProblemParams problem;
-  int heads_together;
+  int heads_in_l2;
   int in_pairs;    // whether two heads of the same rows are dealt together; the counts of heads are then even
-  int tail_parts;  // of the axis of q, whose query blocks start together, longest first: RaggedWorkQueue; 0 for none
+  int tail_parts;  // of the axis of q, whose query blocks start together, longest first: VarlenWorkQueue; 0 for none
   int page_box;    // keys of a page that the copy engine brings at a time; 0: threads copy each key by itself
   int page_magic;  // unsigned: key / page size is key * page_magic / 2^page_shift, for keys below 2^31
   int page_shift;
@@ -107,7 +107,7 @@ struct DecodeParams {
   float2* partial_sums;  // … and (max_slots, partial_rows): sum and shift
   ProblemParams problem;
   int heads_kv;
-  int page_box, page_magic, page_shift;  // as in RaggedForwardParams
+  int page_box, page_magic, page_shift;  // as in VarlenForwardParams
   int max_slots;                         // splits that there is room for
   int partial_rows;                      // of a query block
   int split_tiles;                       // key tiles of a split; 0: as many as keep the GPU busy
@@ -166,8 +166,8 @@ struct BackwardParams {
   float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each split, in the same order; or null without splits
   ProblemParams problem;
   int num_k_blocks;
-  int splits;          // blocks that share a key block, each with its own query heads of the group
-  int heads_together;  // kv heads (with their splits) whose key blocks start longest first: common/work.cuh
+  int splits;       // blocks that share a key block, each with its own query heads of the group
+  int heads_in_l2;  // kv heads (with their splits) whose key blocks start longest first: common/work.cuh
   int stats_rows;
 };
 
@@ -180,7 +180,7 @@ struct BackwardDqParams {
 };
 
 // sm80/backward_own.cu: the gradient of an array of the caller's own, from one place that loads from it.
-struct OwnGradientParams {
+struct ModGradientParams {
   Operand q, k, v, dout;
   const float* stats;  // two numbers of each query, as portable/delta.cu writes them
   float* tables;       // sums of each part of the walk (and of each warp where they are looked up); or null …
@@ -244,7 +244,7 @@ struct TiledBackwardParams {
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int key_blocks;                 // of a head that one block takes, one after the other
-  int heads_together;             // kv heads whose key blocks start longest first: common/work.cuh
+  int heads_in_l2;                // kv heads whose key blocks start longest first: common/work.cuh
   int stats_rows, deterministic;  // deterministic: key blocks add to dq in the order of their keys
   // Blocks of threads beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over
   // batch and kv heads: shared_steps of their query tiles each. Or 2^parts_log2 blocks that follow each other share
@@ -267,8 +267,8 @@ struct TiledRowsParams {
   unsigned* turns;
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
-  int heads_together, stats_rows;  // heads_together: query or kv heads whose blocks start longest first
-  int first_turn;                  // of this gradient among turns
+  int heads_in_l2, stats_rows;  // heads_in_l2: query or kv heads whose blocks start longest first
+  int first_turn;               // of this gradient among turns
 };
 
 // portable/block_mask.cu.
@@ -285,7 +285,7 @@ struct BlockMaskParams {
 // portable/seen_counts.cu.
 struct SeenCountsParams {
   Operand dq;
-  const signed char* cells;  // as in OwnParams
+  const signed char* cells;  // as in ModParams
   int* seen_counts;          // (batch, heads_q, num_q_blocks)
   // Of each kv head by itself, of its number in all sequences, or of all of them: the steps of num_k_blocks key blocks,
   // of each of its query heads or of any. A list has room for 32 * list_lines of them.

@@ -13,7 +13,7 @@ struct QueryTilesOf : TileRange {
   // diagonal. When deterministic, they follow each other through the same tiles in the order of their keys.
   template <class Of>
   __device__ __forceinline__ QueryTilesOf(const Of& of, const Mask& mask, int block) {
-    const int key_begin = block * kKeys, key_end = smaller(key_begin + kKeys, mask.seqlen_k);
+    const int key_begin = block * kKeys, key_end = const_min(key_begin + kKeys, mask.seqlen_k);
     TileRange::operator=(TileRange::covering(mask.row_range(key_begin, key_end), kQueries));
     const bool all = begin < end && count() == of.num_query_tiles();
     first = of.params.deterministic ? end - 1

@@ -7,11 +7,11 @@ struct Range {
 
 // why: CUDA's own min and max cannot be evaluated in a static_assert, by which the tests check masks and ranges.
 template <class T>
-__device__ constexpr T smaller(T a, T b) {
+__device__ constexpr T const_min(T a, T b) {
   return a < b ? a : b;
 }
 
 template <class T>
-__device__ constexpr T larger(T a, T b) {
+__device__ constexpr T const_max(T a, T b) {
   return a > b ? a : b;
 }

@@ -1,17 +1,17 @@
 // What of a sequence among several of different lengths takes part in backward on Hopper, and where it lies.
 #pragma once
-#include "ragged.cuh"
+#include "varlen.cuh"
 
 // The queries of a sequence that see some key, and the keys that some query sees, numbered from the first of each. why
 // not the whole sequence: copies are cut off behind the last of these rows, but not before the first. So no other row
 // is read; delta.cu numbers queries in the same way.
 struct alignas(16) SeenRows {
   int seqlen_q, seqlen_k, lo, hi;  // of the mask
-  RaggedMapRows q, k;              // of query 0 and of key 0
+  VarlenMapRows q, k;              // of query 0 and of key 0
   int padded_q;                    // the row of query 0 in what is padded to slots
 
   SeenRows() = default;
-  __device__ SeenRows(const ProblemParams& p, const RaggedSequence& sequence) {
+  __device__ SeenRows(const ProblemParams& p, const VarlenSequence& sequence) {
     const Range queries = sequence.seen_queries(), keys = sequence.seen_keys();
     const Mask& mask = sequence.mask();
     const int shift = queries.begin - keys.begin;
@@ -26,8 +26,8 @@ struct alignas(16) SeenRows {
   // What another lane has. All lanes of a warp ask together.
   __device__ SeenRows of_lane(int lane) const {
     auto get = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
-    auto get_rows = [&](const RaggedMapRows& x) {
-      return RaggedMapRows{get(x.rows), get(x.row), get(x.end), get(x.batch)};
+    auto get_rows = [&](const VarlenMapRows& x) {
+      return VarlenMapRows{get(x.rows), get(x.row), get(x.end), get(x.batch)};
     };
     SeenRows other;
     other.seqlen_q = get(seqlen_q), other.seqlen_k = get(seqlen_k), other.lo = get(lo), other.hi = get(hi);
@@ -36,7 +36,7 @@ struct alignas(16) SeenRows {
   }
 
  private:
-  __device__ static RaggedMapRows rows_of(int rows, const Place& place, Range seen) {
+  __device__ static VarlenMapRows rows_of(int rows, const Place& place, Range seen) {
     return {rows, place.begin + seen.begin, place.begin + seen.end, place.batch};
   }
 };
@@ -47,16 +47,16 @@ struct WholeSequence {
   int first_query, first_key;
 };
 
-template <bool kExists>
+template <bool kEnabled>
 struct ToldSequenceOf {
   ToldSequenceOf() = default;
-  __device__ ToldSequenceOf(const RaggedSequence&, int) {}
+  __device__ ToldSequenceOf(const VarlenSequence&, int) {}
   __device__ ToldSequenceOf of_lane(int) const { return {}; }
 };
 template <>
 struct ToldSequenceOf<true> : WholeSequence {
   ToldSequenceOf() = default;
-  __device__ ToldSequenceOf(const RaggedSequence& x, int sequence_number)
+  __device__ ToldSequenceOf(const VarlenSequence& x, int sequence_number)
       : WholeSequence{sequence_number, x.seqlen_q(), x.seqlen_k(), x.seen_queries().begin, x.seen_keys().begin} {}
 
   // What another lane has. All lanes of a warp ask together.

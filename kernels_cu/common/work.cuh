@@ -15,13 +15,13 @@ __device__ constexpr HeadBlock head_by_head(unsigned index, unsigned num_blocks)
   return {head, index - head * num_blocks};
 }
 
-// Within heads_together heads the blocks of equal number start together, block 0 first. Under a causal mask block 0
+// Within heads_in_l2 heads the blocks of equal number start together, block 0 first. Under a causal mask block 0
 // should be the longest. The host chooses so few heads that what they share stays in the L2 cache (L34).
-__device__ constexpr HeadBlock longest_first(unsigned index, unsigned num_blocks, unsigned num_heads,
-                                             unsigned heads_together) {
-  const unsigned of_section = heads_together * num_blocks, section = index / of_section;
-  const unsigned first_head = section * heads_together, within = index - section * of_section;
-  const unsigned together = smaller(heads_together, num_heads - first_head);
+__device__ constexpr HeadBlock lpt_order(unsigned index, unsigned num_blocks, unsigned num_heads,
+                                         unsigned heads_in_l2) {
+  const unsigned of_section = heads_in_l2 * num_blocks, section = index / of_section;
+  const unsigned first_head = section * heads_in_l2, within = index - section * of_section;
+  const unsigned together = const_min(heads_in_l2, num_heads - first_head);
   const unsigned block = within / together;
   return {first_head + within - block * together, block};
 }

@@ -9,7 +9,7 @@
 //          query l / 4 of them, and 16 keys from key 16 (l % 4) on, as bits of a word.
 #include "../common/cells.cuh"
 #include "../common/own_scores.cuh"
-#include "../common/ragged.cuh"
+#include "../common/varlen.cuh"
 
 using Params = WithOwn<BlockMaskParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
@@ -17,18 +17,18 @@ static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters")
 constexpr int kLanesOfQuery = 4, kQueriesTogether = 32 / kLanesOfQuery, kKeysOfLane = kCell / kLanesOfQuery;
 
 // What a mask shows of a cell. All lanes of a warp ask together.
-__device__ __forceinline__ CellKind kind_of(const OwnHead& own, Range queries, Range keys) {
+__device__ __forceinline__ MaskTileKind kind_of(const ModHead& own, Range queries, Range keys) {
   const int lane = threadIdx.x % 32, key = keys.begin + lane % kLanesOfQuery * kKeysOfLane;
   const unsigned exist = (1u << clamped(keys.end - key, kKeysOfLane)) - 1;
   bool some_seen = false, some_hidden = false;
 #pragma unroll 1
   for (int first = queries.begin; first < queries.end; first += kQueriesTogether) {
     const int query = first + lane / kLanesOfQuery;
-    const OwnHead::Row row = own.row(query, key);
+    const ModHead::Row row = own.row(query, key);
     unsigned visible = 0;
 #pragma unroll
     for (int i = 0; i < kKeysOfLane; i += 2) {
-      const OwnHead::Pair pair = own.pair(row, i);
+      const ModHead::Pair pair = own.pair(row, i);
       visible |= (own.at(row, pair, 0.0f, i).visible | own.at(row, pair, 0.0f, i + 1).visible << 1) << i;
     }
     const unsigned asked = query < queries.end ? exist : 0u;
@@ -42,7 +42,7 @@ __device__ __forceinline__ CellKind kind_of(const OwnHead& own, Range queries, R
 // Whether some of the queries sees one of the keys, of which there may be none.
 __device__ __forceinline__ bool shows_some(const Mask& mask, Range queries, Range keys) {
   const Range seen = mask.key_range(queries.begin, queries.end);
-  return queries.begin < queries.end && larger(seen.begin, keys.begin) < smaller(seen.end, keys.end);
+  return queries.begin < queries.end && const_max(seen.begin, keys.begin) < const_min(seen.end, keys.end);
 }
 
 extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const __grid_constant__ Params params) {
@@ -53,11 +53,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
     const unsigned row = i / unsigned(p.cells_k), head = row / unsigned(p.cells_q), batch = head / unsigned(p.heads);
     const AnySequence sequence{p.problem, static_cast<int>(batch)};
     const int query = (row - head * p.cells_q) * kCell, key = (i - row * p.cells_k) * kCell;
-    const Range queries{query, smaller(query + kCell, sequence.seqlen_q())};
-    const Range keys{key, smaller(key + kCell, sequence.seqlen_k())};
-    CellKind kind = kNotAskedCell;
+    const Range queries{query, const_min(query + kCell, sequence.seqlen_q())};
+    const Range keys{key, const_min(key + kCell, sequence.seqlen_k())};
+    MaskTileKind kind = kNotAskedCell;
     if (!p.of_call || shows_some(sequence.mask(), queries, keys)) {
-      const OwnHead own(params, p.problem, batch, head - batch * p.heads, sequence.seqlen_q(), sequence.seqlen_k());
+      const ModHead own(params, p.problem, batch, head - batch * p.heads, sequence.seqlen_q(), sequence.seqlen_k());
       kind = kind_of(own, queries, keys);
     }
     if (threadIdx.x % 32 == 0) p.cells[i] = kind;

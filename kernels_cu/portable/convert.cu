@@ -5,7 +5,7 @@
 //
 // Roles    A thread owns 8 columns of two rows that are 8 apart: 64 bytes of an accumulator (common/accumulators.cuh).
 #include "../common/accumulators.cuh"
-#include "../common/ragged.cuh"
+#include "../common/varlen.cuh"
 #include "../common/vector.cuh"
 
 static_assert(sizeof(ConvertParams) == kParamsBytes, "the host packs other parameters");
@@ -36,8 +36,8 @@ struct Strip<true> {
   // All lanes of a warp ask together, for the same strip.
   __device__ Strip(const ProblemParams& problem, bool of_queries, int, int padded_row) {
     const Axis axis = of_queries ? axis_of_queries(problem) : axis_of_keys(problem);
-    const Territory at = Territory::of_slot(axis, padded_row / kPaddedSlot, kPaddedSlot);
-    const RaggedSequence sequence(problem, at.sequence);
+    const RowSlots at = RowSlots::of_slot(axis, padded_row / kPaddedSlot, kPaddedSlot);
+    const VarlenSequence sequence(problem, at.sequence);
     place = of_queries ? sequence.q_place : static_cast<const Place&>(sequence.k_place);
     place.begin = at.begin;
     valid = of_queries ? sequence.seen_queries() : sequence.seen_keys();
@@ -61,7 +61,7 @@ struct Conversion {
   const int strips = (most_rows + 15) / 16;
 
   __device__ long long num_threads() const {
-    const long long batch = kLengths ? 1 : problem.batch;  // rows of several lengths follow each other in a head
+    const long long batch = kVarlen ? 1 : problem.batch;  // rows of several lengths follow each other in a head
     return acc == nullptr ? 0 : batch * heads * strips * padded_columns;
   }
 
@@ -72,7 +72,7 @@ struct Conversion {
     const int fragment = static_cast<int>(index / 8 - outer * fragments), column = fragment * 8;
     const long long batch_head = outer / strips;
     const int strip = static_cast<int>(outer - batch_head * strips);
-    if (!kLengths && column >= columns) return;
+    if (!kVarlen && column >= columns) return;
 
     float x[2][8] = {};  // (row, column)
 #pragma unroll 1
@@ -91,8 +91,8 @@ struct Conversion {
         }
       }
     }
-    const Strip<kLengths> at(problem, kRowsAreQueries, static_cast<int>(batch_head / heads), strip * 16);
-    if (kLengths && column >= columns) return;  // why not before: the lanes of a warp look for their strip together
+    const Strip<kVarlen> at(problem, kRowsAreQueries, static_cast<int>(batch_head / heads), strip * 16);
+    if (kVarlen && column >= columns) return;  // why not before: the lanes of a warp look for their strip together
     char* const gmem = at.place.address(out, kElementBytes, static_cast<int>(batch_head % heads));
 #pragma unroll
     for (int h = 0; h < 2; ++h) {

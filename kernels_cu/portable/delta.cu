@@ -46,9 +46,9 @@ struct ChunkPair {
 // why not the same for both: registers, of which a block of threads of several lengths has fewer to lose.
 template <bool kWhole>
 __device__ __forceinline__ float dot_row(const char* dout, const char* out, int lane, const DeltaParams& p) {
-  constexpr int kTogether = kWhole && kLengths ? 2 : 1, kStep = kLanes * kChunkElements;
+  constexpr int kTogether = kWhole && kVarlen ? 2 : 1, kStep = kLanes * kChunkElements;
   float sum = 0.0f;
-#pragma unroll(kWhole && !kLengths ? 2 : 1)
+#pragma unroll(kWhole && !kVarlen ? 2 : 1)
   for (int column = lane * kChunkElements; column < p.problem.head_dim_v; column += kTogether * kStep) {
     ChunkPair<kWhole> pairs[kTogether];
 #pragma unroll
@@ -88,24 +88,24 @@ struct DenseRows {
 };
 
 // Rows of a sequence among several of different lengths, or of none.
-struct RaggedRows {
+struct VarlenRows {
   int head, head_end;
   unsigned row_of_head;
-  Territory territory;
+  RowSlots row_slots;
   int row_begin;
-  RaggedSequence sequence;
+  VarlenSequence sequence;
   Place place;
 
-  __device__ explicit RaggedRows(const DeltaParams& p)
-      : RaggedRows(p, longest_first(index(p), p.stats_rows / kRows, num_parts(p), num_parts(p))) {}
-  __device__ RaggedRows(const DeltaParams& p, const HeadBlock& at)
+  __device__ explicit VarlenRows(const DeltaParams& p)
+      : VarlenRows(p, lpt_order(index(p), p.stats_rows / kRows, num_parts(p), num_parts(p))) {}
+  __device__ VarlenRows(const DeltaParams& p, const HeadBlock& at)
       : head(at.head * p.heads_each),
         head_end(min(head + p.heads_each, p.problem.heads_q)),
         row_of_head(at.block * kRows),
-        territory(Territory::of_slot(axis_of_queries(p.problem), row_of_head / kPaddedSlot, kPaddedSlot)),
-        row_begin(row_of_head - territory.first_slot * kPaddedSlot),
-        sequence(p.problem, territory.sequence),
-        place{sequence.q_place.batch, territory.begin} {}
+        row_slots(RowSlots::of_slot(axis_of_queries(p.problem), row_of_head / kPaddedSlot, kPaddedSlot)),
+        row_begin(row_of_head - row_slots.first_slot * kPaddedSlot),
+        sequence(p.problem, row_slots.sequence),
+        place{sequence.q_place.batch, row_slots.begin} {}
 
   // Blocks of threads that have the same rows, which follow each other. why: rows of all heads lie side by side in
   // memory.
@@ -117,7 +117,7 @@ struct RaggedRows {
   __device__ bool is_first_of_head() const { return row_of_head == 0; }
   __device__ bool is_last(int head, const DeltaParams& p) const { return head == p.problem.heads_q - 1; }
 
-  __device__ int num_rows() const { return territory.num_rows(); }
+  __device__ int num_rows() const { return row_slots.num_rows(); }
 
   // why: the kernels whose stats stand in rows number queries from the first that sees a key (sm90/seen_sequence.cuh).
   __device__ int first_query(const DeltaParams& p) const {
@@ -135,18 +135,18 @@ struct RowsOf {
 };
 template <>
 struct RowsOf<true> {
-  using Type = RaggedRows;
+  using Type = VarlenRows;
 };
 
 // Blocks of a multiprocessor at least. why many: rows come from memory, and what hides that is their number.
 // Fewer where a thread holds more of a sequence while it makes the list.
-constexpr int kMinBlocks = !kLengths ? 0 : kTellsSequences ? 4 : 5;
+constexpr int kMinBlocks = !kVarlen ? 0 : kTellsSequences ? 4 : 5;
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
   launch_next_kernel();
-  if constexpr (kLengths) {
-    if (blockIdx.x < RaggedRows::blocks_for_slots(p)) {
+  if constexpr (kVarlen) {
+    if (blockIdx.x < VarlenRows::blocks_for_slots(p)) {
       if (blockIdx.x > 0) {
         tell_slots(p, blockIdx.x - 1);
         clear_unseen_keys<kLanes>(p, blockIdx.x - 1);
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       return;
     }
   }
-  const RowsOf<kLengths>::Type work(p);
+  const RowsOf<kVarlen>::Type work(p);
   const AnySequence& sequence = work.sequence;
   const int row_begin = work.row_begin;
   const int row = row_begin + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;

@@ -64,7 +64,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
   const int batch = __syncthreads_and(in_order) ? problem.batch : 0;
   for (int first = 0; first < batch; first += kNumThreads) {
     const int number = first + threadIdx.x;
-    const RaggedSequence sequence(problem, number);
+    const VarlenSequence sequence(problem, number);
     const SeenRows rows(problem, sequence);
     const ToldSequence told(sequence, number);
     const int count = (rows.seqlen_k + p.block_k - 1) / p.block_k;
@@ -125,12 +125,12 @@ __device__ __forceinline__ void clear_row(const Operand& x, const Place& place, 
 template <bool kOfQueries>
 __device__ void tell_slot(const ProblemParams& problem, void* blocks, int slot) {
   const Axis axis = kOfQueries ? axis_of_queries(problem) : axis_of_keys(problem);
-  const Territory territory = Territory::of_slot(axis, slot, kPaddedSlot);
-  const RaggedSequence sequence(problem, territory.sequence);
+  const RowSlots row_slots = RowSlots::of_slot(axis, slot, kPaddedSlot);
+  const VarlenSequence sequence(problem, row_slots.sequence);
   const SeenRows rows(problem, sequence);
-  const int row = kOfQueries ? territory.row_from_end(slot, kPaddedSlot) : territory.row(slot, kPaddedSlot);
+  const int row = kOfQueries ? row_slots.row_from_end(slot, kPaddedSlot) : row_slots.row(slot, kPaddedSlot);
   const bool exists = row >= 0 && row < (kOfQueries ? rows.seqlen_q : rows.seqlen_k);
-  const ToldSequence told(sequence, territory.sequence);
+  const ToldSequence told(sequence, row_slots.sequence);
   const SeenBlock block(rows, told, exists ? row / kPaddedSlot : SeenBlock::kNone);
   if (threadIdx.x % 32 == 0) static_cast<SeenBlock*>(blocks)[slot] = block;
 }
@@ -147,11 +147,11 @@ __device__ inline void tell_slots(const DeltaParams& p, int slot) {
 template <int kLanes>
 __device__ void clear_unseen_keys(const DeltaParams& p, int slot) {
   const ProblemParams& problem = p.problem;
-  const Territory territory = Territory::of_slot(axis_of_keys(problem), slot, kPaddedSlot);
-  const RaggedSequence sequence(problem, territory.sequence);
+  const RowSlots row_slots = RowSlots::of_slot(axis_of_keys(problem), slot, kPaddedSlot);
+  const VarlenSequence sequence(problem, row_slots.sequence);
   const Range seen = sequence.seen_keys();
-  const Place place{sequence.k_place.batch, territory.begin};
-  const int begin = territory.row(slot, kPaddedSlot), end = min(begin + kPaddedSlot, territory.num_rows());
+  const Place place{sequence.k_place.batch, row_slots.begin};
+  const int begin = row_slots.row(slot, kPaddedSlot), end = min(begin + kPaddedSlot, row_slots.num_rows());
   for (int key = begin + threadIdx.x / kLanes; key < end; key += kNumThreads / kLanes) {
     if (key >= seen.begin && key < seen.end) continue;
     for (int head = 0; head < problem.heads_q / problem.heads_per_kv; ++head) {

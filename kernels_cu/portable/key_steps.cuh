@@ -19,7 +19,7 @@ __device__ __forceinline__ int list_steps(const SeenCountsParams& p, const Seque
   };
   const Of of{p};
   const QueryTilesOf<kTile, kKeyBlock> tiles(of, sequence.mask(), block);
-  const Range keys{block * kKeyBlock, smaller(block * kKeyBlock + kKeyBlock, sequence.seqlen_k())};
+  const Range keys{block * kKeyBlock, const_min(block * kKeyBlock + kKeyBlock, sequence.seqlen_k())};
   const SeenTilesOf<true, AscendingTiles, kKeyBlock, kTile, true, SeenCountsParams> seen(
       AscendingTiles(tiles), p, sequence.batch, head, keys, sequence.seqlen_q());
   const int lane = threadIdx.x % 32;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void write_order(int* order, const int* steps, int bl
       __syncthreads();
       others[threadIdx.x] = begin + int(threadIdx.x) < blocks ? __ldcg(steps + begin + threadIdx.x) : -1;
       __syncthreads();
-      const int count = smaller(kNumThreads, blocks - begin);
+      const int count = const_min(kNumThreads, blocks - begin);
 #pragma unroll 8
       for (int i = 0; i < count; ++i) rank += others[i] > own || (others[i] == own && begin + i < block);
     }

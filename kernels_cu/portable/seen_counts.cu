@@ -12,7 +12,7 @@ static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters")
 
 template <int kTile>
 __device__ __forceinline__ int count_key_blocks(const Params& p, const Sequence& sequence, int head, int tile) {
-  const Range rows{tile * kTile, smaller(tile * kTile + kTile, sequence.seqlen_q())};
+  const Range rows{tile * kTile, const_min(tile * kTile + kTile, sequence.seqlen_q())};
   const TileRange keys = TileRange::covering(sequence.mask().key_range(rows.begin, rows.end), kKeyBlock);
   const SeenTilesOf<true, AscendingTiles, kTile, kKeyBlock, false, Params> seen(AscendingTiles(keys), p, sequence.batch,
                                                                                 head, rows, sequence.seqlen_k());
@@ -32,7 +32,7 @@ __device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
       p.block_q == 128 ? count_key_blocks<128>(p, sequence, head, tile) : count_key_blocks<64>(p, sequence, head, tile);
   if (threadIdx.x % 32 == 0) p.seen_counts[index] = count;
   if (count > 0) return;
-  const int end = smaller((tile + 1) * p.block_q, sequence.seqlen_q());
+  const int end = const_min((tile + 1) * p.block_q, sequence.seqlen_q());
 #pragma unroll 1
   for (int row = tile * p.block_q + threadIdx.x % 32 / kLanes; row < end; row += 32 / kLanes) {
     clear_row<kLanes>(p.dq, sequence.queries(), head, row, problem.head_dim);

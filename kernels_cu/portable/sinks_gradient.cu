@@ -8,7 +8,7 @@
 // Roles    A block of threads owns some slots of kPaddedSlot queries of a head; its warps take them in turns.
 #include "../common/gradient_sums.cuh"
 #include "../common/own_scores.cuh"
-#include "../common/ragged.cuh"
+#include "../common/varlen.cuh"
 
 using Params = WithOwn<SinksGradientParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
@@ -30,14 +30,14 @@ struct SlotOf {
 };
 template <>
 struct SlotOf<true> {
-  const Territory territory;
-  const RaggedSequence sequence;
+  const RowSlots row_slots;
+  const VarlenSequence sequence;
   Range rows;
 
   // All lanes of a warp ask together.
   __device__ __forceinline__ SlotOf(const ProblemParams& p, int slot)
-      : territory(Territory::of_slot(axis_of_queries(p), slot, kPaddedSlot)), sequence(p, territory.sequence) {
-    rows.begin = territory.row(slot, kPaddedSlot);
+      : row_slots(RowSlots::of_slot(axis_of_queries(p), slot, kPaddedSlot)), sequence(p, row_slots.sequence) {
+    rows.begin = row_slots.row(slot, kPaddedSlot);
     rows.end = min(rows.begin + kPaddedSlot, sequence.seqlen_q());
   }
 };
@@ -51,12 +51,12 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   float sum = 0.0f;
 #pragma unroll 1
   for (int slot = part * p.slots_each + warp; slot < end; slot += kNumWarps) {
-    const SlotOf<kLengths> at(p.problem, slot);
+    const SlotOf<kVarlen> at(p.problem, slot);
     const Range seen = at.sequence.seen_queries();
     const long long first_lse = at.sequence.lse_offset(head);
     const float* const stats = p.stats + 2 * (at.sequence.query_head(head) * p.stats_rows);
     // why: the kernels whose stats stand in rows number queries of several lengths from the first that sees a key.
-    const int first = kLengths && p.stats_step == 1 ? seen.begin : 0;
+    const int first = kVarlen && p.stats_step == 1 ? seen.begin : 0;
     for (int i = at.rows.begin + lane; i < at.rows.end; i += 32) {
       const float lse = p.lse[first_lse + i];
       if (lse == -infinity()) continue;

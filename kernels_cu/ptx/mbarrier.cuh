@@ -16,9 +16,9 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
 }
 
 // Arrives once for a warp that has read what it waited for. `leads` is true in one lane. why __syncwarp: L40, L41.
-__device__ __forceinline__ void mbarrier_arrive_warp(unsigned barrier, bool leads) {
+__device__ __forceinline__ void mbarrier_arrive_warp(unsigned barrier, bool is_leader) {
   __syncwarp();
-  if (leads) mbarrier_arrive(barrier);
+  if (is_leader) mbarrier_arrive(barrier);
 }
 
 // Arrives, and adds to the bytes that the phase expects.

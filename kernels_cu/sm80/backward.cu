@@ -84,18 +84,18 @@ __device__ __forceinline__ void weigh_piece(Scores& s, Scores& dp, const Score& 
 }
 
 // The functions of a query head, and what dropout does to its weights.
-struct OwnWeights {
-  const OwnHead scores;
+struct ModWeights {
+  const ModHead scores;
   const Dropout dropout;
 
-  __device__ __forceinline__ OwnWeights(const Params& params, const KeyWork& work, int head)
+  __device__ __forceinline__ ModWeights(const Params& params, const KeyWork& work, int head)
       : scores(params, params.problem, work.sequence_idx(), head, work.sequence.seqlen_q(), work.sequence.seqlen_k()),
         dropout(params, work.sequence_idx(), head) {}
 };
 
 // s and dp become p and ds through functions whose rows are keys. `key` and `query` are the first of the piece.
 template <bool kAsksMask>
-__device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Score& score, const OwnWeights& own,
+__device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Score& score, const ModWeights& own,
                                                 unsigned stats, int key, int query) {
   const int lane = fresh_thread() % 32, first = query + lane % 4 * 2;
   Kept<kPieceQ / 2> kept[kFragments];
@@ -103,16 +103,16 @@ __device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Sco
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
     const int row = key + 16 * m + lane / 4;
-    const OwnHead::Row rows[2] = {own.scores.row(row, first), own.scores.row(row + 8, first)};
+    const ModHead::Row rows[2] = {own.scores.row(row, first), own.scores.row(row + 8, first)};
 #pragma unroll
     for (int j = 0; j < kPieceQ / 8; ++j) {
       const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // of two queries
-      OwnHead::Pair pair;
+      ModHead::Pair pair;
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i) {
         const int half = i / 2 % 2, column = 8 * j + i % 2;
         if (i % 2 == 0) pair = own.scores.pair(rows[half], column);
-        const OwnHead::Result result = own.scores.at(rows[half], pair, s[m][i], column);
+        const ModHead::Result result = own.scores.at(rows[half], pair, s[m][i], column);
         weigh_own<kAsksMask>(s[m][i], dp[m][i], score, result, kept[m].has(i), own.dropout.scale(),
                              i % 2 == 0 ? x.x : x.z, i % 2 == 0 ? x.y : x.w);
       }
@@ -122,21 +122,21 @@ __device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Sco
 
 // Products s and dp become p and ds. `key` and `query` are the first of the piece; the mask's rows are keys. is_full:
 // the caller's mask shows all of the tile.
-__device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Score& score, const OwnWeights& own,
+__device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Score& score, const ModWeights& own,
                                                 const Mask& mask, unsigned stats, int key, int query, bool is_full) {
   const bool visible = mask.all_visible<true>({key, key + kWarpKeys}, {query, query + kPieceQ});
-  if (!kOwnWeights && visible && !score.changes()) return weigh_piece<true>(s, dp, score, stats);
+  if (!kModWeights && visible && !score.changes()) return weigh_piece<true>(s, dp, score, stats);
   score.apply(s);
   const int lane = fresh_thread() % 32;
-  if (!kOwnWeights || !visible) {
+  if (!kModWeights || !visible) {
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
       mask.apply<true>(s[m], key + 16 * m + lane / 4, query, lane % 4, hidden_product());
     }
   }
-  if constexpr (!kOwnWeights) weigh_piece<false>(s, dp, score, stats);
-  else if (kFullCells && is_full) weigh_own_piece<false>(s, dp, score, own, stats, key, query);
-  else weigh_own_piece<kOwnMask>(s, dp, score, own, stats, key, query);
+  if constexpr (!kModWeights) weigh_piece<false>(s, dp, score, stats);
+  else if (kSkipsFullTiles && is_full) weigh_own_piece<false>(s, dp, score, own, stats, key, query);
+  else weigh_own_piece<kMaskMod>(s, dp, score, own, stats, key, query);
 }
 
 // Adds a lane's part of a fragment to an accumulator.
@@ -211,7 +211,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const ProblemParams& problem = params.problem;
   const Score score{problem.score};
   const KeyWork work(params);
-  if (kLengths && work.keys.begin >= work.keys.end) return;
+  if (kVarlen && work.keys.begin >= work.keys.end) return;
   const AnySequence& sequence = work.sequence;
   const Mask mask = sequence.mask().transposed();
   // The query tiles that see some key of the block.
@@ -220,7 +220,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   // The same of one query head, less those in which the caller's mask shows nothing. why formed where it is used: L4.
   auto tiles_of = [&](int head) {
     return SeenTiles<AscendingTiles, kBlockK, kBlockQ, true>(
-        tiles, params, work.sequence_idx(), head, {work.keys.begin, smaller(work.keys.end, sequence.seqlen_k())},
+        tiles, params, work.sequence_idx(), head, {work.keys.begin, const_min(work.keys.end, sequence.seqlen_k())},
         sequence.seqlen_q());
   };
 
@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   // All tiles of one query head are taken, then those of the next.
   auto fetch_first = [&](int head, int slot) {
     int m = tiles.first();
-    if constexpr (kCells) {
+    if constexpr (kBlockSparse) {
       while (!tiles.has(m = tiles_of(head).seen_from(tiles.first()).n()) && ++head < work.heads.end) {
       }
       if (!tiles.has(m)) return;
@@ -262,7 +262,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   int slot = 0;
 #pragma unroll 1
   for (int head = work.heads.begin; head < work.heads.end; ++head) {
-    const OwnWeights own(params, work, head);
+    const ModWeights own(params, work, head);
     const auto seen = [&] { return tiles_of(head); };
 #pragma unroll 1
     for (auto walk = walk_along(tiles, seen); walk.has_tile(); walk.go_on()) {

@@ -67,14 +67,14 @@ __device__ __forceinline__ void weigh_own_tile(Scores& s, Scores& dp, const Quer
   for (int m = 0; m < kFragments; ++m) {
     const LaneQueries queries{lane_row(work) + 16 * m};
     const Kept<kBlockK / 2> kept = work.dropout.kept<kBlockK % 32 == 0, kBlockK / 2>(queries, first, column_pair);
-    const OwnHead::Row rows[2] = {work.own.row(queries[0], first + 2 * column_pair),
+    const ModHead::Row rows[2] = {work.own.row(queries[0], first + 2 * column_pair),
                                   work.own.row(queries[1], first + 2 * column_pair)};
-    OwnHead::Pair pair;
+    ModHead::Pair pair;
 #pragma unroll
     for (int i = 0; i < kBlockK / 2; ++i) {
       const int half = i / 2 % 2, column = i / 4 * 8 + i % 2;
       if (i % 2 == 0) pair = work.own.pair(rows[half], column);
-      const OwnHead::Result result = work.own.at(rows[half], pair, s[m][i], column);
+      const ModHead::Result result = work.own.at(rows[half], pair, s[m][i], column);
       const float2 x = stats[2 * m + half];
       weigh_own<kAsksMask>(s[m][i], dp[m][i], work.score, result, kept.has(i), work.dropout.scale(), x.x, x.y);
     }
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const ProblemParams& problem = params.problem;
   const QueryBlock work(params);
-  if (kLengths && work.rows.begin >= work.written_end()) return;
+  if (kVarlen && work.rows.begin >= work.written_end()) return;
   const auto seen = [&] { return work.seen_tiles(); };
   const AnySequence& sequence = work.sequence;
   const KeyLoader<kHeadDimV> v_loader(params.v, sequence.keys(), work.kv_head, problem.head_dim_v);
@@ -133,10 +133,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
     // 3. p and ds, dq += ds k
     if constexpr (kReadsStatsAgain) read_stats(stats, params, work);
-    if constexpr (kOwnWeights) {
+    if constexpr (kModWeights) {
       work.score_and_mask<false>(s, n);
-      if (kFullCells && walk.is_full()) weigh_own_tile<false>(s, dp, work, n, stats);
-      else weigh_own_tile<kOwnMask>(s, dp, work, n, stats);
+      if (kSkipsFullTiles && walk.is_full()) weigh_own_tile<false>(s, dp, work, n, stats);
+      else weigh_own_tile<kMaskMod>(s, dp, work, n, stats);
     } else if (!work.score.changes() && !work.needs_mask(n)) {
       weigh_tile<true>(s, dp, work.score, stats);
     } else {

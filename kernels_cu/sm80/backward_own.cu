@@ -1,4 +1,4 @@
-// The gradient of an array of the caller's own, from one place of a score's expression that loads from it: `OwnTerm`.
+// The gradient of an array of the caller's own, from one place of a score's expression that loads from it: `ModTerm`.
 //
 //   s = q kᵀ, dp = dout vᵀ                              per tile
 //   p = exp(score(s) - lse)    ds = p (dp - delta)      in registers, with dropout as in pointwise.cuh
@@ -29,7 +29,7 @@ struct SharedStorage {
   alignas(128) char k[kBlockK * kHeadDim * kElementBytes];
   alignas(128) char v[kBlockK * kHeadDimV * kElementBytes];
 };
-using Params = WithOwn<OwnGradientParams>;
+using Params = WithOwn<ModGradientParams>;
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(kStages == 1, "a tile is fetched while another one is worked on in registers");
@@ -119,7 +119,7 @@ __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Par
   const Range seen = sequence.seen_queries();
   const float* const of_head = p.stats + 2 * (sequence.query_head(at.head) * p.stats_rows);
   // why: the kernels whose stats stand in rows number queries of several lengths from the first that sees a key.
-  const int first = kLengths && p.stats_step == 1 ? seen.begin : 0;
+  const int first = kVarlen && p.stats_step == 1 ? seen.begin : 0;
 #pragma unroll
   for (int r = 0; r < kLaneRows; ++r) {
     const int query = at.first_query() + lane_row() + 8 * r;
@@ -134,9 +134,9 @@ __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Par
 
 // What the caller's functions know of a lane's elements of a tile before products are there …
 struct KnownTile {
-  const OwnHead own;
-  OwnHead::Row rows[kFragments][2];
-  OwnHead::Pair pairs[kFragments][kBlockK / 8][2];
+  const ModHead own;
+  ModHead::Row rows[kFragments][2];
+  ModHead::Pair pairs[kFragments][kBlockK / 8][2];
 
   __device__ __forceinline__ KnownTile(const Params& p, const AnySequence& sequence, const WalkedTile& at)
       : own(p, p.problem, at.batch, at.head, sequence.seqlen_q(), sequence.seqlen_k()) {
@@ -202,8 +202,8 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
               weight(result.score, kLog2E, stat.x) * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
           ds = hidden ? 0.0f : ds;
           // why: where nothing changes with the score, the derivative may be anything.
-          dp[m][i] = OwnTerm::kVaries && ds == 0.0f ? 0.0f : ds * result.derivative;
-          if constexpr (OwnTerm::kLooksUp) s[m][i] = __int_as_float(OwnTerm::place(result, LookedUpAxes{p}));
+          dp[m][i] = ModTerm::kVaries && ds == 0.0f ? 0.0f : ds * result.derivative;
+          if constexpr (ModTerm::kLooksUp) s[m][i] = __int_as_float(ModTerm::place(result, LookedUpAxes{p}));
         }
       }
     }
@@ -215,7 +215,7 @@ struct TileSums {
   const Params& p;
   long long first;  // of the block
 
-  __device__ __forceinline__ TileSums(const Params& params, const OwnWalk& walk) : p(params) {
+  __device__ __forceinline__ TileSums(const Params& params, const ModWalk& walk) : p(params) {
     const long long sequences = p.by_sequence ? p.problem.batch : 1, heads = p.by_head ? p.problem.heads_q : 1;
     first = ((walk.part * sequences + walk.batch) * heads + walk.head) * queries() * keys();
   }
@@ -231,7 +231,7 @@ struct TileSums {
   }
 };
 
-__device__ __forceinline__ void store_sums(const Tile& sums, const Params& p, const OwnWalk& walk, float* of_warps) {
+__device__ __forceinline__ void store_sums(const Tile& sums, const Params& p, const ModWalk& walk, float* of_warps) {
   const TileSums out(p, walk);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, query = walk.q_tile * kBlockQ + lane_row();
   const int key = walk.k_tile * kBlockK;
@@ -282,19 +282,19 @@ __device__ __forceinline__ void store_sums(const Tile& sums, const Params& p, co
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char smem_bytes[];
-  __shared__ WalkedSequences<kLengths>::Memory described;
+  __shared__ WalkedSequences<kVarlen>::Memory described;
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
 
-  const OwnWalk walk(params, described);
+  const ModWalk walk(params, described);
   const WarpTable table(params, walk.part, walk.batch, walk.head);
   Tile sums = {};
-  if constexpr (OwnTerm::kLooksUp) table.clear();
+  if constexpr (ModTerm::kLooksUp) table.clear();
 
   WalkedTile at;
   if (walk.begin(at)) {
     fetch(params, storage, walk.sequences.at(at.batch, at.slot), at, true, true);
-    StayingTile<OwnTerm::kStays> staying(params, walk.sequences.at(at.batch, at.slot), at);
-    const FoundTile<OwnTerm::kStays> known(params, walk.sequences.at(at.batch, at.slot), at);
+    StayingTile<ModTerm::kStays> staying(params, walk.sequences.at(at.batch, at.slot), at);
+    const FoundTile<ModTerm::kStays> known(params, walk.sequences.at(at.batch, at.slot), at);
     bool exists;
 #pragma unroll 1
     do {
@@ -317,7 +317,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       exists = walk.advance(next);
       if (exists && !staying.fetch_next(params, storage)) {
         const bool new_keys = next.k_tile != at.k_tile || next.batch != at.batch || next.kv_head != at.kv_head;
-        const WalkedTile to = OwnTerm::kStays ? next.forgotten() : next;
+        const WalkedTile to = ModTerm::kStays ? next.forgotten() : next;
         fetch(params, storage, walk.sequences.at(to.batch, to.slot), to, to.step != at.step, new_keys);
       }
 
@@ -325,7 +325,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       differentiate(s, dp, stats, known.at(params, sequence, at), params, sequence, at);
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
-        if constexpr (OwnTerm::kLooksUp) {
+        if constexpr (ModTerm::kLooksUp) {
           table.add(s[m], dp[m]);
         } else {
 #pragma unroll
@@ -335,5 +335,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       at = next;
     } while (exists);
   }
-  if constexpr (!OwnTerm::kLooksUp) store_sums(sums, params, walk, reinterpret_cast<float*>(storage.q));
+  if constexpr (!ModTerm::kLooksUp) store_sums(sums, params, walk, reinterpret_cast<float*>(storage.q));
 }

@@ -20,7 +20,7 @@
 #include "work.cuh"
 
 constexpr int kWarpKeys = kBlockK / kStateWarps, kScores = kWarpKeys / 2;  // of a tile
-static_assert(kNumWarps == kStateWarps && kBlockQ == kStateRows && kStages == 2 && kLengths, "");
+static_assert(kNumWarps == kStateWarps && kBlockQ == kStateRows && kStages == 2 && kVarlen, "");
 
 struct Tiles {
   alignas(128) char k[kStages][kBlockK * kHeadDim * kElementBytes];
@@ -39,8 +39,8 @@ static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters")
 
 // A block's rows: row r is query r / heads of head r % heads, among heads that follow each other.
 struct Found {
-  Territory territory;
-  RaggedSequence sequence;
+  RowSlots row_slots;
+  VarlenSequence sequence;
   Range queries;                               // used ones
   int written_end;                             // of its queries, used or not
   int kv_head, first_head, heads, heads_here;  // heads of a query, and those of them that this block has
@@ -48,9 +48,9 @@ struct Found {
   TileRange tiles;
 
   __device__ Found(const SplitParams& p, HeadBlock)
-      : territory(Territory::of_slot(axis_of_queries(p.problem), slot(p), p.queries)),
-        sequence(p.problem, territory.sequence) {
-    if (sequence.seqlen_q() == 0) sequence.q_place.begin = territory.begin;
+      : row_slots(RowSlots::of_slot(axis_of_queries(p.problem), slot(p), p.queries)),
+        sequence(p.problem, row_slots.sequence) {
+    if (sequence.seqlen_q() == 0) sequence.q_place.begin = row_slots.begin;
     const int group = p.problem.heads_per_kv, index = blockIdx.x;
     kv_head = index % p.heads_kv;
     const int part = index / p.heads_kv % p.head_parts;
@@ -58,9 +58,9 @@ struct Found {
     block = (slot(p) * p.head_parts + part) * p.heads_kv + kv_head;
     heads = min(group, kBlockQ), heads_here = min(group - part * kBlockQ, kBlockQ);
     first_head = kv_head * group + part * kBlockQ;
-    queries.begin = territory.row(slot(p), p.queries);
-    queries.end = smaller(queries.begin + p.queries, sequence.seqlen_q());
-    written_end = smaller(queries.begin + p.queries, territory.num_rows());
+    queries.begin = row_slots.row(slot(p), p.queries);
+    queries.end = const_min(queries.begin + p.queries, sequence.seqlen_q());
+    written_end = const_min(queries.begin + p.queries, row_slots.num_rows());
     const bool sees = queries.begin < queries.end;
     tiles = TileRange::covering(sees ? sequence.mask().key_range(queries.begin, queries.end) : Range{0, 0}, kBlockK);
     // why on the device: it alone knows how long a sequence is. A split has kLeast tiles at least.
@@ -68,7 +68,7 @@ struct Found {
     const int count = tiles.count(), most = max(min(p.splits, (count + kLeast - 1) / kLeast), 1);
     const int each = max((count + most - 1) / most, 1);
     num_splits = max((count + each - 1) / each, 1);
-    tiles.begin += split * each, tiles.end = smaller(tiles.end, tiles.begin + each);
+    tiles.begin += split * each, tiles.end = const_min(tiles.end, tiles.begin + each);
   }
 
   // Blocks are counted kv heads first, then parts of a group's heads, splits and slots of queries.
@@ -78,9 +78,9 @@ struct Found {
 
   // The functions of a row's head. why not below 0, and no head that there is not: rows that are not used ask the
   // caller's functions nothing, but these may load by it.
-  __device__ __forceinline__ OwnHead own_head(const Params& p, int row) const {
-    const int head = first_head + smaller(row % heads, heads_here - 1);
-    return {p, p.problem, larger(territory.sequence, 0), head, sequence.seqlen_q(), sequence.seqlen_k()};
+  __device__ __forceinline__ ModHead own_head(const Params& p, int row) const {
+    const int head = first_head + const_min(row % heads, heads_here - 1);
+    return {p, p.problem, const_max(row_slots.sequence, 0), head, sequence.seqlen_q(), sequence.seqlen_k()};
   }
 };
 
@@ -109,7 +109,7 @@ struct BlockRows {
   __device__ __forceinline__ void store(int row, int column, const MergedRow& merged) const {
     const int query = at.query_of(row), head = row % at.heads;
     if (head >= at.heads_here) return;
-    const RaggedSequence& sequence = at.sequence;
+    const VarlenSequence& sequence = at.sequence;
     float o_scale = 0.0f;  // with a sink
     if (kSinks || (column == 0 && params.lse != nullptr)) {
       float lse = merged.sum == 0.0f ? -infinity() : merged.shift * kLn2 + logf(merged.sum);
@@ -156,18 +156,18 @@ __device__ __forceinline__ void load_queries(const Params& params, const Found& 
 
 // Products of a warp's keys, from `key` on, become scores, and those that are not seen -inf. `own` are the caller's
 // functions of the lane's two rows.
-__device__ __forceinline__ void score_and_hide(const Params& params, const Found& at, const TwoOwnHeads& own,
+__device__ __forceinline__ void score_and_hide(const Params& params, const Found& at, const TwoModHeads& own,
                                                float (&s)[kScores], int key) {
   Score{params.problem.score}.apply(s);
   const int lane = fresh_thread() % 32;
   const AnyLaneQueries rows{at.query_of(lane / 4), at.query_of(lane / 4 + 8)};
-  apply_own(own, s, OwnRows(own, rows, key, lane % 4));
+  apply_own(own, s, ModRows(own, rows, key, lane % 4));
   const Mask& mask = at.sequence.mask();
   const Range common = mask.full_range(at.queries.begin, at.queries.end);
   if (key + kWarpKeys > common.end) mask.hide_after(s, rows, key, lane % 4);
   if (key < common.begin) mask.hide_before(s, rows, key, lane % 4);
   const PagedPlace& keys = at.sequence.k_place;
-  const Range range{key, smaller(key + kWarpKeys, at.sequence.seqlen_k())};
+  const Range range{key, const_min(key + kWarpKeys, at.sequence.seqlen_k())};
   if (!keys.is_paged() || !keys.pages.lacks_some(range)) return;
 #pragma unroll
   for (int j = 0; j < kWarpKeys / 4; ++j) {
@@ -187,14 +187,14 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const Found& at = shared_by_block<Found>(params, HeadBlock{});
   if (at.queries.begin >= at.written_end || at.split >= at.num_splits) return;
-  const RaggedSequence& sequence = at.sequence;
+  const VarlenSequence& sequence = at.sequence;
   const TileLoader<kBlockK, kHeadDim, KeyPlaceInMemory> k_loader(params.k, sequence.keys(), at.kv_head,
                                                                  params.problem.head_dim);
   const TileLoader<kBlockK, kHeadDimV, KeyPlaceInMemory> v_loader(params.v, sequence.keys(), at.kv_head,
                                                                   params.problem.head_dim_v);
   const AscendingTiles tiles = at.tiles;
   const int lane_row = threadIdx.x % 32 / 4;
-  const TwoOwnHeads own{at.own_head(params, lane_row), at.own_head(params, lane_row + 8)};
+  const TwoModHeads own{at.own_head(params, lane_row), at.own_head(params, lane_row + 8)};
   auto fetch = [&](int n, int slot) {
     if (!tiles.has(n)) return;
     k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());

@@ -39,9 +39,9 @@ __device__ __forceinline__ void store_rows(const Params& params, const QueryWork
     const bool is_used = i < work.rows.end, exists = i < work.written_end();
     float o_scale, row_lse;
     softmax.finish(r, o_scale, row_lse);
-    if (kLengths && !is_used) row_lse = -infinity();
+    if (kVarlen && !is_used) row_lse = -infinity();
     const bool sees = row_lse != -infinity();
-    if (!kLengths || is_used) Sink(params, work.head).add(o_scale, row_lse);
+    if (!kVarlen || is_used) Sink(params, work.head).add(o_scale, row_lse);
     !sees ? clear_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale * dropout.scale());
     store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.problem.head_dim_v - column,
               is_used || (exists && params.problem.clears_unused), params.out.aligned);
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const QueryBlock work(params);
   const auto seen = [&] { return work.seen_tiles(); };
-  if (kLengths && work.rows.begin >= work.written_end()) return;
+  if (kVarlen && work.rows.begin >= work.written_end()) return;
   const KeyLoader<kHeadDimV> v_loader(params.v, work.sequence.keys(), work.kv_head, params.problem.head_dim_v,
                                       work.part * kHeadDimV);
   auto fetch_k = [&](int n, int slot) { work.fetch(work.k_loader, k_smem, n, slot); };

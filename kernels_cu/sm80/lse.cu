@@ -27,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]);
 
   const QueryBlock work(params);
-  if (kLengths && work.rows.begin >= work.written_end()) return;
+  if (kVarlen && work.rows.begin >= work.written_end()) return;
   const auto seen = [&] { return work.seen_tiles(); };
   auto fetch_k = [&](int n, int slot) { work.fetch(work.k_loader, k_smem, n, slot); };
 
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     const int i = lane_row(same) + 8 * r;
     float unused, row_lse;
     softmax.finish(r, unused, row_lse);
-    if (!kLengths || i < same.rows.end) Sink(params, same.head).add(unused, row_lse);
+    if (!kVarlen || i < same.rows.end) Sink(params, same.head).add(unused, row_lse);
     else row_lse = -infinity();
     if (threadIdx.x % 4 == 0 && i < same.written_end()) lse[i] = row_lse;
   }

@@ -4,7 +4,7 @@
 // others: sequences, heads, query tiles, and for each of these the key tiles that some of its queries see. `parts`
 // blocks of threads share a walk. What is walked has one order, so that sums have it, too.
 #pragma once
-#include "../common/ragged.cuh"
+#include "../common/varlen.cuh"
 #include "../common/tile_range.cuh"
 #include "config.cuh"
 
@@ -22,21 +22,21 @@ struct WalkedSequences {
 template <>
 struct WalkedSequences<true> {
   struct Memory {
-    alignas(RaggedSequence) char slots[2][sizeof(RaggedSequence)];
+    alignas(VarlenSequence) char slots[2][sizeof(VarlenSequence)];
   };
   const ProblemParams& problem;
-  RaggedSequence* slots;
+  VarlenSequence* slots;
 
   __device__ __forceinline__ WalkedSequences(const ProblemParams& p, Memory& memory)
-      : problem(p), slots(reinterpret_cast<RaggedSequence*>(memory.slots)) {}
+      : problem(p), slots(reinterpret_cast<VarlenSequence*>(memory.slots)) {}
 
   // All threads call. why the first barrier: some may still read what the slot held.
   __device__ __forceinline__ void find(int batch, int slot) const {
     __syncthreads();
-    if (threadIdx.x == 0) slots[slot] = RaggedSequence(problem, batch);
+    if (threadIdx.x == 0) slots[slot] = VarlenSequence(problem, batch);
     __syncthreads();
   }
-  __device__ __forceinline__ const RaggedSequence& at(int, int slot) const { return slots[slot]; }
+  __device__ __forceinline__ const VarlenSequence& at(int, int slot) const { return slots[slot]; }
 };
 
 // A tile. All threads of the block are at the same one.
@@ -58,13 +58,13 @@ struct WalkedTile {
   }
 };
 
-struct OwnWalk {
-  const OwnGradientParams& p;
-  const WalkedSequences<kLengths> sequences;
+struct ModWalk {
+  const ModGradientParams& p;
+  const WalkedSequences<kVarlen> sequences;
   int part, batch, head, q_tile, k_tile;  // of the block, 0 where it walks
   int end;                                // of the steps of the part
 
-  __device__ __forceinline__ OwnWalk(const OwnGradientParams& params, WalkedSequences<kLengths>::Memory& memory)
+  __device__ __forceinline__ ModWalk(const ModGradientParams& params, WalkedSequences<kVarlen>::Memory& memory)
       : p(params), sequences(params.problem, memory) {
     unsigned rest = blockIdx.x;
     k_tile = p.by_key ? take(rest, p.num_k_tiles) : 0;
@@ -82,7 +82,7 @@ struct OwnWalk {
 
   // Goes to the tile after this one.
   __device__ __forceinline__ bool advance(WalkedTile& at) const {
-    if constexpr (OwnTerm::kStays) return ++at.batch, ++at.step < end;  // all sequences are equally long
+    if constexpr (ModTerm::kStays) return ++at.batch, ++at.step < end;  // all sequences are equally long
     return ++at.k_tile < at.k_end || next_step(at, at.slot ^ 1);
   }
 
@@ -117,7 +117,7 @@ struct OwnWalk {
         if (!p.by_query) at.step += p.num_q_tiles - 1 - at.q_tile;
         continue;
       }
-      const Range keys = sequence.mask().key_range(begin, smaller(begin + kBlockQ, length));
+      const Range keys = sequence.mask().key_range(begin, const_min(begin + kBlockQ, length));
       const TileRange tiles = TileRange::covering(keys, kBlockK);
       at.k_tile = p.by_key ? k_tile : tiles.begin, at.k_end = p.by_key ? k_tile + 1 : tiles.end;
       if (at.k_tile >= tiles.begin && at.k_tile < tiles.end) return true;

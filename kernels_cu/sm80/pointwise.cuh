@@ -9,7 +9,7 @@
 #include "../common/score.cuh"
 
 // Whether a step has more to do than the softcap and the mask.
-constexpr bool kOwnWeights = kOwnScores || kOwnMask || kDropout;
+constexpr bool kModWeights = kScoreMod || kMaskMod || kDropout;
 
 // exp2(s * scale_log2 - lse * log2(e)), where `stat` is what delta.cu writes of lse. why two floats for float32: where
 // scores are 10^4 the last bit of one is 10^-3 of the weight.
@@ -38,16 +38,16 @@ __device__ __forceinline__ void weigh(float& s, float& dp, const Score& score, f
 // is what the caller's functions make of it, and `kept` whether dropout keeps the weight, whose dp is then multiplied
 // by `scale`. kAsksMask: the mask among the functions may hide the pair.
 template <bool kAsksMask>
-__device__ __forceinline__ void weigh_own(float& s, float& dp, const Score& score, const OwnHead::Result& own,
+__device__ __forceinline__ void weigh_own(float& s, float& dp, const Score& score, const ModHead::Result& own,
                                           bool kept, float scale, float stat, float delta) {
-  const float p = kOwnScores ? weight(own.score, 1.0f, stat) : weight(s, score.params.scale_log2, stat);
+  const float p = kScoreMod ? weight(own.score, 1.0f, stat) : weight(s, score.params.scale_log2, stat);
   bool hidden = is_hidden_product(s);
-  if constexpr (kOwnScores) hidden |= own.score <= kLeastScore;
+  if constexpr (kScoreMod) hidden |= own.score <= kLeastScore;
   if constexpr (kAsksMask) hidden |= !own.visible;
   if constexpr (kDropout) dp = kept ? dp * scale : 0.0f;
   dp = p * (dp - delta) * score.slope(s);
   s = hidden || !kept ? 0.0f : p;
   // why also of zeros: where the weight is so small that it is zero, the slope may be anything, too.
-  if constexpr (kOwnSlope) hidden |= dp == 0.0f, dp *= own.slope;
+  if constexpr (kScoreModGrad) hidden |= dp == 0.0f, dp *= own.slope;
   dp = hidden ? 0.0f : dp;
 }

@@ -24,11 +24,11 @@ using KeyLoader = TileLoader<kBlockK, kCols, AnySequence::KeyPlace>;
 // A block of queries, its scores, and the key tiles that some of its queries see.
 struct QueryBlock : QueryWork {
   const Score score;
-  const OwnHead own;
+  const ModHead own;
   const Dropout dropout;
   AnySequence::HeldMask mask;
   const DescendingTiles tiles;
-  const OwnParams& own_params;
+  const ModParams& own_params;
   const TileLoader<kBlockQ, kHeadDim> q_loader;
   const KeyLoader<kHeadDim> k_loader;
 
@@ -45,7 +45,7 @@ struct QueryBlock : QueryWork {
         k_loader(p.k, sequence.keys(), kv_head, p.problem.head_dim) {}
 
   // Whether the block has a query. Only blocks of sequences of several lengths may have none.
-  __device__ __forceinline__ bool exists() const { return !kLengths || rows.begin < rows.end; }
+  __device__ __forceinline__ bool exists() const { return !kVarlen || rows.begin < rows.end; }
 
   // The walk along the tiles that the caller's mask shows something of.
   __device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_tiles() const {
@@ -70,8 +70,8 @@ struct QueryBlock : QueryWork {
                                                  bool is_full = false) const {
     score.apply(s);
     if constexpr (kWithOwn) {
-      if (kFullCells && is_full) apply_own_to_tile<false>(s, n);
-      else apply_own_to_tile<kOwnMask>(s, n);
+      if (kSkipsFullTiles && is_full) apply_own_to_tile<false>(s, n);
+      else apply_own_to_tile<kMaskMod>(s, n);
     }
     const float hidden = kWithOwn ? -infinity() : hidden_product();
     if (needs_mask(n)) {
@@ -80,27 +80,27 @@ struct QueryBlock : QueryWork {
         mask.apply(s[m], lane_row(*this) + 16 * m, n * kBlockK, threadIdx.x % 4, hidden);
       }
     }
-    if constexpr (kLengths) hide_missing_pages(s, n, sequence, hidden);
+    if constexpr (kVarlen) hide_missing_pages(s, n, sequence, hidden);
   }
 
  private:
   template <bool kAsksMask>
   __device__ __forceinline__ void apply_own_to_tile(float (&s)[kFragments][kBlockK / 2], int n) const {
-    if constexpr (kOwnScores || kAsksMask) {
+    if constexpr (kScoreMod || kAsksMask) {
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
-        const OwnRows rows(own, LaneQueries{lane_row(*this) + 16 * m}, n * kBlockK, threadIdx.x % 4);
+        const ModRows rows(own, LaneQueries{lane_row(*this) + 16 * m}, n * kBlockK, threadIdx.x % 4);
         apply_own<kAsksMask>(own, s[m], rows);
       }
     }
   }
 
   // Scores of keys whose page is not there become `hidden`.
-  template <class Ragged>
+  template <class Varlen>
   __device__ __forceinline__ static void hide_missing_pages(float (&s)[kFragments][kBlockK / 2], int n,
-                                                            const Ragged& sequence, float hidden) {
+                                                            const Varlen& sequence, float hidden) {
     const PagedPlace& keys = sequence.k_place;
-    const Range range{n * kBlockK, smaller((n + 1) * kBlockK, sequence.seqlen_k())};
+    const Range range{n * kBlockK, const_min((n + 1) * kBlockK, sequence.seqlen_k())};
     if (!keys.is_paged() || !keys.pages.lacks_some(range)) return;
 #pragma unroll
     for (int j = 0; j < kBlockK / 4; ++j) {

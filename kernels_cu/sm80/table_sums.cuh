@@ -6,7 +6,7 @@
 
 // The axes of an array along which indices are looked up, as in CapturedArray of common/mod_functions.cuh.
 struct LookedUpAxes {
-  const OwnGradientParams& p;
+  const ModGradientParams& p;
 
   // The way along an axis of the table to an index, of which a negative one counts from the end.
   __device__ __forceinline__ int way(int axis, int index) const {
@@ -24,7 +24,7 @@ struct WarpTable {
   int count;
   bool is_shared;
 
-  __device__ __forceinline__ WarpTable(const OwnGradientParams& p, int part, int batch, int head)
+  __device__ __forceinline__ WarpTable(const ModGradientParams& p, int part, int batch, int head)
       : count(p.table_places), is_shared(p.adds_atomically) {
     const long long sequences = p.by_sequence ? p.problem.batch : 1, heads = p.by_head ? p.problem.heads_q : 1;
     const long long number = is_shared ? 0 : part * kNumWarps + threadIdx.x / 32;

@@ -1,7 +1,7 @@
 // Tiles between global memory and swizzled shared memory: cp.async brings them, 16-byte stores take them back.
 #pragma once
 #include "../common/fragment.cuh"
-#include "../common/ragged.cuh"
+#include "../common/varlen.cuh"
 #include "../common/swizzle.cuh"
 #include "../common/vector.cuh"
 #include "../ptx/cp_async.cuh"

@@ -1,6 +1,6 @@
 // The work of a block of threads of this family: a block of queries, or a block of keys.
 #pragma once
-#include "../common/ragged.cuh"
+#include "../common/varlen.cuh"
 #include "../common/work.cuh"
 #include "config.cuh"
 
@@ -24,7 +24,7 @@ struct DenseQueryWork : Work {
         sequence{p.problem, batch} {
     kv_head = head / p.problem.heads_per_kv;
     rows.begin = (p.num_q_blocks - 1 - block) * kBlockQ;
-    rows.end = smaller(rows.begin + kBlockQ, sequence.seqlen_q());
+    rows.end = const_min(rows.begin + kBlockQ, sequence.seqlen_q());
   }
 
   // The same work for the epilogue. why made again: its rows are then not held in registers over the loop.
@@ -53,47 +53,47 @@ __device__ __forceinline__ const Found& shared_by_block(const Params& p, HeadBlo
 }
 
 // The same for sequences of several lengths, of which num_q_blocks counts all blocks of a head.
-struct RaggedQueryWork {
+struct VarlenQueryWork {
   struct Found {
-    Territory territory;
-    RaggedSequence sequence;
+    RowSlots row_slots;
+    VarlenSequence sequence;
     Range rows;
     int head, kv_head, part;
 
     template <class Params>
     __device__ Found(const Params& p, HeadBlock at)
-        : territory(Territory::of_slot(axis_of_queries(p.problem), at.block, kBlockQ)),
-          sequence(p.problem, territory.sequence),
+        : row_slots(RowSlots::of_slot(axis_of_queries(p.problem), at.block, kBlockQ)),
+          sequence(p.problem, row_slots.sequence),
           head(at.head / unsigned(p.num_slices)),
           kv_head(head / p.problem.heads_per_kv),
           part(at.head - head * p.num_slices) {
-      if (sequence.seqlen_q() == 0) sequence.q_place.begin = territory.begin;
-      rows.begin = territory.row_from_end(at.block, kBlockQ);
-      rows.end = smaller(rows.begin + kBlockQ, sequence.seqlen_q());
+      if (sequence.seqlen_q() == 0) sequence.q_place.begin = row_slots.begin;
+      rows.begin = row_slots.row_from_end(at.block, kBlockQ);
+      rows.end = const_min(rows.begin + kBlockQ, sequence.seqlen_q());
     }
   };
 
-  const Territory& territory;
-  const RaggedSequence& sequence;
+  const RowSlots& row_slots;
+  const VarlenSequence& sequence;
   const Range& rows;
   const int &head, &kv_head, &part;
 
   template <class Params>
-  __device__ __forceinline__ explicit RaggedQueryWork(const Params& p)
-      : RaggedQueryWork(shared_by_block<Found>(p, head_by_head(blockIdx.x, p.num_q_blocks))) {}
+  __device__ __forceinline__ explicit VarlenQueryWork(const Params& p)
+      : VarlenQueryWork(shared_by_block<Found>(p, head_by_head(blockIdx.x, p.num_q_blocks))) {}
 
   template <class Params>
-  __device__ __forceinline__ const RaggedQueryWork& again(const Params&) const {
+  __device__ __forceinline__ const VarlenQueryWork& again(const Params&) const {
     return *this;
   }
 
-  __device__ int written_end() const { return smaller(rows.begin + kBlockQ, territory.num_rows()); }
+  __device__ int written_end() const { return const_min(rows.begin + kBlockQ, row_slots.num_rows()); }
   // why not below 0: rows of no sequence ask the caller's functions nothing, but these may load by it.
-  __device__ int sequence_idx() const { return larger(territory.sequence, 0); }
+  __device__ int sequence_idx() const { return const_max(row_slots.sequence, 0); }
 
  private:
-  __device__ __forceinline__ explicit RaggedQueryWork(const Found& x)
-      : territory(x.territory), sequence(x.sequence), rows(x.rows), head(x.head), kv_head(x.kv_head), part(x.part) {}
+  __device__ __forceinline__ explicit VarlenQueryWork(const Found& x)
+      : row_slots(x.row_slots), sequence(x.sequence), rows(x.rows), head(x.head), kv_head(x.kv_head), part(x.part) {}
 };
 
 // A block of keys of one kv head, and the query heads that it takes; `part` is the share of them (a split).
@@ -103,19 +103,19 @@ struct DenseKeyWork : Work {
   Range heads;  // query heads
 
   __device__ __forceinline__ explicit DenseKeyWork(const BackwardParams& p)
-      : Work(longest_first(opaque_block_index(), p.num_k_blocks,
-                           p.problem.batch * (p.problem.heads_q / p.problem.heads_per_kv) * p.splits, p.heads_together),
+      : Work(lpt_order(opaque_block_index(), p.num_k_blocks,
+                       p.problem.batch * (p.problem.heads_q / p.problem.heads_per_kv) * p.splits, p.heads_in_l2),
              unsigned(p.problem.heads_q / p.problem.heads_per_kv), unsigned(p.splits)),
         sequence{p.problem, batch} {
     keys.begin = block * kBlockK;
-    keys.end = smaller(keys.begin + kBlockK, sequence.seqlen_k());
+    keys.end = const_min(keys.begin + kBlockK, sequence.seqlen_k());
     heads = query_heads(p, head, part);
   }
 
   __device__ __forceinline__ static Range query_heads(const BackwardParams& p, int head, int part) {
     const int group = p.problem.heads_per_kv, heads_of_split = (group + p.splits - 1) / p.splits;
     const int begin = head * group + part * heads_of_split;
-    return {begin, smaller(begin + heads_of_split, (head + 1) * group)};
+    return {begin, const_min(begin + heads_of_split, (head + 1) * group)};
   }
 
   // The same work for the epilogue: see DenseQueryWork.
@@ -128,42 +128,44 @@ struct DenseKeyWork : Work {
 
 // The same for sequences of several lengths, of which num_k_blocks counts all blocks of a head. `keys` are those of the
 // sequence, used or not.
-struct RaggedKeyWork {
+struct VarlenKeyWork {
   struct Found {
-    Territory territory;
-    RaggedSequence sequence;
+    RowSlots row_slots;
+    VarlenSequence sequence;
     Range keys, heads;
     int head, part;
 
     __device__ Found(const BackwardParams& p, HeadBlock at)
-        : territory(Territory::of_slot(axis_of_keys(p.problem), at.block, kBlockK)),
-          sequence(p.problem, territory.sequence),
+        : row_slots(RowSlots::of_slot(axis_of_keys(p.problem), at.block, kBlockK)),
+          sequence(p.problem, row_slots.sequence),
           head(at.head / unsigned(p.splits)),
           part(at.head - head * p.splits) {
-      if (sequence.seqlen_k() == 0) sequence.k_place.begin = territory.begin;
-      keys.begin = territory.row(at.block, kBlockK);
-      keys.end = smaller(keys.begin + kBlockK, territory.num_rows());
+      if (sequence.seqlen_k() == 0) sequence.k_place.begin = row_slots.begin;
+      keys.begin = row_slots.row(at.block, kBlockK);
+      keys.end = const_min(keys.begin + kBlockK, row_slots.num_rows());
       heads = DenseKeyWork::query_heads(p, head, part);
     }
   };
 
-  const Territory& territory;
-  const RaggedSequence& sequence;
+  const RowSlots& row_slots;
+  const VarlenSequence& sequence;
   const Range &keys, &heads;
   const int &head, &part;
 
-  __device__ __forceinline__ explicit RaggedKeyWork(const BackwardParams& p)
-      : RaggedKeyWork(shared_by_block<Found>(p, head_by_head(blockIdx.x, p.num_k_blocks))) {}
+  __device__ __forceinline__ explicit VarlenKeyWork(const BackwardParams& p)
+      : VarlenKeyWork(shared_by_block<Found>(p, head_by_head(blockIdx.x, p.num_k_blocks))) {}
 
-  __device__ __forceinline__ const RaggedKeyWork& again(const BackwardParams&) const { return *this; }
+  __device__ __forceinline__ const VarlenKeyWork& again(const BackwardParams&) const { return *this; }
 
   __device__ __forceinline__ bool exists() const { return keys.begin < sequence.seqlen_k(); }
   __device__ __forceinline__ const Place& place_of_keys() const { return sequence.k_place; }
-  __device__ __forceinline__ int sequence_idx() const { return larger(territory.sequence, 0); }  // why: RaggedQueryWork
+  __device__ __forceinline__ int sequence_idx() const {
+    return const_max(row_slots.sequence, 0);
+  }  // why: VarlenQueryWork
 
  private:
-  __device__ __forceinline__ explicit RaggedKeyWork(const Found& x)
-      : territory(x.territory), sequence(x.sequence), keys(x.keys), heads(x.heads), head(x.head), part(x.part) {}
+  __device__ __forceinline__ explicit VarlenKeyWork(const Found& x)
+      : row_slots(x.row_slots), sequence(x.sequence), keys(x.keys), heads(x.heads), head(x.head), part(x.part) {}
 };
 
 template <bool kOfSeveralLengths>
@@ -173,8 +175,8 @@ struct WorkOf {
 };
 template <>
 struct WorkOf<true> {
-  using OfQueries = RaggedQueryWork;
-  using OfKeys = RaggedKeyWork;
+  using OfQueries = VarlenQueryWork;
+  using OfKeys = VarlenKeyWork;
 };
-using QueryWork = WorkOf<kLengths>::OfQueries;
-using KeyWork = WorkOf<kLengths>::OfKeys;
+using QueryWork = WorkOf<kVarlen>::OfQueries;
+using KeyWork = WorkOf<kVarlen>::OfKeys;

@@ -32,14 +32,14 @@ constexpr bool kPassesLate = kDqByRows;           // dq is passed on after the n
                                                   // their q comes before the wait for dk
 
 // Whether dp is begun only once the caller's functions have made scores. why: what they load needs its registers.
-constexpr bool kBeginsDpLate = kOwnTogether;
+constexpr bool kBeginsDpLate = kModsTogether;
 
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
-using OwnStep = OwnStepOf<kOwn, kBlockQ / 2, true, kOwnNeedsSlope>;
+using ModStep = ModStepOf<kHasMods, kBlockQ / 2, true, kNeedsScoreModGrad>;
 
 // Whether scores become p only where their slope is needed, beside ds.
-constexpr bool kWeighsLate = Score::kAlwaysChanges || kOwnNeedsSlope;
+constexpr bool kWeighsLate = Score::kAlwaysChanges || kNeedsScoreModGrad;
 
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
@@ -94,10 +94,10 @@ struct Consumer : Role {
 
   // Scores of this warpgroup's keys with the queries of tile m become -inf where they are not visible.
   __device__ __forceinline__ void hide(Scores& s, int m) const {
-    if (kLengths && m >= clear.begin && m < clear.end) return;
+    if (kVarlen && m >= clear.begin && m < clear.end) return;
     const int key = block * kBlockK + group * kGroupRows, query = m * kBlockQ;
     const Mask mask = sequence().mask().transposed();
-    if (!kLengths && mask.all_visible<true>({key, key + kGroupRows}, {query, query + kBlockQ})) return;
+    if (!kVarlen && mask.all_visible<true>({key, key + kGroupRows}, {query, query + kBlockQ})) return;
     const int lane = fresh_thread() % 32;
     mask.apply<true>(s, key + 16 * warp + lane / 4, query, lane % 4);
   }
@@ -112,7 +112,7 @@ struct Consumer : Role {
   }
 
   // s and dp become pairs of p and ds. s is p already, or still scores if their slope is needed.
-  __device__ __forceinline__ void weigh(const Scores& s, const Scores& dp, unsigned stats, const OwnStep& own,
+  __device__ __forceinline__ void weigh(const Scores& s, const Scores& dp, unsigned stats, const ModStep& own,
                                         Pairs& weights, Pairs& ds) const {
 #pragma unroll
     for (int j = 0; j < kBlockQ / 8; ++j) {
@@ -127,7 +127,7 @@ struct Consumer : Role {
       for (int i = 0; i < 4; ++i) {
         y[i] = x[i] * (own.gradient(dp[4 * j + i], 4 * j + i) - __uint_as_float(delta[i % 2]));
         if constexpr (Score::kAlwaysChanges) y[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
-        if constexpr (kOwnSlope) y[i] *= slope[i];
+        if constexpr (kScoreModGrad) y[i] *= slope[i];
         y[i] = own.hidden_gradient(y[i], x[i]);
         x[i] = own.weight(x[i], 4 * j + i);
       }
@@ -205,7 +205,7 @@ struct Consumer : Role {
   }
   // If transposed, this is called late (L41): it also tells that the warp is done with the place of dq.
   __device__ __forceinline__ void release_query(unsigned n) const {
-    mbarrier_arrive_warp(smem.q_empty + 8 * (n % kStages), leads);
+    mbarrier_arrive_warp(smem.q_empty + 8 * (n % kStages), is_leader);
   }
 
   // Step n, of a query head and query tile m. `first` and `last` tell whether it is so of its key block.
@@ -219,7 +219,7 @@ struct Consumer : Role {
     Scores s, dp;
     if (!kPassesLate || first) await_query(n);
     begin_scores<kHeadDim>(s, k, smem.k, q_smem);
-    const OwnStep own(*this, head, block * kBlockK + group * kGroupRows + warp * 16, m * kBlockQ);
+    const ModStep own(*this, head, block * kBlockK + group * kGroupRows + warp * 16, m * kBlockQ);
     auto begin_dp = [&] {
       mbarrier_wait(smem.dout_full + 8 * slot, parity);
       begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
@@ -228,14 +228,14 @@ struct Consumer : Role {
     if (kPassesLate && !first) pass_dq();
     if (kDqTransposed && n > 0) release_query(n - 1);
     bool is_last;
-    if constexpr (kCells) is_last = last();
+    if constexpr (kBlockSparse) is_last = last();
     unsigned stats;
     auto find_stats = [&] { stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8; };
     if constexpr (kFindsStatsFirst) find_stats();
     wgmma_wait<kBeginsDpLate ? 0 : 1>(s);
     Score{params.problem.score}.apply(s);
-    if (kFullCells && is_full) own.template apply<false>(s);
-    else own.template apply<kOwnMask>(s);
+    if (kSkipsFullTiles && is_full) own.template apply<false>(s);
+    else own.template apply<kMaskMod>(s);
     hide(s, m);
     if constexpr (kBeginsDpLate) begin_dp();
     if constexpr (!kFindsStatsFirst) find_stats();
@@ -253,12 +253,12 @@ struct Consumer : Role {
     float dq[kDqFloats];
     begin_dq(dq, ds_smem);
     wgmma_wait<1>(dv);
-    mbarrier_arrive_warp(smem.dout_empty + 8 * slot, leads);
+    mbarrier_arrive_warp(smem.dout_empty + 8 * slot, is_leader);
     begin_sum<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
     wgmma_wait<1>(dq);
     stage_dq(dq, n, m);
     if constexpr (!kPassesLate) pass_dq();
-    if constexpr (!kCells) is_last = last();
+    if constexpr (!kBlockSparse) is_last = last();
     if (kPassesLate && !is_last) await_query(n + 1);
     wgmma_wait<0>(dk);
     if constexpr (!kDqTransposed) release_query(n);
@@ -271,7 +271,8 @@ struct Consumer : Role {
     const auto of = sequence();
     const int key = block * kBlockK + group * kGroupRows + warp * 16;
     clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
-    store_rows<kColumns>(map, x, scale, place, kLeavesByDq ? 2048 : kPanelBytesK, of.keys_from(key), kv_head, leads);
+    store_rows<kColumns>(map, x, scale, place, kLeavesByDq ? 2048 : kPanelBytesK, of.keys_from(key), kv_head,
+                         is_leader);
   }
 
   // Adds up dk and dv of a key block that others share. The result tells whether this block of threads has the whole.
@@ -289,7 +290,7 @@ struct Consumer : Role {
   __device__ __forceinline__ void store_gradients(unsigned n) {
     constexpr unsigned kPartBytes = kBytesDq / 4, kRowBytesV = 2048 * kPanelsV;
     constexpr bool kBothFit = kRowBytesV + 2048 * kPanelsQk <= kPartBytes;
-    static_assert(2048 * larger(kPanelsQk, kPanelsV) <= kPartBytes, "a warp's rows of dk or dv do not fit");
+    static_assert(2048 * const_max(kPanelsQk, kPanelsV) <= kPartBytes, "a warp's rows of dk or dv do not fit");
     const int row = group * kGroupRows + warp * 16, part = group * 4 + warp;
     unsigned place_v = smem.v + row * 128, place_k = smem.k + row * 128;
     if constexpr (kLeavesByDq) {
@@ -298,18 +299,18 @@ struct Consumer : Role {
     }
     store<kHeadDimV>(params.dv_map, dv, Dropout(params, 0, 0).scale(), place_v);
     if constexpr (kLeavesByDq && !kBothFit) {
-      if (leads) bulk_wait_read<0>();
+      if (is_leader) bulk_wait_read<0>();
       __syncwarp();
     }
     store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, place_k);
-    if (leads) bulk_wait_read<0>();
+    if (is_leader) bulk_wait_read<0>();
   }
 
   __device__ __forceinline__ void run() {
     unsigned n = 0;
 #pragma unroll 1
     while (next_block()) {
-      if constexpr (kLengths) {
+      if constexpr (kVarlen) {
         const int key = block * kBlockK + group * kGroupRows;
         clear = clear_tiles(sequence().mask().transposed(), {key, key + kGroupRows}, kBlockQ);
       }
@@ -318,12 +319,12 @@ struct Consumer : Role {
 #pragma unroll
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       const unsigned first = n;
-      if constexpr (kCells) {
-        ToldStep next = hear();
+      if constexpr (kBlockSparse) {
+        TileStep next = hear();
         if (!next.is_end()) load_keys(n);
 #pragma unroll 1
         for (; !next.is_end(); ++n) {
-          const ToldStep told = next;
+          const TileStep told = next;
           step(n, told.head, told.tile.n(), told.tile.is_full(), n == first, [&] {
             next = hear();
             return next.is_end();
@@ -337,11 +338,11 @@ struct Consumer : Role {
       }
       if (kPassesLate && n != first) pass_dq();
       bar_sync(kKeysConsumed + (kLeavesByDq ? group : 0), kKeysThreads);
-      if constexpr (kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, leads);
+      if constexpr (kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, is_leader);
       if (!is_shared() || add_up()) {
         store_gradients(n);
       }
-      if constexpr (!kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, leads);
+      if constexpr (!kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, is_leader);
       __syncwarp();
     }
   }
@@ -359,7 +360,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) CUFLASH_KERNEL(cons
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader(params, smem).run();
-    else if (warp == 1) TurnWarp(params, smem).run();
+    else if (warp == 1) SemaphoreWarp(params, smem).run();
     else DqWarp(params, smem, warp - 2).run();
   } else {
     setmaxnreg_inc<kConsumerRegisters>();

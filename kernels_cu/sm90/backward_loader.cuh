@@ -32,7 +32,7 @@ struct Loader : Role {
         const unsigned stats_smem = smem.stats + slot * kBytesStats;
         const float* const lse = stats(head) + m * kBlockQ;
         mbarrier_wait(smem.q_empty + 8 * slot, empty);
-        if (leads) {
+        if (is_leader) {
           mbarrier_arrive_expect_tx(q_full, kBytesQ + kBytesStats / 2 + (first ? kBytesK : 0));
           load_panels<kPanelsQk>(params.q_map, smem.q + slot * kBytesQ, kPanelBytesQ, q_full, boxed(rows, kBlockQ, dim),
                                  head);
@@ -42,11 +42,11 @@ struct Loader : Role {
         if (first) {
           wait_for_kv(kv_parity);
           const auto box = boxed(keys, kBlockK, dim);
-          if (leads) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, box, kv_head);
+          if (is_leader) load_panels<kPanelsQk>(params.k_map, smem.k, kPanelBytesK, q_full, box, kv_head);
           __syncwarp();
         }
         mbarrier_wait(smem.dout_empty + 8 * slot, empty);
-        if (leads) {
+        if (is_leader) {
           mbarrier_arrive_expect_tx(dout_full, kBytesDout + kBytesStats / 2 + (first ? kBytesV : 0));
           if (first) {
             load_panels<kPanelsV>(params.v_map, smem.v, kPanelBytesK, dout_full, boxed(keys, kBlockK, dim_v), kv_head);

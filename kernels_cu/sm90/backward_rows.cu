@@ -37,7 +37,7 @@ struct Role {
   const Params& params;
   const Addresses& smem;
   RowWork& work;
-  const bool leads = threadIdx.x % 32 == 0;
+  const bool is_leader = threadIdx.x % 32 == 0;
 };
 
 // One warp, whose lanes run together; the first lane copies tiles.
@@ -76,7 +76,7 @@ struct Loader : Role {
 #pragma unroll 1
       for (auto walk = walk_along(tiles, seen); walk.has_tile(); walk.go_on(), ++n) {
         const int tile = walk.n();
-        if constexpr (kCells) work.tell({query_head, SeenTile(tile, walk.is_full())});
+        if constexpr (kBlockSparse) work.tell({query_head, SeenTile(tile, walk.is_full())});
         walk.look_ahead();
         const bool first = n == begin, with_stats = first || !kRowsAreQueries;
         const Slot<kStages> b(n);
@@ -88,7 +88,7 @@ struct Loader : Role {
         const unsigned b_full = smem.b_full + 8 * b.index, d_full = smem.d_full + 8 * d.index;
         mbarrier_wait(smem.b_empty + 8 * b.index, b.parity ^ 1);
         if (first) work.await_rows_left();
-        if (leads) {
+        if (is_leader) {
           mbarrier_arrive_expect_tx(b_full, kBytesB + (first ? kBytesA : 0));
           if (first) load<false, kRows>(map_a, smem.a, b_full, rows, work.head);
           load<false, kColumns>(map_b, smem.b + b.index * kBytesB, b_full, columns, head);
@@ -96,7 +96,7 @@ struct Loader : Role {
         __syncwarp();
         load_stats(smem.lse_of(n), stats, b_full, with_stats);
         mbarrier_wait(smem.d_empty + 8 * d.index, d.parity ^ 1);
-        if (leads) {
+        if (is_leader) {
           mbarrier_arrive_expect_tx(d_full, kBytesD + (first ? kBytesC : 0));
           if constexpr (kWithDp) {
             if (first) load<true, kRows>(map_c, smem.c, d_full, rows, work.head);
@@ -107,21 +107,22 @@ struct Loader : Role {
         if constexpr (kWithDp) load_stats(smem.delta_of(n), stats + params.stats_rows, d_full, with_stats);
       }
     }
-    if constexpr (kCells) work.tell({0, SeenTile::end()});
+    if constexpr (kBlockSparse) work.tell({0, SeenTile::end()});
     if (n == begin) work.await_rows_left();
-    work.want_next(leads);
+    work.want_next(is_leader);
     return n;
   }
 };
 
 using Scores = float[kColumns / 2];
 using Pairs = unsigned[kColumns / 4];
-using OwnStep = OwnStepOf<kOwn, kColumns / 2, !kRowsAreQueries, kWithDp && kOwnNeedsSlope>;
+using ModStep = ModStepOf<kHasMods, kColumns / 2, !kRowsAreQueries, kWithDp && kNeedsScoreModGrad>;
 
 // Whether scores become p only where their slope is needed, beside ds.
-constexpr bool kWeighsLate = kWithDp && (Score::kAlwaysChanges || kOwnNeedsSlope);
+constexpr bool kWeighsLate = kWithDp && (Score::kAlwaysChanges || kNeedsScoreModGrad);
 // why: while the consumers of dv look ahead, they still hold a tile of dout.
-static_assert(!kCells || kSecondStages > 1, "the loader would tell of the next step only after they have left it");
+static_assert(!kBlockSparse || kSecondStages > 1,
+              "the loader would tell of the next step only after they have left it");
 
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
@@ -146,10 +147,10 @@ struct Consumer : Role {
 
   // Scores of a tile of columns become -inf where they are not visible.
   __device__ __forceinline__ void hide(Scores& s, int tile) const {
-    if (kLengths && tile >= clear.begin && tile < clear.end) return;
+    if (kVarlen && tile >= clear.begin && tile < clear.end) return;
     const Mask mask = work.rows_mask();
     const int begin = work.row_begin + group * kGroupRows, column = tile * kColumns;
-    if (!kLengths && mask.all_visible<true>({begin, begin + kGroupRows}, {column, column + kColumns})) return;
+    if (!kVarlen && mask.all_visible<true>({begin, begin + kGroupRows}, {column, column + kColumns})) return;
     mask.apply<true>(s, row(), column, fresh_thread() % 4);
   }
 
@@ -174,11 +175,11 @@ struct Consumer : Role {
   }
 
   // Products become p, or stay scores where their slope is still needed.
-  __device__ __forceinline__ void weigh_scores(Scores& s, const OwnStep& own, int tile, bool is_full,
+  __device__ __forceinline__ void weigh_scores(Scores& s, const ModStep& own, int tile, bool is_full,
                                                unsigned lse_smem) const {
     Score{params.problem.score}.apply(s);
-    if (kFullCells && is_full) own.template apply<false>(s);
-    else own.template apply<kOwnMask>(s);
+    if (kSkipsFullTiles && is_full) own.template apply<false>(s);
+    else own.template apply<kMaskMod>(s);
     hide(s, tile);
     if constexpr (!kWeighsLate) {
       float lse[2];
@@ -191,7 +192,7 @@ struct Consumer : Role {
   }
 
   // Packs p, or ds, as left operands.
-  __device__ __forceinline__ void pack(const Scores& s, const Scores& dp, const OwnStep& own, Pairs& weights,
+  __device__ __forceinline__ void pack(const Scores& s, const Scores& dp, const ModStep& own, Pairs& weights,
                                        unsigned lse_smem, unsigned delta_smem) const {
     float lse[2], delta[2];
 #pragma unroll
@@ -210,7 +211,7 @@ struct Consumer : Role {
           const float p = x[i];
           x[i] *= own.gradient(dp[4 * j + i], 4 * j + i) - delta[kRowsAreQueries ? i / 2 : i % 2];
           if constexpr (Score::kAlwaysChanges) x[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
-          if constexpr (kOwnSlope) x[i] *= slope[i];
+          if constexpr (kScoreModGrad) x[i] *= slope[i];
           x[i] = own.hidden_gradient(x[i], p);
         }
       } else {
@@ -233,20 +234,20 @@ struct Consumer : Role {
       begin_sum<kColumns, kOutDim>(out, weights, smem.b + b_before.index * kBytesB, kPanelBytesColumns);
     mbarrier_wait(smem.b_full + 8 * b.index, b.parity);
     begin_scores<kHeadDim>(s, smem.a, smem.b + b.index * kBytesB);
-    const OwnStep own(work, head, work.row_begin + group * kGroupRows + warp * 16, tile * kColumns);
+    const ModStep own(work, head, work.row_begin + group * kGroupRows + warp * 16, tile * kColumns);
     if constexpr (kWithDp) {
       mbarrier_wait(smem.d_full + 8 * d.index, d.parity);
       begin_scores<kHeadDimV>(dp, smem.c, smem.d + d.index * kBytesD);
       if constexpr (!kFirst) {
         wgmma_wait<2>(out);
-        mbarrier_arrive_warp(smem.b_empty + 8 * b_before.index, leads);
+        mbarrier_arrive_warp(smem.b_empty + 8 * b_before.index, is_leader);
       }
       wgmma_wait<1>(s);
       weigh_scores(s, own, tile, is_full, smem.lse_of(n));
       look_ahead();
       wgmma_wait<0>(dp);
       pack(s, dp, own, weights, smem.lse_of(n), smem.delta_of(n));
-      mbarrier_arrive_warp(smem.d_empty + 8 * d.index, leads);
+      mbarrier_arrive_warp(smem.d_empty + 8 * d.index, is_leader);
     } else {
       if constexpr (!kFirst) {
         mbarrier_wait(smem.d_full + 8 * d_before.index, d_before.parity);
@@ -255,10 +256,10 @@ struct Consumer : Role {
       wgmma_wait<kFirst ? 0 : 1>(s);
       weigh_scores(s, own, tile, is_full, smem.lse_of(n));
       look_ahead();
-      mbarrier_arrive_warp(smem.b_empty + 8 * b.index, leads);
+      mbarrier_arrive_warp(smem.b_empty + 8 * b.index, is_leader);
       if constexpr (!kFirst) {
         wgmma_wait<0>(out);
-        mbarrier_arrive_warp(smem.d_empty + 8 * d_before.index, leads);
+        mbarrier_arrive_warp(smem.d_empty + 8 * d_before.index, is_leader);
       }
       pack(s, s, own, weights, 0, 0);
     }
@@ -269,21 +270,21 @@ struct Consumer : Role {
 #pragma unroll
     for (int i = 0; i < kOutDim / 2; ++i) out[i] = 0.0f;
     const int row_begin = work.row_begin + group * kGroupRows;
-    if constexpr (kLengths) clear = clear_tiles(work.rows_mask(), {row_begin, row_begin + kGroupRows}, kColumns);
+    if constexpr (kVarlen) clear = clear_tiles(work.rows_mask(), {row_begin, row_begin + kGroupRows}, kColumns);
     const AscendingTiles tiles = work.columns;
     const Range heads = work.heads();
     unsigned end = begin + tiles.count() * (heads.end - heads.begin);
-    ToldStep next = {0, SeenTile(0)};
-    if constexpr (kCells) next = work.hear();
-    if (kCells ? !next.is_end() : end > begin) {
+    TileStep next = {0, SeenTile(0)};
+    if constexpr (kBlockSparse) next = work.hear();
+    if (kBlockSparse ? !next.is_end() : end > begin) {
       Pairs weights;
-      if constexpr (kCells) {
+      if constexpr (kBlockSparse) {
         const auto hear = [&] { next = work.hear(); };
         end = begin + 1;
         step<true>(weights, next.head, next.tile.n(), next.tile.is_full(), begin, hear);
 #pragma unroll 1
         for (; !next.is_end(); ++end) {
-          const ToldStep told = next;
+          const TileStep told = next;
           step<false>(weights, told.head, told.tile.n(), told.tile.is_full(), end, hear);
         }
       } else {
@@ -302,7 +303,8 @@ struct Consumer : Role {
       const unsigned last = kWithDp ? smem.b + Slot<kStages>(end - 1).index * kBytesB : smem.d + d.index * kBytesD;
       begin_sum<kColumns, kOutDim>(out, weights, last, kPanelBytesColumns);
       wgmma_wait<0>(out);
-      work.leave_columns(kWithDp ? smem.b_empty + 8 * Slot<kStages>(end - 1).index : smem.d_empty + 8 * d.index, leads);
+      work.leave_columns(kWithDp ? smem.b_empty + 8 * Slot<kStages>(end - 1).index : smem.d_empty + 8 * d.index,
+                         is_leader);
     }
     store();
     return end;
@@ -329,9 +331,9 @@ struct Consumer : Role {
     const int within = group * kGroupRows + warp * 16;
     bar_sync(kRowsRead + group, 128);
     store_rows<kOutDim>(map_of_gradient(params), out, scale, smem.a + within * 128, kPanelBytesRows,
-                        work.rows_from(work.row_begin + within), work.head, leads);
-    if (leads) bulk_wait_read<0>();
-    work.leave_rows(leads);
+                        work.rows_from(work.row_begin + within), work.head, is_leader);
+    if (is_leader) bulk_wait_read<0>();
+    work.leave_rows(is_leader);
   }
 };
 

@@ -14,7 +14,7 @@ constexpr bool kDqByRows = kBlockQ == 128;
 // Where a tile's rows are no multiple of 64, dq is made transposed: a warpgroup's columns are the rows of the product.
 constexpr bool kDqTransposed = kBlockQ % 64 != 0;
 // Of a warpgroup's dq: its columns, the panels through which it leaves, numbers of a thread, bytes.
-constexpr int kDqColumns = kDqByRows ? smaller(kHeadDim, kPanelColumns) : kPanelsQk * kPanelColumns / 2;
+constexpr int kDqColumns = kDqByRows ? const_min(kHeadDim, kPanelColumns) : kPanelsQk * kPanelColumns / 2;
 constexpr int kDqPanels = (kDqColumns + kPanelColumns - 1) / kPanelColumns;
 constexpr int kDqFloats = (kDqTransposed ? kBlockQ : kDqColumns) / 2;
 constexpr unsigned kBytesDq = 128 * kDqFloats * 4;
@@ -80,13 +80,13 @@ constexpr int kDqThreads = 128 + 32;
 
 // Whether dk and dv leave through the place of dq, while the next k and v are loaded, and warpgroups do not wait for
 // each other. why not always: the last dq must have left before, and what comes last ends 1 to 2 % later.
-constexpr bool kLeavesByDq = kCells;
+constexpr bool kLeavesByDq = kBlockSparse;
 constexpr int kKeysThreads = (kLeavesByDq ? 128 : kConsumerThreads) + 32;
 
 // What every role knows.
 struct Role : KeyWork {
   const Addresses& smem;
-  const bool leads = threadIdx.x % 32 == 0;
+  const bool is_leader = threadIdx.x % 32 == 0;
 
   __device__ __forceinline__ Role(const Params& p, const Addresses& addresses)
       : KeyWork(p, addresses.at), smem(addresses) {}

@@ -30,7 +30,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
     if (blockIdx.x >= p.whole_blocks) {
       const unsigned all_steps = p.num_q_blocks * problem.heads_per_kv;
       const unsigned from = (blockIdx.x - p.whole_blocks) * p.shared_steps;
-      const unsigned last = smaller(from + p.shared_steps, p.shared_keys * all_steps) - 1;
+      const unsigned last = const_min(from + p.shared_steps, p.shared_keys * all_steps) - 1;
       index = p.shared_first + from / all_steps, skipped = from % all_steps;
       index_end = p.shared_first + last / all_steps + 1, last_steps = last % all_steps + 1;
       return;
@@ -38,9 +38,9 @@ struct DenseKeyBlocks : AnyKeyBlock {
     const unsigned heads = problem.batch * (problem.heads_q / problem.heads_per_kv);
     const unsigned num_parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
     const unsigned number = kSharesHeads ? blockIdx.x >> parts_log2(p) : ld_shared_u32(smem_address(&dealt.number));
-    const HeadBlock part = longest_first(number, num_parts, heads, p.heads_together);
+    const HeadBlock part = lpt_order(number, num_parts, heads, p.heads_in_l2);
     index = part.head * p.num_k_blocks + part.block * p.key_blocks, skipped = 0;
-    index_end = smaller<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
+    index_end = const_min<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
   }
 
   // Goes to the next key block. The result is false if there is none.
@@ -51,7 +51,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
     const int tiles = query_tiles().count();
     steps = {heads.begin * tiles, heads.end * tiles};
     steps.begin += skipped, skipped = 0;
-    if (++index == index_end) steps.end = smaller(steps.end, last_steps);
+    if (++index == index_end) steps.end = const_min(steps.end, last_steps);
     return true;
   }
 
@@ -76,7 +76,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
 // The same of sequences of several lengths: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many
 // blocks of threads as there are multiprocessors take them one by one. why: many sequences leave room for more key
 // blocks than there are, and a block of threads takes 2 to 3 µs to begin.
-struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
+struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
   struct Dealt : Ring {
     __device__ void take_number(const Params&) const {}
   };
@@ -90,8 +90,8 @@ struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
   int held_query_tiles;  // of a head. why held: L5
   Range steps;
 
-  __device__ __forceinline__ RaggedKeyBlocks(const Params& p, const Dealt& in_memory)
-      : DealtWork(in_memory), params(p) {}
+  __device__ __forceinline__ VarlenKeyBlocks(const Params& p, const Dealt& in_memory)
+      : WorkRing(in_memory), params(p) {}
 
   __device__ __forceinline__ QueryTiles query_tiles() const { return QueryTiles(*this, sequence().mask(), block); }
   __device__ __forceinline__ int num_query_tiles() const { return held_query_tiles; }
@@ -108,8 +108,8 @@ struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
       const unsigned parts = index < whole ? 1 : shares.z, of_parts = (index - whole) / parts;
       const unsigned number = index < whole ? index : whole + of_parts;
       if (number < listed * heads) {
-        const HeadBlock at = longest_first(number, listed, heads, params.heads_together);
-        deal_out(next, params.key_list, at.block, {at.head, of_parts, index - whole - of_parts * parts, parts});
+        const HeadBlock at = lpt_order(number, listed, heads, params.heads_in_l2);
+        push(next, params.key_list, at.block, {at.head, of_parts, index - whole - of_parts * parts, parts});
       } else {
         end(next);
       }
@@ -124,7 +124,7 @@ struct RaggedKeyBlocks : DealtWork<4, kNumThreads / 32> {
     steps = {0, query_tiles().count() * params.problem.heads_per_kv};
     if (const int parts = num_sharers(); parts > 1) {
       const int part = share(kPart), each = steps.end / parts, more = steps.end % parts;
-      steps.begin = part * each + smaller(part, more);
+      steps.begin = part * each + const_min(part, more);
       steps.end = steps.begin + each + (part < more);
     }
     return true;
@@ -169,7 +169,7 @@ struct WithAllSteps : Blocks, ToldStepsOf<false, 0> {
       }
       int m = tiles.at(*this, n);
 #pragma unroll 1
-      for (int i = smaller(count - n, left); i > 0; --i, --left, ++step) {
+      for (int i = const_min(count - n, left); i > 0; --i, --left, ++step) {
         f(head, m, false);
         m = QueryTiles::next(*this, m);
       }
@@ -184,19 +184,19 @@ struct WithAllSteps : Blocks, ToldStepsOf<false, 0> {
   }
 };
 
-template <bool kOfSeveralLengths, bool kUnderOwnMask>
+template <bool kOfSeveralLengths, bool kUnderModMask>
 struct KeyBlocksOf {
   using Type = WithAllSteps<DenseKeyBlocks>;
 };
 template <>
 struct KeyBlocksOf<true, false> {
-  using Type = WithAllSteps<RaggedKeyBlocks>;
+  using Type = WithAllSteps<VarlenKeyBlocks>;
 };
 template <>
 struct KeyBlocksOf<false, true> {
   using Type = SeenKeyBlocks;
 };
-using KeyBlocks = KeyBlocksOf<kLengths, kCells>::Type;
+using KeyBlocks = KeyBlocksOf<kVarlen, kBlockSparse>::Type;
 
 // What warps do with the key block at hand.
 struct KeyWork : KeyBlocks {

@@ -13,13 +13,13 @@ constexpr bool kPaged = true;  // keys lie in pages. why no number: L50
 constexpr bool kPaged = false;
 #endif
 #ifdef CUFLASH_Q_STAGES
-constexpr bool kDealsOut = kLengths;  // whether a warp deals out work as it reads the lengths
+constexpr bool kDealsOut = kVarlen;  // whether a warp deals out work as it reads the lengths
 #else
 constexpr bool kDealsOut = false;
 #endif
-constexpr bool kSingle = kReadsAhead;  // each block of threads has at most one piece of work
+constexpr bool kOneTilePerBlock = kReadsAhead;  // each block of threads has at most one piece of work
 // Blocks of a multiprocessor. why two: those of the next call begin while those of this one end.
-constexpr int kMinBlocks = kSingle && kHeadDimV <= 128 ? 2 : 1;
+constexpr int kMinBlocks = kOneTilePerBlock && kHeadDimV <= 128 ? 2 : 1;
 // why: a warpgroup that asks for more registers than the block was started with and the others gave back waits for
 // ever. Copies of pages need more than 24. why also without pages: with 24 causal calls at d 128 are 2 % slower.
 constexpr int kStartRegisters = kNumConsumers == 3 || kMinBlocks == 2 ? 128 : kNumConsumers == 2 ? 168 : 248;
@@ -36,9 +36,9 @@ constexpr int kConsumerRegisters = kNumConsumers == 3   ? 160
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= (kNumConsumers + 1) * kStartRegisters, "");
 
 #ifdef CUFLASH_DECODES
-constexpr bool kDecodes = true;  // few queries of each sequence: the heads of a group share blocks (decode.cu)
+constexpr bool kDecode = true;  // few queries of each sequence: the heads of a group share blocks (decode.cu)
 #else
-constexpr bool kDecodes = false;
+constexpr bool kDecode = false;
 #endif
 
 // Forward and lse. A stage of the ring is a tile of k or a tile of v.
@@ -48,16 +48,18 @@ constexpr int kQSteps = CUFLASH_Q_COLUMNS / 16;           // steps of q kᵀ who
 constexpr bool kQInRegisters = 16 * kQSteps == kHeadDim;  // whether all columns of q do
 constexpr int kOutPanels = CUFLASH_OUT_PANELS;            // panels of a warp's rows of out that are stored at a time
 #ifdef CUFLASH_FEW
-constexpr bool kFew = true;  // decoding at most 32 sequences, none of them packed
+constexpr bool kFewSequences = true;  // decoding at most 32 sequences, none of them packed
 #else
-constexpr bool kFew = false;
+constexpr bool kFewSequences = false;
 #endif
-constexpr bool kNarrow = kBlockQ == 16;  // the warps of the one consumer share keys, not queries (decode_narrow.cu)
+constexpr bool kWarpsSplitKeys =
+    kBlockQ == 16;  // the warps of the one consumer share keys, not queries (decode_narrow.cu)
 // Whether warpgroups exchange registers. why not for all: a block of few rows that is alone has enough for each.
-constexpr bool kSetsRegisters = !kNarrow || kMinBlocks == 2;
-static_assert(!kSingle || (kNarrow && kFew && !kPaged), "only decode_narrow.cu passes over a piece that is void");
+constexpr bool kSetsRegisters = !kWarpsSplitKeys || kMinBlocks == 2;
+static_assert(!kOneTilePerBlock || (kWarpsSplitKeys && kFewSequences && !kPaged),
+              "only decode_narrow.cu passes over a piece that is void");
 constexpr bool kPingPong = CUFLASH_PING_PONG;  // whether only one warpgroup issues products at a time
-static_assert(kNarrow || kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
+static_assert(kWarpsSplitKeys || kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif
 
 // Backward for dq, dk and dv together.

@@ -17,7 +17,7 @@ __device__ __forceinline__ void begin_scores(Scores& s, const Query& q, unsigned
 }
 
 // Whether a warpgroup may pass over the first and the last key tile, if it sees nothing of them. why not always: L33.
-constexpr bool kSkipsTiles = kBlockQ > kBlockK && !kCells;
+constexpr bool kSkipsTiles = kBlockQ > kBlockK && !kBlockSparse;
 
 // The key tiles of a query block as one warpgroup sees them. The ring holds one more before them if the group
 // skips_first, and one after them if it skips_last.
@@ -50,7 +50,8 @@ struct GroupKeys {
     clear = TileRange::inside(common, kBlockK);
     if constexpr (!kRaisesAlways) {
       last_common = (common.end - 1) / kBlockK;
-      clear.begin = larger(clear.begin, tiles.begin);  // why here: a loop that ends there would find it in every turn
+      clear.begin =
+          const_max(clear.begin, tiles.begin);  // why here: a loop that ends there would find it in every turn
     }
   }
 
@@ -58,7 +59,7 @@ struct GroupKeys {
   __device__ static Range group_rows(const ProblemParams& problem, const QueryWork& work, int group) {
     const int begin = kGroupRows * group;
     const Range queries = work.queries(problem, begin, begin + kGroupRows);
-    return {queries.begin, smaller(queries.end, work.sequence(problem).seqlen_q())};
+    return {queries.begin, const_min(queries.end, work.sequence(problem).seqlen_q())};
   }
 };
 
@@ -66,7 +67,7 @@ struct GroupKeys {
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
   unsigned i = 0;
-  RingPosition ring;
+  PipelineState ring;
   Query q;
   Scores s;
   Softmax softmax;
@@ -77,18 +78,18 @@ struct Consumer : Role {
   __device__ __forceinline__ float scale_log2() const { return scale_log2_of(params.problem); }
 
   // Waits for a tile of the ring. The result is its address.
-  __device__ __forceinline__ unsigned await(const RingPosition& at) const {
+  __device__ __forceinline__ unsigned await(const PipelineState& at) const {
     mbarrier_wait(smem.kv_full + 8 * at.slot, at.parity);
     return smem.kv + at.slot * kBytesSlot;
   }
 
   // Releases a tile that only products have read. why without __syncwarp: all lanes have waited for these together.
   __device__ __forceinline__ void release(unsigned slot) const {
-    if (leads) mbarrier_arrive(smem.kv_empty + 8 * slot);
+    if (is_leader) mbarrier_arrive(smem.kv_empty + 8 * slot);
   }
 
   __device__ __forceinline__ void release_query() const {
-    if (kLanesOfQ > 1 || leads) mbarrier_arrive(smem.q_empty(i, group));
+    if (kLanesOfQ > 1 || is_leader) mbarrier_arrive(smem.q_empty(i, group));
   }
 
   __device__ __forceinline__ void skip() {
@@ -102,7 +103,7 @@ struct Consumer : Role {
     return work.lane_queries(params.problem, block_row() + fresh_thread() % 32 / 4);
   }
   __device__ __forceinline__ Mask mask(const QueryWork& work) const { return work.sequence(params.problem).mask(); }
-  __device__ __forceinline__ AbsentKeys absent_keys(unsigned k_slot) const { return {params, smem, k_slot}; }
+  __device__ __forceinline__ MissingPages absent_keys(unsigned k_slot) const { return {params, smem, k_slot}; }
   __device__ __forceinline__ unsigned q_smem() const { return smem.q_rows(i, group) + warp * 16 * 128; }
 
   // Begins s = q kᵀ of the ring's next tile. The result is the tile's slot.
@@ -139,7 +140,7 @@ struct Consumer : Role {
     const auto rows = lane_queries(work);
     const auto at = smem.tile(n, k_slot);
     const int tile = at.n();
-    const OwnWork own(params, work);
+    const ModWork own(params, work);
     const auto own_tile = own.tile(rows, tile * kBlockK);
     wgmma_wait<kPending>(s);
     Score{params.problem.score}.apply(s);
@@ -168,8 +169,8 @@ struct Consumer : Role {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       softmax.finish(h, o_scale[h], lse[h]);
-      OwnWork(params, work).finish(o_scale[h], lse[h]);
-      if (kLengths && rows[h] >= work.sequence(params.problem).seqlen_q()) o_scale[h] = 0.0f, lse[h] = -infinity();
+      ModWork(params, work).finish(o_scale[h], lse[h]);
+      if (kVarlen && rows[h] >= work.sequence(params.problem).seqlen_q()) o_scale[h] = 0.0f, lse[h] = -infinity();
     }
   }
 
@@ -227,36 +228,36 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
   const Addresses smem{*reinterpret_cast<const SharedStorage*>(smem_bytes)};
   // why by a shuffle: a warp's number is the same in all its lanes, and the compiler must know.
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (kDecodes) launch_next_kernel();
+  if (kDecode) launch_next_kernel();
   // why one warp: the others read nothing of what the kernels ahead wrote before the threads of the block have met.
-  if (kDecodes && !kSingle && warp == kDealingWarp) await_kernels_ahead();
+  if (kDecode && !kOneTilePerBlock && warp == kDealingWarp) await_kernels_ahead();
   // why shared out: nothing is copied before all of this is done, and it is a part of the time of a short call.
   QueryWork first;
-  if constexpr (kLengths) {
+  if constexpr (kVarlen) {
     if (warp < 4 && kSetsRegisters) setmaxnreg_dec<kProducerRegisters>();
-    if (warp == kDealingWarp) return Dealer<Queue>{{params, smem}}.run();
+    if (warp == kDealingWarp) return SchedulerWarp<Queue>{{params, smem}}.run();
   } else {
     if (warp == kDealingWarp) first = Queue().work(params);  // why a queue of its own: L53
   }
   if (threadIdx.x == 32) smem.init_barriers();
-  if constexpr (kLengths) {
+  if constexpr (kVarlen) {
     if (warp == 1) __syncwarp(), bar_arrive(kBarriersMade, 64);
   }
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), prefetch_query_map(params);
-  if (threadIdx.x == (kLengths ? 64 : 96) && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
-  if (kLengths && warp == 7) touch(params);
-  if (kLengths && !kDecodes && warp == 6) fetch_lengths(params.problem);
-  if (kDecodes && !kNarrow && warp >= 4) clear_queries(smem);
-  if constexpr (kLengths) bar_sync(kFirstWork, kNumThreads);
+  if (threadIdx.x == (kVarlen ? 64 : 96) && kHeadDimV > 0) tma_prefetch(&params.v_map), prefetch_out_map(params);
+  if (kVarlen && warp == 7) touch(params);
+  if (kVarlen && !kDecode && warp == 6) fetch_lengths(params.problem);
+  if (kDecode && !kWarpsSplitKeys && warp >= 4) clear_queries(smem);
+  if constexpr (kVarlen) bar_sync(kFirstWork, kNumThreads);
   else __syncthreads();
   if (warp < 4) {
     // why these alone: what the warps that compute store follows from what these have loaded.
-    if (kSingle) await_kernels_ahead();
-    if constexpr (!kLengths) {
+    if (kOneTilePerBlock) await_kernels_ahead();
+    if constexpr (!kVarlen) {
       setmaxnreg_dec<kProducerRegisters>();
       if (warp == 0) DenseKeyProducer<QueryWork>{{{params, smem}}}.run(first);
       else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1, kQueryWarps}.run();
-      else if (kCells && warp == kDealingWarp) DenseDealer<QueryWork>{{{params, smem}}}.run(first);
+      else if (kBlockSparse && warp == kDealingWarp) DenseDealer<QueryWork>{{{params, smem}}}.run(first);
     } else {
       if (warp == 0) produce_keys<QueryWork>(params, smem, 0);
       else if (warp <= kQueryWarps) QueryProducer{{params, smem}, warp - 1, kQueryWarps}.run();
@@ -264,7 +265,7 @@ __device__ __forceinline__ void run_roles(const KernelParams& params) {
     }
   } else {
     if (kSetsRegisters) setmaxnreg_inc<kConsumerRegisters>();
-    if (kSingle && kOwn) await_kernels_ahead();  // why: they may still write to arrays of the caller's own
+    if (kOneTilePerBlock && kHasMods) await_kernels_ahead();  // why: they may still write to arrays of the caller's own
     Computing({params, smem}, warp - 4).run();
   }
 }

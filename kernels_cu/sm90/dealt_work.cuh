@@ -13,7 +13,7 @@ struct alignas(16) DealtBlock {
 
 // A warp's place in a ring of such pieces in shared memory, which kReaders warps read.
 template <int kSlots, int kReaders>
-struct DealtWork {
+struct WorkRing {
   struct Ring {
     DealtBlock slots[kSlots];
     unsigned long long full[kSlots], empty[kSlots];
@@ -29,14 +29,14 @@ struct DealtWork {
   unsigned ring;            // the address of the ring in shared memory
   unsigned number = kNone;  // of the piece at hand, counted over this block of threads
 
-  __device__ __forceinline__ explicit DealtWork(const Ring& in_memory) : ring(smem_address(&in_memory)) {}
+  __device__ __forceinline__ explicit WorkRing(const Ring& in_memory) : ring(smem_address(&in_memory)) {}
 
   // Waits until piece n may be dealt out.
   __device__ __forceinline__ void await_place(unsigned n) const { mbarrier_wait(empty(n), (n / kSlots & 1) ^ 1); }
 
   // Deals out piece n, or tells that there is none. One thread calls.
-  __device__ __forceinline__ void deal_out(unsigned n, const void* list, int block,
-                                           const unsigned (&head_and_share)[4]) const {
+  __device__ __forceinline__ void push(unsigned n, const void* list, int block,
+                                       const unsigned (&head_and_share)[4]) const {
     st_shared_v4(slot(n) + kHeadOffset, head_and_share);
     mbarrier_arrive_expect_tx(full(n), sizeof(SeenBlock));
     bulk_load(slot(n), static_cast<const SeenBlock*>(list) + block, sizeof(SeenBlock), full(n));

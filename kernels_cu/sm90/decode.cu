@@ -10,12 +10,12 @@
 #include "decode_output.cuh"
 #include "output.cuh"
 
-struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
-  using OutputConsumer::OutputConsumer;
+struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
+  using ForwardMainloop::ForwardMainloop;
 
   // why one loop for all key tiles, the first and the last and those that need a mask, and one product at a time: the
   // code is read from memory once a launch (L50), and the products wait for keys. The bits are those of
-  // OutputConsumer::run.
+  // ForwardMainloop::run.
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (;;) {
@@ -33,7 +33,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
         const bool changes_o = weigh_tile(n, k_slot);
         __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
         release(k_slot);
-        if (n == (kQInRegisters ? tiles.end - 1 : tiles.begin) && leads) mbarrier_arrive(smem.q_empty(i, group));
+        if (n == (kQInRegisters ? tiles.end - 1 : tiles.begin) && is_leader) mbarrier_arrive(smem.q_empty(i, group));
         pack();
         if (changes_o && !is_first) rescale();
         end_output(begin_next_output(!is_first));
@@ -47,7 +47,7 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
   __device__ __forceinline__ bool weigh_tile(int n, unsigned k_slot) {
     const QueryWork work = smem.work(i);  // why here: L31
     const auto rows = lane_queries(work);
-    const OwnWork own(params, work);
+    const ModWork own(params, work);
     const auto own_tile = own.tile(rows, n * kBlockK);
     GroupKeys keys(params.problem, work, group);
     keys.find_clear(params.problem, work, group);
@@ -146,8 +146,8 @@ struct DecodeConsumer : OutputConsumer<DecodeConsumer> {
       MergedRow merged[kItems];
 #pragma unroll
       for (int item = 0; item < kItems; ++item) {
-        const int number = smaller(at + 128 * item, num_items - 1);  // some threads do the last one twice
-        row[item] = quotient(number, chunks), column[item] = (number - row[item] * chunks) * 4;
+        const int number = const_min(at + 128 * item, num_items - 1);  // some threads do the last one twice
+        row[item] = fast_div(number, chunks), column[item] = (number - row[item] * chunks) * 4;
       }
 #pragma unroll 1
       for (int split = 0; split < work.num_splits; split += kTogether) {

@@ -14,7 +14,7 @@ constexpr int kWarpKeys = kBlockK / 4;  // of a tile
 struct NarrowConsumer : Role {
   const int warp;
   unsigned i = 0;
-  RingPosition ring;
+  PipelineState ring;
   static constexpr unsigned kNoSlot = ~0u;
   unsigned held = kNoSlot;  // the slot of v that is still to be released
   Softmax softmax;
@@ -37,10 +37,10 @@ struct NarrowConsumer : Role {
 #pragma unroll 1
       for (int n = tiles.end - 1; n >= tiles.begin; --n) step(seen, n);
       give_back_v();
-      if (leads) mbarrier_arrive(smem.q_empty(i, 0));
-      if constexpr (kSingle) {
+      if (is_leader) mbarrier_arrive(smem.q_empty(i, 0));
+      if constexpr (kOneTilePerBlock) {
         smem.await_work(i + 1);
-        if (smem.work(i + 1).row_begin != kNoWork) continue;  // why: Dealer::run_ahead
+        if (smem.work(i + 1).row_begin != kNoWork) continue;  // why: SchedulerWarp::run_ahead
       }
       store(smem.work(i));
     }
@@ -49,7 +49,7 @@ struct NarrowConsumer : Role {
   // What this lane's rows see of a piece of work.
   struct Seen {
     const AnyLaneQueries rows;
-    const OwnHeads own;
+    const ModHeads own;
     const Mask mask;
     const Range common;  // the keys that all rows of the block see
 
@@ -60,7 +60,7 @@ struct NarrowConsumer : Role {
           common(common_keys(work.queries(params.problem, 0, kBlockQ), mask)) {}
 
     __device__ __forceinline__ static Range common_keys(const Range& queries, const Mask& mask) {
-      return mask.full_range(queries.begin, smaller(queries.end, mask.seqlen_q));
+      return mask.full_range(queries.begin, const_min(queries.end, mask.seqlen_q));
     }
   };
 
@@ -70,7 +70,7 @@ struct NarrowConsumer : Role {
     const int lane = fresh_thread() % 32;
     const unsigned own = warp * kWarpKeys * 128;  // bytes before the warp's keys in a panel
     float s[kWarpKeys / 2] = {};
-    const RingPosition k = ring.advance();
+    const PipelineState k = ring.advance();
     mbarrier_wait(smem.kv_full + 8 * k.slot, k.parity);
     give_back_v();
     const unsigned q_rows = smem.q_rows(i, 0) + Panel::offset(lane % 16, lane / 16);
@@ -89,9 +89,9 @@ struct NarrowConsumer : Role {
     }
     weigh(s, seen, n, k.slot);
     __syncwarp();  // why: all lanes have loaded k
-    if (leads) mbarrier_arrive(smem.kv_empty + 8 * k.slot);
+    if (is_leader) mbarrier_arrive(smem.kv_empty + 8 * k.slot);
 
-    const RingPosition v = ring.advance();
+    const PipelineState v = ring.advance();
     mbarrier_wait(smem.kv_full + 8 * v.slot, v.parity);
     const unsigned v_rows = smem.kv + v.slot * kBytesSlot + own + Panel::offset(lane % 16, lane / 16);
 #pragma unroll
@@ -113,7 +113,7 @@ struct NarrowConsumer : Role {
   // code, and what they load may then still be on its way (L40).
   __device__ __forceinline__ void give_back_v() {
     __syncwarp();
-    if (leads && held != kNoSlot) mbarrier_arrive(smem.kv_empty + 8 * held);
+    if (is_leader && held != kNoSlot) mbarrier_arrive(smem.kv_empty + 8 * held);
     held = kNoSlot;
   }
 
@@ -121,13 +121,13 @@ struct NarrowConsumer : Role {
   __device__ __forceinline__ void weigh(float (&s)[kWarpKeys / 2], const Seen& seen, int n, unsigned k_slot) {
     const int lane = fresh_thread() % 32, key = n * kBlockK + warp * kWarpKeys;
     Score{params.problem.score}.apply(s);
-    apply_own<kOwnMask, false>(seen.own, s, OwnRows(seen.own, seen.rows, key, lane % 4));
+    apply_own<kMaskMod, false>(seen.own, s, ModRows(seen.own, seen.rows, key, lane % 4));
     if (key + kWarpKeys > seen.common.end) seen.mask.hide_after(s, seen.rows, key, lane % 4);
     if (key < seen.common.begin) seen.mask.hide_before(s, seen.rows, key, lane % 4);
 #pragma unroll
     for (int j = 0; j < kWarpKeys / 16; ++j) {
-      AbsentKeys{params, smem, k_slot}.hide_piece(reinterpret_cast<float (&)[8]>(s[8 * j]), warp * (kWarpKeys / 16) + j,
-                                                  lane % 4);
+      MissingPages{params, smem, k_slot}.hide_piece(reinterpret_cast<float (&)[8]>(s[8 * j]),
+                                                    warp * (kWarpKeys / 16) + j, lane % 4);
     }
     const float scale_log2 = scale_log2_of(params.problem);
     float o_scale[2], sums[2];
@@ -160,7 +160,7 @@ struct NarrowConsumer : Role {
 
   __device__ __forceinline__ void store(const QueryWork& work) const {
     const Rows rows{{params}, work};
-    const RowStates<Rows> states{rows, kSingle ? smem.kv : smem.out};
+    const RowStates<Rows> states{rows, kOneTilePerBlock ? smem.kv : smem.out};
     const auto queries = work.lane_queries(params.problem, fresh_thread() % 32 / 4);
     Rows::sync();  // why: the rows of the work before this one, or all of the ring, were read
 #pragma unroll

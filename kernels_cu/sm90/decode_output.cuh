@@ -13,7 +13,7 @@ struct DecodeOutput {
     int query, head;
   };
   __device__ __forceinline__ Row row(const QueryWork& work, int number) const {
-    const int group = params.problem.heads_per_kv, query = quotient(work.row_begin + number, group);
+    const int group = params.problem.heads_per_kv, query = fast_div(work.row_begin + number, group);
     return {query, work.head * group + work.row_begin + number - query * group};
   }
 

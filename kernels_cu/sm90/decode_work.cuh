@@ -1,10 +1,10 @@
 // The work of decoding on Hopper: few queries of each sequence, whose keys are shared out among blocks of threads.
 #pragma once
-#include "ragged_work.cuh"
+#include "varlen_work.cuh"
 
 // A share (a split) of the keys of a query block. Its rows are those of all query heads of a kv head: row r is query
 // r / heads_per_kv of head r % heads_per_kv of the group. Its `head` is the kv head.
-struct alignas(16) DecodeWork : RaggedQueryWork {
+struct alignas(16) DecodeWork : VarlenQueryWork {
   int split, num_splits;  // of the query block
   int first_slot;         // of the query block's splits, in memory
   int block;              // the query block, among those that all sequences and kv heads may have
@@ -23,10 +23,10 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
 
   __device__ __forceinline__ Range queries(const ProblemParams& problem, int begin, int end) const {
     const int group = problem.heads_per_kv;
-    return {quotient(row_begin + begin, group), ceil_quotient(row_begin + end, group)};
+    return {fast_div(row_begin + begin, group), ceil_quotient(row_begin + end, group)};
   }
   __device__ __forceinline__ AnyLaneQueries lane_queries(const ProblemParams& problem, int row) const {
-    return {quotient(row_begin + row, problem.heads_per_kv), quotient(row_begin + row + 8, problem.heads_per_kv)};
+    return {fast_div(row_begin + row, problem.heads_per_kv), fast_div(row_begin + row + 8, problem.heads_per_kv)};
   }
 };
 
@@ -37,14 +37,14 @@ struct alignas(16) DecodeWork : RaggedQueryWork {
 // the lane keeps what follows from them.
 struct DecodeQueue : WorkCounter {
   __device__ void begin(const DecodeParams& params) {
-    const Divisor ctas(gridDim.x);
+    const FastDivmod ctas(gridDim.x);
     read(params, 0, 0);
     most_tiles = params.split_tiles;
     if (most_tiles == 0) choose_splits(params, ctas);
     cut(params, 0);
     bool goes_on = false;
     while (go_on(params)) goes_on = true;
-    num_work = smaller(last_of_warp(pieces_end), params.max_slots);
+    num_work = const_min(last_of_warp(pieces_end), params.max_slots);
     if (goes_on) read(params, 0, 0), cut(params, 0);
   }
 
@@ -77,7 +77,7 @@ struct DecodeQueue : WorkCounter {
  private:
   // The rows that blocks of threads write for one sequence, or for no sequence, and how its keys are cut.
   struct Part {
-    RaggedQueryWork of;  // what is known of the sequence
+    VarlenQueryWork of;  // what is known of the sequence
     int blocks;          // query blocks of all kv heads
     TileRange tiles;     // key tiles that some query sees; at least one
     int first_tile, splits;
@@ -96,19 +96,19 @@ struct DecodeQueue : WorkCounter {
 
   __device__ static int last_of_warp(int x) { return __shfl_sync(0xffffffffu, x, 31); }
 
-  __device__ void choose_splits(const DecodeParams& params, const Divisor& ctas) {
-    const int num_groups = kFew ? 1 : (num_parts(params) + 31) / 32;
+  __device__ void choose_splits(const DecodeParams& params, const FastDivmod& ctas) {
+    const int num_groups = kFewSequences ? 1 : (num_parts(params) + 31) / 32;
     int blocks = part.blocks, tiles = part.blocks * part.tiles.count();
     Range counts = part.counts();
     for (int next = 1; next < num_groups; ++next) {
       read(params, next, last_of_warp(part.rows_end()));
       blocks += part.blocks, tiles += part.blocks * part.tiles.count();
-      counts = {smaller(counts.begin, part.counts().begin), larger(counts.end, part.counts().end)};
+      counts = {const_min(counts.begin, part.counts().begin), const_max(counts.end, part.counts().end)};
     }
     tiles = __reduce_add_sync(0xffffffffu, tiles);
     // why apart: this is known before the lengths are.
-    blocks =
-        kFew ? params.problem.batch * blocks_of(params, params.problem.rows_q) : __reduce_add_sync(0xffffffffu, blocks);
+    blocks = kFewSequences ? params.problem.batch * blocks_of(params, params.problem.rows_q)
+                           : __reduce_add_sync(0xffffffffu, blocks);
     choose_splits(ctas, blocks, tiles, counts, params.partial_rows, num_groups > 1);
     if (num_groups > 1) read(params, 0, 0);
   }
@@ -116,30 +116,30 @@ struct DecodeQueue : WorkCounter {
   // Tiles of a split, so many that merging takes about as long as its keys: the last split to end merges the rows of
   // all, so that more splits are shorter, but take longer to merge (DESIGN.md).
   __device__ static int tiles_worth_merging(int blocks, int tiles, int rows) {
-    constexpr float kCost = kNarrow ? 2.0f : 1.4f;
+    constexpr float kCost = kWarpsSplitKeys ? 2.0f : 1.4f;
     return __float2int_rn(kCost * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));
   }
 
   // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
   // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of
   // threads. A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
-  __device__ void choose_splits(const Divisor& ctas, int blocks, int tiles, const Range& counts, int rows,
+  __device__ void choose_splits(const FastDivmod& ctas, int blocks, int tiles, const Range& counts, int rows,
                                 bool has_more) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
     const int num_ctas = ctas.by, each = ctas.ceil_quotient(tiles);
     if (blocks > num_ctas) {
       const unsigned half = (each + 1u) / 2, eighth = (each + 7u) / 8;
-      most_tiles = blocks < 3 * num_ctas ? larger(int(half), kLeastOfSome) : larger(int(eighth), kLeastOfMany);
+      most_tiles = blocks < 3 * num_ctas ? const_max(int(half), kLeastOfSome) : const_max(int(eighth), kLeastOfMany);
       // Where all sequences have one length, so have their splits. why no others: they could have more splits then.
       const int least = __reduce_min_sync(0xffffffffu, counts.begin), most = __reduce_max_sync(0xffffffffu, counts.end);
       if (least == most) most_tiles = ceil_quotient(most, ceil_quotient(most, most_tiles));
       return;
     }
-    most_tiles = larger(larger(each, kLeast), tiles_worth_merging(blocks, tiles, rows));
+    most_tiles = const_max(const_max(each, kLeast), tiles_worth_merging(blocks, tiles, rows));
     const int pieces = part.blocks * ceil_quotient(part.tiles.count(), most_tiles);
     // why: each query block may have a split more than its share. Sequences of other groups are not looked at again.
     if (has_more || __reduce_add_sync(0xffffffffu, pieces) > num_ctas) {
-      most_tiles = larger(most_tiles, ceil_quotient(tiles, larger(num_ctas - blocks, 1)));
+      most_tiles = const_max(most_tiles, ceil_quotient(tiles, const_max(num_ctas - blocks, 1)));
     }
   }
 
@@ -150,7 +150,7 @@ struct DecodeQueue : WorkCounter {
 
   // Parts of the axis of queries, and the sequence that this lane's part is.
   __device__ static bool is_packed(const DecodeParams& params) {
-    return !kFew && params.problem.cu_seqlens_q != nullptr;
+    return !kFewSequences && params.problem.cu_seqlens_q != nullptr;
   }
   __device__ static int num_parts(const DecodeParams& params) {
     return params.problem.batch + (is_packed(params) ? 2 : 0);
@@ -161,7 +161,7 @@ struct DecodeQueue : WorkCounter {
   __device__ void read(const DecodeParams& params, int next_group, int so_far) {
     group = next_group;
     ProblemParams problem = params.problem;
-    if (kFew) problem.cu_seqlens_q = problem.cu_seqlens_k = nullptr;
+    if (kFewSequences) problem.cu_seqlens_q = problem.cu_seqlens_k = nullptr;
     const Axis axis = axis_of_queries(problem);
     const int lane = threadIdx.x % 32, number = 32 * group + lane;
     const bool exists = number < num_parts(params);
@@ -171,17 +171,17 @@ struct DecodeQueue : WorkCounter {
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
         const int other = __shfl_up_sync(0xffffffffu, end, step);
-        end = lane >= step ? larger(end, other) : end;
+        end = lane >= step ? const_max(end, other) : end;
       }
-      end = larger(end, so_far);
+      end = const_max(end, so_far);
       const int before = __shfl_up_sync(0xffffffffu, end, 1);
       rows = {lane == 0 ? so_far : before, end};
     }
     const int of_batch = number - is_packed(params);
-    part.of.set(RaggedSequence(problem, exists ? of_batch : -1), of_batch, rows);
+    part.of.set(VarlenSequence(problem, exists ? of_batch : -1), of_batch, rows);
     part.blocks = exists ? blocks_of(params, rows.end - rows.begin) : 0;
     part.tiles = TileRange::touched({part.of.seen_begin, part.of.seen_end}, kBlockK);
-    part.tiles.end = larger(part.tiles.end, part.tiles.begin + 1);
+    part.tiles.end = const_max(part.tiles.end, part.tiles.begin + 1);
   }
 
   // Cuts the group's parts into pieces, of which so many stand before it.
@@ -191,7 +191,7 @@ struct DecodeQueue : WorkCounter {
     if (params.split_tiles > 0) part.first_tile -= static_cast<unsigned>(part.tiles.begin) % most_tiles;
     part.splits = ceil_quotient(part.tiles.end - part.first_tile, most_tiles);
     pieces_end = part.blocks * part.splits;
-    if (kFew && params.problem.batch == 1) {
+    if (kFewSequences && params.problem.batch == 1) {
       pieces_end = __shfl_sync(0xffffffffu, pieces_end, 0);
       return;
     }
@@ -205,7 +205,7 @@ struct DecodeQueue : WorkCounter {
 
   // Goes on to the next group, if there is one.
   __device__ bool go_on(const DecodeParams& params) {
-    if (kFew || 32 * (group + 1) >= num_parts(params)) return false;
+    if (kFewSequences || 32 * (group + 1) >= num_parts(params)) return false;
     const int before = last_of_warp(pieces_end);
     read(params, group + 1, last_of_warp(part.rows_end()));
     cut(params, before);
@@ -223,11 +223,11 @@ struct DecodeQueue : WorkCounter {
     const int end = __shfl_sync(0xffffffffu, pieces_end, found);
     // why: somebody may write to the lengths while they are read.
     if (end > params.max_slots) return;
-    if (kFew) of.blocks = blocks_of(params, params.problem.rows_q);
+    if (kFewSequences) of.blocks = blocks_of(params, params.problem.rows_q);
     const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
-    const int split = quotient(within, of.blocks), block_and_head = within - split * of.blocks;
-    const int block = quotient(block_and_head, heads);
-    static_cast<RaggedQueryWork&>(work) = of.of;
+    const int split = fast_div(within, of.blocks), block_and_head = within - split * of.blocks;
+    const int block = fast_div(block_and_head, heads);
+    static_cast<VarlenQueryWork&>(work) = of.of;
     work.head = work.kv_head = block_and_head - block * heads;
     work.row_begin = block * kBlockQ;
     work.split = split, work.num_splits = of.splits;
@@ -238,14 +238,14 @@ struct DecodeQueue : WorkCounter {
     work.block += block_and_head;
     const int begin = of.first_tile + split * most_tiles;
     work.keys = TileRange::touched(seen_by(params.problem, work), kBlockK);
-    work.keys.begin = larger(work.keys.begin, begin);
-    work.keys.end = smaller(work.keys.end, begin + most_tiles);
+    work.keys.begin = const_max(work.keys.begin, begin);
+    work.keys.end = const_min(work.keys.end, begin + most_tiles);
     if (work.keys.count() < 1) work.keys = {begin, begin + 1};
   }
 
   // The keys that some query of the block sees.
   __device__ static Range seen_by(const ProblemParams& problem, const DecodeWork& work) {
     const Range queries = work.queries(problem, 0, kBlockQ);
-    return work.sequence(problem).mask().key_range(queries.begin, smaller(queries.end, work.seqlen_q));
+    return work.sequence(problem).mask().key_range(queries.begin, const_min(queries.end, work.seqlen_q));
   }
 };

@@ -21,10 +21,10 @@ struct DqTurn {
   template <class AnyWork>
   __device__ __forceinline__ DqTurn(const AnyWork& work, int head, int m, unsigned tile) {
     const auto sequence = work.sequence();
-    const int row_end = smaller((m + 1) * kBlockQ, sequence.seqlen_q());
+    const int row_end = const_min((m + 1) * kBlockQ, sequence.seqlen_q());
     const TileRange keys = TileRange::touched(sequence.mask().key_range(m * kBlockQ, row_end), kBlockK);
     rank = work.block - keys.begin, count = keys.count();
-    if constexpr (kCells) {  // those in which something is seen; portable/seen_counts.cu has counted them
+    if constexpr (kBlockSparse) {  // those in which something is seen; portable/seen_counts.cu has counted them
       count = __ldg(work.params.seen_counts + tile);
       if (work.params.deterministic) {
         const AscendingTiles before(TileRange{keys.begin, work.block});
@@ -43,7 +43,7 @@ __device__ __forceinline__ float* dq_acc(const Role& role, unsigned tile, int gr
 
 // Begins to load the sum of a tile into shared memory.
 __device__ __forceinline__ void fetch_sum(const Role& role, unsigned tile) {
-  if (role.leads) {
+  if (role.is_leader) {
     mbarrier_arrive_expect_tx(role.smem.sum_full, 2 * kBytesDq);
     bulk_load(role.smem.dq_sum, dq_acc(role, tile, 0), 2 * kBytesDq, role.smem.sum_full);
   }
@@ -51,7 +51,7 @@ __device__ __forceinline__ void fetch_sum(const Role& role, unsigned tile) {
 
 // One warp takes the turns at the tiles, ahead of the warps that move the tiles, and fetches sums. Its lanes go in step
 // (L13). why a warp of its own: L37. why one turn after the other: L38.
-struct TurnWarp : Role {
+struct SemaphoreWarp : Role {
   using Role::Role;
 
   __device__ __forceinline__ void run() {
@@ -66,14 +66,14 @@ struct TurnWarp : Role {
         unsigned seen = 0;
         mbarrier_wait(smem.turn_empty + 8 * slot, parity ^ 1);
         if (!params.deterministic) {
-          if (leads) seen = come_to(counter);
+          if (is_leader) seen = come_to(counter);
           seen = __shfl_sync(0xffffffffu, seen, 0);
           turn.rank = rank_of(seen);
         }
         const bool last = turn.rank == turn.count - 1;
         await_turn(counter, seen, turn.rank, last || params.deterministic);
         unsigned mode = turn.rank == 0 ? (last ? kDqFinishAlone : kDqStore) : last ? kDqFinish : kDqAdd;
-        if (leads) fence_proxy_async_global();
+        if (is_leader) fence_proxy_async_global();
         if (mode == kDqFinish) {
           if constexpr (!kDqTransposed) {
             mbarrier_wait(smem.sum_empty, sums & 1 ^ 1);
@@ -81,7 +81,7 @@ struct TurnWarp : Role {
           }
           mode += sums++ & 1;
         }
-        if (leads) {
+        if (is_leader) {
           st_shared_u32(smem.turn_modes + 4 * slot, mode);
           mbarrier_arrive(smem.turn_full + 8 * slot);
         }
@@ -133,7 +133,8 @@ struct DqWarp : Role {
         const unsigned parity = step / 2 & 1, tile = dq_tile(head, m);
         mbarrier_wait(smem.turn_full + 8 * odd, parity);
         unsigned mode = 0;
-        if (leads) {  // why handed on: the consumers tell this warp, not TurnWarp, that they have read the mode (L41)
+        if (is_leader) {  // why handed on: the consumers tell this warp, not SemaphoreWarp, that they have read the
+                          // mode (L41)
           mode = ld_shared_u32(smem.turn_modes + 4 * odd);
           st_shared_u32(smem.dq_modes + 4 * odd, mode);
         }
@@ -141,7 +142,7 @@ struct DqWarp : Role {
         // Waits until the tile of the step before, which is the other warp's, has been read from shared memory.
         if (step > 0) mbarrier_wait(smem.dq_empty + 8 * (odd ^ 1), odd ? parity : parity ^ 1);
         if (kDqTransposed && mode >= kDqFinish) {
-          if (leads) fence_proxy_async_global();
+          if (is_leader) fence_proxy_async_global();
           // Waits until the consumers are done with the place of the sum, in the step before.
           if (step > 0) mbarrier_wait(smem.q_empty + 8 * ((step - 1) % kStages), (step - 1) / kStages & 1);
           fetch_sum(*this, tile);
@@ -155,12 +156,12 @@ struct DqWarp : Role {
         for (int group = 0; group < kNumConsumers; ++group) {
           if constexpr (kDqTransposed) bar_arrive(kDqReady + group, kDqThreads);
           bar_sync(kDqFilled + group, kDqThreads);
-          if (leads) {
+          if (is_leader) {
             move(mode, tile, group, head, m);
             bulk_commit();
           }
         }
-        if (leads) {
+        if (is_leader) {
           mbarrier_arrive(smem.turn_empty + 8 * odd);  // why not before: L37
           bulk_wait_read<0>();
           mbarrier_arrive(smem.dq_empty + 8 * odd);

@@ -17,8 +17,8 @@
 constexpr int kOutColumns = 128 / kOutBytes;  // of a panel of out
 constexpr int kPanelsOut = (kHeadDimV + kOutColumns - 1) / kOutColumns;
 
-struct ForwardConsumer : OutputConsumer<ForwardConsumer> {
-  using OutputConsumer::OutputConsumer;
+struct ForwardConsumer : ForwardMainloop<ForwardConsumer> {
+  using ForwardMainloop::ForwardMainloop;
 
   // Where the warp stages panel n of the panels of out that are on their way together.
   __device__ __forceinline__ unsigned out_smem(int n) const {
@@ -63,17 +63,17 @@ struct ForwardConsumer : OutputConsumer<ForwardConsumer> {
     // why found here only where sequences have lengths of their own: L53.
     auto find_rows = [&] { return work.sequence(params.problem).out_from(work.row_begin + block_row()); };
     decltype(find_rows()) rows;
-    if constexpr (kLengths) rows = find_rows();
+    if constexpr (kVarlen) rows = find_rows();
 #pragma unroll
     for (int first = 0; first < kPanelsOut; first += kOutPanels) {
       const int last = min(first + kOutPanels, kPanelsOut);
-      if (leads) bulk_wait_read<0>();
+      if (is_leader) bulk_wait_read<0>();
       __syncwarp();
       stage_rows(first, last);
       fence_proxy_async();
       __syncwarp();
-      if (leads) {
-        if constexpr (!kLengths) rows = find_rows();
+      if (is_leader) {
+        if constexpr (!kVarlen) rows = find_rows();
 #pragma unroll
         for (int n = first; n < last; ++n) {
           store_box(params.out_map, out_smem(n - first), n * kOutColumns, rows, work.head);

@@ -15,28 +15,28 @@ constexpr unsigned kBytesSlot = (kPanelsQk > kPanelsV ? kPanelsQk : kPanelsV) * 
 // holds this many pieces of work if each has one key tile.
 constexpr int kWorkInRing = kHeadDimV > 0 ? kStages / 2 : kStages;
 constexpr int kWorkSlots = 16;
-static_assert(kWorkInRing + 3 + 2 * kLengths <= kWorkSlots, "a description would be written over while it is needed");
+static_assert(kWorkInRing + 3 + 2 * kVarlen <= kWorkSlots, "a description would be written over while it is needed");
 
 constexpr unsigned kWarpPanelBytes = 16 * 128;  // of a warp's rows of out
 
 // Whether the first s of a query block is issued before the last p v of the query block before it; the first weights
 // are then made beside that p v. Else that p v goes first, and the rows of out are stored beside the first s. why: L30.
-constexpr bool kNextScoresFirst = !kDecodes && kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
+constexpr bool kNextScoresFirst = !kDecode && kHeadDimV > 0 && (kQStages > 1 || kQInRegisters);
 
 // Warps that load q, a warpgroup's rows at a time. With one stage every warpgroup has a warp of its own (L18), but
 // where keys lie in pages one of these loads v.
 constexpr int kQueryWarps = kQStages > 1 || kPaged ? 1 : kNumConsumers;
 
 // Lanes of a warp that give back q. why all of several lengths, and why not for lse: L41.
-constexpr int kLanesOfQ = kLengths && !kDecodes && kHeadDimV > 0 ? 32 : 1;
+constexpr int kLanesOfQ = kVarlen && !kDecode && kHeadDimV > 0 ? 32 : 1;
 
 struct Storage {
   char q[kQStages][kBytesQ];
   char kv[kStages][kBytesSlot];  // the ring of k and v tiles in the order of their use
   // On its way to global memory, or states of rows for other warps: if there is one piece of work, in the ring's place.
-  char out[4 * kNumConsumers][kNarrow && !kSingle ? kStateBytes / 4
-                              : kOutPanels > 0    ? kOutPanels * kWarpPanelBytes
-                                                  : 16];
+  char out[4 * kNumConsumers][kWarpsSplitKeys && !kOneTilePerBlock ? kStateBytes / 4
+                              : kOutPanels > 0                     ? kOutPanels * kWarpPanelBytes
+                                                                   : 16];
   unsigned long long work_full[kWorkSlots];
   unsigned long long q_full[kQStages][kNumConsumers], q_empty[kQStages][kNumConsumers];
   unsigned long long kv_full[kStages], kv_empty[kStages];
@@ -45,17 +45,17 @@ struct Storage {
 
 // What only sequences of several lengths need.
 template <bool kOfSeveralLengths>
-struct RaggedStorage {
+struct VarlenStorage {
   __device__ unsigned present_keys() const { return 0; }
   __device__ unsigned barriers() const { return 0; }
 };
 template <>
-struct RaggedStorage<true> {
+struct VarlenStorage<true> {
   uint4 present[kStages];        // of the key tile in each slot of the ring, one bit a key: whether its page is there
   unsigned long long edge_full;  // v has arrived of a tile of which some keys are yet to become zeros
   // The next piece of work is to be described. why two: of a pair, the second may ask before the dealer saw that the
   // first has, and one barrier does not tell two phases that have ended from none.
-  unsigned long long wanted[kDecodes ? 1 : 2];
+  unsigned long long wanted[kDecode ? 1 : 2];
 
   __device__ unsigned present_keys() const { return smem_address(present); }
   __device__ unsigned barriers() const { return smem_address(&edge_full); }
@@ -79,17 +79,18 @@ struct GroupsTile {
 #pragma unroll
     for (int group = 0; group < kNumConsumers; ++group) {
       const CellKinds own = kinds.of_row(group);
-      bits |= (own.some_seen() * 8 | (kFullCells && !own.some_hidden())) << group;
+      bits |= (own.some_seen() * 8 | (kSkipsFullTiles && !own.some_hidden())) << group;
     }
   }
   __device__ __forceinline__ int n() const { return bits >> 6; }
   __device__ __forceinline__ bool is_seen(int group) const { return (bits >> group & 8) != 0; }
   __device__ __forceinline__ bool is_full(int group) const { return (bits >> group & 1) != 0; }
 };
-static_assert(!kCells || (kGroupRows == kCell && kNumConsumers <= 3), "a warpgroup has two bits for its one cell");
+static_assert(!kBlockSparse || (kGroupRows == kCell && kNumConsumers <= 3),
+              "a warpgroup has two bits for its one cell");
 
 // What only kernels with cells need.
-template <bool kExists>
+template <bool kEnabled>
 struct CellsStorage {
   __device__ unsigned tiles() const { return 0; }
 };
@@ -97,13 +98,13 @@ template <>
 struct CellsStorage<true> {
   // GroupsTile::bits of the key tile in each slot of the ring, and of the one after it of the same work.
   uint2 tile_of[kStages];
-  unsigned long long wanted[2];  // as that of RaggedStorage, for sequences that are all alike
+  unsigned long long wanted[2];  // as that of VarlenStorage, for sequences that are all alike
 
   __device__ unsigned tiles() const { return smem_address(tile_of); }
 };
 
-struct alignas(1024) SharedStorage : Storage, RaggedStorage<kLengths>, CellsStorage<kCells> {};
-static_assert(!kSingle || sizeof(Storage::kv) >= kStateBytes, "states of rows take the place of the ring");
+struct alignas(1024) SharedStorage : Storage, VarlenStorage<kVarlen>, CellsStorage<kBlockSparse> {};
+static_assert(!kOneTilePerBlock || sizeof(Storage::kv) >= kStateBytes, "states of rows take the place of the ring");
 // why more at times: the host counts the descriptions of calls with functions of the caller's own, which are the
 // longest.
 static_assert(sizeof(SharedStorage) <= kSmemBytes && kSmemBytes - sizeof(SharedStorage) <= 1024,
@@ -120,16 +121,16 @@ struct Addresses {
 
   // The key tile in a slot that has arrived. `n` is its number among those of the work.
   __device__ __forceinline__ auto tile(int n, unsigned slot) const {
-    if constexpr (kCells) return GroupsTile(static_cast<int>(ld_shared_u32(tiles + 8 * slot)));
+    if constexpr (kBlockSparse) return GroupsTile(static_cast<int>(ld_shared_u32(tiles + 8 * slot)));
     else return PlainTile{n};
   }
 
   // Piece i asks for the next one, which the dealer waits for.
   __device__ __forceinline__ unsigned wanted(unsigned i) const {
-    return (kLengths ? edge_full + 8 : tiles + 8 * kStages) + (kDecodes ? 0 : i % 2 * 8);
+    return (kVarlen ? edge_full + 8 : tiles + 8 * kStages) + (kDecode ? 0 : i % 2 * 8);
   }
   __device__ __forceinline__ void await_wanted(unsigned i) const {
-    mbarrier_wait(wanted(i), (kDecodes ? i : i / 2) & 1);
+    mbarrier_wait(wanted(i), (kDecode ? i : i / 2) & 1);
   }
 
   // A warpgroup's rows of q, and their barriers.
@@ -175,7 +176,7 @@ struct Addresses {
   }
 
   __device__ __forceinline__ void await_work(unsigned i) const {
-    if (kLengths && i == 0) return;  // why: it was written before the threads of the block met
+    if (kVarlen && i == 0) return;  // why: it was written before the threads of the block met
     await_told(i);
   }
   __device__ __forceinline__ void await_told(unsigned i) const {
@@ -197,7 +198,7 @@ struct Addresses {
   // One thread calls, before any other thread uses the barriers.
   __device__ void init_barriers() const {
     constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
-    constexpr int kQCopiers = kDecodes ? 32 : 1;  // lanes that copy q, each of which arrives (L41)
+    constexpr int kQCopiers = kDecode ? 32 : 1;   // lanes that copy q, each of which arrives (L41)
     for (int i = 0; i < kWorkSlots; ++i) mbarrier_init(work_full + 8 * i, 1);
     for (int i = 0; i < kQStages; ++i) {
       for (int g = 0; g < kNumConsumers; ++g) {
@@ -205,15 +206,15 @@ struct Addresses {
       }
     }
     for (int i = 0; i < kStages; ++i) mbarrier_init(kv_full + 8 * i, 1), mbarrier_init(kv_empty + 8 * i, kReleases);
-    if (kLengths) mbarrier_init(edge_full, 1), mbarrier_init(wanted(0), 1);
-    if (kLengths && !kDecodes) mbarrier_init(wanted(1), 1);
-    if (kCells && !kLengths) mbarrier_init(wanted(0), 1), mbarrier_init(wanted(1), 1);
+    if (kVarlen) mbarrier_init(edge_full, 1), mbarrier_init(wanted(0), 1);
+    if (kVarlen && !kDecode) mbarrier_init(wanted(1), 1);
+    if (kBlockSparse && !kVarlen) mbarrier_init(wanted(0), 1), mbarrier_init(wanted(1), 1);
     mbarrier_init_fence();
   }
 };
 
 // With cells: the last key tile whose k the producer has loaded, and the one after it.
-template <bool kExists>
+template <bool kEnabled>
 struct LoadedTile {
   __device__ __forceinline__ static int n() { return 0; }
   template <class Params, class AnyWork>
@@ -250,7 +251,7 @@ struct LoadedTile<true> {
 
 // The key tile of a consumer's next step. With cells it is heard of a step ahead. why: what is read from shared memory
 // comes late while products run, and nothing is to be waited for before the next product is issued.
-template <bool kExists>
+template <bool kEnabled>
 struct NextTile {
   __device__ __forceinline__ static PlainTile at(int n) { return {n}; }
   __device__ __forceinline__ void hear(const Addresses&, unsigned) const {}
@@ -267,12 +268,12 @@ struct NextTile<true> {
 };
 
 // A position in the ring. `parity` is that of the phase in which its slot is filled.
-struct RingPosition {
+struct PipelineState {
   unsigned slot = 0, parity = 0;
 
   // The result is the position that is left.
-  __device__ __forceinline__ RingPosition advance() {
-    const RingPosition left = *this;
+  __device__ __forceinline__ PipelineState advance() {
+    const PipelineState left = *this;
     if (++slot == kStages) slot = 0, parity ^= 1;
     return left;
   }
@@ -284,5 +285,5 @@ struct Role {
 
   const KernelParams& params;
   const Addresses& smem;
-  const bool leads = threadIdx.x % 32 == 0;
+  const bool is_leader = threadIdx.x % 32 == 0;
 };

@@ -3,7 +3,7 @@
 #include "decode_work.cuh"
 
 // A query block of a head. It has at least one key tile, if only to find that nothing is seen.
-struct alignas(16) DenseQueryWork : AllKeys<kCells> {
+struct alignas(16) DenseQueryWork : AllKeys<kBlockSparse> {
   int row_begin;  // kNoWork once there is no more
   TileRange keys;
   int head, kv_head, batch;
@@ -14,7 +14,7 @@ struct alignas(16) DenseQueryWork : AllKeys<kCells> {
     return work;
   }
 
-  // As in RaggedQueryWork.
+  // As in VarlenQueryWork.
   __device__ __forceinline__ Range queries(const ProblemParams&, int begin, int end) const {
     return {row_begin + begin, row_begin + end};
   }
@@ -34,15 +34,14 @@ struct DenseWorkQueue : WorkCounter {
     if (index >= params.num_tiles) return DenseQueryWork::none();
     const ProblemParams& problem = params.problem;
     const unsigned num_blocks = params.num_q_blocks;
-    const Work work(longest_first(index, num_blocks, params.num_tiles / num_blocks, params.heads_together),
-                    problem.heads_q);
+    const Work work(lpt_order(index, num_blocks, params.num_tiles / num_blocks, params.heads_in_l2), problem.heads_q);
     const Sequence sequence{problem, work.batch};
     DenseQueryWork query_work;
     query_work.row_begin = (num_blocks - 1 - work.block) * kBlockQ;
     query_work.head = work.head, query_work.kv_head = work.head / problem.heads_per_kv, query_work.batch = work.batch;
-    const int row_end = smaller(query_work.row_begin + kBlockQ, sequence.seqlen_q());
+    const int row_end = const_min(query_work.row_begin + kBlockQ, sequence.seqlen_q());
     query_work.keys = TileRange::touched(sequence.mask().key_range(query_work.row_begin, row_end), kBlockK);
-    query_work.keys.end = larger(query_work.keys.end, query_work.keys.begin + 1);
+    query_work.keys.end = const_max(query_work.keys.end, query_work.keys.begin + 1);
     number_seen(params, query_work);
     return query_work;
   }
@@ -55,13 +54,13 @@ struct TiledWorkOf {
 };
 template <>
 struct TiledWorkOf<true, false> {
-  using Type = RaggedQueryWork;
-  using Queue = RaggedWorkQueue;
+  using Type = VarlenQueryWork;
+  using Queue = VarlenWorkQueue;
 };
 template <>
 struct TiledWorkOf<true, true> {
   using Type = DecodeWork;
   using Queue = DecodeQueue;
 };
-using QueryWork = TiledWorkOf<kLengths, kDecodes>::Type;
-using WorkQueue = TiledWorkOf<kLengths, kDecodes>::Queue;
+using QueryWork = TiledWorkOf<kVarlen, kDecode>::Type;
+using WorkQueue = TiledWorkOf<kVarlen, kDecode>::Queue;

@@ -34,11 +34,11 @@ __device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float
 template <int kColumns, class Rows>
 __device__ __forceinline__ void store_rows(const TensorMap& map, const float (&x)[kColumns / 2], float scale,
                                            unsigned staged, unsigned panel_bytes, const Rows& rows, int head,
-                                           bool leads) {
+                                           bool is_leader) {
   stage_rows<kColumns>(x, scale, staged, panel_bytes);
   fence_proxy_async();
   __syncwarp();
-  if (leads) {
+  if (is_leader) {
     store_panels<(kColumns + kPanelColumns - 1) / kPanelColumns>(map, staged, panel_bytes, 0, rows, head);
     bulk_commit();
   }

@@ -7,7 +7,7 @@
 
 using Params = WithOwn<TiledBackwardParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
-static_assert(!kLengths || kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
+static_assert(!kVarlen || kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
 using QueryTiles = QueryTilesOf<kBlockQ, kBlockK>;
 

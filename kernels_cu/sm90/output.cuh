@@ -9,11 +9,11 @@ using Output = float[kHeadDimV / 2];
 
 // `Computing` is the struct that derives from this one: its store(softmax) stores the rows of the work before this one.
 template <class Computing>
-struct OutputConsumer : Consumer {
+struct ForwardMainloop : Consumer {
   Weights p;
   Output o;
   float o_scale[2];
-  NextTile<kCells> next_tile;
+  NextTile<kBlockSparse> next_tile;
   bool has_begun = false;  // with cells: this warpgroup has seen all of some key tile of the work at hand
 
   using Consumer::Consumer;
@@ -41,7 +41,7 @@ struct OutputConsumer : Consumer {
   __device__ __forceinline__ void drop(int n) {
     if constexpr (kDropout) {
       const QueryWork work = smem.work(i);
-      OwnWork(params, work).drop(s, lane_queries(work), n);
+      ModWork(params, work).drop(s, lane_queries(work), n);
     }
   }
 
@@ -83,7 +83,7 @@ struct OutputConsumer : Consumer {
   // work. The result is false if the tile is to be taken. why the product of v is begun by a step that follows even if
   // p is 0: a condition there makes wgmma wait.
   __device__ __forceinline__ bool passes_over(Step& step, const GroupKeys& keys) {
-    if constexpr (kCells) {
+    if constexpr (kBlockSparse) {
       if (step.n == keys.tiles.begin || next_tile.at(step.n).is_seen(group)) return false;
       await_issue();
       await(ring);
@@ -118,35 +118,35 @@ struct OutputConsumer : Consumer {
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
     // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have
     // weighed nothing so far; the row's weights are then made again.
-    constexpr bool kMayBeginRows = !kClear || (kOwnMask && !kCells) || kOwnHides;
+    constexpr bool kMayBeginRows = !kClear || (kMaskMod && !kBlockSparse) || kScoreModMayMask;
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
-      if constexpr (kCells) {
+      if constexpr (kBlockSparse) {
         const bool clear = is_clear(next_tile.at(step.n), keys);
         if (kClear != (has_begun && clear)) return true;
         has_begun |= clear;
       }
       if (!kClear && passes_over(step, keys)) continue;
       begin_step(step);
-      const QueryWork work = kClear && !kOwn ? QueryWork() : smem.work(i);  // why here: L31
-      const auto rows = kClear && !kOwn ? decltype(lane_queries(work))() : lane_queries(work);
-      const OwnWork own(params, work);
+      const QueryWork work = kClear && !kHasMods ? QueryWork() : smem.work(i);  // why here: L31
+      const auto rows = kClear && !kHasMods ? decltype(lane_queries(work))() : lane_queries(work);
+      const ModWork own(params, work);
       const auto at = next_tile.at(step.n);
       const int tile = at.n();
       const auto own_tile = own.tile(rows, tile * kBlockK, softmax.taken_off<kMayBeginRows>());
       next_tile.hear(smem, step.k_slot);
       wgmma_wait<1>(s);
       Score{params.problem.score}.apply(s);
-      own.apply(own_tile, s, (kClear && kCells) || at.is_full(group));
+      own.apply(own_tile, s, (kClear && kBlockSparse) || at.is_full(group));
       if constexpr (!kClear) {
         if (tile >= keys.clear.end) mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
         if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
       }
       absent_keys(step.k_slot).hide(s, fresh_thread() % 4);
-      if constexpr (kMayBeginRows && kOwnScores) softmax.raise_unseen_again(s);
+      if constexpr (kMayBeginRows && kScoreMod) softmax.raise_unseen_again(s);
       else if constexpr (kMayBeginRows) softmax.raise_unseen(s, scale_log2());
-      else if constexpr (kOwnScores) softmax.put_out_of_range(s);
-      softmax.weigh<kOwnScores>(s, scale_log2(), step.sums);
+      else if constexpr (kScoreMod) softmax.put_out_of_range(s);
+      softmax.weigh<kScoreMod>(s, scale_log2(), step.sums);
       const bool again = softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]);
       const bool leaves = __any_sync(0xffffffffu, again);
       if (!leaves) {
@@ -182,19 +182,19 @@ struct OutputConsumer : Consumer {
     } else {
       // why: after the tile of the last key that all rows see, no row has seen nothing. With cells each tile tells of
       // itself.
-      const bool some_clear = !kCells && keys.clear.begin < min(keys.clear.end, tiles.end);
+      const bool some_clear = !kBlockSparse && keys.clear.begin < min(keys.clear.end, tiles.end);
       const int upper_begin = some_clear ? max(tiles.begin, keys.last_common) : tiles.begin;
 #pragma unroll 1
       while (step.n >= tiles.begin) {
         // why in this order: L52.
-        const bool upper = !kCells && step.n >= upper_begin;
-        if ((upper || stale_steps<true>(step, keys, kCells ? tiles.begin : keys.clear.begin)) &&
+        const bool upper = !kBlockSparse && step.n >= upper_begin;
+        if ((upper || stale_steps<true>(step, keys, kBlockSparse ? tiles.begin : keys.clear.begin)) &&
             stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {
           continue;
         }
         bool again[2];
         // why once more: registers. With dropout the sums are kept, as weights are dropped already.
-        if constexpr (kOwnScores && !kDropout) Softmax::sum_up(s, step.sums);
+        if constexpr (kScoreMod && !kDropout) Softmax::sum_up(s, step.sums);
         if (softmax.scale_down(s, step.sums, again, o_scale)) make_weights_again(step, keys, again);
         else softmax.add(step.sums);
         const int tile = smem.tile(step.n, step.k_slot).n();
@@ -212,7 +212,7 @@ struct OutputConsumer : Consumer {
   __device__ __forceinline__ void make_weights_again(const Step& step, const GroupKeys& keys, const bool (&again)[2]) {
     const QueryWork work = smem.work(i);
     const auto rows = lane_queries(work);
-    const OwnWork own(params, work);
+    const ModWork own(params, work);
     const auto at = smem.tile(step.n, step.k_slot);
     const int tile = at.n();
     auto finish = [&](float (&fresh)[8], int piece) {
@@ -235,7 +235,7 @@ struct OutputConsumer : Consumer {
     weigh<kPending>(keys, keys.tiles.end - 1, k_slot, o_scale);
     const auto at = smem.tile(keys.tiles.end - 1, k_slot);
     const int tile = at.n();
-    if constexpr (kCells) has_begun = is_clear(at, keys);
+    if constexpr (kBlockSparse) has_begun = is_clear(at, keys);
     next_tile.hear(smem, k_slot);
     end_scores(keys, keys.tiles.end - 1, k_slot);
     drop(tile);
@@ -243,7 +243,7 @@ struct OutputConsumer : Consumer {
 
   __device__ __forceinline__ void run() {
     smem.await_work(0);
-    if (kLengths && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
+    if (kVarlen && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
     if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
     GroupKeys keys(params.problem, smem.work(0), group);
     bool skips_v = keys.skips_first;  // v of a key tile that is skipped comes next in the ring
@@ -266,7 +266,7 @@ struct OutputConsumer : Consumer {
         begin_next_output(accumulate);
         wgmma_wait<0>(o);
         self().store(softmax);
-        if (leads) bulk_wait_read<0>();
+        if (is_leader) bulk_wait_read<0>();
         break;
       }
       await_issue();
@@ -274,11 +274,11 @@ struct OutputConsumer : Consumer {
         keys = GroupKeys(params.problem, next, group);
         if (keys.skips_first && !skips_last) skip();
         skips_v = skips_last || keys.skips_first;
-        const RingPosition first = ring.advance();
+        const PipelineState first = ring.advance();
         if (keys.skips_first && skips_last) skip(), skip();  // the first k, and v of the last tile of the work before
-        const RingPosition second = ring.advance();
+        const PipelineState second = ring.advance();
         // why: v of a skipped key tile stands before the next k in the ring.
-        const RingPosition k = skips_v ? second : first, v = skips_v ? first : second;
+        const PipelineState k = skips_v ? second : first, v = skips_v ? first : second;
         await_query();
         begin_scores(s, q, smem.q_rows(i, group), await(k));
         begin_sum<kBlockK, kHeadDimV>(o, p, await(v), kPanelBytesK, accumulate);

@@ -12,7 +12,7 @@
 #include "../common/seen_rows.cuh"
 
 // Whether ds needs what the functions were given, for their slope or for that of the softcap.
-constexpr bool kOwnNeedsSlope = kOwnSlope || (kOwnScores && Score::kAlwaysChanges);
+constexpr bool kNeedsScoreModGrad = kScoreModGrad || (kScoreMod && Score::kAlwaysChanges);
 
 // Stands between pieces of what a thread works on. why: the compiler moves nothing across this instruction, which is
 // never executed. Else it begins with so many elements at a time that registers spill. `count` is not negative.
@@ -22,24 +22,24 @@ __device__ __forceinline__ void end_piece(int count) {
 }
 
 // Where a warp's 16 rows and a tile of columns lie.
-struct OwnPlace {
-  const OwnParams& params;
+struct ModPlace {
+  const ModParams& params;
   const ProblemParams& problem;
   WholeSequence sequence;
   int query_head, row, column;
 };
 
 // What the functions know of a lane's two rows there …
-struct OwnLane {
-  const OwnHead head;
-  const OwnHead::Row rows[2];
+struct ModLane {
+  const ModHead head;
+  const ModHead::Row rows[2];
 
-  __device__ __forceinline__ explicit OwnLane(const OwnPlace& at)
+  __device__ __forceinline__ explicit ModLane(const ModPlace& at)
       : head(at.params, at.problem, at.sequence.number, at.query_head, at.sequence.used_queries, at.sequence.used_keys),
         rows{row_of(at, 0), row_of(at, 8)} {}
 
  private:
-  __device__ __forceinline__ OwnHead::Row row_of(const OwnPlace& at, int below) const {
+  __device__ __forceinline__ ModHead::Row row_of(const ModPlace& at, int below) const {
     const int lane = fresh_thread() % 32;
     return head.row(at.row + lane / 4 + below, at.column + lane % 4 * 2);
   }
@@ -48,24 +48,24 @@ struct OwnLane {
 // … found at once, before the products are there, if scores need it, or else where a mask is asked. why: it takes long,
 // and most tiles ask no mask.
 template <bool kAtOnce>
-struct FoundOwnLane {
-  const OwnLane lane;
+struct FoundModLane {
+  const ModLane lane;
 
-  __device__ __forceinline__ explicit FoundOwnLane(const OwnPlace& at) : lane(at) {}
-  __device__ __forceinline__ const OwnLane& at(const OwnPlace&) const { return lane; }
+  __device__ __forceinline__ explicit FoundModLane(const ModPlace& at) : lane(at) {}
+  __device__ __forceinline__ const ModLane& at(const ModPlace&) const { return lane; }
 };
 template <>
-struct FoundOwnLane<false> {
-  __device__ __forceinline__ explicit FoundOwnLane(const OwnPlace&) {}
-  __device__ __forceinline__ OwnLane at(const OwnPlace& place) const { return OwnLane(place); }
+struct FoundModLane<false> {
+  __device__ __forceinline__ explicit FoundModLane(const ModPlace&) {}
+  __device__ __forceinline__ ModLane at(const ModPlace& place) const { return ModLane(place); }
 };
 
 // What a step knows of them: nothing if there are none. kCount: elements of a thread. kLate: products are kept until
 // their slope is needed.
-template <bool kExists, int kCount, bool kRowsAreKeys, bool kLate>
-struct OwnStepOf {
+template <bool kEnabled, int kCount, bool kKeysAsRows, bool kLate>
+struct ModStepOf {
   template <class Work>
-  __device__ __forceinline__ OwnStepOf(const Work&, int, int, int) {}
+  __device__ __forceinline__ ModStepOf(const Work&, int, int, int) {}
   template <bool kAsksMask>
   __device__ __forceinline__ void apply(float (&)[kCount]) const {}
   __device__ __forceinline__ void score(float (&)[4], float (&)[4], int) const {}
@@ -74,38 +74,38 @@ struct OwnStepOf {
   __device__ __forceinline__ float hidden_gradient(float ds, float) const { return ds; }
 };
 
-template <int kCount, bool kRowsAreKeys, bool kLate>
-struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
+template <int kCount, bool kKeysAsRows, bool kLate>
+struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
   // Elements that may be worked on together. why all where it may be: each piece waits for what it loads. why so few of
   // a mask alone: it may read arrays, and most tiles ask no mask.
-  static constexpr int kPiece = 16, kPieceOfApply = kOwnTogether ? kCount : kOwnScores ? kPiece : 4;
+  static constexpr int kPiece = 16, kPieceOfApply = kModsTogether ? kCount : kScoreMod ? kPiece : 4;
 
-  const OwnPlace place;
-  const FoundOwnLane<kOwnScores> found;
+  const ModPlace place;
+  const FoundModLane<kScoreMod> found;
   const Dropout dropout;
   unsigned kept[(kCount + 31) / 32] = {};  // a bit for each element: whether dropout keeps its weight
 
   // The functions of a query head. `row` is the first one of the warp, `column` that of the tile; both are numbered as
   // in SeenRows where sequences have lengths of their own.
   template <class Work>
-  __device__ __forceinline__ OwnStepOf(const Work& work, int query_head, int row, int column)
-      : OwnStepOf(work.params, work.whole_sequence(), query_head, row, column) {}
+  __device__ __forceinline__ ModStepOf(const Work& work, int query_head, int row, int column)
+      : ModStepOf(work.params, work.whole_sequence(), query_head, row, column) {}
 
   // Products become scores, or stay if their slope is needed. Those of hidden pairs become -inf; without kAsksMask the
   // caller's mask shows all.
   template <bool kAsksMask>
   __device__ __forceinline__ void apply(float (&s)[kCount]) const {
-    if constexpr (kAsksMask || (kOwnScores && !kLate)) {
-      const OwnLane& own = found.at(place);
-      OwnHead::Pair pair;
+    if constexpr (kAsksMask || (kScoreMod && !kLate)) {
+      const ModLane& own = found.at(place);
+      ModHead::Pair pair;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (i > 0 && i % kPieceOfApply == 0) end_piece(place.problem.batch);
-        const OwnHead::Row& row = own.rows[i / 2 % 2];
+        const ModHead::Row& row = own.rows[i / 2 % 2];
         const int column = i / 4 * 8 + i % 2;
         if (i % 2 == 0) pair = own.head.pair(row, column);
-        const OwnHead::Result result = own.head.at(row, pair, s[i], column);
-        if constexpr (kOwnScores && !kLate) s[i] = result.score;
+        const ModHead::Result result = own.head.at(row, pair, s[i], column);
+        if constexpr (kScoreMod && !kLate) s[i] = result.score;
         if constexpr (kAsksMask) s[i] = result.visible ? s[i] : -infinity();
       }
     }
@@ -115,11 +115,11 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
   __device__ __forceinline__ void score(float (&s)[4], float (&slope)[4], int j) const {
     if ((kLate || kDropout) && j > 0 && 4 * j % kPiece == 0) end_piece(place.problem.batch);
     if constexpr (kLate) {
-      const OwnLane& own = found.at(place);
-      const OwnHead::Pair pairs[2] = {own.head.pair(own.rows[0], j * 8), own.head.pair(own.rows[1], j * 8)};
+      const ModLane& own = found.at(place);
+      const ModHead::Pair pairs[2] = {own.head.pair(own.rows[0], j * 8), own.head.pair(own.rows[1], j * 8)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const OwnHead::Result result = own.head.at(own.rows[i / 2], pairs[i / 2], s[i], j * 8 + i % 2);
+        const ModHead::Result result = own.head.at(own.rows[i / 2], pairs[i / 2], s[i], j * 8 + i % 2);
         s[i] = hidden_with(result.score, s[i]);
         slope[i] = result.slope;
       }
@@ -139,19 +139,19 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
 
  private:
   template <class Params>
-  __device__ __forceinline__ OwnStepOf(const Params& params, const WholeSequence& of, int query_head, int row,
+  __device__ __forceinline__ ModStepOf(const Params& params, const WholeSequence& of, int query_head, int row,
                                        int column)
       : place{params,
               params.problem,
               of,
               query_head,
-              row + (kRowsAreKeys ? of.first_key : of.first_query),
-              column + (kRowsAreKeys ? of.first_query : of.first_key)},
+              row + (kKeysAsRows ? of.first_key : of.first_query),
+              column + (kKeysAsRows ? of.first_query : of.first_key)},
         found(place),
         dropout(params, of.number, query_head) {
     if constexpr (kDropout) {
       const int lane = fresh_thread() % 32;
-      if (kLengths && of.first_key % kKeysOfCounters != 0) find_each_kept(place.row, place.column, lane);
+      if (kVarlen && of.first_key % kKeysOfCounters != 0) find_each_kept(place.row, place.column, lane);
       else find_kept(place.row, place.column, lane);
 #pragma unroll
       for (unsigned& bits : kept) asm volatile("" : "+r"(bits));  // why: else each bit is held in a register of its own
@@ -161,7 +161,7 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
   // A score, or -inf if its product is. why not asked whether it is: that takes as long as several of these. why asked
   // all the same for some: the score of -inf may be inf or NaN there.
   __device__ __forceinline__ static float hidden_with(float score, float product) {
-    if constexpr (kSteepSlope || !kOwnSlope) return product == -infinity() ? product : score;
+    if constexpr (kSteepSlope || !kScoreModGrad) return product == -infinity() ? product : score;
     else return fmaf(product, 0x1p-126f, score);
   }
 
@@ -172,9 +172,9 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
 #pragma unroll
     for (int word = 0; word < (kCount + 31) / 32; ++word) {
 #pragma unroll 1
-      for (int bit = 0; bit < smaller(kCount - 32 * word, 32); ++bit) {
+      for (int bit = 0; bit < const_min(kCount - 32 * word, 32); ++bit) {
         const int at_row = row + bit / 2 % 2 * 8, at_column = column + (32 * word + bit) / 4 * 8 + bit % 2;
-        const bool keeps = kRowsAreKeys ? dropout.keeps(at_column, at_row) : dropout.keeps(at_row, at_column);
+        const bool keeps = kKeysAsRows ? dropout.keeps(at_column, at_row) : dropout.keeps(at_row, at_column);
         kept[word] |= static_cast<unsigned>(keeps) << bit;
       }
     }
@@ -185,7 +185,7 @@ struct OwnStepOf<true, kCount, kRowsAreKeys, kLate> {
     for (int i = 0; i < kCount; i += kPiece) {
       if (i > 0) end_piece(place.problem.batch);
       Kept<kPiece> of_piece[1];
-      if constexpr (kRowsAreKeys) {
+      if constexpr (kKeysAsRows) {
         dropout.kept_of_keys<false>(of_piece, row, column + 2 * i, lane);
       } else {
         of_piece[0] = dropout.kept<true, kPiece>(LaneQueries{row + lane / 4}, column + 2 * i, lane % 4);

@@ -11,7 +11,7 @@ __device__ __forceinline__ int page_of(const Params& params, int key) {
 }
 
 // The keys of a tile whose pages are not there, which nobody sees.
-struct AbsentKeys {
+struct MissingPages {
   const KernelParams& params;
   const Addresses& smem;
   unsigned slot;  // of the ring
@@ -67,8 +67,8 @@ __device__ __forceinline__ void tell_present_keys(const Params& params, const Ad
 
 // One warp makes zeros of the keys before the first that is seen in tile n of v, so that nothing is seen of what they
 // hold.
-__device__ __forceinline__ void clear_hidden_before(const RaggedQueryWork& work, int n, unsigned tile) {
-  const int chunks = smaller(work.seen_begin - n * kBlockK, kBlockK) * 8;  // of 16 bytes, in a panel
+__device__ __forceinline__ void clear_hidden_before(const VarlenQueryWork& work, int n, unsigned tile) {
+  const int chunks = const_min(work.seen_begin - n * kBlockK, kBlockK) * 8;  // of 16 bytes, in a panel
   for (int panel = 0; panel < kPanelsV; ++panel) {
     for (int i = threadIdx.x % 32; i < chunks; i += 32)
       st_shared_v4(tile + panel * kPanelBytesK + 16 * i, {0, 0, 0, 0});

@@ -3,13 +3,13 @@
 #pragma once
 #include "../common/swizzle.cuh"
 #include "../ptx/cp_async.cuh"
-#include "ragged_producer.cuh"
+#include "varlen_producer.cuh"
 
 // One thread tells the others about work i. All lanes of a warp call.
 struct Describer : Role {
   template <class AnyWork>
   __device__ __forceinline__ void describe(unsigned i, const AnyWork& work) const {
-    if (leads) smem.describe(i, work);
+    if (is_leader) smem.describe(i, work);
     __syncwarp();
   }
 };
@@ -17,8 +17,8 @@ struct Describer : Role {
 // Warp 0 fills the ring and, without cells, deals out work.
 template <class AnyWork>
 struct DenseKeyProducer : Describer {
-  RingPosition ring;
-  LoadedTile<kCells> loaded;
+  PipelineState ring;
+  LoadedTile<kBlockSparse> loaded;
 
   // Loads key tile n of k or v into the ring.
   template <int kPanels, bool kTells>
@@ -26,7 +26,7 @@ struct DenseKeyProducer : Describer {
     const unsigned full = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
     const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
     mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
-    if (leads) {
+    if (is_leader) {
       if constexpr (kTells) loaded.tell(smem, ring.slot);
       mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
       load_panels<kPanels>(map, target, kPanelBytesK, full, rows, work.kv_head);
@@ -44,39 +44,39 @@ struct DenseKeyProducer : Describer {
   // The last p v of a query block is made during the query block after it.
   __device__ __forceinline__ void load_last_v(unsigned i, int last) {
     const AnyWork work = smem.work(i);
-    load_v(work, kCells ? last : work.keys.begin);
+    load_v(work, kBlockSparse ? last : work.keys.begin);
   }
 
   // why work is read back from shared memory: L5.
   __device__ __forceinline__ void run(const AnyWork& first) {
     WorkQueue queue;
-    if constexpr (!kCells) describe(0, first);
+    if constexpr (!kBlockSparse) describe(0, first);
     unsigned i = 0;
 #pragma unroll 1
     for (;; ++i) {
-      if constexpr (kCells) smem.await_work(i);
+      if constexpr (kBlockSparse) smem.await_work(i);
       const AnyWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
       // The key tile before which the next work is claimed. why so late: L19.
       const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
-                           : kCells                  ? min(tiles.begin + 2, tiles.end - 1)
+                           : kBlockSparse            ? min(tiles.begin + 2, tiles.end - 1)
                                                      : tiles.begin;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
-        if constexpr (kCells) {
-          if (n == claim_at && leads) mbarrier_arrive(smem.wanted(i));
+        if constexpr (kBlockSparse) {
+          if (n == claim_at && is_leader) mbarrier_arrive(smem.wanted(i));
         } else if (n == claim_at) {
           queue.advance(params);
           describe(i + 1, queue.work(params));
         }
-        const int before = kCells ? loaded.n() : n + 1;
+        const int before = kBlockSparse ? loaded.n() : n + 1;
         loaded.find_next(params, work, n == tiles.first());
-        load_k(work, kCells ? loaded.n() : n);
+        load_k(work, kBlockSparse ? loaded.n() : n);
         if (n < tiles.end - 1) load_v(work, before);
         else if (kNextScoresFirst && i > 0) load_last_v(i - 1, before);
       }
-      if (!kNextScoresFirst) load_v(work, kCells ? loaded.n() : work.keys.begin);
+      if (!kNextScoresFirst) load_v(work, kBlockSparse ? loaded.n() : work.keys.begin);
     }
     if (kNextScoresFirst) load_last_v(i - 1, loaded.n());
   }
@@ -99,7 +99,7 @@ struct DenseDealer : Describer {
     }
   }
 };
-static_assert(!kCells || kQueryWarps < kDealingWarp, "the warp that deals out work has nothing else to do");
+static_assert(!kBlockSparse || kQueryWarps < kDealingWarp, "the warp that deals out work has nothing else to do");
 
 // Named barriers of kernels for several lengths: one warp has made the barriers in memory; the first piece of work is
 // described. why two, to each of which one side only arrives: the sides come to them at different places, which
@@ -109,9 +109,9 @@ enum { kBarriersMade = 4, kFirstWork = 5 };
 // Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others
 // have left, and nobody is to wait while it reads the lengths.
 template <class Queue>
-struct Dealer : Role {
+struct SchedulerWarp : Role {
   __device__ __forceinline__ void run() const {
-    if constexpr (kSingle) run_ahead();
+    if constexpr (kOneTilePerBlock) run_ahead();
     else run_on();
   }
 
@@ -119,7 +119,7 @@ struct Dealer : Role {
   // Piece i is described.
   __device__ __forceinline__ void tell(unsigned i) const {
     if (i == 0) bar_sync(kBarriersMade, 64);
-    if (leads) smem.tell(i);
+    if (is_leader) smem.tell(i);
     __syncwarp();
     if (i > 0) return;
     bar_arrive(kFirstWork, kNumThreads);
@@ -144,7 +144,7 @@ struct Dealer : Role {
       }
       // why not ahead if there is none: the other warps would end.
       if (exists || !is_ahead) {
-        if (leads) smem.write(i, work);
+        if (is_leader) smem.write(i, work);
         tell(i);
         ++i;
       }
@@ -153,7 +153,7 @@ struct Dealer : Role {
     }
     QueryWork none;
     none.row_begin = kNoWork;
-    if (leads) smem.describe(i, none);
+    if (is_leader) smem.describe(i, none);
   }
 
   // why one site for all pieces: L50.
@@ -181,8 +181,8 @@ struct Dealer : Role {
 // One warp begins to load a warpgroup's rows of q, which are counted at the barrier.
 template <class Params, class AnyWork>
 __device__ __forceinline__ void load_queries(const Params& params, const AnyWork& work, int group, unsigned target,
-                                             unsigned barrier, int&, bool leads) {
-  if (!leads) return;
+                                             unsigned barrier, int&, bool is_leader) {
+  if (!is_leader) return;
   const auto rows = work.sequence(params.problem).queries_from(work.row_begin + kGroupRows * group);
   mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
   load_panels<kPanelsQk>(params.q_map, target, kPanelBytesQ, barrier, boxed(rows, kGroupRows, params.problem.head_dim),
@@ -195,16 +195,16 @@ __device__ __forceinline__ void load_queries(const WithOwn<DecodeParams>& params
   constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
   const ProblemParams& problem = params.problem;
   const Place place{work.q_batch, work.q_begin};
-  const int group = problem.heads_per_kv, rows = smaller(work.seqlen_q * group - work.row_begin, kBlockQ);
+  const int group = problem.heads_per_kv, rows = const_min(work.seqlen_q * group - work.row_begin, kBlockQ);
 #pragma unroll 1
-  for (int at = threadIdx.x % 32; at < (kNarrow ? rows : larger(rows, filled)) * kChunks; at += 32) {
+  for (int at = threadIdx.x % 32; at < (kWarpsSplitKeys ? rows : const_max(rows, filled)) * kChunks; at += 32) {
     const int row = at / kChunks, chunk = at % kChunks, of_heads = work.row_begin + row;
     const int query = of_heads / group, head = work.head * group + of_heads - query * group;
     const int bytes = row < rows ? clamped((problem.head_dim - 8 * chunk) * 2, 16) : 0;
     const char* const from = place.address(params.q, 2, head, bytes ? query : 0, bytes ? 8 * chunk : 0);
     cp_async_16_zfill(target + chunk / 8 * kPanelBytesQ + Swizzle<8>::offset(row, chunk % 8), from, bytes);
   }
-  filled = larger(rows, 0);
+  filled = const_max(rows, 0);
   cp_async_commit();
   cp_async_wait<0>();
   fence_proxy_async();
@@ -224,7 +224,7 @@ struct QueryProducer : Role {
 #pragma unroll 1
       for (int group = first_group; group < kNumConsumers; group += step) {
         mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
-        load_queries(params, work, group, smem.q_rows(i, group), smem.q_full(i, group), filled, leads);
+        load_queries(params, work, group, smem.q_rows(i, group), smem.q_full(i, group), filled, is_leader);
         __syncwarp();
       }
     }

@@ -47,7 +47,7 @@ __device__ __forceinline__ Mask mask_of_rows(const Mask& mask) { return kRowsAre
 
 // The columns that some row of a block sees.
 __device__ __forceinline__ TileRange seen_columns(const Mask& mask, int row_begin) {
-  return TileRange::covering(mask.key_range(row_begin, smaller(row_begin + kRows, mask.seqlen_q)), kColumns);
+  return TileRange::covering(mask.key_range(row_begin, const_min(row_begin + kRows, mask.seqlen_q)), kColumns);
 }
 
 struct DenseRowBlock {
@@ -66,7 +66,7 @@ struct DenseRowBlock {
   __device__ __forceinline__ void find() {
     const Params& p = params;
     const unsigned blocks = blocks_of_rows(p), heads = heads_of_rows(p.problem);
-    const Work work(longest_first(number_of_rows(), blocks, p.problem.batch * heads, p.heads_together), heads);
+    const Work work(lpt_order(number_of_rows(), blocks, p.problem.batch * heads, p.heads_in_l2), heads);
     batch = work.batch, head = work.head;
     row_begin = (kRowsAreQueries ? blocks - 1 - work.block : work.block) * kRows;
     columns = seen_columns(mask_of_rows(sequence().mask()), row_begin);
@@ -90,7 +90,7 @@ struct DenseRowBlock {
 // The same of sequences of several lengths: slots, of which delta.cu has told what they hold (portable/key_blocks.cuh).
 // As many blocks of threads as there are multiprocessors take them one by one. why: some are empty, and a block of
 // threads takes 1 to 2 µs to begin.
-struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
+struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
   static_assert(kRows == kPaddedSlot, "delta.cu tells of blocks of other rows");
 
   struct Dealt : Ring {
@@ -107,8 +107,7 @@ struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
   int head, row_begin;
   TileRange columns;
 
-  __device__ __forceinline__ RaggedRowBlock(const Params& p, const Dealt& in_memory)
-      : DealtWork(in_memory), params(p) {}
+  __device__ __forceinline__ VarlenRowBlock(const Params& p, const Dealt& in_memory) : WorkRing(in_memory), params(p) {}
 
   // Deals out all work of a block of threads, each piece once all loads of the piece before have begun. One warp calls.
   // why so late: L19.
@@ -119,10 +118,10 @@ struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
     unsigned next = 0;
 #pragma unroll 1
     for (unsigned n = blockIdx.x; n < num_work; n = gridDim.x + take_number(params.counter, num_work)) {
-      const HeadBlock at = longest_first(n, slots, heads, params.heads_together);
+      const HeadBlock at = lpt_order(n, slots, heads, params.heads_in_l2);
       if (told[at.block].block == SeenBlock::kNone) continue;
       await_place(next);
-      deal_out(next, told, at.block, {at.head});
+      push(next, told, at.block, {at.head});
       mbarrier_wait(wanted(), next & 1);
       ++next;
     }
@@ -142,15 +141,15 @@ struct RaggedRowBlock : DealtWork<2, 1 + 4 * kNumConsumers> {
   }
 
   // Tells the warp that deals out work that all loads of the block of rows have begun.
-  __device__ __forceinline__ void want_next(bool leads) const { mbarrier_arrive_warp(wanted(), leads); }
+  __device__ __forceinline__ void want_next(bool is_leader) const { mbarrier_arrive_warp(wanted(), is_leader); }
 
   // Waits until all consumers have left the place of the rows; they leave it one by one.
   __device__ __forceinline__ void await_rows_left() const { mbarrier_wait(rows_left(), (number & 1) ^ 1); }
-  __device__ __forceinline__ void leave_rows(bool leads) const { mbarrier_arrive_warp(rows_left(), leads); }
+  __device__ __forceinline__ void leave_rows(bool is_leader) const { mbarrier_arrive_warp(rows_left(), is_leader); }
 
   // Gives the last tile of columns back, through this barrier, so that others can be loaded.
-  __device__ __forceinline__ void leave_columns(unsigned empty, bool leads) const {
-    mbarrier_arrive_warp(empty, leads);
+  __device__ __forceinline__ void leave_columns(unsigned empty, bool is_leader) const {
+    mbarrier_arrive_warp(empty, is_leader);
   }
 
  private:
@@ -164,25 +163,25 @@ struct RowBlockOf {
 };
 template <>
 struct RowBlockOf<true> {
-  using Type = RaggedRowBlock;
+  using Type = VarlenRowBlock;
 };
-using RowBlock = RowBlockOf<kLengths>::Type;
+using RowBlock = RowBlockOf<kVarlen>::Type;
 
 // The tiles of columns in which some row of a block sees something.
 template <class AnyBlock>
 __device__ __forceinline__ auto seen_tiles(const AnyBlock& block, int query_head) {
   const AscendingTiles tiles = block.columns;
   const Mask mask = mask_of_rows(block.sequence().mask());
-  const Range rows{block.row_begin, smaller(block.row_begin + kRows, mask.seqlen_q)};
+  const Range rows{block.row_begin, const_min(block.row_begin + kRows, mask.seqlen_q)};
   int batch = 0;
-  if constexpr (kCells) batch = block.batch;
+  if constexpr (kBlockSparse) batch = block.batch;
   return SeenTiles<AscendingTiles, kRows, kColumns, !kRowsAreQueries>(tiles, block.params, batch, query_head, rows,
                                                                       mask.seqlen_k);
 }
 
 // A block of rows, whichever they are.
-struct RowWork : RowBlock, ToldSteps<4 * kNumConsumers> {
-  using Told = ToldSteps<4 * kNumConsumers>;
+struct RowWork : RowBlock, StepRing<4 * kNumConsumers> {
+  using Told = StepRing<4 * kNumConsumers>;
 
   struct Dealt : RowBlock::Dealt, Told::Ring {
     // One thread calls.

@@ -7,8 +7,8 @@
 // Key blocks under a mask of the caller's own, of which portable/seen_counts.cu has listed the steps. As many blocks of
 // threads as there are multiprocessors take them one by one. why: their numbers of steps differ, and a block of threads
 // takes 2 to 3 µs to begin. One warp takes them, and tells the others of them and of their steps.
-struct SeenKeyBlocks : AnyKeyBlock, ToldSteps<kNumWarps - 1> {
-  using Told = ToldSteps<kNumWarps - 1>;
+struct SeenKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
+  using Told = StepRing<kNumWarps - 1>;
 
   struct Dealt : Told::Ring {
     uint4 noted;
@@ -24,7 +24,7 @@ struct SeenKeyBlocks : AnyKeyBlock, ToldSteps<kNumWarps - 1> {
 
   // Goes to the next key block, of which it is told; false if there is none.
   __device__ __forceinline__ bool next_block() {
-    const ToldStep told = hear();
+    const TileStep told = hear();
     if (told.is_end()) return false;
     go_to(told.head);
     return true;
@@ -36,7 +36,7 @@ struct SeenKeyBlocks : AnyKeyBlock, ToldSteps<kNumWarps - 1> {
     if (threadIdx.x % 32 == 0) {
       st_shared_v4(noted, {unsigned(batch), unsigned(kv_head), unsigned(block), unsigned(part)});
     }
-    tell(any ? ToldStep{index(), SeenTile(0)} : ToldStep{0, SeenTile::end()});
+    tell(any ? TileStep{index(), SeenTile(0)} : TileStep{0, SeenTile::end()});
     return any;
   }
 
@@ -45,7 +45,7 @@ struct SeenKeyBlocks : AnyKeyBlock, ToldSteps<kNumWarps - 1> {
   template <class F>
   __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
 #pragma unroll 1
-    for (ToldStep told = hear(); !told.is_end(); told = hear(), ++step) {
+    for (TileStep told = hear(); !told.is_end(); told = hear(), ++step) {
       f(told.head, told.tile.n(), told.tile.is_full());
     }
   }
@@ -86,8 +86,8 @@ struct SeenKeyBlocks : AnyKeyBlock, ToldSteps<kNumWarps - 1> {
     number = __shfl_sync(0xffffffffu, number, 0);
     if (number >= params.whole_blocks) return false;
     const unsigned heads_kv = params.problem.heads_q / params.problem.heads_per_kv;
-    const HeadBlock at = longest_first(number >> parts_log2(params), params.num_k_blocks,
-                                       params.problem.batch * heads_kv, params.heads_together);
+    const HeadBlock at = lpt_order(number >> parts_log2(params), params.num_k_blocks, params.problem.batch * heads_kv,
+                                   params.heads_in_l2);
     part = number & ((1u << parts_log2(params)) - 1);
     batch = at.head / heads_kv, kv_head = at.head - batch * heads_kv, block = at.block;
     if (params.key_order != nullptr) {

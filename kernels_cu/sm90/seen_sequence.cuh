@@ -5,23 +5,23 @@
 #include "../ptx/ldmatrix.cuh"
 #include "panels.cuh"
 
-// Rows from query or key `row` on. `at` is the address of RaggedMapRows of the first in shared memory. why read where
+// Rows from query or key `row` on. `at` is the address of VarlenMapRows of the first in shared memory. why read where
 // they are needed: L5.
 struct RowsInMemory {
   unsigned at;
   int row;
 
-  __device__ __forceinline__ RaggedMapRows read() const {
+  __device__ __forceinline__ VarlenMapRows read() const {
     unsigned x[4];
     ld_shared_v4(x, at);
     return {static_cast<int>(x[0]), static_cast<int>(x[1]) + row, static_cast<int>(x[2]), static_cast<int>(x[3])};
   }
 };
 
-__device__ __forceinline__ RaggedMapRows read(const RowsInMemory& rows) { return rows.read(); }
+__device__ __forceinline__ VarlenMapRows read(const RowsInMemory& rows) { return rows.read(); }
 __device__ __forceinline__ MapRows read(const MapRows& rows) { return rows; }
 
-__device__ __forceinline__ RaggedBox boxed(const RowsInMemory& rows, int num_rows, int columns) {
+__device__ __forceinline__ VarlenBox boxed(const RowsInMemory& rows, int num_rows, int columns) {
   return boxed(rows.read(), num_rows, columns);
 }
 
@@ -45,10 +45,10 @@ struct SeenSequence {
 
   __device__ __forceinline__ RowsInMemory seen_queries_from(int query) const { return {at + 16, query}; }
   __device__ __forceinline__ RowsInMemory seen_keys_from(int key) const { return {at + 32, key}; }
-  __device__ __forceinline__ RaggedMapRows queries_from(int query) const { return seen_queries_from(query).read(); }
-  __device__ __forceinline__ RaggedMapRows keys_from(int key) const { return seen_keys_from(key).read(); }
+  __device__ __forceinline__ VarlenMapRows queries_from(int query) const { return seen_queries_from(query).read(); }
+  __device__ __forceinline__ VarlenMapRows keys_from(int key) const { return seen_keys_from(key).read(); }
 };
-static_assert(sizeof(RaggedMapRows) == 16, "SeenSequence reads the members of SeenRows from other places");
+static_assert(sizeof(VarlenMapRows) == 16, "SeenSequence reads the members of SeenRows from other places");
 
 // The tiles of keys, so many each, that all of these queries see, if all of these exist: no score of them is hidden.
 __device__ __forceinline__ TileRange clear_tiles(const Mask& mask, Range queries, int size) {

@@ -19,7 +19,7 @@ constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
 // The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows.
 // Of the caller's own scores those up to kLeastScore weigh nothing. Nothing is taken off them while the row has seen
 // nothing else, and later a larger shift is, so that exp2 gives 0 for them in every row.
-constexpr float kUnseen = kOwnScores ? kLeastScore : -1e38f;
+constexpr float kUnseen = kScoreMod ? kLeastScore : -1e38f;
 
 // Whether maxima are raised in each tile. why for capped scores with v over head dim 128: registers. lse makes no
 // scores again.
@@ -27,14 +27,14 @@ constexpr bool kRaisesAlways = Score::kAlwaysChanges && (kHeadDim > 192 || kHead
 
 // Whether rows are found in which some keys outweigh all others, so that their largest weight becomes exact (L42). why
 // not with scores of the caller's own: registers.
-constexpr bool kFindsPeaks = !kRaisesAlways && !kOwnScores && kHeadDimV > 0;
+constexpr bool kFindsPeaks = !kRaisesAlways && !kScoreMod && kHeadDimV > 0;
 constexpr float kUnit = kIsFloat16 ? 1.0f : 1.0f / 268435456.0f;  // 2^-kBias, the weight of a maximum when it is found
 // A tile has a peak if the sum of some lane over it is larger. why so large: scores of size 1 and 2 have none, unless
 // the first maximum is that of fewer than kFewKeys keys. So the sum of a row is under 1 in bfloat16, as above, in 2^12
 // tiles.
 constexpr float kPeak = 1024.0f * kUnit, kPeakOfFew = 32768.0f * kUnit;
 constexpr int kFewKeys = 16;
-constexpr bool kPacksLimits = kLengths && kHeadDim > 192;  // why: registers
+constexpr bool kPacksLimits = kVarlen && kHeadDim > 192;  // why: registers
 // Weights of tiles with a larger sum are made again instead of scaled down. why: what they are scaled by would be 0.
 constexpr float kMostScaled = 4e37f * kUnit;  // 2^125
 
@@ -128,7 +128,7 @@ struct Softmax {
   }
 
   // What makes exponents of whole scores of row h.
-  __device__ __forceinline__ float base(int h) const { return kOwnScores && shift[h] == kUnseen ? 0.0f : shift[h]; }
+  __device__ __forceinline__ float base(int h) const { return kScoreMod && shift[h] == kUnseen ? 0.0f : shift[h]; }
 
   // As raise_unseen, for scores less taken_off, which become exponents.
   template <int kCount>

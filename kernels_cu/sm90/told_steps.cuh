@@ -6,11 +6,11 @@
 #include "../ptx/mbarrier.cuh"
 #include "config.cuh"
 
-static_assert(!kCells || !kLengths, "tiles of the rows that are seen are not made of whole cells");
+static_assert(!kBlockSparse || !kVarlen, "tiles of the rows that are seen are not made of whole cells");
 
 // A step, a tile and a query head; or the end of the steps of a block of keys, or of other rows. Or a block that
 // begins, whose number is in the place of the head.
-struct ToldStep {
+struct TileStep {
   int head;
   SeenTile tile;
 
@@ -19,15 +19,15 @@ struct ToldStep {
 
 // A warp's place in the ring. Without cells nobody is told: each warp knows all steps.
 // kReaders: warps that are told.
-template <bool kExists, int kReaders>
+template <bool kEnabled, int kReaders>
 struct ToldStepsOf {
   struct Ring {
     __device__ void init() const {}
   };
 
   __device__ __forceinline__ explicit ToldStepsOf(const Ring&) {}
-  __device__ __forceinline__ void tell(const ToldStep&) {}
-  __device__ __forceinline__ ToldStep hear() { return {0, SeenTile::end()}; }
+  __device__ __forceinline__ void tell(const TileStep&) {}
+  __device__ __forceinline__ TileStep hear() { return {0, SeenTile::end()}; }
 };
 
 template <int kReaders>
@@ -53,7 +53,7 @@ struct ToldStepsOf<true, kReaders> {
   __device__ __forceinline__ explicit ToldStepsOf(const Ring& in_memory) : ring(smem_address(&in_memory)) {}
 
   // All lanes of the one warp call.
-  __device__ __forceinline__ void tell(const ToldStep& told) {
+  __device__ __forceinline__ void tell(const TileStep& told) {
     mbarrier_wait(empty(), (number / kSlots & 1) ^ 1);
     if (threadIdx.x % 32 == 0) {
       st_shared_u32(slot(), told.head), st_shared_u32(slot() + 4, told.tile.bits);
@@ -65,7 +65,7 @@ struct ToldStepsOf<true, kReaders> {
 
   // All lanes of any other warp call. why one lane reads: L41. why it gives the place back after all have what it has
   // read: L40.
-  __device__ __forceinline__ ToldStep hear() {
+  __device__ __forceinline__ TileStep hear() {
     mbarrier_wait(full(), number / kSlots & 1);
     unsigned head = 0, bits = 0;
     if (threadIdx.x % 32 == 0) ld_shared_v2(head, bits, slot());
@@ -82,4 +82,4 @@ struct ToldStepsOf<true, kReaders> {
   __device__ __forceinline__ unsigned empty() const { return full() + kSlots * 8; }
 };
 template <int kReaders>
-using ToldSteps = ToldStepsOf<kCells, kReaders>;
+using StepRing = ToldStepsOf<kBlockSparse, kReaders>;

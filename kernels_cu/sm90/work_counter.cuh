@@ -1,7 +1,7 @@
 // The number of a block's next piece of work, for forward and lse on Hopper.
 #pragma once
 #include "../common/division.cuh"
-#include "../common/ragged.cuh"
+#include "../common/varlen.cuh"
 #include "../common/tile_range.cuh"
 #include "../common/work.cuh"
 #include "config.cuh"
@@ -12,20 +12,20 @@ struct KernelParamsOf {
 };
 template <>
 struct KernelParamsOf<true, false> {
-  using Type = WithOwn<RaggedForwardParams>;
+  using Type = WithOwn<VarlenForwardParams>;
 };
 template <>
 struct KernelParamsOf<true, true> {
   using Type = WithOwn<DecodeParams>;
 };
-using KernelParams = KernelParamsOf<kLengths, kDecodes>::Type;
+using KernelParams = KernelParamsOf<kVarlen, kDecode>::Type;
 static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parameters");
 
 constexpr int kNoWork = -1;
 constexpr int kVoid = -2;  // there is no more work, and the piece before is void: its rows are not stored
 // The warp that deals out the work of a block of threads. why one that loads no keys if it reads lengths or counts
 // cells: it takes as long as two key tiles.
-constexpr int kDealingWarp = kLengths || kCells ? 3 : 0;
+constexpr int kDealingWarp = kVarlen || kBlockSparse ? 3 : 0;
 
 // The first piece has the block's index; the others are as the counter hands them out or, without a counter, at a fixed
 // distance.

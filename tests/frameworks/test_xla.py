@@ -169,7 +169,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for module in (launch, handlers):
         monkeypatch.setattr(module, "relaxed_capture", lambda: entered("relaxed"))
     monkeypatch.setattr(handlers.counters, "reserve", lambda ordinal, words: told.append(f"reserve {ordinal}"))
-    launch.KEPT.clear()
+    launch.CALL_CACHE.clear()
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])
     return told
 

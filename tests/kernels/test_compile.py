@@ -229,17 +229,17 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     halves = [dtype for dtype in DTYPES if TABLE[dtype].itemsize == 2]
     for dtype, row, capped in product(halves, tiles_sm90.TILES, (False, True)):
         if row.softcap in (None, capped):
-            rows_of = [row, *map(row.for_lengths, (False, True))]
+            rows_of = [row, *map(row.for_varlen, (False, True))]
             rows_of += [row.for_decoding(*each) for each in product((False, True), repeat=3)]
             rows_of.append(row.for_decoding(paged=False, few=True, narrow=True, single=True))
             wanted |= {("forward", dtype, out, each, capped) for out in (dtype, "float32") for each in rows_of}
         of_lse = tiles_sm90.choose("lse", row.head_dim, 0, 1.0, capped)
         assert of_lse is not None
-        wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, *map(of_lse.for_lengths, (False, True)))}
+        wanted |= {("lse", dtype, dtype, each, capped) for each in (of_lse, *map(of_lse.for_varlen, (False, True)))}
     # Only dense calls share key blocks by heads, and only they know that a sequence has many queries.
     gradients = [("backward", replace(row, shares_heads=True), False) for row in tiles_sm90.BACKWARD]
     gradients += [("backward", row, False) for row in tiles_sm90.BACKWARD]
-    gradients += [("backward", row.for_lengths(), True) for row in tiles_sm90.BACKWARD if not row.min_queries]
+    gradients += [("backward", row.for_varlen(), True) for row in tiles_sm90.BACKWARD if not row.min_queries]
     gradients += [(f"backward_{row.gradient}", row, lengths) for row in tiles_sm90.ROWS for lengths in (False, True)]
     of_keys = [replace(row, shares_heads=True) for row in tiles_sm90.ROWS if row.gradient != "dq"]
     gradients += [(f"backward_{row.gradient}", row, False) for row in of_keys]

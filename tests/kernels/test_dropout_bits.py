@@ -13,13 +13,13 @@ import pytest
 from texts import KERNELS, SHIM
 
 from cuflash.problem.dropout import share_kept
-from cuflash.reference.dropout import is_kept
+from cuflash.reference.dropout import is_cacheable
 
 # Lanes run one after the other, twice: what they send to each other in the first turn is there in the second.
 PROGRAM = r"""
 #define __forceinline__ inline
 constexpr bool kDropout = true;
-struct OwnParams {
+struct ModParams {
   const unsigned* seed;
   int kept_share;
   float kept_scale;
@@ -85,7 +85,7 @@ void one_by_one(const Dropout& dropout, int query, int key, float* out) {
 }
 
 extern "C" void run(const unsigned* seed, int share, int sequence, int head, int query, int key, int way, float* out) {
-  const OwnParams own{seed, share, 1.0f};
+  const ModParams own{seed, share, 1.0f};
   const Dropout dropout(own, sequence, head);
   if (way < 2) of_queries<false, 24>(dropout, query, key, out, way);
   else if (way < 4) of_queries<true, 32>(dropout, query, key, out, way == 3);
@@ -125,4 +125,4 @@ def test_fragments_keep_the_weights_of_the_reference(run: Any, way: int, dropout
         out = np.full((queries, keys), -1, np.float32)
         run(words, share_kept(dropout_p), sequence, head, query, key, way, out.ctypes.data_as(ctypes.c_void_p))
         q_idx, k_idx = query + np.arange(queries)[:, None], key + np.arange(keys)
-        np.testing.assert_array_equal(out, is_kept(seed, dropout_p, sequence, head, q_idx, k_idx))
+        np.testing.assert_array_equal(out, is_cacheable(seed, dropout_p, sequence, head, q_idx, k_idx))

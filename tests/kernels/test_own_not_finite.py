@@ -16,7 +16,7 @@ import cuflash
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.functions import FUNCTIONS, Arguments, Put, joined, softcap
 from cuflash.testing.layouts import host
-from cuflash.testing.mod_oracle import Given, Own, check, check_gradients
+from cuflash.testing.mod_oracle import Given, OracleMods, check, check_gradients
 from cuflash.testing.mods import without_grads
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
@@ -82,7 +82,7 @@ def check_infinite_product(put: Put, case: Case) -> None:
     told = {"score_mod": score_mod, "causal": True}
     out, lse = cuflash.forward(*there, return_lse=True, **told)
     dv = cuflash.backward(put(dout), *there, out, lse, **told)[2]
-    given, own = Given.dense(case, (q, k, v)), Own.of({"score_mod": score_mod})
+    given, own = Given.dense(case, (q, k, v)), OracleMods.of({"score_mod": score_mod})
     check(given, own, out, lse)
     check_gradients(given, own, dout, None, (None, None, dv))  # dq and dk are sums of numbers near 3e38
 

@@ -19,7 +19,7 @@ import cuflash
 from cuflash.errors import ProblemError
 from cuflash.mods import masks
 from cuflash.mods.analysis.intervals import row_interval
-from cuflash.mods.graph.simplify import written_once
+from cuflash.mods.graph.simplify import pick_form
 from cuflash.mods.tracing.trace import trace
 from cuflash.reference.mods import evaluate
 
@@ -32,7 +32,7 @@ def seen(mask_mod: Any, seqlen_q: int, seqlen_k: int, b: int = 0, h: int = 0) ->
     graph = trace(mask_mod, "mask_mod")
     inputs = {"b": b, "h": h, "q_idx": np.arange(seqlen_q)[:, None], "k_idx": np.arange(seqlen_k)}
     lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    roots = [written_once(graph.root, of_keys) for of_keys in (False, True)]
+    roots = [pick_form(graph.root, of_keys) for of_keys in (False, True)]
     values = evaluate(roots, inputs | lengths, [each.array for each in graph.arrays])
     of_queries, of_keys = (np.broadcast_to(each, (seqlen_q, seqlen_k)) for each in values)
     np.testing.assert_array_equal(of_queries, of_keys)
@@ -131,7 +131,7 @@ def test_their_texts_have_their_values_and_compile(tmp_path: Path) -> None:
     cases = []
     for mask_mod in [mask_mod for mask_mod, _ in DEFINED.values()] + [masks.tree(np.arange(20)), masks.causal]:
         graph = trace(mask_mod, "mask_mod")
-        for root in dict.fromkeys(written_once(graph.root, of_keys) for of_keys in (False, True)):
+        for root in dict.fromkeys(pick_form(graph.root, of_keys) for of_keys in (False, True)):
             cases.append(Case([root], [each.array for each in graph.arrays]))
     inputs = points(200) | {"b": np.arange(200) % 2, "seqlen_q": np.full(200, 30), "seqlen_k": np.full(200, 30)}
     check(cases, tmp_path, inputs | {"q_idx": np.arange(200) % 29, "k_idx": np.arange(200) % 30})

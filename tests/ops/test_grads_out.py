@@ -77,7 +77,7 @@ def test_a_gradient_that_is_none_is_new(which: int, xp: Any) -> None:
 
 
 LENGTHS = (5, 0, 1, 17, 30), (9, 3, 0, 17, 31)
-OF_SEQUENCES = [
+VARLEN_OPS = [
     Sequences("packed", *LENGTHS, causal=True),
     Sequences("used", *LENGTHS, used_q=True, used_k=True, spare_q=(1, 4, 0, 2, 0), spare_k=(0, 3, 2, 0, 1)),
     Sequences("rectangle", (9, 2, 0), (4, 11, 3), "rectangle", "rectangle", True, True, dtype="float32"),
@@ -86,7 +86,7 @@ OF_SEQUENCES = [
 
 @DETERMINISTIC
 @pytest.mark.parametrize("layout", ["vectors", "every_second", "gaps"])
-@pytest.mark.parametrize("case", OF_SEQUENCES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", VARLEN_OPS, ids=lambda case: case.name)
 def test_rows_of_no_sequence_become_0_in_arrays_that_are_given(
     case: Sequences, layout: str, deterministic: bool, xp: Any
 ) -> None:

@@ -139,9 +139,9 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
     for launch, like in zip(made.launches, dense.launches, strict=True):
         tile = like.variant.tile
         if isinstance(tile, WarpgroupBackwardTile):
-            tile = tile.for_lengths()
+            tile = tile.for_varlen()
         assert launch.variant == replace(like.variant, tile=tile, lengths=True)
-        assert {name for name, box in launch.boxes.items() if box.ragged} == set(like.boxes)
+        assert {name for name, box in launch.boxes.items() if box.varlen} == set(like.boxes)
         if "deterministic" in like.fields:
             assert launch.fields["deterministic"] == like.fields["deterministic"]
     found, slots, delta = made.launches[1].fields, 4 * 4096 // 128 + 4 + 2, made.launches[0]
@@ -198,8 +198,8 @@ def test_kernels_are_told_of_scores_of_the_callers_own_as_their_rows_are(dim: in
     assert [x.variant.op for x in made.launches] == [x.variant.op for x in plain.launches]
     assert made.launches[0].variant == plain.launches[0].variant
     for launch in made.launches[1:]:
-        assert launch.variant.own == own_code(of, rows_are_keys=launch.variant.op != "backward_dq")
-    assert own_code(of) != own_code(of, rows_are_keys=True)
+        assert launch.variant.own == own_code(of, keys_as_rows=launch.variant.op != "backward_dq")
+    assert own_code(of) != own_code(of, keys_as_rows=True)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
@@ -245,7 +245,7 @@ def test_sequences_of_several_lengths_have_the_same_kernels_with_scores_of_the_c
             assert (launch.variant.tells_sequences, like.variant.tells_sequences) == (True, False)
             assert launch.variant == replace(like.variant, tells_sequences=True)
         else:
-            assert launch.variant.own == own_code(of, rows_are_keys=launch.variant.op != "backward_dq")
+            assert launch.variant.own == own_code(of, keys_as_rows=launch.variant.op != "backward_dq")
             assert like.variant.own is None
     lists = [name for name in ("key_list", "q_blocks", "k_blocks") if name in made.workspace]
     assert lists

@@ -29,7 +29,7 @@ from cuflash.runtime.own_params import own_params
 
 A100 = KNOWN["sm_80"]
 IDS, ONE = np.zeros((2, 600), np.int32), np.zeros(3, np.int32)
-TOLD = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
+VARLEN_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
 
 
 def of_heads(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -63,7 +63,7 @@ def problem(
     lse = ArraySpec.dense((batch, heads, seqlen_q), "float32")
     given: list[ArraySpec | None] = {"forward": [q, k, k], "lse": [q, k], "backward": [q, k, k, q, q, lse, None]}[op]
     if told is not None:
-        given += [ArraySpec.dense(told[name], "int32") if name in told else None for name in TOLD]
+        given += [ArraySpec.dense(told[name], "int32") if name in told else None for name in VARLEN_ARGS]
     given += [ArraySpec.dense(x.array.shape, x.dtype) for x in captured(graphs)]
     given += [] if bias is None else [ArraySpec.dense(bias.shape, bias.dtype.name)]
     if has_cells:
@@ -148,7 +148,7 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: boo
     assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "seen_counts", "backward"]
     assert made.variant is main.variant
     assert main.variant.source == "sm90/backward.cu"
-    assert main.variant.own == own_code(given, rows_are_keys=True, cells=True)
+    assert main.variant.own == own_code(given, keys_as_rows=True, cells=True)
     assert counts.variant.own is None  # it is compiled once for all masks
     of_batch, of_head, of_row = strides_of(given)
     assert counts.fields == {
@@ -207,7 +207,7 @@ def test_heads_that_start_together_under_a_mask_alone_touch_what_l2_holds(
     head_dim: int, rows: int, together: int
 ) -> None:
     given = problem(of_keys, "backward", (4, rows, rows, 16), head_dim=head_dim)
-    assert plan(given, KNOWN["sm_90"]).launches[-1].fields["heads_together"] == together
+    assert plan(given, KNOWN["sm_90"]).launches[-1].fields["heads_in_l2"] == together
     touched = together * rows * head_dim * (2 * 2 + 2 * 2 + 4)
     assert touched <= 48 * 2**20 < 2 * touched or together == 16
 
@@ -219,14 +219,14 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
     while (made := plan(given, KNOWN["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
         main = made.variant
         assert main is not None
-        assert main.own == own_code(given, rows_are_keys=True, cells=True)
+        assert main.own == own_code(given, keys_as_rows=True, cells=True)
         assert isinstance(main.tile, WarpgroupBackwardTile)
         dims.append((main.tile.head_dim, main.tile.k_steps))
         spilled.add(main)
     assert dims[:2] == [(64, 2), (64, 0)]
     assert dims == sorted(dims, key=lambda each: each[0])
     assert [launch.variant.op for launch in made.launches] == ["delta", "backward"]
-    assert made.launches[1].variant.own == own_code(given, rows_are_keys=True)
+    assert made.launches[1].variant.own == own_code(given, keys_as_rows=True)
     assert not {"cells", "seen_counts"} & set(made.workspace)
 
 
@@ -237,7 +237,7 @@ def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() ->
         "block_mask", "delta", "backward_dq", "backward_dk", "backward_dv"
     ]  # fmt: skip
     for launch in made.launches[2:]:
-        assert launch.variant.own == own_code(given, rows_are_keys=launch.variant.op != "backward_dq", cells=True)
+        assert launch.variant.own == own_code(given, keys_as_rows=launch.variant.op != "backward_dq", cells=True)
     assert made.variant is made.launches[2].variant
     wide, narrow = made.variant.tile, plan(given, KNOWN["sm_90"], spilled={made.variant}).launches[2].variant
     assert isinstance(wide, WarpgroupRowsTile)

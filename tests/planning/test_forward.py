@@ -53,7 +53,7 @@ def test_tiles_are_counted_where_blocks_take_several_of_different_lengths() -> N
 def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2() -> None:
     def together(seqlen_k: int, heads: tuple[int, int] = (16, 16), batch: int = 4, **more: Any) -> int:
         of = {"dims": (batch, 256, seqlen_k, *heads), "causal": True} | more
-        return launched(128, 128, **of).fields["heads_together"]
+        return launched(128, 128, **of).fields["heads_in_l2"]
 
     assert together(1024, causal=False) == together(2**20) == 1
     assert together(256) == 64 == 4 * 16  # all of them

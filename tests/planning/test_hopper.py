@@ -21,7 +21,7 @@ from cuflash.problem.options import Options
 from cuflash.problem.own import Bias, own_of
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
-from cuflash.runtime.launch import Call, Judged
+from cuflash.runtime.launch import Call, ValidatedCall
 
 H100 = KNOWN["sm_90"]
 SHAPE = (2, 300, 4, 64)
@@ -151,7 +151,7 @@ def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
     gpus = Gpus(monkeypatch)
     monkeypatch.setattr(launch, "relaxed_capture", contextlib.nullcontext)  # the driver's
     of = problem_of(*[SOME._replace(device="cuda:1")] * 3, op=op)
-    call, names = Call(Judged(of, (False,) * len(of.op.names))), of.op.names
+    call, names = Call(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
     pointers = (*[2**20 + 4 * (name in ("lse", "dlse")) for name in names], 2**30)  # lse may be anywhere
     for number, name in enumerate(names):
         for _ in range(3):  # written, written once more and kept, and found
@@ -173,7 +173,7 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     bias = ArraySpec.dense((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
     op = own_op("forward", False, own_of(None, None, Bias("float32", (False, True, True, True))))
     of = Problem.of(op, [q, q, q, bias], Options())
-    call, names = Call(Judged(of, (False,) * len(of.op.names))), of.op.names
+    call, names = Call(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
     assert dict(call.plan.paired) == {"bias": 8}  # two of float32
     pointers = (*[2**20] * len(names), 2**30)
     off, far = (tuple(x + add * (n == names.index("bias")) for n, x in enumerate(pointers)) for add in (4, 8))

@@ -63,15 +63,15 @@ def test_what_heads_that_start_together_touch_stays_in_l2_unless_they_do_not_fil
         (1024, 32, 128), (4096, 32, 128), (8192, 32, 128), (16384, 32, 128), (2**17, 32, 128), (4096, 32, 64),
         (16384, 32, 64), (8192, 8, 128), (2**17, 8, 128),
     ):  # fmt: skip
-        found = fields(dim, dim, dims=(4, seqlen, seqlen, 32, heads), causal=True)["heads_together"]
+        found = fields(dim, dim, dims=(4, seqlen, seqlen, 32, heads), causal=True)["heads_in_l2"]
         group = 32 // heads
         head_bytes = seqlen * (2 * 2 * dim + group * (2 * 2 * dim + 4 * dim))  # k and v; q, dout, and dq in float32
         blocks = seqlen // 128
         assert 1 <= found <= 16
         assert found == 1 or found * head_bytes <= L2_BYTES or found * blocks < 2 * 3 * H100.num_sms
         assert found == 16 or 2 * found * head_bytes > L2_BYTES
-    assert fields(dims=(4, 4096, 4096, 8, 8))["heads_together"] == 1  # key blocks of equal length
-    assert fields(dims=(4, 1024, 1024, 8, 8), causal=True, deterministic=True)["heads_together"] > 16
+    assert fields(dims=(4, 4096, 4096, 8, 8))["heads_in_l2"] == 1  # key blocks of equal length
+    assert fields(dims=(4, 1024, 1024, 8, 8), causal=True, deterministic=True)["heads_in_l2"] > 16
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_small_head_dims_take_key_blocks_of_other_heads_and_sequences_in_between
     dim: int, heads: tuple[int, int], rows: int, causal: bool, heads_and_sequences: tuple[int, int]
 ) -> None:
     made = of_lengths(dim, 16384 // rows, rows, heads, causal=causal)
-    together = made.launches[1].fields["heads_together"], made.launches[0].fields["sequences_together"]
+    together = made.launches[1].fields["heads_in_l2"], made.launches[0].fields["sequences_together"]
     assert together == heads_and_sequences
     made = of_lengths(dim, 16384 // rows, rows, heads, causal=causal, deterministic=True)
     assert made.launches[0].fields["sequences_together"] == 1
@@ -130,7 +130,7 @@ def test_blocks_of_threads_take_listed_key_blocks_and_share_the_last_or_few() ->
     assert (grouped["least_parts"], grouped["shared_keys"]) == (4, grouped["max_key_blocks"] * 8)
     assert of_lengths(128, 2, 4096, (64, 8), causal=True, deterministic=True).launches[0].fields["shared_keys"] == 0
     # as many heads as have two waves of parts; the last two waves of all lists are sorted
-    assert (grouped["sorted_blocks"], taking["heads_together"]) == (33, 2)
+    assert (grouped["sorted_blocks"], taking["heads_in_l2"]) == (33, 2)
     for more in ({}, {"causal": True, "window_size": (1023, 0)}):
         assert of_lengths(128, 2, 4096, (64, 8), **more).launches[0].fields["least_parts"] == 1
 
@@ -195,4 +195,4 @@ def test_two_waves_of_blocks_that_share_query_heads_start_together() -> None:
     for batch, seqlen, heads, together in ((2, 4096, 64, 2), (1, 8192, 128, 1), (2, 8192, 32, 2), (8, 1024, 64, 16)):
         made = fields(128, 128, dims=(batch, seqlen, seqlen, heads, 8), causal=True)
         assert made["parts_log2"] > 0
-        assert made["heads_together"] == together
+        assert made["heads_in_l2"] == together

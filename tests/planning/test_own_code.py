@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import cuflash
-from cuflash.planning.own_code import MORE_WORDS, OwnCode, own_code, words_of
+from cuflash.planning.own_code import MORE_WORDS, ModCode, own_code, words_of
 from cuflash.problem.problem import Problem
 
 SLOPES, TABLE = np.zeros(4, np.float32), np.zeros((4, 9), np.float32)
@@ -24,8 +24,8 @@ def problem(**call: Any) -> Problem:
     return cuflash.plan(shape, shape, shape, dtype="bfloat16", device="cpu", **call).problem
 
 
-def code(rows_are_keys: bool = False, **call: Any) -> OwnCode:
-    found = own_code(problem(**call), rows_are_keys)
+def code(keys_as_rows: bool = False, **call: Any) -> ModCode:
+    found = own_code(problem(**call), keys_as_rows)
     assert found is not None
     return found
 
@@ -39,7 +39,7 @@ def test_functions_that_are_equal_have_one_text_whatever_their_arrays_are() -> N
     first, second = code(score_mod=alibi), code(score_mod=lambda s, b, h, q, k: s - other[h] * abs(q - k))
     assert first is second
     assert code(score_mod=alibi, sinks=(4,)).digest != first.digest
-    assert code(score_mod=alibi, rows_are_keys=True).digest != first.digest
+    assert code(score_mod=alibi, keys_as_rows=True).digest != first.digest
     assert code(score_mod=lambda s, b, h, q, k: s - SLOPES[h] * abs(q - k) * 2.0).digest != first.digest
 
 
@@ -53,9 +53,9 @@ def test_masks_are_the_same_functions_in_all_kernels() -> None:
     def of_mask(text: str) -> list[int]:
         return [text.count(f"{name}(") for name in ("tanhf", "__fmul_rn", "fmaf", "hyperbolic_tangent")]
 
-    for rows_are_keys in (False, True):
-        assert of_mask(code(mask_mod=mask_mod, rows_are_keys=rows_are_keys).text) == [1, 2, 0, 0]
-        both = code(mask_mod=mask_mod, score_mod=score_mod, rows_are_keys=rows_are_keys).text
+    for keys_as_rows in (False, True):
+        assert of_mask(code(mask_mod=mask_mod, keys_as_rows=keys_as_rows).text) == [1, 2, 0, 0]
+        both = code(mask_mod=mask_mod, score_mod=score_mod, keys_as_rows=keys_as_rows).text
         assert of_mask(both)[:2] == [1, 2]
         assert of_mask(both)[3] == 1
 
@@ -77,8 +77,8 @@ def test_macros_tell_what_a_call_has() -> None:
 
 
 def test_elements_are_loaded_together_where_pairs_of_them_lie_so() -> None:
-    def pairs(rows_are_keys: bool = False, **call: Any) -> list[str]:
-        return re.findall(r"template pair<(\w+)>", code(rows_are_keys, **call).text)
+    def pairs(keys_as_rows: bool = False, **call: Any) -> list[str]:
+        return re.findall(r"template pair<(\w+)>", code(keys_as_rows, **call).text)
 
     row = np.zeros(300, np.int32)
     assert pairs(bias=(2, 4, 300, 300)) == pairs(mask_mod=lambda b, h, q, k: row[q] == row[k]) == ["true"]

@@ -23,7 +23,7 @@ from cuflash.planning.planner import plan
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import own_op
 from cuflash.problem.options import Options
-from cuflash.problem.own import Bias, Own, captured, own_of
+from cuflash.problem.own import Bias, ModSpec, captured, own_of
 from cuflash.problem.problem import Problem
 from cuflash.reference.mods import evaluate, place_of
 
@@ -113,7 +113,7 @@ def problem_of(call: Arrays, dtype: str = "float32", grads: tuple[int, ...] = (0
     return Problem.of(own_op("backward", False, own, grads), given, Options(**call))
 
 
-def own_of_problem(of: Problem) -> Own:
+def own_of_problem(of: Problem) -> ModSpec:
     assert of.op.own is not None
     return of.op.own
 

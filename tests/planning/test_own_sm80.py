@@ -28,7 +28,7 @@ def plan_of(op: str, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "s
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_functions_have_keys_in_their_rows_where_blocks_own_keys(deterministic: bool) -> None:
     made = plan_of("backward", deterministic=deterministic)
-    of_queries, of_keys = own_code(made.problem), own_code(made.problem, rows_are_keys=True)
+    of_queries, of_keys = own_code(made.problem), own_code(made.problem, keys_as_rows=True)
     assert of_queries != of_keys
     found = {launch.variant.op: launch.variant.own for launch in made.launches}
     of_both = {"backward_dkdv": of_keys, "backward_dq": of_queries}

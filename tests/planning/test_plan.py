@@ -98,7 +98,7 @@ def check_limits(made: Plan, device: Device) -> None:
         assert all(0 <= value < 2**31 for value in launch.fields.values())
         # What kernels multiply in 32 bits.
         blocks = max(launch.fields.get("num_q_blocks", 1), launch.fields.get("num_k_blocks", 1))
-        assert launch.fields.get("heads_together", 1) * blocks < 2**32
+        assert launch.fields.get("heads_in_l2", 1) * blocks < 2**32
         tile, of = variant.tile, made.problem
         assert isinstance(of, Problem)
         if launch.fields.get("shared_steps", 0):
@@ -176,10 +176,10 @@ WAYS: dict[str, tuple[Problem, Device, dict[str, int]]] = {
     "tiles_of_80": (problem(128, 128, "backward", dims=(1, 8192, 130, 1, 1)), FEW, {"num_q_blocks": 103}),
     "parts_of_heads": (problem(96, 96, "backward", dims=(1, 900, 300, 5, 1), causal=True), FEW, {"parts_log2": 2}),
     "several": (problem(64, 64, "backward", dims=(2, 200, 700, 9, 9), causal=True), FEW, {"key_blocks": 2}),
-    "tiles": (problem(128, 128, dims=(3, 300, 300, 7, 7), causal=True), FEW, {"num_tiles": 63, "heads_together": 16}),
+    "tiles": (problem(128, 128, dims=(3, 300, 300, 7, 7), causal=True), FEW, {"num_tiles": 63, "heads_in_l2": 16}),
     "in_order": (problem(64, 64, "backward", dims=(1, 300, 300, 4, 2), deterministic=True), FEW, {"deterministic": 1}),
     "dq_alone": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1), deterministic=True), ONE, {"splits": 1}),
-    "rows": (problem(256, 256, "backward", dims=(3, 300, 300, 9, 9), causal=True), FEW, {"heads_together": 16}),
+    "rows": (problem(256, 256, "backward", dims=(3, 300, 300, 9, 9), causal=True), FEW, {"heads_in_l2": 16}),
 }
 
 

@@ -13,8 +13,8 @@ from refusals import Row, backward_with, check, forward_with, rows, zeros
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.lengths import Lengths
-from cuflash.problem.operands import INTEGERS, OF_SEQUENCES
+from cuflash.problem.lengths import SeqlenInfo
+from cuflash.problem.operands import INTEGERS, VARLEN_OPS
 from cuflash.problem.options import Options
 from cuflash.problem.problem import MAX_SEQLEN, Problem
 
@@ -30,11 +30,11 @@ RECTANGLE = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 6), "seqused_q
 CACHED = {"q": (2, 5, 4, 8), "k": (9, 7, 2, 8), "v": (9, 7, 2, 6), "cache_batch_idx": (2,), "seqused_k": (2,)}
 PAGED = {"q": (2, 5, 4, 8), "k": (9, 16, 2, 8), "v": (9, 16, 2, 6), "page_table": (2, 3), "seqused_k": (2,)}
 LEGAL = {"packed": PACKED, "cache": OVER_CACHE, "rectangle": RECTANGLE, "cached": CACHED, "paged": PAGED}
-TOLD = [operand.name for operand in OF_SEQUENCES["forward"].inputs if operand.dtype == INTEGERS]
+VARLEN_ARGS = [operand.name for operand in VARLEN_OPS["forward"].inputs if operand.dtype == INTEGERS]
 
 
 def arrays(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    return {name: ints(*shape) if name in TOLD else zeros(*shape) for name, shape in shapes.items()}
+    return {name: ints(*shape) if name in VARLEN_ARGS else zeros(*shape) for name, shape in shapes.items()}
 
 
 def refused(kind: str, *table: tuple[str, dict[str, Any], tuple[str, ...]]) -> Any:
@@ -43,7 +43,7 @@ def refused(kind: str, *table: tuple[str, dict[str, Any], tuple[str, ...]]) -> A
     def call(changes: dict[str, Any]) -> dict[str, Any]:
         shapes = {name: x for name, x in changes.items() if isinstance(x, tuple)}
         given = arrays(LEGAL[kind] | shapes) | {name: x for name, x in changes.items() if name not in shapes}
-        return {name: x for name, x in given.items() if x is not None or name not in TOLD}
+        return {name: x for name, x in given.items() if x is not None or name not in VARLEN_ARGS}
 
     return rows(call, *((f"{kind}_{name}", changes, words) for name, changes, words in table))
 
@@ -185,7 +185,7 @@ def test_backward_has_no_gradients_of_cached_keys(name: str) -> None:
 
 
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", VARLEN_ARGS)
 def test_lengths_of_another_library_are_refused(name: str) -> None:
     torch = pytest.importorskip("torch")
     kind = next(kind for kind, shapes in LEGAL.items() if name in shapes)
@@ -196,8 +196,8 @@ def test_lengths_of_another_library_are_refused(name: str) -> None:
 
 def problem(kind: str = "packed", changes: Mapping[str, tuple[int, ...]] | None = None, **options: Any) -> Problem:
     """The problem of a legal call in which some shapes are changed."""
-    op, shapes = OF_SEQUENCES["forward"], LEGAL[kind] | (changes or {})
-    dtypes = {name: INTEGERS if name in TOLD else "float16" for name in shapes}
+    op, shapes = VARLEN_OPS["forward"], LEGAL[kind] | (changes or {})
+    dtypes = {name: INTEGERS if name in VARLEN_ARGS else "float16" for name in shapes}
     specs = [ArraySpec.dense(shapes[name], dtypes[name]) if name in shapes else None for name in op.names]
     return Problem.of(op, specs, Options(**options))
 
@@ -232,12 +232,12 @@ def test_bounds_are_those_of_the_arrays_or_what_the_caller_knows() -> None:
 
 
 def test_where_rows_lie_is_kept_and_masks_are_made_for_each_length() -> None:
-    assert problem("packed").lengths == Lengths(1, 5, 1, 7, True, True)
-    assert problem("cache").lengths == Lengths(1, 5, 2, 7, True)
+    assert problem("packed").lengths == SeqlenInfo(1, 5, 1, 7, True, True)
+    assert problem("cache").lengths == SeqlenInfo(1, 5, 2, 7, True)
     windowed = problem("paged", window_size=(4, 2), diagonal_offset=1).lengths
-    assert windowed == Lengths(2, 5, 9, 16, left=4, right=2, offset=1)
+    assert windowed == SeqlenInfo(2, 5, 9, 16, left=4, right=2, offset=1)
     own = problem("cached", causal=True).lengths
-    assert own == Lengths(2, 5, 9, 7, right=0)
+    assert own == SeqlenInfo(2, 5, 9, 7, right=0)
     assert own is not None
     for seqlen_q, seqlen_k in ((1, 7), (5, 3), (0, 4), (5, 0)):
         visible = own.mask(seqlen_q, seqlen_k).visible(np.arange(seqlen_q), np.arange(seqlen_k))
@@ -245,7 +245,7 @@ def test_where_rows_lie_is_kept_and_masks_are_made_for_each_length() -> None:
 
 
 def test_there_is_a_slot_for_each_block_of_every_sequence_and_of_the_rows_around_them() -> None:
-    assert Lengths(3, 130, 3, 64).num_slots("q", 3, 64) == 3 * 3
+    assert SeqlenInfo(3, 130, 3, 64).num_slots("q", 3, 64) == 3 * 3
     rng = np.random.default_rng(0)
     for _ in range(200):
         batch, rows = int(rng.integers(0, 9)), int(rng.integers(0, 400))
@@ -253,7 +253,7 @@ def test_there_is_a_slot_for_each_block_of_every_sequence_and_of_the_rows_around
         slots = [bound // 64 + part for part, bound in enumerate(bounds)]  # where each part begins
         for (begin, end), (first, last) in zip(pairwise(slots), pairwise(bounds), strict=True):
             assert end - begin >= -(-(last - first) // 64)
-        assert Lengths(1, 8, 1, rows, False, True).num_slots("k", batch, 64) == slots[-1]
+        assert SeqlenInfo(1, 8, 1, rows, False, True).num_slots("k", batch, 64) == slots[-1]
 
 
 def test_outputs_have_the_rows_of_q_wherever_the_keys_lie() -> None:
@@ -280,7 +280,7 @@ def test_a_plan_takes_shapes_or_arrays_of_what_tells_lengths(kind: str) -> None:
     made = cuflash.plan(**LEGAL[kind], dtype="float16", device="cpu", **more)
     assert (made.device, made.launches, made.kernel) == ("cpu", (), "reference_forward_flash2")
     assert made.problem == problem(kind, **more)
-    halves = {name: x if name in TOLD else x.astype("f2") for name, x in arrays(LEGAL[kind]).items()}
+    halves = {name: x if name in VARLEN_ARGS else x.astype("f2") for name, x in arrays(LEGAL[kind]).items()}
     assert cuflash.plan(**halves, device="cpu", **more).problem == made.problem
     shapes = {name: shape for name, shape in LEGAL[kind].items() if name != "v"}
     assert cuflash.plan(**shapes, op="lse", dtype="float16", device="cpu").kernel == "reference_lse_flash2"

@@ -10,8 +10,8 @@ import pytest
 
 import cuflash
 from cuflash.problem import options as options_module
-from cuflash.problem.operands import APPEND_KV, INTEGERS, OF_SEQUENCES
-from cuflash.problem.options import DEFAULTS, MAX_KEPT, Known, Options, asked, names
+from cuflash.problem.operands import APPEND_KV, INTEGERS, VARLEN_OPS
+from cuflash.problem.options import DEFAULTS, MAX_KEYS, Known, Options, asked, names
 
 KNOWN = Known(64, "float16")
 
@@ -21,7 +21,7 @@ def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str)
     signature = inspect.signature(getattr(cuflash, op)).parameters
     of_backward = {"dlse", "grads_out", "page_table", "cache_batch_idx", "captured_grads"}
     own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": of_backward}[op]
-    own |= {operand.name for operand in OF_SEQUENCES[op].inputs if operand.dtype == INTEGERS}
+    own |= {operand.name for operand in VARLEN_OPS[op].inputs if operand.dtype == INTEGERS}
     own |= {"score_mod", "mask_mod", "block_mask", "bias", "sinks"} | ({"dropout_seed"} if op != "lse" else set())
     keywords = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
     assert keywords == set(names(op)) | own
@@ -56,8 +56,8 @@ def test_equal_arguments_are_one_key_and_each_key_has_its_options() -> None:
     assert first.options == Options(0.25, True, (3, 4), None, 0.0)
     assert first is asked(float("0.25"), True, [3, 4], None, 0.0)
     assert first is not asked(0.25, True, (3, 4), None, 0)
-    assert first.is_kept
-    assert asked(None, np.True_, (np.int64(3), 4)).is_kept
+    assert first.is_cacheable
+    assert asked(None, np.True_, (np.int64(3), 4)).is_cacheable
 
 
 CHANGEABLE = {
@@ -74,25 +74,25 @@ CHANGEABLE = {
 @pytest.mark.parametrize("values", CHANGEABLE.values(), ids=CHANGEABLE)
 def test_arguments_that_may_change_or_hold_memory_are_not_kept(values: tuple[Any, ...]) -> None:
     first, second = asked(*values), asked(*values)
-    assert not first.is_kept
+    assert not first.is_cacheable
     assert first is not second
     assert first.options[0] is values[0]
 
 
 def test_what_is_kept_is_bounded() -> None:
-    for number in range(2 * MAX_KEPT):
+    for number in range(2 * MAX_KEYS):
         assert asked(None, False, (number, 0)).options.window_size == (number, 0)
-    assert options_module._kept.cache_info().currsize <= MAX_KEPT
+    assert options_module._kept.cache_info().currsize <= MAX_KEYS
 
 
 def test_defaults_are_filled_in() -> None:
-    judged = Options().judged(KNOWN)
-    assert (judged.softmax_scale, judged.out_dtype, judged.window_size) == (1 / 8, "float16", (None, None))
-    assert Options(window_size=(-1, 3), causal=np.True_).judged(KNOWN)[1:3] == (True, (None, 3))
+    validated = Options().validated(KNOWN)
+    assert (validated.softmax_scale, validated.out_dtype, validated.window_size) == (1 / 8, "float16", (None, None))
+    assert Options(window_size=(-1, 3), causal=np.True_).validated(KNOWN)[1:3] == (True, (None, 3))
 
 
 def test_scores_are_in_units_of_products() -> None:
-    scores = Options(softmax_scale=0.5, softcap=30.0).judged(KNOWN).scores
+    scores = Options(softmax_scale=0.5, softcap=30.0).validated(KNOWN).scores
     assert (scores.cap, scores.inverse_cap) == (60.0, 1 / 60)
     assert scores.scale_log2 == pytest.approx(0.5 / np.log(2))
-    assert Options().judged(KNOWN).scores[2:] == (0.0, 0.0)
+    assert Options().validated(KNOWN).scores[2:] == (0.0, 0.0)

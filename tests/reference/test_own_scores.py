@@ -34,26 +34,26 @@ from cuflash.arrays.numpy import NUMPY
 from cuflash.mods import masks, scores
 from cuflash.mods.tracing.trace import trace
 from cuflash.problem import own as problem_own
-from cuflash.problem.operands import OF_SEQUENCES
+from cuflash.problem.operands import VARLEN_OPS
 from cuflash.problem.options import Options
 from cuflash.problem.own import Bias
 from cuflash.problem.problem import Problem
 from cuflash.reference import flash1, flash2, flashd, of_sequences
 from cuflash.reference.backward import backward
 from cuflash.reference.block_mask import cells_of
-from cuflash.reference.own_scores import OwnGradients, OwnScores
+from cuflash.reference.own_scores import ModGradients, ModScores
 
 ALGORITHMS = {"flash1": flash1, "flash2": flash2, "flashd": flashd}
 
 
-def own_of(call: Arrays, **changes: Any) -> OwnScores:
+def own_of(call: Arrays, **changes: Any) -> ModScores:
     score, mask = (trace(call[name], name) if name in call else None for name in ("score_mod", "mask_mod"))
     bias, named = call.get("bias"), {"sinks": call.get("sinks"), "dropout_seed": np.array(call.get("dropout_seed", 0))}
     kind = None if bias is None else Bias(bias.dtype.name, tuple(length > 1 for length in bias.shape))
     own = problem_own.own_of(score, mask, kind, "sinks" in call, "dropout_p" in call)
     found = [each.array for each in problem_own.captured((score, mask))] + [bias]
     named |= {each.name: x for each, x in zip(own.arrays, found, strict=False)}
-    return dataclasses.replace(OwnScores.of(own, named, call.get("dropout_p", 0.0)), **changes)
+    return dataclasses.replace(ModScores.of(own, named, call.get("dropout_p", 0.0)), **changes)
 
 
 def test_keys_that_nobody_sees_keep_what_they_hold() -> None:
@@ -80,7 +80,7 @@ def test_tiles_of_any_size_agree_with_whole_matrices(name: str, algorithm: str) 
 def test_without_changes_the_bits_are_those_of_a_plain_call() -> None:
     for dtype in ("float32", "float16"):
         of = problem_of({"causal": True}, dtype)
-        plain, own = (flash2.forward(of, *arrays(dtype), own=each) for each in (None, OwnScores()))
+        plain, own = (flash2.forward(of, *arrays(dtype), own=each) for each in (None, ModScores()))
         assert all((x == y).all() for x, y in zip(plain, own, strict=True))
 
 
@@ -91,7 +91,7 @@ def test_gradients_are_slopes(name: str) -> None:
     dout, dlse = random.standard_normal((BATCH, ROWS, HEADS, DIM)), random.standard_normal((BATCH, HEADS, ROWS))
     out, lse = flash2.forward(of, *given, own=own)
     dlse = np.where(np.isneginf(lse), 0, dlse)
-    sums = OwnGradients(own, np.dtype(np.float64))
+    sums = ModGradients(own, np.dtype(np.float64))
     sizes = {"block_q": 8, "block_k": 16}
     found = backward(of, dout, *given, out, lse, dlse, own=own, own_gradients=sums, **sizes)
     pairs = [*zip(given, found, strict=True)]
@@ -116,7 +116,7 @@ def test_a_sink_that_is_none_and_rows_that_see_nothing_have_gradients_of_their_o
     out, lse = flash2.forward(of, *arrays(), own=own)
     assert (out[:, :5] == 0).all()
     assert (lse[:, :, :5] == call["sinks"][:, None]).all()
-    sums, dlse = OwnGradients(own, np.dtype(np.float64)), np.zeros_like(lse)
+    sums, dlse = ModGradients(own, np.dtype(np.float64)), np.zeros_like(lse)
     dlse[:, :, :5] = 1.0
     backward(of, np.zeros_like(out), *arrays(), out, lse, dlse, own=own, own_gradients=sums)
     assert sums.sinks is not None
@@ -138,7 +138,7 @@ def test_least_numbers_hide_and_what_nobody_sees_leaves_no_trace() -> None:
         for mask in ({"bias": hidden[..., :] > -1}, {"mask_mod": lambda b, h, q_idx, k_idx: k_idx < 20}):
             own = own_of(mask)
             assert all((x == y).all() for x, y in zip(flash2.forward(of, q, k, v, own=own), (out, lse), strict=True))
-            sums = OwnGradients(own, np.dtype(np.float32))
+            sums = ModGradients(own, np.dtype(np.float32))
             gradients = backward(of, out, q, k, v, out, lse, own=own, own_gradients=sums)
             assert all(np.isfinite(x).all() for x in gradients)
             assert all((x[:, 20:] == 0).all() for x in gradients[1:])
@@ -251,7 +251,7 @@ def of_lengths(place: str) -> tuple[Problem, Arrays, list[tuple[slice, slice]]]:
                 pages[number, : rows.stop - begin] = k[rows]
                 named["v"][number, : rows.stop - begin] = v[rows]
         table[0, 2] = -1
-    op = OF_SEQUENCES["forward"]
+    op = VARLEN_OPS["forward"]
     specs = [NUMPY.spec(x.name, named[x.name]) if x.name in named else None for x in op.inputs]
     of = Problem.of(op, specs, Options(causal=True))
     rows = [(slice(queries[b], queries[b + 1]), slice(keys[b], keys[b + 1])) for b in range(3)]
@@ -284,12 +284,12 @@ def test_gradients_of_packed_sequences_add_up() -> None:
     call = {"score_mod": bounded, "bias": normal(1, HEADS, 34, 34), "sinks": SLOPES}
     k_rows, v_rows, own = named.pop("k_rows"), named.pop("v_rows"), own_of(call)
     out, lse = of_sequences(of, named, own=own)
-    dout, op = normal(*out.shape), OF_SEQUENCES["backward"]
+    dout, op = normal(*out.shape), VARLEN_OPS["backward"]
     named = {**{name: named[name] for name in "qkv"}, "dout": dout, "out": out, "lse": lse,
              **{name: x for name, x in named.items() if name.startswith("cu_")}}  # fmt: skip
     specs = [None if x.name not in named else NUMPY.spec(x.name, named[x.name] if x.name.startswith("cu_")
              else named[x.name][0]) for x in op.inputs]  # fmt: skip
-    sums, total = (OwnGradients(own, np.dtype(np.float64)) for _ in range(2))
+    sums, total = (ModGradients(own, np.dtype(np.float64)) for _ in range(2))
     found = of_sequences(Problem.of(op, specs, Options(causal=True)), named, own=own, own_gradients=sums)
     for b, (queries, keys) in enumerate(rows):
         m, n = queries.stop - queries.start, keys.stop - keys.start

@@ -16,7 +16,7 @@ from libraries import same
 import cuflash
 from cuflash import reference
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import OF_SEQUENCES
+from cuflash.problem.operands import VARLEN_OPS
 from cuflash.problem.options import ALGORITHMS, Options
 from cuflash.problem.problem import Problem
 from cuflash.reference import sequences
@@ -41,10 +41,10 @@ HOLES = {
 def problem_of(given: Made, **options: Any) -> Problem:
     arguments = given.arguments()
     specs = []
-    for operand in OF_SEQUENCES["forward"].inputs:
+    for operand in VARLEN_OPS["forward"].inputs:
         x = arguments.get(operand.name)
         specs.append(None if x is None else ArraySpec.dense(x.shape, x.dtype.name))
-    return Problem.of(OF_SEQUENCES["forward"], specs, Options(**given.of.options(), **options))
+    return Problem.of(VARLEN_OPS["forward"], specs, Options(**given.of.options(), **options))
 
 
 @pytest.mark.parametrize("name", HOLES)

@@ -15,7 +15,7 @@ from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning.device import KNOWN
 from cuflash.planning.planner import plan
 from cuflash.runtime import launch, tensor_map
-from cuflash.runtime.kept import Kept, Seen
+from cuflash.runtime.kept import LruCache, RecentKeys
 from cuflash.runtime.structs import STRUCTS, Block, Parameters, size_of
 
 POINTERS = (2**30, 2**31, 2**32, 2**33, 2**34)
@@ -196,10 +196,10 @@ def test_8000_new_shapes_leave_no_more_than_the_bound(gpus: Gpus) -> None:
         tracemalloc.stop()
     assert most <= launch.KEPT_BYTES
     assert most <= 1.1 * early  # the bound was reached long before
-    assert 0.5 * launch.KEPT.num_bytes <= most <= launch.KEPT.num_bytes <= launch.KEPT_BYTES
-    entries = len(launch.KEPT)
+    assert 0.5 * launch.CALL_CACHE.num_bytes <= most <= launch.CALL_CACHE.num_bytes <= launch.KEPT_BYTES
+    entries = len(launch.CALL_CACHE)
     decode(8001, 0)
-    assert len(launch.KEPT) == entries  # the last shapes are there
+    assert len(launch.CALL_CACHE) == entries  # the last shapes are there
 
 
 def test_merges_and_windows_given_as_lists_are_kept(gpus: Gpus) -> None:
@@ -212,9 +212,9 @@ def test_merges_and_windows_given_as_lists_are_kept(gpus: Gpus) -> None:
     )
     for call in calls:
         call(), call()  # from their second use on, parameters are kept, too
-        entries = len(launch.KEPT)
+        entries = len(launch.CALL_CACHE)
         call()
-        assert len(launch.KEPT) == entries
+        assert len(launch.CALL_CACHE) == entries
 
 
 def appended(**changes: Any) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def test_a_cache_with_gaps_is_refused_and_not_copied(gpus: Gpus) -> None:
 
 
 def test_what_is_used_least_recently_is_dropped_first() -> None:
-    kept = Kept(100)
+    kept = LruCache(100)
     for key in "abc":
         kept.put(key, key.upper(), 30)
     assert kept.get("a") == "A"
@@ -305,6 +305,6 @@ def test_what_is_used_least_recently_is_dropped_first() -> None:
 
 
 def test_keys_are_seen_from_their_second_time_on_until_many_others_came() -> None:
-    seen = Seen(3)
+    seen = RecentKeys(3)
     assert [seen.before(key) for key in "abab"] == [False, False, True, True]
     assert [seen.before(key) for key in "abcda"] == [False] * 5

@@ -16,10 +16,10 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm90 import TILES
-from cuflash.planning.variant import PARAMS, PARAMS_OF_LENGTHS
+from cuflash.planning.variant import PARAMS, PARAMS_OF_VARLEN
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.lengths import OPEN, PADDED_SLOT
-from cuflash.problem.operands import FORWARD, OF_SEQUENCES
+from cuflash.problem.operands import FORWARD, VARLEN_OPS
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import structs
@@ -51,7 +51,7 @@ def test_every_field_stands_where_the_kernel_reads_it(name: str) -> None:
 
 
 def test_every_kernel_has_a_struct_and_every_architecture_takes_it() -> None:
-    assert {*PARAMS.values(), *PARAMS_OF_LENGTHS.values()} == set(STRUCTS)
+    assert {*PARAMS.values(), *PARAMS_OF_VARLEN.values()} == set(STRUCTS)
     assert all(size_of(name) <= 4096 for name in STRUCTS)
 
 
@@ -111,7 +111,7 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
     table = ArraySpec((3, 7), (20, 1), "int32", "cpu", "numpy")
     options = Options(window_size=(5, 2), diagonal_offset=3, max_seqlen_q=40)
     given = [q, pages, pages, bounds, None, None, used, table]
-    of = Problem.of(OF_SEQUENCES["forward"], given, options)
+    of = Problem.of(VARLEN_OPS["forward"], given, options)
     struct = filled(plan(of, KNOWN["sm_80"]), 0, tuple(2**30 * (n + 1) for n in range(11))).problem
     assert {name: getattr(struct, name) for name in of.op.names[3:9]} == {
         name: 2**30 * (n + 4) for n, name in enumerate(of.op.names[3:9])
@@ -120,9 +120,9 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
     assert (struct.rows_q, struct.rows_k, struct.batch_k, struct.clears_unused) == (50, 16, 9, 1)
     assert (struct.mask_first, struct.mask_last, struct.mask_from_end) == (-2, 5, 0)
     assert (struct.padded_rows_q, struct.padded_rows_k) == (128 * (0 + 3 + 2), 128 * 3)
-    program = '#include "common/ragged.cuh"'
+    program = '#include "common/varlen.cuh"'
     wrong = f"kPaddedSlot == {PADDED_SLOT + 1}"
-    claims = [f"kPaddedSlot == {PADDED_SLOT}", f"RaggedSequence::kOpen == {OPEN}", wrong]
+    claims = [f"kPaddedSlot == {PADDED_SLOT}", f"VarlenSequence::kOpen == {OPEN}", wrong]
     assert false_claims(program, claims) == [wrong]
 
 

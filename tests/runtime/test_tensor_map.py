@@ -42,8 +42,8 @@ def test_a_descriptor_begins_at_its_first_row_or_as_many_rows_before_the_operand
     assert first_byte(of, Box(128, 0, 300)) == 0
     assert first_byte(of, Box(128, 199, 300)) == 199 * row
     assert first_byte(of, Box(128, 199, 200)) == 199 * row  # of one row, whose own stride is not used
-    assert first_byte(of, Box(128, 0, 300, ragged=True)) == -300 * row
-    assert first_byte(ArraySpec.dense((2, 1, 4, 64), "float16"), Box(128, 0, 1, ragged=True)) == -16
+    assert first_byte(of, Box(128, 0, 300, varlen=True)) == -300 * row
+    assert first_byte(ArraySpec.dense((2, 1, 4, 64), "float16"), Box(128, 0, 1, varlen=True)) == -16
 
 
 def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver: FakeDriver) -> None:

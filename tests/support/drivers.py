@@ -89,7 +89,7 @@ class Gpus:
         monkeypatch.setattr(structs.Block, "__init__", noted)
         self.library = Recorded()
         monkeypatch.setitem(find._known, Array, self.library)
-        launch.KEPT.clear()
+        launch.CALL_CACHE.clear()
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator[None]:

@@ -66,10 +66,10 @@ def memory_of_nan(*libraries: type[GpuLibrary]) -> Iterator[None]:
             patch.setattr(library, "allocator", filling(library.allocator))
         patch.setattr(scratch, "scratch", shared)
         try:
-            launch.KEPT.clear()  # why: calls that were made before keep what allocates for them
+            launch.CALL_CACHE.clear()  # why: calls that were made before keep what allocates for them
             yield
         finally:
-            launch.KEPT.clear()
+            launch.CALL_CACHE.clear()
 
 
 class Producer:

@@ -55,10 +55,10 @@ def planned_with(module: Any, **others: Any) -> Iterator[None]:
     """Other constants, tables or functions in a module of `planning`, for what is planned meanwhile."""
     with mock.patch.multiple(module, **others):
         try:
-            launch.KEPT.clear()
+            launch.CALL_CACHE.clear()
             yield
         finally:
-            launch.KEPT.clear()
+            launch.CALL_CACHE.clear()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from cuflash.planning.tiles_sm80 import BACKWARD, DQ, TILES
 from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.dtypes import DTYPES as ROWS
-from cuflash.problem.operands import APPEND_KV, OF_SEQUENCES, OPS, merge_op
+from cuflash.problem.operands import APPEND_KV, OPS, VARLEN_OPS, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import compiler
@@ -91,7 +91,7 @@ def problem_of(
             given[5] = ArraySpec.dense((group, queries), "float32")
         given += [bounds if packed else None, bounds if packed and not paged else None, None]
         given += [one if used or paged else None, *([table] if paged else [])]
-    return Problem.of((OF_SEQUENCES if packed or used or paged else OPS)[op], given, options)
+    return Problem.of((VARLEN_OPS if packed or used or paged else OPS)[op], given, options)
 
 
 def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Problem:

@@ -19,9 +19,9 @@ def head_by_head(index: int, num_blocks: int) -> HeadBlock:
     return divmod(index, num_blocks)
 
 
-def longest_first(index: int, num_blocks: int, num_heads: int, heads_together: int) -> HeadBlock:
-    first_head = index // (heads_together * num_blocks) * heads_together
-    block, head = divmod(index - first_head * num_blocks, min(heads_together, num_heads - first_head))
+def lpt_order(index: int, num_blocks: int, num_heads: int, heads_in_l2: int) -> HeadBlock:
+    first_head = index // (heads_in_l2 * num_blocks) * heads_in_l2
+    block, head = divmod(index - first_head * num_blocks, min(heads_in_l2, num_heads - first_head))
     return first_head + head, block
 
 
@@ -158,9 +158,9 @@ class Walk:
         """A block of queries of any kernel whose blocks own queries."""
         of, fields, num_blocks = self.problem, self.fields, self.fields["num_q_blocks"]
         at = head_by_head(index, num_blocks)
-        if "heads_together" in fields:
+        if "heads_in_l2" in fields:
             heads = fields["num_tiles"] // num_blocks if "num_tiles" in fields else of.batch * of.heads_q
-            at = longest_first(index, num_blocks, heads, fields["heads_together"])
+            at = lpt_order(index, num_blocks, heads, fields["heads_in_l2"])
         work = Work.of(at, of.heads_q, fields.get("num_slices", 1))
         block = num_blocks - 1 - work.block
         rows = self.rows_of(block, self.tile.block_q, of.seqlen_q)
@@ -204,7 +204,7 @@ class Walk:
         told = results[self.launch.variant.op]
         heads = of.batch * of.heads_kv * splits
         slot, part = divmod(index, sharers := 2 if getattr(tile, "shares_heads", False) else 1)
-        at = longest_first(slot, fields["num_k_blocks"], heads, fields["heads_together"])
+        at = lpt_order(slot, fields["num_k_blocks"], heads, fields["heads_in_l2"])
         work = Work.of(at, of.heads_kv, splits)
         keys = self.rows_of(work.block, tile.block_k, of.seqlen_k)
         of_split = -(-self.group // splits)
@@ -247,7 +247,7 @@ class Walk:
         of, per_head = self.problem, fields["num_k_blocks"]
         num_parts = -(-per_head // fields["key_blocks"])
         slot = index >> fields["parts_log2"]
-        head, part = longest_first(slot, num_parts, of.batch * of.heads_kv, fields["heads_together"])
+        head, part = lpt_order(slot, num_parts, of.batch * of.heads_kv, fields["heads_in_l2"])
         first = head * per_head + part * fields["key_blocks"]
         for block in range(first, min(first + fields["key_blocks"], (head + 1) * per_head)):
             yield block, (0, past)

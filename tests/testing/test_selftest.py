@@ -18,7 +18,7 @@ from cuflash.testing.dense import Dense, Merge
 from cuflash.testing.exact import Chosen, Counted
 from cuflash.testing.memory import FILL, GUARD, GuardedMemory
 from cuflash.testing.oracle import MismatchError
-from cuflash.testing.varlen import Append, OwnDense, OwnSeveral, Several, maker_of
+from cuflash.testing.varlen import Append, ModDense, ModVarlen, Several, maker_of
 from cuflash.tools import selftest as run
 
 FORWARD, BACKWARD, LSE, BLOCK_MASK = cuflash.forward, cuflash.backward, cuflash.lse, cuflash.create_block_mask
@@ -85,13 +85,13 @@ def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
     assert {trial.case.dtype for trial in dense} == {"float16", "bfloat16", "float32"}
     places = {trial.of.place_k for trial in trials if isinstance(trial, Several)}
     assert places == {"packed", "rectangle", "cache", "paged"}
-    own = {name for trial in trials if isinstance(trial, OwnDense | OwnSeveral) for name in trial.names}
+    own = {name for trial in trials if isinstance(trial, ModDense | ModVarlen) for name in trial.names}
     assert {"alibi", "causal_document", "sinks", "dropout", "bias bhqk"} <= own
 
 
 def is_blocked(trial: Any) -> bool:
     """Whether a call has a block mask, one of a mask_mod."""
-    case = trial.case if isinstance(trial, OwnDense) else Case("told", 2, 5, 5, 2, 2, 8, 8, "float32")
+    case = trial.case if isinstance(trial, ModDense) else Case("told", 2, 5, 5, 2, 2, 8, 8, "float32")
     return trial.block_mask and "mask_mod" in maker_of(trial.names)(lambda x: x, case)
 
 
@@ -109,7 +109,7 @@ FEATURES: dict[str, tuple[tuple[type, ...], Any]] = {
        for n, name in enumerate(("dq", "dk", "dv"))},
     "some gradients alone": ((Dense,), lambda trial: trial.backward and any(trial.grads_out) > all(trial.grads_out)),
     "split_size": ((Dense, Several), lambda trial: "split_size" in trial.forward),
-    "block mask": ((OwnDense, OwnSeveral), is_blocked),
+    "block mask": ((ModDense, ModVarlen), is_blocked),
     "wide heads": ((Dense, Several), lambda trial: max(dims_of(trial)) > 256),
     "wide heads of v alone": ((Dense, Several), lambda trial: dims_of(trial)[1] > 256 >= dims_of(trial)[0]),
     "wide heads of append_kv": ((Append,), lambda trial: max(trial.arguments["dims"]) > 256),
@@ -213,10 +213,10 @@ def of_other_cells(mask_mod: Any, *sizes: int, **more: Any) -> Any:
         (Dense, is_given_dk, "backward", of_new_arrays, "is not what was returned"),
         (Dense, is_given_dk, "backward", beside_dk, "beside the elements of a gradient"),
         (Several, is_given_all, "backward", of_new_arrays, "is not what was returned"),
-        (OwnDense, is_blocked, "create_block_mask", of_other_cells, "out: "),
+        (ModDense, is_blocked, "create_block_mask", of_other_cells, "out: "),
         (Dense, None, "lse", lambda *x, **more: LSE(*x, **more) + 1, "lse: "),
         (Several, lambda trial: trial.backward is None, "forward", by_a_tenth, "out: |forward does not"),
-        (OwnDense, None, "forward", by_a_tenth, "out: error"),
+        (ModDense, None, "forward", by_a_tenth, "out: error"),
         (Chosen, None, "forward", without_the_first_key, "out differs in"),
         (Counted, None, "lse", lambda *x, **more: LSE(*x, **more) + 0.5, "sees more or fewer keys"),
         (Append, None, "append_kv", lambda **more: None, "caches or rows|returns"),

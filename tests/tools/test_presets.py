@@ -18,7 +18,7 @@ from cuflash.testing import oracle
 from cuflash.testing.arrays import CupyArrays, NumpyArrays, TorchArrays
 from cuflash.testing.cases import Case
 from cuflash.tools.bench import check, measure, mods, peers, presets, run, startup, table
-from cuflash.tools.bench.mods import OwnCase
+from cuflash.tools.bench.mods import ModCase
 
 ARRAYS = NumpyArrays()
 ASKED = Namespace(ops=None, dtype=None, head_dims=None, seqlens=None, causal=None)
@@ -72,7 +72,7 @@ def test_samples_of_groups_caps_and_windows_are_exact(case: Case) -> None:
         oracle.assert_units(output, values, exact[output][batch, rows, head], oracle.ULPS["float64"])
 
 
-WITH_FUNCTIONS = [OwnCase("own", 2, 128, 128, 4, 2, 16, 8, "float32", own=name) for name in mods.FUNCTIONS]
+WITH_FUNCTIONS = [ModCase("own", 2, 128, 128, 4, 2, 16, 8, "float32", own=name) for name in mods.FUNCTIONS]
 
 
 @pytest.mark.parametrize("case", [*CASES, *WITH_FUNCTIONS], ids=str)
@@ -98,7 +98,7 @@ def test_samples_are_the_same_by_pytorch(case: Case) -> None:
 @pytest.mark.parametrize("name", mods.FUNCTIONS)
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_functions_are_those_of_the_exact_results(op: str, name: str) -> None:
-    case = OwnCase("own", 2, 128, 128, 4, 2, 16, 16, "float32", own=name)
+    case = ModCase("own", 2, 128, 128, 4, 2, 16, 16, "float32", own=name)
     (row,) = run.run_case(ARRAYS, case, peers.ours(op, ARRAYS, ("flash2",))[:1], rounds=3)
     assert not row.wrong
     assert row.error is not None
@@ -107,7 +107,7 @@ def test_functions_are_those_of_the_exact_results(op: str, name: str) -> None:
     assert row.flops == round(case.problem(op).flops * case.share())
 
 
-@pytest.mark.parametrize("case", [*CASES, OwnCase("own", 2, 96, 96, 6, 2, 16, 8, "float32", own="ALiBi")], ids=str)
+@pytest.mark.parametrize("case", [*CASES, ModCase("own", 2, 96, 96, 6, 2, 16, 8, "float32", own="ALiBi")], ids=str)
 def test_flex_attention_gets_the_same_functions(case: Case) -> None:
     class Torch:
         tanh = staticmethod(np.tanh)

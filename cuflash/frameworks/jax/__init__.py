@@ -21,10 +21,10 @@ from ...mods.tracing.operand import is_real
 from ...ops.own import Given
 from ...ops.triangle import attended
 from ...problem.operands import Op
-from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, drops_none
+from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.problem import Problem
 from .arguments import arrays_of, bias_or_mask, integers, is_seen_by, window_of
-from .handlers import FORWARD, TOLD, Shape, Static, op_of, specs_of
+from .handlers import FORWARD, VARLEN_ARGS, Shape, Static, op_of, specs_of
 from .mods import own_attention, own_operands
 from .primitives import as_jax, backward, check_not_reduced, checked_array, forward, refuse_cached
 
@@ -109,12 +109,14 @@ def attention(
     >>> jax.grad(lambda q: attention(q, k, v, causal=True).sum())(q).shape
     (2, 100, 4, 64)
     """
-    told = dict(zip(TOLD, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx), strict=True))
+    told = dict(
+        zip(VARLEN_ARGS, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx), strict=True)
+    )
     named = {"q": q, "k": k, "v": v} | {name: x for name, x in told.items() if x is not None}
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
                       max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
                       split_size=split_size)  # fmt: skip
-    if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and drops_none(dropout_p):
+    if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and is_zero(dropout_p):
         return _called(named, options, check_flag("return_lse", return_lse))
     given = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
     lengths, hidden = tuple(told.values()) if len(named) > 3 else (), (causal, window_size, diagonal_offset)
@@ -305,11 +307,11 @@ def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, o
     asked = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key(), op
     try:
         try:
-            return _judged(*asked)
+            return _validated(*asked)
         except ProblemError:
             raise
         except (TypeError, ValueError):  # an argument cannot be hashed, so that the result cannot be cached
-            return _judged.__wrapped__(*asked)
+            return _validated.__wrapped__(*asked)
     except ProblemError as error:
         axes = jax.sharding.get_abstract_mesh().manual_axes
         if not axes:
@@ -318,7 +320,7 @@ def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, o
 
 
 @functools.lru_cache(maxsize=4096)
-def _judged(
+def _validated(
     names: tuple[str, ...],
     shapes: tuple[Shape, ...],
     dtypes: tuple[Any, ...],

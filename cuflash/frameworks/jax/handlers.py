@@ -25,21 +25,21 @@ from ...mods.analysis.intervals import Band
 from ...problem.array_spec import ArraySpec
 from ...problem.dtypes import DTYPES, ITEMSIZE
 from ...problem.lengths import MOST, OPEN
-from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, OF_SEQUENCES, Op, banded, own_op
+from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, VARLEN_OPS, Op, banded, own_op
 from ...problem.operands import OPS as PUBLIC
 from ...problem.options import Options
-from ...problem.own import Own
+from ...problem.own import ModSpec
 from ...problem.problem import Problem
 from ...runtime import counters, host
 from ...runtime.driver import on_device, relaxed_capture
-from ...runtime.launch import KEPT, Call, Judged, Kernels
+from ...runtime.launch import CALL_CACHE, Call, Kernels, ValidatedCall
 from . import ffi
 from .mod_attributes import Functions
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the targets in XLA
 OPS = {FORWARD: PUBLIC["forward"], BACKWARD: PUBLIC["backward"]}
 # The operands that tell where sequences lie and how long they are, in their order.
-TOLD = tuple(operand.name for operand in OF_SEQUENCES["forward"].inputs if operand.dtype == INTEGERS)
+VARLEN_ARGS = tuple(operand.name for operand in VARLEN_OPS["forward"].inputs if operand.dtype == INTEGERS)
 _LIKE_LSE = frozenset(x.name for op in OPS.values() for x in op.operands if x.axes == LSE_AXES)
 _NAMES = {row.xla: name for name, row in DTYPES.items()} | dict(
     enumerate(("bool", "int8", "int16", INTEGERS, "int64", "uint8", "uint16", "uint32", "uint64"), 1)
@@ -161,15 +161,15 @@ class Described(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def op_of(target: str, names: tuple[str, ...], own: Own | None = None, grads: tuple[int, ...] = ()) -> Op:
+def op_of(target: str, names: tuple[str, ...], own: ModSpec | None = None, grads: tuple[int, ...] = ()) -> Op:
     """The op of a target: that of dense calls, or that of several lengths if one of the operands tells them.
 
     own and grads: as in `operands.own_op`.
     """
-    is_of_sequences, name = not set(TOLD).isdisjoint(names), OPS[target].name
+    is_varlen, name = not set(VARLEN_ARGS).isdisjoint(names), OPS[target].name
     if own is not None:
-        return own_op(name, is_of_sequences, own, grads)
-    return OF_SEQUENCES[name] if is_of_sequences else OPS[target]
+        return own_op(name, is_varlen, own, grads)
+    return VARLEN_OPS[name] if is_varlen else OPS[target]
 
 
 def is_like_lse(name: str) -> bool:
@@ -303,7 +303,7 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
 def _lowered(target: str, attribute: bytes, ordinal: int) -> Lowered:
     """What this thread keeps for calls with this attribute."""
     key = threading.get_ident(), target, ordinal, attribute
-    found: Lowered | None = KEPT.get(key)
+    found: Lowered | None = CALL_CACHE.get(key)
     if found is None:
         described = Described.decode(attribute)
         # why: the kernels were loaded when the program was lowered, unless another process did that (jax.export).
@@ -315,12 +315,12 @@ def _lowered(target: str, attribute: bytes, ordinal: int) -> Lowered:
         half = shapes[1][-1] // 2 * ITEMSIZE[described.dtypes[1]] if "kv" in names else 0
         found = Lowered(call, absent, half, 4 * described.workspace)
         found.check_workspace(call)
-        KEPT.put(key, found, call.num_bytes)
+        CALL_CACHE.put(key, found, call.num_bytes)
     return found
 
 
 def _call(target: str, described: Described, ordinal: int) -> Call:
-    return Call(Judged(described.problem(target, f"cuda:{ordinal}")))
+    return Call(ValidatedCall(described.problem(target, f"cuda:{ordinal}")))
 
 
 def _view(buffer: ffi.Buffer) -> np.ndarray[Any, Any]:

@@ -13,7 +13,7 @@ from ...mods.graph.graph import Node, node, post_order, variable
 from ...mods.graph.operations import Type
 from ...mods.graph.simplify import build, constant, load, rebuilt
 from ...problem.operands import OWN_KINDS, SINKS, Operand
-from ...problem.own import Kind, Own, substituted
+from ...problem.own import Kind, ModSpec, substituted
 
 
 class Functions:
@@ -21,11 +21,11 @@ class Functions:
 
     __slots__ = ("__weakref__", "own")
 
-    def __init__(self, own: Own) -> None:
+    def __init__(self, own: ModSpec) -> None:
         self.own = own
 
     @classmethod
-    def of(cls, own: Own) -> Functions:
+    def of(cls, own: ModSpec) -> Functions:
         """The one of these functions."""
         found = _known.get(own.digest)
         if found is None:
@@ -69,7 +69,7 @@ class Functions:
             made.append(node(op, Type(type), [made[place] for place in arguments], value, limits))
         score, mask = (None if place is None else made[place] for place in ends)
         kinds = tuple(Kind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
-        return cls.of(Own(score, mask, kinds, has_sinks, drops, has_cells, digest, tuple(cells_axes)))
+        return cls.of(ModSpec(score, mask, kinds, has_sinks, drops, has_cells, digest, tuple(cells_axes)))
 
 
 # why weak: they live as long as the programs that have them.
@@ -81,7 +81,7 @@ def is_own(operand: Operand) -> bool:
     return operand.dtype in OWN_KINDS or operand.name == SINKS.name
 
 
-def differentiable(own: Own) -> tuple[int, ...]:
+def differentiable(own: ModSpec) -> tuple[int, ...]:
     """The numbers of the arrays that may have gradients; that after the last one is of the sinks."""
     loads = [] if own.score is None else [each for each in post_order([own.score]) if each.op == "load"]
     numbers = {each.value for each in loads if own.arrays[each.value].type == Type.FLOAT32}
@@ -120,7 +120,7 @@ def folded(
     )
     new = {before.name: after.name for before, after in zip(own.arrays, kinds, strict=True)}
     digest = f"{own.digest} of {axis} {length} x {size} {is_outer} {sorted(numbers)}"
-    made = Own(score, mask, kinds, own.has_sinks, own.drops, own.has_cells, digest, own.cells_axes)
+    made = ModSpec(score, mask, kinds, own.has_sinks, own.drops, own.has_cells, digest, own.cells_axes)
     return tuple(new.get(name, name) for name in names), Functions.of(made)
 
 

@@ -24,7 +24,7 @@ from ...ops.own import Given, own_call
 from ...problem.array_spec import ArraySpec
 from ...problem.operands import DROPOUT_SEED, Op, Sizes
 from ...problem.options import check_dropout
-from ...problem.own import Own
+from ...problem.own import ModSpec
 from ...problem.own_arrays import check_own
 from ...runtime.seeds import seed_number
 from .handlers import Static
@@ -174,7 +174,7 @@ def _of_arrays(graph: Graph, arrays: list[Any]) -> Graph:
 # The function with gradients, as in `jax.py`. Gradients are made of those arrays alone that are differentiated.
 
 
-def _name(own: Own, number: int) -> str:
+def _name(own: ModSpec, number: int) -> str:
     return own.arrays[number].name if number < len(own.arrays) else "sinks"
 
 

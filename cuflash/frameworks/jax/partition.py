@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
 from ...problem.operands import Op
-from .handlers import TOLD, Shape, Static, axes_of
+from .handlers import VARLEN_ARGS, Shape, Static, axes_of
 
 BATCH, HEADS, GROUP = "batch", "heads", "group"  # the factors that may be split, and the query heads of a kv head
 # Told like this, sequences are rows of a batch. With others they are packed, or share a cache.
@@ -114,7 +114,7 @@ class _Parts(NamedTuple):
 
 def _axes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[list[str]], list[list[str]]]:
     """The axes of the operands and of the results: BATCH and HEADS for what may be split, and others by their names."""
-    of_rows = _OF_ROWS.issuperset(name for name in names if name in TOLD)
+    of_rows = _OF_ROWS.issuperset(name for name in names if name in VARLEN_ARGS)
     split = {"heads_q": HEADS, "heads_kv": HEADS}
     split |= dict.fromkeys(("batch_q", "batch_k", "batch"), BATCH) if of_rows else {}
 

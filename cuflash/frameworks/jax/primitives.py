@@ -31,7 +31,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...problem.dtypes import DTYPES
 from ...problem.operands import Op
 from . import ffi, handlers, partition
-from .handlers import BACKWARD, FORWARD, TOLD, Described, Shape, Static, axes_of, halved, is_like_lse
+from .handlers import BACKWARD, FORWARD, VARLEN_ARGS, Described, Shape, Static, axes_of, halved, is_like_lse
 from .mod_attributes import folded as own_folded
 from .mod_attributes import is_own
 
@@ -189,8 +189,8 @@ def _batched(
     rank = operands[0].ndim - (axes[0] is not None)
     before_heads = 2 if rank == 4 else 1
     at = axes[0] if axes[0] is not None and axes[0] <= before_heads else 0
-    mapped = [name for name, axis in zip(names, axes, strict=True) if name in TOLD and axis is not None]
-    is_placed = not set(TOLD).isdisjoint(set(names) - {"seqused_q", "seqused_k"})
+    mapped = [name for name, axis in zip(names, axes, strict=True) if name in VARLEN_ARGS and axis is not None]
+    is_placed = not set(VARLEN_ARGS).isdisjoint(set(names) - {"seqused_q", "seqused_k"})
     if mapped and is_placed:
         raise UnsupportedError(
             f"{', '.join(mapped)} under vmap: sequences that are packed or lie in a cache have no axis to map lengths "
@@ -228,7 +228,7 @@ def _batched(
             x = x.reshape(-1) if name == "sinks" else x
         elif name == "cells":
             x = _cells(x, axis, size, length, int(of_heads), is_outer)
-        elif not is_own(op.operands[op.index[name]]) and (name not in TOLD or not of_heads):
+        elif not is_own(op.operands[op.index[name]]) and (name not in VARLEN_ARGS or not of_heads):
             to = place(name, len(shape))
             whole = (*shape[:to], size, *shape[to:])
             x = jnp.broadcast_to(jnp.expand_dims(x, to), whole) if axis is None else jnp.moveaxis(x, axis, to)
@@ -277,7 +277,7 @@ def _cells(cells: Any, axis: int | None, size: int, length: int, at: int, is_out
 
 def _folded(name: str, shape: Shape, size: int, of_heads: bool) -> Shape:
     """The shape of an operand with `size` times the heads, or with `size` times the batch, and then with all axes."""
-    if name in TOLD:
+    if name in VARLEN_ARGS:
         return (size * shape[0], *shape[1:])
     like_lse = is_like_lse(name)
     if len(shape) == 2:

@@ -22,11 +22,11 @@ from ...ops.backward import backward
 from ...ops.forward import forward
 from ...ops.own import Given
 from ...ops.triangle import attended
-from ...problem.options import WindowSize, check_flag, drops_none
+from ...problem.options import WindowSize, check_flag, is_zero
 from . import mods, ops
 from .flex import arguments_of_flex, results_of_flex, wants_lse
 from .mods import check_pulled, check_seed, is_watched, own_attention
-from .ops import BOUNDS, TOLD, Arguments, by_op, given, refuse_cached, refuse_twice, whole
+from .ops import BOUNDS, VARLEN_ARGS, Arguments, by_op, given, refuse_cached, refuse_twice, whole
 from .tensors import (
     TANGENT,
     autocast,
@@ -114,18 +114,20 @@ def attention(
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
     told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-    is_told = not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None
-    if is_told:
-        for name, tensor in zip(TOLD, told, strict=True):
+    has_varlen_args = (
+        not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None
+    )
+    if has_varlen_args:
+        for name, tensor in zip(VARLEN_ARGS, told, strict=True):
             if tensor is not None:
                 check_tensor(name, tensor)
-    if not (score_mod is mask_mod is block_mask is bias is sinks is None and drops_none(dropout_p)):
+    if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
         own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         is_compiling = torch.compiler.is_compiling()
         attend = mods.uncompiled_own_attention if is_compiling else own_attention
         options = softmax_scale, causal, window_size, diagonal_offset, softcap
         of_lengths, of_splits = (max_seqlen_q, max_seqlen_k), (num_splits, split_size)
-        given_told = told if is_told else ()
+        given_told = told if has_varlen_args else ()
         out, lse = attend(q, k, v, own, dropout_seed, options, of_lengths, of_splits, given_told, deterministic)
         return (out, lse) if return_lse else out
     if dropout_seed is not None:
@@ -161,8 +163,8 @@ def attention(
         "diagonal_offset": diagonal_offset,
         "softcap": softcap,
     }
-    more: tuple[Any, ...] = ()  # the keywords of the forward alone, then the tensors of TOLD
-    if is_told or not max_seqlen_q is max_seqlen_k is None:
+    more: tuple[Any, ...] = ()  # the keywords of the forward alone, then the tensors of VARLEN_ARGS
+    if has_varlen_args or not max_seqlen_q is max_seqlen_k is None:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             refuse_cached(page_table, cache_batch_idx)
         bounds = zip(BOUNDS, (max_seqlen_q, max_seqlen_k), strict=True)
@@ -322,7 +324,7 @@ class _Transformed(Function):
 
 
 def gradients(*arguments: Any) -> Any:
-    """dq, dk and dv of dout, q, k, v, out, lse, dlse, the call's keywords, whether it is deterministic, and TOLD.
+    """dq, dk and dv of dout, q, k, v, out, lse, dlse, the keywords, whether it is deterministic, and VARLEN_ARGS.
 
     The last may also be among the keywords.
     """
@@ -358,7 +360,7 @@ class _Gradients(Function):
 
 
 def _refuse_mapped(told: tuple[Any, ...]) -> None:
-    named = [name for name, tensor in zip(TOLD, told, strict=False) if tensor is not None]
+    named = [name for name, tensor in zip(VARLEN_ARGS, told, strict=False) if tensor is not None]
     if named:
         raise UnsupportedError(
             f"{', '.join(named)} under vmap: sequences of several lengths have no axis to map over; pack what is "

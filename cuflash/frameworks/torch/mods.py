@@ -18,10 +18,10 @@ from ...errors import UnsupportedError
 from ...log import logger
 from ...mods.graph.operations import Type
 from ...mods.tracing.trace import trace
-from ...ops.own import Given, OwnCall, own_call
+from ...ops.own import Given, ModCall, own_call
 from ...problem.array_spec import ArraySpec
 from ...problem.operands import DROPOUT_SEED, Op
-from ...problem.options import Asked, asked
+from ...problem.options import OptionsKey, asked
 from ...problem.own_arrays import check_own
 from ...runtime.launch import run
 from ...runtime.seeds import seed_array, seed_number
@@ -58,9 +58,9 @@ class _Ops:
     """
 
     forward: Op
-    options: Asked
+    options: OptionsKey
     backward: Op
-    of_backward: Asked
+    of_backward: OptionsKey
     grads: tuple[tuple[int, ...], ...]
     told: int
 
@@ -169,7 +169,7 @@ def _wanted(own: Given, is_func: bool) -> list[torch.Tensor]:
     return list({id(x): x for x in found}.values())
 
 
-def _places(inputs: tuple[Any, ...], wanted: list[torch.Tensor], back: OwnCall) -> tuple[tuple[int, ...], ...]:
+def _places(inputs: tuple[Any, ...], wanted: list[torch.Tensor], back: ModCall) -> tuple[tuple[int, ...], ...]:
     """`_Ops.grads`. A tensor that is an input twice has all of its gradient at the first."""
     groups = {id(x): group for x, group in zip(wanted, back.grads, strict=True)}
     return tuple([groups.pop(id(x), ()) for x in inputs])
@@ -196,7 +196,7 @@ def _forward(ops: _Ops, *tensors: Any) -> Any:
     return _two(run(ops.forward, tensors, ops.options, 2))
 
 
-class _OwnAttention(Function):
+class _ModAttention(Function):
     """Eager calls; `_Attention` says why without a separate setup_context."""
 
     @staticmethod
@@ -210,20 +210,20 @@ class _OwnAttention(Function):
         check_pulled(dout, dlse)
         ops, (q, k, v, out, lse, *rest) = ctx.ops, ctx.saved_tensors
         tensors = given(dout, out), dlse, q, k, v, out, lse, *rest
-        differentiate: Any = _OwnGradients.apply if is_watched(tensors) else _gradients
+        differentiate: Any = _ModGradients.apply if is_watched(tensors) else _gradients
         dq, dk, dv, *grads = differentiate(ops, *tensors)
         found = iter(grads)
         own = [next(found) if group else None for group in ops.grads]
         return None, dq, dk, dv, *(None,) * ops.told, *own
 
 
-_apply: Any = super(Function, _OwnAttention).apply  # why: as that of `_Attention`
+_apply: Any = super(Function, _ModAttention).apply  # why: as that of `_Attention`
 
 
 class _Transformed(Function):
     """Calls under torch.func."""
 
-    forward, setup_context, backward = staticmethod(_forward), staticmethod(_keep), _OwnAttention.backward
+    forward, setup_context, backward = staticmethod(_forward), staticmethod(_keep), _ModAttention.backward
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -243,7 +243,7 @@ def _gradients(ops: _Ops, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any
     return *results[:3], *sums
 
 
-class _OwnGradients(Function):
+class _ModGradients(Function):
     """Gradients under torch.func, and where someone may differentiate them again: only that itself is refused."""
 
     forward, backward = staticmethod(_gradients), staticmethod(refuse_twice)

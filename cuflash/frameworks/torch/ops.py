@@ -23,9 +23,9 @@ from ...problem.options import DEFAULTS, ROWS, Known, check_flag, check_window
 from .tensors import uncompiled
 
 # The tensors that tell where sequences lie and how long they are, in the order of the ops' schemas.
-TOLD = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
+VARLEN_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
 BOUNDS, SPLITS = ("max_seqlen_q", "max_seqlen_k"), ("num_splits", "split_size")
-_SEQUENCES = (*TOLD, *BOUNDS, *SPLITS)
+_SEQUENCES = (*VARLEN_ARGS, *BOUNDS, *SPLITS)
 _TWICE = (
     "cuflash has no second derivative: its gradients cannot be differentiated again. Take them without "
     "create_graph=True, or compute this part with torch.nn.functional.scaled_dot_product_attention under "
@@ -72,7 +72,7 @@ class Arguments(NamedTuple):
         for name, kinds in _NUMBERS.items():
             value = keywords.get(name, DEFAULTS[name])
             if not (_is_number(value, kinds) or value is DEFAULTS[name] is None):
-                keywords[name] = ROWS[name].judge(value, _ANY_CALL)
+                keywords[name] = ROWS[name].validate(value, _ANY_CALL)
         window = keywords["window_size"]
         is_pair = isinstance(window, (tuple, list)) and len(window) == 2
         if not (is_pair and all([side is None or _is_number(side, _INTEGERS) for side in window])):
@@ -92,9 +92,9 @@ class Arguments(NamedTuple):
 
 
 def whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict[str, Any]:
-    """All keywords of a call that has more than dense ones have: those of the forward alone, and perhaps TOLD."""
+    """All keywords of a call that has more than dense ones have: those of the forward alone, maybe VARLEN_ARGS."""
     if told:
-        keywords = keywords | {name: x for name, x in zip(TOLD, told, strict=True) if x is not None}
+        keywords = keywords | {name: x for name, x in zip(VARLEN_ARGS, told, strict=True) if x is not None}
     return keywords | splits
 
 
@@ -134,7 +134,7 @@ def refuse_twice(ctx: Any, *gradients: Any) -> Any:
 # why schemas: PyTorch cannot infer them, because annotations are strings in this module.
 _OF_BOTH = (
     "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, SymInt? diagonal_offset, "
-    f"float softcap, bool deterministic, {', '.join(f'Tensor? {name}=None' for name in TOLD)}, "
+    f"float softcap, bool deterministic, {', '.join(f'Tensor? {name}=None' for name in VARLEN_ARGS)}, "
     f"{', '.join(f'SymInt? {name}=None' for name in BOUNDS)}"
 )
 
@@ -166,7 +166,7 @@ def _backward_op(*operands: Any) -> Any:
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     told = Arguments(*arguments)[7:13]
     # why only dense calls: packed queries may see keys of a cache. The ranks of others are judged when they run.
-    if told == (None,) * len(TOLD) and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
+    if told == (None,) * len(VARLEN_ARGS) and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
         raise ProblemError(
             f"q, k and v have ranks {q.dim()}, {k.dim()} and {v.dim()}; give all (batch, seqlen, heads, head_dim), "
             "(seqlen, heads, head_dim) or (seqlen, head_dim)"

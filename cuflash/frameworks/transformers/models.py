@@ -56,15 +56,15 @@ def refuse_by_name() -> None:
             continue
 
         @functools.wraps(original)
-        def judged(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
+        def validated(self: Any, *args: Any, original: Any = original, **kwargs: Any) -> Any:
             # why any argument: models pass the name by position or by keyword, and the keyword differs between them.
             if NAME in (*args, *kwargs.values()):
-                _judge(type(self))
+                _validate(type(self))
                 _refuse_in_tables(type(self))
             return original(self, *args, **kwargs)
 
-        judged.of_cuflash = True  # type: ignore[attr-defined]
-        setattr(PreTrainedModel, name, judged)
+        validated.of_cuflash = True  # type: ignore[attr-defined]
+        setattr(PreTrainedModel, name, validated)
 
 
 @functools.cache
@@ -81,7 +81,7 @@ def refuse_by_configuration(config: type) -> None:
             # why not those of images: they ask for no masks.
             if any("VISION" not in name for name in _tables_of(model)):
                 raise _own_attention(model)
-            _judge(model)
+            _validate(model)
             return
 
 
@@ -108,7 +108,7 @@ def _own_attention(model: type) -> UnsupportedError:
     return UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {EAGER}")
 
 
-def _judge(model: type) -> None:
+def _validate(model: type) -> None:
     """Raises UnsupportedError for a model that would not call our function, or would lose its masks."""
     module = sys.modules[model.__module__]
     supports_backend = getattr(model, "_supports_attention_backend", False)

@@ -283,7 +283,7 @@ def rebuilt(x: Node, arguments: list[Node]) -> Node:
 
 
 @lru_cache(maxsize=64)
-def written_once(root: Node, of_keys: bool) -> Node:
+def pick_form(root: Node, of_keys: bool) -> Node:
     """An expression in which of each condition that is written twice what a query says is left, or what a key says."""
     made: dict[Node, Node] = {}
     for each in post_order([root]):

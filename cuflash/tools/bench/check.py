@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from ...testing.arrays import Inputs, NumpyArrays
 from ...testing.cases import Case
-from .mods import OwnCase
+from .mods import ModCase
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -89,7 +89,7 @@ class Exact:
             return arrays.constant(x.astype(np.float64) if x.dtype.kind == "f" else x)
 
         self.put, self.xp, self.problem = arrays.constant, arrays.xp, case.problem()
-        self.functions = case.functions(put) if isinstance(case, OwnCase) else None
+        self.functions = case.functions(put) if isinstance(case, ModCase) else None
 
     def weights(self, head: int, q: Any, k: Any, rows: Indices) -> tuple[Any, Any, slice]:
         """Softmax weights of these rows, which ascend, for the keys of a slice, and the slopes of their capped scores.

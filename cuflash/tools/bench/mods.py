@@ -30,7 +30,7 @@ class Functions(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class OwnCase(Case):
+class ModCase(Case):
     """A problem with the functions of this name, beside what a `Case` has."""
 
     own: str = ""
@@ -107,7 +107,7 @@ READY_MADE: dict[str, Callable[[Put, Case], dict[str, Any]]] = {
 
 
 @cache
-def _share(case: OwnCase) -> float:
+def _share(case: ModCase) -> float:
     mask_mod, keys = case.functions(np.asarray).mask_mod, np.arange(case.seqlen_k)
     step, seen = max(1, CHUNK // case.seqlen_k), 0
     for begin in range(0, case.seqlen_q, step):
@@ -118,7 +118,7 @@ def _share(case: OwnCase) -> float:
 
 def flex_functions(case: Case, put: Put, torch: Any) -> Functions:
     """The functions that flex_attention takes for any case."""
-    if isinstance(case, OwnCase):
+    if isinstance(case, ModCase):
         return case.functions(put)
     score_mod = partial(_capped, torch.tanh, case.softcap) if case.softcap else None
     mask = case.problem().mask

@@ -20,7 +20,7 @@ from ...testing.arrays import CupyArrays, Inputs, NumpyArrays, TorchArrays
 from ...testing.cases import Case
 from .. import info
 from .measure import Run, reason
-from .mods import OwnCase, flex_functions
+from .mods import ModCase, flex_functions
 
 FLOAT16 = ("float16", "bfloat16")
 EVERY_DTYPE = (*FLOAT16, "float32", "float64")
@@ -64,7 +64,7 @@ def ours(op: str, arrays: NumpyArrays, algorithms: tuple[str, ...]) -> list[Cont
 
 def _ours(op: str, name: str, arrays: NumpyArrays, prepare: Callable[..., Callable[[], Any]], **more: Any) -> Contender:
     def prepared(inputs: Inputs, case: Case) -> Callable[[], Any]:
-        own = case.keywords(inputs[0], arrays.put) if isinstance(case, OwnCase) else {}
+        own = case.keywords(inputs[0], arrays.put) if isinstance(case, ModCase) else {}
         return prepare(inputs, case.arguments() | own, **more)
 
     # why: whole score matrices do not fit into the memory of any GPU for long, and lie in CuPy's, not PyTorch's.
@@ -214,7 +214,7 @@ def _both_ops(
 def _refuse(case: Case, *lacks: str) -> None:
     """Refuses what a peer has not."""
     wanted = {
-        "functions": isinstance(case, OwnCase),
+        "functions": isinstance(case, ModCase),
         "windows": case.window_size != (-1, -1),
         "softcap": case.softcap != 0,
         "grouped heads": case.heads_q != case.heads_kv,

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ...testing.arrays import NumpyArrays
 from ...testing.cases import Case
-from .mods import FUNCTIONS, OwnCase
+from .mods import FUNCTIONS, ModCase
 
 TOKENS = 16384  # batch x seqlen of a problem of `paper`
 HIDDEN = 2048  # heads x head_dim
@@ -211,7 +211,7 @@ def masks(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
         replace(plain, name="causal, softcap", softcap=30.0),
     ]
     shape = batch, seqlen, seqlen, heads, heads, 128, 128, dtype
-    cases += [OwnCase(name, *shape, own=name) for name in FUNCTIONS]
+    cases += [ModCase(name, *shape, own=name) for name in FUNCTIONS]
     return [Timed(op, case) for op in options.ops or BOTH for case in cases]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ...problem.dtypes import DTYPES
 from ...testing.cases import Case
 from .measure import Seconds
-from .mods import OwnCase
+from .mods import ModCase
 from .peers import Contender
 
 
@@ -50,7 +50,7 @@ class Row:
     def flops(self) -> int:
         """Floating-point operations of one call."""
         whole = self.case.problem(self.contender.op).flops
-        return round(whole * self.case.share()) if isinstance(self.case, OwnCase) else whole
+        return round(whole * self.case.share()) if isinstance(self.case, ModCase) else whole
 
     @property
     def num_bytes(self) -> int:

@@ -18,7 +18,7 @@ from ...errors import ProblemError
 from ...ops.plan import plan
 from ...planning.plan import Plan
 from .. import info
-from .mods import OwnCase
+from .mods import ModCase
 from .presets import GRIDS, PRESETS
 from .report import Report, Row
 from .startup import PEERS_HEAD_DIM
@@ -201,7 +201,7 @@ def _speed(row: Row, preset: str) -> str:
 
 def _kernel(report: Report, row: Row) -> str | None:
     """Name of our kernel that ran; None if nothing did, or if it has functions of the caller's own."""
-    if row.seconds is None or isinstance(row.case, OwnCase):
+    if row.seconds is None or isinstance(row.case, ModCase):
         return None
     found: Plan = plan(
         *row.case.shapes(),

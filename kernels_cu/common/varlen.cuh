@@ -44,14 +44,14 @@ __device__ __forceinline__ Axis axis_of_keys(const ProblemParams& p) { return {p
 
 // The rows that blocks of threads write for one sequence, used or not. They are cut into blocks, each of which has a
 // slot of its own; part i begins at slot bound(i) / size + i, so that it has enough of them, and at most one too many.
-struct Territory {
+struct RowSlots {
   int sequence;    // -1, or `batch` or more, for rows of no sequence
   int begin, end;  // rows of the second axis
   int first_slot, num_slots;
 
-  // The territory of a slot of `size` rows; that of a slot which the axis does not have is empty. All lanes of a warp
+  // The row_slots of a slot of `size` rows; that of a slot which the axis does not have is empty. All lanes of a warp
   // ask together.
-  __device__ static Territory of_slot(const Axis& axis, int slot, int size) {
+  __device__ static RowSlots of_slot(const Axis& axis, int slot, int size) {
     if (axis.cu_seqlens == nullptr) {
       const int blocks = (axis.rows + size - 1) / size, sequence = slot / blocks;
       return {sequence, 0, sequence < axis.batch ? axis.rows : 0, sequence * blocks, blocks};
@@ -65,7 +65,7 @@ struct Territory {
       end = min(part + step, end);
     }
     const int first = first_slot(part);
-    const Territory found{part - 1, axis.bound(part), axis.bound(part + 1), first, first_slot(part + 1) - first};
+    const RowSlots found{part - 1, axis.bound(part), axis.bound(part + 1), first, first_slot(part + 1) - first};
     // why: where cu_seqlens fall, the search finds any part, and no row may lie outside of it.
     if (slot < first || slot >= first + found.num_slots || found.end < found.begin) return {-1, 0, 0, slot, 1};
     return found;
@@ -73,21 +73,21 @@ struct Territory {
 
   __device__ int num_rows() const { return end - begin; }
 
-  // The first row of a slot, within the territory: blocks in their order, or from the last one on.
+  // The first row of a slot, within the row_slots: blocks in their order, or from the last one on.
   __device__ int row(int slot, int size) const { return (slot - first_slot) * size; }
   __device__ int row_from_end(int slot, int size) const { return (first_slot + num_slots - 1 - slot) * size; }
 };
 
-// What is kept for each row of a side, beside the operands, has its rows in slots of this many: see Territory.
+// What is kept for each row of a side, beside the operands, has its rows in slots of this many: see RowSlots.
 constexpr int kPaddedSlot = 128;
 
 // Where rows begin in a tensor map that ends where a sequence ends. Its axes are (head_dim, rows, heads, rows + 1,
 // batch), and both axes of rows go from row to row of an operand that begins `rows` rows after the map. So a box at
 // (rows + row - end, end) begins at `row`, and is cut off where the second axis ends, which is at row `end`.
-struct RaggedMapRows {
+struct VarlenMapRows {
   int rows, row, end, batch;
 
-  __device__ constexpr RaggedMapRows from(int n) const { return {rows, row + n, end, batch}; }
+  __device__ constexpr VarlenMapRows from(int n) const { return {rows, row + n, end, batch}; }
 
   __device__ constexpr int first() const { return rows + row - end; }
 };
@@ -137,7 +137,7 @@ struct KeyPlaceInMemory {
 
 // Query i sees key j if and only if i + mask_first <= j <= i + mask_last; kOpen is no bound. With mask_from_end, both
 // bounds are counted from seqlen_k - seqlen_q.
-struct RaggedSequence {
+struct VarlenSequence {
   static constexpr int kOpen = 0x80000000;  // why the least number: no bound that the host gives is as low
 
   using KeyPlace = KeyPlaceInMemory;
@@ -151,12 +151,12 @@ struct RaggedSequence {
   int padded_q, padded_k;  // the first rows of what is padded to slots
 
   // A sequence of the batch; another number is a sequence of no rows.
-  __device__ RaggedSequence(const ProblemParams& p, int number)
-      : RaggedSequence(p, number,
+  __device__ VarlenSequence(const ProblemParams& p, int number)
+      : VarlenSequence(p, number,
                        p.cu_seqlens_q != nullptr ? axis_of_queries(p).rows_of(existing(p, number)) : Range{}) {}
 
   // The same where it is known which rows of packed queries are the sequence's.
-  __device__ RaggedSequence(const ProblemParams& p, int number, Range packed_q)
+  __device__ VarlenSequence(const ProblemParams& p, int number, Range packed_q)
       : heads_q(p.heads_q), rows_q(p.rows_q), seen(0, 0, 0, 0) {
     const bool exists = number >= 0 && number < p.batch;
     const int b = existing(p, number);
@@ -234,6 +234,6 @@ struct SequenceOf {
 };
 template <>
 struct SequenceOf<true> {
-  using Type = RaggedSequence;
+  using Type = VarlenSequence;
 };
-using AnySequence = SequenceOf<kLengths>::Type;
+using AnySequence = SequenceOf<kVarlen>::Type;

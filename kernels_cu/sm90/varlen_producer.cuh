@@ -6,22 +6,22 @@
 // What warps that fill the ring with keys have in common.
 // why a template: only kernels of several lengths have work and parameters that it can read.
 template <class AnyWork, class Params>
-struct RaggedProducer {
+struct VarlenProducer {
   const Params& params;
   const Addresses& smem;
-  const bool leads = threadIdx.x % 32 == 0;
-  RingPosition ring;
+  const bool is_leader = threadIdx.x % 32 == 0;
+  PipelineState ring;
   unsigned edge_parity = 0;
 
-  __device__ __forceinline__ RaggedProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
+  __device__ __forceinline__ VarlenProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
 
   // The next work is claimed before key tile n of piece i. why so late: L19. why so early: it takes as long as two
   // tiles to find it, and splits are short.
   __device__ __forceinline__ void claim_at(int n, unsigned i, const TileRange& tiles) const {
-    const int at = kDecodes                    ? tiles.end - 1
+    const int at = kDecode                     ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
                                                : min(tiles.begin + 2, tiles.end - 1);
-    if (n == at && leads) mbarrier_arrive(smem.wanted(i));
+    if (n == at && is_leader) mbarrier_arrive(smem.wanted(i));
   }
 
   __device__ __forceinline__ unsigned target() const { return smem.kv + ring.slot * kBytesSlot; }
@@ -40,15 +40,15 @@ struct RaggedProducer {
     mbarrier_wait(smem.edge_full, edge_parity);
     edge_parity ^= 1;
     clear_hidden_before(work, n, target());
-    if (leads) mbarrier_arrive(full());
+    if (is_leader) mbarrier_arrive(full());
   }
 };
 
 // Keys that lie one after the other.
 template <class AnyWork, class Params>
-struct RowProducer : RaggedProducer<AnyWork, Params> {
-  using Base = RaggedProducer<AnyWork, Params>;
-  using Base::Base, Base::params, Base::smem, Base::leads, Base::ring;
+struct RowProducer : VarlenProducer<AnyWork, Params> {
+  using Base = VarlenProducer<AnyWork, Params>;
+  using Base::Base, Base::params, Base::smem, Base::is_leader, Base::ring;
 
   __device__ __forceinline__ void run() {
     unsigned i = 0;
@@ -61,20 +61,20 @@ struct RowProducer : RaggedProducer<AnyWork, Params> {
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         this->claim_at(n, i, tiles);
-        const int before = kCells ? loaded.n() : n + 1;
+        const int before = kBlockSparse ? loaded.n() : n + 1;
         loaded.find_next(params, work, n == tiles.first());
-        load<false>(work, kCells ? loaded.n() : n);
-        if (kDecodes) load_v(work, n);
+        load<false>(work, kBlockSparse ? loaded.n() : n);
+        if (kDecode) load_v(work, n);
         else if (n < tiles.end - 1) load_v(work, before);
         else if (kNextScoresFirst && i > 0) load_last_v(i - 1, before);
       }
-      if (!kNextScoresFirst && !kDecodes) load_v(work, kCells ? loaded.n() : work.keys.begin);
+      if (!kNextScoresFirst && !kDecode) load_v(work, kBlockSparse ? loaded.n() : work.keys.begin);
     }
     if (kNextScoresFirst && i > 0) load_last_v(i - 1, loaded.n());
   }
 
  private:
-  LoadedTile<kCells> loaded;
+  LoadedTile<kBlockSparse> loaded;
 
   __device__ __forceinline__ void load_v(const AnyWork& work, int n) {
     if constexpr (kPanelsV > 0) load<true>(work, n);
@@ -83,17 +83,17 @@ struct RowProducer : RaggedProducer<AnyWork, Params> {
   // The last p v of a query block is made during the query block after it.
   __device__ __forceinline__ void load_last_v(unsigned i, int last) {
     const AnyWork work = smem.work(i);
-    load_v(work, kCells ? last : work.keys.begin);
+    load_v(work, kBlockSparse ? last : work.keys.begin);
   }
 
   template <bool kIsV>
   __device__ __forceinline__ void load(const AnyWork& work, int n) {
     constexpr int kPanels = kIsV ? kPanelsV : kPanelsQk;
-    const RaggedMapRows rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
+    const VarlenMapRows rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
     const bool has_edge = this->has_edge(kIsV, work, n);
     const unsigned barrier = this->barrier_of_copies(has_edge);
     this->await_slot();
-    if (leads) {
+    if (is_leader) {
       if constexpr (!kIsV) loaded.tell(smem, ring.slot);
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
       load_panels<kPanels>(kIsV ? params.v_map : params.k_map, this->target(), kPanelBytesK, barrier,
@@ -106,13 +106,14 @@ struct RowProducer : RaggedProducer<AnyWork, Params> {
   }
 };
 
-static_assert(!kCells || !kPaged, "the two warps that load pages would each have to find the tiles that are seen");
+static_assert(!kBlockSparse || !kPaged,
+              "the two warps that load pages would each have to find the tiles that are seen");
 
 // Keys that lie in pages. kCopies: threads copy them. why two kinds: registers.
 template <class AnyWork, class Params, bool kCopies>
-struct PageProducer : RaggedProducer<AnyWork, Params> {
-  using Base = RaggedProducer<AnyWork, Params>;
-  using Base::params, Base::smem, Base::leads, Base::ring;
+struct PageProducer : VarlenProducer<AnyWork, Params> {
+  using Base = VarlenProducer<AnyWork, Params>;
+  using Base::params, Base::smem, Base::is_leader, Base::ring;
 
   const bool loads_v;  // or k
 
@@ -132,7 +133,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
       const bool exists = smem.work(i).exists();
       const DescendingTiles tiles = exists ? smem.work(i).keys : TileRange{0, 1};
       // why one turn more: for v of the last tile, after each piece of work or after all of them.
-      const int last = tiles.begin - (exists && !kNextScoresFirst && !kDecodes);
+      const int last = tiles.begin - (exists && !kNextScoresFirst && !kDecode);
 #pragma unroll 1
       for (int n = tiles.first(); n >= last; --n) {
         const bool has_k = exists && n >= tiles.begin;
@@ -140,7 +141,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
 #pragma unroll 1
         for (int turn = 0; turn < (kPanelsV > 0 ? 2 : 1); ++turn) {
           const bool is_v = turn == 1;
-          const bool is_late = is_v && !kDecodes;
+          const bool is_late = is_v && !kDecode;
           const unsigned of = is_late ? pending_work : has_k ? i : kNone;
           if (of == kNone) continue;
           if (is_v == loads_v) load(is_v, of, is_late ? pending_tile : n);
@@ -158,7 +159,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
   static constexpr int kNoPage = -1;
   static constexpr int kParts = (kBlockK + 31) / 32;
   using Pages = int[kParts];
-  static constexpr int kHeld = kCopies ? kDecodes ? kParts : 0 : 1;  // why not elsewhere: registers
+  static constexpr int kHeld = kCopies ? kDecode ? kParts : 0 : 1;  // why not elsewhere: registers
 
   // Pages of the tile that is likely to be next, which come from memory.
   unsigned held_work = kNone;
@@ -205,16 +206,16 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
     const bool copies = begin < kBlockK;
     const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !is_there(page));
     const int within = key - page_of(params, key) * problem.rows_k;
-    const int end = is_there(page) ? smaller(within + work.seen_end - key, problem.rows_k) : 0;
-    const RaggedBox box =
-        boxed(RaggedMapRows{problem.rows_k, within, end, page}, rows, is_v ? problem.head_dim_v : problem.head_dim);
+    const int end = is_there(page) ? const_min(within + work.seen_end - key, problem.rows_k) : 0;
+    const VarlenBox box =
+        boxed(VarlenMapRows{problem.rows_k, within, end, page}, rows, is_v ? problem.head_dim_v : problem.head_dim);
     const TensorMap& map = is_v ? params.v_map : params.k_map;
     const int panels = is_v ? kPanelsV : kPanelsQk;
     const bool has_edge = this->has_edge(is_v, work, n);
     const unsigned barrier = this->barrier_of_copies(has_edge), target = this->target() + begin * 128;
     this->await_slot();
     if (!is_v) tell_present_keys(params, smem, work, n, ring.slot, lacks_some);
-    if (leads) mbarrier_arrive_expect_tx(barrier, panels * kPanelBytesK);
+    if (is_leader) mbarrier_arrive_expect_tx(barrier, panels * kPanelBytesK);
     __syncwarp();
     if (copies) {
 #pragma unroll 1
@@ -228,7 +229,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
 
   // Threads copy, eight a panel of a key, where pages are small or of any size.
   __device__ __forceinline__ void copy_keys(bool is_v, unsigned i, int n, const Pages& pages) {
-    constexpr int kUnrolled = kDecodes ? 8 : 1;  // why not elsewhere: registers
+    constexpr int kUnrolled = kDecode ? 8 : 1;  // why not elsewhere: registers
     const ProblemParams& problem = params.problem;
     const Operand& x = is_v ? params.v : params.k;
     const int lane = threadIdx.x % 32, columns = is_v ? problem.head_dim_v : problem.head_dim;
@@ -246,8 +247,8 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
     if (!is_v) tell_present_keys(params, smem, known, n, ring.slot, lacks_some);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const AnyWork work = kDecodes ? known : smem.work(i);  // why again, and another lane: L5
-      const int lane = kDecodes ? threadIdx.x % 32 : fresh_thread() % 32;
+      const AnyWork work = kDecode ? known : smem.work(i);  // why again, and another lane: L5
+      const int lane = kDecode ? threadIdx.x % 32 : fresh_thread() % 32;
       const int key = n * kBlockK + 32 * part + lane;  // whose row this lane finds. It is null if it is read as zeros
       const int page = kHeld > 0 ? pages[part] : look_up(work, n, part);
       const bool is_seen = is_there(page) && !(is_v && key < work.seen_begin);
@@ -280,7 +281,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
     // why not at once: copies of several tiles are then on their way. why no more: the consumers release a slot only
     // after they were told of the two that follow it (or the one, if the warps share keys), and with two warps each
     // loads every other tile, or every third.
-    constexpr int kNeeded = kNarrow ? 2 : 4, kMost = kPanelsV > 0 ? (kStages - kNeeded) / 2 : kStages - 3;
+    constexpr int kNeeded = kWarpsSplitKeys ? 2 : 4, kMost = kPanelsV > 0 ? (kStages - kNeeded) / 2 : kStages - 3;
     constexpr int kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
     untold = untold << 8 | ring.slot, ++num_untold;
     if (num_untold > kAhead) tell_of_all_but<kAhead>();
@@ -300,7 +301,7 @@ struct PageProducer : RaggedProducer<AnyWork, Params> {
     __syncwarp();
     for (; num_untold > kPending; --num_untold) {
       const unsigned slot = untold >> 8 * (num_untold - 1) & 255;
-      if (leads) mbarrier_arrive(smem.kv_full + 8 * slot);
+      if (is_leader) mbarrier_arrive(smem.kv_full + 8 * slot);
     }
   }
 };

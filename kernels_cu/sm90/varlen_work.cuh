@@ -4,16 +4,16 @@
 #include "work_counter.cuh"
 
 // What of a sequence the caller's functions alone are told: how many keys it has, seen or not.
-template <bool kExists>
+template <bool kEnabled>
 struct UsedKeys {
-  __device__ void set_used(const RaggedSequence&) {}
+  __device__ void set_used(const VarlenSequence&) {}
   __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return 0; }  // nobody asks
 };
 template <>
 struct UsedKeys<true> {
-  int used_keys[kDecodes ? 4 : 1];  // the first. why more: pieces of decoding are compared as a whole
+  int used_keys[kDecode ? 4 : 1];  // the first. why more: pieces of decoding are compared as a whole
 
-  __device__ void set_used(const RaggedSequence& sequence) {
+  __device__ void set_used(const VarlenSequence& sequence) {
     used_keys[0] = sequence.seqlen_k();
 #pragma unroll
     for (int i = 1; i < int(sizeof(used_keys) / 4); ++i) used_keys[i] = 0;
@@ -23,7 +23,7 @@ struct UsedKeys<true> {
 
 // With cells, the key tiles of a query block are numbered over those that are seen, from the last one on to the first,
 // which is number 0. The warp that loads them finds them among all of the block, and tells their places in the ring.
-template <bool kExists>
+template <bool kEnabled>
 struct AllKeys {};
 template <>
 struct AllKeys<true> {
@@ -34,7 +34,7 @@ struct AllKeys<true> {
 template <class Params, class AnyWork>
 __device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_keys(const Params& params,
                                                                                   const AnyWork& work) {
-  const Range rows{work.row_begin, smaller(work.row_begin + kBlockQ, work.sequence(params.problem).seqlen_q())};
+  const Range rows{work.row_begin, const_min(work.row_begin + kBlockQ, work.sequence(params.problem).seqlen_q())};
   return {DescendingTiles(work.tiles), params, work.sequence_idx(), work.head, rows, work.seqlen_k(params.problem)};
 }
 
@@ -42,15 +42,15 @@ __device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_key
 // cells.
 template <class Params, class AnyWork>
 __device__ __forceinline__ void number_seen(const Params& params, AnyWork& work) {
-  if constexpr (kCells) {
+  if constexpr (kBlockSparse) {
     work.tiles = work.keys;
-    if (kLengths && work.row_begin >= work.sequence(params.problem).seqlen_q()) work.tiles = {0, 0};
-    work.keys = {0, larger(seen_keys(params, work).count_seen(), 1)};
+    if (kVarlen && work.row_begin >= work.sequence(params.problem).seqlen_q()) work.tiles = {0, 0};
+    work.keys = {0, const_max(seen_keys(params, work).count_seen(), 1)};
   }
 }
 
 // A query block of a head, as `QueryWork` of sequences that are all alike, and what is known of its sequence.
-struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
+struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
   int row_begin;
   TileRange keys;
   int head, kv_head;
@@ -64,7 +64,7 @@ struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
   // What of a sequence its kernels ask.
   struct Sequence {
     const ProblemParams& problem;
-    const RaggedQueryWork& work;
+    const VarlenQueryWork& work;
 
     __device__ int seqlen_q() const { return work.seqlen_q; }
     __device__ Mask mask() const { return Mask(work.seqlen_q, work.seen_end, work.lo, work.hi); }
@@ -75,14 +75,14 @@ struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
       return (static_cast<long long>(work.q_batch) * problem.heads_q + head) * problem.rows_q + work.q_begin;
     }
 
-    __device__ RaggedMapRows queries_from(int query) const {
+    __device__ VarlenMapRows queries_from(int query) const {
       return {problem.rows_q, work.q_begin + query, work.q_begin + work.seqlen_q, work.q_batch};
     }
-    __device__ RaggedMapRows out_from(int query) const {
+    __device__ VarlenMapRows out_from(int query) const {
       const int end = problem.clears_unused ? work.num_rows : work.seqlen_q;
       return {problem.rows_q, work.q_begin + query, work.q_begin + end, work.q_batch};
     }
-    __device__ RaggedMapRows seen_keys_from(int key) const {
+    __device__ VarlenMapRows seen_keys_from(int key) const {
       return {problem.rows_k, work.k_begin + key, work.k_begin + work.seen_end, work.k_batch};
     }
   };
@@ -96,13 +96,13 @@ struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, *this}; }
   // why not below 0: rows of no sequence ask the caller's functions, too, and these may load by it.
-  __device__ __forceinline__ int sequence_idx() const { return larger(number, 0); }
+  __device__ __forceinline__ int sequence_idx() const { return const_max(number, 0); }
 
-  // What is known of the sequence whose rows are `territory`.
-  __device__ __forceinline__ void set(const RaggedSequence& sequence, int sequence_number, Range territory) {
+  // What is known of the sequence whose rows are `row_slots`.
+  __device__ __forceinline__ void set(const VarlenSequence& sequence, int sequence_number, Range row_slots) {
     const Range seen = sequence.seen_keys();
     number = sequence_number;
-    q_batch = sequence.q_place.batch, q_begin = territory.begin, num_rows = territory.end - territory.begin;
+    q_batch = sequence.q_place.batch, q_begin = row_slots.begin, num_rows = row_slots.end - row_slots.begin;
     seqlen_q = sequence.seqlen_q();
     k_batch = sequence.k_place.batch, k_begin = sequence.k_place.begin;
     seen_begin = seen.begin, seen_end = seen.end;
@@ -111,7 +111,7 @@ struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
   }
 };
 
-// Deals out work as WorkQueue does. One warp asks. Blocks of heads_together heads that have the same rows follow each
+// Deals out work as WorkQueue does. One warp asks. Blocks of heads_in_l2 heads that have the same rows follow each
 // other; the last block of a sequence, the longest under a causal mask, comes before its others.
 //
 // With in_pairs two heads of the same rows are dealt together, since such a pair is found as quickly as one piece. The
@@ -120,11 +120,11 @@ struct alignas(16) RaggedQueryWork : AllKeys<kCells>, UsedKeys<kOwn> {
 //
 // Nor do they end together if the last pieces are those of one sequence after the other, some long and some short. So
 // the blocks of the last tail_parts parts of the axis are dealt by their numbers, the greatest first.
-struct RaggedWorkQueue : WorkCounter {
+struct VarlenWorkQueue : WorkCounter {
   int blocks = 0;                    // query blocks of a head
   int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
 
-  __device__ void begin(const RaggedForwardParams& params) {
+  __device__ void begin(const VarlenForwardParams& params) {
     const Axis axis = axis_of_queries(params.problem);
     if (axis.cu_seqlens == nullptr) {
       blocks = axis.batch * blocks_of(axis.rows);
@@ -136,22 +136,22 @@ struct RaggedWorkQueue : WorkCounter {
     }
   }
 
-  __device__ void advance(const RaggedForwardParams& params) { take_next(params, num_numbers(params)); }
+  __device__ void advance(const VarlenForwardParams& params) { take_next(params, num_numbers(params)); }
 
   __device__ bool is_pair() const { return paired; }
 
   // Describes a piece as work i of the block of threads; false if there is none. why in parts: registers.
   template <class Addresses>
-  __device__ __forceinline__ bool describe(const WithOwn<RaggedForwardParams>& params, const Addresses& smem,
+  __device__ __forceinline__ bool describe(const WithOwn<VarlenForwardParams>& params, const Addresses& smem,
                                            unsigned i) {
     const ProblemParams& problem = params.problem;
-    RaggedQueryWork work;
-    const bool exists = index < num_numbers(params), leads = threadIdx.x % 32 == 0;
+    VarlenQueryWork work;
+    const bool exists = index < num_numbers(params), is_leader = threadIdx.x % 32 == 0;
     work.row_begin = kNoWork, paired = false;
     if (exists) {
       const unsigned pairs = num_pairs(params);
       paired = index < pairs;
-      const HeadBlock at = longest_first(index + smaller(index, pairs), blocks, problem.heads_q, params.heads_together);
+      const HeadBlock at = lpt_order(index + const_min(index, pairs), blocks, problem.heads_q, params.heads_in_l2);
       const Axis axis = axis_of_queries(problem);
       Range rows = {0, axis.rows};
       int block;
@@ -162,32 +162,32 @@ struct RaggedWorkQueue : WorkCounter {
         const Found found = find(params, axis, at.block);
         work.number = found.part - 1, block = found.block, rows = found.rows;
       }
-      work.set(RaggedSequence(problem, work.number, rows), work.number, rows);
-      work.head = head = at.head, work.kv_head = quotient(at.head, problem.heads_per_kv);
-      if (leads) smem.template write<kFoundLast>(i, work);
+      work.set(VarlenSequence(problem, work.number, rows), work.number, rows);
+      work.head = head = at.head, work.kv_head = fast_div(at.head, problem.heads_per_kv);
+      if (is_leader) smem.template write<kFoundLast>(i, work);
       work.row_begin = block * kBlockQ;
-      const int row_end = smaller(work.row_begin + kBlockQ, work.seqlen_q);
+      const int row_end = const_min(work.row_begin + kBlockQ, work.seqlen_q);
       work.keys = TileRange::touched(work.sequence(problem).mask().key_range(work.row_begin, row_end), kBlockK);
-      work.keys.end = larger(work.keys.end, work.keys.begin + 1);
+      work.keys.end = const_max(work.keys.end, work.keys.begin + 1);
       number_seen(params, work);
     }
-    if (leads) smem.template write<0, kFoundLast>(i, work);
+    if (is_leader) smem.template write<0, kFoundLast>(i, work);
     return exists;
   }
 
   // Describes the second piece of a pair.
   template <class Addresses>
-  __device__ __forceinline__ void describe_second(const RaggedForwardParams& params, const Addresses& smem,
+  __device__ __forceinline__ void describe_second(const VarlenForwardParams& params, const Addresses& smem,
                                                   unsigned i) {
     smem.copy_description(i - 1, i);
     ++head;
-    if (threadIdx.x % 32 == 0) smem.write_heads(i, head, quotient(head, params.problem.heads_per_kv));
+    if (threadIdx.x % 32 == 0) smem.write_heads(i, head, fast_div(head, params.problem.heads_per_kv));
   }
 
  private:
   static constexpr unsigned kSingles = 4;
   static constexpr int kFoundLast =
-      kCells ? 2 : 1;  // so many times 16 bytes of a description are found after the others
+      kBlockSparse ? 2 : 1;  // so many times 16 bytes of a description are found after the others
   static constexpr bool kHasTail = kHeadDim > 128;  // why not others: their pieces are short, and it costs up to 2 %
 
   bool paired = false;
@@ -200,17 +200,17 @@ struct RaggedWorkQueue : WorkCounter {
 
   __device__ static int blocks_of(int rows) { return rows > 0 ? (unsigned(rows) + kBlockQ - 1) / kBlockQ : 0; }
 
-  __device__ unsigned num_work(const RaggedForwardParams& params) const { return blocks * params.problem.heads_q; }
-  __device__ unsigned num_pairs(const RaggedForwardParams& params) const {
+  __device__ unsigned num_work(const VarlenForwardParams& params) const { return blocks * params.problem.heads_q; }
+  __device__ unsigned num_pairs(const VarlenForwardParams& params) const {
     const unsigned work = num_work(params), singles = kSingles * gridDim.x;
     return work < singles || !params.in_pairs ? 0 : (work - singles) / 2;
   }
-  __device__ unsigned num_numbers(const RaggedForwardParams& params) const {
+  __device__ unsigned num_numbers(const VarlenForwardParams& params) const {
     return num_work(params) - num_pairs(params);
   }
 
   // Finds the part of the axis that has this block of a head, and which of the part's blocks it is.
-  __device__ Found find(const RaggedForwardParams& params, const Axis& axis, int block) {
+  __device__ Found find(const VarlenForwardParams& params, const Axis& axis, int block) {
     if constexpr (kHasTail) {
       if (params.tail_parts > 0) {
         const int lane = threadIdx.x % 32, part = axis.batch + 2 - params.tail_parts + lane;
@@ -232,10 +232,10 @@ struct RaggedWorkQueue : WorkCounter {
 #pragma unroll 1
     while (end - number > 1) {
       const int middle = (number + end) / 2;
-      const bool is_below = __reduce_add_sync(kAll, larger(own - middle, 0)) <= within;
+      const bool is_below = __reduce_add_sync(kAll, const_max(own - middle, 0)) <= within;
       (is_below ? end : number) = middle;
     }
-    within -= __reduce_add_sync(kAll, larger(own - end, 0));
+    within -= __reduce_add_sync(kAll, const_max(own - end, 0));
     const unsigned having = __ballot_sync(kAll, own > number), before = (1u << threadIdx.x % 32) - 1;
     const int from = __ffs(__ballot_sync(kAll, own > number && __popc(having & before) == within)) - 1;
     auto found = [&](int x) { return __shfl_sync(kAll, x, from); };
