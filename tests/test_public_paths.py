@@ -1,0 +1,100 @@
+"""Import paths that users hold: names that README.md and examples/ show, and the modules for other frameworks."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import cuflash
+
+PACKAGE = Path(cuflash.__file__).parent
+MASKS = (
+    *("and_masks", "block_diffusion", "causal", "chunked", "dilated_window", "document", "global_window"),
+    *("neighborhood", "or_masks", "prefix_lm", "segments", "sliding_window", "tree"),
+)
+FUNCTIONS = (
+    *("where", "minimum", "maximum", "clip", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid"),
+    *("sin", "cos", "erf", "floor", "ceil", "trunc", "round", "sign"),
+)
+OF_FLASH_ATTN_2 = (
+    *("flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"),
+    *("flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache"),
+)
+OF_FLASH_ATTN_3 = (
+    *("flash_attn_combine", "flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func"),
+    *("flash_attn_with_kvcache", "get_scheduler_metadata"),
+)
+PATHS: dict[str, tuple[str, ...]] = {
+    "cuflash": (
+        *("BlockMask", "CompileError", "ProblemError", "UnsupportedError", "append_kv", "backward"),
+        *("create_block_mask", "forward", "lse", "merge_states", "mods", "plan", "triangle_attention"),
+    ),
+    "cuflash.mods": (
+        *MASKS, *FUNCTIONS, "alibi", "position_of", "relative_position", "seqlen_k", "seqlen_q", "softcap",
+    ),
+    "cuflash.reference": ("flash1", "flash2", "flashd"),
+    "cuflash.reference.flash1": ("finish", "start", "update"),
+    "cuflash.reference.flash2": ("finish", "start", "update"),
+    "cuflash.reference.flashd": ("finish", "start", "update"),
+    "cuflash.reference.tiles": ("Tile",),
+}  # fmt: skip
+# Each with the packages that it imports.
+OF_FRAMEWORKS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "cuflash.frameworks": ((), ()),
+    "cuflash.frameworks.flash_attn": (("torch",), ("activate", "restore")),
+    "cuflash.frameworks.flash_attn_interface": (("torch",), OF_FLASH_ATTN_2),
+    "cuflash.frameworks.flash_attn_3_interface": (("torch",), OF_FLASH_ATTN_3),
+    "cuflash.frameworks.flash_attn_4_interface": (("torch",), ("flash_attn_func", "flash_attn_varlen_func")),
+    "cuflash.frameworks.jax": (
+        ("jax",),
+        ("attention", "dot_product_attention", "ragged_paged_attention", "triangle_attention"),
+    ),
+    "cuflash.frameworks.sdpa": (("torch",), ("activate", "restore")),
+    "cuflash.frameworks.torch": (("torch",), ("attention", "flex_attention", "triangle_attention")),
+    "cuflash.frameworks.transformers": (
+        ("torch", "transformers"),
+        ("cuflash_attention_forward", "cuflash_mask", "register"),
+    ),
+}
+# Modules that a function of their own package hides. This set may only shrink.
+HIDDEN = {"cuflash.reference.backward"}
+
+
+@pytest.mark.parametrize("module", PATHS)
+def test_a_public_path_resolves(module: str) -> None:
+    missing = [name for name in PATHS[module] if not hasattr(importlib.import_module(module), name)]
+    assert not missing
+
+
+@pytest.mark.parametrize("module", OF_FRAMEWORKS)
+def test_a_path_of_a_framework_resolves(module: str) -> None:
+    needed, names = OF_FRAMEWORKS[module]
+    assert find_spec(module) is not None
+    if all(map(find_spec, needed)):
+        made = importlib.import_module(module)
+        assert not [name for name in names if not hasattr(made, name)]
+
+
+def exported(package: Path) -> set[str]:
+    """Returns the names that a package defines or takes from its modules, and so not the modules themselves."""
+    found: set[str] = set()
+    for node in ast.parse((package / "__init__.py").read_text("utf-8")).body:
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {each.asname or each.name for each in node.names}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+    return found
+
+
+def test_no_module_has_the_name_of_a_function_of_its_package() -> None:
+    found, packages = set[str](), [path.parent for path in PACKAGE.rglob("__init__.py")]
+    assert len(packages) >= 10
+    for package in packages:
+        modules = {path.stem for path in package.glob("*.py")} | {path.parent.name for path in package.glob("*/*.py")}
+        name = ".".join((PACKAGE.name, *package.relative_to(PACKAGE).parts))
+        found |= {f"{name}.{each}" for each in modules & exported(package)}
+    assert found == HIDDEN
