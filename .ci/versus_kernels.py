@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import os
 import re
+import struct
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -166,8 +167,31 @@ def dropout_calls(arch: str) -> dict[str, list[Any]]:
 # Cubins.
 
 
+SECTION = struct.Struct("<IIQQQQIIQQ")  # name, type, flags, address, offset, size, link, info, alignment, entry size
+SYMBOLS, STRINGS, NO_BITS = 2, 3, 8  # types of sections
+
+
+def without_names(cubin: bytes) -> bytes:
+    """Returns the sections of a cubin without symbol and string tables, which hold names of constants.
+
+    Code, constants, registers and relocations remain; a section without bytes counts by its size.
+    """
+    offset, count, names = (struct.unpack_from(form, cubin, at)[0] for form, at in (("<Q", 40), ("<H", 60), ("<H", 62)))
+    headers = [SECTION.unpack_from(cubin, offset + SECTION.size * number) for number in range(count)]
+    parts = []
+    for name, kind, _, _, begin, size, *_ in headers:
+        start = headers[names][4] + name
+        title = cubin[start : cubin.index(b"\0", start)]
+        if kind in (SYMBOLS, STRINGS):
+            continue
+        parts.append(b"%s %d\0" % (title, size) + (b"" if kind == NO_BITS else cubin[begin : begin + size]))
+    if not any(part.startswith(b".text.") for part in parts):
+        raise RuntimeError("a cubin has no section of code")
+    return b"".join(sorted(parts))
+
+
 def digest_of(variant: Any, folder: Path) -> str:
-    """Returns the SHA-256 of a kernel's cubin with `ONE_SYMBOL`, or what is wrong with the kernel.
+    """Returns the SHA-256 of a kernel's cubin with `ONE_SYMBOL` and without names, or what is wrong with the kernel.
 
     A file keeps it, whose name is a digest of all that is compiled: options, NVRTC's version, text and included files.
     """
@@ -178,7 +202,7 @@ def digest_of(variant: Any, folder: Path) -> str:
     named = [ONE_SYMBOL if option.startswith(SYMBOL) else option for option in options]
     if named.count(ONE_SYMBOL) != 1:
         raise RuntimeError(f"not one of {options} begins with {SYMBOL}: put the option's new name here")
-    key = hashlib.sha256(repr((named, nvrtc.getVersion(), text)).encode())
+    key = hashlib.sha256(repr(("without names", named, nvrtc.getVersion(), text)).encode())
     for path in sorted(files):
         key.update(str(path.relative_to(root)).encode() + path.read_bytes())
     kept = folder / key.hexdigest()
@@ -190,9 +214,10 @@ def digest_of(variant: Any, folder: Path) -> str:
     program = nvrtc.createProgram(text, source.name if is_whole else "with_mods.cu", (), ())
     try:
         nvrtc.compileProgram(program, (*named, f"-I{source.parent}"))
-        digest = hashlib.sha256(nvrtc.getCUBIN(program)).hexdigest()
+        digest = hashlib.sha256(without_names(nvrtc.getCUBIN(program))).hexdigest()
     except nvrtc.NVRTCError as error:
-        return f"{ERROR}{error}: {nvrtc.getProgramLog(program)[-300:]}"
+        lines = [line for line in nvrtc.getProgramLog(program).splitlines() if "error" in line]
+        return f"{ERROR}{error}: {'; '.join(lines[:1])}"
     finally:
         nvrtc.destroyProgram(program)
     written = kept.with_name(f"{kept.name}.{os.getpid()}")
