@@ -35,7 +35,7 @@ class BlockMask:
     graph: Graph = field(repr=False)
 
     def check_told(self, told: tuple[Any, ...]) -> None:
-        """Judges a call by the arrays that tell its lengths, in the order of the op; () where none does."""
+        """Validates a call by the arrays that tell its lengths, in the order of the op; () where none does."""
         if any(self.tells) and self.sizes.batch == 1 and (count := _count(told)) > 1:
             raise ProblemError(
                 "block_mask was made for batch=1 with arrays that tell lengths, and so knows those of one sequence "

@@ -52,7 +52,7 @@ def _merged(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
 
 
 def _check(outs: list[Any], lses: list[Any]) -> None:
-    """Judges all states. why: none may be refused when some are merged already."""
+    """Validates all states. why: none may be refused when some are merged already."""
     op, arrays = merge_op(len(outs)), (*outs, *lses)
     library, _ = libraries_of(op, arrays)
     validated(op, library, arrays, Options())

@@ -133,7 +133,7 @@ def _check_sizes(named: Named, axes: Mapping[str, int]) -> None:
 
 
 def _check_written(name: str, spec: ArraySpec) -> None:
-    """Judges an input that is written to, so that a copy cannot take its place."""
+    """Validates an input that is written to, so that a copy cannot take its place."""
     if spec.has_gaps:
         raise ProblemError(
             f"{name} has shape {spec.shape} and strides {spec.strides}: its last dimension is not contiguous, and it "

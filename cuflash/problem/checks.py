@@ -14,7 +14,7 @@ MAX_SEQLEN = 2**30 - 4096
 def check_operand(
     name: str, spec: ArraySpec, first: ArraySpec, shape: tuple[int, ...], dtypes: tuple[str, ...], of: str = "q"
 ) -> None:
-    """Judges a further array of a call against the problem that the first ones describe; `of` is the very first."""
+    """Validates a further array of a call against the problem that the first ones describe; `of` is the very first."""
     if spec.library != first.library or spec.device != first.device:
         wanted = f"{first.library} array on {first.device}"
         raise ProblemError(f"{name} is a {spec}, but {of} is a {wanted}; give both alike")
@@ -25,7 +25,7 @@ def check_operand(
 
 
 def check_output(name: str, spec: ArraySpec) -> None:
-    """Judges an array that a call is to write to."""
+    """Validates an array that a call is to write to."""
     repeats = repeats_memory(spec.shape, spec.strides)
     if repeats is not False:
         found = "rows share memory" if repeats else "it takes too long to tell whether rows share memory"
@@ -33,7 +33,7 @@ def check_output(name: str, spec: ArraySpec) -> None:
 
 
 def check_alike(named: dict[str, ArraySpec]) -> None:
-    """Judges library, device and dtype of operands, which must all be those of the first."""
+    """Validates library, device and dtype of operands, which must all be those of the first."""
     of, first = next(iter(named.items()))
     check_dtype(of, first.dtype)
     own = first.dtype, first.device, first.library

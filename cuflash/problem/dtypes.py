@@ -45,7 +45,7 @@ def is_dtype(value: Any) -> bool:
 
 
 def named_dtype(value: Any) -> Any:
-    """The name of the dtype that a dtype object stands for here; anything else as it is, for `check_dtype` to judge."""
+    """Returns the name of the dtype that a dtype object stands for; anything else as it is, for `check_dtype`."""
     is_native = getattr(value, "isnative", True)  # why: no kernel reads bytes in another order
     name = name_of_dtype(value) if is_dtype(value) and is_native is not False else None
     return name if name in DTYPES else value

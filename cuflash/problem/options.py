@@ -1,4 +1,4 @@
-"""The keyword arguments of the public calls, each of them once: name, type, default, judge, and the ops that take it.
+"""The keyword arguments of the public calls, each once: name, type, default, validator, and the ops that take it.
 
 A new option is a row of `Options`, a keyword of the calls that take it, and its use: what the kernels are to know of it
 is a field of `Scores`, which `ScoreParams` in `kernels_cu/common/score.cuh` repeats.
@@ -24,7 +24,7 @@ LOG2_E = 1.4426950408889634
 
 
 class Known(NamedTuple):
-    """What judges are told beside the argument: the arrays of the call decide some defaults."""
+    """Context for validators: the arrays of the call decide some defaults."""
 
     head_dim: int
     dtype: str
@@ -124,7 +124,7 @@ def check_dropout(value: Any) -> float:
 
 
 def is_zero(dropout_p: Any) -> bool:
-    """Whether it is a plain 0, which needs no judge. why not by == alone: that of an array has no truth."""
+    """True for a plain int or float 0, which needs no validator. `==` alone fails: that of an array has no truth."""
     return type(dropout_p) in (float, int) and dropout_p == 0
 
 

@@ -29,7 +29,7 @@ def check_own(
     is_output: bool = False,
     of: str = "q",
 ) -> ArraySpec:
-    """Judges one of them, where the problem has these lengths and `of` is its first array."""
+    """Validates one of them, where the problem has these lengths and `of` is its first array."""
     name = operand.name
     if (spec.library, spec.device) != (first.library, first.device):
         raise ProblemError(
@@ -45,7 +45,7 @@ def check_own(
 
 
 def check_block_mask(sizes: Sizes, cells_axes: tuple[str, ...], lengths: Mapping[str, int]) -> None:
-    """Judges whether a block mask of these sizes is one for the lengths of a call.
+    """Validates whether a block mask of these sizes is one for the lengths of a call.
 
     cells_axes: along which axes its cells differ.
     """

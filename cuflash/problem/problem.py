@@ -1,4 +1,4 @@
-"""What is computed: one frozen, hashable `Problem` without pointers. With `options`, the only judge of user input."""
+"""The problem of a call: one frozen, hashable value without pointers. It and `options` alone validate user input."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, op: Op, specs: Specs, options: Options) -> Problem:
-        """Judges a call: the specs of the op's operands in their order, and the keyword arguments as given.
+        """Validates a call: the specs of the op's operands in their order, and the keyword arguments as given.
 
         Operands at the end that are left out, and those that are None but are not optional, are dense.
         """
@@ -279,7 +279,7 @@ def _shaper(axes: tuple[str, ...], rank: int) -> Callable[[Mapping[str, int]], t
 
 
 def _of_states(op: Op, specs: Specs) -> Problem:
-    """Judges the states of `merge_states`: outs, then as many lses."""
+    """Validates the states of `merge_states`: outs, then as many lses."""
     count = len(op.inputs) // 2
     given: Any = specs[: 2 * count]
     outs, lses = given[:count], given[count:]
@@ -308,7 +308,7 @@ def _of_states(op: Op, specs: Specs) -> Problem:
 
 
 def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
-    """Judges a call of `append_kv`."""
+    """Validates a call of `append_kv`."""
     axes, checked = append.validated(op, specs)
     cache: Any = checked[0]
     options = options.validated(Known(axes["head_dim"], cache.dtype))
@@ -319,7 +319,7 @@ def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
 
 
 def _of_block_mask(op: Op, specs: Specs) -> Problem:
-    """Judges a call of `create_block_mask`. Its options are the defaults."""
+    """Validates a call of `create_block_mask`. Its options are the defaults."""
     sizes, lengths, checked = block_mask.validated(op, specs)
     like: Any = checked[0]
     batch, heads, seqlen_q, seqlen_k = sizes

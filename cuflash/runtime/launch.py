@@ -1,4 +1,4 @@
-"""The one way from arrays to results: judge, plan, outputs, workspace, launches, for every op and every array library.
+"""The single call path: validate, plan, allocate, launch; for every op and every array library.
 
 A `Call` holds what calls with arrays of equal shapes, strides, dtypes and options repeat; `Kernels` holds the loaded
 kernels of a plan with their parameters. Both are kept, so a repeated call is two lookups, the outputs' allocation and
@@ -231,7 +231,7 @@ class ValidatedCall(NamedTuple):
 
 
 def validated(op: Op, library: Library, arrays: Sequence[Any], options: Options) -> ValidatedCall:
-    """Judges a call: inputs, then outputs that are given, each None where it is not there."""
+    """Validates a call: inputs, then outputs that are given, each None where it is not there."""
     specs: list[ArraySpec | None] = []
     copied = []
     for operand, x in zip(op.operands, arrays, strict=False):

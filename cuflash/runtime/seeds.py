@@ -28,7 +28,7 @@ def seed_number(seed: Any, wanted: str = _WANTED) -> int | None:
 
 
 def check_seed(seed: Any, first: Any) -> None:
-    """Judges the seed of a call that drops nothing, and so reads none. first: the first array of the call."""
+    """Validates the seed of a call that drops nothing, and so reads none. first: the first array of the call."""
     if type(seed) is int and -(2**63) <= seed < 2**64:  # why: `seed_number` takes longer, in each repeated call
         return
     if seed_number(seed) is None:

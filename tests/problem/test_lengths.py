@@ -1,4 +1,4 @@
-"""Sequences of several lengths as the judge sees them: what is refused, which calls are one problem, and bounds."""
+"""Variable-length calls as validation sees them: what is refused, which calls are one problem, and bounds."""
 
 from __future__ import annotations
 

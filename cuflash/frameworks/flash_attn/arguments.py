@@ -91,7 +91,7 @@ def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: An
     pack_gqa, sm_margin = hints
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
-    if type(sm_margin) is not int:  # why first: the judge takes longer
+    if type(sm_margin) is not int:  # Before the validator, which takes longer
         check_integer("sm_margin", sm_margin)
 
 

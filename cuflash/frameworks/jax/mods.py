@@ -90,7 +90,7 @@ jax.tree_util.register_pytree_node(BlockMask, _leaves, _with_leaves)
 
 
 def check_seed(seed: Any) -> None:
-    """Judges the seed of a call that drops nothing, and so reads none."""
+    """Validates the seed of a call that drops nothing, and so reads none."""
     if seed_number(seed, _SEEDS) is None:
         words = _seed(seed)
         spec = ArraySpec.dense(words.shape, str(words.dtype), library="jax")

@@ -140,7 +140,7 @@ def _refuse_recording(q: torch.Tensor) -> None:
 
 
 def check_seed(seed: Any, q: torch.Tensor) -> None:
-    """Judges the seed of a call that drops nothing, and so reads none. Compilers and transforms may look at it."""
+    """Validates the seed of a call that drops nothing, and so reads none. Compilers and transforms may look at it."""
     if seed_number(seed) is None:
         check_tensor("dropout_seed", seed)
         # why not TorchLibrary's: a tensor may be a fake one, and q may require gradients

@@ -1,0 +1,84 @@
+"""Names that the project gave up stay away: a row for each family, and the places that may still hold it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from workers import ROOT
+
+if not (ROOT / "kernels_cu").is_dir() or not (ROOT / ".ci").is_dir():
+    pytest.skip("needs a checkout", allow_module_level=True)
+PYTHON, CUDA, BOTH = (".py",), (".cu", ".cuh"), (".py", ".cu", ".cuh")
+
+
+class Family(NamedTuple):
+    """Old names, their successors, the endings of files in which they are gone, and files that may hold them."""
+
+    old: str
+    new: str
+    scope: tuple[str, ...] = BOTH
+    allowed: tuple[str, ...] = ()
+
+
+FAMILIES = (
+    Family(r"Ragged\w*|kLengths|for_lengths", "Varlen*, kVarlen, for_varlen"),
+    Family(r"ragged(?!_paged_attention)\w*", "varlen"),
+    Family(r"[Tt]erritor(y|ies)", "RowSlots, row_slots"),
+    Family(r"Lengths|places_of", "SeqlenInfo, varlen_layout", scope=CUDA),
+    Family(r"OF_SEQUENCES|is_of_sequences|TOLD|is_told", "VARLEN_OPS, is_varlen, VARLEN_ARGS, has_varlen_args"),
+    Family(r"[jJ]udges?|Judged|judged(?=\()", "validate, Validators, ValidatedCall", scope=PYTHON),
+    Family(
+        r"Asked|drops_none|MAX_KEPT|is_kept|written_once",
+        "OptionsKey, is_zero, MAX_KEYS, is_cacheable, pick_form",
+        scope=PYTHON,
+    ),
+    Family(r"[A-Za-z]*Own[A-Z]\w*|kOwn", "Mod*, kHasMods, kScoreMod, kMaskMod"),
+    Family(r"DealtWork|Dealer|deal_out|ToldSteps?|TurnWarp", "WorkRing, SchedulerWarp, push, StepRing, SemaphoreWarp"),
+    Family(r"OutputConsumer|RingPosition|AbsentKeys", "ForwardMainloop, PipelineState, MissingPages"),
+    Family(r"kExists|kDecodes|kSingle|kFew|kNarrow", "kEnabled, kDecode, kOneTilePerBlock, kFewSequences, …"),
+    Family(r"kCells|kFullCells|CellKind", "kBlockSparse, kSkipsFullTiles, MaskTileKind"),
+    Family(r"rows_are_keys|kRowsAreKeys|heads_together|longest_first", "keys_as_rows, heads_in_l2, lpt_order"),
+    Family(r"Divisor|(smaller|larger|quotient)(?=[(<])", "FastDivmod, const_min, const_max, fast_div", scope=CUDA),
+    Family(r"Recipe|recipe", "Guards, guards"),
+)
+FOLDERS = ("cuflash", "kernels_cu", "tests", "examples", ".ci")
+FILES = {
+    path.relative_to(ROOT).as_posix(): path
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in BOTH and path != Path(__file__).resolve()
+}
+
+
+def uses(family: Family, texts: dict[str, str]) -> dict[str, list[str]]:
+    """Returns the old names of a family that files of its scope hold, by file."""
+    pattern = re.compile(rf"\b(?:{family.old})(?!\w)")
+    scope = {name: text for name, text in texts.items() if name.endswith(family.scope)}
+    return {name: names for name, text in scope.items() if (names := [match[0] for match in pattern.finditer(text)])}
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    return {name: path.read_text("utf-8") for name, path in FILES.items()}
+
+
+def test_files_of_all_folders_and_endings_are_read(texts: dict[str, str]) -> None:
+    assert len(texts) >= 480
+    assert {name.split("/")[0] for name in texts} == set(FOLDERS)
+    assert {ending for ending in BOTH for name in texts if name.endswith(ending)} == set(BOTH)
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.new.split(",")[0])
+def test_old_names_of_a_family_are_gone(family: Family, texts: dict[str, str]) -> None:
+    found = uses(family, texts)
+    assert set(family.allowed) <= set(texts)
+    assert not set(found) - set(family.allowed), f"write {family.new}"
+
+
+def test_an_old_name_is_found() -> None:
+    texts = {"a.cuh": "struct RaggedRows {};", "b.py": "# Territory of a slot", "c.md": "Ragged"}
+    assert uses(FAMILIES[0], texts) == {"a.cuh": ["RaggedRows"]}
+    assert uses(FAMILIES[2], texts) == {"b.py": ["Territory"]}
