@@ -21,6 +21,7 @@ pytest.register_assert_rewrite("hopper", "libraries", "refusals", "tensors", "wo
 
 from drivers import FakeDriver
 from libraries import memory_of_nan
+from variants import sampled
 
 from cuflash import reference
 from cuflash.arrays.cupy import CupyLibrary
@@ -51,7 +52,10 @@ def no_gpu_reason() -> str | None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Lets the tests of drawn problems run on more of them than they do by themselves."""
+    """Adds how many drawn problems tests run on, and the seed of a sample of exhaustive tests."""
+    parser.addoption(
+        "--sample", metavar="SEED", help="exhaustive tests run on one in 16 of their variants, by this seed"
+    )
     parser.addoption("--drawn", type=int, default=0, metavar="N", help="problems that each test of drawn ones runs on")
 
 
@@ -65,7 +69,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         left_out = pytest.mark.skip(reason="minutes long: run with -m exhaustive")
         # why only if asked for: to find them takes as long as many tests
         is_asked = "exhaustive" in chosen and "not exhaustive" not in chosen
-        metafunc.parametrize("variant", marker.args[0]() if is_asked else [pytest.param(None, marks=left_out)])
+        variants = marker.args[0]() if is_asked else [pytest.param(None, marks=left_out)]
+        metafunc.parametrize("variant", sampled(variants, metafunc.config.getoption("sample")))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

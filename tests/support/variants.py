@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -218,3 +219,8 @@ def false_claims(program: str, claims: Iterable[str]) -> list[str]:
         return [lines[int(number) - 1].removeprefix("static_assert(").removesuffix(', "");') for number in found]
     finally:
         nvrtc.destroyProgram(made)
+
+
+def sampled(variants: list[Any], seed: str | None) -> list[Any]:
+    """Returns one in 16 of the variants, at least one, the same for the same seed; all of them without a seed."""
+    return variants if seed is None else random.Random(seed).sample(variants, -(-len(variants) // 16))

@@ -1,0 +1,61 @@
+#!/usr/bin/env python3
+"""Tells `.ci/run` whether all kernels must be compiled, or a sample will do.
+
+    .ci/compiled.py          prints "sample" if every variant passed as it is now, else "all"
+    .ci/compiled.py write    records that it did; `.ci/run full` calls this at its end, and nothing else does
+
+The record holds the digest of what is compiled, options and sources of every variant, and the compilers' versions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+
+from variants import variants
+
+from cuflash.runtime import compiler
+
+RECORD = ROOT / ".ci" / "compiled.json"
+ARCHS = ("sm_80", "sm_90")
+PINNED = "13.0.88"  # the other NVRTC that compiles every Hopper kernel in .ci/run
+
+
+def state() -> dict[str, object]:
+    """Returns what the record must equal: the digest of all variants, and the compilers."""
+    digest = hashlib.sha256()
+    kernels = [variant for arch in ARCHS for variant in variants(arch)]
+    for line in sorted(repr((compiler.options(variant), variant.source)) for variant in kernels):
+        digest.update(line.encode())
+    sources = [path for path in compiler.source_root().rglob("*") if path.suffix in (".cu", ".cuh")]
+    for path in sorted(sources):
+        digest.update(path.relative_to(compiler.source_root()).as_posix().encode() + b"\0" + path.read_bytes())
+    compilers = [version("nvidia-cuda-nvrtc"), PINNED]
+    return {"digest": digest.hexdigest(), "kernels": len(kernels), "compilers": compilers}
+
+
+def recorded() -> object:
+    """Returns the record, or None where there is none."""
+    return json.loads(RECORD.read_text("utf-8")) if RECORD.is_file() else None
+
+
+def main(arguments: list[str]) -> int:
+    """Prints what must be compiled, or writes the record."""
+    if arguments == ["write"]:
+        RECORD.write_text(json.dumps(state(), indent=1) + "\n", "utf-8")
+    elif not arguments:
+        print("sample" if recorded() == state() else "all")
+    else:
+        print(__doc__, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,56 @@
+"""The record of compiled kernels: when `.ci/run` compiles all variants, and which ones a sample has."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+from variants import sampled, variants
+from workers import ROOT
+
+if not (ROOT / ".ci").is_dir():
+    pytest.skip("needs a checkout", allow_module_level=True)
+pytest.importorskip("cupy", reason="needs NVRTC")
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = spec_from_file_location("compiled", ROOT / ".ci" / "compiled.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "RECORD", tmp_path / "compiled.json")
+    monkeypatch.setattr(module, "variants", lambda arch: variants(arch)[:3])
+    return module
+
+
+def test_a_sample_will_do_once_all_kernels_passed(compiled: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert compiled.main([]) == compiled.main(["write"]) == compiled.main([]) == 0
+    assert capsys.readouterr().out.split() == ["all", "sample"]
+
+
+@pytest.mark.parametrize("change", [{"digest": "0"}, {"compilers": ["13.0.88"]}, {"kernels": 5}])
+def test_another_record_does_not_count(compiled: Any, change: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    compiled.RECORD.write_text(json.dumps(compiled.state() | change), "utf-8")
+    assert compiled.main([]) == 0
+    assert capsys.readouterr().out == "all\n"
+
+
+def test_an_unknown_command_writes_nothing(compiled: Any) -> None:
+    assert compiled.main(["record"]) == 2
+    assert not compiled.RECORD.exists()
+
+
+def test_a_sample_follows_from_its_seed() -> None:
+    numbers = list(range(100))
+    assert sampled(numbers, None) == numbers
+    sample = sampled(numbers, "one")
+    assert sample == sampled(numbers, "one") != sampled(numbers, "two")
+    assert len(set(sample)) == 7
+    assert sampled([None], "one") == [None]
