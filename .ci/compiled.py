@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -24,7 +24,7 @@ from cuflash.runtime import compiler
 
 RECORD = ROOT / ".ci" / "compiled.json"
 ARCHS = ("sm_80", "sm_90")
-PINNED = "13.0.88"  # the other NVRTC that compiles every Hopper kernel in .ci/run
+PINS = re.compile(r"nvidia-cuda-nvrtc==([\d.]+)")  # of .ci/run: the other NVRTC, which compiles every Hopper kernel
 
 
 def state() -> dict[str, object]:
@@ -36,7 +36,8 @@ def state() -> dict[str, object]:
     sources = [path for path in compiler.source_root().rglob("*") if path.suffix in (".cu", ".cuh")]
     for path in sorted(sources):
         digest.update(path.relative_to(compiler.source_root()).as_posix().encode() + b"\0" + path.read_bytes())
-    compilers = [version("nvidia-cuda-nvrtc"), PINNED]
+    newest = ".".join(map(str, compiler.nvrtc_version()))
+    compilers = [newest, *PINS.findall((ROOT / ".ci" / "run").read_text("utf-8"))]
     return {"digest": digest.hexdigest(), "kernels": len(kernels), "compilers": compilers}
 
 

@@ -132,9 +132,7 @@ def figures_of(variant: Any, folder: Path) -> dict[str, Any]:
     shared = variant.smem_bytes + max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
     figures = {"registers": registers, "spill": stores + loads, "stack": stack, "shared": shared}
     figures["blocks"] = resident_blocks(variant.arch, registers, variant.num_threads, shared)
-    written = kept.with_suffix(f".{os.getpid()}")
-    written.write_text(json.dumps(figures), "utf-8")
-    written.replace(kept)
+    kernels.keep(kept, json.dumps(figures))
     return figures
 
 

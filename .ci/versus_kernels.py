@@ -220,10 +220,15 @@ def digest_of(variant: Any, folder: Path) -> str:
         return f"{ERROR}{error}: {'; '.join(lines[:1])}"
     finally:
         nvrtc.destroyProgram(program)
-    written = kept.with_name(f"{kept.name}.{os.getpid()}")
-    written.write_text(digest, "utf-8")
-    written.replace(kept)
+    keep(kept, digest)
     return digest
+
+
+def keep(file: Path, text: str) -> None:
+    """Writes a file that other processes find whole or not at all."""
+    written = file.with_name(f"{file.name}.{os.getpid()}")
+    written.write_text(text, "utf-8")
+    written.replace(file)
 
 
 def digests_of_all(archs: list[str], folder: Path, text: str, is_older: bool) -> dict[str, str]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import pytest
 from variants import sampled, variants
-from workers import ROOT
+from workers import ROOT, ci_script
 
 if not (ROOT / ".ci").is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)
@@ -20,11 +19,7 @@ pytest.importorskip("cupy", reason="needs NVRTC")
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setattr(sys, "path", [*sys.path])
-    spec = spec_from_file_location("compiled", ROOT / ".ci" / "compiled.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = ci_script("compiled")
     monkeypatch.setattr(module, "RECORD", tmp_path / "compiled.json")
     monkeypatch.setattr(module, "variants", lambda arch: variants(arch)[:3])
     return module

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
 import pytest
-from workers import ROOT
+from workers import ROOT, ci_script
 
 if not (ROOT / ".ci").is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)
@@ -15,13 +13,7 @@ if not (ROOT / ".ci").is_dir():
 
 @pytest.fixture(scope="module")
 def faults() -> Any:
-    spec = spec_from_file_location("faults", ROOT / ".ci" / "faults.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules["faults"] = module
-    spec.loader.exec_module(module)
-    return module
+    return ci_script("faults")
 
 
 def test_each_fault_has_one_place_and_tests(faults: Any) -> None:

@@ -23,6 +23,18 @@ class Family(NamedTuple):
     allowed: tuple[str, ...] = ()
 
 
+# Files that speak of weights which dropout keeps.
+OF_DROPOUT = (
+    "cuflash/reference/dropout.py",
+    "cuflash/reference/own_scores.py",
+    "cuflash/testing/mod_oracle.py",
+    "tests/frameworks/test_jax_own_scores.py",
+    "tests/kernels/test_dropout.py",
+    "tests/kernels/test_dropout_bits.py",
+    "tests/reference/test_dropout.py",
+    "tests/support/eager_torch.py",
+    "tests/support/own_calls.py",
+)
 FAMILIES = (
     Family(r"Ragged\w*|kLengths|for_lengths", "Varlen*, kVarlen, for_varlen"),
     Family(r"ragged(?!_paged_attention)\w*", "varlen"),
@@ -31,10 +43,11 @@ FAMILIES = (
     Family(r"OF_SEQUENCES|is_of_sequences|TOLD|is_told", "VARLEN_OPS, is_varlen, VARLEN_ARGS, has_varlen_args"),
     Family(r"[jJ]udges?|Judged|judged(?=\()", "validate, Validators, ValidatedCall", scope=PYTHON),
     Family(
-        r"Asked|drops_none|MAX_KEPT|is_kept|written_once",
-        "OptionsKey, is_zero, MAX_KEYS, is_cacheable, pick_form",
+        r"Asked|drops_none|MAX_KEPT|KEPT|written_once",
+        "OptionsKey, is_zero, MAX_KEYS, CALL_CACHE, pick_form",
         scope=PYTHON,
     ),
+    Family(r"is_kept", "is_cacheable", scope=PYTHON, allowed=OF_DROPOUT),
     Family(r"[A-Za-z]*Own[A-Z]\w*|kOwn", "Mod*, kHasMods, kScoreMod, kMaskMod"),
     Family(r"DealtWork|Dealer|deal_out|ToldSteps?|TurnWarp", "WorkRing, SchedulerWarp, push, StepRing, SemaphoreWarp"),
     Family(r"OutputConsumer|RingPosition|AbsentKeys", "ForwardMainloop, PipelineState, MissingPages"),

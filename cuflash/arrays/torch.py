@@ -65,9 +65,9 @@ class TorchLibrary(GpuLibrary):
     def _key(self, array: Any) -> tuple[Any, ...]:
         # why: tensors that require grad, lazily negated and wrapped ones must reach spec(), which refuses them.
         grad = array.requires_grad and self._torch.is_grad_enabled()
-        validated = grad or array.is_neg() or self._is_wrapped(array)
+        must_validate = grad or array.is_neg() or self._is_wrapped(array)
         try:
-            return array.shape, array.stride(), array.dtype, array.get_device(), validated
+            return array.shape, array.stride(), array.dtype, array.get_device(), must_validate
         except RuntimeError:  # nested and sparse tensors have no strides, and are refused, too
             return array.dtype, True
 

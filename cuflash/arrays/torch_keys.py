@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 RECENT = 16  # kinds of calls that have guards: as many as a program may repeat in turns. One that fails takes 0.1 µs
 MISSES_OF_A_GUARD = 64  # calls without a guard after which the oldest guard gives way to a new one
-CALL_CACHE = 4096  # keys
+MAX_KEYS = 4096  # keys
 
 
 class _Recent(NamedTuple):
@@ -43,7 +43,7 @@ class TensorKeys:
         self._recent: tuple[_Recent, ...] = ()
         self._misses = 0
         # why an object for each: it is equal to itself alone, and so found faster than a tuple.
-        self._object_of = lru_cache(CALL_CACHE)(lambda keys: object())
+        self._object_of = lru_cache(MAX_KEYS)(lambda keys: object())
 
     def find(self, arrays: Sequence[Any]) -> Hashable:
         """The key of the arrays of a call, of which None is no array."""

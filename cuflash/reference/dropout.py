@@ -38,7 +38,7 @@ def philox(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Any, Any, Any
     return words[0], words[1], words[2], words[3]
 
 
-def is_cacheable(seed: int, dropout_p: float, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+def is_kept(seed: int, dropout_p: float, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     """Whether weights stay, for indices that are broadcast together."""
     b, h, q_idx, k_idx = np.broadcast_arrays(b, h, q_idx, k_idx)
     words = philox(seed, (4 * (k_idx // 32) + k_idx % 8 // 2, q_idx, h, b))

@@ -143,7 +143,7 @@ class ModScores:
             return None
         indices = (places[name] for name in ("b", "h", "q_idx", "k_idx"))
         share = share_kept(self.dropout_p) / SHARES
-        stay = dropout.is_cacheable(self.dropout_seed, self.dropout_p, *indices)
+        stay = dropout.is_kept(self.dropout_seed, self.dropout_p, *indices)
         kept: Array = np.where(stay, s.dtype.type(1 / share), s.dtype.type(0))
         return kept
 

@@ -138,7 +138,7 @@ class OneSequence:
         if self.own.dropout_p:
             share = share_kept(self.own.dropout_p) / SHARES
             indices = (self.places[name] for name in ("b", "h", "q_idx", "k_idx"))
-            stay = dropout.is_cacheable(self.own.dropout_seed, self.own.dropout_p, *indices)
+            stay = dropout.is_kept(self.own.dropout_seed, self.own.dropout_p, *indices)
             self.kept = np.where(stay, 1 / share, 0).astype(self.work)
         self.out = self.round(self.p * self.kept) @ self.v
 

@@ -14,7 +14,7 @@ from cuflash import ProblemError, UnsupportedError, mods
 from cuflash.mods.tracing.trace import trace
 from cuflash.problem.dropout import SHARES, share_kept
 from cuflash.problem.own import own_of
-from cuflash.reference.dropout import is_cacheable
+from cuflash.reference.dropout import is_kept
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
@@ -182,7 +182,7 @@ def test_vmaps_within_each_other_and_of_arrays_without_batch() -> None:
 
 def weights_kept(seed: int, share: float, batch: int = BATCH) -> Any:
     indices = np.ix_(*map(np.arange, (batch, HEADS, ROWS, KEYS)))
-    return jnp.asarray(is_cacheable(seed, share, *indices) * np.float32(SHARES / share_kept(share)))
+    return jnp.asarray(is_kept(seed, share, *indices) * np.float32(SHARES / share_kept(share)))
 
 
 def test_dropout_by_every_kind_of_seed() -> None:

@@ -161,13 +161,13 @@ ENDS = """
 import jax
 from cuflash.frameworks.jax import attention
 x = jax.random.normal(jax.random.key(0), (8, 2000, 2, 64))
-KEPT = jax.grad(lambda q: attention(q, x, x).sum())(x)
+SAVED = jax.grad(lambda q: attention(q, x, x).sum())(x)
 """
 
 
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_process_ends_while_a_gradient_is_computed(kept: bool) -> None:
-    run(ENDS.replace("KEPT = ", "gradient = " if kept else ""))
+    run(ENDS.replace("SAVED = ", "gradient = " if kept else ""))
 
 
 OWN_EXPORT = """

@@ -16,7 +16,7 @@ from own_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
-from cuflash.reference.dropout import SHARES, is_cacheable, share_kept
+from cuflash.reference.dropout import SHARES, is_kept, share_kept
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.functions import FUNCTIONS, Arguments, Put, dropped, joined
 from cuflash.testing.layouts import host, identical
@@ -49,7 +49,7 @@ def weights(case: Case, put: Put, **more: Any) -> Any:
 
 
 def kept(case: Case, seed: int = SEED, dropout_p: float = 0.3) -> Any:
-    return is_cacheable(seed, dropout_p, *np.ogrid[: case.batch, : case.heads_q, : case.seqlen_q, : case.seqlen_k])
+    return is_kept(seed, dropout_p, *np.ogrid[: case.batch, : case.heads_q, : case.seqlen_q, : case.seqlen_k])
 
 
 @any_family
@@ -134,7 +134,7 @@ def test_sequences_of_several_lengths_drop_by_their_own_numbers(cupy: Any, any_g
             parts.append(host(cuflash.forward(**arguments, dropout_p=0.3, dropout_seed=SEED))[None])
     found = np.concatenate(parts, axis=3)
     for number, (rows, n) in enumerate(zip(given.queries, PACKED.keys, strict=True)):
-        stay = is_cacheable(SEED, 0.3, number, *np.ogrid[: PACKED.heads[0], : len(rows[0]), :n])
+        stay = is_kept(SEED, 0.3, number, *np.ogrid[: PACKED.heads[0], : len(rows[0]), :n])
         np.testing.assert_array_equal(found[rows].swapaxes(0, 1)[..., :n] != 0, stay)
 
 

@@ -13,7 +13,7 @@ import pytest
 from texts import KERNELS, SHIM
 
 from cuflash.problem.dropout import share_kept
-from cuflash.reference.dropout import is_cacheable
+from cuflash.reference.dropout import is_kept
 
 # Lanes run one after the other, twice: what they send to each other in the first turn is there in the second.
 PROGRAM = r"""
@@ -125,4 +125,4 @@ def test_fragments_keep_the_weights_of_the_reference(run: Any, way: int, dropout
         out = np.full((queries, keys), -1, np.float32)
         run(words, share_kept(dropout_p), sequence, head, query, key, way, out.ctypes.data_as(ctypes.c_void_p))
         q_idx, k_idx = query + np.arange(queries)[:, None], key + np.arange(keys)
-        np.testing.assert_array_equal(out, is_cacheable(seed, dropout_p, sequence, head, q_idx, k_idx))
+        np.testing.assert_array_equal(out, is_kept(seed, dropout_p, sequence, head, q_idx, k_idx))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cuflash.reference.dropout import SHARES, is_cacheable, philox, share_kept
+from cuflash.reference.dropout import SHARES, is_kept, philox, share_kept
 
 # The known answers of Random123, the authors' library: counter, key, result.
 KNOWN = [
@@ -24,7 +24,7 @@ def test_the_bits_are_those_of_philox(counter: str, key: str, wanted: str) -> No
 
 def grid(seed: int, dropout_p: float, keys: int = 512) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
     b, h, q, k = np.indices((2, 3, 64, keys), sparse=True)
-    return is_cacheable(seed, dropout_p, b, h, q, k)
+    return is_kept(seed, dropout_p, b, h, q, k)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1, 0.5, 0.9])
@@ -39,7 +39,7 @@ def test_as_many_are_kept_as_wanted_along_every_axis(dropout_p: float) -> None:
 
 def test_a_weight_depends_on_its_place_and_the_seed_alone() -> None:
     kept = grid(3, 0.5)
-    some = is_cacheable(3, 0.5, 1, 2, np.arange(5, 9)[:, None], np.arange(100, 200))
+    some = is_kept(3, 0.5, 1, 2, np.arange(5, 9)[:, None], np.arange(100, 200))
     np.testing.assert_array_equal(some, kept[1, 2, 5:9, 100:200])
     for other in (grid(4, 0.5), grid(3 | 1 << 32, 0.5), np.roll(kept, 1, axis=3), np.roll(kept, 1, axis=2), kept[::-1]):
         assert 0.45 < (kept == other).mean() < 0.55

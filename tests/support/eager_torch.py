@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from cuflash.reference.dropout import SHARES, is_cacheable, share_kept
+from cuflash.reference.dropout import SHARES, is_kept, share_kept
 
 
 def eager(
@@ -36,7 +36,7 @@ def eager(
         lse = torch.where(sees, torch.logaddexp(lse.where(sees, 0.0), of_heads), of_heads)
     weights = torch.where(visible, (scores - lse.where(sees, 0.0)[..., None]).exp(), 0.0)
     if dropout_p:
-        kept = torch.from_numpy(is_cacheable(dropout_seed, dropout_p, *(x.numpy() for x in places)))
+        kept = torch.from_numpy(is_kept(dropout_seed, dropout_p, *(x.numpy() for x in places)))
         weights = weights * kept / (share_kept(dropout_p) / SHARES)
     return (weights @ v).transpose(1, 2), lse
 

@@ -109,7 +109,7 @@ def whole(call: Arrays, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         p = np.where(np.isneginf(most), 0, np.exp(s - lse))
     if drop := call.get("dropout_p"):
         share = share_kept(drop) / SHARES
-        p = p * dropout.is_cacheable(call["dropout_seed"], drop, b, h, i, j) / share
+        p = p * dropout.is_kept(call["dropout_seed"], drop, b, h, i, j) / share
     return np.einsum("bhij,bjhd->bihd", p, v), np.where(np.isneginf(most), -np.inf, lse)[..., 0]
 
 

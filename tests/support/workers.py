@@ -7,7 +7,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,3 +44,13 @@ def run_threads(work: Callable[[int], None], count: int) -> None:
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]
+
+
+def ci_script(name: str) -> Any:
+    """Imports a script of `.ci/`, which is no package, under its name."""
+    spec = spec_from_file_location(name, ROOT / ".ci" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -235,10 +235,10 @@ def _fitting(address: int, frame_bytes: int) -> _Runtime:
 def _told(address: int, error: BaseException) -> int:
     """Address of an XLA error with the message of a Python exception."""
     try:
-        validated = isinstance(error, (ProblemError, UnsupportedError))
+        is_user_error = isinstance(error, (ProblemError, UnsupportedError))
         message = f"{type(error).__name__}: {error}".encode(errors="backslashreplace")
         api = _Frame.from_address(address).api
-        return _runtime(api).error(message, _INVALID_ARGUMENT if validated else _INTERNAL)
+        return _runtime(api).error(message, _INVALID_ARGUMENT if is_user_error else _INTERNAL)
     except BaseException:
         # why abort: a return would tell XLA that the results were written.
         traceback.print_exc()

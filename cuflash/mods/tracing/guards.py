@@ -1,7 +1,7 @@
 """What a trace read on its way, by which a later call sees in microseconds whether its own trace would be the same.
 
-Guards hold no array and no other object that is large or alive: it holds the reads that lead from the function to
-what it refers to, and what was found there: code objects, numbers, the dtypes and shapes of arrays. It is written as
+Guards hold no array and no other object that is large or alive: they hold the reads that lead from the function to
+what it refers to, and what was found there: code objects, numbers, the dtypes and shapes of arrays. They are written as
 the text of a Python function, as every call asks it: a loop over reads that are functions takes four times as long.
 """
 
