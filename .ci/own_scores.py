@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Tells how fast calls with scores and masks of the caller's own are, beside our plain calls and what others have.
+"""Tells how fast calls with mods are, beside our plain calls and what others have.
 
     .ci/own_scores.py                                     the whole table, in bfloat16, batch 4; peers compile for long
     .ci/own_scores.py --ours                                 ours alone

@@ -203,12 +203,12 @@ def cudnn_of(row: Row, kind: Kind) -> Callable[..., Any]:
 def calls_of(row: Row, alone: bool) -> tuple[dict[str, Call], list[str]]:
     """The calls by name, and what went wrong. alone: ours alone."""
     kind, arrays = kind_of(row.kind, row.heads[0], row.seqlen), arrays_of(row)
-    told = dict(kind.ours)
+    keywords = dict(kind.ours)
     makers: dict[str, Callable[[], tuple[Call, Any]]] = {}
     if kind.mask is not None:
-        told["block_mask"] = cuflash.create_block_mask(kind.mask, 1, 1, row.seqlen, row.seqlen, like=arrays[0])
+        keywords["block_mask"] = cuflash.create_block_mask(kind.mask, 1, 1, row.seqlen, row.seqlen, like=arrays[0])
         makers["alone"] = lambda: ours(arrays, row.op, {**kind.ours, "mask_mod": kind.mask})
-    makers = {"ours": lambda: ours(arrays, row.op, told), **makers}
+    makers = {"ours": lambda: ours(arrays, row.op, keywords), **makers}
     if kind.plain != kind.ours or kind.mask is not None:
         makers["plain"] = lambda: ours(arrays, row.op, kind.plain)
     if not alone:

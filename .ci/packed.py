@@ -46,9 +46,11 @@ class Speed(versus_calls.Speed):
         ]
         dense = [x.reshape(-1, pair.seqlen, *x.shape[1:]) for x in packed]
         bounds = self.cupy.arange(0, TOKENS + 1, pair.seqlen, dtype="int32")
-        told = {f"cu_seqlens_{side}": bounds for side in "qk"} | {f"max_seqlen_{side}": pair.seqlen for side in "qk"}
+        varlen_kwargs = {f"cu_seqlens_{side}": bounds for side in "qk"} | {
+            f"max_seqlen_{side}": pair.seqlen for side in "qk"
+        }
         of_both = []
-        for arrays, more in ((dense, {}), (packed, told)):
+        for arrays, more in ((dense, {}), (packed, varlen_kwargs)):
             out, lse = cuflash.forward(*arrays, causal=pair.causal, return_lse=True, **more)
             forward = partial(cuflash.forward, *arrays, causal=pair.causal, **more)
             dout = self.array(out.shape, "float16", 3)

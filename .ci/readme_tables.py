@@ -125,8 +125,8 @@ def models(gpu: str) -> str:
         for op, rows in left.items():
             found = [ratio for row in rows if belongs(row["name"]) and (ratio := best(row)) is not None]
             left[op] = [row for row in rows if not belongs(row["name"])]
-            told = [f"{geometric_mean(found):.2f}", span(found), str(len(found))] if found else []
-            line += told or ["–"] * 3
+            columns = [f"{geometric_mean(found):.2f}", span(found), str(len(found))] if found else []
+            line += columns or ["–"] * 3
         lines.append(line)
     return table(["kind", *(f"{op}, {what}" for op in left for what in ("mean", "range", "calls"))], lines)
 
@@ -185,8 +185,8 @@ def lengths(rows: Rows) -> list[int]:
 def calls(gpu: str) -> str:
     """Host time of repeated calls and time of first calls."""
     content = read(gpu, "paper")
-    told = {name: x for name, x in content["host_seconds"].items() if "deterministic" not in name}
-    host = [[name, f"{seconds * 1e6:.0f} µs"] for name, seconds in told.items()]
+    host_times = {name: x for name, x in content["host_seconds"].items() if "deterministic" not in name}
+    host = [[name, f"{seconds * 1e6:.0f} µs"] for name, seconds in host_times.items()]
     cold, disk, of_peers = (content["startup"].get(name, {}) for name in ("cold", "disk", "peers"))
     first = []
     for op in of_peers:
@@ -324,18 +324,18 @@ def first_calls_of_peer(name: str, factor: float, unit: str) -> str:
 def host_times(name: str) -> str:
     """Host time of a repeated call of a contender."""
     found = read(shown(), "paper")["host_seconds"]
-    told = (f"{op} {found[f'{op}, {name.format(op=of_op)}, torch arrays'] * 1e6:.0f} µs" for op, of_op in OURS.items())
-    return ", ".join(told)
+    times = (f"{op} {found[f'{op}, {name.format(op=of_op)}, torch arrays'] * 1e6:.0f} µs" for op, of_op in OURS.items())
+    return ", ".join(times)
 
 
 def models_in_words() -> str:
     """Means over calls of models, in how many of them ours is faster than the fastest peer, and on which GPU."""
-    gpu, told = shown("models"), []
+    gpu, rows = shown("models"), []
     for op in OURS:
         found = [ratio for row in first_of_ours(rows_of(gpu, "models", op)) if (ratio := best(row)) is not None]
         ahead = sum(ratio > 1 for ratio in found)
-        told.append(f"{op} {geometric_mean(found):.2f} times, ahead in {ahead} of {len(found)} calls")
-    return f"{'; '.join(told)}, on one {card(gpu, 'models')}"
+        rows.append(f"{op} {geometric_mean(found):.2f} times, ahead in {ahead} of {len(found)} calls")
+    return f"{'; '.join(rows)}, on one {card(gpu, 'models')}"
 
 
 PLACES: dict[str, Callable[[], str]] = {

@@ -34,7 +34,7 @@ from sanitize_cases import (
     devices,
     hopper_cases,
     hopper_sequence_cases,
-    own_cases,
+    mod_cases,
     sequence_cases,
     tile_cases,
     wild,
@@ -112,25 +112,25 @@ def work() -> dict[Call, list[Variant]]:
 
 
 @cache
-def own_work() -> dict[tuple[ModCase, str], list[Variant]]:
-    """All calls with scores and masks of the caller's own, by both families of kernels, and their kernels."""
-    ways = [(case, how) for case, hows in own_cases() for how in hows]
+def mod_work() -> dict[tuple[ModCase, str], list[Variant]]:
+    """All calls with mods, by both families of kernels, and their kernels."""
+    ways = [(case, how) for case, hows in mod_cases() for how in hows]
     generic = [(case, how + BACKWARDS) for case, how in ways if isinstance(case.of, Case) and how not in ALGORITHMS[1:]]
     # why packed alone: they reach all of these kernels.
     few = [(case, how) for case, how in ways if case.of.name.startswith("few_") and case.of.place_q == "packed"]
     calls = [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
-    return {call: [launch.variant for made in own_plans(*call) for launch in made.launches] for call in calls}
+    return {call: [launch.variant for made in mod_plans(*call) for launch in made.launches] for call in calls}
 
 
-def own_arguments(case: ModCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
+def mod_arguments(case: ModCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
     """All arguments of `cuflash.forward`, and the arrays that have gradients. ways: those of `ModCase.arguments`."""
     arguments, wanted = case.arguments(*ways)
     return arguments | ({"q": backwards(arguments["q"])} if how.endswith(BACKWARDS) else {}), wanted
 
 
-def own_plans(case: ModCase, how: str) -> list[Plan]:
-    """The plans of the library calls that `own_call` makes."""
-    (arguments, wanted), op = own_arguments(case, how, np.asarray, shaped), how.removesuffix(BACKWARDS)
+def mod_plans(case: ModCase, how: str) -> list[Plan]:
+    """The plans of the library calls that `mod_call` makes."""
+    (arguments, wanted), op = mod_arguments(case, how, np.asarray, shaped), how.removesuffix(BACKWARDS)
     arguments["device"] = device.query(0).arch
     if op in BACKWARD:
         more = {"op": "backward", "deterministic": BACKWARD[op], "captured_grads": wanted}
@@ -144,9 +144,9 @@ def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in arguments.items() if name != "v" and not name.startswith("dropout")}
 
 
-def own_call(case: ModCase, how: str) -> Callable[[], Results]:
+def mod_call(case: ModCase, how: str) -> Callable[[], Results]:
     """What calls forward and lse, or backward for the loss |out|² / 2 with all gradients."""
-    (arguments, wanted), op = own_arguments(case, how, cupy.asarray), how.removesuffix(BACKWARDS)
+    (arguments, wanted), op = mod_arguments(case, how, cupy.asarray), how.removesuffix(BACKWARDS)
     if op not in BACKWARD:
         lse = (lambda: (cuflash.lse(**keys_alone(arguments)),)) if op == "flash2" else tuple
         return lambda: (*cuflash.forward(**arguments, algorithm=op, return_lse=True), *lse())
@@ -163,7 +163,7 @@ def own_call(case: ModCase, how: str) -> Callable[[], Results]:
 
 def variants() -> list[Variant]:
     """All kernels that `run` launches, except a few of `merges_and_views` and `appends_to_caches`."""
-    found = [kernel for kernels in (*work().values(), *own_work().values()) for kernel in kernels]
+    found = [kernel for kernels in (*work().values(), *mod_work().values()) for kernel in kernels]
     lse = ArraySpec.dense((1, 1, 1), "float32")
     states = [[ArraySpec.dense((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
     made = [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
@@ -208,7 +208,7 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
     once: only calls of which a kernel is not one of those before, and whose results repeat, but for what is summed in
     any order. So no lengths are wrong: two sequences might write the same rows. which: see above.
     """
-    dense, own = work(), own_work()
+    dense, mods = work(), mod_work()
     generic = which == "run-generic"
     if which == "run-short":
         short = {call: kernels for call, kernels in dense.items() if MANY_PIECES not in call[1].name}
@@ -216,13 +216,13 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
         dense = short
     if generic:
         dense = {call: kernels for call, kernels in dense.items() if _are_generic([*kernels, *_forward_of(*call)])}
-        own = {call: kernels for call, kernels in own.items() if _are_generic(kernels)}
+        mods = {call: kernels for call, kernels in mods.items() if _are_generic(kernels)}
     if once:
         seen: set[Variant] = set()
-        told = {(gpu, _tame(case), how): kernels for (gpu, case, how), kernels in dense.items()}
-        dense = {call: kernels for call, kernels in told.items() if _is_near(*call[1:]) and _adds(kernels, seen)}
-        own = {call: kernels for call, kernels in own.items() if _adds(kernels, seen)}
-        print(f"{len(dense) + len(own)} calls of {len(seen)} kernels", flush=True)
+        tame_calls = {(gpu, _tame(case), how): kernels for (gpu, case, how), kernels in dense.items()}
+        dense = {call: kernels for call, kernels in tame_calls.items() if _is_near(*call[1:]) and _adds(kernels, seen)}
+        mods = {call: kernels for call, kernels in mods.items() if _adds(kernels, seen)}
+        print(f"{len(dense) + len(mods)} calls of {len(seen)} kernels", flush=True)
     query = device.query
     for gpu, case, how in itertools.islice(dense, part, None, parts):
         device.query = lambda ordinal, gpu=gpu: gpu
@@ -230,8 +230,8 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
         yield Prepared(f"{case.name} {how}", call(case, how), None if is_defined(case) else 0, not _sums(how))
     device.query = query
     launch.CALL_CACHE.clear()
-    for of, how in itertools.islice(own, part, None, parts):
-        yield Prepared(f"{of.name} {how}", own_call(of, how), repeats=not _sums(how))
+    for of, how in itertools.islice(mods, part, None, parts):
+        yield Prepared(f"{of.name} {how}", mod_call(of, how), repeats=not _sums(how))
     others = itertools.chain(merges_and_views(once, generic), appends_to_caches(is_wild=not once))
     yield from itertools.islice(others, part, None, parts)
 
@@ -347,13 +347,13 @@ def appends_to_caches(is_wild: bool) -> Iterator[Prepared]:
         for rotation in rotations:
             new = (4, 0, 5) if packed else 5
             drawn = appends.drawn(dtype, place, new=new, dims=(dim, dim), **rotation)
-            told = on_gpu(wild(drawn, seed) if is_wild else drawn)
+            arrays = on_gpu(wild(drawn, seed) if is_wild else drawn)
 
-            def append(told: dict[str, Any] = told) -> Results:
-                caches = told["k_cache"], told["v_cache"]
+            def append(arrays: dict[str, Any] = arrays) -> Results:
+                caches = arrays["k_cache"], arrays["v_cache"]
                 for rows in caches:
                     rows[...] = 0.5
-                rotated = cuflash.append_kv(**told)
+                rotated = cuflash.append_kv(**arrays)
                 return caches if rotated is None else (*caches, rotated)
 
             # why two: rows of packed q that belong to no sequence may hold anything.

@@ -94,11 +94,11 @@ def hopper_cases() -> Iterator[Case]:
         yield Case(f"counted_{dim}", 2, 70, 130, device.query(0).num_sms, 1, dim, dim, "float16", causal=True)
 
 
-def wild(told: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def wild(varlen_kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The same arguments, but about every second number of their arrays of integers is wrong."""
     rng = np.random.default_rng(seed)
-    integers = {name: x for name, x in told.items() if isinstance(x, np.ndarray) and x.dtype == np.int32}
-    return {**told, **{
+    integers = {name: x for name, x in varlen_kwargs.items() if isinstance(x, np.ndarray) and x.dtype == np.int32}
+    return {**varlen_kwargs, **{
         name: np.where(rng.random(x.shape) < 0.5, rng.choice(WRONG, x.shape), x).astype(np.int32)
         for name, x in integers.items()
     }}  # fmt: skip
@@ -106,7 +106,7 @@ def wild(told: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SequenceCase:
-    """Sequences of several lengths. wide: out in float32. wild: half of the integers on the device are wrong."""
+    """Variable-length sequences. wide: out in float32. wild: half of the integers on the device are wrong."""
 
     of: Sequences
     wide: bool = False
@@ -123,23 +123,23 @@ class SequenceCase:
 
     def given(self) -> dict[str, Any]:
         """All arguments of `cuflash.forward` in NumPy, but out_dtype."""
-        drawn, told = made(self.of), self._told()
-        return (wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()) | told
+        drawn, varlen_kwargs = made(self.of), self._varlen_kwargs()
+        return (wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()) | varlen_kwargs
 
-    def _told(self) -> dict[str, Any]:
+    def _varlen_kwargs(self) -> dict[str, Any]:
         return {"num_splits": self.num_splits} if self.num_splits else {}  # why not 0: backward does not take it
 
     @cache  # noqa: B019 (few cases)
     def problem(self, op: str = "forward", **more: Any) -> Problem:
         """The `Problem` of a public call with these and `more` arguments."""
-        given, whole = shaped(self.of).arguments() | self._told(), VARLEN_OPS[op]
+        given, whole = shaped(self.of).arguments() | self._varlen_kwargs(), VARLEN_OPS[op]
         specs = {name: NUMPY.spec(name, x) for name, x in given.items() if isinstance(x, np.ndarray)}
         if op == "forward":
             more["out_dtype"] = self.out_dtype
         if op == "backward":
             specs["out"] = ArraySpec.dense((*given["q"].shape[:-1], self.of.dims[1]), self.out_dtype)
-        told = {name: x for name, x in given.items() if name in Options._fields}
-        return Problem.of(whole, [specs.get(name) for name in whole.names], Options(**told, **more))
+        options = {name: x for name, x in given.items() if name in Options._fields}
+        return Problem.of(whole, [specs.get(name) for name in whole.names], Options(**options, **more))
 
 
 def sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
@@ -181,9 +181,9 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         heads = (2, 1) if tile.max_keys else (12, 6)  # of two heads, many keys would be shared out
         many = Sequences("many", (200, 1, 150), keys, heads=heads, causal=True, **shape)
         given: tuple[Any, ...] = few, cached, "packed", "paged"
-        told: dict[str, Any] = {"used_k": True, "bounded": True, **shape}
+        options: dict[str, Any] = {"used_k": True, "bounded": True, **shape}
         # The rows of a group fit a warp, or do not.
-        decoding = [Sequences("decoding", *given, heads=heads, **told) for heads in ((2, 2), (24, 2))]
+        decoding = [Sequences("decoding", *given, heads=heads, **options) for heads in ((2, 2), (24, 2))]
         both = [many, replace(many, name="many_pages", place_k="paged", used_k=True)]
         for of in (*both, *(replace(each, name=f"{each.name}_masked", causal=False, **masked) for each in both)):
             yield SequenceCase(of), ("flash2",)
@@ -220,7 +220,7 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class ModCase:
-    """A call with scores and masks of the caller's own. of: a dense problem, or sequences of several lengths."""
+    """A call with mods. of: a dense problem, or variable-length sequences."""
 
     of: Case | Sequences
     make: Maker
@@ -228,7 +228,7 @@ class ModCase:
     @property
     def name(self) -> str:
         dims = (self.of.head_dim, self.of.head_dim_v) if isinstance(self.of, Case) else self.of.dims
-        return f"own_{self.of.dtype}_{dims[0]}_{dims[1]}_{self.of.name}"
+        return f"mods_{self.of.dtype}_{dims[0]}_{dims[1]}_{self.of.name}"
 
     def arguments(
         self, put: Callable[[Any], Any], make: Callable[[Sequences], Made] = made
@@ -239,15 +239,15 @@ class ModCase:
         """
         if isinstance(self.of, Case):
             given = dict(zip("qkv", self.of.arrays(), strict=True)) | self.of.arguments()
-            own = self.make(put, self.of)
+            mod_kwargs = self.make(put, self.of)
         else:
             drawn = make(self.of)
-            given, own = drawn.arguments(), self.make(put, bounds_case(drawn))
-        wanted = own.pop("captured_grads", ())
-        return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()} | own, wanted
+            given, mod_kwargs = drawn.arguments(), self.make(put, bounds_case(drawn))
+        wanted = mod_kwargs.pop("captured_grads", ())
+        return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()} | mod_kwargs, wanted
 
 
-def own_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
+def mod_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
     """Cases with what is called of them: all arguments together at several head dims, and each kind of gradient."""
     table = functions.FUNCTIONS
     several = functions.joined(functions.everything, functions.dropped)
@@ -257,12 +257,12 @@ def own_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
         yield ModCase(Case("all", *shape, window_size=(150, 60), softcap=15.0), several), ("flash2", *BACKWARD)
         lengths: tuple[Any, ...] = (130, 0, 200, 1), (200, 70, 330, 0)
         shapes: dict[str, Any] = {"bounded": True, "dtype": dtype, "dims": dims, "heads": (4, 2)}
-        told: dict[str, Any] = {"used_q": True, "used_k": True, "spare_q": (5, 3, 0, 9), "spare_k": (0, 9, 2, 3)}
-        packed = Sequences("packed", *lengths, causal=True, softmax_scale=LARGE, **told, **shapes)
+        options: dict[str, Any] = {"used_q": True, "used_k": True, "spare_q": (5, 3, 0, 9), "spare_k": (0, 9, 2, 3)}
+        packed = Sequences("packed", *lengths, causal=True, softmax_scale=LARGE, **options, **shapes)
         yield ModCase(packed, several), ("flash2", *BACKWARD)
         # Nobody sees the first keys; without a mask among the functions there are no cells.
         masked: dict[str, Any] = {"window_size": (90, 20), "diagonal_offset": 100, "softcap": 15.0}
-        window = Sequences("window", *lengths, **masked, **told, **shapes)
+        window = Sequences("window", *lengths, **masked, **options, **shapes)
         yield ModCase(window, functions.joined(functions.bounded, functions.dropped)), ("flash2", *BACKWARD)
         pages = Sequences("pages", *lengths, place_k="paged", used_k=True, **shapes)
         yield ModCase(pages, several), ("flash2",)

@@ -38,8 +38,8 @@ def pip(*arguments: str) -> str:
 
 def wanted(requirement: str) -> list[tuple[str, str]]:
     """Name and version of all that pip would install."""
-    told = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", requirement)
-    found = [entry["metadata"] for entry in json.loads(told)["install"]]
+    report = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", requirement)
+    found = [entry["metadata"] for entry in json.loads(report)["install"]]
     return [(each["name"], each["version"]) for each in found]
 
 
@@ -65,9 +65,14 @@ def main() -> None:
     for stack, found in packages.items():
         beside = sum(sizes[each][0] for each in found if each[0] not in of_torch)
         on_disk = sum(sizes[each][1] for each in found)
-        told = {f"{name} {version}": sizes[name, version][0] for name, version in found}
-        row = {"stack": stack, "bytes": sum(told.values()), "bytes_beside_torch": beside, "bytes_on_disk": on_disk}
-        rows.append(row | {"packages": told})
+        sizes_by_name = {f"{name} {version}": sizes[name, version][0] for name, version in found}
+        row = {
+            "stack": stack,
+            "bytes": sum(sizes_by_name.values()),
+            "bytes_beside_torch": beside,
+            "bytes_on_disk": on_disk,
+        }
+        rows.append(row | {"packages": sizes_by_name})
     command = shlex.join(["python", ".ci/sizes.py", sys.argv[1]])
     where = {"platform": f"{platform.system()} {platform.machine()}", "Python": platform.python_version()}
     text = file_of({"command": command, "machine": where, "rows": rows})

@@ -252,8 +252,8 @@ def validate(trial: Trial, versions: list[ModuleType], on_gpu: bool) -> tuple[st
     if isinstance(before, Exception) or isinstance(after, Exception):
         kinds = {type(before).__name__, type(after).__name__}
         refused = len(kinds) == 1 and kinds <= {"ProblemError", "UnsupportedError"}
-        told = [repr(made) if isinstance(made, Exception) else "a result" for made in (before, after)]
-        return ("refused", "") if refused else ("different", f"before: {told[0]}; after: {told[1]}")
+        outcomes = [repr(made) if isinstance(made, Exception) else "a result" for made in (before, after)]
+        return ("refused", "") if refused else ("different", f"before: {outcomes[0]}; after: {outcomes[1]}")
     old, new = ({name: inputs.get(array) for name, array in results.items()} for results in (before, after))
     unequal = [name for name in old if not same_bits(old[name], new[name])]
     wanted: dict[str, Array] = {}

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RENAMED: dict[str, str] = {}
 # Modules of tests/ and tests/support/ that list kernels, and their functions: the newest name first.
 PLAIN_LISTS = (("variants", "variants"),)
-MOD_LISTS = (("mod_variants", "mod_variants"), ("own_variants", "own_variants"))
+MOD_LISTS = (("mod_variants", "mod_variants"), ("mod_variants", "mod_variants"))
 # Calls with dropout: head dim, dtype, whether they are packed, and whether strides forbid Hopper's kernels.
 DROPOUT_SHAPES = (
     *((64, "float16", packed, generic) for packed in (False, True) for generic in (False, True)),

@@ -60,8 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.typed = shlex.join(["cuflash", *arguments])
     if options.command is None:
-        told = (f"python -m cuflash {name:<10}{command.help}" for name, command in COMMANDS.items())
-        print(GUIDE.format(version=__version__, commands="\n".join(told)))
+        lines = (f"python -m cuflash {name:<10}{command.help}" for name, command in COMMANDS.items())
+        print(GUIDE.format(version=__version__, commands="\n".join(lines)))
         return 0
     try:
         code: int = COMMANDS[options.command].module.main(options)

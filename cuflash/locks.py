@@ -18,14 +18,14 @@ from typing import Any, Generic, Self, TypeVar, overload
 Value = TypeVar("Value")
 
 
-class _Own(threading.local):
+class _ThreadState(threading.local):
     sections = 0  # that this thread is in
 
 
 PAUSE = 1e-3  # seconds until who waits looks again
 MOST_SECONDS = 60.0  # that a fork waits: longer than a kernel compiles, as a rule
 
-_own = _Own()
+_thread = _ThreadState()
 _gate = threading.RLock()  # why reentrant: a signal may call what enters a section, or forks, while this thread has it
 _inside = 0  # threads that are in a section
 _forks = 0  # that wait. New sections wait for them: of busy threads there would always be one in a section.
@@ -38,17 +38,17 @@ class Section:
 
     def __enter__(self) -> None:
         global _inside
-        if not _own.sections:
+        if not _thread.sections:
             while _forks:
                 time.sleep(PAUSE)
             with _gate:
                 _inside += 1
-        _own.sections += 1
+        _thread.sections += 1
 
     def __exit__(self, *error: BaseException | type[BaseException] | TracebackType | None) -> None:
         global _inside
-        _own.sections -= 1
-        if not _own.sections:
+        _thread.sections -= 1
+        if not _thread.sections:
             with _gate:
                 _inside -= 1
 
@@ -109,7 +109,7 @@ def _before_fork() -> None:
         while True:
             _gate.acquire()
             # why not from within a section: who is in one may wait for a lock that this thread has.
-            if not _inside or _own.sections or time.monotonic() > end:
+            if not _inside or _thread.sections or time.monotonic() > end:
                 break
             _gate.release()
             time.sleep(PAUSE)
@@ -124,7 +124,7 @@ def _after_fork_in_parent() -> None:
 
 def _after_fork_in_child() -> None:
     global _gate, _inside, _forks
-    _gate, _inside, _forks = threading.RLock(), min(_own.sections, 1), 0
+    _gate, _inside, _forks = threading.RLock(), min(_thread.sections, 1), 0
 
 
 # why they are imported first: before a fork they take locks, for which a thread in a section may wait. What is

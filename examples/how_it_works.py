@@ -44,8 +44,8 @@ def draw_tiles(axes: Any) -> None:
     axes.annotate("", (0.3, AT_WORK + 0.5), (AT_WORK + 0.7, AT_WORK + 0.5), arrowprops={"arrowstyle": "->", "lw": 2})
     kept = "kept on the chip\nfor these queries:\nq, m, ℓ and o"
     axes.text(TILES + 0.2, AT_WORK + 0.5, kept, va="center", fontsize=9)
-    told = (BLUE, "no mask needed"), (ORANGE, "mask looked at"), (GREY, "never made")
-    for row, (colour, what) in enumerate(told):
+    legend = (BLUE, "no mask needed"), (ORANGE, "mask looked at"), (GREY, "never made")
+    for row, (colour, what) in enumerate(legend):
         box(axes, TILES + 0.2, row + 0.25, 0.5, 0.5, colour)
         axes.text(TILES + 0.9, row + 0.5, what, va="center", fontsize=9)
     axes.set(xlim=(0, TILES + 3.4), ylim=(TILES, 0), aspect="equal", title="Tiles of the scores, causal")

@@ -39,7 +39,7 @@ class Block(nn.Module):  # type: ignore[misc]
         return x + self.mlp(x)
 
 
-def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def parameter(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """PyTorch's own attention, whose axes are in another order."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
@@ -84,7 +84,7 @@ def main() -> int:
     device, dtype, seqlen, steps = ("cuda", torch.bfloat16, 8192, 50) if on_gpu else ("cpu", torch.float32, 64, 10)
     print(f"Training on the {'GPU' if on_gpu else 'CPU'}, {str(dtype).removeprefix('torch.')}, seqlen {seqlen}.")
     ours, seconds = train(functools.partial(attention, causal=True), device, dtype, seqlen, steps)
-    theirs, their_seconds = train(own, device, dtype, seqlen, steps)
+    theirs, their_seconds = train(parameter, device, dtype, seqlen, steps)
     for name, losses, each in (("cuflash", ours, seconds), ("PyTorch", theirs, their_seconds)):
         print(f"{name}  loss {losses[0]:.3f} … {losses[-1]:.3f}, {each * 1e3:.1f} ms a step")
     # why only the first: training amplifies any difference, and later losses differ as much between two equal runs.

@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Any
 
 import pytest
-from own_variants import few_variants, own_variants
+from mod_variants import few_variants, mod_variants
 from variants import variants
 from workers import ROOT
 
@@ -70,7 +70,7 @@ FOUND = [(file, pattern) for file, text in TEXTS.items() for pattern in patterns
 
 @pytest.fixture(scope="module")
 def names() -> set[str]:
-    lists: list[Any] = [variants, own_variants, lambda arch: own_variants(arch, True), few_variants]
+    lists: list[Any] = [variants, mod_variants, lambda arch: mod_variants(arch, True), few_variants]
     return {variant.name for arch in ARCHS for kernels in lists for variant in kernels(arch)}
 
 

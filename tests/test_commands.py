@@ -61,20 +61,20 @@ def test_ctrl_c_ends_it_without_a_traceback(command: list[str], tmp_path: Any, m
         assert errors.rstrip().endswith("cuflash: stopped")
 
 
-@pytest.mark.parametrize(("size", "told"), [
+@pytest.mark.parametrize(("size", "message"), [
     (0, "0 B"), (1, "1 B"), (1023, "1023 B"), (1024, "1 KiB"), (1536, "1.5 KiB"), (10 * 1024 + 600, "11 KiB"),
     (1023.7 * 1024, "1 MiB"), (9.96 * 2**20, "10 MiB"), (232 * 2**20, "232 MiB"), (5.25 * 2**30, "5.2 GiB"),
     (3000 * 2**40, "3000 TiB"),
 ])  # fmt: skip
-def test_memory_is_told_in_its_largest_unit(size: float, told: str) -> None:
-    assert units.memory(size) == told
+def test_memory_is_told_in_its_largest_unit(size: float, message: str) -> None:
+    assert units.memory(size) == message
 
 
 @pytest.mark.parametrize(
-    ("flops", "told"), [(12, "12 FLOP"), (999, "999 FLOP"), (2.5e6, "2.5 MFLOP"), (1.1e12, "1.1 TFLOP")]
+    ("flops", "message"), [(12, "12 FLOP"), (999, "999 FLOP"), (2.5e6, "2.5 MFLOP"), (1.1e12, "1.1 TFLOP")]
 )
-def test_work_is_told_in_its_largest_unit(flops: float, told: str) -> None:
-    assert units.work(flops) == told
+def test_work_is_told_in_its_largest_unit(flops: float, message: str) -> None:
+    assert units.work(flops) == message
 
 
 def test_gpus_that_are_alike_are_counted() -> None:

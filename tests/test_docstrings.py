@@ -25,7 +25,7 @@ def test_each_call_tells_every_argument(name: str) -> None:
     text = inspect.getdoc(call) or ""
     parameters = inspect.signature(call).parameters
     missing = [each for each in parameters if each not in text]
-    # Those that are told once for all: "… as in `forward`".
+    # Those that are described once for all: "… as in `forward`".
     of_others = {each for each in missing if each in (inspect.getdoc(cuflash.forward) or "")}
     assert not set(missing) - of_others
     assert not of_others or "`forward`" in text

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,25 +17,29 @@ PYTHON, CUDA, BOTH = (".py",), (".cu", ".cuh"), (".py", ".cu", ".cuh")
 
 
 class Family(NamedTuple):
-    """Old names, their successors, the endings of files in which they are gone, and files that may hold them."""
+    """Old names, their successors, the endings of files in which they are gone, and files that may hold them.
+
+    in_code: only identifiers count, as the name is an ordinary word in comments and strings, too.
+    """
 
     old: str
     new: str
     scope: tuple[str, ...] = BOTH
     allowed: tuple[str, ...] = ()
+    in_code: bool = False
 
 
 # Files that speak of weights which dropout keeps.
 OF_DROPOUT = (
     "cuflash/reference/dropout.py",
-    "cuflash/reference/own_scores.py",
+    "cuflash/reference/mods.py",
     "cuflash/testing/mod_oracle.py",
-    "tests/frameworks/test_jax_own_scores.py",
+    "tests/frameworks/test_jax_mods.py",
     "tests/kernels/test_dropout.py",
     "tests/kernels/test_dropout_bits.py",
     "tests/reference/test_dropout.py",
     "tests/support/eager_torch.py",
-    "tests/support/own_calls.py",
+    "tests/support/mod_calls.py",
 )
 FAMILIES = (
     Family(r"Ragged\w*|kLengths|for_lengths", "Varlen*, kVarlen, for_varlen"),
@@ -66,10 +72,20 @@ FILES = {
 }
 
 
+def identifiers(name: str, text: str) -> str:
+    """Returns the code of a file without comments, and in Python without strings."""
+    if name.endswith(CUDA):
+        return re.sub(r"//[^\n]*", "", text)
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return " ".join(token.string for token in tokens if token.type == tokenize.NAME)
+
+
 def uses(family: Family, texts: dict[str, str]) -> dict[str, list[str]]:
     """Returns the old names of a family that files of its scope hold, by file."""
     pattern = re.compile(rf"\b(?:{family.old})(?!\w)")
     scope = {name: text for name, text in texts.items() if name.endswith(family.scope)}
+    if family.in_code:
+        scope = {name: identifiers(name, text) for name, text in scope.items()}
     return {name: names for name, text in scope.items() if (names := [match[0] for match in pattern.finditer(text)])}
 
 

@@ -105,9 +105,9 @@ def test_pre_commit_runs_the_versions_of_the_lint_extra() -> None:
 
 def test_errors_tell_to_install_what_the_extras_do() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["optional-dependencies"]
-    told = set(re.findall(r'"(.*?)"', INSTALL_HINT))
+    names = set(re.findall(r'"(.*?)"', INSTALL_HINT))
     of_both = {*extras["cuda12"], *extras["cuda13"]}
-    assert told == {requirement for requirement in of_both if not requirement.startswith("numpy")}
+    assert names == {requirement for requirement in of_both if not requirement.startswith("numpy")}
 
 
 def test_the_sdist_carries_sources_tests_and_examples(built: Path) -> None:

@@ -35,7 +35,7 @@ def test_its_code_runs_and_its_results_are_those_of_dense_calls(xp: Any) -> None
     def drawn(shape: tuple[int, ...], dtype: str = "float16") -> Any:
         return xp.asarray(rng.standard_normal(shape), dtype)
 
-    packed, cached, dense = code_of("Sequences of several lengths, caches and decoding")
+    packed, cached, dense = code_of("Variable-length sequences, caches and decoding")
     names: dict[str, Any] = {"cupy": xp, "cuflash": cuflash}
     names |= {f"{name}_all": drawn((2, 700, heads, 64)) for name, heads in zip("qkv", (8, 2, 2), strict=True)}
     ones = r"cupy\.ones\("

@@ -49,16 +49,16 @@ class DlpackLibrary(Library):
     def _kind_of_device(self, name: str, array: Any) -> int:
         """DLPack's number for the kind of device that an array is on."""
         try:
-            told = array.__dlpack_device__()
+            dl_device = array.__dlpack_device__()
         except Exception as error:  # why any: nothing is known of who made the array
             if self.name == "jax":
                 check_alive(name, array)
                 _check_on_one_device(name, array)
             raise _without_device(name, f"raised {error!r}") from error
         try:
-            return int(told[0])
+            return int(dl_device[0])
         except (IndexError, KeyError, TypeError, ValueError) as error:
-            raise _without_device(name, f"returned {told!r}") from error
+            raise _without_device(name, f"returned {dl_device!r}") from error
 
     def to_cupy(self, array: Any, name: str = "an array") -> Any:
         """The same memory as a CuPy array; CuPy's current stream waits for the producer."""

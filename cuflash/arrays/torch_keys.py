@@ -1,4 +1,4 @@
-"""Keys of the tensors of a call. Tensors like those of one of the last calls are told by the guards of torch.compile.
+"""Keys of the tensors of a call. The guards of torch.compile recognize tensors like those of one of the last calls.
 
 A guard compares types, shapes, strides, dtypes, devices and all that autograd and views add to a tensor, of all tensors
 of a call together, in less time than Python takes to ask one of them. It is not public: where PyTorch has none, or

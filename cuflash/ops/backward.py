@@ -10,7 +10,7 @@ from ..problem.operands import BACKWARD, VARLEN_OPS
 from ..problem.options import WindowSize, asked, is_zero
 from ..runtime.launch import run
 from ..runtime.seeds import check_seed
-from .own import Given, run_own
+from .mods import ModArgs, run_mods
 
 
 def backward(
@@ -102,19 +102,21 @@ def backward(
                     max_seqlen_q, max_seqlen_k, 0, None, dropout_p)  # fmt: skip
     arrays = q, k, v, dout, out, lse, dlse
     outs = () if grads_out is None else _three(grads_out)
-    told: tuple[Any, ...] = ()
+    varlen_args: tuple[Any, ...] = ()
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
         op = BACKWARD
     else:
-        op, told = VARLEN_OPS["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        op, varlen_args = VARLEN_OPS["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None
     if is_plain and is_zero(dropout_p):
         if dropout_seed is not None:
             check_seed(dropout_seed, q)
-        dq, dk, dv = run(op, (*arrays, *told), options, None, outs)
+        dq, dk, dv = run(op, (*arrays, *varlen_args), options, None, outs)
         return dq, dk, dv
-    own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-    dq, dk, dv, *grads = run_own("backward", arrays, told, own, dropout_seed, options, None, outs, captured_grads)
+    mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+    dq, dk, dv, *grads = run_mods(
+        "backward", arrays, varlen_args, mod_args, dropout_seed, options, None, outs, captured_grads
+    )
     return (dq, dk, dv) if captured_grads is None else (dq, dk, dv, tuple(grads))
 
 

@@ -11,9 +11,9 @@ from ..errors import ProblemError
 from ..mods.graph.graph import Graph
 from ..mods.tracing.trace import trace
 from ..problem.block_mask import check_sizes
+from ..problem.mod_spec import make_mod_spec
 from ..problem.operands import Sizes, block_mask_op
 from ..problem.options import DEFAULTS, asked
-from ..problem.own import own_of
 from ..runtime.launch import run
 
 _KINDS = ("empty", "partial", "full")
@@ -24,7 +24,7 @@ class BlockMask:
     """The cells of a mask_mod, made by `create_block_mask`, for any number of calls.
 
     cells: int8 (batch or 1, heads or 1, seqlen_q / 64, seqlen_k / 64), rounded up: 0 empty, 1 partial, 2 full. sizes:
-    batch, heads, seqlen_q and seqlen_k. tells: whether the lengths of queries, and of keys, were told by arrays.
+    batch, heads, seqlen_q and seqlen_k. tells: whether the lengths of queries, and of keys, were given by arrays.
     mask_mod is None where a transformation of JAX has put other arrays in place of those that it refers to.
     """
 
@@ -34,16 +34,16 @@ class BlockMask:
     tells: tuple[bool, bool]
     graph: Graph = field(repr=False)
 
-    def check_told(self, told: tuple[Any, ...]) -> None:
+    def check_varlen(self, varlen_args: tuple[Any, ...]) -> None:
         """Validates a call by the arrays that tell its lengths, in the order of the op; () where none does."""
-        if any(self.tells) and self.sizes.batch == 1 and (count := _count(told)) > 1:
+        if any(self.tells) and self.sizes.batch == 1 and (count := _count(varlen_args)) > 1:
             raise ProblemError(
                 "block_mask was made for batch=1 with arrays that tell lengths, and so knows those of one sequence "
                 f"alone, but the call has {count} sequences; give create_block_mask batch={count} and the arrays of all"
             )
         asks = not self.graph.root.inputs.isdisjoint(("seqlen_q", "seqlen_k"))
         for side, name in enumerate("qk"):
-            has_varlen_args = any(x is not None for x in told[side:4:2])
+            has_varlen_args = any(x is not None for x in varlen_args[side:4:2])
             # why not the other way round: cells of whole sequences hold for shorter ones, unless the mask asks.
             if self.tells[side] and not has_varlen_args:
                 how = "with arrays that tell", "has none"
@@ -71,9 +71,9 @@ def _count_of(are_such: Any) -> int:
     return int(xp.sum(xp.astype(are_such, xp.int64)))
 
 
-def _count(told: tuple[Any, ...]) -> int:
+def _count(varlen_args: tuple[Any, ...]) -> int:
     """How many sequences the arrays of a call tell lengths of; 0 if none does."""
-    for number, x in enumerate(told[:4]):
+    for number, x in enumerate(varlen_args[:4]):
         if x is not None:
             return int(x.shape[0]) - (number < 2)
     return 0
@@ -95,7 +95,7 @@ def create_block_mask(
     """The block mask of a mask_mod, for the `block_mask=` of calls that share it, such as those of all layers.
 
     Calls with a mask_mod alone make one of their own each time. batch, heads (of queries), seqlen_q, seqlen_k: those of
-    the calls; batch or heads may be 1 where the mask does not depend on b or h. For sequences of several lengths,
+    the calls; batch or heads may be 1 where the mask does not depend on b or h. For variable-length sequences,
     seqlen_q and seqlen_k are the bounds `max_seqlen_q` and `max_seqlen_k` of the calls, or the capacity of a cache, and
     the int32 arrays are those of the calls: cu_seqlens_q, cu_seqlens_k (batch + 1,), seqused_q, seqused_k (batch,).
     Lengths are read now, so make a new block mask when they change.
@@ -121,11 +121,11 @@ def create_block_mask(
     """
     sizes = check_sizes(batch, heads, seqlen_q, seqlen_k)
     graph = trace(mask_mod, "mask_mod")
-    op = block_mask_op(own_of(None, graph), sizes)
-    told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+    op = block_mask_op(make_mod_spec(None, graph), sizes)
+    varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     library_of("like", like)
     detach = getattr(like, "detach", None)  # why: only its device counts, whatever autograd knows of it
     first = like if detach is None else detach()
-    (cells,) = run(op, (first, *told, *[each.array for each in graph.arrays]), asked(*DEFAULTS.values()))
-    tells_q, tells_k = (told[side] is not None or told[side + 2] is not None for side in (0, 1))
+    (cells,) = run(op, (first, *varlen_args, *[each.array for each in graph.arrays]), asked(*DEFAULTS.values()))
+    tells_q, tells_k = (varlen_args[side] is not None or varlen_args[side + 2] is not None for side in (0, 1))
     return BlockMask(mask_mod, cells, sizes, (tells_q, tells_k), graph)

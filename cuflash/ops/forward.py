@@ -8,7 +8,7 @@ from ..problem.operands import FORWARD, VARLEN_OPS
 from ..problem.options import WindowSize, asked, check_flag, is_zero
 from ..runtime.launch import run
 from ..runtime.seeds import check_seed
-from .own import Given, run_own
+from .mods import ModArgs, run_mods
 
 
 def forward(
@@ -67,13 +67,13 @@ def forward(
     on a GPU scores past 10^8 may give NaN. |v| times seqlen_k must stay below 3.4e38 (in bfloat16 on Hopper |v| alone).
     Elements of float32 past 3.4e38 count as infinite on a GPU. Of bfloat16 out is right to 1e-36 at best on Hopper.
     There weights are rounded to 16 bits at the scale of a past maximum, and out is off by up to 1.1 times what an exact
-    maximum leaves; with scores of the caller's own by up to 1.4 times where one key outweighs all others.
+    maximum leaves; with score_mod by up to 1.4 times where one key outweighs all others.
 
     Returns out (batch, seqlen_q, heads_q, head_dim_v) in the rank and framework of q; with return_lse also lse
     (batch, heads_q, seqlen_q), float32 (float64 for float64): the natural logarithm of the sum of exp of the visible
     scores. A query that sees no key has out 0 and lse -inf. Work runs on the caller's current stream.
 
-    Sequences of several lengths, told by int32 arrays on the device of q. `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,):
+    Variable-length sequences, given by int32 arrays on the device of q. `cu_seqlens_q`, `cu_seqlens_k` (batch + 1,):
     q, or k and v, are packed, (total, heads, head_dim), and sequence b has the rows cu_seqlens[b] … cu_seqlens[b + 1] -
     1; either alone is legal. `seqused_q`, `seqused_k` (batch,): how many rows of a sequence are used, packed, of q
     (batch, seqlen_q, …), of a cache k (batch, capacity, …) or of pages. `page_table` (batch, max_pages): k and v are
@@ -91,7 +91,7 @@ def forward(
     One block of threads then takes all keys of a query, so few queries over many keys are slower with it. On Hopper,
     arrays whose rows are not apart by multiples of 16 bytes raise UnsupportedError with it.
 
-    Scores and masks of the caller's own, in the order scale, softcap, score_mod, bias, masks. Indices count from the
+    Mods, in the order scale, softcap, score_mod, bias, masks. Indices count from the
     begin of each sequence, b is its number and h the query head; inside a function `cuflash.mods.seqlen_q()` and
     `seqlen_k()` are its used lengths. score_mod(score, b, h, q_idx, k_idx) gives the score that takes the place of the
     scaled one; mask_mod(b, h, q_idx, k_idx) is True where a key is seen, beside causal and window_size. They are Python
@@ -124,17 +124,17 @@ def forward(
     # why by the type first: no step of a repeated call may grow.
     return_lse = return_lse if type(return_lse) is bool else check_flag("return_lse", return_lse)
     outs, outputs = () if out is None else (out,), 1 + return_lse
-    told: tuple[Any, ...] = ()
+    varlen_args: tuple[Any, ...] = ()
     if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
         op = FORWARD
     else:
         op = VARLEN_OPS["forward"]
-        told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+        varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
     if score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p):
         if dropout_seed is not None:
             check_seed(dropout_seed, q)
-        results = run(op, (q, k, v, *told), options, outputs, outs)
+        results = run(op, (q, k, v, *varlen_args), options, outputs, outs)
     else:
-        own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        results = run_own("forward", (q, k, v), told, own, dropout_seed, options, outputs, outs)
+        mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+        results = run_mods("forward", (q, k, v), varlen_args, mod_args, dropout_seed, options, outputs, outs)
     return results if return_lse else results[0]

@@ -7,7 +7,7 @@ from typing import Any
 from ..problem.operands import LSE_ONLY, VARLEN_OPS
 from ..problem.options import WindowSize, asked
 from ..runtime.launch import run
-from .own import Given, run_own
+from .mods import ModArgs, run_mods
 
 
 def lse(
@@ -49,11 +49,11 @@ def lse(
     """
     options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, "flash2", None, False,
                     max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
-    told: tuple[Any, ...] = ()
+    varlen_args: tuple[Any, ...] = ()
     op = LSE_ONLY
     if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
-        told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+        varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
         op = VARLEN_OPS["lse"]
     if score_mod is mask_mod is block_mask is bias is sinks is None:
-        return run(op, (q, k, *told), options)[0]
-    return run_own("lse", (q, k), told, Given(score_mod, mask_mod, block_mask, bias, sinks), None, options)[0]
+        return run(op, (q, k, *varlen_args), options)[0]
+    return run_mods("lse", (q, k), varlen_args, ModArgs(score_mod, mask_mod, block_mask, bias, sinks), None, options)[0]

@@ -17,12 +17,12 @@ from ..planning.planner import plan as make_plan
 from ..problem.array_spec import ArraySpec
 from ..problem.checks import check_output
 from ..problem.dtypes import check_dtype, named_dtype
-from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS
+from ..problem.mod_arrays import check_mod_array
+from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs
 from ..problem.options import Options, WindowSize, check_algorithm, check_flag, check_integer, is_zero
-from ..problem.own_arrays import check_own
 from ..problem.problem import Problem
 from ..runtime.seeds import seed_number
-from .own import Given, Shaped, own_call
+from .mods import ModArgs, Shaped, resolve_mods
 
 SHAPES = (tuple, list)  # of integers, which stand for arrays
 
@@ -102,34 +102,36 @@ def plan(
         dtype = check_dtype("q", named_dtype(dtype))
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
                       max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p)  # fmt: skip
-    told = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
-            "page_table": page_table, "cache_batch_idx": cache_batch_idx}  # fmt: skip
+    varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
+    varlen_kwargs = varlen_args._asdict()
     given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
-    given |= {name: operand for name, operand in (told | {"out": out}).items() if operand is not None}
+    given |= {name: operand for name, operand in (varlen_kwargs | {"out": out}).items() if operand is not None}
     specs, misaligned = {}, []
     for name, operand in given.items():
-        specs[name], aligned = _spec(name, operand, INTEGERS if dtype is not None and name in told else dtype)
+        specs[name], aligned = _spec(name, operand, INTEGERS if dtype is not None and name in varlen_kwargs else dtype)
         if not aligned:
             misaligned.append(name)
-    whole = OPS[op] if told.keys().isdisjoint(given) else VARLEN_OPS[op]
+    whole = OPS[op] if varlen_kwargs.keys().isdisjoint(given) else VARLEN_OPS[op]
     if unknown := given.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
     if not (is_plain and is_zero(dropout_p)):
-        of_sequences = () if whole is OPS[op] else tuple(told.values())
+        of_sequences = () if whole is OPS[op] else tuple(varlen_kwargs.values())
         hidden = causal, window_size, diagonal_offset
         by_name = {"bias": bias, "sinks": sinks}
         if dtype is not None:
             by_name |= {name: Shaped(_shape(name, x), dtype) for name, x in by_name.items() if isinstance(x, SHAPES)}
         bias, sinks = by_name.values()
-        own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        call = own_call(op, own, of_sequences, hidden, algorithm, captured_grads)
+        mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+        call = resolve_mods(op, mod_args, of_sequences, hidden, algorithm, captured_grads)
         is_array = dropout_seed is not None and seed_number(dropout_seed) is None
         seed = dropout_seed if is_array else Shaped((), "int64")
         if not call.needs_seed:
-            check_own(DROPOUT_SEED, _own_spec("dropout_seed", seed, specs["q"], dtype), specs["q"], {})
+            check_mod_array(DROPOUT_SEED, _spec_like("dropout_seed", seed, specs["q"], dtype), specs["q"], {})
         names = [x.name for x in call.op.inputs[len(whole.inputs) :]]
-        specs |= {name: _own_spec(name, x, specs["q"], dtype) for name, x in zip(names, call.inputs(seed), strict=True)}
+        specs |= {
+            name: _spec_like(name, x, specs["q"], dtype) for name, x in zip(names, call.inputs(seed), strict=True)
+        }
         whole = call.op
     problem = Problem.of(whole, [specs.get(name) for name in whole.names], options)
     return make_plan(problem, _device(device, problem, isinstance(q, SHAPES)), misaligned)
@@ -163,8 +165,8 @@ def _shape(name: str, lengths: Any) -> tuple[int, ...]:
     return tuple(map(int, lengths))
 
 
-def _own_spec(name: str, x: Any, q: ArraySpec, dtype: str | None) -> ArraySpec:
-    """An array of the caller's own. Beside shapes it counts as one of their framework and device."""
+def _spec_like(name: str, x: Any, q: ArraySpec, dtype: str | None) -> ArraySpec:
+    """A captured array. Beside shapes it counts as one of their framework and device."""
     if isinstance(x, Shaped):
         return ArraySpec.dense(x.shape, x.dtype, q.device, q.library)
     spec = library_of(name, x).spec(name, x)

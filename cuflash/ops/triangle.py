@@ -69,14 +69,14 @@ def attended(
     if mask is not None and tuple(mask.shape) != (batch, rows, seqlen_k):
         raise ProblemError(f"mask has shape {tuple(mask.shape)}; q and k need {(batch, rows, seqlen_k)}")
     flat = [_rows_as_batch(x) for x in (q, k, v)]
-    own: dict[str, Any] = {"softmax_scale": softmax_scale}
+    keywords: dict[str, Any] = {"softmax_scale": softmax_scale}
     if batch == 1:
-        own["bias"] = bias
+        keywords["bias"] = bias
     else:
-        own["score_mod"] = _biased(bias, numbers(batch * rows, q) // max(rows, 1))
+        keywords["score_mod"] = _biased(bias, numbers(batch * rows, q) // max(rows, 1))
     if mask is not None:
-        own["mask_mod"] = _masked(mask.reshape(batch * rows, seqlen_k))
-    out = attend(*flat, **own)
+        keywords["mask_mod"] = _masked(mask.reshape(batch * rows, seqlen_k))
+    out = attend(*flat, **keywords)
     return out.reshape(batch, rows, seqlen_q, heads, out.shape[3]).swapaxes(2, 3)
 
 

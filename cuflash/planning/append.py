@@ -45,7 +45,7 @@ def append_plan(problem: Problem, device: Device) -> Plan:
         "rotary_dim": 2 * pairs,
         "pieces": pieces,
         "pieces_v": pieces_v,
-        "num_pages": min(num_pages, MAX_INT),  # pages have numbers of 32 bits, so no more of them can be told
+        "num_pages": min(num_pages, MAX_INT),  # pages have numbers of 32 bits, so there are no more of them
         "page_size": page_size,
         "max_pages": 1 if table is None else table.shape[1],
         "positions": min(positions, MAX_INT),

@@ -31,7 +31,7 @@ from .key_blocks import (
     kv_heads_in_l2,
     listed_together,
 )
-from .own_code import ModCode, own_code
+from .mod_code import ModCode, make_mod_code
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
@@ -56,11 +56,11 @@ def backward_plan(
     reason = reason_against(problem, device, misaligned) or _reason_against(problem)
     few_keys = "with so few keys, the query heads of a kv head are better shared out among blocks"
     if reason is None and changes_weights(problem):
-        made = _own_plan(problem, device, spilled)
+        made = _mod_plan(problem, device, spilled)
         by_rows = made is not None and made.launches[-1].variant.source == "sm90/backward_rows.cu"
         if made is not None and not (by_rows and _has_few_keys(problem, device, 1)):
             return made
-        reason = few_keys if made is not None else "scores or masks of the caller's own need more registers than it has"
+        reason = few_keys if made is not None else "mods need more registers than it has"
     elif reason is None:
         lengths, capped = problem.lengths, problem.options.softcap > 0.0
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, _queries_of_a_key(problem), capped)
@@ -77,7 +77,7 @@ def backward_plan(
 
 
 def _queries_of_a_key(problem: Problem) -> float:
-    """How many queries see a key on average; 0 of sequences of several lengths, where tiles for many have no place."""
+    """How many queries see a key on average; 0 of variable-length sequences, where tiles for many have no place."""
     return problem.mask.num_visible() / max(problem.seqlen_k, 1) if problem.lengths is None else 0.0
 
 
@@ -101,14 +101,14 @@ def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
     return grouped and 2 * parts * count_key_blocks(problem, KEY_ROWS) < device.num_sms
 
 
-def _own_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
-    """The plan with scores or masks of the caller's own; None if the kernels of all tiles spill registers."""
+def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
+    """The plan with mods; None if the kernels of all tiles spill registers."""
     dims, capped, lengths = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0, problem.lengths
     # Whether it passes over tiles that see nothing. why not of several lengths: kernels number the rows that are seen,
     # so that tiles are not made of whole cells.
     ways = (True, False) if uses_cells(problem) and lengths is None else (False,)
     for cells in ways:  # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
-        for tile in tiles_sm90.choose_own_backward(*dims, _queries_of_a_key(problem), capped, cells):
+        for tile in tiles_sm90.choose_mod_backward(*dims, _queries_of_a_key(problem), capped, cells):
             if lengths is None:
                 made = _warpgroup_plan(problem, device, tile, cells)
             else:
@@ -116,7 +116,7 @@ def _own_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
             if not any(launch.variant in spilled for launch in made.launches):
                 return made
     rows, skipping = [], []
-    for tiles in tiles_sm90.choose_own_rows(*dims, capped):
+    for tiles in tiles_sm90.choose_mod_rows(*dims, capped):
         fitting = (
             (tile, cells)
             for cells, tile in product(ways, tiles)
@@ -134,7 +134,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     deterministic = problem.options.deterministic
     dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, device
     cells = uses_cells(problem)
-    of_keys, of_queries = own_code(problem, keys_as_rows=True, cells=cells), own_code(problem, cells=cells)
+    of_keys, of_queries = make_mod_code(problem, keys_as_rows=True, cells=cells), make_mod_code(problem, cells=cells)
     tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.BACKWARD[problem.dtype], of_keys is not None), *dims)
     dq_tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.DQ[problem.dtype], of_keys is not None), *dims)
     if tile is None or dq_tile is None:
@@ -144,22 +144,22 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
             "supported. Pass NumPy arrays (numpy.asarray, cupy.asnumpy, .cpu())."
         )
 
-    own = problem.lengths
+    varlen = problem.lengths
 
     def variant(op: str, source: str, tile: Tile | BackwardTile | None = None, code: ModCode | None = None) -> Variant:
-        arch, lengths = compile_arch("sm80", device), own is not None
-        return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, lengths=lengths, own=code)
+        arch, lengths = compile_arch("sm80", device), varlen is not None
+        return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, lengths=lengths, mod_code=code)
 
-    if own is None:
+    if varlen is None:
         heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
         num_q_blocks = blocks_of(problem.seqlen_q, dq_tile.block_q)
         num_k_blocks = blocks_of(problem.seqlen_k, tile.block_k)
         rows_q, rows_k = (blocks_of(seqlen, ACC_ROWS) * ACC_ROWS for seqlen in (problem.seqlen_q, problem.seqlen_k))
     else:  # all sequences follow each other in the blocks of a head, and in what is kept for its rows
         heads, heads_kv = problem.heads_q, problem.heads_kv
-        num_q_blocks = own.num_slots("q", problem.batch, dq_tile.block_q)
-        num_k_blocks = own.num_slots("k", problem.batch, tile.block_k)
-        rows_q, rows_k = (own.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT for side in "qk")
+        num_q_blocks = varlen.num_slots("q", problem.batch, dq_tile.block_q)
+        num_k_blocks = varlen.num_slots("k", problem.batch, tile.block_k)
+        rows_q, rows_k = (varlen.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT for side in "qk")
     stats_rows = stats_rows_of(problem)
     # why no splits if deterministic: dk and dv would depend on the batch and on the GPU.
     splits = 1
@@ -257,19 +257,19 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     return make_plan(problem, device, launches, found, num_work=count_key_blocks(problem, tile.block_k))
 
 
-def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, own: SeqlenInfo) -> Plan:
-    """The same for sequences of several lengths: delta lists key blocks, which all blocks of threads then take."""
+def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, varlen: SeqlenInfo) -> Plan:
+    """The same for variable-length sequences: delta lists key blocks, which all blocks of threads then take."""
     deterministic, full = problem.options.deterministic, is_full(problem)
     group = problem.heads_q // problem.heads_kv
     stats_rows = stats_rows_of(problem)
     num_q_blocks = blocks_of(stats_rows, tile.block_q)
-    most_blocks = own.num_slots("k", problem.batch, tile.block_k)
+    most_blocks = varlen.num_slots("k", problem.batch, tile.block_k)
     blocks = most_blocks * problem.heads_kv
     takers = min(blocks, device.num_sms)
     # why the mean: the host knows no more. Under a mask a key block has half of the steps or so.
-    steps = group * blocks_of(own.mean_rows("q", problem.batch), tile.block_q)
+    steps = group * blocks_of(varlen.mean_rows("q", problem.batch), tile.block_q)
     most_parts = min(MOST_PARTS, steps // (SHARED_STEPS if full else 4 * SHARED_STEPS))
-    least_parts = choose_least_parts(problem, own, most_parts)
+    least_parts = choose_least_parts(problem, varlen, most_parts)
     together, sequences_together = listed_together(problem, device, tile, least_parts)
     shared_keys = 0
     if not deterministic and most_parts > 1 and (full or least_parts > 1 or blocks < WAVES * device.num_sms):
@@ -284,7 +284,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         **SharedKeys(takers, 0, shared_keys, 0)._asdict(),
     }
     of_keys = {
-        "num_slots": own.num_slots("k", problem.batch, PADDED_SLOT),
+        "num_slots": varlen.num_slots("k", problem.batch, PADDED_SLOT),
         "block_k": tile.block_k,
         "max_key_blocks": most_blocks,
         "sorted_blocks": blocks_of(SORTED_WAVES * device.num_sms, min(together, problem.heads_kv) * least_parts),
@@ -329,12 +329,12 @@ def _rows_plan(
     cells: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of threads
     share the query heads of each key block of dk, and of dv.
     """
-    if (own := problem.lengths) is None:
+    if (varlen := problem.lengths) is None:
         num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
         num_k_blocks = blocks_of(problem.seqlen_k, tiles[1].block_k)
         times, of_slots, workspace = problem.batch, {}, {}
     else:
-        num_q_blocks, num_k_blocks = (own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk")
+        num_q_blocks, num_k_blocks = (varlen.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk")
         times, of_slots = 1, {"num_slots": max(num_q_blocks, num_k_blocks)}
         workspace = dict.fromkeys(("q_blocks", "k_blocks"), of_slots["num_slots"] * block_words(problem))
     work = times * problem.heads_q * num_q_blocks, times * problem.heads_kv * num_k_blocks
@@ -351,10 +351,10 @@ def _rows_plan(
         shared, result = shares and tile.gradient != "dq", tile.gradient
         variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
         num_work = work[result != "dq"] * (2 if shared else 1)
-        blocks = num_work if own is None else min(num_work, device.num_sms)
-        own_fields = fields | {"first_turn": work[1] if result == "dv" else 0} if shared else fields
+        blocks = num_work if varlen is None else min(num_work, device.num_sms)
+        launch_fields = fields | {"first_turn": work[1] if result == "dv" else 0} if shared else fields
         boxes, renamed = _boxes(problem, *tile.boxes), {"acc": f"{result}_acc"} if shared else {}
-        launches.append(Launch(variant, blocks, own_fields, boxes, counted=own is not None, renamed=renamed))
+        launches.append(Launch(variant, blocks, launch_fields, boxes, counted=varlen is not None, renamed=renamed))
     found: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
     if shares:
         rows = work[1] * KEY_ROWS
@@ -370,8 +370,8 @@ def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
 
     why all rows of dq: a store may not begin before the first row of its box. Of several lengths, boxes of any rows.
     """
-    if (own := problem.lengths) is not None:
-        rows = {"q": own.rows_q, "k": own.rows_k, "v": own.rows_k, "dout": own.rows_q}
+    if (varlen := problem.lengths) is not None:
+        rows = {"q": varlen.rows_q, "k": varlen.rows_k, "v": varlen.rows_k, "dout": varlen.rows_q}
         loaded = {"q": box_q, "k": box_k, "v": box_k, "dout": box_q}
         boxes = {name: Box(loaded[name], 0, rows[name], varlen=True) for name in rows}
         return boxes | {f"d{name}": Box(OUT_ROWS, 0, rows[name], varlen=True) for name in "qkv"}
@@ -388,9 +388,9 @@ def _warpgroup_variant(
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
     lengths = problem.lengths is not None
     keys_as_rows = op != "backward_dq"
-    own = own_code(problem, keys_as_rows, cells=cells) if changes_weights(problem) else None
+    mod_code = make_mod_code(problem, keys_as_rows, cells=cells) if changes_weights(problem) else None
     return variant_of(
-        op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths, own=own
+        op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths, mod_code=mod_code
     )
 
 

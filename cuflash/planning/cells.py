@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..mods.graph.graph import LENGTHS
-from ..problem.own_arrays import CELL
+from ..problem.mod_arrays import CELL
 from ..problem.problem import Problem
 from .device import Device
-from .own_code import own_code
+from .mod_code import make_mod_code
 from .plan import Launch, Plan, blocks_of, compile_arch, make_plan
 from .tile import rounded_up
 from .variant import PORTABLE_THREADS, variant_of
@@ -28,8 +28,8 @@ BLOCKS_PER_SM = 2048 // PORTABLE_THREADS
 
 def uses_cells(problem: Problem) -> bool:
     """Whether kernels of this problem pass over tiles in which the caller's mask shows nothing."""
-    own = problem.op.own
-    return own is not None and own.mask is not None and (own.has_cells or _is_worth_it(problem))
+    mod_spec = problem.op.mod_spec
+    return mod_spec is not None and mod_spec.mask is not None and (mod_spec.has_cells or _is_worth_it(problem))
 
 
 def _is_worth_it(problem: Problem) -> bool:
@@ -48,16 +48,16 @@ def cells_strides(problem: Problem) -> tuple[int, int, int]:
 
     Of a call that is given cells, or finds them itself.
     """
-    own = problem.op.own
-    given = own is not None and own.has_cells
+    mod_spec = problem.op.mod_spec
+    given = mod_spec is not None and mod_spec.has_cells
     batch, heads, rows, columns = problem.spec("cells").shape if given else cells_shape(problem)
     return heads * rows * columns * (batch > 1), rows * columns * (heads > 1), columns
 
 
 def _inputs(problem: Problem) -> frozenset[str]:
     """What the caller's mask depends on."""
-    own = problem.op.own
-    return frozenset() if own is None or own.mask is None else own.mask.inputs
+    mod_spec = problem.op.mod_spec
+    return frozenset() if mod_spec is None or mod_spec.mask is None else mod_spec.mask.inputs
 
 
 def _tells_sequences_apart(problem: Problem) -> bool:
@@ -71,8 +71,8 @@ def cells_launch(problem: Problem, device: Device) -> tuple[Launch, int] | None:
 
     None where no kernel uses them, and where they are given.
     """
-    own = problem.op.own
-    if own is None or own.has_cells or not uses_cells(problem):
+    mod_spec = problem.op.mod_spec
+    if mod_spec is None or mod_spec.has_cells or not uses_cells(problem):
         return None
     shape = cells_shape(problem)
     # why not of each sequence if all share them: what a mask shows of the longest it shows of any.
@@ -184,7 +184,7 @@ def _launch(problem: Problem, device: Device, shape: tuple[int, ...], of_lengths
         dtype="float32",
         out_dtype="float32",
         lengths=of_lengths,
-        own=own_code(problem),
+        mod_code=make_mod_code(problem),
     )
     fields = {
         "num_cells": num_cells,

@@ -13,7 +13,7 @@ from ..problem.lengths import PADDED_SLOT, SeqlenInfo
 from ..problem.problem import Problem
 from . import tiles_sm80
 from .device import Device
-from .own_code import own_code
+from .mod_code import make_mod_code
 from .pages import page_cut
 from .plan import MAX_GRID, Box, Launch, Plan, blocks_of, compile_arch, make_plan
 from .tiles_sm80 import FLOAT_BYTES, Tile
@@ -44,39 +44,44 @@ def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]
     rows: tiles of forward.cu, in order of preference.
     """
     splits, group = _splits(problem), problem.heads_q // problem.heads_kv
-    if not rows or problem.op.name != "forward" or not _may_share_keys(problem) or (own := _lengths(problem)) is None:
+    if (
+        not rows
+        or problem.op.name != "forward"
+        or not _may_share_keys(problem)
+        or (varlen := _lengths(problem)) is None
+    ):
         return
-    num_rows = group * (problem.seqlen_q if problem.has("cu_seqlens_q") else own.rows_q)
+    num_rows = group * (problem.seqlen_q if problem.has("cu_seqlens_q") else varlen.rows_q)
     # why not for one split: its bits are those of other kernels.
     is_narrow = splits != 1 and (num_rows <= WARP_ROWS or _is_faster_narrow(problem, device, rows[0], num_rows))
     ways = [(rows[0], True, True), (rows[0], True, False)] if is_narrow else []
     for row, by_warps, may_be_single in (*ways, *((row, False, False) for row in rows)):
-        made = _decode_plan(problem, own, device, row, by_warps, may_be_single)
+        made = _decode_plan(problem, varlen, device, row, by_warps, may_be_single)
         if made is None:
             return
         yield made
 
 
 def _decode_plan(
-    problem: Problem, own: SeqlenInfo, device: Device, row: WarpgroupTile, is_narrow: bool, may_be_single: bool
+    problem: Problem, varlen: SeqlenInfo, device: Device, row: WarpgroupTile, is_narrow: bool, may_be_single: bool
 ) -> Plan | None:
     """One of them; None if forward.cu is faster, or if there may be more key tiles than the kernel can count."""
     options, splits, group = problem.options, _splits(problem), problem.heads_q // problem.heads_kv
     is_packed = problem.has("cu_seqlens_q") or problem.has("cu_seqlens_k")
-    rows = own._replace(rows_q=own.rows_q * group)  # of a kv head
+    rows = varlen._replace(rows_q=varlen.rows_q * group)  # of a kv head
     wide_blocks, num_blocks = (
         rows.num_slots("q", problem.batch, size) * problem.heads_kv
         for size in (GROUP_ROWS, WARP_ROWS if is_narrow else GROUP_ROWS)
     )
     if not _is_few(problem):
-        whole = own.num_slots("q", problem.batch, row.block_q) * problem.heads_q
+        whole = varlen.num_slots("q", problem.batch, row.block_q) * problem.heads_q
         seen = _seen(problem, row.block_q, row.block_k)
         if not _is_faster(STEP * wide_blocks, whole, seen, splits, device.num_sms):
             return None
     few, paged = problem.batch <= FEW_SEQUENCES and not is_packed, problem.has("page_table")
     # why then: the kernel cuts keys so that no block of threads has a second piece. why not with pages: 5 % slower.
     is_single = is_narrow and may_be_single and few and not paged and splits == 0 and num_blocks <= device.num_sms
-    problem = problem._replace(lengths=own)
+    problem = problem._replace(lengths=varlen)
     tile = row.for_decoding(paged, few, is_narrow, is_single)
     tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
     if num_blocks * tiles > MAX_TILES:  # why: the kernel could not count them
@@ -89,7 +94,7 @@ def _decode_plan(
     num_work = min(num_blocks * tiles, most)
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
     cut = page_cut(problem, tile.block_k)
-    box = Box(cut["page_box"] or tile.block_k, 0, own.rows_k, varlen=True)
+    box = Box(cut["page_box"] or tile.block_k, 0, varlen.rows_k, varlen=True)
     fields = {"heads_kv": problem.heads_kv, "max_slots": most, "partial_rows": partial_rows} | cut
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     rows_of_splits = most * partial_rows
@@ -107,7 +112,7 @@ def _decode_plan(
         tile=tile,
         softcap=capped,
         lengths=True,
-        own=own_code(problem),
+        mod_code=make_mod_code(problem),
     )
     alone = splits == 1
     launch = Launch(
@@ -145,11 +150,11 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
         return None
     rows, dims = tiles_sm80.DECODE[problem.dtype], (problem.head_dim, problem.head_dim_v)
     tile = tiles_sm80.choose(rows, DTYPES[problem.dtype].itemsize, *dims, device)
-    own, group = _lengths(problem), problem.heads_q // problem.heads_kv
-    if tile is None or own is None:
+    varlen, group = _lengths(problem), problem.heads_q // problem.heads_kv
+    if tile is None or varlen is None:
         return None
     queries, head_parts = max(tile.block_q // group, 1), blocks_of(group, tile.block_q)
-    num_blocks = own.num_slots("q", problem.batch, queries) * head_parts * problem.heads_kv
+    num_blocks = varlen.num_slots("q", problem.batch, queries) * head_parts * problem.heads_kv
     seen = _seen(problem, row.block_q, row.block_k)
     if not _is_few(problem) and not _is_faster(STEP_OF_A_WARP * num_blocks, whole, seen, splits, device.num_sms):
         return None
@@ -162,7 +167,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
     if num_blocks * splits > MAX_GRID:
         return None
     fields = {"heads_kv": problem.heads_kv, "head_parts": head_parts, "queries": queries, "splits": splits}
-    problem = problem._replace(lengths=own)
+    problem = problem._replace(lengths=varlen)
     variant = variant_of(
         op="forward",
         source="sm80/decode.cu",
@@ -171,7 +176,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
         out_dtype=problem.out_dtype,
         tile=tile,
         lengths=True,
-        own=own_code(problem),
+        mod_code=make_mod_code(problem),
     )
     states = num_blocks * splits * tile.block_q if splits > 1 else 0
     workspace = {"partial_out": states * tile.head_dim_v, "partial_sums": 2 * states}
@@ -187,9 +192,9 @@ def _splits(problem: Problem) -> int:
 
 def _may_share_keys(problem: Problem) -> bool:
     """Whether kernels for decoding take what the call changes in scores and weights."""
-    own = problem.op.own
+    mod_spec = problem.op.mod_spec
     # why not for one split: kernels for many queries then give the bits.
-    return own is None or not (own.drops or _splits(problem) == 1)
+    return mod_spec is None or not (mod_spec.drops or _splits(problem) == 1)
 
 
 def _is_few(problem: Problem) -> bool:
@@ -203,9 +208,9 @@ def _lengths(problem: Problem) -> SeqlenInfo | None:
     if problem.lengths is not None:
         return problem.lengths
     mask, places = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
-    own = SeqlenInfo(*places, left=-mask.lo, right=mask.hi, offset=0)
-    most = max([own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk"])
-    return own if most * PADDED_SLOT < 2**31 else None
+    varlen = SeqlenInfo(*places, left=-mask.lo, right=mask.hi, offset=0)
+    most = max([varlen.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk"])
+    return varlen if most * PADDED_SLOT < 2**31 else None
 
 
 def _seen(problem: Problem, block_q: int, block_k: int) -> int:

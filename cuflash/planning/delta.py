@@ -14,40 +14,40 @@ DELTA_ROWS = 32  # queries of a block of threads
 # Heads of such a block at most, where it has to find its sequence first, and blocks of a multiprocessor that are left.
 DELTA_HEADS, DELTA_BLOCKS = 8, 16
 # Numbers of a block of rows that it tells of, without or with those for the caller's functions: common/seen_rows.cuh.
-BLOCK_WORDS, OWN_BLOCK_WORDS = 16, 20
+BLOCK_WORDS, MOD_BLOCK_WORDS = 16, 20
 STATS_ROWS = 128  # the largest block_q of any kernel
 
 
 def changes_weights(problem: Problem) -> bool:
-    """Whether scores, masks or dropout are the caller's own. why not sinks: lse has them already."""
-    own = problem.op.own
-    return own is not None and not (own.score is own.mask is None and not own.drops)
+    """Returns whether score_mod, mask_mod, bias or dropout change weights. Sinks do not: lse has them already."""
+    mod_spec = problem.op.mod_spec
+    return mod_spec is not None and not (mod_spec.score is mod_spec.mask is None and not mod_spec.drops)
 
 
 def block_words(problem: Problem) -> int:
     """Numbers of a block of rows that delta tells of."""
-    return OWN_BLOCK_WORDS if changes_weights(problem) else BLOCK_WORDS
+    return MOD_BLOCK_WORDS if changes_weights(problem) else BLOCK_WORDS
 
 
 def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: int, **fields: int) -> Launch:
     """The launch of delta. stats_step is 2 if lse and delta of a query stand side by side, 1 if each has a row.
 
-    Kernels with rows, which are Hopper's, are told of blocks of sequences of several lengths, too.
+    Kernels with rows, which are Hopper's, get blocks of variable-length sequences, too.
     """
-    arch, own = compile_arch("sm80", device), problem.lengths
-    tells = own is not None and stats_step == 1 and changes_weights(problem)
+    arch, varlen = compile_arch("sm80", device), problem.lengths
+    tells = varlen is not None and stats_step == 1 and changes_weights(problem)
     variant = variant_of(
         op="delta",
         source="portable/delta.cu",
         arch=arch,
         dtype=problem.dtype,
         out_dtype=problem.out_dtype,
-        lengths=own is not None,
+        lengths=varlen is not None,
         tells_sequences=tells,
     )
     fields |= {"stats_rows": stats_rows, "stats_step": stats_step, "stats_delta": 1 if stats_step == 2 else stats_rows}
     blocks, each = problem.heads_q * (stats_rows // DELTA_ROWS), 1
-    if own is None:
+    if varlen is None:
         return Launch(variant, problem.batch * blocks, fields)
     each = max(1, min(DELTA_HEADS, blocks // (DELTA_BLOCKS * device.num_sms)))
     of_slots = 1 + fields["num_slots"] if "num_slots" in fields else 0
@@ -57,11 +57,11 @@ def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: 
 
 def stats_rows_of(problem: Problem, block_q: int = STATS_ROWS) -> int:
     """Queries of a head in the workspace, rounded up to whole tiles of every kernel; of several lengths, to slots."""
-    if (own := problem.lengths) is not None:
-        if max(own.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk") * PADDED_SLOT >= 2**31:
+    if (varlen := problem.lengths) is not None:
+        if max(varlen.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk") * PADDED_SLOT >= 2**31:
             raise UnsupportedError(
-                f"{own.batch_q} x {own.rows_q} queries and {own.batch_k} x {own.rows_k} keys, with each sequence "
-                f"rounded up to {PADDED_SLOT}, are {2**31} rows or more; split the batch into several calls"
+                f"{varlen.batch_q} x {varlen.rows_q} queries and {varlen.batch_k} x {varlen.rows_k} keys, with each "
+                f"sequence rounded up to {PADDED_SLOT}, are {2**31} rows or more; split the batch into several calls"
             )
-        return own.num_slots("q", problem.batch, PADDED_SLOT) * PADDED_SLOT
+        return varlen.num_slots("q", problem.batch, PADDED_SLOT) * PADDED_SLOT
     return rounded_up(rounded_up(problem.seqlen_q, block_q), STATS_ROWS)

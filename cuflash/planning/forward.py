@@ -14,7 +14,7 @@ from .cells import uses_cells, with_cells
 from .decoding import decode_plans, split_plan
 from .device import Device
 from .hopper import HOPPER, reason_against
-from .own_code import ModCode, own_code
+from .mod_code import ModCode, make_mod_code
 from .pages import page_cut
 from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_in_l2, make_plan
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
@@ -35,7 +35,7 @@ def forward_plan(
         for made in _hopper_plans(problem, device):
             if made.variant not in spilled:
                 return made
-            reason = "its registers do not hold what scores or masks of the caller's own need"
+            reason = "its registers do not hold what mods need"
         reason = reason or f"head dims {problem.head_dim, problem.head_dim_v} are over 256"
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
 
@@ -44,9 +44,9 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
     """What Hopper's own kernels could do, in order of preference."""
     keys, op = _keys_of_a_query(problem), problem.op.name
     dims, is_capped = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0
-    own = own_code(problem, cells=_passes_over_tiles(problem))
-    if problem.op.own is not None:
-        rows = tiles_sm90.choose_own(op, *dims, keys, is_capped, problem.op.own.drops)
+    mod_code = make_mod_code(problem, cells=_passes_over_tiles(problem))
+    if problem.op.mod_spec is not None:
+        rows = tiles_sm90.choose_mod_tiles(op, *dims, keys, is_capped, problem.op.mod_spec.drops)
     else:
         row = tiles_sm90.choose(op, *dims, keys, is_capped)
         rows = () if row is None else (row,)
@@ -55,7 +55,7 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
         yield few
     # why not after those: the kernels for any GPU share keys among blocks of threads, too.
     if few is None:
-        yield from (_warpgroup_plan(problem, device, tile, own) for tile in rows)
+        yield from (_warpgroup_plan(problem, device, tile, mod_code) for tile in rows)
 
 
 def _passes_over_tiles(problem: Problem) -> bool:
@@ -65,9 +65,9 @@ def _passes_over_tiles(problem: Problem) -> bool:
 
 def _keys_of_a_query(problem: Problem) -> float:
     """How many keys a query sees on average under a mask; of several lengths, as if all sequences had the mean."""
-    if (own := problem.lengths) is not None:
-        mean_q, mean_k = (-(-batch * rows // max(problem.batch, 1)) for batch, rows in (own[:2], own[2:4]))
-        mask = own.mask(min(mean_q, problem.seqlen_q), min(mean_k, problem.seqlen_k))
+    if (varlen := problem.lengths) is not None:
+        mean_q, mean_k = (-(-batch * rows // max(problem.batch, 1)) for batch, rows in (varlen[:2], varlen[2:4]))
+        mask = varlen.mask(min(mean_q, problem.seqlen_q), min(mean_k, problem.seqlen_k))
     else:
         mask = problem.mask
     return math.inf if mask.is_full else mask.num_visible() / max(mask.seqlen_q, 1)
@@ -76,7 +76,7 @@ def _keys_of_a_query(problem: Problem) -> float:
 def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
     """A block of threads for each query block of a head and each slice of v's columns."""
     op = problem.op.name
-    rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm, problem.op.own is not None)
+    rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm, problem.op.mod_spec is not None)
     itemsize = DTYPES[problem.dtype].itemsize
     tile = tiles_sm80.choose(rows, itemsize, problem.head_dim, problem.head_dim_v, device)
     if tile is None:
@@ -96,11 +96,11 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         algorithm=problem.options.algorithm if op == "forward" else "flash2",
         tile=tile,
         lengths=problem.lengths is not None,
-        own=own_code(problem, cells=uses_cells(problem)),
+        mod_code=make_mod_code(problem, cells=uses_cells(problem)),
     )
     num_q_blocks, times = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
-    if (own := problem.lengths) is not None:
-        num_q_blocks, times = own.num_slots("q", problem.batch, tile.block_q), 1
+    if (varlen := problem.lengths) is not None:
+        num_q_blocks, times = varlen.num_slots("q", problem.batch, tile.block_q), 1
     num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * times
     if (made := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
@@ -110,14 +110,14 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     return make_plan(problem, device, launches, workspace, fallback)
 
 
-def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: ModCode | None) -> Plan:
+def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
     """A block of threads for each multiprocessor, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
     if problem.lengths is not None:
-        return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), own)
+        return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), mod_code)
     arch = compile_arch("sm90", device)
     variant = variant_of(
-        op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, own=own
+        op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, mod_code=mod_code
     )
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
@@ -140,13 +140,21 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: 
     return make_plan(problem, device, launches, workspace, num_work=num_tiles)
 
 
-def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: ModCode | None) -> Plan:
-    """The same for sequences of several lengths, of which the device alone knows how many query blocks they have."""
+def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
+    """The same for variable-length sequences, of which the device alone knows how many query blocks they have."""
     op, lengths = problem.op.name, problem.lengths
     assert lengths is not None
     is_capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
     variant = variant_of(
-        op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=is_capped, lengths=True, own=own
+        op,
+        f"sm90/{op}.cu",
+        arch,
+        problem.dtype,
+        problem.out_dtype,
+        tile=tile,
+        softcap=is_capped,
+        lengths=True,
+        mod_code=mod_code,
     )
     num_q_blocks = min(lengths.num_slots("q", problem.batch, tile.block_q), lengths.batch_q * lengths.rows_q)
     num_tiles = num_q_blocks * problem.heads_q
@@ -172,11 +180,13 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, own: Mod
 
 def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
     """Whether blocks of threads take two heads of the same rows, one after the other."""
-    own = problem.lengths
-    assert own is not None
+    varlen = problem.lengths
+    assert varlen is not None
     if (together | problem.heads_q) % 2:
         return 0
-    keys = problem.seqlen_k if problem.has("page_table") else min(own.mean_rows("k", problem.batch), problem.seqlen_k)
+    keys = (
+        problem.seqlen_k if problem.has("page_table") else min(varlen.mean_rows("k", problem.batch), problem.seqlen_k)
+    )
     # why not short ones of wide heads: pairs are claimed early, and then blocks of threads do not end together (L19).
     return int(tile.head_dim <= WIDE_HEAD or keys >= LONG_PAIRS)
 
@@ -186,12 +196,12 @@ def _tail_parts(problem: Problem, tile: WarpgroupTile, device: Device, together:
 
     Their longest query blocks come first.
     """
-    own = problem.lengths
-    assert own is not None
-    is_masked, are_wide = not own.left is own.right is None, tile.head_dim > WIDE_HEAD
-    if not (own.is_packed_q and is_masked and are_wide) or problem.batch < 2 or together != problem.heads_q:
+    varlen = problem.lengths
+    assert varlen is not None
+    is_masked, are_wide = not varlen.left is varlen.right is None, tile.head_dim > WIDE_HEAD
+    if not (varlen.is_packed_q and is_masked and are_wide) or problem.batch < 2 or together != problem.heads_q:
         return 0
-    blocks = max(problem.heads_q * blocks_of(own.mean_rows("q", problem.batch), tile.block_q), 1)
+    blocks = max(problem.heads_q * blocks_of(varlen.mean_rows("q", problem.batch), tile.block_q), 1)
     sequences = max(blocks_of(device.num_sms, blocks), 2)  # of one wave
     # why not of more: keys of two long sequences do not fit the L2 cache together.
     return min(sequences + 1, MOST_TAIL_PARTS) if blocks <= 2 * device.num_sms else 0

@@ -1,4 +1,4 @@
-"""What the gradient of an array of the caller's own consists of: a term for each place where scores load from it."""
+"""What the gradient of a captured array consists of: a term for each place where scores load from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..errors import UnsupportedError
 from ..mods.graph.affine import linear
 from ..mods.graph.derivative import differentiate
 from ..mods.graph.graph import Node
-from ..problem.own import BIAS_AXES, ModSpec
+from ..problem.mod_spec import BIAS_AXES, ModSpec
 
 MAX_AXES = 8  # of an array whose gradient is wanted: the arrays of `ModGradientParams` in kernels_cu/common/params.cuh
 
@@ -27,10 +27,10 @@ class Term(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def terms_of(own: ModSpec) -> dict[int, tuple[Term, ...]]:
-    """The terms of each array that has some, by its number in `own.arrays`."""
+def terms_of(mod_spec: ModSpec) -> dict[int, tuple[Term, ...]]:
+    """The terms of each array that has some, by its number in `mod_spec.arrays`."""
     found: dict[int, tuple[Term, ...]] = {}
-    for load, derivative in ({} if own.score is None else differentiate(own.score)).items():
+    for load, derivative in ({} if mod_spec.score is None else differentiate(mod_spec.score)).items():
         is_flat = derivative.op == "constant" and derivative.value == 0
         if load.op == "load" and not is_flat:
             term = Term(load, derivative, tuple(map(_axis, load.arguments)))
@@ -74,8 +74,8 @@ def sums_of(term: Term, shape: tuple[int, ...], lengths: Mapping[str, int]) -> S
     names: list[str | None] = []
     for axis, extent in zip(term.axes, shape, strict=True):
         # why not of a shorter axis: its last element is then that of several indices.
-        is_own = isinstance(axis, str) and extent >= lengths[axis] and axis not in names
-        names.append(axis if isinstance(axis, str) and is_own else None)
+        is_separate = isinstance(axis, str) and extent >= lengths[axis] and axis not in names
+        names.append(axis if isinstance(axis, str) and is_separate else None)
     looked_up = [at for at, name in enumerate(names) if name is None and not isinstance(term.axes[at], int)]
     if looked_up:
         names = [name if name in ("b", "h") else None for name in names]

@@ -30,12 +30,12 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         return f"it takes float16 and bfloat16, not {problem.dtype}"
     if problem.options.algorithm != "flash2":
         return f"it computes flash2, not {problem.options.algorithm}"
-    if problem.op.own is not None and problem.options.split_size is not None:
+    if problem.op.mod_spec is not None and problem.options.split_size is not None:
         # why: the bits would differ from those of several lengths.
-        return "with split_size it takes no scores or masks of the caller's own"
+        return "with split_size it takes no mods"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
-    if (own := problem.lengths) is not None:
-        if not all((own.batch_q, own.rows_q, own.batch_k, own.rows_k)):
+    if (varlen := problem.lengths) is not None:
+        if not all((varlen.batch_q, varlen.rows_q, varlen.batch_k, varlen.rows_k)):
             return "there is no query, or no key"
     elif begin >= end:
         return "no query sees any key"

@@ -49,15 +49,15 @@ class SharedKeys(NamedTuple):
 
 def count_key_blocks(problem: Problem, size: int) -> int:
     """Blocks of so many keys of all kv heads; of several lengths, as if all were whole."""
-    if (own := problem.lengths) is not None:
-        return own.batch_k * blocks_of(own.rows_k, size) * problem.heads_kv
+    if (varlen := problem.lengths) is not None:
+        return varlen.batch_k * blocks_of(varlen.rows_k, size) * problem.heads_kv
     return blocks_of(problem.seqlen_k, size) * problem.heads_kv * problem.batch
 
 
 def is_full(problem: Problem) -> bool:
-    """Whether every query sees every key of its sequence. Under a mask of the caller's own it may not."""
-    if (own := problem.lengths) is not None:
-        return own.left is own.right is None
+    """Whether every query sees every key of its sequence. Under a mask_mod it may not."""
+    if (varlen := problem.lengths) is not None:
+        return varlen.left is varlen.right is None
     return problem.mask.is_full and not uses_cells(problem)
 
 
@@ -81,7 +81,7 @@ def kv_heads_in_l2(problem: Problem, device: Device, num_k_blocks: int, parts_lo
     if is_full(problem):
         return 1
     lengths = problem.seqlen_q, problem.seqlen_k
-    if problem.mask.is_full:  # the mask is the caller's own: key blocks may see all queries, and L2 is to hold these
+    if problem.mask.is_full:  # a mask_mod decides: key blocks may see all queries, and L2 is to hold these
         return heads_in_l2(_head_bytes(problem, *lengths, group=1), L2_BYTES // 2, HEADS_IN_L2)
     if parts_log2:
         return _heads_of_parts(device, num_k_blocks << parts_log2)
@@ -122,11 +122,11 @@ def listed_together(
     Dense calls of small head dims give a block of threads several key blocks of a head, which then do not wait for each
     other's sums of dq. Here those of other heads and sequences come between them instead. why: L54
     """
-    own = problem.lengths
-    assert own is not None
+    varlen = problem.lengths
+    assert varlen is not None
     # why means: the host knows no more.
-    seqlen_q = min(own.mean_rows("q", problem.batch), problem.seqlen_q)
-    seqlen_k = min(own.mean_rows("k", problem.batch), problem.seqlen_k)
+    seqlen_q = min(varlen.mean_rows("q", problem.batch), problem.seqlen_q)
+    seqlen_k = min(varlen.mean_rows("k", problem.batch), problem.seqlen_k)
     if least_parts > 1:
         return _heads_of_parts(device, blocks_of(seqlen_k, tile.block_k) * least_parts), 1
     if tile.key_blocks == 1 or problem.options.deterministic:
@@ -176,18 +176,18 @@ def _are_alike(mask: Mask) -> bool:
     return 5 * mask.num_visible() >= 4 * mask.seqlen_k * longest
 
 
-def choose_least_parts(problem: Problem, own: SeqlenInfo, most: int) -> int:
+def choose_least_parts(problem: Problem, varlen: SeqlenInfo, most: int) -> int:
     """Blocks of threads that share each key block of a list, up to so many, so that L2 holds what they touch (L34)."""
     # why not in a window: key blocks have as many tiles as each other.
-    if problem.options.deterministic or is_full(problem) or own.left is not None:
+    if problem.options.deterministic or is_full(problem) or varlen.left is not None:
         return 1
-    return max(min(1 << _parts_for_l2(problem, own.mean_rows("q", problem.batch)), most), 1)
+    return max(min(1 << _parts_for_l2(problem, varlen.mean_rows("q", problem.batch)), most), 1)
 
 
 def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
     """Whether two blocks of threads share the query heads of each key block of dk, and of dv, where kernels go by rows.
 
-    As for one kernel of all gradients (L35). It is not asked for scores and masks of the caller's own.
+    As for one kernel of all gradients (L35). It is not asked for mods.
     """
     if problem.options.deterministic or problem.mask.is_full or problem.lengths is not None:
         return False

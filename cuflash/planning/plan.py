@@ -123,8 +123,13 @@ class Plan(NamedTuple):
 
     @property
     def paired(self) -> dict[str, int]:
-        """Arrays of the caller's own that begin at multiples of so many bytes, as two elements are loaded together."""
-        return {name: size for launch in self.launches if (own := launch.variant.own) for name, size in own.paired}
+        """Captured arrays that begin at multiples of so many bytes, as two elements are loaded together."""
+        return {
+            name: size
+            for launch in self.launches
+            if (mod_code := launch.variant.mod_code)
+            for name, size in mod_code.paired
+        }
 
     def __str__(self) -> str:
         several = len(self.launches) > 1

@@ -9,11 +9,11 @@ from ..problem.dtypes import GPU_DTYPES
 from ..problem.problem import Problem
 from .append import append_plan
 from .backward import backward_plan
+from .captured_gradients import with_captured_gradients
 from .cells import block_mask_plan
 from .device import Device
 from .forward import forward_plan
 from .merge import MAX_STATES, merge_plan
-from .own_gradients import with_own_gradients
 from .plan import Plan
 from .variant import Variant
 
@@ -27,17 +27,17 @@ def plan(
     """What a call launches on this device; None stands for NumPy on the CPU.
 
     misaligned: the operands that do not begin at a multiple of 16 bytes. spilled: kernels that are not to be taken,
-    because they spill registers with the functions of the caller's own.
+    because they spill registers with score_mod or mask_mod.
     """
     if device is None:
         return _host_plan(problem)
-    if problem.op.own is not None and misaligned:
+    if problem.op.mod_spec is not None and misaligned:
         problem = problem._replace(misaligned=tuple(misaligned))
     if problem.op.name == "block_mask":
         return block_mask_plan(problem, device)
     if problem.lengths is not None and problem.options.algorithm == "standard":
         raise UnsupportedError(
-            "algorithm='standard' takes no sequences of several lengths on a GPU; take another one, or NumPy arrays"
+            "algorithm='standard' takes no variable-length sequences on a GPU; take another one, or NumPy arrays"
         )
     if problem.dtype not in GPU_DTYPES:
         raise UnsupportedError(
@@ -53,7 +53,7 @@ def plan(
     if problem.op.name == "append_kv":
         return append_plan(problem, device)
     if problem.op.name == "backward":
-        return with_own_gradients(backward_plan(problem, device, misaligned, spilled), problem, device)
+        return with_captured_gradients(backward_plan(problem, device, misaligned, spilled), problem, device)
     if problem.options.algorithm == "standard":
         return _standard_plan(problem, device)
     return forward_plan(problem, device, misaligned, spilled)

@@ -185,8 +185,8 @@ DQ_32BIT = (
 )
 DQ = {"float16": DQ_16BIT, "bfloat16": DQ_16BIT, "float32": DQ_32BIT}
 
-# For gradients of the caller's own arrays.
-OWN_16BIT = (
+# For gradients of captured arrays.
+MODS_16BIT = (
     DqTile(32, 32, 64, 64, 1, 4, 3),
     DqTile(64, 64, 64, 64, 1, 4, 3),
     DqTile(96, 96, 64, 64, 1, 4, 2),
@@ -194,7 +194,7 @@ OWN_16BIT = (
     DqTile(192, 192, 64, 32, 1, 4, 2),
     DqTile(256, 256, 64, 32, 1, 4, 1),
 )
-OWN_32BIT = (
+MODS_32BIT = (
     DqTile(32, 32, 64, 32, 1, 4, 3),
     DqTile(64, 64, 64, 32, 1, 4, 2),
     DqTile(96, 96, 64, 32, 1, 4, 2, qk_unroll=4),
@@ -202,7 +202,7 @@ OWN_32BIT = (
     DqTile(192, 192, 32, 16, 1, 2, 1, qk_unroll=4),
     DqTile(256, 256, 32, 16, 1, 2, 1, qk_unroll=4),
 )
-OWN = {"float16": OWN_16BIT, "bfloat16": OWN_16BIT, "float32": OWN_32BIT}
+MODS = {"float16": MODS_16BIT, "bfloat16": MODS_16BIT, "float32": MODS_32BIT}
 
 # Rows that are not here stay in forward.cu.
 DECODE_16BIT = (
@@ -222,8 +222,8 @@ DECODE_32BIT = (
 )
 DECODE = {"float16": DECODE_16BIT, "bfloat16": DECODE_16BIT, "float32": DECODE_32BIT}
 
-# What scores and masks of the caller's own change in rows. why: their functions and dropout need registers, too.
-_OWN: dict[Tile | BackwardTile, dict[str, Any]] = {
+# What mods change in rows. why: their functions and dropout need registers, too.
+_WITH_MODS: dict[Tile | BackwardTile, dict[str, Any]] = {
     Tile(128, 128, 128, 48, 2, 4, 2): {"block_q": 64, "block_k": 64},
     BackwardTile(64, 64, 64, 128, 2, 4, 2, 32, 32, 2): {"piece_q": 16},
     BackwardTile(128, 128, 64, 64, 1, 4, 2, 32, 32, 4): {"warp_keys": 16, "qk_unroll": 16},
@@ -233,15 +233,15 @@ _OWN: dict[Tile | BackwardTile, dict[str, Any]] = {
 AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile, DecodeTile)
 
 
-def of_algorithm(dtype: str, algorithm: str, own: bool = False) -> list[Tile]:
+def of_algorithm(dtype: str, algorithm: str, has_mods: bool = False) -> list[Tile]:
     """The rows of forward that an algorithm may take. own: see `rows_of`."""
-    has_room = algorithm == "flash2" and not own
-    return rows_of([tile for tile in TILES[dtype] if has_room or not tile.flash2_only], own)
+    has_room = algorithm == "flash2" and not has_mods
+    return rows_of([tile for tile in TILES[dtype] if has_room or not tile.flash2_only], has_mods)
 
 
-def rows_of(rows: Sequence[AnyTile], own: bool) -> list[AnyTile]:
-    """The rows of a table, for scores and masks of the caller's own or for others."""
-    return [replace(row, **_OWN.get(row, {})) for row in rows] if own else list(rows)
+def rows_of(rows: Sequence[AnyTile], has_mods: bool) -> list[AnyTile]:
+    """The rows of a table, for mods or for others."""
+    return [replace(row, **_WITH_MODS.get(row, {})) for row in rows] if has_mods else list(rows)
 
 
 def choose(tiles: Sequence[AnyTile], itemsize: int, head_dim: int, head_dim_v: int, device: Device) -> AnyTile | None:

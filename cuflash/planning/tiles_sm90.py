@@ -83,7 +83,7 @@ class WarpgroupTile:
         return found | {flag.upper(): 1 for flag in flags if getattr(self, flag)}
 
     def for_varlen(self, paged: bool) -> WarpgroupTile:
-        """The tile for sequences of several lengths, which goes over the same key tiles."""
+        """The tile for variable-length sequences, which goes over the same key tiles."""
         # why fewer columns: the warps that deal out work and copy pages take some registers from the others.
         columns = min(self.q_columns, 32 if paged else 16) if self.head_dim > 192 else self.q_columns
         return replace(self, q_columns=columns, lengths=True, paged=paged)
@@ -123,7 +123,7 @@ class WarpgroupBackwardTile:
     key_blocks: int = 1
     k_steps: int = 0
     v_steps: int = 0
-    varlen_k_steps: int | None = None  # k_steps for sequences of several lengths, where it is another number
+    varlen_k_steps: int | None = None  # k_steps for variable-length sequences, where it is another number
     softcap: bool | None = None  # as in `WarpgroupTile`
     min_queries: int = 0  # the row is for keys that at least so many queries see on average
     shares_heads: bool = False  # whether blocks of threads share the query heads of each key block. why: L35
@@ -133,7 +133,7 @@ class WarpgroupBackwardTile:
     warps: int = 12
 
     def for_varlen(self) -> WarpgroupBackwardTile:
-        """The tile for sequences of several lengths, whose kernels hold more in registers. why: L5"""
+        """The tile for variable-length sequences, whose kernels hold more in registers. why: L5"""
         return self if self.varlen_k_steps is None else replace(self, k_steps=self.varlen_k_steps)
 
     def smem_bytes(self, itemsize: int) -> int:
@@ -228,9 +228,9 @@ TILES = (
     WarpgroupTile(256, 256, 128, 48, 5, 1, 0, 2, softcap=True),
     WarpgroupTile(256, 256, 128, 64, 4, 1, 64, 2, softcap=False),
 )
-# What kernels with scores or masks of the caller's own take if the rows above spill registers with them, or are not for
+# What kernels with mods take if the rows above spill registers with them, or are not for
 # dropout, in this order: without columns of q in registers, then with fewer keys.
-OWN_TILES = (
+MOD_TILES = (
     WarpgroupTile(64, 64, 128, 128, 10, 2, 64, 1),
     WarpgroupTile(64, 64, 128, 128, 10, 2, 0, 1),
     WarpgroupTile(64, 64, 128, 64, 15, 2, 0, 1),
@@ -255,9 +255,9 @@ BACKWARD = (
     WarpgroupBackwardTile(128, 128, 80, min_queries=8192),
     WarpgroupBackwardTile(128, 128, 64, k_steps=4),
 )
-# What kernels with scores or masks of the caller's own take if those spill, whose functions need registers: columns of
+# What kernels with mods take if those spill, whose functions need registers: columns of
 # k have none.
-OWN_BACKWARD = (
+MOD_BACKWARD = (
     WarpgroupBackwardTile(32, 32, 128, key_blocks=4),
     WarpgroupBackwardTile(64, 64, 128, key_blocks=4),
     WarpgroupBackwardTile(96, 96, 64, key_blocks=2),
@@ -274,9 +274,9 @@ ROWS = (
     WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
 )
 
-# The same with scores or masks of the caller's own, for each gradient in order of preference. why fewer columns at once
+# The same with mods, for each gradient in order of preference. why fewer columns at once
 # for the largest: with 64, most functions spill.
-OWN_ROWS = (
+MOD_ROWS = (
     *(tile for tile in ROWS if tile.head_dim < 256),
     *(WarpgroupRowsTile(gradient, 192, 128, 32, 3, 3) for gradient in GRADIENTS),
     *(WarpgroupRowsTile(gradient, 192, 192, 32, 3, 3) for gradient in GRADIENTS),
@@ -301,10 +301,10 @@ def choose(op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool) 
     return None
 
 
-def choose_own(
+def choose_mod_tiles(
     op: str, head_dim: int, head_dim_v: int, keys: float, softcap: bool, drops: bool
 ) -> tuple[WarpgroupTile, ...]:
-    """The rows for scores or masks of the caller's own, in order of preference; empty if there is none.
+    """The rows for mods, in order of preference; empty if there is none.
 
     drops: whether weights are dropped. why some rows are not for that: it takes registers, and so do columns of q.
     """
@@ -313,7 +313,7 @@ def choose_own(
     if first is None:
         return ()
     dims = first.head_dim, first.head_dim_v
-    rows = [first, *(row for row in OWN_TILES if (row.head_dim, row.head_dim_v) == dims)]
+    rows = [first, *(row for row in MOD_TILES if (row.head_dim, row.head_dim_v) == dims)]
     found = [row for row in rows if row.dropout in (None, drops) and _covers(row, head_dim, head_dim_v, softcap)]
     if op == "lse":
         # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward_storage.cuh).
@@ -332,15 +332,15 @@ def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: boo
     return None
 
 
-def choose_own_backward(
+def choose_mod_backward(
     head_dim: int, head_dim_v: int, queries: float, softcap: bool, cells: bool
 ) -> tuple[WarpgroupBackwardTile, ...]:
-    """The rows for these head dims and scores or masks of the caller's own, in order of preference.
+    """The rows for these head dims and mods, in order of preference.
 
     cells: whether kernels may pass over tiles in which the caller's mask shows nothing. It is then not known how many
     queries see a key.
     """
-    rows = (*(t for t in BACKWARD if t.min_queries <= (0 if cells else queries)), *OWN_BACKWARD)
+    rows = (*(t for t in BACKWARD if t.min_queries <= (0 if cells else queries)), *MOD_BACKWARD)
     covers = [t for t in rows if _covers(t, head_dim, head_dim_v, softcap)]
     # why sorted: a tile for larger head dims, though it may need fewer registers, takes up to 1.6 times as long.
     return tuple(sorted(covers, key=lambda t: (t.head_dim, t.head_dim_v)))
@@ -352,9 +352,9 @@ def choose_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[Warpgrou
     return tuple(next(t for t in covers if t.gradient == gradient) for gradient in GRADIENTS) if covers else ()
 
 
-def choose_own_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tuple[WarpgroupRowsTile, ...], ...]:
-    """Tiles for scores or masks of the caller's own, of each gradient in order of preference; empty if none fits."""
-    covers = [t for t in OWN_ROWS if _covers(t, head_dim, head_dim_v, softcap)]
+def choose_mod_rows(head_dim: int, head_dim_v: int, softcap: bool) -> tuple[tuple[WarpgroupRowsTile, ...], ...]:
+    """Tiles for mods, of each gradient in order of preference; empty if none fits."""
+    covers = [t for t in MOD_ROWS if _covers(t, head_dim, head_dim_v, softcap)]
     # why only those of the first one's head dims: tiles for larger ones need no fewer registers.
     same = [t for t in covers if (t.head_dim, t.head_dim_v) == (covers[0].head_dim, covers[0].head_dim_v)]
     return tuple(tuple(t for t in same if t.gradient == gradient) for gradient in GRADIENTS) if same else ()

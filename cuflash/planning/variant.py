@@ -7,7 +7,7 @@ from functools import cache
 
 from ..locks import Once
 from ..problem.dtypes import DTYPES
-from .own_code import ModCode
+from .mod_code import ModCode
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile, WarpgroupTile
 
@@ -56,8 +56,8 @@ class Variant:
     tile: AnyTile | None = None
     softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
     lengths: bool = False  # whether sequences have lengths of their own, which are read on the device
-    own: ModCode | None = None  # scores and masks of the caller's own
-    tells_sequences: bool = False  # only of delta: it tells what these ask of sequences of several lengths
+    mod_code: ModCode | None = None  # mods
+    tells_sequences: bool = False  # only of delta: it tells what these ask of variable-length sequences
 
     def __hash__(self) -> int:
         return self._hash
@@ -91,8 +91,8 @@ class Variant:
             parts.append("tells")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
-        if self.own is not None:
-            parts.append(f"own_{self.own.digest}")
+        if self.mod_code is not None:
+            parts.append(f"own_{self.mod_code.digest}")
         return "_".join(parts)
 
     @Once
@@ -129,8 +129,8 @@ class Variant:
             constants["LENGTHS"] = 1
         if self.tells_sequences:
             constants["TELLS_SEQUENCES"] = 1
-        if self.own is not None:
-            constants |= self.own.constants
+        if self.mod_code is not None:
+            constants |= self.mod_code.constants
         if self.tile is not None:
             constants |= self.tile.constants
             if self.of_warpgroups:

@@ -8,9 +8,9 @@ from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_operand
 from .lengths import SeqlenInfo
+from .mod_arrays import CELL, check_mod_array
 from .operands import INTEGERS, Op, Sizes
 from .options import check_integer
-from .own_arrays import CELL, check_own
 
 ValidatedCall = tuple[Sizes, SeqlenInfo | None, tuple[ArraySpec | None, ...]]
 
@@ -33,21 +33,21 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedCall:
     sizes, like = op.sizes, specs[0]
     assert sizes is not None
     assert like is not None
-    checked, told = [*specs, *[None] * (len(op.operands) - len(specs))], set()
+    checked, names = [*specs, *[None] * (len(op.operands) - len(specs))], set()
     for number, operand in enumerate(op.inputs[1:], 1):
         if (spec := checked[number]) is None:
             continue
         if operand.dtype == INTEGERS:
-            told.add(operand.name)
+            names.add(operand.name)
             wanted = (sizes.batch + (operand.axes == ("bounds",)),)
             check_operand(operand.name, spec, like, wanted, (INTEGERS,), "like")
         else:
-            check_own(operand, spec, like, {}, of="like")
+            check_mod_array(operand, spec, like, {}, of="like")
     cells = *sizes[:2], *[-(-length // CELL) for length in sizes[2:]]
     checked[-1] = ArraySpec.dense(cells, "int8", like.device, like.library)
-    if not told:
+    if not names:
         return sizes, None, tuple(checked)
-    is_packed = ["cu_seqlens_q" in told, "cu_seqlens_k" in told]
+    is_packed = ["cu_seqlens_q" in names, "cu_seqlens_k" in names]
     rows = [MAX_SEQLEN if packed else length for packed, length in zip(is_packed, sizes[2:], strict=True)]
     batches = [1 if packed else sizes.batch for packed in is_packed]
     return sizes, SeqlenInfo(batches[0], rows[0], batches[1], rows[1], *is_packed), tuple(checked)

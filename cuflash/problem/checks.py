@@ -36,9 +36,9 @@ def check_alike(named: dict[str, ArraySpec]) -> None:
     """Validates library, device and dtype of operands, which must all be those of the first."""
     of, first = next(iter(named.items()))
     check_dtype(of, first.dtype)
-    own = first.dtype, first.device, first.library
+    home = first.dtype, first.device, first.library
     for name, spec in named.items():
-        if spec[2:] == own:
+        if spec[2:] == home:
             continue
         if spec.library != first.library:
             raise ProblemError(

@@ -1,4 +1,4 @@
-"""Sequences of several lengths: which arrays tell where they lie, and how these fit q, k and v.
+"""Variable-length sequences: which arrays tell where they lie, and how these fit q, k and v.
 
 The lengths themselves are in the memory of the device. The host never reads them: it knows bounds of them alone.
 """
@@ -101,19 +101,19 @@ class SeqlenInfo(NamedTuple):
         return first, last, self.offset is None
 
 
-def varlen_layout(named: Specs, told: Specs) -> dict[str, Any]:
+def varlen_layout(named: Specs, varlen_specs: Specs) -> dict[str, Any]:
     """The lengths of all axes but heads and head dims, from q, k, perhaps v, and the arrays that tell the lengths.
 
     `seqlen_q` and `seqlen_k` bound the lengths of one sequence.
     """
-    _check_together(told)
-    _check_ranks(named, told)
+    _check_together(varlen_specs)
+    _check_ranks(named, varlen_specs)
     q, k = named["q"].as_4d().shape, named["k"].as_4d().shape
-    is_paged = "page_table" in told
+    is_paged = "page_table" in varlen_specs
     if is_paged and k[1] < 1:
         raise ProblemError(f"k has shape {named['k'].shape}: pages of {k[1]} keys; give {PAGES} with page_size >= 1")
-    batch = _batch(named, told)
-    max_pages = told["page_table"].shape[1] if is_paged else 0
+    batch = _batch(named, varlen_specs)
+    max_pages = varlen_specs["page_table"].shape[1] if is_paged else 0
     return {
         "batch": batch,
         "seqlen_q": q[1],
@@ -122,8 +122,8 @@ def varlen_layout(named: Specs, told: Specs) -> dict[str, Any]:
         "rows_q": q[1],
         "batch_k": k[0],
         "rows_k": k[1],
-        "is_packed_q": "cu_seqlens_q" in told,
-        "is_packed_k": "cu_seqlens_k" in told,
+        "is_packed_q": "cu_seqlens_q" in varlen_specs,
+        "is_packed_k": "cu_seqlens_k" in varlen_specs,
         "bounds": batch + 1,
         "max_pages": max_pages,
     }
@@ -145,43 +145,45 @@ def check_unbounded(options: Options) -> None:
             )
 
 
-def _check_together(told: Specs) -> None:
+def _check_together(varlen_specs: Specs) -> None:
     pairs = (("cu_seqlens_k", "page_table"), ("cu_seqlens_k", "cache_batch_idx"), ("page_table", "cache_batch_idx"))
     for first, second in pairs:
-        if first in told and second in told:
+        if first in varlen_specs and second in varlen_specs:
             hint = "give seqused_k for the lengths of cached keys" if first == "cu_seqlens_k" else "give one of them"
             raise ProblemError(f"{first} and {second} place the same keys; {hint}")
-    for name, spec in told.items():
+    for name, spec in varlen_specs.items():
         shape = _SHAPES[name]
         if len(spec.shape) != shape.count(",") + (shape[-2] != ",") or (shape == _BOUNDS and spec.shape[0] < 1):
             raise ProblemError(f"{name} has shape {spec.shape}; give {shape} in {INTEGERS}")
 
 
-def _check_ranks(named: Specs, told: Specs) -> None:
+def _check_ranks(named: Specs, varlen_specs: Specs) -> None:
     rank_q = len(named["q"].shape)
-    elsewhere = {"page_table", "cache_batch_idx", "cu_seqlens_q"} & set(told)
+    elsewhere = {"page_table", "cache_batch_idx", "cu_seqlens_q"} & set(varlen_specs)
     for name, spec in named.items():
         side, rank = "q" if name == "q" else "k", len(spec.shape)
-        if f"cu_seqlens_{side}" in told:
+        if f"cu_seqlens_{side}" in varlen_specs:
             is_legal, wanted = rank == 3, PACKED.format(side)
         elif side == "k" and elsewhere:
-            is_legal, wanted = rank == 4, PAGES if "page_table" in told else CACHE
+            is_legal, wanted = rank == 4, PAGES if "page_table" in varlen_specs else CACHE
         elif side == "k" and rank_q != rank:
             is_legal, wanted = False, f"the rank of q, {rank_q}"
         else:
             is_legal, wanted = 2 <= rank <= 4, "(batch, seqlen, heads, head_dim)"
         if not is_legal:
-            raise ProblemError(f"{name} has shape {spec.shape}, rank {rank}; with {', '.join(told)} give {wanted}")
+            raise ProblemError(
+                f"{name} has shape {spec.shape}, rank {rank}; with {', '.join(varlen_specs)} give {wanted}"
+            )
 
 
-def _batch(named: Specs, told: Specs) -> int:
+def _batch(named: Specs, varlen_specs: Specs) -> int:
     """The number of sequences, which all arrays that know it must agree on."""
     known = {}
-    for name, spec in told.items():
+    for name, spec in varlen_specs.items():
         known[name] = spec.shape[0] - (_SHAPES[name] == _BOUNDS)
-    if "cu_seqlens_q" not in told:
+    if "cu_seqlens_q" not in varlen_specs:
         known["q"] = named["q"].as_4d().shape[0]
-    if not {"cu_seqlens_k", "page_table", "cache_batch_idx"} & set(told):
+    if not {"cu_seqlens_k", "page_table", "cache_batch_idx"} & set(varlen_specs):
         known |= {name: spec.as_4d().shape[0] for name, spec in named.items() if name != "q"}
     (first, batch), *others = known.items()
     for name, other in others:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..locks import Once
 from ..mods.analysis.intervals import Band
-from .own import ModSpec
+from .mod_spec import ModSpec
 
-# why rows and not seqlen: a batch of sequences of several lengths may lie in any number of rows (problem/lengths.py).
+# why rows and not seqlen: a batch of variable-length sequences may lie in any number of rows (problem/lengths.py).
 ROWS_Q = ("batch_q", "rows_q", "heads_q")
 ROWS_K = ("batch_k", "rows_k", "heads_kv")
 LSE_AXES = ("batch_q", "heads_q", "rows_q")
@@ -32,7 +32,7 @@ class Operand(NamedTuple):
     """An array of a call. Axes are named as the lengths of a `Problem` are.
 
     dtype: whose dtype it has: that of the "inputs", that of "out", "lse" for the accumulator's; "any out" is either;
-    "table" is that of the inputs or float32; "int32" is itself. OWN_KINDS are judged by themselves (problem/own.py).
+    "table" is that of the inputs or float32; "int32" is itself. MOD_KINDS are validated in problem/mod_arrays.py.
     strided: whether kernels know strides of it; if not, what is not contiguous is copied.
     gapped: whether they know a stride of its last axis, too.
     written: whether it is an input that the op writes to, in place. Such an array is never copied.
@@ -65,15 +65,15 @@ class Sizes(NamedTuple):
 class Op:
     """A public call: inputs in the order of its arguments, and outputs in the order of its results.
 
-    own: the scores and masks of the caller's own, whose arrays are among the inputs; None for a plain call.
+    mod_spec: the mods, whose arrays are among the inputs; None for a plain call.
     sizes: those of a block mask. band: keys that are seen beside what the options say. plain: the op without its band,
-    or without what is the caller's own.
+    or without mods.
     """
 
     name: str
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
-    own: ModSpec | None = None
+    mod_spec: ModSpec | None = None
     sizes: Sizes | None = None
     band: Band | None = None
     plain: Op | None = None
@@ -118,6 +118,24 @@ PACKED_OR_USED = (
 )
 CACHED = _integers("page_table", "batch", "max_pages", strided=True), _integers("cache_batch_idx", "batch")
 
+
+class VarlenArgs(NamedTuple):
+    """Int32 arrays of a call on variable-length sequences, in the order of the ops' inputs; None for one not given."""
+
+    cu_seqlens_q: Any = None
+    cu_seqlens_k: Any = None
+    seqused_q: Any = None
+    seqused_k: Any = None
+    page_table: Any = None
+    cache_batch_idx: Any = None
+
+    @property
+    def packed_or_used(self) -> tuple[Any, Any, Any, Any]:
+        """Arrays that `backward` takes, too: all but those of a cache."""
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
+
+
+VARLEN_ARGS = VarlenArgs._fields
 FORWARD = Op("forward", (Q, K, V), (OUT, LSE._replace(optional=True)))
 LSE_ONLY = Op("lse", (Q, K), (LSE,))
 BACKWARD = Op(
@@ -140,30 +158,32 @@ def _of_sequences(op: Op) -> Op:
     return Op(op.name, op.inputs + PACKED_OR_USED + (() if op is BACKWARD else CACHED), op.outputs)
 
 
-# The same ops on sequences of several lengths. why ops of their own: a dense call asks nothing of arrays that it lacks.
+# The same ops on variable-length sequences. why ops of their own: a dense call asks nothing of arrays that it lacks.
 VARLEN_OPS = {name: _of_sequences(op) for name, op in OPS.items()}
 
-# What operands of scores and masks of the caller's own hold: arrays that a function loads from, a bias, the seed of
+# What operands of mods hold: arrays that a function loads from, a bias, the seed of
 # dropout, and a block mask.
-CAPTURED, BIAS, SEED, CELLS = OWN_KINDS = "captured", "bias", "seed", "cells"
+CAPTURED, BIAS, SEED, CELLS = MOD_KINDS = "captured", "bias", "seed", "cells"
 ANYTHING = "anything"
 SINKS = Operand("sinks", ("heads_q",), "table", strided=False)
 DROPOUT_SEED = Operand("dropout_seed", (), SEED, optional=True, strided=False)
 
 
 @lru_cache(maxsize=256)
-def own_op(name: str, is_varlen: bool, own: ModSpec, grads: tuple[int, ...] = (), sizes: Sizes | None = None) -> Op:
-    """The op of that name with scores and masks of the caller's own. grads: the arrays whose gradients are results.
+def mod_op(
+    name: str, is_varlen: bool, mod_spec: ModSpec, grads: tuple[int, ...] = (), sizes: Sizes | None = None
+) -> Op:
+    """The op of that name with mods. grads: the arrays whose gradients are results.
 
     They are numbers of `ModSpec.arrays`, and the one after the last is that of the sinks. sizes: of its block mask.
     """
-    plain, more = (VARLEN_OPS if is_varlen else OPS)[name], _loaded(own)
+    plain, more = (VARLEN_OPS if is_varlen else OPS)[name], _loaded(mod_spec)
     results = [*more, SINKS._replace(axes=(), dtype=CAPTURED)]  # why: a gradient has the dtype of its array
-    more += [SINKS._replace(optional=True)] if own.has_sinks else []
-    more += [DROPOUT_SEED] if own.drops else []
-    more += [Operand("cells", (), CELLS, optional=True, strided=False)] if own.has_cells else []
+    more += [SINKS._replace(optional=True)] if mod_spec.has_sinks else []
+    more += [DROPOUT_SEED] if mod_spec.drops else []
+    more += [Operand("cells", (), CELLS, optional=True, strided=False)] if mod_spec.has_cells else []
     found = tuple(results[number]._replace(name=f"d{results[number].name}", strided=False) for number in grads)
-    return Op(name, (*plain.inputs, *more), (*plain.outputs, *found), own, sizes, plain=plain)
+    return Op(name, (*plain.inputs, *more), (*plain.outputs, *found), mod_spec, sizes, plain=plain)
 
 
 @lru_cache(maxsize=256)
@@ -175,22 +195,24 @@ def banded(op: Op, band: Band, sizes: Sizes | None = None) -> Op:
     return replace(op, band=band, sizes=sizes, plain=op)
 
 
-def _loaded(own: ModSpec) -> list[Operand]:
+def _loaded(mod_spec: ModSpec) -> list[Operand]:
     """The arrays that scores and masks load from."""
     return [
         Operand(each.name, (), BIAS if each.name == "bias" else CAPTURED, optional=True, gapped=True)
-        for each in own.arrays
+        for each in mod_spec.arrays
     ]
 
 
 @lru_cache(maxsize=256)
-def block_mask_op(own: ModSpec, sizes: Sizes) -> Op:
+def block_mask_op(mod_spec: ModSpec, sizes: Sizes) -> Op:
     """`create_block_mask` of a mask: the cells of 64 queries x 64 keys, from what the mask loads from.
 
     The first input tells the library and the device alone.
     """
     like = Operand("like", (), ANYTHING, gapped=True)
-    return Op("block_mask", (like, *PACKED_OR_USED, *_loaded(own)), (Operand("cells", (), CELLS),), own, sizes)
+    return Op(
+        "block_mask", (like, *PACKED_OR_USED, *_loaded(mod_spec)), (Operand("cells", (), CELLS),), mod_spec, sizes
+    )
 
 
 # A cache without a page table is a pool whose pages are its rows: each holds the whole capacity of a sequence.

@@ -184,7 +184,7 @@ class Option(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What the kernels are told of scores: the fields of `ScoreParams`, in its order."""
+    """The kernels' parameters of scores: the fields of `ScoreParams`, in its order."""
 
     softmax_scale: float
     scale_log2: float  # the exponent, in powers of two, of one unit of q kᵀ
@@ -227,7 +227,7 @@ class Options(NamedTuple):
 
     @property
     def scores(self) -> Scores:
-        """What the kernels are told, of judged arguments."""
+        """Parameters of the kernels, of validated arguments."""
         return _scores(self.softmax_scale, self.softcap)
 
 

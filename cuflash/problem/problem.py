@@ -14,9 +14,9 @@ from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
 from .dtypes import DTYPES
 from .lengths import SeqlenInfo, bounded, check_unbounded, varlen_layout
 from .mask import Mask
-from .operands import INTEGERS, MISSING_AXES, OWN_KINDS, Op, Operand
+from .mod_arrays import check_block_mask, check_mod_array
+from .operands import INTEGERS, MISSING_AXES, MOD_KINDS, Op, Operand
 from .options import Known, Options
-from .own_arrays import check_block_mask, check_own
 
 LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen, head_dim)"
 Specs = Sequence[ArraySpec | None]
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
     device: str
     library: str
     specs: tuple[ArraySpec | None, ...]
-    lengths: SeqlenInfo | None = None  # of sequences of several lengths; None where all are alike
+    lengths: SeqlenInfo | None = None  # of variable-length sequences; None where all are alike
     misaligned: tuple[str, ...] = ()
 
     @classmethod
@@ -72,8 +72,10 @@ class Problem(NamedTuple):
         specs = (*specs, *[None] * (len(op.operands) - len(specs)))
         named: Any = dict(zip(("q", "k", "v") if "v" in op.index else ("q", "k"), specs, strict=False))
         check_alike(named)
-        told = {x.name: spec for x, spec in zip(op.operands, specs, strict=True) if x.dtype == INTEGERS and spec}
-        places = varlen_layout(named, told) if told else None
+        varlen_specs = {
+            x.name: spec for x, spec in zip(op.operands, specs, strict=True) if x.dtype == INTEGERS and spec
+        }
+        places = varlen_layout(named, varlen_specs) if varlen_specs else None
         lengths, q = _lengths(named, places), named["q"]
         if op.name == "backward" and (out := specs[op.index["out"]]) is not None:
             # why: out may have been made in float32 from 16-bit inputs, which is all that backward asks of it.
@@ -84,28 +86,28 @@ class Problem(NamedTuple):
             batch, seqlen_q, seqlen_k, *_ = lengths.values()
             axes = {**lengths, "batch_q": batch, "rows_q": seqlen_q, "batch_k": batch, "rows_k": seqlen_k}
             check_unbounded(options)
-            own = None
+            varlen = None
         else:
             # why: gradients of rows that nobody uses are 0 wherever they go.
-            own = SeqlenInfo.of(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
+            varlen = SeqlenInfo.of(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
             axes = {**places, **lengths}
         hidden = options.causal, options.window_size, options.diagonal_offset
         mask = Mask.of(lengths["seqlen_q"], lengths["seqlen_k"], *hidden)
         if band is not None:
             mask = mask.within(band)
-            own = None if own is None else own.within(band)
+            varlen = None if varlen is None else varlen.within(band)
         if sizes is not None:
-            check_block_mask(sizes, op.own.cells_axes if op.own is not None else (), lengths)
+            check_block_mask(sizes, op.mod_spec.cells_axes if op.mod_spec is not None else (), lengths)
         checked = _checked(op, specs, axes, _dtypes_of(q.dtype, options.out_dtype), len(named))
         # why _make: keywords for 16 fields take 2 µs.
-        of_call = q.dtype, mask, _unmasked(options), q.device, q.library, checked, own, ()
+        of_call = q.dtype, mask, _unmasked(options), q.device, q.library, checked, varlen, ()
         return cls._make((op, *lengths.values(), *of_call))
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
         """The shape of an operand of q's or k's kind with all of its axes."""
-        own = self.lengths or SeqlenInfo(self.batch, self.seqlen_q, self.batch, self.seqlen_k)
-        return tuple([getattr(own if hasattr(own, axis) else self, axis) for axis in operand.axes])
+        varlen = self.lengths or SeqlenInfo(self.batch, self.seqlen_q, self.batch, self.seqlen_k)
+        return tuple([getattr(varlen if hasattr(varlen, axis) else self, axis) for axis in operand.axes])
 
     @property
     def specs_4d(self) -> Sequence[Any]:
@@ -212,14 +214,14 @@ def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> d
 
 
 def _check_ranks(named: dict[str, ArraySpec]) -> None:
-    rank = len(named["q"].shape)
-    is_legal = 2 <= rank <= 4
+    rank_q = len(named["q"].shape)
+    is_legal = 2 <= rank_q <= 4
     for name, spec in named.items():
-        own = len(spec.shape)
-        if own != rank or not is_legal:
-            alike = f", but q has rank {rank}; give all of {', '.join(named)} the same layout:"
+        rank = len(spec.shape)
+        if rank != rank_q or not is_legal:
+            alike = f", but q has rank {rank_q}; give all of {', '.join(named)} the same layout:"
             raise ProblemError(
-                f"{name} has shape {spec.shape}, rank {own}{alike if 2 <= own <= 4 else '; give'} {LAYOUT}"
+                f"{name} has shape {spec.shape}, rank {rank}{alike if 2 <= rank <= 4 else '; give'} {LAYOUT}"
             )
 
 
@@ -249,8 +251,8 @@ def _checked(
         spec, is_output = specs[number], number >= len(op.inputs)
         if spec is None and operand.optional and not is_output:
             continue
-        if operand.dtype in OWN_KINDS:
-            checked[number] = check_own(operand, spec or _like(op, specs, operand), q, lengths, is_output)
+        if operand.dtype in MOD_KINDS:
+            checked[number] = check_mod_array(operand, spec or _like(op, specs, operand), q, lengths, is_output)
             continue
         rank = rank_k if operand.axes[0] == "batch_k" else rank_q
         shape = _shaper(operand.axes, 4 if len(operand.axes) == 1 else rank)(lengths)  # why: sinks keep their heads
@@ -265,7 +267,7 @@ def _checked(
 
 
 def _like(op: Op, specs: Specs, operand: Operand) -> ArraySpec:
-    """A gradient of an array of the caller's own: dense, and otherwise as the array is."""
+    """A gradient of a captured array: dense, and otherwise as the array is."""
     like = specs[op.index[operand.name.removeprefix("d")]]
     assert like is not None
     return like.densed()
@@ -313,9 +315,9 @@ def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
     cache: Any = checked[0]
     options = options.validated(Known(axes["head_dim"], cache.dtype))
     lengths = itemgetter("batch", "rows_q", "rows_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")(axes)
-    own = SeqlenInfo(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
+    varlen = SeqlenInfo(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
     of_cache = cache.device, cache.library
-    return Problem._make((op, *lengths, cache.dtype, Mask.of(0, 0), options, *of_cache, checked, own, ()))
+    return Problem._make((op, *lengths, cache.dtype, Mask.of(0, 0), options, *of_cache, checked, varlen, ()))
 
 
 def _of_block_mask(op: Op, specs: Specs) -> Problem:

@@ -11,17 +11,17 @@ from typing import Any
 
 from ..mods.graph.graph import CapturedArray, Graph
 from ..mods.graph.simplify import constant
-from ..problem.own import ModSpec
+from ..problem.mod_spec import ModSpec
 from ..problem.problem import Problem
 from . import flash1, flash2, flashd, sequences, standard
 from .append import append_kv
 from .backward import backward
 from .block_mask import cells_of
 from .merge import merge_states
-from .own_scores import ModGradients, ModScores
+from .mods import ModGradients, ModScores
 from .tiles import Array, accumulator
 
-__all__ = ["RUN", "append_kv", "backward", "forward", "lse", "merge_states", "of_sequences", "with_own"]
+__all__ = ["RUN", "append_kv", "backward", "forward", "lse", "merge_states", "of_sequences", "run_with_mods"]
 
 _FORWARD: dict[str, Callable[..., tuple[Array, Array]]] = {
     "standard": standard.forward,
@@ -40,46 +40,50 @@ def forward(problem: Problem, q: Array, k: Array, v: Array, **library: Any) -> t
     return _FORWARD[problem.options.algorithm](problem, q, k, v, **library)
 
 
-def lse(problem: Problem, q: Array, k: Array, **own: Any) -> Array:
+def lse(problem: Problem, q: Array, k: Array, **mod_keywords: Any) -> Array:
     """lse alone, (b, hq, sq): the forward of a v without columns, so that the second product costs nothing."""
-    return forward(problem, q, k, k[..., :0], **own)[1]
+    return forward(problem, q, k, k[..., :0], **mod_keywords)[1]
 
 
 # Each op's function, which computes its results from views of its inputs in their order; append_kv takes them by name.
 RUN: dict[str, Callable[..., Sequence[Array]]] = {
     "forward": forward,
-    "lse": lambda problem, q, k, **own: (lse(problem, q, k, **own),),
-    "backward": lambda problem, q, k, v, dout, *others, **own: backward(problem, dout, q, k, v, *others, **own),
+    "lse": lambda problem, q, k, **mod_keywords: (lse(problem, q, k, **mod_keywords),),
+    "backward": lambda problem, q, k, v, dout, *others, **mod_keywords: backward(
+        problem, dout, q, k, v, *others, **mod_keywords
+    ),
     "merge": lambda states, *views: merge_states(views[: len(views) // 2], views[len(views) // 2 :]),
     "append_kv": append_kv,
 }
 
 
-def of_sequences(problem: Problem, named: Mapping[str, Array], out: Array | None = None, **own: Any) -> list[Array]:
+def of_sequences(
+    problem: Problem, named: Mapping[str, Array], out: Array | None = None, **mod_keywords: Any
+) -> list[Array]:
     """The results of a problem of several lengths: see `sequences.run`. Arrays have all of their axes."""
     if problem.op.name == "append_kv":
         return list(RUN["append_kv"](problem, named))
-    return sequences.run(problem, RUN[problem.op.name], named, out, **own)
+    return sequences.run(problem, RUN[problem.op.name], named, out, **mod_keywords)
 
 
-def with_own(problem: Problem, named: Mapping[str, Array], out: Array | None = None) -> list[Array]:
-    """The results of a problem with scores and masks of the caller's own, whose arrays are among the named ones.
+def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | None = None) -> list[Array]:
+    """The results of a problem with mods, whose arrays are among the named ones.
 
     Of backward, the gradients of these arrays follow the others, in the dtypes of the arrays.
     """
     op = problem.op
-    assert op.own is not None
+    assert op.mod_spec is not None
     if op.name == "block_mask":
-        return [_cells(problem, op.own, named)]
-    plain, own = op.plain, ModScores.of(op.own, named, problem.options.dropout_p)
+        return [_cells(problem, op.mod_spec, named)]
+    plain, mod_scores = op.plain, ModScores.of(op.mod_spec, named, problem.options.dropout_p)
     assert plain is not None
     asked = [each.name.removeprefix("d") for each in op.outputs[len(plain.outputs) :]]
-    numbers = {each.name: number for number, each in enumerate(op.own.arrays)}
-    more: dict[str, Any] = {"own": own}
+    numbers = {each.name: number for number, each in enumerate(op.mod_spec.arrays)}
+    more: dict[str, Any] = {"mod_scores": mod_scores}
     if asked:
         wanted = [numbers[name] for name in asked if name in numbers]
-        more["own_gradients"] = ModGradients(own, accumulator(problem), wanted)
-    # why: what is the caller's own is of no concern to the functions of the plain op.
+        more["mod_gradients"] = ModGradients(mod_scores, accumulator(problem), wanted)
+    # why: mods is of no concern to the functions of the plain op.
     results_at = len(op.inputs)
     specs = (*problem.specs[: len(plain.inputs)], *problem.specs[results_at : results_at + len(plain.outputs)])
     problem = problem._replace(op=plain, specs=specs)
@@ -89,16 +93,16 @@ def with_own(problem: Problem, named: Mapping[str, Array], out: Array | None = N
     else:
         results = list(RUN[plain.name](problem, *inputs.values(), **more))
     for name in asked:
-        sums = more["own_gradients"]
+        sums = more["mod_gradients"]
         total = sums.sinks if name == "sinks" else sums.arrays[numbers[name]]
         results.append(total.astype(named[name].dtype))
     return results
 
 
-def _cells(problem: Problem, own: ModSpec, named: Mapping[str, Array]) -> Array:
+def _cells(problem: Problem, mod_spec: ModSpec, named: Mapping[str, Array]) -> Array:
     """The cells of a block mask, from the arrays that its mask loads from and those that tell lengths."""
-    views = [(named[each.name], each) for each in own.arrays]
+    views = [(named[each.name], each) for each in mod_spec.arrays]
     arrays = tuple([CapturedArray(x, kind.dtype, x.shape, kind.type) for x, kind in views])
-    graph = Graph(constant(True) if own.mask is None else own.mask, arrays, own.digest)
+    graph = Graph(constant(True) if mod_spec.mask is None else mod_spec.mask, arrays, mod_spec.digest)
     lengths = None if problem.lengths is None else sequences.lengths_of(problem, named)
     return cells_of(graph, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, lengths)

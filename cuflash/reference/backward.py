@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..problem.problem import Problem
-from .own_scores import ModGradients, ModScores
+from .mods import ModGradients, ModScores
 from .tiles import Array, accumulator, exp_below, key_tiles, kv_heads, query_blocks, seen_product
 
 
@@ -31,13 +31,13 @@ def backward(
     *,
     block_q: int | None = None,
     block_k: int | None = None,
-    own: ModScores | None = None,
-    own_gradients: ModGradients | None = None,
+    mod_scores: ModScores | None = None,
+    mod_gradients: ModGradients | None = None,
 ) -> tuple[Array, Array, Array]:
     """`(dq, dk, dv)`, the gradients of `sum(dout * out) + sum(dlse * lse)`, in the shapes and dtypes of q, k and v.
 
     dout and out are (b, sq, hq, dv), lse and dlse (b, hq, sq). Rows that see no key, and keys that no row sees, get 0.
-    own_gradients: where the gradients of the caller's own arrays are added, if they are wanted.
+    mod_gradients: where the gradients of captured arrays are added, if they are wanted.
     """
     dtype, softcap = accumulator(problem), problem.options.softcap
     dq, dk, dv = (np.zeros(x.shape, x.dtype) for x in (q, k, v))
@@ -55,29 +55,29 @@ def backward(
                 are_finite = bool(np.isfinite(delta).all() and np.isfinite(block.q).all())
                 are_finite = are_finite and not bool(np.isnan(lse_rows).any())
                 dq_rows = np.zeros_like(block.q)
-                for tile in key_tiles(problem, block, k, v, block_k, own, are_finite):
+                for tile in key_tiles(problem, block, k, v, block_k, mod_scores, are_finite):
                     keys, hidden = slice(tile.begin, tile.end), tile.hidden
                     # the slope is 0 at the cap, s = -c; hidden keys, whose s is -inf, are moved there
-                    capped = tile.s if tile.own is None else tile.own.raw.reshape(tile.s.shape)
+                    capped = tile.s if tile.mod_tile is None else tile.mod_tile.raw.reshape(tile.s.shape)
                     slope = 1 - np.square(np.maximum(capped / softcap, -1)) if softcap else None
                     p = exp_below(tile.s, lse_rows)
                     ds = dout_rows @ tile.v.T  # dp
-                    if tile.own is not None:
-                        ds = tile.own.dropped(ds)
+                    if tile.mod_tile is not None:
+                        ds = tile.mod_tile.dropped(ds)
                     ds -= delta[:, None]
                     ds *= p
                     if hidden is not None:  # a row and a key that it does not see get no NaN of each other
                         p[hidden] = ds[hidden] = 0
                         if slope is not None:
                             slope[hidden] = 0
-                    if tile.own is not None:
-                        if own_gradients is not None:
-                            own_gradients.add(tile.own, block.unfold(ds))
-                        ds = tile.own.before_score_mod(ds)
+                    if tile.mod_tile is not None:
+                        if mod_gradients is not None:
+                            mod_gradients.add(tile.mod_tile, block.unfold(ds))
+                        ds = tile.mod_tile.before_score_mod(ds)
                     if slope is not None:
                         ds *= slope
-                    if tile.own is not None:
-                        p = tile.own.dropped(p)
+                    if tile.mod_tile is not None:
+                        p = tile.mod_tile.dropped(p)
                     of_keys = None if hidden is None else hidden.T
                     dv_head[keys] += seen_product(p.T, dout_rows, of_keys)
                     dq_rows += seen_product(ds, tile.k, hidden)
@@ -87,6 +87,6 @@ def backward(
             dk_head *= problem.softmax_scale
             dk[batch_idx, :, head_kv_idx] = dk_head
             dv[batch_idx, :, head_kv_idx] = dv_head
-        if own_gradients is not None:
-            own_gradients.add_sinks(dout, out, lse, dlse)
+        if mod_gradients is not None:
+            mod_gradients.add_sinks(dout, out, lse, dlse)
     return dq, dk, dv

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..mods.graph.graph import Graph
-from .mods import evaluate
+from .evaluate import evaluate
 
 CELL = 64
 EMPTY, PARTIAL, FULL = 0, 1, 2

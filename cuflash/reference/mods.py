@@ -1,56 +1,205 @@
-"""Values of expression graphs on NumPy arrays: the written definition of what a traced function computes."""
+"""Mods: functions of scores and places, bias, sinks and dropout.
+
+s = score(c tanh(softmax_scale q kᵀ / c)), then -inf where mask_mod or the mask of the options hides the key; a score of
+at most -1e37 weighs nothing either. A bias is a part of the score, and one of bools of the mask. Where functions are,
+`b`, `h`, `q_idx` and `k_idx` are the sequence, the query head, and the places of query and key in it.
+
+With a sink x, one more logit of each head that has no value: lse' = ln(exp(lse) + exp(x)), out' = out exp(lse - lse').
+Dropout multiplies a weight by 0, or by 1 / (share that is kept), where it meets v; lse knows nothing of it.
+
+Of ds, the gradient of the final scores (`backward`), an array has the sum of ds times the derivative by each load from
+it, and a sink Σ exp(x - lse') (dlse - rowsum(dout ∘ out)).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from ..mods.graph.graph import Node, post_order
-from ..mods.graph.operations import NUMPY, Type
-from ..mods.graph.simplify import pick_form
+from ..mods.graph.derivative import differentiate
+from ..mods.graph.graph import Node
+from ..mods.graph.operations import Type
+from ..problem.dropout import SHARES, share_kept
+from ..problem.mod_spec import LEAST_SCORE, SCORE, ModSpec
+from ..problem.problem import Problem
+from . import dropout
+from .block_mask import CELL, EMPTY
+from .evaluate import evaluate, place_of
+
+Array = NDArray[Any]
+# The indices b, h, q_idx and k_idx of the scores of a tile, which are broadcast together, and the numbers seqlen_q and
+# seqlen_k.
+Places = Mapping[str, Any]
 
 
-def evaluate(
-    roots: Sequence[Node],
-    inputs: Mapping[str, Any],
-    arrays: Sequence[Any],
-    float_type: type[np.floating[Any]] = np.float32,
-) -> list[Any]:
-    """The values of nodes, as arrays or scalars of NumPy.
+class ModTile(NamedTuple):
+    """What is known of the scores of a tile, (queries, group, keys): those before they change, and what dropout keeps.
 
-    inputs: the values of inputs by name, which are broadcast together. arrays: the captured arrays, as NumPy's.
-    float_type: the type in which floats are computed; float64 shows what rounding adds.
+    own: what changed them. kept: what the weights are multiplied by, None for 1.
     """
-    values: dict[Node, Any] = {}
-    roots = [pick_form(root, of_keys=False) for root in roots]
-    with np.errstate(all="ignore"):
-        for each in post_order(roots):
-            below = [values[argument] for argument in each.arguments]
-            kind: Any = float_type if each.type == Type.FLOAT32 else each.type.numpy
-            value: Any
-            if each.op == "constant":
-                value = kind(each.value)
-            elif each.op == "input":
-                value = np.asarray(inputs[each.value])
-            elif each.op == "cast":
-                value = below[0]
-            elif each.op == "load":
-                value = _load(arrays[each.value], below)
-            else:
-                value = NUMPY[each.op](*below)
-            values[each] = np.asarray(value).astype(kind)
-    return [values[root] for root in roots]
+
+    mod_scores: ModScores
+    places: Places
+    raw: Array
+    kept: Array | None
+
+    def values(self, roots: Sequence[Node]) -> list[Any]:
+        """The values of nodes at all places of the tile."""
+        return self.mod_scores.values(roots, self.places, self.raw)
+
+    def dropped(self, weights: Array) -> Array:
+        """Weights, or gradients of what v is multiplied by, (rows, keys), after dropout."""
+        return weights if self.kept is None else weights * self.kept.reshape(weights.shape)
+
+    def before_score_mod(self, ds: Array) -> Array:
+        """The gradients of the scores before they change, (rows, keys), from those of the final ones, ds."""
+        if self.mod_scores.score is None:
+            return ds
+        derivative = self.mod_scores.derivatives.get(SCORE)
+        if derivative is None:  # the score that was is not asked for
+            return np.zeros_like(ds)
+        (slope,) = self.values([derivative])
+        return _times(ds.reshape(self.raw.shape), slope).reshape(ds.shape)
 
 
-def _load(array: Any, indices: list[Any]) -> Any:
-    """Elements of an array: a negative index counts from the end, and others are clamped into the axis."""
-    if 0 in array.shape:
-        return np.zeros((), array.dtype)
-    return array[tuple(place_of(i, length) for i, length in zip(indices, array.shape, strict=True))]
+@dataclass(frozen=True, slots=True, eq=False)
+class ModScores:
+    """What a call changes in scores and weights, with all arrays as NumPy's.
+
+    score, mask: those of `ModSpec`, which load from `arrays`. sinks: (heads_q,). cells: those of a block mask, as
+    `block_mask.cells_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch and
+    first_key are the numbers of its first sequence and key, and seqlen_q and seqlen_k the lengths of its sequence, None
+    for its own.
+    """
+
+    score: Node | None = None
+    mask: Node | None = None
+    arrays: Sequence[Array] = ()
+    sinks: Array | None = None
+    dropout_p: float = 0.0
+    dropout_seed: int = 0
+    cells: Array | None = None
+    first_batch: int = 0
+    first_key: int = 0
+    seqlen_q: int | None = None
+    seqlen_k: int | None = None
+
+    @classmethod
+    def of(cls, mod_spec: ModSpec, named: Mapping[str, Array], dropout_p: float) -> ModScores:
+        """What a call changes, with its arrays by the names of its operands."""
+        arrays = [named[each.name] for each in mod_spec.arrays]
+        seed = dropout.seed_of(named["dropout_seed"]) if mod_spec.drops else 0
+        share = dropout_p if mod_spec.drops else 0.0
+        return cls(mod_spec.score, mod_spec.mask, arrays, named.get("sinks"), share, seed, named.get("cells"))
+
+    @property
+    def derivatives(self) -> dict[Node, Node]:
+        """Those of the score by the one that was, and by each load."""
+        return {} if self.score is None else _derivatives(self.score)
+
+    def values(self, roots: Sequence[Node], places: Places, score: Array) -> list[Any]:
+        """The values of nodes at the places of a tile, whose scores are (queries, group, keys)."""
+        return evaluate(roots, {**places, "score": score}, self.arrays, score.dtype.type)
+
+    def places(self, problem: Problem, batch_idx: int, heads: slice, queries: slice, keys: slice) -> Places:
+        """The indices of scores (queries, heads, keys) of a problem."""
+        return {
+            "b": self.first_batch + batch_idx,
+            "h": np.arange(heads.start, heads.stop)[:, None],
+            "q_idx": np.arange(queries.start, queries.stop)[:, None, None],
+            "k_idx": self.first_key + np.arange(keys.start, keys.stop),
+            "seqlen_q": problem.seqlen_q if self.seqlen_q is None else self.seqlen_q,
+            "seqlen_k": problem.seqlen_k if self.seqlen_k is None else self.seqlen_k,
+        }
+
+    def sees_none(self, batch_idx: int, heads: slice, queries: slice, keys: slice) -> bool:
+        """Whether these queries see none of these keys, as far as the cells tell."""
+        if self.cells is None:
+            return False
+        b = self.first_batch + batch_idx if self.cells.shape[0] > 1 else 0
+        of_heads = self.cells[b, heads if self.cells.shape[1] > 1 else slice(1)]
+        ranges = (queries.start, queries.stop), (self.first_key + keys.start, self.first_key + keys.stop)
+        rows, columns = (slice(begin // CELL, -(-end // CELL)) for begin, end in ranges)
+        return not (of_heads[:, rows, columns] != EMPTY).any()
+
+    def change(self, places: Places, s: Array) -> ModTile:
+        """Changes the scores of a tile, (queries, group, keys), which are scaled and capped, in place."""
+        raw = s.copy()
+        if self.score is not None:
+            s[...] = self.values([self.score], places, raw)[0]
+        if self.mask is not None:
+            visible = self.values([self.mask], places, raw)[0]
+            np.copyto(s, -np.inf, where=~np.broadcast_to(visible, s.shape))
+        np.copyto(s, -np.inf, where=s <= LEAST_SCORE)
+        return ModTile(self, places, raw, self._kept(places, s))
+
+    def _kept(self, places: Places, s: Array) -> Array | None:
+        if not self.dropout_p:
+            return None
+        indices = (places[name] for name in ("b", "h", "q_idx", "k_idx"))
+        share = share_kept(self.dropout_p) / SHARES
+        stay = dropout.is_kept(self.dropout_seed, self.dropout_p, *indices)
+        kept: Array = np.where(stay, s.dtype.type(1 / share), s.dtype.type(0))
+        return kept
+
+    def with_sinks(self, heads: slice, o: Array, lse: Array) -> tuple[Array, Array]:
+        """The state of rows, o (rows, head_dim_v) and lse (rows,), with sinks. Heads of one query follow each other."""
+        if self.sinks is None:
+            return o, lse
+        share, total = shared_with(np.resize(self.sinks[heads], len(lse)), lse)
+        return o * share[:, None], total
 
 
-def place_of(index: Any, length: int) -> Any:
-    """Where a load with this index finds its element on an axis."""
-    return np.clip(np.where(index < 0, index + length, index), 0, max(length - 1, 0))
+class ModGradients:
+    """The sums of the gradients of a call's own arrays: those that the score loads from, and the sinks.
+
+    arrays: by the numbers of the arrays; those of bools and integers have none. wanted: which, by default all.
+    """
+
+    def __init__(self, mod_scores: ModScores, dtype: np.dtype[Any], wanted: Collection[int] | None = None) -> None:
+        self.mod_scores = mod_scores
+        loads = [each for each in mod_scores.derivatives if each.op == "load" and each.type == Type.FLOAT32]
+        numbers = {each.value for each in loads} if wanted is None else wanted
+        self._loads = [each for each in loads if each.value in numbers]
+        self.arrays = {n: np.zeros(mod_scores.arrays[n].shape, dtype) for n in numbers if n < len(mod_scores.arrays)}
+        self.sinks = None if mod_scores.sinks is None else np.zeros(mod_scores.sinks.shape, dtype)
+
+    def add(self, tile: ModTile, ds: Array) -> None:
+        """Adds what the final scores of a tile, whose gradients are ds, give."""
+        for load in self._loads:
+            total = self.arrays[load.value]
+            slope, *at = tile.values([self.mod_scores.derivatives[load], *load.arguments])
+            found = [place_of(index, length) for index, length in zip(at, total.shape, strict=True)]
+            if not found:  # an array without axes, whose one element every score loads
+                total += _times(ds, slope).sum()
+            elif total.size:
+                np.add.at(total, tuple(np.broadcast_to(each, ds.shape) for each in found), _times(ds, slope))
+
+    def add_sinks(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> None:
+        """Adds what rows give, dout and out (batch, seqlen_q, heads_q, dv), lse and dlse (batch, heads_q, seqlen_q)."""
+        if self.sinks is None or self.mod_scores.sinks is None:
+            return
+        dtype, sinks = self.sinks.dtype, self.mod_scores.sinks.astype(self.sinks.dtype)[:, None]
+        delta = (dout.astype(dtype) * out.astype(dtype)).sum(axis=3).swapaxes(1, 2)
+        share = np.where(np.isneginf(sinks), 0, np.exp(sinks - lse))
+        self.sinks += (share * ((0 if dlse is None else dlse) - delta)).sum(axis=(0, 2))
+
+
+_derivatives = lru_cache(maxsize=64)(differentiate)
+
+
+def shared_with(sinks: Array, lse: Array) -> tuple[Array, Array]:
+    """(share of the weights that keys keep, lse) where sinks are counted, too."""
+    total = np.logaddexp(lse, sinks.astype(lse.dtype))
+    return np.exp(np.where(np.isneginf(lse), -np.inf, lse - total)), total
+
+
+def _times(ds: Array, slope: Any) -> Array:
+    # why: a hidden key has a gradient of 0, but its derivative may be anything.
+    product: Array = np.where(ds == 0, ds.dtype.type(0), ds * slope)
+    return product

@@ -1,4 +1,4 @@
-"""Sequences of several lengths: each is a dense problem of its own, whose rows are gathered and put back.
+"""Variable-length sequences: each is a dense problem of its own, whose rows are gathered and put back.
 
 Lengths and places are not trusted, here as on a GPU: a length is clamped to the rows that there are, and keys in a page
 or row of the cache that is not there are not seen.
@@ -17,7 +17,7 @@ from ..problem.mask import Mask
 from ..problem.operands import INTEGERS, LSE_AXES, ROWS_K, Operand
 from ..problem.problem import Problem
 from .merge import merge_states
-from .own_scores import ModGradients, ModScores, shared_with
+from .mods import ModGradients, ModScores, shared_with
 from .tiles import Array
 
 Named = Mapping[str, Array]
@@ -68,14 +68,14 @@ def run(
     compute: Callable[..., Results],
     named: Named,
     out: Array | None,
-    own: ModScores | None = None,
-    own_gradients: ModGradients | None = None,
+    mod_scores: ModScores | None = None,
+    mod_gradients: ModGradients | None = None,
 ) -> list[Array]:
     """The results of a problem of several lengths, with all of their axes.
 
     compute: the dense function of the op. named: the inputs that are there. out: an array for the first result, where
     rows of no sequence, and those that are not used, are left alone; in new arrays they are 0, and -inf in lse. own and
-    own_gradients: as in the dense functions.
+    mod_gradients: as in the dense functions.
     """
     assert problem.lengths is not None
     op = problem.op
@@ -92,15 +92,21 @@ def run(
                 for operand in arrays
             ]
             more: dict[str, Any] = {}
-            if own is not None:
-                more["own"] = replace(own, sinks=own.sinks if len(runs) == 1 else None, first_batch=b,
-                                      first_key=keys.start, seqlen_q=mask.seqlen_q, seqlen_k=mask.seqlen_k)  # fmt: skip
-            if own_gradients is not None:
-                more["own_gradients"] = own_gradients
+            if mod_scores is not None:
+                more["mod_scores"] = replace(
+                    mod_scores,
+                    sinks=mod_scores.sinks if len(runs) == 1 else None,
+                    first_batch=b,
+                    first_key=keys.start,
+                    seqlen_q=mask.seqlen_q,
+                    seqlen_k=mask.seqlen_k,
+                )
+            if mod_gradients is not None:
+                more["mod_gradients"] = mod_gradients
             found.append(compute(_alone(problem, mask, keys, len(runs) > 1), *parts, **more))
         merged = _merged(found)
-        if own is not None and own.sinks is not None and len(runs) > 1:
-            merged = _with_sinks(merged, own.sinks)
+        if mod_scores is not None and mod_scores.sinks is not None and len(runs) > 1:
+            merged = _with_sinks(merged, mod_scores.sinks)
         for operand, result, part in zip(op.outputs, results, merged, strict=False):
             _rows_first(operand, result)[one.place(operand)] = _rows_first(operand, part)[0]
     return results

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
-from .own_scores import ModScores, ModTile
+from .mods import ModScores, ModTile
 
 Array = NDArray[Any]
 State = TypeVar("State")
@@ -77,7 +77,7 @@ class Tile:
     k: Array
     v: Array
     dtype: np.dtype[Any]
-    own: ModTile | None = None
+    mod_tile: ModTile | None = None
     hidden: Array | None = None
 
     def times_v(self, p: Array) -> Array:
@@ -85,8 +85,8 @@ class Tile:
 
         NaN and infinities in v count as 0: `by_tiles` adds them at the end, as a later tile may scale a row by 0.
         """
-        if self.own is not None:
-            p = self.own.dropped(p)
+        if self.mod_tile is not None:
+            p = self.mod_tile.dropped(p)
         v = self.v if self.hidden is None else finite(self.v)
         return (rounded(p, self.dtype) if v.size else p) @ v
 
@@ -178,7 +178,7 @@ def key_tiles(
     k: Array,
     v: Array,
     block_k: int | None = None,
-    own: ModScores | None = None,
+    mod_scores: ModScores | None = None,
     rows_are_finite: bool = True,
 ) -> Iterator[Tile]:
     """The tiles that at least one query of the block sees; keys of no tile are seen by none of them.
@@ -188,7 +188,9 @@ def key_tiles(
     mask, dtype = problem.mask, accumulator(problem)
     full_begin, full_end = mask.full_range(block.begin, block.end)
     for begin, end in spans(*mask.key_range(block.begin, block.end), block_k or BLOCK_K):
-        if own is not None and own.sees_none(block.batch_idx, block.heads, block.queries, slice(begin, end)):
+        if mod_scores is not None and mod_scores.sees_none(
+            block.batch_idx, block.heads, block.queries, slice(begin, end)
+        ):
             continue
         k_tile = np.ascontiguousarray(k[block.batch_idx, begin:end, block.head_kv_idx], dtype)
         v_tile = np.ascontiguousarray(v[block.batch_idx, begin:end, block.head_kv_idx], dtype)
@@ -199,9 +201,9 @@ def key_tiles(
             np.tanh(s, out=s)
             s *= problem.options.softcap
         changed = None
-        if own is not None:
-            places = own.places(problem, block.batch_idx, block.heads, block.queries, slice(begin, end))
-            changed = own.change(places, block.unfold(s))
+        if mod_scores is not None:
+            places = mod_scores.places(problem, block.batch_idx, block.heads, block.queries, slice(begin, end))
+            changed = mod_scores.change(places, block.unfold(s))
         if begin < full_begin or full_end < end:
             visible = mask.visible(np.arange(block.begin, block.end), np.arange(begin, end))
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
@@ -231,21 +233,21 @@ def by_tiles(
         block_q: int | None = None,
         block_k: int | None = None,
         on_tile: OnTile | None = None,
-        own: ModScores | None = None,
+        mod_scores: ModScores | None = None,
     ) -> tuple[Array, Array]:
         """`(out, lse)`: out (b, sq, hq, dv) in out_dtype, lse (b, hq, sq).
 
-        `on_tile(block, tile, state)` is told of every tile after its update.
+        `on_tile(block, tile, state)` is called with every tile after its update.
         """
         dtype = accumulator(problem)
         out, lse = no_results(problem, q, v)
-        if own is not None and own.sinks is not None:
-            lse[...] = own.sinks[:, None]
+        if mod_scores is not None and mod_scores.sinks is not None:
+            lse[...] = mod_scores.sinks[:, None]
         with np.errstate(all="ignore"):  # why: visible NaN and inf belong into the result without a warning
             for batch_idx, head_kv_idx in kv_heads(problem):
                 for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
                     state, not_finite = start(len(block.q), v.shape[3], dtype), None
-                    for tile in key_tiles(problem, block, k, v, block_k, own):
+                    for tile in key_tiles(problem, block, k, v, block_k, mod_scores):
                         if tile.hidden is not None:
                             of_tile = seen_not_finite(tile.v, tile.hidden)
                             not_finite = of_tile if not_finite is None else not_finite + of_tile
@@ -255,8 +257,8 @@ def by_tiles(
                     o_rows, lse_rows = finish(state)
                     if not_finite is not None:
                         o_rows = o_rows + not_finite
-                    if own is not None:
-                        o_rows, lse_rows = own.with_sinks(block.heads, o_rows, lse_rows)
+                    if mod_scores is not None:
+                        o_rows, lse_rows = mod_scores.with_sinks(block.heads, o_rows, lse_rows)
                     out[batch_idx, block.queries, block.heads] = block.unfold(o_rows)
                     lse[batch_idx, block.heads, block.queries] = block.unfold(lse_rows).T
         return out, lse

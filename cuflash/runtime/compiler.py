@@ -19,7 +19,7 @@ from .cache import compiling, find, find_in_cache, keep
 from .driver import current_device, on_device
 from .structs import size_of
 
-OWN_FUNCTIONS = "common/mod_functions.cuh"  # what the text of such scores and masks includes
+MOD_FUNCTIONS = "common/mod_functions.cuh"  # what the text of such scores and masks includes
 # What the name of a file ends with that stands for a kernel that must not run, so that no process compiles it again.
 SPILLED = ".spilled"
 _SPILLS = re.compile(r"\b[1-9]\d* bytes (?:stack frame|spill)")
@@ -31,7 +31,7 @@ _spilled: set[Variant] = set()
 
 
 class SpilledError(CompileError):
-    """A kernel of Hopper's spills registers with the functions of the caller's own, so that it must not run.
+    """A kernel of Hopper's spills registers with score_mod or mask_mod, so that it must not run.
 
     why: with setmaxnreg, ptxas has let such a kernel write to memory at a wrong address.
     """
@@ -66,8 +66,8 @@ def included_files(source: Path) -> list[Path]:
 def files_of(variant: Variant) -> list[Path]:
     """All files that a variant is compiled from."""
     files = included_files(source_root() / variant.source)
-    if variant.own is not None:
-        files += [path for path in included_files(source_root() / OWN_FUNCTIONS) if path not in files]
+    if variant.mod_code is not None:
+        files += [path for path in included_files(source_root() / MOD_FUNCTIONS) if path not in files]
     return files
 
 
@@ -91,18 +91,18 @@ def _nvrtc_version() -> tuple[int, int]:
 
 def options(variant: Variant) -> tuple[str, ...]:
     """NVRTC options of a variant, without the include path."""
-    own_words = 0 if variant.own is None else variant.own.words
-    constants = variant.constants | {"PARAMS_BYTES": size_of(variant.params, own_words)}
+    mod_words = 0 if variant.mod_code is None else variant.mod_code.words
+    constants = variant.constants | {"PARAMS_BYTES": size_of(variant.params, mod_words)}
     defines = tuple(f"-DCUFLASH_{key}={value}" for key, value in constants.items())
     return (f"-arch={_supported_arch(variant.arch)}", "-std=c++17", "--ptxas-options=-v", *defines)
 
 
 def program_text(variant: Variant) -> str:
-    """What the compiler is given: the source, or scores and masks of the caller's own and the source."""
+    """What the compiler is given: the source, or mods and the source."""
     source = source_root() / variant.source
-    if variant.own is None:
+    if variant.mod_code is None:
         return source.read_text("utf-8")
-    return f'#include "../{OWN_FUNCTIONS}"\n\n{variant.own.text}\n#include "{source.name}"\n'
+    return f'#include "../{MOD_FUNCTIONS}"\n\n{variant.mod_code.text}\n#include "{source.name}"\n'
 
 
 def compile_variant(variant: Variant) -> tuple[bytes, str]:
@@ -145,7 +145,7 @@ def cubin(variant: Variant) -> bytes:
 
 
 def _may_spill(variant: Variant) -> bool:
-    return variant.own is None or not variant.of_warpgroups
+    return variant.mod_code is None or not variant.of_warpgroups
 
 
 def _found(variant: Variant, name: str) -> bytes | None:
@@ -233,8 +233,8 @@ def _file_name(variant: Variant) -> str:
 def _digest(variant: Variant) -> str:
     digest = hashlib.sha256(repr((options(variant), nvrtc_version())).encode())
     root = source_root()
-    if variant.own is not None:
-        digest.update(variant.own.text.encode())
+    if variant.mod_code is not None:
+        digest.update(variant.mod_code.text.encode())
     for path in files_of(variant):
         digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:32]

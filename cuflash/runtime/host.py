@@ -56,8 +56,8 @@ def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Arr
     # why: what this gets keeps what it holds in rows that nobody uses.
     kept = None if problem.lengths is None or problem.lengths.clears_unused else outs[0]
     out = None if kept is None else as_4d(kept)
-    if problem.op.own is not None:
-        results = reference.with_own(problem, named, out)
+    if problem.op.mod_spec is not None:
+        results = reference.run_with_mods(problem, named, out)
     elif problem.lengths is not None:
         results = reference.of_sequences(problem, named, out)
     else:

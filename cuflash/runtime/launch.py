@@ -75,7 +75,7 @@ class Kernels:
                 continue
             variant = launch.variant
             # why: launches that take the same struct share it: Hopper's three of one gradient each.
-            struct = variant.params, variant.own, id(launch.fields), *launch.boxes.items(), *launch.renamed.items()
+            struct = variant.params, variant.mod_code, id(launch.fields), *launch.boxes.items(), *launch.renamed.items()
             number = numbers.setdefault(struct, len(numbers))
             if number == len(self._parameters):
                 self._parameters.append(Parameters(made.problem, launch, made.workspace))
@@ -149,7 +149,7 @@ def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> 
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
         while True:
             # why not asked for in plain calls: planning is a part of the time of each new shape.
-            spilled = frozenset() if problem.op.own is None else compiler.spilled()
+            spilled = frozenset() if problem.op.mod_spec is None else compiler.spilled()
             made = plan(problem, device.query(ordinal), misaligned, spilled)
             if logger.isEnabledFor(logging.DEBUG):
                 _log(problem.op.name, made)

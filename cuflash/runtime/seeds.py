@@ -10,9 +10,9 @@ import numpy as np
 from ..arrays.find import library_of
 from ..arrays.library import GpuLibrary
 from ..errors import ProblemError
+from ..problem.mod_arrays import check_mod_array
 from ..problem.operands import DROPOUT_SEED
 from ..problem.options import check_integer
-from ..problem.own_arrays import check_own
 
 _WANTED = "an int of 64 bits, or an array of one such integer (or of two uint32) on the device of q"
 
@@ -33,7 +33,7 @@ def check_seed(seed: Any, first: Any) -> None:
         return
     if seed_number(seed) is None:
         spec, like = (library_of(name, x).spec(name, x) for name, x in (("dropout_seed", seed), ("q", first)))
-        check_own(DROPOUT_SEED, spec, like, {})
+        check_mod_array(DROPOUT_SEED, spec, like, {})
 
 
 def seed_array(seed: Any, first: Any) -> Any:

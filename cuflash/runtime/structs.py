@@ -21,7 +21,7 @@ from ..problem.lengths import PADDED_SLOT
 from ..problem.operands import Op
 from ..problem.options import Scores
 from ..problem.problem import Problem
-from .own_params import own_params
+from .mod_params import mod_params
 from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover, refusal
 
 Fields = list[tuple[str, Any]]
@@ -205,13 +205,13 @@ STRUCTS: dict[str, type[Structure]] = {
 
 
 @cache
-def size_of(name: str, own_words: int = 0) -> int:
+def size_of(name: str, mod_words: int = 0) -> int:
     """Bytes of a struct as C++ has it: with tensor maps it is aligned as they are.
 
-    own_words: words of 8 bytes behind it, of scores and masks of the caller's own (runtime/own_params.py).
+    mod_words: words of 8 bytes behind it, of mods (runtime/mod_params.py).
     """
     size, step = ctypes.sizeof(STRUCTS[name]), ALIGNMENT if _STRUCTS[name][0][1] is Map else 8
-    whole = -(-size // step) * step + 8 * own_words
+    whole = -(-size // step) * step + 8 * mod_words
     return -(-whole // step) * step
 
 
@@ -294,8 +294,8 @@ class Parameters:
 
     def __init__(self, problem: Problem, launch: Launch, workspace: Mapping[str, Part]) -> None:
         name = self.name = launch.variant.params
-        own = launch.variant.own
-        self.size = size_of(name, 0 if own is None else own.words)
+        mod_code = launch.variant.mod_code
+        self.size = size_of(name, 0 if mod_code is None else mod_code.words)
         packed = self._packed = bytearray(self.size)
         # why not through the ctypes structs: numbers are written five times as fast as their fields are set.
         words, ints, numbers = memoryview(packed).cast("q"), memoryview(packed).cast("i"), _numbers(name)
@@ -305,8 +305,8 @@ class Parameters:
         if _PROBLEM[0] in _STRUCTS[name]:
             _write_problem(problem, packed, STRUCTS[name].problem.offset)
         self._plain, operands, maps, parts = _places(name, problem.op, tuple(launch.renamed.items()))
-        if own is not None:
-            more = own_params(problem, packed, size_of(name) // 8)
+        if mod_code is not None:
+            more = mod_params(problem, packed, size_of(name) // 8)
             self._plain, parts = self._plain + more.plain, parts + more.workspace
         # why tuples: those of numbers alone are not walked by Python's collector, and a process keeps thousands.
         self._workspace = tuple([(word, workspace[part].begin) for part, word in parts if part in workspace])
@@ -360,10 +360,10 @@ def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:
         0,
         *problem.options.scores,
     )
-    if (own := problem.lengths) is not None:
+    if (varlen := problem.lengths) is not None:
         table = problem.specs[problem.op.index["page_table"]] if "page_table" in problem.op.index else None
         stride = 0 if table is None else table.strides[0]
         # why cut: forward has no use for it, and backward has refused more.
-        padded = (min(own.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT, 2**31 - 1) for side in "qk")
-        kept = own.rows_q, own.rows_k, own.batch_k, *own.bounds, own.clears_unused, *padded, 0
+        padded = (min(varlen.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT, 2**31 - 1) for side in "qk")
+        kept = varlen.rows_q, varlen.rows_k, varlen.batch_k, *varlen.bounds, varlen.clears_unused, *padded, 0
         _PACKED_LENGTHS.pack_into(packed, offset + _LENGTHS_OFFSET, stride, *kept)

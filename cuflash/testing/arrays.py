@@ -162,8 +162,8 @@ class CupyArrays(NumpyArrays):
         number = self.cupy.cuda.Device().pci_bus_id
         command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", number]
         try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
-            return dict(zip(("sm_clock_mhz", "power_w"), map(float, told.split(",")), strict=True))
+            output = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout
+            return dict(zip(("sm_clock_mhz", "power_w"), map(float, output.split(",")), strict=True))
         except (OSError, ValueError, subprocess.SubprocessError):
             return {}
 

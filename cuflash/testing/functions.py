@@ -1,4 +1,4 @@
-"""Scores, masks and arrays of the caller's own: a table of functions that make the arguments of a call.
+"""Scores, masks and captured arrays: a table of functions that make the arguments of a call.
 
 Each entry makes them from what puts a NumPy array into the library of the call, and a `Case`. Code depends on dtypes
 and ranks of arrays alone, so one kernel serves an entry at all lengths.
@@ -212,14 +212,14 @@ def joined(*makers: Maker) -> Maker:
 LENGTHS = "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"
 
 
-def blocked(make: Maker, **told: Any) -> Maker:
-    """The same with a block mask of its mask_mod, if there is one. told: NumPy arrays that tell the call's lengths."""
+def blocked(make: Maker, **varlen_kwargs: Any) -> Maker:
+    """Adds a block mask of its mask_mod, if there is one. varlen_kwargs: NumPy arrays of the call's lengths."""
 
     def blocked_make(put: Put, of: Case) -> Arguments:
         arguments = make(put, of)
         if (mask_mod := arguments.get("mask_mod")) is not None:
             sizes = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
-            lengths = {name: put(told[name]) for name in LENGTHS if name in told}
+            lengths = {name: put(varlen_kwargs[name]) for name in LENGTHS if name in varlen_kwargs}
             arguments["block_mask"] = cuflash.create_block_mask(mask_mod, *sizes, like=put(np.zeros(1)), **lengths)
         return arguments
 

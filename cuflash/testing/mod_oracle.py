@@ -1,6 +1,6 @@
-"""Scores and weights of the caller's own: whole matrices in float64, the same naively, and the tolerances.
+"""Mods: whole matrices in float64, the same naively, and the tolerances.
 
-Functions are traced, and their values and derivatives are those of `cuflash.reference.mods` and `cuflash.mods`, which
+Functions are traced, and their values and derivatives come from `cuflash.reference.evaluate` and `cuflash.mods`, which
 have tests of their own; all else is written straight from the contract. As in `oracle`, the naive computation rounds
 the products q kᵀ, p, dp and ds to the dtype of the inputs; what functions make of a product stays in float32.
 """
@@ -19,7 +19,7 @@ from ..mods.graph.simplify import build, constant, rebuilt
 from ..mods.tracing.trace import trace
 from ..problem.dropout import SHARES, share_kept
 from ..reference import dropout
-from ..reference.mods import evaluate, place_of
+from ..reference.evaluate import evaluate, place_of
 from .cases import Case, numpy_dtype
 from .layouts import host
 from .oracle import FEW, ULPS, Array, assert_close
@@ -46,15 +46,17 @@ class OracleMods(NamedTuple):
         """Of the arguments of a call on NumPy arrays."""
         names = [name for name in ("score_mod", "mask_mod") if arguments.get(name)]
         graphs: dict[str, Any] = {name: trace(arguments[name], name) for name in names}
-        told: dict[str, Any] = {name: x for name, x in arguments.items() if name in cls._fields and name not in graphs}
-        bias = told.get("bias")
+        values: dict[str, Any] = {
+            name: x for name, x in arguments.items() if name in cls._fields and name not in graphs
+        }
+        bias = values.get("bias")
         if bias is not None:
-            told["bias"] = np.asarray(bias)[(None,) * (4 - np.ndim(bias))]
-        if not isinstance(told.get("dropout_seed", 0), int):
-            told["dropout_seed"] = int(np.asarray(told["dropout_seed"]).reshape(()))
+            values["bias"] = np.asarray(bias)[(None,) * (4 - np.ndim(bias))]
+        if not isinstance(values.get("dropout_seed", 0), int):
+            values["dropout_seed"] = int(np.asarray(values["dropout_seed"]).reshape(()))
         # why: the bias has four axes now, and is found by identity.
-        wanted: Any = tuple(told.get("bias") if x is bias else x for x in told.pop("captured_grads", ()))
-        return cls(**graphs, **told, captured_grads=wanted)
+        wanted: Any = tuple(values.get("bias") if x is bias else x for x in values.pop("captured_grads", ()))
+        return cls(**graphs, **values, captured_grads=wanted)
 
 
 @dataclass(frozen=True)
@@ -88,8 +90,8 @@ class Given:
 class OneSequence:
     """One sequence: arrays (rows, heads, dim), in `work`; intermediates are rounded to `rounded`, None for not."""
 
-    def __init__(self, given: Given, own: OracleMods, number: int, work: Any, rounded: Any) -> None:
-        self.of, self.own = given.one(number).problem(), own
+    def __init__(self, given: Given, oracle_mods: OracleMods, number: int, work: Any, rounded: Any) -> None:
+        self.of, self.oracle_mods = given.one(number).problem(), oracle_mods
         self.work, self.rounded = np.dtype(work).type, rounded
         self.group = self.of.heads_q // self.of.heads_kv
         rows, keys = given.queries[number], given.keys[number]
@@ -122,7 +124,7 @@ class OneSequence:
         self.lse = _lse(s)
         if self.rounded is not None:
             s = self._final(self._raw(self.round(product)), there)
-        self.s, sinks = s, self.own.sinks
+        self.s, sinks = s, self.oracle_mods.sinks
         self.of_keys = _lse(s)
         if sinks is not None:
             x = sinks.astype(self.work)[:, None]
@@ -135,10 +137,10 @@ class OneSequence:
         self.k, self.v = np.where(seen, self.k, 0), np.where(seen, self.v, 0)
         self.q = np.where(sees.any(axis=2, keepdims=True), self.q, 0)
         self.kept: Any = self.work(1)
-        if self.own.dropout_p:
-            share = share_kept(self.own.dropout_p) / SHARES
+        if self.oracle_mods.dropout_p:
+            share = share_kept(self.oracle_mods.dropout_p) / SHARES
             indices = (self.places[name] for name in ("b", "h", "q_idx", "k_idx"))
-            stay = dropout.is_kept(self.own.dropout_seed, self.own.dropout_p, *indices)
+            stay = dropout.is_kept(self.oracle_mods.dropout_seed, self.oracle_mods.dropout_p, *indices)
             self.kept = np.where(stay, 1 / share, 0).astype(self.work)
         self.out = self.round(self.p * self.kept) @ self.v
 
@@ -151,18 +153,18 @@ class OneSequence:
         return s
 
     def _final(self, s: Array, there: Array) -> Array:
-        own, i, j = self.own, self.places["q_idx"], self.places["k_idx"]
+        oracle_mods, i, j = self.oracle_mods, self.places["q_idx"], self.places["k_idx"]
         visible = there & (i + self.of.mask.lo <= j) & (j <= i + self.of.mask.hi)
-        if own.score_mod is not None:
-            (s,) = self.values(own.score_mod, [own.score_mod.root])
-        if own.bias is not None:
-            part = own.bias[self._of_bias(own.bias)]
+        if oracle_mods.score_mod is not None:
+            (s,) = self.values(oracle_mods.score_mod, [oracle_mods.score_mod.root])
+        if oracle_mods.bias is not None:
+            part = oracle_mods.bias[self._of_bias(oracle_mods.bias)]
             if part.dtype == bool:
                 visible = visible & part
             else:
                 s = s + part.astype(self.work)
-        if own.mask_mod is not None:
-            visible = visible & self.values(own.mask_mod, [own.mask_mod.root])[0]
+        if oracle_mods.mask_mod is not None:
+            visible = visible & self.values(oracle_mods.mask_mod, [oracle_mods.mask_mod.root])[0]
         return np.where(visible & ~(s <= LEAST_SCORE), s, -np.inf)
 
     def _of_bias(self, bias: Array) -> tuple[Any, ...]:
@@ -177,11 +179,11 @@ class OneSequence:
             delta = (dout * self.round(self.out)).sum(axis=2) - (0 if dlse is None else dlse.astype(self.work))
             self.ds = np.where(self.p == 0, 0, self.p * (dp - delta[..., None]))
             self.size = np.where(self.p == 0, 0, self.p * (abs(dp) + abs(delta[..., None]) + (dlse is not None)))
-            graph = self.own.score_mod
+            graph = self.oracle_mods.score_mod
             slope: Any = self.cap_slope
             if graph is not None:
-                own_slope = differentiate(graph.root).get(SCORE)
-                slope = slope * self.values(graph, [own_slope])[0] if own_slope is not None else self.raw * 0
+                slope_by_score = differentiate(graph.root).get(SCORE)
+                slope = slope * self.values(graph, [slope_by_score])[0] if slope_by_score is not None else self.raw * 0
             product = self.round(np.where(self.ds == 0, 0, self.ds * slope)) * self.work(self.of.softmax_scale)
             self.steepest = float(np.abs(np.where(self.p == 0, 0, slope)).max(initial=0.0))
             dk, dv = product.swapaxes(1, 2) @ self.q, p.swapaxes(1, 2) @ dout
@@ -189,20 +191,20 @@ class OneSequence:
             for name, x in (("dk", dk), ("dv", dv)):
                 of_group = x.reshape(self.of.heads_kv, self.group, *x.shape[1:])
                 found[name] = of_group.sum(axis=1).swapaxes(0, 1)
-            if self.own.sinks is not None:
-                share = np.exp(self.own.sinks.astype(self.work)[:, None] - self.of_keys)
-                found["sinks"] = np.where(np.isneginf(self.own.sinks)[:, None], 0, -share * delta).sum(axis=1)
+            if self.oracle_mods.sinks is not None:
+                share = np.exp(self.oracle_mods.sinks.astype(self.work)[:, None] - self.of_keys)
+                found["sinks"] = np.where(np.isneginf(self.oracle_mods.sinks)[:, None], 0, -share * delta).sum(axis=1)
         return found
 
     def add(self, wanted: Sequence[Array], totals: list[Array], of_sinks: Any, sizes: list[Array]) -> None:
         """Adds the gradients of arrays, and how large what is summed up is."""
-        graph = self.own.score_mod
+        graph = self.oracle_mods.score_mod
         slopes = {} if graph is None else differentiate(graph.root)
         for x, total, size in zip(wanted, totals, sizes, strict=True):
-            if x is self.own.sinks:
+            if x is self.oracle_mods.sinks:
                 total += of_sinks
                 size += abs(of_sinks)
-            elif x is self.own.bias:
+            elif x is self.oracle_mods.bias:
                 _add_at(total, self._of_bias(x), self.ds)
                 _add_at(size, self._of_bias(x), self.size)
             else:
@@ -242,7 +244,7 @@ def _precisions(dtype: str) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return ("float64", None), near
 
 
-def check(given: Given, own: OracleMods, out: Any, lse: Any = None) -> None:
+def check(given: Given, oracle_mods: OracleMods, out: Any, lse: Any = None) -> None:
     """Holds out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis); None is not asked."""
     dtype, axes = given.case.dtype, given.q.shape[:3]
     outs = [np.zeros((*axes, given.v.shape[3])) for _ in range(2)]
@@ -250,7 +252,7 @@ def check(given: Given, own: OracleMods, out: Any, lse: Any = None) -> None:
     score = 0.0
     for number, rows in enumerate(given.queries):
         for (work, rounded), whole, lse_ in zip(_precisions(dtype), outs, lses, strict=True):
-            one = OneSequence(given, own, number, work, rounded)
+            one = OneSequence(given, oracle_mods, number, work, rounded)
             whole[rows], lse_[rows] = one.out.swapaxes(0, 1), one.lse.T
             for s in (one.raw, one.s):
                 score = max(score, float(np.abs(s[np.isfinite(s)]).max(initial=0.0)))
@@ -272,46 +274,52 @@ def check(given: Given, own: OracleMods, out: Any, lse: Any = None) -> None:
 
 
 def check_gradients(
-    given: Given, own: OracleMods, dout: Array, dlse: Array | None, found: Sequence[Any], grads: Sequence[Any] = ()
+    given: Given,
+    oracle_mods: OracleMods,
+    dout: Array,
+    dlse: Array | None,
+    found: Sequence[Any],
+    grads: Sequence[Any] = (),
 ) -> None:
-    """Holds dq, dk, dv, and the gradients of `own.captured_grads`, against float64.
+    """Holds dq, dk, dv, and the gradients of `oracle_mods.captured_grads`, against float64.
 
     dout (first axis, second axis, heads, dim), dlse (first axis, heads, second axis).
     """
     dtype, arrays = given.case.dtype, (given.q, given.k, given.v)
-    own = own if grads else own._replace(captured_grads=())
+    oracle_mods = oracle_mods if grads else oracle_mods._replace(captured_grads=())
     wholes = [[np.zeros(x.shape) for x in arrays] for _ in range(2)]
-    sums = [[np.zeros(x.shape) for x in own.captured_grads] for _ in range(2)]
-    sizes = [np.zeros(x.shape) for x in own.captured_grads]
+    sums = [[np.zeros(x.shape) for x in oracle_mods.captured_grads] for _ in range(2)]
+    sizes = [np.zeros(x.shape) for x in oracle_mods.captured_grads]
     steepest, few = 1.0, False
     for number, (rows, keys) in enumerate(zip(given.queries, given.keys, strict=True)):
         of_lse = None if dlse is None else dlse.swapaxes(1, 2)[rows].T
         few |= min(len(rows[0]), len(keys[0])) < FEW
         for (work, rounded), whole, totals in zip(_precisions(dtype), wholes, sums, strict=True):
-            one = OneSequence(given, own, number, work, rounded)
+            one = OneSequence(given, oracle_mods, number, work, rounded)
             got = one.pulled(dout[rows], of_lse)
             for result, name, at in zip(whole, ("dq", "dk", "dv"), (rows, keys, keys), strict=True):
                 result[at] += got[name]
-            one.add(own.captured_grads, totals, got.get("sinks"), sizes if rounded is None and work == "float64" else
-                    [np.zeros(x.shape) for x in sizes])  # fmt: skip
+            is_exact = rounded is None and work == "float64"
+            magnitudes = sizes if is_exact else [np.zeros(x.shape) for x in sizes]
+            one.add(oracle_mods.captured_grads, totals, got.get("sinks"), magnitudes)
             steepest = max(steepest, one.steepest)
     wide = dtype in ("float32", "float64")
     # A sum of few numbers that cancel errs by units of these.
     clean = [np.where(np.isfinite(x), x, 0).astype("f8") for x in (dout, *arrays, 0 if dlse is None else dlse)]
     norms = [float(np.linalg.norm(x, axis=3).max(initial=0.0)) for x in (clean[0], clean[3])]
     largest = [float(np.abs(x).max(initial=0.0)) for x in clean]
-    scale = given.case.problem().softmax_scale * steepest / (1 - own.dropout_p)
+    scale = given.case.problem().softmax_scale * steepest / (1 - oracle_mods.dropout_p)
     ds = norms[0] * norms[1] + largest[4]
     units = [scale * ds * largest[2], scale * ds * largest[1], largest[0]] if few or wide else [2.0**-14] * 3
     for name, x, exact, near, unit in zip(("dq", "dk", "dv"), found, *wholes, units, strict=True):
         if x is not None:
-            near = near + (near - exact) if wide or own.dropout_p else near
+            near = near + (near - exact) if wide or oracle_mods.dropout_p else near
             assert_close(name, host(x).reshape(exact.shape), exact, near, ulps=2 * ULPS[dtype], unit=unit)
     rows_of_all = max(1, sum(len(rows[0]) for rows in given.queries) * given.q.shape[2])
     for number, (got, exact, near, size) in enumerate(zip(grads, *sums, sizes, strict=True)):
         unit = float(size.max(initial=0.0)) / max(1.0, rows_of_all**0.5 / 8)
-        own_dtype = host(got).dtype.name
+        got_dtype = host(got).dtype.name
         # why of the inputs: out and p are rounded to their dtype, whatever the gradient's is.
-        ulps = max(EPS[dtype] / EPS[own_dtype], 1) * (8 if wide else 1)
+        ulps = max(EPS[dtype] / EPS[got_dtype], 1) * (8 if wide else 1)
         near = near + (near - exact)
         assert_close(f"gradient {number}", host(got).reshape(exact.shape), exact, near, ulps=ulps, unit=unit)

@@ -1,4 +1,4 @@
-"""Dense calls with scores and masks of the caller's own, held against float64."""
+"""Dense calls with mods, held against float64."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .oracle import demand
 from .sequences import Made, check_unused, upstream
 
 
-def own_of(make: Maker, of: Case) -> OracleMods:
-    """What the oracle is told of a call."""
+def make_oracle_mods(make: Maker, of: Case) -> OracleMods:
+    """The arguments of the oracle for a call."""
     return OracleMods.of(make(lambda x: x, of))
 
 
@@ -29,8 +29,8 @@ def without_grads(arguments: Arguments) -> Arguments:
 
 def forward(make: Maker, of: Case, put: Put, arrays: Sequence[Any], **more: Any) -> Any:
     """`(out, lse)` of a dense call."""
-    (q, k, v), own = arrays, without_grads(make(put, of))
-    return cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **own, **more)
+    (q, k, v), mod_kwargs = arrays, without_grads(make(put, of))
+    return cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **mod_kwargs, **more)
 
 
 def check_forward(make: Maker, of: Case, put: Put, *, with_lse: bool = False, seed: int = 0, **more: Any) -> Any:
@@ -38,11 +38,11 @@ def check_forward(make: Maker, of: Case, put: Put, *, with_lse: bool = False, se
     arrays = of.arrays(seed)
     there = [put(x) for x in arrays]
     found = forward(make, of, put, there, **more)
-    given, own = Given.dense(of, arrays), own_of(make, of)
-    check(given, own, *found)
+    given, oracle_mods = Given.dense(of, arrays), make_oracle_mods(make, of)
+    check(given, oracle_mods, *found)
     if with_lse:
-        told = {name: x for name, x in without_grads(make(put, of)).items() if not name.startswith("dropout")}
-        check(given, own, None, cuflash.lse(there[0], there[1], **of.arguments(), **told))
+        keywords = {name: x for name, x in without_grads(make(put, of)).items() if not name.startswith("dropout")}
+        check(given, oracle_mods, None, cuflash.lse(there[0], there[1], **of.arguments(), **keywords))
     return found
 
 
@@ -55,18 +55,18 @@ def check_backward(
     dout = random.standard_normal(of.out_shape()).astype(numpy_dtype(of.dtype))
     of_lse = random.standard_normal((of.batch, of.heads_q, of.seqlen_q)).astype(np.float32) if dlse else None
     q, k, v = there = [put(x) for x in arrays]
-    own = make(put, of)
-    wanted = own.pop("captured_grads", ())
-    out, lse = cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **own)
+    mod_kwargs = make(put, of)
+    wanted = mod_kwargs.pop("captured_grads", ())
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **mod_kwargs)
     more |= {"captured_grads": wanted} if grads else {}
-    more |= {"dlse": None if of_lse is None else put(of_lse), **of.arguments(), **own}
+    more |= {"dlse": None if of_lse is None else put(of_lse), **of.arguments(), **mod_kwargs}
     found = cuflash.backward(put(dout), q, k, v, out, lse, **more)
     of_arrays = found[3] if grads else ()
     for got, like in zip((*found[:3], *of_arrays), (*there, *wanted), strict=False):
         found_kind, wanted_kind = (tuple(got.shape), got.dtype), (tuple(like.shape), like.dtype)
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
     if checked:
-        check_gradients(Given.dense(of, arrays), own_of(make, of), dout, of_lse, found[:3], of_arrays)
+        check_gradients(Given.dense(of, arrays), make_oracle_mods(make, of), dout, of_lse, found[:3], of_arrays)
     return (*found[:3], *of_arrays)
 
 
@@ -78,28 +78,30 @@ def check_repeated(make: Maker, of: Case, put: Put, **more: Any) -> None:
 
 
 def bounds_case(made: Made) -> Case:
-    """What a function is told of several lengths: their number and their bounds."""
+    """Number and bounds of variable-length sequences, as a function reads them."""
     of, problem = made.of, (len(made.of.queries), max(made.of.queries, default=0), max(made.of.keys, default=0))
     return Case(of.name, *problem, *of.heads, *of.dims, of.dtype)
 
 
 def check_of_lengths(make: Maker, given: Made, xp: Any, deterministic: Sequence[bool] = (False, True)) -> None:
-    """Calls on sequences of several lengths, with gradients where the call has them, held against float64."""
+    """Calls on variable-length sequences, with gradients where the call has them, held against float64."""
     of, arguments = bounds_case(given), given.arguments(xp)
-    own = without_grads(make(xp.asarray, of))
-    whole, of_numpy = Given.of_lengths(given), own_of(make, of)
-    out, lse = cuflash.forward(**arguments, return_lse=True, **own)
+    mod_kwargs = without_grads(make(xp.asarray, of))
+    whole, of_numpy = Given.of_lengths(given), make_oracle_mods(make, of)
+    out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
     check(whole, of_numpy, out, lse)
     check_unused(given, "q", out)
     unused = given.unused("q")
     lse_of_rows = host(lse).reshape(len(unused), of.heads_q, unused.shape[1]).swapaxes(1, 2)
     demand(np.isneginf(lse_of_rows[unused]).all(), "lse of rows that no sequence uses is not -inf")
-    keys_alone = {name: x for name, x in (arguments | own).items() if name != "v" and not name.startswith("dropout")}
+    keys_alone = {
+        name: x for name, x in (arguments | mod_kwargs).items() if name != "v" and not name.startswith("dropout")
+    }
     check(whole, of_numpy, None, cuflash.lse(**keys_alone))
     if not given.of.has_gradients:
         return
     dout, dlse = (xp.asarray(x) for x in upstream(given))
-    state = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape), **arguments, **own}
+    state = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape), **arguments, **mod_kwargs}
     for fixed in deterministic:
         found = cuflash.backward(dout.reshape(out.shape), **state, deterministic=fixed)
         check_gradients(whole, of_numpy, *upstream(given), found)

@@ -1,4 +1,4 @@
-"""Sequences of several lengths: problems, where their rows lie, and what float64 says of each by itself.
+"""Variable-length sequences: problems, where their rows lie, and what float64 says of each by itself.
 
 A `Sequences` says how many queries and keys each sequence has and which arrays tell so. `made` draws the arrays and
 notes where the rows of each sequence are; every other row holds NaN. What is expected is put together sequence by
@@ -76,11 +76,11 @@ class Sequences:
 
 
 class Placed(NamedTuple):
-    """Where the queries, or the keys, of all sequences lie: in an array of this shape, told by these arrays."""
+    """Where the queries, or the keys, of all sequences lie: in an array of this shape, given by these arrays."""
 
     rows: list[Index]
     shape: tuple[int, int]
-    told: dict[str, Array]
+    varlen_kwargs: dict[str, Array]
 
 
 class Made(NamedTuple):
@@ -93,7 +93,7 @@ class Made(NamedTuple):
     q: Array
     k: Array
     v: Array
-    told: dict[str, Array]
+    varlen_kwargs: dict[str, Array]
     queries: list[Index]
     keys: list[Index]
     there: list[Array]
@@ -101,17 +101,19 @@ class Made(NamedTuple):
     def arguments(self, xp: Any = np, layout: str = "dense") -> dict[str, Any]:
         """All arguments of `cuflash.forward`, in the ranks that the arrays have there, in memory of that layout."""
         q, k, v = LAYOUTS[layout](*map(xp.asarray, (self.q, self.k, self.v)))
-        if "cu_seqlens_q" in self.told:
+        if "cu_seqlens_q" in self.varlen_kwargs:
             q = q[0]
-        if "cu_seqlens_k" in self.told:
+        if "cu_seqlens_k" in self.varlen_kwargs:
             k, v = k[0], v[0]
-        told = {name: xp.asarray(x) for name, x in self.told.items()}
-        return {"q": q, "k": k, "v": v, **told, **self.of.options(), **self.of.bounds()}
+        varlen_kwargs = {name: xp.asarray(x) for name, x in self.varlen_kwargs.items()}
+        return {"q": q, "k": k, "v": v, **varlen_kwargs, **self.of.options(), **self.of.bounds()}
 
-    def with_told(self, **told: Any) -> Made:
-        """The same, but told otherwise; None for an array that is not given."""
-        changed = self.told | {name: x if x is None else np.asarray(x, np.int32) for name, x in told.items()}
-        return self._replace(told={name: x for name, x in changed.items() if x is not None})
+    def with_varlen(self, **varlen_kwargs: Any) -> Made:
+        """A copy with other arrays of lengths; None for an array that is not given."""
+        changed = self.varlen_kwargs | {
+            name: x if x is None else np.asarray(x, np.int32) for name, x in varlen_kwargs.items()
+        }
+        return self._replace(varlen_kwargs={name: x for name, x in changed.items() if x is not None})
 
     def unused(self, side: str) -> Array:
         """Which rows of q, or which of k and v, belong to no sequence: booleans (first axis, second axis)."""
@@ -122,14 +124,14 @@ class Made(NamedTuple):
 
     def without_pages(self, seed: int) -> Made:
         """The same, but for half of the used pages that the table places outside the pool: their keys are not there."""
-        rng, table, pool = np.random.default_rng(seed), self.told["page_table"].copy(), len(self.k)
+        rng, table, pool = np.random.default_rng(seed), self.varlen_kwargs["page_table"].copy(), len(self.k)
         there = []
         for b, count in enumerate(self.of.keys):
             pages = np.arange(count) // self.of.page_size
             lost = rng.random(table.shape[1]) < 0.5
             table[b, lost] = rng.choice([-1, pool, -FAR - 1, FAR], int(lost.sum()))
             there.append(~lost[pages])
-        return self.with_told(page_table=table)._replace(there=there)
+        return self.with_varlen(page_table=table)._replace(there=there)
 
     def filled(self, value: float) -> Made:
         """The same, but what no sequence uses holds this value."""
@@ -156,26 +158,26 @@ def _laid_out(of: Sequences, rng: np.random.Generator, draw: Callable[[tuple[int
     shapes = (*side_q.shape, heads_q, dim), (*side_k.shape, heads_kv, dim), (*side_k.shape, heads_kv, dim_v)
     q, k, v = (draw(shape, dtype) for shape in shapes)
     there = [np.ones(count, bool) for count in of.keys]
-    return Made(of, q, k, v, side_q.told | side_k.told, side_q.rows, side_k.rows, there)
+    return Made(of, q, k, v, side_q.varlen_kwargs | side_k.varlen_kwargs, side_q.rows, side_k.rows, there)
 
 
 def _placed(side: str, of: Sequences, rng: np.random.Generator) -> Placed:
     used, lengths = (of.used_q, of.queries) if side == "q" else (of.used_k, of.keys)
     spare = (of.spare_q if side == "q" else of.spare_k) or (0,) * len(lengths)
-    assert used or not any(spare), "what is spare must be told"
+    assert used or not any(spare), "what is spare must be given"
     place = of.place_q if side == "q" else of.place_k
     room = [length + more for length, more in zip(lengths, spare, strict=True)]
     placed = {"packed": _packed, "rectangle": _rectangle, "cache": _cached, "paged": _paged}[place](
         side, of, lengths, room, rng
     )
-    assert used or place == "packed" or {*lengths} <= {_capacity(placed, of)}, "what is not used must be told"
+    assert used or place == "packed" or {*lengths} <= {_capacity(placed, of)}, "what is not used must be given"
     if used:
-        placed.told[f"seqused_{side}"] = np.asarray(lengths, np.int32)
+        placed.varlen_kwargs[f"seqused_{side}"] = np.asarray(lengths, np.int32)
     return placed
 
 
 def _capacity(placed: Placed, of: Sequences) -> int:
-    table = placed.told.get("page_table")
+    table = placed.varlen_kwargs.get("page_table")
     return placed.shape[1] if table is None else table.shape[1] * of.page_size
 
 
@@ -202,11 +204,11 @@ def _paged(side: str, of: Sequences, lengths: Sequence[int], room: list[int], rn
     """Pages in no order. Neighbours share their first pages; behind those that are used, entries are junk."""
     size, count = of.page_size, [-(-n // of.page_size) for n in lengths]
     pool = sum(count) + 2
-    own = rng.permutation(pool)
-    table = rng.choice([-1, own[-1], pool, FAR, -FAR - 1], (len(lengths), -(-max(room, default=0) // size)))
+    page_ids = rng.permutation(pool)
+    table = rng.choice([-1, page_ids[-1], pool, FAR, -FAR - 1], (len(lengths), -(-max(room, default=0) // size)))
     end = 0
     for b, pages in enumerate(count):
-        table[b, :pages] = own[end : end + pages]
+        table[b, :pages] = page_ids[end : end + pages]
         end += pages
         shared = min(pages, count[b - 1]) // 2 if b else 0
         table[b, :shared] = table[b - 1, :shared]
@@ -274,7 +276,7 @@ def check(given: Made, out: Any, *lses: Any) -> None:
     units = dict(zip(("out", "lse"), oracle.units_of(scale, q, k, v, dtype), strict=True))
     for name, got in (("out", out), *(("lse", lse) for lse in lses)):
         if got is not None:
-            shape = (wanted[name][0][0] if "cu_seqlens_q" in given.told else wanted[name][0]).shape
+            shape = (wanted[name][0][0] if "cu_seqlens_q" in given.varlen_kwargs else wanted[name][0]).shape
             demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, wanted {shape}")
             full = host(got).reshape(wanted[name][0].shape)
             oracle.assert_close(name, full, *wanted[name], ulps=max(4, ULPS[of.dtype]), unit=units[name])
@@ -322,9 +324,9 @@ def check_gradients(given: Made, got: Sequence[Any], *, dlse: bool = True, ulps:
     exact, near = ([np.zeros(x.shape) for x in arrays] for _ in range(2))
     for b, (queries, keys) in enumerate(zip(given.queries, given.keys, strict=True)):
         one = given.q[queries][None], given.k[keys][None], given.v[keys][None]
-        own_dlse = upstream_lse.swapaxes(1, 2)[queries].T[None] if dlse else None
+        dlse_rows = upstream_lse.swapaxes(1, 2)[queries].T[None] if dlse else None
         for compute, results in ((oracle.gradients64, exact), (oracle.naive_gradients, near)):
-            found = compute(of.one(b), dout[queries][None], *one, own_dlse)
+            found = compute(of.one(b), dout[queries][None], *one, dlse_rows)
             for result, part, rows in zip(results, found, (queries, keys, keys), strict=True):
                 result[rows] = part[0]
     units = [0.0, 0.0, 0.0]
@@ -336,7 +338,7 @@ def check_gradients(given: Made, got: Sequence[Any], *, dlse: bool = True, ulps:
     sides = ("q", "k", "k")
     for side, x, like, wanted, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
         found_kind = host(x).shape, host(x).dtype
-        wanted_kind = (like[0] if f"cu_seqlens_{side}" in given.told else like).shape, like.dtype
+        wanted_kind = (like[0] if f"cu_seqlens_{side}" in given.varlen_kwargs else like).shape, like.dtype
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
         full = host(x).reshape(like.shape)
         oracle.assert_close("gradient", full, wanted, naive, ulps=ulps * ULPS[of.dtype], unit=unit)

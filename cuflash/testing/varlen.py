@@ -1,4 +1,4 @@
-"""Trials of sequences of several lengths, of caches and pages, and of scores and masks of the caller's own."""
+"""Trials of variable-length sequences, of caches and pages, and of mods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .sequences import Made, Sequences
 
 @dataclass(frozen=True, slots=True)
 class Several:
-    """Sequences of several lengths: forward, the same again, lse, and gradients unless `backward` is None.
+    """Variable-length sequences: forward, the same again, lse, and gradients unless `backward` is None.
 
     grads_out: the layouts of arrays for dq, dk and dv that the caller gives, "" for none.
     """
@@ -118,7 +118,7 @@ def maker_of(names: Sequence[str]) -> Maker:
 
 @dataclass(frozen=True, slots=True)
 class ModVarlen:
-    """Functions and a bias of a call on sequences of several lengths, perhaps with a block mask of its mask_mod."""
+    """Functions and a bias of a call on variable-length sequences, perhaps with a block mask of its mask_mod."""
 
     of: Sequences
     seed: int
@@ -139,7 +139,7 @@ class ModVarlen:
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
         make, given = maker_of(self.names), sequences.made(self.of, self.seed)
-        make = blocked(make, **given.told) if self.block_mask else make
+        make = blocked(make, **given.varlen_kwargs) if self.block_mask else make
         check_of_lengths(make, given, xp, [self.deterministic])
 
 
@@ -160,7 +160,7 @@ class ModDense:
         names += ["dropout"] if family.chance(0.3) or not names else []
         dtype, dim = family.one_of(*DTYPES), family.one_of(64, 64, 128)
         mask = draw.mask() | {"softcap": family.one_of(0.0, 0.0, 0.0, 5.0), "softmax_scale": None}
-        case = draw.case("own", dtype, (dim, dim), **mask)
+        case = draw.case("mods", dtype, (dim, dim), **mask)
         return cls(case, draw.seed(), tuple(names), draw.chance(0.5), draw.chance(0.5))
 
     def run(self, xp: Any) -> None:

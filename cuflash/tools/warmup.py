@@ -2,7 +2,7 @@
 
 One kernel serves all masks, scales, lengths, numbers of heads and strides: they are passed to it when it runs, so no
 option asks for them. The options name what needs a kernel of its own. Arrays are assumed to be dense. Kernels for
-sequences of several lengths, and those with scores or masks of the caller's own, are left to the first such call. With
+variable-length sequences, and those with mods, are left to the first such call. With
 --device this needs no GPU, only NVRTC.
 """
 
@@ -79,12 +79,12 @@ def main(options: argparse.Namespace) -> int:
     for error in errors:
         print(error, file=sys.stderr)
     archs = ", ".join(dict.fromkeys(device.arch for device in chosen))
-    told = f"{len(variants)} kernel{'' if len(variants) == 1 else 's'} for {archs}"
+    summary = f"{len(variants)} kernel{'' if len(variants) == 1 else 's'} for {archs}"
     outcomes = {COMPILED: f"compiled in {seconds:.1f} s", THERE: "were there", FAILED: "failed"}
     if variants:
-        told += ": " + ", ".join(f"{counts[kind]} {words}" for kind, words in outcomes.items() if counts[kind])
-        told += f"; {folder}"
-    print(told)
+        summary += ": " + ", ".join(f"{counts[kind]} {words}" for kind, words in outcomes.items() if counts[kind])
+        summary += f"; {folder}"
+    print(summary)
     return int(bool(errors) or not variants)
 
 

@@ -81,7 +81,11 @@ def test_numpy_arrays_of_the_other_byte_order_give_the_same_numbers_in_the_machi
 
     def calls(order: Any) -> list[Any]:
         given = [order(x) for x in (q, k, v)]
-        told, gradients, state = {"seqused_k": order(used)}, [order(dout), *given], [order(x) for x in (out, lse)]
+        varlen_kwargs, gradients, state = (
+            {"seqused_k": order(used)},
+            [order(dout), *given],
+            [order(x) for x in (out, lse)],
+        )
         caches = [order(np.zeros((2, 9, 2, 8), dtype)) for _ in range(2)]
         rotated = cuflash.append_kv(
             *caches, *given[1:], order(used - 3), q=given[0], rotary_cos=order(cos), rotary_sin=order(sin)
@@ -91,7 +95,7 @@ def test_numpy_arrays_of_the_other_byte_order_give_the_same_numbers_in_the_machi
         cuflash.backward(*gradients, *state, grads_out=written[1])
         assert all(x.dtype == order(q).dtype for x in (*caches, written[0], *written[1]))
         made = [
-            *cuflash.forward(*given, return_lse=True, **told),
+            *cuflash.forward(*given, return_lse=True, **varlen_kwargs),
             cuflash.lse(*given[:2], bias=order(bias)),
             *cuflash.backward(*gradients, *state),
             *cuflash.merge_states([state[0]] * 3, [state[1], order(lse + 1), order(lse - 1)]),
@@ -166,20 +170,22 @@ DEVICES: list[Any] = [None, "cpu", 1, (), {}, ("cpu", 0), (None, None), KeyError
 
 
 @pytest.mark.usefixtures("nothing_runs")
-@pytest.mark.parametrize("told", DEVICES, ids=repr)
-def test_producers_that_do_not_tell_their_device_are_refused(told: Any) -> None:
+@pytest.mark.parametrize("device", DEVICES, ids=repr)
+def test_producers_that_do_not_tell_their_device_are_refused(device: Any) -> None:
     q, k, v = (Producer(x) for x in CASE.arrays())
-    nowhere = Producer(k.array, told)
-    done = "raised" if isinstance(told, Exception) else "returned"
+    nowhere = Producer(k.array, device)
+    done = "raised" if isinstance(device, Exception) else "returned"
     for name, arrays in (("the first array", (nowhere, k, v)), ("k", (q, nowhere, v))):
         with pytest.raises(ProblemError) as caught:
             cuflash.forward(*arrays)
-        assert str(caught.value).startswith(f"{name} does not tell its device: __dlpack_device__ {done} {told!r}; give")
+        assert str(caught.value).startswith(
+            f"{name} does not tell its device: __dlpack_device__ {done} {device!r}; give"
+        )
 
 
-@pytest.mark.parametrize("told", [[np.int32(1), np.uint8(0)], (1, None), (1,)], ids=repr)
-def test_producers_may_tell_their_kind_of_device_in_any_integer(told: Any) -> None:
-    arrays = [Producer(x, told) for x in CASE.arrays()]
+@pytest.mark.parametrize("device", [[np.int32(1), np.uint8(0)], (1, None), (1,)], ids=repr)
+def test_producers_may_tell_their_kind_of_device_in_any_integer(device: Any) -> None:
+    arrays = [Producer(x, device) for x in CASE.arrays()]
     np.testing.assert_array_equal(cuflash.forward(*arrays), cuflash.forward(*CASE.arrays()))
 
 

@@ -46,14 +46,14 @@ def test_packed(used: bool, device: str) -> None:
     given = made(replace(case, spare_q=(1, 2, 0, 3), spare_k=(0, 3, 2, 1)) if used else case)
     arguments = arguments_of(given, device)
     q, k, v = tensors = tuple(arguments[name] for name in "qkv")
-    told = {name: arguments[name] for name in LENGTHS if name in arguments}
+    varlen_kwargs = {name: arguments[name] for name in LENGTHS if name in arguments}
     bounds = {"max_seqlen_q": 20, "max_seqlen_k": torch.tensor(20)}
-    out, lse, *_ = fa3._flash_attn_forward(q, k, v, **told, **bounds, causal=True)
+    out, lse, *_ = fa3._flash_attn_forward(q, k, v, **varlen_kwargs, **bounds, causal=True)
     assert_sequences(given, out, lse)
     targets, dout = tuple(torch.full_like(x, torch.nan) for x in tensors), torch_of(upstream(given)[0][0], device)
-    told = {name.replace("seqused", "sequed"): x for name, x in told.items()}
+    varlen_kwargs = {name.replace("seqused", "sequed"): x for name, x in varlen_kwargs.items()}
     found = dict(zip(("dq", "dk", "dv"), targets, strict=True))
-    fa3._flash_attn_backward(dout, q, k, v, out, lse, **told, **bounds, **found, is_causal=True)
+    fa3._flash_attn_backward(dout, q, k, v, out, lse, **varlen_kwargs, **bounds, **found, is_causal=True)
     check_gradients(given, [in_numpy(x) for x in targets], dlse=False)
 
 
@@ -62,14 +62,14 @@ def test_caches(device: str) -> None:
         given = made(replace(CASE, place_k=place, used_k=True, page_size=3))
         arguments = arguments_of(given, device)
         q, k, v, used = (arguments[name] for name in ("q", "k", "v", "seqused_k"))
-        told = {"cu_seqlens_q": arguments["cu_seqlens_q"], "max_seqlen_q": 17, "causal": True}
-        told |= {"page_table": arguments.get("page_table"), "kv_batch_idx": arguments.get("cache_batch_idx")}
-        assert_sequences(given, *fa3._flash_attn_forward(q, k, v, seqused_k=used, **told)[:2])
+        varlen_kwargs = {"cu_seqlens_q": arguments["cu_seqlens_q"], "max_seqlen_q": 17, "causal": True}
+        varlen_kwargs |= {"page_table": arguments.get("page_table"), "kv_batch_idx": arguments.get("cache_batch_idx")}
+        assert_sequences(given, *fa3._flash_attn_forward(q, k, v, seqused_k=used, **varlen_kwargs)[:2])
         if place == "paged":
             bounds = torch.nn.functional.pad(used.cumsum(0, dtype=torch.int32), (1, 0))
-            assert_sequences(given, *fa3._flash_attn_forward(q, k, v, cu_seqlens_k=bounds, **told)[:2])
+            assert_sequences(given, *fa3._flash_attn_forward(q, k, v, cu_seqlens_k=bounds, **varlen_kwargs)[:2])
             more = {"cu_seqlens_k": bounds + 7, "seqused_k": used}
-            assert_sequences(given, *fa3._flash_attn_forward(q, k, v, **more, **told)[:2])
+            assert_sequences(given, *fa3._flash_attn_forward(q, k, v, **more, **varlen_kwargs)[:2])
 
 
 def test_new_keys_are_those_of_the_public_function(device: str) -> None:

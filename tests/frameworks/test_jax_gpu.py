@@ -170,7 +170,7 @@ from cuflash.runtime.driver import function
 from cuflash.frameworks.jax import ffi
 from cuflash.frameworks.jax import attention
 captured = []
-def told(run):
+def logged(run):
     def tell(call):
         answer = ctypes.c_int()
         function("cuStreamIsCapturing", ctypes.c_void_p, ctypes.c_void_p)(call.stream(), ctypes.addressof(answer))
@@ -178,7 +178,7 @@ def told(run):
         run(call)
     return tell
 for key, run in list(ffi._handlers.items()):
-    ffi._handlers[key] = told(run)
+    ffi._handlers[key] = logged(run)
 def loss(q, k, v):
     for _ in range(6):
         q = q + attention(q, k, v, causal=True)

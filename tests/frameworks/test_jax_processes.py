@@ -152,9 +152,11 @@ for spec in (P("x"), P()):
 
 
 def test_eager_calls_refuse_arrays_on_several_devices() -> None:
-    told = run(EAGER, XLA_FLAGS="--xla_force_host_platform_device_count=2").strip().split("\n")
+    lines = run(EAGER, XLA_FLAGS="--xla_force_host_platform_device_count=2").strip().split("\n")
     names = ["the first array", "k", "k", "dout", "the first array", "q", "the first array", "the first array"] * 2
-    assert [text.partition(" lies on 2 devices; take attention of cuflash.frameworks.jax")[0] for text in told] == names
+    assert [
+        text.partition(" lies on 2 devices; take attention of cuflash.frameworks.jax")[0] for text in lines
+    ] == names
 
 
 ENDS = """
@@ -170,7 +172,7 @@ def test_a_process_ends_while_a_gradient_is_computed(kept: bool) -> None:
     run(ENDS.replace("SAVED = ", "gradient = " if kept else ""))
 
 
-OWN_EXPORT = """
+MOD_EXPORT = """
 import jax.export
 import jax, jax.numpy as jnp, pathlib
 from cuflash.frameworks.jax import attention
@@ -184,7 +186,7 @@ made = jax.export.export(grad, disabled_checks=checks)(*shapes)
 pathlib.Path(FILE).write_bytes(made.serialize())
 print([float(x.std()) for x in grad(jnp.linspace(-1, 1, 80).reshape(1, 5, 2, 8), jnp.arange(2.0))])
 """
-OWN_IMPORT = """
+MOD_IMPORT = """
 import jax.export
 import jax, jax.numpy as jnp, pathlib
 import cuflash.frameworks.jax
@@ -196,10 +198,10 @@ print([float(x.std()) for x in made.call(jnp.linspace(-1, 1, 80).reshape(1, 5, 2
 def test_an_exported_program_has_the_functions_of_the_caller(tmp_path: Path) -> None:
     pytest.importorskip("flatbuffers")
     before = f"FILE = {str(tmp_path / 'program')!r}\n"
-    assert run(before + OWN_EXPORT) == run(before + OWN_IMPORT)
+    assert run(before + MOD_EXPORT) == run(before + MOD_IMPORT)
 
 
-OWN_SHARDED = """
+MOD_SHARDED = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
 from cuflash.frameworks.jax import attention
@@ -221,4 +223,4 @@ for of_lse in (False, True):
 
 
 def test_shards_with_functions_of_the_caller() -> None:
-    run(OWN_SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2")
+    run(MOD_SHARDED, XLA_FLAGS="--xla_force_host_platform_device_count=2")

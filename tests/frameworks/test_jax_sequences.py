@@ -1,4 +1,4 @@
-"""Sequences of several lengths in JAX: values, gradients and transformations, on the CPU and on a GPU."""
+"""Variable-length sequences in JAX: values, gradients and transformations, on the CPU and on a GPU."""
 
 from __future__ import annotations
 
@@ -48,21 +48,21 @@ def split(given: Made, **more: Any) -> tuple[Any, list[Any], dict[str, Any]]:
     """`attention` of q, k and v alone, these, and the int32 arrays of the call, which it takes by keyword."""
     arguments = given.arguments(jnp)
     leaves = [arguments.pop(name) for name in NAMES]
-    told = {name: arguments.pop(name) for name in given.told}
-    return functools.partial(attention, return_lse=True, **arguments, **more), leaves, told
+    varlen_kwargs = {name: arguments.pop(name) for name in given.varlen_kwargs}
+    return functools.partial(attention, return_lse=True, **arguments, **more), leaves, varlen_kwargs
 
 
 def pulled(given: Made, **more: Any) -> tuple[Any, Any, Any]:
     """out, lse and gradients by one jitted program, to which the lengths are arguments."""
-    call, leaves, told = split(given, **more)
+    call, leaves, varlen_kwargs = split(given, **more)
 
-    def both(leaves: Any, told: Any, upstream: Any) -> Any:
-        results, pull = jax.vjp(functools.partial(call, **told), *leaves)
+    def both(leaves: Any, varlen_kwargs: Any, upstream: Any) -> Any:
+        results, pull = jax.vjp(functools.partial(call, **varlen_kwargs), *leaves)
         return *results, pull(upstream)
 
-    shapes = jax.eval_shape(functools.partial(call, **told), *leaves)
+    shapes = jax.eval_shape(functools.partial(call, **varlen_kwargs), *leaves)
     from_above = tuple(jnp.asarray(x.reshape(y.shape)) for x, y in zip(upstream(given), shapes, strict=True))
-    out, lse, gradients = jax.jit(both)(leaves, told, from_above)
+    out, lse, gradients = jax.jit(both)(leaves, varlen_kwargs, from_above)
     return np.asarray(out), np.asarray(lse), [np.asarray(x) for x in gradients]
 
 
@@ -70,8 +70,8 @@ def pulled(given: Made, **more: Any) -> tuple[Any, Any, Any]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> None:
     given = made(replace(case, dtype=dtype))
-    call, leaves, told = split(given)
-    check(given, *map(np.asarray, call(*leaves, **told)))
+    call, leaves, varlen_kwargs = split(given)
+    check(given, *map(np.asarray, call(*leaves, **varlen_kwargs)))
     if case.has_gradients:
         out, lse, gradients = pulled(given)
         check(given, out, lse)
@@ -82,39 +82,39 @@ def test_results_and_gradients(case: Sequences, dtype: str, platform: str) -> No
 def test_drawn_problems(seed: int) -> None:
     given = made(drawn(seed, gradients=True), seed)
     check_gradients(given, pulled(given, deterministic=True)[2])
-    call, leaves, told = split(made(drawn(seed), seed))
-    check(made(drawn(seed), seed), *map(np.asarray, call(*leaves, **told)))
+    call, leaves, varlen_kwargs = split(made(drawn(seed), seed))
+    check(made(drawn(seed), seed), *map(np.asarray, call(*leaves, **varlen_kwargs)))
 
 
 @each([*WITH_GRADIENTS, *CACHED])
 def test_one_program_serves_all_lengths_and_splits(case: Sequences) -> None:
     given = made(replace(case, bounded=False, dtype="float32"))
-    call, leaves, told = split(given)
+    call, leaves, varlen_kwargs = split(given)
     traces = 0
 
-    def counted(leaves: Any, told: Any) -> Any:
+    def counted(leaves: Any, varlen_kwargs: Any) -> Any:
         nonlocal traces
         traces += 1
-        return call(*leaves, **told)
+        return call(*leaves, **varlen_kwargs)
 
     program = jax.jit(counted)
     for shift in (0, 1):
-        name = next(iter(told))
-        changed = told | {name: jnp.maximum(told[name] - shift, 0)}
+        name = next(iter(varlen_kwargs))
+        changed = varlen_kwargs | {name: jnp.maximum(varlen_kwargs[name] - shift, 0)}
         for got, wanted in zip(program(leaves, changed), call(*leaves, **changed), strict=True):
             np.testing.assert_array_equal(got, wanted)
     assert traces == 1
     for splits in ({"num_splits": 2}, {"split_size": 128}):
-        check(given, *map(np.asarray, split(given, **splits)[0](*leaves, **told)))
+        check(given, *map(np.asarray, split(given, **splits)[0](*leaves, **varlen_kwargs)))
 
 
-def looped(function: Any, leaves: list[Any], told: dict[str, Any], axes: Any, told_axes: Any) -> Any:
+def looped(function: Any, leaves: list[Any], varlen_kwargs: dict[str, Any], axes: Any, told_axes: Any) -> Any:
     """What vmap stands for."""
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
 
     def at(n: int) -> Any:
         one = [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(leaves, axes, strict=True)]
-        return function(*one, {name: x[n] if told_axes[name] == 0 else x for name, x in told.items()})
+        return function(*one, {name: x[n] if told_axes[name] == 0 else x for name, x in varlen_kwargs.items()})
 
     return jax.tree.map(lambda *x: jnp.stack(x), *map(at, range(size)))
 
@@ -128,7 +128,7 @@ def close(got: Any, wanted: Any) -> None:
 @pytest.mark.parametrize("mapped", [(True, True, True), (True, False, False), (False, True, True)], ids=str)
 def test_vmap_over_arrays_of_the_same_lengths(case: Sequences, mapped: tuple[bool, ...]) -> None:
     given = made(replace(case, dtype="float32")).filled(0.0)
-    call, plain, told = split(given)
+    call, plain, varlen_kwargs = split(given)
     value = lambda *x: call(*x[:-1], **x[-1])  # noqa: E731
     functions = [value]
     if case.has_gradients:
@@ -138,8 +138,8 @@ def test_vmap_over_arrays_of_the_same_lengths(case: Sequences, mapped: tuple[boo
                   for x, on in zip(plain, mapped, strict=True)]  # fmt: skip
         axes = tuple(min(axis, x.ndim) if on else None for x, on in zip(plain, mapped, strict=True))
         for function in functions:
-            got = jax.vmap(function, (*axes, None))(*leaves, told)
-            close(got, looped(function, leaves, told, axes, dict.fromkeys(told)))
+            got = jax.vmap(function, (*axes, None))(*leaves, varlen_kwargs)
+            close(got, looped(function, leaves, varlen_kwargs, axes, dict.fromkeys(varlen_kwargs)))
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])
@@ -154,37 +154,42 @@ def test_vmap_over_used_lengths(rank: int, axis: int | None) -> None:
     axes = axis, 0, 0
     if axis is None:
         leaves[0] = leaves[0][0]
-    told = {"seqused_k": lengths, "seqused_q": lengths[0] % 6}
-    value = lambda q, k, v, told: attention(q, k, v, causal=True, return_lse=True, **told)  # noqa: E731
+    varlen_kwargs = {"seqused_k": lengths, "seqused_q": lengths[0] % 6}
+    value = lambda q, k, v, varlen_kwargs: attention(q, k, v, causal=True, return_lse=True, **varlen_kwargs)  # noqa: E731
     gradient = jax.grad(lambda *x: (value(*x)[0] ** 2).sum(), (0, 1, 2))
     for function in (value, gradient):
         places = {"seqused_k": 0, "seqused_q": None}
-        close(jax.vmap(function, (*axes, places))(*leaves, told), looped(function, leaves, told, axes, places))
+        close(
+            jax.vmap(function, (*axes, places))(*leaves, varlen_kwargs),
+            looped(function, leaves, varlen_kwargs, axes, places),
+        )
 
 
 def test_what_vmap_and_gradients_cannot_do_is_refused() -> None:
-    call, leaves, told = split(made(PACKED).filled(0.0))
+    call, leaves, varlen_kwargs = split(made(PACKED).filled(0.0))
     name = "cu_seqlens_q"
     with pytest.raises(UnsupportedError, match=r"cu_seqlens_q under vmap.*further sequences.*jax\.lax\.map"):
-        jax.vmap(lambda x: call(*leaves, **told | {name: x}))(jnp.stack([told[name]] * 2))
+        jax.vmap(lambda x: call(*leaves, **varlen_kwargs | {name: x}))(jnp.stack([varlen_kwargs[name]] * 2))
     for case, cached in ((PAGED, "page_table"), (CACHE, "cache_batch_idx")):
-        call, leaves, told = split(made(case).filled(0.0))
+        call, leaves, varlen_kwargs = split(made(case).filled(0.0))
         with pytest.raises(UnsupportedError, match=f"{cached} was given and gradients are wanted.*stop_gradient"):
-            jax.grad(lambda q, f=call, x=leaves, t=told: f(q, *x[1:], **t)[0].sum())(leaves[0])
-        jax.grad(lambda s, f=call, x=leaves, t=told: (s * f(*map(jax.lax.stop_gradient, x), **t)[0]).sum())(1.0)
+            jax.grad(lambda q, f=call, x=leaves, t=varlen_kwargs: f(q, *x[1:], **t)[0].sum())(leaves[0])
+        jax.grad(lambda s, f=call, x=leaves, t=varlen_kwargs: (s * f(*map(jax.lax.stop_gradient, x), **t)[0]).sum())(
+            1.0
+        )
 
 
 def test_in_scan_and_under_a_checkpoint() -> None:
-    call, (q, k, v), told = split(made(replace(PACKED, dims=(16, 16), dtype="float32")).filled(0.0))
+    call, (q, k, v), varlen_kwargs = split(made(replace(PACKED, dims=(16, 16), dtype="float32")).filled(0.0))
 
-    def deep(q: Any, told: Any, remat: bool) -> Any:
-        layer = lambda x, told: call(x, k, v, **told)[0]  # noqa: E731
+    def deep(q: Any, varlen_kwargs: Any, remat: bool) -> Any:
+        layer = lambda x, varlen_kwargs: call(x, k, v, **varlen_kwargs)[0]  # noqa: E731
         layer = jax.checkpoint(layer) if remat else layer
-        return jax.lax.scan(lambda x, _: (x + layer(x, told), None), q, length=3)[0].sum()
+        return jax.lax.scan(lambda x, _: (x + layer(x, varlen_kwargs), None), q, length=3)[0].sum()
 
-    plain = jax.grad(lambda q: (lambda f: f(f(f(q))))(lambda x: x + call(x, k, v, **told)[0]).sum())(q)
+    plain = jax.grad(lambda q: (lambda f: f(f(f(q))))(lambda x: x + call(x, k, v, **varlen_kwargs)[0]).sum())(q)
     for remat in (False, True):
-        close(jax.jit(jax.grad(functools.partial(deep, remat=remat)))(q, told), plain)
+        close(jax.jit(jax.grad(functools.partial(deep, remat=remat)))(q, varlen_kwargs), plain)
 
 
 def test_bad_lengths_say_what_they_are() -> None:
@@ -314,10 +319,10 @@ def test_a_program_of_several_lengths_is_exported_with_its_options() -> None:
     export = pytest.importorskip("jax.export")
     pytest.importorskip("flatbuffers")
     given = made(replace(PACKED, dtype="float32"))
-    call, leaves, told = split(given, split_size=128)
+    call, leaves, varlen_kwargs = split(given, split_size=128)
     checks = [export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
     platforms = sorted({device.platform.replace("gpu", "cuda") for x in leaves for device in x.devices()})
     exported = export.export(jax.jit(lambda *x: call(*x[:3], **x[3])), platforms=platforms, disabled_checks=checks)
-    program = exported(*leaves, told)
+    program = exported(*leaves, varlen_kwargs)
     again = export.deserialize(program.serialize())
-    check(given, *map(np.asarray, again.call(*leaves, told)))
+    check(given, *map(np.asarray, again.call(*leaves, varlen_kwargs)))

@@ -93,7 +93,7 @@ def test_causal_is_aligned_bottom_right_where_lengths_differ() -> None:
 def test_the_weights_are_pytorchs_own(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v = (x.detach() for x in made("cpu", torch.float16))
     caplog.set_level(logging.DEBUG, "cuflash")
-    sdpa._log_own.cache_clear()
+    sdpa._log_pytorch.cache_clear()
     with pytest.raises(NotImplementedError, match="PyTorch's own"):
         OPS._scaled_dot_product_flash_attention(q, k, v, return_debug_mask=True)
     assert "return_debug_mask=True runs on PyTorch's own kernel" in caplog.text
@@ -126,7 +126,7 @@ def test_dropout_of_all_weights_is_pytorchs_own_in_both_directions(
         (OPS._flash_attention_backward, (flat, flat, flat, flat, flat, lse, *of_packed, state, state)),
     ]  # fmt: skip
     caplog.set_level(logging.DEBUG, "cuflash")
-    sdpa._log_own.cache_clear()
+    sdpa._log_pytorch.cache_clear()
     for op, arguments in calls:
         with pytest.raises(NotImplementedError, match="PyTorch's own"):
             op(*arguments)
@@ -245,23 +245,23 @@ def test_it_is_registered_and_without_a_gpu_not_active() -> None:
 
 def test_the_flash_and_the_memory_efficient_backend_become_the_first_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    own = torch._C._get_sdp_priority_order()
+    backends = torch._C._get_sdp_priority_order()
     cudnn_first = [3, 1, 2, 0, 4]
     torch._C._set_sdp_priority_order(cudnn_first)
     assert sdpa._prefer_ours() == cudnn_first
     assert torch._C._get_sdp_priority_order() == [1, 2, 3, 0, 4]
-    torch._C._set_sdp_priority_order(own)
+    torch._C._set_sdp_priority_order(backends)
 
 
 @pytest.fixture
 def active() -> Iterator[None]:
     attend(*made("cuda", torch.float16))
-    own = torch._C._get_sdp_priority_order()
+    backends = torch._C._get_sdp_priority_order()
     sdpa.activate()
     yield
     sdpa.restore()
     assert torch.nn.attention.current_flash_attention_impl() is None
-    assert torch._C._get_sdp_priority_order() == own
+    assert torch._C._get_sdp_priority_order() == backends
 
 
 @pytest.mark.gpu
@@ -342,8 +342,8 @@ def test_what_comes_after_is_pytorchs_own() -> None:
         torch.manual_seed(0)
         return [results(tensors, FLASH, **more)[0] for more in ({"is_causal": True}, {"dropout_p": 0.2})]
 
-    own = all_results()
+    backends = all_results()
     sdpa.activate()
-    assert not torch.equal(all_results()[1], own[1])
+    assert not torch.equal(all_results()[1], backends[1])
     sdpa.restore()
-    assert_equal(all_results(), own)
+    assert_equal(all_results(), backends)

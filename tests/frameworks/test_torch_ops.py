@@ -94,12 +94,12 @@ def test_what_is_no_number_is_told_as_in_eager_calls(name: str, value: Any) -> N
     q = torch.randn(1, 4, 2, 8)
     given = {name: value} | ({"seqused_k": torch.tensor([4], dtype=torch.int32)} if name == "max_seqlen_k" else {})
     calls = [lambda q: attention(q, q, q, **given), torch.func.functionalize(lambda q: attention(q, q, q, **given))]
-    told = []
+    recorded = []
     for call in calls:
         with pytest.raises(ProblemError, match=f"^{name}") as caught:
             call(q)
-        told.append(str(caught.value))
-    assert told[0] == told[1]
+        recorded.append(str(caught.value))
+    assert recorded[0] == recorded[1]
 
 
 def test_windows_may_be_of_numpys_integers_in_ops() -> None:

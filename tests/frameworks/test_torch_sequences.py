@@ -1,4 +1,4 @@
-"""Sequences of several lengths in PyTorch's ways of calling attention: autograd, torch.compile, torch.func, ops."""
+"""Variable-length sequences in PyTorch's ways of calling attention: autograd, torch.compile, torch.func, ops."""
 
 from __future__ import annotations
 
@@ -103,9 +103,10 @@ def test_one_graph_trains_a_layer_on_packed_rows_of_any_lengths(device: str) -> 
     compiled, compilations = torch.compile(layer, fullgraph=True, backend=counter, dynamic=True), set()
     for bounds in ([0, 5, 5, 17, 30], [0, 1, 12, 13, 20], [0, 3, 6, 25, 41]):
         x = torch.randn(bounds[-1], 32, generator=generator).to(device)
-        told = torch.tensor(bounds, dtype=torch.int32, device=device), max(np.diff(bounds).tolist())
+        varlen_args = torch.tensor(bounds, dtype=torch.int32, device=device), max(np.diff(bounds).tolist())
         found, wanted = (
-            [out, *torch.autograd.grad(out.square().sum(), weights)] for out in (f(x, *told) for f in (compiled, layer))
+            [out, *torch.autograd.grad(out.square().sum(), weights)]
+            for out in (f(x, *varlen_args) for f in (compiled, layer))
         )
         for got, plain in zip(found, wanted, strict=True):
             torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4 * float(plain.detach().abs().max()))

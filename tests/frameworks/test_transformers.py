@@ -269,11 +269,11 @@ def test_a_model_that_takes_the_name_for_flash_attns_is_refused(tmp_path: Path, 
         '        return "flash" in self.config._attn_implementation\n'
     )
     monkeypatch.syspath_prepend(tmp_path)
-    own = importlib.import_module("modeling_own").Own
+    model_class = importlib.import_module("modeling_own").Own
     config = transformers.LlamaConfig(**SIZES)
-    assert not own._from_config(config, attn_implementation="sdpa").of_flash()
+    assert not model_class._from_config(config, attn_implementation="sdpa").of_flash()
     with pytest.raises(UnsupportedError, match=r'Own takes every name with "flash" in it.*sdpa'):
-        own._from_config(config, attn_implementation="cuflash")
+        model_class._from_config(config, attn_implementation="cuflash")
 
 
 def test_a_model_that_asks_by_keyword_is_as_it_was() -> None:
@@ -317,5 +317,5 @@ def test_a_model_compiles_whole() -> None:
 @pytest.mark.parametrize("missing", ["transformers", "transformers.masking_utils"])
 def test_without_transformers_or_with_an_old_one_the_import_says_what_to_do(missing: str) -> None:
     code = f"import sys; sys.modules['{missing}'] = None\ntry: import cuflash.frameworks.transformers\n"
-    told = run_python("-c", f"{code}except ImportError as error: print(error)")
-    assert told.startswith("cuflash.frameworks.transformers needs transformers 4.53")
+    output = run_python("-c", f"{code}except ImportError as error: print(error)")
+    assert output.startswith("cuflash.frameworks.transformers needs transformers 4.53")

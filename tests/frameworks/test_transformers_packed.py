@@ -162,20 +162,25 @@ def test_a_mask_is_made_only_if_someone_looks_at_it(monkeypatch: pytest.MonkeyPa
         model_of("llama", "cuflash")(IDS, attention_mask=mask)
     monkeypatch.undo()
     bridge.register()
-    (told,) = masks
-    assert isinstance(told, SequenceMask)
-    assert (told.shape, told.dtype, told.dim(), told.size(3)) == ((2, 1, 11, 11), torch.bool, 4, 11)
-    assert told[:, :, :, :11] is told
-    assert told[:, :, -11:, :40] is told
-    assert "_made" not in vars(told)
+    (packed_mask,) = masks
+    assert isinstance(packed_mask, SequenceMask)
+    assert (packed_mask.shape, packed_mask.dtype, packed_mask.dim(), packed_mask.size(3)) == (
+        (2, 1, 11, 11),
+        torch.bool,
+        4,
+        11,
+    )
+    assert packed_mask[:, :, :, :11] is packed_mask
+    assert packed_mask[:, :, -11:, :40] is packed_mask
+    assert "_made" not in vars(packed_mask)
     seen = mask.bool()[:, None, None] & torch.ones(11, 11, dtype=torch.bool).tril()
     for got, wanted in (
-        (told[:, :, :4], seen[:, :, :4]),
-        (told[0], seen[0]),
-        (told.to("cpu"), seen),
-        (torch.cat([told, told], -1), torch.cat([seen, seen], -1)),
-        (~told, ~seen),
-        (told & told.new_ones(()), seen),
+        (packed_mask[:, :, :4], seen[:, :, :4]),
+        (packed_mask[0], seen[0]),
+        (packed_mask.to("cpu"), seen),
+        (torch.cat([packed_mask, packed_mask], -1), torch.cat([seen, seen], -1)),
+        (~packed_mask, ~seen),
+        (packed_mask & packed_mask.new_ones(()), seen),
     ):
         assert type(got) is torch.Tensor
         assert torch.equal(got, wanted)
@@ -243,7 +248,7 @@ def test_what_goes_to_sdpa_is_logged_once_for_a_model(caplog: pytest.LogCaptureF
         for _ in range(2):
             torch.compile(model_of("llama", "cuflash"), backend="eager")(IDS, attention_mask=between, use_cache=False)
             torch.compiler.reset()
-    told = [record.getMessage() for record in caplog.records if "sdpa" in record.getMessage()]
-    assert told == [
+    messages = [record.getMessage() for record in caplog.records if "sdpa" in record.getMessage()]
+    assert messages == [
         "LlamaAttention of llama is compiled with a mask tensor: transformers' sdpa computes it, and not cuflash"
     ]

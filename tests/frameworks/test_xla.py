@@ -38,8 +38,8 @@ def described(shapes: list[tuple[int, ...]], static: Static = STATIC, workspace:
 
 
 def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_refused() -> None:
-    told = Static(None, -3, 0.1, 0.0, of_each=True, max_seqlen_k=7, num_splits=2, split_size=256)
-    for static in (STATIC, Static(-(2**31), 2**31, 1e-15, 1e15, True), Static(0, 0, 0.1, 30.0), told):
+    encoded = Static(None, -3, 0.1, 0.0, of_each=True, max_seqlen_k=7, num_splits=2, split_size=256)
+    for static in (STATIC, Static(-(2**31), 2**31, 1e-15, 1e15, True), Static(0, 0, 0.1, 30.0), encoded):
         for shapes in ([X] * 3, [X] * 5 + [LSE], [(9, 4), (0, 4), (0, 2**40)], []):
             attribute = described(shapes, static).encode()
             assert attribute.dtype == np.int64
@@ -97,20 +97,20 @@ def test_an_interface_that_does_not_fit_is_told_before_anything_of_it_is_read() 
 
 
 def test_a_call_is_read_as_xla_says_it() -> None:
-    told: list[Any] = []
+    names: list[Any] = []
 
     def look(call: ffi.Call) -> None:
         buffers = call.buffers()
         assert call.pointers() == tuple(x.data for some in buffers for x in some)
-        told.append([[(x.dtype, x.shape) for x in some] for some in buffers])
-        told.append(call.attribute())
+        names.append([[(x.dtype, x.shape) for x in some] for some in buffers])
+        names.append(call.attribute())
 
     ffi.register("cuflash_test_look", "cpu", 0, look)
     results = jax.ShapeDtypeStruct((2, 3), jnp.float32), jax.ShapeDtypeStruct((0, 5), jnp.float16)
     call = jax.jit(functools.partial(jax.ffi.ffi_call("cuflash_test_look", results), call=np.arange(3)))
     with jax.default_device(jax.devices("cpu")[0]):
         jax.block_until_ready(call(jnp.ones((4, 1, 2), jnp.bfloat16), jnp.zeros(())))
-    assert told == [[[(16, (4, 1, 2)), (11, ())], [(11, (2, 3)), (10, (0, 5))]], np.arange(3).tobytes()]
+    assert names == [[[(16, (4, 1, 2)), (11, ())], [(11, (2, 3)), (10, (0, 5))]], np.arange(3).tobytes()]
 
 
 def test_modules_that_are_loaded_anew_serve_on() -> None:
@@ -152,12 +152,12 @@ class Recorded:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two GPUs that record: what is done around launches is told in order."""
-    told: list[str] = []
+    """Two GPUs that record: what is done around launches is recorded in order."""
+    lines: list[str] = []
 
     @contextlib.contextmanager
     def entered(what: str) -> Iterator[None]:
-        told.append(what)
+        lines.append(what)
         yield
 
     monkeypatch.setattr(Recorded, "made", [], raising=False)
@@ -168,10 +168,10 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(handlers, "on_device", lambda ordinal: entered(f"device {ordinal}"))
     for module in (launch, handlers):
         monkeypatch.setattr(module, "relaxed_capture", lambda: entered("relaxed"))
-    monkeypatch.setattr(handlers.counters, "reserve", lambda ordinal, words: told.append(f"reserve {ordinal}"))
+    monkeypatch.setattr(handlers.counters, "reserve", lambda ordinal, words: lines.append(f"reserve {ordinal}"))
     launch.CALL_CACHE.clear()
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])
-    return told
+    return lines
 
 
 def call_of(

@@ -28,7 +28,7 @@ def check(call, arrays, specs, gradients=3):
     functions = [call]
     if gradients:
         functions.append(jax.grad(partial(loss, call), tuple(range(gradients))))
-    told = []
+    counts = []
     for function in functions:
         wanted = jax.jit(function)(*arrays)
         split = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
@@ -36,8 +36,8 @@ def check(call, arrays, specs, gradients=3):
         got = jax.jit(function)(*split)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
-        told.append((len(re.findall(COLLECTIVES, text)), jax.tree.leaves(got)[0].sharding.shard_shape(got[0].shape)))
-    return told
+        counts.append((len(re.findall(COLLECTIVES, text)), jax.tree.leaves(got)[0].sharding.shard_shape(got[0].shape)))
+    return counts
 """
 
 DENSE = """

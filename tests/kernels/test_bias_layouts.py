@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_table import of_lengths
+from mod_table import of_lengths
 from plans import for_any_gpu
 
 from cuflash.testing.cases import Case

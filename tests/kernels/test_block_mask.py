@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import torch_of
-from own_table import SMALL as CASE
-from own_table import of_lengths
+from mod_table import SMALL as CASE
+from mod_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
@@ -21,7 +21,7 @@ from cuflash.testing.cases import Case
 from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put, everything, joined, sinks_of
 from cuflash.testing.layouts import host, identical
 from cuflash.testing.mod_oracle import Given, check, check_gradients
-from cuflash.testing.mods import bounds_case, forward, own_of
+from cuflash.testing.mods import bounds_case, forward, make_oracle_mods
 from cuflash.testing.sequences import Sequences, made, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
@@ -78,11 +78,11 @@ PACKED = Sequences("cells", (130, 0, 300, 1), (65, 200, 300, 64), bounded=True, 
 def test_cells_of_sequences_are_those_of_their_used_lengths(cupy: Any, name: str) -> None:
     given = made(PACKED)
     of = bounds_case(given)
-    told = {name: cupy.asarray(x) for name, x in given.told.items()}
+    varlen_kwargs = {name: cupy.asarray(x) for name, x in given.varlen_kwargs.items()}
     lengths = of.batch, of.heads_q, of.seqlen_q, of.seqlen_k
     mask_mod = SAMPLES[name](cupy.asarray, of)["mask_mod"]
     graph = trace(SAMPLES[name](lambda x: x, of)["mask_mod"], "mask_mod")
-    for some in (told, {name: told[name] for name in ("seqused_q", "seqused_k")}):
+    for some in (varlen_kwargs, {name: varlen_kwargs[name] for name in ("seqused_q", "seqused_k")}):
         found = cuflash.create_block_mask(mask_mod, *lengths, like=cupy.zeros(1, "float16"), **some).cells
         used = list(zip(PACKED.queries, PACKED.keys, strict=True))
         np.testing.assert_array_equal(host(found), cells_of(graph, *lengths, used))
@@ -99,11 +99,11 @@ def test_cells_of_tensors_are_tensors(cupy: Any) -> None:
 # Calls.
 
 
-def results(case: Case, own: Arguments, arrays: list[Any], **more: Any) -> tuple[Any, ...]:
+def results(case: Case, mod_kwargs: Arguments, arrays: list[Any], **more: Any) -> tuple[Any, ...]:
     """out, lse, and deterministic gradients, all that a later call may compare bit by bit."""
-    told = {**case.arguments(), **own, **more}
-    out, lse = cuflash.forward(*arrays, return_lse=True, **told)
-    return out, lse, *cuflash.backward(out, *arrays, out, lse, deterministic=True, **told)
+    keywords = {**case.arguments(), **mod_kwargs, **more}
+    out, lse = cuflash.forward(*arrays, return_lse=True, **keywords)
+    return out, lse, *cuflash.backward(out, *arrays, out, lse, deterministic=True, **keywords)
 
 
 @pytest.mark.parametrize(("name", "any_gpu"), [("causal_document", False), ("of_heads", False), ("of_heads", True)])
@@ -112,29 +112,29 @@ def test_calls_with_a_block_mask_give_the_same_bits(cupy: Any, name: str, any_gp
     with for_any_gpu() if any_gpu else nullcontext():
         for lengths in ((63, 65), (300, 500), (500, 300), (640, 640)):
             case = of_lengths(lengths)
-            arrays, own = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
-            del own["captured_grads"]
+            arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
+            del mod_kwargs["captured_grads"]
             of_all = name == "of_heads"
             sizes = case.batch if of_all else 1, case.heads_q if of_all else 1, *lengths
-            block_mask = cuflash.create_block_mask(own["mask_mod"], *sizes, like=arrays[0])
-            wanted = results(case, own, arrays)
-            check(Given.dense(case, case.arrays()), own_of(make, case), *wanted[:2])
-            assert identical(results(case, own, arrays, block_mask=block_mask), wanted)
-            del own["mask_mod"]
-            assert identical(results(case, own, arrays, block_mask=block_mask), wanted)
+            block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], *sizes, like=arrays[0])
+            wanted = results(case, mod_kwargs, arrays)
+            check(Given.dense(case, case.arrays()), make_oracle_mods(make, case), *wanted[:2])
+            assert identical(results(case, mod_kwargs, arrays, block_mask=block_mask), wanted)
+            del mod_kwargs["mask_mod"]
+            assert identical(results(case, mod_kwargs, arrays, block_mask=block_mask), wanted)
 
 
 @pytest.mark.parametrize(("dims", "dtype"), [((64, 64), "float16"), ((128, 128), "bfloat16"), ((256, 256), "bfloat16")])
 def test_a_block_mask_goes_with_scores_a_window_and_a_cap(cupy: Any, dims: tuple[int, int], dtype: str) -> None:
     case = replace(of_lengths((400, 450)), dtype=dtype, head_dim=dims[0], head_dim_v=dims[1], window_size=(200, 30),
                    softcap=4.0)  # fmt: skip
-    arrays, own = [cupy.asarray(x) for x in case.arrays()], everything(cupy.asarray, case)
-    wanted = own.pop("captured_grads")
-    own["block_mask"] = cuflash.create_block_mask(own.pop("mask_mod"), 2, 1, 400, 450, like=arrays[0])
-    out, lse = cuflash.forward(*arrays, return_lse=True, **case.arguments(), **own)
-    given, of_numpy = Given.dense(case, case.arrays()), own_of(everything, case)
+    arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], everything(cupy.asarray, case)
+    wanted = mod_kwargs.pop("captured_grads")
+    mod_kwargs["block_mask"] = cuflash.create_block_mask(mod_kwargs.pop("mask_mod"), 2, 1, 400, 450, like=arrays[0])
+    out, lse = cuflash.forward(*arrays, return_lse=True, **case.arguments(), **mod_kwargs)
+    given, of_numpy = Given.dense(case, case.arrays()), make_oracle_mods(everything, case)
     check(given, of_numpy, out, lse)
-    *found, grads = cuflash.backward(out, *arrays, out, lse, **case.arguments(), **own, captured_grads=wanted)
+    *found, grads = cuflash.backward(out, *arrays, out, lse, **case.arguments(), **mod_kwargs, captured_grads=wanted)
     check_gradients(given, of_numpy, host(out), None, found, grads)
 
 
@@ -153,14 +153,14 @@ def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
             q, k, v = case.arrays()
             k[:, hidden] = v[:, hidden] = fill
             arrays = [cupy.asarray(x) for x in (q, k, v)]
-            own = make(cupy.asarray, case)
-            block_mask = cuflash.create_block_mask(own["mask_mod"], 1, 1, 260, 500, like=arrays[0])
+            mod_kwargs = make(cupy.asarray, case)
+            block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 1, 1, 260, 500, like=arrays[0])
             kinds = set(np.unique(host(block_mask.cells)).tolist())
             assert kinds == {EMPTY, FULL}
             found.append(results(case, {"block_mask": block_mask}, arrays))
             assert not any(host(x)[:, hidden].any() for x in found[-1][3:])
         assert identical(*found)
-    check(Given.dense(case, (q, k, v)), own_of(make, case), *found[0][:2])
+    check(Given.dense(case, (q, k, v)), make_oracle_mods(make, case), *found[0][:2])
 
 
 @pytest.mark.parametrize("any_gpu", [False, True])
@@ -174,15 +174,15 @@ def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
         return {"mask_mod": mask_mod}
 
     case = of_lengths((390, 450), batch=3)
-    arrays, own = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
-    block_mask = cuflash.create_block_mask(own["mask_mod"], 3, 4, 390, 450, like=arrays[0])
+    arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
+    block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 3, 4, 390, 450, like=arrays[0])
     assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
-    given, of_numpy = Given.dense(case, case.arrays()), own_of(make, case)
+    given, of_numpy = Given.dense(case, case.arrays()), make_oracle_mods(make, case)
     with for_any_gpu() if any_gpu else nullcontext():
-        for told in (own, {"block_mask": block_mask}):
-            out, lse, *gradients = results(case, told, arrays)
+        for keywords in (mod_kwargs, {"block_mask": block_mask}):
+            out, lse, *gradients = results(case, keywords, arrays)
             check(given, of_numpy, out, lse)
-            check(given, of_numpy, None, cuflash.lse(*arrays[:2], **told))
+            check(given, of_numpy, None, cuflash.lse(*arrays[:2], **keywords))
             check_gradients(given, of_numpy, host(out), None, gradients)
     assert not host(out)[:, 100:320].any()
     assert not host(out)[:, :, 1].any()
@@ -208,14 +208,14 @@ def test_long_runs_of_empty_cells_are_passed_over(cupy: Any, axis: str, any_gpu:
 
     long = 64 * len(ISLANDS) - 3
     case = of_lengths((long, 200) if axis == "queries" else (200, long))
-    arrays, own = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
+    arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], make(cupy.asarray, case)
     sizes = 1, case.heads_q, case.seqlen_q, case.seqlen_k
-    block_mask = cuflash.create_block_mask(own["mask_mod"], *sizes, like=arrays[0])
+    block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], *sizes, like=arrays[0])
     assert {EMPTY, PARTIAL, FULL} == set(np.unique(host(block_mask.cells)).tolist())
     with for_any_gpu() if any_gpu else nullcontext():
         found = results(case, {"block_mask": block_mask}, arrays)
-        assert identical(results(case, own, arrays), found)
-    given, of_numpy = Given.dense(case, case.arrays()), own_of(make, case)
+        assert identical(results(case, mod_kwargs, arrays), found)
+    given, of_numpy = Given.dense(case, case.arrays()), make_oracle_mods(make, case)
     check(given, of_numpy, *found[:2])
     check_gradients(given, of_numpy, host(found[0]), None, found[2:])
 
@@ -224,35 +224,35 @@ def test_packed_calls_with_a_block_mask(cupy: Any) -> None:
     given = made(PACKED)
     of, arguments = bounds_case(given), given.arguments(cupy)
     make = FUNCTIONS["causal_document"]
-    own = make(cupy.asarray, of)
-    told = {name: x for name, x in arguments.items() if name in given.told}
+    mod_kwargs = make(cupy.asarray, of)
+    varlen_kwargs = {name: x for name, x in arguments.items() if name in given.varlen_kwargs}
     lengths = of.batch, 1, of.seqlen_q, of.seqlen_k
-    block_mask = cuflash.create_block_mask(own["mask_mod"], *lengths, like=arguments["q"], **told)
-    wanted = cuflash.forward(**arguments, return_lse=True, **own)
+    block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], *lengths, like=arguments["q"], **varlen_kwargs)
+    wanted = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
     found = cuflash.forward(**arguments, return_lse=True, block_mask=block_mask)
     assert identical(found, wanted)
     whole = Given.of_lengths(given)
-    check(whole, own_of(make, of), *found)
+    check(whole, make_oracle_mods(make, of), *found)
     dout, dlse = (cupy.asarray(x) for x in upstream(given))
     dout, dlse = dout.reshape(found[0].shape), dlse.reshape(found[1].shape)
     state = {"out": found[0], "lse": found[1], "dlse": dlse}
     gradients = cuflash.backward(dout, **state, **arguments, block_mask=block_mask)
-    check_gradients(whole, own_of(make, of), *upstream(given), gradients)
+    check_gradients(whole, make_oracle_mods(make, of), *upstream(given), gradients)
 
 
 def test_a_block_mask_serves_later_calls_in_graphs(cupy: Any) -> None:
     case = of_lengths((300, 300))
-    arrays, own = [cupy.asarray(x) for x in case.arrays()], FUNCTIONS["segments"](cupy.asarray, case)
+    arrays, mod_kwargs = [cupy.asarray(x) for x in case.arrays()], FUNCTIONS["segments"](cupy.asarray, case)
     wanted = forward(FUNCTIONS["segments"], case, cupy.asarray, arrays)[0]
     out, stream = cupy.zeros(case.out_shape(), "float16"), cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
-        block_mask = cuflash.create_block_mask(own["mask_mod"], 2, 1, 300, 300, like=arrays[0])
-        for told in (own, {"block_mask": block_mask}):
+        block_mask = cuflash.create_block_mask(mod_kwargs["mask_mod"], 2, 1, 300, 300, like=arrays[0])
+        for keywords in (mod_kwargs, {"block_mask": block_mask}):
             for _ in range(2):
-                cuflash.forward(*arrays, out=out, **told)
+                cuflash.forward(*arrays, out=out, **keywords)
             stream.begin_capture()
-            cuflash.forward(*arrays, out=out, **told)
+            cuflash.forward(*arrays, out=out, **keywords)
             graph = stream.end_capture()
             out.fill(0)
             graph.launch()

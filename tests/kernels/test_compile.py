@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from own_variants import CALLS, few_variants, own_variants
+from mod_variants import CALLS, few_variants, mod_variants
 from variants import DTYPES, KEYS, SHARED_HEADS, variant_of, variants
 
 from cuflash.errors import CompileError, UnsupportedError
@@ -161,13 +161,13 @@ def test_one_of_each_kind_compiles_without_spills(variant: Variant, compiled: Co
     check(variant, compiled)
 
 
-def own(*names: str) -> list[Any]:
+def mods(*names: str) -> list[Any]:
     """Kernels with these functions of the caller's: on Hopper, and as on any GPU."""
-    of_any_gpu = partial(own_variants, on_any_gpu=True, names=names)
-    return [*each("sm_90", of=partial(own_variants, names=names)), *each("sm_80", of=of_any_gpu)]
+    of_any_gpu = partial(mod_variants, on_any_gpu=True, names=names)
+    return [*each("sm_90", of=partial(mod_variants, names=names)), *each("sm_80", of=of_any_gpu)]
 
 
-def check_own(variant: Variant, compiled: Compiled) -> None:
+def check_mod_variant(variant: Variant, compiled: Compiled) -> None:
     """Those of Hopper that spill are refused, and another tile is taken; of others a few may."""
     need_known(variant)
     try:
@@ -184,14 +184,14 @@ ALL_AT_ONCE = "everything"  # has all that functions may have
 EVERYTHING_OF_FEW = partial(few_variants, of_few=((joined(everything), 64),))
 
 
-@pytest.mark.parametrize("variant", [*own(ALL_AT_ONCE), *each("sm_90", of=EVERYTHING_OF_FEW)])
+@pytest.mark.parametrize("variant", [*mods(ALL_AT_ONCE), *each("sm_90", of=EVERYTHING_OF_FEW)])
 def test_kernels_with_scores_of_the_caller_compile(variant: Variant, compiled: Compiled) -> None:
-    check_own(variant, compiled)
+    check_mod_variant(variant, compiled)
 
 
-@pytest.mark.exhaustive(lambda: own(*(name for name in CALLS if name != ALL_AT_ONCE)))
+@pytest.mark.exhaustive(lambda: mods(*(name for name in CALLS if name != ALL_AT_ONCE)))
 def test_kernels_with_each_kind_of_scores_of_the_caller_compile(variant: Variant, compiled: Compiled) -> None:
-    check_own(variant, compiled)
+    check_mod_variant(variant, compiled)
 
 
 @pytest.mark.parametrize("variant", each(*ALL, of=few_variants))
@@ -220,8 +220,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
             assert ("backward_dkdv", dtype, dtype, "flash2", replace(row, with_dq=False)) in built
         for row in tiles_sm80.DQ[dtype]:
             assert ("backward_dq", dtype, dtype, "flash2", row) in built
-        own = ((op, dtype) for op in ("merge", "append_kv", "convert", "delta"))
-        for op, out_dtype in (*own, ("delta", "float32")):
+        mods = ((op, dtype) for op in ("merge", "append_kv", "convert", "delta"))
+        for op, out_dtype in (*mods, ("delta", "float32")):
             assert (op, dtype, out_dtype, "flash2", None) in built
     hopper = [v for v in variants("sm_90") if v not in made]
     assert {(v.arch, v.algorithm) for v in hopper} == {("sm_90a", "flash2")}
@@ -252,8 +252,8 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     assert {each[:-1] for each in found - of_gradients} == wanted
     assert not any(v.softcap for v in made)
     sources = {path.relative_to(compiler.source_root()).as_posix() for path in compiler.source_root().rglob("*.cu")}
-    of_own = {v.source for any_gpu in (False, True) for v in own_variants("sm_90", any_gpu)}
-    assert {v.source for v in variants("sm_90")} | of_own == sources
+    mod_sources = {v.source for any_gpu in (False, True) for v in mod_variants("sm_90", any_gpu)}
+    assert {v.source for v in variants("sm_90")} | mod_sources == sources
 
 
 @pytest.mark.parametrize("arch", KNOWN)

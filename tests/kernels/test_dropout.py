@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from libraries import torch_of
-from own_table import of_lengths
+from mod_table import of_lengths
 from plans import for_any_gpu
 
 import cuflash
@@ -21,7 +21,7 @@ from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.functions import FUNCTIONS, Arguments, Put, dropped, joined
 from cuflash.testing.layouts import host, identical
 from cuflash.testing.mod_oracle import Given, check, check_gradients
-from cuflash.testing.mods import bounds_case, check_backward, check_forward, check_repeated, own_of
+from cuflash.testing.mods import bounds_case, check_backward, check_forward, check_repeated, make_oracle_mods
 from cuflash.testing.sequences import Sequences, made, upstream
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
@@ -188,16 +188,16 @@ def test_backward_of_sequences_of_several_lengths(
     cupy: Any, case: Sequences, dims: tuple[int, int], any_gpu: bool
 ) -> None:
     given = made(replace(case, dims=dims, dtype="bfloat16" if dims[0] > 64 else "float16"))
-    arguments, own = given.arguments(cupy), dropped(cupy.asarray, bounds_case(given))
-    whole, of_numpy = Given.of_lengths(given), own_of(dropped, bounds_case(given))
+    arguments, mod_kwargs = given.arguments(cupy), dropped(cupy.asarray, bounds_case(given))
+    whole, of_numpy = Given.of_lengths(given), make_oracle_mods(dropped, bounds_case(given))
     dout, dlse = (cupy.asarray(x) for x in upstream(given))
     with family(any_gpu):
-        out, lse = cuflash.forward(**arguments, return_lse=True, **own)
+        out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
         check(whole, of_numpy, out, lse)
         state: Arguments = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape)}
         for deterministic in (False, True):
             state["deterministic"] = deterministic
-            found = cuflash.backward(dout.reshape(out.shape), **state, **arguments, **own)
+            found = cuflash.backward(dout.reshape(out.shape), **state, **arguments, **mod_kwargs)
             check_gradients(whole, of_numpy, *upstream(given), found)
 
 
@@ -206,15 +206,15 @@ def test_a_graph_that_is_replayed_reads_the_seed_anew(cupy: Any) -> None:
     q, k, v = (cupy.asarray((x.astype("f4") / 4).astype("f2")) for x in case.arrays())
     dout = cupy.asarray(np.random.default_rng(3).standard_normal(case.out_shape()).astype("f2"))
     seed, out = cupy.array(5, "int64"), cupy.zeros(case.out_shape(), "float16")
-    own, stream = {"dropout_p": 0.3, "dropout_seed": seed}, cupy.cuda.Stream(non_blocking=True)
+    mod_kwargs, stream = {"dropout_p": 0.3, "dropout_seed": seed}, cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()
     with stream:
         for _ in range(2):
-            _, lse = cuflash.forward(q, k, v, out=out, return_lse=True, **own)
-            cuflash.backward(dout, q, k, v, out, lse, deterministic=True, **own)
+            _, lse = cuflash.forward(q, k, v, out=out, return_lse=True, **mod_kwargs)
+            cuflash.backward(dout, q, k, v, out, lse, deterministic=True, **mod_kwargs)
         stream.begin_capture()
-        _, lse = cuflash.forward(q, k, v, out=out, return_lse=True, **own)
-        gradients = cuflash.backward(dout, q, k, v, out, lse, deterministic=True, **own)
+        _, lse = cuflash.forward(q, k, v, out=out, return_lse=True, **mod_kwargs)
+        gradients = cuflash.backward(dout, q, k, v, out, lse, deterministic=True, **mod_kwargs)
         graph = stream.end_capture()
         for number in (5, 6, SEED):
             seed.fill(number)
@@ -234,4 +234,4 @@ def test_tensors_of_torch_take_a_tensor_for_the_seed(cupy: Any) -> None:
     q, k, v = (torch_of(x, "cuda") for x in case.arrays())
     out, lse = cuflash.forward(q, k, v, return_lse=True, dropout_p=0.3, dropout_seed=seed)
     found = out.cpu().numpy(), lse.cpu().numpy()
-    check(Given.dense(case, case.arrays()), own_of(dropped, case), *found)
+    check(Given.dense(case, case.arrays()), make_oracle_mods(dropped, case), *found)

@@ -165,7 +165,7 @@ def test_what_tma_cannot_address_runs_on_the_generic_kernel(cupy: Any, way: str,
     target = given.pop() if operand == 3 else None
     out, lse = run(*given[:3], out=target, hopper=False, causal=True)
     assert_right(case, arrays, out, lse)
-    if operand < 3 and way != "odd_start":  # a plan is told neither of pointers nor of out
+    if operand < 3 and way != "odd_start":  # a plan knows neither pointers nor out
         variant = cuflash.plan(*map(cupy.asarray, given[:3]), causal=True).variant
         assert variant is not None
         assert variant.source == "sm80/forward.cu"

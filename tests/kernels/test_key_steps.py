@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_table import of_lengths
+from mod_table import of_lengths
 
 import cuflash
 from cuflash.mods.tracing.trace import trace
@@ -35,7 +35,7 @@ def of_heads(put: Put, of: Case) -> Arguments:
 
 
 def last_launch(
-    cupy: Any, monkeypatch: pytest.MonkeyPatch, of: Case, own: Arguments, deterministic: bool
+    cupy: Any, monkeypatch: pytest.MonkeyPatch, of: Case, mod_kwargs: Arguments, deterministic: bool
 ) -> tuple[Plan, int]:
     """Runs backward; the result is its plan, and where its workspace was."""
     launched: list[tuple[Plan, int]] = []
@@ -46,10 +46,10 @@ def last_launch(
         return launch(kernels, pointers, stream)
 
     arrays = [cupy.asarray(x) for x in of.arrays()]
-    out, lse = cuflash.forward(*arrays, return_lse=True, **own)
+    out, lse = cuflash.forward(*arrays, return_lse=True, **mod_kwargs)
     with monkeypatch.context() as patched:
         patched.setattr(Kernels, "launch", recorded)
-        cuflash.backward(cupy.ones_like(out), *arrays, out, lse, deterministic=deterministic, **own)
+        cuflash.backward(cupy.ones_like(out), *arrays, out, lse, deterministic=deterministic, **mod_kwargs)
     return launched[-1]
 
 

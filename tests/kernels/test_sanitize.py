@@ -22,12 +22,12 @@ def test_the_sanitizer_reaches_every_tile_and_every_kernel_for_several_lengths(m
     sanitize = import_module("sanitize")
     wanted = sanitize.variants()
     assert not sanitize.unreached(wanted)
-    of_lengths = {x for x in wanted if x.lengths and x.own is None and not x.tells_sequences}
+    of_lengths = {x for x in wanted if x.lengths and x.mod_code is None and not x.tells_sequences}
     assert {x for x in variants("sm_90") if x.lengths} == of_lengths
-    of_own = {x.source for x in wanted if x.lengths and (x.own is not None or x.tells_sequences)}
-    assert of_own >= {f"sm90/{name}.cu" for name in ("forward", "lse", "backward", "backward_rows")}
-    assert of_own >= {f"sm80/{name}.cu" for name in ("forward", "lse", "backward", "backward_dq")}
-    assert "portable/delta.cu" in of_own
+    mod_sources = {x.source for x in wanted if x.lengths and (x.mod_code is not None or x.tells_sequences)}
+    assert mod_sources >= {f"sm90/{name}.cu" for name in ("forward", "lse", "backward", "backward_rows")}
+    assert mod_sources >= {f"sm80/{name}.cu" for name in ("forward", "lse", "backward", "backward_dq")}
+    assert "portable/delta.cu" in mod_sources
     assert sanitize.unreached([x for x in wanted if not x.lengths])
     # In every tile of Hopper's forward there are calls whose scores are so large that rows leave the main loop.
     large = import_module("sanitize_cases").LARGE

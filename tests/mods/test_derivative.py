@@ -13,7 +13,7 @@ from cuflash.mods.graph.derivative import differentiate
 from cuflash.mods.graph.graph import Node
 from cuflash.mods.graph.operations import Type
 from cuflash.mods.graph.simplify import build, cast
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 POINTS = points()

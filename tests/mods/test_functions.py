@@ -137,7 +137,7 @@ def test_curves(name: str, x: float) -> None:
 
 def test_curves_and_their_slopes_stay_finite_far_from_zero() -> None:
     from cuflash.mods.graph.derivative import differentiate
-    from cuflash.reference.mods import evaluate
+    from cuflash.reference.evaluate import evaluate
 
     for name in ("sigmoid", "silu", "softplus", "logsigmoid", "gelu", "tanh"):
         root = call(name, [SCORE], {})

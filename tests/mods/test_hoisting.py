@@ -12,7 +12,7 @@ from cuflash.mods.codegen.hoisting import COLUMN, KEY_BEGIN, stage_of, staged
 from cuflash.mods.graph.graph import Node, post_order
 from cuflash.mods.graph.operations import Type
 from cuflash.mods.graph.simplify import build, cast, constant
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=150)
 POINTS = points()

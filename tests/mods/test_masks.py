@@ -21,7 +21,7 @@ from cuflash.mods import masks
 from cuflash.mods.analysis.intervals import row_interval
 from cuflash.mods.graph.simplify import pick_form
 from cuflash.mods.tracing.trace import trace
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 OWN = {name: each for name, each in vars(masks).items() if inspect.getmodule(each) is masks and name[0] != "_"}
 PICTURES = {name: each for name, each in OWN.items() if " keys:\n" in (each.__doc__ or "")}

@@ -15,7 +15,7 @@ from cuflash.errors import ProblemError
 from cuflash.mods import scores
 from cuflash.mods.graph.derivative import differentiate
 from cuflash.mods.tracing.trace import trace
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 SCORES = np.random.default_rng(0).standard_normal((2, 4, 9, 12))
 DISTANCES = np.arange(12) - (np.arange(9)[:, None] + 3)

@@ -11,7 +11,7 @@ from cuflash.mods.analysis.signs import of_causal_pairs
 from cuflash.mods.graph.graph import Node, post_order
 from cuflash.mods.language import seqlen_k, seqlen_q
 from cuflash.mods.tracing.trace import trace
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 Q, K = np.meshgrid(np.arange(5), np.arange(7), indexing="ij")
 LENGTHS = {"seqlen_q": np.int64(5), "seqlen_k": np.int64(7)}

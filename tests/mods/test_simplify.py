@@ -14,7 +14,7 @@ from cuflash.errors import ProblemError
 from cuflash.mods.graph.graph import Node, node, variable
 from cuflash.mods.graph.operations import ARITHMETIC, BITS, COMPARISONS, NUMPY, Type
 from cuflash.mods.graph.simplify import build, cast, constant
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 BOOL, INT32, INT64, FLOAT32 = Type
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=150)

@@ -191,10 +191,10 @@ def test_a_million_sequences_with_nothing_to_write_cost_no_step_of_a_loop(
     cache, is_last = np.zeros((count, 1, 1, 4), "f4"), np.arange(count) == count - 1
     if why == "nothing is new":
         rows, lengths = np.ones((1, 1, 4), "f4"), np.zeros(count, "i4")
-        told = {"cu_seqlens_k": np.cumsum([0, *is_last], dtype="i4")}
+        varlen_kwargs = {"cu_seqlens_k": np.cumsum([0, *is_last], dtype="i4")}
     else:
-        rows, lengths, told = np.ones_like(cache), (~is_last).astype("i4"), {}
-    cuflash.append_kv(cache, cache.copy(), rows, rows, lengths, **told)
+        rows, lengths, varlen_kwargs = np.ones_like(cache), (~is_last).astype("i4"), {}
+    cuflash.append_kv(cache, cache.copy(), rows, rows, lengths, **varlen_kwargs)
     assert placed == [count - 1]
     assert (cache == is_last[:, None, None, None]).all()
 
@@ -232,13 +232,13 @@ def test_steps_of_decoding_leave_what_forward_attends_to(place: str) -> None:
     q = rng.standard_normal((2, 12, 4, 16)).astype("f4")
     k, v = (rng.standard_normal((2, 12, 2, 16)).astype("f4") for _ in range(2))
     caches, lengths = (call["k_cache"], call["v_cache"]), call["seqused_k"]
-    told = {name: call[name] for name in ("page_table", "cache_batch_idx") if name in call}
+    varlen_kwargs = {name: call[name] for name in ("page_table", "cache_batch_idx") if name in call}
     wanted = cuflash.forward(q, k, v, causal=True)
     for step in range(12):
         now = np.s_[:, step : step + 1]
-        assert cuflash.append_kv(*caches, k[now], v[now], lengths, **told) is None
+        assert cuflash.append_kv(*caches, k[now], v[now], lengths, **varlen_kwargs) is None
         lengths += 1
-        out = cuflash.forward(q[now], *caches, causal=True, seqused_k=lengths, **told)
+        out = cuflash.forward(q[now], *caches, causal=True, seqused_k=lengths, **varlen_kwargs)
         np.testing.assert_allclose(out, wanted[now], rtol=1e-5, atol=1e-6)
 
 

@@ -74,25 +74,25 @@ def test_a_block_mask_tells_what_it_is() -> None:
 
 def test_used_and_packed_lengths() -> None:
     used_q, used_k = np.array([130, 40], np.int32), np.array([100, 200], np.int32)
-    told = {"seqused_q": used_q, "seqused_k": used_k}
+    varlen_kwargs = {"seqused_q": used_q, "seqused_k": used_k}
     q, k, v = given()
     for name in ("of lengths", "of batch", "document"):
-        block_mask = made(name, batch=BATCH, **told)
+        block_mask = made(name, batch=BATCH, **varlen_kwargs)
         graph = trace(MASKS[name], "mask_mod")
         assert (block_mask.cells == cells_of(graph, BATCH, 1, ROWS, KEYS, [(130, 100), (40, 200)])).all()
-        wanted = cuflash.forward(q, k, v, mask_mod=MASKS[name], **told)
-        assert (cuflash.forward(q, k, v, block_mask=block_mask, **told) == wanted).all()
+        wanted = cuflash.forward(q, k, v, mask_mod=MASKS[name], **varlen_kwargs)
+        assert (cuflash.forward(q, k, v, block_mask=block_mask, **varlen_kwargs) == wanted).all()
     bounds = {"cu_seqlens_q": np.array([0, 130, 170], np.int32), "cu_seqlens_k": np.array([0, 100, 300], np.int32)}
     packed = made("of lengths", batch=BATCH, **bounds)
-    assert (packed.cells == made("of lengths", batch=BATCH, **told).cells).all()
+    assert (packed.cells == made("of lengths", batch=BATCH, **varlen_kwargs).cells).all()
     rows = [np.concatenate([x[0, :n], x[1, :m]]) for x, n, m in ((q, 130, 40), (k, 100, 200), (v, 100, 200))]
     most = {"max_seqlen_q": ROWS, "max_seqlen_k": KEYS}
     found = cuflash.forward(*rows, block_mask=packed, **bounds, **most)
     assert (found == cuflash.forward(*rows, mask_mod=MASKS["of lengths"], **bounds, **most)).all()
     # Cells of whole sequences hold for shorter ones, unless the mask asks for lengths.
     whole = made("of batch")
-    assert (cuflash.forward(q, k, v, block_mask=whole, **told)
-            == cuflash.forward(q, k, v, mask_mod=MASKS["of batch"], **told)).all()  # fmt: skip
+    assert (cuflash.forward(q, k, v, block_mask=whole, **varlen_kwargs)
+            == cuflash.forward(q, k, v, mask_mod=MASKS["of batch"], **varlen_kwargs)).all()  # fmt: skip
 
 
 CAUSE = {
@@ -103,14 +103,24 @@ CAUSE = {
     "heads are broadcast": ({"heads": 1}, {}, "of heads", "heads=1, but its mask_mod depends on h"),
     "other mask_mod": ({}, {"mask_mod": MASKS["of heads"]}, "document", "made of another mask_mod"),
     "other arrays": ({}, {"mask_mod": mods.document(OFFSETS.copy())}, "document", "refers to other arrays"),
-    "told": ({}, {"seqused_k": np.array([9, 9], np.int32)}, "of lengths", "without the arrays that tell the lengths"),
-    "told of one sequence": (
+    "with lengths": (
+        {},
+        {"seqused_k": np.array([9, 9], np.int32)},
+        "of lengths",
+        "without the arrays that tell the lengths",
+    ),
+    "with lengths of one sequence": (
         {"batch": 1, "seqused_k": np.array([10], np.int32)},
         {"seqused_k": np.array([10, 200], np.int32)},
         "document",
         "knows those of one sequence alone, but the call has 2 sequences",
     ),
-    "not told": ({"batch": 2, "seqused_q": np.array([9, 9], np.int32)}, {}, "document", "with arrays that tell the le"),
+    "without lengths": (
+        {"batch": 2, "seqused_q": np.array([9, 9], np.int32)},
+        {},
+        "document",
+        "with arrays that tell the le",
+    ),
 }
 
 
@@ -156,8 +166,8 @@ WINDOWS = {"a window": lambda b, h, q, k: k <= q, "everything": lambda b, h, q, 
 @pytest.mark.parametrize("name", WINDOWS)
 def test_a_block_mask_of_a_window_fits_its_lengths_alone(name: str) -> None:
     q, k, v = given()
-    told = {"seqused_k": np.array([100, 200], np.int32)}
-    for more in ({}, told, {"score_mod": mods.alibi(HEADS)}):
+    varlen_kwargs = {"seqused_k": np.array([100, 200], np.int32)}
+    for more in ({}, varlen_kwargs, {"score_mod": mods.alibi(HEADS)}):
         fitting = cuflash.create_block_mask(WINDOWS[name], 1, 1, ROWS, KEYS, like=q)
         found, wanted = (cuflash.forward(q, k, v, return_lse=True, **mask, **more)
                          for mask in ({"block_mask": fitting}, {"mask_mod": WINDOWS[name]}))  # fmt: skip

@@ -76,9 +76,9 @@ def test_more_sequences_than_a_grid_has_in_a_dimension(cupy: Any) -> None:
     bounds = cupy.asarray(np.append(0, np.cumsum(lengths)).astype("int32"))
     total = int(lengths.sum())
     q, k, v = (cupy.asarray(rng.standard_normal((total, 2, 64)).astype("float16")) for _ in range(3))
-    told = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 3, "max_seqlen_k": 3}
-    out, lse = cuflash.forward(q, k, v, **told, causal=True, return_lse=True)
-    found = cuflash.backward(out, q, k, v, out, lse, **told, causal=True, deterministic=True)
+    varlen_kwargs = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds, "max_seqlen_q": 3, "max_seqlen_k": 3}
+    out, lse = cuflash.forward(q, k, v, **varlen_kwargs, causal=True, return_lse=True)
+    found = cuflash.backward(out, q, k, v, out, lse, **varlen_kwargs, causal=True, deterministic=True)
     # Of each length all sequences together, as batches of a dense call.
     begins = np.append(0, np.cumsum(lengths))[:-1]
     for length in (1, 2, 3):

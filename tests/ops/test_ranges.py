@@ -138,8 +138,8 @@ def test_gpu_nan_hidden_in_v_reaches_near_queries_alone_and_the_same_in_each_run
     length, keys = 2500, np.array([0, 200, 777, 1490])
     case = Case("near", 1 if packed else 2, length, length, 4, 2, *dims, dtype, window_size=window)
     bounds = cupy.asarray(np.array([PADDING[0], PADDING[0] + length], "i4"))
-    told = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds} if packed else {}
-    asked, rows = {**case.arguments(), **told, "num_splits": 1}, np.arange(length)
+    varlen_kwargs = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds} if packed else {}
+    asked, rows = {**case.arguments(), **varlen_kwargs, "num_splits": 1}, np.arange(length)
     sees, near = case.problem().mask.visible(rows, rows), np.zeros(length, bool)
     for key in keys:
         seeing = np.flatnonzero(sees[:, np.abs(rows - key) < REACH].any(axis=1))

@@ -1,4 +1,4 @@
-"""Sequences of several lengths in `forward`, `lse` and `backward`, on NumPy and on a GPU alike: against float64.
+"""Variable-length sequences in `forward`, `lse` and `backward`, on NumPy and on a GPU alike: against float64.
 
 Whatever no sequence uses holds NaN, so that what is read there shows; what is allocated on a GPU holds NaN, too.
 """
@@ -219,7 +219,7 @@ def test_lse_has_the_axes_of_q_with_the_heads_before_the_rows(xp: Any) -> None:
 def test_each_sequence_gets_what_a_dense_call_of_it_gives(case: Sequences, xp: Any) -> None:
     given = made(case)
     out, lse = (host(x) for x in forward(given, xp))
-    if "cu_seqlens_q" in given.told:
+    if "cu_seqlens_q" in given.varlen_kwargs:
         out, lse = out[None], lse[None]
     lse = lse.swapaxes(1, 2)
     for queries, keys in zip(given.queries, given.keys, strict=True):
@@ -247,8 +247,8 @@ def test_arrays_of_any_strides_give_what_dense_ones_give(case: Sequences, layout
 def test_integers_of_any_strides_are_read_where_they_are(case: Sequences, xp: Any) -> None:
     given = made(case)
     for how in ({"steps": (1, 1, 2, 1), "before": (0, 0, 1, 3)}, {"steps": (1, 1, -1, 2), "before": (0, 0, 0, 1)}):
-        told = {name: laid_out(xp.asarray(x), fill=FAR, **how) for name, x in given.told.items()}
-        check(given, *forward(given, xp, **told))
+        varlen_kwargs = {name: laid_out(xp.asarray(x), fill=FAR, **how) for name, x in given.varlen_kwargs.items()}
+        check(given, *forward(given, xp, **varlen_kwargs))
 
 
 @pytest.mark.parametrize("place_q", ["packed", "rectangle"])
@@ -257,7 +257,7 @@ def test_used_lengths_that_are_negative_or_past_the_end_are_clamped(place_q: str
     case = Sequences("clamped", (0, 6, 2), (0, 16, 3), place_q, place_k, True, True, (4, 0, 1), (4, 0, 2), **CAUSAL)
     given = made(case)
     for low, more in ((-1, 1), (-FAR - 1, FAR - 16)):
-        wild = given.with_told(seqused_q=[low, 6 + more, 2], seqused_k=[low, 16 + more, 3])
+        wild = given.with_varlen(seqused_q=[low, 6 + more, 2], seqused_k=[low, 16 + more, 3])
         check(wild, *forward(wild, xp))
         if case.has_gradients:
             check_gradients(wild, gradients(wild, xp, deterministic=True))
@@ -266,7 +266,7 @@ def test_used_lengths_that_are_negative_or_past_the_end_are_clamped(place_q: str
 def test_packed_places_outside_the_arrays_are_clamped(xp: Any) -> None:
     given = made(Sequences("outside", (0, 5, 7, 0), (4, 0, 8, 0), gaps=(0, 0), **CAUSAL))
     for low, high in ((-3, 1), (-FAR - 1, FAR - 12)):
-        wild = given.with_told(cu_seqlens_q=[low, low, 5, 12 + high, 12 + high], cu_seqlens_k=[low, 4, 4, 12, FAR])
+        wild = given.with_varlen(cu_seqlens_q=[low, low, 5, 12 + high, 12 + high], cu_seqlens_k=[low, 4, 4, 12, FAR])
         check(wild, *forward(wild, xp))
         check_gradients(wild, gradients(wild, xp, deterministic=True))
 
@@ -277,15 +277,17 @@ def test_whatever_the_integers_say_nothing_outside_the_arrays_is_read_or_written
     given = made(drawn(seed, gradients=has_gradients), seed).filled(0.5)
     rng = np.random.default_rng(seed)
     kinds = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
-    wild = given.with_told(**{name: rng.choice(kinds, x.shape) for name, x in given.told.items()})
+    wild = given.with_varlen(**{name: rng.choice(kinds, x.shape) for name, x in given.varlen_kwargs.items()})
     arguments = wild.arguments(xp, "heads_first")  # NaN surrounds the arrays
     shape = (*arguments["q"].shape[:-1], given.of.dims[1])
     memory = xp.full(np.prod(shape, dtype=int) + 2048, 7.0, arguments["q"].dtype)
-    kept = [x.tobytes() for x in (*wild[1:4], *wild.told.values())]
+    kept = [x.tobytes() for x in (*wild[1:4], *wild.varlen_kwargs.values())]
     cuflash.forward(**arguments, out=memory[1024:-1024].reshape(shape))
     assert np.isfinite(host(memory).astype("f4")).all()
     assert bool((memory[:1024] == 7.0).all() & (memory[-1024:] == 7.0).all())
-    assert [np.ascontiguousarray(host(arguments[name])).tobytes() for name in ("q", "k", "v", *wild.told)] == kept
+    assert [
+        np.ascontiguousarray(host(arguments[name])).tobytes() for name in ("q", "k", "v", *wild.varlen_kwargs)
+    ] == kept
     if has_gradients:  # of sequences that share rows they are undefined
         shapes = [x.shape for x in gradients(wild, xp, unused=0.0)]
         assert shapes == [arguments[name].shape for name in "qkv"]
@@ -315,10 +317,10 @@ def test_of_a_pool_without_pages_nothing_is_seen(xp: Any) -> None:
 
 def test_a_row_of_the_cache_that_is_not_there_hides_its_keys_from_its_own_sequence_alone(xp: Any) -> None:
     given = made(CACHE)
-    rows = given.told["cache_batch_idx"]
+    rows = given.varlen_kwargs["cache_batch_idx"]
     for wrong in (-1, len(given.k), FAR, -FAR - 1):
         there = [np.full(12, False), given.there[1], given.there[2], given.there[3]]
-        wild = given.with_told(cache_batch_idx=[wrong, *rows[1:]])._replace(there=there)
+        wild = given.with_varlen(cache_batch_idx=[wrong, *rows[1:]])._replace(there=there)
         out, lse = forward(wild, xp)
         assert not host(out)[0].any()
         assert np.isneginf(host(lse)[0]).all()
@@ -338,7 +340,7 @@ def test_rows_past_a_bound_that_is_too_small_count_as_unused(case: Sequences, xp
     for is_causal in (False, True):
         given = made(replace(case, bounded=True, causal=is_causal))
         for name in ("seqused_q", "seqused_k"):
-            only = given.with_told(**{name: None})  # the bound alone tells how many are used
+            only = given.with_varlen(**{name: None})  # the bound alone tells how many are used
             check(only, *forward(only, xp))
             if case.has_gradients:
                 check_gradients(only, gradients(only, xp, deterministic=True))

@@ -1,4 +1,4 @@
-"""Sequences of several lengths on a GPU, at the tiles of Hopper's own kernels."""
+"""Variable-length sequences on a GPU, at the tiles of Hopper's own kernels."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_gradients_agree_with_float64_at_several_tiles(
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (256, 256)])
 def test_gradients_end_where_cu_seqlens_fall(cupy: Any, dims: tuple[int, int], deterministic: bool) -> None:
     given = made(replace(PACKED, dims=dims)).filled(0.5)
-    rows_q, rows_k = (given.told[f"cu_seqlens_{side}"][-1] for side in "qk")
+    rows_q, rows_k = (given.varlen_kwargs[f"cu_seqlens_{side}"][-1] for side in "qk")
     for more in (
         {"cu_seqlens_q": [0, rows_q, 0, rows_q, 0, rows_q]},
         {"cu_seqlens_k": [0, rows_k, 0, rows_k, 9, rows_k]},
         {"cu_seqlens_q": [rows_q, 0, rows_q, 5, 300, 0], "cu_seqlens_k": [rows_k, 5, rows_k, 0, 200, 9]},
     ):
-        wild = given.with_told(**more)
+        wild = given.with_varlen(**more)
         assert [x.shape for x in gradients(wild, cupy, deterministic=deterministic, unused=0.0)]
 
 

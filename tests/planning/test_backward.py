@@ -14,17 +14,17 @@ import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.backward import backward_plan
-from cuflash.planning.delta import BLOCK_WORDS, DELTA_ROWS, OWN_BLOCK_WORDS, STATS_ROWS
+from cuflash.planning.delta import BLOCK_WORDS, DELTA_ROWS, MOD_BLOCK_WORDS, STATS_ROWS
 from cuflash.planning.device import KNOWN
-from cuflash.planning.own_code import own_code
+from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile
 from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import own_op
+from cuflash.problem.mod_spec import make_mod_spec
+from cuflash.problem.operands import mod_op
 from cuflash.problem.options import Options
-from cuflash.problem.own import own_of
 from cuflash.problem.problem import Problem
 
 H100 = KNOWN["sm_90"]
@@ -162,9 +162,9 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
 
 
 def test_rows_of_more_sequences_than_kernels_count_are_refused() -> None:
-    few, told = (2**24, 1, 1, 64), {"seqused_k": (2**24,)}
+    few, varlen_kwargs = (2**24, 1, 1, 64), {"seqused_k": (2**24,)}
     with pytest.raises(UnsupportedError, match=r"16777216 x 1 queries.* rounded up to 128, are 2147483648 rows"):
-        cuflash.plan(few, few, few, op="backward", dtype="bfloat16", device="sm_90", **told)
+        cuflash.plan(few, few, few, op="backward", dtype="bfloat16", device="sm_90", **varlen_kwargs)
 
 
 def test_few_packed_keys_of_wide_grouped_heads_are_shared_out_by_the_kernels_for_any_gpu() -> None:
@@ -174,37 +174,37 @@ def test_few_packed_keys_of_wide_grouped_heads_are_shared_out_by_the_kernels_for
     assert of_lengths(256, 64, 256, heads=(16, 2)).fallback is None
 
 
-def own_problem(head_dim: int, *, of_lengths: bool = False, **more: Any) -> Problem:
-    """A problem with scores of the caller's own, unless `score_mod` is None, and perhaps with sinks or dropout."""
+def mod_problem(head_dim: int, *, of_lengths: bool = False, **more: Any) -> Problem:
+    """A problem with score_mod, unless `score_mod` is None, and perhaps with sinks or dropout."""
     score_mod = more.pop("score_mod", lambda score, b, h, q_idx, k_idx: score * score + (q_idx - k_idx))
     has_sinks, drops = more.pop("has_sinks", False), more.get("dropout_p", 0.0) > 0
-    own = own_of(None if score_mod is None else trace(score_mod, "score_mod"), None, None, has_sinks, drops)
+    mod_spec = make_mod_spec(None if score_mod is None else trace(score_mod, "score_mod"), None, None, has_sinks, drops)
     of = problem(head_dim, head_dim, op="backward", **more)
     given = list(of.specs[: len(of.op.inputs)])
     if of_lengths:
         given += [None, None, None, ArraySpec.dense((of.batch,), "int32")]
     given += [ArraySpec.dense((of.heads_q,), "float32")] if has_sinks else []
     given += [ArraySpec.dense((1,), "int64")] if drops else []
-    return Problem.of(own_op("backward", of_lengths, own), given, of.options)
+    return Problem.of(mod_op("backward", of_lengths, mod_spec), given, of.options)
 
 
 @DETERMINISTIC
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_kernels_are_told_of_scores_of_the_callers_own_as_their_rows_are(dim: int, deterministic: bool) -> None:
+def test_kernels_are_told_of_mods_as_their_rows_are(dim: int, deterministic: bool) -> None:
     dims = (2, 8192, 8192, 2, 2)
-    of = own_problem(dim, dims=dims, deterministic=deterministic)
+    of = mod_problem(dim, dims=dims, deterministic=deterministic)
     made, plain = plan(of, H100), backward(dim, dim, arch="sm_90", dims=dims, deterministic=deterministic)
     assert made.fallback is None
     assert [x.variant.op for x in made.launches] == [x.variant.op for x in plain.launches]
     assert made.launches[0].variant == plain.launches[0].variant
     for launch in made.launches[1:]:
-        assert launch.variant.own == own_code(of, keys_as_rows=launch.variant.op != "backward_dq")
-    assert own_code(of) != own_code(of, keys_as_rows=True)
+        assert launch.variant.mod_code == make_mod_code(of, keys_as_rows=launch.variant.op != "backward_dq")
+    assert make_mod_code(of) != make_mod_code(of, keys_as_rows=True)
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_kernels_that_spill_registers_give_way_to_others_and_in_the_end_to_those_for_any_gpu(dim: int) -> None:
-    of, spilled, found = own_problem(dim, dims=(2, 8192, 8192, 2, 2)), set[Variant](), []
+    of, spilled, found = mod_problem(dim, dims=(2, 8192, 8192, 2, 2)), set[Variant](), []
     while (made := backward_plan(of, H100, (), spilled)).fallback is None:
         variants = [launch.variant for launch in made.launches[1:]]
         assert not spilled.intersection(variants)
@@ -219,21 +219,19 @@ def test_kernels_that_spill_registers_give_way_to_others_and_in_the_end_to_those
 
 def test_sinks_alone_change_nothing_of_backward() -> None:
     plain = backward(64, 64, arch="sm_90")
-    made = plan(own_problem(64, score_mod=None, has_sinks=True), H100)
+    made = plan(mod_problem(64, score_mod=None, has_sinks=True), H100)
     assert made.launches == plain.launches
-    assert plan(own_problem(64, score_mod=None, dropout_p=0.5), H100).launches[1].variant.own is not None
+    assert plan(mod_problem(64, score_mod=None, dropout_p=0.5), H100).launches[1].variant.mod_code is not None
 
 
 @DETERMINISTIC
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
-def test_sequences_of_several_lengths_have_the_same_kernels_with_scores_of_the_callers_own(
-    dim: int, deterministic: bool
-) -> None:
+def test_sequences_of_several_lengths_have_the_same_kernels_with_mods(dim: int, deterministic: bool) -> None:
     """Delta tells more of each block of their rows, also where cells would be of use in dense calls."""
     dims = (2, 8192, 8192, 2, 2)
-    of = own_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic)
+    of = mod_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic)
     made, plain = (
-        plan(own_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic, **more), H100)
+        plan(mod_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic, **more), H100)
         for more in ({}, {"score_mod": None, "has_sinks": True})
     )
     assert made.fallback is plain.fallback is None
@@ -245,16 +243,16 @@ def test_sequences_of_several_lengths_have_the_same_kernels_with_scores_of_the_c
             assert (launch.variant.tells_sequences, like.variant.tells_sequences) == (True, False)
             assert launch.variant == replace(like.variant, tells_sequences=True)
         else:
-            assert launch.variant.own == own_code(of, keys_as_rows=launch.variant.op != "backward_dq")
-            assert like.variant.own is None
+            assert launch.variant.mod_code == make_mod_code(of, keys_as_rows=launch.variant.op != "backward_dq")
+            assert like.variant.mod_code is None
     lists = [name for name in ("key_list", "q_blocks", "k_blocks") if name in made.workspace]
     assert lists
     for name in lists:
-        assert made.workspace[name].size * BLOCK_WORDS == plain.workspace[name].size * OWN_BLOCK_WORDS
+        assert made.workspace[name].size * BLOCK_WORDS == plain.workspace[name].size * MOD_BLOCK_WORDS
 
 
 def test_kernels_of_several_lengths_that_spill_give_way_too() -> None:
-    of, spilled = own_problem(192, of_lengths=True, dims=(2, 8192, 8192, 2, 2)), set[Variant]()
+    of, spilled = mod_problem(192, of_lengths=True, dims=(2, 8192, 8192, 2, 2)), set[Variant]()
     while (made := backward_plan(of, H100, (), spilled)).fallback is None:
         assert not spilled.intersection(launch.variant for launch in made.launches)
         spilled.add(made.launches[-1].variant)
@@ -263,8 +261,8 @@ def test_kernels_of_several_lengths_that_spill_give_way_too() -> None:
     assert not any(launch.variant.tells_sequences for launch in made.launches)
 
 
-def test_few_keys_of_wide_grouped_heads_with_scores_of_the_callers_own_are_shared_out() -> None:
-    made = plan(own_problem(256, dims=(1, 256, 256, 16, 2)), H100)
+def test_few_keys_of_wide_grouped_heads_with_mods_are_shared_out() -> None:
+    made = plan(mod_problem(256, dims=(1, 256, 256, 16, 2)), H100)
     assert made.fallback is not None
     assert "few keys" in made.fallback
-    assert plan(own_problem(128, dims=(1, 256, 256, 16, 2)), H100).fallback is None
+    assert plan(mod_problem(128, dims=(1, 256, 256, 16, 2)), H100).fallback is None

@@ -14,22 +14,21 @@ from cuflash.mods import masks, scores
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.cells import MAX_CELLS, MAX_ORDERED, cells_launch, cells_shape, uses_cells
 from cuflash.planning.device import KNOWN
-from cuflash.planning.own_code import own_code
+from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID
 from cuflash.planning.planner import plan
 from cuflash.planning.tile import rounded_up
 from cuflash.planning.tiles_sm90 import WarpgroupBackwardTile, WarpgroupRowsTile
 from cuflash.planning.variant import Variant
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import Sizes, block_mask_op, own_op
+from cuflash.problem.mod_spec import Bias, captured, make_mod_spec
+from cuflash.problem.operands import VARLEN_ARGS, Sizes, block_mask_op, mod_op
 from cuflash.problem.options import Options
-from cuflash.problem.own import Bias, captured, own_of
 from cuflash.problem.problem import Problem
-from cuflash.runtime.own_params import own_params
+from cuflash.runtime.mod_params import mod_params
 
 A100 = KNOWN["sm_80"]
 IDS, ONE = np.zeros((2, 600), np.int32), np.zeros(3, np.int32)
-VARLEN_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
 
 
 def of_heads(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -44,33 +43,35 @@ def problem(
     mask_mod: Any = None,
     op: str = "forward",
     dims: tuple[int, int, int, int] = (2, 300, 500, 4),
-    told: Mapping[str, tuple[int, ...]] | None = None,
+    varlen_kwargs: Mapping[str, tuple[int, ...]] | None = None,
     bias: np.ndarray[Any, Any] | None = None,
     has_cells: bool = False,
     score_mod: Any = None,
     head_dim: int = 64,
     **options: Any,
 ) -> Problem:
-    """A call with a mask_mod. told: shapes of the arrays that tell lengths, of packed rows if cu_seqlens are there."""
+    """A call with a mask_mod. varlen_kwargs: shapes of the arrays of lengths; cu_seqlens mean packed rows."""
     graphs = [None if f is None else trace(f, name) for f, name in ((score_mod, "score_mod"), (mask_mod, "mask_mod"))]
     varies = None if bias is None else Bias(bias.dtype.name, tuple(n > 1 for n in bias.shape))
-    own = own_of(*graphs, varies, has_cells=has_cells)
+    mod_spec = make_mod_spec(*graphs, varies, has_cells=has_cells)
     batch, seqlen_q, seqlen_k, heads = dims
     shapes = [(batch, rows, heads, head_dim) for rows in (seqlen_q, seqlen_k)]
-    if told is not None and "cu_seqlens_q" in told:
+    if varlen_kwargs is not None and "cu_seqlens_q" in varlen_kwargs:
         shapes = [shape[1:] for shape in shapes]
     q, k = (ArraySpec.dense(shape, "bfloat16") for shape in shapes)
     lse = ArraySpec.dense((batch, heads, seqlen_q), "float32")
     given: list[ArraySpec | None] = {"forward": [q, k, k], "lse": [q, k], "backward": [q, k, k, q, q, lse, None]}[op]
-    if told is not None:
-        given += [ArraySpec.dense(told[name], "int32") if name in told else None for name in VARLEN_ARGS]
+    if varlen_kwargs is not None:
+        given += [
+            ArraySpec.dense(varlen_kwargs[name], "int32") if name in varlen_kwargs else None for name in VARLEN_ARGS
+        ]
     given += [ArraySpec.dense(x.array.shape, x.dtype) for x in captured(graphs)]
     given += [] if bias is None else [ArraySpec.dense(bias.shape, bias.dtype.name)]
     if has_cells:
         given.append(ArraySpec.dense((1, 1, -(-seqlen_q // 64), -(-seqlen_k // 64)), "int8"))
-    made = own_op(op, told is not None, own)
+    made = mod_op(op, varlen_kwargs is not None, mod_spec)
     if has_cells:
-        made = own_op(op, told is not None, own, sizes=Sizes(1, 1, seqlen_q, seqlen_k))
+        made = mod_op(op, varlen_kwargs is not None, mod_spec, sizes=Sizes(1, 1, seqlen_q, seqlen_k))
     return Problem.of(made, given, Options(**options))
 
 
@@ -85,7 +86,7 @@ def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
             assert made.variant.source == f"sm80/{op}.cu"  # the main kernel is the same as without cells
             assert made.workspace["cells"].size == rounded_up(2 * 5 * 8, 128)
             for launch in others:
-                code = launch.variant.own
+                code = launch.variant.mod_code
                 assert code is None or dict(code.constants)["CELLS"] == 2
 
 
@@ -95,7 +96,7 @@ def test_forward_and_lse_on_hopper_find_them_too() -> None:
         assert [launch.variant.op for launch in made.launches] == ["block_mask", op]
         assert made.variant is not None
         assert made.variant.source == f"sm90/{op}.cu"
-        code = made.variant.own
+        code = made.variant.mod_code
         assert code is not None
         assert dict(code.constants)["CELLS"] == 2
         assert "cells" in made.workspace
@@ -103,30 +104,33 @@ def test_forward_and_lse_on_hopper_find_them_too() -> None:
 
 @pytest.mark.parametrize("op", ["forward", "lse"])
 def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> None:
-    packed = plan(problem(masks.segments(IDS), op, told={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}), KNOWN["sm_90"])
+    packed = plan(
+        problem(masks.segments(IDS), op, varlen_kwargs={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}), KNOWN["sm_90"]
+    )
     assert [launch.variant.op for launch in packed.launches] == ["block_mask", op]
     many = 2, 300, 500, 64  # why so many heads: keys are not shared among blocks of threads then
-    told = {"page_table": (2, 3), "seqused_k": (2,)}
-    paged = plan(problem(masks.segments(IDS), op, many, told=told), KNOWN["sm_90"])
+    varlen_kwargs = {"page_table": (2, 3), "seqused_k": (2,)}
+    paged = plan(problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), KNOWN["sm_90"])
     assert [launch.variant.op for launch in paged.launches] == [op]
     for made, cells in ((packed, 2), (paged, 0)):
         assert made.variant is not None
         assert (made.variant.source, made.variant.lengths, made.fallback) == (f"sm90/{op}.cu", True, None)
-        code = made.variant.own
+        code = made.variant.mod_code
         assert code is not None
         assert dict(code.constants)["CELLS"] == cells
         assert ("cells" in made.workspace) == (cells > 0)
 
 
 def test_two_heads_that_may_have_other_cells_are_not_dealt_together() -> None:
-    told = {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}
-    for given, pairs in ((problem(masks.segments(IDS), told=told), 0),
-                         (problem(score_mod=scores.alibi(np.ones(4, np.float32)), told=told), 1)):  # fmt: skip
+    varlen_kwargs = {"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}
+    alibi = scores.alibi(np.ones(4, np.float32))
+    for functions, pairs in (({"mask_mod": masks.segments(IDS)}, 0), ({"score_mod": alibi}, 1)):
+        given = problem(**functions, varlen_kwargs=varlen_kwargs)
         assert plan(given, KNOWN["sm_90"]).launches[-1].fields["in_pairs"] == pairs
 
 
 def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_then_for_those_of_any_gpu() -> None:
-    given = problem(score_mod=scores.alibi(np.ones(4, np.float32)), told={"seqused_k": (2,)})
+    given = problem(score_mod=scores.alibi(np.ones(4, np.float32)), varlen_kwargs={"seqused_k": (2,)})
     spilled: set[Variant] = set()
     for _ in range(4):
         made = plan(given, KNOWN["sm_90"], spilled=spilled).variant
@@ -148,8 +152,8 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: boo
     assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "seen_counts", "backward"]
     assert made.variant is main.variant
     assert main.variant.source == "sm90/backward.cu"
-    assert main.variant.own == own_code(given, keys_as_rows=True, cells=True)
-    assert counts.variant.own is None  # it is compiled once for all masks
+    assert main.variant.mod_code == make_mod_code(given, keys_as_rows=True, cells=True)
+    assert counts.variant.mod_code is None  # it is compiled once for all masks
     of_batch, of_head, of_row = strides_of(given)
     assert counts.fields == {
         "cells_batch": of_batch, "cells_head": of_head, "cells_row": of_row, "num_q_blocks": 3, "num_k_blocks": 40,
@@ -219,14 +223,14 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
     while (made := plan(given, KNOWN["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
         main = made.variant
         assert main is not None
-        assert main.own == own_code(given, keys_as_rows=True, cells=True)
+        assert main.mod_code == make_mod_code(given, keys_as_rows=True, cells=True)
         assert isinstance(main.tile, WarpgroupBackwardTile)
         dims.append((main.tile.head_dim, main.tile.k_steps))
         spilled.add(main)
     assert dims[:2] == [(64, 2), (64, 0)]
     assert dims == sorted(dims, key=lambda each: each[0])
     assert [launch.variant.op for launch in made.launches] == ["delta", "backward"]
-    assert made.launches[1].variant.own == own_code(given, keys_as_rows=True)
+    assert made.launches[1].variant.mod_code == make_mod_code(given, keys_as_rows=True)
     assert not {"cells", "seen_counts"} & set(made.workspace)
 
 
@@ -237,16 +241,18 @@ def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() ->
         "block_mask", "delta", "backward_dq", "backward_dk", "backward_dv"
     ]  # fmt: skip
     for launch in made.launches[2:]:
-        assert launch.variant.own == own_code(given, keys_as_rows=launch.variant.op != "backward_dq", cells=True)
+        assert launch.variant.mod_code == make_mod_code(
+            given, keys_as_rows=launch.variant.op != "backward_dq", cells=True
+        )
     assert made.variant is made.launches[2].variant
     wide, narrow = made.variant.tile, plan(given, KNOWN["sm_90"], spilled={made.variant}).launches[2].variant
     assert isinstance(wide, WarpgroupRowsTile)
     assert isinstance(narrow.tile, WarpgroupRowsTile)
     assert (wide.columns, narrow.tile.columns) == (64, 32)
-    assert narrow.own == own_code(given, cells=True)
+    assert narrow.mod_code == make_mod_code(given, cells=True)
     again = plan(given, KNOWN["sm_90"], spilled={made.variant, narrow})
-    assert [launch.variant.own for launch in again.launches[2:]] == [
-        own_code(given), *(launch.variant.own for launch in made.launches[3:])
+    assert [launch.variant.mod_code for launch in again.launches[2:]] == [
+        make_mod_code(given), *(launch.variant.mod_code for launch in made.launches[3:])
     ]  # fmt: skip
 
 
@@ -273,7 +279,7 @@ def test_other_calls_find_none() -> None:
     ):
         assert not uses_cells(given)
         assert cells_launch(given, A100) is None
-        code = own_code(given, cells=uses_cells(given))
+        code = make_mod_code(given, cells=uses_cells(given))
         assert code is None or dict(code.constants)["CELLS"] == 0
         assert "cells" not in plan(given, A100).workspace
 
@@ -285,7 +291,7 @@ def test_cells_that_are_given_are_used_and_not_found_again() -> None:
     # A mask of bools hides more than the block mask knows of, so that a full cell is not one of both.
     both = problem(masks.chunked(64), has_cells=True, bias=np.zeros((2, 1, 300, 500), bool))
     found = problem(masks.chunked(64), bias=np.zeros((2, 1, 300, 500), bool))
-    kinds = [dict(own_code(each, cells=True).constants)["CELLS"] for each in (given, both, found)]  # type: ignore[union-attr]
+    kinds = [dict(make_mod_code(each, cells=True).constants)["CELLS"] for each in (given, both, found)]  # type: ignore[union-attr]
     assert kinds == [2, 1, 2]
 
 
@@ -294,7 +300,7 @@ USED = {"seqused_k": (2,)}
 
 
 @pytest.mark.parametrize(
-    ("mask_mod", "told", "shape", "of_lengths", "of_call"),
+    ("mask_mod", "varlen_kwargs", "shape", "of_lengths", "of_call"),
     [
         (of_keys, None, (1, 1), False, 1),
         (masks.causal, None, (1, 1), False, 1),
@@ -307,9 +313,9 @@ USED = {"seqused_k": (2,)}
     ],
 )
 def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
-    mask_mod: Any, told: Any, shape: tuple[int, int], of_lengths: bool, of_call: int
+    mask_mod: Any, varlen_kwargs: Any, shape: tuple[int, int], of_lengths: bool, of_call: int
 ) -> None:
-    given = problem(mask_mod, told=told)
+    given = problem(mask_mod, varlen_kwargs=varlen_kwargs)
     assert cells_shape(given) == (*shape, 5, 8)
     made = cells_launch(given, A100)
     assert made is not None
@@ -323,11 +329,11 @@ def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
 
 
 def strides_of(given: Problem) -> tuple[int, int, int]:
-    """From sequence to sequence, from head to head, and from row to row, as kernels are told."""
-    code = own_code(given)
+    """From sequence to sequence, from head to head, and from row to row, as kernels read them."""
+    code = make_mod_code(given)
     assert code is not None
     packed = bytearray(8 * code.words)
-    places = own_params(given, packed, 0)
+    places = mod_params(given, packed, 0)
     (word,) = [word for name, word in places.workspace if name == "cells"] or [
         word for number, word in places.plain if number == given.op.index["cells"]
     ]
@@ -349,9 +355,9 @@ def test_a_warp_takes_several_cells_where_there_are_many() -> None:
 
 
 def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
-    own = own_of(None, trace(of_heads, "mask_mod"))
+    mod_spec = make_mod_spec(None, trace(of_heads, "mask_mod"))
     like = ArraySpec.dense((1,), "float16", "cuda:0", "cupy")
-    given = Problem.of(block_mask_op(own, Sizes(3, 2, 130, 64)), [like], Options())
+    given = Problem.of(block_mask_op(mod_spec, Sizes(3, 2, 130, 64)), [like], Options())
     (launch,) = plan(given, A100).launches
     assert launch.fields == {"num_cells": 18, "heads": 2, "cells_q": 3, "cells_k": 1, "of_call": 0}
     assert (launch.num_blocks, launch.variant.lengths, plan(given, A100).workspace_bytes) == (3, False, 0)

@@ -1,4 +1,4 @@
-"""Plans of forward on Hopper for few queries over many keys, and for many queries of sequences of several lengths."""
+"""Plans of forward on Hopper for few queries over many keys, and for many queries of variable-length sequences."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def test_more_rows_are_cut_into_blocks_of_a_warp_where_merging_takes_longer_than
 )
 def test_lengths_that_are_all_alike_come_with_the_mask_of_the_call(mask: dict[str, Any]) -> None:
     plan = cuflash.plan((2, 5, 8, 64), (2, 4096, 2, 64), (2, 4096, 2, 64), dtype="bfloat16", device="sm_90", **mask)
-    own = plan.problem.lengths
-    assert own is not None
-    assert (own.batch_q, own.rows_q, own.batch_k, own.rows_k) == (2, 5, 2, 4096)
-    assert own.mask(5, 4096) == plan.problem.mask
+    varlen = plan.problem.lengths
+    assert varlen is not None
+    assert (varlen.batch_q, varlen.rows_q, varlen.batch_k, varlen.rows_k) == (2, 5, 2, 4096)
+    assert varlen.mask(5, 4096) == plan.problem.mask
 
 
 def test_the_bits_of_other_calls_are_kept_where_the_call_asks_for_them() -> None:
@@ -104,7 +104,7 @@ def every_third(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return (q_idx + k_idx) % 3 > 0
 
 
-OWN: dict[str, dict[str, Any]] = {
+MODS: dict[str, dict[str, Any]] = {
     "sinks": {"sinks": np.zeros(32, np.float32)},
     "score_mod": {"score_mod": doubled},
     "mask_mod": {"mask_mod": every_third},
@@ -112,20 +112,20 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def own_plan(device: str = "sm_90", queries: int = 1, **more: Any) -> Plan:
+def mod_plan(device: str = "sm_90", queries: int = 1, **more: Any) -> Plan:
     """The plan of a call over a cache, of arrays."""
     q, cache = np.zeros((4, queries, 32, 128), np.float16), np.zeros((4, 4096, 8, 128), np.float16)
     return cuflash.plan(q, cache, cache, seqused_k=np.zeros(4, np.int32), device=device, **more)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", MODS)
 def test_scores_and_masks_of_the_caller_share_keys_as_plain_calls_do(name: str) -> None:
     calls: list[tuple[str, int, dict[str, Any]]] = [("sm_90", 1, {}), ("sm_90", 8, {}), ("sm_80", 1, {})]
     for device, queries, more in (*calls, ("sm_90", 1, {"num_splits": 3})):
-        plain, found = (own_plan(device, queries, **more, **own) for own in ({}, OWN[name]))
+        plain, found = (mod_plan(device, queries, **more, **mods) for mods in ({}, MODS[name]))
         (launch,), (wanted,) = found.launches, plain.launches  # why one: nobody looks for cells
         assert launch.variant.source == wanted.variant.source
-        assert launch.variant.own is not None
+        assert launch.variant.mod_code is not None
         assert (launch.num_blocks, launch.fields) == (wanted.num_blocks, wanted.fields)
         assert found.workspace == plain.workspace
 
@@ -133,21 +133,21 @@ def test_scores_and_masks_of_the_caller_share_keys_as_plain_calls_do(name: str) 
 def test_all_calls_with_sinks_alone_have_one_kernel() -> None:
     sinks = [np.zeros(32, dtype) for dtype in ("float32", "float16")]
     masks: list[dict[str, Any]] = [{}, {"causal": True}, {"window_size": (9, 0)}]
-    names = {own_plan(sinks=x, **mask).kernel for x in sinks for mask in masks}
+    names = {mod_plan(sinks=x, **mask).kernel for x in sinks for mask in masks}
     assert len(names) == 1
 
 
 @pytest.mark.parametrize("device", ["sm_90", "sm_80"])
 def test_keys_are_not_shared_where_bits_are_those_of_many_queries_or_weights_are_dropped(device: str) -> None:
     for more in ({"num_splits": 1}, {"split_size": 256}, {"dropout_p": 0.5, "dropout_seed": 1}):
-        plan = own_plan(device, sinks=np.zeros(32, np.float32), **more)
+        plan = mod_plan(device, sinks=np.zeros(32, np.float32), **more)
         assert plan.launches[0].variant.source.split("/")[1] == "forward.cu"
         assert "decode" not in plan.kernel
         assert not plan.workspace_bytes
 
 
 def test_the_next_kernel_for_few_queries_is_taken_if_one_spills() -> None:
-    problem, found, spilled = own_plan(score_mod=doubled).problem, [], []
+    problem, found, spilled = mod_plan(score_mod=doubled).problem, [], []
     for _ in range(5):
         made = plan(problem, KNOWN["sm_90"], (), spilled)
         variant = made.launches[0].variant
@@ -161,9 +161,9 @@ def test_the_next_kernel_for_few_queries_is_taken_if_one_spills() -> None:
 def test_few_sequences_that_are_not_packed_have_kernels_of_their_own() -> None:
     for batch, few in ((1, True), (32, True), (33, False)):
         assert launched(batch=batch).variant.tile.few == few
-    told = {"cu_seqlens_q": (3,), "max_seqlen_q": 1, "seqused_k": (2,)}
+    varlen_kwargs = {"cu_seqlens_q": (3,), "max_seqlen_q": 1, "seqused_k": (2,)}
     (launch,) = cuflash.plan(
-        (2, 32, 128), (2, 99, 8, 128), (2, 99, 8, 128), dtype="bfloat16", device="sm_90", **told
+        (2, 32, 128), (2, 99, 8, 128), (2, 99, 8, 128), dtype="bfloat16", device="sm_90", **varlen_kwargs
     ).launches
     assert launch.variant.name.endswith("_decode")
 
@@ -267,7 +267,7 @@ def test_the_page_of_a_key_is_a_product_and_a_shift(page_size: int) -> None:
 
 
 def test_a_printed_plan_tells_how_keys_are_cut() -> None:
-    for arch, more, told in (
+    for arch, more, message in (
         ("sm_90", {}, "as many as the lengths on the GPU ask for"),
         ("sm_90", {"num_splits": 3}, "of 1408 keys"),
         ("sm_80", {"num_splits": 3}, "3"),
@@ -276,5 +276,5 @@ def test_a_printed_plan_tells_how_keys_are_cut() -> None:
         q, k = (4, 1, 32, 128), (4, 4096, 8, 128)
         lines = str(cuflash.plan(q, k, k, dtype="bfloat16", device=arch, seqused_k=(4,), **more)).splitlines()
         of_all = "(for each of 32 query blocks); the last one to end merges them"
-        wanted = [] if told is None else [f"splits     {told} {of_all}"]
+        wanted = [] if message is None else [f"splits     {message} {of_all}"]
         assert [line for line in lines if line.startswith("splits")] == wanted

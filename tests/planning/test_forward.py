@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from plans import own_problem, problem
+from plans import mod_problem, problem
 
 import cuflash
 from cuflash.planning.device import KNOWN
 from cuflash.planning.forward import L2_BYTES, LONG_PAIRS, MOST_TAIL_PARTS
 from cuflash.planning.plan import Launch
 from cuflash.planning.planner import plan
-from cuflash.planning.tiles_sm90 import OWN_TILES, TILE_SLOTS, TILES, choose, choose_own
+from cuflash.planning.tiles_sm90 import MOD_TILES, TILE_SLOTS, TILES, choose, choose_mod_tiles
 
 H100 = KNOWN["sm_90"]
 MANY = float("inf")
@@ -69,8 +69,8 @@ def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2()
 def test_heads_come_in_pairs_but_of_short_sequences_with_wide_heads() -> None:
     def in_pairs(count: int, mean: int, head_dim: int, heads: int = 16, **more: Any) -> int:
         rows = (count * mean, heads, head_dim)
-        told = {"cu_seqlens_q": (count + 1,), "cu_seqlens_k": (count + 1,), "max_seqlen_k": mean} | more
-        made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", num_splits=1, **told)
+        varlen_kwargs = {"cu_seqlens_q": (count + 1,), "cu_seqlens_k": (count + 1,), "max_seqlen_k": mean} | more
+        made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", num_splits=1, **varlen_kwargs)
         return int(made.launches[0].fields["in_pairs"])
 
     assert in_pairs(32, 512, 128) == in_pairs(32, 512, 64) == in_pairs(16, LONG_PAIRS, 256) == 1
@@ -87,11 +87,11 @@ def test_heads_come_in_pairs_but_of_short_sequences_with_wide_heads() -> None:
 def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_together_under_a_mask() -> None:
     def parts(count: int, mean: int, head_dim: int = 256, heads: int = 16, cached: bool = False, **more: Any) -> int:
         rows, one = (count * mean, heads, head_dim), (count, mean, heads, head_dim)
-        told = {"cu_seqlens_q": (count + 1,), "cu_seqlens_k": (count + 1,)}
+        varlen_kwargs = {"cu_seqlens_q": (count + 1,), "cu_seqlens_k": (count + 1,)}
         if cached:
-            rows, told = one, {"seqused_k": (count,)}
+            rows, varlen_kwargs = one, {"seqused_k": (count,)}
         more = {"causal": True, "num_splits": 1, "max_seqlen_k": mean} | more
-        made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", **told, **more)
+        made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", **varlen_kwargs, **more)
         return int(made.launches[0].fields["tail_parts"])
 
     # Sequences with 132 query blocks, one a multiprocessor, and the rows behind them.
@@ -108,7 +108,7 @@ def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_tog
     assert parts(32, 512, cached=True) == 0
 
 
-def test_kernels_of_the_callers_own_that_spill_are_not_taken() -> None:
+def test_kernels_mods_that_spill_are_not_taken() -> None:
     """Other tiles of the same head dims come next, and at last the kernels for any GPU."""
     for op, head_dim, causal in (
         ("forward", 64, False),
@@ -116,44 +116,44 @@ def test_kernels_of_the_callers_own_that_spill_are_not_taken() -> None:
         ("forward", 136, False),
         ("lse", 64, True),
     ):
-        call, spilled, sources = own_problem(op, head_dim, causal=causal), [], [f"sm90/{op}.cu"]
+        call, spilled, sources = mod_problem(op, head_dim, causal=causal), [], [f"sm90/{op}.cu"]
         while sources[-1].startswith("sm90/"):
             made = plan(call, H100, spilled=frozenset(spilled))
             (launch,) = made.launches
             assert launch.variant not in spilled
-            assert launch.variant.own is not None
+            assert launch.variant.mod_code is not None
             spilled.append(launch.variant)
             sources.append(launch.variant.source)
         tiles = [variant.tile for variant in spilled[:-1]]
-        own = choose_own(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False, False)
-        assert tuple(tiles) == own
-        assert len({(tile.head_dim, tile.head_dim_v) for tile in own}) == 1
+        chosen = choose_mod_tiles(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False, False)
+        assert tuple(tiles) == chosen
+        assert len({(tile.head_dim, tile.head_dim_v) for tile in tiles}) == 1
         assert tiles[0] == choose(op, head_dim, head_dim, call.seqlen_k / 2 if causal else MANY, False)
         assert sources[-1] == f"sm80/{op}.cu"
         assert made.fallback is not None
         assert "registers" in made.fallback
 
 
-def test_tiles_of_the_callers_own_fit_and_take_the_place_of_others_with_the_same_head_dims() -> None:
+def test_tiles_mods_fit_and_take_the_place_of_others_with_the_same_head_dims() -> None:
     dims = {(row.head_dim, row.head_dim_v) for row in TILES}
-    assert dims == {(row.head_dim, row.head_dim_v) for row in OWN_TILES}
-    assert all(row.smem_bytes(2) <= H100.smem_per_block for row in OWN_TILES)
-    assert not set(TILES) & set(OWN_TILES)
+    assert dims == {(row.head_dim, row.head_dim_v) for row in MOD_TILES}
+    assert all(row.smem_bytes(2) <= H100.smem_per_block for row in MOD_TILES)
+    assert not set(TILES) & set(MOD_TILES)
     for head_dim in (64, 96, 128, 192, 256):  # each tile of the ring may belong to a piece of work of its own
-        assert all(row.stages + 5 <= TILE_SLOTS for row in choose_own("lse", head_dim, 1, MANY, False, False))
-    assert choose_own("forward", 257, 64, MANY, False, False) == ()
+        assert all(row.stages + 5 <= TILE_SLOTS for row in choose_mod_tiles("lse", head_dim, 1, MANY, False, False))
+    assert choose_mod_tiles("forward", 257, 64, MANY, False, False) == ()
 
 
 def test_rows_for_dropout_alone_or_for_none_are_taken_accordingly() -> None:
     for head_dim in (64, 96, 128):
         plain = choose("forward", head_dim, head_dim, MANY, False)
-        dropped = choose_own("forward", head_dim, head_dim, MANY, False, True)
-        assert (plain, *dropped) == choose_own("forward", head_dim, head_dim, MANY, False, False)
+        dropped = choose_mod_tiles("forward", head_dim, head_dim, MANY, False, True)
+        assert (plain, *dropped) == choose_mod_tiles("forward", head_dim, head_dim, MANY, False, False)
         made = cuflash.plan(*((1, 2048, 4, head_dim),) * 3, dtype="bfloat16", device="sm_90", dropout_p=0.1)
         assert made.launches[0].variant.tile == dropped[0]
         assert made.fallback is None
     for softcap in (False, True):
-        rows = choose_own("forward", 256, 256, MANY, softcap, True)
-        others = choose_own("forward", 256, 256, MANY, softcap, False)
+        rows = choose_mod_tiles("forward", 256, 256, MANY, softcap, True)
+        others = choose_mod_tiles("forward", 256, 256, MANY, softcap, False)
         assert [row for row in rows if not row.dropout] == list(others)
         assert len(rows) == len(others) + (not softcap)

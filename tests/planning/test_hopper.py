@@ -1,4 +1,4 @@
-"""Which problems Hopper's own kernels take, what is told of the others, and calls whose pointers decide."""
+"""Which problems Hopper's own kernels take, the causes of the others, and calls whose pointers decide."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from cuflash.planning.hopper import allows_tma
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import BACKWARD, FORWARD, own_op
+from cuflash.problem.mod_spec import Bias, make_mod_spec
+from cuflash.problem.operands import BACKWARD, FORWARD, mod_op
 from cuflash.problem.options import Options
-from cuflash.problem.own import Bias, own_of
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
 from cuflash.runtime.launch import Call, ValidatedCall
@@ -171,7 +171,7 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     monkeypatch.setattr(launch, "relaxed_capture", contextlib.nullcontext)  # the driver's
     q = SOME._replace(device="cuda:1")
     bias = ArraySpec.dense((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
-    op = own_op("forward", False, own_of(None, None, Bias("float32", (False, True, True, True))))
+    op = mod_op("forward", False, make_mod_spec(None, None, Bias("float32", (False, True, True, True))))
     of = Problem.of(op, [q, q, q, bias], Options())
     call, names = Call(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
     assert dict(call.plan.paired) == {"bias": 8}  # two of float32
@@ -182,7 +182,7 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     other = call.for_any(off)
     assert other.launch(off, 7)
     assert other.plan.variant.tile == call.plan.variant.tile
-    assert (other.plan.paired, "pair<false>" in other.plan.variant.own.text) == ({}, True)
+    assert (other.plan.paired, "pair<false>" in other.plan.variant.mod_code.text) == ({}, True)
     both = tuple(x + 2 * (n == 0) for n, x in enumerate(off))
     assert not is_hoppers(call.for_any(both).plan)
     assert call.for_any(both).launch(both, 7)

@@ -23,7 +23,7 @@ def backward(*head_dims: int, **more: Any) -> Plan:
 
 
 def fields(*head_dims: int, **more: Any) -> dict[str, int]:
-    """What the launch of Hopper's one kernel for all gradients is told."""
+    """The fields of the launch of Hopper's one kernel for all gradients."""
     made = backward(*head_dims, **more)
     assert made.launches[1].variant.source == "sm90/backward.cu"
     return dict(made.launches[1].fields)

@@ -252,19 +252,19 @@ def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_
         wanted.insert(0, f"kernel     {made.kernel}")
     for launch in made.launches:
         variant, tile = launch.variant, launch.variant.tile
-        told = f"{launch.num_blocks} blocks of {variant.num_threads} threads, {memory(variant.smem_bytes)} of shared "
-        wanted += [f"kernel     {variant.name}: {told}memory each"] * (len(made.launches) > 1)
+        text = f"{launch.num_blocks} blocks of {variant.num_threads} threads, {memory(variant.smem_bytes)} of shared "
+        wanted += [f"kernel     {variant.name}: {text}memory each"] * (len(made.launches) > 1)
         if tile is not None:
             padded = f"head dims padded to ({tile.head_dim}, {tile.head_dim_v})"
             shape = f"{tile.block_q} queries x {tile.block_k} keys, {padded}"
             wanted.append(f"tile       {shape}, {tile.stages} stage{'s' * (tile.stages > 1)}, {tile.warps} warps")
         if launch.arrivals:
             wanted.append(f"splits     {launch.told_splits}")
-        wanted += [f"launch     {told}memory each"] * (len(made.launches) == 1)
+        wanted += [f"launch     {text}memory each"] * (len(made.launches) == 1)
     if (arch, dtype) == ("sm_90", "float32"):
         wanted.append("fallback   not Hopper's own kernel: it takes float16 and bfloat16, not float32")
     sizes = made.out_bytes, made.lse_bytes, made.workspace_bytes
-    told = "out {}, lse {}, workspace {}".format(*map(memory, sizes))
+    text = "out {}, lse {}, workspace {}".format(*map(memory, sizes))
     if op == "backward":
-        told = f"gradients {memory(made.out_bytes)}, workspace {memory(made.workspace_bytes)}"
-    assert str(made).splitlines() == [*wanted, f"memory     {told}", f"work       {work(made.flops)}"]
+        text = f"gradients {memory(made.out_bytes)}, workspace {memory(made.workspace_bytes)}"
+    assert str(made).splitlines() == [*wanted, f"memory     {text}", f"work       {work(made.flops)}"]

@@ -108,9 +108,9 @@ def test_the_public_plan_takes_arrays_and_every_argument_of_the_calls() -> None:
     assert cuflash.plan(q, k, v).kernel == "reference_forward_flash2"
     more = {"causal": True, "window_size": (9, -1), "diagonal_offset": 3, "softcap": 2.0, "softmax_scale": 0.5}
     forward = {"algorithm": "flashd", "out_dtype": "float32"}
-    for op, own in (("forward", forward), ("backward", {"deterministic": True})):
-        made = cuflash.plan(q, k, v, op=op, device="sm_90", **more, **own)  # type: ignore[arg-type]
-        assert made == plan(problem(64, 96, op=op, dtype="float16", **more, **own), H100)
+    for op, extra in (("forward", forward), ("backward", {"deterministic": True})):
+        made = cuflash.plan(q, k, v, op=op, device="sm_90", **more, **extra)  # type: ignore[arg-type]
+        assert made == plan(problem(64, 96, op=op, dtype="float16", **more, **extra), H100)
     assert cuflash.plan(q, k, v, op="backward", device="sm_80") == plan(
         problem(64, 96, op="backward", dtype="float16", deterministic=False), KNOWN["sm_80"]
     )

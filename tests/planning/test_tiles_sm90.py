@@ -11,7 +11,7 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.tiles_sm90 import (
     BACKWARD,
     GRADIENTS,
-    OWN_TILES,
+    MOD_TILES,
     ROWS,
     TILES,
     choose,
@@ -89,6 +89,6 @@ def test_lse_has_the_row_of_forward_for_many_keys_without_v(capped: bool) -> Non
 
 
 def test_no_tile_of_forward_reaches_farther_than_its_docstring_says() -> None:
-    for row in (*TILES, *OWN_TILES):
+    for row in (*TILES, *MOD_TILES):
         assert row.block_q <= 192
         assert row.block_k <= 128

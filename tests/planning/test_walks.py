@@ -25,9 +25,9 @@ def claims(rng: np.random.Generator) -> Iterator[str]:
         batch, heads, parts, num_blocks, together = (int(n) for n in rng.integers(1, 7, 5))
         num_heads = batch * heads * parts
         index = int(rng.integers(num_heads * num_blocks))
-        told = f"lpt_order({index}, {num_blocks}, {num_heads}, {together})"
+        signature = f"lpt_order({index}, {num_blocks}, {num_heads}, {together})"
         for call, at in (
-            (told, lpt_order(index, num_blocks, num_heads, together)),
+            (signature, lpt_order(index, num_blocks, num_heads, together)),
             (f"head_by_head({index}, {num_blocks})", head_by_head(index, num_blocks)),
         ):
             yield "is({}, {}, {})".format(call, *at)

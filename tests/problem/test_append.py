@@ -1,4 +1,4 @@
-"""What `append_kv` refuses: each bad call gets the right error, told in full, and writes nothing. And its problem."""
+"""Bad calls of `append_kv` get the right error, with its full text, and write nothing. And its problem."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of bad input: each call gets the right error, told in full, launches nothing and changes no array.
+"""The table of bad input: each call gets the right error, with its full text, launches nothing and changes no array.
 
 That of `backward` stands in `test_bad_gradients`.
 """

@@ -10,17 +10,17 @@ from cuflash.mods.tracing.trace import trace
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.block_mask import check_sizes
 from cuflash.problem.checks import MAX_SEQLEN
+from cuflash.problem.mod_spec import make_mod_spec
 from cuflash.problem.operands import Sizes, block_mask_op
 from cuflash.problem.options import Options
-from cuflash.problem.own import own_of
 from cuflash.problem.problem import Problem
 
-OP = block_mask_op(own_of(None, trace(causal, "mask_mod")), Sizes(2, 3, 130, 65))
+OP = block_mask_op(make_mod_spec(None, trace(causal, "mask_mod")), Sizes(2, 3, 130, 65))
 LIKE = ArraySpec.dense((7,), "int64")
 
 
-def of(**told: ArraySpec) -> Problem:
-    return Problem.of(OP, [LIKE if name == "like" else told.get(name) for name in OP.names], Options())
+def of(**specs: ArraySpec) -> Problem:
+    return Problem.of(OP, [LIKE if name == "like" else specs.get(name) for name in OP.names], Options())
 
 
 def test_a_block_mask_is_a_problem_without_head_dims() -> None:

@@ -14,7 +14,7 @@ import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.lengths import SeqlenInfo
-from cuflash.problem.operands import INTEGERS, VARLEN_OPS
+from cuflash.problem.operands import INTEGERS, VARLEN_ARGS, VARLEN_OPS
 from cuflash.problem.options import Options
 from cuflash.problem.problem import MAX_SEQLEN, Problem
 
@@ -23,14 +23,13 @@ def ints(*shape: int, dtype: Any = np.int32) -> np.ndarray[Any, Any]:
     return np.zeros(shape, dtype)
 
 
-# Legal calls, told by shapes: of two sequences, but for those that say otherwise.
+# Legal calls, given by shapes: of two sequences, but for those that say otherwise.
 PACKED = {"q": (5, 4, 8), "k": (7, 2, 8), "v": (7, 2, 6), "cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}
 OVER_CACHE = {"q": (5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 6), "cu_seqlens_q": (3,), "seqused_k": (2,)}
 RECTANGLE = {"q": (2, 5, 4, 8), "k": (2, 7, 2, 8), "v": (2, 7, 2, 6), "seqused_q": (2,), "seqused_k": (2,)}
 CACHED = {"q": (2, 5, 4, 8), "k": (9, 7, 2, 8), "v": (9, 7, 2, 6), "cache_batch_idx": (2,), "seqused_k": (2,)}
 PAGED = {"q": (2, 5, 4, 8), "k": (9, 16, 2, 8), "v": (9, 16, 2, 6), "page_table": (2, 3), "seqused_k": (2,)}
 LEGAL = {"packed": PACKED, "cache": OVER_CACHE, "rectangle": RECTANGLE, "cached": CACHED, "paged": PAGED}
-VARLEN_ARGS = [operand.name for operand in VARLEN_OPS["forward"].inputs if operand.dtype == INTEGERS]
 
 
 def arrays(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -236,11 +235,11 @@ def test_where_rows_lie_is_kept_and_masks_are_made_for_each_length() -> None:
     assert problem("cache").lengths == SeqlenInfo(1, 5, 2, 7, True)
     windowed = problem("paged", window_size=(4, 2), diagonal_offset=1).lengths
     assert windowed == SeqlenInfo(2, 5, 9, 16, left=4, right=2, offset=1)
-    own = problem("cached", causal=True).lengths
-    assert own == SeqlenInfo(2, 5, 9, 7, right=0)
-    assert own is not None
+    varlen = problem("cached", causal=True).lengths
+    assert varlen == SeqlenInfo(2, 5, 9, 7, right=0)
+    assert varlen is not None
     for seqlen_q, seqlen_k in ((1, 7), (5, 3), (0, 4), (5, 0)):
-        visible = own.mask(seqlen_q, seqlen_k).visible(np.arange(seqlen_q), np.arange(seqlen_k))
+        visible = varlen.mask(seqlen_q, seqlen_k).visible(np.arange(seqlen_q), np.arange(seqlen_k))
         np.testing.assert_array_equal(visible, np.tri(seqlen_q, seqlen_k, seqlen_k - seqlen_q, bool))
 
 

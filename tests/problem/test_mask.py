@@ -100,9 +100,9 @@ __device__ constexpr bool sees(Mask mask, const char* wanted) {
 
 def claims(mask: Mask, rng: np.random.Generator) -> Iterator[str]:
     """What must hold in C++ of the mask of the kernels: its predicate, its transpose and some of its ranges."""
-    own = f"Mask({mask.seqlen_q}, {mask.seqlen_k}, {mask.lo}, {mask.hi})"
+    text = f"Mask({mask.seqlen_q}, {mask.seqlen_k}, {mask.lo}, {mask.hi})"
     sees = predicate(mask)
-    for name, flags in ((own, sees), (f"{own}.transposed()", sees.T), (f"{own}.transposed().transposed()", sees)):
+    for name, flags in ((text, sees), (f"{text}.transposed()", sees.T), (f"{text}.transposed().transposed()", sees)):
         yield f'sees({name}, "{"".join(map(str, flags.ravel().astype(int)))}")'
         for _ in range(3 if flags.size else 0):
             begin, end = sorted(rng.choice(len(flags) + 1, 2, replace=False))

@@ -20,11 +20,11 @@ KNOWN = Known(64, "float16")
 def test_a_public_call_has_the_options_of_the_table_with_their_defaults(op: str) -> None:
     signature = inspect.signature(getattr(cuflash, op)).parameters
     of_backward = {"dlse", "grads_out", "page_table", "cache_batch_idx", "captured_grads"}
-    own = {"forward": {"return_lse", "out"}, "lse": set(), "backward": of_backward}[op]
-    own |= {operand.name for operand in VARLEN_OPS[op].inputs if operand.dtype == INTEGERS}
-    own |= {"score_mod", "mask_mod", "block_mask", "bias", "sinks"} | ({"dropout_seed"} if op != "lse" else set())
-    keywords = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
-    assert keywords == set(names(op)) | own
+    keywords = {"forward": {"return_lse", "out"}, "lse": set(), "backward": of_backward}[op]
+    keywords |= {operand.name for operand in VARLEN_OPS[op].inputs if operand.dtype == INTEGERS}
+    keywords |= {"score_mod", "mask_mod", "block_mask", "bias", "sinks"} | ({"dropout_seed"} if op != "lse" else set())
+    found = {name for name, parameter in signature.items() if parameter.kind is parameter.KEYWORD_ONLY}
+    assert found == set(names(op)) | keywords
     assert {name: signature[name].default for name in names(op)} == {name: DEFAULTS[name] for name in names(op)}
     assert set(names(op)) <= set(inspect.signature(cuflash.plan).parameters)
 

@@ -11,7 +11,7 @@ from cuflash.mods import masks
 from cuflash.mods.tracing.trace import trace
 from cuflash.reference import block_mask
 from cuflash.reference.block_mask import CELL, EMPTY, FULL, PARTIAL, cells_of
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 OFFSETS = np.array([0, 60, 64, 200, 333], np.int32)
 PER_HEAD = np.array([5, 70, 0], np.int32)

@@ -51,8 +51,8 @@ def test_no_two_keys_of_a_row_share_their_bits() -> None:
     assert len(np.unique(places)) == len(k)
     # What a thread of tensor cores holds of 32 keys: two neighbours of every 8.
     for thread in range(4):
-        own = [8 * block + 2 * thread + i for block in range(4) for i in range(2)]
-        assert len({int(places[key]) // 8 for key in own}) == 1
+        columns = [8 * block + 2 * thread + i for block in range(4) for i in range(2)]
+        assert len({int(places[key]) // 8 for key in columns}) == 1
 
 
 def test_seeds_of_any_size_are_taken_modulo_two_to_the_64() -> None:

@@ -98,7 +98,7 @@ def test_hidden_tiles_are_skipped_and_seen_ones_not_masked(
     calls: list[Any] = []
     visible = Mask.visible
     monkeypatch.setattr(Mask, "visible", lambda *args: (calls.append(args), visible(*args))[1])
-    forward(problem, *case.arrays(), block_q=block_q, block_k=block_k, on_tile=lambda *told: seen.append(told))
+    forward(problem, *case.arrays(), block_q=block_q, block_k=block_k, on_tile=lambda *options: seen.append(options))
     heads = case.batch * case.heads_kv  # the query heads of a kv head share its tiles
     assert len(seen) == heads * visited
     assert len(calls) == heads * masked

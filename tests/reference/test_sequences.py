@@ -1,4 +1,4 @@
-"""Sequences of several lengths in NumPy: which rows are whose, keys with holes in them, and what is never touched.
+"""Variable-length sequences in NumPy: which rows are whose, keys with holes in them, and what is never touched.
 
 `ops/test_sequences` holds the results of calls against float64.
 """
@@ -57,7 +57,7 @@ def test_keys_that_are_there_are_ranges_between_those_that_are_not(name: str) ->
 @pytest.mark.parametrize("case", [PAGED, USED, replace(PAGED, place_k="cache"), replace(PAGED, place_k="packed")])
 def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case: Sequences) -> None:
     given = made(case)
-    found = dict(each(problem_of(given), given.told))
+    found = dict(each(problem_of(given), given.varlen_kwargs))
     assert sorted(found) == [b for b, count in enumerate(case.queries) if count]
     for b, one in found.items():
         queries, keys = given.queries[b], given.keys[b]
@@ -68,14 +68,14 @@ def test_each_sequence_with_queries_has_the_rows_and_keys_that_it_was_given(case
 
 def test_keys_outside_the_pool_are_marked_and_those_outside_packed_rows_left_out() -> None:
     given = made(PAGED)
-    table = given.told["page_table"].copy()
+    table = given.varlen_kwargs["page_table"].copy()
     table[0, 1], table[1, 0] = len(given.k), -FAR - 1
-    told = given.told | {"page_table": table}
-    found = dict(each(problem_of(given), told))
+    varlen_kwargs = given.varlen_kwargs | {"page_table": table}
+    found = dict(each(problem_of(given), varlen_kwargs))
     assert np.flatnonzero(found[0].keys[0] < 0).tolist() == [3, 4, 5]
     assert np.flatnonzero(found[1].keys[0] < 0).tolist() == [0, 1, 2]
     packed = made(replace(USED, queries=(3, 1, 5)))
-    wild = packed.told | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
+    wild = packed.varlen_kwargs | {"cu_seqlens_k": np.array([FAR, -FAR - 1, 9, 3], np.int32)}
     used = wild | {"seqused_k": np.full(3, FAR, np.int32)}
     # why first: where bounds decrease, rows that are computed are not cleared afterwards
     (_, blind), (_, sees) = each(problem_of(packed), used)
@@ -97,7 +97,7 @@ def test_keys_with_holes_are_those_of_a_dense_problem_whose_other_keys_are_hidde
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtype: str) -> None:
     given = made(replace(PAGED, page_size=1, dtype=dtype)).without_pages(1)
-    assert max(len(one.runs()) for _, one in each(problem_of(given), given.told)) > 5
+    assert max(len(one.runs()) for _, one in each(problem_of(given), given.varlen_kwargs)) > 5
     out, wide = (cuflash.forward(**given.arguments(), out_dtype=name) for name in (None, "float32"))
     np.testing.assert_array_equal(out, wide.astype(out.dtype))
     exact, near = assembled(given)["out"]
@@ -107,7 +107,7 @@ def test_results_over_ranges_of_keys_are_rounded_once_after_they_are_merged(dtyp
 
 def test_rows_that_are_not_used_are_not_even_written() -> None:
     given = made(USED)
-    named = {name: getattr(given, name) for name in "qkv"} | given.told
+    named = {name: getattr(given, name) for name in "qkv"} | given.varlen_kwargs
     out = np.full((*given.q.shape[:3], given.of.dims[1]), 7.0, given.q.dtype)
     results = run(problem_of(given), reference.forward, named, out)
     assert results[0] is out
@@ -129,7 +129,7 @@ def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
         seen.append((problem.batch, problem.seqlen_q, problem.seqlen_k, *(x.shape[:2] for x in arrays)))
         return reference.forward(problem, *arrays)
 
-    run(problem_of(given), compute, {name: getattr(given, name) for name in "qkv"} | given.told, None)
+    run(problem_of(given), compute, {name: getattr(given, name) for name in "qkv"} | given.varlen_kwargs, None)
     lengths = zip(given.of.queries, given.of.keys, strict=True)
     assert sorted(seen) == sorted((1, n, m, (1, n), (1, m), (1, m)) for n, m in lengths if n)
 
@@ -158,12 +158,12 @@ def test_a_million_sequences_without_queries_cost_no_step_of_a_loop(counted: Cal
     q, k, v = (rng.standard_normal((rows, 2, 8)).astype("f4") for rows in (3, 5, 5))
     bounds_q, bounds_k = np.zeros(MANY + 1, np.int32), np.zeros(MANY + 1, np.int32)
     bounds_q[7 * 10**5 :], bounds_k[7 * 10**5 :], bounds_k[-1] = 3, 4, 5
-    told = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k, "max_seqlen_q": 3, "max_seqlen_k": 5}
-    out, lse = cuflash.forward(q, k, v, return_lse=True, **told)
+    varlen_kwargs = {"cu_seqlens_q": bounds_q, "cu_seqlens_k": bounds_k, "max_seqlen_q": 3, "max_seqlen_k": 5}
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **varlen_kwargs)
     alone, alone_lse = cuflash.forward(q[None], k[None, :4], v[None, :4], return_lse=True)
     same([out, lse], [alone[0], alone_lse[0]])
-    same([cuflash.lse(q, k, **told)], [lse])
-    grads = cuflash.backward(out, q, k, v, out, lse, **told)
+    same([cuflash.lse(q, k, **varlen_kwargs)], [lse])
+    grads = cuflash.backward(out, q, k, v, out, lse, **varlen_kwargs)
     wanted = cuflash.backward(alone, q[None], k[None, :4], v[None, :4], alone, alone_lse)
     same([grads[0], *(x[:4] for x in grads[1:])], [x[0] for x in wanted])
     assert not any(x[4:].any() for x in grads[1:])
@@ -197,38 +197,38 @@ NOTHING: dict[str, dict[str, Any]] = {
 def test_a_million_queries_that_see_nothing_are_one_step_of_a_loop(
     name: str, packed: bool, counted: Callable[[], int]
 ) -> None:
-    told, steps = dict(NOTHING[name]), 1 + (name != "no keys at all")
+    varlen_kwargs, steps = dict(NOTHING[name]), 1 + (name != "no keys at all")
     q = ones(MANY, heads=2)
     if packed:
-        told |= {"cu_seqlens_q": BOUNDS, "max_seqlen_q": 1}
+        varlen_kwargs |= {"cu_seqlens_q": BOUNDS, "max_seqlen_q": 1}
     else:
         q = q[:, None]
-    k, kept = told.pop("k"), np.full_like(q, 7.0)
-    out, lse = cuflash.forward(q, k, k, return_lse=True, out=kept, **told)
+    k, kept = varlen_kwargs.pop("k"), np.full_like(q, 7.0)
+    out, lse = cuflash.forward(q, k, k, return_lse=True, out=kept, **varlen_kwargs)
     assert counted() == steps
     of_lse = lse.T if packed else lse[..., 0]
     assert not out[: MANY + 1 - steps].any()
     assert np.isneginf(of_lse[: MANY + 1 - steps]).all()
     assert (out[MANY + 1 - steps :] == 1.0).all()
     assert np.isfinite(of_lse[MANY + 1 - steps :]).all()
-    same([cuflash.lse(q, k, **told)], [lse])
+    same([cuflash.lse(q, k, **varlen_kwargs)], [lse])
     assert counted() == steps
-    if not told.keys() & {"cache_batch_idx", "page_table"}:
-        grads = cuflash.backward(q, q, k, k, out, lse, dlse=lse, **told)
+    if not varlen_kwargs.keys() & {"cache_batch_idx", "page_table"}:
+        grads = cuflash.backward(q, q, k, k, out, lse, dlse=lse, **varlen_kwargs)
         assert counted() == steps
         assert not grads[0][: MANY + 1 - steps].any()
         assert all(np.isfinite(x).all() for x in grads)
 
 
 def test_of_rows_that_see_nothing_sinks_are_all_that_there_is(counted: Callable[[], int]) -> None:
-    sinks, told = np.array([0.5, -1.0], "f4"), {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": 0 * BOUNDS}
+    sinks, varlen_kwargs = np.array([0.5, -1.0], "f4"), {"cu_seqlens_q": BOUNDS, "cu_seqlens_k": 0 * BOUNDS}
     q, none = ones(MANY, heads=2), ones(0)
-    out, lse = cuflash.forward(q, none, none, sinks=sinks, return_lse=True, **told)
+    out, lse = cuflash.forward(q, none, none, sinks=sinks, return_lse=True, **varlen_kwargs)
     assert not out.any()
     assert (lse == sinks[:, None]).all()
     dlse = np.full_like(lse, 0.25)
     *_, (of_sinks,) = cuflash.backward(
-        q, q, none, none, out, lse, dlse=dlse, sinks=sinks, captured_grads=(sinks,), **told
+        q, q, none, none, out, lse, dlse=dlse, sinks=sinks, captured_grads=(sinks,), **varlen_kwargs
     )
     assert of_sinks.tolist() == [MANY / 4] * 2
     assert counted() == 2

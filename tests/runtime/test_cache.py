@@ -26,7 +26,7 @@ as_root = pytest.mark.skipif(os.name != "posix" or os.geteuid() != 0, reason="on
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(cache_dir: Path) -> Path:
+def _private_cache(cache_dir: Path) -> Path:
     return cache_dir
 
 
@@ -142,8 +142,10 @@ def test_a_cache_of_roots_serves_other_users_who_cannot_write_it(
     kept(shared / "made")
     request.getfixturevalue("stranger")
     assert cache.contents() == (shared / "made", [len(CONTENT) + cache.DIGEST_BYTES])
-    told = r"1 kernels, 48 B; no more can be kept: .*/made cannot be written \(Permission denied\); set CUFLASH_CACHE"
-    assert re.match(f"cache     {shared / 'made'}: {told}", cache_line())
+    message = (
+        r"1 kernels, 48 B; no more can be kept: .*/made cannot be written \(Permission denied\); set CUFLASH_CACHE"
+    )
+    assert re.match(f"cache     {shared / 'made'}: {message}", cache_line())
     with pytest.warns(RuntimeWarning, match=f"{shared / 'made'} cannot be used .Permission denied"):
         cache.keep(OTHER, CONTENT)
     assert cache.find_in_cache(OTHER) is None
@@ -239,8 +241,8 @@ def test_a_home_at_the_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/")
     assert is_kept_elsewhere("/.cache/cuflash cannot be used .Permission denied")
-    told = r"none: the kernel cache /.cache/cuflash cannot be made \(/\S* cannot be written\); set CUFLASH_CACHE_DIR"
-    assert re.match(f"cache     {told}", cache_line())
+    message = r"none: the kernel cache /.cache/cuflash cannot be made \(/\S* cannot be written\); set CUFLASH_CACHE_DIR"
+    assert re.match(f"cache     {message}", cache_line())
 
 
 @as_root
@@ -252,8 +254,8 @@ def test_a_folder_that_nothing_can_be_added_to_is_no_cache_and_none_is_made(
     assert cache_line() == f"cache     {shared / name}: 0 kernels, 0 B"
     request.getfixturevalue("stranger")
     why = f"made ({shared} cannot be written)" if name else "written (Permission denied)"
-    told = f"none: the kernel cache {shared / name} cannot be {why}; set CUFLASH_CACHE_DIR"
-    assert cache_line().startswith(f"cache     {told}")
+    message = f"none: the kernel cache {shared / name} cannot be {why}; set CUFLASH_CACHE_DIR"
+    assert cache_line().startswith(f"cache     {message}")
     assert not list(shared.iterdir())
 
 
@@ -274,8 +276,8 @@ def test_what_is_told_of_the_cache_writes_nowhere_else(
 def test_a_link_that_leads_nowhere_is_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(tmp_path / "link"))
-    told = f"none: the kernel cache {tmp_path / 'link'} cannot be written (No such file"
-    assert cache_line().startswith(f"cache     {told}")
+    message = f"none: the kernel cache {tmp_path / 'link'} cannot be written (No such file"
+    assert cache_line().startswith(f"cache     {message}")
 
 
 def test_a_process_keeps_the_latest_kernels_up_to_a_bound(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

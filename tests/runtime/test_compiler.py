@@ -1,4 +1,4 @@
-"""The kernel cache, on disk and in memory, and what the compiler is told. Needs NVRTC but no GPU."""
+"""The kernel cache, on disk and in memory, and the options of the compiler. Needs NVRTC but no GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from own_variants import own_variants
+from mod_variants import mod_variants
 from variants import variants
 from workers import run_python, run_threads
 
@@ -39,7 +39,7 @@ SOURCES = sorted(path.relative_to(compiler.source_root()).as_posix() for path in
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(cache_dir: Path) -> Path:
+def _private_cache(cache_dir: Path) -> Path:
     return cache_dir
 
 
@@ -357,7 +357,7 @@ def test_the_included_files_are_all_that_a_kernel_needs(
     source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = compiler.source_root()
-    made = (*variants("sm_90"), *own_variants("sm_90"), *own_variants("sm_90", True))
+    made = (*variants("sm_90"), *mod_variants("sm_90"), *mod_variants("sm_90", True))
     variant = next(variant for variant in made if variant.source == source)
     found = compiler.files_of(variant)
     assert found[0] == root / source

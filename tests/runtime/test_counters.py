@@ -237,12 +237,12 @@ def test_gpu_streams_that_run_at_once_do_not_take_each_others_tiles(cupy: Any) -
 def test_gpu_streams_that_run_at_once_do_not_take_each_others_blocks_of_rows(cupy: Any, softcap: float) -> None:
     rng = np.random.default_rng(0)
     q, k, v, dout = (cupy.asarray(rng.normal(size=(3000, 8, 256)), "float16") for _ in range(4))
-    told = {f"cu_seqlens_{side}": cupy.arange(0, 3001, 300, "int32") for side in "qk"}
-    told |= {"max_seqlen_q": 300, "max_seqlen_k": 300, "causal": True, "softcap": softcap}
-    out, lse = cuflash.forward(q, k, v, return_lse=True, **told)
+    varlen_kwargs = {f"cu_seqlens_{side}": cupy.arange(0, 3001, 300, "int32") for side in "qk"}
+    varlen_kwargs |= {"max_seqlen_q": 300, "max_seqlen_k": 300, "causal": True, "softcap": softcap}
+    out, lse = cuflash.forward(q, k, v, return_lse=True, **varlen_kwargs)
 
     def gradients() -> tuple[Any, ...]:
-        return cuflash.backward(dout, q, k, v, out, lse, **told)
+        return cuflash.backward(dout, q, k, v, out, lse, **varlen_kwargs)
 
     wanted = gradients()
     streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(3)]

@@ -59,9 +59,9 @@ def test_a_function_that_the_driver_does_not_have_is_an_error() -> None:
         driver.function("cuNoSuchThing")
 
 
-@pytest.mark.parametrize(("name", "told"), [(b"CUDA_ERROR_UNKNOWN", "CUDA_ERROR_UNKNOWN"), (None, "CUDA error")])
+@pytest.mark.parametrize(("name", "message"), [(b"CUDA_ERROR_UNKNOWN", "CUDA_ERROR_UNKNOWN"), (None, "CUDA error")])
 def test_a_failure_tells_the_name_that_cuda_has_for_it(
-    name: bytes | None, told: str, monkeypatch: pytest.MonkeyPatch
+    name: bytes | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def name_error(result: int, answer: int) -> int:
         ctypes.c_char_p.from_address(answer).value = name
@@ -69,7 +69,7 @@ def test_a_failure_tells_the_name_that_cuda_has_for_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(driver, "function", lambda asked, *argtypes: {"cuGetErrorName": name_error}[asked])
-        assert str(driver.failure(2, "no page")) == f"no page: {told} (2)"
+        assert str(driver.failure(2, "no page")) == f"no page: {message} (2)"
 
 
 @pytest.mark.parametrize(("result", "device"), [(0, 5), (201, -1)])
@@ -86,18 +86,18 @@ def test_the_current_device_is_that_of_the_threads_context(
 
 
 def test_a_thread_gets_a_context_even_of_what_is_its_device_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+    messages: list[Any] = []
 
     @contextlib.contextmanager
     def device(ordinal: int) -> Iterator[None]:
-        yield told.append(("enter", ordinal))
-        told.append("exit")
+        yield messages.append(("enter", ordinal))
+        messages.append("exit")
 
-    runtime = SimpleNamespace(setDevice=lambda ordinal: told.append(("set", ordinal)))
+    runtime = SimpleNamespace(setDevice=lambda ordinal: messages.append(("set", ordinal)))
     monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(Device=device, runtime=runtime))
     with driver.on_device(3):
-        told.append("inside")
-    assert told == [("enter", 3), ("set", 3), "inside", "exit"]
+        messages.append("inside")
+    assert messages == [("enter", 3), ("set", 3), "inside", "exit"]
 
 
 def test_a_capture_is_relaxed_inside_and_as_it_was_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,13 +79,13 @@ def test_without_a_folder_nobody_waits(tmp_path: Path) -> None:
 
 def test_of_processes_that_want_the_same_kernel_one_compiles_it(tmp_path: Path) -> None:
     pytest.importorskip("cupy")
-    told: list[str] = []
+    messages: list[str] = []
     folder = {"CUFLASH_CACHE_DIR": str(tmp_path / "cache")}
     try:
-        run_threads(lambda index: told.append(run_python("-c", COMPILES, **folder)), 3)
+        run_threads(lambda index: messages.append(run_python("-c", COMPILES, **folder)), 3)
     except AssertionError as error:
         if "need NVRTC" in str(error):
             pytest.skip("needs NVRTC")
         raise
-    assert "".join(told).count("compiled forward") == 1
+    assert "".join(messages).count("compiled forward") == 1
     assert len(os.listdir(tmp_path / "cache")) == 1

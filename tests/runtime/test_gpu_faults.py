@@ -31,7 +31,7 @@ def gradients(deterministic: bool) -> Callable[..., tuple[Any, ...]]:
     return lambda *arrays: cuflash.backward(*arrays, causal=True, deterministic=deterministic)
 
 
-def own_gradients(*arrays: Any) -> tuple[Any, ...]:
+def numpy_gradients(*arrays: Any) -> tuple[Any, ...]:
     """Gradients with that of a bias, and sums of several launches."""
     import cupy
 
@@ -45,7 +45,7 @@ CALLS: dict[str, Callable[..., tuple[Any, ...]]] = {
     "gaps": lambda _, q, k, v, *rest: (cuflash.forward(q[..., ::2], k[..., ::2], v),),  # needs copies
     "splits": lambda _, q, k, v, *rest: cuflash.forward(q[:, :1], k, v, num_splits=3, return_lse=True),
     "backward": gradients(deterministic=True),
-    "bias": own_gradients,
+    "bias": numpy_gradients,
 }
 
 
@@ -184,14 +184,14 @@ for call in (lambda: cuflash.forward(q, q, q), lambda: cuflash.forward(q[:, :32]
         sys.exit("a call after the error gave a result")
 assert all("ILLEGAL_ADDRESS" in x or "IllegalAddress" in x for x in errors), errors
 assert files <= set(pathlib.Path(cache.cache_dir()).glob("*.cubin"))
-print("told", len(errors))
+print("errors", len(errors))
 import os
 os._exit(0)  # CuPy cannot free its arrays any more
 """
 
 
 def test_after_an_error_of_the_gpu_each_call_tells_it_and_none_hangs() -> None:
-    assert "told 3" in run_python("-c", BROKEN)
+    assert "errors 3" in run_python("-c", BROKEN)
 
 
 INTERRUPTED = """

@@ -1,4 +1,4 @@
-"""Hopper's kernels with functions of the caller's own do not run if they spill registers. Needs NVRTC but no GPU."""
+"""Hopper's kernels with score_mod or mask_mod do not run if they spill registers. Needs NVRTC but no GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from plans import own_problem
+from plans import mod_problem
 
 from cuflash.errors import UnsupportedError
 from cuflash.planning.device import KNOWN
@@ -25,7 +25,7 @@ MERGE = Variant("merge", "portable/merge.cu", "sm_80", "float16", "float16")
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(cache_dir: Path) -> Path:
+def _private_cache(cache_dir: Path) -> Path:
     return cache_dir
 
 
@@ -41,11 +41,11 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
-def test_a_kernel_of_hoppers_with_functions_of_the_callers_own_does_not_run_if_it_spills(
+def test_a_kernel_of_hoppers_with_functions_mods_does_not_run_if_it_spills(
     cache_dir: Path, logs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hopper = plan(own_problem(), KNOWN["sm_90"]).launches[0].variant
-    other = plan(own_problem(head_dim=128), KNOWN["sm_90"]).launches[0].variant
+    hopper = plan(mod_problem(), KNOWN["sm_90"]).launches[0].variant
+    other = plan(mod_problem(head_dim=128), KNOWN["sm_90"]).launches[0].variant
     logs[:] = [NONE, SPILLS]
     assert compiler.cubin(other) == b"cubin"
     for _ in range(2):  # the second time, nothing is compiled
@@ -62,8 +62,8 @@ def test_a_kernel_of_hoppers_with_functions_of_the_callers_own_does_not_run_if_i
 
 
 def test_other_kernels_run_if_they_spill(logs: list[str]) -> None:
-    generic = plan(own_problem(), KNOWN["sm_80"]).launches[0].variant
-    for variant in (generic, replace(generic, own=None), MERGE):
+    generic = plan(mod_problem(), KNOWN["sm_80"]).launches[0].variant
+    for variant in (generic, replace(generic, mod_code=None), MERGE):
         logs.append(SPILLS)
         assert compiler.cubin(variant) == b"cubin"
     assert not compiler.spilled()
@@ -75,7 +75,7 @@ def test_a_spilled_kernel_is_remembered_without_a_folder(
     file = tmp_path / "file"
     file.write_text("a folder cannot be made below a file", "utf-8")
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file / "cache"))
-    hopper = plan(own_problem(seqlen=1000), KNOWN["sm_90"]).launches[0].variant
+    hopper = plan(mod_problem(seqlen=1000), KNOWN["sm_90"]).launches[0].variant
     logs.append(SPILLS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -85,7 +85,7 @@ def test_a_spilled_kernel_is_remembered_without_a_folder(
 
 
 def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.MonkeyPatch) -> None:
-    call, tried = own_problem(), []
+    call, tried = mod_problem(), []
     spilled: set[Variant] = set()
 
     class Loaded:

@@ -47,14 +47,14 @@ def test_a_descriptor_begins_at_its_first_row_or_as_many_rows_before_the_operand
 
 
 def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver: FakeDriver) -> None:
-    told = asked(driver, spec(strides=(80000, 260, 65, 1)), Box(128, 0, 300))
-    assert told["tensorMap"] % 64 == 0
-    assert told["tensorRank"] == 4
-    assert told["globalDim"] == (64, 300, 4, 2)  # dim, seqlen, heads, batch
-    assert told["globalStrides"] == (2 * 260, 2 * 65, 2 * 80000)  # in bytes, those of seqlen, heads, batch
-    assert told["boxDim"] == (64, 128, 1, 1)
-    assert told["elementStrides"] == (1, 1, 1, 1)
-    assert (told["interleave"], told["swizzle"], told["oobFill"]) == (0, 3, 0)  # 128 bytes, zeros
+    arguments = asked(driver, spec(strides=(80000, 260, 65, 1)), Box(128, 0, 300))
+    assert arguments["tensorMap"] % 64 == 0
+    assert arguments["tensorRank"] == 4
+    assert arguments["globalDim"] == (64, 300, 4, 2)  # dim, seqlen, heads, batch
+    assert arguments["globalStrides"] == (2 * 260, 2 * 65, 2 * 80000)  # in bytes, those of seqlen, heads, batch
+    assert arguments["boxDim"] == (64, 128, 1, 1)
+    assert arguments["elementStrides"] == (1, 1, 1, 1)
+    assert (arguments["interleave"], arguments["swizzle"], arguments["oobFill"]) == (0, 3, 0)  # 128 bytes, zeros
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver:
 def test_a_box_is_128_bytes_wide_in_every_dtype(
     driver: FakeDriver, dtype: str, code: int, size: int, columns: int
 ) -> None:
-    told = asked(driver, spec(dtype=dtype), Box(16, 0, 300))
-    assert told["tensorDataType"] == code
-    assert told["globalStrides"] == (size * 256, size * 64, size * 76800)
-    assert told["boxDim"] == (columns, 16, 1, 1)
+    arguments = asked(driver, spec(dtype=dtype), Box(16, 0, 300))
+    assert arguments["tensorDataType"] == code
+    assert arguments["globalStrides"] == (size * 256, size * 64, size * 76800)
+    assert arguments["boxDim"] == (columns, 16, 1, 1)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2])
@@ -76,10 +76,10 @@ def test_the_stride_of_a_dimension_of_length_1_is_one_that_the_driver_takes(
 ) -> None:
     shape, strides = list(SHAPE), list(DENSE)
     shape[axis], strides[axis] = 1, stride
-    told = asked(driver, spec(tuple(shape), strides), Box(16, 0, shape[1]))
+    arguments = asked(driver, spec(tuple(shape), strides), Box(16, 0, shape[1]))
     wanted = [2 * 256, 2 * 64, 2 * 76800]
     wanted[(2, 0, 1)[axis]] = 16
-    assert list(told["globalStrides"]) == wanted
+    assert list(arguments["globalStrides"]) == wanted
 
 
 def test_of_some_rows_the_length_alone_is_told(driver: FakeDriver) -> None:

@@ -10,7 +10,7 @@ def run_examples(of: Any, **given: Any) -> None:
     """Runs the examples of a function's docstring, of which there is one at least. given: the names that they know."""
     (test,) = doctest.DocTestFinder(recurse=False).find(of, of.__name__, globs=given)
     assert test.examples, f"{of.__name__} has no example"
-    told: list[str] = []
-    failed, tried = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=told.append)
+    lines: list[str] = []
+    failed, tried = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=lines.append)
     assert tried
-    assert not failed, "".join(told)
+    assert not failed, "".join(lines)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cuflash.mods.graph.graph import Node, variable
 from cuflash.mods.graph.operations import Type
 from cuflash.mods.graph.simplify import build, cast, constant, load
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 B, H, Q, K = (variable(name) for name in ("b", "h", "q_idx", "k_idx"))
 SCORE = variable("score")

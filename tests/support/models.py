@@ -59,9 +59,9 @@ def counted_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 def model_of(name: str, implementation: str, **settings: Any) -> Any:
     """A small model with weights large enough that tokens differ, the same for every implementation."""
-    family, own = MODELS[name]
+    family, overrides = MODELS[name]
     config_of = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    config = config_of(**(SIZES | own | settings))
+    config = config_of(**(SIZES | overrides | settings))
     model = getattr(transformers, f"{family}ForCausalLM")._from_config(config, attn_implementation=implementation)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

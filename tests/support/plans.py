@@ -12,9 +12,9 @@ from cuflash.planning import backward as plan_backward
 from cuflash.planning import forward as plan_forward
 from cuflash.planning.plan import Plan
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.operands import OPS, own_op
+from cuflash.problem.mod_spec import make_mod_spec
+from cuflash.problem.operands import OPS, mod_op
 from cuflash.problem.options import Options
-from cuflash.problem.own import own_of
 from cuflash.problem.problem import Problem
 from cuflash.runtime import launch
 
@@ -36,18 +36,23 @@ def problem_of(q: ArraySpec, k: ArraySpec, v: ArraySpec | None = None, op: str =
     return Problem.of(OPS["lse" if v is None else op], specs, Options(**options))
 
 
-def own_problem(op: str = "forward", head_dim: int = 64, seqlen: int = 2048, **options: Any) -> Problem:
+def mod_problem(op: str = "forward", head_dim: int = 64, seqlen: int = 2048, **options: Any) -> Problem:
     """The problem of a dense call with a sink for each head."""
     q = ArraySpec.dense((2, seqlen, 4, head_dim), "bfloat16")
     given = [q] * (2 if op == "lse" else 3) + [ArraySpec.dense((4,), "float32")]
-    return Problem.of(own_op(op, False, own_of(None, None, has_sinks=True)), given, Options(**options))
+    return Problem.of(mod_op(op, False, make_mod_spec(None, None, has_sinks=True)), given, Options(**options))
 
 
 def of_lengths(head_dim: int, batch: int = 4, rows: int = 4096, heads: tuple[int, int] = (16, 16), **more: Any) -> Plan:
     """Backward on an H100 of so many packed sequences of these lengths."""
     q, k = ((batch * rows, count, head_dim) for count in heads)
-    told = {"cu_seqlens_q": (batch + 1,), "cu_seqlens_k": (batch + 1,), "max_seqlen_q": rows, "max_seqlen_k": rows}
-    return cuflash.plan(q, k, k, dtype="bfloat16", device="sm_90", op="backward", **told | more)
+    varlen_kwargs = {
+        "cu_seqlens_q": (batch + 1,),
+        "cu_seqlens_k": (batch + 1,),
+        "max_seqlen_q": rows,
+        "max_seqlen_k": rows,
+    }
+    return cuflash.plan(q, k, k, dtype="bfloat16", device="sm_90", op="backward", **varlen_kwargs | more)
 
 
 @contextmanager

@@ -88,13 +88,13 @@ def assert_equal(found: Any, wanted: Any) -> None:
 
 
 def arguments_of(given: Made, device: str = "cpu", *, grad: bool = False) -> dict[str, Any]:
-    """All arguments of `attention` for sequences of several lengths; q, k and v may want gradients."""
+    """All arguments of `attention` for variable-length sequences; q, k and v may want gradients."""
     arguments = {name: torch_of(x, device) if isinstance(x, np.ndarray) else x for name, x in given.arguments().items()}
     return arguments | {name: arguments[name].requires_grad_(grad) for name in "qkv"}
 
 
 def assert_sequences(given: Made, out: Any, lse: Any) -> None:
-    """Holds out and lse of sequences of several lengths against float64."""
+    """Holds out and lse of variable-length sequences against float64."""
     check(given, in_numpy(out), in_numpy(lse))
 
 

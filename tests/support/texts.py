@@ -22,7 +22,7 @@ from cuflash.mods.graph.derivative import differentiate
 from cuflash.mods.graph.graph import CapturedArray, Node
 from cuflash.mods.graph.operations import Type
 from cuflash.mods.graph.simplify import build, constant, load
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 KERNELS = ROOT / "kernels_cu"
 INPUTS = ("b", "h", "seqlen_q", "seqlen_k", "q_idx", "k_idx")

@@ -10,7 +10,7 @@ from expressions import points
 
 from cuflash.mods.graph.graph import Graph
 from cuflash.mods.tracing.trace import trace
-from cuflash.reference.mods import evaluate
+from cuflash.reference.evaluate import evaluate
 
 COUNT = 40
 POINTS = points(COUNT)

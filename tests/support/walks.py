@@ -201,7 +201,7 @@ class Walk:
         """A block of keys of any kernel but Hopper's for all gradients."""
         of, fields, tile, splits = self.problem, self.fields, self.tile, self.fields.get("splits", 1)
         results = {"backward": "dq dk dv", "backward_dkdv": "dk dv", "backward_dk": "dk", "backward_dv": "dv"}
-        told = results[self.launch.variant.op]
+        expected = results[self.launch.variant.op]
         heads = of.batch * of.heads_kv * splits
         slot, part = divmod(index, sharers := 2 if getattr(tile, "shares_heads", False) else 1)
         at = lpt_order(slot, fields["num_k_blocks"], heads, fields["heads_in_l2"])
@@ -211,22 +211,22 @@ class Walk:
         first, end = (work.part * of_split, min((work.part + 1) * of_split, self.group))
         if sharers > 1:
             first, end = (self.group * p // sharers for p in (part, part + 1))
-            columns = tile.head_dim if told == "dk" else tile.head_dim_v
+            columns = tile.head_dim if expected == "dk" else tile.head_dim_v
             yield Touch("count", "turns", slice(fields["first_turn"] + slot, fields["first_turn"] + slot + 1))
-            yield Touch("turn", f"{told}_acc", slice(slot * 128 * columns, (slot + 1) * 128 * columns))
+            yield Touch("turn", f"{expected}_acc", slice(slot * 128 * columns, (slot + 1) * 128 * columns))
         for head in range(work.head * self.group + first, work.head * self.group + end):
             for m in covering(of.mask.row_range(keys.start, keys.stop), tile.block_q):
                 rows = self.rows_of(m, tile.block_q, of.seqlen_q)
-                yield Piece(told, work.batch, head, rows, keys)
+                yield Piece(expected, work.batch, head, rows, keys)
                 yield from self.stats(work.batch, head, m * tile.block_q, tile.block_q)
-                if "dq" in told:
+                if "dq" in expected:
                     acc = self.query_head(work.batch, head)
                     yield from self.strips("add", "dq_acc", acc, of.seqlen_q, rows, tile.head_dim)
         for result, columns in (("dk", tile.head_dim), ("dv", tile.head_dim_v)):
             if f"{result}_acc" in self.made.workspace and sharers == 1:
                 head = (work.batch * of.heads_kv + work.head) * splits + work.part
                 yield from self.strips("store", f"{result}_acc", head, of.seqlen_k, keys, columns)
-            elif result in told:
+            elif result in expected:
                 yield Rows(result, work.batch, work.head, keys)
 
     def rows_of_gradient(self, index: int) -> Iterator[Piece | Rows | Touch]:

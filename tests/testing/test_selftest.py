@@ -52,9 +52,9 @@ def selftest(*arguments: str) -> int:
 
 def test_what_is_right_passes(on_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
     assert selftest("--problems", "120") == 0
-    told = capsys.readouterr().out
-    assert "The NumPy path is checked, on the CPU: a test asks for it" in told
-    assert re.search(r"\n120 problems are right \(.*\), 0 wrong, 0 refused as unsupported, in \d+ s\n", told)
+    output = capsys.readouterr().out
+    assert "The NumPy path is checked, on the CPU: a test asks for it" in output
+    assert re.search(r"\n120 problems are right \(.*\), 0 wrong, 0 refused as unsupported, in \d+ s\n", output)
 
 
 @pytest.mark.gpu
@@ -85,13 +85,13 @@ def test_every_kind_is_drawn_with_all_that_it_takes() -> None:
     assert {trial.case.dtype for trial in dense} == {"float16", "bfloat16", "float32"}
     places = {trial.of.place_k for trial in trials if isinstance(trial, Several)}
     assert places == {"packed", "rectangle", "cache", "paged"}
-    own = {name for trial in trials if isinstance(trial, ModDense | ModVarlen) for name in trial.names}
-    assert {"alibi", "causal_document", "sinks", "dropout", "bias bhqk"} <= own
+    names = {name for trial in trials if isinstance(trial, ModDense | ModVarlen) for name in trial.names}
+    assert {"alibi", "causal_document", "sinks", "dropout", "bias bhqk"} <= names
 
 
 def is_blocked(trial: Any) -> bool:
     """Whether a call has a block mask, one of a mask_mod."""
-    case = trial.case if isinstance(trial, ModDense) else Case("told", 2, 5, 5, 2, 2, 8, 8, "float32")
+    case = trial.case if isinstance(trial, ModDense) else Case("lengths", 2, 5, 5, 2, 2, 8, 8, "float32")
     return trial.block_mask and "mask_mod" in maker_of(trial.names)(lambda x: x, case)
 
 
@@ -203,7 +203,7 @@ def of_other_cells(mask_mod: Any, *sizes: int, **more: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "asked", "name", "wrong", "told"),
+    ("kind", "asked", "name", "wrong", "message"),
     [
         (Dense, None, "forward", by_a_tenth, "out: error"),
         (Dense, None, "forward", in_other_bits, "forward does not repeat"),
@@ -224,13 +224,13 @@ def of_other_cells(mask_mod: Any, *sizes: int, **more: Any) -> Any:
     ],
 )
 def test_what_is_wrong_is_found_and_can_be_repeated(
-    kind: type, asked: Any, name: str, wrong: Any, told: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch,
+    kind: type, asked: Any, name: str, wrong: Any, message: str, on_cpu: None, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     number = first_of(kind, asked or (lambda trial: True))
     run.trial_of(0, number)[0].run(np)
     monkeypatch.setattr(cuflash, name, wrong)
-    with pytest.raises(MismatchError, match=told):
+    with pytest.raises(MismatchError, match=message):
         selftest("--only", str(number))
     capsys.readouterr()
     monkeypatch.setattr(run, "_numbers", lambda options: iter([number]))

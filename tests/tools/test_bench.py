@@ -173,16 +173,16 @@ def test_an_op_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) 
     assert "sideways: give some of forward, backward" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--rounds", "2"], "'2': give a whole number from 3 on"), (["--rounds", "x"], "give a whole number from 3 on"),
     (["--json", "none/such.json"], "there is no folder"), (["--json", "."], "is a folder"),
     (["--json", "/proc/none.json"], "cannot be written: "), (["--json", "x" * 300], "cannot be written: "),
     (["--seqlens", "0"], "give whole numbers above 0"), (["--ops", "sideways"], "give some of forward, backward"),
 ])  # fmt: skip
 def test_bad_options_are_told_before_anything_is_measured(
-    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "bench", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *arguments])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -72,7 +72,7 @@ def test_samples_of_groups_caps_and_windows_are_exact(case: Case) -> None:
         oracle.assert_units(output, values, exact[output][batch, rows, head], oracle.ULPS["float64"])
 
 
-WITH_FUNCTIONS = [ModCase("own", 2, 128, 128, 4, 2, 16, 8, "float32", own=name) for name in mods.FUNCTIONS]
+WITH_FUNCTIONS = [ModCase("own", 2, 128, 128, 4, 2, 16, 8, "float32", mods=name) for name in mods.FUNCTIONS]
 
 
 @pytest.mark.parametrize("case", [*CASES, *WITH_FUNCTIONS], ids=str)
@@ -98,7 +98,7 @@ def test_samples_are_the_same_by_pytorch(case: Case) -> None:
 @pytest.mark.parametrize("name", mods.FUNCTIONS)
 @pytest.mark.parametrize("op", ["forward", "backward"])
 def test_functions_are_those_of_the_exact_results(op: str, name: str) -> None:
-    case = ModCase("own", 2, 128, 128, 4, 2, 16, 16, "float32", own=name)
+    case = ModCase("own", 2, 128, 128, 4, 2, 16, 16, "float32", mods=name)
     (row,) = run.run_case(ARRAYS, case, peers.ours(op, ARRAYS, ("flash2",))[:1], rounds=3)
     assert not row.wrong
     assert row.error is not None
@@ -107,7 +107,7 @@ def test_functions_are_those_of_the_exact_results(op: str, name: str) -> None:
     assert row.flops == round(case.problem(op).flops * case.share())
 
 
-@pytest.mark.parametrize("case", [*CASES, ModCase("own", 2, 96, 96, 6, 2, 16, 8, "float32", own="ALiBi")], ids=str)
+@pytest.mark.parametrize("case", [*CASES, ModCase("own", 2, 96, 96, 6, 2, 16, 8, "float32", mods="ALiBi")], ids=str)
 def test_flex_attention_gets_the_same_functions(case: Case) -> None:
     class Torch:
         tanh = staticmethod(np.tanh)
@@ -237,8 +237,8 @@ def test_each_preset_is_measured_drawn_and_compared(
     monkeypatch.setitem(presets.PRESETS, preset, small)
     written = tmp_path / "found.json"
     more = ["--seqlens", "64"] if preset in presets.GRIDS else []
-    told = ["bench", preset, "--rounds", "3", "--json", str(written), "--pictures", str(tmp_path), *more]
-    assert main(told) == 0
+    arguments = ["bench", preset, "--rounds", "3", "--json", str(written), "--pictures", str(tmp_path), *more]
+    assert main(arguments) == 0
     content = json.loads(written.read_text("utf-8"))
     assert content["preset"] == preset
     assert len({row["name"] for row in content["rows"]}) in (1, 2, 4)
@@ -254,7 +254,7 @@ def test_each_preset_is_measured_drawn_and_compared(
     assert {path.name for path in (tmp_path / "again").iterdir()} == {path.name for path in drawn}
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["models", "--seqlens", "1k"], "--seqlens goes with paper, memory, quick"),
     (["decode", "--only", "nothing"], "no problem of decode has 'nothing' in its name"),
     (["models", "--ops", "backward", "--only", "prefill"], "no problem of models of backward has 'prefill'"),
@@ -263,24 +263,26 @@ def test_each_preset_is_measured_drawn_and_compared(
     (["--draw", __file__, "--json", "x.json"], "--draw goes with --pictures"),
     (["--draw", __file__], "--draw goes with --pictures FOLDER"),
 ])  # fmt: skip
-def test_what_does_not_go_together_is_told(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_go_together_is_told(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["bench", *arguments])
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_files_that_the_benchmark_did_not_write_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other, empty = tmp_path / "other.json", tmp_path / "empty.json"
     other.write_text("[1, 2]", "utf-8")
     empty.write_text('{"machine": {"gpus": [], "versions": {}}, "rows": []}', "utf-8")
-    for names, told in (
+    for names, message in (
         ((other, empty), "other.json is no file that"),
         ((empty, empty), "no problem in common"),
         ((tmp_path / "none", empty), "there is no such file"),
     ):
         with pytest.raises(SystemExit, match="2"):
             main(["bench", "--compare", *map(str, names)])
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     pytest.importorskip("matplotlib")
     with pytest.raises(SystemExit, match="2"):
         main(["bench", "--draw", str(other), "--pictures", str(tmp_path)])
@@ -316,7 +318,7 @@ def test_first_calls_of_peers_are_timed_after_their_forward(monkeypatch: pytest.
 
 def test_first_calls_are_told_also_where_some_could_not_be_timed() -> None:
     ours = {"nvrtc": 0.01, "forward": {"d64": 1.5}}
-    told = table._startup({"cold": ours, "disk": ours, "failed": "no torch"})
-    assert told == {"NVRTC loaded": "10 ms", "forward d64, compiled": "1.50 s", "forward d64, from disk": "1500.0 ms",
+    lines = table._startup({"cold": ours, "disk": ours, "failed": "no torch"})
+    assert lines == {"NVRTC loaded": "10 ms", "forward d64, compiled": "1.50 s", "forward d64, from disk": "1500.0 ms",
                     "not measured": "no torch"}  # fmt: skip
     assert table._startup({"peers": {"forward": {"torch cuDNN": 0.5}}}) == {"forward d128, torch cuDNN": "0.50 s"}

@@ -59,7 +59,7 @@ def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
     """
     found: set[Variant] = set()
     for op, dtype, head_dim, head_dim_v, arch in cases:
-        if op not in OPS or (op == "backward" and more.get("out_dtype")):  # which `cuflash.plan` is not told
+        if op not in OPS or (op == "backward" and more.get("out_dtype")):  # which `cuflash.plan` does not know
             made = plan_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **more)
             assert made is not None
             found |= {launch.variant for launch in made.launches}
@@ -69,10 +69,10 @@ def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
             for queries, splits in ((length, 0), *few):
                 shapes = [(batch, queries, heads, head_dim), (batch, length, heads_kv, head_dim)]
                 shapes += [(batch, length, heads_kv, head_dim_v)] if op != "lse" else []
-                told = more | {"causal": causal} | ({"num_splits": splits} if splits else {})
+                options = more | {"causal": causal} | ({"num_splits": splits} if splits else {})
                 if op == "backward":
-                    told.pop("out_dtype", None)  # None
-                found |= {x.variant for x in cuflash.plan(*shapes, op=op, dtype=dtype, device=arch, **told).launches}
+                    options.pop("out_dtype", None)  # None
+                found |= {x.variant for x in cuflash.plan(*shapes, op=op, dtype=dtype, device=arch, **options).launches}
     return found
 
 
@@ -167,9 +167,9 @@ def test_what_has_no_kernel_is_one_line_and_the_rest_goes_on(
 ) -> None:
     assert run(*SMALL, "--head-dims", "32,600,600x32", "--ops", "lse") == 0
     out, err = capsys.readouterr()
-    skipped, told = err.splitlines()
+    skipped, summary = err.splitlines()
     assert skipped.startswith("left out: lse: head dims (600, 0) in float16 have no tile")
-    assert told.startswith("compiled lse_")
+    assert summary.startswith("compiled lse_")
     assert out.startswith("1 kernel for sm_80: 1 compiled")
     assert len(compiled) == 1
 

@@ -167,7 +167,7 @@ def _made(name: str, installed: dict[str, list[str] | None]) -> ModuleType:
 
 
 class _Installed(Distribution):
-    """What is told of a distribution."""
+    """Metadata of a distribution."""
 
     def __init__(self, name: str) -> None:
         version, modules = _DISTRIBUTIONS[name]

@@ -32,12 +32,12 @@ def attend(
     return_lse: bool,
     returned: str = "return_attn_probs",
     num_splits: int = 0,
-    own: dict[str, Any] | None = None,
+    mod_kwargs: dict[str, Any] | None = None,
     **sequences: Any,
 ) -> Any:
     """Computes out, or (out, lse), from the arguments that both versions share, and those of `attention` on sequences.
 
-    returned: the name of the flag that asks for lse. own: the keywords of `attention` on scores and masks of one's own.
+    returned: the name of the flag that asks for lse. mod_kwargs: the keywords of `attention` on mods.
     """
     check_flag(returned, return_lse)
     rank_q = rank_k = 4
@@ -60,7 +60,7 @@ def attend(
         return_lse=return_lse,
         num_splits=num_splits,
         **sequences,
-        **(own or {}),
+        **(mod_kwargs or {}),
     )
 
 
@@ -106,9 +106,9 @@ def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
 def paged_or_packed(
     cu_seqlens_k: Any, seqused_k: Any, page_table: Any, table: str = "block_table", *, required: bool = True
 ) -> dict[str, Any]:
-    """Where keys are. Beside a table of pages, whose name is told, cu_seqlens_k tells only lengths, unless seqused_k.
+    """Where keys are. Beside a table of pages, named in messages, cu_seqlens_k tells only lengths, unless seqused_k.
 
-    required: lengths must be told, as in flash-attn 2's packed calls.
+    required: lengths must be given, as in flash-attn 2's packed calls.
     """
     check_integers("cu_seqlens_k", cu_seqlens_k, required=required and (page_table is None or seqused_k is None))
     check_integers("seqused_k", seqused_k)

@@ -21,17 +21,17 @@ _COLUMNS = 128  # of weights that one call shows
 _STEP = 128  # of which the rows and columns of S_dmask fill a multiple, as in flash-attn
 
 
-def own_of_version_2(
+def v2_mod_kwargs(
     q: Any, dropout_p: Any, alibi_slopes: Any, cu_seqlens_q: Any = None, rng_state: Any = None, *, draws: bool = True
 ) -> dict[str, Any]:
     """The keywords of `attention` for flash-attn 2's dropout and ALiBi.
 
     rng_state: what a forward returned, for its backward. draws: whether a seed is drawn without one.
     """
-    own = {} if alibi_slopes is None else {"score_mod": alibi(_slopes(alibi_slopes, q, cu_seqlens_q))}
+    mod_kwargs = {} if alibi_slopes is None else {"score_mod": alibi(_slopes(alibi_slopes, q, cu_seqlens_q))}
     number = _dropout(dropout_p)
     if number == 0.0:
-        return own
+        return mod_kwargs
     if rng_state is None:
         if not draws:
             raise ProblemError(
@@ -40,22 +40,22 @@ def own_of_version_2(
         check_tensor("q", q)
         rng_state = torch.empty(1, dtype=torch.int64, device=q.device).random_()
     check_tensor("rng_state", rng_state)
-    return own | {"dropout_p": number, "dropout_seed": rng_state.flatten()[:1]}
+    return mod_kwargs | {"dropout_p": number, "dropout_seed": rng_state.flatten()[:1]}
 
 
-def own_of_later_versions(name: str, sink: Any, attention_chunk: Any = 0) -> dict[str, Any]:
+def later_mod_kwargs(name: str, sink: Any, attention_chunk: Any = 0) -> dict[str, Any]:
     """The keywords of `attention` for sinks, whose argument has that name, and for flash-attn 3's chunks."""
-    own: dict[str, Any] = {}
+    mod_kwargs: dict[str, Any] = {}
     if sink is not None:
         check_tensor(name, sink)
-        own["sinks"] = sink
+        mod_kwargs["sinks"] = sink
     if type(attention_chunk) is not int or attention_chunk != 0:  # why by types: arrays may have no truth
         chunk = check_integer("attention_chunk", attention_chunk)
         if chunk < 0:
             raise ProblemError(f"attention_chunk={chunk}; give a number of keys, 0 for no chunks")
         if chunk:
-            own["mask_mod"] = chunked(chunk)
-    return own
+            mod_kwargs["mask_mod"] = chunked(chunk)
+    return mod_kwargs
 
 
 def _dropout(dropout_p: Any) -> float:
@@ -94,28 +94,32 @@ def attend_with_weights(
     softcap: float,
     deterministic: bool,
     return_weights: bool,
-    own: dict[str, Any],
+    mod_kwargs: dict[str, Any],
     **sequences: Any,
 ) -> Any:
     """What `attend` gives; with `return_weights` (out, lse, S_dmask), where S_dmask is empty without dropout."""
     if isinstance(softmax_scale, bool):
         raise ProblemError(f"softmax_scale={softmax_scale} is a bool; give a number. dropout_p: {_ORDER}")
     options = softmax_scale, causal, window_size, softcap
-    result = attend(q, k, v, *options, deterministic, return_weights, own=own, **sequences)
+    result = attend(q, k, v, *options, deterministic, return_weights, mod_kwargs=mod_kwargs, **sequences)
     if not return_weights:
         return result
-    if "dropout_p" not in own:
+    if "dropout_p" not in mod_kwargs:
         return *result, q.new_empty(0)
     if sequences.get("page_table") is not None:
         raise UnsupportedError(
             "block_table, dropout_p and return_attn_probs: weights of keys in pages are not returned; leave one out"
         )
-    return *result, _signed_weights(q, k, options, own, sequences)
+    return *result, _signed_weights(q, k, options, mod_kwargs, sequences)
 
 
 @torch.no_grad()
 def _signed_weights(
-    q: torch.Tensor, k: torch.Tensor, options: tuple[Any, Any, Any, Any], own: dict[str, Any], sequences: dict[str, Any]
+    q: torch.Tensor,
+    k: torch.Tensor,
+    options: tuple[Any, Any, Any, Any],
+    mod_kwargs: dict[str, Any],
+    sequences: dict[str, Any],
 ) -> torch.Tensor:
     """The weights (batch, heads, rows, keys), both rounded up, negative where they were dropped.
 
@@ -126,14 +130,14 @@ def _signed_weights(
     rows, keys = (-(-each.longest // _STEP) * _STEP for each in places)
     weights = q.new_zeros((places[0].batch, q.shape[-2], rows, keys))
     no_q, no_k = (x.new_zeros((*x.shape[:-1], 8)) for x in (q, k))
-    dropout = {name: own[name] for name in ("dropout_p", "dropout_seed")}
-    plain = {name: x for name, x in own.items() if name not in dropout}
+    dropout = {name: mod_kwargs[name] for name in ("dropout_p", "dropout_seed")}
+    plain = {name: x for name, x in mod_kwargs.items() if name not in dropout}
     position = places[1].position()
     for begin in range(0, places[1].longest, _COLUMNS):
         columns = torch.arange(begin, begin + _COLUMNS, device=k.device)
         values = (position[..., None] == columns).to(k.dtype)[..., None, :].expand(*k.shape[:-1], -1).contiguous()
-        seen = attend(q, k, values, *options, False, False, own=plain, **sequences)
-        kept = attend(no_q, no_k, values, None, False, (-1, -1), 0.0, False, False, own=dropout, **sequences)
+        seen = attend(q, k, values, *options, False, False, mod_kwargs=plain, **sequences)
+        kept = attend(no_q, no_k, values, None, False, (-1, -1), 0.0, False, False, mod_kwargs=dropout, **sequences)
         signed = places[0].padded(torch.where(kept > 0, seen, -seen)).transpose(1, 2)
         shown = min(_COLUMNS, keys - begin)
         weights[:, :, : signed.shape[2], begin : begin + shown] = signed[..., :shown]
@@ -156,8 +160,8 @@ class _Places:
         rows = torch.arange(self._rows, device=self._device)
         if self._bounds is None:
             return rows
-        own = torch.searchsorted(self._bounds, rows.to(self._bounds.dtype), right=True) - 1
-        return rows - self._bounds[own.clamp(min=0)]
+        sequences_idx = torch.searchsorted(self._bounds, rows.to(self._bounds.dtype), right=True) - 1
+        return rows - self._bounds[sequences_idx.clamp(min=0)]
 
     def padded(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of packed sequences as (batch, longest, …), zeros behind the rows of a sequence."""

@@ -34,7 +34,7 @@ import torch
 from ...problem.options import WindowSize
 from .arguments import check_integers, paged_or_packed, unpack
 from .kvcache import New, over_cache
-from .mods import attend_with_weights, own_of_version_2
+from .mods import attend_with_weights, v2_mod_kwargs
 from .v2_private import (
     _flash_attn_backward,
     _flash_attn_forward,
@@ -84,9 +84,9 @@ def flash_attn_func(
     >>> flash_attn_func(q, k, v, causal=True).shape
     torch.Size([2, 100, 4, 64])
     """
-    own = own_of_version_2(q, dropout_p, alibi_slopes)
+    mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes)
     masks = softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs
-    return attend_with_weights(q, k, v, *masks, own)
+    return attend_with_weights(q, k, v, *masks, mod_kwargs)
 
 
 def flash_attn_kvpacked_func(
@@ -157,7 +157,7 @@ def flash_attn_varlen_func(
     Raises UnsupportedError for gradients and S_dmask of pages; other errors are those of `cuflash.forward`.
     """
     check_integers("cu_seqlens_q", cu_seqlens_q, required=True)
-    own = own_of_version_2(q, dropout_p, alibi_slopes, cu_seqlens_q)
+    mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q)
     return attend_with_weights(
         q,
         k,
@@ -168,7 +168,7 @@ def flash_attn_varlen_func(
         softcap,
         deterministic,
         return_attn_probs,
-        own,
+        mod_kwargs,
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_k=max_seqlen_k,
@@ -276,5 +276,5 @@ def flash_attn_with_kvcache(
         return_softmax_lse,
         cache_batch_idx=cache_batch_idx,
         num_splits=num_splits,
-        own=own_of_version_2(q, 0.0, alibi_slopes),
+        mod_kwargs=v2_mod_kwargs(q, 0.0, alibi_slopes),
     )

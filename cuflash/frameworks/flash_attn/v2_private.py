@@ -29,9 +29,9 @@ from .arguments import (
     refuse_leftpad,
     window_of,
 )
-from .mods import attend_with_weights, own_of_version_2
+from .mods import attend_with_weights, v2_mod_kwargs
 
-_own_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
+_mod_backward = disabled(backward, "cuflash runs gradients with ALiBi or dropout outside of compiled graphs")
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -50,8 +50,8 @@ def _flash_attn_forward(
 ) -> Results:
     """`flash_attn_func`; lse is (batch, heads_q, seqlen_q) float32. Errors are its own."""
     window = window_size_left, window_size_right
-    own = own_of_version_2(q, dropout_p, alibi_slopes)
-    return _with_rest(q, k, v, return_softmax, own, (softmax_scale, causal, window, softcap))
+    mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes)
+    return _with_rest(q, k, v, return_softmax, mod_kwargs, (softmax_scale, causal, window, softcap))
 
 
 def _flash_attn_varlen_forward(
@@ -87,7 +87,7 @@ def _flash_attn_varlen_forward(
         k,
         v,
         return_softmax,
-        own_of_version_2(q, dropout_p, alibi_slopes, cu_seqlens_q),
+        v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q),
         (softmax_scale, causal, (window_size_left, window_size_right), softcap),
         cu_seqlens_q=cu_seqlens_q,
         max_seqlen_q=max_seqlen_q,
@@ -123,12 +123,12 @@ def _flash_attn_backward(
     argument; other errors are those of `cuflash.backward`.
     """
     check_tensor("q", q)
-    own = own_of_version_2(q, dropout_p, alibi_slopes, None, rng_state, draws=False)
+    mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, None, rng_state, draws=False)
     if q.ndim == 4:
         softmax_lse = _heads_first(softmax_lse, q)
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic, own)
+    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic, mod_kwargs)
 
 
 def _flash_attn_varlen_backward(
@@ -163,13 +163,15 @@ def _flash_attn_varlen_backward(
     lengths = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, tensor in lengths.items():
         check_integers(name, tensor, required=True)
-    own = own_of_version_2(q, dropout_p, alibi_slopes, cu_seqlens_q, rng_state, draws=False)
+    mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q, rng_state, draws=False)
     bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     given = {name: in_host_memory(name, bound) for name, bound in bounds.items() if bound is not None}
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    told = lengths | given
-    return write_gradients(inputs, targets, softmax_scale, causal, window, softcap, deterministic, own, **told)
+    varlen_kwargs = lengths | given
+    return write_gradients(
+        inputs, targets, softmax_scale, causal, window, softcap, deterministic, mod_kwargs, **varlen_kwargs
+    )
 
 
 def _with_rest(
@@ -177,18 +179,18 @@ def _with_rest(
     k: torch.Tensor,
     v: torch.Tensor,
     return_softmax: bool,
-    own: dict[str, Any],
+    mod_kwargs: dict[str, Any],
     options: tuple[Any, Any, Any, Any],
     **sequences: Any,
 ) -> Results:
     """A forward's out and lse, the weights if they are wanted and dropped, and the state, which is the seed."""
     if check_flag("return_softmax", return_softmax):
-        out, lse, weights = attend_with_weights(q, k, v, *options, False, True, own, **sequences)
+        out, lse, weights = attend_with_weights(q, k, v, *options, False, True, mod_kwargs, **sequences)
     else:
-        (out, lse), weights = attend(q, k, v, *options, False, True, own=own, **sequences), q.new_empty(0)
+        (out, lse), weights = attend(q, k, v, *options, False, True, mod_kwargs=mod_kwargs, **sequences), q.new_empty(0)
     state = q.new_empty(2, dtype=torch.int64)
-    if "dropout_seed" in own:
-        state[:1] = own["dropout_seed"]
+    if "dropout_seed" in mod_kwargs:
+        state[:1] = mod_kwargs["dropout_seed"]
         state[1:] = 0
     return out, lse, weights, state
 
@@ -209,12 +211,12 @@ def write_gradients(
     window_size: tuple[int, int],
     softcap: float,
     deterministic: bool,
-    own: dict[str, Any] | None = None,
+    mod_kwargs: dict[str, Any] | None = None,
     **sequences: Any,
 ) -> torch.Tensor:
     """Gradients of q, k and v, the second to fourth of the inputs, into those targets that are there.
 
-    own: the keywords of `backward` on scores and masks of one's own.
+    mod_kwargs: the keywords of `backward` on mods.
     """
     for name, tensor in zip(("dout", "q", "k", "v", "out", "softmax_lse"), inputs, strict=True):
         check_tensor(name, tensor)
@@ -236,8 +238,8 @@ def write_gradients(
     }
     deterministic = check_flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled()
     with torch.no_grad():
-        if own:
-            _own_backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords, **own)
+        if mod_kwargs:
+            _mod_backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords, **mod_kwargs)
             return inputs[1].new_empty(0, dtype=torch.float32)
         if not becomes_an_op():
             backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords)

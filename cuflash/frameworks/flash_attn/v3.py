@@ -29,7 +29,7 @@ from ...problem.options import WindowSize
 from ..torch import check_tensor
 from .arguments import attend, lengths_of, refuse_of_version_3, unpack
 from .kvcache import New, over_cache, refuse_rotary_seqlens
-from .mods import own_of_later_versions
+from .mods import later_mod_kwargs
 from .v3_private import _flash_attn_backward as _flash_attn_backward
 from .v3_private import _flash_attn_forward as _flash_attn_forward
 
@@ -90,7 +90,7 @@ def flash_attn_func(
         deterministic,
         return_attn_probs,
         num_splits=num_splits,
-        own=own_of_later_versions("s_aux", s_aux, attention_chunk),
+        mod_kwargs=later_mod_kwargs("s_aux", s_aux, attention_chunk),
     )
 
 
@@ -148,7 +148,7 @@ def flash_attn_varlen_func(
         deterministic,
         return_attn_probs,
         num_splits=num_splits,
-        own=own_of_later_versions("s_aux", s_aux, attention_chunk),
+        mod_kwargs=later_mod_kwargs("s_aux", s_aux, attention_chunk),
         **lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, None, max_seqlen_q, max_seqlen_k),
     )
 
@@ -178,8 +178,10 @@ def flash_attn_qkvpacked_func(
     else:
         q, k, v = unpack("qkv", qkv, 3)
     refuse_of_version_3(softmax_scale, (None, sm_margin), None, q_descale, k_descale, v_descale)
-    own = own_of_later_versions("s_aux", None, attention_chunk)
-    return attend(q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, own=own)
+    mod_kwargs = later_mod_kwargs("s_aux", None, attention_chunk)
+    return attend(
+        q, k, v, softmax_scale, causal, window_size, softcap, deterministic, return_attn_probs, mod_kwargs=mod_kwargs
+    )
 
 
 def flash_attn_combine(
@@ -290,7 +292,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q=None if cu_seqlens_q is None else max_seqlen_q,
         cache_batch_idx=cache_batch_idx,
         num_splits=num_splits,
-        own=own_of_later_versions("s_aux", s_aux, attention_chunk),
+        mod_kwargs=later_mod_kwargs("s_aux", s_aux, attention_chunk),
     )
     if not return_softmax_lse:
         return result

@@ -25,7 +25,7 @@ from .arguments import (
     refuse_of_version_3,
 )
 from .kvcache import New, over_cache, refuse_rotary_seqlens
-from .mods import own_of_later_versions
+from .mods import later_mod_kwargs
 from .v2_private import Results, write_gradients
 
 
@@ -89,22 +89,22 @@ def _flash_attn_forward(
                 f"out_ has shape {tuple(out_.shape)} and dtype {out_.dtype} on {out_.device}; give {wanted[0]} and "
                 f"{wanted[1]} on {wanted[2]}, or None"
             )
-    told: dict[str, Any] = {"cache_batch_idx": kv_batch_idx, "num_splits": num_splits}
-    told["own"] = own_of_later_versions("s_aux", None, attention_chunk)
+    keywords: dict[str, Any] = {"cache_batch_idx": kv_batch_idx, "num_splits": num_splits}
+    keywords["mod_kwargs"] = later_mod_kwargs("s_aux", None, attention_chunk)
     if any(x is not None for x in (k_new, v_new, rotary_cos, rotary_sin)):
         if cu_seqlens_k is not None:
             raise ProblemError("cu_seqlens_k was given beside new keys; give a cache, and seqused_k for its lengths")
         check_integers("seqused_q", seqused_q)
-        told |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
-        told["max_seqlen_q"] = None if cu_seqlens_q is None else max_seqlen_q
+        keywords |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+        keywords["max_seqlen_q"] = None if cu_seqlens_q is None else max_seqlen_q
         new = New(k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
         result = over_cache(
-            3, q, k, v, new, seqused_k, None, page_table, softmax_scale, causal, window, softcap, True, **told
+            3, q, k, v, new, seqused_k, None, page_table, softmax_scale, causal, window, softcap, True, **keywords
         )
     else:
         check_integers("kv_batch_idx", kv_batch_idx)
-        told |= lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
-        result = attend(q, k, v, softmax_scale, causal, window, softcap, False, True, **told)
+        keywords |= lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+        result = attend(q, k, v, softmax_scale, causal, window, softcap, False, True, **keywords)
     out, lse = result
     if out_ is not None:
         out = out_.copy_(out)

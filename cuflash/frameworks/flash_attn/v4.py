@@ -26,7 +26,7 @@ import torch
 from ...errors import ProblemError, UnsupportedError
 from ...problem.options import WindowSize, check_flag, check_window
 from .arguments import attend, lengths_of, window_of
-from .mods import own_of_later_versions
+from .mods import later_mod_kwargs
 
 __all__ = ["flash_attn_func", "flash_attn_varlen_func"]
 
@@ -86,7 +86,7 @@ def flash_attn_func(
     )
     window = _window(causal, window_size)
     masks = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *masks, own_of_later_versions("learnable_sink", learnable_sink))
+    result = attend(q, k, v, *masks, later_mod_kwargs("learnable_sink", learnable_sink))
     return result if return_lse else (result, None)
 
 
@@ -144,9 +144,9 @@ def flash_attn_varlen_func(
         aux_scalars=aux_scalars,
     )
     window = _window(causal, window_size)
-    told = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+    varlen_kwargs = lengths_of(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
     masks = softmax_scale, causal, window, softcap, deterministic, return_lse, "return_lse", num_splits
-    result = attend(q, k, v, *masks, own_of_later_versions("learnable_sink", learnable_sink), **told)
+    result = attend(q, k, v, *masks, later_mod_kwargs("learnable_sink", learnable_sink), **varlen_kwargs)
     return result if return_lse else (result, None)
 
 

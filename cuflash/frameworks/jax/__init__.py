@@ -18,14 +18,14 @@ import numpy as np
 
 from ...errors import ProblemError, UnsupportedError
 from ...mods.tracing.operand import is_real
-from ...ops.own import Given
+from ...ops.mods import ModArgs
 from ...ops.triangle import attended
-from ...problem.operands import Op
+from ...problem.operands import Op, VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.problem import Problem
 from .arguments import arrays_of, bias_or_mask, integers, is_seen_by, window_of
-from .handlers import FORWARD, VARLEN_ARGS, Shape, Static, op_of, specs_of
-from .mods import own_attention, own_operands
+from .handlers import FORWARD, Shape, Static, op_of, specs_of
+from .mods import mod_attention, mod_operands
 from .primitives import as_jax, backward, check_not_reduced, checked_array, forward, refuse_cached
 
 if jax.__version_info__ < (0, 8, 2):  # why: older ones fail where gradients are made of some arguments alone
@@ -77,7 +77,7 @@ def attention(
     (float64 for float64). The mask and scale arguments are those of `cuflash.forward` and static. Limits and rules for
     NaN are those of `cuflash.forward` and, for gradients, of `cuflash.backward`.
 
-    Sequences of several lengths are told as there, by int32 arrays, which may be traced: packed (`cu_seqlens_q`,
+    Variable-length sequences are given as there, by int32 arrays, which may be traced: packed (`cu_seqlens_q`,
     `cu_seqlens_k`), used in part (`seqused_q`, `seqused_k`), in pages (`page_table`) or in rows of a cache
     (`cache_batch_idx`); the last two have no gradients. Rows of no sequence have out 0, lse -inf and gradient 0. lse of
     packed q is (heads_q, total_q). `max_seqlen_q`, `max_seqlen_k`, `num_splits` and `split_size` are static.
@@ -109,18 +109,16 @@ def attention(
     >>> jax.grad(lambda q: attention(q, k, v, causal=True).sum())(q).shape
     (2, 100, 4, 64)
     """
-    told = dict(
-        zip(VARLEN_ARGS, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx), strict=True)
-    )
-    named = {"q": q, "k": k, "v": v} | {name: x for name, x in told.items() if x is not None}
+    varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
+    named = {"q": q, "k": k, "v": v} | {name: x for name, x in varlen_args._asdict().items() if x is not None}
     options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
                       max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
                       split_size=split_size)  # fmt: skip
     if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and is_zero(dropout_p):
         return _called(named, options, check_flag("return_lse", return_lse))
-    given = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-    lengths, hidden = tuple(told.values()) if len(named) > 3 else (), (causal, window_size, diagonal_offset)
-    op, more = own_operands(given, dropout_seed, lengths, hidden)
+    mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+    inputs, hidden = varlen_args if len(named) > 3 else (), (causal, window_size, diagonal_offset)
+    op, more = mod_operands(mod_args, dropout_seed, inputs, hidden)
     options = options._replace(dropout_p=dropout_p)
     return _called(named | more, options, check_flag("return_lse", return_lse), op)
 
@@ -298,7 +296,7 @@ def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | No
     """The result of a call of operands by name, in the order of the op's. op: None for that of a plain call."""
     arrays = arrays_of(**named)
     static = _static(tuple(named), arrays, options, op)
-    call = _attention if static.own is None else own_attention
+    call = _attention if static.functions is None else mod_attention
     return call(static, with_lse, *_varying_alike(static.names, arrays))
 
 
@@ -339,8 +337,8 @@ def _varying_alike(names: tuple[str, ...], arrays: tuple[Any, ...]) -> tuple[Any
     varying = [frozenset(t.vma if hasattr(t, "vma") else t.manual_axis_type.varying) for t in types]
     axes = frozenset().union(*varying)
     alike = tuple(
-        x if own == axes else jax.lax.pcast(x, tuple(sorted(axes - own)), to="varying")
-        for x, own in zip(arrays, varying, strict=True)
+        x if varies == axes else jax.lax.pcast(x, tuple(sorted(axes - varies)), to="varying")
+        for x, varies in zip(arrays, varying, strict=True)
     )
     for name, x in zip(names, alike, strict=True):
         check_not_reduced(name, x)
@@ -362,13 +360,13 @@ def _call_and_keep(static: Static, with_lse: bool, *operands: Any) -> tuple[Any,
 
 
 def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
-    q, k, v, *told, out, lse = kept
+    q, k, v, *varlen_args, out, lse = kept
     named = {"q": q, "k": k, "v": v, "dout": given[0] if with_lse else given, "out": out, "lse": lse}
     if with_lse:
         named["dlse"] = given[1][..., None]
-    named |= zip(static.names[3:], told, strict=True)
+    named |= zip(static.names[3:], varlen_args, strict=True)
     of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None)
-    return *backward.bind(*named.values(), static=of_backward), *(None for _ in told)
+    return *backward.bind(*named.values(), static=of_backward), *(None for _ in varlen_args)
 
 
 _with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))

@@ -186,7 +186,7 @@ def register(name: str, platform: str, traits: int, run: Callable[[Call], None])
     if known:
         return
     thunk = _HANDLER(lambda frame: _enter(key, traits, frame))
-    # why: executables may call the handler until the process ends, as XLA cannot be told to forget it.
+    # why: executables may call the handler until the process ends, as XLA cannot be made to forget it.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thunk))
     try:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(ctypes.cast(thunk, _POINTER).value), platform=platform)
@@ -212,7 +212,7 @@ def _enter(key: tuple[str, str], traits: int, address: int) -> int:
             _handlers[key](Call(_fitting(frame[_API], frame[0]), frame))
         return 0
     except BaseException as error:
-        return _told(address, error)
+        return _error_of(address, error)
 
 
 def check_fits(runtime: _Runtime, frame_bytes: int) -> None:
@@ -232,7 +232,7 @@ def _fitting(address: int, frame_bytes: int) -> _Runtime:
     return runtime
 
 
-def _told(address: int, error: BaseException) -> int:
+def _error_of(address: int, error: BaseException) -> int:
     """Address of an XLA error with the message of a Python exception."""
     try:
         is_user_error = isinstance(error, (ProblemError, UnsupportedError))

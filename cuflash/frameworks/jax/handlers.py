@@ -25,10 +25,10 @@ from ...mods.analysis.intervals import Band
 from ...problem.array_spec import ArraySpec
 from ...problem.dtypes import DTYPES, ITEMSIZE
 from ...problem.lengths import MOST, OPEN
-from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, VARLEN_OPS, Op, banded, own_op
+from ...problem.mod_spec import ModSpec
+from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, VARLEN_ARGS, VARLEN_OPS, Op, banded, mod_op
 from ...problem.operands import OPS as PUBLIC
 from ...problem.options import Options
-from ...problem.own import ModSpec
 from ...problem.problem import Problem
 from ...runtime import counters, host
 from ...runtime.driver import on_device, relaxed_capture
@@ -39,7 +39,6 @@ from .mod_attributes import Functions
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the targets in XLA
 OPS = {FORWARD: PUBLIC["forward"], BACKWARD: PUBLIC["backward"]}
 # The operands that tell where sequences lie and how long they are, in their order.
-VARLEN_ARGS = tuple(operand.name for operand in VARLEN_OPS["forward"].inputs if operand.dtype == INTEGERS)
 _LIKE_LSE = frozenset(x.name for op in OPS.values() for x in op.operands if x.axes == LSE_AXES)
 _NAMES = {row.xla: name for name, row in DTYPES.items()} | dict(
     enumerate(("bool", "int8", "int16", INTEGERS, "int64", "uint8", "uint16", "uint32", "uint64"), 1)
@@ -53,7 +52,7 @@ class Static(NamedTuple):
 
     A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `of_each` both count from
     seqlen_k - seqlen_q of its own sequence. They are normalised, so that masks which hide the same keys are equal.
-    own: scores and masks of the caller's own; grads: the numbers of the arrays whose gradients are results.
+    own: mods; grads: the numbers of the arrays whose gradients are results.
     """
 
     lo: int | None
@@ -68,30 +67,30 @@ class Static(NamedTuple):
     num_splits: int = 0
     split_size: int | None = None
     dropout_p: float = 0.0
-    own: Functions | None = None
+    functions: Functions | None = None
     grads: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, problem: Problem, names: tuple[str, ...]) -> Static:
         """The options of a problem whose operands are these."""
-        options, own, mask = problem.options, problem.lengths, problem.mask
-        lo, hi, of_each = (mask.lo, mask.hi, False) if own is None else own.bounds
+        options, varlen, mask = problem.options, problem.lengths, problem.mask
+        lo, hi, of_each = (mask.lo, mask.hi, False) if varlen is None else varlen.bounds
         if lo > hi != OPEN and not of_each:  # why: no window says that no query sees a key
-            lo = hi = MOST if own else mask.seqlen_k
+            lo = hi = MOST if varlen else mask.seqlen_k
         return cls(
-            lo=None if lo == OPEN and own else lo,
-            hi=None if hi == OPEN and own else hi,
+            lo=None if lo == OPEN and varlen else lo,
+            hi=None if hi == OPEN and varlen else hi,
             softmax_scale=problem.softmax_scale,
             softcap=options.softcap,
             deterministic=options.deterministic,
             names=names,
             of_each=of_each,
-            max_seqlen_q=problem.seqlen_q if own else None,
-            max_seqlen_k=problem.seqlen_k if own else None,
+            max_seqlen_q=problem.seqlen_q if varlen else None,
+            max_seqlen_k=problem.seqlen_k if varlen else None,
             num_splits=options.num_splits,
             split_size=options.split_size,
             dropout_p=options.dropout_p,
-            own=None if problem.op.own is None else Functions.of(problem.op.own),
+            functions=None if problem.op.mod_spec is None else Functions.of(problem.op.mod_spec),
         )
 
     @property
@@ -102,8 +101,8 @@ class Static(NamedTuple):
 
     def op(self, target: str) -> Op:
         """The op of a target in such a call."""
-        own = None if self.own is None else self.own.own
-        op = op_of(target, self.names, own, self.grads if target == BACKWARD else ())
+        mod_spec = None if self.functions is None else self.functions.mod_spec
+        op = op_of(target, self.names, mod_spec, self.grads if target == BACKWARD else ())
         return banded(op, Band(self.lo, self.hi, True)) if self.is_band else op
 
     def options(self) -> Options:
@@ -150,8 +149,8 @@ class Described(NamedTuple):
             )
         options, shapes, dtypes, workspace = json.loads(attribute[8:])
         static = Static(*options)
-        own = None if static.own is None else Functions.decoded(static.own)  # type: ignore[arg-type]
-        static = static._replace(names=tuple(static.names), own=own, grads=tuple(static.grads))
+        functions = None if static.functions is None else Functions.decoded(static.functions)  # type: ignore[arg-type]
+        static = static._replace(names=tuple(static.names), functions=functions, grads=tuple(static.grads))
         return cls(static, tuple(map(tuple, shapes)), tuple(dtypes), workspace)
 
     def problem(self, target: str, device: str) -> Problem:
@@ -161,14 +160,14 @@ class Described(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def op_of(target: str, names: tuple[str, ...], own: ModSpec | None = None, grads: tuple[int, ...] = ()) -> Op:
+def op_of(target: str, names: tuple[str, ...], mod_spec: ModSpec | None = None, grads: tuple[int, ...] = ()) -> Op:
     """The op of a target: that of dense calls, or that of several lengths if one of the operands tells them.
 
-    own and grads: as in `operands.own_op`.
+    mod_spec and grads: as in `operands.mod_op`.
     """
     is_varlen, name = not set(VARLEN_ARGS).isdisjoint(names), OPS[target].name
-    if own is not None:
-        return own_op(name, is_varlen, own, grads)
+    if mod_spec is not None:
+        return mod_op(name, is_varlen, mod_spec, grads)
     return VARLEN_OPS[name] if is_varlen else OPS[target]
 
 
@@ -179,9 +178,9 @@ def is_like_lse(name: str) -> bool:
 
 def axes_of(op: Op, name: str, rank_q: int, rank_k: int) -> list[str]:
     """The axes of an operand in XLA, where q and k have these ranks."""
-    own = op.operands[op.index[name]].axes
-    missing = MISSING_AXES[{"batch_q": rank_q, "batch_k": rank_k}.get(own[0], 4)]
-    return [axis for axis in own if axis not in missing] + ["one"] * is_like_lse(name)
+    axes = op.operands[op.index[name]].axes
+    missing = MISSING_AXES[{"batch_q": rank_q, "batch_k": rank_k}.get(axes[0], 4)]
+    return [axis for axis in axes if axis not in missing] + ["one"] * is_like_lse(name)
 
 
 def halved(names: Sequence[str], shapes: Iterable[Shape]) -> dict[str, Shape]:

@@ -1,4 +1,4 @@
-"""Scores and masks of the caller's own in XLA's programs: as a part of a call's attribute, and under vmap.
+"""Mods in XLA's programs: as a part of a call's attribute, and under vmap.
 
 The attribute has the whole expressions. why not a number of this process: programs outlive it, in compilation caches
 and exported.
@@ -12,49 +12,49 @@ from typing import Any
 from ...mods.graph.graph import Node, node, post_order, variable
 from ...mods.graph.operations import Type
 from ...mods.graph.simplify import build, constant, load, rebuilt
-from ...problem.operands import OWN_KINDS, SINKS, Operand
-from ...problem.own import Kind, ModSpec, substituted
+from ...problem.mod_spec import Kind, ModSpec, substituted
+from ...problem.operands import MOD_KINDS, SINKS, Operand
 
 
 class Functions:
     """What a call changes in scores and weights, where equal ones are equal and have a short name."""
 
-    __slots__ = ("__weakref__", "own")
+    __slots__ = ("__weakref__", "mod_spec")
 
-    def __init__(self, own: ModSpec) -> None:
-        self.own = own
+    def __init__(self, mod_spec: ModSpec) -> None:
+        self.mod_spec = mod_spec
 
     @classmethod
-    def of(cls, own: ModSpec) -> Functions:
+    def of(cls, mod_spec: ModSpec) -> Functions:
         """The one of these functions."""
-        found = _known.get(own.digest)
+        found = _known.get(mod_spec.digest)
         if found is None:
-            found = _known.setdefault(own.digest, cls(own))
+            found = _known.setdefault(mod_spec.digest, cls(mod_spec))
         return found
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Functions) and other.own.digest == self.own.digest
+        return isinstance(other, Functions) and other.mod_spec.digest == self.mod_spec.digest
 
     def __hash__(self) -> int:
-        return hash(self.own.digest)
+        return hash(self.mod_spec.digest)
 
     def __repr__(self) -> str:
-        own = self.own
-        parts = {"score": own.score, "mask": own.mask, "sinks": own.has_sinks, "dropout": own.drops}
+        mod_spec = self.mod_spec
+        parts = {"score": mod_spec.score, "mask": mod_spec.mask, "sinks": mod_spec.has_sinks, "dropout": mod_spec.drops}
         return f"<own {', '.join(name for name, part in parts.items() if part not in (None, False))}>"
 
     def encoded(self) -> list[Any]:
         """This as lists of numbers and strings: the nodes, each after its arguments, then the other fields."""
-        own = self.own
-        roots = [root for root in (own.score, own.mask) if root is not None]
+        mod_spec = self.mod_spec
+        roots = [root for root in (mod_spec.score, mod_spec.mask) if root is not None]
         order = post_order(roots)
         places = {each: place for place, each in enumerate(order)}
         nodes = [
             [each.op, each.type.value, [places[x] for x in each.arguments], each.value, each.range] for each in order
         ]
-        ends = [None if root is None else places[root] for root in (own.score, own.mask)]
-        flags = own.has_sinks, own.drops, own.has_cells
-        return [nodes, ends, own.arrays, flags, own.digest, own.cells_axes]
+        ends = [None if root is None else places[root] for root in (mod_spec.score, mod_spec.mask)]
+        flags = mod_spec.has_sinks, mod_spec.drops, mod_spec.has_cells
+        return [nodes, ends, mod_spec.arrays, flags, mod_spec.digest, mod_spec.cells_axes]
 
     @classmethod
     def decoded(cls, encoded: list[Any]) -> Functions:
@@ -76,16 +76,16 @@ class Functions:
 _known: weakref.WeakValueDictionary[str, Functions] = weakref.WeakValueDictionary()
 
 
-def is_own(operand: Operand) -> bool:
+def is_mod_operand(operand: Operand) -> bool:
     """Whether an operand of an op, or the array whose gradient it is, is read by scores and masks of the caller's."""
-    return operand.dtype in OWN_KINDS or operand.name == SINKS.name
+    return operand.dtype in MOD_KINDS or operand.name == SINKS.name
 
 
-def differentiable(own: ModSpec) -> tuple[int, ...]:
+def differentiable(mod_spec: ModSpec) -> tuple[int, ...]:
     """The numbers of the arrays that may have gradients; that after the last one is of the sinks."""
-    loads = [] if own.score is None else [each for each in post_order([own.score]) if each.op == "load"]
-    numbers = {each.value for each in loads if own.arrays[each.value].type == Type.FLOAT32}
-    return *sorted(numbers), *([len(own.arrays)] if own.has_sinks else [])
+    loads = [] if mod_spec.score is None else [each for each in post_order([mod_spec.score]) if each.op == "load"]
+    numbers = {each.value for each in loads if mod_spec.arrays[each.value].type == Type.FLOAT32}
+    return *sorted(numbers), *([len(mod_spec.arrays)] if mod_spec.has_sinks else [])
 
 
 def folded(
@@ -102,25 +102,27 @@ def folded(
     length: of the axis before. is_outer: whether what was added stands before it. apart: the arrays that are others for
     each of what was added, which is their first axis then.
     """
-    own, whole = functions.own, variable(axis)
-    if not apart and not any(root is not None and axis in root.inputs for root in (own.score, own.mask)):
+    mod_spec, whole = functions.mod_spec, variable(axis)
+    if not apart and not any(root is not None and axis in root.inputs for root in (mod_spec.score, mod_spec.mask)):
         return names, functions
     by = constant(length if is_outer else size)
     divided, rest = build("floor_divide", whole, by), build("remainder", whole, by)
     place, inner = (divided, rest) if is_outer else (rest, divided)
-    numbers = frozenset(number for number, each in enumerate(own.arrays) if each.name in apart)
+    numbers = frozenset(number for number, each in enumerate(mod_spec.arrays) if each.name in apart)
     score, mask = (
         None if root is None else _with_place(substituted(root, {whole: inner}), numbers, place)
-        for root in (own.score, own.mask)
+        for root in (mod_spec.score, mod_spec.mask)
     )
     # why a bias is none any more: its first two axes are not those of the call.
     kinds = tuple(
         each._replace(name=f"captured{number}", rank=each.rank + (number in numbers))
-        for number, each in enumerate(own.arrays)
+        for number, each in enumerate(mod_spec.arrays)
     )
-    new = {before.name: after.name for before, after in zip(own.arrays, kinds, strict=True)}
-    digest = f"{own.digest} of {axis} {length} x {size} {is_outer} {sorted(numbers)}"
-    made = ModSpec(score, mask, kinds, own.has_sinks, own.drops, own.has_cells, digest, own.cells_axes)
+    new = {before.name: after.name for before, after in zip(mod_spec.arrays, kinds, strict=True)}
+    digest = f"{mod_spec.digest} of {axis} {length} x {size} {is_outer} {sorted(numbers)}"
+    made = ModSpec(
+        score, mask, kinds, mod_spec.has_sinks, mod_spec.drops, mod_spec.has_cells, digest, mod_spec.cells_axes
+    )
     return tuple(new.get(name, name) for name in names), Functions.of(made)
 
 

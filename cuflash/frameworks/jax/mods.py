@@ -1,4 +1,4 @@
-"""Scores, masks, bias, sinks and dropout of the caller's own in JAX: what `attention` does with them.
+"""Mods (score_mod, mask_mod, bias, sinks, dropout) in JAX: what `attention` does with them.
 
 All arrays that they read are operands of the call, those that functions refer to and the cells of a block mask, too. So
 these may be traced values: arguments of a jitted function, or what is differentiated or mapped.
@@ -20,12 +20,12 @@ from ...mods.tracing.jaxpr import graph_of_jaxpr
 from ...mods.tracing.operand import is_of_library, name_of_dtype, type_of_dtype
 from ...mods.tracing.trace import KINDS, trace
 from ...ops.block_mask import BlockMask
-from ...ops.own import Given, own_call
+from ...ops.mods import ModArgs, resolve_mods
 from ...problem.array_spec import ArraySpec
+from ...problem.mod_arrays import check_mod_array
+from ...problem.mod_spec import ModSpec
 from ...problem.operands import DROPOUT_SEED, Op, Sizes
 from ...problem.options import check_dropout
-from ...problem.own import ModSpec
-from ...problem.own_arrays import check_own
 from ...runtime.seeds import seed_number
 from .handlers import Static
 from .mod_attributes import differentiable
@@ -34,10 +34,12 @@ from .primitives import backward, checked_array, forward, refuse_cached
 _SEEDS = "an int of 64 bits, a key of jax.random, or an array of two uint32"
 
 
-def own_operands(given: Given, dropout_seed: Any, told: tuple[Any, ...], hidden: Any) -> tuple[Op, dict[str, Any]]:
+def mod_operands(
+    given: ModArgs, dropout_seed: Any, varlen_args: tuple[Any, ...], hidden: Any
+) -> tuple[Op, dict[str, Any]]:
     """The op of a call, and what it reads beside the operands of a plain one, by name and in order.
 
-    told: the arrays that tell lengths, in the op's order, or none. hidden: causal, window_size and diagonal_offset.
+    varlen_args: the arrays of lengths, in the op's order, or none. hidden: causal, window_size and diagonal_offset.
     """
     bias, sinks = (
         None if x is None else checked_array(name, x) for name, x in (("bias", given.bias), ("sinks", given.sinks))
@@ -45,7 +47,7 @@ def own_operands(given: Given, dropout_seed: Any, told: tuple[Any, ...], hidden:
     score, mask = (_graph(f, kind) for f, kind in ((given.score_mod, "score_mod"), (given.mask_mod, "mask_mod")))
     share = check_dropout(given.dropout_p)
     block_mask = _checked(given.block_mask)
-    call = own_call("forward", Given(score, mask, block_mask, bias, sinks, share), told, hidden)
+    call = resolve_mods("forward", ModArgs(score, mask, block_mask, bias, sinks, share), varlen_args, hidden)
     if dropout_seed is not None and not call.needs_seed:
         check_seed(dropout_seed)
     arrays = call.inputs(_seed(dropout_seed) if call.needs_seed else None)
@@ -94,7 +96,7 @@ def check_seed(seed: Any) -> None:
     if seed_number(seed, _SEEDS) is None:
         words = _seed(seed)
         spec = ArraySpec.dense(words.shape, str(words.dtype), library="jax")
-        check_own(DROPOUT_SEED, spec, spec, {})
+        check_mod_array(DROPOUT_SEED, spec, spec, {})
 
 
 def _seed(seed: Any) -> Any:
@@ -174,8 +176,8 @@ def _of_arrays(graph: Graph, arrays: list[Any]) -> Graph:
 # The function with gradients, as in `jax.py`. Gradients are made of those arrays alone that are differentiated.
 
 
-def _name(own: ModSpec, number: int) -> str:
-    return own.arrays[number].name if number < len(own.arrays) else "sinks"
+def _name(mod_spec: ModSpec, number: int) -> str:
+    return mod_spec.arrays[number].name if number < len(mod_spec.arrays) else "sinks"
 
 
 def _call(static: Static, with_lse: bool, *operands: Any) -> Any:
@@ -185,18 +187,18 @@ def _call(static: Static, with_lse: bool, *operands: Any) -> Any:
 
 def _call_and_keep(static: Static, with_lse: bool, *primals: Any) -> tuple[Any, tuple[Any, ...]]:
     refuse_cached(static.names)
-    assert static.own is not None
-    own, operands = static.own.own, [x.value for x in primals]
+    assert static.functions is not None
+    mod_spec, operands = static.functions.mod_spec, [x.value for x in primals]
     perturbed = {name for name, x in zip(static.names, primals, strict=True) if x.perturbed}
     # why () and None: neither is an array, so that they are known when gradients are traced.
-    wanted = [() if _name(own, number) in perturbed else None for number in differentiable(own)]
+    wanted = [() if _name(mod_spec, number) in perturbed else None for number in differentiable(mod_spec)]
     out, lse = forward.bind(*operands, static=static)
     return (out, lse[..., 0]) if with_lse else out, (operands, out, lse, wanted)
 
 
 def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
-    assert static.own is not None
-    own, (operands, out, lse, wanted) = static.own.own, kept
+    assert static.functions is not None
+    mod_spec, (operands, out, lse, wanted) = static.functions.mod_spec, kept
     q, k, v, *rest = operands
     dout, dlse = given if with_lse else (given, None)
     dout = jax.lax.full_like(out, 0) if isinstance(dout, SymbolicZero) else dout
@@ -204,13 +206,13 @@ def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any
     if dlse is not None and not isinstance(dlse, SymbolicZero):
         named["dlse"] = dlse[..., None]
     named |= zip(static.names[3:], rest, strict=True)
-    grads = tuple(n for n, is_wanted in zip(differentiable(own), wanted, strict=True) if is_wanted is not None)
+    grads = tuple(n for n, is_wanted in zip(differentiable(mod_spec), wanted, strict=True) if is_wanted is not None)
     of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None, grads=grads)
     dq, dk, dv, *more = backward.bind(*named.values(), static=of_backward)
-    found = dict(zip([_name(own, number) for number in grads], more, strict=True))
+    found = dict(zip([_name(mod_spec, number) for number in grads], more, strict=True))
     return dq, dk, dv, *(found.get(name) for name in static.names[3:])
 
 
 _with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))
 _with_gradients.defvjp(_call_and_keep, _gradients, symbolic_zeros=True)
-own_attention = jax.jit(_with_gradients, static_argnums=(0, 1))
+mod_attention = jax.jit(_with_gradients, static_argnums=(0, 1))

@@ -18,11 +18,11 @@ from jax._src.sharding_impls import GSPMDSharding, ShardingContext
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.interpreters import mlir
 
-from ...problem.operands import Op
-from .handlers import VARLEN_ARGS, Shape, Static, axes_of
+from ...problem.operands import VARLEN_ARGS, Op
+from .handlers import Shape, Static, axes_of
 
 BATCH, HEADS, GROUP = "batch", "heads", "group"  # the factors that may be split, and the query heads of a kv head
-# Told like this, sequences are rows of a batch. With others they are packed, or share a cache.
+# Given like this, sequences are rows of a batch. With others they are packed, or share a cache.
 _OF_ROWS = {"seqused_q", "seqused_k"}
 
 
@@ -34,7 +34,7 @@ def lowered(primitive: Any, context: Any, operands: Sequence[Any], static: Stati
     """
     module = context.module_context
     axes = module.axis_context
-    if not isinstance(axes, ShardingContext) or axes.num_devices == 1 or static.own is not None:
+    if not isinstance(axes, ShardingContext) or axes.num_devices == 1 or static.functions is not None:
         return None
     if module.lowering_parameters.for_export or not jax.config.jax_use_shardy_partitioner:
         return None

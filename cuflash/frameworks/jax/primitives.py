@@ -29,11 +29,11 @@ from jax.interpreters import ad, batching, mlir
 from ...arrays.dlpack import check_alive
 from ...errors import ProblemError, UnsupportedError
 from ...problem.dtypes import DTYPES
-from ...problem.operands import Op
+from ...problem.operands import VARLEN_ARGS, Op
 from . import ffi, handlers, partition
-from .handlers import BACKWARD, FORWARD, VARLEN_ARGS, Described, Shape, Static, axes_of, halved, is_like_lse
-from .mod_attributes import folded as own_folded
-from .mod_attributes import is_own
+from .handlers import BACKWARD, FORWARD, Described, Shape, Static, axes_of, halved, is_like_lse
+from .mod_attributes import folded as fold_mods
+from .mod_attributes import is_mod_operand
 
 
 def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
@@ -44,10 +44,10 @@ def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
 
     lengths = {"one": 1}
     for name, shape in shapes.items():
-        if not is_own(op.operands[op.index[name]]):
+        if not is_mod_operand(op.operands[op.index[name]]):
             lengths |= zip(axes(name), shape, strict=True)
     return [
-        shapes[operand.name[1:]] if is_own(operand) else tuple(lengths[axis] for axis in axes(operand.name))
+        shapes[operand.name[1:]] if is_mod_operand(operand) else tuple(lengths[axis] for axis in axes(operand.name))
         for operand in op.outputs
     ]
 
@@ -59,7 +59,7 @@ def _result_types(target: str, *operands: Any, static: Static) -> list[Any]:
     known = {"lse": accumulator}
     if static.grads:
         known |= {f"d{name}": x.dtype for name, x in zip(static.names, operands, strict=True)}
-    dtypes = [known.get(x.name if is_own(x) else x.dtype, q.dtype) for x in op.outputs]
+    dtypes = [known.get(x.name if is_mod_operand(x) else x.dtype, q.dtype) for x in op.outputs]
     return [q.update(shape=x, dtype=dtype, weak_type=False) for x, dtype in zip(shapes, dtypes, strict=True)]
 
 
@@ -198,14 +198,14 @@ def _batched(
         )
     of_heads = is_placed or (at == before_heads and not mapped)
     apart: frozenset[str] = frozenset()  # arrays of functions that have the new axis, too
-    if static.own is not None:
-        wanted = {operand.name[1:] for operand in op.outputs if is_own(operand)}
+    if static.functions is not None:
+        wanted = {operand.name[1:] for operand in op.outputs if is_mod_operand(operand)}
         apart = frozenset(
             name
             for name, axis in zip(names, axes, strict=True)
-            if is_own(op.operands[op.index[name]]) and name != "cells" and (axis is not None or name in wanted)
+            if is_mod_operand(op.operands[op.index[name]]) and name != "cells" and (axis is not None or name in wanted)
         )
-        if static.own.own.drops or (mapped and "sinks" in apart):
+        if static.functions.mod_spec.drops or (mapped and "sinks" in apart):
             return _in_turn(primitive, operands, axes, static)
         of_heads = of_heads or "sinks" in apart
     at = 0 if mapped and at == before_heads else at
@@ -228,20 +228,20 @@ def _batched(
             x = x.reshape(-1) if name == "sinks" else x
         elif name == "cells":
             x = _cells(x, axis, size, length, int(of_heads), is_outer)
-        elif not is_own(op.operands[op.index[name]]) and (name not in VARLEN_ARGS or not of_heads):
+        elif not is_mod_operand(op.operands[op.index[name]]) and (name not in VARLEN_ARGS or not of_heads):
             to = place(name, len(shape))
             whole = (*shape[:to], size, *shape[to:])
             x = jnp.broadcast_to(jnp.expand_dims(x, to), whole) if axis is None else jnp.moveaxis(x, axis, to)
             x = x.reshape(_folded(name, shape, size, of_heads))
         folded.append(x)
-    if static.own is not None:
+    if static.functions is not None:
         of = "h" if of_heads else "b"
-        names_of_all, own = own_folded(names, static.own, of, length, size, is_outer, apart - {"sinks"})
-        static = static._replace(names=names_of_all, own=own)
+        names_of_all, functions = fold_mods(names, static.functions, of, length, size, is_outer, apart - {"sinks"})
+        static = static._replace(names=names_of_all, functions=functions)
     results, places = [], []
     made = primitive.bind(*folded, static=static)
     for operand, x, shape in zip(op.outputs, made, _result_shapes(op, halved(names, shapes)), strict=True):
-        places.append(0 if is_own(operand) else place(operand.name, len(shape)))
+        places.append(0 if is_mod_operand(operand) else place(operand.name, len(shape)))
         results.append(x.reshape(*shape[: places[-1]], size, *shape[places[-1] :]))
     return results, places
 

@@ -20,13 +20,14 @@ from ...errors import ProblemError, UnsupportedError
 from ...mods.tracing.operand import name_of_dtype
 from ...ops.backward import backward
 from ...ops.forward import forward
-from ...ops.own import Given
+from ...ops.mods import ModArgs
 from ...ops.triangle import attended
+from ...problem.operands import VARLEN_ARGS
 from ...problem.options import WindowSize, check_flag, is_zero
 from . import mods, ops
 from .flex import arguments_of_flex, results_of_flex, wants_lse
-from .mods import check_pulled, check_seed, is_watched, own_attention
-from .ops import BOUNDS, VARLEN_ARGS, Arguments, by_op, given, refuse_cached, refuse_twice, whole
+from .mods import check_pulled, check_seed, is_watched, mod_attention
+from .ops import BOUNDS, Arguments, by_op, given, refuse_cached, refuse_twice, whole
 from .tensors import (
     TANGENT,
     autocast,
@@ -76,12 +77,12 @@ def attention(
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
     head_dim_v), or without batch, or without batch and heads; any strides. Arguments, results and errors are those of
-    `cuflash.forward`, and so are limits and rules for NaN; those of gradients are told by `cuflash.backward`.
+    `cuflash.forward`, and so are limits and rules for NaN; those of gradients are in `cuflash.backward`.
     `deterministic=True` asks for bitwise repeatable gradients. Under autocast floating-point inputs are cast to its
     dtype, as PyTorch's own attention does. `torch.use_deterministic_algorithms` is honoured. Tensors on the CPU take
     the NumPy path.
 
-    Sequences of several lengths are told as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
+    Variable-length sequences are given as there: packed (`cu_seqlens_q`, `cu_seqlens_k`), used in part (`seqused_q`,
     `seqused_k`), in pages (`page_table`) or in rows of a cache (`cache_batch_idx`); the last two have no gradients.
     lse of packed q is (heads_q, total_q). `num_splits` and `split_size` are of the forward alone.
 
@@ -95,7 +96,7 @@ def attention(
     kernels). Returns out, or (out, lse) with `return_lse`.
 
     Raises ProblemError, UnsupportedError or CompileError as `cuflash.forward` does; second derivatives, forward-mode
-    differentiation, gradients of cached keys and `vmap` over sequences of several lengths are an UnsupportedError.
+    differentiation, gradients of cached keys and `vmap` over variable-length sequences are an UnsupportedError.
 
     >>> import torch
     >>> from cuflash.frameworks.torch import attention
@@ -113,22 +114,22 @@ def attention(
         refuse_tangents(q=q, k=k, v=v)
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
-    told = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
+    varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
     has_varlen_args = (
         not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None
     )
     if has_varlen_args:
-        for name, tensor in zip(VARLEN_ARGS, told, strict=True):
+        for name, tensor in zip(VARLEN_ARGS, varlen_args, strict=True):
             if tensor is not None:
                 check_tensor(name, tensor)
     if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
-        own = Given(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+        mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         is_compiling = torch.compiler.is_compiling()
-        attend = mods.uncompiled_own_attention if is_compiling else own_attention
+        attend = mods.uncompiled_mod_attention if is_compiling else mod_attention
         options = softmax_scale, causal, window_size, diagonal_offset, softcap
         of_lengths, of_splits = (max_seqlen_q, max_seqlen_k), (num_splits, split_size)
-        given_told = told if has_varlen_args else ()
-        out, lse = attend(q, k, v, own, dropout_seed, options, of_lengths, of_splits, given_told, deterministic)
+        given_lengths = varlen_args if has_varlen_args else ()
+        out, lse = attend(q, k, v, mod_args, dropout_seed, options, of_lengths, of_splits, given_lengths, deterministic)
         return (out, lse) if return_lse else out
     if dropout_seed is not None:
         check_seed(dropout_seed, q)
@@ -169,7 +170,7 @@ def attention(
             refuse_cached(page_table, cache_batch_idx)
         bounds = zip(BOUNDS, (max_seqlen_q, max_seqlen_k), strict=True)
         keywords |= {name: bound for name, bound in bounds if bound is not None}  # backward takes them, too
-        more = ({}, *told)
+        more = ({}, *varlen_args)
     # why the type: False is refused, and equals 0.
     if type(num_splits) is not int or num_splits != 0 or split_size is not None:
         splits = {"num_splits": num_splits}
@@ -285,10 +286,12 @@ class _Attention(Function):
     @staticmethod
     def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         check_pulled(dout, dlse)
-        q, k, v, out, lse, *told = ctx.saved_tensors  # why only once: under a checkpoint they can be read only once
+        q, k, v, out, lse, *varlen_args = (
+            ctx.saved_tensors
+        )  # why only once: under a checkpoint they can be read only once
         tensors: tuple[Any, ...] = (given(dout, out), q, k, v, out, lse, dlse)
         run: Any = _Gradients.apply if is_watched(tensors) else gradients
-        return *run(*tensors, *ctx.options, *told), *(None,) * 9  # autograd takes more than there are
+        return *run(*tensors, *ctx.options, *varlen_args), *(None,) * 9  # autograd takes more than there are
 
 
 # why not `_Attention.apply`: it takes 5 µs to ask whether torch.func is or was active, which is known here.
@@ -328,9 +331,9 @@ def gradients(*arguments: Any) -> Any:
 
     The last may also be among the keywords.
     """
-    dout, q, k, v, out, lse, dlse, keywords, deterministic, *told = arguments
-    if told:
-        keywords = whole(keywords, {}, *told)
+    dout, q, k, v, out, lse, dlse, keywords, deterministic, *varlen_args = arguments
+    if varlen_args:
+        keywords = whole(keywords, {}, *varlen_args)
     if becomes_an_op():
         of_both = Arguments.of(keywords, deterministic)[:15]
         return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *of_both)
@@ -359,11 +362,11 @@ class _Gradients(Function):
         return tuple(_unfold(x, of_q, heads=2) for x in gradients), (0, 0, 0)
 
 
-def _refuse_mapped(told: tuple[Any, ...]) -> None:
-    named = [name for name, tensor in zip(VARLEN_ARGS, told, strict=False) if tensor is not None]
+def _refuse_mapped(varlen_args: tuple[Any, ...]) -> None:
+    named = [name for name, tensor in zip(VARLEN_ARGS, varlen_args, strict=False) if tensor is not None]
     if named:
         raise UnsupportedError(
-            f"{', '.join(named)} under vmap: sequences of several lengths have no axis to map over; pack what is "
+            f"{', '.join(named)} under vmap: variable-length sequences have no axis to map over; pack what is "
             "mapped as further sequences of one call, or call in a loop"
         )
 

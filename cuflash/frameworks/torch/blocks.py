@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...ops.block_mask import create_block_mask
-from ...problem.own_arrays import CELL
+from ...problem.mod_arrays import CELL
 from .tensors import uncompiled
 
 _known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Scores and masks of the caller's own in PyTorch: the part of `attention` that has functions, bias, sinks or dropout.
+"""Mods in PyTorch: the part of `attention` that has functions, bias, sinks or dropout.
 
 Functions are traced before autograd sees a call. What it then keeps are ops, which hold no tensor, and the tensors that
 they read, as its own saved tensors: those of the functions, too.
@@ -18,11 +18,11 @@ from ...errors import UnsupportedError
 from ...log import logger
 from ...mods.graph.operations import Type
 from ...mods.tracing.trace import trace
-from ...ops.own import Given, ModCall, own_call
+from ...ops.mods import ModArgs, ModCall, resolve_mods
 from ...problem.array_spec import ArraySpec
+from ...problem.mod_arrays import check_mod_array
 from ...problem.operands import DROPOUT_SEED, Op
 from ...problem.options import OptionsKey, asked
-from ...problem.own_arrays import check_own
 from ...runtime.launch import run
 from ...runtime.seeds import seed_array, seed_number
 from .ops import given, refuse_cached, refuse_twice
@@ -62,33 +62,33 @@ class _Ops:
     backward: Op
     of_backward: OptionsKey
     grads: tuple[tuple[int, ...], ...]
-    told: int
+    num_varlen_args: int
 
 
-def own_attention(
+def mod_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    own: Given,
+    mod_args: ModArgs,
     dropout_seed: Any,
     options: tuple[Any, ...],
     of_lengths: tuple[Any, Any],
     of_splits: tuple[Any, Any],
-    told: tuple[Any, ...],
+    varlen_args: tuple[Any, ...],
     deterministic: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of a call on tensors that were checked.
 
-    options: softmax_scale, causal, window_size, diagonal_offset and softcap. told: the tensors that tell lengths, in
+    options: softmax_scale, causal, window_size, diagonal_offset and softcap. varlen_args: the tensors of lengths, in
     their order, or none.
     """
-    own = _checked(own, q)
+    mod_args = _checked(mod_args, q)
     _refuse_recording(q)
     deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
     hidden = options[1:4]
-    of_forward = asked(*options, "flash2", None, False, *of_lengths, *of_splits, own.dropout_p)
-    of_backward = asked(*options, "flash2", None, deterministic, *of_lengths, 0, None, own.dropout_p)
-    call = own_call("forward", own, told, hidden)
+    of_forward = asked(*options, "flash2", None, False, *of_lengths, *of_splits, mod_args.dropout_p)
+    of_backward = asked(*options, "flash2", None, deterministic, *of_lengths, 0, None, mod_args.dropout_p)
+    call = resolve_mods("forward", mod_args, varlen_args, hidden)
     if dropout_seed is not None and not call.needs_seed:
         check_seed(dropout_seed, q)
     if dropout_seed is None and call.needs_seed and any(map(is_mapped, (q, k, v))):
@@ -99,17 +99,17 @@ def own_attention(
         for x in filter(torch.is_tensor, inputs):
             refuse_tangents(**{"a tensor of score_mod or mask_mod, bias or sinks": x})
     is_func = is_transforming() or any(map(is_transformed, (q, k, v, *filter(torch.is_tensor, inputs))))
-    wanted = _wanted(own, is_func) if torch.is_grad_enabled() or is_func else []
+    wanted = _wanted(mod_args, is_func) if torch.is_grad_enabled() or is_func else []
     if not (is_func or wanted or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))):
         with torch.no_grad():  # why: tensors of masks may require grad, and have none
-            return _two(run(call.op, (q, k, v, *told, *inputs), of_forward, 2))
-    if told:
-        refuse_cached(*told[4:])
-    back = own_call("backward", own, told[:4], hidden, captured_grads=tuple(wanted))
+            return _two(run(call.op, (q, k, v, *varlen_args, *inputs), of_forward, 2))
+    if varlen_args:
+        refuse_cached(*varlen_args[4:])
+    back = resolve_mods("backward", mod_args, varlen_args[:4], hidden, captured_grads=tuple(wanted))
     grads = _places(inputs, wanted, back)
-    ops = _Ops(call.op, of_forward, back.op, of_backward, grads, len(told))
+    ops = _Ops(call.op, of_forward, back.op, of_backward, grads, len(varlen_args))
     attend = _Transformed.apply if is_func else _apply
-    return _two(attend(ops, q, k, v, *told, *inputs))
+    return _two(attend(ops, q, k, v, *varlen_args, *inputs))
 
 
 def _two(results: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,14 +117,14 @@ def _two(results: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return out, lse
 
 
-def _checked(own: Given, q: torch.Tensor) -> Given:
+def _checked(mod_args: ModArgs, q: torch.Tensor) -> ModArgs:
     """The arguments, of which bias and sinks are tensors; under autocast sinks may have another dtype than q."""
-    for name, tensor in (("bias", own.bias), ("sinks", own.sinks)):
+    for name, tensor in (("bias", mod_args.bias), ("sinks", mod_args.sinks)):
         if tensor is not None:
             check_tensor(name, tensor)
-    if own.sinks is not None and own.sinks.dtype != q.dtype and is_autocast(q):
-        own = own._replace(sinks=own.sinks.float())
-    return own
+    if mod_args.sinks is not None and mod_args.sinks.dtype != q.dtype and is_autocast(q):
+        mod_args = mod_args._replace(sinks=mod_args.sinks.float())
+    return mod_args
 
 
 def _refuse_recording(q: torch.Tensor) -> None:
@@ -148,7 +148,7 @@ def check_seed(seed: Any, q: torch.Tensor) -> None:
             ArraySpec(tuple(x.shape), tuple(x.stride()), str(x.dtype).removeprefix("torch."), str(x.device), "torch")
             for x in (seed, q)
         )
-        check_own(DROPOUT_SEED, spec, like, {})
+        check_mod_array(DROPOUT_SEED, spec, like, {})
 
 
 def _seed(dropout_seed: Any, q: torch.Tensor) -> torch.Tensor:
@@ -159,12 +159,12 @@ def _seed(dropout_seed: Any, q: torch.Tensor) -> torch.Tensor:
     return seed
 
 
-def _wanted(own: Given, is_func: bool) -> list[torch.Tensor]:
+def _wanted(mod_args: ModArgs, is_func: bool) -> list[torch.Tensor]:
     """The tensors, beside q, k and v, that get gradients; under torch.func all that may have some."""
-    found = [own.sinks] if own.sinks is not None else []
-    found += [own.bias] if own.bias is not None and own.bias.is_floating_point() else []
-    if own.score_mod is not None:
-        found += [each.array for each in trace(own.score_mod, "score_mod").arrays if each.type == Type.FLOAT32]
+    found = [mod_args.sinks] if mod_args.sinks is not None else []
+    found += [mod_args.bias] if mod_args.bias is not None and mod_args.bias.is_floating_point() else []
+    if mod_args.score_mod is not None:
+        found += [each.array for each in trace(mod_args.score_mod, "score_mod").arrays if each.type == Type.FLOAT32]
     found = [x for x in found if torch.is_tensor(x) and (is_func or x.requires_grad)]
     return list({id(x): x for x in found}.values())
 
@@ -176,12 +176,12 @@ def _places(inputs: tuple[Any, ...], wanted: list[torch.Tensor], back: ModCall) 
 
 
 def __getattr__(name: str) -> Any:
-    """`uncompiled_own_attention`: a graph ends before it.
+    """`uncompiled_mod_attention`: a graph ends before it.
 
     why not an op: the functions that a graph calls would have to be a part of it.
     """
     reason = f"cuflash traces score_mod and mask_mod itself, so {_UNCOMPILED} between graphs; leave fullgraph=False"
-    made = uncompiled(name, globals(), own_attention, reason)
+    made = uncompiled(name, globals(), mod_attention, reason)
     logger.debug("torch.compile: %s between graphs, not in them", _UNCOMPILED)
     return made
 
@@ -212,9 +212,9 @@ class _ModAttention(Function):
         tensors = given(dout, out), dlse, q, k, v, out, lse, *rest
         differentiate: Any = _ModGradients.apply if is_watched(tensors) else _gradients
         dq, dk, dv, *grads = differentiate(ops, *tensors)
-        found = iter(grads)
-        own = [next(found) if group else None for group in ops.grads]
-        return None, dq, dk, dv, *(None,) * ops.told, *own
+        sums = iter(grads)
+        grads = [next(sums) if group else None for group in ops.grads]
+        return None, dq, dk, dv, *(None,) * ops.num_varlen_args, *grads
 
 
 _apply: Any = super(Function, _ModAttention).apply  # why: as that of `_Attention`
@@ -236,8 +236,8 @@ class _Transformed(Function):
 
 def _gradients(ops: _Ops, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     """dq, dk, dv, and the gradients of its own inputs that have some."""
-    told, own = rest[: ops.told][:4], rest[ops.told :]
-    results = run(ops.backward, (q, k, v, dout, out, lse, dlse, *told, *own), ops.of_backward)
+    varlen_args, mod_tensors = rest[: ops.num_varlen_args][:4], rest[ops.num_varlen_args :]
+    results = run(ops.backward, (q, k, v, dout, out, lse, dlse, *varlen_args, *mod_tensors), ops.of_backward)
     more = results[3:]
     sums = [functools.reduce(torch.add, [more[place] for place in group]) for group in ops.grads if group]
     return *results[:3], *sums

@@ -19,11 +19,10 @@ from ...errors import ProblemError, UnsupportedError
 from ...ops.append import append_kv
 from ...ops.backward import backward
 from ...ops.forward import forward
+from ...problem.operands import VARLEN_ARGS
 from ...problem.options import DEFAULTS, ROWS, Known, check_flag, check_window
 from .tensors import uncompiled
 
-# The tensors that tell where sequences lie and how long they are, in the order of the ops' schemas.
-VARLEN_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "page_table", "cache_batch_idx")
 BOUNDS, SPLITS = ("max_seqlen_q", "max_seqlen_k"), ("num_splits", "split_size")
 _SEQUENCES = (*VARLEN_ARGS, *BOUNDS, *SPLITS)
 _TWICE = (
@@ -91,10 +90,10 @@ class Arguments(NamedTuple):
         return {"softmax_scale": scale, "softcap": softcap, **masks, **given}
 
 
-def whole(keywords: dict[str, Any], splits: dict[str, Any], *told: Any) -> dict[str, Any]:
+def whole(keywords: dict[str, Any], splits: dict[str, Any], *varlen_args: Any) -> dict[str, Any]:
     """All keywords of a call that has more than dense ones have: those of the forward alone, maybe VARLEN_ARGS."""
-    if told:
-        keywords = keywords | {name: x for name, x in zip(VARLEN_ARGS, told, strict=True) if x is not None}
+    if varlen_args:
+        keywords = keywords | {name: x for name, x in zip(VARLEN_ARGS, varlen_args, strict=True) if x is not None}
     return keywords | splits
 
 
@@ -164,9 +163,9 @@ def _backward_op(*operands: Any) -> Any:
 
 @_attention_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    told = Arguments(*arguments)[7:13]
+    varlen_args = Arguments(*arguments)[7:13]
     # why only dense calls: packed queries may see keys of a cache. The ranks of others are judged when they run.
-    if told == (None,) * len(VARLEN_ARGS) and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
+    if varlen_args == (None,) * len(VARLEN_ARGS) and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
         raise ProblemError(
             f"q, k and v have ranks {q.dim()}, {k.dim()} and {v.dim()}; give all (batch, seqlen, heads, head_dim), "
             "(seqlen, heads, head_dim) or (seqlen, head_dim)"
@@ -193,9 +192,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    saved, told = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
+    saved, varlen_args = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
     of_backward = torch.ops.cuflash.attention_backward
-    gradients = of_backward(given(dout, saved[3]), *saved, dlse, *ctx.options, *told, *ctx.bounds)
+    gradients = of_backward(given(dout, saved[3]), *saved, dlse, *ctx.options, *varlen_args, *ctx.bounds)
     return *gradients, *(None for _ in Arguments._fields)
 
 
@@ -281,16 +280,16 @@ def _backward_flops(
     return 2 * _pairs(q, k, Arguments(*arguments)) * int(3 * q.shape[-1] + 2 * v.shape[-1])
 
 
-def _pairs(q: Any, k: Any, told: Arguments) -> int:
+def _pairs(q: Any, k: Any, arguments: Arguments) -> int:
     """How many scores there are, those that a mask hides included."""
     rows_q, rows_k = (x.shape[-3] if x.dim() > 2 else x.shape[0] for x in (q, k))
     batch_q, batch_k = (x.shape[0] if x.dim() == 4 else 1 for x in (q, k))
-    if told.page_table is not None:
-        batch_k, rows_k = told.page_table.shape[0], told.page_table.shape[1] * rows_k
-    elif told.cache_batch_idx is not None:
-        batch_k = told.cache_batch_idx.shape[0]
-    queries = _lengths(batch_q, rows_q, told.cu_seqlens_q, told.seqused_q, told.max_seqlen_q)
-    keys = _lengths(batch_k, rows_k, told.cu_seqlens_k, told.seqused_k, told.max_seqlen_k)
+    if arguments.page_table is not None:
+        batch_k, rows_k = arguments.page_table.shape[0], arguments.page_table.shape[1] * rows_k
+    elif arguments.cache_batch_idx is not None:
+        batch_k = arguments.cache_batch_idx.shape[0]
+    queries = _lengths(batch_q, rows_q, arguments.cu_seqlens_q, arguments.seqused_q, arguments.max_seqlen_q)
+    keys = _lengths(batch_k, rows_k, arguments.cu_seqlens_k, arguments.seqused_k, arguments.max_seqlen_k)
     return (q.shape[-2] if q.dim() > 2 else 1) * sum(m * n for m, n in zip(queries, keys, strict=True))
 
 
@@ -301,7 +300,7 @@ def _lengths(batch: int, rows: int, bounds: Any, used: Any, most: int | None) ->
     if bounds is not None and _has_values(bounds):
         lengths = [min(length, most) for length in bounds.diff().tolist()]
     if used is not None and _has_values(used):
-        lengths = [min(length, own) for length, own in zip(used.tolist(), lengths, strict=True)]
+        lengths = [min(count, length) for count, length in zip(used.tolist(), lengths, strict=True)]
     return lengths
 
 

@@ -181,9 +181,9 @@ class Override:
         dout, query, key, value, out, lse, *places, dropout_p, is_causal, state, _unused = arguments
         if _drops_all(_PACKED_BACKWARD, dropout_p):
             return self._kernels[_PACKED_BACKWARD].call_boxed(keyset, *arguments, **more)
-        told = _told(*places, is_causal=is_causal, **more) | _dropout(dropout_p, state)
+        keywords = _varlen_keywords(*places, is_causal=is_causal, **more) | _dropout(dropout_p, state)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        gradients = backward(dout, query, key, value, out, lse, deterministic=deterministic, **told)
+        gradients = backward(dout, query, key, value, out, lse, deterministic=deterministic, **keywords)
         return tuple(_like(x, of) for x, of in zip(gradients, (query, key, value), strict=True))
 
 
@@ -205,20 +205,20 @@ def _packed(
     **more: Any,
 ) -> Any:
     """(out, lse) of a call with the arguments of PyTorch's op."""
-    told = _told(cum_seq_q, cum_seq_k, max_q, max_k, is_causal=is_causal, **more)
-    told |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
+    keywords = _varlen_keywords(cum_seq_q, cum_seq_k, max_q, max_k, is_causal=is_causal, **more)
+    keywords |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
     if alibi_slopes is not None:
         if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
             raise UnsupportedError(
-                f"alibi_slopes and gradients: PyTorch's {_PACKED_BACKWARD} is not told of them; call under "
+                f"alibi_slopes and gradients: PyTorch's {_PACKED_BACKWARD} does not receive them; call under "
                 "torch.no_grad(), or cuflash.frameworks.torch.attention with score_mod=cuflash.mods.alibi(slopes)"
             )
-        told["score_mod"] = alibi(alibi_slopes)
+        keywords["score_mod"] = alibi(alibi_slopes)
     with torch.no_grad():  # why: autograd is done with its part, but the tensors still say that they require grad
-        return forward(query, key, value, out=out, return_lse=True, num_splits=num_splits or 0, **told)
+        return forward(query, key, value, out=out, return_lse=True, num_splits=num_splits or 0, **keywords)
 
 
-def _told(
+def _varlen_keywords(
     cum_seq_q: torch.Tensor | None,
     cum_seq_k: torch.Tensor | None,
     max_q: int,
@@ -232,16 +232,16 @@ def _told(
     block_table: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """The keywords of `cuflash.forward` and `backward`."""
-    told: dict[str, Any] = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "seqused_k": seqused_k}
+    keywords: dict[str, Any] = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "seqused_k": seqused_k}
     if block_table is not None:
-        told |= {"cu_seqlens_k": None, **paged_or_packed(cum_seq_k, seqused_k, block_table)}
-    if any(x is not None for x in told.values()):
-        told |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
+        keywords |= {"cu_seqlens_k": None, **paged_or_packed(cum_seq_k, seqused_k, block_table)}
+    if any(x is not None for x in keywords.values()):
+        keywords |= {"max_seqlen_q": max_q, "max_seqlen_k": max_k}
     return {
         "softmax_scale": scale,
         "causal": is_causal,
         "window_size": (window_size_left, window_size_right),
-        **{name: x for name, x in told.items() if x is not None},
+        **{name: x for name, x in keywords.items() if x is not None},
     }
 
 
@@ -253,7 +253,7 @@ def _wants_weights(name: str, return_debug_mask: bool, dropout_p: float) -> bool
             "drops other ones than the backward here would; give False, or call cuflash.frameworks.sdpa.restore()"
         )
     if return_debug_mask:
-        _log_own(f"{name} with return_debug_mask=True")
+        _log_pytorch(f"{name} with return_debug_mask=True")
     return return_debug_mask
 
 
@@ -261,19 +261,19 @@ def _drops_all(name: str, dropout_p: float) -> bool:
     """Whether dropout leaves no weight, which PyTorch allows and cuflash does not."""
     is_all = dropout_p > 0.0 and not share_kept(dropout_p)
     if is_all:
-        _log_own(f"{name} with dropout_p={dropout_p}, which drops all weights,")
+        _log_pytorch(f"{name} with dropout_p={dropout_p}, which drops all weights,")
     return is_all
 
 
 def _is_too_wide(query: torch.Tensor, value: torch.Tensor) -> bool:
     widest = int(max(query.shape[3], value.shape[3]))
     if widest > _MOST_HEAD_DIM:
-        _log_own(f"{_MASKED} of head dim {widest}, over {_MOST_HEAD_DIM},")
+        _log_pytorch(f"{_MASKED} of head dim {widest}, over {_MOST_HEAD_DIM},")
     return widest > _MOST_HEAD_DIM
 
 
 @functools.cache
-def _log_own(what: str) -> None:
+def _log_pytorch(what: str) -> None:
     logger.debug("sdpa: %s runs on PyTorch's own kernel", what)
 
 
@@ -319,7 +319,7 @@ def activate() -> None:
     """From now on `scaled_dot_product_attention` runs cuflash where PyTorch would run its own flash backend, and more.
 
     More is what its memory-efficient backend could take: masks, dropout with them, and float32. Limits and rules for
-    NaN are those of `cuflash.forward` and `cuflash.backward`; what stays PyTorch's own is told by this module.
+    NaN are those of `cuflash.forward` and `cuflash.backward`; what stays PyTorch's own is said by this module.
 
     Raises UnsupportedError where PyTorch sees no GPU or is older than 2.10; nothing is changed then.
 

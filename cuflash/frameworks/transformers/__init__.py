@@ -7,7 +7,7 @@
 
 Causal attention and causal sliding windows run on cuflash: in training, in prefill (also where a prompt continues a
 cache) and token by token, with grouped heads, softcap, sinks, dropout and biases of positions. So do several sequences
-in one row, told by position_ids that start again or by `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
+in one row, given by position_ids that start again or by `cu_seq_lens_q`, `cu_seq_lens_k`, `max_length_q` and
 `max_length_k`, as padding-free collators of transformers and TRL give them, and batches with padding before or behind
 their tokens, also of encoders; where a token is padding, a causal layer's out is 0. All other masks do, too: those that
 transformers describes by a function become a part of the kernel (padding between tokens, attention in chunks, windows
@@ -111,7 +111,7 @@ def cuflash_attention_forward(
 
     query (batch, heads_q, seqlen_q, head_dim), key (batch, heads_kv, seqlen_k, head_dim), value (batch, heads_kv,
     seqlen_k, head_dim_v), any strides. Without a mask, the last query of a causal layer sees the last key, and at most
-    `sliding_window` keys in all. Rows may hold several sequences, each of which sees itself alone, told by
+    `sliding_window` keys in all. Rows may hold several sequences, each of which sees itself alone, given by
     `cu_seq_lens_q` and `cu_seq_lens_k`, or by position_ids of a single row that start again. A mask tensor of bools, or
     of floats that are added, is broadcast to (batch, heads_q, seqlen_q, seqlen_k), and so is position_bias. s_aux or
     sinks: one more logit without a value, of each head (heads_q,), or of each query (batch, heads_q, seqlen_q, 1).
@@ -145,8 +145,8 @@ def cuflash_attention_forward(
         if (attention_mask.shape[0], *attention_mask.shape[2:]) == sizes and bounds is None:
             if attention_mask.places is not None and layer.is_of_heads:
                 return layer.of_places(attention_mask.places), None
-            if (told := attention_mask.as_function(query.shape[1])) is not None:
-                return layer.whole(**told), None
+            if (keywords := attention_mask.as_function(query.shape[1])) is not None:
+                return layer.whole(**keywords), None
         attention_mask = attention_mask.whole()
     if attention_mask is not None:
         if bounds is not None:
@@ -160,11 +160,11 @@ def cuflash_attention_forward(
             return out, None
         return layer.whole(**_of_tensor(attention_mask, layer.bias, sizes[2])), None
     if bounds is not None:
-        told = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=True))
-        told |= {f"max_seqlen_{side}": _in_host_memory(kwargs.get(f"max_length_{side}")) for side in "qk"}
-        longest = told["max_seqlen_k"] or key.shape[2]
+        keywords = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), bounds, strict=True))
+        keywords |= {f"max_seqlen_{side}": _in_host_memory(kwargs.get(f"max_length_{side}")) for side in "qk"}
+        longest = keywords["max_seqlen_k"] or key.shape[2]
         window = _keys_before(module, 1, longest, causal, sliding_window)
-        return layer.of_places(Places(told, causal, None if window < 0 else window + 1)), None
+        return layer.of_places(Places(keywords, causal, None if window < 0 else window + 1)), None
     window = _keys_before(module, query.shape[2], key.shape[2], causal, sliding_window)
     found = places_of_positions(kwargs.get("position_ids"), *sizes)
     if found is not None:
@@ -196,7 +196,7 @@ class _Layer(NamedTuple):
 
     @property
     def is_of_heads(self) -> bool:
-        """Whether nothing is told of single rows, which have other numbers where sequences are packed."""
+        """Whether nothing is said of single rows, which have other numbers where sequences are packed."""
         return self.bias is None and (self.sink is None or self.sink.dim() == 1)
 
     def whole(self, **masks: Any) -> torch.Tensor:
@@ -207,7 +207,7 @@ class _Layer(NamedTuple):
         return self._attention(q, k, v, masks).contiguous()
 
     def of_places(self, places: Places) -> torch.Tensor:
-        """The call whose rows hold sequences of several lengths."""
+        """The call whose rows hold variable-length sequences."""
         if not self.is_of_heads:
             raise UnsupportedError(
                 "position_bias, or sinks of single queries, of several sequences in one row (cu_seq_lens_q, or "
@@ -217,25 +217,25 @@ class _Layer(NamedTuple):
         q, k, v = (x.transpose(1, 2) for x in (self.query, self.key, self.value))
         window = -1 if places.window is None else places.window - 1
         shape = q.shape[:3]
-        if "cu_seqlens_q" in places.told:
+        if "cu_seqlens_q" in places.keywords:
             q = q.flatten(0, 1)
-        if "cu_seqlens_k" in places.told:
+        if "cu_seqlens_k" in places.keywords:
             k, v = k.flatten(0, 1), v.flatten(0, 1)
-        out = self._attention(q, k, v, {"causal": places.causal, "window_size": (window, -1), **places.told})
+        out = self._attention(q, k, v, {"causal": places.causal, "window_size": (window, -1), **places.keywords})
         return out.contiguous().view(*shape, -1)
 
-    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, told: dict[str, Any]) -> torch.Tensor:
-        told = {"softmax_scale": self.scaling, "softcap": self.softcap, **told}
+    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keywords: dict[str, Any]) -> torch.Tensor:
+        keywords = {"softmax_scale": self.scaling, "softcap": self.softcap, **keywords}
         if self.dropout:
-            told["dropout_p"] = self.dropout
+            keywords["dropout_p"] = self.dropout
         if self.sink is None:
-            plain: torch.Tensor = attention(q, k, v, **told)
+            plain: torch.Tensor = attention(q, k, v, **keywords)
             return plain
         if self.sink.dim() == 1:
             sinks = self.sink if self.sink.dtype in (q.dtype, torch.float32) else self.sink.float()
-            with_sinks: torch.Tensor = attention(q, k, v, sinks=sinks, **told)
+            with_sinks: torch.Tensor = attention(q, k, v, sinks=sinks, **keywords)
             return with_sinks
-        out, lse = attention(q, k, v, return_lse=True, **told)
+        out, lse = attention(q, k, v, return_lse=True, **keywords)
         share = torch.sigmoid(lse - self.sink.squeeze(-1).to(lse.dtype))
         return (out * share.transpose(1, 2)[..., None]).to(out.dtype)
 
@@ -290,7 +290,7 @@ def cuflash_mask(
     """The mask of a forward pass, which transformers asks for; None if `cuflash_attention_forward` needs none.
 
     No mask is needed if only causality and the model's sliding window hide keys, and the last query stands at the last
-    key. What else hides keys is told by a mask that knows where sequences lie, or the function that describes it, and
+    key. What else hides keys is given by a mask that knows where sequences lie, or the function that describes it, and
     that is made only if the model looks into it. While models are compiled or captured, or might be, this is the
     boolean mask of transformers' sdpa, (batch, 1, seqlen_q, seqlen_k).
 
@@ -303,9 +303,9 @@ def cuflash_mask(
     if not is_traced():
         refuse_by_configuration(config.__class__)
     end = kv_offset + kv_length
-    own_masks = getattr(config, "model_type", None) in _ADD_TO_MASKS
+    adds_to_masks = getattr(config, "model_type", None) in _ADD_TO_MASKS
     ends, whole = _ends_at(end, kwargs), is_whole(attention_mask, kv_offset, end)
-    if allow_is_causal_skip and not own_masks and ends and whole and _is_window(config, end, local_size):
+    if allow_is_causal_skip and not adds_to_masks and ends and whole and _is_window(config, end, local_size):
         return None
     make = functools.partial(
         sdpa_mask,
@@ -321,7 +321,7 @@ def cuflash_mask(
     offset = kwargs.get("q_offset", kwargs.get("cache_position", 0))
     is_static = isinstance(offset, torch.Tensor) and not ends
     mask_function = kwargs.get("mask_function")
-    if own_masks or mask_function is None or is_traced() or (is_static and seqlen_q <= _MOST_COMPILED):
+    if adds_to_masks or mask_function is None or is_traced() or (is_static and seqlen_q <= _MOST_COMPILED):
         mask: torch.Tensor | None = make()
         return mask
     padding = None if whole else attention_mask

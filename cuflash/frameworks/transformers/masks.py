@@ -67,7 +67,7 @@ class Pattern(NamedTuple):
 class Places(NamedTuple):
     """Where sequences lie in the rows of a batch that are put one after the other, as keywords of `attention`."""
 
-    told: dict[str, Any]
+    keywords: dict[str, Any]
     causal: bool
     window: int | None = None
 
@@ -80,8 +80,8 @@ def places_of_packed(ids: Tensor, pattern: Pattern) -> Places:
     begins = pad(ids.diff(dim=1) != 0, (1, 0), value=True).flatten().nonzero().flatten()
     bounds = pad(begins, (0, 1), value=ids.numel()).int()
     longest = int(bounds.diff().max())
-    told = {f"cu_seqlens_{side}": bounds for side in "qk"} | {f"max_seqlen_{side}": longest for side in "qk"}
-    return Places(told, pattern.causal, pattern.window)
+    keywords = {f"cu_seqlens_{side}": bounds for side in "qk"} | {f"max_seqlen_{side}": longest for side in "qk"}
+    return Places(keywords, pattern.causal, pattern.window)
 
 
 def places_of_padded(kept: Tensor, seqlen_q: int, pattern: Pattern) -> Places | None:
@@ -94,12 +94,12 @@ def places_of_padded(kept: Tensor, seqlen_q: int, pattern: Pattern) -> Places | 
         return None
     seqlen_k = kept.shape[1]
     first, used = kept.int().argmax(1), kept.sum(1)
-    told = _ranges("k", first, used, seqlen_k)
+    keywords = _ranges("k", first, used, seqlen_k)
     if pattern.causal:
         before = seqlen_k - seqlen_q
         begin, end = ((x - before).clamp(0, seqlen_q) for x in (first, first + used))
-        told |= _ranges("q", begin, end - begin, seqlen_q)
-    return Places(told, pattern.causal, pattern.window)
+        keywords |= _ranges("q", begin, end - begin, seqlen_q)
+    return Places(keywords, pattern.causal, pattern.window)
 
 
 def places_of_function(
@@ -131,12 +131,12 @@ def places_of_static(
         return None
     if kept is not None and (kept.shape[1] < begin + used or not kept[:, begin : begin + used].all()):
         return None
-    told = {"seqused_k": torch.full((batch,), used, dtype=torch.int32, device=device)}
-    return Places(told, True, pattern.window)
+    keywords = {"seqused_k": torch.full((batch,), used, dtype=torch.int32, device=device)}
+    return Places(keywords, True, pattern.window)
 
 
 def _ranges(side: str, first: Tensor, used: Tensor, seqlen: int) -> dict[str, Any]:
-    """`used` rows of each row of the batch, from `first` on. What lies between two ranges is told as not used."""
+    """`used` rows of each row of the batch, from `first` on. What lies between two ranges is given as not used."""
     batch = len(first)
     begins = torch.arange(batch, device=first.device) * seqlen + first
     bounds = pad(begins, (0, 1), value=batch * seqlen).int()
@@ -217,9 +217,9 @@ class SequenceMask(Tensor):
 
     def as_function(self, heads: int) -> dict[str, Any] | None:
         """The keywords of `attention`, which all layers share; None if cuflash cannot trace the function."""
-        if heads not in (told := self.__dict__.setdefault("_told", {})):
-            told[heads] = keywords_of(self._mask_mod, tuple(self.shape), heads, self.device)
-        found: dict[str, Any] | None = told[heads]
+        if heads not in (keywords := self.__dict__.setdefault("_keywords", {})):
+            keywords[heads] = keywords_of(self._mask_mod, tuple(self.shape), heads, self.device)
+        found: dict[str, Any] | None = keywords[heads]
         return found
 
     @classmethod

@@ -80,7 +80,7 @@ def refuse_by_configuration(config: type) -> None:
         if is_model and getattr(model, "config_class", None) is config:
             # why not those of images: they ask for no masks.
             if any("VISION" not in name for name in _tables_of(model)):
-                raise _own_attention(model)
+                raise _unsupported_attention(model)
             _validate(model)
             return
 
@@ -98,13 +98,13 @@ def _refuse_in_tables(model: type) -> None:
     """
 
     def refused(*args: Any, **kwargs: Any) -> Any:
-        raise _own_attention(model)
+        raise _unsupported_attention(model)
 
     for table in _tables_of(model).values():
         table.setdefault(NAME, refused)
 
 
-def _own_attention(model: type) -> UnsupportedError:
+def _unsupported_attention(model: type) -> UnsupportedError:
     return UnsupportedError(f"{model.__name__} has attention of its own, which cuflash is not; {EAGER}")
 
 
@@ -114,7 +114,7 @@ def _validate(model: type) -> None:
     supports_backend = getattr(model, "_supports_attention_backend", False)
     has_tables_alone = bool(_tables_of(model)) and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
     if has_tables_alone or not (supports_backend or getattr(model, "_supports_sdpa", False)):
-        raise _own_attention(model)
+        raise _unsupported_attention(model)
     try:
         source = inspect.getsource(module)
     except (OSError, TypeError):  # the model was typed in and has no file

@@ -206,8 +206,8 @@ def _peers(rows: list[Errors], row: Errors) -> list[Errors]:
 
 def _line(rows: list[Errors]) -> str:
     """What is printed of a problem as soon as it is measured."""
-    told = (f"{row.contender} {_text(row)}" for row in rows)
-    return f"{rows[0].op} {rows[0].setting.case.name}: {', '.join(told)}"
+    columns = (f"{row.contender} {_text(row)}" for row in rows)
+    return f"{rows[0].op} {rows[0].setting.case.name}: {', '.join(columns)}"
 
 
 def _text(row: Errors) -> str:
@@ -227,9 +227,9 @@ def _show(machine: dict[str, Any], rows: list[Errors], missing: dict[str, str]) 
             found = {row.contender: row for row in of_op if row.setting == setting}
             case, ours = setting.case, next(row for row in found.values() if row.ours)
             cells = case.dtype, case.head_dim, "causal" if case.causal else "full", case.seqlen_q, f"{setting.size:g}"
-            told = (_text(found[name]) if name in found else "–" for name in names)
+            columns = (_text(found[name]) if name in found else "–" for name in names)
             ratios = (f"{ratio(rows, ours, of):.3f}" for of in (max, min))
-            shown.add_row(*map(str, cells), *told, *ratios)
+            shown.add_row(*map(str, cells), *columns, *ratios)
         outputs = " the largest of dq, dk and dv," if op == "backward" else ""
         console.print(f"\n{op}: root mean square of the error to that of the output,{outputs} against float64", shown)
     for row in rows:

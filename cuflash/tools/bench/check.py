@@ -82,7 +82,7 @@ def _worst(errors: dict[str, float]) -> tuple[str, float]:
 
 
 class Exact:
-    """A problem, with the functions of the caller's own that it may have, in float64, by the library of `arrays`."""
+    """A problem, with score_mod or mask_mod that it may have, in float64, by the library of `arrays`."""
 
     def __init__(self, arrays: NumpyArrays, case: Case) -> None:
         def put(x: NDArray[Any]) -> Any:

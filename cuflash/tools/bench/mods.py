@@ -33,15 +33,15 @@ class Functions(NamedTuple):
 class ModCase(Case):
     """A problem with the functions of this name, beside what a `Case` has."""
 
-    own: str = ""
+    mods: str = ""
 
     def functions(self, put: Put) -> Functions:
         """The functions, with what they load in the library of `put`."""
-        return FUNCTIONS[self.own](put, self)
+        return FUNCTIONS[self.mods](put, self)
 
     def keywords(self, q: Any, put: Put) -> dict[str, Any]:
         """Of our calls on arrays like q. A block mask is made once, as one is for all layers of a model."""
-        found = READY_MADE[self.own](put, self) if self.own in READY_MADE else self.functions(put)._asdict()
+        found = READY_MADE[self.mods](put, self) if self.mods in READY_MADE else self.functions(put)._asdict()
         if (mask_mod := found.pop("mask_mod", None)) is not None:
             found["block_mask"] = create_block_mask(mask_mod, 1, 1, self.seqlen_q, self.seqlen_k, like=q)
         return found

@@ -64,8 +64,8 @@ def ours(op: str, arrays: NumpyArrays, algorithms: tuple[str, ...]) -> list[Cont
 
 def _ours(op: str, name: str, arrays: NumpyArrays, prepare: Callable[..., Callable[[], Any]], **more: Any) -> Contender:
     def prepared(inputs: Inputs, case: Case) -> Callable[[], Any]:
-        own = case.keywords(inputs[0], arrays.put) if isinstance(case, ModCase) else {}
-        return prepare(inputs, case.arguments() | own, **more)
+        mod_kwargs = case.keywords(inputs[0], arrays.put) if isinstance(case, ModCase) else {}
+        return prepare(inputs, case.arguments() | mod_kwargs, **more)
 
     # why: whole score matrices do not fit into the memory of any GPU for long, and lie in CuPy's, not PyTorch's.
     fits = more.get("algorithm") != "standard"
@@ -135,7 +135,7 @@ def _torch_backends() -> list[Contender]:
 
         return call
 
-    # why: at each call torch warns about every backend that it was told to leave out.
+    # why: at each call torch warns about every backend that is left out.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|cuflash\.bench")
     found = []
     for name, dtypes, backend in (

@@ -211,7 +211,7 @@ def masks(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
         replace(plain, name="causal, softcap", softcap=30.0),
     ]
     shape = batch, seqlen, seqlen, heads, heads, 128, 128, dtype
-    cases += [ModCase(name, *shape, own=name) for name in FUNCTIONS]
+    cases += [ModCase(name, *shape, mods=name) for name in FUNCTIONS]
     return [Timed(op, case) for op in options.ops or BOTH for case in cases]
 
 

@@ -125,7 +125,7 @@ class Errors:
 
     @classmethod
     def of_facts(cls, facts: dict[str, Any]) -> Errors:
-        """What `facts` told."""
+        """Results of `facts`."""
         setting = Setting.of(*(facts[name] for name in ("seqlen", "heads", "head_dim", "dtype", "causal", "scores")))
         return cls(facts["op"], setting, *(facts[name] for name in ("contender", "ours", "rms", "largest", "note")))
 
@@ -140,5 +140,5 @@ class Errors:
         problem = {"dtype": case.dtype, "head_dim": case.head_dim, "causal": case.causal, "seqlen": case.seqlen_q,
                    "heads": case.heads_q, "scores": self.setting.size}  # fmt: skip
         rms, largest = ({name: float(f"{x:.4g}") for name, x in errors.items()} for errors in (self.rms, self.largest))
-        own = {"contender": self.contender, "ours": self.ours, "rms": rms, "largest": largest}
-        return {"op": self.op} | problem | own | {"note": self.note}
+        columns = {"contender": self.contender, "ours": self.ours, "rms": rms, "largest": largest}
+        return {"op": self.op} | problem | columns | {"note": self.note}

@@ -32,8 +32,10 @@ OPS = tuple(check.OUTPUTS)
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    told = "what to measure: " + "; ".join(f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items())
-    parser.add_argument("preset", nargs="?", choices=PRESETS, default="paper", help=told)
+    description = "what to measure: " + "; ".join(
+        f"{name}: {str(x.make.__doc__).rstrip('.')}" for name, x in PRESETS.items()
+    )
+    parser.add_argument("preset", nargs="?", choices=PRESETS, default="paper", help=description)
     parser.add_argument("--ops", type=partial(arguments.names, OPS), metavar="O,O", help="default forward,backward")
     parser.add_argument("--dtype", choices=list(check.MAX_ERROR), help="default bfloat16; float32 without a GPU")
     parser.add_argument(

@@ -75,14 +75,14 @@ def conditions(rows: list[Row]) -> str:
     spreads = [seconds.spread for row in rows if (seconds := row.graph or row.wall)]
     if not spreads:
         return ""
-    told = [f"quartiles of a time lie {median(spreads):.1%} apart in the median, {max(spreads):.1%} at most"]
+    lines = [f"quartiles of a time lie {median(spreads):.1%} apart in the median, {max(spreads):.1%} at most"]
     if both := [row.wall.median / row.graph.median for row in rows if row.wall and row.graph]:
         times = f"{median(both):.2f} times as long in the median, {max(both):.2f} at most"
-        told.append(f"calls without graphs take {times}")
+        lines.append(f"calls without graphs take {times}")
     for name, unit in (("sm_clock_mhz", "MHz"), ("power_w", "W")):
         if found := [row.state[name] for row in rows if name in row.state]:
-            told.append(f"{min(found):.0f} to {max(found):.0f} {unit}")
-    return "; ".join(told)
+            lines.append(f"{min(found):.0f} to {max(found):.0f} {unit}")
+    return "; ".join(lines)
 
 
 def line(preset: str, rows: list[Row]) -> str:
@@ -200,7 +200,7 @@ def _speed(row: Row, preset: str) -> str:
 
 
 def _kernel(report: Report, row: Row) -> str | None:
-    """Name of our kernel that ran; None if nothing did, or if it has functions of the caller's own."""
+    """Name of our kernel that ran; None if nothing did, or if it has score_mod or mask_mod."""
     if row.seconds is None or isinstance(row.case, ModCase):
         return None
     found: Plan = plan(

@@ -1,0 +1,256 @@
+"""Mods: from the arguments of a public call to its op and to all that it reads.
+
+All of it is repeated by every call, so it finds what it made before: a function by what it refers to, the rest by
+digests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import reduce
+from operator import add
+from typing import Any, NamedTuple
+
+from ..arrays.find import library_of
+from ..errors import ProblemError, UnsupportedError
+from ..mods.analysis.intervals import Band, band
+from ..mods.graph.graph import Graph
+from ..mods.graph.operations import Type
+from ..mods.tracing.operand import is_integer, name_of_dtype
+from ..mods.tracing.trace import trace
+from ..problem.mod_spec import BIAS_AXES, Bias, ModSpec, captured, make_mod_spec
+from ..problem.operands import OPS, VARLEN_OPS, Op, Sizes, banded, mod_op
+from ..problem.options import OptionsKey, check_dropout, is_zero
+from ..runtime.launch import run
+from ..runtime.seeds import check_seed, seed_array
+from .block_mask import BlockMask
+
+VarlenInputs = tuple[Any, ...]  # `VarlenArgs` that the op takes; () for a dense call
+
+
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """What stands for an array of which only the shape and the dtype are known."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class ModArgs(NamedTuple):
+    """The arguments of a call that are of mods. Functions may be traced already."""
+
+    score_mod: Any = None
+    mask_mod: Any = None
+    block_mask: Any = None
+    bias: Any = None
+    sinks: Any = None
+    dropout_p: Any = 0.0
+
+
+class ModCall(NamedTuple):
+    """An op, the arrays that it reads after those of the plain op, and where gradients that were asked for are.
+
+    needs_seed: whether the seed of dropout is to follow the arrays; then come the cells. grads: of each gradient, the
+    numbers of the further results whose sum it is.
+    """
+
+    op: Op
+    arrays: tuple[Any, ...]
+    needs_seed: bool
+    cells: tuple[Any, ...]
+    grads: tuple[tuple[int, ...], ...]
+
+    def inputs(self, seed: Any) -> tuple[Any, ...]:
+        """All arrays that are read after those of the plain op. seed: an array, if it is needed."""
+        return (*self.arrays, seed, *self.cells) if self.needs_seed else (*self.arrays, *self.cells)
+
+
+def run_mods(
+    name: str,
+    arrays: tuple[Any, ...],
+    varlen_args: VarlenInputs,
+    given: ModArgs,
+    dropout_seed: Any,
+    options: OptionsKey,
+    outputs: int | None = None,
+    outs: tuple[Any, ...] = (),
+    captured_grads: Any = None,
+) -> tuple[Any, ...]:
+    """The results of a call, as `launch.run` gives them, and behind them the gradients that were asked for."""
+    asked = options.options
+    hidden = asked.causal, asked.window_size, asked.diagonal_offset
+    call = resolve_mods(name, given, varlen_args, hidden, asked.algorithm, captured_grads)
+    seed = seed_array(dropout_seed, arrays[0]) if call.needs_seed else None
+    if dropout_seed is not None and not call.needs_seed:
+        check_seed(dropout_seed, arrays[0])
+    results: tuple[Any, ...] = run(call.op, (*arrays, *varlen_args, *call.inputs(seed)), options, outputs, outs)
+    if not call.grads:
+        return results
+    first = len(OPS[name].outputs)
+    return *results[:first], *[reduce(add, [results[first + place] for place in group]) for group in call.grads]
+
+
+def resolve_mods(
+    name: str,
+    given: ModArgs,
+    varlen_args: VarlenInputs,
+    hidden: tuple[Any, Any, Any],
+    algorithm: Any = "flash2",
+    captured_grads: Any = None,
+) -> ModCall:
+    """What a call of the op of that name does. hidden: causal, window_size and diagonal_offset, as they were given."""
+    score = _graph(given.score_mod, "score_mod")
+    mask, cells = _mask(given, varlen_args)
+    bias = None if given.bias is None else _bias(given.bias)
+    has_sinks, drops = given.sinks is not None, not is_zero(given.dropout_p) and bool(check_dropout(given.dropout_p))
+    sizes = None if cells is None else cells.sizes
+    fits = not varlen_args or mask is None or (seen := band(mask.root)) is None or _fits(seen, hidden)
+    digests = None if score is None else score.digest, None if mask is None else mask.digest
+    key = name, not varlen_args, *digests, bias, has_sinks, drops, sizes, fits
+    if (kind := _kinds.get(key)) is None:
+        if len(_kinds) >= MAX_KEYS:
+            _kinds.clear()
+        kind = _kinds.setdefault(key, _kind_of(key, score, mask))
+    arrays = [each.array for each in captured((score, mask if kind.has_mask else None))]
+    arrays += [] if bias is None else [given.bias]
+    loaded = len(arrays)
+    arrays += [given.sinks] if has_sinks else []
+    numbers: tuple[tuple[int, ...], ...] = ()
+    if captured_grads is not None:
+        numbers = _numbers(captured_grads, given, score, kind.mod_spec, arrays, loaded)
+    if not kind.mod_spec.changes:
+        return ModCall(kind.op, (), False, (), numbers)
+    if isinstance(algorithm, str) and algorithm == "standard":
+        raise UnsupportedError(
+            "algorithm='standard' takes no score_mod, mask_mod, bias, sinks and dropout; take another one, which give "
+            "the same numbers"
+        )
+    found = (cells.cells,) if cells is not None and kind.mod_spec.has_cells else ()
+    if not numbers:
+        return ModCall(kind.op, tuple(arrays), drops, found, ())
+    flat = tuple(dict.fromkeys(number for group in numbers for number in group))
+    places = tuple([tuple([flat.index(number) for number in group]) for group in numbers])
+    return ModCall(_op_of(key, kind, flat), tuple(arrays), drops, found, places)
+
+
+class _Kind(NamedTuple):
+    """What calls have in common whose arguments are of the same kinds: the op, without gradients that are asked for.
+
+    band: what is left of a mask that the arguments of a plain call could say, if it hides anything. has_mask: whether
+    the mask is a part of kernels.
+    """
+
+    mod_spec: ModSpec
+    op: Op
+    band: Band | None
+    has_mask: bool
+
+
+# The op's name, whether it is dense, the digests of score_mod and mask_mod, what is known of a bias, whether there are
+# sinks, and dropout, the sizes of a block mask, and whether a mask may be said by the arguments of a plain call.
+_Key = tuple[str, bool, str | None, str | None, Bias | None, bool, bool, Sizes | None, bool]
+MAX_KEYS = 1024
+_kinds: dict[_Key, _Kind] = {}
+
+
+def _kind_of(key: _Key, score: Graph | None, mask: Graph | None) -> _Kind:
+    name, is_dense, _, _, bias, has_sinks, drops, sizes, fits = key
+    plain, has_cells = (OPS if is_dense else VARLEN_OPS)[name], sizes is not None
+    seen = None if mask is None or not fits else band(mask.root)
+    if seen is not None:
+        mask, has_cells = None, False
+        seen = None if sizes is None and seen.is_open else seen
+    mod_spec = make_mod_spec(score, mask, bias, has_sinks, drops, has_cells)
+    kind = _Kind(mod_spec, plain, seen, mask is not None)
+    return kind._replace(op=_op_of(key, kind, ()))
+
+
+def _op_of(key: _Key, kind: _Kind, grads: tuple[int, ...]) -> Op:
+    """The op of a call of this kind with gradients of the arrays of these numbers."""
+    name, is_dense, *_, sizes, _ = key
+    op = kind.op
+    if kind.mod_spec.changes:
+        op = mod_op(name, not is_dense, kind.mod_spec, grads, sizes if kind.mod_spec.has_cells else None)
+    return op if kind.band is None or op.band is not None else banded(op, kind.band, sizes)
+
+
+def _graph(function: Any, kind: str) -> Graph | None:
+    return function if function is None or isinstance(function, Graph) else trace(function, kind)
+
+
+def _mask(given: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, BlockMask | None]:
+    """The mask_mod of a call, and its block mask."""
+    block_mask = given.block_mask
+    graph = _graph(given.mask_mod, "mask_mod")
+    if block_mask is None:
+        return graph, None
+    if not isinstance(block_mask, BlockMask):
+        raise ProblemError(f"block_mask is a {type(block_mask).__name__}; give what create_block_mask returned")
+    mask_graph = block_mask.graph
+    if graph is not None and graph is not mask_graph:
+        if graph.digest != mask_graph.digest:
+            raise ProblemError("block_mask was made of another mask_mod than the one of the call; give one of them")
+        if any(x.array is not y.array for x, y in zip(graph.arrays, mask_graph.arrays, strict=True)):
+            raise ProblemError(
+                "block_mask was made of a mask_mod that refers to other arrays than the one of the call; make a new "
+                "one by create_block_mask when arrays change"
+            )
+    block_mask.check_varlen(varlen_args)
+    return mask_graph, block_mask
+
+
+def _fits(seen: Band, hidden: tuple[Any, Any, Any]) -> bool:
+    """Whether a band counts from where the mask of the options does, or one of both hides nothing."""
+    causal, window, offset = hidden
+    sides = window if isinstance(window, tuple | list) else (0,)
+    is_open = all(side is None or (is_integer(side) and side == -1) for side in sides)
+    return seen.is_open or (causal is False and is_open) or (offset is None) == seen.from_end
+
+
+def _bias(bias: Any) -> Bias:
+    library = None if isinstance(bias, Shaped) else library_of("bias", bias)
+    try:
+        shape, dtype = bias.shape, bias.dtype
+    except AttributeError:  # DLPack alone has neither
+        assert library is not None
+        spec = library.spec("bias", bias)
+        shape, dtype = spec.shape, spec.dtype
+    if len(shape) > len(BIAS_AXES):
+        raise ProblemError(
+            f"bias has shape {tuple(shape)}; give (batch, heads_q, seqlen_q, seqlen_k), of which any may be 1 and "
+            "the first may be left out"
+        )
+    return Bias(name_of_dtype(dtype), tuple([length > 1 for length in shape]))
+
+
+def _numbers(
+    wanted: Any, given: ModArgs, score: Graph | None, mod_spec: ModSpec, arrays: Sequence[Any], loaded: int
+) -> tuple[tuple[int, ...], ...]:
+    """For each array of `captured_grads`, the numbers of it among those that may have gradients."""
+    if not isinstance(wanted, tuple | list):
+        raise ProblemError(f"captured_grads is a {type(wanted).__name__}; give a tuple of arrays, () for none")
+    numbers = [*range(0 if score is None else len(score.arrays))]
+    numbers += [loaded - 1] if given.bias is not None else []
+    numbers = [number for number in numbers if mod_spec.arrays[number].type == Type.FLOAT32]
+    numbers += [loaded] if given.sinks is not None else []
+    found = [tuple([number for number in numbers if arrays[number] is x]) for x in wanted]
+    for place, (x, group) in enumerate(zip(wanted, found, strict=True)):
+        if not group:
+            names = [_described(mod_spec, number, arrays) for number in numbers]
+            kind = f"an array of shape {tuple(x.shape)}" if _has_shape(x) else f"a {type(x).__name__}"
+            raise ProblemError(
+                f"captured_grads[{place}] is {kind} that has no gradient here; give, as the same objects, some of: "
+                f"{', '.join(names) or 'nothing, as no array of floats changes the scores'}"
+            )
+    return tuple(found)
+
+
+def _has_shape(x: Any) -> bool:
+    return hasattr(x, "shape") and not isinstance(x, type)
+
+
+def _described(mod_spec: ModSpec, number: int, arrays: Sequence[Any]) -> str:
+    name = mod_spec.arrays[number].name if number < len(mod_spec.arrays) else "sinks"
+    shape = tuple(getattr(arrays[number], "shape", ()))
+    return f"{name} {shape}" if name in ("bias", "sinks") else f"the array {shape} that score_mod refers to"

@@ -1,0 +1,280 @@
+"""The launches that backward makes for gradients of captured arrays: bias, sinks, and captured ones.
+
+For each place where scores load from an array, a kernel makes scores and their gradients once more, and sums what the
+place gets (`gradient_terms.Sums`). Several blocks of threads may share a sum; each then has a table in the workspace,
+and one more kernel adds the tables. Only where there is no room for tables are sums made by atomics.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..errors import UnsupportedError
+from ..problem.array_spec import ArraySpec, dense_strides
+from ..problem.dtypes import DTYPES
+from ..problem.lengths import PADDED_SLOT
+from ..problem.problem import Problem
+from . import tiles_sm80
+from .device import Device
+from .gradient_terms import Sums, Term, is_affine, sums_of, terms_of
+from .mod_code import gradient_code, make_mod_code
+from .plan import MAX_GRID, Launch, Part, Plan, blocks_of, compile_arch
+from .tiles_sm80 import DqTile
+from .variant import PORTABLE_THREADS, Variant, variant_of
+
+FLOAT_BYTES = 4
+MAX_PLACES = 2**31 - 1  # of a table, whose kernels count its places in 32 bits
+MOST_TABLE_BYTES = 64 * 2**20  # of the tables that blocks of threads share sums by
+MOST_WAVES = 4  # of blocks of threads that share walks
+LANES, LANES_TABLES, LANES_ELEMENTS = 32, 8, 2**16  # of a sum of many tables for few elements
+NUMBER_KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # NumberKind in common/gradient_sums.cuh
+SINKS = "dsinks"
+
+
+def with_captured_gradients(made: Plan, problem: Problem, device: Device) -> Plan:
+    """The plan of backward, and after it the launches for gradients of captured arrays, if any is wanted."""
+    wanted = [operand.name for operand in problem.op.outputs if operand.name not in ("dq", "dk", "dv")]
+    if not wanted:
+        return made
+    more = _More(made, problem, device)
+    for name in wanted:
+        if name == SINKS:
+            more.add_sinks()
+        else:
+            more.add_array(name)
+    return more.plan()
+
+
+class _More:
+    """Launches and parts of the workspace beside those of a plan."""
+
+    def __init__(self, made: Plan, problem: Problem, device: Device) -> None:
+        self.made, self.problem, self.device = made, problem, device
+        self.launches = list(made.launches)
+        self.parts, self.end = dict(made.workspace), made.workspace_bytes
+        delta = next(launch for launch in made.launches if launch.variant.op == "delta")
+        self.stats = {name: delta.fields[name] for name in ("stats_rows", "stats_step", "stats_delta")}
+        # why not of the launch: it may know lengths of keys alone.
+        self.has_queries = "stats" in made.workspace and problem.seqlen_q > 0
+
+    def plan(self) -> Plan:
+        """The plan with all of it."""
+        if (most := max(launch.num_blocks for launch in self.launches)) > MAX_GRID:
+            raise UnsupportedError(
+                f"gradients of captured arrays need {most} blocks; a launch has at most {MAX_GRID}. Split the "
+                "batch into several calls."
+            )
+        return self.made._replace(launches=tuple(self.launches), workspace_bytes=self.end, workspace=self.parts)
+
+    def _part(self, name: str, floats: int) -> str:
+        """The name of a new part of the workspace."""
+        self.parts[name] = Part(self.end, FLOAT_BYTES * floats)
+        self.end += FLOAT_BYTES * floats
+        return name
+
+    def _variant(self, op: str, source: str, **more: Any) -> Variant:
+        arch, dtype, lengths = compile_arch("sm80", self.device), self.problem.dtype, self.problem.lengths is not None
+        return variant_of(op, source, arch, dtype, dtype, **{"lengths": lengths, **more})
+
+    def add_sinks(self) -> None:
+        """The gradient of the sinks."""
+        problem, result = self.problem, _spec(self.problem, SINKS)
+        varlen, heads = problem.lengths, problem.heads_q
+        if varlen is None:
+            num_slots = problem.batch * blocks_of(problem.seqlen_q, PADDED_SLOT)
+        else:
+            num_slots = varlen.num_slots("q", problem.batch, PADDED_SLOT)
+        parts, tables = 0, None
+        if self.has_queries and num_slots:
+            parts = max(1, min(blocks_of(num_slots, PORTABLE_THREADS // 32), 2 * self.device.num_sms // heads))
+            slots_each = blocks_of(num_slots, parts)
+            parts = blocks_of(num_slots, slots_each)
+            tables = self._part("sinks_tables", parts * heads)
+            variant = self._variant("sinks_gradient", "portable/sinks_gradient.cu", mod_code=make_mod_code(problem))
+            fields = self.stats | {"num_slots": num_slots, "slots_each": slots_each}
+            self.launches.append(Launch(variant, parts * heads, fields, renamed={"tables": tables}))
+        sums = Sums(("h",), (), (0,), (heads,), ("h",))
+        self._add_tables(SINKS, result, sums, (1,), tables, parts, heads)
+
+    def add_array(self, name: str) -> None:
+        """The gradient of an array that scores may load from."""
+        problem, result = self.problem, _spec(self.problem, name)
+        mod_spec = problem.op.mod_spec
+        assert mod_spec is not None
+        number = next(at for at, each in enumerate(mod_spec.arrays) if f"d{each.name}" == name)
+        terms = terms_of(mod_spec).get(number, ()) if self.has_queries and problem.seqlen_k > 0 else ()
+        if 0 in result.shape:
+            return
+        lengths = {"b": problem.batch, "h": problem.heads_q, "q_idx": problem.seqlen_q, "k_idx": problem.seqlen_k}
+        if not terms:
+            self._add_tables(name, result, Sums((), (), (), (), ()), (), None, 0, 0)
+            return
+        dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, self.device
+        tile = tiles_sm80.choose(tiles_sm80.MODS[problem.dtype], *dims)
+        if tile is None:
+            raise UnsupportedError(
+                f"gradients of captured arrays at head dims ({problem.head_dim}, {problem.head_dim_v}) in "
+                f"{problem.dtype} on {self.device.name}; 1 to 256 are supported"
+            )
+        all_sums = [sums_of(term, result.shape, lengths) for term in terms]
+        total = self._part(f"{name}_total", math.prod(result.shape)) if len(terms) > 1 else None
+        for at, (term, sums) in enumerate(zip(terms, all_sums, strict=True)):
+            self._add_term(f"{name}_{at}", result, name, term, sums, lengths, tile, total, at, len(terms))
+
+    def _add_term(
+        self,
+        called: str,
+        result: ArraySpec,
+        name: str,
+        term: Term,
+        sums: Sums,
+        lengths: dict[str, int],
+        tile: DqTile,
+        total: str | None,
+        at: int,
+        count: int,
+    ) -> None:
+        """One term of a gradient, number `at` of `count`; total: the part of the workspace in which terms are added."""
+        problem = self.problem
+        extents = [result.shape[axis] for axis in sums.looked_up]
+        places = math.prod(extents)
+        if places > MAX_PLACES:
+            raise UnsupportedError(
+                f"{name}, the gradient of an array of shape {result.shape}: it is loaded at computed indices, whose "
+                f"sums have {places} places; {MAX_PLACES} are supported. Leave it out of captured_grads (in PyTorch: "
+                "detach it), load from several smaller arrays, or index it by b, h, q_idx or k_idx alone"
+            )
+        in_tables = [lengths[axis] for axis in sums.apart] + ([places] if extents else [])
+        size = math.prod(in_tables)
+        *steps_apart, _ = (*dense_strides(tuple(in_tables)), 1) if not extents else dense_strides(tuple(in_tables))
+        step_of = dict(zip(sums.apart, steps_apart, strict=True))
+        within = dict(zip(sums.looked_up, dense_strides(tuple(extents)), strict=True))
+        strides = tuple(within.get(axis, step_of.get(each or "", 0)) for axis, each in enumerate(sums.names))
+
+        tiles = {"q": blocks_of(problem.seqlen_q, tile.block_q), "k": blocks_of(problem.seqlen_k, tile.block_k)}
+        counts = {"b": problem.batch, "h": problem.heads_q, "q_idx": tiles["q"], "k_idx": tiles["k"]}
+        blocks = math.prod(counts[axis] for axis in sums.apart)
+        num_steps = math.prod(counts[axis] for axis in ("b", "h", "q_idx") if axis not in sums.apart)
+        if num_steps > MAX_GRID or blocks > MAX_GRID:
+            raise UnsupportedError(
+                f"{name} is summed over more than {MAX_GRID} blocks of queries; split the batch into several calls, or "
+                "pass max_seqlen_q and max_seqlen_k if sequences have lengths of their own"
+            )
+        tables_each = tile.warps if extents else 1
+        room = MOST_TABLE_BYTES // (FLOAT_BYTES * size * tables_each)
+        resident = self.device.num_sms * tile.blocks_per_sm
+        is_even = problem.lengths is None and problem.mask.is_full
+        parts = _parts(blocks, num_steps, resident, room, is_even)
+        affine = all(is_affine(term.load.arguments[axis]) for axis in sums.looked_up)
+        lacks_room = bool(extents) and (room < 1 or (not affine and blocks * parts < resident // 4 and parts >= room))
+        atomic = lacks_room and not problem.options.deterministic
+        if extents and room < 1 and not atomic:
+            raise UnsupportedError(
+                f"deterministic=True, but the sums of {name} take {FLOAT_BYTES * size * tables_each} bytes, which is "
+                f"over {MOST_TABLE_BYTES}; pass deterministic=False, or a smaller array"
+            )
+        if atomic:
+            parts, tables_each = _parts(blocks, num_steps, resident, num_steps, is_even), 1
+        by_axis = zip(strides, result.strides, result.shape, strict=True)
+        is_whole = sums.counts == result.shape and all(index == step or extent == 1 for index, step, extent in by_axis)
+        is_direct = not extents and parts == count == 1 and is_whole
+        tables = None if is_direct else self._part(f"{called}_tables", size * (1 if atomic else parts * tables_each))
+        if atomic:
+            assert tables is not None
+            self._clear(tables, size)
+
+        arguments = tuple(term.load.arguments[axis] for axis in sums.looked_up)
+        stays = set(sums.apart) == {"h", "q_idx", "k_idx"} and problem.lengths is None and not extents
+        code = gradient_code(problem, term.derivative, arguments, stays)
+        variant = self._variant("backward_own", "sm80/backward_own.cu", tile=tile, mod_code=code)
+        fields = self.stats | {
+            "num_q_tiles": tiles["q"],
+            "num_k_tiles": tiles["k"],
+            "by_sequence": int("b" in sums.apart),
+            "by_head": int("h" in sums.apart),
+            "by_query": int("q_idx" in sums.apart),
+            "by_key": int("k_idx" in sums.apart),
+            "num_steps": num_steps,
+            "parts": parts,
+            "adds_atomically": int(atomic),
+            "table_places": places if extents else 0,
+            "result_kind": NUMBER_KINDS[result.dtype],
+            **_numbered("extents", extents),
+            **_numbered("strides", within.values()),
+        }
+        renamed = {"result": name} if tables is None else {"tables": tables}
+        self.launches.append(Launch(variant, blocks * parts, fields, renamed=renamed))
+        if tables is not None:
+            num_tables = 1 if atomic else parts * tables_each
+            self._add_tables(name, result, sums, strides, tables, num_tables, size, total, at, count)
+
+    def _add_tables(
+        self,
+        name: str,
+        result: ArraySpec,
+        sums: Sums,
+        strides: tuple[int, ...],
+        tables: str | None,
+        num_tables: int,
+        size: int,
+        total: str | None = None,
+        at: int = 0,
+        count: int = 1,
+    ) -> None:
+        """The launch that adds tables of a term; without tables the result is zero."""
+        elements = math.prod(result.shape)
+        if not elements:
+            return
+        lanes = LANES if num_tables >= LANES_TABLES and elements <= LANES_ELEMENTS else 1
+        fields = {
+            "num_elements": elements,
+            "table_step": size,
+            "rank": len(result.shape) if num_tables else 0,
+            "num_tables": num_tables,
+            "lanes": lanes,
+            "adds": int(at > 0),
+            "result_kind": NUMBER_KINDS[result.dtype],
+            **_numbered("strides", strides),
+        }
+        if num_tables:
+            fields |= _numbered("extents", result.shape)
+            fields |= _numbered("firsts", sums.firsts) | _numbered("counts", sums.counts)
+        renamed = {"result": name} if at == count - 1 else {}
+        renamed |= {} if tables is None else {"tables": tables}
+        renamed |= {} if total is None else {"total": total}
+        self._add_sum(elements * lanes, fields, renamed)
+
+    def _clear(self, part: str, floats: int) -> None:
+        """The launch that sets a part of the workspace to zero."""
+        fields = {"num_elements": floats, "lanes": 1, "result_kind": NUMBER_KINDS["float32"]}
+        self._add_sum(floats, fields, {"result": part})
+
+    def _add_sum(self, threads: int, fields: dict[str, int], renamed: dict[str, str]) -> None:
+        variant = self._variant("sum_tables", "portable/sum_tables.cu", lengths=False)
+        self.launches.append(Launch(variant, blocks_of(threads, PORTABLE_THREADS), fields, renamed=renamed))
+
+
+def _spec(problem: Problem, name: str) -> ArraySpec:
+    spec = problem.specs[problem.op.index[name]]
+    assert spec is not None
+    return spec
+
+
+def _numbered(name: str, values: Any) -> dict[str, int]:
+    return {f"{name}[{i}]": value for i, value in enumerate(values)}
+
+
+def _parts(blocks: int, num_steps: int, resident: int, room: int, is_even: bool) -> int:
+    """Among how many blocks of threads each walk is shared out: those with which the last of all ends first.
+
+    is_even: whether all steps take equally long. If not, as many as possible. room: for how many there are tables.
+    """
+    most = max(1, min(num_steps, MOST_WAVES * resident // max(blocks, 1), room))
+    if not is_even:
+        return most
+
+    def steps(parts: int) -> int:
+        return blocks_of(blocks * parts, resident) * blocks_of(num_steps, parts)
+
+    return min(range(1, most + 1), key=lambda parts: (steps(parts), parts))

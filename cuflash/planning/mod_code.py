@@ -1,0 +1,213 @@
+"""Mods as code: what a kernel is compiled with beside its own source.
+
+A kernel that knows of them is a text of three parts: the functions of common/mod_functions.cuh, the struct template
+`ModFunctions` that is printed here, and the kernel's source. Its `element` gives the score in powers of two, of a
+product q kᵀ (or of what the softcap made of it), whether the key is seen, and the derivative of the score by the one
+that the caller's function was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..mods.analysis.magnitude import magnitude
+from ..mods.analysis.signs import of_causal_pairs
+from ..mods.codegen.cuda import print_struct
+from ..mods.codegen.hoisting import ADDEND, SOFTMAX_SCALE
+from ..mods.graph.derivative import differentiate
+from ..mods.graph.graph import CapturedArray, Node, post_order, variable
+from ..mods.graph.operations import Type
+from ..mods.graph.simplify import build, constant, pick_form
+from ..problem.array_spec import ArraySpec
+from ..problem.dtypes import ITEMSIZE
+from ..problem.mod_spec import LEAST_SCORE, SCORE, ModSpec, exchanged, substituted
+from ..problem.options import LOG2_E
+from ..problem.problem import Problem
+
+RESULTS = ("score", "visible", "slope")
+# why: one kernel finds the cells that a mask shows, others ask for its elements, with queries or keys in their rows.
+EXACT = ("visible",)
+# Words of 8 bytes behind the captured arrays: `ModParams` in kernels_cu/common/params.cuh.
+MORE_WORDS = 8
+# Scores and slopes up to it are finite numbers beside others, whatever products are.
+MODERATE = 2.0**64
+_ONE = constant(1.0)
+
+
+class ModCode(NamedTuple):
+    """The text, the digest of it, the macros, and the words of 8 bytes that it adds to the parameters of a kernel.
+
+    paired: the arrays, by name, that are to begin at a multiple of the size of two elements, and these bytes.
+    """
+
+    digest: str
+    text: str
+    constants: tuple[tuple[str, int], ...]
+    words: int
+    paired: tuple[tuple[str, int], ...] = ()
+
+
+def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, cells: bool = False) -> ModCode | None:
+    """What kernels of this problem are compiled with, None for a plain call.
+
+    keys_as_rows: whether the kernel's fragments have keys in their rows, and queries in their columns. cells: whether
+    it reads which cells of 64 x 64 are empty, or full.
+    """
+    mod_spec = problem.op.mod_spec
+    if mod_spec is None:
+        return None
+    runs = _runs(problem, mod_spec, keys_as_rows)
+    return _generate(mod_spec, keys_as_rows, cells, _is_short(problem, mod_spec), _is_causal(problem), runs)
+
+
+def _is_causal(problem: Problem) -> bool:
+    """Whether no query sees a key behind its own position, by a mask: what is compiled depends on no shape."""
+    return problem.lengths is None and problem.mask.hi <= problem.seqlen_k - problem.seqlen_q
+
+
+def _is_short(problem: Problem, mod_spec: ModSpec) -> bool:
+    """Whether offsets in all captured arrays, and their strides, fit into 32 bits."""
+    specs = [problem.specs[problem.op.index[each.name]] for each in mod_spec.arrays]
+    return all(
+        sum(abs(stride) * max(length - 1, 1) for length, stride in zip(spec.shape, spec.strides, strict=True)) < 2**31
+        for spec in specs
+        if spec is not None
+    )
+
+
+# An array's number, an axis along which its elements lie side by side, and whether two of them can be loaded together.
+_Runs = tuple[tuple[tuple[int, int], bool], ...]
+
+
+def _runs(problem: Problem, mod_spec: ModSpec, keys_as_rows: bool) -> _Runs:
+    """The axes of captured arrays that no column of a tile leaves.
+
+    why not of several lengths: the GPU alone knows them, and where they are greater, the last element is given.
+    """
+    if problem.lengths is not None:
+        return ()
+    columns = problem.seqlen_q if keys_as_rows else problem.seqlen_k
+    found = []
+    for number, each in enumerate(mod_spec.arrays):
+        spec = problem.specs[problem.op.index[each.name]]
+        assert spec is not None
+        for axis, (length, stride) in enumerate(zip(spec.shape, spec.strides, strict=True)):
+            if stride == 1 and length >= columns > 0:
+                found.append(((number, axis), each.name not in problem.misaligned and _pairs(spec, axis)))
+    return tuple(found)
+
+
+def _pairs(spec: ArraySpec, axis: int) -> bool:
+    """Whether all pairs of elements along an axis lie at multiples of their size, if the first one does."""
+    axes = enumerate(zip(spec.shape, spec.strides, strict=True))
+    others_are_even = not any(other != axis and length > 1 and stride % 2 for other, (length, stride) in axes)
+    return spec.itemsize <= 4 and spec.shape[axis] % 2 == 0 and others_are_even
+
+
+@lru_cache(maxsize=256)
+def _generate(
+    mod_spec: ModSpec, keys_as_rows: bool, cells: bool, is_short: bool, is_causal: bool, runs: _Runs
+) -> ModCode:
+    score, slope = SCORE, _ONE
+    if mod_spec.score is not None:
+        given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
+        score = build("add", build("multiply", substituted(mod_spec.score, given), constant(LOG2_E)), ADDEND)
+        slope = substituted(differentiate(mod_spec.score).get(SCORE) or constant(0.0), given)
+    roots = [pick_form(root, keys_as_rows) for root in (score, mod_spec.mask or constant(True), slope)]
+    if is_causal:
+        roots = [of_causal_pairs(roots[0]), roots[1], of_causal_pairs(roots[2])]
+    if keys_as_rows:
+        roots = [exchanged(root) for root in roots]
+    arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
+    text = print_struct(roots, arrays, "ModFunctions", RESULTS, EXACT, dict(runs))
+    is_steep = mod_spec.score is not None and max(magnitude(mod_spec.score), magnitude(slope)) >= MODERATE
+    constants = {
+        "OWN_SCORES": int(mod_spec.score is not None),
+        "OWN_HIDES": int(mod_spec.score is not None and _hides(mod_spec.score)),
+        "OWN_TOGETHER": int(_loads_together(mod_spec)),
+        "OWN_MASK": int(mod_spec.mask is not None),
+        "OWN_SLOPE": 0 if slope is _ONE else 2 if is_steep else 1,
+        "SINKS": int(mod_spec.has_sinks),
+        "DROPOUT": int(mod_spec.drops),
+        "CELLS": 0 if not cells else 2 if mod_spec.cells_are_of_mask else 1,
+        "SHORT_OFFSETS": int(is_short),
+    }
+    words = sum(words_of(each.rank) for each in mod_spec.arrays)
+    digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
+    return ModCode(digest, text, tuple(constants.items()), words + MORE_WORDS, _paired(mod_spec, text))
+
+
+def _paired(mod_spec: ModSpec, text: str) -> tuple[tuple[str, int], ...]:
+    arrays = enumerate(mod_spec.arrays)
+    return tuple((each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text)
+
+
+def _hides(score: Node) -> bool:
+    """Whether it is usual that scores weigh nothing, as by a bias or a constant that stands for a mask.
+
+    why only so: kernels give the right results either way, but not at the same speed.
+    """
+    return any(
+        (x.op == "load" and x.type == Type.FLOAT32 and "k_idx" in x.inputs)
+        or (x.op == "constant" and x.type == Type.FLOAT32 and not x.value > LEAST_SCORE)
+        for x in post_order([score])
+    )
+
+
+# What takes no register beside its result, as it is a part of a multiplication and addition.
+_LIGHT = {"load", "constant", "input", "cast", "add", "subtract", "multiply", "negative"}
+
+
+def _loads_together(mod_spec: ModSpec) -> bool:
+    """Whether functions are so light, as a bias is, that registers hold what all elements of a step load."""
+    if mod_spec.score is None or mod_spec.mask is not None or mod_spec.drops:
+        return False
+    nodes = post_order([mod_spec.score])
+    loads = [x for x in nodes if x.op == "load" and "k_idx" in x.inputs]
+    return len(loads) == 1 and variable("k_idx") in loads[0].arguments and all(x.op in _LIGHT for x in nodes)
+
+
+def words_of(rank: int) -> int:
+    """Words of 8 bytes of a captured array: its pointer, its strides and its extents."""
+    axes = max(rank, 1)
+    return 1 + axes + -(-axes // 2)
+
+
+def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> ModCode:
+    """What sm80/backward_own.cu is compiled with: the derivative of scores by a load, and its indices if looked up.
+
+    stays: whether a block of threads walks from sequence to sequence, over the same tile of each.
+    """
+    plain, mod_code = make_mod_code(problem), problem.op.mod_spec
+    assert plain is not None
+    assert mod_code is not None
+    return _gradient_code(plain, mod_code, derivative, places, stays, _runs(problem, mod_code, keys_as_rows=False))
+
+
+@lru_cache(maxsize=256)
+def _gradient_code(
+    plain: ModCode, mod_spec: ModSpec, derivative: Node, places: tuple[Node, ...], stays: bool, runs: _Runs
+) -> ModCode:
+    assert mod_spec.score is not None
+    given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
+    of_scores = (substituted(each, given) for each in (mod_spec.score, derivative, *places))
+    roots = [pick_form(root, of_keys=False) for root in (mod_spec.mask or constant(True), *of_scores)]
+    arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
+    names = [f"place{number}" for number in range(len(places))]
+    results = ("visible", "score", "derivative", *names)
+    text = print_struct(roots, arrays, "ModFunctions", results, EXACT, dict(runs))
+    stays &= not any("b" in root.inputs for root in roots)
+    ways = " + ".join(f"axes.way({number}, x.{name})" for number, name in enumerate(names))
+    text += (
+        f"\nstruct ModTerm {{\n  static constexpr bool kLooksUp = {'true' if places else 'false'};\n"
+        f"  static constexpr bool kStays = {str(stays).lower()};\n"
+        f"  static constexpr bool kVaries = {'false' if derivative.op == 'constant' else 'true'};\n"
+        "  template <class Result, class Axes>\n"
+        "  __device__ __forceinline__ static int place(const Result& x, const Axes& axes) {\n"
+        f"    return {ways or 0};\n  }}\n}};\n"
+    )
+    constants = dict(plain.constants) | {"OWN_SLOPE": 0, "CELLS": 0}
+    digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
+    return ModCode(digest, text, tuple(constants.items()), plain.words, _paired(mod_spec, text))

@@ -1,0 +1,111 @@
+"""What is judged of the arrays that mods read, beside q, k and v."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..errors import ProblemError
+from .array_spec import ArraySpec
+from .checks import check_output
+from .operands import BIAS, CAPTURED, CELLS, SEED, Operand, Sizes
+
+AXES = ("batch", "heads_q", "seqlen_q", "seqlen_k")  # of scores
+CELL = 64  # queries, and keys, of a cell of a block mask
+MAX_EXTENT = 2**31 - 1  # of an axis of an array that functions load from
+# What functions may load from.
+CAPTURED_DTYPES = (
+    *("bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"),
+    *("float16", "bfloat16", "float32", "float64"),
+)
+BIAS_DTYPES = ("bool", "float16", "bfloat16", "float32", "float64")
+SEED_DTYPES = {"int64": (1,), "uint64": (1,), "int32": (2,), "uint32": (2,)}
+
+
+def check_mod_array(
+    operand: Operand,
+    spec: ArraySpec,
+    first: ArraySpec,
+    lengths: Mapping[str, int],
+    is_output: bool = False,
+    of: str = "q",
+) -> ArraySpec:
+    """Validates one of them, where the problem has these lengths and `of` is its first array."""
+    name = operand.name
+    if (spec.library, spec.device) != (first.library, first.device):
+        raise ProblemError(
+            f"{operand.called} is a {spec}, but {of} is a {first.library} array on {first.device}; give all of one "
+            "framework and device"
+        )
+    {CAPTURED: _check_captured, BIAS: _check_bias, SEED: _check_seed, CELLS: _check_cells}[operand.dtype](
+        operand, spec, lengths
+    )
+    if is_output:
+        check_output(name, spec)
+    return spec
+
+
+def check_block_mask(sizes: Sizes, cells_axes: tuple[str, ...], lengths: Mapping[str, int]) -> None:
+    """Validates whether a block mask of these sizes is one for the lengths of a call.
+
+    cells_axes: along which axes its cells differ.
+    """
+    wanted = Sizes(*[lengths[axis] for axis in AXES])
+    for name, axis, made, needed in zip(Sizes._fields, AXES, sizes, wanted, strict=True):
+        is_broadcast = made == 1 and axis in AXES[:2]
+        if made == needed or (is_broadcast and axis not in cells_axes):
+            continue
+        if is_broadcast:
+            raise ProblemError(
+                f"block_mask was made for {name}=1, but its mask_mod depends on {'b' if axis == 'batch' else 'h'}, and "
+                f"the call has {needed}; give create_block_mask {name}={needed}"
+            )
+        raise ProblemError(
+            f"block_mask was made for {_sizes_text(sizes)}, but the call has {_sizes_text(wanted)}; make one by "
+            "create_block_mask for these (batch and heads may be 1)"
+        )
+
+
+def _sizes_text(sizes: Sizes) -> str:
+    return ", ".join(f"{name} {size}" for name, size in zip(Sizes._fields, sizes, strict=True))
+
+
+def _check_captured(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
+    if max(spec.shape, default=0) > MAX_EXTENT:
+        raise ProblemError(f"{operand.called} has shape {spec.shape}; give axes of at most {MAX_EXTENT} elements")
+    if spec.dtype not in CAPTURED_DTYPES:
+        raise ProblemError(f"{operand.called} has dtype {spec.dtype}; give one of {', '.join(CAPTURED_DTYPES)}")
+
+
+def _check_bias(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
+    whole = tuple(lengths[axis] for axis in AXES)
+    wanted = whole[len(whole) - len(spec.shape) :] if len(spec.shape) <= len(whole) else ()
+    fits = len(wanted) == len(spec.shape) and all(
+        length in (1, most) for length, most in zip(spec.shape, wanted, strict=True)
+    )
+    if not fits:
+        raise ProblemError(
+            f"bias has shape {spec.shape}; give (batch, heads_q, seqlen_q, seqlen_k) = {whole}, of which any may be 1 "
+            "and the first may be left out"
+        )
+    if spec.dtype not in BIAS_DTYPES:
+        raise ProblemError(f"bias has dtype {spec.dtype}; give one of {', '.join(BIAS_DTYPES)}, where bool is a mask")
+
+
+def _check_seed(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
+    shape = SEED_DTYPES.get(spec.dtype)
+    if shape is None or spec.shape not in ((shape, ()) if shape == (1,) else (shape,)):
+        raise ProblemError(
+            f"dropout_seed has shape {spec.shape} and dtype {spec.dtype}; give an int, one integer of int64 or uint64, "
+            "or two of int32 or uint32"
+        )
+
+
+def _check_cells(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
+    rows, columns = (-(-lengths[axis] // CELL) for axis in ("seqlen_q", "seqlen_k"))
+    batch, heads = lengths["batch"], lengths["heads_q"]
+    fits = len(spec.shape) == 4 and spec.shape[2:] == (rows, columns)
+    if not fits or spec.shape[0] not in (1, batch) or spec.shape[1] not in (1, heads) or spec.dtype != "int8":
+        raise ProblemError(
+            f"block_mask has cells {spec.shape}, but the call has batch {batch}, {heads} query heads and {rows} x "
+            f"{columns} cells of {CELL} x {CELL}; make one by create_block_mask for these lengths"
+        )

@@ -1,0 +1,153 @@
+"""Mods: one expression for each, and the kinds of the arrays that they load from.
+
+Functions, a bias and what is asked of them become one expression for scores and one for the mask, so that nobody else
+tells them apart: a bias is an array that the score loads from, and one of bools is a part of the mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from ..mods.graph.graph import CapturedArray, Graph, Node, post_order, variable
+from ..mods.graph.operations import Type
+from ..mods.graph.simplify import build, constant, load, rebuilt
+
+SCORE = variable("score")
+LEAST_SCORE = -1e37  # what is not above it weighs nothing: models add the least number of a dtype to hide keys
+# What the axes of a bias stand for; it may lack the first ones.
+BIAS_AXES = ("b", "h", "q_idx", "k_idx")
+
+
+class Kind(NamedTuple):
+    """What code depends on of an array that is loaded from, and its name as an operand of the call."""
+
+    name: str
+    dtype: str
+    rank: int
+    type: Type
+
+
+class Bias(NamedTuple):
+    """What code depends on of a bias: its dtype, and which of its axes are longer than 1."""
+
+    dtype: str
+    varies: tuple[bool, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class ModSpec:
+    """What a call changes in scores and weights. Equal calls have the same one.
+
+    score: the final score in terms of the one that is scaled and capped; None if that stays. mask: whether a key is
+    seen; None if all are. arrays: what they load from, by number. has_sinks: whether a sink takes part of the weights.
+    drops: whether weights are dropped. has_cells: whether a block mask was given. digest: of all that code depends on.
+    cells_axes: along which axes its cells differ, and may not be broadcast.
+    """
+
+    score: Node | None
+    mask: Node | None
+    arrays: tuple[Kind, ...]
+    has_sinks: bool
+    drops: bool
+    has_cells: bool
+    digest: str
+    cells_axes: tuple[str, ...] = ()
+
+    @property
+    def changes(self) -> bool:
+        """Whether anything is different from a plain call."""
+        return not (self.score is self.mask is None and not (self.has_sinks or self.drops))
+
+    @property
+    def cells_are_of_mask(self) -> bool:
+        """Whether a full cell is one of the whole mask. A block mask that is given knows nothing of a bias of bools."""
+        return not (self.has_cells and any(each.name == "bias" and each.type == Type.BOOL for each in self.arrays))
+
+
+def make_mod_spec(
+    score_mod: Graph | None,
+    mask_mod: Graph | None,
+    bias: Bias | None = None,
+    has_sinks: bool = False,
+    drops: bool = False,
+    has_cells: bool = False,
+) -> ModSpec:
+    """What a call with these arguments changes. The arrays are those of score_mod, those of mask_mod, then the bias."""
+    found = (score_mod, mask_mod)
+    digests = tuple(None if each is None else each.digest for each in found)
+    key = digests, bias, has_sinks, drops, has_cells
+    made = _kept.get(key)
+    if made is None:
+        if len(_kept) >= MAX_KEYS:
+            _kept.clear()
+        made = _kept.setdefault(key, _make_mod_spec(key, *found))
+    return made
+
+
+MAX_KEYS = 1024
+_Key = tuple[tuple[str | None, ...], Bias | None, bool, bool, bool]
+_kept: dict[_Key, ModSpec] = {}
+
+
+def _make_mod_spec(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -> ModSpec:
+    _, bias, has_sinks, drops, has_cells = key
+    kinds: list[Kind] = []
+    roots = []
+    for graph in (score_mod, mask_mod):
+        roots.append(None if graph is None else _shifted(graph.root, len(kinds)))
+        for each in () if graph is None else graph.arrays:
+            kinds.append(Kind(f"captured{len(kinds)}", each.dtype, len(each.shape), each.type))
+    score, mask = roots
+    if bias is not None:
+        axes = BIAS_AXES[len(BIAS_AXES) - len(bias.varies) :]
+        indices = [variable(axis) if varies else constant(0) for axis, varies in zip(axes, bias.varies, strict=True)]
+        kind = Kind("bias", bias.dtype, len(indices), Type.BOOL if bias.dtype == "bool" else Type.FLOAT32)
+        part = load(len(kinds), kind.type, indices)
+        kinds.append(kind)
+        if kind.type == Type.BOOL:
+            mask = part if mask is None else build("bitwise_and", mask, part)
+        else:
+            score = build("add", SCORE if score is None else score, part)
+    if score is SCORE:
+        score = None
+    if mask is not None and mask.op == "constant" and mask.value:
+        mask = None
+    inputs = mask_mod.root.inputs if has_cells and mask_mod is not None else ()
+    axes = tuple(axis for name, axis in (("b", "batch"), ("h", "heads_q")) if name in inputs)
+    return ModSpec(score, mask, tuple(kinds), has_sinks, drops, has_cells, repr(key), axes)
+
+
+def _shifted(root: Node, begin: int) -> Node:
+    """The same expression, of arrays whose numbers begin there."""
+    return substituted(root, {}, begin) if begin else root
+
+
+def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node:
+    """An expression with other nodes in place of some inputs, and arrays whose numbers begin at `first_array`."""
+    made = dict(new)
+    for each in post_order([root]):
+        if each in made:
+            continue
+        arguments = [made[argument] for argument in each.arguments]
+        if each.op == "load":
+            made[each] = load(each.value + first_array, each.type, arguments)
+        else:
+            made[each] = rebuilt(each, arguments)
+    return made[root]
+
+
+_EXCHANGED = {variable(one): variable(other) for one, other in (("q_idx", "k_idx"), ("k_idx", "q_idx"))}
+
+
+@lru_cache(maxsize=64)
+def exchanged(root: Node) -> Node:
+    """An expression in which queries and keys have changed places."""
+    return substituted(root, _EXCHANGED)
+
+
+def captured(graphs: Sequence[Graph | None]) -> list[CapturedArray]:
+    """The arrays of functions, in the order of `ModSpec.arrays`."""
+    return [each for graph in graphs if graph is not None for each in graph.arrays]

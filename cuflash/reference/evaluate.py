@@ -1,0 +1,56 @@
+"""Values of expression graphs on NumPy arrays: the written definition of what a traced function computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..mods.graph.graph import Node, post_order
+from ..mods.graph.operations import NUMPY, Type
+from ..mods.graph.simplify import pick_form
+
+
+def evaluate(
+    roots: Sequence[Node],
+    inputs: Mapping[str, Any],
+    arrays: Sequence[Any],
+    float_type: type[np.floating[Any]] = np.float32,
+) -> list[Any]:
+    """The values of nodes, as arrays or scalars of NumPy.
+
+    inputs: the values of inputs by name, which are broadcast together. arrays: the captured arrays, as NumPy's.
+    float_type: the type in which floats are computed; float64 shows what rounding adds.
+    """
+    values: dict[Node, Any] = {}
+    roots = [pick_form(root, of_keys=False) for root in roots]
+    with np.errstate(all="ignore"):
+        for each in post_order(roots):
+            below = [values[argument] for argument in each.arguments]
+            kind: Any = float_type if each.type == Type.FLOAT32 else each.type.numpy
+            value: Any
+            if each.op == "constant":
+                value = kind(each.value)
+            elif each.op == "input":
+                value = np.asarray(inputs[each.value])
+            elif each.op == "cast":
+                value = below[0]
+            elif each.op == "load":
+                value = _load(arrays[each.value], below)
+            else:
+                value = NUMPY[each.op](*below)
+            values[each] = np.asarray(value).astype(kind)
+    return [values[root] for root in roots]
+
+
+def _load(array: Any, indices: list[Any]) -> Any:
+    """Elements of an array: a negative index counts from the end, and others are clamped into the axis."""
+    if 0 in array.shape:
+        return np.zeros((), array.dtype)
+    return array[tuple(place_of(i, length) for i, length in zip(indices, array.shape, strict=True))]
+
+
+def place_of(index: Any, length: int) -> Any:
+    """Where a load with this index finds its element on an axis."""
+    return np.clip(np.where(index < 0, index + length, index), 0, max(length - 1, 0))

@@ -1,0 +1,59 @@
+"""Parameters of mods: `ModParams` in kernels_cu/common/params.cuh, behind a struct."""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from ..planning.cells import cells_strides
+from ..planning.mod_code import words_of
+from ..problem.dropout import share_kept
+from ..problem.problem import Problem
+from .scratch import zero
+
+# Strides of the cells from batch to batch and from head to head; cells of a row, whether sinks are float32, how many of
+# 2^16 weights are kept, and what these are multiplied by.
+_NUMBERS = struct.Struct("=2q3if8x")
+
+
+class ModPlaces(NamedTuple):
+    """Which words have the pointers of operands, by number, and of parts of the workspace, by name."""
+
+    plain: list[tuple[int, int]]
+    workspace: list[tuple[str, int]]
+
+
+def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlaces:
+    """Writes all but pointers of operands, from a word of 8 bytes on."""
+    mod_spec, index, at = problem.op.mod_spec, problem.op.index, first_word
+    assert mod_spec is not None
+    places = ModPlaces([], [])
+    words, ints = memoryview(packed).cast("q"), memoryview(packed).cast("i")
+    for each in mod_spec.arrays:
+        spec = problem.specs[index[each.name]]
+        assert spec is not None
+        if 0 in spec.shape:  # why: a load from it gives zero, and reads something
+            words[at] = zero(problem.ordinal or 0)
+        else:
+            places.plain.append((index[each.name], at))
+            for axis, stride in enumerate(spec.strides, at + 1):
+                words[axis] = stride
+        begin = 2 * (at + 1 + max(each.rank, 1))
+        for axis, extent in enumerate(spec.shape or (1,)):
+            ints[begin + axis] = 1 if 0 in spec.shape else extent
+        at += words_of(each.rank)
+    sinks = problem.specs[index["sinks"]] if mod_spec.has_sinks else None
+    if sinks is not None:
+        places.plain.append((index["sinks"], at))
+    if mod_spec.has_cells:
+        places.plain.append((index["cells"], at + 1))
+    else:
+        # Cells that the call makes itself: of all batches and heads, or of those that the mask tells apart.
+        places.workspace.append(("cells", at + 1))
+    of_batch, of_head, columns = cells_strides(problem)
+    if mod_spec.drops:
+        places.plain.append((index["dropout_seed"], at + 2))
+    kept = share_kept(problem.options.dropout_p)
+    wide = int(sinks is not None and sinks.dtype == "float32")
+    _NUMBERS.pack_into(packed, 8 * (at + 3), of_batch, of_head, columns, wide, kept, 65536 / max(kept, 1))
+    return places

@@ -1,0 +1,321 @@
+"""Mods (score_mod, mask_mod, bias, sinks, dropout) in PyTorch: gradients, compilers, checkpoints, graphs."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import ProblemError, UnsupportedError, mods
+
+torch = pytest.importorskip("torch")
+from eager_torch import assert_close, eager
+from tensors import assert_equal, loss, made, with_lse
+
+from cuflash.frameworks.torch import attention
+
+HEADS, ROWS, KEYS = 4, 9, 12  # of `made`
+
+
+def parameter(device: str, *shape: int) -> Any:
+    """A tensor of floats that requires grad."""
+    dtype = torch.float64 if device == "cpu" else torch.float32
+    values = torch.linspace(-1.0, 1.0, math.prod(shape), dtype=torch.float64).sin().reshape(shape)
+    return values.to(device, dtype).requires_grad_()
+
+
+def _alibi(slopes: Any) -> dict[str, Any]:
+    return {"causal": True, "score_mod": lambda s, b, h, i, j: s - slopes[h] * (i - j).abs()}
+
+
+def _table(table: Any) -> dict[str, Any]:
+    return {"score_mod": lambda s, b, h, i, j: torch.tanh(s) * 3 + table[h, (j - i).clamp(-3, 3) + 3]}
+
+
+# A parameter's shape, and the arguments that it is in.
+CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], dict[str, Any]]]] = {
+    "alibi": ((HEADS,), _alibi),
+    "table": ((HEADS, 7), _table),
+    "bias": ((1, HEADS, 1, KEYS), lambda x: {"bias": x}),
+    "whole bias": ((2, HEADS, ROWS, KEYS), lambda x: {"bias": x, "causal": True}),
+    "sinks": ((HEADS,), lambda x: {"sinks": x, "mask_mod": lambda b, h, i, j: i // 4 == j // 4}),
+    "dropout": ((HEADS,), lambda x: {**_alibi(x), "sinks": x, "dropout_p": 0.3, "dropout_seed": 2**63 + 5}),
+}
+
+
+ON_GPUS = ("alibi", "whole bias", "dropout")
+
+
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [*((case, "cpu") for case in CASES), *(pytest.param(case, "cuda", marks=pytest.mark.gpu) for case in ON_GPUS)],
+)
+def test_results_and_gradients(case: str, device: str) -> None:
+    shape, arguments = CASES[case]
+    tensors, bias = made(device), parameter(device, *shape)
+    beside = bias.detach().cpu().requires_grad_()
+    copies = [x.detach().cpu().requires_grad_() for x in tensors]
+    found, wanted = with_lse(*tensors, **arguments(bias)), eager(*copies, **arguments(beside))
+    assert_close(found, wanted)
+    gradients = torch.autograd.grad(loss(*found), (*tensors, bias))
+    assert [x.dtype for x in gradients] == [x.dtype for x in (*tensors, bias)]
+    assert_close(gradients, torch.autograd.grad(loss(*wanted), (*copies, beside)))
+
+
+def test_a_mask_of_bools_and_no_parameters() -> None:
+    tensors = made("cpu")
+    seen = torch.rand(2, 1, ROWS, KEYS) > 0.4
+    found, wanted = with_lse(*tensors, bias=seen), eager(*tensors, bias=seen)
+    assert_close(found, wanted)
+    assert_close(torch.autograd.grad(found[0].sum(), tensors), torch.autograd.grad(wanted[0].sum(), tensors))
+
+
+def test_a_tensor_in_two_places_has_one_gradient() -> None:
+    tensors, x = made("cpu", grad=False), parameter("cpu", HEADS)
+    given = {"score_mod": lambda s, b, h, i, j: s * x[h], "mask_mod": lambda b, h, i, j: x[h] * j < 4, "sinks": x}
+    found, wanted = attention(*tensors, **given), eager(*tensors, **given)[0]
+    assert_close(torch.autograd.grad(found.sum(), x), torch.autograd.grad(wanted.sum(), x))
+
+
+def test_the_first_of_half_precision_gives_its_dtype() -> None:
+    tensors, slopes = made("cpu", torch.bfloat16), parameter("cpu", HEADS).detach().float().requires_grad_()
+    bias = torch.zeros(HEADS, 1, KEYS, dtype=torch.bfloat16, requires_grad=True)
+    out = attention(*tensors, bias=bias, **_alibi(slopes))
+    found = torch.autograd.grad(out.float().sum(), (*tensors, slopes, bias))
+    assert [x.dtype for x in (out, *found)] == [torch.bfloat16] * 4 + [torch.float32, torch.bfloat16]
+    assert found[4].shape == bias.shape
+
+
+def test_of_sequences_of_several_lengths() -> None:
+    q, k, v = (x.detach()[0].requires_grad_() for x in made("cpu", lengths=(9, 9)))
+    slopes, bounds = parameter("cpu", HEADS), torch.tensor([0, 4, 9], dtype=torch.int32)
+    out = attention(q, k, v, cu_seqlens_q=bounds, cu_seqlens_k=bounds, max_seqlen_q=5, max_seqlen_k=5, **_alibi(slopes))
+    parts = [[x[None, begin:end] for x in (q, k, v)] for begin, end in ((0, 4), (4, 9))]
+    wanted = torch.cat([eager(*part, **_alibi(slopes))[0][0] for part in parts])
+    assert_close(out, wanted)
+    inputs = q, k, v, slopes
+    assert_close(*(torch.autograd.grad(x.sin().sum(), inputs) for x in (out, wanted)))
+    with pytest.raises(UnsupportedError, match="page_table was given and gradients are wanted"):
+        attention(q, k[None], v[None], page_table=bounds[:1, None], **_alibi(slopes))
+
+
+def test_with_a_block_mask() -> None:
+    tensors = made("cpu", lengths=(100, 130))
+    bounds = torch.tensor([0, 50, 130])
+    block_mask = cuflash.create_block_mask(mods.document(bounds), 1, 1, 100, 130, like=tensors[0])
+    given = {"block_mask": block_mask}, {"mask_mod": block_mask.mask_mod}
+    found = [loss(*with_lse(*tensors, **each)) for each in given]
+    assert_equal(*(torch.autograd.grad(x, tensors) for x in found))
+
+
+def test_seeds_are_drawn_by_the_generator_of_the_device(device: str) -> None:
+    tensors = made(device, grad=False)
+
+    def drawn() -> Any:
+        return attention(*tensors, dropout_p=0.5)
+
+    torch.manual_seed(3)
+    seed = torch.empty((), dtype=torch.int64, device=device).random_()
+    torch.manual_seed(3)
+    first, second = drawn(), drawn()
+    assert_equal(first, attention(*tensors, dropout_p=0.5, dropout_seed=seed))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_under_a_checkpoint(is_reentrant: bool, device: str) -> None:
+    tensors, slopes = made(device), parameter(device, HEADS)
+
+    def run(*x: Any) -> Any:
+        return attention(*x, dropout_p=0.4, **_alibi(slopes))
+
+    found = []
+    for function in (run, lambda *x: torch.utils.checkpoint.checkpoint(run, *x, use_reentrant=is_reentrant)):
+        torch.manual_seed(4)
+        inputs = (*tensors, slopes)
+        for x in inputs:
+            x.grad = None
+        function(*tensors).square().sum().backward()
+        found.append([x.grad for x in inputs])
+    assert_close(found[0], found[1])
+
+
+def test_gradients_of_some_inputs_only() -> None:
+    tensors, slopes = made("cpu", grad=False), parameter("cpu", HEADS)
+    wanted = torch.autograd.grad(attention(*tensors, **_alibi(slopes)).sum(), slopes)
+    assert_equal(torch.func.grad(lambda x: attention(*tensors, **_alibi(x)).sum())(slopes.detach()), wanted)
+    q = tensors[0].requires_grad_()
+    attention(*tensors, **_alibi(slopes.detach())).sum().backward()
+    assert q.grad is not None
+    of_mask = attention(*made("cpu", grad=False), mask_mod=lambda b, h, i, j: slopes[h] < 0.5)
+    assert of_mask.grad_fn is None  # a mask has no gradient
+    with torch.no_grad():
+        assert attention(*tensors, **_alibi(slopes)).grad_fn is None
+
+
+def test_functions_of_torch_func() -> None:
+    q, k, v = made("cpu", grad=False)
+    slopes = parameter("cpu", HEADS).detach()
+
+    def value(q: Any, slopes: Any) -> Any:
+        return loss(*with_lse(q, k, v, bias=slopes[:, None, None] * k.new_ones(KEYS), **_alibi(slopes)))
+
+    found = torch.func.grad(value, argnums=(0, 1))(q, slopes)
+    leaves = q.requires_grad_(), slopes.requires_grad_()
+    assert_close(found, torch.autograd.grad(value(*leaves), leaves))
+
+
+def test_what_autograd_keeps_are_saved_tensors() -> None:
+    tensors, logs = made("cpu"), parameter("cpu", HEADS)
+    slopes = logs.exp()
+    kept = weakref.ref(slopes)
+    out = attention(*tensors, **_alibi(slopes))
+    del slopes
+    assert kept() is not None
+    grad_fn = out.grad_fn
+    out.sum().backward()
+    gc.collect()
+    assert kept() is None
+    assert grad_fn is not None
+
+
+def test_a_tensor_that_changed_before_backward_is_noticed() -> None:
+    tensors, slopes = made("cpu"), parameter("cpu", HEADS)
+    out = attention(*tensors, **_alibi(slopes))
+    with torch.no_grad():
+        slopes.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_under_autocast() -> None:
+    tensors, sinks = made("cpu", torch.float32), torch.zeros(HEADS, dtype=torch.float16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(*tensors, sinks=sinks, **_alibi(torch.ones(HEADS)))
+    assert out.dtype == torch.bfloat16
+    assert torch.autograd.grad(out.float().sum(), sinks)[0].dtype == torch.float16
+
+
+def test_what_is_refused() -> None:
+    tensors, slopes = made("cpu"), parameter("cpu", HEADS)
+    given = _alibi(slopes)
+    with pytest.raises(UnsupportedError, match="under vmap"):
+        torch.vmap(lambda x: attention(x, *tensors[1:], **given))(torch.stack([tensors[0]] * 2))
+    mapped = torch.vmap(torch.func.grad(lambda x: attention(x, *tensors[1:], dropout_p=0.5).sum()))
+    with pytest.raises(UnsupportedError, match="dropout_p under vmap"):
+        mapped(torch.stack([tensors[0]] * 2))
+    with pytest.raises(UnsupportedError, match="forward-mode"):
+        torch.func.jvp(lambda x: attention(x, *tensors[1:], **given), tensors[:1], tensors[:1])
+    (found,) = torch.autograd.grad(attention(*tensors, **given).sum(), slopes, create_graph=True)
+    with pytest.raises(UnsupportedError, match="no second derivative"):
+        found.sum().backward()
+    with pytest.raises(UnsupportedError, match=r"functionalize"):
+        torch.func.functionalize(lambda x: attention(x, *tensors[1:], **given))(tensors[0])
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, pytest.raises(UnsupportedError, match="FakeTensor"):
+        attention(*map(mode.from_tensor, tensors), **given)
+    with pytest.raises(ProblemError, match="bias is a ndarray; give a torch tensor"):
+        attention(*tensors, bias=slopes.detach().numpy())
+    with pytest.raises(ProblemError, match="numpy array, but q is a torch array"):
+        attention(*tensors, **_alibi(slopes.detach().numpy()))
+    with pytest.raises(ProblemError, match=r"dropout_p=1\.5 is outside"):
+        attention(*tensors, dropout_p=1.5)
+
+
+def test_a_seed_is_judged_also_where_nothing_is_dropped(device: str) -> None:
+    q, k, v = (x.detach() for x in made(device))
+    good = 3, torch.tensor(3, device=device), torch.tensor([3, 4], dtype=torch.int32, device=device)
+    wrong = {
+        "dropout_seed has shape": torch.zeros((), device=device),
+        "dropout_seed is a str": "3",
+        "dropout_seed is a type": np.ndarray,
+        "dropout_seed=.* has more than 64 bits": 2**64,
+        "dropout_seed=True is a bool": True,
+        "dropout_seed is on the device meta": torch.tensor(3, device="meta"),
+    }
+    for given in ({}, {"sinks": torch.zeros(HEADS, device=device, dtype=q.dtype)}, {"dropout_p": np.float32(0)}):
+        plain = attention(q, k, v, **given)
+        of_seed = lambda seed, q, given=given: attention(q, k, v, dropout_seed=seed, **given)  # noqa: E731
+        for seed in good:
+            assert torch.equal(of_seed(seed, q), plain)
+            torch.func.grad(lambda q, seed=seed, call=of_seed: call(seed, q).sum())(q)
+        for message, seed in wrong.items():
+            with pytest.raises((ProblemError, UnsupportedError), match=message):
+                of_seed(seed, q.clone().requires_grad_())
+    for seed in good:
+        compiled = torch.compile(lambda q, seed: attention(q, k, v, dropout_seed=seed), fullgraph=True, backend="eager")
+        assert torch.equal(compiled(q, seed), attention(q, k, v))
+        torch._dynamo.reset()
+
+
+class Model(torch.nn.Module):
+    """A layer with a score_mod between what torch.compile can compile."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        dtype = torch.float64 if device == "cpu" else torch.float32
+        self.project = torch.nn.Linear(16, 16, device=device, dtype=dtype)
+        self.slopes = torch.nn.Parameter(torch.linspace(0, 1, HEADS, device=device, dtype=dtype))
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        out = attention(self.project(q).sin(), k, v, causal=True, score_mod=self.score_mod)
+        return self.project(out).cos()
+
+    def score_mod(self, score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return score - self.slopes[h] * abs(q_idx - k_idx)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)])
+def test_compiled_around(backend: str) -> None:
+    torch._dynamo.reset()
+    device = "cpu" if backend == "aot_eager" else "cuda"
+    model, tensors = Model(device), made(device)
+    inputs = (*tensors, *model.parameters())
+    found = []
+    for function in (model, torch.compile(model, backend=backend)):
+        out = function(*tensors)
+        found.append([out, *torch.autograd.grad(out.sum(), inputs)])
+    assert_close(found[1], found[0])
+
+
+def test_a_whole_graph_is_refused() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(Model("cpu"), backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="leave fullgraph=False"):
+        compiled(*made("cpu"))
+
+
+@pytest.mark.gpu
+def test_graphs_replay_with_new_seeds() -> None:
+    tensors, slopes = made("cuda", torch.bfloat16, dim=64), parameter("cuda", HEADS)
+    inputs = (*tensors, slopes)
+
+    def step() -> Any:
+        out = attention(*tensors, dropout_p=0.5, **_alibi(slopes))
+        return [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    found = []
+    for seed in (7, 7, 8):
+        torch.cuda.manual_seed(seed)
+        graph.replay()
+        found.append([x.clone() for x in results])
+    assert torch.equal(found[0][0], found[1][0])
+    assert not torch.equal(found[0][0], found[2][0])
+    for x, y in zip(found[0], found[1], strict=True):
+        assert_close(x, y, 2e-2)
+    graph.replay()
+    assert not torch.equal(results[0], found[2][0])

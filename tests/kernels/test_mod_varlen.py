@@ -1,0 +1,167 @@
+"""Mods over variable-length sequences on a GPU: each is as it is by itself.
+
+`b` is the number of the sequence, places count from its own begin, and `seqlen_q()` and `seqlen_k()` are its used
+lengths, which the device alone knows.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hopper import ON_HOPPER
+from mod_table import dense_of, launched
+from plans import for_any_gpu
+
+import cuflash
+from cuflash.mods import seqlen_k, seqlen_q
+from cuflash.testing.functions import FUNCTIONS, Maker, alibi, bias_of, joined, sinks_of
+from cuflash.testing.layouts import host, identical
+from cuflash.testing.mod_oracle import Given, check
+from cuflash.testing.mods import bounds_case, check_of_lengths, make_oracle_mods, without_grads
+from cuflash.testing.sequences import Sequences, made
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+PACKED = Sequences("packed", (130, 0, 300, 1, 65), (200, 70, 300, 64, 0), bounded=True)
+USED: dict[str, Any] = {"used_q": True, "used_k": True, "spare_q": (9, 3, 0, 2, 1), "spare_k": (1, 70, 4, 0, 5)}
+CASES = [
+    PACKED,
+    replace(PACKED, name="used", **USED),
+    replace(PACKED, name="rectangle", place_q="rectangle", place_k="rectangle", used_q=True, used_k=True),
+    replace(PACKED, name="pages", place_k="paged", used_k=True),
+    replace(PACKED, name="cache", place_k="cache", place_q="rectangle", used_q=True, used_k=True),
+    replace(PACKED, name="window", causal=False, window_size=(150, 20), softcap=5.0, **USED),
+    replace(PACKED, name="few", queries=(1, 2, 0, 3), keys=(900, 5, 2700, 0), heads=(8, 1), place_k="paged",
+            used_k=True),
+    replace(PACKED, name="wide", dims=(128, 128), dtype="bfloat16", causal=True),
+    # Lengths around the tiles of Hopper's kernels. Nobody sees the first keys, or the first queries see nothing.
+    Sequences("edges", (0, 1, 127, 128, 129, 193), (129, 0, 128, 127, 1, 257), gaps=(0, 5), bounded=True, heads=(6, 2),
+              causal=True),
+    replace(PACKED, name="far", queries=(70, 1, 129, 64), keys=(300, 64, 400, 5), window_size=(40, -1), causal=True,
+            heads=(8, 2), dtype="bfloat16"),
+    *(replace(PACKED, name=f"d{dims[0]}x{dims[1]}", dims=dims, dtype="bfloat16", **USED)
+      for dims in ((96, 96), (192, 128), (256, 256))),
+    replace(PACKED, name="wide_pages", dims=(256, 256), place_k="paged", used_k=True, page_size=3),
+]  # fmt: skip
+
+
+def by_lengths(put: Any, of: Any) -> Any:
+    """Changes scores by the used lengths, and hides keys of the first half from the last quarter of the queries."""
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return score * (1.0 + 0.25 * b) + (k_idx * 1.0) / (seqlen_k() + 1)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return (2 * k_idx >= seqlen_k()) | (4 * q_idx < 3 * seqlen_q())
+
+    return {"score_mod": score_mod, "mask_mod": mask_mod}
+
+
+MAKERS: dict[str, Maker] = {
+    "places": joined(alibi, FUNCTIONS["prefix"], bias_of("bhqk"), sinks_of()),
+    "lengths": by_lengths,
+    "striped": joined(FUNCTIONS["striped"], sinks_of()),  # the first queries see nothing
+}
+
+
+@pytest.mark.parametrize("any_gpu", [False, True], ids=["", "any_gpu"])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_each_sequence_agrees_with_float64(cupy: Any, case: Sequences, name: str, any_gpu: bool) -> None:
+    if any_gpu and (name != "places" or case not in CASES[:7] or case.name in ("cache", "window")):
+        pytest.skip("the same kernels, or too many of them")
+    if name == "striped" and case.name not in ("packed", "used", "pages", "far", "d256x256"):
+        pytest.skip("too many kernels")
+    with for_any_gpu() if any_gpu else nullcontext():
+        check_of_lengths(MAKERS[name], made(case), cupy)
+
+
+@pytest.mark.skipif(ON_HOPPER[1].args[0], reason="needs a GPU of sm_90")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
+    given = made(case)
+    arguments, mod_kwargs = given.arguments(cupy), without_grads(MAKERS["places"](cupy.asarray, bounds_case(given)))
+    with launched() as ran:
+        cuflash.forward(**arguments, **mod_kwargs)
+        cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"}, **mod_kwargs)
+        # why three: blocks of 16 rows are taken for more rows only where the number of splits is left open.
+        cuflash.forward(**arguments, **mod_kwargs, num_splits=3)
+    of_any, of_three = ("decode_narrow", "decode") if case.name == "few" else ("forward", "forward")
+    for plan, op, source in zip(ran, ("forward", "lse", "forward"), (of_any, "lse", of_three), strict=True):
+        assert [each.variant.source for each in plan.launches if each.variant.op == op] == [f"sm90/{source}.cu"]
+    if case.has_gradients:
+        source = "sm90/backward.cu" if max(case.dims) <= 128 else "sm90/backward_rows.cu"
+        out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
+        with launched() as ran:
+            # why deterministic: few keys of grouped wide heads are else shared out by the kernels for any GPU.
+            cuflash.backward(out, out=out, lse=lse, deterministic=True, **arguments, **mod_kwargs)
+        assert [each.variant.source for each in ran[0].launches if each.variant.op != "delta"] in (
+            [source], [source] * 3
+        )  # fmt: skip
+
+
+def test_pages_that_are_not_there_hide_their_keys(cupy: Any) -> None:
+    given = made(replace(PACKED, place_k="paged", used_k=True, causal=True)).without_pages(seed=1)
+    of = bounds_case(given)
+    make = joined(alibi, bias_of("bhqk"))
+    mod_kwargs = without_grads(make(cupy.asarray, of))
+    out, lse = cuflash.forward(**given.arguments(cupy), return_lse=True, **mod_kwargs)
+    check(Given.of_lengths(given), make_oracle_mods(make, of), out, lse)
+
+
+def test_scores_that_grow_from_tile_to_tile_are_made_again(cupy: Any) -> None:
+    """Maxima rise by far more than weights have room for, so that rows are weighed once more."""
+
+    def growing(put: Any, of: Any) -> Any:
+        return {"score_mod": lambda score, b, h, q_idx, k_idx: score - 2.0 * k_idx * (b + 1)}
+
+    for place in ("packed", "paged"):
+        given = made(replace(PACKED, place_k=place, used_k=True, dtype="bfloat16"))
+        mod_kwargs = growing(None, None)
+        out, lse = cuflash.forward(**given.arguments(cupy), return_lse=True, **mod_kwargs)
+        check(Given.of_lengths(given), make_oracle_mods(growing, bounds_case(given)), out, lse)
+
+
+def test_each_sequence_is_as_in_a_dense_call(cupy: Any) -> None:
+    """Not the same bits, for tiles differ; but the dense call's own functions know of one sequence alone."""
+    given = made(replace(PACKED, queries=(130, 200), keys=(200, 200)))
+    of, arguments = bounds_case(given), given.arguments(cupy)
+    mod_kwargs = without_grads(MAKERS["places"](cupy.asarray, of))
+    out, lse = (host(x) for x in cuflash.forward(**arguments, return_lse=True, **mod_kwargs))
+    for number, rows in enumerate(given.queries):
+        n = len(rows[0])
+        arrays = [cupy.asarray(dense_of(given, number, x, side)) for x, side in
+                  zip("qkv", (given.queries, given.keys, given.keys), strict=True)]  # fmt: skip
+        # The first sequence of the dense call is that of this number.
+        moved = {**mod_kwargs, "bias": mod_kwargs["bias"][number : number + 1, :, :n]}
+        lengths = np.array([of.seqlen_k // (number + 2)], np.int32)
+        moved["mask_mod"] = cuflash.mods.prefix_lm(cupy.asarray(lengths))
+        alone = cuflash.forward(*arrays, return_lse=True, **moved)
+        np.testing.assert_allclose(out[rows[1]].astype("f4"), host(alone[0])[0].astype("f4"), rtol=2e-3, atol=2e-3)
+        np.testing.assert_allclose(lse[:, rows[1]], host(alone[1])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_lengths_that_change_on_the_device_need_nothing_new(cupy: Any) -> None:
+    """A graph that is replayed reads lengths and arrays anew."""
+    given = made(CASES[1])
+    of, arguments = bounds_case(given), given.arguments(cupy)
+    mod_kwargs, stream = without_grads(MAKERS["places"](cupy.asarray, of)), cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        out = cuflash.forward(**arguments, **mod_kwargs)
+        cuflash.forward(**arguments, **mod_kwargs, out=out)
+        stream.begin_capture()
+        cuflash.forward(**arguments, **mod_kwargs, out=out)
+        graph = stream.end_capture()
+        fewer = np.array([100, 0, 200, 1, 30], np.int32)
+        for name in ("seqused_q", "seqused_k"):
+            arguments[name][...] = cupy.asarray(np.minimum(fewer, given.varlen_kwargs[name]))
+        mod_kwargs["bias"] *= 0.5
+        out[...] = 0.0  # why: rows that are not used keep what an array that was given holds
+        graph.launch()
+        stream.synchronize()
+        wanted = cuflash.forward(**arguments, **mod_kwargs)
+        assert identical([out], [wanted])

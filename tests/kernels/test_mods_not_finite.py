@@ -1,0 +1,143 @@
+"""Scores, products and sinks that are not finite, on a GPU."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from mod_table import SMALL as CASE
+from mod_table import of_lengths
+from plans import for_any_gpu
+
+import cuflash
+from cuflash.testing.cases import Case, numpy_dtype
+from cuflash.testing.functions import FUNCTIONS, Arguments, Put, joined, softcap
+from cuflash.testing.layouts import host
+from cuflash.testing.mod_oracle import Given, OracleMods, check, check_gradients
+from cuflash.testing.mods import without_grads
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
+
+ROW = 70  # it sees every second of the first 40 keys
+
+
+def nan_row(*more: Any) -> Any:
+    """A NaN among the scores of one row, under a mask that hides most keys from it."""
+
+    def make(put: Put, of: Case) -> Arguments:
+        bias = np.zeros((of.seqlen_q, of.seqlen_k), np.float32)
+        bias[ROW, 4] = np.nan
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+            return (q_idx != ROW) | ((k_idx < 40) & (k_idx % 2 == 0))
+
+        return {"bias": put(bias), "mask_mod": mask_mod}
+
+    return joined(make, *more)
+
+
+def check_nan_row(put: Put, case: Case, make: Any) -> None:
+    """Gradients of what sees the NaN are NaN, and those of all else are finite."""
+    seen, others = np.arange(0, 40, 2), np.arange(case.seqlen_q) != ROW
+    hidden = ~np.isin(np.arange(case.seqlen_k), seen)
+    there, mod_kwargs = [put(x) for x in case.arrays()], without_grads(make(put, case))
+    dout = put(np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype)))
+    out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
+    assert np.isnan(host(lse)[:, :, ROW]).all()
+    for deterministic in (False, True):
+        gradients = cuflash.backward(dout, *there, out, lse, deterministic=deterministic, **mod_kwargs)
+        dq, dk, dv = (host(x).astype("f4") for x in gradients)
+        assert np.isnan(dq[:, ROW]).all()
+        assert np.isfinite(dq[:, others]).all()
+        for of_keys in (dk, dv):
+            assert np.isnan(of_keys[:, seen]).all()
+            assert np.isfinite(of_keys[:, hidden]).all()
+
+
+@pytest.mark.parametrize("more", [(), (softcap,)], ids=["products", "slopes"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_row_that_is_nan_leaves_keys_alone_that_it_does_not_see(
+    cupy: Any, head_dim: int, more: tuple[Any, ...]
+) -> None:
+    case = of_lengths((200, 300), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim))
+    with for_any_gpu():  # why not Hopper's: README's limits
+        check_nan_row(cupy.asarray, case, nan_row(*more))
+
+
+def check_infinite_product(put: Put, case: Case) -> None:
+    """A function may make any score of a product of -inf: forward and backward ask it in the same way."""
+    q, k, v = case.arrays()
+    q[..., 0] = k[..., 0] = 0
+    q[:, ROW] = 0
+    q[:, ROW, :, 0], k[:, 20, :, 0] = 3e38, -3e38
+    there = [put(x) for x in (q, k, v)]
+
+    def score_mod(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return np.where(score < -1000.0, 2.0, score)
+
+    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
+    keywords = {"score_mod": score_mod, "causal": True}
+    out, lse = cuflash.forward(*there, return_lse=True, **keywords)
+    dv = cuflash.backward(put(dout), *there, out, lse, **keywords)[2]
+    given, oracle_mods = Given.dense(case, (q, k, v)), OracleMods.of({"score_mod": score_mod})
+    check(given, oracle_mods, out, lse)
+    check_gradients(given, oracle_mods, dout, None, (None, None, dv))  # dq and dk are sums of numbers near 3e38
+
+
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> None:
+    case = of_lengths((200, 200), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True))
+    with for_any_gpu():  # why not Hopper's: README's limits
+        check_infinite_product(cupy.asarray, case)
+
+
+def check_hidden_nan(put: Put, case: Case) -> None:
+    """Functions that are NaN for the keys that the causal mask hides."""
+
+    def bounded(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return 50.0 * np.tanh((score - np.log(q_idx - k_idx + 1.0)) / 50.0)
+
+    def unbounded(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return score - np.log(q_idx - k_idx + 1.0)
+
+    there = [put(x) for x in case.arrays()]
+    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
+    for keywords in ({"score_mod": bounded}, {"score_mod": unbounded, "softcap": 30.0}):
+        out, lse = cuflash.forward(*there, return_lse=True, causal=True, **keywords)
+        gradients = cuflash.backward(put(dout), *there, out, lse, causal=True, **keywords)
+        for x in (out, lse, *gradients):
+            assert np.isfinite(host(x).astype("f4")).all()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_functions_may_be_nan_where_keys_are_hidden(cupy: Any, head_dim: int) -> None:
+    case = of_lengths((200, 200), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True))
+    check_hidden_nan(cupy.asarray, case)
+
+
+@pytest.mark.parametrize("any_gpu", [False, True])
+def test_sinks_that_are_not_finite(cupy: Any, any_gpu: bool) -> None:
+    """Results are those of NumPy arrays; the first rows of striped see nothing but the sink."""
+    case = of_lengths((130, 150))
+    # why no NaN on Hopper: README's limits.
+    sinks = np.array([np.inf, -np.inf, np.nan if any_gpu else 0.25, 0.5], np.float32)
+    dout = np.random.default_rng(3).standard_normal(case.out_shape()).astype(numpy_dtype(case.dtype))
+    results = []
+    for put in (np.asarray, cupy.asarray):
+        mod_kwargs = FUNCTIONS["striped"](put, case) | {"sinks": put(sinks)}
+        there = [put(x) for x in case.arrays()]
+        with for_any_gpu() if any_gpu else nullcontext():
+            out, lse = cuflash.forward(*there, return_lse=True, **mod_kwargs)
+            *gradients, dsinks = cuflash.backward(
+                put(dout), *there, out, lse, captured_grads=(mod_kwargs["sinks"],), **mod_kwargs
+            )
+        results.append([host(x).astype("f4") for x in (out, lse, *gradients, *dsinks)])
+    wanted, found = results
+    assert not found[0][:, :, 0].any()
+    assert np.isposinf(found[1][:, 0]).all()
+    assert np.isnan(found[1][:, 2]).all() == any_gpu
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0.01, atol=0.02)

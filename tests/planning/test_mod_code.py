@@ -1,0 +1,136 @@
+"""Source text of kernels with score_mod and mask_mod: what it depends on, and its parameters."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+
+import cuflash
+from cuflash.planning.mod_code import MORE_WORDS, ModCode, make_mod_code, words_of
+from cuflash.problem.problem import Problem
+
+SLOPES, TABLE = np.zeros(4, np.float32), np.zeros((4, 9), np.float32)
+BY_SEQUENCE = np.zeros((3, 4), np.float32)
+
+
+def alibi(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return score - SLOPES[h] * abs(q - k)
+
+
+def problem(**call: Any) -> Problem:
+    shape = (2, 300, 4, 64)
+    return cuflash.plan(shape, shape, shape, dtype="bfloat16", device="cpu", **call).problem
+
+
+def code(keys_as_rows: bool = False, **call: Any) -> ModCode:
+    found = make_mod_code(problem(**call), keys_as_rows)
+    assert found is not None
+    return found
+
+
+def test_a_plain_call_has_none() -> None:
+    assert make_mod_code(problem(causal=True)) is None
+
+
+def test_functions_that_are_equal_have_one_text_whatever_their_arrays_are() -> None:
+    other = np.ones(4, np.float32)
+    first, second = code(score_mod=alibi), code(score_mod=lambda s, b, h, q, k: s - other[h] * abs(q - k))
+    assert first is second
+    assert code(score_mod=alibi, sinks=(4,)).digest != first.digest
+    assert code(score_mod=alibi, keys_as_rows=True).digest != first.digest
+    assert code(score_mod=lambda s, b, h, q, k: s - SLOPES[h] * abs(q - k) * 2.0).digest != first.digest
+
+
+def test_masks_are_the_same_functions_in_all_kernels() -> None:
+    def mask_mod(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return np.tanh(SLOPES[h] * q) * TABLE[h, k] + 0.5 > k
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return np.tanh(score) * 2.0
+
+    def of_mask(text: str) -> list[int]:
+        return [text.count(f"{name}(") for name in ("tanhf", "__fmul_rn", "fmaf", "hyperbolic_tangent")]
+
+    for keys_as_rows in (False, True):
+        assert of_mask(code(mask_mod=mask_mod, keys_as_rows=keys_as_rows).text) == [1, 2, 0, 0]
+        both = code(mask_mod=mask_mod, score_mod=score_mod, keys_as_rows=keys_as_rows).text
+        assert of_mask(both)[:2] == [1, 2]
+        assert of_mask(both)[3] == 1
+
+
+def test_macros_tell_what_a_call_has() -> None:
+    def of(**call: Any) -> dict[str, int]:
+        return {name: value for name, value in code(**call).constants if value}
+
+    assert of(score_mod=alibi) == {"OWN_SCORES": 1, "SHORT_OFFSETS": 1}
+    assert of(mask_mod=lambda b, h, q, k: (q + k) % 3 > 0) == {"OWN_MASK": 1, "SHORT_OFFSETS": 1}
+    assert of(score_mod=lambda s, b, h, q, k: 5 * np.tanh(s)) == {"OWN_SCORES": 1, "OWN_SLOPE": 1, "SHORT_OFFSETS": 1}
+    assert of(score_mod=lambda s, b, h, q, k: s * s) == {"OWN_SCORES": 1, "OWN_SLOPE": 2, "SHORT_OFFSETS": 1}
+    assert of(sinks=(4,), dropout_p=0.5) == {"SINKS": 1, "DROPOUT": 1, "SHORT_OFFSETS": 1}
+    for hides in (lambda s, b, h, q, k: np.where(q > k, s, -np.inf), lambda s, b, h, q, k: np.where(q > k, s, -1e38)):
+        assert of(score_mod=hides)["OWN_HIDES"] == 1
+    wide = of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
+    assert wide["OWN_SCORES"] == wide["OWN_HIDES"] == 1
+    assert "SHORT_OFFSETS" not in of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
+
+
+def test_elements_are_loaded_together_where_pairs_of_them_lie_so() -> None:
+    def pairs(keys_as_rows: bool = False, **call: Any) -> list[str]:
+        return re.findall(r"template pair<(\w+)>", code(keys_as_rows, **call).text)
+
+    row = np.zeros(300, np.int32)
+    assert pairs(bias=(2, 4, 300, 300)) == pairs(mask_mod=lambda b, h, q, k: row[q] == row[k]) == ["true"]
+    # an odd way from row to row, and elements of which two are more than a load
+    assert pairs(bias=strided((1, 4, 300, 300), (1, 90301, 301, 1))) == pairs(bias=np.zeros((300, 300))) == ["false"]
+    # a stride, queries in the columns, fewer elements than keys, several lengths
+    assert pairs(bias=strided((1, 4, 300, 300), (1, 90000, 1, 300))) == pairs(True, bias=(2, 4, 300, 300)) == []
+    assert pairs(True, bias=strided((1, 4, 300, 300), (1, 90000, 1, 300))) == ["true"]
+    assert pairs(score_mod=lambda s, b, h, q, k: s + TABLE[h, k]) == []
+    assert pairs(mask_mod=lambda b, h, q, k: row[q] == row[k], seqused_k=(2,)) == []
+
+
+def test_light_functions_load_all_elements_of_a_step_together() -> None:
+    def together(**call: Any) -> bool:
+        return bool(dict(code(**call).constants)["OWN_TOGETHER"])
+
+    bias = (2, 4, 300, 300)
+    assert together(bias=bias)
+    assert together(bias=bias, score_mod=lambda s, b, h, q, k: s * 2 - SLOPES[h] * (q - k))
+    assert not together(bias=bias, dropout_p=0.5)
+    assert not together(bias=bias, mask_mod=lambda b, h, q, k: (q + k) % 3 > 0)
+    assert not together(bias=bias, score_mod=lambda s, b, h, q, k: np.tanh(s))
+    assert not together(bias=bias, score_mod=lambda s, b, h, q, k: s + TABLE[h, k])
+    assert not together(score_mod=alibi)
+
+
+def test_a_gradient_knows_whether_only_the_rows_of_a_sequence_change_from_tile_to_tile() -> None:
+    def stays(**call: Any) -> bool:
+        shape, like = (3, 300, 4, 64), {"op": "backward", "dtype": "bfloat16", "device": "sm_90"}
+        wanted = [call["bias"]] if "bias" in call else [BY_SEQUENCE]
+        made = cuflash.plan(shape, shape, shape, captured_grads=wanted, **like, **call)
+        text = next(each.variant.mod_code.text for each in made.launches if each.variant.op == "backward_own")
+        return "kStays = true" in text
+
+    shared, apart = np.zeros((1, 4, 300, 300), np.float32), np.zeros((3, 4, 300, 300), np.float32)
+    assert stays(bias=shared)
+    assert stays(bias=shared, causal=True, score_mod=lambda s, b, h, q, k: s - SLOPES[h] * (q - k))
+    # a gradient for each sequence, or one of all heads; a function that asks for the sequence; several lengths
+    assert not stays(bias=apart)
+    assert not stays(bias=shared[:, :1])
+    assert not stays(score_mod=lambda s, b, h, q, k: s * BY_SEQUENCE[b, h])
+    assert not stays(bias=shared, score_mod=lambda s, b, h, q, k: s * BY_SEQUENCE[b, h])
+    assert not stays(bias=shared, seqused_k=(3,))
+
+
+def strided(shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    """A NumPy array of these strides of elements, of which nobody reads any."""
+    steps = tuple(4 * stride for stride in strides)
+    return np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), shape, steps)
+
+
+def test_the_words_of_parameters_are_those_of_all_arrays() -> None:
+    assert [words_of(rank) for rank in (0, 1, 2, 3, 4)] == [3, 3, 4, 6, 7]
+    found = code(score_mod=lambda s, b, h, q, k: alibi(s, b, h, q, k) + TABLE[h, 0])
+    assert found.words == words_of(1) + words_of(2) + MORE_WORDS

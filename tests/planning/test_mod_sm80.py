@@ -1,0 +1,60 @@
+"""The mma.sync kernels of mods: tiles, and which way round functions are."""
+
+from __future__ import annotations
+
+import pytest
+
+from cuflash.mods.tracing.trace import trace
+from cuflash.planning import backward, forward, tiles_sm80
+from cuflash.planning.device import KNOWN
+from cuflash.planning.mod_code import make_mod_code
+from cuflash.planning.plan import Plan
+from cuflash.problem.array_spec import ArraySpec
+from cuflash.problem.mod_spec import make_mod_spec
+from cuflash.problem.operands import mod_op
+from cuflash.problem.options import Options
+from cuflash.problem.problem import Problem
+
+
+def plan_of(op: str, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "sm_80", **options: bool) -> Plan:
+    """The plan of a call whose scores fall with the distance, on the kernels for any GPU."""
+    mod_spec = make_mod_spec(trace(lambda score, b, h, q_idx, k_idx: score + 0.5 * (k_idx - q_idx), "score_mod"), None)
+    x = ArraySpec.dense((2, 100, 4, head_dim), dtype)
+    given = [x] * (5 if op == "backward" else 3)
+    problem = Problem.of(mod_op(op, False, mod_spec), given, Options(**options))
+    return (backward if op == "backward" else forward)._generic_plan(problem, KNOWN[arch], None)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_functions_have_keys_in_their_rows_where_blocks_own_keys(deterministic: bool) -> None:
+    made = plan_of("backward", deterministic=deterministic)
+    of_queries, of_keys = make_mod_code(made.problem), make_mod_code(made.problem, keys_as_rows=True)
+    assert of_queries != of_keys
+    found = {launch.variant.op: launch.variant.mod_code for launch in made.launches}
+    of_both = {"backward_dkdv": of_keys, "backward_dq": of_queries}
+    expected = of_both if deterministic else {"backward": of_keys, "convert": None}
+    assert found == {"delta": None} | expected
+
+
+@pytest.mark.parametrize("dtype", tiles_sm80.TILES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
+def test_every_head_dim_has_tiles(arch: str, dtype: str) -> None:
+    for head_dim in (1, 64, 96, 128, 192, 256):
+        for op, deterministic in (("forward", False), ("backward", False), ("backward", True)):
+            made = plan_of(op, dtype, head_dim, arch, deterministic=deterministic)
+            tiles = [launch.variant.tile for launch in made.launches if launch.variant.mod_code is not None]
+            assert len(tiles) == 1 + deterministic
+            assert all(tile is not None and tile.head_dim >= head_dim for tile in tiles)
+
+
+def test_what_changes_in_a_tile_leaves_its_head_dims_and_fits_as_often() -> None:
+    rows = {row for table in (tiles_sm80.TILES_16BIT, tiles_sm80.BACKWARD_16BIT, tiles_sm80.DQ_16BIT) for row in table}
+    for plain, changes in tiles_sm80._WITH_MODS.items():
+        assert plain in rows
+        (changed,) = tiles_sm80.rows_of([plain], has_mods=True)
+        assert changed != plain
+        assert {name: getattr(changed, name) for name in changes} == changes
+        shapes = [(each.head_dim, each.head_dim_v, each.blocks_per_sm) for each in (plain, changed)]
+        assert shapes[0] == shapes[1]
+        whole = changed.blocks_per_sm * (changed.smem_bytes(2) + tiles_sm80.SMEM_RESERVED)
+        assert whole <= KNOWN["sm_80"].smem_per_sm

@@ -1,0 +1,50 @@
+"""Calls with mods in tests: a case, and what was launched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from cuflash.runtime import launch
+from cuflash.testing.cases import Case
+from cuflash.testing.layouts import host
+from cuflash.testing.sequences import Made
+
+SMALL = Case("own", 2, 300, 300, 4, 2, 64, 64, "float16")
+
+
+def of_lengths(lengths: tuple[int, int], case: Case = SMALL, **more: Any) -> Case:
+    return replace(case, seqlen_q=lengths[0], seqlen_k=lengths[1], **more)
+
+
+def dense_of(made: Made, number: int, x: str, rows: Any) -> Any:
+    """The rows of one sequence, as a batch of one."""
+    return np.ascontiguousarray(getattr(made, x)[rows[number]])[None]
+
+
+@contextmanager
+def launched() -> Iterator[list[Any]]:
+    """The plans of what is launched meanwhile."""
+    launch_it, ran = launch.Kernels.launch, []
+
+    def noted(kernels: Any, *arguments: Any) -> Any:
+        ran.append(kernels.plan)
+        return launch_it(kernels, *arguments)
+
+    with mock.patch.object(launch.Kernels, "launch", noted):
+        yield ran
+
+
+def names_of(plans: Sequence[Any]) -> list[str]:
+    """The kernels of plans."""
+    return [each.variant.name for plan in plans for each in plan.launches]
+
+
+def kept(x: Any) -> Any:
+    """A copy in host memory."""
+    return np.array(host(x))

@@ -1,0 +1,98 @@
+"""Kernels with mods, in tests: those of some functions, as plans ask for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from typing import Any
+
+import numpy as np
+from mod_table import SMALL
+
+import cuflash
+from cuflash.planning.variant import Variant
+from cuflash.testing.cases import Case
+from cuflash.testing.functions import alibi, document, everything, joined, relative_position, sinks_of, softcap
+from cuflash.testing.mods import without_grads
+
+# Each with the head dims that it is compiled for: ALiBi costs least, and a mask has cells.
+CALLS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "alibi": (alibi, (64, 128, 256)),
+    "softcap": (softcap, (64,)),
+    "relative_position": (relative_position, (64,)),
+    "document": (document, (128,)),
+    "everything": (joined(everything), (64,)),
+}
+# Those that are compiled on Hopper for variable-length sequences, too, packed or with their keys in pages.
+OF_LENGTHS: dict[str, tuple[int, ...]] = {"alibi": (64, 256), "document": (128,), "everything": (64,)}
+OPS: dict[str, dict[str, Any]] = {
+    "forward": {},
+    "lse": {},
+    "backward": {},
+    "deterministic": {"op": "backward", "deterministic": True},
+}
+
+
+@cache
+def mod_variants(arch: str, on_any_gpu: bool = False, names: tuple[str, ...] = tuple(CALLS)) -> tuple[Variant, ...]:
+    """What calls of these functions launch on this GPU, or as on any GPU, where strides forbid Hopper's kernels."""
+    found: dict[Variant, None] = {}
+    for name, (op, more) in product(names, OPS.items()):
+        make, dims = CALLS[name]
+        for dim in dims[: 1 if on_any_gpu else None]:
+            of = replace(SMALL, head_dim=dim, head_dim_v=dim, causal=name == "alibi")
+            q, k, v = of.arrays()
+            arguments, call = make(np.asarray, of), {"op": op, **more}
+            grads = arguments.get("captured_grads", ())
+            arguments = without_grads(arguments) | of.arguments()
+            if call["op"] == "backward" and grads:
+                call["captured_grads"] = grads
+            arrays = (q[:, ::-1] if on_any_gpu else q, k, *(() if op == "lse" else (v,)))
+            calls = [(arrays, {})]
+            if dim in OF_LENGTHS.get(name, ()) and not on_any_gpu:
+                calls += [packed(arrays), paged(arrays)] if call["op"] != "backward" else [packed(arrays)]
+            for given, keywords in calls:
+                made = cuflash.plan(*given, **keywords, **arguments, **call, device=arch)
+                found |= dict.fromkeys(launch.variant for launch in made.launches)
+    return tuple(each for each in found if each.mod_code is not None or each.op in MORE or each.tells_sequences)
+
+
+def packed(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same rows as sequences that follow each other, and what tells where these begin."""
+    batch, seqlen = arrays[0].shape[:2]
+    bounds = np.arange(batch + 1, dtype=np.int32) * seqlen
+    rows = tuple(x.reshape(-1, *x.shape[2:]) for x in arrays)
+    lengths = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+    return rows, {**lengths, "max_seqlen_q": seqlen, "max_seqlen_k": seqlen}
+
+
+def paged(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same where the keys of each sequence are a page."""
+    pages = np.arange(len(arrays[1]), dtype=np.int32)[:, None]
+    return arrays, {"page_table": pages, "seqused_k": np.full(len(pages), arrays[1].shape[1], np.int32)}
+
+
+# Few queries over many keys, whose blocks of threads share them: the queries of 8 heads, and their lengths.
+FEW: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (1, {"num_splits": 2}), (8, {}))
+OF_FEW = (alibi, 128), (sinks_of(), 64)
+
+
+def few_variants(arch: str, of_few: Any = OF_FEW) -> tuple[Variant, ...]:
+    """What decoding with some functions launches on this GPU, each with a head dim."""
+    found: dict[Variant, None] = {}
+    for (make, dim), (queries, more), paged in product(of_few, FEW, (False, True)):
+        of = Case("few", 2, queries, 1024, 8, 1, dim, dim, "float16")
+        q, k, v = of.arrays()
+        varlen_kwargs = {"seqused_k": np.zeros(2, np.int32)}
+        if paged:
+            k, v = (x.reshape(32, 64, *x.shape[2:]) for x in (k, v))
+            varlen_kwargs["page_table"] = np.zeros((2, 16), np.int32)
+        mod_kwargs = without_grads(make(np.asarray, of))
+        made = cuflash.plan(q, k, v, **varlen_kwargs, **mod_kwargs, **more, device=arch)
+        found |= dict.fromkeys(launch.variant for launch in made.launches)
+    return tuple(found)
+
+
+# Kernels without functions that only such calls launch.
+MORE = ("sum_tables", "sinks_gradient", "seen_counts")
