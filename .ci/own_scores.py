@@ -130,7 +130,8 @@ def time_pair_bias(n: int, op: str, alone: bool) -> dict[str, float]:
 
 def time_new_function(op: str, alone: bool) -> dict[str, float]:
     """Seconds of the first call of a function that no call had before, of one from disk, and of Flex's first."""
-    from cuflash.runtime import compiler, launch
+    from cuflash.runtime import compiler
+    from cuflash.runtime.call import CALL_CACHE
 
     arrays, number = arrays_of(Row("", (16, 16), 64, 2048, op)), random.random()
 
@@ -150,7 +151,7 @@ def time_new_function(op: str, alone: bool) -> dict[str, float]:
         call = partial(cuflash.backward, arrays[3], *arrays[:3], out, lse, score_mod=score_mod)
     found = {"new": seconds(call), "again": seconds(call)}
     compiler._kernels.clear()
-    launch.CALL_CACHE.clear()
+    CALL_CACHE.clear()
     found["from disk"] = seconds(call)
     if not alone:
         attend = torch.compile(partial(flex_attention, score_mod=score_mod), dynamic=False)

@@ -51,7 +51,8 @@ from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import APPEND_KV, merge_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
-from cuflash.runtime import compiler, launch
+from cuflash.runtime import compiler
+from cuflash.runtime.call import CALL_CACHE
 from cuflash.testing import appends
 from cuflash.testing.cases import CASES, Case
 from cuflash.testing.layouts import laid_out
@@ -164,10 +165,10 @@ def mod_call(case: ModCase, how: str) -> Callable[[], Results]:
 def variants() -> list[Variant]:
     """All kernels that `run` launches, except a few of `merges_and_views` and `appends_to_caches`."""
     found = [kernel for kernels in (*work().values(), *mod_work().values()) for kernel in kernels]
-    lse = ArraySpec.dense((1, 1, 1), "float32")
-    states = [[ArraySpec.dense((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
+    lse = ArraySpec.contiguous((1, 1, 1), "float32")
+    states = [[ArraySpec.contiguous((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
     made = [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
-    caches = [[row] * 4 + [ArraySpec.dense((1,), "int32")] for row, _ in states]
+    caches = [[row] * 4 + [ArraySpec.contiguous((1,), "int32")] for row, _ in states]
     made += [plan(Problem.of(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
     return list(dict.fromkeys([*found, *(launch.variant for each in made for launch in each.launches)]))
 
@@ -226,10 +227,10 @@ def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "ru
     query = device.query
     for gpu, case, how in itertools.islice(dense, part, None, parts):
         device.query = lambda ordinal, gpu=gpu: gpu
-        launch.CALL_CACHE.clear()
+        CALL_CACHE.clear()
         yield Prepared(f"{case.name} {how}", call(case, how), None if is_defined(case) else 0, not _sums(how))
     device.query = query
-    launch.CALL_CACHE.clear()
+    CALL_CACHE.clear()
     for of, how in itertools.islice(mods, part, None, parts):
         yield Prepared(f"{of.name} {how}", mod_call(of, how), repeats=not _sums(how))
     others = itertools.chain(merges_and_views(once, generic), appends_to_caches(is_wild=not once))

@@ -137,7 +137,7 @@ class SequenceCase:
         if op == "forward":
             more["out_dtype"] = self.out_dtype
         if op == "backward":
-            specs["out"] = ArraySpec.dense((*given["q"].shape[:-1], self.of.dims[1]), self.out_dtype)
+            specs["out"] = ArraySpec.contiguous((*given["q"].shape[:-1], self.of.dims[1]), self.out_dtype)
         options = {name: x for name, x in given.items() if name in Options._fields}
         return Problem.of(whole, [specs.get(name) for name in whole.names], Options(**options, **more))
 

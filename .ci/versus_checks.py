@@ -24,7 +24,7 @@ Shape = tuple[int, int, int, int]
 
 def inner(package: str, *names: str) -> Any:
     """Finds a function of the module that compiles kernels, by its name in any version. No more is touched inside."""
-    for module, name in itertools.product(("jit", "runtime.compiler", "runtime.cache"), names):
+    for module, name in itertools.product(("jit", "runtime.compiler", "runtime.cache", "runtime.disk_cache"), names):
         with contextlib.suppress(ModuleNotFoundError):
             if found := getattr(importlib.import_module(f"{package}.{module}"), name, None):
                 return found

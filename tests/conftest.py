@@ -28,7 +28,7 @@ from cuflash.arrays.cupy import CupyLibrary
 from cuflash.arrays.torch import TorchLibrary
 from cuflash.errors import UnsupportedError
 from cuflash.planning import device
-from cuflash.runtime import cache, compiler, launch
+from cuflash.runtime import call, compiler, disk_cache
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX's processes leave memory to the others
 
@@ -107,7 +107,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 def forget() -> None:
     """Empties the in-process caches of kernels, as a new process would find them."""
-    for value in (*vars(compiler).values(), *vars(cache).values()):
+    for value in (*vars(compiler).values(), *vars(disk_cache).values()):
         if hasattr(value, "cache_clear"):
             value.cache_clear()
 
@@ -120,7 +120,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "_locks", {})
     monkeypatch.setattr(compiler, "_spilled", set())
-    monkeypatch.setattr(cache, "_kept_here", {})
+    monkeypatch.setattr(disk_cache, "_kept_here", {})
     forget()
     yield folder
     forget()
@@ -147,7 +147,7 @@ def cupy() -> Any:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """What takes the place of the driver where tensor maps are made."""
-    return FakeDriver.instead(monkeypatch)
+    return FakeDriver.install(monkeypatch)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in reference.RUN:
         monkeypatch.setitem(reference.RUN, name, reached)
-    monkeypatch.setattr(launch.Kernels, "launch", reached)
+    monkeypatch.setattr(call.Kernels, "launch", reached)
 
 
 @pytest.fixture(scope="module")

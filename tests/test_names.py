@@ -62,6 +62,22 @@ FAMILIES = (
     Family(r"rows_are_keys|kRowsAreKeys|heads_together|longest_first", "keys_as_rows, heads_in_l2, lpt_order"),
     Family(r"Divisor|(smaller|larger|quotient)(?=[(<])", "FastDivmod, const_min, const_max, fast_div", scope=CUDA),
     Family(r"Recipe|recipe", "Guards, guards"),
+    Family(
+        r"[bB]oxed|Box|_boxes|(launch|tile)\.boxes|_?paired",
+        "tma_operands, TmaBox, tma_boxes, tma_rows, vector_loaded",
+        scope=PYTHON,
+        allowed=(".ci/versus.py", ".ci/versus_kernels.py"),  # kernels of two trees are paired
+    ),
+    Family(
+        r"renamed(?==)|\.renamed|told_splits|_More|\.instead|instead(?==)",
+        "aliases, splits_text, _CapturedGradients, host_kernel",
+        scope=PYTHON,
+    ),
+    Family(
+        r"gapped|has_gaps|densed|dense_strides|(Array|ArraySpec|library)\.dense",
+        "any_last_stride, last_dim_strided, with_packed_strides, packed_strides, contiguous",
+        scope=PYTHON,
+    ),
 )
 FOLDERS = ("cuflash", "kernels_cu", "tests", "examples", ".ci")
 FILES = {

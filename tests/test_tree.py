@@ -57,8 +57,8 @@ TESTED_ELSEWHERE = {
     "problem/checks": "problem/test_bad_input.py",
     "problem/dropout": "problem/test_mod_spec.py",
     "problem/mod_arrays": "ops/test_mods_refused.py",
-    **dict.fromkeys((f"runtime/{name}" for name in ("kept", "launch")), "runtime/test_calls.py"),
-    "runtime/host": "problem/test_bad_input.py",
+    **dict.fromkeys((f"runtime/{name}" for name in ("call", "call_cache")), "runtime/test_call.py"),
+    "runtime/cpu": "problem/test_bad_input.py",
     **dict.fromkeys((f"frameworks/flash_attn/{name}" for name in ("arguments", "v2", "v3")),
                     "frameworks/test_flash_attn.py"),
     "frameworks/flash_attn/bert_padding": "frameworks/test_flash_attn_bert_padding.py",
@@ -129,7 +129,7 @@ def test_the_layers_are_of_folders_that_exist_and_imports_are_seen_at_every_dept
     assert len(NAMES) >= 165, "modules are missing"
     assert imports(PACKAGE / "testing" / "cases.py") >= {"problem/problem"}
     expected = {"arrays/find", "reference/__init__", "planning/plan", "problem/problem", "runtime/compiler"}
-    assert imports(PACKAGE / "runtime" / "launch.py") >= expected
+    assert imports(PACKAGE / "runtime" / "call.py") >= expected
     assert "mods/graph/simplify" in imports(PACKAGE / "mods" / "tracing" / "trace.py")
 
 

@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..problem.array_spec import ArraySpec, dense_strides
+from ..problem.array_spec import ArraySpec, packed_strides
 from .library import NOTHING, GpuLibrary, cupy_module, dtype_name, element_strides, numpy_dtype
 
 
@@ -32,7 +32,7 @@ class CupyLibrary(GpuLibrary):
                 f"{name} has strides of {array.strides} bytes, no multiples of the {array.itemsize} of an element; "
                 "give a copy of it"
             )
-        strides = dense_strides(array.shape) if array.flags.c_contiguous else element_strides(array)
+        strides = packed_strides(array.shape) if array.flags.c_contiguous else element_strides(array)
         return ArraySpec(array.shape, strides, dtype_name(array.dtype), f"cuda:{array.data.device_id}", self.name)
 
     def pointers(self, arrays: Sequence[Any]) -> list[int]:
@@ -48,7 +48,7 @@ class CupyLibrary(GpuLibrary):
         # why not cupy.empty: it makes the same array, 0.3 µs later
         return partial(self._cupy.ndarray, shape, numpy_dtype(dtype))
 
-    def dense(self, array: Any) -> Any:
+    def with_packed_strides(self, array: Any) -> Any:
         return self._cupy.ascontiguousarray(array)
 
     def copy(self, source: Any, target: Any) -> None:

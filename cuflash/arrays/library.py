@@ -73,7 +73,7 @@ class GpuLibrary(Library):
         """A new dense array. The GPU must be current."""
         return self.allocator(shape, dtype, ordinal)()
 
-    def dense(self, array: Any) -> Any:
+    def with_packed_strides(self, array: Any) -> Any:
         """The array if it is contiguous, else a contiguous copy."""
 
     def copy(self, source: Any, target: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ProblemError, UnsupportedError
-from ..problem.array_spec import ArraySpec, dense_strides
+from ..problem.array_spec import ArraySpec, packed_strides
 from .library import GpuLibrary, bfloat16, cupy_module
 from .torch_keys import TensorKeys
 
@@ -84,10 +84,10 @@ class TorchLibrary(GpuLibrary):
 
     def allocator(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Any]:
         if self._empty_strided is not None:
-            return partial(self._empty_strided, shape, dense_strides(shape), self._dtypes[dtype])
+            return partial(self._empty_strided, shape, packed_strides(shape), self._dtypes[dtype])
         return partial(self._torch.empty, shape, dtype=self._dtypes[dtype], device=ordinal)
 
-    def dense(self, array: Any) -> Any:
+    def with_packed_strides(self, array: Any) -> Any:
         return array.contiguous()
 
     def copy(self, source: Any, target: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..problem.operands import APPEND_KV
 from ..problem.options import DEFAULTS, asked
-from ..runtime.launch import run
+from ..runtime.call import run
 
 _OF_SCORES = tuple(DEFAULTS.values())[: [*DEFAULTS].index("q_same_position")]
 

@@ -8,8 +8,8 @@ from typing import Any
 from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, VARLEN_OPS
 from ..problem.options import WindowSize, asked, is_zero
-from ..runtime.launch import run
-from ..runtime.seeds import check_seed
+from ..runtime.call import run
+from .dropout_seed import check_seed
 from .mods import ModArgs, run_mods
 
 

@@ -14,7 +14,7 @@ from ..problem.block_mask import check_sizes
 from ..problem.mod_spec import make_mod_spec
 from ..problem.operands import Sizes, block_mask_op
 from ..problem.options import DEFAULTS, asked
-from ..runtime.launch import run
+from ..runtime.call import run
 
 _KINDS = ("empty", "partial", "full")
 

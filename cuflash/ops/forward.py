@@ -6,8 +6,8 @@ from typing import Any
 
 from ..problem.operands import FORWARD, VARLEN_OPS
 from ..problem.options import WindowSize, asked, check_flag, is_zero
-from ..runtime.launch import run
-from ..runtime.seeds import check_seed
+from ..runtime.call import run
+from .dropout_seed import check_seed
 from .mods import ModArgs, run_mods
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..problem.operands import LSE_ONLY, VARLEN_OPS
 from ..problem.options import WindowSize, asked
-from ..runtime.launch import run
+from ..runtime.call import run
 from .mods import ModArgs, run_mods
 
 

@@ -6,11 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.find import libraries_of
+from ..arrays.operands import specs_of
 from ..errors import ProblemError
 from ..planning.merge import MAX_STATES
 from ..problem.operands import merge_op
 from ..problem.options import DEFAULTS, Options, asked
-from ..runtime.launch import run, validated
+from ..problem.validate import validated
+from ..runtime.call import run
 
 
 def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
@@ -55,7 +57,7 @@ def _check(outs: list[Any], lses: list[Any]) -> None:
     """Validates all states. why: none may be refused when some are merged already."""
     op, arrays = merge_op(len(outs)), (*outs, *lses)
     library, _ = libraries_of(op, arrays)
-    validated(op, library, arrays, Options())
+    validated(op, specs_of(op, library, arrays), Options())
 
 
 def _states(name: str, states: Any) -> list[Any]:

@@ -22,9 +22,9 @@ from ..mods.tracing.trace import trace
 from ..problem.mod_spec import BIAS_AXES, Bias, ModSpec, captured, make_mod_spec
 from ..problem.operands import OPS, VARLEN_OPS, Op, Sizes, banded, mod_op
 from ..problem.options import OptionsKey, check_dropout, is_zero
-from ..runtime.launch import run
-from ..runtime.seeds import check_seed, seed_array
+from ..runtime.call import run
 from .block_mask import BlockMask
+from .dropout_seed import check_seed, seed_array
 
 VarlenInputs = tuple[Any, ...]  # `VarlenArgs` that the op takes; () for a dense call
 
@@ -77,7 +77,7 @@ def run_mods(
     outs: tuple[Any, ...] = (),
     captured_grads: Any = None,
 ) -> tuple[Any, ...]:
-    """The results of a call, as `launch.run` gives them, and behind them the gradients that were asked for."""
+    """The results of a call, as `runtime.call.run` gives them, and behind them the gradients that were asked for."""
     asked = options.options
     hidden = asked.causal, asked.window_size, asked.diagonal_offset
     call = resolve_mods(name, given, varlen_args, hidden, asked.algorithm, captured_grads)

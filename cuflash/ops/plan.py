@@ -21,7 +21,7 @@ from ..problem.mod_arrays import check_mod_array
 from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs
 from ..problem.options import Options, WindowSize, check_algorithm, check_flag, check_integer, is_zero
 from ..problem.problem import Problem
-from ..runtime.seeds import seed_number
+from .dropout_seed import seed_number
 from .mods import ModArgs, Shaped, resolve_mods
 
 SHAPES = (tuple, list)  # of integers, which stand for arrays
@@ -146,8 +146,8 @@ def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
             raise ProblemError(f"dtype={dtype!r} goes with shapes; {name} is an array and has its own")
         if name == "out":
             check_output(name, spec)  # why here: the problem sees the copy
-        if spec.has_gaps:
-            return spec.densed(), True
+        if spec.last_dim_strided:
+            return spec.with_packed_strides(), True
         if isinstance(library, DlpackLibrary) and library.on_gpu(operand):
             library, operand = cupy(), library.to_cupy(operand)
         if not isinstance(library, GpuLibrary) or not library.on_gpu(operand):
@@ -155,7 +155,7 @@ def _spec(name: str, operand: Any, dtype: str | None) -> tuple[ArraySpec, bool]:
         return spec, library.pointers([operand])[0] % 16 == 0
     if dtype is None:
         raise ProblemError(f"{name} is the shape {operand}; give dtype= too, such as dtype='bfloat16'")
-    return ArraySpec.dense(_shape(name, operand), dtype), True
+    return ArraySpec.contiguous(_shape(name, operand), dtype), True
 
 
 def _shape(name: str, lengths: Any) -> tuple[int, ...]:
@@ -168,7 +168,7 @@ def _shape(name: str, lengths: Any) -> tuple[int, ...]:
 def _spec_like(name: str, x: Any, q: ArraySpec, dtype: str | None) -> ArraySpec:
     """A captured array. Beside shapes it counts as one of their framework and device."""
     if isinstance(x, Shaped):
-        return ArraySpec.dense(x.shape, x.dtype, q.device, q.library)
+        return ArraySpec.contiguous(x.shape, x.dtype, q.device, q.library)
     spec = library_of(name, x).spec(name, x)
     return spec if dtype is None else spec._replace(device=q.device, library=q.library)
 

@@ -32,7 +32,7 @@ from .key_blocks import (
     listed_together,
 )
 from .mod_code import ModCode, make_mod_code
-from .plan import Box, Launch, Plan, blocks_of, compile_arch, make_plan
+from .plan import Launch, Plan, TmaBox, blocks_of, compile_arch, make_plan
 from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
 from .variant import PORTABLE_THREADS, Variant, variant_of
@@ -249,7 +249,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=more_turns),
         *of_cells,
         # why counted: then blocks of threads wait for those with lower numbers, which must have begun.
-        Launch(variant, blocks, fields, _boxes(problem, *tile.boxes), counted=deterministic and not cells),
+        Launch(variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), counted=deterministic and not cells),
     ]
     found: Mapping[str, int] = workspace
     if cells:
@@ -301,9 +301,10 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         # A counter for each tile of dq, for each shared key block, and for what blocks of threads have taken.
         "turns": problem.heads_q * num_q_blocks + shared_keys + 1,
     }
+    variant = _warpgroup_variant(problem, device, "backward", tile)
     launches = [
         delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared_keys + 1, **of_keys),
-        Launch(_warpgroup_variant(problem, device, "backward", tile), takers, fields, _boxes(problem, *tile.boxes)),
+        Launch(variant, takers, fields, _tma_boxes(problem, *tile.tma_rows)),
     ]
     return make_plan(problem, device, launches, workspace, num_work=MOST_PARTS * blocks)
 
@@ -353,8 +354,8 @@ def _rows_plan(
         num_work = work[result != "dq"] * (2 if shared else 1)
         blocks = num_work if varlen is None else min(num_work, device.num_sms)
         launch_fields = fields | {"first_turn": work[1] if result == "dv" else 0} if shared else fields
-        boxes, renamed = _boxes(problem, *tile.boxes), {"acc": f"{result}_acc"} if shared else {}
-        launches.append(Launch(variant, blocks, launch_fields, boxes, counted=varlen is not None, renamed=renamed))
+        tma_boxes, aliases = _tma_boxes(problem, *tile.tma_rows), {"acc": f"{result}_acc"} if shared else {}
+        launches.append(Launch(variant, blocks, launch_fields, tma_boxes, counted=varlen is not None, aliases=aliases))
     found: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
     if shares:
         rows = work[1] * KEY_ROWS
@@ -365,7 +366,7 @@ def _rows_plan(
     return make_plan(problem, device, launches, found, num_work=max(work))
 
 
-def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
+def _tma_boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, TmaBox]:
     """Boxes for the rows of q and dout that see a key, those of k and v that are seen, and all rows of the gradients.
 
     why all rows of dq: a store may not begin before the first row of its box. Of several lengths, boxes of any rows.
@@ -373,12 +374,13 @@ def _boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, Box]:
     if (varlen := problem.lengths) is not None:
         rows = {"q": varlen.rows_q, "k": varlen.rows_k, "v": varlen.rows_k, "dout": varlen.rows_q}
         loaded = {"q": box_q, "k": box_k, "v": box_k, "dout": box_q}
-        boxes = {name: Box(loaded[name], 0, rows[name], varlen=True) for name in rows}
-        return boxes | {f"d{name}": Box(OUT_ROWS, 0, rows[name], varlen=True) for name in "qkv"}
+        tma_boxes = {name: TmaBox(loaded[name], 0, rows[name], varlen=True) for name in rows}
+        return tma_boxes | {f"d{name}": TmaBox(OUT_ROWS, 0, rows[name], varlen=True) for name in "qkv"}
     seen_q, seen_k = problem.mask.row_range(0, problem.seqlen_k), problem.mask.key_range(0, problem.seqlen_q)
-    boxes = {"q": Box(box_q, *seen_q), "k": Box(box_k, *seen_k), "v": Box(box_k, *seen_k), "dout": Box(box_q, *seen_q)}
-    stored = Box(OUT_ROWS, 0, problem.seqlen_k)
-    return boxes | {"dq": Box(OUT_ROWS, 0, problem.seqlen_q), "dk": stored, "dv": stored}
+    row_box, key_box = TmaBox(box_q, *seen_q), TmaBox(box_k, *seen_k)
+    tma_boxes = {"q": row_box, "k": key_box, "v": key_box, "dout": row_box}
+    stored = TmaBox(OUT_ROWS, 0, problem.seqlen_k)
+    return tma_boxes | {"dq": TmaBox(OUT_ROWS, 0, problem.seqlen_q), "dk": stored, "dv": stored}
 
 
 def _warpgroup_variant(

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..problem.array_spec import ArraySpec, dense_strides
+from ..problem.array_spec import ArraySpec, packed_strides
 from ..problem.dtypes import DTYPES
 from ..problem.lengths import PADDED_SLOT
 from ..problem.problem import Problem
@@ -37,16 +37,16 @@ def with_captured_gradients(made: Plan, problem: Problem, device: Device) -> Pla
     wanted = [operand.name for operand in problem.op.outputs if operand.name not in ("dq", "dk", "dv")]
     if not wanted:
         return made
-    more = _More(made, problem, device)
+    gradients = _CapturedGradients(made, problem, device)
     for name in wanted:
         if name == SINKS:
-            more.add_sinks()
+            gradients.add_sinks()
         else:
-            more.add_array(name)
-    return more.plan()
+            gradients.add_array(name)
+    return gradients.plan()
 
 
-class _More:
+class _CapturedGradients:
     """Launches and parts of the workspace beside those of a plan."""
 
     def __init__(self, made: Plan, problem: Problem, device: Device) -> None:
@@ -93,7 +93,7 @@ class _More:
             tables = self._part("sinks_tables", parts * heads)
             variant = self._variant("sinks_gradient", "portable/sinks_gradient.cu", mod_code=make_mod_code(problem))
             fields = self.stats | {"num_slots": num_slots, "slots_each": slots_each}
-            self.launches.append(Launch(variant, parts * heads, fields, renamed={"tables": tables}))
+            self.launches.append(Launch(variant, parts * heads, fields, aliases={"tables": tables}))
         sums = Sums(("h",), (), (0,), (heads,), ("h",))
         self._add_tables(SINKS, result, sums, (1,), tables, parts, heads)
 
@@ -147,9 +147,9 @@ class _More:
             )
         in_tables = [lengths[axis] for axis in sums.apart] + ([places] if extents else [])
         size = math.prod(in_tables)
-        *steps_apart, _ = (*dense_strides(tuple(in_tables)), 1) if not extents else dense_strides(tuple(in_tables))
+        *steps_apart, _ = (*packed_strides(tuple(in_tables)), 1) if not extents else packed_strides(tuple(in_tables))
         step_of = dict(zip(sums.apart, steps_apart, strict=True))
-        within = dict(zip(sums.looked_up, dense_strides(tuple(extents)), strict=True))
+        within = dict(zip(sums.looked_up, packed_strides(tuple(extents)), strict=True))
         strides = tuple(within.get(axis, step_of.get(each or "", 0)) for axis, each in enumerate(sums.names))
 
         tiles = {"q": blocks_of(problem.seqlen_q, tile.block_q), "k": blocks_of(problem.seqlen_k, tile.block_k)}
@@ -203,8 +203,8 @@ class _More:
             **_numbered("extents", extents),
             **_numbered("strides", within.values()),
         }
-        renamed = {"result": name} if tables is None else {"tables": tables}
-        self.launches.append(Launch(variant, blocks * parts, fields, renamed=renamed))
+        aliases = {"result": name} if tables is None else {"tables": tables}
+        self.launches.append(Launch(variant, blocks * parts, fields, aliases=aliases))
         if tables is not None:
             num_tables = 1 if atomic else parts * tables_each
             self._add_tables(name, result, sums, strides, tables, num_tables, size, total, at, count)
@@ -240,19 +240,19 @@ class _More:
         if num_tables:
             fields |= _numbered("extents", result.shape)
             fields |= _numbered("firsts", sums.firsts) | _numbered("counts", sums.counts)
-        renamed = {"result": name} if at == count - 1 else {}
-        renamed |= {} if tables is None else {"tables": tables}
-        renamed |= {} if total is None else {"total": total}
-        self._add_sum(elements * lanes, fields, renamed)
+        aliases = {"result": name} if at == count - 1 else {}
+        aliases |= {} if tables is None else {"tables": tables}
+        aliases |= {} if total is None else {"total": total}
+        self._add_sum(elements * lanes, fields, aliases)
 
     def _clear(self, part: str, floats: int) -> None:
         """The launch that sets a part of the workspace to zero."""
         fields = {"num_elements": floats, "lanes": 1, "result_kind": NUMBER_KINDS["float32"]}
         self._add_sum(floats, fields, {"result": part})
 
-    def _add_sum(self, threads: int, fields: dict[str, int], renamed: dict[str, str]) -> None:
+    def _add_sum(self, threads: int, fields: dict[str, int], aliases: dict[str, str]) -> None:
         variant = self._variant("sum_tables", "portable/sum_tables.cu", lengths=False)
-        self.launches.append(Launch(variant, blocks_of(threads, PORTABLE_THREADS), fields, renamed=renamed))
+        self.launches.append(Launch(variant, blocks_of(threads, PORTABLE_THREADS), fields, aliases=aliases))
 
 
 def _spec(problem: Problem, name: str) -> ArraySpec:

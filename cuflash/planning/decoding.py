@@ -15,7 +15,7 @@ from . import tiles_sm80
 from .device import Device
 from .mod_code import make_mod_code
 from .pages import page_cut
-from .plan import MAX_GRID, Box, Launch, Plan, blocks_of, compile_arch, make_plan
+from .plan import MAX_GRID, Launch, Plan, TmaBox, blocks_of, compile_arch, make_plan
 from .tiles_sm80 import FLOAT_BYTES, Tile
 from .tiles_sm90 import FEW_SEQUENCES, GROUP_ROWS, WARP_ROWS, WarpgroupTile
 from .variant import variant_of
@@ -94,13 +94,13 @@ def _decode_plan(
     num_work = min(num_blocks * tiles, most)
     partial_rows = min(tile.block_q, problem.seqlen_q * group)
     cut = page_cut(problem, tile.block_k)
-    box = Box(cut["page_box"] or tile.block_k, 0, varlen.rows_k, varlen=True)
+    box = TmaBox(cut["page_box"] or tile.block_k, 0, varlen.rows_k, varlen=True)
     fields = {"heads_kv": problem.heads_kv, "max_slots": most, "partial_rows": partial_rows} | cut
     fields["split_tiles"] = 0 if splits == 0 else max(1, blocks_of(tiles, splits))
     rows_of_splits = most * partial_rows
     workspace = {"partial_out": rows_of_splits * tile.head_dim_v, "partial_sums": 2 * rows_of_splits}
     # why q and out: they have no tensor maps, but must be aligned as if they had.
-    boxes = {"k": box, "v": box, "q": box, "out": box}
+    tma_boxes = {"k": box, "v": box, "q": box, "out": box}
     capped, arch = options.softcap > 0.0, compile_arch("sm90", device)
     source = "sm90/decode_narrow.cu" if is_narrow else "sm90/decode.cu"
     variant = variant_of(
@@ -116,7 +116,7 @@ def _decode_plan(
     )
     alone = splits == 1
     launch = Launch(
-        variant, min(num_work, device.num_sms), fields, boxes, num_work > device.num_sms, 0 if alone else num_blocks
+        variant, min(num_work, device.num_sms), fields, tma_boxes, num_work > device.num_sms, 0 if alone else num_blocks
     )
     return make_plan(problem, device, [launch], {} if alone else workspace, num_work=num_work)
 

@@ -16,7 +16,7 @@ from .device import Device
 from .hopper import HOPPER, reason_against
 from .mod_code import ModCode, make_mod_code
 from .pages import page_cut
-from .plan import Box, Launch, Plan, blocks_of, compile_arch, heads_in_l2, make_plan
+from .plan import Launch, Plan, TmaBox, blocks_of, compile_arch, heads_in_l2, make_plan
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import Variant, variant_of
 
@@ -129,13 +129,13 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
         head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
         together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, heads)
     seen = problem.mask.key_range(0, problem.seqlen_q)
-    box_k = Box(tile.block_k, *seen)
-    boxes = {"q": Box(GROUP_ROWS, 0, problem.seqlen_q), "k": box_k}
+    box_k = TmaBox(tile.block_k, *seen)
+    tma_boxes = {"q": TmaBox(GROUP_ROWS, 0, problem.seqlen_q), "k": box_k}
     if op == "forward":
-        boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, problem.seqlen_q)}
+        tma_boxes |= {"v": box_k, "out": TmaBox(OUT_ROWS, 0, problem.seqlen_q)}
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_in_l2": together}
     counted = num_tiles > device.num_sms and not full
-    launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, counted)
+    launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, counted)
     launches, workspace = with_cells(problem, device, [launch])
     return make_plan(problem, device, launches, workspace, num_work=num_tiles)
 
@@ -161,10 +161,10 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
     head_bytes = 2 * problem.seqlen_k * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
     together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, problem.heads_q)
     cut = page_cut(problem, tile.block_k)
-    box_k = Box(cut["page_box"] or tile.block_k, 0, lengths.rows_k, varlen=True)
-    boxes = {"q": Box(GROUP_ROWS, 0, lengths.rows_q, varlen=True), "k": box_k}
+    box_k = TmaBox(cut["page_box"] or tile.block_k, 0, lengths.rows_k, varlen=True)
+    tma_boxes = {"q": TmaBox(GROUP_ROWS, 0, lengths.rows_q, varlen=True), "k": box_k}
     if op == "forward":
-        boxes |= {"v": box_k, "out": Box(OUT_ROWS, 0, lengths.rows_q, varlen=True)}
+        tma_boxes |= {"v": box_k, "out": TmaBox(OUT_ROWS, 0, lengths.rows_q, varlen=True)}
     fields = {
         "heads_in_l2": together,
         # why not with cells: the two heads may have other ones.
@@ -172,7 +172,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
         "tail_parts": _tail_parts(problem, tile, device, together),
         **cut,
     }
-    launch = Launch(variant, min(num_tiles, device.num_sms), fields, boxes, num_tiles > device.num_sms)
+    launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, num_tiles > device.num_sms)
     if not _passes_over_tiles(problem):
         return make_plan(problem, device, [launch], num_work=num_tiles)
     return make_plan(problem, device, *with_cells(problem, device, [launch]), num_work=num_tiles)

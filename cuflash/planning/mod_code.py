@@ -39,14 +39,14 @@ _ONE = constant(1.0)
 class ModCode(NamedTuple):
     """The text, the digest of it, the macros, and the words of 8 bytes that it adds to the parameters of a kernel.
 
-    paired: the arrays, by name, that are to begin at a multiple of the size of two elements, and these bytes.
+    vector_loaded: the arrays, by name, that are to begin at a multiple of the size of two elements, and these bytes.
     """
 
     digest: str
     text: str
     constants: tuple[tuple[str, int], ...]
     words: int
-    paired: tuple[tuple[str, int], ...] = ()
+    vector_loaded: tuple[tuple[str, int], ...] = ()
 
 
 def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, cells: bool = False) -> ModCode | None:
@@ -136,10 +136,10 @@ def _generate(
     }
     words = sum(words_of(each.rank) for each in mod_spec.arrays)
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    return ModCode(digest, text, tuple(constants.items()), words + MORE_WORDS, _paired(mod_spec, text))
+    return ModCode(digest, text, tuple(constants.items()), words + MORE_WORDS, _vector_loaded(mod_spec, text))
 
 
-def _paired(mod_spec: ModSpec, text: str) -> tuple[tuple[str, int], ...]:
+def _vector_loaded(mod_spec: ModSpec, text: str) -> tuple[tuple[str, int], ...]:
     arrays = enumerate(mod_spec.arrays)
     return tuple((each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text)
 
@@ -210,4 +210,4 @@ def _gradient_code(
     )
     constants = dict(plain.constants) | {"OWN_SLOPE": 0, "CELLS": 0}
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
-    return ModCode(digest, text, tuple(constants.items()), plain.words, _paired(mod_spec, text))
+    return ModCode(digest, text, tuple(constants.items()), plain.words, _vector_loaded(mod_spec, text))

@@ -17,7 +17,7 @@ _OF_CELLS = "block_mask", "seen_counts"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Box(NamedTuple):
+class TmaBox(NamedTuple):
     """An operand as the copy engine (TMA) moves it: rows `begin … end - 1` of each head, `rows` of them at a time.
 
     varlen: whether a copy may end at any row, where a sequence ends: `VarlenMapRows` in common/varlen.cuh.
@@ -40,21 +40,21 @@ class Launch(NamedTuple):
     """One kernel of a plan. The grid is one-dimensional.
 
     `fields` are the members of its parameter struct that are neither pointers, nor strides, nor part of
-    `ProblemParams`; `boxes` are its tensor maps by operand. If `counted`, blocks take their work by a counter.
-    `arrivals` is the number of counters by which blocks find out which of them was the last to end. `renamed` says
+    `ProblemParams`; `tma_boxes` are its tensor maps by operand. If `counted`, blocks take their work by a counter.
+    `arrivals` is the number of counters by which blocks find out which of them was the last to end. `aliases` says
     which operand, or part of the workspace, a member of the struct stands for that has not the same name.
     """
 
     variant: Variant
     num_blocks: int
     fields: Mapping[str, int] = _NOTHING
-    boxes: Mapping[str, Box] = _NOTHING
+    tma_boxes: Mapping[str, TmaBox] = _NOTHING
     counted: bool = False
     arrivals: int = 0
-    renamed: Mapping[str, str] = _NOTHING
+    aliases: Mapping[str, str] = _NOTHING
 
     @property
-    def told_splits(self) -> str:
+    def splits_text(self) -> str:
         """In words, how the keys of its query blocks are cut."""
         if splits := self.fields.get("splits"):
             how = f"{splits}"
@@ -80,7 +80,7 @@ class Plan(NamedTuple):
     workspace_bytes: int = 0
     workspace: Mapping[str, Part] = _NOTHING
     fallback: str | None = None  # why Hopper's own kernels are not taken on a GPU that has them
-    instead: str = ""  # what runs where nothing is launched
+    host_kernel: str = ""  # what runs where nothing is launched
 
     @property
     def variant(self) -> Variant | None:
@@ -94,7 +94,7 @@ class Plan(NamedTuple):
     @property
     def kernel(self) -> str:
         """Name of the main kernel, or of what runs in its place."""
-        return self.variant.name if self.variant else self.instead
+        return self.variant.name if self.variant else self.host_kernel
 
     @property
     def flops(self) -> int:
@@ -117,18 +117,18 @@ class Plan(NamedTuple):
         return sum(spec.num_bytes for x, spec in results if spec is not None and (x.name == "lse") == lse)
 
     @property
-    def boxed(self) -> tuple[str, ...]:
+    def tma_operands(self) -> tuple[str, ...]:
         """The operands that must begin at a multiple of 16 bytes, because the copy engine moves them."""
-        return tuple({name: None for launch in self.launches for name in launch.boxes})
+        return tuple({name: None for launch in self.launches for name in launch.tma_boxes})
 
     @property
-    def paired(self) -> dict[str, int]:
+    def vector_loaded(self) -> dict[str, int]:
         """Captured arrays that begin at multiples of so many bytes, as two elements are loaded together."""
         return {
             name: size
             for launch in self.launches
             if (mod_code := launch.variant.mod_code)
-            for name, size in mod_code.paired
+            for name, size in mod_code.vector_loaded
         }
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ class Plan(NamedTuple):
                     f"({tile.head_dim}, {tile.head_dim_v}), {stages}, {tile.warps} warps"
                 )
             if launch.arrivals:
-                lines.append(f"splits     {launch.told_splits}")
+                lines.append(f"splits     {launch.splits_text}")
             if not several:
                 lines.append(f"launch     {launch}")
         results = f"out {units.memory(self.out_bytes)}, lse {units.memory(self.lse_bytes)}"

@@ -61,9 +61,9 @@ def plan(
 
 def _host_plan(problem: Problem) -> Plan:
     kernel = f"reference_{problem.op.name}_{problem.options.algorithm}"
-    return Plan(problem, "cpu", (), instead=kernel)
+    return Plan(problem, "cpu", (), host_kernel=kernel)
 
 
 def _standard_plan(problem: Problem, device: Device) -> Plan:
     scores = problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_k
-    return Plan(problem, device.name, (), workspace_bytes=2 * 4 * scores, instead="cupy_standard")
+    return Plan(problem, device.name, (), workspace_bytes=2 * 4 * scores, host_kernel="cupy_standard")

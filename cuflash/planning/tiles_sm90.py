@@ -148,7 +148,7 @@ class WarpgroupBackwardTile:
         return rounded_up(rows * PANEL_BYTES + dq + sums + stats + barriers + modes + DEALT_BYTES, 1024)
 
     @property
-    def boxes(self) -> tuple[int, int]:
+    def tma_rows(self) -> tuple[int, int]:
         """Rows of q and dout, and of k and v, that one copy brings."""
         return self.block_q, self.block_k
 
@@ -194,7 +194,7 @@ class WarpgroupRowsTile:
         return self.columns if self.gradient == "dq" else 2 * GROUP_ROWS
 
     @property
-    def boxes(self) -> tuple[int, int]:
+    def tma_rows(self) -> tuple[int, int]:
         """Rows of q and dout, and of k and v, that one copy brings."""
         return self.columns, self.columns
 

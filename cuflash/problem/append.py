@@ -54,7 +54,7 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> tuple[dict[str, int]
         raise ProblemError(f"{both} differ; give both in {cache.dtype}, or both in float32")
     q = named.get("q")
     inputs = tuple([named.get(operand.name) for operand in op.inputs])
-    return axes, (*inputs, None if q is None else q.densed())
+    return axes, (*inputs, None if q is None else q.with_packed_strides())
 
 
 def _check_together(named: Named) -> None:
@@ -134,7 +134,7 @@ def _check_sizes(named: Named, axes: Mapping[str, int]) -> None:
 
 def _check_written(name: str, spec: ArraySpec) -> None:
     """Validates an input that is written to, so that a copy cannot take its place."""
-    if spec.has_gaps:
+    if spec.last_dim_strided:
         raise ProblemError(
             f"{name} has shape {spec.shape} and strides {spec.strides}: its last dimension is not contiguous, and it "
             "is written in place, so no copy can take its place; give one whose last stride is 1"

@@ -13,8 +13,8 @@ from .dtypes import ITEMSIZE
 
 
 @lru_cache(maxsize=256)
-def dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a C-contiguous array, in elements."""
+def packed_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the strides of a C-contiguous array, in elements."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
 
 
@@ -28,13 +28,13 @@ class ArraySpec(NamedTuple):
     library: str
 
     @classmethod
-    def dense(cls, shape: tuple[int, ...], dtype: str, device: str = "cpu", library: str = "numpy") -> ArraySpec:
-        """A C-contiguous array of this shape."""
-        return cls(shape, dense_strides(shape), dtype, device, library)
+    def contiguous(cls, shape: tuple[int, ...], dtype: str, device: str = "cpu", library: str = "numpy") -> ArraySpec:
+        """Returns a C-contiguous array of this shape."""
+        return cls(shape, packed_strides(shape), dtype, device, library)
 
-    def densed(self) -> ArraySpec:
-        """What a contiguous copy of the array is."""
-        return self._replace(strides=dense_strides(self.shape))
+    def with_packed_strides(self) -> ArraySpec:
+        """Returns a C-contiguous copy of the array."""
+        return self._replace(strides=packed_strides(self.shape))
 
     def as_4d(self) -> ArraySpec:
         """The same array seen as (batch, seqlen, heads, head_dim): a missing batch or heads axis has length 1."""
@@ -58,14 +58,14 @@ class ArraySpec(NamedTuple):
         return math.prod(self.shape) * self.itemsize
 
     @property
-    def has_gaps(self) -> bool:
-        """Whether the last dimension is not contiguous: the kernels cannot read such an array, so it is copied."""
+    def last_dim_strided(self) -> bool:
+        """True where the last dimension is not contiguous: the kernels cannot read such an array, so it is copied."""
         return self.strides[-1:] != (1,) and len(self.shape) > 1 and self.shape[-1] > 1 and 0 not in self.shape
 
     @property
-    def is_dense(self) -> bool:
-        """Whether it is C-contiguous, strides of axes of length 1 included."""
-        return self.strides == dense_strides(self.shape)
+    def has_packed_strides(self) -> bool:
+        """True where it is C-contiguous, strides of axes of length 1 included."""
+        return self.strides == packed_strides(self.shape)
 
     @property
     def span(self) -> tuple[int, int]:

@@ -12,7 +12,7 @@ from .mod_arrays import CELL, check_mod_array
 from .operands import INTEGERS, Op, Sizes
 from .options import check_integer
 
-ValidatedCall = tuple[Sizes, SeqlenInfo | None, tuple[ArraySpec | None, ...]]
+ValidatedMask = tuple[Sizes, SeqlenInfo | None, tuple[ArraySpec | None, ...]]
 
 
 def check_sizes(batch: object, heads: object, seqlen_q: object, seqlen_k: object) -> Sizes:
@@ -25,7 +25,7 @@ def check_sizes(batch: object, heads: object, seqlen_q: object, seqlen_k: object
     return sizes
 
 
-def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedCall:
+def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedMask:
     """The lengths of a block mask, where its sequences lie if arrays tell it, and the specs of all operands.
 
     Packed sequences may lie in any number of rows, so their lengths alone are bounded.
@@ -44,7 +44,7 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedCall:
         else:
             check_mod_array(operand, spec, like, {}, of="like")
     cells = *sizes[:2], *[-(-length // CELL) for length in sizes[2:]]
-    checked[-1] = ArraySpec.dense(cells, "int8", like.device, like.library)
+    checked[-1] = ArraySpec.contiguous(cells, "int8", like.device, like.library)
     if not names:
         return sizes, None, tuple(checked)
     is_packed = ["cu_seqlens_q" in names, "cu_seqlens_k" in names]

@@ -34,7 +34,7 @@ class Operand(NamedTuple):
     dtype: whose dtype it has: that of the "inputs", that of "out", "lse" for the accumulator's; "any out" is either;
     "table" is that of the inputs or float32; "int32" is itself. MOD_KINDS are validated in problem/mod_arrays.py.
     strided: whether kernels know strides of it; if not, what is not contiguous is copied.
-    gapped: whether they know a stride of its last axis, too.
+    any_last_stride: whether kernels know a stride of its last axis, too.
     written: whether it is an input that the op writes to, in place. Such an array is never copied.
     """
 
@@ -44,7 +44,7 @@ class Operand(NamedTuple):
     optional: bool = False
     strided: bool = True
     written: bool = False
-    gapped: bool = False
+    any_last_stride: bool = False
 
     @property
     def called(self) -> str:
@@ -198,7 +198,7 @@ def banded(op: Op, band: Band, sizes: Sizes | None = None) -> Op:
 def _loaded(mod_spec: ModSpec) -> list[Operand]:
     """The arrays that scores and masks load from."""
     return [
-        Operand(each.name, (), BIAS if each.name == "bias" else CAPTURED, optional=True, gapped=True)
+        Operand(each.name, (), BIAS if each.name == "bias" else CAPTURED, optional=True, any_last_stride=True)
         for each in mod_spec.arrays
     ]
 
@@ -209,7 +209,7 @@ def block_mask_op(mod_spec: ModSpec, sizes: Sizes) -> Op:
 
     The first input tells the library and the device alone.
     """
-    like = Operand("like", (), ANYTHING, gapped=True)
+    like = Operand("like", (), ANYTHING, any_last_stride=True)
     return Op(
         "block_mask", (like, *PACKED_OR_USED, *_loaded(mod_spec)), (Operand("cells", (), CELLS),), mod_spec, sizes
     )

@@ -258,7 +258,7 @@ def _checked(
         shape = _shaper(operand.axes, 4 if len(operand.axes) == 1 else rank)(lengths)  # why: sinks keep their heads
         allowed = dtypes[operand.dtype]
         if spec is None:
-            checked[number] = ArraySpec.dense(shape, allowed[0], q.device, q.library)
+            checked[number] = ArraySpec.contiguous(shape, allowed[0], q.device, q.library)
         else:
             check_operand(operand.name, spec, q, shape, allowed)
             if is_output:
@@ -270,7 +270,7 @@ def _like(op: Op, specs: Specs, operand: Operand) -> ArraySpec:
     """A gradient of a captured array: dense, and otherwise as the array is."""
     like = specs[op.index[operand.name.removeprefix("d")]]
     assert like is not None
-    return like.densed()
+    return like.with_packed_strides()
 
 
 @lru_cache(maxsize=64)
@@ -304,7 +304,7 @@ def _of_states(op: Op, specs: Specs) -> Problem:
             )
         if (lse.library, lse.device) != (out.library, out.device):
             raise ProblemError(f"lses[{i}] is a {lse}, but its out is a {out}; give both alike")
-    results = first.densed(), lses[0].densed()
+    results = first.with_packed_strides(), lses[0].with_packed_strides()
     lengths = b, s, 0, h, h, 0, d
     return Problem(op, *lengths, first.dtype, Mask.of(s, 0), Options(), first.device, first.library, (*given, *results))
 

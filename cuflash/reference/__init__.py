@@ -1,6 +1,6 @@
 """The library in NumPy: the written definition of what every kernel computes, and the path for NumPy arrays.
 
-Arrays are 4-D (batch, seqlen, heads, dim) with any strides, and `problem` has checked them. `runtime/host.py` handles
+Arrays are 4-D (batch, seqlen, heads, dim) with any strides, and `problem` has checked them. `runtime/cpu.py` handles
 the caller's other ranks and its outputs.
 """
 

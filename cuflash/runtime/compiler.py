@@ -15,7 +15,7 @@ from ..errors import INSTALL_HINT, CompileError, UnsupportedError
 from ..locks import Lock, uninterrupted
 from ..log import logger
 from ..planning.variant import Variant
-from .cache import compiling, find, find_in_cache, keep
+from .disk_cache import compiling, find, find_in_cache, keep
 from .driver import current_device, on_device
 from .structs import size_of
 

@@ -9,7 +9,7 @@ from ..planning.cells import cells_strides
 from ..planning.mod_code import words_of
 from ..problem.dropout import share_kept
 from ..problem.problem import Problem
-from .scratch import zero
+from .device_memory import zero
 
 # Strides of the cells from batch to batch and from head to head; cells of a row, whether sinks are float32, how many of
 # 2^16 weights are kept, and what these are multiplied by.

@@ -225,8 +225,8 @@ class Places(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _places(name: str, op: Op, renamed: tuple[tuple[str, str], ...] = ()) -> Places:
-    places, names = Places([], [], [], []), dict(renamed)
+def _places(name: str, op: Op, aliases: tuple[tuple[str, str], ...] = ()) -> Places:
+    places, names = Places([], [], [], []), dict(aliases)
     for field, kind, offset in _members(STRUCTS[name]):
         word, operand = offset // 8, names.get(field, field.removesuffix("_map"))
         number = op.index.get(operand)
@@ -304,13 +304,13 @@ class Parameters:
             (words if wide else ints)[at] = value
         if _PROBLEM[0] in _STRUCTS[name]:
             _write_problem(problem, packed, STRUCTS[name].problem.offset)
-        self._plain, operands, maps, parts = _places(name, problem.op, tuple(launch.renamed.items()))
+        self._plain, operands, maps, parts = _places(name, problem.op, tuple(launch.aliases.items()))
         if mod_code is not None:
             more = mod_params(problem, packed, size_of(name) // 8)
             self._plain, parts = self._plain + more.plain, parts + more.workspace
         # why tuples: those of numbers alone are not walked by Python's collector, and a process keeps thousands.
         self._workspace = tuple([(word, workspace[part].begin) for part, word in parts if part in workspace])
-        specs, boxes = problem.specs_4d, launch.boxes
+        specs, tma_boxes = problem.specs_4d, launch.tma_boxes
         operands = [(number, word) for number, word in operands if specs[number] is not None]
         for number, word in operands:
             words[word + 1], words[word + 2], words[word + 3] = specs[number].strides[:3]
@@ -319,7 +319,7 @@ class Parameters:
         self._move: Any = mover() if maps else None
         placed = []  # number, byte, bytes from the operand's first row to the map's
         for number, span, operand in maps:
-            spec, box = specs[number], boxes[operand]
+            spec, box = specs[number], tma_boxes[operand]
             packed[span] = encoded(spec, box)
             placed.append((number, span.start, first_byte(spec, box)))
         self._maps = tuple(placed)

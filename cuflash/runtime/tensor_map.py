@@ -7,7 +7,7 @@ import struct
 from functools import lru_cache
 
 from ..errors import UnsupportedError
-from ..planning.plan import Box
+from ..planning.plan import TmaBox
 from ..planning.tiles_sm90 import PANEL_BYTES
 from ..problem.array_spec import ArraySpec
 from ..problem.dtypes import DTYPES
@@ -29,7 +29,7 @@ _SOMEWHERE = 2**12  # an address for the time being
 
 
 @lru_cache(maxsize=1024)  # why: in decoding only the cache's length is new, and k and v have one geometry
-def encoded(spec: ArraySpec, box: Box) -> bytes:
+def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
     """The descriptor of a 4-D array whose rows `begin … end - 1` are moved, of which only the address is missing.
 
     Outside of these rows, reads give zeros and writes go nowhere. A varlen box has the axes of `VarlenMapRows`, and its
@@ -78,12 +78,12 @@ def refusal(result: int, what: str) -> Exception:
     return UnsupportedError(what) if result == INVALID_VALUE else failure(result, what)
 
 
-def _row_bytes(spec: ArraySpec, box: Box) -> int:
+def _row_bytes(spec: ArraySpec, box: TmaBox) -> int:
     """From row to row in the descriptor."""
     return spec.strides[1] * spec.itemsize if box.end - box.begin > 1 else 16
 
 
-def first_byte(spec: ArraySpec, box: Box) -> int:
+def first_byte(spec: ArraySpec, box: TmaBox) -> int:
     """Where the descriptor begins, in bytes from the operand's first element."""
     if box.varlen:
         return -box.end * _row_bytes(spec, box)

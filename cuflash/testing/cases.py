@@ -53,7 +53,7 @@ class Case:
 
     def problem(self, op: str = "forward", **more: Any) -> Problem:
         """The `Problem` that a public call with these and `more` arguments makes of `arrays()`."""
-        specs = [ArraySpec.dense(shape, self.dtype) for shape in self.shapes()]
+        specs = [ArraySpec.contiguous(shape, self.dtype) for shape in self.shapes()]
         return Problem.of(OPS[op], specs[:2] if op == "lse" else specs, Options(**self.arguments(), **more))
 
     def arrays(self, seed: int = 0) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:

@@ -15,7 +15,7 @@ from .. import __version__, units
 from ..errors import INSTALL_HINT, CompileError, UnsupportedError
 from ..planning import device
 from ..runtime import compiler
-from ..runtime.cache import check_writable, contents
+from ..runtime.disk_cache import check_writable, contents
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

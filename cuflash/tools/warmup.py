@@ -31,7 +31,7 @@ from ..problem.operands import OPS as PUBLIC
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..runtime import compiler
-from ..runtime.cache import cache_dir, prepared
+from ..runtime.disk_cache import cache_dir, prepared
 from . import arguments
 
 OPS = ("forward", "lse", "backward", "merge", "append_kv")
@@ -139,8 +139,8 @@ def _variants_of(
     if op in PUBLIC:
         problems = _dense(op, dtype, head_dims, more)
     else:
-        q, v = (ArraySpec.dense((2, 128, 2, dim), dtype) for dim in head_dims)
-        lse, lengths = ArraySpec.dense((2, 2, 128), "float32"), ArraySpec.dense((2,), INTEGERS)
+        q, v = (ArraySpec.contiguous((2, 128, 2, dim), dtype) for dim in head_dims)
+        lse, lengths = ArraySpec.contiguous((2, 2, 128), "float32"), ArraySpec.contiguous((2,), INTEGERS)
         of_merge, of_append = (merge_op(1), [v, lse]), (APPEND_KV, [q, v, q, v, lengths])
         problems = [Problem.of(*(of_merge if op == "merge" else of_append), Options())]
     return dict.fromkeys(launch.variant for problem in problems for launch in plan(problem, device).launches)
@@ -152,8 +152,8 @@ def _dense(op: str, dtype: str, head_dims: tuple[int, int], more: dict[str, Any]
     for batch, seqlen, (heads_q, heads_kv), causal in product(BATCHES, SEQLENS, HEADS, (True, False)):
         few = product((1, 8), (0, 2)) if op == "forward" else ()
         for queries, splits in ((seqlen, 0), *few):
-            q, out = (ArraySpec.dense((batch, queries, heads_q, dim), dtype) for dim in head_dims)
-            k, v = (ArraySpec.dense((batch, seqlen, heads_kv, dim), dtype) for dim in head_dims)
+            q, out = (ArraySpec.contiguous((batch, queries, heads_q, dim), dtype) for dim in head_dims)
+            k, v = (ArraySpec.contiguous((batch, seqlen, heads_kv, dim), dtype) for dim in head_dims)
             of_gradients = [out, out._replace(dtype=out_dtype)] if op == "backward" else []
             options = Options(causal=causal, num_splits=splits, **more)
             yield Problem.of(PUBLIC[op], [q, k, v][: 2 if op == "lse" else 3] + of_gradients, options)

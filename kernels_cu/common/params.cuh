@@ -39,7 +39,7 @@ struct ProblemParams {
 template <bool kOffsetsAreShort>
 struct ModFunctions;
 
-// What such a program is told beside its own parameters, behind them; nothing in others. cuflash/runtime/own_params.py
+// What such a program is told beside its own parameters, behind them; nothing in others. cuflash/runtime/mod_params.py
 // writes it.
 template <bool kEnabled, class Functions>
 struct ModParamsOf {};

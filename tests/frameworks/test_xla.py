@@ -18,7 +18,7 @@ import pytest
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning.device import KNOWN
 from cuflash.planning.planner import plan
-from cuflash.runtime import launch
+from cuflash.runtime import call as calls
 
 jax = pytest.importorskip("jax")
 import jax.numpy as jnp
@@ -137,13 +137,14 @@ class Recorded:
 
     def __init__(self, plan: Any, ordinal: int) -> None:
         self.plan, self.ordinal, self.thread = plan, ordinal, threading.get_ident()
-        self.boxed, self.paired = tuple((plan.problem.op.index[name], 15) for name in plan.boxed), ()
+        self.tma_operands = tuple((plan.problem.op.index[name], 15) for name in plan.tma_operands)
+        self.vector_loaded = ()
         self.written: list[Any] = []
         self.streams: list[int] = []
         Recorded.made.append(self)
 
     def launch(self, pointers: Any, stream: int) -> bool:
-        if any(pointers[number] & bits for number, bits in self.boxed):
+        if any(pointers[number] & bits for number, bits in self.tma_operands):
             return False
         self.written.append(pointers)
         self.streams.append(stream)
@@ -161,15 +162,15 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
 
     monkeypatch.setattr(Recorded, "made", [], raising=False)
-    monkeypatch.setattr(launch, "Kernels", Recorded)
-    monkeypatch.setattr(launch, "current_device", lambda: -1)
-    monkeypatch.setattr(launch, "on_device", lambda ordinal: contextlib.nullcontext())
-    monkeypatch.setattr(launch.device, "query", lambda ordinal: H100)
+    monkeypatch.setattr(calls, "Kernels", Recorded)
+    monkeypatch.setattr(calls, "current_device", lambda: -1)
+    monkeypatch.setattr(calls, "on_device", lambda ordinal: contextlib.nullcontext())
+    monkeypatch.setattr(calls.device, "query", lambda ordinal: H100)
     monkeypatch.setattr(handlers, "on_device", lambda ordinal: entered(f"device {ordinal}"))
-    for module in (launch, handlers):
+    for module in (calls, handlers):
         monkeypatch.setattr(module, "relaxed_capture", lambda: entered("relaxed"))
     monkeypatch.setattr(handlers.counters, "reserve", lambda ordinal, words: lines.append(f"reserve {ordinal}"))
-    launch.CALL_CACHE.clear()
+    calls.CALL_CACHE.clear()
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])
     return lines
 
@@ -283,7 +284,7 @@ def test_a_gpu_that_cannot_run_it_does_not_matter_beside_one_that_can(
             raise UnsupportedError(f"GPU {ordinal} is sm_75")
         return H100
 
-    monkeypatch.setattr(launch.device, "query", query)
+    monkeypatch.setattr(calls.device, "query", query)
     capable = {1}
     lowered(attention, X, X, X)
     capable = set()

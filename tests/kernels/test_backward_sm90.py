@@ -16,9 +16,8 @@ from plans import planned_with
 
 import cuflash
 from cuflash.planning import backward as plan_backward
-from cuflash.planning import tiles_sm90
+from cuflash.planning import device, tiles_sm90
 from cuflash.planning.planner import plan as make_plan
-from cuflash.runtime import launch
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.gradients import Given, backward, check, given_for
 from cuflash.testing.layouts import heads_first, host, identical, laid_out, odd_start, reversed_keys
@@ -104,7 +103,7 @@ def test_blocks_that_take_several_key_blocks_give_the_same(cupy: Any, mask: str,
     _, dk, dv = run(case, made)
     table = tuple(replace(tile, key_blocks=4) for tile in tiles_sm90.BACKWARD)
     with planned_with(tiles_sm90, BACKWARD=table), planned_with(plan_backward, SHORT_WAVES=0):
-        assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["key_blocks"] > 1
+        assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["key_blocks"] > 1
         got = run(case, made)
         check(case, made, got)
         assert mask == "full" or identical(got[1:], (dk, dv))  # dq alone is added up in another order
@@ -135,7 +134,7 @@ SHARED = {
 @pytest.mark.parametrize("shape", SHARED)
 def test_blocks_that_share_key_blocks_add_up_dk_and_dv(cupy: Any, shape: str, dims: tuple[int, int]) -> None:
     case = Case(shape, *SHARED[shape], *dims, "bfloat16")
-    assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["shared_keys"]
+    assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["shared_keys"]
     check_in_many_orders(cupy, case, given_for(case, cupy), 100)
 
 
@@ -144,7 +143,7 @@ def test_blocks_that_share_key_blocks_add_up_dk_and_dv(cupy: Any, shape: str, di
 def test_blocks_that_share_query_heads_add_up_dk_and_dv(cupy: Any, mask: str, dims: tuple[int, int]) -> None:
     for heads in ((8, 1), (6, 2)):
         case = Case(mask, 2, 1500, 600, *heads, *dims, "bfloat16", **MASKS[mask])
-        assert make_plan(case.problem("backward"), launch.device.query(0)).launches[1].fields["parts_log2"]
+        assert make_plan(case.problem("backward"), device.query(0)).launches[1].fields["parts_log2"]
         check_in_many_orders(cupy, case, given_for(case, cupy), 50)
 
 
@@ -154,9 +153,9 @@ def test_two_blocks_that_share_query_heads_by_rows_give_the_same_bits_each_time(
     cupy: Any, mask: str, dims: tuple[int, int]
 ) -> None:
     for heads in ((5, 1), (6, 2)):
-        batch = -(-launch.device.query(0).num_sms // (2 * 3 * heads[1]))  # half a wave of key blocks
+        batch = -(-device.query(0).num_sms // (2 * 3 * heads[1]))  # half a wave of key blocks
         case = Case(mask, batch, 900, 260, *heads, *dims, "bfloat16", **MASKS[mask])
-        launches = make_plan(case.problem("backward"), launch.device.query(0)).launches
+        launches = make_plan(case.problem("backward"), device.query(0)).launches
         assert all(each.variant.tile.shares_heads for each in launches[2:])
         made = given_for(case, cupy)
         first = run(case, made)

@@ -12,7 +12,7 @@ import cuflash
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.plan import Plan
 from cuflash.reference.block_mask import EMPTY, FULL, cells_of
-from cuflash.runtime.launch import Kernels
+from cuflash.runtime.call import Kernels
 from cuflash.testing.cases import Case
 from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put
 

@@ -22,7 +22,7 @@ from problems import far_apart, need_memory, problems
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning import backward as plan_backward
-from cuflash.runtime.launch import Kernels
+from cuflash.runtime.call import Kernels
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.gradients import Given, backward, check, given_for

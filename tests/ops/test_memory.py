@@ -49,7 +49,7 @@ def test_host_arrays_that_overlap_themselves_are_refused(strides: tuple[int, ...
 @pytest.mark.parametrize("strides", OVERLAPPING.values(), ids=OVERLAPPING)
 def test_gpu_arrays_that_overlap_themselves_are_refused(strides: tuple[int, ...], monkeypatch: Any) -> None:
     gpus = Gpus(monkeypatch)
-    q, k, v = (Array.dense((2, 5, 4, 6), 2**30 * n) for n in (1, 2, 3))
+    q, k, v = (Array.contiguous((2, 5, 4, 6), 2**30 * n) for n in (1, 2, 3))
     with pytest.raises(ProblemError, match=r"out has shape .* strides .*: rows share memory; give a dense out"):
         cuflash.forward(q, k, v, out=Array((2, 5, 4, 6), strides, "bfloat16", 2**40))
     assert not gpus.launched
@@ -87,7 +87,7 @@ def test_hostile_strides_are_refused_in_seconds() -> None:
 
 def test_hostile_strides_on_a_gpu_are_refused(monkeypatch: Any) -> None:
     gpus = Gpus(monkeypatch)
-    q = Array.dense((16,) * 4, 2**30)
+    q = Array.contiguous((16,) * 4, 2**30)
     out, v = (Array((16,) * 4, (*strides[:3], 1), "bfloat16", 2**40 + 2 * n) for n, strides in enumerate(HARD))
     with pytest.raises(ProblemError, match="takes too long to tell whether they share elements; give each memory"):
         cuflash.forward(q, q, v, out=out)

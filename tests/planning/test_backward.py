@@ -141,7 +141,7 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
         if isinstance(tile, WarpgroupBackwardTile):
             tile = tile.for_varlen()
         assert launch.variant == replace(like.variant, tile=tile, lengths=True)
-        assert {name for name, box in launch.boxes.items() if box.varlen} == set(like.boxes)
+        assert {name for name, box in launch.tma_boxes.items() if box.varlen} == set(like.tma_boxes)
         if "deterministic" in like.fields:
             assert launch.fields["deterministic"] == like.fields["deterministic"]
     found, slots, delta = made.launches[1].fields, 4 * 4096 // 128 + 4 + 2, made.launches[0]
@@ -182,9 +182,9 @@ def mod_problem(head_dim: int, *, of_lengths: bool = False, **more: Any) -> Prob
     of = problem(head_dim, head_dim, op="backward", **more)
     given = list(of.specs[: len(of.op.inputs)])
     if of_lengths:
-        given += [None, None, None, ArraySpec.dense((of.batch,), "int32")]
-    given += [ArraySpec.dense((of.heads_q,), "float32")] if has_sinks else []
-    given += [ArraySpec.dense((1,), "int64")] if drops else []
+        given += [None, None, None, ArraySpec.contiguous((of.batch,), "int32")]
+    given += [ArraySpec.contiguous((of.heads_q,), "float32")] if has_sinks else []
+    given += [ArraySpec.contiguous((1,), "int64")] if drops else []
     return Problem.of(mod_op("backward", of_lengths, mod_spec), given, of.options)
 
 

@@ -106,8 +106,8 @@ def problem_of(call: Arrays, dtype: str = "float32", grads: tuple[int, ...] = (0
     bias, sinks = call.pop("bias", None), call.pop("sinks", None)
     kind = None if bias is None else Bias(bias.dtype.name, tuple(n > 1 for n in bias.shape))
     mod_spec = make_mod_spec(graph, None, kind, sinks is not None)
-    q, k = (ArraySpec.dense((BATCH, n, heads, DIM), dtype) for n, heads in ((ROWS, HEADS), (KEYS, HEADS_KV)))
-    given: list[ArraySpec | None] = [q, k, k, q, q, ArraySpec.dense((BATCH, HEADS, ROWS), "float32"), None]
+    q, k = (ArraySpec.contiguous((BATCH, n, heads, DIM), dtype) for n, heads in ((ROWS, HEADS), (KEYS, HEADS_KV)))
+    given: list[ArraySpec | None] = [q, k, k, q, q, ArraySpec.contiguous((BATCH, HEADS, ROWS), "float32"), None]
     more = [*(np.asarray(each.array) for each in captured([graph])), *(x for x in (bias, sinks) if x is not None)]
     given += [NUMPY.spec("x", x) for x in more]
     return Problem.of(mod_op("backward", False, mod_spec, grads), given, Options(**call))
@@ -206,20 +206,20 @@ def done(made: Plan, call: Arrays, ds: Any, raw: Any) -> Any:
         f = launch.fields
         if launch.variant.op == "backward_own":
             tables = summed(launch, next(terms), of, call, ds, raw)
-            if "tables" not in launch.renamed:
+            if "tables" not in launch.aliases:
                 return tables.reshape(shape)
             if f["adds_atomically"]:
                 tables = tables.sum(0, keepdims=True)
-            size, per_warp = made.workspace[launch.renamed["tables"]].size // 4, 1
+            size, per_warp = made.workspace[launch.aliases["tables"]].size // 4, 1
             if f["table_places"] and not f["adds_atomically"]:
                 tile = launch.variant.tile
                 assert tile is not None
                 per_warp = tile.warps
             assert size == tables.size * per_warp
-        elif not launch.renamed.get("result", "").endswith("_tables"):
+        elif not launch.aliases.get("result", "").endswith("_tables"):
             assert f["table_step"] == tables.shape[1]
             total = added(f, tables, total)
-    assert launches[-1].renamed["result"] == made.problem.op.outputs[3].name
+    assert launches[-1].aliases["result"] == made.problem.op.outputs[3].name
     return total.reshape(shape)
 
 
@@ -277,7 +277,7 @@ def test_sinks_are_summed_over_all_queries(arch: str) -> None:
     assert parts * first.fields["slots_each"] >= first.fields["num_slots"] == BATCH * 2
     assert last.fields["num_tables"] == parts
     assert made.workspace["sinks_tables"].size == 4 * parts * HEADS
-    assert last.renamed == {"result": "dsinks", "tables": "sinks_tables"}
+    assert last.aliases == {"result": "dsinks", "tables": "sinks_tables"}
     delta = made.launches[0].fields
     assert {name: first.fields[name] for name in ("stats_rows", "stats_step", "stats_delta")}.items() <= delta.items()
 
@@ -290,14 +290,14 @@ def test_what_scores_do_not_load_from_has_gradient_zero() -> None:
     launch = made.launches[-1]
     assert launch.variant.op == "sum_tables"
     assert (launch.fields["num_tables"], launch.fields["num_elements"]) == (0, HEADS)
-    assert launch.renamed == {"result": "dcaptured0"}
+    assert launch.aliases == {"result": "dcaptured0"}
 
 
 def test_only_what_is_wanted_is_launched() -> None:
     plain, made = (plan(problem_of(CALLS["bias"][0], grads=grads), KNOWN["sm_80"]) for grads in ((), (0,)))
     assert {x.variant.op for x in plain.launches} == {"delta", "backward", "convert"}
     assert [x.variant.op for x in made.launches[3:]] == ["backward_own"]  # each block stores what nobody else adds to
-    assert made.launches[3].renamed == {"result": "dbias"}
+    assert made.launches[3].aliases == {"result": "dbias"}
     assert made.workspace == plain.workspace
     half = dataclasses.replace(KNOWN["sm_80"], smem_per_block=1000)
     with pytest.raises(UnsupportedError):

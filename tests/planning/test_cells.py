@@ -58,17 +58,18 @@ def problem(
     shapes = [(batch, rows, heads, head_dim) for rows in (seqlen_q, seqlen_k)]
     if varlen_kwargs is not None and "cu_seqlens_q" in varlen_kwargs:
         shapes = [shape[1:] for shape in shapes]
-    q, k = (ArraySpec.dense(shape, "bfloat16") for shape in shapes)
-    lse = ArraySpec.dense((batch, heads, seqlen_q), "float32")
+    q, k = (ArraySpec.contiguous(shape, "bfloat16") for shape in shapes)
+    lse = ArraySpec.contiguous((batch, heads, seqlen_q), "float32")
     given: list[ArraySpec | None] = {"forward": [q, k, k], "lse": [q, k], "backward": [q, k, k, q, q, lse, None]}[op]
     if varlen_kwargs is not None:
         given += [
-            ArraySpec.dense(varlen_kwargs[name], "int32") if name in varlen_kwargs else None for name in VARLEN_ARGS
+            ArraySpec.contiguous(varlen_kwargs[name], "int32") if name in varlen_kwargs else None
+            for name in VARLEN_ARGS
         ]
-    given += [ArraySpec.dense(x.array.shape, x.dtype) for x in captured(graphs)]
-    given += [] if bias is None else [ArraySpec.dense(bias.shape, bias.dtype.name)]
+    given += [ArraySpec.contiguous(x.array.shape, x.dtype) for x in captured(graphs)]
+    given += [] if bias is None else [ArraySpec.contiguous(bias.shape, bias.dtype.name)]
     if has_cells:
-        given.append(ArraySpec.dense((1, 1, -(-seqlen_q // 64), -(-seqlen_k // 64)), "int8"))
+        given.append(ArraySpec.contiguous((1, 1, -(-seqlen_q // 64), -(-seqlen_k // 64)), "int8"))
     made = mod_op(op, varlen_kwargs is not None, mod_spec)
     if has_cells:
         made = mod_op(op, varlen_kwargs is not None, mod_spec, sizes=Sizes(1, 1, seqlen_q, seqlen_k))
@@ -356,7 +357,7 @@ def test_a_warp_takes_several_cells_where_there_are_many() -> None:
 
 def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
     mod_spec = make_mod_spec(None, trace(of_heads, "mask_mod"))
-    like = ArraySpec.dense((1,), "float16", "cuda:0", "cupy")
+    like = ArraySpec.contiguous((1,), "float16", "cuda:0", "cupy")
     given = Problem.of(block_mask_op(mod_spec, Sizes(3, 2, 130, 64)), [like], Options())
     (launch,) = plan(given, A100).launches
     assert launch.fields == {"num_cells": 18, "heads": 2, "cells_q": 3, "cells_k": 1, "of_call": 0}

@@ -245,7 +245,7 @@ def test_more_key_tiles_than_can_be_counted_are_not_cut(monkeypatch: pytest.Monk
 def test_a_copy_brings_keys_of_one_page(page_size: int, box: int) -> None:
     shapes = (4, 1, 32, 128), (90, page_size, 8, 128), (90, page_size, 8, 128)
     (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", page_table=(4, 9), seqused_k=(4,)).launches
-    assert launch.fields["page_box"] == launch.boxes["k"].rows == box
+    assert launch.fields["page_box"] == launch.tma_boxes["k"].rows == box
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 3, 12, 20, 1001])

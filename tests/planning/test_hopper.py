@@ -20,17 +20,18 @@ from cuflash.problem.mod_spec import Bias, make_mod_spec
 from cuflash.problem.operands import BACKWARD, FORWARD, mod_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
-from cuflash.runtime import launch
-from cuflash.runtime.launch import Call, ValidatedCall
+from cuflash.problem.validate import ValidatedCall
+from cuflash.runtime import call as calls
+from cuflash.runtime.call import Call
 
 H100 = KNOWN["sm_90"]
 SHAPE = (2, 300, 4, 64)
-SOME = ArraySpec.dense(SHAPE, "float16")
+SOME = ArraySpec.contiguous(SHAPE, "float16")
 
 
 def is_hoppers(made: Plan) -> bool:
     assert made.variant is not None
-    assert made.variant.of_warpgroups == (made.variant.arch == "sm_90a") == bool(made.boxed)
+    assert made.variant.of_warpgroups == (made.variant.arch == "sm_90a") == bool(made.tma_operands)
     assert made.launches[0].variant.of_warpgroups == (made.variant.of_warpgroups and len(made.launches) == 1)
     return made.variant.of_warpgroups
 
@@ -134,7 +135,7 @@ def test_what_is_near_to_a_cause_gets_hoppers_kernels(op: str) -> None:
             assert not is_hoppers(plan(of, KNOWN[arch]))
         for name in of.op.names:
             off = plan(of, H100, (name,))
-            moved = name in made.boxed
+            moved = name in made.tma_operands
             assert is_hoppers(off) == (not moved), name
             assert off.fallback == (f"{name} does not begin at a multiple of 16 bytes" if moved else None)
         if op == "backward":
@@ -149,7 +150,7 @@ def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
     op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus = Gpus(monkeypatch)
-    monkeypatch.setattr(launch, "relaxed_capture", contextlib.nullcontext)  # the driver's
+    monkeypatch.setattr(calls, "relaxed_capture", contextlib.nullcontext)  # the driver's
     of = problem_of(*[SOME._replace(device="cuda:1")] * 3, op=op)
     call, names = Call(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
     pointers = (*[2**20 + 4 * (name in ("lse", "dlse")) for name in names], 2**30)  # lse may be anywhere
@@ -158,7 +159,7 @@ def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
             assert call.aligned.launch(pointers, 7)
             del gpus.launched[:]
             off = tuple(pointer + 2 * (at == number) for at, pointer in enumerate(pointers))
-            assert call.aligned.launch(off, 7) == bool(gpus.launched) == (name not in call.aligned.plan.boxed)
+            assert call.aligned.launch(off, 7) == bool(gpus.launched) == (name not in call.aligned.plan.tma_operands)
             assert call.for_any(off).launch(off, 7)
     assert is_hoppers(call.aligned.plan)
     off = tuple(pointer + 2 for pointer in pointers)
@@ -168,13 +169,13 @@ def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
 
 def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus = Gpus(monkeypatch)
-    monkeypatch.setattr(launch, "relaxed_capture", contextlib.nullcontext)  # the driver's
+    monkeypatch.setattr(calls, "relaxed_capture", contextlib.nullcontext)  # the driver's
     q = SOME._replace(device="cuda:1")
-    bias = ArraySpec.dense((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
+    bias = ArraySpec.contiguous((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
     op = mod_op("forward", False, make_mod_spec(None, None, Bias("float32", (False, True, True, True))))
     of = Problem.of(op, [q, q, q, bias], Options())
     call, names = Call(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
-    assert dict(call.plan.paired) == {"bias": 8}  # two of float32
+    assert dict(call.plan.vector_loaded) == {"bias": 8}  # two of float32
     pointers = (*[2**20] * len(names), 2**30)
     off, far = (tuple(x + add * (n == names.index("bias")) for n, x in enumerate(pointers)) for add in (4, 8))
     assert call.aligned.launch(far, 7)
@@ -182,7 +183,7 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     other = call.for_any(off)
     assert other.launch(off, 7)
     assert other.plan.variant.tile == call.plan.variant.tile
-    assert (other.plan.paired, "pair<false>" in other.plan.variant.mod_code.text) == ({}, True)
+    assert (other.plan.vector_loaded, "pair<false>" in other.plan.variant.mod_code.text) == ({}, True)
     both = tuple(x + 2 * (n == 0) for n, x in enumerate(off))
     assert not is_hoppers(call.for_any(both).plan)
     assert call.for_any(both).launch(both, 7)

@@ -19,7 +19,7 @@ from cuflash.problem.problem import Problem
 def plan_of(op: str, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "sm_80", **options: bool) -> Plan:
     """The plan of a call whose scores fall with the distance, on the kernels for any GPU."""
     mod_spec = make_mod_spec(trace(lambda score, b, h, q_idx, k_idx: score + 0.5 * (k_idx - q_idx), "score_mod"), None)
-    x = ArraySpec.dense((2, 100, 4, head_dim), dtype)
+    x = ArraySpec.contiguous((2, 100, 4, head_dim), dtype)
     given = [x] * (5 if op == "backward" else 3)
     problem = Problem.of(mod_op(op, False, mod_spec), given, Options(**options))
     return (backward if op == "backward" else forward)._generic_plan(problem, KNOWN[arch], None)

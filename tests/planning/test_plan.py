@@ -109,7 +109,7 @@ def check_limits(made: Plan, device: Device) -> None:
             assert of.head_dim <= tile.head_dim
             assert (slices - 1) * tile.head_dim_v < max(of.head_dim_v, 1), "a slice is without columns"
             assert tile.head_dim_v == 0 or of.head_dim_v <= slices * tile.head_dim_v
-        for box in launch.boxes.values():
+        for box in launch.tma_boxes.values():
             assert 0 < box.rows <= 256
             assert 0 <= box.begin < box.end
     end = 0
@@ -222,8 +222,8 @@ def test_the_copy_engine_reads_keys_that_are_seen_and_writes_every_row(
 ) -> None:
     of = problem(dims=(1, sq, sk, 2, 2), op=op, **mask)
     sees = of.mask.visible(np.arange(sq), np.arange(sk))
-    boxes = {name: box for launch in plan(of, KNOWN["sm_90"]).launches for name, box in launch.boxes.items()}
-    for name, box in boxes.items():
+    tma_boxes = {name: box for launch in plan(of, KNOWN["sm_90"]).launches for name, box in launch.tma_boxes.items()}
+    for name, box in tma_boxes.items():
         whole = name in ("out", "dq", "dk", "dv") or (op, name) == ("forward", "q")
         seen = np.flatnonzero(sees.any(axis=0 if name in ("k", "v") else 1))
         length = sk if name in ("dk", "dv") else sq
@@ -259,7 +259,7 @@ def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_
             shape = f"{tile.block_q} queries x {tile.block_k} keys, {padded}"
             wanted.append(f"tile       {shape}, {tile.stages} stage{'s' * (tile.stages > 1)}, {tile.warps} warps")
         if launch.arrivals:
-            wanted.append(f"splits     {launch.told_splits}")
+            wanted.append(f"splits     {launch.splits_text}")
         wanted += [f"launch     {text}memory each"] * (len(made.launches) == 1)
     if (arch, dtype) == ("sm_90", "float32"):
         wanted.append("fallback   not Hopper's own kernel: it takes float16 and bfloat16, not float32")

@@ -188,7 +188,7 @@ def test_two_caches_may_lie_between_each_other() -> None:
 
 def specs_of(call: Arguments) -> dict[str, ArraySpec | None]:
     arrays = {operand.name: call.get(operand.name) for operand in APPEND_KV.inputs}
-    return {name: x if x is None else ArraySpec.dense(x.shape, x.dtype.name) for name, x in arrays.items()}
+    return {name: x if x is None else ArraySpec.contiguous(x.shape, x.dtype.name) for name, x in arrays.items()}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def specs_of(call: Arguments) -> dict[str, ArraySpec | None]:
 )  # fmt: skip
 def test_positions_stay_within_32_bits(name: str, shape: tuple[int, ...], seqlen: int) -> None:
     specs: Any = specs_of(packed({}))
-    specs[name] = ArraySpec.dense(shape, specs[name].dtype)
+    specs[name] = ArraySpec.contiguous(shape, specs[name].dtype)
     of = "k_cache" if name == "page_table" else name
     with pytest.raises(ProblemError, match=f"{of} has seqlen {seqlen}, over the limit of {MAX_SEQLEN}"):
         Problem.of(APPEND_KV, list(specs.values()), Options())

@@ -16,7 +16,7 @@ from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 
 OP = block_mask_op(make_mod_spec(None, trace(causal, "mask_mod")), Sizes(2, 3, 130, 65))
-LIKE = ArraySpec.dense((7,), "int64")
+LIKE = ArraySpec.contiguous((7,), "int64")
 
 
 def of(**specs: ArraySpec) -> Problem:
@@ -32,7 +32,7 @@ def test_a_block_mask_is_a_problem_without_head_dims() -> None:
 
 
 def test_packed_sequences_may_lie_in_any_number_of_rows() -> None:
-    bounds, used = ArraySpec.dense((3,), "int32"), ArraySpec.dense((2,), "int32")
+    bounds, used = ArraySpec.contiguous((3,), "int32"), ArraySpec.contiguous((2,), "int32")
     lengths = of(cu_seqlens_q=bounds, seqused_k=used).lengths
     assert lengths is not None
     assert (lengths.is_packed_q, lengths.is_packed_k) == (True, False)

@@ -20,7 +20,7 @@ from cuflash.testing.cases import CASES, Case
 
 def problem(*shapes: tuple[int, ...], dtype: str = "float16", **arguments: Any) -> Problem:
     """The problem of dense arrays of these shapes; the third, that of v, may be left out."""
-    specs = [ArraySpec.dense(shape, dtype) for shape in shapes]
+    specs = [ArraySpec.contiguous(shape, dtype) for shape in shapes]
     return Problem.of(OPS["forward" if len(specs) == 3 else "lse"], specs, Options(**arguments))
 
 
@@ -36,9 +36,9 @@ SHAPES = ((2, 5, 4, 8), (2, 7, 2, 8), (2, 7, 2, 6))
 def test_dense_strides_are_those_of_numpy(shape: tuple[int, ...]) -> None:
     # why: NumPy gives an array without elements strides of its own choice; they are never followed.
     reference = np.empty(tuple(max(n, 1) for n in shape), np.float32)
-    spec = ArraySpec.dense(tuple(max(n, 1) for n in shape), "float32")
+    spec = ArraySpec.contiguous(tuple(max(n, 1) for n in shape), "float32")
     assert spec.strides == tuple(stride // 4 for stride in reference.strides)
-    assert len(ArraySpec.dense(shape, "float32").strides) == len(shape)
+    assert len(ArraySpec.contiguous(shape, "float32").strides) == len(shape)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_as_4d_adds_axes_of_length_one_and_keeps_the_strides(
 
 
 def test_an_array_is_told_in_words() -> None:
-    assert str(ArraySpec.dense((5, 8), "float16", "cuda:1", "torch")) == "torch float16[5, 8] on cuda:1"
+    assert str(ArraySpec.contiguous((5, 8), "float16", "cuda:1", "torch")) == "torch float16[5, 8] on cuda:1"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_results_have_the_rank_of_q(rank: int, out: tuple[int, ...], lse: tuple[
 
 def test_every_fact_of_the_arrays_is_kept() -> None:
     q = ArraySpec((2, 5, 4, 8), (999, 160, 9, 1), "bfloat16", "cuda:3", "torch")
-    k, v = (ArraySpec.dense(shape, "bfloat16", "cuda:3", "torch") for shape in SHAPES[1:])
+    k, v = (ArraySpec.contiguous(shape, "bfloat16", "cuda:3", "torch") for shape in SHAPES[1:])
     made = Problem.of(OPS["forward"], [q, k, v], Options())
     assert (made.batch, made.seqlen_q, made.seqlen_k, made.heads_q, made.heads_kv) == (2, 5, 7, 4, 2)
     assert (made.dtype, made.device, made.library, made.ordinal) == ("bfloat16", "cuda:3", "torch", 3)
@@ -147,7 +147,7 @@ def test_index_arithmetic_of_the_kernels_fits_32_bits_at_the_limit() -> None:
     ],
 )
 def test_mixed_operands_are_refused(name: str, value: str, words: str) -> None:
-    q, k, v = (ArraySpec.dense(shape, "float16", "cuda:0", "torch") for shape in SHAPES)
+    q, k, v = (ArraySpec.contiguous(shape, "float16", "cuda:0", "torch") for shape in SHAPES)
     Problem.of(OPS["forward"], [q, k, v], Options())
     with pytest.raises(ProblemError, match=words):
         Problem.of(OPS["forward"], [q, k._replace(**{name: value}), v], Options())
@@ -163,7 +163,7 @@ def test_mixed_operands_are_refused(name: str, value: str, words: str) -> None:
     ],
 )
 def test_further_operands_are_judged_against_the_problem(changes: dict[str, Any], words: str) -> None:
-    specs, out = problem(*SHAPES).specs[:3], ArraySpec.dense((2, 5, 4, 6), "float16")
+    specs, out = problem(*SHAPES).specs[:3], ArraySpec.contiguous((2, 5, 4, 6), "float16")
     assert Problem.of(OPS["forward"], [*specs, out], Options()) == problem(*SHAPES)
     with pytest.raises(ProblemError, match=words):
         Problem.of(OPS["forward"], [*specs, out._replace(**changes)], Options())
@@ -176,22 +176,22 @@ def states(outs: list[ArraySpec], lses: list[ArraySpec]) -> Problem:
 @pytest.mark.parametrize("shape", [(5, 6), (5, 4, 6), (2, 5, 4, 6)])
 def test_states_of_every_rank_are_legal(shape: tuple[int, ...]) -> None:
     lse = {2: (5,), 3: (4, 5), 4: (2, 4, 5)}[len(shape)]
-    outs = [ArraySpec.dense(shape, "float16")] * 3
-    made = states(outs, [ArraySpec.dense(lse, "float32")] * 3)
+    outs = [ArraySpec.contiguous(shape, "float16")] * 3
+    made = states(outs, [ArraySpec.contiguous(lse, "float32")] * 3)
     assert (made.batch, made.seqlen_q, made.heads_q, made.head_dim_v) == outs[0].as_4d().shape
     assert list(made.outputs) == [(shape, "float16"), (lse, "float32")]
     with pytest.raises(ProblemError, match=r"lses\[0\]"):
-        states(outs, [ArraySpec.dense((*lse, 1), "float32")] * 3)
+        states(outs, [ArraySpec.contiguous((*lse, 1), "float32")] * 3)
 
 
 def test_states_of_float64_have_a_float64_lse() -> None:
-    outs = [ArraySpec.dense((5, 6), "float64")]
-    assert [dtype for _, dtype in states(outs, [ArraySpec.dense((5,), "float64")]).outputs] == ["float64"] * 2
+    outs = [ArraySpec.contiguous((5, 6), "float64")]
+    assert [dtype for _, dtype in states(outs, [ArraySpec.contiguous((5,), "float64")]).outputs] == ["float64"] * 2
     with pytest.raises(ProblemError, match="float64"):
-        states(outs, [ArraySpec.dense((5,), "float32")])
+        states(outs, [ArraySpec.contiguous((5,), "float32")])
 
 
 def test_states_on_two_devices_are_refused() -> None:
-    outs = [ArraySpec.dense((5, 6), "float16", "cuda:0", "torch")]
+    outs = [ArraySpec.contiguous((5, 6), "float16", "cuda:0", "torch")]
     with pytest.raises(ProblemError, match=r"lses\[0\].*cuda:1.*cuda:0.*give both alike"):
-        states(outs, [ArraySpec.dense((5,), "float32", "cuda:1", "torch")])
+        states(outs, [ArraySpec.contiguous((5,), "float32", "cuda:1", "torch")])

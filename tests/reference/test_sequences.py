@@ -43,7 +43,7 @@ def problem_of(given: Made, **options: Any) -> Problem:
     specs = []
     for operand in VARLEN_OPS["forward"].inputs:
         x = arguments.get(operand.name)
-        specs.append(None if x is None else ArraySpec.dense(x.shape, x.dtype.name))
+        specs.append(None if x is None else ArraySpec.contiguous(x.shape, x.dtype.name))
     return Problem.of(VARLEN_OPS["forward"], specs, Options(**given.of.options(), **options))
 
 

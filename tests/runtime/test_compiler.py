@@ -24,8 +24,8 @@ from workers import run_python, run_threads
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning.variant import Variant
 from cuflash.runtime import compiler
-from cuflash.runtime.cache import cache_dir as chosen_dir
-from cuflash.runtime.cache import read
+from cuflash.runtime.disk_cache import cache_dir as chosen_dir
+from cuflash.runtime.disk_cache import read
 
 try:
     NVRTC = compiler.nvrtc_version()

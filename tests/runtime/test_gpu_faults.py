@@ -164,12 +164,12 @@ def test_arrays_that_are_freed_at_once_and_streams_that_change_lose_nothing(cupy
 BROKEN = """
 import pathlib, sys
 import cupy, cuflash
-from cuflash.runtime import cache
+from cuflash.runtime import disk_cache
 
 q = cupy.ones((1, 64, 2, 64), "float16")
 cuflash.forward(q, q, q)
 cupy.cuda.Device().synchronize()
-files = set(pathlib.Path(cache.cache_dir()).glob("*.cubin"))
+files = set(pathlib.Path(disk_cache.cache_dir()).glob("*.cubin"))
 cupy.RawKernel('extern "C" __global__ void bad(int* p) { *p = 1; }', "bad")((1,), (1,), (cupy.uintp(8),))
 shapes = q, q[:, :32], cupy.broadcast_to(q, (1, 64, 2, 64))
 errors = []
@@ -183,7 +183,7 @@ for call in (lambda: cuflash.forward(q, q, q), lambda: cuflash.forward(q[:, :32]
     else:
         sys.exit("a call after the error gave a result")
 assert all("ILLEGAL_ADDRESS" in x or "IllegalAddress" in x for x in errors), errors
-assert files <= set(pathlib.Path(cache.cache_dir()).glob("*.cubin"))
+assert files <= set(pathlib.Path(disk_cache.cache_dir()).glob("*.cubin"))
 print("errors", len(errors))
 import os
 os._exit(0)  # CuPy cannot free its arrays any more

@@ -12,7 +12,7 @@ from drivers import Array, Gpus, Recorded
 from libraries import memory_of_nan
 
 import cuflash
-from cuflash.runtime import launch, scratch
+from cuflash.runtime import device_memory
 from cuflash.runtime.structs import STRUCTS
 
 PLACE = 2**50
@@ -22,13 +22,13 @@ SHAPES = (1, 1, 32, 128), (1, 4096, 8, 128), (1, 4096, 8, 128)
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     made = Gpus(monkeypatch)
-    monkeypatch.setattr(scratch, "_of_gpu", {})
-    monkeypatch.setattr(scratch, "_allocated", lambda ordinal: PLACE)
+    monkeypatch.setattr(device_memory, "_scratch", {})
+    monkeypatch.setattr(device_memory, "_new_scratch", lambda ordinal: PLACE)
     return made
 
 
 def decoded() -> Any:
-    q, k, v = (Array.dense(shape, 2**40 * n) for n, shape in enumerate(SHAPES, 1))
+    q, k, v = (Array.contiguous(shape, 2**40 * n) for n, shape in enumerate(SHAPES, 1))
     return cuflash.forward(q, k, v)
 
 
@@ -46,7 +46,7 @@ def test_launches_on_the_default_stream_share_it_and_others_get_their_own(gpus: 
 
 def test_where_there_is_no_memory_for_it_each_call_gets_its_own(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(scratch, "_allocated", lambda ordinal: asked.append(1) or 0)
+    monkeypatch.setattr(device_memory, "_new_scratch", lambda ordinal: asked.append(1) or 0)
     gpus.library.current_stream = 0
     for _ in range(3):
         decoded()
@@ -58,12 +58,12 @@ def test_a_workspace_that_is_larger_or_of_several_launches_is_not_shared(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpus.library.current_stream = 0
-    monkeypatch.setattr(scratch, "BYTES", 1024)
+    monkeypatch.setattr(device_memory, "SCRATCH_BYTES", 1024)
     decoded()
     assert partial_out(gpus) == 2**44
     monkeypatch.undo()
-    x, lse = Array.dense((1, 300, 2, 64), 2**40), Array.dense((1, 2, 300), 2**41, "float32")
-    monkeypatch.setattr(launch.scratch, "scratch", lambda ordinal: pytest.fail("the launches of two threads may mix"))
+    x, lse = Array.contiguous((1, 300, 2, 64), 2**40), Array.contiguous((1, 2, 300), 2**41, "float32")
+    monkeypatch.setattr(device_memory, "scratch", lambda ordinal: pytest.fail("the launches of two threads may mix"))
     with pytest.MonkeyPatch.context() as patch:
         gpus = Gpus(patch)
         gpus.library.current_stream = 0
@@ -80,7 +80,7 @@ def test_what_tests_fill_with_nan_is_all_that_a_call_allocates(gpus: Gpus, monke
         decoded()
         assert not filled, kept
         with memory_of_nan(Recorded):
-            for stream, place, size in ((0, PLACE, scratch.BYTES), (7, 2**44, workspace)):
+            for stream, place, size in ((0, PLACE, device_memory.SCRATCH_BYTES), (7, 2**44, workspace)):
                 gpus.library.current_stream = stream
                 assert decoded().pointer == 2**44
                 assert filled == [(2**44, 0xFF, out, stream), (place, 0xFF, size, stream)]
@@ -89,28 +89,28 @@ def test_what_tests_fill_with_nan_is_all_that_a_call_allocates(gpus: Gpus, monke
 
 @pytest.mark.gpu
 def test_gpu_memory_is_made_once_a_gpu_even_within_a_capture(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scratch, "_of_gpu", {})
+    monkeypatch.setattr(device_memory, "_scratch", {})
     stream = cupy.cuda.Stream(non_blocking=True)
     x = cupy.zeros(8, "f4")
     with stream:
         stream.begin_capture()
         x += 1
-        found = scratch.scratch(0)
+        found = device_memory.scratch(0)
         graph = stream.end_capture()
     assert found
-    assert scratch.scratch(0) == found
+    assert device_memory.scratch(0) == found
     graph.launch(stream)
     stream.synchronize()
     assert (x.get() == 1).all()
-    cupy.cuda.runtime.memset(found, 0, scratch.BYTES)
+    cupy.cuda.runtime.memset(found, 0, device_memory.SCRATCH_BYTES)
     host = (ctypes.c_char * 16)()
-    cupy.cuda.runtime.memcpy(ctypes.addressof(host), found + scratch.BYTES - 16, 16, 2)
+    cupy.cuda.runtime.memcpy(ctypes.addressof(host), found + device_memory.SCRATCH_BYTES - 16, 16, 2)
     assert bytes(host) == bytes(16)
 
 
 @pytest.mark.gpu
 def test_gpu_zeros_are_made_within_a_capture_and_are_there_for_other_streams(cupy: Any) -> None:
-    scratch.zero.cache_clear()
+    device_memory.zero.cache_clear()
     host = (ctypes.c_char * 16)()
     stream = cupy.cuda.Stream(non_blocking=True)
     x = cupy.zeros(8, "f4")
@@ -118,14 +118,14 @@ def test_gpu_zeros_are_made_within_a_capture_and_are_there_for_other_streams(cup
     with stream:
         stream.begin_capture()
         x += 1
-        found = scratch.zero(0)
+        found = device_memory.zero(0)
         graph = stream.end_capture()
         graph.launch(stream)
         cupy.cuda.runtime.memcpyAsync(ctypes.addressof(host), found, 16, 2, stream.ptr)
         stream.synchronize()
     assert bytes(host) == bytes(16)
     assert (x.get() == 1).all()
-    assert scratch.zero(0) == found
+    assert device_memory.zero(0) == found
 
 
 @pytest.mark.gpu

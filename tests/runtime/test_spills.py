@@ -14,7 +14,8 @@ from cuflash.planning.device import KNOWN
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.variant import Variant
-from cuflash.runtime import compiler, launch
+from cuflash.runtime import call as calls
+from cuflash.runtime import compiler
 
 try:
     compiler.nvrtc_version()
@@ -96,13 +97,13 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
                 spilled.add(variant)
                 raise compiler.SpilledError(variant)
 
-    monkeypatch.setattr(launch, "Kernels", Loaded)
-    monkeypatch.setattr(launch, "current_device", lambda: 0)
-    monkeypatch.setattr(launch.device, "query", lambda _: KNOWN["sm_90"])
+    monkeypatch.setattr(calls, "Kernels", Loaded)
+    monkeypatch.setattr(calls, "current_device", lambda: 0)
+    monkeypatch.setattr(calls.device, "query", lambda _: KNOWN["sm_90"])
     monkeypatch.setattr(compiler, "spilled", lambda: frozenset(spilled))
-    assert launch._kernels(call, 0).plan.launches[0].variant is tried[2]
+    assert calls._kernels(call, 0).plan.launches[0].variant is tried[2]
     assert len(set(tried)) == 3
     tried.clear()
-    monkeypatch.setattr(launch, "plan", lambda *_: plan(call, KNOWN["sm_90"]))
+    monkeypatch.setattr(calls, "plan", lambda *_: plan(call, KNOWN["sm_90"]))
     with pytest.raises(compiler.SpilledError):  # and not for ever
-        launch._kernels(call, 0)
+        calls._kernels(call, 0)

@@ -106,8 +106,8 @@ def test_pointers_and_parts_of_the_workspace_are_placed_by_name(arch: str, deter
 
 
 def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
-    q, pages = ArraySpec.dense((50, 4, 64), "float16"), ArraySpec.dense((9, 16, 2, 64), "float16")
-    bounds, used = ArraySpec.dense((4,), "int32"), ArraySpec.dense((3,), "int32")
+    q, pages = ArraySpec.contiguous((50, 4, 64), "float16"), ArraySpec.contiguous((9, 16, 2, 64), "float16")
+    bounds, used = ArraySpec.contiguous((4,), "int32"), ArraySpec.contiguous((3,), "int32")
     table = ArraySpec((3, 7), (20, 1), "int32", "cpu", "numpy")
     options = Options(window_size=(5, 2), diagonal_offset=3, max_seqlen_q=40)
     given = [q, pages, pages, bounds, None, None, used, table]
@@ -127,7 +127,7 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
 
 
 def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes() -> None:
-    dense = ArraySpec.dense((2, 9, 3, 8), "float16")
+    dense = ArraySpec.contiguous((2, 9, 3, 8), "float16")
     odd = ArraySpec((2, 9, 3, 8), (2 * 9 * 30, 30, 10, 1), "float16", "cpu", "numpy")
     made = plan(Problem.of(FORWARD, [dense, odd, dense], Options()), KNOWN["sm_80"])
     for last, aligned in ((0, (1, 0, 1, 1)), (8, (1, 0, 0, 1))):

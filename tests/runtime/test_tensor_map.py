@@ -10,22 +10,22 @@ import pytest
 from drivers import FakeDriver
 
 from cuflash.errors import UnsupportedError
-from cuflash.planning.plan import Box
-from cuflash.problem.array_spec import ArraySpec, dense_strides
+from cuflash.planning.plan import TmaBox
+from cuflash.problem.array_spec import ArraySpec, packed_strides
 from cuflash.runtime import driver as driver_module
 from cuflash.runtime import structs
 from cuflash.runtime.structs import Block
 from cuflash.runtime.tensor_map import MAP_BYTES, encoded, first_byte, mover
 
 SHAPE = (2, 300, 4, 64)
-DENSE = dense_strides(SHAPE)
+DENSE = packed_strides(SHAPE)
 
 
 def spec(shape: tuple[int, ...] = SHAPE, strides: Sequence[int] = DENSE, dtype: str = "float16") -> ArraySpec:
     return ArraySpec(shape, tuple(strides), dtype, "cuda:0", "cupy")
 
 
-def asked(driver: FakeDriver, of: ArraySpec, box: Box) -> dict[str, Any]:
+def asked(driver: FakeDriver, of: ArraySpec, box: TmaBox) -> dict[str, Any]:
     """The arguments of the one call, by the names of the driver's documentation."""
     assert len(structs.encoded(of, box)) == MAP_BYTES
     ((name, *arguments),) = driver.calls
@@ -37,17 +37,17 @@ def asked(driver: FakeDriver, of: ArraySpec, box: Box) -> dict[str, Any]:
 
 
 def test_a_descriptor_begins_at_its_first_row_or_as_many_rows_before_the_operand() -> None:
-    of = ArraySpec.dense((2, 300, 4, 64), "float16")
+    of = ArraySpec.contiguous((2, 300, 4, 64), "float16")
     row = 4 * 64 * 2
-    assert first_byte(of, Box(128, 0, 300)) == 0
-    assert first_byte(of, Box(128, 199, 300)) == 199 * row
-    assert first_byte(of, Box(128, 199, 200)) == 199 * row  # of one row, whose own stride is not used
-    assert first_byte(of, Box(128, 0, 300, varlen=True)) == -300 * row
-    assert first_byte(ArraySpec.dense((2, 1, 4, 64), "float16"), Box(128, 0, 1, varlen=True)) == -16
+    assert first_byte(of, TmaBox(128, 0, 300)) == 0
+    assert first_byte(of, TmaBox(128, 199, 300)) == 199 * row
+    assert first_byte(of, TmaBox(128, 199, 200)) == 199 * row  # of one row, whose own stride is not used
+    assert first_byte(of, TmaBox(128, 0, 300, varlen=True)) == -300 * row
+    assert first_byte(ArraySpec.contiguous((2, 1, 4, 64), "float16"), TmaBox(128, 0, 1, varlen=True)) == -16
 
 
 def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver: FakeDriver) -> None:
-    arguments = asked(driver, spec(strides=(80000, 260, 65, 1)), Box(128, 0, 300))
+    arguments = asked(driver, spec(strides=(80000, 260, 65, 1)), TmaBox(128, 0, 300))
     assert arguments["tensorMap"] % 64 == 0
     assert arguments["tensorRank"] == 4
     assert arguments["globalDim"] == (64, 300, 4, 2)  # dim, seqlen, heads, batch
@@ -63,7 +63,7 @@ def test_dims_strides_and_boxes_are_told_from_the_innermost_dimension_on(driver:
 def test_a_box_is_128_bytes_wide_in_every_dtype(
     driver: FakeDriver, dtype: str, code: int, size: int, columns: int
 ) -> None:
-    arguments = asked(driver, spec(dtype=dtype), Box(16, 0, 300))
+    arguments = asked(driver, spec(dtype=dtype), TmaBox(16, 0, 300))
     assert arguments["tensorDataType"] == code
     assert arguments["globalStrides"] == (size * 256, size * 64, size * 76800)
     assert arguments["boxDim"] == (columns, 16, 1, 1)
@@ -76,14 +76,14 @@ def test_the_stride_of_a_dimension_of_length_1_is_one_that_the_driver_takes(
 ) -> None:
     shape, strides = list(SHAPE), list(DENSE)
     shape[axis], strides[axis] = 1, stride
-    arguments = asked(driver, spec(tuple(shape), strides), Box(16, 0, shape[1]))
+    arguments = asked(driver, spec(tuple(shape), strides), TmaBox(16, 0, shape[1]))
     wanted = [2 * 256, 2 * 64, 2 * 76800]
     wanted[(2, 0, 1)[axis]] = 16
     assert list(arguments["globalStrides"]) == wanted
 
 
 def test_of_some_rows_the_length_alone_is_told(driver: FakeDriver) -> None:
-    whole, part = (asked(driver, spec(), Box(128, first, 300)) for first in (0, 7))
+    whole, part = (asked(driver, spec(), TmaBox(128, first, 300)) for first in (0, 7))
     assert part["globalDim"] == (64, 293, 4, 2)
     assert {name for name in whole if whole[name] != part[name]} <= {"globalDim", "tensorMap"}
 
@@ -96,14 +96,14 @@ def test_descriptors_are_moved_to_addresses_of_64_bits(driver: FakeDriver) -> No
 def test_what_the_driver_refuses_is_told_with_the_operand(driver: FakeDriver) -> None:
     driver.result = 1
     with pytest.raises(UnsupportedError, match=r"refuses.*float16\[2, 300, 4, 64\].*rows=128"):
-        structs.encoded(spec(), Box(128, 0, 300))
+        structs.encoded(spec(), TmaBox(128, 0, 300))
 
 
 def test_an_older_error_is_told_as_what_it_is(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driver_module, "function", lambda *_: lambda result, name: 1)
     driver.result = 700
     with pytest.raises(RuntimeError, match=r"a TMA descriptor of.*float16\[2, 300, 4, 64\].*CUDA error \(700\)"):
-        structs.encoded(spec(), Box(128, 0, 300))
+        structs.encoded(spec(), TmaBox(128, 0, 300))
 
 
 REAL = {
@@ -114,8 +114,8 @@ REAL = {
     "overlapping_rows": (SHAPE, (300 * 8, 8, 16, 1), 64),
     "odd_dim": ((2, 300, 4, 33), (40 * 1200, 160, 40, 1), 128),
     "one_of_all": ((1, 1, 1, 1), (0, 0, 0, 1), 128),
-    "few_rows": ((2, 3, 4, 64), dense_strides((2, 3, 4, 64)), 128),
-    "wide": ((2, 300, 4, 256), dense_strides((2, 300, 4, 256)), 64),
+    "few_rows": ((2, 3, 4, 64), packed_strides((2, 3, 4, 64)), 128),
+    "wide": ((2, 300, 4, 256), packed_strides((2, 300, 4, 256)), 64),
     "far": ((2, 300, 4, 64), (2**38 - 8, 256, 64, 1), 128),
     "long": ((1, 2**30 - 4096, 1, 64), (0, 64, 0, 1), 128),
 }
@@ -127,7 +127,7 @@ REAL = {
 def test_gpu_the_driver_takes_the_maps_of_real_operands(cupy: Any, name: str, dtype: str) -> None:
     shape, strides, rows = REAL[name]
     pointer = cupy.zeros(4096, "float32").data.ptr
-    made = encoded(spec(shape, strides, dtype), Box(rows, 0, shape[1]))
+    made = encoded(spec(shape, strides, dtype), TmaBox(rows, 0, shape[1]))
     block = Block(MAP_BYTES)
     block.memory[:] = made
     assert mover()(block.address, pointer) == 0
@@ -142,5 +142,5 @@ def test_gpu_the_driver_takes_the_maps_of_real_operands(cupy: Any, name: str, dt
 @pytest.mark.gpu
 def test_gpu_the_driver_refuses_an_address_that_is_not_aligned(cupy: Any) -> None:
     block = Block(MAP_BYTES)
-    block.memory[:] = encoded(spec(), Box(128, 0, 300))
+    block.memory[:] = encoded(spec(), TmaBox(128, 0, 300))
     assert mover()(block.address, cupy.zeros(4096, "float32").data.ptr + 2) != 0

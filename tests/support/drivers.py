@@ -16,8 +16,8 @@ import pytest
 from cuflash.arrays import find
 from cuflash.arrays.library import GpuLibrary
 from cuflash.planning import device
-from cuflash.problem.array_spec import ArraySpec, dense_strides
-from cuflash.runtime import launch, structs, tensor_map
+from cuflash.problem.array_spec import ArraySpec, packed_strides
+from cuflash.runtime import call, device_memory, structs, tensor_map
 
 
 class FakeDriver:
@@ -50,7 +50,7 @@ class FakeDriver:
         return dtype, rank, pointer, *arrays, *more[len(kinds) :]
 
     @classmethod
-    def instead(cls, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    def install(cls, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
         """One that is asked in place of the driver during a test, and for every map again."""
         driver = cls()
         monkeypatch.setattr(tensor_map, "function", driver.function)
@@ -62,19 +62,19 @@ class Gpus:
     """GPUs whose launches are recorded, as (stream, bytes of the parameters)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.current, self.driver = 1, FakeDriver.instead(monkeypatch)
+        self.current, self.driver = 1, FakeDriver.install(monkeypatch)
         self.driver.writes = True
         self.launched: list[tuple[int, bytes]] = []
         self.records = True
         self.blocks: dict[int, int] = {}  # bytes of a struct by its address
-        monkeypatch.setattr(launch, "current_device", lambda: self.current)
-        monkeypatch.setattr(launch, "on_device", self.on_device)
-        monkeypatch.setattr(launch, "launches_early", lambda: False)
+        monkeypatch.setattr(call, "current_device", lambda: self.current)
+        monkeypatch.setattr(call, "on_device", self.on_device)
+        monkeypatch.setattr(call, "launches_early", lambda: False)
         compiler = SimpleNamespace(load=lambda variant, ordinal: self.launch, spilled=frozenset)
-        monkeypatch.setattr(launch, "compiler", compiler)
-        monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream, words, use: 512 * stream)
+        monkeypatch.setattr(call, "compiler", compiler)
+        monkeypatch.setattr(device_memory, "counter", lambda ordinal, stream, words, use: 512 * stream)
         monkeypatch.setattr(device, "query", lambda ordinal: device.KNOWN["sm_90"])
-        monkeypatch.setattr(launch, "_free", collections.defaultdict(list))
+        monkeypatch.setattr(call, "_free", collections.defaultdict(list))
         function = SimpleNamespace(CPointer=lambda address: address)
         for name, module in (("cupy", SimpleNamespace()), ("cupy.cuda", SimpleNamespace()),
                              ("cupy.cuda.function", function)):  # fmt: skip
@@ -89,7 +89,7 @@ class Gpus:
         monkeypatch.setattr(structs.Block, "__init__", noted)
         self.library = Recorded()
         monkeypatch.setitem(find._known, Array, self.library)
-        launch.CALL_CACHE.clear()
+        call.CALL_CACHE.clear()
 
     @contextlib.contextmanager
     def on_device(self, ordinal: int) -> Iterator[None]:
@@ -117,10 +117,10 @@ class Array(NamedTuple):
     pointer: int
 
     @classmethod
-    def dense(cls, shape: tuple[int, ...], pointer: int, dtype: str = "bfloat16", rows: int = 0) -> Array:
+    def contiguous(cls, shape: tuple[int, ...], pointer: int, dtype: str = "bfloat16", rows: int = 0) -> Array:
         """A dense array, or the first rows of one that has `rows` of them."""
         whole = (shape[0], rows, *shape[2:]) if rows else shape
-        return cls(shape, dense_strides(whole), dtype, pointer)
+        return cls(shape, packed_strides(whole), dtype, pointer)
 
 
 class Recorded(GpuLibrary):
@@ -151,4 +151,4 @@ class Recorded(GpuLibrary):
         return contextlib.nullcontext()
 
     def allocator(self, shape: tuple[int, ...], dtype: str, ordinal: int) -> Callable[[], Array]:
-        return functools.partial(Array.dense, shape, 2**44, dtype)
+        return functools.partial(Array.contiguous, shape, 2**44, dtype)

@@ -15,7 +15,8 @@ from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import FORWARD
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
-from cuflash.runtime import counters, launch, scratch
+from cuflash.runtime import device_memory
+from cuflash.runtime.call import CALL_CACHE
 from cuflash.testing.oracle import Array
 
 
@@ -54,22 +55,22 @@ def memory_of_nan(*libraries: type[GpuLibrary]) -> Iterator[None]:
 
         return of_nan
 
-    find_shared = scratch.scratch
+    find_shared = device_memory.scratch
 
     def shared(ordinal: int) -> int:
         if found := find_shared(ordinal):
-            fill(found, scratch.BYTES, counters.DEFAULT)
+            fill(found, device_memory.SCRATCH_BYTES, device_memory.DEFAULT_STREAM)
         return found
 
     with pytest.MonkeyPatch.context() as patch:
         for library in libraries:
             patch.setattr(library, "allocator", filling(library.allocator))
-        patch.setattr(scratch, "scratch", shared)
+        patch.setattr(device_memory, "scratch", shared)
         try:
-            launch.CALL_CACHE.clear()  # why: calls that were made before keep what allocates for them
+            CALL_CACHE.clear()  # why: calls that were made before keep what allocates for them
             yield
         finally:
-            launch.CALL_CACHE.clear()
+            CALL_CACHE.clear()
 
 
 class Producer:
@@ -123,7 +124,7 @@ def as_numpy(array: Any) -> np.ndarray[Any, Any]:
 
 def problem_of(*arrays: Array, **options: Any) -> Problem:
     """The problem of q, k and v in NumPy, which may have any strides."""
-    return Problem.of(FORWARD, [ArraySpec.dense(x.shape, x.dtype.name) for x in arrays], Options(**options))
+    return Problem.of(FORWARD, [ArraySpec.contiguous(x.shape, x.dtype.name) for x in arrays], Options(**options))
 
 
 def same(got: tuple[Array, ...], wanted: tuple[Array, ...]) -> None:

@@ -16,7 +16,7 @@ from cuflash.problem.mod_spec import make_mod_spec
 from cuflash.problem.operands import OPS, mod_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
-from cuflash.runtime import launch
+from cuflash.runtime.call import CALL_CACHE
 
 DTYPES = ("float16", "bfloat16", "float32")
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -27,7 +27,7 @@ def problem(head_dim: int = 64, head_dim_v: int = 64, op: str = "forward", **mor
     b, sq, sk, hq, hkv = more.pop("dims", (2, 300, 500, 4, 2))
     dtype = more.pop("dtype", "bfloat16")
     shapes = (b, sq, hq, head_dim), (b, sk, hkv, head_dim), (b, sk, hkv, head_dim_v)
-    return problem_of(*(ArraySpec.dense(shape, dtype) for shape in shapes), op=op, **more)
+    return problem_of(*(ArraySpec.contiguous(shape, dtype) for shape in shapes), op=op, **more)
 
 
 def problem_of(q: ArraySpec, k: ArraySpec, v: ArraySpec | None = None, op: str = "forward", **options: Any) -> Problem:
@@ -38,8 +38,8 @@ def problem_of(q: ArraySpec, k: ArraySpec, v: ArraySpec | None = None, op: str =
 
 def mod_problem(op: str = "forward", head_dim: int = 64, seqlen: int = 2048, **options: Any) -> Problem:
     """The problem of a dense call with a sink for each head."""
-    q = ArraySpec.dense((2, seqlen, 4, head_dim), "bfloat16")
-    given = [q] * (2 if op == "lse" else 3) + [ArraySpec.dense((4,), "float32")]
+    q = ArraySpec.contiguous((2, seqlen, 4, head_dim), "bfloat16")
+    given = [q] * (2 if op == "lse" else 3) + [ArraySpec.contiguous((4,), "float32")]
     return Problem.of(mod_op(op, False, make_mod_spec(None, None, has_sinks=True)), given, Options(**options))
 
 
@@ -60,10 +60,10 @@ def planned_with(module: Any, **others: Any) -> Iterator[None]:
     """Other constants, tables or functions in a module of `planning`, for what is planned meanwhile."""
     with mock.patch.multiple(module, **others):
         try:
-            launch.CALL_CACHE.clear()
+            CALL_CACHE.clear()
             yield
         finally:
-            launch.CALL_CACHE.clear()
+            CALL_CACHE.clear()
 
 
 @contextmanager

@@ -74,22 +74,22 @@ def problem_of(
     if op == "append_kv":
         return append_of(dtype, head_dim, head_dim_v)
     shapes = (queries, group, head_dim), (keys, 1, head_dim), (keys, 1, head_dim_v)
-    specs = [ArraySpec.dense((1, *shape), dtype) for shape in shapes]
+    specs = [ArraySpec.contiguous((1, *shape), dtype) for shape in shapes]
     if op == "backward":  # dout, then out in its own dtype
-        specs += [specs[0]._replace(shape=(1, queries, group, head_dim_v)).densed()] * 2
+        specs += [specs[0]._replace(shape=(1, queries, group, head_dim_v)).with_packed_strides()] * 2
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
     if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among blocks of threads
         options = options._replace(num_splits=splits if used or shared else 1)
     given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
     if packed or used or paged:
-        bounds, one, table = (ArraySpec.dense(shape, "int32") for shape in ((2,), (1,), (1, 1)))
+        bounds, one, table = (ArraySpec.contiguous(shape, "int32") for shape in ((2,), (1,), (1, 1)))
         for number, x in enumerate(given):
             if packed and x is not None and not (paged and number in (1, 2)):
                 given[number] = x._replace(shape=x.shape[1:], strides=x.strides[1:])
         given += [None] * (len(OPS[op].inputs) - len(given))
         if op == "backward":
-            given[5] = ArraySpec.dense((group, queries), "float32")
+            given[5] = ArraySpec.contiguous((group, queries), "float32")
         given += [bounds if packed else None, bounds if packed and not paged else None, None]
         given += [one if used or paged else None, *([table] if paged else [])]
     return Problem.of((VARLEN_OPS if packed or used or paged else OPS)[op], given, options)
@@ -97,7 +97,7 @@ def problem_of(
 
 def merge_of(dtype: str, head_dim: int, count: int = 1, rows: int = 8) -> Problem:
     """So many states of one head."""
-    out, lse = ArraySpec.dense((1, rows, 1, head_dim), dtype), ArraySpec.dense((1, 1, rows), "float32")
+    out, lse = ArraySpec.contiguous((1, rows, 1, head_dim), dtype), ArraySpec.contiguous((1, 1, rows), "float32")
     return Problem.of(merge_op(count), [out] * count + [lse] * count, Options())
 
 
@@ -117,12 +117,12 @@ def append_of(
     pool = (9, page_size) if page_size else (2, 40)
     shapes = {"k_cache": (*pool, 2, head_dim), "v_cache": (*pool, 2, head_dim_v), "k": (2, rows, 2, head_dim),
               "v": (2, rows, 2, head_dim_v), "q": (2, queries, 4, head_dim)}  # fmt: skip
-    specs = {name: ArraySpec.dense(shape, dtype) for name, shape in shapes.items() if name != "q" or queries}
-    specs["seqused_k"] = ArraySpec.dense((2,), "int32")
+    specs = {name: ArraySpec.contiguous(shape, dtype) for name, shape in shapes.items() if name != "q" or queries}
+    specs["seqused_k"] = ArraySpec.contiguous((2,), "int32")
     if page_size:
-        specs["page_table"] = ArraySpec.dense((2, 5), "int32")
+        specs["page_table"] = ArraySpec.contiguous((2, 5), "int32")
     if pairs:
-        specs["rotary_cos"] = specs["rotary_sin"] = ArraySpec.dense((50, pairs), "float32" if wide else dtype)
+        specs["rotary_cos"] = specs["rotary_sin"] = ArraySpec.contiguous((50, pairs), "float32" if wide else dtype)
     options = Options(**flags)
     return Problem.of(APPEND_KV, [specs.get(operand.name) for operand in APPEND_KV.inputs], options)
 

@@ -21,7 +21,7 @@ from cuflash.planning import device as devices
 from cuflash.planning.device import KNOWN
 from cuflash.planning.variant import Variant
 from cuflash.problem.operands import OPS
-from cuflash.runtime import cache, compiler
+from cuflash.runtime import compiler, disk_cache
 from cuflash.tools import warmup
 
 try:
@@ -230,11 +230,11 @@ def test_a_folder_that_fills_up_on_the_way_is_a_failure(
     def write(path: Path, content: bytes) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache, "write", write)
+    monkeypatch.setattr(disk_cache, "write", write)
     assert run(*SMALL) == 1
     out, err = capsys.readouterr()
     assert len(set(err.splitlines())) == 1
-    assert err.startswith(f"no kernel was kept in {cache.cache_dir()} any more: the warning says why")
+    assert err.startswith(f"no kernel was kept in {disk_cache.cache_dir()} any more: the warning says why")
     assert "3 kernels for sm_80: 3 failed; " in out
 
 

@@ -30,9 +30,10 @@ from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, VARLEN_ARGS, V
 from ...problem.operands import OPS as PUBLIC
 from ...problem.options import Options
 from ...problem.problem import Problem
-from ...runtime import counters, host
+from ...problem.validate import ValidatedCall
+from ...runtime import cpu, device_memory
+from ...runtime.call import CALL_CACHE, Call, Kernels
 from ...runtime.driver import on_device, relaxed_capture
-from ...runtime.launch import CALL_CACHE, Call, Kernels, ValidatedCall
 from . import ffi
 from .mod_attributes import Functions
 
@@ -197,7 +198,7 @@ def specs_of(
     """The arrays of an op's inputs, None for those that are not named."""
     specs: dict[str, ArraySpec] = {}
     for name, shape, dtype in zip(names, shapes, dtypes, strict=True):
-        spec = ArraySpec.dense(shape[:-1] if is_like_lse(name) else shape, dtype, device, "jax")
+        spec = ArraySpec.contiguous(shape[:-1] if is_like_lse(name) else shape, dtype, device, "jax")
         parts = halved([name], [spec.shape])
         specs |= {part: spec._replace(shape=of_part) for part, of_part in parts.items()}
     return [specs.get(operand.name) for operand in op.inputs]
@@ -238,7 +239,7 @@ def run_on_cpu(target: str, call: ffi.Call) -> None:
     if (both := views.pop("kv", None)) is not None:
         views["k"], views["v"] = np.split(both, 2, axis=-1)
     arrays = [views.get(operand.name) for operand in problem.op.inputs]
-    for buffer, result in zip(results, host.compute(problem, arrays), strict=True):
+    for buffer, result in zip(results, cpu.compute(problem, arrays), strict=True):
         made = _view(buffer)
         made[...] = result.reshape(made.shape)
 
@@ -293,7 +294,7 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
         for launch in found.plan.launches:
             for words in filter(None, (launch.counted, launch.arrivals)):
                 with on_device(ordinal):
-                    counters.reserve(ordinal, words)
+                    device_memory.reserve_counter(ordinal, words)
     if refused is not None and not loaded:
         raise refused
     return workspace

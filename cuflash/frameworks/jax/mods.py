@@ -20,13 +20,13 @@ from ...mods.tracing.jaxpr import graph_of_jaxpr
 from ...mods.tracing.operand import is_of_library, name_of_dtype, type_of_dtype
 from ...mods.tracing.trace import KINDS, trace
 from ...ops.block_mask import BlockMask
+from ...ops.dropout_seed import seed_number
 from ...ops.mods import ModArgs, resolve_mods
 from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
 from ...problem.mod_spec import ModSpec
 from ...problem.operands import DROPOUT_SEED, Op, Sizes
 from ...problem.options import check_dropout
-from ...runtime.seeds import seed_number
 from .handlers import Static
 from .mod_attributes import differentiable
 from .primitives import backward, checked_array, forward, refuse_cached
@@ -95,7 +95,7 @@ def check_seed(seed: Any) -> None:
     """Validates the seed of a call that drops nothing, and so reads none."""
     if seed_number(seed, _SEEDS) is None:
         words = _seed(seed)
-        spec = ArraySpec.dense(words.shape, str(words.dtype), library="jax")
+        spec = ArraySpec.contiguous(words.shape, str(words.dtype), library="jax")
         check_mod_array(DROPOUT_SEED, spec, spec, {})
 
 

@@ -18,13 +18,13 @@ from ...errors import UnsupportedError
 from ...log import logger
 from ...mods.graph.operations import Type
 from ...mods.tracing.trace import trace
+from ...ops.dropout_seed import seed_array, seed_number
 from ...ops.mods import ModArgs, ModCall, resolve_mods
 from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
 from ...problem.operands import DROPOUT_SEED, Op
 from ...problem.options import OptionsKey, asked
-from ...runtime.launch import run
-from ...runtime.seeds import seed_array, seed_number
+from ...runtime.call import run
 from .ops import given, refuse_cached, refuse_twice
 from .tensors import (
     TANGENT,

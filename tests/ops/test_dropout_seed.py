@@ -7,8 +7,8 @@ import pytest
 from libraries import Producer, jax_of, torch_of
 
 from cuflash.errors import ProblemError
+from cuflash.ops.dropout_seed import seed_array
 from cuflash.reference.dropout import seed_of
-from cuflash.runtime.seeds import seed_array
 
 SEEDS = (0, 1, -1, 2**40 + 7, -(2**63), 2**64 - 1)
 

@@ -14,25 +14,26 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import reference
 from ..arrays.dlpack import DlpackLibrary
 from ..arrays.find import libraries_of
 from ..arrays.library import GpuLibrary, Library, cupy_module
+from ..arrays.operands import overlap_error, refuse_to_write, specs_of, views_of
 from ..errors import UnsupportedError
 from ..log import logger
 from ..planning import device
 from ..planning.plan import Plan
 from ..planning.planner import plan
-from ..problem.array_spec import ArraySpec, share_memory
-from ..problem.checks import check_output
+from ..problem.array_spec import share_memory
 from ..problem.operands import Op
-from ..problem.options import Options, OptionsKey
+from ..problem.options import OptionsKey
 from ..problem.problem import Problem
-from . import compiler, counters, host, scratch
+from ..problem.validate import ValidatedCall, overlap_ranges, validated
+from . import compiler, cpu, device_memory
+from .call_cache import LruCache, RecentKeys
 from .driver import current_device, on_device, relaxed_capture
-from .kept import LruCache, RecentKeys
 from .kernel_launch import EarlyLaunch, PlainLaunch, launches_early
 from .structs import STRUCTS, Block, Parameters
 
@@ -60,7 +61,15 @@ class Kernels:
     """The loaded kernels of a plan with their parameters; for one thread at a time."""
 
     __slots__ = (
-        "_counted", "_loaded", "_number", "_parameters", "boxed", "ordinal", "paired", "plan", "shares_scratch",
+        "_counted",
+        "_loaded",
+        "_number",
+        "_parameters",
+        "ordinal",
+        "plan",
+        "shares_scratch",
+        "tma_operands",
+        "vector_loaded",
         "workspace",
     )  # fmt: skip
 
@@ -75,7 +84,13 @@ class Kernels:
                 continue
             variant = launch.variant
             # why: launches that take the same struct share it: Hopper's three of one gradient each.
-            struct = variant.params, variant.mod_code, id(launch.fields), *launch.boxes.items(), *launch.renamed.items()
+            struct = (
+                variant.params,
+                variant.mod_code,
+                id(launch.fields),
+                *launch.tma_boxes.items(),
+                *launch.aliases.items(),
+            )
             number = numbers.setdefault(struct, len(numbers))
             if number == len(self._parameters):
                 self._parameters.append(Parameters(made.problem, launch, made.workspace))
@@ -88,12 +103,12 @@ class Kernels:
             self._loaded.append((number, launched(kernel, grid, block, variant.smem_bytes)))
         self.workspace = (made.workspace_bytes // 4,) if made.workspace_bytes and made.launches else ()  # its shape
         # why one launch: of several, those of two threads could take turns on the stream.
-        self.shares_scratch = len(self._loaded) == 1 and 0 < made.workspace_bytes <= scratch.BYTES
+        self.shares_scratch = len(self._loaded) == 1 and 0 < made.workspace_bytes <= device_memory.SCRATCH_BYTES
         index = made.problem.op.index
         # The operands that must begin at a multiple of so many bytes, less one: those that the copy engine moves …
-        self.boxed = tuple([(index[name], 15) for name in made.boxed])
+        self.tma_operands = tuple([(index[name], 15) for name in made.tma_operands])
         # … and those of which two elements are loaded together.
-        self.paired = tuple([(index[name], size - 1) for name, size in made.paired.items()])
+        self.vector_loaded = tuple([(index[name], size - 1) for name, size in made.vector_loaded.items()])
 
     def launch(self, pointers: tuple[int, ...], stream: int) -> bool:
         """In order, on this stream of the GPU. False, and nothing is launched, if an operand's address forbids it.
@@ -107,7 +122,7 @@ class Kernels:
         key = self._number, pointers
         written, again = _kept(key), True
         if written is None:
-            if any([pointers[number] & bits for number, bits in self.boxed + self.paired]):
+            if any([pointers[number] & bits for number, bits in self.tma_operands + self.vector_loaded]):
                 return False
             written = Written([_written(parameters, pointers) for parameters in self._parameters])
             # why: parameters are kept from their second use on, and those of a growing cache have no second.
@@ -116,9 +131,9 @@ class Kernels:
                 CALL_CACHE.put(key, written, sum([READY_BYTES + len(block.memory) for block in written.blocks]))
         blocks = written.blocks
         # why not of the default stream: it has the same counters each time.
-        if stream != written.stream or stream != counters.DEFAULT:
+        if stream != written.stream or stream != device_memory.DEFAULT_STREAM:
             for number, word, count in self._counted:
-                blocks[number].words[word] = counters.counter(self.ordinal, stream, count, word)
+                blocks[number].words[word] = device_memory.counter(self.ordinal, stream, count, word)
             written.stream = stream
         for number, start in self._loaded:
             start(blocks[number], stream)
@@ -163,20 +178,19 @@ def _kernels(problem: Problem, ordinal: int, misaligned: Sequence[str] = ()) -> 
 class Call:
     """All that calls on one GPU with such arrays and options repeat."""
 
-    def __init__(self, validated: ValidatedCall, library: GpuLibrary | None = None) -> None:
-        problem, self.copied, self._given = validated
+    def __init__(self, validated_call: ValidatedCall, library: GpuLibrary | None = None) -> None:
+        problem, self.needs_copy, self._specs = validated_call
         ordinal = problem.ordinal
         assert ordinal is not None
         self.problem, self.ordinal, self.outputs = problem, ordinal, problem.outputs
         inputs = len(problem.op.inputs)
-        written = (*problem.op.written, *range(inputs, len(self._given)))
-        self.pairs = _pairs(self._given, written) if written else []
+        self.ranges = overlap_ranges(validated_call)
         self.aligned = _kernels(problem, ordinal)
         self.plan = self.aligned.plan
         # Whether inputs are copied, or nothing is launched.
-        self.is_special = True in self.copied[:inputs] or not self.plan.launches
+        self.is_special = True in self.needs_copy[:inputs] or not self.plan.launches
         # Whether kernels write to all outputs that are given just as they are.
-        self.writes_to_given = True not in self.copied[inputs:] and None not in self._given[inputs:]
+        self.writes_to_given = True not in self.needs_copy[inputs:] and None not in self._specs[inputs:]
         self._for_any: dict[bool, Kernels] = {}
         self.library = library  # None where the results are there already
         self.allocators = [] if library is None else [library.allocator(*output, ordinal) for output in self.outputs]
@@ -191,60 +205,21 @@ class Call:
         first, names = self.aligned, self.problem.op.names
         # why all: in the next call, another operand may be misaligned. why not if all that the copy engine moves are
         # where they must be: kernels without it are slower.
-        boxed = any([pointers[number] & bits for number, bits in first.boxed])
-        found = self._for_any.get(boxed)
+        tma_operands = any([pointers[number] & bits for number, bits in first.tma_operands])
+        found = self._for_any.get(tma_operands)
         if found is None:
-            misaligned = [names[number] for number, _ in first.boxed * boxed + first.paired]
+            misaligned = [names[number] for number, _ in first.tma_operands * tma_operands + first.vector_loaded]
             with relaxed_capture():  # why: perhaps it was captured with other pointers before
-                found = self._for_any[boxed] = _kernels(self.problem, self.ordinal, misaligned)
+                found = self._for_any[tma_operands] = _kernels(self.problem, self.ordinal, misaligned)
         return found
 
     def check_separate(self, pointers: Sequence[int]) -> None:
         """`ProblemError` if memory that is written to is that of another array, too."""
-        for number, other, least, most in self.pairs:
+        for number, other, least, most in self.ranges:
             if least < (distance := pointers[other] - pointers[number]) < most:
-                first, second = self._given[number], self._given[other]
+                first, second = self._specs[number], self._specs[other]
                 if first is not None and second is not None and share_memory(first, second, distance):
-                    raise host.shared(self.problem.op.names[number], self.problem.op.names[other])
-
-
-def _pairs(specs: Sequence[ArraySpec | None], written: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """(number of an array that is written to, number of another one, least, most) of each pair of arrays.
-
-    Where their pointers are further apart than `least` and less far than `most`, they lie in one range of memory.
-    """
-    spans = [(0, 0) if spec is None else spec.span for spec in specs]
-    found = []
-    for number, (other, (other_begin, other_end)) in itertools.product(written, enumerate(spans)):
-        begin, end = spans[number]
-        if end and other_end and (other > number or other not in written):
-            found.append((number, other, begin - other_end, end - other_begin))
-    return found
-
-
-class ValidatedCall(NamedTuple):
-    """A problem as kernels see it, and what was done about arrays that they cannot read."""
-
-    problem: Problem
-    copied: tuple[bool, ...] = ()  # of the operands: which are copied once
-    given: Sequence[ArraySpec | None] = ()  # the operands as they are before that
-
-
-def validated(op: Op, library: Library, arrays: Sequence[Any], options: Options) -> ValidatedCall:
-    """Validates a call: inputs, then outputs that are given, each None where it is not there."""
-    specs: list[ArraySpec | None] = []
-    copied = []
-    for operand, x in zip(op.operands, arrays, strict=False):
-        spec = None if x is None else library.spec(operand.called, x)
-        specs.append(spec)
-        has_gaps = spec is not None and (spec.has_gaps if operand.strided else not spec.is_dense)
-        copied.append(has_gaps and not operand.written and not operand.gapped)
-        if spec is not None and copied[-1] and len(copied) > len(op.inputs):
-            check_output(operand.called, spec)  # why here: the problem sees the copy
-    read = specs
-    if True in copied:
-        read = [x.densed() if x is not None and copy else x for x, copy in zip(specs, copied, strict=True)]
-    return ValidatedCall(Problem.of(op, read, options), tuple(copied), specs)
+                    raise overlap_error(self.problem.op.names[number], self.problem.op.names[other])
 
 
 def run(
@@ -257,7 +232,7 @@ def run(
     given = (*arrays, *outs) if outs else arrays
     library, on_gpu = libraries_of(op, given)
     if not on_gpu:
-        return host.run(op, library, given, asked.options)[:outputs]
+        return cpu.run(op, library, given, asked.options)[:outputs]
     if not isinstance(library, GpuLibrary):
         return _exchanged(op, library, arrays, outs, asked)[:outputs]
     # why the thread: what is kept is written to. why not threading.local: it forgets a thread that XLA or autograd
@@ -265,7 +240,7 @@ def run(
     key = get_ident(), op, asked, library.key(given)
     call = _kept(key)
     if call is None:
-        call = Call(validated(op, library, given, asked.options), library)
+        call = Call(validated(op, specs_of(op, library, given), asked.options), library)
         if asked.is_cacheable:  # other arguments are judged anew each time
             CALL_CACHE.put(key, call, call.num_bytes)
     if library.current_device() == call.ordinal:
@@ -280,12 +255,13 @@ def _results(call: Call, arrays: tuple[Any, ...], outputs: int | None, outs: tup
     assert library is not None
     addresses = library.pointers
     inputs = addresses(arrays)
-    if call.pairs:
+    if call.ranges:
         call.check_separate([*inputs, *addresses(outs)])
     if call.is_special:
         if not call.plan.launches:
             return _standard(library, call.problem, arrays, outs)[:outputs]
-        arrays = tuple(library.dense(x) if copy else x for x, copy in zip(arrays, call.copied, strict=False))
+        pairs = zip(arrays, call.needs_copy, strict=False)
+        arrays = tuple(library.with_packed_strides(x) if copy else x for x, copy in pairs)
         inputs = addresses(arrays)
     count = len(allocators)
     wanted = count if outputs is None else min(outputs, count)
@@ -305,9 +281,9 @@ def _results(call: Call, arrays: tuple[Any, ...], outputs: int | None, outs: tup
 
 def _targets(call: Call, library: GpuLibrary, outs: tuple[Any, ...]) -> list[Any]:
     """What kernels write to for these results: what is given, or a copy where they cannot, or a new array."""
-    pairs = zip(outs, call.allocators, call.copied[-len(outs) :], strict=False)
+    pairs = zip(outs, call.allocators, call.needs_copy[-len(outs) :], strict=False)
     # why a copy, and no new array: rows of no sequence keep what they hold.
-    return [make() if out is None else library.dense(out) if copy else out for out, make, copy in pairs]
+    return [make() if out is None else library.with_packed_strides(out) if copy else out for out, make, copy in pairs]
 
 
 def _launched(kernels: Kernels, library: GpuLibrary, pointers: tuple[int, ...]) -> bool:
@@ -315,7 +291,11 @@ def _launched(kernels: Kernels, library: GpuLibrary, pointers: tuple[int, ...]) 
     stream = library.stream(kernels.ordinal)
     if not kernels.workspace:
         return kernels.launch(pointers, stream)
-    if stream == counters.DEFAULT and kernels.shares_scratch and (shared := scratch.scratch(kernels.ordinal)):
+    if (
+        stream == device_memory.DEFAULT_STREAM
+        and kernels.shares_scratch
+        and (shared := device_memory.scratch(kernels.ordinal))
+    ):
         return kernels.launch((*pointers, shared), stream)
     workspace = library.empty(kernels.workspace, "float32", kernels.ordinal)
     return kernels.launch((*pointers, *library.pointers([workspace])), stream)
@@ -328,9 +308,9 @@ def _exchanged(
     assert isinstance(library, DlpackLibrary)
     for operand, out in zip(op.outputs, outs, strict=False):
         if out is not None:
-            host.refuse_to_write(operand.name, library, " or None")
+            refuse_to_write(operand.name, library, " or None")
     if op.written:
-        host.refuse_to_write(op.names[op.written[0]], library)
+        refuse_to_write(op.names[op.written[0]], library)
     exchanged = tuple(None if x is None else library.to_cupy(x) for x in arrays)
     return tuple(map(library.from_cupy, run(op, exchanged, asked)))
 
@@ -338,7 +318,7 @@ def _exchanged(
 def _standard(library: GpuLibrary, problem: Any, arrays: tuple[Any, ...], outs: tuple[Any, ...]) -> tuple[Any, Any]:
     """algorithm="standard" on a GPU: whole matrices, through CuPy's matmul, on the caller's stream."""
     with library.cupy_stream(problem.ordinal):
-        views = host.views_of(problem, [None if x is None else library.to_cupy(x) for x in arrays]).values()
+        views = views_of(problem, [None if x is None else library.to_cupy(x) for x in arrays]).values()
         try:
             results = reference.forward(problem, *views, xp=cupy_module())
         except ImportError as error:

@@ -11,7 +11,7 @@ from libraries import bits, poisoned
 
 import cuflash
 from cuflash.planning import device
-from cuflash.runtime import counters
+from cuflash.runtime import device_memory
 from cuflash.runtime import driver as driver_module
 from cuflash.testing.cases import Case
 
@@ -54,7 +54,7 @@ class Driver:
 
     def malloc(self, size: int) -> int:
         assert self.mode == 2, "a capture would forbid it"
-        assert size == 4 * counters.PAGE
+        assert size == 4 * device_memory.PAGE
         self.pages.append((self.current, 2**30 + 2**20 * len(self.pages)))
         return self.pages[-1][1]
 
@@ -71,10 +71,10 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     cuda = pytest.importorskip("cupy").cuda
     made = Driver()
-    for module in (counters, driver_module):
+    for module in (device_memory, driver_module):
         monkeypatch.setattr(module, "function", made.function)
-    monkeypatch.setattr(counters, "_free", {})
-    monkeypatch.setattr(counters, "_of_stream", {})
+    monkeypatch.setattr(device_memory, "_free_counters", {})
+    monkeypatch.setattr(device_memory, "_stream_counters", {})
     monkeypatch.setattr(cuda.runtime, "malloc", made.malloc)
     monkeypatch.setattr(cuda.runtime, "memsetAsync", made.memset)
     monkeypatch.setattr(cuda, "Stream", made.stream)
@@ -82,30 +82,30 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_a_stream_keeps_its_counter_and_shares_it_with_no_other(driver: Driver) -> None:
-    first = [counters.counter(0, stream) for stream in (0, 1, 2, 8)]
+    first = [device_memory.counter(0, stream) for stream in (0, 1, 2, 8)]
     assert len(set(first)) == 4
-    assert [counters.counter(0, stream) for stream in (0, 1, 2, 8)] == first
+    assert [device_memory.counter(0, stream) for stream in (0, 1, 2, 8)] == first
 
 
 def test_what_one_launch_counts_for_two_uses_is_counted_apart(driver: Driver) -> None:
-    pieces, arrivals = (counters.counter(0, 1, 1, use) for use in (40, 41))
+    pieces, arrivals = (device_memory.counter(0, 1, 1, use) for use in (40, 41))
     assert pieces != arrivals
-    assert [counters.counter(0, 1, 1, use) for use in (40, 41)] == [pieces, arrivals]
+    assert [device_memory.counter(0, 1, 1, use) for use in (40, 41)] == [pieces, arrivals]
 
 
 def test_a_captured_launch_has_a_counter_that_is_given_to_none_again(driver: Driver) -> None:
-    before = counters.counter(0, 1)
-    captured = [counters.counter(0, CAPTURING) for _ in range(20)]
-    after = [counters.counter(0, stream) for stream in range(30, 40)]
+    before = device_memory.counter(0, 1)
+    captured = [device_memory.counter(0, CAPTURING) for _ in range(20)]
+    after = [device_memory.counter(0, stream) for stream in range(30, 40)]
     assert len({before, *captured, *after}) == 31
-    assert counters.counter(0, 1) == before
+    assert device_memory.counter(0, 1) == before
 
 
 def test_counters_lie_in_zeroed_pages_and_a_page_follows_where_one_is_used_up(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counters, "PAGE", 3)
-    found = [counters.counter(0, stream) for stream in range(10, 17)]
+    monkeypatch.setattr(device_memory, "PAGE", 3)
+    found = [device_memory.counter(0, stream) for stream in range(10, 17)]
     assert len(driver.pages) == 3
     assert driver.zeroed == [(address, 0, 12) for _, address in driver.pages]
     every = [address + 4 * n for _, address in driver.pages for n in range(3)]
@@ -116,64 +116,64 @@ def test_counters_lie_in_zeroed_pages_and_a_page_follows_where_one_is_used_up(
 
 def test_a_reserved_counter_needs_no_allocation_within_a_capture(driver: Driver) -> None:
     for _ in range(3):
-        counters.reserve(0)
+        device_memory.reserve_counter(0)
     assert len(driver.pages) == 1
     driver.pages.clear()
-    counters.counter(0, CAPTURING)
+    device_memory.counter(0, CAPTURING)
     assert not driver.pages
 
 
 def test_a_new_stream_of_a_handle_has_a_counter_of_its_own(driver: Driver) -> None:
-    old = counters.counter(0, 1)
+    old = device_memory.counter(0, 1)
     driver.born += 1  # the old one was destroyed, and may still work
-    new = counters.counter(0, 1)
+    new = device_memory.counter(0, 1)
     assert new != old
-    assert counters.counter(0, 1) == new
+    assert device_memory.counter(0, 1) == new
 
 
 @pytest.mark.parametrize(("words", "rounded"), [(1, 1), (5, 8), (1000, 1024)])
 def test_streams_without_end_take_four_bytes_a_word_each_and_nothing_of_the_host(
     driver: Driver, words: int, rounded: int
 ) -> None:
-    given, streams = set(), 3 * counters.PAGE // rounded
+    given, streams = set(), 3 * device_memory.PAGE // rounded
     for driver.born in range(streams):
-        given.add(counters.counter(0, 1, words))
+        given.add(device_memory.counter(0, 1, words))
     assert len(given) == streams
     assert len(driver.pages) == 3
-    assert len(counters._of_stream) == 1
+    assert len(device_memory._stream_counters) == 1
 
 
 def test_a_counter_lies_on_the_gpu_of_its_launch(driver: Driver) -> None:
     shared, found = 20, []  # a stream number: those of different GPUs may be equal
     for driver.current in (0, 1, 0, 1):
-        counters.counter(driver.current, CAPTURING)
-        found.append(counters.counter(driver.current, shared))
+        device_memory.counter(driver.current, CAPTURING)
+        found.append(device_memory.counter(driver.current, shared))
     assert [gpu for gpu, _ in driver.pages] == [0, 1]
     assert found[:2] == found[2:]
     for gpu, page in driver.pages:
-        for address in (found[gpu], counters.counter(gpu, CAPTURING)):
-            assert 0 <= address - page < 4 * counters.PAGE
+        for address in (found[gpu], device_memory.counter(gpu, CAPTURING)):
+            assert 0 <= address - page < 4 * device_memory.PAGE
 
 
 def test_the_capture_mode_of_the_thread_is_put_back_even_after_an_error(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    counters.counter(0, CAPTURING)
+    device_memory.counter(0, CAPTURING)
     assert driver.mode == 0
-    counters._free.clear()
+    device_memory._free_counters.clear()
     driver.mode = 1
     monkeypatch.setattr(pytest.importorskip("cupy").cuda.runtime, "malloc", lambda size: 1 // 0)
     with pytest.raises(ZeroDivisionError):
-        counters.counter(0, CAPTURING)
+        device_memory.counter(0, CAPTURING)
     assert driver.mode == 1
-    assert not any(counters._free.values())
+    assert not any(device_memory._free_counters.values())
 
 
 @pytest.mark.parametrize("name", ["cuStreamIsCapturing", "cuStreamGetId"])
 def test_an_error_of_the_driver_is_told_with_the_stream(driver: Driver, name: str) -> None:
     driver.results[name] = 400
     with pytest.raises(RuntimeError, match=rf"{name} failed for .* 0x2a: CUDA_ERROR_INVALID_HANDLE \(400\)"):
-        counters.counter(0, 42)
+        device_memory.counter(0, 42)
     assert not driver.pages
 
 
@@ -264,7 +264,7 @@ def test_gpu_a_graph_runs_beside_other_launches_of_the_stream_that_it_was_captur
     cupy.cuda.Device().synchronize()
     of_graph = outs(10)
     stream, other = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
-    monkeypatch.setattr(counters, "_free", {})  # the first page is allocated within the capture
+    monkeypatch.setattr(device_memory, "_free_counters", {})  # the first page is allocated within the capture
     with stream:
         stream.begin_capture()
         for out in of_graph:

@@ -16,7 +16,7 @@ import pytest
 from workers import ROOT, run_python
 
 from cuflash.errors import UnsupportedError
-from cuflash.runtime import cache
+from cuflash.runtime import disk_cache
 from cuflash.tools import info
 
 NAME, OTHER, CONTENT = "kernel.sm_80.0123.cubin", "kernel.sm_90.0123.cubin", b"\x7fELF of a kernel"
@@ -49,26 +49,30 @@ def stranger() -> Iterator[None]:
 
 def kept(folder: Path, name: str = NAME, content: bytes = CONTENT) -> Path:
     """A file that was kept in the cache folder and is found there."""
-    cache.keep(name, content)
-    assert cache.find(name) == cache.find_in_cache(name) == cache.read(folder / name) == content
+    disk_cache.keep(name, content)
+    assert disk_cache.find(name) == disk_cache.find_in_cache(name) == disk_cache.read(folder / name) == content
     return folder / name
 
 
 def is_kept_elsewhere(problem: str) -> bool:
     """Whether a kernel is kept by this process alone, with one warning that matches, and found there again."""
     with pytest.warns(RuntimeWarning, match=problem) as caught:
-        cache.keep(NAME, CONTENT)
+        disk_cache.keep(NAME, CONTENT)
     assert len(caught) == 1
     assert "CUFLASH_CACHE_DIR" in str(caught[0].message)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        cache.keep(OTHER, CONTENT[1:])
-    return cache.find_in_cache(NAME) is None and [cache.find(x) for x in (NAME, OTHER)] == [CONTENT, CONTENT[1:]]
+        disk_cache.keep(OTHER, CONTENT[1:])
+    contents = [disk_cache.find(x) for x in (NAME, OTHER)]
+    return disk_cache.find_in_cache(NAME) is None and contents == [
+        CONTENT,
+        CONTENT[1:],
+    ]
 
 
 def test_a_file_is_sound_under_its_own_name_alone(cache_dir: Path) -> None:
     kept(cache_dir).rename(cache_dir / OTHER)
-    assert cache.find(NAME) is cache.find(OTHER) is None
+    assert disk_cache.find(NAME) is disk_cache.find(OTHER) is None
     kept(cache_dir, OTHER)
 
 
@@ -78,7 +82,7 @@ def test_a_folder_is_private_unless_root_makes_it_for_all(
     root: bool, cache_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     user = os.geteuid()
-    monkeypatch.setattr(cache, "ROOT", user if root else user + 1)
+    monkeypatch.setattr(disk_cache, "ROOT", user if root else user + 1)
     umask = os.umask(0)
     try:
         path = kept(cache_dir)
@@ -91,13 +95,13 @@ def test_a_folder_is_private_unless_root_makes_it_for_all(
 @posix
 @pytest.mark.parametrize("mode", [0o720, 0o702, 0o1777])
 def test_a_folder_that_others_may_write_is_refused(mode: int, cache_dir: Path) -> None:
-    cache.keep(NAME, CONTENT)
+    disk_cache.keep(NAME, CONTENT)
     cache_dir.chmod(mode)
-    assert cache.find(NAME) is None
+    assert disk_cache.find(NAME) is None
     assert is_kept_elsewhere(f"the kernel cache {cache_dir} is not trusted: others than its owner.*chmod go-w")
     assert [path.name for path in cache_dir.iterdir()] == [NAME]  # nothing was added
     cache_dir.chmod(0o755)
-    assert cache.find_in_cache(NAME) == CONTENT
+    assert disk_cache.find_in_cache(NAME) == CONTENT
 
 
 @posix
@@ -105,32 +109,32 @@ def test_a_folder_that_others_may_write_is_refused(mode: int, cache_dir: Path) -
 def test_a_file_that_others_may_write_is_made_anew(mode: int, cache_dir: Path) -> None:
     path = kept(cache_dir)
     path.chmod(mode)
-    assert cache.find(NAME) is None
+    assert disk_cache.find(NAME) is None
     assert not kept(cache_dir).stat().st_mode & 0o022
 
 
 @posix
 def test_a_folder_of_another_user_is_refused(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.keep(NAME, CONTENT)
+    disk_cache.keep(NAME, CONTENT)
     owner = os.geteuid()
-    monkeypatch.setattr(cache, "ROOT", owner + 1)
-    monkeypatch.setattr(cache, "_user", lambda: owner + 2)  # neither made it
-    assert cache.find_in_cache(NAME) is None
+    monkeypatch.setattr(disk_cache, "ROOT", owner + 1)
+    monkeypatch.setattr(disk_cache, "_user", lambda: owner + 2)  # neither made it
+    assert disk_cache.find_in_cache(NAME) is None
     with pytest.raises(UnsupportedError, match=f"belongs to user {owner}, neither to this user"):
-        cache.contents()
-    monkeypatch.setattr(cache, "ROOT", owner)  # root made it
-    assert cache.find_in_cache(NAME) == CONTENT
+        disk_cache.contents()
+    monkeypatch.setattr(disk_cache, "ROOT", owner)  # root made it
+    assert disk_cache.find_in_cache(NAME) == CONTENT
     cache_dir.chmod(0o777)
-    assert cache.find_in_cache(NAME) is None
+    assert disk_cache.find_in_cache(NAME) is None
 
 
 @as_root
 def test_a_file_of_another_user_is_made_anew(cache_dir: Path) -> None:
     os.chown(kept(cache_dir), STRANGER, STRANGER)
-    assert cache.find(NAME) is None
+    assert disk_cache.find(NAME) is None
     kept(cache_dir)
     os.chown(cache_dir, STRANGER, STRANGER)
-    assert cache.find(NAME) is None
+    assert disk_cache.find(NAME) is None
     assert is_kept_elsewhere(f"belongs to user {STRANGER}, neither to this user .* nor to root")
 
 
@@ -141,15 +145,15 @@ def test_a_cache_of_roots_serves_other_users_who_cannot_write_it(
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(shared / "made"))
     kept(shared / "made")
     request.getfixturevalue("stranger")
-    assert cache.contents() == (shared / "made", [len(CONTENT) + cache.DIGEST_BYTES])
+    assert disk_cache.contents() == (shared / "made", [len(CONTENT) + disk_cache.DIGEST_BYTES])
     message = (
         r"1 kernels, 48 B; no more can be kept: .*/made cannot be written \(Permission denied\); set CUFLASH_CACHE"
     )
     assert re.match(f"cache     {shared / 'made'}: {message}", cache_line())
     with pytest.warns(RuntimeWarning, match=f"{shared / 'made'} cannot be used .Permission denied"):
-        cache.keep(OTHER, CONTENT)
-    assert cache.find_in_cache(OTHER) is None
-    assert cache.find(OTHER) == cache.find_in_cache(NAME) == CONTENT
+        disk_cache.keep(OTHER, CONTENT)
+    assert disk_cache.find_in_cache(OTHER) is None
+    assert disk_cache.find(OTHER) == disk_cache.find_in_cache(NAME) == CONTENT
 
 
 @as_root
@@ -180,7 +184,7 @@ def test_a_fifo_under_a_files_name_is_replaced(has_writer: bool, cache_dir: Path
     cache_dir.mkdir(mode=0o700)
     os.mkfifo(cache_dir / NAME)
     writer = os.open(cache_dir / NAME, os.O_RDWR) if has_writer else -1
-    code = f"from cuflash.runtime import cache; print(cache.find({NAME!r}), cache.contents()[1])"
+    code = f"from cuflash.runtime import disk_cache; print(disk_cache.find({NAME!r}), disk_cache.contents()[1])"
     command = [sys.executable, "-c", code]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)  # not for ever
     assert found.stdout == "None []\n"
@@ -192,10 +196,10 @@ def test_a_fifo_under_a_files_name_is_replaced(has_writer: bool, cache_dir: Path
 def test_a_folder_under_a_files_name_is_told(cache_dir: Path) -> None:
     (cache_dir / NAME).mkdir(parents=True)
     with pytest.warns(RuntimeWarning, match="cannot be used .*; set CUFLASH_CACHE_DIR"):
-        cache.keep(NAME, CONTENT)
-    assert cache.find(NAME) == CONTENT
+        disk_cache.keep(NAME, CONTENT)
+    assert disk_cache.find(NAME) == CONTENT
     assert [each.name for each in cache_dir.iterdir()] == [NAME]  # no temporary file stays
-    assert cache.contents() == (cache_dir, [])
+    assert disk_cache.contents() == (cache_dir, [])
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,25 +286,25 @@ def test_a_link_that_leads_nowhere_is_no_cache(tmp_path: Path, monkeypatch: pyte
 
 def test_a_process_keeps_the_latest_kernels_up_to_a_bound(cache_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache_dir.write_bytes(b"no folder")
-    monkeypatch.setattr(cache, "MOST_BYTES", 10)
-    monkeypatch.setattr(cache, "_warn", lambda problem: None)
+    monkeypatch.setattr(disk_cache, "MOST_BYTES", 10)
+    monkeypatch.setattr(disk_cache, "_warn", lambda problem: None)
     for name in "abc":
-        cache.keep(name, name.encode() * 4)
-    assert [cache.find(name) for name in "abc"] == [None, b"bbbb", b"cccc"]
+        disk_cache.keep(name, name.encode() * 4)
+    assert [disk_cache.find(name) for name in "abc"] == [None, b"bbbb", b"cccc"]
 
 
 # Keeps kernels where there is no cache, in a process and in its child, which finds what its parent kept before.
 FORKS = f"""
 import os, sys, warnings
-from cuflash.runtime import cache
+from cuflash.runtime import disk_cache
 warnings.simplefilter("ignore")
-cache.keep({NAME!r}, b"parent")
+disk_cache.keep({NAME!r}, b"parent")
 child = os.fork()
-assert cache.find({NAME!r}) == b"parent"
-cache.keep({OTHER!r}, b"child" if child == 0 else b"parent")
+assert disk_cache.find({NAME!r}) == b"parent"
+disk_cache.keep({OTHER!r}, b"child" if child == 0 else b"parent")
 if child:
     assert os.waitpid(child, 0)[1] == 0
-    assert cache.find({OTHER!r}) == b"parent"
+    assert disk_cache.find({OTHER!r}) == b"parent"
 os._exit(0)
 """
 
@@ -317,8 +321,8 @@ def test_without_a_cache_a_process_and_its_children_leave_nothing_behind(tmp_pat
 def test_a_file_that_is_larger_than_any_kernel_is_not_read_but_made_anew(cache_dir: Path) -> None:
     path = kept(cache_dir)
     os.truncate(path, 2**40)  # of which the disk holds one page
-    assert cache.find(NAME) is None
-    assert kept(cache_dir).stat().st_size == len(CONTENT) + cache.DIGEST_BYTES
+    assert disk_cache.find(NAME) is None
+    assert kept(cache_dir).stat().st_size == len(CONTENT) + disk_cache.DIGEST_BYTES
 
 
 def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> None:
@@ -326,9 +330,9 @@ def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> Non
     code = (
         "import os, sys\n"
         "from pathlib import Path\n"
-        "from cuflash.runtime import cache\n"
+        "from cuflash.runtime import disk_cache\n"
         "os.replace = lambda *_: os._exit(9)\n"
-        f"cache.write(Path(sys.argv[1]) / {NAME!r}, {CONTENT!r})\n"
+        f"disk_cache.write(Path(sys.argv[1]) / {NAME!r}, {CONTENT!r})\n"
     )
     for _ in range(2):
         assert subprocess.run([sys.executable, "-c", code, str(cache_dir)], cwd=ROOT, check=False).returncode == 9
@@ -342,13 +346,13 @@ def test_what_killed_writers_left_is_removed_after_a_day(cache_dir: Path) -> Non
     path = kept(cache_dir)
     os.utime(path, (yesterday, yesterday))
     assert set(cache_dir.iterdir()) == {path, recent, strange}
-    cache.keep(OTHER, CONTENT)
-    assert cache.find(NAME) == CONTENT  # kernels stay, however old
+    disk_cache.keep(OTHER, CONTENT)
+    assert disk_cache.find(NAME) == CONTENT  # kernels stay, however old
 
 
 def test_info_tells_the_kernels(cache_dir: Path) -> None:
     for name in (NAME, OTHER):
-        cache.keep(name, bytes(512 - cache.DIGEST_BYTES))
+        disk_cache.keep(name, bytes(512 - disk_cache.DIGEST_BYTES))
     (cache_dir / "gone.cubin").symlink_to("nowhere")
     assert cache_line() == f"cache     {cache_dir}: 2 kernels, 1 KiB"
 

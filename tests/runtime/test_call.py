@@ -14,8 +14,9 @@ import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning.device import KNOWN
 from cuflash.planning.planner import plan
-from cuflash.runtime import launch, tensor_map
-from cuflash.runtime.kept import LruCache, RecentKeys
+from cuflash.runtime import call as calls
+from cuflash.runtime import device_memory, tensor_map
+from cuflash.runtime.call_cache import LruCache, RecentKeys
 from cuflash.runtime.structs import STRUCTS, Block, Parameters, size_of
 
 POINTERS = (2**30, 2**31, 2**32, 2**33, 2**34)
@@ -26,12 +27,12 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return Gpus(monkeypatch)
 
 
-def forward(seqlen: int = 300, counted: bool = False) -> tuple[launch.Kernels, Parameters]:
+def forward(seqlen: int = 300, counted: bool = False) -> tuple[calls.Kernels, Parameters]:
     """Kernels of a problem on Hopper, and parameters like theirs."""
     of = problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
     made = plan(of, KNOWN["sm_90"])
     assert made.launches[0].counted == counted
-    return launch.Kernels(made, 1), Parameters(of, made.launches[0], {})
+    return calls.Kernels(made, 1), Parameters(of, made.launches[0], {})
 
 
 def moved(by: int) -> tuple[int, ...]:
@@ -108,7 +109,7 @@ def test_a_thread_without_the_gpus_context_gets_it_for_descriptors(gpus: Gpus, m
     monkeypatch.setattr(tensor_map, "function", noted)
     for gpus.current in (-1, 0):
         before = gpus.current
-        launch._kernels(problem(dims=(2, 300 - before, 300, 4, 4)), 1)
+        calls._kernels(problem(dims=(2, 300 - before, 300, 4, 4)), 1)
         assert gpus.current == before
     assert contexts
     assert set(contexts) == {1}
@@ -132,11 +133,11 @@ def test_a_launch_whose_counter_was_not_found_asks_for_it_again(gpus: Gpus, monk
         raise MemoryError(none)
 
     with monkeypatch.context() as patch:
-        patch.setattr(launch.counters, "counter", refuse)
+        patch.setattr(device_memory, "counter", refuse)
         for _ in range(3):
             with pytest.raises(MemoryError, match=none):
                 kernels.launch(POINTERS, stream=0)
-    monkeypatch.setattr(launch.counters, "counter", lambda ordinal, stream, words, use: 2**20)
+    monkeypatch.setattr(device_memory, "counter", lambda ordinal, stream, words, use: 2**20)
     kernels.launch(POINTERS, stream=0)
     assert int.from_bytes(gpus.launched[-1][1][at : at + 8], "little") == 2**20
     assert len(gpus.launched) == 1
@@ -146,21 +147,21 @@ def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
     of = problem(256, 256, "backward", dims=(1, 300, 300, 2, 2))
     made = plan(of, KNOWN["sm_90"])
     assert len(made.launches) == 4  # delta, dq, dk, dv
-    launch.Kernels(made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
+    calls.Kernels(made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
     delta, *rows = [packed for _, packed in gpus.launched]
     assert rows == rows[:1] * 3 != [delta] * 3
 
 
 def test_kernels_of_one_struct_whose_copies_differ_have_parameters_of_their_own(gpus: Gpus) -> None:
     made = plan(problem(256, 256, "backward", dims=(1, 300, 300, 2, 2), softcap=5.0), KNOWN["sm_90"])
-    of_launches = [number for number, _ in launch.Kernels(made, 1)._loaded]
+    of_launches = [number for number, _ in calls.Kernels(made, 1)._loaded]
     assert of_launches == [0, 1, 1, 2]  # dq and dk have tiles of 32 columns, dv of 64
 
 
 def decode(length: int, layer: int, rows: int = 2**15) -> None:
     """A step of decoding in one layer of a model whose cache has this many keys."""
-    q = Array.dense((1, 1, 32, 128), 2**20 * (layer + 1))
-    k = Array.dense((1, length, 8, 128), 2**30 * (layer + 1), rows=rows)
+    q = Array.contiguous((1, 1, 32, 128), 2**20 * (layer + 1))
+    k = Array.contiguous((1, length, 8, 128), 2**30 * (layer + 1), rows=rows)
     cuflash.forward(q, k, k, causal=True)
 
 
@@ -194,27 +195,27 @@ def test_8000_new_shapes_leave_no_more_than_the_bound(gpus: Gpus) -> None:
         most = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert most <= launch.KEPT_BYTES
+    assert most <= calls.KEPT_BYTES
     assert most <= 1.1 * early  # the bound was reached long before
-    assert 0.5 * launch.CALL_CACHE.num_bytes <= most <= launch.CALL_CACHE.num_bytes <= launch.KEPT_BYTES
-    entries = len(launch.CALL_CACHE)
+    assert 0.5 * calls.CALL_CACHE.num_bytes <= most <= calls.CALL_CACHE.num_bytes <= calls.KEPT_BYTES
+    entries = len(calls.CALL_CACHE)
     decode(8001, 0)
-    assert len(launch.CALL_CACHE) == entries  # the last shapes are there
+    assert len(calls.CALL_CACHE) == entries  # the last shapes are there
 
 
 def test_merges_and_windows_given_as_lists_are_kept(gpus: Gpus) -> None:
-    out, lse = Array.dense((1, 9, 2, 64), 2**30), Array.dense((1, 2, 9), 2**31, "float32")
-    q = Array.dense((1, 200, 2, 64), 2**32)
+    out, lse = Array.contiguous((1, 9, 2, 64), 2**30), Array.contiguous((1, 2, 9), 2**31, "float32")
+    q = Array.contiguous((1, 200, 2, 64), 2**32)
     window: list[int] = [3, 4]
-    calls = (
+    repeated = (
         lambda: cuflash.merge_states([out, out], [lse, lse]),
         lambda: cuflash.forward(q, q, q, window_size=window),  # type: ignore[arg-type]
     )
-    for call in calls:
-        call(), call()  # from their second use on, parameters are kept, too
-        entries = len(launch.CALL_CACHE)
-        call()
-        assert len(launch.CALL_CACHE) == entries
+    for merge_or_forward in repeated:
+        merge_or_forward(), merge_or_forward()  # from their second use on, parameters are kept, too
+        entries = len(calls.CALL_CACHE)
+        merge_or_forward()
+        assert len(calls.CALL_CACHE) == entries
 
 
 def appended(**changes: Any) -> dict[str, Any]:
@@ -222,7 +223,7 @@ def appended(**changes: Any) -> dict[str, Any]:
     shapes = {"k_cache": (2, 40, 8, 64), "v_cache": (2, 40, 8, 64), "k": (2, 1, 8, 64), "v": (2, 1, 8, 64)}
     if pairs := changes.pop("pairs", 0):
         shapes |= {"q": (2, 1, 16, 64), "rotary_cos": (50, pairs), "rotary_sin": (50, pairs)}
-    call = {name: Array.dense(shape, 2**20 * (n + 1)) for n, (name, shape) in enumerate(shapes.items())}
+    call = {name: Array.contiguous(shape, 2**20 * (n + 1)) for n, (name, shape) in enumerate(shapes.items())}
     return call | {"seqused_k": Array((2,), (1,), "int32", 2**30)} | changes
 
 
@@ -259,8 +260,8 @@ def test_caches_that_share_memory_are_refused_before_anything_is_launched(gpus: 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_go_to_the_arrays_that_are_given_and_others_are_new(gpus: Gpus, deterministic: bool) -> None:
     shape, step = (2, 300, 8, 64), 8 * 64
-    arrays = [Array.dense(shape, 2**30 * (n + 1), "float32") for n in range(5)]
-    lse = Array.dense((2, 8, 300), 2**33, "float32")
+    arrays = [Array.contiguous(shape, 2**30 * (n + 1), "float32") for n in range(5)]
+    lse = Array.contiguous((2, 8, 300), 2**33, "float32")
     # why float32: the kernels that take it have pointers and strides in their structs, and not in tensor maps.
     packed = [Array(shape, (300 * 3 * step, 3 * step, 64, 1), "float32", 2**40 + 4 * step * n) for n in range(3)]
     recorded = "BackwardParams", "BackwardDqParams" if deterministic else "ConvertParams"

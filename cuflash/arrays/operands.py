@@ -1,0 +1,46 @@
+"""Arrays of a call as operands of its op: their specs, their axes, and errors where they cannot be written to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+from ..errors import ProblemError
+from ..problem.array_spec import ArraySpec
+from ..problem.operands import LSE_AXES, Op
+from ..problem.problem import Problem
+from .library import Library, as_4d
+
+
+def specs_of(op: Op, library: Library, arrays: Sequence[Any]) -> Iterator[ArraySpec | None]:
+    """Yields the specs of a call's inputs and outputs, None for one that is not there."""
+    for operand, array in zip(op.operands, arrays, strict=False):
+        yield None if array is None else library.spec(operand.called, array)
+
+
+def views_of(problem: Problem, arrays: Sequence[Any]) -> dict[str, Any]:
+    """Returns views of the inputs that are there, NumPy or CuPy arrays, with all of their axes, by name."""
+    views = {}
+    for operand, array in zip(problem.op.inputs, arrays, strict=False):
+        if array is None:
+            continue
+        if len(operand.axes) == 4:
+            array = as_4d(array)
+        elif operand.axes == LSE_AXES:
+            array = array.reshape(problem.shape(operand))
+        views[operand.name] = array
+    return views
+
+
+def overlap_error(name: str, other: str, is_unknown: bool = False) -> ProblemError:
+    """Returns the error for an array that is written to and lies where another one does, or may lie there."""
+    shares = "has strides for which it takes too long to tell whether it shares" if is_unknown else "shares"
+    return ProblemError(f"{name}, which is written to, {shares} memory with {other}; give {name} memory of its own")
+
+
+def refuse_to_write(name: str, library: Library, otherwise: str = "") -> NoReturn:
+    """Raises ProblemError for an array of a library whose arrays do not change. otherwise: ends its text."""
+    raise ProblemError(
+        f"{name} is a {library.name} array, which cannot be written to here; give a NumPy, CuPy or PyTorch array"
+        f"{otherwise}"
+    )

@@ -1,0 +1,78 @@
+"""Calls on arrays in host memory: validated like all others, run by the NumPy reference, in the caller's library."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+
+from .. import reference
+from ..arrays.dlpack import DlpackLibrary
+from ..arrays.library import GpuLibrary, Library, as_4d
+from ..arrays.operands import overlap_error, refuse_to_write, specs_of, views_of
+from ..errors import ProblemError
+from ..problem.array_spec import overlap
+from ..problem.operands import Op
+from ..problem.options import Options
+from ..problem.problem import Problem
+
+Array = np.ndarray[Any, Any]
+
+
+def run(op: Op, library: Library, arrays: tuple[Any, ...], options: Options) -> tuple[Any, ...]:
+    """Returns all results of a call on arrays in host memory: its inputs, then outputs, None for a new one."""
+    problem = Problem.of(op, list(specs_of(op, library, arrays)), options)
+    views = [None if x is None else library.to_numpy(x) for x in arrays]
+    inputs = len(op.inputs)
+    for number in (*op.written, *range(inputs, len(arrays))):
+        if arrays[number] is not None:
+            name, otherwise = op.names[number], "" if number < inputs else " or None"
+            views[number] = target = _writable(library, name, arrays[number], otherwise)
+            for other, view in zip(op.names, views, strict=False):
+                if view is not None and name != other and (overlaps := overlap(target, view)) is not False:
+                    raise overlap_error(name, other, overlaps is None)
+    for number, view in enumerate(views[:inputs]):
+        # why: a dtype of another byte order equals none of NumPy's own, and NumPy's results are in the machine's order
+        if view is not None and not view.dtype.isnative and number not in op.written:
+            views[number] = view.astype(view.dtype.newbyteorder("="))
+    results = zip_longest(compute(problem, views[:inputs], views[inputs:]), arrays[inputs:])
+    return tuple(library.from_numpy(x, like=arrays[0]) if out is None else out for x, out in results)
+
+
+def compute(problem: Problem, arrays: Sequence[Array | None], outs: Sequence[Array | None] = ()) -> list[Array]:
+    """Returns the results of a problem, in the caller's rank, of inputs in that rank; writes them to `outs`, too."""
+    named = views_of(problem, arrays)
+    results: Sequence[Array]
+    # why: rows of it that no sequence uses keep what they hold.
+    target = None if problem.lengths is None or problem.lengths.clears_unused else outs[0]
+    out = None if target is None else as_4d(target)
+    if problem.op.mod_spec is not None:
+        results = reference.run_with_mods(problem, named, out)
+    elif problem.lengths is not None:
+        results = reference.of_sequences(problem, named, out)
+    else:
+        results = reference.RUN[problem.op.name](problem, *named.values())
+    shaped = [np.asarray(x).reshape(shape) for x, (shape, _) in zip(results, problem.outputs, strict=True)]
+    for out, result in zip(outs, shaped, strict=False):
+        if out is not None:
+            out[...] = result
+    return shaped
+
+
+def _writable(library: Library, name: str, array: Any, otherwise: str = "") -> Array:
+    """Returns an array that is written to, as NumPy sees its memory. otherwise: what the caller may do instead."""
+    if isinstance(library, DlpackLibrary):
+        refuse_to_write(name, library, otherwise)
+    target = library.to_numpy(array)
+    if not target.flags.writeable:
+        raise ProblemError(f"{name} is read-only; give a writable array{otherwise}")
+    if any(stride % target.itemsize for stride in target.strides):
+        raise ProblemError(
+            f"{name} has strides of {target.strides} bytes, no multiples of the {target.itemsize} of an element; give "
+            f"an array of whole steps{otherwise}"
+        )
+    if isinstance(library, GpuLibrary) and target.size and library.pointers([array]) != [target.ctypes.data]:
+        raise ProblemError(f"{name} is a view that is yet to be negated, which cannot be written to{otherwise}")
+    return target
