@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -54,6 +55,10 @@ FAMILIES = (
         scope=PYTHON,
     ),
     Family(r"is_kept", "is_cacheable", scope=PYTHON, allowed=OF_DROPOUT),
+    Family(r"_?[tT]old|(?:is|given|check|with)_told", "varlen_args, varlen_kwargs, varlen_specs", PYTHON, in_code=True),
+    Family(
+        r"(?!test_)\w*_own|_?own(_\w+)?|_?OWN(_\w+)?", "mod_spec, mod_code, mod_args, mod_kwargs", PYTHON, in_code=True
+    ),
     Family(r"[A-Za-z]*Own[A-Z]\w*|kOwn", "Mod*, kHasMods, kScoreMod, kMaskMod"),
     Family(r"DealtWork|Dealer|deal_out|ToldSteps?|TurnWarp", "WorkRing, SchedulerWarp, push, StepRing, SemaphoreWarp"),
     Family(r"OutputConsumer|RingPosition|AbsentKeys", "ForwardMainloop, PipelineState, MissingPages"),
@@ -78,7 +83,16 @@ FAMILIES = (
         "any_last_stride, last_dim_strided, with_packed_strides, packed_strides, contiguous",
         scope=PYTHON,
     ),
+    Family(
+        r"all_paths|truth(?=\()|of_causal_pairs|magnitude(?=\()|warn_of_numbers|numbers_that_change|captured_object",
+        "trace_branches, branch_on, assume_causal, abs_bound, warn_if_recompiling, stand_ins",
+        scope=PYTHON,
+    ),
+    Family(r"looked_up|(?<=sums\.)apart|alike(?=\()", "gathered_axes, separate_axes, equivalent", scope=PYTHON),
 )
+# Folders whose variables are named for what they hold, not for how they came to be, and names that are not.
+NAMED_FOLDERS = ("cuflash/mods/", "tests/mods/")
+VAGUE = {"made", "found", "given", "wanted", "known", "seen", "told", "kept", "own", "of", "at"}
 FOLDERS = ("cuflash", "kernels_cu", "tests", "examples", ".ci")
 FILES = {
     path.relative_to(ROOT).as_posix(): path
@@ -94,6 +108,14 @@ def identifiers(name: str, text: str) -> str:
         return re.sub(r"//[^\n]*", "", text)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     return " ".join(token.string for token in tokens if token.type == tokenize.NAME)
+
+
+def variables(text: str) -> set[str]:
+    """Returns the names of variables, arguments and attributes that a Python source sets."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return names | {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)}
 
 
 def uses(family: Family, texts: dict[str, str]) -> dict[str, list[str]]:
@@ -121,6 +143,13 @@ def test_old_names_of_a_family_are_gone(family: Family, texts: dict[str, str]) -
     found = uses(family, texts)
     assert set(family.allowed) <= set(texts)
     assert not set(found) - set(family.allowed), f"write {family.new}"
+
+
+def test_variables_are_named_for_what_they_hold(texts: dict[str, str]) -> None:
+    assert variables("def f(of): made = x.told = of.seen") == {"of", "made", "told"}
+    folders = {name: text for name, text in texts.items() if name.startswith(NAMED_FOLDERS)}
+    assert {name.rpartition("/")[0] + "/" for name in folders} >= set(NAMED_FOLDERS)
+    assert not {name: vague for name, text in folders.items() if (vague := variables(text) & VAGUE)}
 
 
 def test_an_old_name_is_found() -> None:

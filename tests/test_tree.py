@@ -47,7 +47,7 @@ TESTED_ELSEWHERE = {
                     "reference/test_forward.py"),
     **dict.fromkeys((f"planning/{name}" for name in ("device", "forward", "hopper", "merge", "plan", "tile",
                     "variant")), "planning/test_planner.py"),
-    **dict.fromkeys((f"mods/tracing/{name}" for name in ("captured_object", "stand_ins")), "mods/test_capture.py"),
+    "mods/tracing/stand_ins": "mods/test_capture.py",
     **dict.fromkeys((f"mods/tracing/{name}" for name in ("operand", "array_tracer")), "mods/test_tracers.py"),
     "mods/graph/operations": "mods/test_simplify.py",
     "planning/pages": "planning/test_decoding.py",

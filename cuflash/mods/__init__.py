@@ -1,6 +1,6 @@
-"""*Which* scores and masks? Functions traced into expression graphs, with derivatives, intervals and CUDA text.
+"""Traces score_mod and mask_mod into expression graphs, with derivatives, intervals and CUDA text.
 
-Ready-made masks and scores, and the functions that functions of the user may call:
+Ready-made masks and scores, and the functions that user functions may call:
 
     out = cuflash.forward(q, k, v, mask_mod=mods.and_masks(mods.causal, mods.document(offsets)))
 

@@ -1,4 +1,4 @@
-"""What functions of the user may call: the lengths of the sequence, and functions of scalars.
+"""Functions that score_mod and mask_mod may call: the lengths of the sequence, and functions of scalars.
 
 Functions of NumPy, CuPy, PyTorch, jax.numpy and `math`, Python's operators and `if` do the same. These serve where a
 function is to run with every array library, or with none. In the examples `np` is NumPy, `mods` is `cuflash.mods`, and
@@ -43,7 +43,7 @@ def seqlen_k() -> Any:
 
 
 def position_of(q_idx: Any) -> Any:
-    """Where a query stands among the keys: the last query stands beside the last key.
+    """The position of a query among the keys: the last query stands beside the last key.
 
     >>> out = cuflash.forward(q[4:], k, v, mask_mod=lambda b, h, q_idx, k_idx: k_idx < mods.position_of(q_idx))
     >>> np.allclose(out[:1], cuflash.forward(q[4:5], k[:4], v[:4]))
@@ -52,14 +52,14 @@ def position_of(q_idx: Any) -> Any:
     return q_idx + seqlen_k() - seqlen_q()
 
 
-def alike(of_query: Any, of_key: Any) -> Any:
-    """One condition that is written twice, inside a function that is traced: what is computed of the query and compared
-    with the key, and the other way round.
+def equivalent(by_query: Any, by_key: Any) -> Any:
+    """A condition in two equivalent forms, inside a function that is traced.
 
-    why: a kernel computes once for each of its rows what they know, and again for each score what they do not. Its rows
-    are queries in forward, and keys in most of backward.
+    Most of the first form depends on the query alone, and most of the second one on the key.
+    why: a kernel computes what depends on a row alone once for each row, and all else for each score. Its rows are
+    queries in forward, and keys in most of backward.
     """
-    return TracedScalar(build("alike", as_node(of_query), as_node(of_key)))
+    return TracedScalar(build("alike", as_node(by_query), as_node(by_key)))
 
 
 def _length(name: str) -> TracedScalar:
@@ -69,12 +69,12 @@ def _length(name: str) -> TracedScalar:
 
 
 def function(name: str) -> Any:
-    """The function of a name, for traced values and for numbers."""
+    """Returns the function of a name, for traced values and for numbers."""
 
-    def of_scalars(*arguments: Any) -> Any:
+    def scalar_function(*arguments: Any) -> Any:
         node = call(name, arguments, {}, "cuflash")
         return TracedScalar(node) if any(isinstance(each, Operand) for each in arguments) else node.value
 
-    of_scalars.__name__ = of_scalars.__qualname__ = name
-    of_scalars.__doc__ = f"{name} of traced values, or of numbers."
-    return of_scalars
+    scalar_function.__name__ = scalar_function.__qualname__ = name
+    scalar_function.__doc__ = f"{name} of traced values, or of numbers."
+    return scalar_function

@@ -1,6 +1,6 @@
 """Ready-made masks. A query's position is `q_idx + seqlen_k - seqlen_q`: the last query stands beside the last key.
 
-In the pictures a row is a query, a column a key, and x a key that is seen. Numbers are constants of the kernel, so that
+In the pictures a row is a query, a column a key, and x a visible key. Numbers are constants of the kernel, so that
 each new one compiles anew; arrays are read by every call, so that they may change, in CUDA graphs too. In the examples
 `np` is NumPy, `mods` is `cuflash.mods`, and q, k and v hold 6 tokens of 2 heads, (6, 2, 4).
 """
@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import ProblemError
-from .language import alike, position_of, seqlen_k, seqlen_q
+from .language import equivalent, position_of, seqlen_k, seqlen_q
 from .tracing.operand import is_integer, shape_of
 
 Mod = Callable[..., Any]
 
 
 def check_number(name: str, value: Any, least: int, otherwise: str = "") -> int:
-    """`value` if it is an integer that is large enough. otherwise: what else is accepted."""
+    """Returns `value` if it is an integer of at least `least`. otherwise: in the error, what else is accepted."""
     if not is_integer(value) or value < least:
         raise ProblemError(f"{name}={value!r}; give an integer of at least {least}{otherwise}")
     return int(value)
 
 
 def and_masks(*mask_mods: Mod) -> Mod:
-    """What all of the masks show.
+    """The keys that all of the masks show.
 
     >>> mask_mod = mods.and_masks(mods.causal, mods.chunked(3))
     >>> out = cuflash.forward(q, k, v, mask_mod=mask_mod)
@@ -43,7 +43,7 @@ def and_masks(*mask_mods: Mod) -> Mod:
 
 
 def or_masks(*mask_mods: Mod) -> Mod:
-    """What at least one of the masks shows.
+    """The keys that at least one of the masks shows.
 
     >>> mask_mod = mods.or_masks(mods.causal, lambda b, h, q_idx, k_idx: k_idx < 3)
     >>> out = cuflash.forward(q, k, v, mask_mod=mask_mod)
@@ -101,7 +101,7 @@ def sliding_window(left: int, right: int = 0) -> Mod:
 
 
 def dilated_window(left: int, dilation: int, right: int = 0) -> Mod:
-    """Of a sliding window, the keys at distances that are multiples of `dilation` (Longformer, arXiv 2004.05150).
+    """The keys of a sliding window at distances that are multiples of `dilation` (Longformer, arXiv 2004.05150).
 
     dilated_window(4, 2), 7 queries, 7 keys:
         x . . . . . .
@@ -125,7 +125,7 @@ def dilated_window(left: int, dilation: int, right: int = 0) -> Mod:
 
 
 def global_window(num_global: Any, left: int, right: int = 0) -> Mod:
-    """A sliding window, and tokens that see all and are seen by all (Longformer, arXiv 2004.05150).
+    """A sliding window, and tokens that see all and are visible to all (Longformer, arXiv 2004.05150).
 
     num_global: that many tokens at the front, or an array of bool (seqlen_k,) that is True for them.
 
@@ -179,7 +179,7 @@ def chunked(size: int) -> Mod:
 
 
 def prefix_lm(prefix_length: Any) -> Mod:
-    """A prefix that all see, and after it a causal mask (T5, arXiv 1910.10683, section 3.2.1).
+    """A prefix that all queries see, and after it a causal mask (T5, arXiv 1910.10683, section 3.2.1).
 
     prefix_length: a number, or an array of integers (batch,).
 
@@ -195,12 +195,12 @@ def prefix_lm(prefix_length: Any) -> Mod:
     >>> np.allclose(out[:3], cuflash.forward(q[:3], k[:3], v[:3]))
     True
     """
-    of_batch = bool(shape_of(prefix_length))
-    if not of_batch:
+    is_array = bool(shape_of(prefix_length))
+    if not is_array:
         prefix_length = check_number("prefix_length", prefix_length, 0, ", or an array of integers (batch,)")
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        length = prefix_length[b] if of_batch else prefix_length
+        length = prefix_length[b] if is_array else prefix_length
         return (k_idx < length) | (k_idx <= position_of(q_idx))
 
     return mask_mod
@@ -230,32 +230,27 @@ def document(offsets: Any) -> Mod:
     """
     if len(shape := shape_of(offsets)) != 1 or shape[0] < 2:
         raise ProblemError(f"offsets has shape {tuple(shape)}; give an array (num_documents + 1,)")
-    steps = _powers_of_two(shape[0])
+    steps = [2**n for n in reversed(range((shape[0] - 1).bit_length()))]  # powers of two below the number of offsets
 
     def has_both(position: Any, other: Any) -> Any:
-        at: Any = 0
-        # The last document that begins at the position or before it, found by halving. why nothing else asks for the
-        # number of documents: the code is then that of all up to a power of two of offsets. An index behind the
-        # end is that of the last offset, so documents behind the last one begin and end there, and have no tokens.
+        index: Any = 0
+        # A binary search of the last document that begins at the position or before it. why without the number of
+        # documents: one code then serves all numbers up to a power of two. An index behind the end reads the last
+        # offset, so documents behind the last one begin and end there, and have no tokens.
         for step in steps:
-            at = at + (offsets[at + step] <= position) * step
-        begin, end = offsets[at], offsets[at + 1]
+            index = index + (offsets[index + step] <= position) * step
+        begin, end = offsets[index], offsets[index + 1]
         return (begin <= position) & (position < end) & (begin <= other) & (other < end)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         position = position_of(q_idx)
-        return alike(has_both(position, k_idx), has_both(k_idx, position))
+        return equivalent(has_both(position, k_idx), has_both(k_idx, position))
 
     return mask_mod
 
 
-def _powers_of_two(below: int) -> list[int]:
-    """The powers of two below a number, from the largest to 1."""
-    return [2**n for n in reversed(range((below - 1).bit_length()))]
-
-
 def segments(ids: Any) -> Mod:
-    """Keys whose number is that of the query: documents, images or turns that need not lie one after the other.
+    """Keys with the number of the query: documents, images or turns that need not lie one after the other.
 
     ids: an array of integers (seqlen_k,) or (batch, seqlen_k). Where each number's tokens follow each other, `document`
     is faster.
@@ -277,8 +272,8 @@ def segments(ids: Any) -> Mod:
         raise ProblemError(f"ids has {rank} axes; give an array (seqlen_k,) or (batch, seqlen_k)")
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        own = ids[b] if rank == 2 else ids
-        return own[position_of(q_idx)] == own[k_idx]
+        row = ids[b] if rank == 2 else ids
+        return row[position_of(q_idx)] == row[k_idx]
 
     return mask_mod
 
@@ -355,8 +350,8 @@ def tree(ancestors: Any) -> Mod:
     """Speculative decoding: the queries are nodes of a tree of drafts, whose keys are the last ones in the cache.
 
     A node sees all keys before those of the tree and, of the tree, its ancestors and itself. ancestors: an array of
-    bool (nodes, nodes) or (batch, nodes, nodes), or of integers (nodes,) or (batch, nodes), whose bit j says whether
-    node j is seen; bits take less time, and integers of 64 bits hold 64 nodes.
+    bool (nodes, nodes) or (batch, nodes, nodes), or of integers (nodes,) or (batch, nodes), whose bit j is set if
+    node j is visible; bits take less time, and integers of 64 bits hold 64 nodes.
 
     tree(numpy.array([1, 3, 5, 13])), 4 queries, 6 keys:
         x x x . . .
@@ -376,9 +371,9 @@ def tree(ancestors: Any) -> Mod:
         )
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        own = ancestors[b] if rank == (2 if is_bits else 3) else ancestors
+        table = ancestors[b] if rank == (2 if is_bits else 3) else ancestors
         node = k_idx - (seqlen_k() - seqlen_q())
-        seen = (own[q_idx] >> max(node, 0)) & 1 != 0 if is_bits else own[q_idx, max(node, 0)]
-        return (node < 0) | seen
+        is_ancestor = (table[q_idx] >> max(node, 0)) & 1 != 0 if is_bits else table[q_idx, max(node, 0)]
+        return (node < 0) | is_ancestor
 
     return mask_mod

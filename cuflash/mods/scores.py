@@ -20,7 +20,7 @@ _EXP2, _TANH, _WHERE = (function(name) for name in ("exp2", "tanh", "where"))
 
 
 def _distance(q_idx: Any, k_idx: Any) -> Any:
-    """How far the key stands behind the query's position."""
+    """The distance of the key behind the query's position."""
     return k_idx - position_of(q_idx)
 
 
@@ -128,7 +128,7 @@ def relative_position(table: Any, *, bidirectional: bool, max_distance: int = 12
 
 
 def _begins(count: int, exact: int, max_distance: int) -> list[int]:
-    """The first distance of each bucket after the one of `exact`, as T5's float32 logarithm has them."""
+    """Returns the first distance of each bucket after the one of `exact`, by T5's float32 logarithm."""
     sizes = np.arange(exact, max_distance + 1, dtype=np.float32)
     logs = np.log(sizes / np.float32(exact)) / np.float32(math.log(max_distance / exact)) * np.float32(count - exact)
     buckets = np.minimum(exact + logs.astype(np.int64), count - 1)

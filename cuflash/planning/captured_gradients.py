@@ -137,7 +137,7 @@ class _CapturedGradients:
     ) -> None:
         """One term of a gradient, number `at` of `count`; total: the part of the workspace in which terms are added."""
         problem = self.problem
-        extents = [result.shape[axis] for axis in sums.looked_up]
+        extents = [result.shape[axis] for axis in sums.gathered_axes]
         places = math.prod(extents)
         if places > MAX_PLACES:
             raise UnsupportedError(
@@ -145,17 +145,17 @@ class _CapturedGradients:
                 f"sums have {places} places; {MAX_PLACES} are supported. Leave it out of captured_grads (in PyTorch: "
                 "detach it), load from several smaller arrays, or index it by b, h, q_idx or k_idx alone"
             )
-        in_tables = [lengths[axis] for axis in sums.apart] + ([places] if extents else [])
+        in_tables = [lengths[axis] for axis in sums.separate_axes] + ([places] if extents else [])
         size = math.prod(in_tables)
         *steps_apart, _ = (*packed_strides(tuple(in_tables)), 1) if not extents else packed_strides(tuple(in_tables))
-        step_of = dict(zip(sums.apart, steps_apart, strict=True))
-        within = dict(zip(sums.looked_up, packed_strides(tuple(extents)), strict=True))
+        step_of = dict(zip(sums.separate_axes, steps_apart, strict=True))
+        within = dict(zip(sums.gathered_axes, packed_strides(tuple(extents)), strict=True))
         strides = tuple(within.get(axis, step_of.get(each or "", 0)) for axis, each in enumerate(sums.names))
 
         tiles = {"q": blocks_of(problem.seqlen_q, tile.block_q), "k": blocks_of(problem.seqlen_k, tile.block_k)}
         counts = {"b": problem.batch, "h": problem.heads_q, "q_idx": tiles["q"], "k_idx": tiles["k"]}
-        blocks = math.prod(counts[axis] for axis in sums.apart)
-        num_steps = math.prod(counts[axis] for axis in ("b", "h", "q_idx") if axis not in sums.apart)
+        blocks = math.prod(counts[axis] for axis in sums.separate_axes)
+        num_steps = math.prod(counts[axis] for axis in ("b", "h", "q_idx") if axis not in sums.separate_axes)
         if num_steps > MAX_GRID or blocks > MAX_GRID:
             raise UnsupportedError(
                 f"{name} is summed over more than {MAX_GRID} blocks of queries; split the batch into several calls, or "
@@ -166,7 +166,7 @@ class _CapturedGradients:
         resident = self.device.num_sms * tile.blocks_per_sm
         is_even = problem.lengths is None and problem.mask.is_full
         parts = _parts(blocks, num_steps, resident, room, is_even)
-        affine = all(is_affine(term.load.arguments[axis]) for axis in sums.looked_up)
+        affine = all(is_affine(term.load.arguments[axis]) for axis in sums.gathered_axes)
         lacks_room = bool(extents) and (room < 1 or (not affine and blocks * parts < resident // 4 and parts >= room))
         atomic = lacks_room and not problem.options.deterministic
         if extents and room < 1 and not atomic:
@@ -184,17 +184,17 @@ class _CapturedGradients:
             assert tables is not None
             self._clear(tables, size)
 
-        arguments = tuple(term.load.arguments[axis] for axis in sums.looked_up)
-        stays = set(sums.apart) == {"h", "q_idx", "k_idx"} and problem.lengths is None and not extents
+        arguments = tuple(term.load.arguments[axis] for axis in sums.gathered_axes)
+        stays = set(sums.separate_axes) == {"h", "q_idx", "k_idx"} and problem.lengths is None and not extents
         code = gradient_code(problem, term.derivative, arguments, stays)
         variant = self._variant("backward_own", "sm80/backward_own.cu", tile=tile, mod_code=code)
         fields = self.stats | {
             "num_q_tiles": tiles["q"],
             "num_k_tiles": tiles["k"],
-            "by_sequence": int("b" in sums.apart),
-            "by_head": int("h" in sums.apart),
-            "by_query": int("q_idx" in sums.apart),
-            "by_key": int("k_idx" in sums.apart),
+            "by_sequence": int("b" in sums.separate_axes),
+            "by_head": int("h" in sums.separate_axes),
+            "by_query": int("q_idx" in sums.separate_axes),
+            "by_key": int("k_idx" in sums.separate_axes),
             "num_steps": num_steps,
             "parts": parts,
             "adds_atomically": int(atomic),

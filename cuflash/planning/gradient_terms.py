@@ -55,13 +55,13 @@ def is_affine(index: Node) -> bool:
 class Sums(NamedTuple):
     """How a term is summed.
 
-    apart: those of BIAS_AXES by which sums stand apart, because they are an index. looked_up: the axes of the array
-    whose index is computed for each score; sums then stand apart by sequence and head at most. firsts, counts: which
-    indices of each axis have sums. names: which of BIAS_AXES an axis follows, None for others.
+    separate_axes: the axes of BIAS_AXES that index the array, so that each index has a sum. gathered_axes: the
+    axes of the array whose index is computed for each score; sums are then separate by sequence and head at most.
+    firsts, counts: the indices of each axis that have sums. names: the axis of BIAS_AXES that an axis follows, or None.
     """
 
-    apart: tuple[str, ...]
-    looked_up: tuple[int, ...]
+    separate_axes: tuple[str, ...]
+    gathered_axes: tuple[int, ...]
     firsts: tuple[int, ...]
     counts: tuple[int, ...]
     names: tuple[str | None, ...]
@@ -76,17 +76,17 @@ def sums_of(term: Term, shape: tuple[int, ...], lengths: Mapping[str, int]) -> S
         # why not of a shorter axis: its last element is then that of several indices.
         is_separate = isinstance(axis, str) and extent >= lengths[axis] and axis not in names
         names.append(axis if isinstance(axis, str) and is_separate else None)
-    looked_up = [at for at, name in enumerate(names) if name is None and not isinstance(term.axes[at], int)]
-    if looked_up:
+    gathered_axes = [at for at, name in enumerate(names) if name is None and not isinstance(term.axes[at], int)]
+    if gathered_axes:
         names = [name if name in ("b", "h") else None for name in names]
-        looked_up = [at for at, name in enumerate(names) if name is None and not isinstance(term.axes[at], int)]
+        gathered_axes = [at for at, name in enumerate(names) if name is None and not isinstance(term.axes[at], int)]
     firsts, counts = [], []
     for at, (axis, name, extent) in enumerate(zip(term.axes, names, shape, strict=True)):
-        is_fixed = isinstance(axis, int) and at not in looked_up
+        is_fixed = isinstance(axis, int) and at not in gathered_axes
         firsts.append(_clamped(axis, extent) if isinstance(axis, int) and is_fixed else 0)
         counts.append(1 if is_fixed else extent if name is None else lengths[name])
-    apart = tuple(name for name in BIAS_AXES if name in names)
-    return Sums(apart, tuple(looked_up), tuple(firsts), tuple(counts), tuple(names))
+    separate_axes = tuple(name for name in BIAS_AXES if name in names)
+    return Sums(separate_axes, tuple(gathered_axes), tuple(firsts), tuple(counts), tuple(names))
 
 
 def _clamped(index: int, extent: int) -> int:

@@ -12,8 +12,7 @@ import hashlib
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..mods.analysis.magnitude import magnitude
-from ..mods.analysis.signs import of_causal_pairs
+from ..mods.analysis.bounds import abs_bound, assume_causal
 from ..mods.codegen.cuda import print_struct
 from ..mods.codegen.hoisting import ADDEND, SOFTMAX_SCALE
 from ..mods.graph.derivative import differentiate
@@ -117,12 +116,12 @@ def _generate(
         slope = substituted(differentiate(mod_spec.score).get(SCORE) or constant(0.0), given)
     roots = [pick_form(root, keys_as_rows) for root in (score, mod_spec.mask or constant(True), slope)]
     if is_causal:
-        roots = [of_causal_pairs(roots[0]), roots[1], of_causal_pairs(roots[2])]
+        roots = [assume_causal(roots[0]), roots[1], assume_causal(roots[2])]
     if keys_as_rows:
         roots = [exchanged(root) for root in roots]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
     text = print_struct(roots, arrays, "ModFunctions", RESULTS, EXACT, dict(runs))
-    is_steep = mod_spec.score is not None and max(magnitude(mod_spec.score), magnitude(slope)) >= MODERATE
+    is_steep = mod_spec.score is not None and max(abs_bound(mod_spec.score), abs_bound(slope)) >= MODERATE
     constants = {
         "OWN_SCORES": int(mod_spec.score is not None),
         "OWN_HIDES": int(mod_spec.score is not None and _hides(mod_spec.score)),
@@ -193,7 +192,7 @@ def _gradient_code(
     assert mod_spec.score is not None
     given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
     of_scores = (substituted(each, given) for each in (mod_spec.score, derivative, *places))
-    roots = [pick_form(root, of_keys=False) for root in (mod_spec.mask or constant(True), *of_scores)]
+    roots = [pick_form(root, keys_as_rows=False) for root in (mod_spec.mask or constant(True), *of_scores)]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
     names = [f"place{number}" for number in range(len(places))]
     results = ("visible", "score", "derivative", *names)

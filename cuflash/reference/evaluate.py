@@ -24,7 +24,7 @@ def evaluate(
     float_type: the type in which floats are computed; float64 shows what rounding adds.
     """
     values: dict[Node, Any] = {}
-    roots = [pick_form(root, of_keys=False) for root in roots]
+    roots = [pick_form(root, keys_as_rows=False) for root in roots]
     with np.errstate(all="ignore"):
         for each in post_order(roots):
             below = [values[argument] for argument in each.arguments]

@@ -1,4 +1,4 @@
-"""Paths: conditions on traced values are answered both ways, and the results are joined."""
+"""Branches: each condition on a traced value has both outcomes, and the results are joined."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from traces import check
 from cuflash.errors import ProblemError
 from cuflash.mods.graph.graph import Node
 from cuflash.mods.graph.simplify import build, constant
-from cuflash.mods.tracing.branches import MAX_PATHS, all_paths, is_tracing, truth
+from cuflash.mods.tracing.branches import MAX_PATHS, branch_on, is_tracing, trace_branches
 
 
 def less(x: Node, y: Node | int) -> Node:
     return build("less", x, y if isinstance(y, Node) else constant(y))
 
 
-def test_a_condition_is_answered_both_ways() -> None:
-    root = all_paths(lambda: Q if truth(less(H, 2)) else K)
+def test_a_condition_has_both_outcomes() -> None:
+    root = trace_branches(lambda: Q if branch_on(less(H, 2)) else K)
     assert root is build("where", less(H, 2), Q, K)
 
 
-def test_known_conditions_have_one_answer() -> None:
-    asked = []
+def test_earlier_and_constant_conditions_have_one_outcome() -> None:
+    calls = []
 
     def run() -> Node:
-        asked.append(None)
-        first = truth(less(H, 2))
-        assert truth(less(H, 2)) == first
-        assert truth(build("less_equal", constant(2), H)) != first
-        assert truth(constant(True))
-        assert not truth(less(Q, 0))
+        calls.append(None)
+        first = branch_on(less(H, 2))
+        assert branch_on(less(H, 2)) == first
+        assert branch_on(build("less_equal", constant(2), H)) != first
+        assert branch_on(constant(True))
+        assert not branch_on(less(Q, 0))
         return constant(first)
 
-    assert all_paths(run) is less(H, 2)
-    assert len(asked) == 2
+    assert trace_branches(run) is less(H, 2)
+    assert len(calls) == 2
 
 
 @pytest.mark.parametrize("count", [1, 2, MAX_PATHS - 1])
@@ -68,22 +68,22 @@ def test_more_paths_are_refused(is_tree: bool) -> None:
     def function() -> Node:
         calls.append(None)
         for i in range(6 if is_tree else MAX_PATHS):
-            if truth(less(Q, i + 1)) and not is_tree:
+            if branch_on(less(Q, i + 1)) and not is_tree:
                 return Q
         return K
 
     with pytest.raises(ProblemError, match=f"more than {MAX_PATHS} paths"):
-        all_paths(function)
+        trace_branches(function)
     assert len(calls) <= MAX_PATHS
 
 
-def test_a_truth_is_known_while_tracing_only() -> None:
+def test_an_outcome_outside_of_a_trace_is_refused() -> None:
     assert not is_tracing()
     with pytest.raises(ProblemError, match="outside of its function"):
-        truth(less(Q, 2))
-    seen = []
-    all_paths(lambda: seen.append(is_tracing()) or Q)
-    assert seen == [True]
+        branch_on(less(Q, 2))
+    states = []
+    trace_branches(lambda: states.append(is_tracing()) or Q)
+    assert states == [True]
     assert not is_tracing()
 
 
@@ -92,10 +92,10 @@ def test_an_error_on_a_path_ends_the_tracing() -> None:
         raise KeyError("mine")
 
     with pytest.raises(KeyError):
-        all_paths(run)
+        trace_branches(run)
     assert not is_tracing()
 
 
 def test_results_of_different_types_meet() -> None:
-    root = all_paths(lambda: constant(1.5) if truth(less(H, 2)) else Q)
+    root = trace_branches(lambda: constant(1.5) if branch_on(less(H, 2)) else Q)
     assert root.type.numpy is np.float32

@@ -23,13 +23,7 @@ if not KERNELS.is_dir():
 SEQLEN_K = variable("seqlen_k")
 
 
-@settings(
-    deadline=None,
-    derandomize=True,
-    max_examples=4,
-    phases=[Phase.generate],
-    suppress_health_check=[*HealthCheck],
-)
+@settings(deadline=None, derandomize=True, max_examples=4, phases=[Phase.generate], suppress_health_check=HealthCheck)
 @given(st.lists(st.one_of(floats(), integers(), conditions()), min_size=20, max_size=20))
 def test_the_text_of_random_graphs_has_their_values(
     tmp_path_factory: pytest.TempPathFactory, roots: list[Node]
@@ -58,8 +52,8 @@ def t5_bucket() -> Node:
     far = op("maximum", op("absolute", distance()), 1)
     log = op("divide", op("log", op("divide", cast(far, Type.FLOAT32), 8.0)), float(np.log(16)))
     on_scale = op("minimum", op("add", cast(op("multiply", log, 8.0), Type.INT32), 8), 15)
-    own = op("where", op("less", far, 8), far, on_scale)
-    return op("add", op("multiply", op("less", 0, distance()), 16), own)
+    bucket = op("where", op("less", far, 8), far, on_scale)
+    return op("add", op("multiply", op("less", 0, distance()), 16), bucket)
 
 
 def window(last: Node | int) -> Node:
@@ -102,46 +96,36 @@ def test_the_text_of_known_functions_has_their_values(tmp_path: Path, short: boo
 def test_an_index_counts_from_the_end_or_stays_inside_the_array(tmp_path: Path) -> None:
     table = np.arange(12, dtype=np.float32).reshape(3, 4)
     wide = [op("subtract", cast(each, Type.INT64), 2**33 + 5) for each in (Q, K)]
-    indices = [
-        (-1, -4),
-        (-4, 2),
-        (3, 100),
-        (-(2**31), 2**31 - 1),
-        (distance(), Q),
-        (B, distance()),
-        (*wide,),
-        (wide[0], 2),
-    ]
-    check([Case([of(table, 0, *each)], [table]) for each in indices], tmp_path)
-    check([Case([of(table, 0, *each)], [table]) for each in indices], tmp_path, short=False)
+    indices = [(-1, -4), (-4, 2), (3, 100), (-(2**31), 2**31 - 1), (distance(), Q), (B, distance()), wide, (wide[0], 2)]
+    for short in (True, False):
+        check([Case([of(table, 0, *each)], [table]) for each in indices], tmp_path, short=short)
 
 
-@pytest.mark.parametrize("together", [False, True])
-def test_elements_along_a_row_are_those_of_the_array_and_zero_outside_it(tmp_path: Path, together: bool) -> None:
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_elements_along_a_row_are_zero_outside_the_array(tmp_path: Path, in_pairs: bool) -> None:
     keys = 2 * COLUMNS + 4  # the last tile goes past the array
-    names = "bool int8 uint8 int16 uint16 int32 float16 bfloat16 float32" + " float64" * (not together)
-    cases, wanted = [], []
+    names = "bool int8 uint8 int16 uint16 int32 float16 bfloat16 float32" + " float64" * (not in_pairs)
+    cases, tables = [], []
     for name in names.split():
         dtype = np.dtype(getattr(ml_dtypes, name, name))
         table = np.arange(3 * keys).reshape(3, keys) % 7 % (2 if name == "bool" else 100)
-        cases.append(Case([of(table.astype(dtype), 0, H, K)], [table.astype(dtype)], runs={(0, 1): together}))
-        wanted.append(np.pad(table, ((0, 0), (0, 3 * COLUMNS - keys))))
+        cases.append(Case([of(table.astype(dtype), 0, H, K)], [table.astype(dtype)], runs={(0, 1): in_pairs}))
+        tables.append(np.pad(table, ((0, 0), (0, 3 * COLUMNS - keys))))
         assert cases[-1].text().count("template pair<") == 1
         assert "clamped(1" not in cases[-1].text()
     h, k = (each.ravel() for each in np.indices((3, 3 * COLUMNS)))
     zero = np.zeros_like(h)
     inputs = {"b": zero, "h": h, "seqlen_q": zero, "seqlen_k": zero, "q_idx": zero, "k_idx": k, "score": zero}
-    for found, table in zip(computed(cases, inputs, tmp_path), wanted, strict=True):
-        np.testing.assert_array_equal(found[0], table[h, k])
+    for results, table in zip(computed(cases, inputs, tmp_path), tables, strict=True):
+        np.testing.assert_array_equal(results[0], table[h, k])
     compiled(cases, "sm_90a")
 
 
-def test_only_loads_whose_one_index_of_an_element_is_the_key_are_along_a_row() -> None:
+def test_loads_along_a_row_have_the_key_as_their_only_index_of_an_element() -> None:
     table = np.zeros((8, 8), np.float32)
-    of_others = [(Q, op("add", K, 1)), (K, K), (op("minimum", Q, K), K), (K, Q)]
     runs = {(0, 1): True}
     assert "template pair<true>" in Case([of(table, 0, op("floor_divide", Q, 2), K)], [table], runs=runs).text()
-    for indices in of_others:
+    for indices in ((Q, op("add", K, 1)), (K, K), (op("minimum", Q, K), K), (K, Q)):
         assert "template pair<" not in Case([of(table, 0, *indices)], [table], runs=runs).text(), indices
 
 
@@ -244,13 +228,13 @@ def test_an_element_of_alibi_is_an_addition_and_a_fused_multiplication() -> None
         assert "arrays." not in body
 
 
-def test_an_element_of_a_window_compares_columns_with_what_the_row_knows() -> None:
+def test_an_element_of_a_window_compares_columns_with_a_value_of_the_row() -> None:
     causal = function(Case([op("less_equal", K, Q)], []), "element")
     assert causal.count(" = ") == 1
     assert re.search(r"column <= row\.value\d", causal)
 
 
-def test_what_a_head_or_a_row_knows_is_computed_there() -> None:
+def test_values_of_a_head_or_a_row_are_computed_there() -> None:
     case = NAMED["document"]
     assert "array0" in function(case, "row")
     assert function(case, "element").count("array0.at(head.offset0 +") == 1
@@ -259,7 +243,7 @@ def test_what_a_head_or_a_row_knows_is_computed_there() -> None:
     assert "array0" not in function(slopes, "row")
 
 
-def test_a_tangent_of_what_a_head_or_a_row_knows_is_exact() -> None:
+def test_a_tangent_in_a_head_or_a_row_is_exact() -> None:
     table = np.zeros(8, np.float32)
     for index, exact in ((H, 1), (Q, 1), (K, 0)):
         text = Case([op("multiply", SCORE, op("tanh", of(table, 0, index)))], [table]).text()

@@ -1,4 +1,4 @@
-"""Functions by name: what libraries' functions return for numbers, traced functions return for scores."""
+"""Functions by name: they have the values of the libraries' functions."""
 
 from __future__ import annotations
 
@@ -25,32 +25,23 @@ POSITIVE = ["log", "log2", "log10", "log1p", "sqrt"]
 BINARY = ["add", "subtract", "multiply", "divide", "true_divide", "floor_divide", "remainder", "mod", "fmod", "minimum",
           "maximum", "fmin", "fmax", "less", "less_equal", "greater", "greater_equal", "equal", "not_equal",
           "logical_and", "logical_or", "logical_xor"]  # fmt: skip
-BITS = ["bitwise_and", "bitwise_or", "bitwise_xor", "left_shift"]
+BITS = ["bitwise_and", "bitwise_or", "bitwise_xor", "left_shift", "right_shift"]
 
 
-@pytest.mark.parametrize("name", UNARY)
-def test_numpys_functions_of_one_number(name: str) -> None:
-    function = getattr(np, name)
-    check(lambda score, b, h, q, k: function(score) * 1.0, "score_mod")
+# Functions of NumPy, and how a score_mod calls each.
+NUMPY_CALLS = {
+    **{name: lambda f, s, q, k: f(s) * 1.0 for name in UNARY},
+    **{name: lambda f, s, q, k: f(abs(s) + 0.25) for name in POSITIVE},
+    **{name: lambda f, s, q, k: f(s, 0.75) * 1.0 + f(k + 1, q + 1) * 1.0 for name in BINARY},
+    **{name: lambda f, s, q, k: f(q) * 1.0 for name in ("invert", "bitwise_not")},
+    **{name: lambda f, s, q, k: f(q, k % 7) * 1.0 for name in BITS},
+}
 
 
-@pytest.mark.parametrize("name", POSITIVE)
-def test_numpys_functions_of_positive_numbers(name: str) -> None:
-    function = getattr(np, name)
-    check(lambda score, b, h, q, k: function(abs(score) + 0.25), "score_mod")
-
-
-@pytest.mark.parametrize("name", BINARY)
-def test_numpys_functions_of_two_numbers(name: str) -> None:
-    function = getattr(np, name)
-    check(lambda score, b, h, q, k: function(score, 0.75) * 1.0 + function(k + 1, q + 1) * 1.0, "score_mod")
-
-
-@pytest.mark.parametrize("name", [*BITS, "invert", "bitwise_not", "right_shift"])
-def test_numpys_functions_of_bits(name: str) -> None:
-    function = getattr(np, name)
-    arguments = (lambda q, k: (q,)) if name in ("invert", "bitwise_not") else (lambda q, k: (q, k % 7))
-    check(lambda score, b, h, q, k: function(*arguments(q, k)) * 1.0, "score_mod")
+@pytest.mark.parametrize("name", NUMPY_CALLS)
+def test_functions_of_numpy(name: str) -> None:
+    function, call_function = getattr(np, name), NUMPY_CALLS[name]
+    check(lambda score, b, h, q, k: call_function(function, score, q, k), "score_mod")
 
 
 MATH = {
@@ -96,7 +87,7 @@ def test_where_clip_and_rounding_take_the_keywords_of_the_libraries() -> None:
     check(lambda score, b, h, q, k: np.clip(score, a_min=-0.5, a_max=None) + np.clip(score, -0.25, 0.5), "score_mod")
     check(lambda score, b, h, q, k: np.where(q < k, score, q) + np.round(score), "score_mod")
     check(lambda score, b, h, q, k: np.add(score, 1, dtype=None), "score_mod")
-    for function, wanted in (
+    for function, message in (
         (lambda score, b, h, q, k: np.round(score, 2), "round to 2 digits"),
         (lambda score, b, h, q, k: round(score, 1), "round to 1 digits"),
         (lambda score, b, h, q, k: np.where(q < k), "where with one argument"),
@@ -105,13 +96,13 @@ def test_where_clip_and_rounding_take_the_keywords_of_the_libraries() -> None:
         (lambda score, b, h, q, k: q ** (k - 20), "an integer to the power of an integer"),
         (lambda score, b, h, q, k: score.imaginary, "a traced value has no imaginary"),
     ):
-        with pytest.raises(ProblemError, match=wanted):
+        with pytest.raises(ProblemError, match=message):
             trace(function, "score_mod")
     check(lambda score, b, h, q, k: 1.0 if hasattr(score, "imaginary") else 2.0, "score_mod")
 
 
 def exact(name: str, *arguments: Any, library: str = "") -> Any:
-    """What a function of constants folds to."""
+    """Returns the constant that a function of constants folds to."""
     node = call(name, [constant(each) for each in arguments], {}, library)
     assert node.op == "constant"
     return node.value
@@ -170,12 +161,12 @@ def test_dtypes_of_all_libraries_cast() -> None:
         call("astype", [SCORE, np.complex64], {})
 
 
-def test_what_is_made_beside_a_scalar_is_one() -> None:
+def test_new_arrays_beside_a_scalar_are_scalars() -> None:
     assert call("new_zeros", [Q, ()], {"dtype": bool}) is constant(False)
     assert call("new_ones", [Q, (1,)], {}) is constant(1)
     assert call("full_like", [SCORE, 3], {}) is constant(3.0)
-    is_below = build("less", Q, K)
-    assert call("masked_fill", [SCORE, is_below, -1.0], {}) is build("where", is_below, constant(-1.0), SCORE)
+    is_before = build("less", Q, K)
+    assert call("masked_fill", [SCORE, is_before, -1.0], {}) is build("where", is_before, constant(-1.0), SCORE)
     with pytest.raises(ProblemError, match=r"an array of shape \(2,\) is made inside"):
         call("new_zeros", [Q, (2,)], {})
 

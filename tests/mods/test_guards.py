@@ -1,4 +1,4 @@
-"""Guards: a later call sees everything that would change a trace, and nothing else."""
+"""Guards: a later call finds every change of a trace, and no other change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH: Any = 3
 
 
 def reads(values: Any) -> Callable[..., Any]:
-    """A mask that reads all values that a test changes."""
+    """Returns a mask that reads all values that a test changes."""
 
     def helper(x: Any) -> Any:
         return x - values["helper"](x)
@@ -63,18 +63,17 @@ CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_every_change_of_what_was_read_is_seen(name: str) -> None:
-    own = values()
-    mask = reads(own)
+def test_every_change_of_a_read_value_is_found(name: str) -> None:
+    captured, fresh = values(), values()
+    mask = reads(captured)
     first = trace(mask, "mask_mod")
     assert trace(mask, "mask_mod").root is first.root
-    CHANGES[name](own)
-    fresh = values()
+    CHANGES[name](captured)
     CHANGES[name](fresh)
     if name != "a key less":
         assert trace(mask, "mask_mod").digest == trace(reads(fresh), "mask_mod").digest
-    kept = name in ("a key less", "another key", "array shape", "kind of a container")  # the graph is the same
-    assert (trace(mask, "mask_mod").digest == first.digest) == kept
+    is_equal = name in ("a key less", "another key", "array shape", "kind of a container")  # the graphs are equal
+    assert (trace(mask, "mask_mod").digest == first.digest) == is_equal
 
 
 class Configuration:
@@ -87,24 +86,25 @@ class Configuration:
         return x < self.__class__.width + Configuration.width
 
 
-def changes_that_are_read_out_of_sight() -> dict[str, tuple[Any, Callable[[pytest.MonkeyPatch], Any]]]:
-    """Masks, and what changes them: classes, absent names, comparisons, identities."""
-    space, marks, some = SimpleNamespace(), [SimpleNamespace(), SimpleNamespace()], {1, 2}
+def hidden_changes() -> dict[str, tuple[Any, Callable[[pytest.MonkeyPatch], Any]]]:
+    """Returns masks, and changes of classes, absent names, comparisons and identities that they depend on."""
+    space, marks, numbers = SimpleNamespace(), [SimpleNamespace(), SimpleNamespace()], {1, 2}
     pair = SimpleNamespace(x=marks[0], y=marks[1])
-    own = Configuration()
+    configuration = Configuration()
+    is_wide = configuration.wide
     return {
         "class": (lambda b, h, q, k: q < Configuration.width, lambda m: m.setattr(Configuration, "width", 9)),
-        "class of self": (own.wide, lambda m: m.setattr(Configuration, "width", 9)),
+        "class of self": (lambda b, h, q, k: is_wide(q), lambda m: m.setattr(Configuration, "width", 9)),
         "absent attribute": (lambda b, h, q, k: q < getattr(space, "w", 2), lambda m: m.setattr(space, "w", 5, False)),
         "absent item": (lambda b, h, q, k: q < int(os.environ.get("WIDE", 2)), lambda m: m.setenv("WIDE", "5")),
         "identity": (lambda b, h, q, k: q < (3 if pair.x is pair.y else 4), lambda m: m.setattr(pair, "y", marks[0])),
         "comparison": (
-            lambda b, h, q, k: q < (3 if own == marks else 4),
+            lambda b, h, q, k: q < (3 if configuration == marks else 4),
             lambda m: m.setattr(Configuration, "__eq__", equal),
         ),
         "import": (import_inside, lambda m: m.setattr(expressions, "LENGTH", 7)),
         "import of a name": (import_a_name, lambda m: m.setattr(expressions, "LENGTH", 7)),
-        "set": (lambda b, h, q, k, s=some: q < len(s), lambda m: some.add(9)),
+        "set": (lambda b, h, q, k, s=numbers: q < len(s), lambda m: numbers.add(9)),
     }  # fmt: skip
 
 
@@ -124,12 +124,9 @@ def import_a_name(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q < LENGTH
 
 
-@pytest.mark.parametrize("name", changes_that_are_read_out_of_sight())
-def test_changes_of_what_is_read_out_of_sight_are_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    mask, change = changes_that_are_read_out_of_sight()[name]
-    if name == "class of self":
-        method = mask
-        mask = lambda b, h, q, k: method(q)  # noqa: E731
+@pytest.mark.parametrize("name", hidden_changes())
+def test_hidden_changes_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mask, change = hidden_changes()[name]
     first = trace(mask, "mask_mod").digest
     assert trace(mask, "mask_mod").digest == first
     change(monkeypatch)
@@ -149,47 +146,47 @@ def test_a_large_set_is_compared_quickly() -> None:
 
 
 def test_other_values_of_an_array_change_nothing_but_the_array() -> None:
-    own = values()
-    mask = reads(own)
+    captured = values()
+    mask = reads(captured)
     first = trace(mask, "mask_mod")
-    own["table"] = TABLE + 1
-    again = trace(mask, "mask_mod")
-    assert again.root is first.root
-    assert again.arrays[0].array is own["table"]
+    captured["table"] = TABLE + 1
+    second = trace(mask, "mask_mod")
+    assert second.root is first.root
+    assert second.arrays[0].array is captured["table"]
 
 
-def of_global(b: Any, h: Any, q: Any, k: Any) -> Any:
+def global_window(b: Any, h: Any, q: Any, k: Any) -> Any:
     return q - k < WIDTH
 
 
-def test_changes_of_globals_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    first = trace(of_global, "mask_mod").digest
+def test_changes_of_globals_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = trace(global_window, "mask_mod").digest
     monkeypatch.setitem(globals(), "WIDTH", 4)
-    assert trace(of_global, "mask_mod").digest != first
+    assert trace(global_window, "mask_mod").digest != first
 
 
 PAIRS = [(0.0, -0.0), (1, True), (1, 1.0), (2, np.int64(2)), ("a", "b"), (np.float32(0), np.float32(-0.0))]
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_numbers_that_are_equal_but_not_the_same_are_told_apart(pair: tuple[Any, Any]) -> None:
+def test_equal_numbers_of_other_types_or_signs_do_not_match(pair: tuple[Any, Any]) -> None:
     one, other = pair
     for each in pair:
-        assert is_found(each, each)
-        assert is_found(each, type(each)(each))
-    assert not is_found(one, other)
-    assert not is_found(other, one)
+        assert matches(each, each)
+        assert matches(each, type(each)(each))
+    assert not matches(one, other)
+    assert not matches(other, one)
 
 
-def is_found(wanted: Any, value: Any) -> bool:
-    """Whether a guard that requires a number finds it in another one."""
-    made = guards.Guards()
-    made.root = guards.equal(wanted)
-    return made.function([0])(value) is not None
+def matches(number: Any, value: Any) -> bool:
+    """True if a value passes the guard of a number."""
+    reads_of_trace = guards.Guards()
+    reads_of_trace.root = guards.equal(number)
+    return reads_of_trace.function([0])(value) is not None
 
 
 def test_nan_is_itself() -> None:
-    assert is_found(float("nan"), float("nan"))
+    assert matches(float("nan"), float("nan"))
 
 
 def test_a_function_is_recognised_in_microseconds() -> None:
@@ -205,16 +202,16 @@ def test_a_function_is_recognised_in_microseconds() -> None:
     assert min(times) < 20e-6, "2.5 µs on an idle machine"
 
 
-def test_a_trace_keeps_no_array_of_a_class_that_a_function_made() -> None:
+def test_a_trace_keeps_no_array_of_a_class_inside_a_function() -> None:
     def traced(array: Any) -> Any:
         class Local:
-            def of(self) -> Any:
+            def table(self) -> Any:
                 return array
 
-        own = Local()
-        trace(lambda b, h, q, k: own.of()[k] > 0.0, "mask_mod")
+        captured = Local()
+        trace(lambda b, h, q, k: captured.table()[k] > 0.0, "mask_mod")
         return weakref.ref(array)
 
-    found = traced(np.zeros(4, np.float32))
+    reference = traced(np.zeros(4, np.float32))
     gc.collect()
-    assert found() is None
+    assert reference() is None

@@ -1,4 +1,4 @@
-"""Stages: graphs whose keys are a tile's first key plus a column have the same values, and rows do most of them."""
+"""Hoisting: graphs whose keys are a tile's first key plus a column keep their values, and rows compute most of them."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def test_floats_keep_their_values_but_for_rounding(root: Node) -> None:
 
 
 def elements(root: Node) -> list[str]:
-    """The operations of a root that are done for each element, but for those of constants of the compiler."""
+    """Returns the operations of a root for each element, but for those of constants of the compiler."""
     order = post_order(staged([root]))
     return [each.op for each in order if stage_of(each) == 2 and each.arguments and each.inputs != {"column"}]
 
 
 @pytest.mark.parametrize("slope", [of_floats(H), constant(0.25), op("exp2", op("negative", H))])
-def test_a_score_plus_a_multiple_of_the_distance_is_two_sums_and_a_product_of_the_column(slope: Node) -> None:
+def test_a_score_plus_a_multiple_of_the_distance_is_two_sums(slope: Node) -> None:
     bias = op("multiply", slope, op("subtract", K, Q))
     for root in (op("add", SCORE, bias), op("add", bias, SCORE), op("subtract", SCORE, op("negative", bias))):
         products = [] if slope.op == "constant" else ["multiply"]
@@ -77,19 +77,13 @@ def test_terms_of_a_sum_that_wraps_are_not_exchanged() -> None:
     np.testing.assert_array_equal(*(evaluate([each], STAGED, ARRAYS)[0] for each in (root, *staged([root]))))
 
 
-def test_a_division_by_what_a_row_knows_is_a_multiplication_unless_its_last_bit_counts() -> None:
+def test_a_division_by_a_value_of_the_row_is_a_product_unless_it_is_sharp() -> None:
     assert elements(op("divide", SCORE, of_floats(Q))) == ["multiply"]
     assert elements(op("divide", SCORE, 3.0)) == ["multiply"]
     assert elements(op("floor", op("divide", SCORE, 3.0))) == ["divide", "floor"]
     assert elements(op("less", op("divide", SCORE, 3.0), 1.0)) == ["divide", "less"]
 
 
-def test_a_stage_knows_the_inputs_of_those_before() -> None:
-    assert [stage_of(each) for each in (constant(1), H, op("add", H, Q), KEY_BEGIN, COLUMN, SCORE)] == [
-        0,
-        0,
-        1,
-        1,
-        2,
-        2,
-    ]
+def test_a_stage_has_the_inputs_of_stages_before() -> None:
+    roots = constant(1), H, op("add", H, Q), KEY_BEGIN, COLUMN, SCORE
+    assert [stage_of(each) for each in roots] == [0, 0, 1, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""The functions that cuflash gives to functions of the user."""
+"""Functions that a score_mod or mask_mod may call."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ def test_the_lengths_of_the_sequence_are_inputs() -> None:
 
 
 @pytest.mark.parametrize("length", [seqlen_q, seqlen_k])
-def test_lengths_are_known_inside_a_function_alone(length: object) -> None:
+def test_lengths_outside_of_a_trace_are_refused(length: object) -> None:
     with pytest.raises(ProblemError, match=r"seqlen_[qk]\(\) is known inside a score_mod or mask_mod alone"):
         length()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_take_traced_values_and_numbers(name: str) -> None:
-    of = function(name)
+    scalar_function = function(name)
     arguments = {"where": (True, 0.5, 2.0), "clip": (0.5, 0.0, 1.0), "minimum": (0.5, 2), "maximum": (0.5, 0.25)}
-    given = arguments.get(name, (0.5,))
+    numbers = arguments.get(name, (0.5,))
 
     def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
-        return of(score > 0, score, 1) if name == "where" else of(score, *given[1:])
+        return scalar_function(*((score > 0, score, 1) if name == "where" else (score, *numbers[1:])))
 
     assert "score" in trace(score_mod, "score_mod").root.inputs
     plain = {"where": 0.5, "clip": 0.5, "minimum": 0.5, "maximum": 0.5, "rsqrt": 2**0.5, "exp2": 2**0.5, "sign": 1.0,
              "sigmoid": 1 / (1 + math.exp(-0.5)), "round": 0.0}  # fmt: skip
-    assert of(*given) == pytest.approx(plain[name] if name in plain else getattr(math, name)(0.5), rel=1e-6)
-    assert of.__name__ == name
+    assert scalar_function(*numbers) == pytest.approx(
+        plain[name] if name in plain else getattr(math, name)(0.5), rel=1e-6
+    )
+    assert scalar_function.__name__ == name
 
 
-def test_the_room_shows_what_functions_may_call_and_what_is_ready_made() -> None:
+def test_mods_exports_functions_masks_and_scores() -> None:
     assert set(FUNCTIONS) < set(mods.__all__)
     for name in mods.__all__:
         assert getattr(mods, name).__doc__

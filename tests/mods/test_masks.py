@@ -1,4 +1,4 @@
-"""Ready-made masks: they show what the pictures in their docstrings show, and what their definitions say."""
+"""Ready-made masks: they show the keys of the pictures in their docstrings, and of their definitions."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from cuflash.mods.graph.simplify import pick_form
 from cuflash.mods.tracing.trace import trace
 from cuflash.reference.evaluate import evaluate
 
-OWN = {name: each for name, each in vars(masks).items() if inspect.getmodule(each) is masks and name[0] != "_"}
-PICTURES = {name: each for name, each in OWN.items() if " keys:\n" in (each.__doc__ or "")}
+DEFINITIONS = {name: each for name, each in vars(masks).items() if inspect.getmodule(each) is masks and name[0] != "_"}
+PICTURES = {name: each for name, each in DEFINITIONS.items() if " keys:\n" in (each.__doc__ or "")}
 
 
-def seen(mask_mod: Any, seqlen_q: int, seqlen_k: int, b: int = 0, h: int = 0) -> Any:
-    """What a mask shows, (seqlen_q, seqlen_k): what each query says of keys, which is what each key says of queries."""
+def visible_keys(mask_mod: Any, seqlen_q: int, seqlen_k: int, b: int = 0, h: int = 0) -> Any:
+    """Returns the visible keys, (seqlen_q, seqlen_k), after a comparison of the forms by queries and by keys."""
     graph = trace(mask_mod, "mask_mod")
     inputs = {"b": b, "h": h, "q_idx": np.arange(seqlen_q)[:, None], "k_idx": np.arange(seqlen_k)}
     lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    roots = [pick_form(graph.root, of_keys) for of_keys in (False, True)]
+    roots = [pick_form(graph.root, keys_as_rows) for keys_as_rows in (False, True)]
     values = evaluate(roots, inputs | lengths, [each.array for each in graph.arrays])
-    of_queries, of_keys = (np.broadcast_to(each, (seqlen_q, seqlen_k)) for each in values)
-    np.testing.assert_array_equal(of_queries, of_keys)
-    return of_queries
+    by_queries, by_keys = (np.broadcast_to(each, (seqlen_q, seqlen_k)) for each in values)
+    np.testing.assert_array_equal(by_queries, by_keys)
+    return by_queries
 
 
 def test_all_masks_have_a_picture() -> None:
-    assert set(OWN) - set(PICTURES) == {"and_masks", "or_masks", "check_number", "Mod"} & set(OWN)
+    assert set(DEFINITIONS) - set(PICTURES) == {"and_masks", "or_masks", "check_number", "Mod"} & set(DEFINITIONS)
 
 
 @pytest.mark.parametrize("name", PICTURES)
@@ -50,17 +50,17 @@ def test_masks_show_what_their_pictures_show(name: str) -> None:
     call, seqlen_q, seqlen_k = re.fullmatch(r"(.*), (\d+) queries, (\d+) keys:", title).groups()  # type: ignore[union-attr]
     picture = [line.split() for line in takewhile(bool, lines[lines.index(title) + 1 :])]
     mask_mod = eval(call, vars(masks) | {"numpy": numpy})
-    found = seen(mask_mod, int(seqlen_q), int(seqlen_k))
-    assert [["x" if each else "." for each in row] for row in found] == picture
+    rows = visible_keys(mask_mod, int(seqlen_q), int(seqlen_k))
+    assert [["x" if each else "." for each in row] for row in rows] == picture
 
 
-def visible(size: int, shows: Callable[[int, int], bool], offset: int = 0) -> Any:
-    """A mask by its definition, of queries that stand beside the last keys."""
+def defined_keys(size: int, shows: Callable[[int, int], bool], offset: int = 0) -> Any:
+    """Returns a mask by its definition, of queries that stand beside the last keys."""
     return np.array([[shows(q + offset, k) for k in range(size + offset)] for q in range(size)])
 
 
 BEGINS = np.array([0, 0, 5, 5, 6, 13, 20, 20], np.int32)
-DEFINED: dict[str, tuple[Any, Callable[[int, int], bool]]] = {
+EXPECTED: dict[str, tuple[Any, Callable[[int, int], bool]]] = {
     "sliding_window": (masks.sliding_window(4, 2), lambda q, k: q - 4 <= k <= q + 2),
     "dilated": (masks.dilated_window(9, 3, 6), lambda q, k: q - 9 <= k <= q + 6 and (q - k) % 3 == 0),
     "global": (masks.global_window(np.arange(30) % 7 == 0, 3), lambda q, k: q - 3 <= k <= q or 0 in (k % 7, q % 7)),
@@ -80,22 +80,22 @@ DEFINED: dict[str, tuple[Any, Callable[[int, int], bool]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", DEFINED)
+@pytest.mark.parametrize("name", EXPECTED)
 @pytest.mark.parametrize("offset", [0, 3])
 def test_masks_show_what_their_definitions_say(name: str, offset: int) -> None:
-    mask_mod, shows = DEFINED[name]
+    mask_mod, shows = EXPECTED[name]
     size = 28 - offset if name == "neighborhood" else 25
-    np.testing.assert_array_equal(seen(mask_mod, size, size + offset), visible(size, shows, offset))
+    np.testing.assert_array_equal(visible_keys(mask_mod, size, size + offset), defined_keys(size, shows, offset))
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 8, 9, 100])
-def test_documents_of_any_number_are_found(count: int) -> None:
+def test_any_number_of_documents(count: int) -> None:
     rng = np.random.default_rng(count)
     offsets = np.sort(rng.integers(0, 40, count + 1)).astype(np.int32)
     owner = np.searchsorted(offsets, np.arange(40), "right") - 1
-    inside = (owner >= 0) & (owner < count)
-    wanted = (owner[:, None] == owner) & inside[:, None] & inside
-    np.testing.assert_array_equal(seen(masks.document(offsets), 40, 40), wanted)
+    has_owner = (owner >= 0) & (owner < count)
+    expected = (owner[:, None] == owner) & has_owner[:, None] & has_owner
+    np.testing.assert_array_equal(visible_keys(masks.document(offsets), 40, 40), expected)
 
 
 def test_documents_are_one_function_up_to_a_power_of_two_of_offsets() -> None:
@@ -112,9 +112,9 @@ def test_documents_are_one_function_up_to_a_power_of_two_of_offsets() -> None:
 
 
 def test_offsets_may_be_repeated() -> None:
-    wanted = seen(masks.document(np.array([0, 9, 21])), 25, 25)
+    expected = visible_keys(masks.document(np.array([0, 9, 21])), 25, 25)
     for offsets in ([0, 9, 21, 21, 21], [0, 9, 9, 9, 21, 21]):
-        np.testing.assert_array_equal(seen(masks.document(np.array(offsets)), 25, 25), wanted)
+        np.testing.assert_array_equal(visible_keys(masks.document(np.array(offsets)), 25, 25), expected)
 
 
 def test_trees_of_bools_and_of_bits_show_the_same() -> None:
@@ -122,16 +122,16 @@ def test_trees_of_bools_and_of_bits_show_the_same() -> None:
     nodes = np.tril(rng.random((2, 20, 20)) < 0.4) | np.eye(20, dtype=bool)
     bits = (nodes * 2 ** np.arange(20)).sum(axis=2)
     for b in range(2):
-        wanted = np.concatenate([np.ones((20, 11), bool), nodes[b]], axis=1)
+        expected = np.concatenate([np.ones((20, 11), bool), nodes[b]], axis=1)
         for ancestors in (nodes[b], nodes, bits[b], bits.astype(np.int32)):
-            np.testing.assert_array_equal(seen(masks.tree(ancestors), 20, 31, b), wanted)
+            np.testing.assert_array_equal(visible_keys(masks.tree(ancestors), 20, 31, b), expected)
 
 
 def test_their_texts_have_their_values_and_compile(tmp_path: Path) -> None:
     cases = []
-    for mask_mod in [mask_mod for mask_mod, _ in DEFINED.values()] + [masks.tree(np.arange(20)), masks.causal]:
+    for mask_mod in [mask_mod for mask_mod, _ in EXPECTED.values()] + [masks.tree(np.arange(20)), masks.causal]:
         graph = trace(mask_mod, "mask_mod")
-        for root in dict.fromkeys(pick_form(graph.root, of_keys) for of_keys in (False, True)):
+        for root in dict.fromkeys(pick_form(graph.root, keys_as_rows) for keys_as_rows in (False, True)):
             cases.append(Case([root], [each.array for each in graph.arrays]))
     inputs = points(200) | {"b": np.arange(200) % 2, "seqlen_q": np.full(200, 30), "seqlen_k": np.full(200, 30)}
     check(cases, tmp_path, inputs | {"q_idx": np.arange(200) % 29, "k_idx": np.arange(200) % 30})
@@ -143,14 +143,14 @@ def test_their_texts_have_their_values_and_compile(tmp_path: Path) -> None:
     [masks.causal, masks.sliding_window(3), masks.chunked(8), masks.prefix_lm(5), masks.document(BEGINS),
      masks.and_masks(masks.causal, masks.document(BEGINS)), masks.and_masks(masks.causal, masks.chunked(4))],
 )  # fmt: skip
-def test_intervals_of_keys_are_recognised(mask_mod: Any) -> None:
-    found = row_interval(trace(mask_mod, "mask_mod").root)
-    assert found is not None
-    assert found.is_exact
+def test_masks_with_intervals_of_keys_are_exact(mask_mod: Any) -> None:
+    interval = row_interval(trace(mask_mod, "mask_mod").root)
+    assert interval is not None
+    assert interval.is_exact
 
 
 @pytest.mark.parametrize(
-    ("make", "wanted"),
+    ("make", "message"),
     [
         (lambda: masks.sliding_window(-1), "left=-1; give an integer of at least 0"),
         (lambda: masks.sliding_window(True), "left=True"),
@@ -172,6 +172,6 @@ def test_intervals_of_keys_are_recognised(mask_mod: Any) -> None:
         (lambda: masks.tree(np.ones(3, bool)), "ancestors has 1 axes"),
     ],
 )
-def test_bad_arguments_are_told(make: Callable[[], Any], wanted: str) -> None:
-    with pytest.raises(ProblemError, match=wanted):
+def test_bad_arguments_are_refused(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
         make()

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from expressions import SCORE
 from texts import Case, check, compiled, with_derivative
 
 from cuflash.errors import ProblemError
@@ -22,37 +23,36 @@ DISTANCES = np.arange(12) - (np.arange(9)[:, None] + 3)
 
 
 def changed(score_mod: Any, values: Any = SCORES) -> Any:
-    """The scores (batch, heads, seqlen_q, seqlen_k) after a score_mod."""
+    """Returns the scores (batch, heads, seqlen_q, seqlen_k) after a score_mod."""
     graph = trace(score_mod, "score_mod")
     indices = dict(zip(("b", "h", "q_idx", "k_idx"), np.indices(values.shape, sparse=True), strict=True))
     inputs = indices | {"score": values, "seqlen_q": values.shape[2], "seqlen_k": values.shape[3]}
-    (found,) = evaluate([graph.root], inputs, [each.array for each in graph.arrays], np.float64)
-    return np.broadcast_to(found, values.shape)
+    (results,) = evaluate([graph.root], inputs, [each.array for each in graph.arrays], np.float64)
+    return np.broadcast_to(results, values.shape)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 4)])
 def test_alibi_subtracts_what_grows_with_the_distance(shape: tuple[int, ...]) -> None:
     slopes = np.random.default_rng(1).random(shape).astype(np.float32)
-    wanted = SCORES - slopes.reshape(-1, 4, 1, 1) * np.abs(DISTANCES)
-    np.testing.assert_allclose(changed(scores.alibi(slopes)), wanted, rtol=1e-6)
+    expected = SCORES - slopes.reshape(-1, 4, 1, 1) * np.abs(DISTANCES)
+    np.testing.assert_allclose(changed(scores.alibi(slopes)), expected, rtol=1e-6)
 
 
-# What the authors' code gives: github.com/ofirpress/attention_with_linear_biases, get_slopes.
+# By the authors' code: github.com/ofirpress/attention_with_linear_biases, get_slopes.
 @pytest.mark.parametrize("heads", [1, 2, 4, 6, 8, 12, 16, 20])
 def test_alibi_has_the_slopes_of_the_paper(heads: int) -> None:
     lower = 2 ** math.floor(math.log2(heads))
-    own = [2 ** (-8 * (i + 1) / lower) for i in range(lower)]
-    own += [2 ** (-8 * (i + 1) / (2 * lower)) for i in range(2 * lower)][0::2][: heads - lower]
-    found = changed(scores.alibi(heads), np.zeros((1, heads, 1, 2)))
-    np.testing.assert_allclose(-found[0, :, 0, 0], own, rtol=1e-6)
+    slopes = [2 ** (-8 * (i + 1) / lower) for i in range(lower)]
+    slopes += [2 ** (-8 * (i + 1) / (2 * lower)) for i in range(2 * lower)][0::2][: heads - lower]
+    results = changed(scores.alibi(heads), np.zeros((1, heads, 1, 2)))
+    np.testing.assert_allclose(-results[0, :, 0, 0], slopes, rtol=1e-6)
 
 
 def test_softcap_is_that_of_the_keyword() -> None:
     np.testing.assert_allclose(changed(scores.softcap(1.5)), 1.5 * np.tanh(SCORES / 1.5), rtol=1e-6)
     lines = (scores.softcap.__doc__ or "").splitlines()
-    given, wanted = ([float(each) for each in re.findall(r"-?\d+\.\d", line)] for line in lines[2:4])
-    values = np.array(given).reshape(1, 1, 1, -1)
-    np.testing.assert_allclose(changed(scores.softcap(2), values).ravel(), wanted, atol=0.06)
+    values, results = (np.array(re.findall(r"-?\d+\.\d", line), float) for line in lines[2:4])
+    np.testing.assert_allclose(changed(scores.softcap(2), values.reshape(1, 1, 1, -1)).ravel(), results, atol=0.06)
 
 
 def bucket_of(distance: int, count: int, bidirectional: bool, max_distance: int) -> int:
@@ -80,8 +80,8 @@ def test_relative_positions_have_the_buckets_of_t5(bidirectional: bool, count: i
     def moved(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score_mod(score, b, h, q - 300, k)
 
-    wanted = [bucket_of(k - 299, count, bidirectional, most) for k in range(600)]
-    np.testing.assert_array_equal(changed(moved, values)[0, 1, 0], 2 * np.array(wanted) + 1)
+    buckets = [bucket_of(k - 299, count, bidirectional, most) for k in range(600)]
+    np.testing.assert_array_equal(changed(moved, values)[0, 1, 0], 2 * np.array(buckets) + 1)
 
 
 def test_the_picture_of_relative_positions_is_right() -> None:
@@ -110,14 +110,13 @@ def test_their_texts_have_their_values_and_compile(tmp_path: Path) -> None:
 def test_arrays_have_derivatives() -> None:
     slopes, table = np.ones(4, np.float32), np.ones((8, 4), np.float32)
     for score_mod in (scores.alibi(slopes), scores.relative_position(table, bidirectional=False, max_distance=16)):
-        graph = trace(score_mod, "score_mod")
-        found = differentiate(graph.root)
-        assert {each.op for each in found} == {"input", "load"}
-        assert next(value for each, value in found.items() if each.op == "input").value == 1.0
+        derivatives = differentiate(trace(score_mod, "score_mod").root)
+        assert {each.op for each in derivatives} == {"input", "load"}
+        assert derivatives[SCORE].value == 1.0
 
 
 @pytest.mark.parametrize(
-    ("make", "wanted"),
+    ("make", "message"),
     [
         (lambda: scores.alibi(0), "slopes=0; give an integer of at least 1 for so many heads, or an array"),
         (lambda: scores.alibi(1.5), r"slopes=1\.5"),
@@ -134,6 +133,6 @@ def test_arrays_have_derivatives() -> None:
         (lambda: scores.relative_position(np.ones((32, 1)), bidirectional=False, max_distance=9), "above 16"),
     ],
 )  # fmt: skip
-def test_bad_arguments_are_told(make: Any, wanted: str) -> None:
-    with pytest.raises(ProblemError, match=wanted):
+def test_bad_arguments_are_refused(make: Any, message: str) -> None:
+    with pytest.raises(ProblemError, match=message):
         make()

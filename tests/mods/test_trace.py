@@ -1,10 +1,14 @@
-"""Tracing: the graph of a function has the values that the function returns, and what cannot be traced says why."""
+"""Tracing: the graph of a function has the values of the function, and errors name the line and the way out."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import math
 import re
+import warnings
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,9 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import called, check, values_of
 
+from cuflash import mods
 from cuflash.errors import ProblemError
-from cuflash.mods.graph.graph import variable
-from cuflash.mods.tracing.trace import MAX_OF_CODE, trace
+from cuflash.mods.tracing.trace import MAX_FORMS, MAX_NUMBERS, MAX_TRACES_OF_CODE, trace
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=100)
 FLOATS, INTEGERS = ARRAYS
@@ -25,9 +29,9 @@ NAMES = {"np": np, "math": math, "FLOATS": FLOATS, "INTEGERS": INTEGERS, "__name
 
 
 def _texts(leaves: list[str], one: list[str], two: list[str], most: int) -> st.SearchStrategy[str]:
-    def more(below: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-        pairs = st.tuples(st.sampled_from(two), below, below).map(lambda x: x[0].format(*x[1:]))
-        return st.one_of(pairs, st.tuples(st.sampled_from(one), below).map(lambda x: x[0].format(x[1])))
+    def more(texts: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        pairs = st.tuples(st.sampled_from(two), texts, texts).map(lambda x: x[0].format(*x[1:]))
+        return st.one_of(pairs, st.tuples(st.sampled_from(one), texts).map(lambda x: x[0].format(x[1])))
 
     return st.recursive(st.sampled_from(leaves), more, max_leaves=most)
 
@@ -57,20 +61,20 @@ SCORE_TEXTS = _texts(
 )  # fmt: skip
 
 
-def function_of(text: str, arguments: str) -> Any:
+def from_text(text: str, arguments: str) -> Any:
     return eval(f"lambda {arguments}: {text}", dict(NAMES))
 
 
 @SETTINGS
 @given(MASK_TEXTS)
 def test_graphs_of_random_masks_have_the_values_of_the_functions(text: str) -> None:
-    check(function_of(f"bool({text})", "b, h, q, k"), "mask_mod")
+    check(from_text(f"bool({text})", "b, h, q, k"), "mask_mod")
 
 
 @SETTINGS
 @given(SCORE_TEXTS)
 def test_graphs_of_random_scores_have_the_values_of_the_functions(text: str) -> None:
-    check(function_of(f"({text}) * 1.0", "score, b, h, q, k"), "score_mod")
+    check(from_text(f"({text}) * 1.0", "score, b, h, q, k"), "score_mod")
 
 
 def alibi(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -95,14 +99,12 @@ def test_an_array_of_which_nothing_is_left_is_no_part_of_a_graph() -> None:
 
 
 def test_equal_functions_have_one_digest_and_others_have_their_own() -> None:
-    def of(window: Any, table: Any) -> Any:
-        return lambda b, h, q_idx, k_idx: (q_idx - k_idx < window) & (table[b, k_idx] > 0)
+    def digest(window: Any, table: Any) -> str:
+        return trace(lambda b, h, q_idx, k_idx: (q_idx - k_idx < window) & (table[b, k_idx] > 0), "mask_mod").digest
 
-    own = trace(of(5, INTEGERS), "mask_mod").digest
-    for table in (INTEGERS + 1, np.ones((9, 9), "i4")):
-        assert trace(of(5, table), "mask_mod").digest == own
-    others = [of(6, INTEGERS), of(5, INTEGERS.astype("i8")), of(5, FLOATS.reshape(5, 1)), of(5.0, INTEGERS)]
-    assert len({own, *(trace(each, "mask_mod").digest for each in others)}) == 5
+    assert len({digest(5, table) for table in (INTEGERS, INTEGERS + 1, np.ones((9, 9), "i4"))}) == 1
+    others = [(6, INTEGERS), (5, INTEGERS.astype("i8")), (5, FLOATS.reshape(5, 1)), (5.0, INTEGERS), (5, INTEGERS)]
+    assert len({digest(*each) for each in others}) == 5
 
 
 def test_numbers_become_scores_and_conditions_masks() -> None:
@@ -112,7 +114,7 @@ def test_numbers_become_scores_and_conditions_masks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "function", "wanted"),
+    ("kind", "function", "message"),
     [
         ("mask_mod", lambda b, h, q, k: q - k, "returned a value of type int32; it must return bool"),
         ("score_mod", lambda score, b, h, q, k: q < k, "returned a value of type bool; it must return a number"),
@@ -127,8 +129,8 @@ def test_numbers_become_scores_and_conditions_masks() -> None:
         ("mask_mod", lambda b, h, q, k: q + "a" < k, "NoneType|a str meets|unsupported operand"),
     ],
 )  # fmt: skip
-def test_what_is_no_score_or_mask_is_refused(kind: str, function: Any, wanted: str) -> None:
-    with pytest.raises((ProblemError, TypeError), match=wanted):
+def test_what_is_no_score_or_mask_is_refused(kind: str, function: Any, message: str) -> None:
+    with pytest.raises((ProblemError, TypeError), match=message):
         trace(function, kind)
 
 
@@ -154,7 +156,7 @@ def whole_array(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return (SLOPES * 2)[h] < q_idx
 
 
-def summed(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+def cumulated(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return np.cumsum(SLOPES)[h] < q_idx
 
 
@@ -174,7 +176,7 @@ def unknown(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return np.arctan2(q_idx, k_idx) < 1
 
 
-def made_inside(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+def array_inside(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return np.arange(3)[h] < q_idx
 
 
@@ -182,11 +184,11 @@ def too_many_axes(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return SLOPES[b, h] < q_idx
 
 
-def of_complex(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+def complex_table(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return COMPLEX[h] == 0
 
 
-def of_swapped(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+def swapped_table(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
     return SWAPPED[h] == 0
 
 
@@ -201,15 +203,15 @@ REFUSED = {
     in_a_list: "has no number yet",
     in_a_set: "has no number yet",
     whole_array: "compute it before the call",
-    summed: "cumsum of a traced value is not known|is computed with as a whole",
+    cumulated: "cumsum of a traced value is not known|is computed with as a whole",
     sliced: "slice it before the call",
     outside: "index 4 is outside of an axis of 4",
     by_a_float: "an index of type float32",
     unknown: "numpy.arctan2 of a traced value is not known; these are: .*tanh",
-    made_inside: "has no number yet|make it before",
+    array_inside: "has no number yet|make it before",
     too_many_axes: "2 indices of an array of 1 axes",
-    of_complex: "complex64 has no place in a mod",
-    of_swapped: "are not in this machine's order",
+    complex_table: "complex64 has no place in a mod",
+    swapped_table: "are not in this machine's order",
     minus: "subtract of bool has no meaning",
 }
 
@@ -218,7 +220,7 @@ REFUSED = {
 def test_what_cannot_be_traced_names_the_line_and_the_way_out(function: Any) -> None:
     with pytest.raises(ProblemError, match=REFUSED[function]) as caught:
         trace(function, "mask_mod")
-    if function not in (of_complex, of_swapped):  # these fail before a line runs
+    if function not in (complex_table, swapped_table):  # these fail before a line runs
         assert re.match(rf"{re.escape(__file__)}:\d+, in {function.__name__}: ", str(caught.value))
         line = int(str(caught.value).split(":")[1].partition(",")[0])
         assert 0 < line - function.__code__.co_firstlineno < 3
@@ -233,7 +235,7 @@ def test_other_errors_stay_and_tell_what_was_traced() -> None:
     assert re.search(r"traced the mask_mod .*function .*test_trace.py:\d+", caught.value.__notes__[0])
 
 
-def test_a_function_that_was_traced_is_not_called_again_until_something_changes() -> None:
+def test_a_traced_function_is_called_again_after_changes_only() -> None:
     calls = []
     window = [3]
 
@@ -243,54 +245,46 @@ def test_a_function_that_was_traced_is_not_called_again_until_something_changes(
 
     count = np.vectorize(lambda: calls.append(1)).pyfunc
     first = trace(function, "mask_mod")
-    before = len(calls)
+    count_before = len(calls)
     assert trace(function, "mask_mod").root is first.root
-    assert len(calls) == before
+    assert len(calls) == count_before
     window[0] = 4
     assert trace(function, "mask_mod").root is not first.root
 
 
 def test_another_function_of_the_same_code_brings_its_own_arrays() -> None:
-    def of(table: Any) -> Any:
-        return lambda score, b, h, q_idx, k_idx: score + table[h]
-
-    one, other = np.zeros(4, np.float32), np.ones(4, np.float32)
-    graphs = [trace(of(each), "score_mod") for each in (one, other)]
-    assert [graph.arrays[0].array is array for graph, array in zip(graphs, (one, other), strict=True)] == [True, True]
+    tables = np.zeros(4, np.float32), np.ones(4, np.float32)
+    graphs = [trace(lambda score, b, h, q, k, table=table: score + table[h], "score_mod") for table in tables]
+    assert [id(graph.arrays[0].array) for graph in graphs] == [id(table) for table in tables]
     assert graphs[0].root is graphs[1].root
 
 
-def test_two_names_of_one_array_are_told_from_two_arrays() -> None:
-    def of(x: Any, y: Any) -> Any:
-        return lambda score, b, h, q_idx, k_idx: x[h] - y[q_idx]
+def test_two_names_of_one_array_are_one_array() -> None:
+    def ids(x: Any, y: Any) -> list[int]:
+        graph = trace(lambda score, b, h, q_idx, k_idx: x[h] - y[q_idx], "score_mod")
+        return [id(each.array) for each in graph.arrays]
 
-    one, other = np.zeros(4, np.float32), np.ones(4, np.float32)
-    assert len(trace(of(one, one), "score_mod").arrays) == 1
-    assert [id(each.array) for each in trace(of(one, other), "score_mod").arrays] == [id(one), id(other)]
-    assert len(trace(of(other, other), "score_mod").arrays) == 1
+    x, y = np.zeros(4, np.float32), np.ones(4, np.float32)
+    assert ids(x, x) == [id(x)]
+    assert ids(x, y) == [id(x), id(y)]
+    assert ids(y, y) == [id(y)]
 
 
 def test_traces_keep_no_array_alive() -> None:
-    import gc
-    import weakref
-
-    def of(table: Any) -> Any:
-        return functools.partial(lambda table, score, b, h, q_idx, k_idx: score + table[h], table)
-
     table = np.zeros(4, np.float32)
-    gone = weakref.ref(table)
-    graph = trace(of(table), "score_mod")
-    del graph, table
+    reference = weakref.ref(table)
+    trace(functools.partial(lambda table, score, b, h, q_idx, k_idx: score + table[h], table), "score_mod")
+    del table
     gc.collect()
-    assert gone() is None
+    assert reference() is None
 
 
-def test_few_traces_are_kept_of_one_code() -> None:
+def test_traces_of_one_code_are_bounded() -> None:
     from cuflash.mods.tracing import trace as module
 
-    for window in range(3 * MAX_OF_CODE):
+    for window in range(3 * MAX_TRACES_OF_CODE):
         trace(lambda b, h, q_idx, k_idx, window=window: q_idx - k_idx < window, "mask_mod")
-    assert max(map(len, module._traces.values())) == MAX_OF_CODE
+    assert max(map(len, module._traces.values())) == MAX_TRACES_OF_CODE
     assert len(module._traces) <= module.MAX_TRACES
 
 
@@ -306,9 +300,67 @@ def test_a_path_that_is_not_taken_adds_nothing() -> None:
 
 
 def test_paths_of_conditions_become_and_and_or() -> None:
-    q, k = variable("q_idx"), variable("k_idx")
     graph = trace(lambda b, h, q_idx, k_idx: 0 <= q_idx - k_idx < 8, "mask_mod")
     assert graph.root is trace(lambda b, h, q_idx, k_idx: (q_idx - k_idx >= 0) & (q_idx - k_idx < 8), "mask_mod").root
     graph = trace(lambda b, h, q_idx, k_idx: q_idx < 3 or k_idx < 5, "mask_mod")
     assert graph.root.op == "bitwise_or"
-    assert graph.root.inputs == {q.value, k.value}
+    assert graph.root.inputs == {"q_idx", "k_idx"}
+
+
+def warnings_of(make: Callable[[int], Any], numbers: Any, kind: str = "score_mod") -> list[str]:
+    """Traces the functions of these numbers, and returns the warnings."""
+    with warnings.catch_warnings(record=True) as records:
+        warnings.simplefilter("always")
+        for number in numbers:
+            trace(make(number), kind)
+    return [str(each.message) for each in records if each.category is RuntimeWarning]
+
+
+def scale_by(factor: Any) -> Any:
+    return lambda score, b, h, q, k: score * factor
+
+
+def test_recompiling_warns_once_with_line_and_way_out() -> None:
+    assert warnings_of(lambda n: scale_by(n + 0.5), range(MAX_NUMBERS - 1)) == []
+    (text,) = warnings_of(lambda n: scale_by(n + 0.5), range(3 * MAX_NUMBERS))
+    place = rf"score_mod scale_by\.<locals>\.<lambda> \({re.escape(__file__)}:\d+\)"
+    assert re.match(rf"{place} was traced with {MAX_NUMBERS} different", text)
+    assert "as an array without axes" in text
+    assert warnings_of(lambda n: scale_by(n - 99.5), range(MAX_NUMBERS)) == []
+    values = np.linspace(0, 1, 2 * MAX_NUMBERS, dtype=np.float32)
+    assert len({trace(scale_by(np.array(value)), "score_mod").digest for value in values}) == 1
+
+
+def test_a_number_that_comes_back_counts_once() -> None:
+    def capped(cap: float) -> Any:
+        return lambda score, b, h, q, k: cap * np.tanh(score / cap)
+
+    assert warnings_of(lambda n: capped(n % (MAX_NUMBERS - 1) + 2.0), range(9 * MAX_NUMBERS)) == []
+
+
+def test_other_functions_and_arrays_are_other_forms() -> None:
+    parts = [lambda s, n=n: sum([s] * n, s) * 0.5 for n in range(1, 2 * MAX_NUMBERS)]
+    assert warnings_of(lambda n: lambda score, b, h, q, k: parts[n](score) + n, range(len(parts))) == []
+
+    def with_rank(n: int) -> Any:
+        table = np.ones((2,) * (n % 7), np.float32 if n < 7 else np.float64)
+        return lambda score, b, h, q, k: score * table[(h,) * (n % 7)]
+
+    assert warnings_of(with_rank, range(14)) == []
+
+
+def test_the_table_of_forms_is_bounded() -> None:
+    def with_form(n: int) -> Any:
+        def score_mod(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+            for _ in range(n // 2 % (MAX_FORMS + 8)):
+                score = score * score
+            return score + n
+
+        return score_mod
+
+    assert warnings_of(with_form, range(4 * MAX_FORMS)) == []
+
+
+def test_chunks_are_a_part_of_a_kernel_and_windows_are_not() -> None:
+    assert warnings_of(mods.sliding_window, range(3 * MAX_NUMBERS), "mask_mod") == []
+    assert len(warnings_of(mods.chunked, range(2, 3 * MAX_NUMBERS), "mask_mod")) == 1

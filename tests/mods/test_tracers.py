@@ -1,4 +1,4 @@
-"""Traced values: what they answer while a function is traced, to NumPy, to PyTorch and to Python."""
+"""Tracers: their operators and methods, and functions of NumPy and PyTorch of them."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ def scalar(node: Any = Q) -> TracedScalar:
 
 def test_indexing_is_a_load() -> None:
     q, h = scalar(), scalar(H)
-    wanted = load(0, Type.FLOAT32, [H, Q, constant(3)])
-    own = array()
-    for each in (own[h, q, 3], own[h][q][-1], own[h, :, 3][q], own[..., 3][h, q], own[:, :, -1][h][q]):
+    element = load(0, Type.FLOAT32, [H, Q, constant(3)])
+    x = array()
+    for each in (x[h, q, 3], x[h][q][-1], x[h, :, 3][q], x[..., 3][h, q], x[:, :, -1][h][q]):
         assert each.ndim == 0
-        assert each.node is wanted
-    assert array()[h].shape == (3, 4)
-    assert array()[..., 1].shape == (2, 3)
-    assert len(array()) == 2
-    assert [each.shape for each in array()] == [(3, 4)] * 2
+        assert each.node is element
+    assert x[h].shape == (3, 4)
+    assert x[..., 1].shape == (2, 3)
+    assert len(x) == 2
+    assert [each.shape for each in x] == [(3, 4)] * 2
 
 
-def test_arrays_say_what_they_are_as_in_their_library() -> None:
-    own = array()[scalar()]
-    assert (own.shape, own.ndim, own.dtype, own.size, own.numel(), own.dim()) == ((3, 4), 2, np.float32, 12, 12, 2)
+def test_arrays_have_the_attributes_of_their_library() -> None:
+    x = array()[scalar()]
+    assert (x.shape, x.ndim, x.dtype, x.size, x.numel(), x.dim()) == ((3, 4), 2, np.float32, 12, 12, 2)
     assert scalar().dtype == np.int32
     assert (scalar().shape, scalar().ndim) == ((), 0)
-    assert repr(own) == "captured float32 array of shape (3, 4)"
+    assert repr(x) == "captured float32 array of shape (3, 4)"
     assert repr(scalar()) == "traced q_idx"
 
 
@@ -90,7 +90,7 @@ def test_short_arrays_are_summed_up_as_numpy_does_it() -> None:
         trace(lambda b, h, q, k: q < k if ends < q else True, "mask_mod")
 
 
-def test_nobody_takes_a_traced_value_for_a_number() -> None:
+def test_a_traced_value_is_no_number() -> None:
     q = scalar()
     for take in (int, float, complex, hash, range, [1, 2].__getitem__, np.asarray, lambda x: x.item(), lambda x: {x}):
         with pytest.raises(ProblemError, match="has no number yet"):
@@ -113,14 +113,13 @@ def test_item_is_an_element_of_a_captured_array() -> None:
     check(lambda b, h, q, k: (q - k < WINDOWS.item()) & (q < int(WINDOWS.item())), "mask_mod")
     graph = trace(lambda s, b, h, q, k: s * FACTOR.item(), "score_mod")
     assert [each.array for each in graph.arrays] == [FACTOR]  # read by each call, so another value is no other kernel
-    for index, told in (((), ""), ((1,), "1"), ((1, 2), "1, 2")):
-        with pytest.raises(
-            ProblemError, match=rf"test_tracers.*item\({told}\) of an array of shape \(2, 3, 4\); index"
-        ):
+    for index, text in (((), ""), ((1,), "1"), ((1, 2), "1, 2")):
+        message = rf"test_tracers.*item\({text}\) of an array of shape \(2, 3, 4\); index"
+        with pytest.raises(ProblemError, match=message):
             trace(lambda s, b, h, q, k, index=index: s + TABLE.item(*index), "score_mod")
 
 
-def test_nobody_takes_an_element_of_a_captured_array_for_a_number() -> None:
+def test_an_element_of_a_captured_array_is_no_number() -> None:
     for take in (lambda x: [1, 2][x], lambda x: {x}, lambda x: {x: 1}, range, lambda x: x.tolist()):
         with pytest.raises(ProblemError, match=r"test_tracers\.py:\d+, in .*shape \(\) has no number.*n = int\(array"):
             trace(lambda b, h, q, k, take=take: take(WINDOWS[0, 0]) == q, "mask_mod")
@@ -174,7 +173,7 @@ def test_methods_of_tensors_mean_what_they_mean_in_torch() -> None:
         "where": lambda s, b, h, q, k: tensor[h % 3].where(q < k, 0.5) + torch.tensor(2.0).where(q > k, tensor[0]),
         "sign": lambda s, b, h, q, k: tensor[torch.sign(q - k) + 1],
         "dtypes": lambda s, b, h, q, k: tensor[0] if q.dtype in (torch.int32, torch.int64) else tensor[1],
-        "made": lambda s, b, h, q, k: torch.where(q < k, torch.zeros((), dtype=tensor.dtype), tensor[h % 3]),
+        "zeros": lambda s, b, h, q, k: torch.where(q < k, torch.zeros((), dtype=tensor.dtype), tensor[h % 3]),
         "device": lambda s, b, h, q, k: tensor[0] if q.device == tensor.device else tensor[1],
         "sizes": lambda s, b, h, q, k: tensor[h % 3] * (q.numel() + q.dim() + q.is_floating_point()),
         "divide": lambda s, b, h, q, k: torch.divide(q - k, 3, rounding_mode="floor") + torch.float_power(2, q % 9),

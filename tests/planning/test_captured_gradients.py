@@ -181,7 +181,7 @@ def summed(launch: Launch, term: Term, of: Problem, call: Arrays, ds: Any, raw: 
 
 def _looked_up(term: Term, of: Problem, call: Arrays) -> tuple[int, ...]:
     lengths = dict(zip(NAMES, (BATCH, HEADS, ROWS, KEYS), strict=True))
-    return sums_of(term, of.outputs[3][0], lengths).looked_up
+    return sums_of(term, of.outputs[3][0], lengths).gathered_axes
 
 
 def added(f: Any, tables: Any, total: Any) -> Any:
@@ -235,9 +235,9 @@ def test_launches_make_the_gradient_of_the_definition(name: str, atomic: bool) -
     terms = terms_of(mod_spec_of_problem(made.problem))[0]
     lengths = dict(zip(NAMES, (BATCH, HEADS, ROWS, KEYS), strict=True))
     found = [sums_of(term, made.problem.outputs[3][0], lengths) for term in terms]
-    assert sorted((" ".join(x.apart), bool(x.looked_up)) for x in found) == sorted(wanted)
+    assert sorted((" ".join(x.separate_axes), bool(x.gathered_axes)) for x in found) == sorted(wanted)
     launches = [x for x in made.launches if x.variant.op == "backward_own"]
-    assert [x.fields["adds_atomically"] for x in launches] == [int(atomic and bool(x.looked_up)) for x in found]
+    assert [x.fields["adds_atomically"] for x in launches] == [int(atomic and bool(x.gathered_axes)) for x in found]
     np.testing.assert_allclose(done(made, call, ds, raw), gradient(of, call, ds, raw), rtol=1e-9, atol=1e-9)
 
 

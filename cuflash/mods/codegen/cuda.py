@@ -1,4 +1,4 @@
-"""Expression graphs as CUDA: a struct of static functions, which compute each value as seldom as they can.
+"""Prints expression graphs as CUDA: a struct of static functions, which compute each value as seldom as they can.
 
 A kernel calls `head` once for a head, `row` once for a row of a tile, `pair` for two columns of a row, and `element`
 for each score. The text calls the functions of kernels_cu/common/mod_functions.cuh, which is to be included before it.
@@ -47,7 +47,7 @@ _INFIX = {
     "bitwise_xor": "^",
 }
 _PREFIX = {"negative": "-", "invert": "~", "logical_not": "!"}
-_OF_FLOATS = {
+_FLOAT_FUNCTIONS = {
     "exp": "expf",
     "exp2": "exp2f",
     "expm1": "expm1f",
@@ -72,10 +72,10 @@ _OF_FLOATS = {
     "fmin": "fminf",
     "fmax": "fmaxf",
 }
-# Of floats that must have the same bits in every kernel: the compiler fuses none of these sums and products, and no
-# function is chosen by a kernel's dtype.
+# Operations of floats that must have the same bits in every kernel: the compiler fuses none of these sums and products,
+# and no function depends on a kernel's dtype.
 _EXACT = {"add": "__fadd_rn", "subtract": "__fsub_rn", "multiply": "__fmul_rn", "tanh": "tanhf"}
-_OF_INTEGERS = {
+_INTEGER_FUNCTIONS = {
     "absolute": "absolute",
     "minimum": "min",
     "maximum": "max",
@@ -99,18 +99,18 @@ def print_struct(
     exact: Collection[str] = (),
     runs: Mapping[tuple[int, int], bool] = MappingProxyType({}),
 ) -> str:
-    """The text of a struct template `name`, whose `element` returns the values of the roots under the names `results`.
+    """Returns the text of a struct template `name`, whose `element` returns the roots under the names `results`.
 
-    Its parameter says whether the offsets in all captured arrays fit into an int. exact: those of the results that are
-    to be the same in every kernel, whatever its dtype and its order of stages. runs: an array's number and an
-    axis along which its elements lie side by side and no key is outside it, and whether two of them can be loaded
-    together. Equal graphs give equal text.
+    Its parameter is true if the offsets in all captured arrays fit into an int. exact: the results that must have equal
+    bits in every kernel, of any dtype and order of stages. runs: an array's number and an axis along which its elements
+    lie side by side and that holds all keys, and whether two elements can be loaded together. Equal graphs give equal
+    text.
     """
     return _Printer(staged(roots), arrays, [each in exact for each in results], runs).text(name, results)
 
 
 class _PartOfOffset(NamedTuple):
-    """The axes of a captured array along which a stage is the first to know the index."""
+    """The axes of a captured array whose index a stage is the first to compute."""
 
     array: int
     stage: int
@@ -118,21 +118,21 @@ class _PartOfOffset(NamedTuple):
 
 
 def _parts_of_offset(x: Node) -> list[_PartOfOffset]:
-    """The offset of a load, in parts of all stages up to its own."""
-    axes = list(enumerate(x.arguments))
+    """Returns the offset of a load in parts, one for each stage up to that of the load."""
+    axes = [(axis, index, stage_of(index)) for axis, index in enumerate(x.arguments)]
     return [
-        _PartOfOffset(x.value, stage, tuple(pair for pair in axes if stage_of(pair[1]) == stage))
+        _PartOfOffset(x.value, stage, tuple((axis, index) for axis, index, first in axes if first == stage))
         for stage in range(stage_of(x) + 1)
     ]
 
 
 class _Run(NamedTuple):
-    """A load along the columns of a row: its number, the array's, the axis, and whether it is of two elements."""
+    """A load along the columns of a row: its number, the array's, and the axis; is_pair: it is of two elements."""
 
     number: int
     array: int
     axis: int
-    together: bool
+    is_pair: bool
 
     @property
     def name(self) -> str:
@@ -140,11 +140,11 @@ class _Run(NamedTuple):
 
     @property
     def kind(self) -> str:
-        return str(self.together).lower()
+        return str(self.is_pair).lower()
 
 
 def _axis_of_columns(x: Node) -> int | None:
-    """The axis along which a load goes with the columns of a row, if it goes along no other within a row."""
+    """Returns the axis along which a load follows the columns of a row, if no other index changes within a row."""
     if x.op != "load":
         return None
     axes = [axis for axis, index in enumerate(x.arguments) if stage_of(index) > _ROW]
@@ -152,7 +152,7 @@ def _axis_of_columns(x: Node) -> int | None:
 
 
 class _Printer:
-    """Writes the statements of the four functions, and finds what each leaves to the later ones."""
+    """Prints the statements of the four functions, and finds the values that each passes on to later ones."""
 
     def __init__(
         self,
@@ -168,58 +168,59 @@ class _Printer:
         for each in self.order:
             for argument in each.arguments:
                 self.users[argument].append(each)
-        self.joined = {each: at for each in self.order if (at := self._joined(each)) is not None}
+        # Sums that are fused with a product, and the product's place among their arguments.
+        self.fused = {each: place for each in self.order if (place := self._fused_place(each)) is not None}
         self.runs: dict[Node, _Run] = {}  # loads of elements along a row
         for x in self.order:
             axis = _axis_of_columns(x)
-            if axis is not None and (together := runs.get((x.value, axis))) is not None:
-                self.runs[x] = _Run(len(self.runs), x.value, axis, together)
+            if axis is not None and (is_pair := runs.get((x.value, axis))) is not None:
+                self.runs[x] = _Run(len(self.runs), x.value, axis, is_pair)
         # Values that are a part of another one's expression, or that no expression has.
-        inside = {each.arguments[at] for each, at in self.joined.items()}
-        inside |= {KEY} if KEY not in roots and self.runs.keys() >= set(self.users.get(KEY, ())) else set()
-        values = (each for each in self.order if each.op not in ("input", "constant") and each not in inside)
+        nameless = {each.arguments[place] for each, place in self.fused.items()}
+        nameless |= {KEY} if KEY not in roots and self.runs.keys() >= set(self.users.get(KEY, ())) else set()
+        values = (each for each in self.order if each.op not in ("input", "constant") and each not in nameless)
         self.names = {each: f"value{number}" for number, each in enumerate(values)}
         # why: NVRTC may copy an unrolled loop for either outcome of a minimum in it that is the same for all elements.
         parts = dict.fromkeys(part for x in self.order if x.op == "load" for part in _parts_of_offset(x)[:-1])
         self.offsets = {part: f"offset{number}" for number, part in enumerate(parts) if part.axes}
 
-    def _joined(self, x: Node) -> int | None:
-        """The place of the argument of a sum that is multiplied in the same instruction."""
+    def _fused_place(self, x: Node) -> int | None:
+        """Returns the place of the argument of a sum that is multiplied in the same instruction."""
         if x.type != Type.FLOAT32 or x.op not in ("add", "subtract") or x in self.exact:
             return None
         for place in (1, 0):
-            below = x.arguments[place]
-            is_alone = self.users[below] == [x] and below not in self.roots
-            if below.op == "multiply" and is_alone and stage_of(below) == stage_of(x):
+            product = x.arguments[place]
+            has_one_user = self.users[product] == [x] and product not in self.roots
+            if product.op == "multiply" and has_one_user and stage_of(product) == stage_of(x):
                 return place
         return None
 
     def text(self, name: str, results: Sequence[str]) -> str:
-        """The whole struct."""
+        """Returns the whole struct."""
         arrays = "".join(
             f"    CapturedArray<{self._storage(number)}, {len(each.shape)}, kShortOffsets> array{number};\n"
             for number, each in enumerate(self.arrays)
         )
         pairs = "".join(f"    LoadedPair<{self._storage(x.array)}, {x.kind}> {x.name};\n" for x in self.runs.values())
-        kept = [self._kept(stage) for stage in (0, 1)]
+        members = [self._members(stage) for stage in (0, 1)]
         fields = "".join(f"    {_SCALARS[x.type]} {result};\n" for x, result in zip(self.roots, results, strict=True))
-        structs = [("Arrays", arrays), ("Head", _fields(kept[0])), ("Row", _fields(kept[1]))]
+        structs = [("Arrays", arrays), ("Head", _fields(members[0])), ("Row", _fields(members[1]))]
         structs += [("Pair", pairs), ("Result", fields)]
         text = [f"template <bool kShortOffsets>\nstruct {name} {{\n"]
         text.append("  using Offset = typename OffsetOf<kShortOffsets>::Type;\n")
-        text += [f"  struct {title} {{\n{members}  }};\n" for title, members in structs]
-        text.append(self._function(0, "Head", list(kept[0])))
-        text += [self._function(1, "Row", list(kept[1])), self._pair_function()]
-        values = [f"static_cast<{_SCALARS[x.type]}>({self._of(x, 2)})" for x in self.roots]
+        text += [f"  struct {title} {{\n{lines}  }};\n" for title, lines in structs]
+        text += [self._function(stage, title, list(members[stage])) for stage, title in enumerate(("Head", "Row"))]
+        text.append(self._pair_function())
+        values = [f"static_cast<{_SCALARS[x.type]}>({self._use(x, 2)})" for x in self.roots]
         return "".join([*text, self._function(2, "Result", values), "};\n"])
 
-    def _kept(self, stage: int) -> dict[str, str]:
-        """The names and types of what a stage knows and later ones need."""
-        needed = set(self.roots) | {argument for x in self.order if stage_of(x) > stage for argument in x.arguments}
-        known = [x for x in self.order if x in needed and x.op != "constant" and stage_of(x) == stage]
+    def _members(self, stage: int) -> dict[str, str]:
+        """Returns the names and types of the values of a stage that later ones use."""
+        uses = set(self.roots) | {argument for x in self.order if stage_of(x) > stage for argument in x.arguments}
+        values = [x for x in self.order if x in uses and x.op != "constant" and stage_of(x) == stage]
         offsets = {name: "Offset" for part, name in self.offsets.items() if part.stage == stage}
         runs = {x.name: f"ArrayRun<{self._storage(x.array)}>" for x in self.runs.values() if stage == _ROW}
-        return {self._name(x): _SCALARS[_kind(x)] for x in known} | offsets | runs
+        return {self._name(x): _SCALARS[_kind(x)] for x in values} | offsets | runs
 
     def _function(self, stage: int, result: str, values: list[str]) -> str:
         parameters = ["const Arrays& arrays"]
@@ -246,18 +247,18 @@ class _Printer:
     def _name(self, x: Node) -> str:
         return str(x.value) if x.op == "input" else self.names[x]
 
-    def _of(self, x: Node, stage: int) -> str:
-        """How a stage calls a value."""
+    def _use(self, x: Node, stage: int) -> str:
+        """Returns the text by which a stage refers to a value."""
         if x.op == "constant":
             return _literal(x)
         return self._name(x) if stage_of(x) == stage else f"{STAGE_NAMES[stage_of(x)]}.{self._name(x)}"
 
     def _expression(self, x: Node, stage: int) -> str:
-        if x in self.joined:
-            return self._fused(x, stage)
+        if x in self.fused:
+            return self._fma(x, stage)
         if x.op == "load":
             return self._load(x)
-        arguments = [self._of(each, stage) for each in x.arguments]
+        arguments = [self._use(each, stage) for each in x.arguments]
         if x.op == "cast":
             return f"static_cast<{_SCALARS[_kind(x)]}>({arguments[0]})"
         if x.op == "where":
@@ -265,39 +266,39 @@ class _Printer:
             return f"{arguments[0]} ? {one} : {other}"
         kind = max(_kind(x), *map(_kind, x.arguments)) if x.op not in COMPARISONS else max(map(_kind, x.arguments))
         arguments = [_as(kind, each, text) for each, text in zip(x.arguments, arguments, strict=True)]
-        # why: what a head or a row knows is computed seldom, so it need not be fast.
+        # why: values of a head or a row are computed seldom, so they need not be fast.
         is_exact = x in self.exact or (x.op == "tanh" and stage <= _ROW)
         if is_exact and kind == Type.FLOAT32 and x.op in _EXACT:
             return f"{_EXACT[x.op]}({', '.join(arguments)})"
         return _operation(x, kind, arguments)
 
-    def _fused(self, x: Node, stage: int) -> str:
-        place = self.joined[x]
-        one, other = (self._of(each, stage) for each in x.arguments[place].arguments)
-        added = self._of(x.arguments[1 - place], stage)
+    def _fma(self, x: Node, stage: int) -> str:
+        place = self.fused[x]
+        one, other = (self._use(each, stage) for each in x.arguments[place].arguments)
+        addend = self._use(x.arguments[1 - place], stage)
         if x.op == "subtract":
-            one, added = (f"-{one}", added) if place == 1 else (one, f"-{added}")
-        return f"fmaf({one}, {other}, {added})"
+            one, addend = (f"-{one}", addend) if place == 1 else (one, f"-{addend}")
+        return f"fmaf({one}, {other}, {addend})"
 
     def _load(self, x: Node) -> str:
         if x in self.runs:
             return f"static_cast<{_SCALARS[x.type]}>(pair.{self.runs[x].name}.at(column))"
-        own = _parts_of_offset(x)[-1]
-        terms = self._earlier_offsets(x, own.stage) + ([self._offset(own, own.stage)] if own.axes else [])
+        last = _parts_of_offset(x)[-1]
+        terms = self._earlier_offsets(x, last.stage) + ([self._offset(last, last.stage)] if last.axes else [])
         return f"static_cast<{_SCALARS[x.type]}>(arrays.array{x.value}.at({' + '.join(terms) or '0'}))"
 
     def _run(self, x: Node, run: _Run) -> str:
-        """What a row knows of the elements of such a load."""
+        """Returns the value of a row from which its pairs load the elements."""
         offset = " + ".join(self._earlier_offsets(x, _ROW)) or "0"
         return f"arrays.array{x.value}.run({run.axis}, key_begin, {offset})"
 
     def _earlier_offsets(self, x: Node, stage: int) -> list[str]:
-        """How a stage calls the parts of a load's offset that are known before the load."""
+        """Returns the texts by which a stage refers to the parts of a load's offset of stages before the load."""
         parts = [part for part in _parts_of_offset(x)[:-1] if part.axes]
         return [f"{STAGE_NAMES[part.stage]}." * (part.stage < stage) + self.offsets[part] for part in parts]
 
     def _pair_function(self) -> str:
-        """What two columns know, of which the first is even."""
+        """Returns the function of two columns, of which the first is even."""
         pairs = [f"arrays.array{x.array}.template pair<{x.kind}>(row.{x.name}, column)" for x in self.runs.values()]
         return (
             "  __device__ __forceinline__ static Pair pair(const Arrays& arrays, const Row& row, int column) {\n"
@@ -309,7 +310,7 @@ class _Printer:
 
     def _offset(self, part: _PartOfOffset, stage: int) -> str:
         return " + ".join(
-            f"arrays.array{part.array}.{'clamped' if x.bounds[0] >= 0 else 'wrapped'}({axis}, {self._of(x, stage)})"
+            f"arrays.array{part.array}.{'clamped' if x.bounds[0] >= 0 else 'wrapped'}({axis}, {self._use(x, stage)})"
             for axis, x in part.axes
         )
 
@@ -319,7 +320,7 @@ def _fields(members: dict[str, str]) -> str:
 
 
 def _kind(x: Node) -> Type:
-    """The type in which a value is kept. why not always that of the node: arithmetic of int64 takes twice as long."""
+    """Returns the type of a value in CUDA. why not always the node's: arithmetic of int64 takes twice as long."""
     least, greatest = Type.INT32.limits
     is_short = x.type == Type.INT64 and least <= x.bounds[0] and x.bounds[1] <= greatest
     return Type.INT32 if is_short else x.type
@@ -330,7 +331,7 @@ def _as(kind: Type, x: Node, text: str) -> str:
 
 
 def _operation(x: Node, kind: Type, arguments: list[str]) -> str:
-    """An operation of arguments that are all of this kind."""
+    """Returns an operation of arguments that are all of this kind."""
     is_float = kind == Type.FLOAT32
     if x.op in _DIVISIONS and not is_float:
         return _division(x, kind, arguments)
@@ -342,7 +343,7 @@ def _operation(x: Node, kind: Type, arguments: list[str]) -> str:
         return f"{_PREFIX[x.op]}{arguments[0]}"
     if x.op in _INFIX:
         return f"{arguments[0]} {_INFIX[x.op]} {arguments[1]}"
-    name = _DIVISIONS.get(x.op) or (_OF_FLOATS if is_float else _OF_INTEGERS)[x.op]
+    name = _DIVISIONS.get(x.op) or (_FLOAT_FUNCTIONS if is_float else _INTEGER_FUNCTIONS)[x.op]
     return f"{name}({', '.join(arguments)})"
 
 
@@ -355,7 +356,7 @@ def _wrapping(op: str, kind: Type, arguments: list[str]) -> str:
 
 
 def _division(x: Node, kind: Type, arguments: list[str]) -> str:
-    """A division of integers or its remainder; unsigned ones and shifts are shorter."""
+    """Returns a division of integers or its remainder; unsigned ones and shifts are shorter."""
     scalar, (one, other) = _SCALARS[kind], x.arguments
     is_quotient = x.op in ("floor_divide", "truncated_divide")
     if one.bounds[0] >= 0 and other.bounds[0] > 0:
@@ -369,7 +370,7 @@ def _division(x: Node, kind: Type, arguments: list[str]) -> str:
 
 
 def _literal(x: Node) -> str:
-    """A constant. No number of it is a double."""
+    """Returns the text of a constant, which is never a double."""
     if x.type == Type.BOOL:
         return "true" if x.value else "false"
     if x.type != Type.FLOAT32:

@@ -1,4 +1,4 @@
-"""Stages: what a head, a row and an element know of an expression graph, which is rewritten so that a row does most."""
+"""Hoists invariant expressions from the elements of a tile to its rows, and from rows to heads: three stages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from ..graph.affine import LinearForm, from_linear, linear
 from ..graph.graph import MAX_INDEX, Node, node, post_order, variable
 from ..graph.operations import COMPARISONS, ROUNDING, Type
-from ..graph.simplify import build, cast, constant, has_inverse, rebuilt
+from ..graph.simplify import build, cast, constant, has_inverse, rebuilt, transform
 
 # The inputs of the three functions. A key is the first key of the tile plus a column, which is a constant for the
 # compiler because kernels unroll their loops over columns.
@@ -19,33 +19,33 @@ _STAGE_OF_INPUT = {name: stage for stage, names in enumerate(STAGES) for name in
 _ELEMENT = frozenset(STAGES[2])
 
 SCORE = variable("score")
-# What kernels multiply products q kᵀ by, which functions do not see: it is a part of the score that they are given.
+# The factor of products q kᵀ. User functions do not read it: their score includes it.
 SOFTMAX_SCALE = node("input", Type.FLOAT32, value="softmax_scale")
-# What a kernel adds to the scores of a row, such as what it takes off all exponents. A sum with it is taken apart, so
-# that it costs nothing: an element begins with it, and each of its terms is one multiplication and addition.
+# A number that a kernel adds to the scores of a row, such as the negative maximum of its exponents. It costs nothing:
+# a sum with it is taken apart, so that each other term is one multiplication and addition.
 ADDEND = node("input", Type.FLOAT32, value="addend")
 COLUMN = node("input", Type.INT32, value="column", range=(0, MAX_COLUMN))
-# why not up to MAX_INDEX: their sum is a key, and what is known of keys must hold for it.
+# why not up to MAX_INDEX: their sum is a key, whose range ends there.
 KEY_BEGIN = node("input", Type.INT32, value="key_begin", range=(0, MAX_INDEX - MAX_COLUMN))
 KEY = build("add", KEY_BEGIN, COLUMN)
 _FLOAT_COLUMN = cast(COLUMN, Type.FLOAT32)
 
 DIVISIONS = ("floor_divide", "remainder", "truncated_divide", "truncated_remainder")
-# Sums and products: what may wrap.
+# Sums and products, which may wrap.
 SUMS = {"add", "subtract", "multiply", "negative", "left_shift"}
-# What makes a large difference of a small one.
+# Operations that turn a small difference into a large one.
 _SHARP = {*COMPARISONS, *ROUNDING, *DIVISIONS, "sign"}
-# A sum: its part that a row knows under None, and the factors of what only elements know.
+# A sum: the part of the row under None, and the factors of the element's nodes.
 _Parts = dict[Node | None, Node]
 
 
 def staged(roots: Sequence[Node]) -> list[Node]:
-    """Roots of the same values, whose keys are `key_begin` + `column`, and in which elements share what a row knows."""
+    """Rewrites roots: keys become `key_begin` + `column`, and elements share the values of their row."""
     return _with_sums(_with_columns(roots))
 
 
 def stage_of(node: Node) -> int:
-    """The number of the first stage that knows all inputs of a node."""
+    """Returns the number of the first stage that has all inputs of a node."""
     return max((_STAGE_OF_INPUT[name] for name in node.inputs), default=0)
 
 
@@ -54,7 +54,7 @@ def _is_element(node: Node) -> bool:
 
 
 def _sharp(roots: Iterable[Node]) -> set[Node]:
-    """Floats whose last bit may decide something, such as what is rounded down: they are computed as written."""
+    """Returns the floats whose last bit may matter, such as arguments of floor: they are computed as written."""
     sharp: set[Node] = set()
     for each in reversed(post_order(roots)):
         is_cut = each.op in _SHARP or (each.op == "cast" and each.type != Type.FLOAT32)
@@ -64,49 +64,47 @@ def _sharp(roots: Iterable[Node]) -> set[Node]:
 
 
 def _with_columns(roots: Sequence[Node]) -> list[Node]:
-    """The roots with keys as sums of the tile's first key and a column, and with integers that a row shares."""
-    new: dict[Node, Node] = {}
+    """Rewrites keys as sums of the tile's first key and a column, and shares integers of a row."""
     sharp = _sharp(roots)
-    for each in post_order(roots):
-        arguments = [new[argument] for argument in each.arguments]
-        if each.op == "input" and each.value == "k_idx":
-            new[each] = KEY
-        elif each.op == "divide" and each not in sharp:
-            new[each] = _quotient(*arguments)
-        elif each.op in COMPARISONS and arguments[0].type.is_integer:
-            new[each] = _comparison(each.op, *arguments)
-        elif each.op == "cast" and each.type == Type.FLOAT32 and arguments[0].type.is_integer:
-            new[each] = _float_of(arguments[0])
-        else:
-            new[each] = _integer_sum(rebuilt(each, arguments))
-    return [new[root] for root in roots]
+
+    def rule(x: Node, arguments: list[Node]) -> Node:
+        if x.op == "input" and x.value == "k_idx":
+            return KEY
+        if x.op == "divide" and x not in sharp:
+            return _quotient(*arguments)
+        if x.op in COMPARISONS and arguments[0].type.is_integer:
+            return _comparison(x.op, *arguments)
+        if x.op == "cast" and x.type == Type.FLOAT32 and arguments[0].type.is_integer:
+            return _to_float(arguments[0])
+        return _integer_sum(rebuilt(x, arguments))
+
+    return transform(roots, rule)
 
 
 def _quotient(x: Node, y: Node) -> Node:
-    """x / y, by the inverse of y where an earlier stage than that of x knows y, because a division takes long."""
-    is_known = has_inverse(y) if y.op == "constant" else stage_of(y) < stage_of(x)
-    if not is_known:
-        return build("divide", x, y)
-    return build("multiply", x, build("divide", constant(1.0), y))
+    """Returns x / y, by the inverse of y if a stage before that of x computes it, because a division takes long."""
+    if has_inverse(y) if y.op == "constant" else stage_of(y) < stage_of(x):
+        return build("multiply", x, build("divide", constant(1.0), y))
+    return build("divide", x, y)
 
 
 def _form(x: Node) -> tuple[LinearForm, int] | None:
-    """What an integer is without its multiple of the column, and that factor; None if nothing is gained."""
+    """Returns an integer without its multiple of the column, and the column's factor; None if the row has no part."""
     if not _is_element(x) or _may_wrap(x):
         return None
     form = linear(x)
     factor = form.coefficients.get(COLUMN, 0)
-    rest = LinearForm(form.constant, {atom: n for atom, n in form.coefficients.items() if atom is not COLUMN})
+    rest = form - LinearForm(0, {COLUMN: factor})
     return None if factor == 0 or any(map(_is_element, rest.coefficients)) else (rest, factor)
 
 
 def _may_wrap(x: Node) -> bool:
-    """Whether a sum below may wrap, in which case its terms may not be exchanged."""
+    """True if a sum below may wrap, so that its terms may not be exchanged."""
     return any(each.op in SUMS and each.type.is_integer and each.range == each.type.limits for each in post_order([x]))
 
 
 def _integer_sum(x: Node) -> Node:
-    """A sum of a part of the row and a multiple of the column, if x is one."""
+    """Returns x as the sum of a part of the row and a multiple of the column, if it is one."""
     if not x.type.is_integer or x.op not in SUMS or (parts := _form(x)) is None:
         return x
     rest, factor = from_linear(parts[0]), parts[1]
@@ -117,21 +115,21 @@ def _integer_sum(x: Node) -> Node:
 
 
 def _comparison(op: str, x: Node, y: Node) -> Node:
-    """A comparison of something that the row knows with a multiple of the column, if it can be written so."""
+    """Returns a comparison of a value of the row with a multiple of the column, if it can be written so."""
     # why in int64: the difference of two integers that do not wrap may wrap.
     parts = _form(build("subtract", cast(x, Type.INT64), cast(y, Type.INT64)))
     if parts is None or _may_wrap(x) or _may_wrap(y):
         return build(op, x, y)
     rest, factor = parts
-    own = from_linear(rest * (-1 if factor > 0 else 1))
+    limit = from_linear(rest * (-1 if factor > 0 else 1))
     columns = build("multiply", COLUMN, constant(abs(factor)))
-    if own.type != Type.INT32 or columns.range == Type.INT32.limits:
+    if limit.type != Type.INT32 or columns.range == Type.INT32.limits:
         return build(op, x, y)
-    return build(op, columns, own) if factor > 0 else build(op, own, columns)
+    return build(op, columns, limit) if factor > 0 else build(op, limit, columns)
 
 
-def _float_of(x: Node) -> Node:
-    """float(x) as the sum of two floats, of which the row makes one and the compiler the other.
+def _to_float(x: Node) -> Node:
+    """Returns float(x) as the sum of two floats, one of the row and one that is constant for the compiler.
 
     It is exact below 2^24, and it costs no conversion.
     """
@@ -144,14 +142,14 @@ def _float_of(x: Node) -> Node:
 
 
 def _with_sums(roots: Sequence[Node]) -> list[Node]:
-    """The roots with floats that depend linearly on the column as two multiplications and additions in one each."""
+    """Rewrites floats that depend linearly on the column as fused multiplications and additions."""
     new: dict[Node, Node] = {}
     parts: dict[Node, _Parts | None] = {}
     sharp = _sharp(roots)
     for each in post_order(roots):
-        parts[each] = found = _parts(each, parts, each in sharp)
-        if found is not None and (_has_addend(found) or _is_of_column(found) or _is_multiple(each, found)):
-            new[each] = _sum_of(found, new)
+        parts[each] = terms = _parts(each, parts, each in sharp)
+        if terms is not None and (_has_addend(terms) or _is_of_column(terms) or _is_multiple(each, terms)):
+            new[each] = _sum_of(terms, new)
         else:
             new[each] = rebuilt(each, [new[argument] for argument in each.arguments])
     return [new[root] for root in roots]
@@ -162,17 +160,17 @@ def _has_addend(parts: _Parts) -> bool:
 
 
 def _is_multiple(x: Node, parts: _Parts) -> bool:
-    """Whether a product is something of an element times factors, which earlier stages multiply."""
+    """True if a product is one node of an element times factors of earlier stages, which multiply them."""
     return x.op == "multiply" and len(parts) == 1 and parts.keys().isdisjoint({None, x})
 
 
 def _is_of_column(parts: _Parts) -> bool:
-    """Whether a sum is one of multiples of the column, perhaps of the score, and of nothing else of an element."""
+    """True if a sum has a multiple of the column, perhaps one of the score, and no other part of an element."""
     return _FLOAT_COLUMN in parts and parts.keys() <= {None, SCORE, _FLOAT_COLUMN}
 
 
 def _parts(x: Node, parts: dict[Node, _Parts | None], is_sharp: bool) -> _Parts | None:
-    """The parts of a float, whose terms may be exchanged if it is a sum; None for what is no float."""
+    """Returns the parts of a float, whose terms may be exchanged if it is a sum; None of other types."""
     if x.type != Type.FLOAT32:
         return None
     if not _is_element(x):
@@ -180,8 +178,7 @@ def _parts(x: Node, parts: dict[Node, _Parts | None], is_sharp: bool) -> _Parts 
     itself: _Parts = {x: constant(1.0)}
     if is_sharp or x.op not in ("add", "subtract", "negative", "multiply"):
         return itself
-    found = [parts[argument] for argument in x.arguments]
-    first, last = found[0], found[-1]
+    first, last = parts[x.arguments[0]], parts[x.arguments[-1]]
     assert first is not None
     assert last is not None
     if x.op == "multiply":
@@ -197,7 +194,7 @@ def _parts(x: Node, parts: dict[Node, _Parts | None], is_sharp: bool) -> _Parts 
 
 
 def _sum_of(parts: _Parts, new: dict[Node, Node]) -> Node:
-    """The sum of parts, of new nodes. why the column last: it then adds to what is already a sum of two registers."""
+    """Returns the sum of parts, of new nodes. why the column last: the other terms are then a sum already."""
     total = parts.get(None)
     atoms = [each for each in parts if each not in (None, SCORE, _FLOAT_COLUMN)]
     for each in (SCORE, *atoms, _FLOAT_COLUMN):

@@ -46,9 +46,9 @@ def _without_zeros(constant: int, coefficients: Mapping[Node, int]) -> LinearFor
 
 
 def linear(root: Node) -> LinearForm:
-    """The linear form of an integer node. It has the value of the node where no sum below it wraps."""
+    """Returns the linear form of an integer node. It has the value of the node where no sum below it wraps."""
     constant, coefficients = 0, {root: 1}
-    # why from the root down: a node that is used many times is then taken apart once.
+    # why from the root down: a node with many users is then taken apart once.
     for each in reversed(post_order([root])):
         parts = _parts(each) if each in coefficients else None
         if parts is None:
@@ -64,7 +64,7 @@ def linear(root: Node) -> LinearForm:
 
 
 def _parts(node: Node) -> tuple[int, list[tuple[Node, int]]] | None:
-    """A constant, and arguments with their factors, whose sum the node is; None for an atom."""
+    """Returns the constant and the arguments with their factors whose sum is the node; None for an atom."""
     if node.op == "constant":
         return node.value, []
     arguments = node.arguments
@@ -82,18 +82,18 @@ def _parts(node: Node) -> tuple[int, list[tuple[Node, int]]] | None:
 
 
 def _keeps_value(node: Node) -> bool:
-    """Whether a cast is of an integer to a type that holds it."""
-    below = node.arguments[0]
+    """True if a cast is of an integer to a type that holds it."""
+    integer = node.arguments[0]
     least, greatest = node.type.limits
-    return below.type.is_integer and least <= below.bounds[0] and below.bounds[1] <= greatest
+    return integer.type.is_integer and least <= integer.bounds[0] and integer.bounds[1] <= greatest
 
 
 def from_linear(form: LinearForm) -> Node:
-    """The node of a linear form: positive parts come first, so that q - k stays a subtraction.
+    """Returns the node of a linear form: positive parts come first, so that q - k stays a subtraction.
 
     Equal forms give the same node in every process. It is int64 where int32 may not hold the sum.
     """
-    # why by digest: the order in which a form was made says nothing.
+    # why by digest: the order of a form's parts depends on the process.
     parts = sorted(form.coefficients.items(), key=lambda item: (item[1] < 0, item[0].digest))
     if form.constant != 0 or not parts:
         place = sum(factor > 0 for _, factor in parts) if form.constant >= 0 else len(parts)
@@ -107,7 +107,7 @@ def from_linear(form: LinearForm) -> Node:
 
 
 def _type_of_sum(parts: list[tuple[Node, int]]) -> Type:
-    """The smaller type in which nothing wraps when the parts are added one after the other."""
+    """Returns the smaller type in which nothing wraps when the parts are added one after the other."""
     least = greatest = 0
     limits = Type.INT32.limits
     for atom, factor in parts:

@@ -12,7 +12,7 @@ from .simplify import build, cast, constant, has_inverse
 
 
 class _Adjoint(NamedTuple):
-    """How much the root changes with a node: by `value` where all conditions in `guard` hold, and not at all elsewhere.
+    """The change of the root with a node: `value` where all conditions in `guard` hold, and zero elsewhere.
 
     why two parts: where a condition is false, `value` may become infinite, and zero times infinity is NaN.
     """
@@ -22,7 +22,7 @@ class _Adjoint(NamedTuple):
 
 
 def differentiate(root: Node, seed: Node | None = None) -> dict[Node, Node]:
-    """The derivatives of a node with respect to the score and to every float that is loaded below it, times `seed`.
+    """Returns the derivatives of a node by the score and by every float that is loaded below it, times `seed`.
 
     The keys are the nodes of the score and of the loads. Where a function has a corner, its derivative is that of
     PyTorch and JAX: equal arguments of minimum and maximum share, and that of the absolute value is 0 at 0. Rounding,
@@ -48,7 +48,7 @@ def _is_key(node: Node) -> bool:
 
 
 def _live(order: list[Node]) -> set[Node]:
-    """The nodes that change with the score or with a loaded float."""
+    """Returns the nodes that change with the score or with a loaded float."""
     live: set[Node] = set()
     for each in order:
         is_smooth = each.type == Type.FLOAT32 and each.op in _SMOOTH
@@ -58,16 +58,16 @@ def _live(order: list[Node]) -> set[Node]:
 
 
 def _part(node: Node, place: int, adjoint: _Adjoint) -> _Adjoint:
-    """What the argument at `place` gets of the adjoint of a node."""
+    """Returns the part of a node's adjoint that goes to the argument at `place`."""
     guard, value = adjoint
     if node.op == "where":
         condition = node.arguments[0]
         return _Adjoint(guard | {condition if place == 1 else build("logical_not", condition)}, value)
     if node.op in _EXTREMES:
-        own, other = node.arguments[place], node.arguments[1 - place]
-        is_taken = build("less_equal", *((own, other) if node.op in ("minimum", "fmin") else (other, own)))
+        x, other = node.arguments[place], node.arguments[1 - place]
+        is_extreme = build("less_equal", *((x, other) if node.op in ("minimum", "fmin") else (other, x)))
         half = build("multiply", value, constant(0.5))
-        return _Adjoint(guard | {is_taken}, build("where", build("equal", own, other), half, value))
+        return _Adjoint(guard | {is_extreme}, build("where", build("equal", x, other), half, value))
     if node.op in _SLOPES:
         return _Adjoint(guard, build("multiply", value, _SLOPES[node.op](node)))
     return _Adjoint(guard, _PARTS[node.op][place](node, value))
@@ -85,18 +85,18 @@ def _sum(x: _Adjoint, y: _Adjoint) -> _Adjoint:
 
 
 def _all(conditions: frozenset[Node]) -> Node:
-    """Whether all conditions hold."""
+    """Returns the node that is True if all conditions hold."""
     result = constant(True)
-    # why sorted: a set has no order of its own, and the code must be the same in every process.
+    # why sorted: a set has no order, and the code must be the same in every process.
     for each in sorted(conditions, key=lambda condition: condition.digest):
         result = build("bitwise_and", result, each)
     return result
 
 
 def _closed(adjoint: _Adjoint | None) -> Node:
-    """The derivative that an adjoint stands for."""
+    """Returns the derivative of an adjoint."""
     if adjoint is None:
-        return constant(0.0)  # why: what lies between the root and the node is flat
+        return constant(0.0)  # why: all between the root and the node is flat
     return build("where", _all(adjoint.guard), adjoint.value, constant(0.0))
 
 
@@ -105,7 +105,7 @@ def _negative(x: Node) -> Node:
 
 
 def _times(x: Node, y: Node | float) -> Node:
-    """A product, in which constants are one factor: that of an adjoint is often the inverse of the next one."""
+    """Returns a product whose constants are one factor: often one adjoint has the inverse of the next one's."""
     factor = y if isinstance(y, Node) else constant(y)
     if x.op == "constant":
         x, factor = factor, x
@@ -115,7 +115,7 @@ def _times(x: Node, y: Node | float) -> Node:
 
 
 def _divided(x: Node, y: Node) -> Node:
-    """A quotient. why a product: it need not be rounded as a quotient is."""
+    """Returns a quotient. why a product where it can be: it need not be rounded as a quotient is."""
     return _times(x, build("divide", constant(1.0), y)) if has_inverse(y) else build("divide", x, y)
 
 
@@ -123,12 +123,12 @@ def _inverse(x: Node) -> Node:
     return build("divide", constant(1.0), x)
 
 
-def _slope_of_erf(node: Node) -> Node:
+def _erf_slope(node: Node) -> Node:
     x = node.arguments[0]
     return _times(build("exp", _negative(_times(x, x))), 2 / math.sqrt(math.pi))
 
 
-# The derivatives of functions of one argument. Where it is shorter, they are made of the value of the function.
+# The derivatives of functions of one argument. Where it is shorter, they use the value of the function.
 _SLOPES: dict[str, Callable[[Node], Node]] = {
     "exp": lambda node: node,
     "exp2": lambda node: _times(node, math.log(2)),
@@ -141,7 +141,7 @@ _SLOPES: dict[str, Callable[[Node], Node]] = {
     "tanh": lambda node: build("subtract", constant(1.0), _times(node, node)),
     "sin": lambda node: build("cos", node.arguments[0]),
     "cos": lambda node: _negative(build("sin", node.arguments[0])),
-    "erf": _slope_of_erf,
+    "erf": _erf_slope,
     "absolute": lambda node: build("sign", node.arguments[0]),
 }
 
@@ -154,11 +154,11 @@ def _opposite(node: Node, adjoint: Node) -> Node:
     return _negative(adjoint)
 
 
-def _of_divisor(node: Node, adjoint: Node) -> Node:
+def _divisor_part(node: Node, adjoint: Node) -> Node:
     return _negative(build("divide", _times(adjoint, node), node.arguments[1]))
 
 
-def _of_base(node: Node, adjoint: Node) -> Node:
+def _base_part(node: Node, adjoint: Node) -> Node:
     base, exponent = node.arguments
     slope = _times(exponent, build("power", base, build("subtract", exponent, constant(1.0))))
     # why: anything to the power of 0 is 1, but base ** -1 may be infinite.
@@ -166,7 +166,7 @@ def _of_base(node: Node, adjoint: Node) -> Node:
     return _times(adjoint, build("where", is_flat, constant(0.0), slope))
 
 
-def _of_exponent(node: Node, adjoint: Node) -> Node:
+def _exponent_part(node: Node, adjoint: Node) -> Node:
     base, exponent = node.arguments
     zero = constant(0.0)
     # why: a power of 0 stays 0 when its positive exponent changes, but log(0) is infinite.
@@ -174,7 +174,7 @@ def _of_exponent(node: Node, adjoint: Node) -> Node:
     return _times(adjoint, build("where", is_flat, zero, _times(node, build("log", base))))
 
 
-def _of_modulus(divide: str) -> Callable[[Node, Node], Node]:
+def _modulus_part(divide: str) -> Callable[[Node, Node], Node]:
     def part(node: Node, adjoint: Node) -> Node:
         return _negative(_times(adjoint, build(divide, *node.arguments)))
 
@@ -190,10 +190,10 @@ _PARTS: dict[str, tuple[Callable[[Node, Node], Node], ...]] = {
         lambda node, adjoint: _times(adjoint, node.arguments[1]),
         lambda node, adjoint: _times(adjoint, node.arguments[0]),
     ),
-    "divide": (lambda node, adjoint: _divided(adjoint, node.arguments[1]), _of_divisor),
-    "power": (_of_base, _of_exponent),
-    "remainder": (_same, _of_modulus("floor_divide")),
-    "truncated_remainder": (_same, _of_modulus("truncated_divide")),
+    "divide": (lambda node, adjoint: _divided(adjoint, node.arguments[1]), _divisor_part),
+    "power": (_base_part, _exponent_part),
+    "remainder": (_same, _modulus_part("floor_divide")),
+    "truncated_remainder": (_same, _modulus_part("truncated_divide")),
 }
 _EXTREMES = ("minimum", "maximum", "fmin", "fmax")
 # All that is not flat.

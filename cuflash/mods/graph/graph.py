@@ -1,4 +1,4 @@
-"""The expression graph: nodes that are kept once, the walk over them, and the digest of what code depends on."""
+"""The expression graph: nodes, of which equal ones are one object, the walk over them, and digests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from ...locks import Lock
 from .operations import Type
 
-# The arguments of the user's functions, and the lengths of the sequence that they may ask for.
+# The arguments of user functions, and the lengths of the sequence that they may call for.
 SCORE_ARGUMENTS = ("score", "b", "h", "q_idx", "k_idx")
 MASK_ARGUMENTS = SCORE_ARGUMENTS[1:]
 LENGTHS = ("seqlen_q", "seqlen_k")
@@ -60,26 +60,21 @@ _lock = Lock()
 
 
 def node(op: str, type: Type, arguments: Sequence[Node] = (), value: Any = None, range: Range | None = None) -> Node:
-    """The node of an expression, which is made if nobody has it. Nothing is folded: see `build`."""
+    """Returns the interned node of an expression (hash-consing). Nothing is folded: see `build`."""
     # why bits: -0.0 and 0.0 are equal, and NaN is not equal to itself.
-    mark = struct.pack("<f", value) if op == "constant" and type == Type.FLOAT32 else value
-    key = op, type, tuple(arguments), mark
+    bits = struct.pack("<f", value) if op == "constant" and type == Type.FLOAT32 else None
+    key = op, type, tuple(arguments), value if bits is None else bits
     with _lock:
-        found = _nodes.get(key)
-        if found is None:
-            found = _nodes[key] = _new(op, type, tuple(arguments), value, range)
-    return found
-
-
-def _new(op: str, type: Type, arguments: tuple[Node, ...], value: Any, range: Range | None) -> Node:
-    made = Node()
-    made.op, made.type, made.arguments, made.value = op, type, arguments, value
-    own = frozenset([value]) if op == "input" else frozenset()
-    made.inputs = own.union(*(each.inputs for each in arguments))
-    made.range = None if type == Type.FLOAT32 else range or type.limits
-    bits = struct.pack("<f", value) if op == "constant" and type == Type.FLOAT32 else repr(value).encode()
-    made.digest = _hash(f"{op} {type.name} ".encode(), bits, *(each.digest for each in arguments))
-    return made
+        node = _nodes.get(key)
+        if node is None:
+            node = _nodes[key] = Node()
+            node.op, node.type, node.arguments, node.value = op, type, tuple(arguments), value
+            names = [value] if op == "input" else []
+            node.inputs = frozenset(names).union(*(each.inputs for each in arguments))
+            node.range = None if type == Type.FLOAT32 else range or type.limits
+            mark = repr(value).encode() if bits is None else bits
+            node.digest = _hash(f"{op} {type.name} ".encode(), mark, *(each.digest for each in arguments))
+    return node
 
 
 def _hash(*parts: bytes) -> bytes:
@@ -87,13 +82,13 @@ def _hash(*parts: bytes) -> bytes:
 
 
 def variable(name: str) -> Node:
-    """The node of an input: a float score, and integers of which none is negative."""
+    """Returns the node of an input: the score is a float, all others are integers that are never negative."""
     if name == "score":
         return node("input", Type.FLOAT32, value=name)
     return node("input", Type.INT32, value=name, range=(0, MAX_INDEX))
 
 
-# why not frozen: a repeated call makes them anew, which then takes three times as long.
+# why not frozen: a repeated call creates them anew, and frozen ones take three times as long.
 @dataclass(slots=True, eq=False)
 class CapturedArray:
     """An array that a function refers to. Code depends on its dtype and its number of axes, and on nothing else.
@@ -109,7 +104,7 @@ class CapturedArray:
 
 @dataclass(slots=True, eq=False)
 class Graph:
-    """A traced function: its result, the arrays that its loads refer to by their place, and what code depends on."""
+    """A traced function: its result, the arrays that its loads refer to by their place, and the digest of its code."""
 
     root: Node
     arrays: tuple[CapturedArray, ...]
@@ -117,22 +112,22 @@ class Graph:
 
 
 def post_order(roots: Iterable[Node]) -> list[Node]:
-    """All nodes below `roots`, each once, and after its arguments."""
-    seen: set[Node] = set()
+    """Returns all nodes below `roots`, each once, and after its arguments."""
+    visited: set[Node] = set()
     order: list[Node] = []
     stack = [(root, False) for root in reversed(list(roots))]
     while stack:
-        at, is_done = stack.pop()
-        if is_done:
-            order.append(at)
-        elif at not in seen:
-            seen.add(at)
-            stack.append((at, True))
-            stack += [(each, False) for each in reversed(at.arguments) if each not in seen]
+        node, has_arguments = stack.pop()
+        if has_arguments:
+            order.append(node)
+        elif node not in visited:
+            visited.add(node)
+            stack.append((node, True))
+            stack += [(each, False) for each in reversed(node.arguments) if each not in visited]
     return order
 
 
 def digest(roots: Iterable[Node], arrays: Iterable[CapturedArray]) -> str:
-    """What code depends on: operations, types, the bits of constants, dtypes and ranks. No value of an array."""
+    """Returns a digest of all that code depends on: operations, types, constants, and dtypes and ranks of arrays."""
     kinds = [f"{each.dtype} {len(each.shape)}".encode() for each in arrays]
     return _hash(*(root.digest for root in roots), *kinds).hex()

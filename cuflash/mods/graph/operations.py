@@ -1,4 +1,4 @@
-"""The operations of the expression graph: the types that they take and give, and what they are in NumPy.
+"""The operations of the expression graph: their types, and their functions in NumPy.
 
 Every name is NumPy's, where NumPy has one. `truncated_divide` and `truncated_remainder` are C's / and %, which round
 towards zero. Division of an integer by zero gives zero.
@@ -31,7 +31,7 @@ class Type(enum.IntEnum):
 
     @property
     def is_integer(self) -> bool:
-        """Whether it is an integer type; bool is none."""
+        """True of integer types; bool is none."""
         return self in (Type.INT32, Type.INT64)
 
     @property
@@ -93,7 +93,7 @@ def _erf(x: Any) -> Any:
 
 
 # Of floats, and of others after they became floats.
-OF_FLOATS: dict[str, Function] = {
+FLOATING: dict[str, Function] = {
     "exp": np.exp,
     "exp2": np.exp2,
     "expm1": np.expm1,
@@ -143,14 +143,14 @@ COMPARISONS: dict[str, Function] = {
 }
 # Of conditions. On bool `&` and `logical_and` are one node, and so on.
 LOGIC: dict[str, Function] = {"logical_not": np.logical_not}
-# Of one condition that is written twice: what a query says of a key, and what the key says of the query.
-TWICE: dict[str, Function] = {"alike": lambda of_query, of_key: of_query}
+# A condition in two equivalent forms: by the query, and by the key. The name stays: XLA's programs hold it.
+EQUIVALENT: dict[str, Function] = {"alike": lambda by_query, by_key: by_query}
 
 NUMPY: dict[str, Function] = (
-    OF_FLOATS | ROUNDING | ARITHMETIC | BITS | COMPARISONS | LOGIC | TWICE | {"where": np.where}
+    FLOATING | ROUNDING | ARITHMETIC | BITS | COMPARISONS | LOGIC | EQUIVALENT | {"where": np.where}
 )
-# What these become where both arguments are bool, as in NumPy, torch and JAX.
-OF_BOOLS = {
+# The operations of two bools that have another name, as in NumPy, torch and JAX.
+BOOL_FORMS = {
     "add": "bitwise_or",
     "maximum": "bitwise_or",
     "fmax": "bitwise_or",
@@ -164,4 +164,4 @@ COMMUTATIVE = {
     *("bitwise_and", "bitwise_or", "bitwise_xor", "equal", "not_equal"),
 }
 # The operations of one argument; `where` has three, and all others have two.
-UNARY = {*OF_FLOATS, *ROUNDING, *LOGIC, "negative", "absolute", "invert"} - {"divide", "power"}
+UNARY = {*FLOATING, *ROUNDING, *LOGIC, "negative", "absolute", "invert"} - {"divide", "power"}

@@ -1,4 +1,4 @@
-"""Makes nodes: gives them types, folds constants, and simplifies what the ranges of integers decide.
+"""Builds nodes: gives them types, folds constants, and simplifies what the ranges of integers decide.
 
 Types are torch's without float64: bool < int32 < int64 < float32, and a Python number does not widen anything. Integers
 wrap as they do in C, and what a range says holds only where they do not.
@@ -7,6 +7,7 @@ wrap as they do in C, and what a range says holds only where they do not.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -15,15 +16,15 @@ import numpy as np
 from ...errors import ProblemError
 from . import operations
 from .graph import Node, Range, node, post_order
-from .operations import BITS, COMMUTATIVE, COMPARISONS, NUMPY, OF_BOOLS, OF_FLOATS, ROUNDING, Type
+from .operations import BITS, BOOL_FORMS, COMMUTATIVE, COMPARISONS, FLOATING, NUMPY, ROUNDING, Type
 
 BOOL, INT32, INT64, FLOAT32 = Type
-# Of two bools these have a meaning; for all others they become integers.
+# Operations of bools; for all others, bools become integers.
 _TAKE_BOOLS = {*COMPARISONS, "bitwise_and", "bitwise_or", "bitwise_xor", "logical_not", "alike"}
 
 
 def constant(value: Any, type: Type | None = None) -> Node:
-    """The node of a number. Without a type, an integer that int32 does not hold is int64, and a float is float32."""
+    """Returns the node of a number. Without a type, floats are float32, and integers int32 where it holds them."""
     if type is None:
         type = _type_of_number(value)
     if type == FLOAT32:
@@ -43,7 +44,7 @@ def _type_of_number(value: Any) -> Type:
 
 
 def cast(x: Node, type: Type) -> Node:
-    """x as a node of another type. Floats become integers towards zero; what is not zero becomes True."""
+    """Returns x as a node of another type. Floats become integers towards zero, and True unless they are zero."""
     if x.type == type:
         return x
     if x.op == "constant":
@@ -61,12 +62,12 @@ def cast(x: Node, type: Type) -> Node:
 
 
 def _is_inside(x: Node) -> bool:
-    """Whether -x does not wrap."""
+    """True if -x does not wrap."""
     return x.bounds[0] > x.type.limits[0]
 
 
 def build(op: str, *arguments: Node) -> Node:
-    """The node of an operation of `operations.NUMPY`, or a simpler one that has the same value."""
+    """Returns the node of an operation of `operations.NUMPY`, or a simpler one that has the same value."""
     args = list(arguments)
     if op in ROUNDING and args[0].type != FLOAT32:
         return args[0]
@@ -81,8 +82,8 @@ def build(op: str, *arguments: Node) -> Node:
 
 
 def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
-    """The operation, its arguments after they were cast, their type and that of the result."""
-    if op in OF_FLOATS or op in ROUNDING:
+    """Returns the operation, its arguments after casts, their type, and the type of the result."""
+    if op in FLOATING or op in ROUNDING:
         return op, [cast(each, FLOAT32) for each in args], FLOAT32, FLOAT32
     if op == "where":
         type = max(args[1].type, args[2].type)
@@ -93,7 +94,7 @@ def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
     if type == BOOL:
         if op in ("negative", "subtract"):
             raise ProblemError(f"{op} of bool has no meaning; write ~ or ^")
-        op = OF_BOOLS.get(op, op)
+        op = BOOL_FORMS.get(op, op)
         if op not in _TAKE_BOOLS:
             type = INT32
     if op in BITS and type == FLOAT32:
@@ -102,12 +103,12 @@ def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
 
 
 def _is(x: Node, value: float) -> bool:
-    """Whether x is this constant; -0.0 is not 0."""
+    """True if x is this constant; -0.0 is not 0."""
     return x.op == "constant" and x.value == value and not (value == 0 and math.copysign(1, x.value) < 0)
 
 
 def _simplified(op: str, args: list[Node], type: Type) -> Node | None:
-    """A simpler node, by rules of algebra that hold for all values of the type."""
+    """Returns a simpler node, by rules of algebra that hold for all values of the type."""
     if op == "where":
         return _simplified_where(*args)
     if len(args) == 1:
@@ -145,7 +146,7 @@ def _simplified_where(condition: Node, x: Node, y: Node) -> Node | None:
 
 
 def _simplified_choice(condition: Node, x: Node, y: Node) -> Node | None:
-    """A choice among conditions. One that is the condition itself is True where it is taken first, False last."""
+    """Returns a choice between conditions as logic. As x, `condition` itself is True; as y, it is False."""
     if x is condition or (x.op == "constant" and x.value):
         return build("bitwise_or", condition, y)
     if y is condition or (y.op == "constant" and not y.value):
@@ -156,24 +157,24 @@ def _simplified_choice(condition: Node, x: Node, y: Node) -> Node | None:
 
 
 def _simplified_unary(op: str, x: Node, type: Type) -> Node | None:
-    below = x.arguments
+    arguments = x.arguments
     if op in ("logical_not", "negative", "invert") and x.op == op:
-        return below[0]
+        return arguments[0]
     if op == "absolute" and type != FLOAT32 and x.bounds[0] >= 0:
         return x
     if op == "negative" and type != FLOAT32 and x.op == "subtract":
-        return build("subtract", below[1], below[0])
+        return build("subtract", arguments[1], arguments[0])
     if op != "logical_not" or x.op not in COMPARISONS:
         return None
     if x.op in ("equal", "not_equal"):
-        return build("not_equal" if x.op == "equal" else "equal", *below)
-    # why not of floats: both comparisons with NaN are false.
-    exchanged = {"less": "less_equal", "less_equal": "less"}
-    return build(exchanged[x.op], below[1], below[0]) if below[0].type != FLOAT32 else None
+        return build("not_equal" if x.op == "equal" else "equal", *arguments)
+    if arguments[0].type == FLOAT32:
+        return None  # why: both comparisons with NaN are false
+    return build("less_equal" if x.op == "less" else "less", arguments[1], arguments[0])
 
 
 def _simplified_bool(op: str, x: Node, y: Node) -> Node | None:
-    """With a condition that is known."""
+    """Returns an operation of a condition and a constant."""
     if op == "bitwise_and":
         return x if y.value else y
     if op == "bitwise_or":
@@ -201,7 +202,7 @@ def _simplified_power(x: Node, y: Node) -> Node | None:
 
 
 def _decided(op: str, x: Node, y: Node) -> Node | None:
-    """What the ranges of two integers decide, such as q_idx >= 0."""
+    """Returns the result that the ranges of two integers decide, such as that of q_idx >= 0."""
     (least_x, greatest_x), (least_y, greatest_y) = x.bounds, y.bounds
     if op == "less" and (greatest_x < least_y or least_x >= greatest_y or x is y):
         return constant(greatest_x < least_y)
@@ -221,14 +222,14 @@ def _contains(outer: Range, inner: Range) -> bool:
 
 
 def _range(op: str, type: Type, args: list[Node]) -> Range | None:
-    """What the integers of a result lie in; None, which means the whole type, where they may wrap or nobody knows."""
+    """Returns the range of an integer result; None, the whole type, where it may wrap or has no rule."""
     if type == FLOAT32 or any(each.range is None for each in args):
         return None
-    found = _of_one(op, *args[0].bounds) if len(args) == 1 else _of_two(op, args[-2].bounds, args[-1].bounds)
-    return found if found is not None and _contains(type.limits, found) else None
+    result = _unary_range(op, *args[0].bounds) if len(args) == 1 else _binary_range(op, *(x.bounds for x in args[-2:]))
+    return result if result is not None and _contains(type.limits, result) else None
 
 
-def _of_one(op: str, least: int, greatest: int) -> Range | None:
+def _unary_range(op: str, least: int, greatest: int) -> Range | None:
     if op == "negative":
         return -greatest, -least
     if op == "absolute":
@@ -237,8 +238,8 @@ def _of_one(op: str, least: int, greatest: int) -> Range | None:
     return None
 
 
-def _of_two(op: str, x: Range, y: Range) -> Range | None:
-    """The range of a result from those of two arguments; of `where` they are the values."""
+def _binary_range(op: str, x: Range, y: Range) -> Range | None:
+    """Returns the range of a result from the ranges of two arguments; of `where` they are the values."""
     is_positive = y[0] > 0
     if op == "add":
         return x[0] + y[0], x[1] + y[1]
@@ -269,12 +270,12 @@ def _extremes(function: operations.Function, x: Range, y: Range) -> Range:
 
 
 def load(number: int, type: Type, indices: list[Node]) -> Node:
-    """An element of a captured array. A negative index counts from the end, and others are clamped into the axis."""
+    """Returns an element of a captured array. Negative indices count from the end, and others are clamped."""
     return node("load", type, indices, number)
 
 
 def rebuilt(x: Node, arguments: list[Node]) -> Node:
-    """The same operation of other arguments, which have the types of those before."""
+    """Rebuilds a node with new arguments of the same types."""
     if x.op in ("input", "constant"):
         return x
     if x.op == "load":
@@ -282,14 +283,22 @@ def rebuilt(x: Node, arguments: list[Node]) -> Node:
     return cast(arguments[0], x.type) if x.op == "cast" else build(x.op, *arguments)
 
 
+def transform(roots: Sequence[Node], rule: Callable[[Node, list[Node]], Node]) -> list[Node]:
+    """Rebuilds expressions from their leaves on. rule: returns the new node of a node and its new arguments."""
+    new: dict[Node, Node] = {}
+    for x in post_order(roots):
+        new[x] = rule(x, [new[argument] for argument in x.arguments])
+    return [new[root] for root in roots]
+
+
 @lru_cache(maxsize=64)
-def pick_form(root: Node, of_keys: bool) -> Node:
-    """An expression in which of each condition that is written twice what a query says is left, or what a key says."""
-    made: dict[Node, Node] = {}
-    for each in post_order([root]):
-        arguments = [made[argument] for argument in each.arguments]
-        made[each] = arguments[of_keys] if each.op == "alike" else rebuilt(each, arguments)
-    return made[root]
+def pick_form(root: Node, keys_as_rows: bool) -> Node:
+    """Returns an expression with one form of each condition that has two: the form by queries, or the one by keys."""
+
+    def form(x: Node, arguments: list[Node]) -> Node:
+        return arguments[keys_as_rows] if x.op == "alike" else rebuilt(x, arguments)
+
+    return transform([root], form)[0]
 
 
 def has_inverse(x: Node) -> bool:

@@ -1,4 +1,4 @@
-"""Captured arrays as a traced function sees them: indexing gives elements of them, which are loads."""
+"""Tracers of captured arrays: indexing gives their elements, which are loads."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .tracers import Elements, Traced, TracedScalar, called
 
 # Short arrays may be used without an index along one axis: their elements are computed one by one.
 MAX_ELEMENTS = 256
-# Methods of an array with axes that give such an array again.
-_OF_WHOLE = ("to", "astype", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool",
+# Methods of an array with axes that return such an array.
+_ARRAY_METHODS = ("to", "astype", "type", "type_as", "float", "half", "bfloat16", "double", "int", "long", "bool",
              "clone", "detach", "contiguous", "cpu", "cuda", "copy")  # fmt: skip
 
 
@@ -24,7 +24,7 @@ class Arrays(list[CapturedArray]):
     """The captured arrays, in the order in which something was first loaded from them."""
 
     def number_of(self, array: CapturedArray) -> int:
-        """The place of an array."""
+        """Returns the place of an array, which is added if it is new."""
         for place, each in enumerate(self):
             if each is array:
                 return place
@@ -57,7 +57,7 @@ class TracedArray(Traced):
 
     @property
     def node(self) -> Node:
-        """The element, when every axis has an index."""
+        """The element, if every axis has an index."""
         if self.ndim:
             raise fault(
                 f"an array of shape {self.shape} is used as a number; index it, or compute with whole arrays before "
@@ -93,10 +93,10 @@ class TracedArray(Traced):
         return Elements(self)
 
     def item(self, *index: Any) -> Any:
-        """The element, with an index for each axis that is longer than 1. It is a traced value as all elements are."""
+        """Returns the element, with an index for each axis that is longer than 1, as a traced value."""
         if len(index) not in (0, self.ndim) or (not index and self.numel() != 1):
-            given = ", ".join(map(str, index))
-            raise fault(f"item({given}) of an array of shape {self.shape}; index it, as in array[h]")
+            indices = ", ".join(map(str, index))
+            raise fault(f"item({indices}) of an array of shape {self.shape}; index it, as in array[h]")
         return TracedScalar(self[index or (0,) * self.ndim].node)
 
     __int__ = __float__ = __index__ = __complex__ = tolist = __array__ = __hash__ = _refuse_value
@@ -118,12 +118,12 @@ class TracedArray(Traced):
         return (self[i] for i in range(len(self)))
 
     def __getattr__(self, name: str) -> Any:
-        if self.ndim == 0 or name not in _OF_WHOLE:
+        if self.ndim == 0 or name not in _ARRAY_METHODS:
             return super().__getattr__(name)
         return lambda *arguments, **keywords: self._whole(name, arguments, keywords)
 
     def _whole(self, name: str, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> Any:
-        """Methods of an array with axes that cast it or change nothing."""
+        """Calls a method of an array with axes that casts it or changes nothing."""
         probe = TracedScalar(constant(0, self._type))
         cast_to = called(name, [probe, *arguments], keywords).node.type
         return TracedArray(self._captured, self._arrays, self._indices, cast_to)
@@ -147,8 +147,8 @@ class TracedArray(Traced):
             raise fault("slices and new axes of a captured array; slice it before the call and refer to the result")
         index, extent = as_node(key), self._captured.shape[axis]
         if not index.type.is_integer:
-            given = index.type.name.lower()
-            raise fault(f"an index of type {given}; integers are indices, and where() chooses by a condition")
+            name = index.type.name.lower()
+            raise fault(f"an index of type {name}; integers are indices, and where() chooses by a condition")
         if index.op != "constant":
             return index
         if not -extent <= index.value < extent:

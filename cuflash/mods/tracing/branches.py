@@ -1,9 +1,10 @@
-"""The truth of traced values: a function that asks for it runs again for each answer, and `where` joins the results."""
+"""Branches on traced values: a function runs once for each outcome of its conditions, and `where` joins the results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from typing import NamedTuple
 
 from ..graph.graph import Node
 from ..graph.operations import Type
@@ -14,94 +15,101 @@ MAX_PATHS = 32
 
 
 class _Path:
-    """One way through a function: the answers that it begins with, and what it was asked. `done` paths came before."""
+    """One path through a function: its conditions in order, and their outcomes. `count` paths came before.
 
-    def __init__(self, answers: list[bool], done: int) -> None:
-        self.answers = answers
-        self.asked: list[Node] = []
-        self.done = done
+    The outcomes that it is created with are those at which it leaves the path before; later ones are True.
+    """
 
-    def answer(self, condition: Node) -> bool:
+    def __init__(self, outcomes: list[bool], count: int) -> None:
+        self.outcomes, self.count = outcomes, count
+        self.conditions: list[Node] = []
+
+    def outcome(self, condition: Node) -> bool:
         if condition.op == "constant":
             return bool(condition.value)
-        # why: a condition that was asked before on this path has that answer, as its opposite has the other one.
-        for known, answer in zip(self.asked, self.answers, strict=False):
-            if condition is known:
-                return answer
-            if condition is build("logical_not", known):
-                return not answer
-        self.asked.append(condition)
-        if len(self.asked) > len(self.answers):
-            self.answers.append(True)
-            # Every True waits for a path of its own with False.
-            if self.done + 1 + sum(self.answers) > MAX_PATHS:
+        # why: a condition that this path met before has the same outcome, and its opposite the other one.
+        for earlier, outcome in zip(self.conditions, self.outcomes, strict=False):
+            if condition is earlier:
+                return outcome
+            if condition is build("logical_not", earlier):
+                return not outcome
+        self.conditions.append(condition)
+        if len(self.conditions) > len(self.outcomes):
+            self.outcomes.append(True)
+            # Each True leads to one more path, with False.
+            if self.count + 1 + sum(self.outcomes) > MAX_PATHS:
                 raise fault(
                     f"more than {MAX_PATHS} paths through the function: a loop on a traced value cannot be traced, and "
                     "each if, and, or, not on one may double the paths; write where(condition, x, y), &, | and ~"
                 )
-        return self.answers[len(self.asked) - 1]
+        return self.outcomes[len(self.conditions) - 1]
 
 
-# The conditions that a path asked, its answers, and its result.
-_Leaf = tuple[list[Node], list[bool], Node | AssertionError]
+class _Leaf(NamedTuple):
+    """The end of a path, or of several that are joined: the conditions that led to it, their outcomes, the result."""
+
+    conditions: list[Node]
+    outcomes: list[bool]
+    result: Node | AssertionError
+
+
 _path: ContextVar[_Path | None] = ContextVar("cuflash_path", default=None)
 
 
-def truth(condition: Node) -> bool:
-    """The answer to bool() of a traced value on the path that runs."""
+def branch_on(condition: Node) -> bool:
+    """Returns the outcome of bool() of a traced value on the path that runs."""
     path = _path.get()
     if path is None:
         raise fault("the truth of a traced value is asked for outside of its function")
-    return path.answer(cast(condition, Type.BOOL))
+    return path.outcome(cast(condition, Type.BOOL))
 
 
 def is_tracing() -> bool:
-    """Whether a function is being traced now, in this thread."""
+    """True while this thread traces a function."""
     return _path.get() is not None
 
 
-def all_paths(run: Callable[[], Node]) -> Node:
-    """The result of a function on all paths through it. A path that ends in a failed `assert` is never taken."""
+def trace_branches(run: Callable[[], Node]) -> Node:
+    """Returns the result of a function on all paths through it. A path that ends in a failed `assert` is left out."""
     leaves: list[_Leaf] = []
-    answers: list[bool] = []
-    while True:
-        path = _Path(list(answers), len(leaves))
-        token, raised = _path.set(path), faults.set([])
+    outcomes: list[bool] = []
+    while outcomes or not leaves:
+        path = _Path(outcomes, len(leaves))
+        path_token, faults_token = _path.set(path), faults.set([])
         result: Node | AssertionError
         try:
             result = run()
-            if found := faults.get():
-                raise found[0]  # why: the function caught it
+            if errors := faults.get():
+                raise errors[0]  # why: the function caught it
         except AssertionError as error:
-            result = error  # why: the function says that this path is never taken
+            result = error
         finally:
-            _path.reset(token)
-            faults.reset(raised)
-        leaves.append((path.asked, path.answers, result))
-        # The next path changes the last answer that was True; all answers before it stay.
-        answers = list(path.answers)
-        while answers and not answers[-1]:
-            answers.pop()
-        if not answers:
-            break
-        answers[-1] = False
-    result = _joined(leaves)
+            _path.reset(path_token)
+            faults.reset(faults_token)
+        leaves.append(_Leaf(path.conditions, path.outcomes, result))
+        # The next path changes the last outcome that is True, and keeps all before it.
+        outcomes = list(path.outcomes)
+        while outcomes and not outcomes[-1]:
+            outcomes.pop()
+        if outcomes:
+            outcomes[-1] = False
+    result = _join(leaves)
     if isinstance(result, AssertionError):
         raise result
     return result
 
 
-def _joined(leaves: list[_Leaf]) -> Node | AssertionError:
-    """The results joined, from the last two paths on, which differ in one answer."""
+def _join(leaves: list[_Leaf]) -> Node | AssertionError:
+    """Joins the results, from the last two paths on, which differ in one outcome."""
     stack: list[_Leaf] = []
     for leaf in leaves:
         stack.append(leaf)
-        while len(stack) > 1 and not stack[-1][1][-1]:
-            asked, answers, no = stack.pop()
-            yes = stack.pop()[2]
-            if isinstance(yes, AssertionError) or isinstance(no, AssertionError):
-                result = no if isinstance(yes, AssertionError) else yes
-            else:
-                result = build("where", asked[-1], yes, no)
-            stack.append((asked[:-1], answers[:-1], result))
-    return stack[0][2]
+        while len(stack) > 1 and not stack[-1].outcomes[-1]:
+            conditions, outcomes, otherwise = stack.pop()
+            result = stack.pop().result
+            if isinstance(result, AssertionError):
+                result = otherwise
+            elif isinstance(otherwise, Node):
+                result = build("where", conditions[-1], result, otherwise)
+            stack.append(_Leaf(conditions[:-1], outcomes[:-1], result))
+    return stack[0].result

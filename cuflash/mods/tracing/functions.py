@@ -1,4 +1,4 @@
-"""Functions of NumPy, CuPy, PyTorch, JAX and `math` on traced scalars, found by their names."""
+"""Functions of NumPy, CuPy, PyTorch, JAX and `math` on traced scalars, by their names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ProblemError
 from ..graph.graph import Node
-from ..graph.operations import OF_FLOATS, ROUNDING, UNARY, Type
+from ..graph.operations import FLOATING, ROUNDING, UNARY, Type
 from ..graph.simplify import build, cast, constant
 from .operand import Operand, as_node, fault, is_array, is_name_of_dtype, type_of_cast
 
@@ -21,7 +21,7 @@ _DEVICES = ("cpu", "cuda", "gpu", "meta", "mps", "xpu", "tpu")
 
 
 def operation(op: str, *values: Any) -> Node:
-    """An operation of `operations.NUMPY`, one of the comparisons that it has not, or an integer power."""
+    """Returns an operation of `operations.NUMPY`, one of the comparisons that it has not, or an integer power."""
     if len(values) != (3 if op == "where" else 1 if op in UNARY else 2):
         raise TypeError(f"it takes {1 if op in UNARY else 2} but was given {len(values)}")
     nodes = [as_node(value) for value in values]
@@ -44,7 +44,7 @@ def _integer_power(base: Node, exponent: Node) -> Node:
 
 
 def to_type(value: Any, dtype: Any) -> Node:
-    """A value as the type that a dtype of any library has."""
+    """Casts a value to the type of a dtype of any library."""
     return cast(as_node(value), type_of_cast(dtype))
 
 
@@ -53,7 +53,7 @@ def _logical(op: str) -> Callable[[Any, Any], Node]:
 
 
 def _exchanged(op: str) -> Callable[[Any, Any], Node]:
-    """Of methods such as __rsub__, which libraries call by name."""
+    """Returns methods such as __rsub__, which libraries call by name."""
     return lambda x, y: operation(op, y, x)
 
 
@@ -77,7 +77,7 @@ def _lax_divide(x: Any, y: Any) -> Node:
     return build("divide" if FLOAT32 in [each.type for each in nodes] else "truncated_divide", *nodes)
 
 
-def _rounded(x: Any, decimals: int = 0) -> Node:
+def _round(x: Any, decimals: int = 0) -> Node:
     if decimals != 0:
         raise fault(f"round to {decimals} digits; only whole numbers are known")
     return operation("round", x)
@@ -89,8 +89,8 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Node:
     return operation("where", condition, x, y)
 
 
-def where_of_tensor(x: Any, condition: Any, y: Any) -> Node:
-    """x.where(condition, y), the method of PyTorch's tensors."""
+def tensor_where(x: Any, condition: Any, y: Any) -> Node:
+    """Returns x.where(condition, y), the method of PyTorch's tensors."""
     return operation("where", condition, x, y)
 
 
@@ -200,7 +200,7 @@ def _is_finite(x: Any) -> Node:
 
 
 def _to(x: Any, *others: Any, dtype: Any = None, **_: Any) -> Node:
-    """x.to(dtype), x.to(device), x.to(other), x.astype("int32"): devices, layouts and flags change nothing."""
+    """Returns x.to(dtype), x.to(device), x.to(other), x.astype("int32"): devices, layouts and flags change nothing."""
     for other in (dtype, *others):
         if isinstance(other, Node):
             return cast(as_node(x), other.type)
@@ -215,13 +215,9 @@ def _to(x: Any, *others: Any, dtype: Any = None, **_: Any) -> Node:
     return as_node(x)
 
 
-def _filled(value: float) -> Callable[..., Node]:
-    """x.new_zeros(shape, dtype) and such: of a scalar. Without a dtype it has the type of x."""
-
-    def filled(x: Any, shape: Any = (), *_: Any, dtype: Any = None, **__: Any) -> Node:
-        return _full(x, shape, value, dtype=dtype)
-
-    return filled
+def _fill(value: float) -> Callable[..., Node]:
+    """Returns x.new_zeros(shape, dtype) and such, of a scalar. Without a dtype it has the type of x."""
+    return lambda x, shape=(), *_, dtype=None, **__: _full(x, shape, value, dtype=dtype)
 
 
 def _full(x: Any, shape: Any, value: Any, *_: Any, dtype: Any = None, **__: Any) -> Node:
@@ -247,7 +243,7 @@ def _cast(type: Type) -> Callable[..., Node]:
 
 
 def as_integer(op: str) -> Callable[[Any], Node]:
-    """An operation that rounds, as those of Python's numbers, which give integers."""
+    """Returns an operation that rounds to integers, as Python's numbers do."""
     return lambda x: cast(operation(op, x), INT32)
 
 
@@ -300,8 +296,8 @@ _OTHERS: dict[str, Callable[..., Node]] = {
     "float_power": _float_power,
     **{f"r{name}": _exchanged(op) for name, op in {"sub": "subtract", "div": "divide", "truediv": "divide",
        "floordiv": "floor_divide", "mod": "remainder", "pow": "power"}.items()},
-    "round": _rounded,
-    "around": _rounded,
+    "round": _round,
+    "around": _round,
     "log": _log,
     "log10": _log10,
     "tan": _tan,
@@ -319,8 +315,8 @@ _OTHERS: dict[str, Callable[..., Node]] = {
     "isinf": _is_inf,
     **dict.fromkeys(("isfinite", "is_finite"), _is_finite),
     **dict.fromkeys(("to", "astype", "type", "type_as", "asarray", "array", "as_tensor"), _to),
-    "new_zeros": _filled(0),
-    "new_ones": _filled(1),
+    "new_zeros": _fill(0),
+    "new_ones": _fill(1),
     "new_full": _full,
     "new_tensor": lambda x, value, dtype=None, **_: _full(x, (), value, dtype=dtype),
     "zeros_like": _like(0),
@@ -334,11 +330,11 @@ _OTHERS: dict[str, Callable[..., Node]] = {
 }  # fmt: skip
 FUNCTIONS: dict[str, Callable[..., Node]] = {
     name: partial(operation, op)
-    for op in (*OF_FLOATS, *ROUNDING, *_SAME_AS, "fmin", "fmax", "truncated_divide")
+    for op in (*FLOATING, *ROUNDING, *_SAME_AS, "fmin", "fmax", "truncated_divide")
     for name in (op, *_SAME_AS.get(op, "").split())
 } | _OTHERS
-# What a name means in one library alone.
-_OF_LIBRARY: dict[tuple[str, str], Callable[..., Node]] = {
+# Functions whose names mean something else in one library.
+_LIBRARY_FUNCTIONS: dict[tuple[str, str], Callable[..., Node]] = {
     ("jax", "gelu"): lambda x, approximate=True: _gelu(x, approximate),
     ("jax", "div"): _lax_divide,
     ("numpy", "log"): partial(operation, "log"),
@@ -349,18 +345,18 @@ _OF_LIBRARY: dict[tuple[str, str], Callable[..., Node]] = {
     ("math", "fabs"): lambda x: operation("absolute", cast(as_node(x), FLOAT32)),
     **{("math", name): as_integer(name) for name in ("floor", "ceil", "trunc")},
 }
-# Keywords of NumPy's and PyTorch's functions that say nothing with these values.
+# Keywords of NumPy's and PyTorch's functions that change nothing with these values.
 _NO_MEANING = {"out": None, "where": True, "dtype": None, "casting": "same_kind", "axis": None, "dim": None}
 
 
 def call(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], library: str = "") -> Node:
-    """What a function of a library returns for traced arguments."""
-    function = _OF_LIBRARY.get((library, name)) or FUNCTIONS.get(name)
+    """Returns the result of a function of a library for traced arguments."""
+    function = _LIBRARY_FUNCTIONS.get((library, name)) or FUNCTIONS.get(name)
     if function is None:
-        known = ", ".join(sorted(FUNCTIONS))
-        raise fault(f"{library}{'.' if library else ''}{name} of a traced value is not known; these are: {known}")
-    told = {key: value for key, value in keywords.items() if key not in _NO_MEANING or value is not _NO_MEANING[key]}
+        names = ", ".join(sorted(FUNCTIONS))
+        raise fault(f"{library}{'.' if library else ''}{name} of a traced value is not known; these are: {names}")
+    options = {key: x for key, x in keywords.items() if key not in _NO_MEANING or x is not _NO_MEANING[key]}
     try:
-        return function(*arguments, **told)
+        return function(*arguments, **options)
     except TypeError as error:
         raise fault(f"{name} of a traced value does not take these arguments: {error}") from error

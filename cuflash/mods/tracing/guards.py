@@ -1,8 +1,8 @@
-"""What a trace read on its way, by which a later call sees in microseconds whether its own trace would be the same.
+"""Guards of a trace: cheap checks that decide in microseconds whether a later call has an equal trace.
 
-Guards hold no array and no other object that is large or alive: they hold the reads that lead from the function to
-what it refers to, and what was found there: code objects, numbers, the dtypes and shapes of arrays. They are written as
-the text of a Python function, as every call asks it: a loop over reads that are functions takes four times as long.
+Guards hold no array and no other object that is large or alive. They hold the reads that lead from the function to
+the objects that it refers to, and the results: code objects, numbers, the dtypes and shapes of arrays. They become the
+text of a Python function, because every call runs it: a loop over reads that are functions takes four times as long.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 Reader = Callable[[Any, Any], Any]
-# What a read may raise where there is nothing.
+# The errors of a read that finds nothing.
 ABSENT = (AttributeError, LookupError, TypeError, ValueError)
 
 
-def cell(function: Any, place: Any) -> Any:
-    """What a function refers to in a cell of its closure."""
+def cell_value(function: Any, place: Any) -> Any:
+    """Returns the value in a cell of a function's closure."""
     return function.__closure__[place].cell_contents
 
 
-def global_of(function: Any, name: Any) -> Any:
-    """What a function refers to among the globals of its module."""
+def global_value(function: Any, name: Any) -> Any:
+    """Returns a global of a function's module."""
     return function.__globals__[name]
 
 
 # Reads as text, of an object and a key.
 _TEXTS: dict[Any, str] = {
-    cell: "{0}.__closure__[{1}].cell_contents",
-    global_of: "{0}.__globals__[{1}]",
+    cell_value: "{0}.__closure__[{1}].cell_contents",
+    global_value: "{0}.__globals__[{1}]",
     operator.getitem: "{0}[{1}]",
     getattr: "getattr({0}, {1})",
 }
 
 
 class Matcher(NamedTuple):
-    """Whether what a read finds fits to the trace: an expression of `value` and of objects, which are {0}, {1} …
+    """An expression that is true if the result of a read, `value`, fits the trace. {0}, {1} … are `objects`.
 
-    v3 is what read number 3 finds.
+    v3 is the result of read number 3.
     """
 
     text: str
@@ -47,7 +47,7 @@ class Matcher(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """One read: `read(found, key)`, where `found` is what the read of number `parent` found; 0 is the function."""
+    """One read: `read(x, key)`, where x is the result of the read of number `parent`; 0 is the function."""
 
     parent: int
     read: Reader
@@ -58,8 +58,8 @@ class _Read(NamedTuple):
 class Guards:
     """The reads of one trace, in their order.
 
-    root: which functions it is of. is_complete: whether nothing else was read; otherwise the function is traced anew
-    each time.
+    root: matches the functions with this trace. is_complete: False if the trace depends on more than these reads; the
+    function is then traced anew each time.
     """
 
     def __init__(self) -> None:
@@ -69,16 +69,16 @@ class Guards:
         self.is_complete = True
 
     def add(self, parent: int, read: Reader, key: Any, matches: Matcher, is_object: bool = False) -> int:
-        """Writes a read down, and returns its number. is_object: nothing that was found before is this object."""
+        """Appends a read, and returns its number. is_object: no result of an earlier read is this object."""
         self._reads.append(_Read(parent, read, key, matches))
         if is_object:
             self._objects.append(len(self._reads))
         return len(self._reads)
 
     def function(self, results: Sequence[int]) -> Callable[[Any], tuple[Any, ...] | None]:
-        """A function of what may be the function of this trace: what the reads of these numbers find now.
+        """Returns a function that takes a user function and returns the results of the reads of these numbers.
 
-        It returns None where a read finds what does not fit.
+        It returns None if the result of a read does not fit.
         """
         names: dict[str, Any] = {"ABSENT": ABSENT}
 
@@ -93,7 +93,7 @@ class Guards:
         for number, (parent, read, key, matches) in enumerate(self._reads, 1):
             text = _TEXTS.get(read) or f"{name(read)}({{0}}, {{1}})"
             lines += [f"v{number} = {text.format(f'v{parent}', name(key))}", test(number, matches)]
-        # why: what was two objects may be one now, and a trace would see it.
+        # why: two objects of the trace may be one now, which would be another trace.
         pairs = [f"v{one} is v{other}" for one, other in combinations(self._objects, 2)]
         if len(pairs) > 3:
             ids = ", ".join(f"id(v{number})" for number in self._objects)
@@ -101,60 +101,59 @@ class Guards:
         lines += [f"if {' or '.join(pairs)}: return None"] if pairs else []
         lines.append(f"return ({''.join(f'v{number}, ' for number in results)})")
         body = "".join(f"        {line}\n" for line in lines)
-        text = f"def found(v0):\n    try:\n{body}    except ABSENT: return None\n"
+        text = f"def check(v0):\n    try:\n{body}    except ABSENT: return None\n"
         exec(compile(text, f"<{__name__}>", "exec"), names)
-        made: Callable[[Any], tuple[Any, ...] | None] = names["found"]
-        return made
+        check: Callable[[Any], tuple[Any, ...] | None] = names["check"]
+        return check
 
 
 def same_as(number: int) -> Matcher:
-    """It must be the object that an earlier read finds."""
+    """Matches the object that an earlier read returns."""
     return Matcher(f"{{value}} is v{number}")
 
 
-def identical(wanted: Any) -> Matcher:
-    """It must be this object, which belongs to a library."""
-    return Matcher("{value} is {0}", (wanted,))
+def identical(x: Any) -> Matcher:
+    """Matches this object, which belongs to a library."""
+    return Matcher("{value} is {0}", (x,))
 
 
-def equal(wanted: Any) -> Matcher:
-    """It must be an equal number or string of the same type. why repr: 0.0 equals -0.0, and NaN not even itself."""
-    if isinstance(wanted, int | str | bytes | None):
-        return Matcher("{value} is {0} or (type({value}) is {1} and {value} == {0})", (wanted, type(wanted)))
-    objects = wanted, type(wanted), repr(wanted)
-    return Matcher("{value} is {0} or (type({value}) is {1} and repr({value}) == {2})", objects)
+def equal(x: Any) -> Matcher:
+    """Matches an equal number or string of the same type. why repr: 0.0 equals -0.0, and NaN not even itself."""
+    if isinstance(x, int | str | bytes | None):
+        return Matcher("{value} is {0} or (type({value}) is {1} and {value} == {0})", (x, type(x)))
+    return Matcher("{value} is {0} or (type({value}) is {1} and repr({value}) == {2})", (x, type(x), repr(x)))
 
 
-def of_type(wanted: Any) -> Matcher:
-    """It must have the same type; what it holds is read by itself."""
-    return Matcher("type({value}) is {0}", (type(wanted),))
+def with_type(x: Any) -> Matcher:
+    """Matches an object of the same type; its contents have their reads."""
+    return Matcher("type({value}) is {0}", (type(x),))
 
 
-def of_keys(wanted: Any) -> Matcher:
-    """It must be a container with the same keys, or of the same length."""
-    if isinstance(wanted, dict):
-        return Matcher("type({value}) is {0} and tuple({value}) == {1}", (type(wanted), tuple(wanted)))
-    return Matcher("type({value}) is {0} and len({value}) == {1}", (type(wanted), len(wanted)))
+def with_keys(x: Any) -> Matcher:
+    """Matches a container with the same keys, or of the same length."""
+    if isinstance(x, dict):
+        return Matcher("type({value}) is {0} and tuple({value}) == {1}", (type(x), tuple(x)))
+    return Matcher("type({value}) is {0} and len({value}) == {1}", (type(x), len(x)))
 
 
-def of_constants(wanted: Any) -> Matcher:
-    """It must be a container of equal numbers and strings."""
-    return Matcher("type({value}) is {0} and repr({value}) == {1}", (type(wanted), repr(wanted)))
+def with_constants(x: Any) -> Matcher:
+    """Matches a container of equal numbers and strings."""
+    return Matcher("type({value}) is {0} and repr({value}) == {1}", (type(x), repr(x)))
 
 
-def of_code(wanted: Any) -> Matcher:
-    """It must be a function of the same code; its cells, globals and defaults are read by themselves."""
-    return Matcher("type({value}) is {0} and {value}.__code__ is {1}", (type(wanted), wanted.__code__))
+def with_code(x: Any) -> Matcher:
+    """Matches a function of the same code; its cells, globals and defaults have their reads."""
+    return Matcher("type({value}) is {0} and {value}.__code__ is {1}", (type(x), x.__code__))
 
 
-def of_shape(wanted: Any) -> Matcher:
-    """It must be an array of the same library, dtype and shape. Its values are not part of a trace."""
-    objects = type(wanted), wanted.dtype, wanted.shape
+def with_shape(x: Any) -> Matcher:
+    """Matches an array of the same library, dtype and shape. Its values are not part of a trace."""
+    objects = type(x), x.dtype, x.shape
     return Matcher("type({value}) is {0} and {value}.dtype == {1} and {value}.shape == {2}", objects)
 
 
 def absent(read: Reader) -> Reader:
-    """Whether a read still finds nothing."""
+    """Returns a reader that is True if a read finds nothing."""
 
     def is_absent(value: Any, key: Any) -> bool:
         try:

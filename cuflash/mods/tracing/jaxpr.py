@@ -1,4 +1,4 @@
-"""JAX's expressions of scalars, which `jax.make_jaxpr` writes, as an expression graph. JAX is not imported here."""
+"""Reads jaxprs of scalars, the results of `jax.make_jaxpr`, as expression graphs. JAX is not imported here."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .operand import Operand, captured, fault, is_array, source_line, type_of_dt
 from .trace import KINDS, graph_of
 from .tracers import TracedScalar
 
-# What changes no value of a scalar.
+# Primitives that change no value of a scalar.
 _SAME = {"broadcast_in_dim", "squeeze", "reshape", "copy", "copy_p", "optimization_barrier"}
-# Primitives whose names are not those of functions that `call` knows, or that mean something else.
+# Primitives whose names `call` does not have, or that mean something else there.
 _PRIMITIVES: dict[str, Callable[..., Node]] = {
     "clamp": lambda low, x, high: call("clip", [x, low, high], {}),
     "not": partial(operation, "invert"),
 }
-# Functions of jax.numpy that are calls inside a jaxpr. why by name: what they are made of hides what they mean.
+# Functions of jax.numpy that are calls inside a jaxpr. why by name: their primitives hide their meaning.
 _CALLS_BY_NAME = ("floor_divide", "remainder")
 _INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
 def graph_of_jaxpr(closed: Any, kind: str) -> Graph:
-    """The graph of a closed jaxpr, whose arguments are those of a score_mod or mask_mod, each a scalar.
+    """Returns the graph of a closed jaxpr, whose arguments are those of a score_mod or mask_mod, each a scalar.
 
-    The arrays that its loads refer to are constants of the jaxpr, or were computed of these alone, which is done here.
+    The arrays that its loads refer to are constants of the jaxpr, or computed here from constants alone.
     """
     reader = _Reader()
     arguments = [TracedScalar(variable(name)) for name in KINDS[kind][0]]
@@ -45,29 +45,28 @@ def graph_of_jaxpr(closed: Any, kind: str) -> Graph:
 
 
 class _Reader:
-    """Reads jaxprs, and knows the arrays that they refer to."""
+    """Reads jaxprs, and collects the arrays that they refer to."""
 
     def __init__(self) -> None:
         self.arrays = Arrays()
-        self._known: list[tuple[Any, TracedArray]] = []
+        self._traced: list[tuple[Any, TracedArray]] = []
 
     def constant(self, value: Any) -> Any:
-        """What stands for a constant: a number of Python or NumPy, or an array, which is captured."""
+        """Returns the traced value of a constant: a number of Python or NumPy, or an array, which is captured."""
         if isinstance(value, Operand | list):
             return value
         if isinstance(value, np.generic):
             return TracedScalar(constant(value.item(), type_of_dtype(value.dtype)))
         if not is_array(value):
             return TracedScalar(constant(value))
-        for known, array in self._known:
-            if known is value:
+        for constant_array, array in self._traced:
+            if constant_array is value:
                 return array
-        array = TracedArray(captured(value), self.arrays)
-        self._known.append((value, array))
-        return array
+        self._traced.append((value, TracedArray(captured(value), self.arrays)))
+        return self._traced[-1][1]
 
     def run(self, jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
-        """The values that a jaxpr returns."""
+        """Returns the results of a jaxpr."""
         values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments], strict=True))
 
         def read(variable: Any) -> Any:
@@ -90,21 +89,21 @@ class _Reader:
                 return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), arguments)
             name = parameters["name"]
         elif not any(isinstance(each, Operand | list) for each in arguments):
-            return self._of_constants(equation, arguments)
-        return self._of_scalars(name, parameters, [self.constant(each) for each in arguments])
+            return self._from_constants(equation, arguments)
+        return self._from_scalars(name, parameters, [self.constant(each) for each in arguments])
 
-    def _of_constants(self, equation: Any, arguments: list[Any]) -> list[Any]:
-        """The results of an equation that depends on no argument of the function."""
+    def _from_constants(self, equation: Any, arguments: list[Any]) -> list[Any]:
+        """Returns the results of an equation that depends on no argument of the function."""
         avals = [variable.aval for variable in (*equation.invars, *equation.outvars)]
         if not any(each.ndim for each in avals):
-            with contextlib.suppress(ProblemError):  # why: of numbers JAX knows more functions
+            with contextlib.suppress(ProblemError):  # why: JAX has more functions of numbers
                 constants = [self.constant(each) for each in arguments]
-                return self._of_scalars(equation.primitive.name, equation.params, constants)
+                return self._from_scalars(equation.primitive.name, equation.params, constants)
         # why at once: they are arrays to load from, which each call computes once.
-        made = equation.primitive.bind(*arguments, **equation.params)
-        return list(made) if equation.primitive.multiple_results else [made]
+        result = equation.primitive.bind(*arguments, **equation.params)
+        return list(result) if equation.primitive.multiple_results else [result]
 
-    def _of_scalars(self, name: str, parameters: Any, arguments: list[Any]) -> list[Any]:
+    def _from_scalars(self, name: str, parameters: Any, arguments: list[Any]) -> list[Any]:
         if name == "cond":
             return self._cond(parameters["branches"], *arguments)
         if name == "concatenate":
@@ -134,24 +133,23 @@ class _Reader:
         return call(name, arguments, {}, "jax")
 
     def _cond(self, branches: Sequence[Any], which: Any, *arguments: Any) -> list[Any]:
-        """The results of the branch of number `which`; of the first or last one, if there is none."""
-        results: list[Any] | None = None
-        for place, branch in reversed(list(enumerate(branches))):
-            own = [self.constant(each) for each in self.run(branch.jaxpr, branch.consts, arguments)]
-            if results is None:
-                results = own
-                continue
-            is_taken = build("less_equal", cast(which.node, Type.INT32), constant(place))
-            results = [TracedScalar(operation("where", is_taken, *pair)) for pair in zip(own, results, strict=True)]
-        return results or []
+        """Returns the results of the branch of number `which`; of the first or last one, if there is none."""
+        last, *others = (
+            [self.constant(each) for each in self.run(branch.jaxpr, branch.consts, arguments)]
+            for branch in reversed(branches)
+        )
+        for place, results in zip(reversed(range(len(others))), others, strict=True):
+            is_chosen = build("less_equal", cast(which.node, Type.INT32), constant(place))
+            last = [TracedScalar(operation("where", is_chosen, *pair)) for pair in zip(results, last, strict=True)]
+        return last
 
     def _slice(self, array: Any, starts: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """array[i, :, j]: an axis with a size of 1 has an index, all others are whole."""
+        """Returns array[i, :, j]: an axis with a size of 1 has an index, all others are whole."""
         keys: list[Any] = []
         for start, size, extent in zip(starts, sizes, array.shape, strict=True):
             if size not in (1, extent):
                 raise fault(f"a slice of {size} elements of {extent}; single elements and whole axes are known")
-            # why not negative: JAX has wrapped such indices itself, and takes the first element for what is left.
+            # why not negative: JAX has wrapped such indices itself, and takes the first element for all others.
             keys.append(TracedScalar(operation("maximum", start, 0)) if size == 1 else slice(None))
         return array[tuple(keys)]
 
@@ -159,22 +157,22 @@ class _Reader:
         if getattr(parameters["mode"], "name", "") == "FILL_OR_DROP":
             raise fault("jax.numpy.take and .at[].get() fill what is outside of an array; array[index] is known")
         numbers, sizes = parameters["dimension_numbers"], parameters["slice_sizes"]
-        given = index if isinstance(index, list) else [index]
-        if len(given) != len(numbers.start_index_map):
-            raise fault(f"{len(given)} indices of {len(numbers.start_index_map)} axes; single elements are known")
+        indices = index if isinstance(index, list) else [index]
+        if len(indices) != len(numbers.start_index_map):
+            raise fault(f"{len(indices)} indices of {len(numbers.start_index_map)} axes; single elements are known")
         starts: list[Any] = [0] * array.ndim
-        for axis, each in zip(numbers.start_index_map, given, strict=True):
+        for axis, each in zip(numbers.start_index_map, indices, strict=True):
             starts[axis] = each
         return self._slice(array, starts, sizes)
 
 
 def _literal(literal: Any) -> Any:
-    """The value of a literal, which has its dtype."""
+    """Returns the value of a literal in its dtype."""
     return literal.val if np.ndim(literal.val) else np.asarray(literal.val, literal.aval.dtype)[()]
 
 
 def _source_of(jaxpr: Any) -> str:
-    """The function behind a jaxpr, with its file and line."""
+    """Returns the function behind a jaxpr, with its file and line."""
     return str(getattr(getattr(jaxpr, "debug_info", None), "func_src_info", ""))
 
 
@@ -183,12 +181,12 @@ def _name_of(jaxpr: Any) -> str:
 
 
 def _is_of_jax(jaxpr: Any) -> bool:
-    """Whether the function behind a jaxpr lies in JAX itself."""
+    """True if the function behind a jaxpr belongs to JAX itself."""
     return "/jax/_src/" in _source_of(jaxpr).replace("\\", "/")
 
 
 def _line_of(equation: Any) -> str | None:
-    """The line of the user's function that an equation is of, if JAX kept it."""
+    """Returns the line of the user function that an equation comes from, if JAX has it."""
     frames = getattr(getattr(getattr(equation, "source_info", None), "traceback", None), "frames", ())
     for frame in frames:
         if not any(f"/{name}/" in frame.file_name.replace("\\", "/") for name in ("jax", "jaxlib", "cuflash")):

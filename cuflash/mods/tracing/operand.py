@@ -1,4 +1,4 @@
-"""What stands for a value while a function is traced, and how other values become nodes beside it."""
+"""The base class of tracers, the errors of a trace, and the conversion of values to nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..graph.graph import CapturedArray, Node
 from ..graph.operations import Type
 from ..graph.simplify import constant
 
-# The functions of these answer traced values by name; all other functions are the user's, and are traced themselves.
+# Functions of these libraries take traced values by name; all others are user functions, and are traced themselves.
 LIBRARIES = frozenset(
     ("builtins", "cuflash", "cupy", "functools", "jax", "jaxlib", "math", "numpy", "operator", "scipy", "torch")
 )
@@ -31,7 +31,7 @@ _WIDE = ("int32", "int64", "int", "int_", "long")
 
 
 class Operand:
-    """What a traced function computes with: scalars and short arrays of `traced`, captured ones of `traced_array`."""
+    """A traced value: a scalar or a short array of `tracers`, or a captured array of `array_tracer`."""
 
     dtype: Any
 
@@ -41,26 +41,26 @@ class Operand:
         raise NotImplementedError
 
 
-# The errors that were raised while the function runs. why kept: the function may catch them, and go on with a value.
+# The errors that were raised while the function runs. why a list: the function may catch them, and go on with a value.
 faults: ContextVar[list[ProblemError] | None] = ContextVar("cuflash_faults", default=None)
 
 
 def fault(message: str) -> ProblemError:
-    """An error that begins with the line of the user's function that runs now, and that the function cannot stop."""
+    """Returns an error that begins with the line of the user function that runs, and that the function cannot stop."""
     error = ProblemError(located(message))
-    if (found := faults.get()) is not None:
-        found.append(error)
+    if (errors := faults.get()) is not None:
+        errors.append(error)
     return error
 
 
-# The line that a message begins with, where no function runs, but what was recorded of one is read.
+# The line that a message begins with while a recorded function is read, such as a jaxpr.
 source_line: ContextVar[str | None] = ContextVar("cuflash_source_line", default=None)
 
 
 def located(message: str) -> str:
-    """A message that begins with the line of the user's function that runs now."""
-    if (recorded := source_line.get()) is not None:
-        return f"{recorded}: {message}"
+    """Returns a message that begins with the line of the user function that runs."""
+    if (line := source_line.get()) is not None:
+        return f"{line}: {message}"
     frame = sys._getframe(1)
     while frame is not None and is_of_library(frame.f_globals.get("__name__")):
         frame = frame.f_back  # type: ignore[assignment]
@@ -70,45 +70,45 @@ def located(message: str) -> str:
 
 
 def is_of_library(module: str | None) -> bool:
-    """Whether a module, given by its name, belongs to Python's standard tools or to an array library."""
+    """True if a module, by its name, belongs to Python's standard tools or to an array library."""
     return module is not None and module.partition(".")[0] in LIBRARIES
 
 
 def is_array(value: Any) -> bool:
-    """Whether a value is an array of any library; NumPy's scalars are numbers."""
+    """True if a value is an array of any library; NumPy's scalars are numbers."""
     if isinstance(value, Operand | type | np.generic):
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The shape of an array or of what stands for one; () of all else. why not of classes: theirs is no tuple."""
+    """Returns the shape of an array or of its tracer, else (). why not of classes: theirs is no tuple."""
     return () if isinstance(value, type) else getattr(value, "shape", ())
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a value is an integer. why not by Integral alone: bool is one, and so are the spans of time of NumPy."""
+    """True if a value is an integer. why not by Integral alone: bool is one, and so are NumPy's spans of time."""
     return isinstance(value, Integral) and not isinstance(value, bool | np.timedelta64)
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value is a real number, in the same sense."""
+    """True if a value is a real number, in the same sense."""
     return isinstance(value, Real) and not isinstance(value, bool | np.timedelta64)
 
 
 def name_of_dtype(dtype: Any) -> str:
-    """The name of a dtype of any library, such as "bfloat16"."""
+    """Returns the name of a dtype of any library, such as "bfloat16"."""
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
     return str(name).rpartition(".")[2]
 
 
 def is_name_of_dtype(name: str) -> bool:
-    """Whether a string names a dtype that a node can have."""
+    """True if a string is the name of a dtype that a node can have."""
     return name_of_dtype(name) in _TYPES
 
 
 def type_of_cast(dtype: Any) -> Type:
-    """The type of a value that is cast to a dtype of any library, or to one of Python's types bool, int and float."""
+    """Returns the type of a value that is cast to a dtype of any library, or to Python's bool, int or float."""
     type = type_of_dtype(dtype)
     if type.is_integer and name_of_dtype(dtype) not in _WIDE:
         raise fault(f"a cast to {name_of_dtype(dtype)}, which would wrap; integers are computed as int32 or int64")
@@ -116,7 +116,7 @@ def type_of_cast(dtype: Any) -> Type:
 
 
 def type_of_dtype(dtype: Any) -> Type:
-    """The type of the elements of an array of a dtype of any library, when they were loaded."""
+    """Returns the type of an element that is loaded from an array of a dtype of any library."""
     name = name_of_dtype(dtype)
     if name not in _TYPES:
         raise fault(f"{dtype} has no place in a mod; bool, integers, and floats of 16 to 64 bits have")
@@ -124,7 +124,7 @@ def type_of_dtype(dtype: Any) -> Type:
 
 
 def as_node(value: Any) -> Node:
-    """The node of a traced value, of a number, or of an array of one element that the function itself made."""
+    """Returns the node of a traced value, of a number, or of an array of one element that the function created."""
     if isinstance(value, Node):
         return value
     if isinstance(value, Operand):
@@ -145,7 +145,7 @@ def as_node(value: Any) -> Node:
 
 
 def captured(array: Any) -> CapturedArray:
-    """An array of any library as a traced function refers to it."""
+    """Returns the description of an array of any library that a traced function refers to."""
     dtype = array.dtype
     if isinstance(dtype, np.dtype) and not dtype.isnative:
         raise fault(f"the bytes of a captured array of dtype {dtype.str} are not in this machine's order; convert it")

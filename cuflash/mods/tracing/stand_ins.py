@@ -1,4 +1,4 @@
-"""Stand-ins for functions, classes and modules of libraries in a traced function: they know traced values."""
+"""Stand-ins in a traced function: for functions, classes and modules of libraries, and for objects of the user."""
 
 from __future__ import annotations
 
@@ -6,18 +6,24 @@ import builtins
 import functools
 import operator
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from . import guards
 from .functions import FUNCTIONS
-from .operand import Operand, is_name_of_dtype, is_of_library
+from .guards import Guards, Reader
+from .operand import Operand, fault, is_name_of_dtype, is_of_library
 from .tracers import called
+
+# Replaces a value that was read: from the number of the parent's read, the reader, its key and the value.
+Replace = Callable[[int, Reader, Any, Any], Any]
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def library_of(value: Any) -> str:
-    """The first name of the module that a function or class is of; of other objects, that of their type."""
+    """Returns the library that a function or class, or the type of another object, belongs to."""
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) and not isinstance(value, types.FunctionType):
         module = type(value).__module__
@@ -26,7 +32,7 @@ def library_of(value: Any) -> str:
 
 
 def stand_in(value: Any, name: str | None = None) -> Any:
-    """What stands for a function or class of a library: something that answers traced values if its name is known."""
+    """Returns what replaces a function or class of a library: it takes traced values if its name is known."""
     name = name or getattr(value, "__name__", None)
     if isinstance(value, types.MethodDescriptorType):
         return Function(value, str(name), value.__objclass__.__module__.partition(".")[0].lstrip("_"))
@@ -43,7 +49,7 @@ def stand_in(value: Any, name: str | None = None) -> Any:
 
 
 class Function:
-    """A function of a library, which answers traced values by its name."""
+    """A function of a library, which takes traced values by its name."""
 
     def __init__(self, function: Any, name: str, library: str) -> None:
         self._function, self._name, self._library = function, name, library
@@ -115,37 +121,147 @@ class _TypeOf(type):
     def __call__(cls, *arguments: Any, **keywords: Any) -> Any:
         if len(arguments) != 1:
             return type(*arguments, **keywords)
-        found = getattr(arguments[0], "__class__", type(arguments[0]))
-        return BUILTINS[found.__name__] if found in (int, float, bool) else found
+        kind = getattr(arguments[0], "__class__", type(arguments[0]))
+        return BUILTINS[kind.__name__] if kind in (int, float, bool) else kind
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, type)
 
 
-def _replaced(name: str) -> Callable[..., Any]:
-    """min, max, any or all."""
+def _reduction(name: str) -> Callable[..., Any]:
+    """Returns what replaces min, max, any or all."""
     plain = getattr(builtins, name)
     join = {"any": operator.or_, "all": operator.and_}.get(name)
 
-    def replaced(*arguments: Any, **keywords: Any) -> Any:
+    def reduction(*arguments: Any, **keywords: Any) -> Any:
+        values: tuple[Any, ...] = arguments
         if len(arguments) == 1 and isinstance(arguments[0], Operand | list | tuple | types.GeneratorType):
             arguments = tuple(arguments[0])  # type: ignore[arg-type]
-            values: tuple[Any, ...] = (arguments,)
-        else:
-            values = arguments
+            values = (arguments,)
         if not any(isinstance(each, Operand) for each in arguments):
             return plain(*values, **keywords)
         if join is not None:
             return functools.reduce(join, [called("bool", [each], {}) for each in arguments])
-        told = {key: value for key, value in keywords.items() if key != "default"}
-        return functools.reduce(lambda x, y: called(name, [x, y], told), arguments)
+        keywords.pop("default", None)
+        return functools.reduce(lambda x, y: called(name, [x, y], keywords), arguments)
 
-    return replaced
+    return reduction
 
 
 BUILTINS: dict[str, Any] = {
     **vars(builtins),
-    **{name: _replaced(name) for name in ("min", "max", "any", "all")},
+    **{name: _reduction(name) for name in ("min", "max", "any", "all")},
     **{plain.__name__: _conversion(plain, plain.__name__) for plain in (int, float, bool)},
     "type": _TypeOf("type", (), {}),
 }
+
+
+class CapturedObject:
+    """Replaces an object of the user, such as a model: its methods run with this as `self`, and each read is guarded.
+
+    why slots: without a __dict__, vars() and __dict__ are reads of the object's, too.
+    """
+
+    __slots__ = ("_captured",)
+    _captured: tuple[Replace, Guards, Any, int]
+
+    def __init__(self, replace: Replace, reads: Guards, value: Any, number: int) -> None:
+        object.__setattr__(self, "_captured", (replace, reads, value, number))
+
+    # why: isinstance(x, C) reads this.
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(_value(self))
+
+    def __getattr__(self, name: str) -> Any:
+        value, result = _value(self), _find(self, getattr, name)
+        if isinstance(result, types.MethodType) and result.__self__ is value:
+            return types.MethodType(_replace(self, _function_of, name, result.__func__), self)
+        if isinstance(result, types.BuiltinMethodType) and result.__self__ is value:
+            _guards(self).is_complete = False  # why: it may return another value next time
+            return result
+        return _replace(self, getattr, name, result)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise fault(f"the attribute {name} of a captured object is set; a function that is traced changes nothing")
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        raise fault("an item of a captured object is set; a function that is traced changes nothing")
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, Operand):
+            raise fault(f"a {type(_value(self)).__name__} has a traced index; only arrays have")
+        return _read(self, operator.getitem, key)
+
+    def __len__(self) -> int:
+        return int(_read(self, _apply, len))
+
+    def __bool__(self) -> bool:
+        return bool(_read(self, _apply, bool))
+
+    def __eq__(self, other: object) -> bool:
+        _guards(self).is_complete = False  # why: no guard holds what it compares with
+        return bool(_value(self) == (_value(other) if type(other) is CapturedObject else other))
+
+    def __hash__(self) -> int:
+        # why not _value: tables of weak references hash keys at the interpreter's end, too, when globals are gone
+        return hash(self._captured[2])
+
+    def __str__(self) -> str:
+        return str(_value(self))
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_read(self, _apply, tuple))
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        value = _value(self)
+        call = type(value).__call__
+        if is_of_library(library_of(call)) and hasattr(value, "forward"):
+            # why forward: of all that torch.nn.Module does around it, hooks alone would matter.
+            if any(getattr(value, name, None) for name in _HOOKS):
+                raise fault(f"the {type(value).__name__} has hooks of forward, which are not traced; remove them")
+            return self.forward(*arguments, **keywords)
+        if not isinstance(call, types.FunctionType):
+            return value(*arguments, **keywords)  # a callable that is written in C
+        return _read(self, _function_of_type, "__call__")(self, *arguments, **keywords)
+
+
+def _value(x: Any) -> Any:
+    return x._captured[2]
+
+
+def _guards(x: CapturedObject) -> Guards:
+    return x._captured[1]
+
+
+def _read(x: CapturedObject, read: Reader, key: Any) -> Any:
+    """Reads from the object, and returns what replaces the result."""
+    return _replace(x, read, key, _find(x, read, key))
+
+
+def _replace(x: CapturedObject, read: Reader, key: Any, result: Any) -> Any:
+    """Returns what replaces the result of a read."""
+    replace, _, _, number = x._captured
+    return replace(number, read, key, result)
+
+
+def _find(x: CapturedObject, read: Reader, key: Any) -> Any:
+    """Returns the result of a read. A guard holds that it fails, if it does."""
+    _, reads, value, number = x._captured
+    try:
+        return read(value, key)
+    except guards.ABSENT:
+        reads.add(number, guards.absent(read), key, guards.equal(True))
+        raise
+
+
+def _function_of(value: Any, name: Any) -> Any:
+    return getattr(value, name).__func__
+
+
+def _function_of_type(value: Any, name: Any) -> Any:
+    return getattr(type(value), name)
+
+
+def _apply(value: Any, function: Any) -> Any:
+    return function(value)

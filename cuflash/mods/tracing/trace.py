@@ -1,34 +1,37 @@
-"""A function of the user as an expression graph: it is called with traced values, and what it returns is the graph."""
+"""Traces a user function: it is called with traced values, and its result is the expression graph."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from ...errors import ProblemError
 from ...locks import Lock
 from ..analysis.intervals import band
 from ..graph.graph import MASK_ARGUMENTS, SCORE_ARGUMENTS, CapturedArray, Graph, Node, digest, post_order, variable
 from ..graph.operations import Type
-from ..graph.simplify import cast, load, rebuilt
-from .branches import all_paths
+from ..graph.simplify import cast, load, rebuilt, transform
+from .branches import trace_branches
 from .capture import Capture
-from .numbers_that_change import warn_of_numbers
 from .operand import as_node
 from .tracers import Traced, TracedScalar, dtypes
 
 # The two kinds of functions: their arguments, and the type of their results.
 KINDS = {"score_mod": (SCORE_ARGUMENTS, Type.FLOAT32), "mask_mod": (MASK_ARGUMENTS, Type.BOOL)}
-MAX_TRACES = 256  # that are kept
-MAX_OF_CODE = 8  # of those, of functions with the same code
+MAX_TRACES = 256  # in the cache
+MAX_TRACES_OF_CODE = 8  # in the cache, of functions with one code
+MAX_NUMBERS = 8  # different numbers before the warning
+MAX_FORMS = 32  # graphs of one code that differ in more than numbers
 
 
 class _Trace(NamedTuple):
-    """A function that was traced: `arrays` finds the arrays of another one, or None if that has another graph.
+    """The trace of a function: `arrays` finds the arrays of another one, or None if its graph is another.
 
     kinds: dtype, shape and type of each array, as `CapturedArray` has them.
     """
@@ -39,45 +42,82 @@ class _Trace(NamedTuple):
     digest: str
 
     def graph(self, function: Any) -> Graph | None:
-        """The graph of a function, with its own arrays, if it is this one."""
-        if (found := self.arrays(function)) is None:
+        """Returns this graph with the arrays of a function; None if the function has another graph."""
+        if (arrays := self.arrays(function)) is None:
             return None
-        arrays = [CapturedArray(array, *kind) for array, kind in zip(found, self.kinds, strict=True)]
-        return Graph(self.root, tuple(arrays), self.digest)
+        captured = [CapturedArray(array, *kind) for array, kind in zip(arrays, self.kinds, strict=True)]
+        return Graph(self.root, tuple(captured), self.digest)
 
 
 _traces: OrderedDict[tuple[str, int], list[_Trace]] = OrderedDict()
+# By code, and by the form of a graph without its numbers, the digests of graphs; None after the warning.
+_digests: WeakKeyDictionary[Any, dict[int, set[str]] | None] = WeakKeyDictionary()
 _lock = Lock()
 
 
 def trace(function: Callable[..., Any], kind: str) -> Graph:
-    """The graph of a score_mod or a mask_mod. A function that was traced before is recognised in microseconds.
+    """Returns the graph of a score_mod or a mask_mod. A function that was traced before is recognised in microseconds.
 
     Its arrays are those that it refers to now, and each call reads their values. Numbers, lists and attributes that it
     refers to are read anew, too, and change the graph when they change; what it gets by calling functions of libraries
     without traced values, such as random numbers, stays as it was when the function was traced.
     """
     if not callable(function) or isinstance(function, type):
-        given = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
-        raise ProblemError(f"{kind} is {given}; it must be a function {_signature(kind)}")
+        what = f"the class {function.__name__}" if isinstance(function, type) else f"a {type(function).__name__}"
+        raise ProblemError(f"{kind} is {what}; it must be a function {_signature(kind)}")
     key = kind, id(_code_of(function))
-    for known in _traces.get(key, ()):
-        if (graph := known.graph(function)) is not None:
+    for entry in _traces.get(key, ()):
+        if (graph := entry.graph(function)) is not None:
             return graph
     graph, capture = _traced(function, kind)
     if kind == "score_mod" or band(graph.root) is None:  # why: a mask that is a window is no part of a kernel
-        warn_of_numbers(_code_of(function), f"{kind} {_name_of(function)}", graph)
+        warn_if_recompiling(_code_of(function), f"{kind} {_name_of(function)}", graph)
     if not capture.guards.is_complete:
         return graph
     kinds = tuple((each.dtype, each.shape, each.type) for each in graph.arrays)
     arrays = capture.guards.function([capture.read_of(each) for each in graph.arrays])
-    made = _Trace(arrays, kinds, graph.root, graph.digest)
     with _lock:
-        _traces[key] = [made, *_traces.get(key, [])][:MAX_OF_CODE]
+        _traces[key] = [_Trace(arrays, kinds, graph.root, graph.digest), *_traces.get(key, [])][:MAX_TRACES_OF_CODE]
         _traces.move_to_end(key)
         while len(_traces) > MAX_TRACES:
             _traces.popitem(last=False)
     return graph
+
+
+def warn_if_recompiling(code: Any, name: str, graph: Graph) -> None:
+    """Records a new graph of a function, and warns once if many graphs of its code differ in nothing but numbers.
+
+    code: the code object, or the class of a callable object. name: of the function in the warning.
+    """
+    with _lock:
+        forms = _digests.setdefault(code, {})
+        if forms is None:
+            return
+        if len(forms) >= MAX_FORMS:
+            forms.clear()
+        digests = forms.setdefault(_form(graph), set())
+        digests.add(graph.digest)
+        if len(digests) < MAX_NUMBERS:
+            return
+        _digests[code] = None
+    warnings.warn(
+        f"{name} was traced with {MAX_NUMBERS} different numbers, and each compiles kernels of its own on a GPU. Refer "
+        "to a number that changes as an array without axes, or write x[0] for an array x of one element: each call "
+        "reads its value, and nothing is compiled anew.",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def _form(graph: Graph) -> int:
+    """Returns a hash of a graph without its numbers."""
+    order = post_order([graph.root])
+    places = {each: place for place, each in enumerate(order)}
+    nodes = [
+        (each.op, each.type, None if each.op == "constant" else each.value, *[places[x] for x in each.arguments])
+        for each in order
+    ]
+    return hash((tuple(nodes), tuple((each.dtype, len(each.shape)) for each in graph.arrays)))
 
 
 def _signature(kind: str) -> str:
@@ -85,7 +125,7 @@ def _signature(kind: str) -> str:
 
 
 def _code_of(function: Any) -> Any:
-    """The code behind a function, by which its traces are found; of other objects, their class."""
+    """Returns the code of a function, or the class of another object: the key of its traces."""
     while isinstance(function, (types.MethodType, functools.partial)):
         function = function.__func__ if isinstance(function, types.MethodType) else function.func
     return function.__code__ if isinstance(function, types.FunctionType) else type(function)
@@ -105,7 +145,7 @@ def _traced(function: Any, kind: str) -> tuple[Graph, Capture]:
     arguments = [TracedScalar(variable(name)) for name in names]
     token = dtypes.set(capture.dtypes())
     try:
-        root = all_paths(lambda: _result(capture.function(*arguments), function, kind))
+        root = trace_branches(lambda: _result(capture.function(*arguments), function, kind))
     except ProblemError:
         raise
     except Exception as error:
@@ -119,7 +159,7 @@ def _traced(function: Any, kind: str) -> tuple[Graph, Capture]:
 def _check_arity(function: Any, kind: str) -> None:
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of some functions written in C nobody knows
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return
     try:
         signature.bind(*KINDS[kind][0])
@@ -132,31 +172,26 @@ def _check_arity(function: Any, kind: str) -> None:
 def _result(value: Any, function: Any, kind: str) -> Node:
     is_whole = isinstance(value, Traced) and value.shape not in ((), (1,))
     if is_whole or value is None or isinstance(value, str | tuple | list | dict):
-        given = "a whole array" if is_whole else f"a {type(value).__name__}"
-        raise ProblemError(f"{kind} {_name_of(function)} returned {given}; it must return one value")
+        what = "a whole array" if is_whole else f"a {type(value).__name__}"
+        raise ProblemError(f"{kind} {_name_of(function)} returned {what}; it must return one value")
     return as_node(value)
 
 
 def graph_of(root: Node, arrays: list[CapturedArray], kind: str, name: str) -> Graph:
-    """The graph of a result of a function that is called `name` in errors, with the arrays that it still loads from.
+    """Returns the graph of a function's result, with the arrays that the result loads from. name: in errors.
 
     A score may be any number, but a mask must be a condition.
     """
     if (root.type == Type.BOOL) != (kind == "mask_mod"):
-        given = root.type.name.lower()
-        wanted = "bool; compare it with something" if kind == "mask_mod" else "a number; conditions belong to mask_mod"
-        raise ProblemError(f"{kind} {name} returned a value of type {given}; it must return {wanted}")
-    root, used = _of_used_arrays(cast(root, KINDS[kind][1]), arrays)
-    return Graph(root, tuple(used), digest([root], used))
+        rule = "bool; compare it with something" if kind == "mask_mod" else "a number; conditions belong to mask_mod"
+        raise ProblemError(f"{kind} {name} returned a value of type {root.type.name.lower()}; it must return {rule}")
+    root = cast(root, KINDS[kind][1])
+    numbers = list(dict.fromkeys(each.value for each in post_order([root]) if each.op == "load"))
+    places = {number: place for place, number in enumerate(numbers)}
 
+    def renumbered(x: Node, arguments: list[Node]) -> Node:
+        return load(places[x.value], x.type, arguments) if x.op == "load" else rebuilt(x, arguments)
 
-def _of_used_arrays(root: Node, arrays: list[CapturedArray]) -> tuple[Node, list[CapturedArray]]:
-    """The graph without the arrays that nothing is loaded from any more, and those that are left."""
-    order = post_order([root])
-    used = list(dict.fromkeys(each.value for each in order if each.op == "load"))
-    places = {number: place for place, number in enumerate(used)}
-    new: dict[Node, Node] = {}
-    for each in order:
-        arguments = [new[argument] for argument in each.arguments]
-        new[each] = load(places[each.value], each.type, arguments) if each.op == "load" else rebuilt(each, arguments)
-    return new[root], [arrays[number] for number in used]
+    (root,) = transform([root], renumbered)
+    captured = tuple(arrays[number] for number in numbers)
+    return Graph(root, captured, digest([root], captured))

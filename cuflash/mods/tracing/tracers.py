@@ -1,7 +1,7 @@
-"""Values that write down what is done to them: a traced function computes with these in place of numbers and arrays.
+"""Tracers: values that record the operations applied to them, in place of a function's numbers and arrays.
 
-They answer Python's operators, the protocols of NumPy and of PyTorch, and methods by their names. What would need their
-value while they are traced raises ProblemError with the line of the function; only `bool()` has answers: see `paths`.
+They take Python's operators, the protocols of NumPy and of PyTorch, and methods by their names. What needs their value
+during the trace raises ProblemError with the line of the function; only `bool()` has an outcome: see `branches`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ...errors import ProblemError
 from ..graph.graph import Node
 from ..graph.operations import Type
 from ..graph.simplify import cast, constant
-from .branches import truth
-from .functions import FUNCTIONS, as_integer, call, operation, where_of_tensor
+from .branches import branch_on
+from .functions import FUNCTIONS, as_integer, call, operation, tensor_where
 from .operand import Operand, as_node, fault, is_array, located
 
 _BINARY = {
@@ -66,14 +66,14 @@ def _operator(op: str, is_exchanged: bool = False) -> Callable[[Any, Any], Any]:
             return NotImplemented
         pair = (other, self) if is_exchanged else (self, other)
         if any(map(_is_short, pair)):
-            return _of_elements(lambda *row: TracedScalar(operation(op, *row)), [_elements(each) for each in pair])
+            return _map(lambda *row: TracedScalar(operation(op, *row)), [_elements(each) for each in pair])
         return TracedScalar(operation(op, *pair))
 
     return method
 
 
 class _MissingError(ProblemError, AttributeError):
-    """An attribute that traced values do not have. why AttributeError: hasattr asks for it."""
+    """An attribute that traced values do not have. why AttributeError: hasattr catches it."""
 
 
 class Traced(Operand):
@@ -89,7 +89,7 @@ class Traced(Operand):
 
     def __getattr__(self, name: str) -> Any:
         if name == "where":
-            return lambda condition, y: TracedScalar(where_of_tensor(self, condition, y))
+            return lambda condition, y: TracedScalar(tensor_where(self, condition, y))
         if name in FUNCTIONS or name in _REDUCTIONS or name == "dot":
             return lambda *arguments, **keywords: called(name, [self, *arguments], keywords)
         raise _MissingError(located(f"a traced value has no {name}"))
@@ -108,7 +108,7 @@ class Traced(Operand):
         if name == "__getitem__" or name == "getitem":
             raise fault("a tensor made inside the function has a traced index; make it before, and refer to it")
         if name == "where" and hasattr(function, "__objclass__"):
-            return TracedScalar(where_of_tensor(*arguments, **keywords or {}))
+            return TracedScalar(tensor_where(*arguments, **keywords or {}))
         is_method = name.startswith("__") and name.endswith("__")
         return called(name[2:-2] if is_method else name, arguments, keywords or {}, "torch")
 
@@ -116,7 +116,7 @@ class Traced(Operand):
         raise fault("this function of JAX takes no traced values; functions of jax.numpy that the function names do")
 
     def __bool__(self) -> bool:
-        return truth(self.node)
+        return branch_on(self.node)
 
     def __pos__(self) -> Any:
         return self
@@ -144,7 +144,7 @@ setattr(Traced, "__matmul__", lambda self, other: called("dot", [self, other], {
 
 
 class TracedScalar(Traced):
-    """A number of the function that is traced: one of its arguments, or what it computed."""
+    """A number of a traced function: an argument, or a result of its operations."""
 
     shape: tuple[int, ...] = ()
     ndim = 0
@@ -166,7 +166,7 @@ class TracedScalar(Traced):
 
     @property
     def device(self) -> Any:
-        """The CPU, of which nothing depends."""
+        """The CPU, which stands for any device."""
         return "cpu" if dtypes.get() is np else dtypes.get().device("cpu")
 
     def numel(self) -> int:
@@ -178,7 +178,7 @@ class TracedScalar(Traced):
         return 0
 
     def is_floating_point(self) -> bool:
-        """Whether the node is a float."""
+        """True if the node is a float."""
         return self._node.type == Type.FLOAT32
 
     def __repr__(self) -> str:
@@ -186,7 +186,7 @@ class TracedScalar(Traced):
 
 
 class Elements(Traced):
-    """The elements of a short array: what is done to it is done to each."""
+    """The elements of a short array, computed one by one."""
 
     ndim = 1
 
@@ -203,11 +203,11 @@ class Elements(Traced):
 
     @property
     def dtype(self) -> Any:
-        """That of the first element."""
+        """The dtype of the first element."""
         return self._values[0].dtype
 
     def elements(self) -> Elements:
-        """These."""
+        """Returns itself."""
         return self
 
     def __len__(self) -> int:
@@ -227,12 +227,12 @@ def _is_short(value: Any) -> bool:
 
 
 def _elements(value: Any) -> Any:
-    """The elements of an array with one axis; other values as they are."""
+    """Returns the elements of an array with one axis; other values as they are."""
     return value.elements() if _is_short(value) else value
 
 
-def _of_elements(compute: Callable[..., Any], arguments: Sequence[Any]) -> Elements:
-    """What a function of numbers makes of each element."""
+def _map(compute: Callable[..., Any], arguments: Sequence[Any]) -> Elements:
+    """Returns the results of a function of numbers for each element."""
     counts = {len(each) for each in arguments if isinstance(each, Elements)} - {1}
     if len(counts) > 1:
         raise fault(f"arrays of {' and '.join(map(str, sorted(counts)))} elements are computed with together")
@@ -242,39 +242,36 @@ def _of_elements(compute: Callable[..., Any], arguments: Sequence[Any]) -> Eleme
 
 
 def _sum(values: Elements) -> Any:
-    # why from 0: of conditions, too, it is their number.
+    # why from 0: the sum of conditions is their number.
     return reduce(operator.add, values, TracedScalar(constant(0)))
 
 
-def _joined(op: str) -> Callable[[Elements], Any]:
-    def join(values: Elements) -> Any:
-        return reduce(lambda x, y: TracedScalar(operation(op, x, y)), values)
-
-    return join
+def _extreme(op: str) -> Callable[[Elements], Any]:
+    return lambda values: reduce(lambda x, y: TracedScalar(operation(op, x, y)), values)
 
 
-def _all_as_bool(join: Callable[[Any, Any], Any]) -> Callable[[Elements], Any]:
+def _join_bools(join: Callable[[Any, Any], Any]) -> Callable[[Elements], Any]:
     return lambda values: reduce(join, [TracedScalar(cast(as_node(each), Type.BOOL)) for each in values])
 
 
-# Functions that make a number of a short array.
+# Functions of a short array that return a number.
 _REDUCTIONS: dict[str, Callable[[Elements], Any]] = {
-    "any": _all_as_bool(operator.or_),
-    "all": _all_as_bool(operator.and_),
+    "any": _join_bools(operator.or_),
+    "all": _join_bools(operator.and_),
     "sum": _sum,
     "mean": lambda values: _sum(values) / len(values),
-    **dict.fromkeys(("max", "amax"), _joined("maximum")),
-    **dict.fromkeys(("min", "amin"), _joined("minimum")),
+    **dict.fromkeys(("max", "amax"), _extreme("maximum")),
+    **dict.fromkeys(("min", "amin"), _extreme("minimum")),
 }
 
 
 def called(name: str, arguments: Sequence[Any], keywords: Mapping[str, Any], library: str = "") -> Any:
-    """A function of a library with traced arguments, some of which may be short arrays."""
+    """Calls a function of a library with traced arguments, some of which may be short arrays."""
     if not any(map(_is_short, arguments)):
         return TracedScalar(call(name, arguments, keywords, library))
     values = [_elements(each) for each in arguments]
     if name == "dot":
-        return _sum(_of_elements(operator.mul, values))
+        return _sum(_map(operator.mul, values))
     if name in _REDUCTIONS and not (len(values) > 1 and name in ("max", "min") and isinstance(values[1], Operand)):
         return _REDUCTIONS[name](values[0])
-    return _of_elements(lambda *row: TracedScalar(call(name, row, keywords, library)), values)
+    return _map(lambda *row: TracedScalar(call(name, row, keywords, library)), values)
