@@ -29,10 +29,9 @@ PINS = re.compile(r"nvidia-cuda-nvrtc==([\d.]+)")  # of .ci/run: the other NVRTC
 
 def state() -> dict[str, object]:
     """Returns what the record must equal: the digest of all variants, and the compilers."""
-    digest = hashlib.sha256()
     kernels = [variant for arch in ARCHS for variant in variants(arch)]
-    for line in sorted(repr((compiler.options(variant), variant.source)) for variant in kernels):
-        digest.update(line.encode())
+    texts = sorted(repr((compiler.options(variant), variant.source)) for variant in kernels)
+    digest = hashlib.sha256("".join(texts).encode())
     sources = [path for path in compiler.source_root().rglob("*") if path.suffix in (".cu", ".cuh")]
     for path in sorted(sources):
         digest.update(path.relative_to(compiler.source_root()).as_posix().encode() + b"\0" + path.read_bytes())
@@ -41,17 +40,13 @@ def state() -> dict[str, object]:
     return {"digest": digest.hexdigest(), "kernels": len(kernels), "compilers": compilers}
 
 
-def recorded() -> object:
-    """Returns the record, or None where there is none."""
-    return json.loads(RECORD.read_text("utf-8")) if RECORD.is_file() else None
-
-
 def main(arguments: list[str]) -> int:
     """Prints what must be compiled, or writes the record."""
     if arguments == ["write"]:
         RECORD.write_text(json.dumps(state(), indent=1) + "\n", "utf-8")
     elif not arguments:
-        print("sample" if recorded() == state() else "all")
+        recorded = json.loads(RECORD.read_text("utf-8")) if RECORD.is_file() else None
+        print("sample" if recorded == state() else "all")
     else:
         print(__doc__, file=sys.stderr)
         return 2

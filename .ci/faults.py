@@ -14,12 +14,15 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from queue import SimpleQueue
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT)]
+
+from cuflash.planning import device
 
 
 class Fault(NamedTuple):
@@ -46,7 +49,6 @@ class Fault(NamedTuple):
 
 SECONDS = 400  # in which tests end, but for a kernel that waits for ever
 KERNELS = "kernels_cu/"
-COUNT_GPUS = "from cuflash.planning import device; print(device.count())"
 MASK, OPTIONS = "problem/mask.py", "problem/options.py"
 FAULTS = (
     Fault("causal sees one key more", MASK, "right = 0", "right = 1", "problem/test_mask.py"),
@@ -195,28 +197,18 @@ def is_caught(fault: Fault, tree: Path) -> bool:
 
 def main() -> int:
     asked = sys.argv[1] if len(sys.argv) > 1 else ""
-    command = [sys.executable, "-c", COUNT_GPUS]
-    counted = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, check=True, text=True)
-    has_gpu = int(counted.stdout) > 0
     faults = [fault for fault in FAULTS if asked in f"{fault.name} {fault.path}"]
-    if not has_gpu:
+    if device.count() == 0:
         faults = [fault for fault in faults if not fault.is_of_kernel]
         print("those of kernels are left out, as there is no GPU")
-    trees: SimpleQueue[Path] = SimpleQueue()
-
-    def tried(fault: Fault) -> bool:
-        tree = trees.get()
-        try:
-            return is_caught(fault, tree)
-        finally:
-            trees.put(tree)
-
+    here = threading.local()
     with tempfile.TemporaryDirectory() as folder:
-        count = os.cpu_count() or 1
-        for number in range(count):
-            trees.put(copied(Path(folder) / str(number)))
-        with ThreadPoolExecutor(count) as pool:
-            found = list(pool.map(tried, faults))
+
+        def prepare() -> None:
+            here.tree = copied(Path(tempfile.mkdtemp(dir=folder)))
+
+        with ThreadPoolExecutor(os.cpu_count(), initializer=prepare) as pool:
+            found = list(pool.map(lambda fault: is_caught(fault, here.tree), faults))
     for fault, caught in zip(faults, found, strict=True):
         print(f"{'caught' if caught else 'NOT CAUGHT':<10}  {fault.path}: {fault.name}")
     print(f"{sum(found)} of {len(found)} faults were caught")

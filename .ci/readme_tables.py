@@ -39,14 +39,12 @@ Rows = list[dict[str, Any]]
 @cache
 def read(gpu: str, preset: str) -> dict[str, Any]:
     """A file of the benchmark. gpu: its folder, "" for a file beside the folders."""
-    content: dict[str, Any] = json.loads((RESULTS / gpu / f"{preset}.json").read_text("utf-8"))
-    return content
+    return dict(json.loads((RESULTS / gpu / f"{preset}.json").read_text("utf-8")))
 
 
 def card(gpu: str, preset: str) -> str:
     """The name of the GPU that a file was measured on."""
-    name: str = read(gpu, preset)["machine"]["gpus"][0]["name"]
-    return name
+    return str(read(gpu, preset)["machine"]["gpus"][0]["name"])
 
 
 def rows_of(gpu: str, preset: str, op: str) -> Rows:
@@ -101,19 +99,11 @@ def speed(gpu: str, ops: tuple[str, ...], seqlens: tuple[int, ...] = ()) -> str:
     return table(["head dim", "mask", *columns], lines)
 
 
-def speed_of(op: str) -> Callable[[str], str]:
-    """A table of all lengths for one op, by GPU."""
-    return partial(speed, ops=(op,))
-
-
-def mean_of(rows: Rows) -> str:
-    """In words, how many times as fast as the fastest peers."""
+def speed_in_words(op: str, gpu: str) -> str:
+    """How many times as fast as the fastest peers."""
+    rows = [row for row in first_of_ours(rows_of(gpu, "paper", op)) if row["dtype"] == "bfloat16"]
     found = [ratio for row in rows if (ratio := best(row)) is not None]
     return f"{geometric_mean(found):.2f} times in the geometric mean of {len(found)} calls, {span(found)}"
-
-
-def speed_in_words(op: str, gpu: str) -> str:
-    return mean_of([row for row in first_of_ours(rows_of(gpu, "paper", op)) if row["dtype"] == "bfloat16"])
 
 
 def models(gpu: str) -> str:
@@ -137,11 +127,8 @@ def wrong(gpu: str) -> str:
     for row in read(gpu, "models")["rows"]:
         if row["wrong"]:
             found.setdefault((row["contender"], row["op"]), set()).add(row["head_dim"])
-    lines = [
-        f"- {op} of {name}{KNOWN.get((name, op), '')}, head dims {', '.join(map(str, sorted(dims)))}"
-        for (name, op), dims in found.items()
-    ]
-    return "\n".join(lines) or "None."
+    texts = {of: f"{KNOWN.get(of, '')}, head dims {', '.join(map(str, sorted(dims)))}" for of, dims in found.items()}
+    return "\n".join(f"- {op} of {name}{text}" for (name, op), text in texts.items()) or "None."
 
 
 def decode(gpu: str) -> str:
@@ -243,10 +230,11 @@ def accuracy_in_words() -> str:
 
 
 # What the second document has of a file of the benchmark: a text before each table.
+forward, backward = (partial(speed, ops=(op,)) for op in OURS)
 SECTIONS: dict[str, dict[str, Callable[[str], str]]] = {
     "paper": {
-        "Forward, TFLOP/s, and in brackets times as fast as the fastest other library:": speed_of("forward"),
-        "Backward, counted as 2.5 times the work of forward:": speed_of("backward"),
+        "Forward, TFLOP/s, and in brackets times as fast as the fastest other library:": forward,
+        "Backward, counted as 2.5 times the work of forward:": backward,
         "Host time (backward of other libraries through autograd) and first calls:": calls,
     },
     "models": {
@@ -263,21 +251,17 @@ def details() -> str:
     """The second document."""
     parts = ["# Measured", "Written by `.ci/readme_tables.py` out of the files here."]
     for gpu in GPUS:
-        files = {preset: RESULTS / gpu / f"{preset}.json" for preset in SECTIONS}
-        if not any(path.is_file() for path in files.values()):
-            continue
-        parts.append(f"## {card(gpu, next(preset for preset, path in files.items() if path.is_file()))}")
+        files = {preset: path for preset in SECTIONS if (path := RESULTS / gpu / f"{preset}.json").is_file()}
+        parts += [f"## {card(gpu, preset)}" for preset in list(files)[:1]]
         for preset, path in files.items():
-            if path.is_file():
-                content = read(gpu, preset)
-                of_machine = content["machine"]
-                bandwidth = f"{(of_machine['gpus'][0].get('bytes_per_second') or 0) * 1e-9:.0f}"
-                versions = ", ".join(f"{name} {version}" for name, version in of_machine["versions"].items())
-                parts += [f"### {preset}", f"`{content['command']}`: {versions}"]
-                if path.with_suffix(".png").is_file():  # by `cuflash bench --draw`
-                    parts.append(f"![Figures of {preset}]({gpu}/{preset}.png)")
-                for text, make in SECTIONS[preset].items():
-                    parts += [text.replace("{bandwidth}", bandwidth), make(gpu)]
+            content = read(gpu, preset)
+            bandwidth = f"{(content['machine']['gpus'][0].get('bytes_per_second') or 0) * 1e-9:.0f}"
+            versions = ", ".join(f"{name} {version}" for name, version in content["machine"]["versions"].items())
+            parts += [f"### {preset}", f"`{content['command']}`: {versions}"]
+            if path.with_suffix(".png").is_file():  # by `cuflash bench --draw`
+                parts.append(f"![Figures of {preset}]({gpu}/{preset}.png)")
+            for text, make in SECTIONS[preset].items():
+                parts += [text.replace("{bandwidth}", bandwidth), make(gpu)]
     gpu = card("", "accuracy")
     parts += ["## Errors", f"Root mean square of ours to the largest of the others', on one {gpu}:", accuracy()]
     parts.append("![Errors by seqlen and by the size of the scores, beside other libraries](accuracy.png)")

@@ -25,20 +25,8 @@ from typing import Any, NamedTuple
 
 import cupy
 import numpy as np
-from sanitize_cases import (
-    ALGORITHMS,
-    BACKWARD,
-    MANY_PIECES,
-    ModCase,
-    SequenceCase,
-    devices,
-    hopper_cases,
-    hopper_sequence_cases,
-    mod_cases,
-    sequence_cases,
-    tile_cases,
-    wild,
-)
+import sanitize_cases as cases
+from sanitize_cases import ALGORITHMS, BACKWARD, ModCase, SequenceCase, put_all
 
 import cuflash
 from cuflash.errors import UnsupportedError
@@ -60,7 +48,7 @@ from cuflash.testing.sequences import shaped
 
 BACKWARDS = ", q backwards"  # appended to flash2 and to keys of BACKWARD, for the kernels that take any strides
 backwards = partial(laid_out, steps=(-1, -1, -1, 1))  # why three axes: one of length 1 has no direction
-AnyCase = Case | SequenceCase
+AnyCase = Case | SequenceCase | ModCase
 USAGE = "usage: sanitize.py compile | run | run-generic | run-short [NUMBER/PARTS]"
 Results = tuple[Any, ...]  # arrays
 Call = tuple[Device, AnyCase, str]  # the GPU, and an algorithm of forward or a key of BACKWARD, perhaps with BACKWARDS
@@ -81,6 +69,8 @@ class Prepared(NamedTuple):
 def plans(gpu: Device, case: AnyCase, how: str) -> list[Plan]:
     """The plans of the library calls that `call` makes."""
     op, misaligned = how.removesuffix(BACKWARDS), ("q",) if how.endswith(BACKWARDS) else ()
+    if isinstance(case, ModCase):
+        return mod_plans(case, how)
     if op in BACKWARD:
         problems = [case.problem("backward", deterministic=BACKWARD[op])]
     elif op == "flash2":
@@ -94,83 +84,74 @@ def plans(gpu: Device, case: AnyCase, how: str) -> list[Plan]:
 def work() -> dict[Call, list[Variant]]:
     """All calls and their kernels, without calls of smaller GPUs that launch the same kernels as a larger one."""
     calls: list[Call] = [(device.query(0), case, how) for case in CASES for how in ("flash2", *BACKWARD)]
-    calls += [(device.query(0), case, how) for case in hopper_cases() for how in ("flash2", *BACKWARD)]
-    for gpu, case in itertools.product(devices(), tile_cases()):
+    calls += [(device.query(0), case, how) for case in cases.hopper_cases() for how in ("flash2", *BACKWARD)]
+    for gpu, case in itertools.product(cases.devices(), cases.tile_cases()):
         # why: float16 and bfloat16 differ in single instructions, so one of them stands for both with flashd.
         algorithms = ALGORITHMS[:2] if case.dtype == "float16" else ALGORITHMS
         generic = [op + BACKWARDS for op in ("flash2", *BACKWARD)]
         calls += [(gpu, case, how) for how in (*algorithms, *generic, *BACKWARD)]
-    for gpu, (case, ways) in itertools.product(devices(), sequence_cases()):
+    for gpu, (case, ways) in itertools.product(cases.devices(), cases.sequence_cases()):
         generic = [how + BACKWARDS for how in ways if how in ("flash2", *BACKWARD)]
         calls += [(gpu, case, how) for how in (*ways, *generic)]
-    calls += [(device.query(0), case, how) for case, ways in hopper_sequence_cases() for how in ways]
+    calls += [(device.query(0), case, how) for case, ways in cases.hopper_sequence_cases() for how in ways]
     found: dict[tuple[Any, ...], tuple[Call, list[Variant]]] = {}
     for gpu, case, how in calls:
         with contextlib.suppress(UnsupportedError):  # the largest head dims fit neither the smallest GPUs nor backward
-            variants = [launch.variant for made in plans(gpu, case, how) for launch in made.launches]
+            variants = variants_of(plans(gpu, case, how))
             found.setdefault((case, how.removesuffix(BACKWARDS), *variants), ((gpu, case, how), variants))
     return dict(found.values())
 
 
 @cache
-def mod_work() -> dict[tuple[ModCase, str], list[Variant]]:
-    """All calls with mods, by both families of kernels, and their kernels."""
-    ways = [(case, how) for case, hows in mod_cases() for how in hows]
+def mod_work() -> dict[Call, list[Variant]]:
+    """All calls with score_mod, mask_mod, bias, sinks and dropout, by both families of kernels, and their kernels."""
+    ways = [(case, how) for case, hows in cases.mod_cases() for how in hows]
     generic = [(case, how + BACKWARDS) for case, how in ways if isinstance(case.of, Case) and how not in ALGORITHMS[1:]]
     # why packed alone: they reach all of these kernels.
     few = [(case, how) for case, how in ways if case.of.name.startswith("few_") and case.of.place_q == "packed"]
     calls = [*ways, *generic, *((case, how + BACKWARDS) for case, how in few)]
-    return {call: [launch.variant for made in mod_plans(*call) for launch in made.launches] for call in calls}
+    return {(device.query(0), *call): variants_of(mod_plans(*call)) for call in calls}
 
 
-def mod_arguments(case: ModCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...]]:
-    """All arguments of `cuflash.forward`, and the arrays that have gradients. ways: those of `ModCase.arguments`."""
-    arguments, wanted = case.arguments(*ways)
-    return arguments | ({"q": backwards(arguments["q"])} if how.endswith(BACKWARDS) else {}), wanted
+def variants_of(plans: list[Plan]) -> list[Variant]:
+    return [launch.variant for each in plans for launch in each.launches]
 
 
 def mod_plans(case: ModCase, how: str) -> list[Plan]:
-    """The plans of the library calls that `mod_call` makes."""
-    (arguments, wanted), op = mod_arguments(case, how, np.asarray, shaped), how.removesuffix(BACKWARDS)
+    """The plans of the library calls that `call` makes."""
+    (arguments, grads), op = arguments_of(case, how, np.asarray, shaped), how.removesuffix(BACKWARDS)
     arguments["device"] = device.query(0).arch
     if op in BACKWARD:
-        more = {"op": "backward", "deterministic": BACKWARD[op], "captured_grads": wanted}
+        more = {"op": "backward", "deterministic": BACKWARD[op], "captured_grads": grads}
         return [cuflash.plan(**arguments), cuflash.plan(**arguments, **more)]
     found = [cuflash.plan(**arguments, algorithm=op)]
     return found if op != "flash2" else [*found, cuflash.plan(**keys_alone(arguments), op="lse")]
 
 
+def arguments_of(case: AnyCase, how: str, *ways: Any) -> tuple[dict[str, Any], tuple[Any, ...] | None]:
+    """All arguments of `cuflash.forward`, and of a `ModCase`, which takes the same `ways`, arrays with gradients."""
+    if isinstance(case, ModCase):
+        arguments, grads = case.arguments(*ways)
+    else:
+        given = cases.dense_arguments(case) if isinstance(case, Case) else case.arguments()
+        arguments, grads = put_all(given, *ways), None
+    return arguments | ({"q": backwards(arguments["q"])} if how.endswith(BACKWARDS) else {}), grads
+
+
 def keys_alone(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of `cuflash.lse`."""
-    return {name: x for name, x in arguments.items() if name != "v" and not name.startswith("dropout")}
-
-
-def mod_call(case: ModCase, how: str) -> Callable[[], Results]:
-    """What calls forward and lse, or backward for the loss |out|² / 2 with all gradients."""
-    (arguments, wanted), op = mod_arguments(case, how, cupy.asarray), how.removesuffix(BACKWARDS)
-    if op not in BACKWARD:
-        lse = (lambda: (cuflash.lse(**keys_alone(arguments)),)) if op == "flash2" else tuple
-        return lambda: (*cuflash.forward(**arguments, algorithm=op, return_lse=True), *lse())
-    out, lse_of_rows = cuflash.forward(**arguments, return_lse=True)
-    dout = out.astype(arguments["q"].dtype)
-    more = {"deterministic": BACKWARD[op], "captured_grads": wanted}
-
-    def backward() -> Results:
-        *gradients, grads = cuflash.backward(dout, out=out, lse=lse_of_rows, **arguments, **more)
-        return *gradients, *grads
-
-    return backward
+    return {name: x for name, x in arguments.items() if name not in ("v", "out_dtype", "dropout_p", "dropout_seed")}
 
 
 def variants() -> list[Variant]:
     """All kernels that `run` launches, except a few of `merges_and_views` and `appends_to_caches`."""
-    found = [kernel for kernels in (*work().values(), *mod_work().values()) for kernel in kernels]
+    found = _reached(work() | mod_work())
     lse = ArraySpec.contiguous((1, 1, 1), "float32")
     states = [[ArraySpec.contiguous((1, 1, 1, 64), dtype), lse] for dtype in tiles_sm80.TILES]
     made = [plan(Problem.of(merge_op(1), specs, Options()), device.query(0)) for specs in states]
     caches = [[row] * 4 + [ArraySpec.contiguous((1,), "int32")] for row, _ in states]
     made += [plan(Problem.of(APPEND_KV, specs, Options()), device.query(0)) for specs in caches]
-    return list(dict.fromkeys([*found, *(launch.variant for each in made for launch in each.launches)]))
+    return list(dict.fromkeys([*found, *variants_of(made)]))
 
 
 def unreached(wanted: list[Variant]) -> list[str]:
@@ -192,53 +173,41 @@ def unreached(wanted: list[Variant]) -> list[str]:
         for (gradients, lengths), capped in itertools.product(both, (False, True)):
             rows += [(dtype, row, capped, lengths) for row in gradients if row.softcap in (None, capped)]
     missing = [row for row in dict.fromkeys(rows) if row not in reached]
-    return [
-        f"{dtype} {row}{', capped' * capped}{', of several lengths' * lengths}"
-        for dtype, row, capped, lengths in missing
-    ]
-
-
-def is_defined(case: AnyCase) -> bool:
-    """Whether no result may hold NaN."""
-    return isinstance(case, Case) or not case.wild
+    return [f"{dtype} {row}{', capped' * capped}{', varlen' * varlen}" for dtype, row, capped, varlen in missing]
 
 
 def calls(part: int = 0, parts: int = 1, *, once: bool = False, which: str = "run") -> Iterator[Prepared]:
-    """All calls of `work`, then merges and appends; or a part of that. Each is prepared when it is asked for.
+    """All calls of `work` and `mod_work`, merges and appends; or a part of that. Each is prepared when it is due.
 
     once: only calls of which a kernel is not one of those before, and whose results repeat, but for what is summed in
     any order. So no lengths are wrong: two sequences might write the same rows. which: see above.
     """
-    dense, mods = work(), mod_work()
-    generic = which == "run-generic"
+    found, generic = work() | mod_work(), which == "run-generic"
     if which == "run-short":
-        short = {call: kernels for call, kernels in dense.items() if MANY_PIECES not in call[1].name}
-        assert _reached(short) == _reached(dense), f"calls of {MANY_PIECES} alone reach some kernel"
-        dense = short
+        short = {call: kernels for call, kernels in found.items() if cases.MANY_PIECES not in call[1].name}
+        assert {*_reached(short)} == {*_reached(found)}, f"calls of {cases.MANY_PIECES} alone reach some kernel"
+        found = short
     if generic:
-        dense = {call: kernels for call, kernels in dense.items() if _are_generic([*kernels, *_forward_of(*call)])}
-        mods = {call: kernels for call, kernels in mods.items() if _are_generic(kernels)}
+        found = {call: kernels for call, kernels in found.items() if _are_generic([*kernels, *_forward_of(*call)])}
     if once:
         seen: set[Variant] = set()
-        tame_calls = {(gpu, _tame(case), how): kernels for (gpu, case, how), kernels in dense.items()}
-        dense = {call: kernels for call, kernels in tame_calls.items() if _is_near(*call[1:]) and _adds(kernels, seen)}
-        mods = {call: kernels for call, kernels in mods.items() if _adds(kernels, seen)}
-        print(f"{len(dense) + len(mods)} calls of {len(seen)} kernels", flush=True)
+        tame = {(gpu, _tame(case), how): kernels for (gpu, case, how), kernels in found.items()}
+        found = {call: kernels for call, kernels in tame.items() if _adds(kernels, seen)}
+        print(f"{len(found)} calls of {len(seen)} kernels", flush=True)
     query = device.query
-    for gpu, case, how in itertools.islice(dense, part, None, parts):
+    for gpu, case, how in itertools.islice(found, part, None, parts):
         device.query = lambda ordinal, gpu=gpu: gpu
         CALL_CACHE.clear()
-        yield Prepared(f"{case.name} {how}", call(case, how), None if is_defined(case) else 0, not _sums(how))
+        defined = 0 if getattr(case, "wild", False) else None
+        yield Prepared(f"{case.name} {how}", call(case, how), defined, repeats=not _sums(how))
     device.query = query
     CALL_CACHE.clear()
-    for of, how in itertools.islice(mods, part, None, parts):
-        yield Prepared(f"{of.name} {how}", mod_call(of, how), repeats=not _sums(how))
     others = itertools.chain(merges_and_views(once, generic), appends_to_caches(is_wild=not once))
     yield from itertools.islice(others, part, None, parts)
 
 
-def _reached(calls: dict[Call, list[Variant]]) -> set[Variant]:
-    return set(itertools.chain.from_iterable(calls.values()))
+def _reached(calls: dict[Call, list[Variant]]) -> list[Variant]:
+    return list(dict.fromkeys(itertools.chain.from_iterable(calls.values())))
 
 
 def _are_generic(kernels: list[Variant]) -> bool:
@@ -250,16 +219,11 @@ def _forward_of(gpu: Device, case: AnyCase, how: str) -> list[Variant]:
     if how.removesuffix(BACKWARDS) not in BACKWARD:
         return []
     forward = "flash2" + (BACKWARDS if how.endswith(BACKWARDS) else "")
-    return [launch.variant for made in plans(gpu, case, forward) for launch in made.launches]
+    return variants_of(plans(gpu, case, forward))
 
 
 def _tame(case: AnyCase) -> AnyCase:
     return replace(case, wild=False) if isinstance(case, SequenceCase) else case
-
-
-def _is_near(case: AnyCase, how: str) -> bool:
-    """Not sums in any order of which some are NaN, which is near to no number."""
-    return is_defined(case) or not _sums(how)
 
 
 def _sums(how: str) -> bool:
@@ -278,8 +242,7 @@ def run(part: int, parts: int, which: str) -> None:
     """Makes all calls, or a part of them, and reads every result."""
     cupy.cuda.set_allocator(None)  # why: the memory pool would hide what lies just past an array from memcheck
     for count, made in enumerate(calls(part, parts, which=which)):
-        results = made.call()
-        for number, result in enumerate(results):
+        for number, result in enumerate(made.call()):
             host = cupy.asnumpy(result).astype("float32")
             is_free = made.defined is not None and number >= made.defined
             assert is_free or not (host != host).any(), f"{made.name}: NaN"
@@ -288,31 +251,23 @@ def run(part: int, parts: int, which: str) -> None:
 
 
 def call(case: AnyCase, how: str) -> Callable[[], Results]:
-    """What calls forward and lse, or backward for the loss |out|² / 2, to which cases with a window add that of lse."""
-    arguments, wide = given(case)
-    (q, k, v), options = (arguments.pop(name) for name in "qkv"), arguments
-    op = how.removesuffix(BACKWARDS)
-    if how != op:
-        q = backwards(q)
+    """Makes a call of forward and lse, or of backward for |out|² / 2, to which windows without mods add lse."""
+    (arguments, grads), op = arguments_of(case, how, cupy.asarray), how.removesuffix(BACKWARDS)
     if op not in BACKWARD:
-        lse = (lambda: (cuflash.lse(q, k, **options),)) if op == "flash2" else tuple
-        return lambda: (*cuflash.forward(q, k, v, algorithm=op, return_lse=True, **options, **wide), *lse())
-    out, lse_of_rows = cuflash.forward(q, k, v, return_lse=True, **options, **wide)
-    # why a least: rows that see nothing have -inf.
-    dlse = None if options["window_size"] == (-1, -1) else cupy.maximum(lse_of_rows, -100.0)
-    dout, more = out.astype(q.dtype), options | {"dlse": dlse, "deterministic": BACKWARD[op]}
-    return lambda: cuflash.backward(dout, q, k, v, out, lse_of_rows, **more)
+        lse = (lambda: (cuflash.lse(**keys_alone(arguments)),)) if op == "flash2" else tuple
+        return lambda: (*cuflash.forward(**arguments, algorithm=op, return_lse=True), *lse())
+    out, lse_of_rows = cuflash.forward(**arguments, return_lse=True)
+    arguments.pop("out_dtype", None)
+    more = {"deterministic": BACKWARD[op], "captured_grads": grads}
+    if grads is None and arguments["window_size"] != (-1, -1):
+        more["dlse"] = cupy.maximum(lse_of_rows, -100.0)  # why a least: rows that see nothing have -inf.
+    backward = partial(cuflash.backward, out.astype(arguments["q"].dtype), out=out, lse=lse_of_rows, **arguments)
 
+    def gradients() -> Results:
+        dq, dk, dv, *captured = backward(**more)
+        return dq, dk, dv, *itertools.chain(*captured)
 
-def given(case: AnyCase) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All arguments of `cuflash.forward` on the GPU, but for the dtype of out, which comes beside them."""
-    if isinstance(case, Case):
-        return dict(zip("qkv", map(cupy.asarray, case.arrays()), strict=True)) | case.arguments(), {}
-    return on_gpu(case.given()), {"out_dtype": case.out_dtype}
-
-
-def on_gpu(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: cupy.asarray(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
+    return gradients
 
 
 def merges_and_views(deterministic: bool, generic: bool) -> Iterator[Prepared]:
@@ -348,13 +303,13 @@ def appends_to_caches(is_wild: bool) -> Iterator[Prepared]:
         for rotation in rotations:
             new = (4, 0, 5) if packed else 5
             drawn = appends.drawn(dtype, place, new=new, dims=(dim, dim), **rotation)
-            arrays = on_gpu(wild(drawn, seed) if is_wild else drawn)
+            arguments = put_all(cases.wild(drawn, seed) if is_wild else drawn, cupy.asarray)
 
-            def append(arrays: dict[str, Any] = arrays) -> Results:
-                caches = arrays["k_cache"], arrays["v_cache"]
+            def append(arguments: dict[str, Any] = arguments) -> Results:
+                caches = arguments["k_cache"], arguments["v_cache"]
                 for rows in caches:
                     rows[...] = 0.5
-                rotated = cuflash.append_kv(**arrays)
+                rotated = cuflash.append_kv(**arguments)
                 return caches if rotated is None else (*caches, rotated)
 
             # why two: rows of packed q that belong to no sequence may hold anything.

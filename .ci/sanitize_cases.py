@@ -94,11 +94,11 @@ def hopper_cases() -> Iterator[Case]:
         yield Case(f"counted_{dim}", 2, 70, 130, device.query(0).num_sms, 1, dim, dim, "float16", causal=True)
 
 
-def wild(varlen_kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
+def wild(arguments: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """The same arguments, but about every second number of their arrays of integers is wrong."""
     rng = np.random.default_rng(seed)
-    integers = {name: x for name, x in varlen_kwargs.items() if isinstance(x, np.ndarray) and x.dtype == np.int32}
-    return {**varlen_kwargs, **{
+    integers = {name: x for name, x in arguments.items() if isinstance(x, np.ndarray) and x.dtype == np.int32}
+    return {**arguments, **{
         name: np.where(rng.random(x.shape) < 0.5, rng.choice(WRONG, x.shape), x).astype(np.int32)
         for name, x in integers.items()
     }}  # fmt: skip
@@ -106,7 +106,7 @@ def wild(varlen_kwargs: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SequenceCase:
-    """Variable-length sequences. wide: out in float32. wild: half of the integers on the device are wrong."""
+    """Sequences of several lengths. wide: out in float32. wild: half of the integers on the device are wrong."""
 
     of: Sequences
     wide: bool = False
@@ -121,10 +121,10 @@ class SequenceCase:
     def out_dtype(self) -> str:
         return "float32" if self.wide else self.of.dtype
 
-    def given(self) -> dict[str, Any]:
-        """All arguments of `cuflash.forward` in NumPy, but out_dtype."""
-        drawn, varlen_kwargs = made(self.of), self._varlen_kwargs()
-        return (wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()) | varlen_kwargs
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of `cuflash.forward` in NumPy."""
+        drawn, more = made(self.of), self._varlen_kwargs() | {"out_dtype": self.out_dtype}
+        return (wild(drawn.filled(0.5).arguments(), seed=1) if self.wild else drawn.arguments()) | more
 
     def _varlen_kwargs(self) -> dict[str, Any]:
         return {"num_splits": self.num_splits} if self.num_splits else {}  # why not 0: backward does not take it
@@ -220,7 +220,7 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class ModCase:
-    """A call with mods. of: a dense problem, or variable-length sequences."""
+    """A call with score_mod, mask_mod, bias, sinks or dropout. of: a dense problem, or sequences of several lengths."""
 
     of: Case | Sequences
     make: Maker
@@ -238,13 +238,22 @@ class ModCase:
         make: what makes q, k and v of several lengths: `made`, or `shaped`.
         """
         if isinstance(self.of, Case):
-            given = dict(zip("qkv", self.of.arrays(), strict=True)) | self.of.arguments()
-            mod_kwargs = self.make(put, self.of)
+            arguments, mods = dense_arguments(self.of), self.make(put, self.of)
         else:
             drawn = make(self.of)
-            given, mod_kwargs = drawn.arguments(), self.make(put, bounds_case(drawn))
-        wanted = mod_kwargs.pop("captured_grads", ())
-        return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in given.items()} | mod_kwargs, wanted
+            arguments, mods = drawn.arguments(), self.make(put, bounds_case(drawn))
+        grads = mods.pop("captured_grads", ())
+        return put_all(arguments, put) | mods, grads
+
+
+def dense_arguments(case: Case) -> dict[str, Any]:
+    """All arguments of `cuflash.forward` in NumPy."""
+    return dict(zip("qkv", case.arrays(), strict=True)) | case.arguments()
+
+
+def put_all(arguments: Mapping[str, Any], put: Callable[[Any], Any]) -> dict[str, Any]:
+    """The same arguments with arrays of another library."""
+    return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
 def mod_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:

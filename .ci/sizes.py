@@ -29,18 +29,13 @@ STACKS = {
 
 def pip(*arguments: str) -> str:
     """Output of a pip command."""
-    command = [sys.executable, "-m", "pip", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{shlex.join(command)}: {done.stderr}")
-    return done.stdout
+    return subprocess.run([sys.executable, "-m", "pip", *arguments], stdout=-1, text=True, check=True).stdout
 
 
 def wanted(requirement: str) -> list[tuple[str, str]]:
     """Name and version of all that pip would install."""
     report = pip("install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", requirement)
-    found = [entry["metadata"] for entry in json.loads(report)["install"]]
-    return [(each["name"], each["version"]) for each in found]
+    return [(entry["metadata"]["name"], entry["metadata"]["version"]) for entry in json.loads(report)["install"]]
 
 
 def sizes_of(name: str, version: str) -> tuple[int, int]:
@@ -64,15 +59,9 @@ def main() -> None:
     rows = []
     for stack, found in packages.items():
         beside = sum(sizes[each][0] for each in found if each[0] not in of_torch)
-        on_disk = sum(sizes[each][1] for each in found)
-        sizes_by_name = {f"{name} {version}": sizes[name, version][0] for name, version in found}
-        row = {
-            "stack": stack,
-            "bytes": sum(sizes_by_name.values()),
-            "bytes_beside_torch": beside,
-            "bytes_on_disk": on_disk,
-        }
-        rows.append(row | {"packages": sizes_by_name})
+        row = {"stack": stack, "bytes": sum(sizes[each][0] for each in found), "bytes_beside_torch": beside}
+        row["bytes_on_disk"] = sum(sizes[each][1] for each in found)
+        rows.append(row | {"packages": {f"{name} {version}": sizes[name, version][0] for name, version in found}})
     command = shlex.join(["python", ".ci/sizes.py", sys.argv[1]])
     where = {"platform": f"{platform.system()} {platform.machine()}", "Python": platform.python_version()}
     text = file_of({"command": command, "machine": where, "rows": rows})

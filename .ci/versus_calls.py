@@ -1,16 +1,15 @@
-"""`.ci/versus.py` times calls with this: on the GPU by replays of CUDA graphs, and the host's part of a call."""
+"""Times calls for `.ci/versus.py`: on the GPU by replays of CUDA graphs, and the host's part of a call."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import math
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from itertools import groupby, product
 from pathlib import Path
 from statistics import median, quantiles
 from types import ModuleType
@@ -18,76 +17,45 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import versus_checks as checks
+from versus_cases import Call, Cell
 
 LEAST_RATIO = 0.99  # Every cell keeps this share of its speed.
-Call = Callable[[], Any]
 Row = dict[str, Any]
 
 
 # Speed.
 
-SPAN, MOST_CALLS = 0.3e-3, 256  # A replay takes at least so many seconds, unless it holds so many calls.
+SPAN, LONG_SPAN, MOST_CALLS = 0.3e-3, 8e-3, 256  # A span takes so many seconds, or has so many calls. Long: of a loop.
 WARM_UP = 0.5  # The clocks of an idle GPU need so many seconds to rise.
 LEAST_ROUNDS, REPEATS = 9, 3  # A cell that seems slower is measured again, with more rounds, before it is believed.
-SHORT = {"forward": "fwd", "backward": "bwd", "deterministic": "det"}
-SHORT |= {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-SHOWN = {"causal": "causal", "window_size": "window", "softcap": "capped"}
+MOST_APART = 0.05  # Out of calls that do the same differs by less.
 
 
-class Cell(NamedTuple):
-    """Describes one call that is timed."""
+class Loop(NamedTuple):
+    """Takes the place of a CUDA graph: the host makes the calls, and counts where it is slower than the GPU."""
 
-    group: str
-    trial: checks.Trial
+    call: Call
+    times: int
 
-    @property
-    def name(self) -> str:
-        """Gives a short name that no other cell has."""
-        trial = self.trial
-        lengths, heads, dims = ("/".join(map(str, dict.fromkeys(n))) for n in (trial.seqlens, trial.heads, trial.dims))
-        op = "deterministic" if trial.deterministic else trial.op
-        words = [SHORT[op], SHORT[trial.dtype], f"{trial.batch}x{lengths}", f"h{heads}", f"d{dims}"]
-        return " ".join((*words, *(SHOWN[name] for name, value in trial.arguments.items() if value)))
-
-
-def cells() -> list[Cell]:
-    """Lists what is timed. A cell has 16384 tokens and 2048 columns, as in the README, unless it says otherwise."""
-    found: list[Cell] = []
-
-    def add(group: str, ops: str, keys: int, *dims: int, queries: int = 0, batch: int = 0,
-            heads: tuple[int, ...] = (), dtype: str = "bfloat16", **arguments: Any) -> None:  # fmt: skip
-        heads, shape = heads or (2048 // dims[0],), (batch or 16384 // keys, (queries or keys, keys))
-        for op in ops.split():
-            name, ordered = ("forward" if op == "forward" else "backward"), op == "deterministic"
-            trial = checks.Trial(name, dtype, *shape, (heads[0], heads[-1]), (dims[0], dims[-1]), arguments, ordered)
-            found.append(Cell(group, trial))
-
-    for op, d, causal, n in product(list(SHORT)[:3], (64, 128, 256), (False, True), (512, 1024, 4096, 8192, 16384)):
-        add(f"README {op}", op, n, d, causal=causal)
-    for batch, heads, (queries, n) in product((1, 16), ((32, 8), (32, 32)), ((1, 4096), (1, 32768), (8, 8192))):
-        add("decode", "forward", n, 128, queries=queries, batch=batch, heads=heads, causal=True)
-    add("small", "forward backward deterministic", 256, 128, batch=1, heads=(4,), causal=True)
-    add("small", "forward backward deterministic", 128, 64, batch=4, heads=(8,))
-    for d in (64, 128, 256):
-        add("capped", "forward backward", 4096, d, causal=True, softcap=30.0)
-    add("float32", "forward backward", 8192, 64, batch=1, heads=(16,), dtype="float32")
-    add("float16", "forward backward", 4096, 128, dtype="float16", causal=True)
-    add("window", "forward backward", 8192, 128, causal=True, window_size=(1023, 0))
-    add("grouped", "forward backward", 4096, 128, heads=(32, 8), causal=True)
-    for dims in ((96,), (192,), (192, 128), (40,)):
-        add("head dims", "forward backward", 4096, *dims, causal=True)
-    return found
+    def launch(self, stream: Any) -> None:
+        """Makes the calls on the current stream."""
+        for _ in range(self.times):
+            self.call()
 
 
 class Speed:
-    """Times cells on a stream of its own; arrays and results come from CuPy's memory pool."""
+    """Times cells by CUDA graphs of calls on CuPy arrays or, with peers, by loops of calls on PyTorch's tensors."""
 
-    def __init__(self, versions: list[ModuleType], rounds: int, seconds: float) -> None:
+    def __init__(self, versions: list[ModuleType], rounds: int, seconds: float, peers: bool) -> None:
         import cupy
 
-        self.cupy, self.versions, self.rounds, self.seconds = cupy, versions, rounds, seconds
-        self.stream = cupy.cuda.Stream(non_blocking=True)
+        self.cupy, self.rounds, self.seconds = cupy, rounds, seconds
+        self.versions = dict(zip(("before", "after"), versions, strict=True))
+        self.torch = importlib.import_module("torch") if peers else None
+        # PyTorch's default stream is the null stream, too.
+        self.stream = cupy.cuda.Stream.null if peers else cupy.cuda.Stream(non_blocking=True)
         self.noise = cache(self._noise)
+        self.notes: list[str] = []  # why other calls of the cell in hand are left out
 
     def _noise(self, dtype: str) -> Any:
         values = np.random.default_rng(0).standard_normal((1 << 24) + 4096, dtype=np.float32)
@@ -101,19 +69,44 @@ class Speed:
             size = min(made.nbytes - done, noise.nbytes - skip)
             (made.data + done).copy_from_device_async(noise.data + skip, size, self.stream)
             done, skip = done + size, 0
+        if self.torch:
+            return self.torch.from_dlpack(made.view(f"i{noise.itemsize}")).view(getattr(self.torch, dtype))
         return made
 
-    def calls(self, cell: Cell) -> list[Call]:
-        """Makes the call of each version. Both read the same arrays, and forward writes to the same `out`."""
-        shapes, keywords = cell.trial.shapes, cell.trial.arguments
-        q, k, v, dout = (self.array(shapes[x], cell.trial.dtype, n) for n, x in enumerate(("q", "k", "v", "dout")))
-        out, lse = self.versions[0].forward(q, k, v, return_lse=True, **keywords)
-        if cell.trial.op == "forward":
-            return [partial(version.forward, q, k, v, out=out, **keywords) for version in self.versions]
-        return [partial(version.backward, dout, q, k, v, out, lse, **cell.trial.keywords) for version in self.versions]
+    def arrays(self, trial: checks.Trial) -> list[Any]:
+        """Makes q, k, v and dout."""
+        return [self.array(trial.shapes[x], trial.dtype, n) for n, x in enumerate(("q", "k", "v", "dout"))]
+
+    def put(self, array: Any) -> Any:
+        """Copies a NumPy array to the GPU."""
+        return self.torch.from_numpy(array).cuda() if self.torch else self.cupy.asarray(array)
+
+    def host(self, array: Any) -> Any:
+        """Copies an array to the host, one of PyTorch's as float32."""
+        return array.float().cpu().numpy() if self.torch else self.cupy.asnumpy(array)
+
+    def working(self, makers: Mapping[str, Callable[[], tuple[Call, Any]]]) -> dict[str, Call]:
+        """Makes calls, and notes errors and each out that is far from the first one, but for that of the plain call."""
+        calls: dict[str, Call] = {}
+        expected = None
+        for name, make in makers.items():
+            try:
+                calls[name], out = make()
+                calls[name]()
+                self.stream.synchronize()
+            except Exception as error:  # The others still have something to tell.
+                calls.pop(name, None)
+                self.notes.append(f"{name}: {error!r}"[:160])
+                continue
+            if out is not None and name != "plain":
+                out = self.host(out[:, ::16]).astype(np.float32)
+                expected = out if expected is None else expected
+                if not (apart := float(abs(out - expected).max())) < MOST_APART:
+                    self.notes.append(f"{name} DIFFERS by {apart:.3g}")
+        return calls
 
     def captured(self, call: Call, times: int) -> Any:
-        """Captures so many calls. Two calls before leave in the pool what these allocate: both versions get that."""
+        """Captures so many calls. Two calls before leave in the pool what these allocate: all calls get that."""
         for _ in range(2):
             call()
         self.stream.synchronize()
@@ -131,6 +124,8 @@ class Speed:
 
         marks = []
         for graph in graphs:
+            if isinstance(graph, Loop):  # What others have enqueued would hide its time on the host.
+                self.stream.synchronize()
             marks.append((Event(), Event()))
             marks[-1][0].record(self.stream)
             graph.launch(self.stream)
@@ -139,56 +134,57 @@ class Speed:
         self.stream.synchronize()
         return [float(get_elapsed_time(*pair)) * 1e-3 for pair in marks]
 
-    def measure(self, cell: Cell, meanwhile: Call) -> Row:
-        """Gives median seconds of a call of both versions, and quartiles of before over after in pairs of replays."""
+    def measure(self, cell: Cell, meanwhile: Call = lambda: None) -> Row:
+        """Gives median seconds of each call, and quartiles of before over after in pairs of replays."""
         started, times, replay = time.perf_counter(), 0, 0.0
-        calls = self.calls(cell)
-        while replay < SPAN and times < MOST_CALLS:
-            times = min(MOST_CALLS, math.ceil(1.2 * times * SPAN / replay)) if times else 1
-            graphs = [self.captured(calls[0], times)]
-            replay = min(self.spans(graphs * 4))
-        graphs.append(self.captured(calls[1], times))
+        captures = cell.captures and not self.torch
+        make, span = (self.captured, SPAN) if captures else (Loop, LONG_SPAN)
+        self.notes.clear()
+        calls = cell.make(self, cell)
+        if not {"before", "after"} <= {*calls}:
+            raise RuntimeError("; ".join(self.notes))
+        while replay < span and times < MOST_CALLS:
+            times = min(MOST_CALLS, math.ceil(1.2 * times * span / replay)) if times else 1
+            graphs = {"before": make(calls["before"], times)}
+            replay = min(self.spans([graphs["before"]] * 4))
+        graphs |= {name: make(call, times) for name, call in calls.items() if name != "before"}
         left = max(0.2, self.seconds - (time.perf_counter() - started))
-        rounds = max(LEAST_ROUNDS, min(self.rounds, int(left / (2 * replay))))
+        rounds = max(LEAST_ROUNDS, min(self.rounds, int(left / (len(graphs) * replay))))
         for repeat in range(1, REPEATS + 1):
-            # Each version follows itself as often as the other one, because after less work the clocks are higher.
-            order = [which for turn in range(rounds * repeat) for which in ((0, 1) if turn % 2 else (1, 0))]
-            found = self.spans([graphs[0], *(graphs[which] for which in order)], meanwhile)[1:]
-            pairs = list(enumerate(zip(found[::2], found[1::2], strict=True)))
-            before, after = ([pair[(turn + which) % 2] / times for turn, pair in pairs] for which in (1, 0))
-            low, ratio, high = quantiles((b / a for b, a in zip(before, after, strict=True)), n=4)
-            if ratio >= LEAST_RATIO:
+            # Each call follows itself as often as another one, because after less work the clocks are higher.
+            order = [name for turn in range(rounds * repeat) for name in (graphs if turn % 2 else reversed(graphs))]
+            found = self.spans([graphs["before"], *(graphs[name] for name in order)], meanwhile)[1:]
+            turns = {name: [x / times for of, x in zip(order, found, strict=True) if of == name] for name in graphs}
+            low, ratio, high = quantiles((b / a for b, a in zip(turns["before"], turns["after"], strict=True)), n=4)
+            if ratio >= LEAST_RATIO or not captures:
                 break
-        row = {"before": median(before), "after": median(after), "ratio": ratio, "quartiles": (low, high)}
-        return row | {"rounds": len(before), "calls_in_a_graph": times}
+        others = {name: median(seconds) for name, seconds in turns.items()}
+        row = {when: others.pop(when) for when in ("before", "after")} | {"ratio": ratio, "quartiles": (low, high)}
+        row |= {"rounds": len(turns["after"]), "calls_in_a_graph": times, "captured": captures}
+        return row | {"others": others, "notes": [*self.notes]}
 
 
-def sm_clock() -> int | None:
-    """Reads the clock of the multiprocessors in MHz, where nvidia-smi tells it."""
-    command = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "-i", "0"]
-    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        return int(subprocess.run(command, stdout=-1, timeout=5, check=True).stdout)
-    return None
-
-
-def run_speed(versions: list[ModuleType], chosen: list[Cell], rounds: int, seconds: float) -> list[Row]:
+def run_speed(versions: list[ModuleType], chosen: list[Cell], rounds: int, seconds: float, peers: bool) -> list[Row]:
     """Times all cells, group by group, and reads the clock at the beginning of each group."""
-    speed, rows = Speed(versions, rounds, seconds / max(1, len(chosen))), []
+    from cuflash.testing.arrays import CupyArrays
+
+    speed, rows = Speed(versions, rounds, seconds / max(1, len(chosen)), peers), []
+    clock = cache(lambda group: CupyArrays().state().get("sm_clock_mhz"))
     with speed.stream:
         started = time.perf_counter()
-        while chosen and time.perf_counter() - started < WARM_UP:
+        while chosen and chosen[0].captures and time.perf_counter() - started < WARM_UP:
             with contextlib.suppress(Exception):
-                speed.measure(chosen[0], lambda: None)
-        for group, of_group in groupby(chosen, lambda cell: cell.group):
-            clocks: list[int | None] = []
-            for cell in of_group:
-                row: Row = {"group": group, "name": cell.name, "problem": cell.trial._asdict(), "ratio": None}
-                try:
-                    row |= speed.measure(cell, lambda c=clocks: c or c.append(sm_clock()))
-                except Exception as error:  # The other cells still have something to tell.
-                    row["note"] = repr(error)
-                rows.append(row | {"clock": clocks[0] if clocks else None})
-                speed.cupy.get_default_memory_pool().free_all_blocks()
+                speed.measure(chosen[0])
+        for cell in chosen:
+            row: Row = {"group": cell.group, "name": cell.name, "problem": cell.trial._asdict(), "ratio": None}
+            try:
+                row |= speed.measure(cell, partial(clock, cell.group))
+            except Exception as error:  # The other cells still have something to tell.
+                row["note"] = repr(error)
+            rows.append(row | {"clock": clock(cell.group)})
+            speed.cupy.get_default_memory_pool().free_all_blocks()
+            if speed.torch:
+                speed.torch.cuda.empty_cache()
     return rows
 
 

@@ -1,4 +1,4 @@
-"""What `.ci/versus.py` checks: the outputs of two versions on random problems, and registers of all kernels."""
+"""Compares the outputs of two versions on random problems, and imports versions, for `.ci/versus.py`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -99,14 +100,10 @@ class Trial(NamedTuple):
     @classmethod
     def of(cls, seed: int) -> Trial:
         """Makes the random problem of this seed."""
-        rng = np.random.default_rng(seed)
+        from cuflash.testing.draw import Draw
 
-        def pick(*choices: Any) -> Any:
-            return choices[rng.integers(len(choices))]
-
-        def often(share: float) -> bool:
-            return bool(rng.random() < share)
-
+        draw = Draw(seed)
+        rng, pick, often = draw.random, draw.one_of, draw.chance
         op = pick("forward", "forward", "forward", "lse", "backward", "backward", "backward")
         dtype = pick("bfloat16", "bfloat16", "float16", "float16", "float32")
         seqlens = tuple(pick(*SEQLENS) if often(0.5) else int(rng.integers(MAX_SEQLEN + 1)) for _ in range(2))
@@ -176,9 +173,7 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(name)
 
 
-def nans(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Makes an array that holds nothing but NaN."""
-    return np.full(shape, np.nan, dtype)
+nans = partial(np.full, fill_value=np.nan)  # makes an array that holds nothing but NaN
 
 
 class Inputs:

@@ -1,4 +1,4 @@
-"""Lists the kernels of two trees for `.ci/versus`, pairs those that correspond, and compares their cubins.
+"""Lists the kernels of two trees for `.ci/versus`, pairs those that correspond, and compares registers and cubins.
 
 A kernel without score_mod, mask_mod, bias, sinks and dropout (*mods*) is paired by its name, where words that were
 renamed count as equal (`RENAMED`). Names of kernels with mods hold a digest of generated text, which changes whenever
@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import json
+import math
 import os
 import re
 import struct
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from functools import partial
+from itertools import chain, product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,9 @@ import versus_checks as checks
 ROOT = Path(__file__).resolve().parents[1]
 # Words of kernel names in older trees, and the words that took their place. A key may join several by underscores.
 RENAMED: dict[str, str] = {}
-# Modules of tests/ and tests/support/ that list kernels, and their functions: the newest name first.
-PLAIN_LISTS = (("variants", "variants"),)
-MOD_LISTS = (("mod_variants", "mod_variants"), ("mod_variants", "mod_variants"))
+# Modules of tests/ or tests/support/ that list kernels, by functions of the same name: the newest name first.
+PLAIN_LISTS = ("variants",)
+MOD_LISTS = ("mod_variants", "own_variants")
 # Calls with dropout: head dim, dtype, whether they are packed, and whether strides forbid Hopper's kernels.
 DROPOUT_SHAPES = (
     *((64, "float16", packed, generic) for packed in (False, True) for generic in (False, True)),
@@ -40,7 +43,7 @@ SYMBOL = "-DCUFLASH_KERNEL="  # the option that gives a kernel its name
 ONE_SYMBOL = f"{SYMBOL}cuflash_kernel"
 ERROR = "error "  # begins what stands in place of a digest where a kernel does not compile
 
-Kernels = dict[str, Any]  # variants by label
+Kernels = Iterator[tuple[str, Any]]  # labels and variants
 
 
 def renamed(name: str, words: dict[str, str] = RENAMED) -> str:
@@ -55,19 +58,16 @@ def renamed(name: str, words: dict[str, str] = RENAMED) -> str:
 
 
 def plain_kernels(archs: Iterable[str], is_older: bool) -> Kernels:
-    """Lists all kernels without mods, by architecture and today's name."""
+    """Yields all kernels without mods, by architecture and today's name."""
     variants = list_of(PLAIN_LISTS)[1]
-    kernels = [(arch, variant) for arch in archs for variant in variants(arch)]
-    return labelled((f"{arch} {today(variant.name, is_older)}", variant) for arch, variant in kernels)
+    for arch in archs:
+        yield from (
+            (f"{arch} {renamed(variant.name) if is_older else variant.name}", variant) for variant in variants(arch)
+        )
 
 
 def mod_kernels(archs: Iterable[str], is_older: bool) -> Kernels:
-    """Lists the kernels that calls with mods launch, by architecture, call, op and index."""
-    return labelled(of_calls(archs, is_older))
-
-
-def of_calls(archs: Iterable[str], is_older: bool) -> Iterator[tuple[str, Any]]:
-    """Yields these kernels, each with its label."""
+    """Yields the kernels that calls with mods launch, by architecture, call, op and index."""
     lists, variants = list_of(MOD_LISTS)
     for arch in archs:
         names = product(lists.CALLS, (False, True))
@@ -75,55 +75,29 @@ def of_calls(archs: Iterable[str], is_older: bool) -> Iterator[tuple[str, Any]]:
         for call, launched in (calls | {"few queries": lists.few_variants(arch)} | dropout_calls(arch)).items():
             counts: Counter[str] = Counter()
             for variant in launched:
-                op = today(variant.op, is_older)
+                op = renamed(variant.op) if is_older else variant.op
                 yield f"{arch} {call}: {op} {counts[op]}", variant
                 counts[op] += 1
 
 
-def today(name: str, is_older: bool) -> str:
-    """Returns today's name of what has this name in the older or in the newer tree."""
-    return renamed(name) if is_older else name
-
-
-def labelled(kernels: Iterable[tuple[str, Any]]) -> Kernels:
-    """Returns kernels by label. A label of two kernels, which would hide one of them, is an error."""
-    found: Kernels = {}
-    for label, variant in kernels:
-        if found.setdefault(label, variant) is not variant:
-            raise RuntimeError(f"two kernels are {label!r}: give them different labels")
-    return found
-
-
-def list_of(candidates: Iterable[tuple[str, str]]) -> tuple[Any, Any]:
+def list_of(candidates: Iterable[str]) -> tuple[Any, Any]:
     """Imports the first of these modules that the tests of this process's tree have: the module and its function."""
-    tree = this_tree()
-    folders = [tree / "tests" / "support", tree / "tests"]
-    ours = (ROOT, ROOT / "tests", ROOT / "tests" / "support")
-    others = [folder for folder in sys.path if Path(folder or ".").resolve() not in ours]
-    sys.path[:] = [str(tree), *(str(each) for each in folders if each.is_dir()), *others]
-    for name, function in candidates:
-        if any((folder / f"{name}.py").is_file() for folder in folders):
-            module = importlib.import_module(name)
-            check_origins(tree)
-            return module, getattr(module, function)
-    raise RuntimeError(f"{tree}/tests has none of {candidates}: add today's name of the module here")
-
-
-def this_tree() -> Path:
-    """Returns the folder that holds this process's `cuflash`."""
     import cuflash
 
-    return Path(str(cuflash.__file__)).resolve().parents[1]
-
-
-def check_origins(tree: Path) -> None:
-    """Raises an error if a module of the working tree stands in for one of the older tree."""
-    files = [
-        Path(file).resolve() for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))
-    ]
-    parts = [ROOT / "cuflash", ROOT / "tests"]
-    if tree != ROOT and (strange := [file for file in files if any(file.is_relative_to(part) for part in parts)]):
-        raise RuntimeError(f"{strange[0]} was imported for {tree}")
+    tree = Path(str(cuflash.__file__)).resolve().parents[1]
+    folders = [folder for folder in (tree / "tests" / "support", tree / "tests") if folder.is_dir()]
+    ours = (ROOT, ROOT / "tests", ROOT / "tests" / "support")
+    others = [folder for folder in sys.path if Path(folder or ".").resolve() not in ours]
+    sys.path[:] = [str(tree), *map(str, folders), *others]
+    for name in candidates:
+        if any((folder / f"{name}.py").is_file() for folder in folders):
+            module = importlib.import_module(name)
+            files = [Path(file).resolve() for x in list(sys.modules.values()) if (file := getattr(x, "__file__", None))]
+            for part in (ROOT / "cuflash", ROOT / "tests"):
+                if tree != ROOT and (strange := [file for file in files if file.is_relative_to(part)]):
+                    raise RuntimeError(f"{strange[0]} of the working tree was imported for {tree}")
+            return module, getattr(module, name)
+    raise RuntimeError(f"{tree}/tests has none of {candidates}: add today's name of the module here")
 
 
 def dropout_calls(arch: str) -> dict[str, list[Any]]:
@@ -133,35 +107,130 @@ def dropout_calls(arch: str) -> dict[str, list[Any]]:
     heads, seqlen = 4, 300
     slopes, sinks = (np.linspace(0.05, 0.8, heads).astype(np.float32) for _ in range(2))
     bias = np.zeros((1, heads, 1, seqlen), np.float32)
-    dropout = {"dropout_p": 0.3, "dropout_seed": np.array(7, np.int64)}
-    document = cuflash.mods.document(np.array([0, 40, seqlen], np.int32))
-    everything = {
-        "score_mod": cuflash.mods.alibi(slopes),
-        "mask_mod": document,
-        "bias": bias,
-        "sinks": sinks,
-        **dropout,
-    }
+    dropout: dict[str, Any] = {"dropout_p": 0.3, "dropout_seed": np.array(7, np.int64)}
+    masks = {"mask_mod": cuflash.mods.document(np.array([0, 40, seqlen], np.int32))}
+    everything = {"score_mod": cuflash.mods.alibi(slopes), **masks, "bias": bias, "sinks": sinks, **dropout}
+    kinds = ("dropout", dropout, ()), ("all mods", everything, (slopes, bias, sinks))
     calls: dict[str, list[Any]] = {}
-    for dim, dtype, packed, generic in DROPOUT_SHAPES:
+    for (dim, dtype, packed, generic), (name, mods, grads) in product(DROPOUT_SHAPES, kinds):
         shape = (2 * seqlen,) if packed else (2, seqlen)
         q, k, v = (np.zeros((*shape, count, dim), dtype) for count in (heads, 2, 2))
         q = q[::-1] if generic and packed else q[:, ::-1] if generic else q  # no kernel of Hopper's reads this
         lengths: dict[str, Any] = {}
         if packed:
-            bounds = np.array([0, seqlen, 2 * seqlen], np.int32)
-            lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), bounds)
+            lengths = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k"), np.array([0, seqlen, 2 * seqlen], np.int32))
             lengths |= dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), seqlen)
-        for name, mods in (("dropout", dropout), ("all mods", everything)):
-            grads = (slopes, bias, sinks) if name == "all mods" else ()
-            ways: tuple[dict[str, Any], ...] = ({"op": "forward"}, {"op": "backward", "captured_grads": grads})
-            launched: dict[Any, None] = {}
-            for way in (*ways, {**ways[1], "deterministic": True}):
-                plan = cuflash.plan(q, k, v, **lengths, **mods, **way, causal=True, device=arch)
-                launched |= dict.fromkeys(launch.variant for launch in plan.launches)
-            words = [name, dtype, f"d {dim}", *["packed"] * packed, *["on any GPU"] * generic]
-            calls[", ".join(words)] = list(launched)
+        backward = {"op": "backward", "captured_grads": grads}
+        launched: dict[Any, None] = {}
+        for way in ({"op": "forward"}, backward, {**backward, "deterministic": True}):
+            plan = cuflash.plan(q, k, v, **lengths, **mods, **way, causal=True, device=arch)
+            launched |= dict.fromkeys(launch.variant for launch in plan.launches)
+        words = [name, dtype, f"d {dim}", *["packed"] * packed, *["on any GPU"] * generic]
+        calls[", ".join(words)] = list(launched)
     return calls
+
+
+# What is compared: in a process for each tree.
+
+
+def run(part: str, trees: list[Path], archs: list[str], folder: Path, text: str) -> dict[str, Any]:
+    """Counts kernels of both trees, and returns pairs that differ or do not compile, with None where one is missing."""
+    of_one, lists = (figures_of, (plain_kernels,)) if part == "registers" else (digest_of, (plain_kernels, mod_kernels))
+    found = []
+    for is_older, tree in zip((True, False), trees, strict=True):
+        with checks.process(tree) as of_tree:
+            found.append(of_tree.submit(of_all, is_older, of_one, lists, archs, folder, text).result())
+    pairs = {label: [each.get(label) for each in found] for label in dict.fromkeys((*found[0], *found[1]))}
+    differ = {label: pair for label, pair in pairs.items() if pair[0] != pair[1] or str(pair[0]).startswith(ERROR)}
+    return {"kernels": len(pairs), "differ": differ}
+
+
+def of_all(is_older: bool, of_one: Any, lists: Any, archs: list[str], folder: Path, text: str) -> dict[str, Any]:
+    """Returns `of_one` of all kernels of this process's tree that are listed and whose label holds this text."""
+    checks.inner("cuflash", "nvrtc_version")()  # In one thread: CuPy's first search for NVRTC is not safe in several.
+    folder.mkdir(parents=True, exist_ok=True)
+    chosen: dict[str, Any] = {}
+    for label, variant in chain.from_iterable(kernels(archs, is_older) for kernels in lists):
+        if text in label and chosen.setdefault(label, variant) is not variant:
+            raise RuntimeError(f"two kernels are {label!r}: give them different labels")
+    distinct = list(dict.fromkeys(chosen.values()))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(distinct, pool.map(of_one, distinct, repeat(folder)), strict=True))
+    return {label: found[variant] for label, variant in chosen.items()}
+
+
+def kept(file: Path, make: Callable[[], str]) -> str:
+    """Returns the text of a file, which other processes find whole or not at all, or makes it. It keeps no error."""
+    if file.is_file():
+        return file.read_text("utf-8")
+    text = make()
+    if not text.startswith(ERROR):
+        written = file.with_name(f"{file.name}.{os.getpid()}")
+        written.write_text(text, "utf-8")
+        written.replace(file)
+    return text
+
+
+def failures(part: str, found: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for each kernel that got worse or that one tree alone has, and one if there is no kernel at all."""
+    if not found["kernels"]:
+        yield f"{part}: no kernel was compared"
+    for label, (old, new) in found["differ"].items():
+        if old is None or new is None:
+            yield f"{part}: {label} is in the {'newer' if old is None else 'older'} tree alone"
+        elif texts := list((worse_cubin if part == "cubins" else worse_figures)(old, new)):
+            yield f"{part}: {label}: {'; '.join(texts)}"
+
+
+# Registers.
+
+# A multiprocessor has so many warps, blocks and KiB of shared memory. Source: CUDA C++ Programming Guide, "Compute
+# Capabilities".
+LIMITS = {"sm_80": (64, 32, 164), "sm_86": (48, 16, 100), "sm_89": (48, 24, 100), "sm_90": (64, 32, 228)}
+LIMITS |= {"sm_100": (64, 32, 228), "sm_120": (48, 24, 100)}
+
+
+def resident_blocks(arch: str, registers: int, threads: int, shared: int) -> int:
+    """Counts the blocks that fit a multiprocessor. Registers go to four warps at a time, in units of 256 a warp."""
+    warps, blocks, kib = LIMITS[arch.rstrip("a")]
+    of_block = -(-threads // 128) * 4
+    by_registers = 65536 // (-(-registers * 32 // 256) * 256) // 4 * 4 // of_block
+    by_shared = kib * 1024 // (-(-(shared + 1024) // 128) * 128)  # The system takes 1 KiB for each block.
+    return min(blocks, warps // of_block, by_registers, by_shared)
+
+
+def figures_of(variant: Any, folder: Path) -> dict[str, Any]:
+    """Compiles a kernel and keeps its figures in a file, whose name is a digest of all that they depend on."""
+    options, version = checks.inner("cuflash", "options")(variant), checks.inner("cuflash", "nvrtc_version")()
+    digest = hashlib.sha256(repr((options, version, variant.smem_bytes, variant.num_threads)).encode())
+    for path in checks.inner("cuflash", "included_files")(checks.inner("cuflash", "source_root")() / variant.source):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    text = kept(folder / f"{digest.hexdigest()}.json", partial(compiled_figures, variant))
+    return {"error": text.removeprefix(ERROR)} if text.startswith(ERROR) else dict(json.loads(text))
+
+
+def compiled_figures(variant: Any) -> str:
+    """Returns the figures of a kernel as JSON, or why it does not compile."""
+    try:
+        log = checks.inner("cuflash", "compile_variant")(variant)[1]
+    except Exception as error:
+        return f"{ERROR}{error}"
+    registers = max(map(int, re.findall(r"Used (\d+) registers", log)))
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    stack, stores, loads = (max(map(int, figures)) for figures in zip(*frames, strict=True))
+    shared = variant.smem_bytes + max(map(int, re.findall(r"(\d+) bytes smem", log)), default=0)
+    figures = {"registers": registers, "spill": stores + loads, "stack": stack, "shared": shared}
+    return json.dumps(figures | {"blocks": resident_blocks(variant.arch, registers, variant.num_threads, shared)})
+
+
+def worse_figures(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+    """Yields what got worse in a kernel."""
+    if "error" in after and "error" not in before:
+        yield f"does not compile: {after['error']}"
+    if after.get("spill", 0) > before.get("spill", 0):
+        yield f"spills {after['spill']} bytes, before {before.get('spill', 0)}"
+    if after.get("blocks", math.inf) < before.get("blocks", 0):
+        yield f"fits {after['blocks']} times, before {before['blocks']}"
 
 
 # Cubins.
@@ -195,87 +264,36 @@ def digest_of(variant: Any, folder: Path) -> str:
 
     A file keeps it, whose name is a digest of all that is compiled: options, NVRTC's version, text and included files.
     """
-    from cupy.cuda import nvrtc
-
     options, text, files = (checks.inner("cuflash", name)(variant) for name in ("options", "program_text", "files_of"))
     root = checks.inner("cuflash", "source_root")()
     named = [ONE_SYMBOL if option.startswith(SYMBOL) else option for option in options]
     if named.count(ONE_SYMBOL) != 1:
         raise RuntimeError(f"not one of {options} begins with {SYMBOL}: put the option's new name here")
-    key = hashlib.sha256(repr(("without names", named, nvrtc.getVersion(), text)).encode())
+    key = hashlib.sha256(repr(("without names", named, checks.inner("cuflash", "nvrtc_version")(), text)).encode())
     for path in sorted(files):
         key.update(str(path.relative_to(root)).encode() + path.read_bytes())
-    kept = folder / key.hexdigest()
-    if kept.is_file() and re.fullmatch("[0-9a-f]{64}", digest := kept.read_text("utf-8")):
-        return digest
-    source = root / variant.source
+    return kept(folder / key.hexdigest(), partial(compiled_digest, root / variant.source, text, named))
+
+
+def compiled_digest(source: Path, text: str, options: list[str]) -> str:
+    """Returns the digest of a program's cubin, or why it does not compile."""
+    from cupy.cuda import nvrtc
+
     # A text that includes its source has a name of its own: NVRTC would take the program itself for the source.
     is_whole = text == source.read_text("utf-8")
     program = nvrtc.createProgram(text, source.name if is_whole else "with_mods.cu", (), ())
     try:
-        nvrtc.compileProgram(program, (*named, f"-I{source.parent}"))
-        digest = hashlib.sha256(without_names(nvrtc.getCUBIN(program))).hexdigest()
+        nvrtc.compileProgram(program, (*options, f"-I{source.parent}"))
+        return hashlib.sha256(without_names(nvrtc.getCUBIN(program))).hexdigest()
     except nvrtc.NVRTCError as error:
         lines = [line for line in nvrtc.getProgramLog(program).splitlines() if "error" in line]
         return f"{ERROR}{error}: {'; '.join(lines[:1])}"
     finally:
         nvrtc.destroyProgram(program)
-    keep(kept, digest)
-    return digest
 
 
-def keep(file: Path, text: str) -> None:
-    """Writes a file that other processes find whole or not at all."""
-    written = file.with_name(f"{file.name}.{os.getpid()}")
-    written.write_text(text, "utf-8")
-    written.replace(file)
-
-
-def digests_of_all(archs: list[str], folder: Path, text: str, is_older: bool) -> dict[str, str]:
-    """Returns the digests of all kernels of this process's tree whose label holds this text, by label."""
-    checks.inner("cuflash", "nvrtc_version")()  # In one thread: CuPy's first search for NVRTC is not safe in several.
-    folder.mkdir(parents=True, exist_ok=True)
-    kernels = plain_kernels(archs, is_older) | mod_kernels(archs, is_older)
-    chosen = {label: variant for label, variant in kernels.items() if text in label}
-    distinct = list(dict.fromkeys(chosen.values()))
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        digests = dict(zip(distinct, pool.map(lambda variant: digest_of(variant, folder), distinct), strict=True))
-    return {label: digests[variant] for label, variant in chosen.items()}
-
-
-def run_cubins(trees: list[Path], archs: list[str], folder: Path, text: str) -> dict[str, Any]:
-    """Returns the digests of kernels that differ or do not compile, and None where a tree has no such kernel."""
-    digests = []
-    for number, tree in enumerate(trees):
-        with checks.process(tree) as of_tree:
-            digests.append(of_tree.submit(digests_of_all, archs, folder, text, number == 0).result())
-    return paired(digests, lambda old, new: old != new or old.startswith(ERROR))
-
-
-def paired(found: list[dict[str, Any]], differ: Any) -> dict[str, Any]:
-    """Counts the kernels of both trees, and returns the pairs that differ and those of which one is missing."""
-    labels = list(dict.fromkeys((*found[0], *found[1])))
-    pairs = {label: [each.get(label) for each in found] for label in labels}
-    return {"kernels": len(labels), "differ": {x: pair for x, pair in pairs.items() if None in pair or differ(*pair)}}
-
-
-def without_partner(part: str, found: dict[str, Any]) -> Iterator[str]:
-    """Yields a line for each kernel that one tree alone has, and one if there is no kernel at all."""
-    if not found["kernels"]:
-        yield f"{part}: no kernel was compared"
-    for label, (old, new) in found["differ"].items():
-        if old is None or new is None:
-            yield f"{part}: {label} is in the {'newer' if old is None else 'older'} tree alone"
-
-
-def cubin_failures(found: dict[str, Any]) -> Iterator[str]:
-    """Yields a line for each kernel whose cubins differ, or which does not compile, or which has no partner."""
-    yield from without_partner("cubins", found)
-    for label, pair in found["differ"].items():
-        if None not in pair:
-            wrong = [
-                f"the {when} one: {text}"
-                for when, text in zip(("older", "newer"), pair, strict=True)
-                if text.startswith(ERROR)
-            ]
-            yield f"cubins: {label}: " + ("; ".join(wrong) or "the cubins differ")
+def worse_cubin(before: str, after: str) -> Iterator[str]:
+    """Yields which one does not compile, or that they differ."""
+    texts = {"the older one": before, "the newer one": after}
+    wrong = [f"{which}: {text}" for which, text in texts.items() if text.startswith(ERROR)]
+    yield from wrong or ["the cubins differ"]

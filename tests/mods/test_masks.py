@@ -107,7 +107,7 @@ def test_documents_are_one_function_up_to_a_power_of_two_of_offsets() -> None:
     for op in ("forward", "backward"):
         plans = [cuflash.plan(*[(2, 300, 4, 64)] * 3, op=op, mask_mod=masks.document(np.arange(count)), **shapes)
                  for count in (5, 7)]  # fmt: skip
-        texts = [[(launch.variant.name, launch.variant.own) for launch in each.launches] for each in plans]
+        texts = [[(launch.variant.name, launch.variant.mod_code) for launch in each.launches] for each in plans]
         assert texts[0] == texts[1]
 
 

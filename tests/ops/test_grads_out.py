@@ -111,13 +111,13 @@ def overlapping(xp: Any, given: Given) -> dict[str, tuple[Any, ...]]:
     """Gradients that do not fit, by words of the refusal."""
     dq, dk, dv = (xp.zeros_like(x) for x in given[1:4])
     pool = xp.zeros((2, 65, 4, 192), "f2")
-    of_its_own = "memory of its own"
+    separate = "memory of its own"
     return {
-        f"dq, which is written to, shares memory with dk; give dq {of_its_own}": (dq, dq, dv),
-        f"dk, which is written to, shares memory with dv; give dk {of_its_own}": (
+        f"dq, which is written to, shares memory with dk; give dq {separate}": (dq, dq, dv),
+        f"dk, which is written to, shares memory with dv; give dk {separate}": (
             pool[..., :64], pool[..., 64:128], pool[..., 127:191]),
-        f"dv, which is written to, shares memory with v; give dv {of_its_own}": (dq, dk, given.v),
-        f"dk, which is written to, shares memory with dout; give dk {of_its_own}": (None, given.dout[:, ::-1], None),
+        f"dv, which is written to, shares memory with v; give dv {separate}": (dq, dk, given.v),
+        f"dk, which is written to, shares memory with dout; give dk {separate}": (None, given.dout[:, ::-1], None),
         r"dv has shape \(2, 65, 2, 64\); this problem needs \(2, 65, 4, 64\)": (dq, dk, dv[:, :, :2]),
         "dk has dtype float32; this problem needs float16": (dq, dk.astype("f4"), dv),
         "dq has shape .* rows share memory; give a dense dq": (xp.broadcast_to(dq[:1], dq.shape), dk, dv),
