@@ -50,8 +50,8 @@ FAMILIES = (
     Family(r"OF_SEQUENCES|is_of_sequences|TOLD|is_told", "VARLEN_OPS, is_varlen, VARLEN_ARGS, has_varlen_args"),
     Family(r"[jJ]udges?|Judged|judged(?=\()", "validate, Validators, ValidatedCall", scope=PYTHON),
     Family(
-        r"Asked|drops_none|MAX_KEPT|KEPT|written_once",
-        "OptionsKey, is_zero, MAX_KEYS, CALL_CACHE, pick_form",
+        r"Asked|drops_none|MAX_KEPT|KEPT|written_once|run_own|run_mods",
+        "OptionsKey, is_zero, MAX_KEYS, CALL_CACHE, pick_form, resolve_mods",
         scope=PYTHON,
     ),
     Family(r"is_kept", "is_cacheable", scope=PYTHON, allowed=OF_DROPOUT),

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import APPEND_KV
-from ..problem.options import DEFAULTS, asked
+from ..problem.options import options_key
 from ..runtime.call import run
-
-_OF_SCORES = tuple(DEFAULTS.values())[: [*DEFAULTS].index("q_same_position")]
 
 
 def append_kv(
@@ -72,7 +70,7 @@ def append_kv(
 
     Source: RoFormer, arXiv 2104.09864 (rotary position embedding).
     """
-    options = asked(*_OF_SCORES, q_same_position, rotary_interleaved)
+    options = options_key(q_same_position=q_same_position, rotary_interleaved=rotary_interleaved)
     arrays = (k_cache, v_cache, k, v, seqused_k, page_table, cache_batch_idx, cu_seqlens_k, q, cu_seqlens_q,
               rotary_cos, rotary_sin)  # fmt: skip
     results = run(APPEND_KV, arrays, options)

@@ -7,10 +7,10 @@ from typing import Any
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, VARLEN_OPS
-from ..problem.options import WindowSize, asked, is_zero
+from ..problem.options import WindowSize, is_zero, options_key
 from ..runtime.call import run
 from .dropout_seed import check_seed
-from .mods import ModArgs, run_mods
+from .mods import ModArgs, VarlenInputs, resolve_mods
 
 
 def backward(
@@ -98,26 +98,36 @@ def backward(
             f"{given} was given, but cached keys have no gradients, as several sequences may share them; gather them "
             "into k and v, packed or one row of the batch for each sequence"
         )
-    options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, "flash2", None, deterministic,
-                    max_seqlen_q, max_seqlen_k, 0, None, dropout_p)  # fmt: skip
-    arrays = q, k, v, dout, out, lse, dlse
-    outs = () if grads_out is None else _three(grads_out)
-    varlen_args: tuple[Any, ...] = ()
-    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
-        op = BACKWARD
-    else:
-        op, varlen_args = VARLEN_OPS["backward"], (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None
-    if is_plain and is_zero(dropout_p):
-        if dropout_seed is not None:
-            check_seed(dropout_seed, q)
-        dq, dk, dv = run(op, (*arrays, *varlen_args), options, None, outs)
-        return dq, dk, dv
-    mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-    dq, dk, dv, *grads = run_mods(
-        "backward", arrays, varlen_args, mod_args, dropout_seed, options, None, outs, captured_grads
+    options = options_key(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        diagonal_offset=diagonal_offset,
+        softcap=softcap,
+        deterministic=deterministic,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p,
     )
-    return (dq, dk, dv) if captured_grads is None else (dq, dk, dv, tuple(grads))
+    outs = () if grads_out is None else _three(grads_out)
+    op = BACKWARD
+    inputs: tuple[Any, ...] = (q, k, v, dout, out, lse, dlse)
+    varlen_args: VarlenInputs = ()
+    if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is None:
+        varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+        op, inputs = VARLEN_OPS["backward"], (*inputs, *varlen_args)
+    mod_call = None
+    is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is None
+    if not (is_plain and is_zero(dropout_p)):
+        mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+        mod_call = resolve_mods("backward", mod_args, varlen_args, options.options, captured_grads)
+        op, inputs = mod_call.op, (*inputs, *mod_call.inputs(dropout_seed, q))
+    elif dropout_seed is not None:
+        check_seed(dropout_seed, q)
+    dq, dk, dv, *sums = run(op, inputs, options, None, outs)
+    if mod_call is None or captured_grads is None:
+        return dq, dk, dv
+    return dq, dk, dv, mod_call.captured_grads(sums)
 
 
 def _three(grads_out: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from ..mods.tracing.trace import trace
 from ..problem.block_mask import check_sizes
 from ..problem.mod_spec import make_mod_spec
 from ..problem.operands import Sizes, block_mask_op
-from ..problem.options import DEFAULTS, asked
+from ..problem.options import options_key
 from ..runtime.call import run
 
 _KINDS = ("empty", "partial", "full")
@@ -126,6 +126,6 @@ def create_block_mask(
     library_of("like", like)
     detach = getattr(like, "detach", None)  # why: only its device counts, whatever autograd knows of it
     first = like if detach is None else detach()
-    (cells,) = run(op, (first, *varlen_args, *[each.array for each in graph.arrays]), asked(*DEFAULTS.values()))
+    (cells,) = run(op, (first, *varlen_args, *[each.array for each in graph.arrays]), options_key())
     tells_q, tells_k = (varlen_args[side] is not None or varlen_args[side + 2] is not None for side in (0, 1))
     return BlockMask(mask_mod, cells, sizes, (tells_q, tells_k), graph)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem.operands import FORWARD, VARLEN_OPS
-from ..problem.options import WindowSize, asked, check_flag, is_zero
+from ..problem.operands import FORWARD, VARLEN_OPS, VarlenArgs
+from ..problem.options import WindowSize, check_flag, is_zero, options_key
 from ..runtime.call import run
 from .dropout_seed import check_seed
-from .mods import ModArgs, run_mods
+from .mods import ModArgs, VarlenInputs, resolve_mods
 
 
 def forward(
@@ -119,22 +119,34 @@ def forward(
 
     Sources: FlashAttention (arXiv 2205.14135), FlashAttention-2 (arXiv 2307.08691), FLASH-D (arXiv 2505.14201).
     """
-    options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, False,
-                    max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p)  # fmt: skip
+    options = options_key(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        diagonal_offset=diagonal_offset,
+        softcap=softcap,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_splits=num_splits,
+        split_size=split_size,
+        dropout_p=dropout_p,
+    )
     # why by the type first: no step of a repeated call may grow.
     return_lse = return_lse if type(return_lse) is bool else check_flag("return_lse", return_lse)
     outs, outputs = () if out is None else (out,), 1 + return_lse
-    varlen_args: tuple[Any, ...] = ()
-    if cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
-        op = FORWARD
-    else:
-        op = VARLEN_OPS["forward"]
-        varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-    if score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p):
-        if dropout_seed is not None:
-            check_seed(dropout_seed, q)
-        results = run(op, (q, k, v, *varlen_args), options, outputs, outs)
-    else:
+    op = FORWARD
+    inputs: tuple[Any, ...] = (q, k, v)
+    varlen_args: VarlenInputs = ()
+    if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
+        varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
+        op, inputs = VARLEN_OPS["forward"], (*inputs, *varlen_args)
+    if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        results = run_mods("forward", (q, k, v), varlen_args, mod_args, dropout_seed, options, outputs, outs)
+        mod_call = resolve_mods("forward", mod_args, varlen_args, options.options)
+        op, inputs = mod_call.op, (*inputs, *mod_call.inputs(dropout_seed, q))
+    elif dropout_seed is not None:
+        check_seed(dropout_seed, q)
+    results = run(op, inputs, options, outputs, outs)
     return results if return_lse else results[0]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..problem.operands import LSE_ONLY, VARLEN_OPS
-from ..problem.options import WindowSize, asked
+from ..problem.operands import LSE_ONLY, VARLEN_OPS, VarlenArgs
+from ..problem.options import WindowSize, options_key
 from ..runtime.call import run
-from .mods import ModArgs, run_mods
+from .mods import ModArgs, VarlenInputs, resolve_mods
 
 
 def lse(
@@ -47,13 +47,25 @@ def lse(
 
     Source: FlashAttention-2, arXiv 2307.08691.
     """
-    options = asked(softmax_scale, causal, window_size, diagonal_offset, softcap, "flash2", None, False,
-                    max_seqlen_q, max_seqlen_k, num_splits, split_size)  # fmt: skip
-    varlen_args: tuple[Any, ...] = ()
+    options = options_key(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        diagonal_offset=diagonal_offset,
+        softcap=softcap,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
     op = LSE_ONLY
+    inputs: tuple[Any, ...] = (q, k)
+    varlen_args: VarlenInputs = ()
     if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
-        varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-        op = VARLEN_OPS["lse"]
-    if score_mod is mask_mod is block_mask is bias is sinks is None:
-        return run(op, (q, k, *varlen_args), options)[0]
-    return run_mods("lse", (q, k), varlen_args, ModArgs(score_mod, mask_mod, block_mask, bias, sinks), None, options)[0]
+        varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
+        op, inputs = VARLEN_OPS["lse"], (*inputs, *varlen_args)
+    if not score_mod is mask_mod is block_mask is bias is sinks is None:
+        mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks)
+        mod_call = resolve_mods("lse", mod_args, varlen_args, options.options)
+        op, inputs = mod_call.op, (*inputs, *mod_call.inputs(None, q))
+    return run(op, inputs, options)[0]

@@ -10,7 +10,7 @@ from ..arrays.operands import specs_of
 from ..errors import ProblemError
 from ..planning.merge import MAX_STATES
 from ..problem.operands import merge_op
-from ..problem.options import DEFAULTS, Options, asked
+from ..problem.options import Options, options_key
 from ..problem.validate import validated
 from ..runtime.call import run
 
@@ -49,7 +49,7 @@ def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
 
 
 def _merged(outs: list[Any], lses: list[Any]) -> tuple[Any, Any]:
-    out, lse = run(merge_op(len(outs)), (*outs, *lses), asked(*DEFAULTS.values()))
+    out, lse = run(merge_op(len(outs)), (*outs, *lses), options_key())
     return out, lse
 
 

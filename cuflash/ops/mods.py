@@ -21,8 +21,7 @@ from ..mods.tracing.operand import is_integer, name_of_dtype
 from ..mods.tracing.trace import trace
 from ..problem.mod_spec import BIAS_AXES, Bias, ModSpec, captured, make_mod_spec
 from ..problem.operands import OPS, VARLEN_OPS, Op, Sizes, banded, mod_op
-from ..problem.options import OptionsKey, check_dropout, is_zero
-from ..runtime.call import run
+from ..problem.options import Options, check_dropout, is_zero
 from .block_mask import BlockMask
 from .dropout_seed import check_seed, seed_array
 
@@ -61,51 +60,37 @@ class ModCall(NamedTuple):
     cells: tuple[Any, ...]
     grads: tuple[tuple[int, ...], ...]
 
-    def inputs(self, seed: Any) -> tuple[Any, ...]:
-        """All arrays that are read after those of the plain op. seed: an array, if it is needed."""
+    def inputs(self, dropout_seed: Any, q: Any) -> tuple[Any, ...]:
+        """Returns the arrays that are read after those of the plain op. A seed that is not needed is validated."""
+        if self.needs_seed:
+            return self.inputs_with(seed_array(dropout_seed, q))
+        if dropout_seed is not None:
+            check_seed(dropout_seed, q)
+        return self.inputs_with(None)
+
+    def inputs_with(self, seed: Any) -> tuple[Any, ...]:
+        """Returns the arrays that are read after those of the plain op. seed: an array, if it is needed."""
         return (*self.arrays, seed, *self.cells) if self.needs_seed else (*self.arrays, *self.cells)
 
-
-def run_mods(
-    name: str,
-    arrays: tuple[Any, ...],
-    varlen_args: VarlenInputs,
-    given: ModArgs,
-    dropout_seed: Any,
-    options: OptionsKey,
-    outputs: int | None = None,
-    outs: tuple[Any, ...] = (),
-    captured_grads: Any = None,
-) -> tuple[Any, ...]:
-    """The results of a call, as `runtime.call.run` gives them, and behind them the gradients that were asked for."""
-    asked = options.options
-    hidden = asked.causal, asked.window_size, asked.diagonal_offset
-    call = resolve_mods(name, given, varlen_args, hidden, asked.algorithm, captured_grads)
-    seed = seed_array(dropout_seed, arrays[0]) if call.needs_seed else None
-    if dropout_seed is not None and not call.needs_seed:
-        check_seed(dropout_seed, arrays[0])
-    results: tuple[Any, ...] = run(call.op, (*arrays, *varlen_args, *call.inputs(seed)), options, outputs, outs)
-    if not call.grads:
-        return results
-    first = len(OPS[name].outputs)
-    return *results[:first], *[reduce(add, [results[first + place] for place in group]) for group in call.grads]
+    def captured_grads(self, sums: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns the gradients of captured arrays, each the sum of some of the results after dq, dk and dv."""
+        return tuple([reduce(add, [sums[place] for place in group]) for group in self.grads])
 
 
 def resolve_mods(
-    name: str,
-    given: ModArgs,
-    varlen_args: VarlenInputs,
-    hidden: tuple[Any, Any, Any],
-    algorithm: Any = "flash2",
-    captured_grads: Any = None,
+    name: str, mod_args: ModArgs, varlen_args: VarlenInputs, options: Options, captured_grads: Any = None
 ) -> ModCall:
-    """What a call of the op of that name does. hidden: causal, window_size and diagonal_offset, as they were given."""
-    score = _graph(given.score_mod, "score_mod")
-    mask, cells = _mask(given, varlen_args)
-    bias = None if given.bias is None else _bias(given.bias)
-    has_sinks, drops = given.sinks is not None, not is_zero(given.dropout_p) and bool(check_dropout(given.dropout_p))
+    """Resolves the mods of a call of the op of that name into an op and its extra inputs.
+
+    varlen_args: arrays of lengths that the op takes; () for a dense call. options: as they were mod_args.
+    """
+    score = _graph(mod_args.score_mod, "score_mod")
+    mask, cells = _mask(mod_args, varlen_args)
+    bias = None if mod_args.bias is None else _bias(mod_args.bias)
+    has_sinks = mod_args.sinks is not None
+    drops = not is_zero(mod_args.dropout_p) and bool(check_dropout(mod_args.dropout_p))
     sizes = None if cells is None else cells.sizes
-    fits = not varlen_args or mask is None or (seen := band(mask.root)) is None or _fits(seen, hidden)
+    fits = not varlen_args or mask is None or (seen := band(mask.root)) is None or _fits(seen, options)
     digests = None if score is None else score.digest, None if mask is None else mask.digest
     key = name, not varlen_args, *digests, bias, has_sinks, drops, sizes, fits
     if (kind := _kinds.get(key)) is None:
@@ -113,15 +98,15 @@ def resolve_mods(
             _kinds.clear()
         kind = _kinds.setdefault(key, _kind_of(key, score, mask))
     arrays = [each.array for each in captured((score, mask if kind.has_mask else None))]
-    arrays += [] if bias is None else [given.bias]
+    arrays += [] if bias is None else [mod_args.bias]
     loaded = len(arrays)
-    arrays += [given.sinks] if has_sinks else []
+    arrays += [mod_args.sinks] if has_sinks else []
     numbers: tuple[tuple[int, ...], ...] = ()
     if captured_grads is not None:
-        numbers = _numbers(captured_grads, given, score, kind.mod_spec, arrays, loaded)
+        numbers = _numbers(captured_grads, mod_args, score, kind.mod_spec, arrays, loaded)
     if not kind.mod_spec.changes:
         return ModCall(kind.op, (), False, (), numbers)
-    if isinstance(algorithm, str) and algorithm == "standard":
+    if isinstance(options.algorithm, str) and options.algorithm == "standard":
         raise UnsupportedError(
             "algorithm='standard' takes no score_mod, mask_mod, bias, sinks and dropout; take another one, which give "
             "the same numbers"
@@ -179,10 +164,10 @@ def _graph(function: Any, kind: str) -> Graph | None:
     return function if function is None or isinstance(function, Graph) else trace(function, kind)
 
 
-def _mask(given: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, BlockMask | None]:
+def _mask(mod_args: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, BlockMask | None]:
     """The mask_mod of a call, and its block mask."""
-    block_mask = given.block_mask
-    graph = _graph(given.mask_mod, "mask_mod")
+    block_mask = mod_args.block_mask
+    graph = _graph(mod_args.mask_mod, "mask_mod")
     if block_mask is None:
         return graph, None
     if not isinstance(block_mask, BlockMask):
@@ -200,12 +185,12 @@ def _mask(given: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, Bloc
     return mask_graph, block_mask
 
 
-def _fits(seen: Band, hidden: tuple[Any, Any, Any]) -> bool:
-    """Whether a band counts from where the mask of the options does, or one of both hides nothing."""
-    causal, window, offset = hidden
+def _fits(seen: Band, options: Options) -> bool:
+    """Returns whether a band counts from where the mask of the options does, or one of both masks out nothing."""
+    window = options.window_size
     sides = window if isinstance(window, tuple | list) else (0,)
     is_open = all(side is None or (is_integer(side) and side == -1) for side in sides)
-    return seen.is_open or (causal is False and is_open) or (offset is None) == seen.from_end
+    return seen.is_open or (options.causal is False and is_open) or (options.diagonal_offset is None) == seen.from_end
 
 
 def _bias(bias: Any) -> Bias:
@@ -225,15 +210,15 @@ def _bias(bias: Any) -> Bias:
 
 
 def _numbers(
-    wanted: Any, given: ModArgs, score: Graph | None, mod_spec: ModSpec, arrays: Sequence[Any], loaded: int
+    wanted: Any, mod_args: ModArgs, score: Graph | None, mod_spec: ModSpec, arrays: Sequence[Any], loaded: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each array of `captured_grads`, the numbers of it among those that may have gradients."""
     if not isinstance(wanted, tuple | list):
         raise ProblemError(f"captured_grads is a {type(wanted).__name__}; give a tuple of arrays, () for none")
     numbers = [*range(0 if score is None else len(score.arrays))]
-    numbers += [loaded - 1] if given.bias is not None else []
+    numbers += [loaded - 1] if mod_args.bias is not None else []
     numbers = [number for number in numbers if mod_spec.arrays[number].type == Type.FLOAT32]
-    numbers += [loaded] if given.sinks is not None else []
+    numbers += [loaded] if mod_args.sinks is not None else []
     found = [tuple([number for number in numbers if arrays[number] is x]) for x in wanted]
     for place, (x, group) in enumerate(zip(wanted, found, strict=True)):
         if not group:

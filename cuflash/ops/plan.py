@@ -117,20 +117,19 @@ def plan(
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
     if not (is_plain and is_zero(dropout_p)):
         of_sequences = () if whole is OPS[op] else tuple(varlen_kwargs.values())
-        hidden = causal, window_size, diagonal_offset
         by_name = {"bias": bias, "sinks": sinks}
         if dtype is not None:
             by_name |= {name: Shaped(_shape(name, x), dtype) for name, x in by_name.items() if isinstance(x, SHAPES)}
         bias, sinks = by_name.values()
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        call = resolve_mods(op, mod_args, of_sequences, hidden, algorithm, captured_grads)
+        call = resolve_mods(op, mod_args, of_sequences, options, captured_grads)
         is_array = dropout_seed is not None and seed_number(dropout_seed) is None
         seed = dropout_seed if is_array else Shaped((), "int64")
         if not call.needs_seed:
             check_mod_array(DROPOUT_SEED, _spec_like("dropout_seed", seed, specs["q"], dtype), specs["q"], {})
         names = [x.name for x in call.op.inputs[len(whole.inputs) :]]
         specs |= {
-            name: _spec_like(name, x, specs["q"], dtype) for name, x in zip(names, call.inputs(seed), strict=True)
+            name: _spec_like(name, x, specs["q"], dtype) for name, x in zip(names, call.inputs_with(seed), strict=True)
         }
         whole = call.op
     problem = Problem.of(whole, [specs.get(name) for name in whole.names], options)

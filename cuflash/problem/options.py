@@ -270,24 +270,50 @@ MAX_KEYS = 1024
 _PLAIN = (type(None), str, np.bool_, Number)
 
 
-def asked(*values: Any) -> OptionsKey:
-    """The keyword arguments of a call, in the order of `Options`, of which the last may be left out."""
-    values = _with_hash(values)
-    window = values[_WINDOW]
-    if type(window) is tuple and len(window) == 2:
+def options_key(
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    diagonal_offset: int | None = None,
+    softcap: float = 0.0,
+    algorithm: str = "flash2",
+    out_dtype: Any = None,
+    deterministic: bool = False,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    num_splits: int = 0,
+    split_size: int | None = None,
+    dropout_p: float = 0.0,
+    q_same_position: bool = False,
+    rotary_interleaved: bool = False,
+) -> OptionsKey:
+    """Returns the key of the keyword arguments of a call, which are validated where no call had them before."""
+    if type(window_size) is not tuple and isinstance(window_size, (tuple, list)):
+        window_size = tuple(window_size)  # type: ignore[assignment]
+    if type(window_size) is tuple and len(window_size) == 2:
         try:
-            return _kept(*values, *window)
+            return _cached_key(
+                *window_size, softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype,
+                deterministic, max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p, q_same_position,
+                rotary_interleaved,
+            )  # fmt: skip
         except (TypeError, ValueError):  # an argument is not plain, or has no hash
             pass
-    return OptionsKey(Options(*values), False)
+    options = Options(
+        softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
+        max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p, q_same_position, rotary_interleaved,
+    )  # fmt: skip
+    return OptionsKey(options, False)
 
 
-# why typed, and the sides of the window by themselves: see `_key`. why lru_cache: it makes a key in half the time.
+# Sides of the window are arguments of their own, as `typed` compares the types of arguments alone: see `_key`.
 @lru_cache(MAX_KEYS, typed=True)
-def _kept(*values_and_sides: Any) -> OptionsKey:
-    if not all(isinstance(x, _PLAIN) or is_dtype(x) for n, x in enumerate(values_and_sides) if n != _WINDOW):
+def _cached_key(left: Any, right: Any, *values: Any) -> OptionsKey:
+    options = Options(*values)
+    if not all(isinstance(x, _PLAIN) or is_dtype(x) for x in (left, right, *values) if x is not options.window_size):
         raise TypeError
-    return OptionsKey(Options(*values_and_sides[:-2]), True)
+    return OptionsKey(options, True)
 
 
 @lru_cache(maxsize=256)

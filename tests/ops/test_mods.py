@@ -258,7 +258,9 @@ def test_a_seed_that_is_not_read_costs_no_longer_way(monkeypatch: pytest.MonkeyP
     wanted = cuflash.forward(q, q, q, return_lse=True)
     for name in ("forward", "backward"):
         module = import_module(f"cuflash.ops.{name}")
-        monkeypatch.setattr(module, "run_mods", lambda *given: pytest.fail("it took the way of calls with functions"))
+        monkeypatch.setattr(
+            module, "resolve_mods", lambda *given: pytest.fail("it took the way of calls with functions")
+        )
     for seed in (5, np.array(5, np.int64)):
         out, lse = cuflash.forward(q, q, q, dropout_seed=seed, return_lse=True)
         assert ((out == wanted[0]).all(), (lse == wanted[1]).all()) == (True, True)

@@ -11,7 +11,7 @@ import pytest
 import cuflash
 from cuflash.problem import options as options_module
 from cuflash.problem.operands import APPEND_KV, INTEGERS, VARLEN_OPS
-from cuflash.problem.options import DEFAULTS, MAX_KEYS, Known, Options, asked, names
+from cuflash.problem.options import DEFAULTS, MAX_KEYS, Known, Options, names, options_key
 
 KNOWN = Known(64, "float16")
 
@@ -47,17 +47,17 @@ def test_equal_numbers_of_other_types_are_other_keys() -> None:
     hash(Options(window_size=[1, 2]).key())  # type: ignore[arg-type]
     made = [Options(window_size=window, max_seqlen_q=one) for one in (1, True, 1.0) for window in ((1, 2), (1, True))]
     assert len({options.key() for options in made}) == 6
-    assert len({asked(*options) for options in made}) == 6
+    assert len({options_key(**options._asdict()) for options in made}) == 6
 
 
 def test_equal_arguments_are_one_key_and_each_key_has_its_options() -> None:
     scale, window = 2.5e-1, tuple([3, 4])
-    first = asked(scale, True, window, None, 0.0)
+    first = options_key(softmax_scale=scale, causal=True, window_size=window)
     assert first.options == Options(0.25, True, (3, 4), None, 0.0)
-    assert first is asked(float("0.25"), True, [3, 4], None, 0.0)
-    assert first is not asked(0.25, True, (3, 4), None, 0)
+    assert first is options_key(softmax_scale=float("0.25"), causal=True, window_size=[3, 4])  # type: ignore[arg-type]
+    assert first is not options_key(softmax_scale=0.25, causal=True, window_size=(3, 4), softcap=0)
     assert first.is_cacheable
-    assert asked(None, np.True_, (np.int64(3), 4)).is_cacheable
+    assert options_key(causal=np.True_, window_size=(np.int64(3), 4)).is_cacheable  # type: ignore[arg-type]
 
 
 CHANGEABLE = {
@@ -73,7 +73,8 @@ CHANGEABLE = {
 
 @pytest.mark.parametrize("values", CHANGEABLE.values(), ids=CHANGEABLE)
 def test_arguments_that_may_change_or_hold_memory_are_not_kept(values: tuple[Any, ...]) -> None:
-    first, second = asked(*values), asked(*values)
+    named = dict(zip(Options._fields, values, strict=False))
+    first, second = options_key(**named), options_key(**named)
     assert not first.is_cacheable
     assert first is not second
     assert first.options[0] is values[0]
@@ -81,8 +82,8 @@ def test_arguments_that_may_change_or_hold_memory_are_not_kept(values: tuple[Any
 
 def test_what_is_kept_is_bounded() -> None:
     for number in range(2 * MAX_KEYS):
-        assert asked(None, False, (number, 0)).options.window_size == (number, 0)
-    assert options_module._kept.cache_info().currsize <= MAX_KEYS
+        assert options_key(window_size=(number, 0)).options.window_size == (number, 0)
+    assert options_module._cached_key.cache_info().currsize <= MAX_KEYS
 
 
 def test_defaults_are_filled_in() -> None:

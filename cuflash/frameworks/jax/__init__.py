@@ -117,8 +117,7 @@ def attention(
     if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and is_zero(dropout_p):
         return _called(named, options, check_flag("return_lse", return_lse))
     mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-    inputs, hidden = varlen_args if len(named) > 3 else (), (causal, window_size, diagonal_offset)
-    op, more = mod_operands(mod_args, dropout_seed, inputs, hidden)
+    op, more = mod_operands(mod_args, dropout_seed, varlen_args if len(named) > 3 else (), options)
     options = options._replace(dropout_p=dropout_p)
     return _called(named | more, options, check_flag("return_lse", return_lse), op)
 

@@ -26,7 +26,7 @@ from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
 from ...problem.mod_spec import ModSpec
 from ...problem.operands import DROPOUT_SEED, Op, Sizes
-from ...problem.options import check_dropout
+from ...problem.options import Options, check_dropout
 from .handlers import Static
 from .mod_attributes import differentiable
 from .primitives import backward, checked_array, forward, refuse_cached
@@ -35,22 +35,23 @@ _SEEDS = "an int of 64 bits, a key of jax.random, or an array of two uint32"
 
 
 def mod_operands(
-    given: ModArgs, dropout_seed: Any, varlen_args: tuple[Any, ...], hidden: Any
+    mod_args: ModArgs, dropout_seed: Any, varlen_args: tuple[Any, ...], options: Options
 ) -> tuple[Op, dict[str, Any]]:
     """The op of a call, and what it reads beside the operands of a plain one, by name and in order.
 
-    varlen_args: the arrays of lengths, in the op's order, or none. hidden: causal, window_size and diagonal_offset.
+    varlen_args: the arrays of lengths, in the op's order, or none.
     """
     bias, sinks = (
-        None if x is None else checked_array(name, x) for name, x in (("bias", given.bias), ("sinks", given.sinks))
+        None if x is None else checked_array(name, x)
+        for name, x in (("bias", mod_args.bias), ("sinks", mod_args.sinks))
     )
-    score, mask = (_graph(f, kind) for f, kind in ((given.score_mod, "score_mod"), (given.mask_mod, "mask_mod")))
-    share = check_dropout(given.dropout_p)
-    block_mask = _checked(given.block_mask)
-    call = resolve_mods("forward", ModArgs(score, mask, block_mask, bias, sinks, share), varlen_args, hidden)
+    score, mask = (_graph(f, kind) for f, kind in ((mod_args.score_mod, "score_mod"), (mod_args.mask_mod, "mask_mod")))
+    share = check_dropout(mod_args.dropout_p)
+    block_mask = _checked(mod_args.block_mask)
+    call = resolve_mods("forward", ModArgs(score, mask, block_mask, bias, sinks, share), varlen_args, options)
     if dropout_seed is not None and not call.needs_seed:
         check_seed(dropout_seed)
-    arrays = call.inputs(_seed(dropout_seed) if call.needs_seed else None)
+    arrays = call.inputs_with(_seed(dropout_seed) if call.needs_seed else None)
     names = [operand.name for operand in call.op.inputs[len(call.op.inputs) - len(arrays) :]]
     return call.op, dict(zip(names, arrays, strict=True))
 

@@ -22,8 +22,8 @@ from ...ops.backward import backward
 from ...ops.forward import forward
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
-from ...problem.operands import VARLEN_ARGS
-from ...problem.options import WindowSize, check_flag, is_zero
+from ...problem.operands import VARLEN_ARGS, VarlenArgs
+from ...problem.options import Options, WindowSize, check_flag, is_zero
 from . import mods, ops
 from .flex import arguments_of_flex, results_of_flex, wants_lse
 from .mods import check_pulled, check_seed, is_watched, mod_attention
@@ -126,10 +126,21 @@ def attention(
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         is_compiling = torch.compiler.is_compiling()
         attend = mods.uncompiled_mod_attention if is_compiling else mod_attention
-        options = softmax_scale, causal, window_size, diagonal_offset, softcap
-        of_lengths, of_splits = (max_seqlen_q, max_seqlen_k), (num_splits, split_size)
-        given_lengths = varlen_args if has_varlen_args else ()
-        out, lse = attend(q, k, v, mod_args, dropout_seed, options, of_lengths, of_splits, given_lengths, deterministic)
+        options = Options(
+            softmax_scale=softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            diagonal_offset=diagonal_offset,
+            softcap=softcap,
+            deterministic=deterministic,
+            max_seqlen_q=max_seqlen_q,
+            max_seqlen_k=max_seqlen_k,
+            num_splits=num_splits,
+            split_size=split_size,
+            dropout_p=dropout_p,
+        )
+        lengths = VarlenArgs(*varlen_args) if has_varlen_args else None
+        out, lse = attend(q, k, v, mod_args, dropout_seed, options, lengths)
         return (out, lse) if return_lse else out
     if dropout_seed is not None:
         check_seed(dropout_seed, q)

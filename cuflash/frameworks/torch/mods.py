@@ -22,8 +22,8 @@ from ...ops.dropout_seed import seed_array, seed_number
 from ...ops.mods import ModArgs, ModCall, resolve_mods
 from ...problem.array_spec import ArraySpec
 from ...problem.mod_arrays import check_mod_array
-from ...problem.operands import DROPOUT_SEED, Op
-from ...problem.options import OptionsKey, asked
+from ...problem.operands import DROPOUT_SEED, VARLEN_ARGS, Op, VarlenArgs
+from ...problem.options import Options, OptionsKey, options_key
 from ...runtime.call import run
 from .ops import given, refuse_cached, refuse_twice
 from .tensors import (
@@ -62,7 +62,14 @@ class _Ops:
     backward: Op
     of_backward: OptionsKey
     grads: tuple[tuple[int, ...], ...]
-    num_varlen_args: int
+    is_varlen: bool
+
+    def split(self, rest: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns the tensors of lengths that backward takes, and those of mods, of all that follow q, k and v."""
+        if not self.is_varlen:
+            return (), rest
+        lengths = VarlenArgs(*rest[: len(VARLEN_ARGS)])
+        return lengths.packed_or_used, rest[len(VARLEN_ARGS) :]
 
 
 def mod_attention(
@@ -71,30 +78,23 @@ def mod_attention(
     v: torch.Tensor,
     mod_args: ModArgs,
     dropout_seed: Any,
-    options: tuple[Any, ...],
-    of_lengths: tuple[Any, Any],
-    of_splits: tuple[Any, Any],
-    varlen_args: tuple[Any, ...],
-    deterministic: bool,
+    options: Options,
+    varlen_args: VarlenArgs | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out, lse) of a call on tensors that were checked.
-
-    options: softmax_scale, causal, window_size, diagonal_offset and softcap. varlen_args: the tensors of lengths, in
-    their order, or none.
-    """
+    """Returns (out, lse) of a call on tensors that were checked."""
     mod_args = _checked(mod_args, q)
     _refuse_recording(q)
-    deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
-    hidden = options[1:4]
-    of_forward = asked(*options, "flash2", None, False, *of_lengths, *of_splits, mod_args.dropout_p)
-    of_backward = asked(*options, "flash2", None, deterministic, *of_lengths, 0, None, mod_args.dropout_p)
-    call = resolve_mods("forward", mod_args, varlen_args, hidden)
+    deterministic = bool(options.deterministic) or torch.are_deterministic_algorithms_enabled()
+    of_forward = options_key(**options._replace(deterministic=False)._asdict())
+    of_backward = options_key(**options._replace(deterministic=deterministic, num_splits=0, split_size=None)._asdict())
+    lengths: tuple[Any, ...] = () if varlen_args is None else varlen_args
+    call = resolve_mods("forward", mod_args, lengths, options)
     if dropout_seed is not None and not call.needs_seed:
         check_seed(dropout_seed, q)
     if dropout_seed is None and call.needs_seed and any(map(is_mapped, (q, k, v))):
         raise UnsupportedError(_MAPPED)  # why here: vmap refuses that a seed is drawn, and blames randomness
     seed = _seed(dropout_seed, q) if call.needs_seed else None
-    inputs = call.inputs(seed)
+    inputs = call.inputs_with(seed)
     if forward_ad._current_level >= 0:
         for x in filter(torch.is_tensor, inputs):
             refuse_tangents(**{"a tensor of score_mod or mask_mod, bias or sinks": x})
@@ -102,14 +102,15 @@ def mod_attention(
     wanted = _wanted(mod_args, is_func) if torch.is_grad_enabled() or is_func else []
     if not (is_func or wanted or (torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad))):
         with torch.no_grad():  # why: tensors of masks may require grad, and have none
-            return _two(run(call.op, (q, k, v, *varlen_args, *inputs), of_forward, 2))
-    if varlen_args:
-        refuse_cached(*varlen_args[4:])
-    back = resolve_mods("backward", mod_args, varlen_args[:4], hidden, captured_grads=tuple(wanted))
+            return _two(run(call.op, (q, k, v, *lengths, *inputs), of_forward, 2))
+    if varlen_args is not None:
+        refuse_cached(varlen_args.page_table, varlen_args.cache_batch_idx)
+    packed_or_used = () if varlen_args is None else varlen_args.packed_or_used
+    back = resolve_mods("backward", mod_args, packed_or_used, options, captured_grads=tuple(wanted))
     grads = _places(inputs, wanted, back)
-    ops = _Ops(call.op, of_forward, back.op, of_backward, grads, len(varlen_args))
+    ops = _Ops(call.op, of_forward, back.op, of_backward, grads, varlen_args is not None)
     attend = _Transformed.apply if is_func else _apply
-    return _two(attend(ops, q, k, v, *varlen_args, *inputs))
+    return _two(attend(ops, q, k, v, *lengths, *inputs))
 
 
 def _two(results: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +215,7 @@ class _ModAttention(Function):
         dq, dk, dv, *grads = differentiate(ops, *tensors)
         sums = iter(grads)
         grads = [next(sums) if group else None for group in ops.grads]
-        return None, dq, dk, dv, *(None,) * ops.num_varlen_args, *grads
+        return None, dq, dk, dv, *(None,) * (len(VARLEN_ARGS) if ops.is_varlen else 0), *grads
 
 
 _apply: Any = super(Function, _ModAttention).apply  # why: as that of `_Attention`
@@ -236,11 +237,11 @@ class _Transformed(Function):
 
 def _gradients(ops: _Ops, dout: Any, dlse: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *rest: Any) -> Any:
     """dq, dk, dv, and the gradients of its own inputs that have some."""
-    varlen_args, mod_tensors = rest[: ops.num_varlen_args][:4], rest[ops.num_varlen_args :]
+    varlen_args, mod_tensors = ops.split(rest)
     results = run(ops.backward, (q, k, v, dout, out, lse, dlse, *varlen_args, *mod_tensors), ops.of_backward)
-    more = results[3:]
-    sums = [functools.reduce(torch.add, [more[place] for place in group]) for group in ops.grads if group]
-    return *results[:3], *sums
+    dq, dk, dv, *terms = results
+    sums = [functools.reduce(torch.add, [terms[place] for place in group]) for group in ops.grads if group]
+    return dq, dk, dv, *sums
 
 
 class _ModGradients(Function):
