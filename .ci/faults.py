@@ -154,10 +154,10 @@ FAULTS = (
     Fault("the count of splits is left behind", "kernels_cu/sm90/decode_output.cuh",
           "if (is_last) params.arrivals[work.block] = 0;", "", "ops/test_decoding.py", "alike and own"),
     Fault("keys of pages that are not there are seen", "kernels_cu/sm90/pages.cuh",
-          "bool is_there = present >>", "bool is_there = ~0u >>",
+          "bool is_there = page_bits >>", "bool is_there = ~0u >>",
           "ops/test_sequences.py ops/test_decoding.py", "hides_its_own_keys or out_dtype_keeps"),
     Fault("a cell that is seen in part counts as whole", "kernels_cu/portable/block_mask.cu",
-          "if (some_seen && some_hidden) return kPartialCell;", "if (some_seen && some_hidden) return kFullCell;",
+          "if (any_visible && any_hidden) return kPartialTile;", "if (any_visible && any_hidden) return kFullTile;",
           "kernels/test_block_mask.py"),
 )  # fmt: skip
 

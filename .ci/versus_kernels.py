@@ -29,7 +29,12 @@ import versus_checks as checks
 
 ROOT = Path(__file__).resolve().parents[1]
 # Words of kernel names in older trees, and the words that took their place. A key may join several by underscores.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "backward_own": "backward_mods",
+    "seen_counts": "tile_counts",
+    "lengths": "varlen",
+    "tells": "seqlens",
+}
 # Modules of tests/ or tests/support/ that list kernels, by functions of the same name: the newest name first.
 PLAIN_LISTS = ("variants",)
 MOD_LISTS = ("mod_variants", "own_variants")

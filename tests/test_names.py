@@ -60,6 +60,54 @@ FAMILIES = (
         r"(?!test_)\w*_own|_?own(_\w+)?|_?OWN(_\w+)?", "mod_spec, mod_code, mod_args, mod_kwargs", PYTHON, in_code=True
     ),
     Family(r"[A-Za-z]*Own[A-Z]\w*|kOwn", "Mod*, kHasMods, kScoreMod, kMaskMod"),
+    Family(
+        r"\w*OWN_(SCORES|HIDES|TOGETHER|MASK|SLOPE)|backward_own|k?WithOwn",
+        "SCORE_MOD, MASK_MOD, MODS_TOGETHER, backward_mods, WithMods",
+        allowed=(".ci/versus_kernels.py",),
+    ),
+    Family(
+        r"own_(heads?|tile|scores|walk|step|work)|(apply|weigh)_own\w*|(Mod\w+|auto|unsigned|int) own",
+        "mod_*, apply_mods, p_and_ds_with_mods",
+        scope=CUDA,
+    ),
+    Family(
+        r"(Seen|Cells?)[A-Z]\w*|k\w*Cell|seen_(keys|queries|rows|columns|tiles|begin|end|from|of|batch|head)\w*|seen_sequence"
+        r"|(count|some|is|number)_seen|most_cells|some_hidden|cells?",
+        "Visible*, MaskTile*, visible_*, any_visible, mask_tiles",
+        scope=CUDA,
+    ),
+    Family(
+        r"seen_counts\w*|SeenCountsParams|cells_(batch|head|row|q|k)|num_cells|seen_(batch|head)",
+        "tile_counts, TileCountsParams, mask_tiles_*, list_stride_*",
+        allowed=(".ci/versus_kernels.py",),
+    ),
+    Family(
+        r"hide_\w+|hide(?=\()|\w+_hide|kHides\w*|find_clear|is_clear|some_clear|kClear|clears?_\w+|clear(?=[.;(])",
+        "apply_mask, apply_begin, apply_end, unmasked, zero_row",
+        scope=CUDA,
+    ),
+    Family(
+        r"\w*Queue|queue|\w*(Dealt|Dealer|Dealing|Deals)\w*|Describer|ToldS\w+|kT(old|ells)\w*|(dealt|told|dq)_(work|steps|turns)"
+        r"|(tell|describe)_\w+|(tell|hear|deal|describe)(?=\()|\w*untold|await(_\w+|(?=\())|DqTurn|turn_(counter|full|empty|modes)"
+        r"|kOfSeveralLengths|CUFLASH_LENGTHS|\w+_work\.cuh",
+        "*TileScheduler, WorkRing, StepRing, SchedulerWarp, push, pop, publish, wait_*, semaphore, VARLEN",
+        scope=CUDA,
+    ),
+    Family(
+        r"LENGTHS(?==)|TELLS_SEQUENCES|more_turns|first_turn|lse_sm90_\\w\*_\(lengths",
+        "VARLEN, LISTS_SEQLENS, more_semaphores, first_semaphore",
+    ),
+    Family(
+        r"weigh(_\w+|(?=[<(]))|make_weights_again|scores_again|raise(_\w+|(?=\())|kRaisesAlways|kWeighsLate|begin_(scores|sum|\w+_scores)"
+        r"|end_(scores|output)|begin_(next_output|step|dq|dp)|output\.cuh",
+        "softmax_tile, p_and_ds, recompute_*, update_max, issue_qk, issue_pv, release_k, mainloop.cuh",
+        scope=CUDA,
+    ),
+    Family(
+        r"[Bb]locks? of threads|[Mm]ultiprocessors?|[Pp]ieces? of work|caller's own|several lengths",
+        "thread block, SM, work tile, mods, varlen",
+        scope=CUDA,
+    ),
     Family(r"DealtWork|Dealer|deal_out|ToldSteps?|TurnWarp", "WorkRing, SchedulerWarp, push, StepRing, SemaphoreWarp"),
     Family(r"OutputConsumer|RingPosition|AbsentKeys", "ForwardMainloop, PipelineState, MissingPages"),
     Family(r"kExists|kDecodes|kSingle|kFew|kNarrow", "kEnabled, kDecode, kOneTilePerBlock, kFewSequences, …"),

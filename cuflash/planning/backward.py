@@ -11,7 +11,7 @@ from ..problem.dtypes import DTYPES
 from ..problem.lengths import PADDED_SLOT, SeqlenInfo
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
-from .cells import KeySteps, seen_counts_launch, uses_cells, with_cells
+from .cells import KeySteps, tile_counts_launch, uses_cells, with_cells
 from .delta import block_words, changes_weights, delta_launch, stats_rows_of
 from .device import Device
 from .hopper import HOPPER, reason_against
@@ -37,7 +37,7 @@ from .tiles_sm80 import BackwardTile, Tile
 from .tiles_sm90 import OUT_ROWS, WarpgroupBackwardTile, WarpgroupRowsTile
 from .variant import PORTABLE_THREADS, Variant, variant_of
 
-KEY_SHARES_WORDS = 4  # numbers of how the list of key blocks is shared out: common/seen_rows.cuh
+KEY_SHARES_WORDS = 4  # numbers of how the list of key blocks is shared out: common/visible_rows.cuh
 SORTED_WAVES = 2  # the last waves of that list, in which the longest key blocks come first
 MOST_PARTS = 8  # blocks of threads that share a key block of the list at most
 ACC_ROWS = 16  # rows of a tile of the accumulators
@@ -231,22 +231,22 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "deterministic": int(deterministic),
         **shared._asdict(),
     }
-    # `turns` has a counter for each tile of dq and for each shared key block; with cells then one of what blocks of
-    # threads have taken, and one for each order.
+    # `semaphores` has a counter for each tile of dq and for each shared key block; with cells then one of what thread
+    # blocks have taken, and one for each order.
     workspace = _sums(tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
-    counters, more_turns, of_cells = heads * num_q_blocks, shared.shared_keys, []
+    counters, more_semaphores, of_cells = heads * num_q_blocks, shared.shared_keys, []
     if cells:
         listed = KeySteps.of(problem, num_q_blocks, num_k_blocks)
-        workspace |= {"seen_counts": counters} | listed.workspace
+        workspace |= {"tile_counts": counters} | listed.workspace
         fields |= listed.fields
-        first_counter = counters + more_turns + 1
-        of_cells = [seen_counts_launch(problem, device, tile.block_q, num_q_blocks, listed, first_counter)]
-        more_turns += 1 + listed.orders
+        first_counter = counters + more_semaphores + 1
+        of_cells = [tile_counts_launch(problem, device, tile.block_q, num_q_blocks, listed, first_counter)]
+        more_semaphores += 1 + listed.orders
         blocks = min(blocks, device.num_sms)
-    workspace["turns"] = counters + more_turns
+    workspace["semaphores"] = counters + more_semaphores
     variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0), cells)
     launches = [
-        delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=more_turns),
+        delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=more_semaphores),
         *of_cells,
         # why counted: then blocks of threads wait for those with lower numbers, which must have begun.
         Launch(variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), counted=deterministic and not cells),
@@ -299,11 +299,13 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
         "key_list": most_blocks * block_words(problem),
         "key_shares": KEY_SHARES_WORDS,
         # A counter for each tile of dq, for each shared key block, and for what blocks of threads have taken.
-        "turns": problem.heads_q * num_q_blocks + shared_keys + 1,
+        "semaphores": problem.heads_q * num_q_blocks + shared_keys + 1,
     }
     variant = _warpgroup_variant(problem, device, "backward", tile)
     launches = [
-        delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_turns=shared_keys + 1, **of_keys),
+        delta_launch(
+            problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=shared_keys + 1, **of_keys
+        ),
         Launch(variant, takers, fields, _tma_boxes(problem, *tile.tma_rows)),
     ]
     return make_plan(problem, device, launches, workspace, num_work=MOST_PARTS * blocks)
@@ -346,21 +348,21 @@ def _rows_plan(
         "heads_in_l2": 1 if is_full(problem) else HEADS_IN_L2,
         "stats_rows": stats_rows,
     }
-    of_turns = {"num_q_blocks": 0, "more_turns": 2 * work[1]} if shares else {}
+    of_turns = {"num_q_blocks": 0, "more_semaphores": 2 * work[1]} if shares else {}
     launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_turns)]
     for tile, skips in zip(tiles, cells, strict=True):
         shared, result = shares and tile.gradient != "dq", tile.gradient
         variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
         num_work = work[result != "dq"] * (2 if shared else 1)
         blocks = num_work if varlen is None else min(num_work, device.num_sms)
-        launch_fields = fields | {"first_turn": work[1] if result == "dv" else 0} if shared else fields
+        launch_fields = fields | {"first_semaphore": work[1] if result == "dv" else 0} if shared else fields
         tma_boxes, aliases = _tma_boxes(problem, *tile.tma_rows), {"acc": f"{result}_acc"} if shared else {}
         launches.append(Launch(variant, blocks, launch_fields, tma_boxes, counted=varlen is not None, aliases=aliases))
     found: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
     if shares:
         rows = work[1] * KEY_ROWS
         sums = {"dk_acc": rows * tiles[1].head_dim, "dv_acc": rows * tiles[2].head_dim_v}
-        found = {**found, **sums, "turns": of_turns["more_turns"]}
+        found = {**found, **sums, "semaphores": of_turns["more_semaphores"]}
     if any(cells):
         launches, found = with_cells(problem, device, launches, found)
     return make_plan(problem, device, launches, found, num_work=max(work))

@@ -187,7 +187,7 @@ class _CapturedGradients:
         arguments = tuple(term.load.arguments[axis] for axis in sums.gathered_axes)
         stays = set(sums.separate_axes) == {"h", "q_idx", "k_idx"} and problem.lengths is None and not extents
         code = gradient_code(problem, term.derivative, arguments, stays)
-        variant = self._variant("backward_own", "sm80/backward_own.cu", tile=tile, mod_code=code)
+        variant = self._variant("backward_mods", "sm80/backward_mods.cu", tile=tile, mod_code=code)
         fields = self.stats | {
             "num_q_tiles": tiles["q"],
             "num_k_tiles": tiles["k"],

@@ -50,7 +50,7 @@ def cells_strides(problem: Problem) -> tuple[int, int, int]:
     """
     mod_spec = problem.op.mod_spec
     given = mod_spec is not None and mod_spec.has_cells
-    batch, heads, rows, columns = problem.spec("cells").shape if given else cells_shape(problem)
+    batch, heads, rows, columns = problem.spec("mask_tiles").shape if given else cells_shape(problem)
     return heads * rows * columns * (batch > 1), rows * columns * (heads > 1), columns
 
 
@@ -67,7 +67,7 @@ def _tells_sequences_apart(problem: Problem) -> bool:
 
 
 def cells_launch(problem: Problem, device: Device) -> tuple[Launch, int] | None:
-    """The launch that finds the cells of a call, and floats of their part "cells" of the workspace.
+    """The launch that finds the cells of a call, and floats of their part "mask_tiles" of the workspace.
 
     None where no kernel uses them, and where they are given.
     """
@@ -89,7 +89,7 @@ def with_cells(
     if (made := cells_launch(problem, device)) is None:
         return launches, workspace
     launch, floats = made
-    return [launch, *launches], {**workspace, "cells": floats}
+    return [launch, *launches], {**workspace, "mask_tiles": floats}
 
 
 class KeySteps(NamedTuple):
@@ -97,8 +97,8 @@ class KeySteps(NamedTuple):
 
     heads: int  # kv heads of all sequences that have lists of their own; 1 if all share them
     heads_q: int  # query heads of such a kv head that have lists of their own
-    seen_batch: int  # as in SeenCountsParams
-    seen_head: int
+    list_stride_batch: int  # as in TileCountsParams
+    list_stride_head: int
     num_k_blocks: int
     list_lines: int
     is_ordered: bool
@@ -115,8 +115,8 @@ class KeySteps(NamedTuple):
         return cls(
             heads=(problem.batch if of_batch else 1) * heads_kv,
             heads_q=problem.heads_q // problem.heads_kv if of_head else 1,
-            seen_batch=heads_kv if of_batch else 0,
-            seen_head=1 if of_head else 0,
+            list_stride_batch=heads_kv if of_batch else 0,
+            list_stride_head=1 if of_head else 0,
             num_k_blocks=num_k_blocks,
             list_lines=blocks_of(num_q_blocks + 1, WARP),  # with the end of the list; a warp reads a line at a time
             is_ordered=ordered,
@@ -136,25 +136,29 @@ class KeySteps(NamedTuple):
     @property
     def fields(self) -> dict[str, int]:
         """Of both kernels."""
-        return {"list_lines": self.list_lines, "seen_batch": self.seen_batch, "seen_head": self.seen_head}
+        return {
+            "list_lines": self.list_lines,
+            "list_stride_batch": self.list_stride_batch,
+            "list_stride_head": self.list_stride_head,
+        }
 
 
-def seen_counts_launch(
+def tile_counts_launch(
     problem: Problem, device: Device, block_q: int, num_q_blocks: int, steps: KeySteps, first_counter: int
 ) -> Launch:
     """The launch that lists the steps of key blocks of backward on Hopper, and counts those of each tile of queries.
 
-    first_counter: a zero for each order, among `turns`.
+    first_counter: a zero for each order, among `semaphores`.
     """
     arch = compile_arch("portable", device)
-    variant = variant_of("seen_counts", "portable/seen_counts.cu", arch, problem.dtype, problem.dtype)
+    variant = variant_of("tile_counts", "portable/tile_counts.cu", arch, problem.dtype, problem.dtype)
     of_batch, of_head, of_row = cells_strides(problem)
     warps, tiles = PORTABLE_THREADS // WARP, problem.batch * problem.heads_q * num_q_blocks
     count_blocks = blocks_of(tiles, warps)
     fields = {
-        "cells_batch": of_batch,
-        "cells_head": of_head,
-        "cells_row": of_row,
+        "mask_tiles_batch": of_batch,
+        "mask_tiles_head": of_head,
+        "mask_tiles_row": of_row,
         "num_q_blocks": num_q_blocks,
         "num_k_blocks": steps.num_k_blocks,
         "block_q": block_q,
@@ -168,14 +172,14 @@ def seen_counts_launch(
 
 def block_mask_plan(problem: Problem, device: Device) -> Plan:
     """The plan of the op block_mask, whose result has the cells of each sequence and head, or of all of them."""
-    shape = problem.spec("cells").shape
+    shape = problem.spec("mask_tiles").shape
     launch = _launch(problem, device, shape, problem.lengths is not None, of_call=False)
     return make_plan(problem, device, [launch], num_work=math.prod(shape))
 
 
 def _launch(problem: Problem, device: Device, shape: tuple[int, ...], of_lengths: bool, of_call: bool) -> Launch:
-    _, heads, cells_q, cells_k = shape
-    num_cells = math.prod(shape)
+    _, heads, mask_tiles_q, mask_tiles_k = shape
+    num_mask_tiles = math.prod(shape)
     # why float32, whatever q is: functions are then as exact as in NumPy, and kernels of all dtypes share the code.
     variant = variant_of(
         op="block_mask",
@@ -187,11 +191,11 @@ def _launch(problem: Problem, device: Device, shape: tuple[int, ...], of_lengths
         mod_code=make_mod_code(problem),
     )
     fields = {
-        "num_cells": num_cells,
+        "num_mask_tiles": num_mask_tiles,
         "heads": heads,
-        "cells_q": cells_q,
-        "cells_k": cells_k,
+        "mask_tiles_q": mask_tiles_q,
+        "mask_tiles_k": mask_tiles_k,
         "of_call": int(of_call),
     }
-    blocks = min(blocks_of(num_cells, PORTABLE_THREADS // WARP), WAVES * BLOCKS_PER_SM * device.num_sms)
+    blocks = min(blocks_of(num_mask_tiles, PORTABLE_THREADS // WARP), WAVES * BLOCKS_PER_SM * device.num_sms)
     return Launch(variant, blocks, fields)

@@ -13,7 +13,7 @@ from .variant import variant_of
 DELTA_ROWS = 32  # queries of a block of threads
 # Heads of such a block at most, where it has to find its sequence first, and blocks of a multiprocessor that are left.
 DELTA_HEADS, DELTA_BLOCKS = 8, 16
-# Numbers of a block of rows that it tells of, without or with those for the caller's functions: common/seen_rows.cuh.
+# Numbers of a block of rows in its list, without or with those for mods: common/visible_rows.cuh.
 BLOCK_WORDS, MOD_BLOCK_WORDS = 16, 20
 STATS_ROWS = 128  # the largest block_q of any kernel
 

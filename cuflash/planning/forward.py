@@ -20,7 +20,7 @@ from .plan import Launch, Plan, TmaBox, blocks_of, compile_arch, heads_in_l2, ma
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import Variant, variant_of
 
-WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/varlen_work.cuh
+WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/varlen_scheduler.cuh
 LONG_PAIRS = 1024  # keys of a sequence from which pieces of work of wide heads come in pairs
 MOST_TAIL_PARTS = 32  # one for each lane of a warp
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)

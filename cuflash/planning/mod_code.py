@@ -123,14 +123,14 @@ def _generate(
     text = print_struct(roots, arrays, "ModFunctions", RESULTS, EXACT, dict(runs))
     is_steep = mod_spec.score is not None and max(abs_bound(mod_spec.score), abs_bound(slope)) >= MODERATE
     constants = {
-        "OWN_SCORES": int(mod_spec.score is not None),
-        "OWN_HIDES": int(mod_spec.score is not None and _hides(mod_spec.score)),
-        "OWN_TOGETHER": int(_loads_together(mod_spec)),
-        "OWN_MASK": int(mod_spec.mask is not None),
-        "OWN_SLOPE": 0 if slope is _ONE else 2 if is_steep else 1,
+        "SCORE_MOD": int(mod_spec.score is not None),
+        "SCORE_MOD_MAY_MASK": int(mod_spec.score is not None and _hides(mod_spec.score)),
+        "MODS_TOGETHER": int(_loads_together(mod_spec)),
+        "MASK_MOD": int(mod_spec.mask is not None),
+        "SCORE_MOD_GRAD": 0 if slope is _ONE else 2 if is_steep else 1,
         "SINKS": int(mod_spec.has_sinks),
         "DROPOUT": int(mod_spec.drops),
-        "CELLS": 0 if not cells else 2 if mod_spec.cells_are_of_mask else 1,
+        "BLOCK_SPARSE": 0 if not cells else 2 if mod_spec.cells_are_of_mask else 1,
         "SHORT_OFFSETS": int(is_short),
     }
     words = sum(words_of(each.rank) for each in mod_spec.arrays)
@@ -175,7 +175,7 @@ def words_of(rank: int) -> int:
 
 
 def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> ModCode:
-    """What sm80/backward_own.cu is compiled with: the derivative of scores by a load, and its indices if looked up.
+    """What sm80/backward_mods.cu is compiled with: the derivative of scores by a load, and its indices if looked up.
 
     stays: whether a block of threads walks from sequence to sequence, over the same tile of each.
     """
@@ -207,6 +207,6 @@ def _gradient_code(
         "  __device__ __forceinline__ static int place(const Result& x, const Axes& axes) {\n"
         f"    return {ways or 0};\n  }}\n}};\n"
     )
-    constants = dict(plain.constants) | {"OWN_SLOPE": 0, "CELLS": 0}
+    constants = dict(plain.constants) | {"SCORE_MOD_GRAD": 0, "BLOCK_SPARSE": 0}
     digest = hashlib.sha256(f"{text}{constants}".encode()).hexdigest()[:16]
     return ModCode(digest, text, tuple(constants.items()), plain.words, _vector_loaded(mod_spec, text))

@@ -13,7 +13,7 @@ from .device import Device
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
-_OF_CELLS = "block_mask", "seen_counts"
+_OF_CELLS = "block_mask", "tile_counts"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

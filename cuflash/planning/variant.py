@@ -26,11 +26,11 @@ PARAMS = {
     "sm90/decode_narrow.cu": "DecodeParams",
     "sm90/backward.cu": "TiledBackwardParams",
     "sm90/backward_rows.cu": "TiledRowsParams",
-    "sm80/backward_own.cu": "ModGradientParams",
+    "sm80/backward_mods.cu": "ModGradientParams",
     "portable/delta.cu": "DeltaParams",
     "portable/convert.cu": "ConvertParams",
     "portable/block_mask.cu": "BlockMaskParams",
-    "portable/seen_counts.cu": "SeenCountsParams",
+    "portable/tile_counts.cu": "TileCountsParams",
     "portable/merge.cu": "MergeParams",
     "portable/sinks_gradient.cu": "SinksGradientParams",
     "portable/sum_tables.cu": "SumTablesParams",
@@ -39,7 +39,7 @@ PARAMS = {
 # Those that take another one where sequences have lengths of their own.
 PARAMS_OF_VARLEN = {"sm90/forward.cu": "VarlenForwardParams", "sm90/lse.cu": "VarlenForwardParams"}
 # Kernels that wait by themselves for those ahead of them on the stream; portable/delta.cu is ahead of the last two.
-WAITING = {"sm90/decode.cu", "sm90/decode_narrow.cu", "sm90/backward.cu", "portable/seen_counts.cu"}
+WAITING = {"sm90/decode.cu", "sm90/decode_narrow.cu", "sm90/backward.cu", "portable/tile_counts.cu"}
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
 
 
@@ -85,14 +85,14 @@ class Variant:
         if self.softcap:
             parts.append("softcap")
         if self.lengths:
-            parts.append("decode" if self.source.split("/")[1].startswith("decode") else "lengths")
+            parts.append("decode" if self.source.split("/")[1].startswith("decode") else "varlen")
         parts += [flag for flag in ("paged", "few", "single", "shares_heads") if getattr(self.tile, flag, False)]
         if self.tells_sequences:
-            parts.append("tells")
+            parts.append("seqlens")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
         if self.mod_code is not None:
-            parts.append(f"own_{self.mod_code.digest}")
+            parts.append(f"mods_{self.mod_code.digest}")
         return "_".join(parts)
 
     @Once
@@ -126,9 +126,9 @@ class Variant:
             "WARPS": self.num_threads // 32,
         }
         if self.lengths:
-            constants["LENGTHS"] = 1
+            constants["VARLEN"] = 1
         if self.tells_sequences:
-            constants["TELLS_SEQUENCES"] = 1
+            constants["LISTS_SEQLENS"] = 1
         if self.mod_code is not None:
             constants |= self.mod_code.constants
         if self.tile is not None:

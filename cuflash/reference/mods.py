@@ -95,7 +95,7 @@ class ModScores:
         arrays = [named[each.name] for each in mod_spec.arrays]
         seed = dropout.seed_of(named["dropout_seed"]) if mod_spec.drops else 0
         share = dropout_p if mod_spec.drops else 0.0
-        return cls(mod_spec.score, mod_spec.mask, arrays, named.get("sinks"), share, seed, named.get("cells"))
+        return cls(mod_spec.score, mod_spec.mask, arrays, named.get("sinks"), share, seed, named.get("mask_tiles"))
 
     @property
     def derivatives(self) -> dict[Node, Node]:

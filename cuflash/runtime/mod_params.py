@@ -46,10 +46,10 @@ def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlace
     if sinks is not None:
         places.plain.append((index["sinks"], at))
     if mod_spec.has_cells:
-        places.plain.append((index["cells"], at + 1))
+        places.plain.append((index["mask_tiles"], at + 1))
     else:
         # Cells that the call makes itself: of all batches and heads, or of those that the mask tells apart.
-        places.workspace.append(("cells", at + 1))
+        places.workspace.append(("mask_tiles", at + 1))
     of_batch, of_head, columns = cells_strides(problem)
     if mod_spec.drops:
         places.plain.append((index["dropout_seed"], at + 2))

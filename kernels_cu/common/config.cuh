@@ -28,9 +28,9 @@ static_assert(kHeadDim % 32 == 0 && kHeadDimV % 32 == 0, "head dims are padded t
 static_assert(kBlockK % 16 == 0, "a key tile is whole 16-key steps");
 #endif
 
-// Whether sequences have lengths of their own (common/varlen.cuh), which are then read from memory.
-#ifdef CUFLASH_LENGTHS
-constexpr bool kVarlen = CUFLASH_LENGTHS;
+// Whether sequences have variable lengths (common/varlen.cuh), which are then read from memory.
+#ifdef CUFLASH_VARLEN
+constexpr bool kVarlen = CUFLASH_VARLEN;
 #else
 constexpr bool kVarlen = false;
 #endif
@@ -48,29 +48,28 @@ constexpr bool kReadsAhead = true;  // lengths are read while kernels ahead may 
 constexpr bool kReadsAhead = false;
 #endif
 
-// Scores and masks of the caller's own, whose functions the text of the program holds (common/own_scores.cuh).
-#ifdef CUFLASH_OWN_SCORES
+// score_mod, mask_mod, bias, sinks and dropout (mods), whose functions the text of the program holds (common/mods.cuh).
+#ifdef CUFLASH_SCORE_MOD
 constexpr bool kHasMods = true;
-constexpr bool kScoreMod = CUFLASH_OWN_SCORES;         // scores are made by a function, in powers of two
-constexpr bool kScoreModMayMask = CUFLASH_OWN_HIDES;   // some of them may be -inf, as if a mask hid the key
-constexpr bool kModsTogether = CUFLASH_OWN_TOGETHER;   // registers hold what all elements of a step load
-constexpr bool kMaskMod = CUFLASH_OWN_MASK;            // a function tells which keys are seen
-constexpr bool kScoreModGrad = CUFLASH_OWN_SLOPE;      // the derivative of that of scores is not 1
-constexpr bool kSteepSlope = CUFLASH_OWN_SLOPE == 2;   // it or the score may be infinite, or NaN
-constexpr bool kSinks = CUFLASH_SINKS;                 // each head has one more logit without a value
-constexpr bool kDropout = CUFLASH_DROPOUT;             // weights are dropped (common/dropout.cuh)
-constexpr bool kBlockSparse = CUFLASH_CELLS > 0;       // it is known which cells of 64 x 64 are empty …
-constexpr bool kSkipsFullTiles = CUFLASH_CELLS > 1;    // … and which are full, of the whole mask
-constexpr bool kShortOffsets = CUFLASH_SHORT_OFFSETS;  // offsets in captured arrays fit into an int
+constexpr bool kScoreMod = CUFLASH_SCORE_MOD;                  // scores are made by a function, in powers of two
+constexpr bool kScoreModMayMask = CUFLASH_SCORE_MOD_MAY_MASK;  // some of them may be -inf, as if a mask hid the key
+constexpr bool kModsTogether = CUFLASH_MODS_TOGETHER;          // registers hold what all elements of a step load
+constexpr bool kMaskMod = CUFLASH_MASK_MOD;                    // a function gives the visible keys
+constexpr bool kScoreModGrad = CUFLASH_SCORE_MOD_GRAD;         // the derivative of that of scores is not 1
+constexpr bool kSteepSlope = CUFLASH_SCORE_MOD_GRAD == 2;      // it or the score may be infinite, or NaN
+constexpr bool kSinks = CUFLASH_SINKS;                         // each head has one more logit without a value
+constexpr bool kDropout = CUFLASH_DROPOUT;                     // weights are dropped (common/dropout.cuh)
+constexpr bool kBlockSparse = CUFLASH_BLOCK_SPARSE > 0;        // it is known which mask tiles of 64 x 64 are empty …
+constexpr bool kSkipsFullTiles = CUFLASH_BLOCK_SPARSE > 1;     // … and which are full, of the whole mask
+constexpr bool kShortOffsets = CUFLASH_SHORT_OFFSETS;          // offsets in captured arrays fit into an int
 #else
 constexpr bool kScoreModMayMask = false, kModsTogether = false;
 constexpr bool kHasMods = false, kScoreMod = false, kMaskMod = false, kScoreModGrad = false, kSteepSlope = false;
 constexpr bool kSinks = false, kDropout = false, kBlockSparse = false, kSkipsFullTiles = false, kShortOffsets = false;
 #endif
-// Whether what is told of blocks of sequences of several lengths includes what such functions ask
-// (common/seen_rows.cuh).
-#ifdef CUFLASH_TELLS_SEQUENCES
-constexpr bool kTellsSequences = true;  // delta.cu before kernels with functions
+// Whether the lists of blocks of variable-length sequences hold what mods need of a sequence (common/visible_rows.cuh).
+#ifdef CUFLASH_LISTS_SEQLENS
+constexpr bool kListsSeqlens = true;  // delta.cu before kernels with functions
 #else
-constexpr bool kTellsSequences = kHasMods;
+constexpr bool kListsSeqlens = kHasMods;
 #endif

@@ -57,14 +57,17 @@ struct DropoutOf {
 };
 template <class Params>
 struct DropoutOf<true, Params> {
-  const Params& own;
+  const Params& mod_params;
   const unsigned sequence, head;
   const unsigned seed[2];
 
   __device__ __forceinline__ DropoutOf(const Params& params, int sequence_idx, int query_head)
-      : own(params), sequence(sequence_idx), head(query_head), seed{__ldg(params.seed), __ldg(params.seed + 1)} {}
+      : mod_params(params),
+        sequence(sequence_idx),
+        head(query_head),
+        seed{__ldg(params.seed), __ldg(params.seed + 1)} {}
 
-  __device__ __forceinline__ float scale() const { return own.kept_scale; }
+  __device__ __forceinline__ float scale() const { return mod_params.kept_scale; }
 
   // Whether one weight is kept.
   __device__ __forceinline__ bool keeps(int query, int key) const {
@@ -95,7 +98,7 @@ struct DropoutOf<true, Params> {
   __device__ __forceinline__ void kept_of_keys(Kept<kCount> (&kept)[kFragments], int key, int query, int lane) const {
     constexpr int kStep = kAligned && kFragments % 2 == 0 ? 2 : 1;  // fragments that a counter serves
     const int row = lane / 4, is_odd = row % 2;
-    const unsigned own_half = is_odd ? 0x7632 : 0x5410, other_half = is_odd ? 0x5410 : 0x7632;
+    const unsigned this_half = is_odd ? 0x7632 : 0x5410, other_half = is_odd ? 0x5410 : 0x7632;
 #pragma unroll
     for (int m = 0; m < kFragments; m += kStep) {
       const int first = key + 16 * m;
@@ -107,7 +110,7 @@ struct DropoutOf<true, Params> {
         for (int n = 0; n < kStep; ++n) {
           const bool second = kStep == 2 ? n == 1 : first / 16 % 2 == 1;
           const unsigned upper = second ? x.words[2] : x.words[0], lower = second ? x.words[3] : x.words[1];
-          const unsigned mine = __byte_perm(upper, lower, own_half);
+          const unsigned mine = __byte_perm(upper, lower, this_half);
           const unsigned got = __shfl_xor_sync(0xffffffffu, __byte_perm(upper, lower, other_half), 4);
           const unsigned of_columns[2] = {is_odd ? got : mine, is_odd ? mine : got};
 #pragma unroll
@@ -124,7 +127,7 @@ struct DropoutOf<true, Params> {
 
   __device__ __forceinline__ bool is_kept(unsigned word, int half) const {
     // why in the upper half of a word: what stands below decides nothing, so that every second weight is not moved.
-    const unsigned last = (static_cast<unsigned>(own.kept_share) << 16) - 1;
+    const unsigned last = (static_cast<unsigned>(mod_params.kept_share) << 16) - 1;
     return (half == 0 ? word << 16 : word) <= last;
   }
 

@@ -55,7 +55,7 @@ __device__ __forceinline__ void scale_row(float (&s)[kCount], int h, float facto
 // Row h becomes zero. why not by a product: 0 * NaN is NaN, and a row that sees nothing shares a tile with rows that
 // may see a NaN.
 template <int kCount>
-__device__ __forceinline__ void clear_row(float (&s)[kCount], int h) {
+__device__ __forceinline__ void zero_row(float (&s)[kCount], int h) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) s[4 * j + 2 * h] = s[4 * j + 2 * h + 1] = 0.0f;
 }

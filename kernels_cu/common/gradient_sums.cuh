@@ -1,8 +1,8 @@
-// What the kernels of gradients of the caller's own arrays share: results of any dtype, and sums that have one order.
+// What the kernels of gradients of captured arrays share: results of any dtype, and sums that have one order.
 #pragma once
 #include "../ptx/float_math.cuh"
 
-// The dtype of an array of the caller's own. The first three are those of DType.
+// The dtype of a captured array. The first three are those of DType.
 enum class NumberKind { kFloat16 = 0, kBFloat16 = 1, kFloat32 = 2, kFloat64 = 3 };
 
 __device__ __forceinline__ void store_number(void* array, long long index, float x, int kind) {

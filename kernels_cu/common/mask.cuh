@@ -81,24 +81,24 @@ struct Mask {
 
   // Scores of keys after the last that the query sees become -inf.
   template <int kCount, class Queries>
-  __device__ __forceinline__ void hide_after(float (&s)[kCount], Queries rows, int key, int column_pair) const {
+  __device__ __forceinline__ void apply_end(float (&s)[kCount], Queries rows, int key, int column_pair) const {
     keep(s, key, column_pair, [&](int half) { return Range{kNoBound, min(rows[half] + hi + 1, seqlen_k)}; });
   }
 
   // Scores of keys before the first that the query sees become -inf.
   template <int kCount, class Queries>
-  __device__ __forceinline__ void hide_before(float (&s)[kCount], Queries rows, int key, int column_pair) const {
+  __device__ __forceinline__ void apply_begin(float (&s)[kCount], Queries rows, int key, int column_pair) const {
     keep(s, key, column_pair, [&](int half) { return Range{rows[half] + lo, kNoBound}; });
   }
 
  private:
   static constexpr int kNoBound = 0x7fffffff;  // a range is not bounded on this side
 
-  template <int kCount, class Seen>
-  __device__ __forceinline__ static void keep(float (&s)[kCount], int key, int column_pair, Seen seen) {
+  template <int kCount, class Visible>
+  __device__ __forceinline__ static void keep(float (&s)[kCount], int key, int column_pair, Visible visible) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Range keys = seen(half);
+      const Range keys = visible(half);
       const int begin = keys.begin - key - 2 * column_pair, end = keys.end - key - 2 * column_pair;
 #pragma unroll
       for (int j = 0; j < kCount / 4; ++j) {

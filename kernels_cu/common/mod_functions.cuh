@@ -1,5 +1,5 @@
-// What the text of traced functions calls (cuflash/mods/cuda.py): the operations of cuflash/mods/operations.py that C++
-// has no operator or function for, and captured arrays.
+// What the text of traced functions calls (cuflash/mods/codegen/cuda.py): the operations of
+// cuflash/mods/graph/operations.py that C++ has no operator or function for, and captured arrays.
 #pragma once
 #include "../ptx/float_math.cuh"
 #include "../ptx/load.cuh"

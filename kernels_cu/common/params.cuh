@@ -12,8 +12,8 @@ struct Operand {
   int unused;
 };
 
-// What every attention kernel knows of its problem. Of sequences of several lengths, `batch` is their number, seqlen_q
-// and seqlen_k bound their lengths, the mask and the ranges are not set, and the last part tells where they lie.
+// What every attention kernel knows of its problem. Of variable-length sequences, `batch` is their number, seqlen_q and
+// seqlen_k bound their lengths, the mask and the ranges are not set, and the last part says where they lie.
 struct ProblemParams {
   int batch, seqlen_q, seqlen_k;
   int heads_q, heads_per_kv;  // heads_per_kv query heads share one kv head
@@ -31,35 +31,35 @@ struct ProblemParams {
   long long page_table_stride;                   // from the pages of one sequence to those of the next
   int rows_q, rows_k, batch_k;                   // second axis of q; second and first axis of k
   int mask_first, mask_last, mask_from_end;      // see VarlenSequence
-  int clears_unused;                             // whether rows of out that nobody uses become 0
+  int zeros_unused;                              // whether rows of out that no sequence uses become 0
   int padded_rows_q, padded_rows_k, unused_too;  // of a head in what is padded to slots, over all sequences
 };
 
-// The functions of a program with scores or masks of the caller's own: cuflash/mods/cuda.py prints them.
+// The functions of a program with mods: cuflash/mods/codegen/cuda.py prints them.
 template <bool kOffsetsAreShort>
 struct ModFunctions;
 
-// What such a program is told beside its own parameters, behind them; nothing in others. cuflash/runtime/mod_params.py
+// What such a program gets behind its own parameters; nothing in others. cuflash/runtime/mod_params.py
 // writes it.
 template <bool kEnabled, class Functions>
 struct ModParamsOf {};
 template <class Functions>
 struct ModParamsOf<true, Functions> : Functions::Arrays {
-  const void* sinks;         // (heads_q), or null
-  const signed char* cells;  // (batch, heads_q, …, …) of 64 x 64 scores: common/cells.cuh; or null
-  const unsigned* seed;      // of dropout, two words; or null
-  long long cells_batch,
-      cells_head;      // from the cells of one sequence, or head, to those of the next; 0: they share them
-  int cells_row;       // the same of 64 queries
-  int sinks_are_wide;  // whether they are float32, whatever q is
-  int kept_share;      // of 2^16 weights; what they are multiplied by is its inverse …
-  float kept_scale;    // … that is, 2^16 / kept_share
+  const void* sinks;              // (heads_q), or null
+  const signed char* mask_tiles;  // (batch, heads_q, …, …) of 64 x 64 scores: common/mask_tiles.cuh; or null
+  const unsigned* seed;           // of dropout, two words; or null
+  long long mask_tiles_batch,
+      mask_tiles_head;  // from the mask tiles of one sequence, or head, to those of the next; 0: they share them
+  int mask_tiles_row;   // the same of 64 queries
+  int sinks_are_wide;   // whether they are float32, whatever q is
+  int kept_share;       // of 2^16 weights; what they are multiplied by is its inverse …
+  float kept_scale;     // … that is, 2^16 / kept_share
   int unused[2];
 };
 using ModParams = ModParamsOf<kHasMods, ModFunctions<kShortOffsets>>;
 
 template <class Params>
-struct WithOwn : Params, ModParams {};
+struct WithMods : Params, ModParams {};
 
 // sm80/forward.cu and sm80/lse.cu.
 struct ForwardParams {
@@ -74,14 +74,14 @@ struct ForwardParams {
 struct TiledForwardParams {
   TensorMap q_map, k_map, v_map, out_map;
   float* lse;         // (batch, heads_q, seqlen_q), contiguous, or null
-  unsigned* counter;  // of tiles handed out beyond one a block, zero between launches; null: they are dealt in turn
+  unsigned* counter;  // of tiles handed out beyond one a block, zero between launches; null: they are scheduled in turn
   ProblemParams problem;
   int num_q_blocks, num_tiles;  // query blocks of a head, and of all heads
-  int heads_in_l2;              // query heads whose blocks start longest first: common/work.cuh
+  int heads_in_l2;              // query heads whose blocks start longest first: common/tile_scheduler.cuh
   int unused;
 };
 
-// The same of sequences of several lengths.
+// The same for variable-length sequences.
 struct VarlenForwardParams {
   TensorMap q_map, k_map, v_map, out_map;
   Operand k, v;
@@ -89,8 +89,9 @@ struct VarlenForwardParams {
   unsigned* counter;
   ProblemParams problem;
   int heads_in_l2;
-  int in_pairs;    // whether two heads of the same rows are dealt together; the counts of heads are then even
-  int tail_parts;  // of the axis of q, whose query blocks start together, longest first: VarlenWorkQueue; 0 for none
+  int in_pairs;    // whether two heads of the same rows are scheduled together; the counts of heads are then even
+  int tail_parts;  // of the axis of q, whose query blocks start together, longest first: VarlenTileScheduler; 0 for
+                   // none
   int page_box;    // keys of a page that the copy engine brings at a time; 0: threads copy each key by itself
   int page_magic;  // unsigned: key / page size is key * page_magic / 2^page_shift, for keys below 2^31
   int page_shift;
@@ -134,28 +135,28 @@ struct DeltaParams {
   const float* dlse;              // … and the same, or null
   float* stats;                   // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
   float* dq_acc;                  // to be set to zero, unless there are turns; or null
-  unsigned* turns;  // (batch, heads_q, num_q_blocks) counters, then more_turns: to be set to zero; or null
-  // Of sequences of several lengths, to be written; or null.
-  void *key_list, *key_shares;  // (max_key_blocks) SeenBlock, and KeyShares of them
-  void *q_blocks, *k_blocks;    // (num_slots) SeenBlock, one for each slot of kPaddedSlot queries, or keys
+  unsigned* semaphores;  // (batch, heads_q, num_q_blocks) counters, then more_semaphores: to be set to zero; or null
+  // Of variable-length sequences, to be written; or null.
+  void *key_list, *key_shares;  // (max_key_blocks) VisibleBlock, and KeyShares of them
+  void *q_blocks, *k_blocks;    // (num_slots) VisibleBlock, one for each slot of kPaddedSlot queries, or keys
   ProblemParams problem;
   int stats_rows;  // seqlen_q rounded up to whole tiles
   // Of query i of a head: lse * log2(e), for float32 lse, inf where nothing is seen, stands at stats[2 * stats_rows *
   // head
   // + stats_step * i], and delta stats_delta floats further.
   int stats_step, stats_delta;
-  int num_q_blocks, more_turns;
+  int num_q_blocks, more_semaphores;
   int padded_dim;  // columns of a row of dq_acc
-  int heads_each;  // of a block of threads, one after the other
-  int num_slots;  // of keys, whose dk and dv are to be cleared, or of queries if these are told of, too, and more; or 0
+  int heads_each;  // of a thread block, one after the other
+  int num_slots;   // of keys, whose dk and dv are to be zeroed, or of queries if these are listed, too, and more; or 0
   int block_k, max_key_blocks;  // keys of a key block; key blocks that there is room for
   int sorted_blocks;            // of the list, the last ones
-  int takers;                   // blocks of threads that take key blocks
+  int takers;                   // thread blocks that take key blocks
   int shared_keys;              // key blocks that may be shared
   int least_parts,
-      most_parts;          // blocks of threads that share one: wanted, if the sequences have about one length; at most
+      most_parts;          // thread blocks that share one: wanted, if the sequences have about one length; at most
   int last_steps;          // of a key block if only those are shared that do not fill the GPU, else 0
-  int sequences_together;  // that take turns in the list: a power of two, up to 32
+  int sequences_together;  // that alternate in the list: a power of two, up to 32
 };
 
 // sm80/backward.cu: dk, dv and a share of dq.
@@ -167,7 +168,7 @@ struct BackwardParams {
   ProblemParams problem;
   int num_k_blocks;
   int splits;       // blocks that share a key block, each with its own query heads of the group
-  int heads_in_l2;  // kv heads (with their splits) whose key blocks start longest first: common/work.cuh
+  int heads_in_l2;  // kv heads (with their splits) whose key blocks start longest first: common/tile_scheduler.cuh
   int stats_rows;
 };
 
@@ -179,7 +180,7 @@ struct BackwardDqParams {
   int num_q_blocks, num_slices, stats_rows, unused;
 };
 
-// sm80/backward_own.cu: the gradient of an array of the caller's own, from one place that loads from it.
+// sm80/backward_mods.cu: the gradient of a captured array, from one place that loads from it.
 struct ModGradientParams {
   Operand q, k, v, dout;
   const float* stats;  // two numbers of each query, as portable/delta.cu writes them
@@ -202,7 +203,7 @@ struct SinksGradientParams {
   float* tables;                    // (parts, heads_q) sums
   ProblemParams problem;
   int stats_rows, stats_step, stats_delta;
-  int num_slots, slots_each;  // of kPaddedSlot queries of a head, over all sequences; those of a block of threads
+  int num_slots, slots_each;  // of kPaddedSlot queries of a head, over all sequences; those of a thread block
   int unused;
 };
 
@@ -236,70 +237,69 @@ struct TiledBackwardParams {
   const float* stats;      // (batch, heads_q, 2, stats_rows): lse * log2(e), and delta
   float* dq_acc;           // dq / softmax_scale in the order of the product's fragments
   float *dk_acc, *dv_acc;  // dk / softmax_scale and dv of each of the shared_keys, in the same order; or null
-  // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv; of several lengths or with cells
-  // then another, of key blocks that blocks of threads have taken.
-  unsigned* turns;
-  const void *key_list, *key_shares;  // of several lengths, as in DeltaParams
-  unsigned* counter;                  // by which blocks of threads number themselves as they begin; or null
+  // (batch, heads_q, num_q_blocks) counters for dq, then shared_keys for dk and dv; if varlen or block-sparse then
+  // another, of key blocks that thread blocks have taken.
+  unsigned* semaphores;
+  const void *key_list, *key_shares;  // varlen, as in DeltaParams
+  unsigned* counter;                  // by which thread blocks number themselves as they begin; or null
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int key_blocks;                 // of a head that one block takes, one after the other
-  int heads_in_l2;                // kv heads whose key blocks start longest first: common/work.cuh
+  int heads_in_l2;                // kv heads whose key blocks start longest first: common/tile_scheduler.cuh
   int stats_rows, deterministic;  // deterministic: key blocks add to dq in the order of their keys
-  // Blocks of threads beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over
-  // batch and kv heads: shared_steps of their query tiles each. Or 2^parts_log2 blocks that follow each other share
-  // each key block, and shared_keys are all of them: each has some of the query heads of its group.
+  // Thread blocks beyond whole_blocks share the last shared_keys key blocks, from shared_first on, counted over batch
+  // and kv heads: shared_steps of their query tiles each. Or 2^parts_log2 blocks that follow each other share each key
+  // block, and shared_keys are all of them: each has some of the query heads of its group.
   int whole_blocks, shared_first, shared_keys, shared_steps, parts_log2;
-  int list_lines, seen_batch, seen_head, unused;   // as in SeenCountsParams
-  const int *seen_counts, *key_steps, *key_order;  // of portable/seen_counts.cu, or null without cells
+  int list_lines, list_stride_batch, list_stride_head, unused;  // as in TileCountsParams
+  const int *tile_counts, *key_steps, *key_order;  // of portable/tile_counts.cu, or null unless block-sparse
 };
 
 // sm90/backward_rows.cu, the same for its three gradients.
 struct TiledRowsParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
   const float* stats;  // as in TiledBackwardParams
-  // Of several lengths: as in DeltaParams, and the counter of the work that blocks of threads have taken.
+  // Varlen: as in DeltaParams, and the counter of the work that thread blocks have taken.
   const void *q_blocks, *k_blocks;
   unsigned* counter;
-  // Where two blocks of threads share the query heads of a key block: sums of the one that ends first, and counters, at
-  // 0.
+  // Where two thread blocks share the query heads of a key block: sums of the one that ends first, and counters, at 0.
   float* acc;
-  unsigned* turns;
+  unsigned* semaphores;
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int heads_in_l2, stats_rows;  // heads_in_l2: query or kv heads whose blocks start longest first
-  int first_turn;               // of this gradient among turns
+  int first_semaphore;          // of this gradient among turns
 };
 
 // portable/block_mask.cu.
 struct BlockMaskParams {
-  signed char* cells;  // (batch or 1, heads, cells_q, cells_k), contiguous
+  signed char* mask_tiles;  // (batch or 1, heads, mask_tiles_q, mask_tiles_k), contiguous
   ProblemParams problem;
-  int num_cells;  // of all sequences and heads
-  int heads;      // query heads, or 1 where they share their cells
-  int cells_q, cells_k;
-  int of_call;  // whether cells that the mask of the problem hides are not asked for
+  int num_mask_tiles;  // of all sequences and heads
+  int heads;           // query heads, or 1 where they share their mask tiles
+  int mask_tiles_q, mask_tiles_k;
+  int of_call;  // whether mask tiles that the mask of the problem hides are not asked for
   int unused;
 };
 
-// portable/seen_counts.cu.
-struct SeenCountsParams {
+// portable/tile_counts.cu.
+struct TileCountsParams {
   Operand dq;
-  const signed char* cells;  // as in ModParams
-  int* seen_counts;          // (batch, heads_q, num_q_blocks)
+  const signed char* mask_tiles;  // as in ModParams
+  int* tile_counts;               // (batch, heads_q, num_q_blocks)
   // Of each kv head by itself, of its number in all sequences, or of all of them: the steps of num_k_blocks key blocks,
   // of each of its query heads or of any. A list has room for 32 * list_lines of them.
   int* key_steps;
   // (…, num_k_blocks) of the same kv heads: key blocks, those with more steps first, and their steps. Or null: key
   // blocks are taken in their order.
   int *key_order, *step_counts;
-  unsigned* turns;  // from first_counter on a zero for each order
+  unsigned* semaphores;  // from first_counter on a zero for each order
   ProblemParams problem;
-  long long cells_batch, cells_head;
-  int cells_row;
+  long long mask_tiles_batch, mask_tiles_head;
+  int mask_tiles_row;
   int num_q_blocks, num_k_blocks, block_q;  // block_q: 64 or 128
   // From what is known of a kv head to that of the same one of the next sequence, and of the next one; 0 where shared.
-  int seen_batch, seen_head;
+  int list_stride_batch, list_stride_head;
   int list_lines, first_counter, deterministic;
   int count_blocks;  // of threads, which count tiles; those behind them find steps
 };
@@ -319,7 +319,7 @@ struct MergeParams {
 
 // portable/append_kv.cu. k_cache and v_cache are (num_pages, page_size, heads_kv, …): a cache without page_table is one
 // page for each sequence. k and v are (batch, rows_k, heads_kv, …), q and q_out (batch, rows_q, heads_q, head_dim),
-// with batch 1 where cu_seqlens tell of packed rows.
+// with batch 1 where cu_seqlens bound packed rows.
 struct AppendParams {
   Operand k_cache, v_cache, k, v, q, q_out;
   const int* seqused_k;                     // (batch)
@@ -336,5 +336,5 @@ struct AppendParams {
   int positions;                         // of the tables
   int wide_table;                        // whether rotary_cos and rotary_sin are float32, whatever the rows are
   int interleaved, q_same_position;
-  int num_key_blocks;  // blocks of threads of keys and values; those of queries follow
+  int num_key_blocks;  // thread blocks of keys and values; those of queries follow
 };

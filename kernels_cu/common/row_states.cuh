@@ -1,4 +1,4 @@
-// At most 16 rows of a block of threads of which each of its four warps has seen other keys, and each of several blocks
+// At most 16 rows of a thread block of which each of its four warps has seen other keys, and each of several blocks
 // (the splits) others again. What one of them knows of a row is a state: o = sum of exp2(score - shift) v over its
 // keys, the sum of these weights, and the shift.
 //   out = sum w o / sum w sum       over the states of a row, w = exp2(shift - the largest of them)

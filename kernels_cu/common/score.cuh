@@ -52,10 +52,10 @@ struct Score {
   // Up to this product / cap the polynomial serves.
   static constexpr float kSmall = 0.5f;
 
-  // Takes tanh only if one of the warp's products is over half of the cap. why: it is two MUFU, of which a
-  // multiprocessor does an eighth as many as of other instructions. why the polynomial of (product / cap)², which is
-  // off by up to 7e-7 of the result, follows in any case, and then changes nothing: with a choice between two arms,
-  // calls whose products are small take 5 % more time.
+  // Takes tanh only if one of the warp's products is over half of the cap. why: it is two MUFU, of which an SM does an
+  // eighth as many as of other instructions. why the polynomial of (product / cap)², which is off by up to 7e-7 of the
+  // result, follows in any case, and then changes nothing: with a choice between two arms, calls whose products are
+  // small take 5 % more time.
   template <int kCount>
   __device__ __forceinline__ void cap_piece(float* s) const {
     float largest = 0.0f, inverse_cap = params.inverse_cap;

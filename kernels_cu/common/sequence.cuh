@@ -1,5 +1,5 @@
-// One sequence: its lengths, which of its keys and queries take part, and where its rows lie in memory. Kernels ask
-// nobody else for these, and ask for the sequence that they work on.
+// One sequence: its lengths, which of its keys and queries take part, and where its rows lie in memory. Kernels ask no
+// other code for these, and ask for the sequence that they work on.
 #pragma once
 #include "mask.cuh"
 #include "params.cuh"
@@ -43,8 +43,8 @@ struct Sequence {
   __device__ constexpr int written_end() const { return problem.seqlen_q; }
 
   // The keys that some query sees, and the queries that see some key. Kernels read all others as zeros.
-  __device__ constexpr Range seen_keys() const { return {problem.key_begin, problem.key_end}; }
-  __device__ constexpr Range seen_queries() const { return {problem.row_begin, problem.row_end}; }
+  __device__ constexpr Range visible_keys() const { return {problem.key_begin, problem.key_end}; }
+  __device__ constexpr Range visible_queries() const { return {problem.row_begin, problem.row_end}; }
 
   // What is counted or laid out alike for all batch elements has as many rows as the longest of them.
   __device__ static constexpr int most_queries(const ProblemParams& p) { return p.seqlen_q; }
@@ -80,6 +80,6 @@ struct Sequence {
   __device__ constexpr MapRows keys_from(int key) const { return {key, batch}; }
   __device__ constexpr MapRows queries_from(int query) const { return {query, batch}; }
   __device__ constexpr MapRows out_from(int query) const { return queries_from(query); }
-  __device__ constexpr MapRows seen_keys_from(int key) const { return {key - problem.key_begin, batch}; }
-  __device__ constexpr MapRows seen_queries_from(int query) const { return {query - problem.row_begin, batch}; }
+  __device__ constexpr MapRows visible_keys_from(int key) const { return {key - problem.key_begin, batch}; }
+  __device__ constexpr MapRows visible_queries_from(int query) const { return {query - problem.row_begin, batch}; }
 };

@@ -1,4 +1,4 @@
-// Sequences of several lengths: what each is long, and where its rows lie, is read from arrays on the device, whose
+// Variable-length sequences: what each is long, and where its rows lie, is read from arrays on the device, whose
 // numbers are not trusted. Whatever they say, no address lies outside of the operands.
 #pragma once
 #include "config.cuh"
@@ -42,8 +42,8 @@ struct Axis {
 __device__ __forceinline__ Axis axis_of_queries(const ProblemParams& p) { return {p.cu_seqlens_q, p.rows_q, p.batch}; }
 __device__ __forceinline__ Axis axis_of_keys(const ProblemParams& p) { return {p.cu_seqlens_k, p.rows_k, p.batch}; }
 
-// The rows that blocks of threads write for one sequence, used or not. They are cut into blocks, each of which has a
-// slot of its own; part i begins at slot bound(i) / size + i, so that it has enough of them, and at most one too many.
+// The rows that thread blocks write for one sequence, used or not. They are cut into blocks, each of which has a slot
+// of its own; part i begins at slot bound(i) / size + i, so that it has enough of them, and at most one too many.
 struct RowSlots {
   int sequence;    // -1, or `batch` or more, for rows of no sequence
   int begin, end;  // rows of the second axis
@@ -147,7 +147,7 @@ struct VarlenSequence {
   Place q_place;
   PagedPlace k_place;
   int length_q, length_k;
-  Mask seen;
+  Mask bounds;
   int padded_q, padded_k;  // the first rows of what is padded to slots
 
   // A sequence of the batch; another number is a sequence of no rows.
@@ -157,7 +157,7 @@ struct VarlenSequence {
 
   // The same where it is known which rows of packed queries are the sequence's.
   __device__ VarlenSequence(const ProblemParams& p, int number, Range packed_q)
-      : heads_q(p.heads_q), rows_q(p.rows_q), seen(0, 0, 0, 0) {
+      : heads_q(p.heads_q), rows_q(p.rows_q), bounds(0, 0, 0, 0) {
     const bool exists = number >= 0 && number < p.batch;
     const int b = existing(p, number);
     length_q = exists ? p.rows_q : 0, length_k = exists ? p.rows_k : 0;
@@ -181,18 +181,18 @@ struct VarlenSequence {
     const int shift = p.mask_from_end ? length_k - length_q : 0;
     const int lo = p.mask_first == kOpen ? -length_q : p.mask_first + shift;
     const int hi = p.mask_last == kOpen ? length_k : p.mask_last + shift;
-    seen = Mask(length_q, length_k, lo <= 1 - length_q ? -length_q : min(lo, length_k),
-                hi >= length_k - 1 ? length_k : max(hi, -length_q));
+    bounds = Mask(length_q, length_k, lo <= 1 - length_q ? -length_q : min(lo, length_k),
+                  hi >= length_k - 1 ? length_k : max(hi, -length_q));
   }
 
   __device__ int seqlen_q() const { return length_q; }
   __device__ int seqlen_k() const { return length_k; }
-  __device__ const Mask& mask() const { return seen; }
+  __device__ const Mask& mask() const { return bounds; }
   __device__ const Place& queries() const { return q_place; }
   __device__ KeyPlace keys() const { return {k_place}; }
 
-  __device__ Range seen_keys() const { return seen_of(seen.key_range(0, length_q)); }
-  __device__ Range seen_queries() const { return seen_of(seen.row_range(0, length_k)); }
+  __device__ Range visible_keys() const { return visible_or_none(bounds.key_range(0, length_q)); }
+  __device__ Range visible_queries() const { return visible_or_none(bounds.row_range(0, length_k)); }
 
   // What is padded has its rows in slots, over all sequences; heads are then not counted over the batch.
   __device__ static int most_queries(const ProblemParams& p) { return p.padded_rows_q; }
@@ -211,8 +211,8 @@ struct VarlenSequence {
 
  private:
   // why the lengths: of no queries, or of no keys, the ranges of a mask say nothing.
-  __device__ Range seen_of(Range range) const {
-    const bool any = length_q > 0 && length_k > 0 && seen.lo <= seen.hi && range.begin < range.end;
+  __device__ Range visible_or_none(Range range) const {
+    const bool any = length_q > 0 && length_k > 0 && bounds.lo <= bounds.hi && range.begin < range.end;
     return any ? range : Range{0, 0};
   }
 
@@ -228,7 +228,7 @@ struct VarlenSequence {
 };
 
 // The sequences of a kernel that is compiled for both.
-template <bool kOfSeveralLengths>
+template <bool kIsVarlen>
 struct SequenceOf {
   using Type = Sequence;
 };

@@ -10,7 +10,7 @@
 // Numbers that are read from memory are not trusted: whatever they are, no address lies outside of the arrays.
 //
 // Roles    A thread owns a piece of one head of one new row: up to kChunkElements pairs, which are the 16 bytes at two
-//          places, or 16 bytes of what is not rotated. Blocks of threads for keys and values come first, then those for
+//          places, or 16 bytes of what is not rotated. Thread blocks for keys and values come first, then those for
 //          queries. All pieces of a row follow each other: the heads of k, then the heads of v.
 #include "../common/params.cuh"
 #include "../common/vector.cuh"

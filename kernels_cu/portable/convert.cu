@@ -10,10 +10,10 @@
 
 static_assert(sizeof(ConvertParams) == kParamsBytes, "the host packs other parameters");
 
-// The conversion of one gradient, whose rows are queries or keys.
-// Where 16 rows of the accumulators belong to: rows row … row + 15 of a sequence, of which num_rows are written. Rows
-// outside of `valid` see nothing, or nobody sees them: they become zeros.
-template <bool kOfSeveralLengths>
+// The conversion of one gradient, whose rows are queries or keys. Where 16 rows of the accumulators belong to: rows row
+// … row + 15 of a sequence, of which num_rows are written. Rows outside of `valid` see nothing, or are seen by no
+// query: they become zeros.
+template <bool kIsVarlen>
 struct Strip {
   Place place;
   Range valid;
@@ -22,7 +22,7 @@ struct Strip {
   __device__ Strip(const ProblemParams& problem, bool of_queries, int batch, int first_row) : row(first_row) {
     const Sequence sequence{problem, batch};
     place = of_queries ? sequence.queries() : sequence.keys();
-    valid = of_queries ? sequence.seen_queries() : sequence.seen_keys();
+    valid = of_queries ? sequence.visible_queries() : sequence.visible_keys();
     num_rows = of_queries ? sequence.seqlen_q() : sequence.seqlen_k();
   }
 };
@@ -40,7 +40,7 @@ struct Strip<true> {
     const VarlenSequence sequence(problem, at.sequence);
     place = of_queries ? sequence.q_place : static_cast<const Place&>(sequence.k_place);
     place.begin = at.begin;
-    valid = of_queries ? sequence.seen_queries() : sequence.seen_keys();
+    valid = of_queries ? sequence.visible_queries() : sequence.visible_keys();
     row = padded_row - at.first_slot * kPaddedSlot;
     num_rows = at.num_rows();
   }
@@ -61,7 +61,7 @@ struct Conversion {
   const int strips = (most_rows + 15) / 16;
 
   __device__ long long num_threads() const {
-    const long long batch = kVarlen ? 1 : problem.batch;  // rows of several lengths follow each other in a head
+    const long long batch = kVarlen ? 1 : problem.batch;  // varlen rows follow each other in a head
     return acc == nullptr ? 0 : batch * heads * strips * padded_columns;
   }
 

@@ -2,14 +2,14 @@
 //
 //   delta = rowsum(dout ∘ out) - dlse        lse * log2(e), or lse for float32; inf where a query sees nothing
 //
-// It also prepares the sums that blocks of threads make together: it sets the accumulator of dq to zero or, for kernels
-// that take turns at dq, the counters of the turns and those rows of dq that these kernels pass over. For kernels that
-// go over blocks of sequences of several lengths it tells of them, and does the same for dk and dv (key_blocks.cuh).
+// It also prepares the sums that thread blocks make together: it sets the accumulator of dq to zero or, for kernels
+// with semaphores at dq, these semaphores and those rows of dq that these kernels pass over. For kernels that
+// go over blocks of variable-length sequences it lists them, and does the same for dk and dv (key_blocks.cuh).
 //
-// Roles    8 threads own a query; a block of threads owns 32 queries, of one head after the other. Where it tells of
-//          blocks, the first block of threads writes the list, if there is one, and those after it own a slot each.
+// Roles    8 threads own a query; a thread block owns 32 queries, of one head after the other. Where it lists
+//          blocks, the first thread block writes the list, if there is one, and those after it own a slot each.
 #include "../common/accumulators.cuh"
-#include "../common/work.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "../ptx/grid.cuh"
 #include "key_blocks.cuh"
 
@@ -43,7 +43,7 @@ struct ChunkPair {
 };
 
 // The thread's share of a row. why two chunks together, or two turns: so that their loads are on their way together.
-// why not the same for both: registers, of which a block of threads of several lengths has fewer to lose.
+// why not the same for both: registers, of which a varlen thread block has fewer to lose.
 template <bool kWhole>
 __device__ __forceinline__ float dot_row(const char* dout, const char* out, int lane, const DeltaParams& p) {
   constexpr int kTogether = kWhole && kVarlen ? 2 : 1, kStep = kLanes * kChunkElements;
@@ -107,8 +107,7 @@ struct VarlenRows {
         sequence(p.problem, row_slots.sequence),
         place{sequence.q_place.batch, row_slots.begin} {}
 
-  // Blocks of threads that have the same rows, which follow each other. why: rows of all heads lie side by side in
-  // memory.
+  // Thread blocks that have the same rows, which follow each other. why: rows of all heads lie side by side in memory.
   __device__ static unsigned num_parts(const DeltaParams& p) {
     return (unsigned(p.problem.heads_q) + p.heads_each - 1) / p.heads_each;
   }
@@ -119,17 +118,18 @@ struct VarlenRows {
 
   __device__ int num_rows() const { return row_slots.num_rows(); }
 
-  // why: the kernels whose stats stand in rows number queries from the first that sees a key (sm90/seen_sequence.cuh).
+  // why: the kernels whose stats stand in rows number queries from the first that sees a key
+  // (sm90/visible_sequence.cuh).
   __device__ int first_query(const DeltaParams& p) const {
-    return p.stats_step == 1 ? sequence.seen_queries().begin : 0;
+    return p.stats_step == 1 ? sequence.visible_queries().begin : 0;
   }
 
-  // Blocks of threads for a list and for slots come before those for queries.
+  // Thread blocks for a list and for slots come before those for queries.
   __device__ static int blocks_for_slots(const DeltaParams& p) { return p.num_slots == 0 ? 0 : 1 + p.num_slots; }
   __device__ static unsigned index(const DeltaParams& p) { return blockIdx.x - blocks_for_slots(p); }
 };
 
-template <bool kOfSeveralLengths>
+template <bool kIsVarlen>
 struct RowsOf {
   using Type = DenseRows;
 };
@@ -138,9 +138,9 @@ struct RowsOf<true> {
   using Type = VarlenRows;
 };
 
-// Blocks of a multiprocessor at least. why many: rows come from memory, and what hides that is their number.
-// Fewer where a thread holds more of a sequence while it makes the list.
-constexpr int kMinBlocks = !kVarlen ? 0 : kTellsSequences ? 4 : 5;
+// Thread blocks of an SM at least. why many: rows come from memory, and what hides that is their number. Fewer where a
+// thread holds more of a sequence while it makes the list.
+constexpr int kMinBlocks = !kVarlen ? 0 : kListsSeqlens ? 4 : 5;
 
 extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
     CUFLASH_KERNEL(const __grid_constant__ DeltaParams p) {
@@ -148,8 +148,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   if constexpr (kVarlen) {
     if (blockIdx.x < VarlenRows::blocks_for_slots(p)) {
       if (blockIdx.x > 0) {
-        tell_slots(p, blockIdx.x - 1);
-        clear_unseen_keys<kLanes>(p, blockIdx.x - 1);
+        write_slots(p, blockIdx.x - 1);
+        zero_hidden_keys<kLanes>(p, blockIdx.x - 1);
       } else if (p.key_list != nullptr) {
         list_key_blocks(p);
       }
@@ -160,22 +160,22 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
   const AnySequence& sequence = work.sequence;
   const int row_begin = work.row_begin;
   const int row = row_begin + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;
-  const Range seen = sequence.seen_queries();
+  const Range visible = sequence.visible_queries();
   const int query = row + work.first_query(p);
-  const bool sees = query >= seen.begin && query < seen.end;
+  const bool sees = query >= visible.begin && query < visible.end;
   const bool whole = p.dout.aligned && p.out.aligned && p.problem.head_dim_v % kChunkElements == 0;
-  const bool passed_over = (row < seen.begin || row >= seen.end) && row < work.num_rows();
-  const bool clears = passed_over && (p.turns != nullptr || p.q_blocks != nullptr);
+  const bool passed_over = (row < visible.begin || row >= visible.end) && row < work.num_rows();
+  const bool zeros_dq = passed_over && (p.semaphores != nullptr || p.q_blocks != nullptr);
 
 #pragma unroll 1
   for (int head = work.head; head < work.head_end; ++head) {
-    if (clears) clear_row<kLanes>(p.dq, work.place, head, row, p.problem.head_dim);
-    if (p.turns != nullptr && work.is_first_of_head()) {
-      unsigned* const turns = p.turns + sequence.query_head(head) * p.num_q_blocks;
-      const int count = p.num_q_blocks + (work.is_last(head, p) ? p.more_turns : 0);
-      for (int i = threadIdx.x; i < count; i += kNumThreads) turns[i] = 0;
+    if (zeros_dq) zero_row<kLanes>(p.dq, work.place, head, row, p.problem.head_dim);
+    if (p.semaphores != nullptr && work.is_first_of_head()) {
+      unsigned* const semaphores = p.semaphores + sequence.query_head(head) * p.num_q_blocks;
+      const int count = p.num_q_blocks + (work.is_last(head, p) ? p.more_semaphores : 0);
+      for (int i = threadIdx.x; i < count; i += kNumThreads) semaphores[i] = 0;
     }
-    if (p.turns == nullptr && p.dq_acc != nullptr) {
+    if (p.semaphores == nullptr && p.dq_acc != nullptr) {
       const int strip = row_begin / 16, strips = min(kRows / 16, (sequence.seqlen_q() + 15) / 16 - strip);
       float* const first = fragment_strip(p.dq_acc, sequence.query_head(head), AnySequence::most_queries(p.problem),
                                           sequence.query_strip(16 * strip), p.padded_dim);

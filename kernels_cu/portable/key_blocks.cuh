@@ -1,8 +1,8 @@
-// Of sequences of several lengths, what delta.cu does for kernels that go over their blocks: it lists key blocks that
-// some query sees (for sm90/backward.cu) or tells of slots of queries and keys which blocks they hold (for
+// Of variable-length sequences, what delta.cu does for kernels that go over their blocks: it lists key blocks that some
+// query sees (for sm90/backward.cu) or which blocks the slots of queries and keys hold (for
 // sm90/backward_rows.cu), and sets the gradients of keys that no query sees to zero.
 #pragma once
-#include "../common/seen_rows.cuh"
+#include "../common/visible_rows.cuh"
 #include "../common/vector.cuh"
 
 // How so many key blocks are shared out, counted over kv heads, too (L35). With last_steps, those of the last wave are
@@ -29,16 +29,16 @@ __device__ inline KeyShares shares_of(const DeltaParams& p, int listed) {
 
 // Sorts the last key blocks of the list, so that the longest come first, and those of a sequence in their order. All
 // threads call. why not all: others that use the same rows of q follow each other, so that L2 has these.
-__device__ inline void sort_last(const DeltaParams& p, SeenBlock* list, int listed) {
+__device__ inline void sort_last(const DeltaParams& p, VisibleBlock* list, int listed) {
   __shared__ int lengths[kNumThreads];
   const int count = min(listed, min(p.sorted_blocks, kNumThreads)), i = threadIdx.x;
-  SeenBlock* const last = list + listed - count;
+  VisibleBlock* const last = list + listed - count;
   __syncthreads();  // why: others wrote them
-  SeenBlock own;
+  VisibleBlock entry;
   if (i < count) {
-    own = last[i];
+    entry = last[i];
     // Without a mask they are as long as there are queries; under a causal mask the more, the more keys follow.
-    lengths[i] = p.last_steps > 0 ? own.seqlen_q : own.seqlen_k - own.block * p.block_k;
+    lengths[i] = p.last_steps > 0 ? entry.seqlen_q : entry.seqlen_k - entry.block * p.block_k;
   }
   __syncthreads();
   if (i >= count) return;
@@ -46,27 +46,27 @@ __device__ inline void sort_last(const DeltaParams& p, SeenBlock* list, int list
   for (int other = 0; other < count; ++other) {
     rank += lengths[other] > lengths[i] || (lengths[other] == lengths[i] && other < i);
   }
-  last[rank] = own;
+  last[rank] = entry;
 }
 
 // Writes the list, and how it is shared out. Sequences follow each other, and of sequences_together of them first all
-// first key blocks come, then all second ones, and so on. One block of threads calls. why a list: the kernel then knows
-// how many there are, and gets what it has to know of one by one copy.
+// first key blocks come, then all second ones, and so on. One thread block calls. why a list: the kernel then knows how
+// many there are, and gets what it has to know of one by one copy.
 __device__ inline void list_key_blocks(const DeltaParams& p) {
   constexpr int kWarps = kNumThreads / 32;
   __shared__ int of_warps[kWarps], counts[kNumThreads];
   const ProblemParams& problem = p.problem;
-  SeenBlock* const list = static_cast<SeenBlock*>(p.key_list);
+  VisibleBlock* const list = static_cast<VisibleBlock*>(p.key_list);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int listed = 0;
-  // why none else: tiles of dq would have turns that nobody takes, and others would wait for them for ever.
+  // why none else: tiles of dq would have semaphores that no block passes, and others would wait for them for ever.
   const bool in_order = axis_of_queries(problem).is_in_order() && axis_of_keys(problem).is_in_order();
   const int batch = __syncthreads_and(in_order) ? problem.batch : 0;
   for (int first = 0; first < batch; first += kNumThreads) {
     const int number = first + threadIdx.x;
     const VarlenSequence sequence(problem, number);
-    const SeenRows rows(problem, sequence);
-    const ToldSequence told(sequence, number);
+    const VisibleRows rows(problem, sequence);
+    const ListedSeqlens seqlens(sequence, number);
     const int count = (rows.seqlen_k + p.block_k - 1) / p.block_k;
     int end = count;
 #pragma unroll
@@ -91,8 +91,8 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
       const int of = __ffs(left) - 1, blocks = __shfl_sync(0xffffffffu, count, of);
       const int first_lane = of / p.sequences_together * p.sequences_together;
       const int begin = __shfl_sync(0xffffffffu, end - count, first_lane);
-      const SeenRows same = rows.of_lane(of);
-      const ToldSequence same_told = told.of_lane(of);
+      const VisibleRows same = rows.of_lane(of);
+      const ListedSeqlens same_seqlens = seqlens.of_lane(of);
 #pragma unroll 1
       for (int block = lane; block < blocks; block += 32) {
         int to = begin;
@@ -101,8 +101,8 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
           const int others = counts[32 * warp + other];
           to += min(others, block) + (other < of && others > block);
         }
-        // why a bound: somebody may write to the lengths while they are read.
-        if (unsigned(to) < p.max_key_blocks) list[to] = SeenBlock(same, same_told, block);
+        // why a bound: another kernel may write to the lengths while they are read.
+        if (unsigned(to) < p.max_key_blocks) list[to] = VisibleBlock(same, same_seqlens, block);
       }
     }
   }
@@ -113,7 +113,7 @@ __device__ inline void list_key_blocks(const DeltaParams& p) {
 
 // Sets a row of a gradient to zero, with kLanes threads.
 template <int kLanes>
-__device__ __forceinline__ void clear_row(const Operand& x, const Place& place, int head, int row, int columns) {
+__device__ __forceinline__ void zero_row(const Operand& x, const Place& place, int head, int row, int columns) {
   char* const to = place.address(x, kElementBytes, head, row);
   for (int column = threadIdx.x % kLanes * kChunkElements; column < columns; column += kLanes * kChunkElements) {
     store_chunk(to, column, columns - column, x.aligned, Chunk<kDType>{});
@@ -123,40 +123,40 @@ __device__ __forceinline__ void clear_row(const Operand& x, const Place& place, 
 // Tells which block of queries that see a key, or of keys that are seen, a slot holds. Queries come from the last on.
 // One warp calls. why not the kernel that goes over it: to find out takes about 1 µs, for each head and gradient.
 template <bool kOfQueries>
-__device__ void tell_slot(const ProblemParams& problem, void* blocks, int slot) {
+__device__ void write_slot(const ProblemParams& problem, void* blocks, int slot) {
   const Axis axis = kOfQueries ? axis_of_queries(problem) : axis_of_keys(problem);
   const RowSlots row_slots = RowSlots::of_slot(axis, slot, kPaddedSlot);
   const VarlenSequence sequence(problem, row_slots.sequence);
-  const SeenRows rows(problem, sequence);
+  const VisibleRows rows(problem, sequence);
   const int row = kOfQueries ? row_slots.row_from_end(slot, kPaddedSlot) : row_slots.row(slot, kPaddedSlot);
   const bool exists = row >= 0 && row < (kOfQueries ? rows.seqlen_q : rows.seqlen_k);
-  const ToldSequence told(sequence, row_slots.sequence);
-  const SeenBlock block(rows, told, exists ? row / kPaddedSlot : SeenBlock::kNone);
-  if (threadIdx.x % 32 == 0) static_cast<SeenBlock*>(blocks)[slot] = block;
+  const ListedSeqlens seqlens(sequence, row_slots.sequence);
+  const VisibleBlock block(rows, seqlens, exists ? row / kPaddedSlot : VisibleBlock::kNone);
+  if (threadIdx.x % 32 == 0) static_cast<VisibleBlock*>(blocks)[slot] = block;
 }
 
 // The same of both sides. All threads call.
-__device__ inline void tell_slots(const DeltaParams& p, int slot) {
+__device__ inline void write_slots(const DeltaParams& p, int slot) {
   if (p.q_blocks == nullptr) return;
   const int warp = threadIdx.x / 32;
-  if (warp == 0) tell_slot<true>(p.problem, p.q_blocks, slot);
-  if (warp == 1) tell_slot<false>(p.problem, p.k_blocks, slot);
+  if (warp == 0) write_slot<true>(p.problem, p.q_blocks, slot);
+  if (warp == 1) write_slot<false>(p.problem, p.k_blocks, slot);
 }
 
 // Sets dk and dv of those keys of a slot to zero that no query sees.
 template <int kLanes>
-__device__ void clear_unseen_keys(const DeltaParams& p, int slot) {
+__device__ void zero_hidden_keys(const DeltaParams& p, int slot) {
   const ProblemParams& problem = p.problem;
   const RowSlots row_slots = RowSlots::of_slot(axis_of_keys(problem), slot, kPaddedSlot);
   const VarlenSequence sequence(problem, row_slots.sequence);
-  const Range seen = sequence.seen_keys();
+  const Range visible = sequence.visible_keys();
   const Place place{sequence.k_place.batch, row_slots.begin};
   const int begin = row_slots.row(slot, kPaddedSlot), end = min(begin + kPaddedSlot, row_slots.num_rows());
   for (int key = begin + threadIdx.x / kLanes; key < end; key += kNumThreads / kLanes) {
-    if (key >= seen.begin && key < seen.end) continue;
+    if (key >= visible.begin && key < visible.end) continue;
     for (int head = 0; head < problem.heads_q / problem.heads_per_kv; ++head) {
-      clear_row<kLanes>(p.dk, place, head, key, problem.head_dim);
-      clear_row<kLanes>(p.dv, place, head, key, problem.head_dim_v);
+      zero_row<kLanes>(p.dk, place, head, key, problem.head_dim);
+      zero_row<kLanes>(p.dv, place, head, key, problem.head_dim_v);
     }
   }
 }

@@ -1,7 +1,7 @@
-// The steps of the key blocks of backward on Hopper under a mask of the caller's own, and the order in which blocks of
-// threads take them: those with more steps come first. why: the last ones then end at about the same time.
+// The steps of the key blocks of backward on Hopper under a mask_mod, and the order in which thread blocks take them:
+// those with more steps come first. why: the last ones then end at about the same time.
 #pragma once
-#include "../common/cells.cuh"
+#include "../common/mask_tiles.cuh"
 #include "../common/query_tiles.cuh"
 #include "../common/sequence.cuh"
 #include "../ptx/grid.cuh"
@@ -11,16 +11,16 @@ constexpr int kKeyBlock = 128;  // keys of a key block
 // Lists the steps of a key block with a query head, in the order in which it takes them, and their end. The result is
 // how many there are. All lanes of a warp call.
 template <int kTile>
-__device__ __forceinline__ int list_steps(const SeenCountsParams& p, const Sequence& sequence, int head, int block,
+__device__ __forceinline__ int list_steps(const TileCountsParams& p, const Sequence& sequence, int head, int block,
                                           int* list) {
   struct Of {
-    const SeenCountsParams& params;
+    const TileCountsParams& params;
     __device__ __forceinline__ int num_query_tiles() const { return params.num_q_blocks; }
   };
   const Of of{p};
   const QueryTilesOf<kTile, kKeyBlock> tiles(of, sequence.mask(), block);
   const Range keys{block * kKeyBlock, const_min(block * kKeyBlock + kKeyBlock, sequence.seqlen_k())};
-  const SeenTilesOf<true, AscendingTiles, kKeyBlock, kTile, true, SeenCountsParams> seen(
+  const VisibleTilesOf<true, AscendingTiles, kKeyBlock, kTile, true, TileCountsParams> visible(
       AscendingTiles(tiles), p, sequence.batch, head, keys, sequence.seqlen_q());
   const int lane = threadIdx.x % 32;
   int count = 0;
@@ -28,13 +28,13 @@ __device__ __forceinline__ int list_steps(const SeenCountsParams& p, const Seque
   for (int first = 0; first < tiles.count(); first += 32) {
     const bool exists = first + lane < tiles.count();
     const int tile = exists ? tiles.at(of, first + lane) : tiles.end;
-    const CellKinds kinds = seen.look_at(tile);
-    const unsigned found = __ballot_sync(0xffffffffu, kinds.some_seen());
+    const MaskTileKinds kinds = visible.look_at(tile);
+    const unsigned found = __ballot_sync(0xffffffffu, kinds.any_visible());
     const unsigned before = found & ((1u << lane) - 1);
-    if (kinds.some_seen()) list[count + __popc(before)] = SeenTile(tile, !kinds.some_hidden()).bits;
+    if (kinds.any_visible()) list[count + __popc(before)] = VisibleTile(tile, !kinds.any_hidden()).bits;
     count += __popc(found);
   }
-  if (lane == 0) list[count] = SeenTile::end().bits;
+  if (lane == 0) list[count] = VisibleTile::end().bits;
   return count;
 }
 
@@ -43,7 +43,7 @@ __device__ __forceinline__ void write_order(int* order, const int* steps, int bl
   __shared__ int others[kNumThreads];
 #pragma unroll 1
   for (int first = 0; first < blocks; first += kNumThreads) {
-    const int block = first + threadIdx.x, own = block < blocks ? __ldcg(steps + block) : 0;
+    const int block = first + threadIdx.x, num_steps = block < blocks ? __ldcg(steps + block) : 0;
     int rank = 0;
 #pragma unroll 1
     for (int begin = 0; begin < blocks; begin += kNumThreads) {
@@ -52,19 +52,19 @@ __device__ __forceinline__ void write_order(int* order, const int* steps, int bl
       __syncthreads();
       const int count = const_min(kNumThreads, blocks - begin);
 #pragma unroll 8
-      for (int i = 0; i < count; ++i) rank += others[i] > own || (others[i] == own && begin + i < block);
+      for (int i = 0; i < count; ++i) rank += others[i] > num_steps || (others[i] == num_steps && begin + i < block);
     }
     if (block < blocks) order[rank] = block;
   }
 }
 
-// Finds the steps of the key blocks of some kv head. `index` counts the blocks of threads of all such heads. Each of
-// their warps has a key block, and the block that ends last writes the order of all.
-__device__ __forceinline__ void find_key_steps(const SeenCountsParams& p, unsigned index) {
+// Finds the steps of the key blocks of some kv head. `index` counts the thread blocks of all such heads. Each of their
+// warps has a key block, and the block that ends last writes the order of all.
+__device__ __forceinline__ void find_key_steps(const TileCountsParams& p, unsigned index) {
   __shared__ bool is_last;
   const unsigned blocks = (p.num_k_blocks + kNumWarps - 1) / kNumWarps, number = index / blocks;
   const int block = (index - number * blocks) * kNumWarps + threadIdx.x / 32;
-  const bool of_batch = p.seen_batch > 0, of_head = p.seen_head > 0;
+  const bool of_batch = p.list_stride_batch > 0, of_head = p.list_stride_head > 0;
   const unsigned heads_kv = p.problem.heads_q / p.problem.heads_per_kv;
   const int batch = !of_batch ? 0 : of_head ? number / heads_kv : number;
   const int kv_head = of_head ? number - batch * heads_kv : 0, heads = of_head ? p.problem.heads_per_kv : 1;
@@ -83,10 +83,10 @@ __device__ __forceinline__ void find_key_steps(const SeenCountsParams& p, unsign
     if (p.key_order != nullptr && threadIdx.x % 32 == 0) p.step_counts[first + block] = count;
   }
   if (p.key_order == nullptr) return;
-  await_kernels_ahead();  // why: the counter
+  wait_kernels_ahead();  // why: the counter
   __threadfence();
   __syncthreads();
-  if (threadIdx.x == 0) is_last = atomicAdd(p.turns + p.first_counter + number, 1u) == blocks - 1;
+  if (threadIdx.x == 0) is_last = atomicAdd(p.semaphores + p.first_counter + number, 1u) == blocks - 1;
   __syncthreads();
   if (!is_last) return;
   __threadfence();

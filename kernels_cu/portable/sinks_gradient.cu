@@ -5,16 +5,16 @@
 // Queries that the mask lets see nothing have no out, hence delta 0, and a lse that is the sink. Queries that no
 // sequence uses have lse -inf, and add nothing.
 //
-// Roles    A block of threads owns some slots of kPaddedSlot queries of a head; its warps take them in turns.
+// Roles    A thread block owns some slots of kPaddedSlot queries of a head; its warps take them in turns.
 #include "../common/gradient_sums.cuh"
-#include "../common/own_scores.cuh"
+#include "../common/mods.cuh"
 #include "../common/varlen.cuh"
 
-using Params = WithOwn<SinksGradientParams>;
+using Params = WithMods<SinksGradientParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 // The queries of a slot.
-template <bool kOfSeveralLengths>
+template <bool kIsVarlen>
 struct SlotOf {
   Sequence sequence;
   Range rows;
@@ -52,16 +52,16 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
 #pragma unroll 1
   for (int slot = part * p.slots_each + warp; slot < end; slot += kNumWarps) {
     const SlotOf<kVarlen> at(p.problem, slot);
-    const Range seen = at.sequence.seen_queries();
+    const Range visible = at.sequence.visible_queries();
     const long long first_lse = at.sequence.lse_offset(head);
     const float* const stats = p.stats + 2 * (at.sequence.query_head(head) * p.stats_rows);
-    // why: the kernels whose stats stand in rows number queries of several lengths from the first that sees a key.
-    const int first = kVarlen && p.stats_step == 1 ? seen.begin : 0;
+    // why: the kernels whose stats stand in rows number varlen queries from the first that sees a key.
+    const int first = kVarlen && p.stats_step == 1 ? visible.begin : 0;
     for (int i = at.rows.begin + lane; i < at.rows.end; i += 32) {
       const float lse = p.lse[first_lse + i];
       if (lse == -infinity()) continue;
       float difference;  // dlse - delta
-      if (i >= seen.begin && i < seen.end) {
+      if (i >= visible.begin && i < visible.end) {
         difference = -stats[static_cast<long long>(p.stats_step) * at.sequence.padded_query(i - first) + p.stats_delta];
       } else {
         difference = p.dlse != nullptr ? p.dlse[first_lse + i] : 0.0f;

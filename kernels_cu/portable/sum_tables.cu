@@ -1,4 +1,4 @@
-// sum_tables: what blocks of threads have summed, each in a table, becomes the gradient of an array.
+// sum_tables: what thread blocks have summed, each in a table, becomes the gradient of an array.
 //
 //   result[place] = total[place] + Σ table[place in a table], in one order
 //

@@ -1,5 +1,5 @@
-// red: additions to global memory without a result. Also counters in global memory, by which blocks tell each other
-// what they have done.
+// red: additions to global memory without a result. Also counters in global memory, by which blocks signal to each
+// other what they have done.
 #pragma once
 
 __device__ __forceinline__ void red_add_f32(float* gmem, float x) {

@@ -19,13 +19,13 @@
 //               warp is done with them at (B).
 //          Where p and ds share one buffer, p is written and read between two further barriers before ds is written.
 #include "../common/accumulators.cuh"
-#include "../common/cells.cuh"
+#include "../common/mask_tiles.cuh"
 #include "../ptx/red.cuh"
 #include "gemm_ab.cuh"
 #include "pointwise.cuh"
 #include "tile.cuh"
 #include "weights.cuh"
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 struct SharedStorage {
   alignas(128) char k[kBlockK * kHeadDim * kElementBytes];
@@ -36,7 +36,7 @@ struct SharedStorage {
   alignas(128) float2 stats[kStages][kBlockQ];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-using Params = WithOwn<BackwardParams>;
+using Params = WithMods<BackwardParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
@@ -67,7 +67,7 @@ struct WarpRole {
 
 // s and dp become p and ds. `stats` is where lse and delta of the piece lie in shared memory.
 template <bool kPlain>
-__device__ __forceinline__ void weigh_piece(Scores& s, Scores& dp, const Score& score, unsigned stats) {
+__device__ __forceinline__ void piece_p_and_ds(Scores& s, Scores& dp, const Score& score, unsigned stats) {
   const int lane = fresh_thread() % 32;
 #pragma unroll
   for (int j = 0; j < kPieceQ / 8; ++j) {
@@ -76,8 +76,8 @@ __device__ __forceinline__ void weigh_piece(Scores& s, Scores& dp, const Score& 
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; i += 2) {
-        weigh<kPlain>(s[m][i], dp[m][i], score, x.x, x.y);
-        weigh<kPlain>(s[m][i + 1], dp[m][i + 1], score, x.z, x.w);
+        p_and_ds<kPlain>(s[m][i], dp[m][i], score, x.x, x.y);
+        p_and_ds<kPlain>(s[m][i + 1], dp[m][i + 1], score, x.z, x.w);
       }
     }
   }
@@ -95,15 +95,16 @@ struct ModWeights {
 
 // s and dp become p and ds through functions whose rows are keys. `key` and `query` are the first of the piece.
 template <bool kAsksMask>
-__device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Score& score, const ModWeights& own,
-                                                unsigned stats, int key, int query) {
+__device__ __forceinline__ void piece_p_and_ds_with_mods(Scores& s, Scores& dp, const Score& score,
+                                                         const ModWeights& mod_weights, unsigned stats, int key,
+                                                         int query) {
   const int lane = fresh_thread() % 32, first = query + lane % 4 * 2;
   Kept<kPieceQ / 2> kept[kFragments];
-  own.dropout.kept_of_keys<kWarpKeys % 32 == 0 && kBlockK % 32 == 0>(kept, key, query, lane);
+  mod_weights.dropout.kept_of_keys<kWarpKeys % 32 == 0 && kBlockK % 32 == 0>(kept, key, query, lane);
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
     const int row = key + 16 * m + lane / 4;
-    const ModHead::Row rows[2] = {own.scores.row(row, first), own.scores.row(row + 8, first)};
+    const ModHead::Row rows[2] = {mod_weights.scores.row(row, first), mod_weights.scores.row(row + 8, first)};
 #pragma unroll
     for (int j = 0; j < kPieceQ / 8; ++j) {
       const float4 x = ld_shared_v4_f32(stats + (8 * j + lane % 4 * 2) * 8);  // of two queries
@@ -111,21 +112,22 @@ __device__ __forceinline__ void weigh_own_piece(Scores& s, Scores& dp, const Sco
 #pragma unroll
       for (int i = 4 * j; i < 4 * j + 4; ++i) {
         const int half = i / 2 % 2, column = 8 * j + i % 2;
-        if (i % 2 == 0) pair = own.scores.pair(rows[half], column);
-        const ModHead::Result result = own.scores.at(rows[half], pair, s[m][i], column);
-        weigh_own<kAsksMask>(s[m][i], dp[m][i], score, result, kept[m].has(i), own.dropout.scale(),
-                             i % 2 == 0 ? x.x : x.z, i % 2 == 0 ? x.y : x.w);
+        if (i % 2 == 0) pair = mod_weights.scores.pair(rows[half], column);
+        const ModHead::Result result = mod_weights.scores.at(rows[half], pair, s[m][i], column);
+        p_and_ds_with_mods<kAsksMask>(s[m][i], dp[m][i], score, result, kept[m].has(i), mod_weights.dropout.scale(),
+                                      i % 2 == 0 ? x.x : x.z, i % 2 == 0 ? x.y : x.w);
       }
     }
   }
 }
 
 // Products s and dp become p and ds. `key` and `query` are the first of the piece; the mask's rows are keys. is_full:
-// the caller's mask shows all of the tile.
-__device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Score& score, const ModWeights& own,
-                                                const Mask& mask, unsigned stats, int key, int query, bool is_full) {
+// the mask_mod shows all of the tile.
+__device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Score& score,
+                                                const ModWeights& mod_weights, const Mask& mask, unsigned stats,
+                                                int key, int query, bool is_full) {
   const bool visible = mask.all_visible<true>({key, key + kWarpKeys}, {query, query + kPieceQ});
-  if (!kModWeights && visible && !score.changes()) return weigh_piece<true>(s, dp, score, stats);
+  if (!kModWeights && visible && !score.changes()) return piece_p_and_ds<true>(s, dp, score, stats);
   score.apply(s);
   const int lane = fresh_thread() % 32;
   if (!kModWeights || !visible) {
@@ -134,9 +136,9 @@ __device__ __forceinline__ void compute_weights(Scores& s, Scores& dp, const Sco
       mask.apply<true>(s[m], key + 16 * m + lane / 4, query, lane % 4, hidden_product());
     }
   }
-  if constexpr (!kModWeights) weigh_piece<false>(s, dp, score, stats);
-  else if (kSkipsFullTiles && is_full) weigh_own_piece<false>(s, dp, score, own, stats, key, query);
-  else weigh_own_piece<kMaskMod>(s, dp, score, own, stats, key, query);
+  if constexpr (!kModWeights) piece_p_and_ds<false>(s, dp, score, stats);
+  else if (kSkipsFullTiles && is_full) piece_p_and_ds_with_mods<false>(s, dp, score, mod_weights, stats, key, query);
+  else piece_p_and_ds_with_mods<kMaskMod>(s, dp, score, mod_weights, stats, key, query);
 }
 
 // Adds a lane's part of a fragment to an accumulator.
@@ -217,9 +219,9 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   // The query tiles that see some key of the block.
   const Range queries = work.exists() ? mask.key_range(work.keys.begin, work.keys.end) : Range{0, 0};
   const AscendingTiles tiles = TileRange::covering(queries, kBlockQ);
-  // The same of one query head, less those in which the caller's mask shows nothing. why formed where it is used: L4.
+  // The same of one query head, less those in which the mask_mod shows nothing. why formed where it is used: L4.
   auto tiles_of = [&](int head) {
-    return SeenTiles<AscendingTiles, kBlockK, kBlockQ, true>(
+    return VisibleTiles<AscendingTiles, kBlockK, kBlockQ, true>(
         tiles, params, work.sequence_idx(), head, {work.keys.begin, const_min(work.keys.end, sequence.seqlen_k())},
         sequence.seqlen_q());
   };
@@ -228,8 +230,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     const TileLoader<kBlockQ, kHeadDim> q_loader(params.q, sequence.queries(), head, problem.head_dim);
     const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence.queries(), head, problem.head_dim_v);
     const int row = m * kBlockQ, thread = fresh_thread();
-    q_loader.load(smem_address(storage.q[slot]), row, sequence.seen_queries());
-    dout_loader.load(smem_address(storage.dout[slot]), row, sequence.seen_queries());
+    q_loader.load(smem_address(storage.q[slot]), row, sequence.visible_queries());
+    dout_loader.load(smem_address(storage.dout[slot]), row, sequence.visible_queries());
     if (thread < kBlockQ / 2) {
       const float2* const stats = params.stats + sequence.rows_offset(head, params.stats_rows) + row;
       cp_async_16(smem_address(storage.stats[slot]) + thread * 16, stats + 2 * thread);
@@ -239,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   auto fetch_first = [&](int head, int slot) {
     int m = tiles.first();
     if constexpr (kBlockSparse) {
-      while (!tiles.has(m = tiles_of(head).seen_from(tiles.first()).n()) && ++head < work.heads.end) {
+      while (!tiles.has(m = tiles_of(head).visible_from(tiles.first()).n()) && ++head < work.heads.end) {
       }
       if (!tiles.has(m)) return;
     }
@@ -254,18 +256,18 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   float dk[kFragments][kHeadDim / kGroup / 2] = {}, dv[kFragments][kHeadDimV / kGroup / 2] = {};
   const TileLoader<kBlockK, kHeadDim> k_loader(params.k, work.place_of_keys(), work.head, problem.head_dim);
   const TileLoader<kBlockK, kHeadDimV> v_loader(params.v, work.place_of_keys(), work.head, problem.head_dim_v);
-  k_loader.load(k_smem, work.keys.begin, sequence.seen_keys());
-  v_loader.load(v_smem, work.keys.begin, sequence.seen_keys());
+  k_loader.load(k_smem, work.keys.begin, sequence.visible_keys());
+  v_loader.load(v_smem, work.keys.begin, sequence.visible_keys());
   if (tiles.has(tiles.first())) fetch_first(work.heads.begin, 0);
   cp_async_commit();
 
   int slot = 0;
 #pragma unroll 1
   for (int head = work.heads.begin; head < work.heads.end; ++head) {
-    const ModWeights own(params, work, head);
-    const auto seen = [&] { return tiles_of(head); };
+    const ModWeights mod_weights(params, work, head);
+    const auto visible = [&] { return tiles_of(head); };
 #pragma unroll 1
-    for (auto walk = walk_along(tiles, seen); walk.has_tile(); walk.go_on()) {
+    for (auto walk = walk_along(tiles, visible); walk.has_tile(); walk.go_on()) {
       const int m = walk.n();
       walk.look_ahead();
       cp_async_wait<0>();
@@ -282,7 +284,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
                                                      b_lane_address<QSwizzle>(q_smem) + query * QSwizzle::kRowBytes);
         gemm_abt<VSwizzle, kHeadDimV / kStepElements>(
             dp, Rows<VSwizzle>(v_smem, role.key), b_lane_address<VSwizzle>(dout_smem) + query * VSwizzle::kRowBytes);
-        compute_weights(s, dp, score, own, mask, smem_address(storage.stats[slot]) + query * 8,
+        compute_weights(s, dp, score, mod_weights, mask, smem_address(storage.stats[slot]) + query * 8,
                         work.keys.begin + role.key, m * kBlockQ + query, walk.is_full());
         if constexpr (kGroup > 1) {
           store_fragments<WeightSwizzle, 16>(p_smem, s, role.key, query);
@@ -331,8 +333,8 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   store_fragments<QSwizzle, 16 * kGroup>(k_smem, dk, role.key, 16 * role.member);
   store_fragments<VSwizzle, 16 * kGroup>(v_smem, dv, role.key, 16 * role.member);
   __syncthreads();
-  store_tile<kBlockK, kHeadDim>(params.dk, same.place_of_keys(), same.head, k_smem, same.keys, sequence.seen_keys(),
+  store_tile<kBlockK, kHeadDim>(params.dk, same.place_of_keys(), same.head, k_smem, same.keys, sequence.visible_keys(),
                                 problem.head_dim);
-  store_tile<kBlockK, kHeadDimV>(params.dv, same.place_of_keys(), same.head, v_smem, same.keys, sequence.seen_keys(),
+  store_tile<kBlockK, kHeadDimV>(params.dv, same.place_of_keys(), same.head, v_smem, same.keys, sequence.visible_keys(),
                                  problem.head_dim_v);
 }

@@ -23,7 +23,7 @@ struct SharedStorage {
   alignas(128) char v[kStages][kBlockK * kHeadDimV * kElementBytes];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-using Params = WithOwn<BackwardDqParams>;
+using Params = WithMods<BackwardDqParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
@@ -46,37 +46,37 @@ __device__ __forceinline__ void read_stats(float2 (&stats)[2 * kFragments], cons
 
 // s and dp become p and ds. stats[r] is lse and delta of the lane's row r.
 template <bool kPlain>
-__device__ __forceinline__ void weigh_tile(Scores& s, Scores& dp, const Score& score,
-                                           const float2 (&stats)[2 * kFragments]) {
+__device__ __forceinline__ void tile_p_and_ds(Scores& s, Scores& dp, const Score& score,
+                                              const float2 (&stats)[2 * kFragments]) {
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
     for (int i = 0; i < kBlockK / 2; ++i) {
       const float2 x = stats[2 * m + i / 2 % 2];
-      weigh<kPlain>(s[m][i], dp[m][i], score, x.x, x.y);
+      p_and_ds<kPlain>(s[m][i], dp[m][i], score, x.x, x.y);
     }
   }
 }
 
-// The same through functions of the caller's own, of key tile n.
+// The same through mods, of key tile n.
 template <bool kAsksMask>
-__device__ __forceinline__ void weigh_own_tile(Scores& s, Scores& dp, const QueryBlock& work, int n,
-                                               const float2 (&stats)[2 * kFragments]) {
+__device__ __forceinline__ void tile_p_and_ds_with_mods(Scores& s, Scores& dp, const QueryBlock& work, int n,
+                                                        const float2 (&stats)[2 * kFragments]) {
   const int first = n * kBlockK, column_pair = fresh_thread() % 4;
 #pragma unroll
   for (int m = 0; m < kFragments; ++m) {
     const LaneQueries queries{lane_row(work) + 16 * m};
     const Kept<kBlockK / 2> kept = work.dropout.kept<kBlockK % 32 == 0, kBlockK / 2>(queries, first, column_pair);
-    const ModHead::Row rows[2] = {work.own.row(queries[0], first + 2 * column_pair),
-                                  work.own.row(queries[1], first + 2 * column_pair)};
+    const ModHead::Row rows[2] = {work.mod_head.row(queries[0], first + 2 * column_pair),
+                                  work.mod_head.row(queries[1], first + 2 * column_pair)};
     ModHead::Pair pair;
 #pragma unroll
     for (int i = 0; i < kBlockK / 2; ++i) {
       const int half = i / 2 % 2, column = i / 4 * 8 + i % 2;
-      if (i % 2 == 0) pair = work.own.pair(rows[half], column);
-      const ModHead::Result result = work.own.at(rows[half], pair, s[m][i], column);
+      if (i % 2 == 0) pair = work.mod_head.pair(rows[half], column);
+      const ModHead::Result result = work.mod_head.at(rows[half], pair, s[m][i], column);
       const float2 x = stats[2 * m + half];
-      weigh_own<kAsksMask>(s[m][i], dp[m][i], work.score, result, kept.has(i), work.dropout.scale(), x.x, x.y);
+      p_and_ds_with_mods<kAsksMask>(s[m][i], dp[m][i], work.score, result, kept.has(i), work.dropout.scale(), x.x, x.y);
     }
   }
 }
@@ -92,21 +92,21 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   const ProblemParams& problem = params.problem;
   const QueryBlock work(params);
   if (kVarlen && work.rows.begin >= work.written_end()) return;
-  const auto seen = [&] { return work.seen_tiles(); };
+  const auto visible = [&] { return work.visible_tiles(); };
   const AnySequence& sequence = work.sequence;
   const KeyLoader<kHeadDimV> v_loader(params.v, sequence.keys(), work.kv_head, problem.head_dim_v);
   const TileLoader<kBlockQ, kHeadDimV> dout_loader(params.dout, sequence.queries(), work.head, problem.head_dim_v);
   auto fetch = [&](int n, int slot) {
     if (work.tiles.has(n)) {
-      work.k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
-      v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.seen_keys());
+      work.k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.visible_keys());
+      v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.visible_keys());
     }
     cp_async_commit();
   };
 
-  work.q_loader.load(q_smem, work.rows.begin, sequence.seen_queries());
-  dout_loader.load(dout_smem, work.rows.begin, sequence.seen_queries());
-  auto walk = walk_along(work.tiles, seen);
+  work.q_loader.load(q_smem, work.rows.begin, sequence.visible_queries());
+  dout_loader.load(dout_smem, work.rows.begin, sequence.visible_queries());
+  auto walk = walk_along(work.tiles, visible);
   fetch(walk.first(), 0);
 
   float2 stats[2 * kFragments];
@@ -135,13 +135,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     if constexpr (kReadsStatsAgain) read_stats(stats, params, work);
     if constexpr (kModWeights) {
       work.score_and_mask<false>(s, n);
-      if (kSkipsFullTiles && walk.is_full()) weigh_own_tile<false>(s, dp, work, n, stats);
-      else weigh_own_tile<kMaskMod>(s, dp, work, n, stats);
+      if (kSkipsFullTiles && walk.is_full()) tile_p_and_ds_with_mods<false>(s, dp, work, n, stats);
+      else tile_p_and_ds_with_mods<kMaskMod>(s, dp, work, n, stats);
     } else if (!work.score.changes() && !work.needs_mask(n)) {
-      weigh_tile<true>(s, dp, work.score, stats);
+      tile_p_and_ds<true>(s, dp, work.score, stats);
     } else {
       work.score_and_mask(s, n);
-      weigh_tile<false>(s, dp, work.score, stats);
+      tile_p_and_ds<false>(s, dp, work.score, stats);
     }
     gemm_weights<QSwizzle>(dq, dp, k_tile);
     if constexpr (kStages == 2) {
@@ -154,13 +154,13 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   cp_async_wait<0>();  // why: q may still be on its way when no key is visible
 
   const QueryWork& same = work.again(params);
-  const Range seen_rows = same.sequence.seen_queries();
+  const Range visible_rows = same.sequence.visible_queries();
   char* const out = same.sequence.queries().address(params.dq, kElementBytes, same.head);
 #pragma unroll
   for (int r = 0; r < 2 * kFragments; ++r) {
     const int i = lane_row(same) + 8 * r;
-    const bool sees = i >= seen_rows.begin && i < seen_rows.end;
-    sees ? scale_row(dq[r / 2], r % 2, problem.score.softmax_scale) : clear_row(dq[r / 2], r % 2);
+    const bool sees = i >= visible_rows.begin && i < visible_rows.end;
+    sees ? scale_row(dq[r / 2], r % 2, problem.score.softmax_scale) : zero_row(dq[r / 2], r % 2);
     store_row(out + i * params.dq.stride_seqlen * kElementBytes, dq[r / 2], r % 2, problem.head_dim,
               i < same.written_end(), params.dq.aligned);
   }

@@ -5,7 +5,7 @@
 enum class Algorithm { kFlash1 = 1, kFlash2 = 2, kFlashD = 3 };
 
 constexpr Algorithm kAlgorithm = static_cast<Algorithm>(CUFLASH_ALGORITHM);
-constexpr int kBlocksPerSm = CUFLASH_BLOCKS_PER_SM;  // blocks that must fit on a multiprocessor at once
+constexpr int kBlocksPerSm = CUFLASH_BLOCKS_PER_SM;  // blocks that must fit on an SM at once
 constexpr bool kQInRegisters = CUFLASH_Q_IN_REGISTERS;
 constexpr int kQkUnroll = CUFLASH_QK_UNROLL;  // unrolled steps of q kᵀ; for float32 those of every product (L8)
 static_assert(kStages == 1 || kStages == 2, "the ring is one or two tiles deep");

@@ -1,5 +1,5 @@
-// Forward for few queries of each sequence: the query heads of a group are rows of one block, blocks of threads share
-// the keys of a sequence (splits), and the warps of a block those of each key tile.
+// Forward for few queries of each sequence: the query heads of a group are rows of one block, thread blocks share the
+// keys of a sequence (splits), and the warps of a block those of each key tile.
 //
 //   s, p, o                     as in forward.cu, of all rows of the block with a warp's keys
 //   out = sum w o / sum w       over the warps, then over the splits: common/row_states.cuh
@@ -9,7 +9,7 @@
 // Barriers of the block, for each tile:
 //          (A)  k and v of the tile have arrived, and every warp is done with the tile before
 #include "../common/mask.cuh"
-#include "../common/own_scores.cuh"
+#include "../common/mods.cuh"
 #include "../common/row_states.cuh"
 #include "../common/score.cuh"
 #include "../common/tile_range.cuh"
@@ -17,7 +17,7 @@
 #include "gemm_ab.cuh"
 #include "softmax_flash2.cuh"
 #include "tile.cuh"
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 constexpr int kWarpKeys = kBlockK / kStateWarps, kScores = kWarpKeys / 2;  // of a tile
 static_assert(kNumWarps == kStateWarps && kBlockQ == kStateRows && kStages == 2 && kVarlen, "");
@@ -34,7 +34,7 @@ struct SharedStorage {
   };
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-using Params = WithOwn<SplitParams>;
+using Params = WithMods<SplitParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 // A block's rows: row r is query r / heads of head r % heads, among heads that follow each other.
@@ -76,9 +76,9 @@ struct Found {
 
   __device__ int query_of(int row) const { return queries.begin + row / heads; }
 
-  // The functions of a row's head. why not below 0, and no head that there is not: rows that are not used ask the
-  // caller's functions nothing, but these may load by it.
-  __device__ __forceinline__ ModHead own_head(const Params& p, int row) const {
+  // The functions of a row's head. why not below 0, and no head that there is not: rows that are not used ask the mods
+  // nothing, but these may load by it.
+  __device__ __forceinline__ ModHead make_mod_head(const Params& p, int row) const {
     const int head = first_head + const_min(row % heads, heads_here - 1);
     return {p, p.problem, const_max(row_slots.sequence, 0), head, sequence.seqlen_q(), sequence.seqlen_k()};
   }
@@ -120,7 +120,7 @@ struct BlockRows {
       if (column == 0 && params.lse != nullptr) params.lse[sequence.lse_offset(at.first_head + head) + query] = lse;
     }
     const int count = params.problem.head_dim_v - column;
-    if (count <= 0 || (query >= at.queries.end && !params.problem.clears_unused)) return;
+    if (count <= 0 || (query >= at.queries.end && !params.problem.zeros_unused)) return;
     char* const out = sequence.queries().address(params.out, kOutBytes, at.first_head + head, query, column);
     const float4 x = kSinks ? merged.out(o_scale) : merged.out();
     const float values[4] = {x.x, x.y, x.z, x.w};
@@ -154,18 +154,18 @@ __device__ __forceinline__ void load_queries(const Params& params, const Found& 
   }
 }
 
-// Products of a warp's keys, from `key` on, become scores, and those that are not seen -inf. `own` are the caller's
-// functions of the lane's two rows.
-__device__ __forceinline__ void score_and_hide(const Params& params, const Found& at, const TwoModHeads& own,
+// Products of a warp's keys, from `key` on, become scores, and those that are not seen -inf. `mod_heads` are the mods
+// of the lane's two rows.
+__device__ __forceinline__ void score_and_mask(const Params& params, const Found& at, const TwoModHeads& mod_heads,
                                                float (&s)[kScores], int key) {
   Score{params.problem.score}.apply(s);
   const int lane = fresh_thread() % 32;
   const AnyLaneQueries rows{at.query_of(lane / 4), at.query_of(lane / 4 + 8)};
-  apply_own(own, s, ModRows(own, rows, key, lane % 4));
+  apply_mods(mod_heads, s, ModRows(mod_heads, rows, key, lane % 4));
   const Mask& mask = at.sequence.mask();
   const Range common = mask.full_range(at.queries.begin, at.queries.end);
-  if (key + kWarpKeys > common.end) mask.hide_after(s, rows, key, lane % 4);
-  if (key < common.begin) mask.hide_before(s, rows, key, lane % 4);
+  if (key + kWarpKeys > common.end) mask.apply_end(s, rows, key, lane % 4);
+  if (key < common.begin) mask.apply_begin(s, rows, key, lane % 4);
   const PagedPlace& keys = at.sequence.k_place;
   const Range range{key, const_min(key + kWarpKeys, at.sequence.seqlen_k())};
   if (!keys.is_paged() || !keys.pages.lacks_some(range)) return;
@@ -194,11 +194,11 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
                                                                   params.problem.head_dim_v);
   const AscendingTiles tiles = at.tiles;
   const int lane_row = threadIdx.x % 32 / 4;
-  const TwoModHeads own{at.own_head(params, lane_row), at.own_head(params, lane_row + 8)};
+  const TwoModHeads mod_heads{at.make_mod_head(params, lane_row), at.make_mod_head(params, lane_row + 8)};
   auto fetch = [&](int n, int slot) {
     if (!tiles.has(n)) return;
-    k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.seen_keys());
-    v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.seen_keys());
+    k_loader.load(k_smem + slot * kBytesK, n * kBlockK, sequence.visible_keys());
+    v_loader.load(v_smem + slot * kBytesV, n * kBlockK, sequence.visible_keys());
   };
 
   float o[1][kHeadDimV / 2] = {};
@@ -221,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     gemm_abt<QSwizzle, kHeadDim / kStepElements>(
         s, [&](FragmentA(&a)[1], int kk) { q(a, kk); },
         b_lane_address<QSwizzle>(k_smem + slot * kBytesK + warp * kWarpKeys * QSwizzle::kRowBytes));
-    score_and_hide(params, at, own, s[0], n * kBlockK + warp * kWarpKeys);
+    score_and_mask(params, at, mod_heads, s[0], n * kBlockK + warp * kWarpKeys);
     float o_scale[2];
     if (softmax.update(s, scale_log2_of(params.problem), o_scale)) {
 #pragma unroll

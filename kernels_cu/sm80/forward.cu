@@ -23,7 +23,7 @@ struct SharedStorage {
   alignas(128) char v[kStages][kBlockK * kHeadDimV * kElementBytes];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-using Params = WithOwn<ForwardParams>;
+using Params = WithMods<ForwardParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 // Normalises and stores this lane's rows, and the lse of each row once.
@@ -42,9 +42,9 @@ __device__ __forceinline__ void store_rows(const Params& params, const QueryWork
     if (kVarlen && !is_used) row_lse = -infinity();
     const bool sees = row_lse != -infinity();
     if (!kVarlen || is_used) Sink(params, work.head).add(o_scale, row_lse);
-    !sees ? clear_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale * dropout.scale());
+    !sees ? zero_row(o[r / 2], r % 2) : scale_row(o[r / 2], r % 2, o_scale * dropout.scale());
     store_row(out + i * params.out.stride_seqlen * kOutBytes, o[r / 2], r % 2, params.problem.head_dim_v - column,
-              is_used || (exists && params.problem.clears_unused), params.out.aligned);
+              is_used || (exists && params.problem.zeros_unused), params.out.aligned);
     if (params.lse != nullptr && work.part == 0 && threadIdx.x % 4 == 0 && exists) lse[i] = row_lse;
   }
 }
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   constexpr unsigned kBytesK = sizeof(SharedStorage::k[0]), kBytesV = sizeof(SharedStorage::v[0]);
 
   const QueryBlock work(params);
-  const auto seen = [&] { return work.seen_tiles(); };
+  const auto visible = [&] { return work.visible_tiles(); };
   if (kVarlen && work.rows.begin >= work.written_end()) return;
   const KeyLoader<kHeadDimV> v_loader(params.v, work.sequence.keys(), work.kv_head, params.problem.head_dim_v,
                                       work.part * kHeadDimV);
@@ -71,7 +71,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   // Prologue: q and the first tile.
   work.q_loader.load(q_smem, work.rows.begin, {0, work.sequence.seqlen_q()});
-  auto walk = walk_along(work.tiles, seen);
+  auto walk = walk_along(work.tiles, visible);
   fetch_k(walk.first(), 0);
   if constexpr (kStages == 2) fetch_v(walk.first(), 0);
   cp_async_commit();

@@ -1,7 +1,7 @@
 // lse = log sum exp(mask(score(q kᵀ))), which is forward without v, for one block of queries of one head.
 //
 //   s = mask(score(q kᵀ))       per key tile, as in forward.cu
-//   lse = softmax update of s   by the policy of this build, whose weights nobody uses
+//   lse = softmax update of s   by the policy of this build, whose weights are not used
 //
 // Roles    As in forward.cu, every warp owns kBlockQ / kNumWarps queries and all keys, and all threads copy.
 // Ring     Two tiles of k. The next tile is fetched during the whole of this one.
@@ -15,7 +15,7 @@ struct SharedStorage {
   alignas(128) char k[kStages][kBlockK * kHeadDim * kElementBytes];
 };
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
-using Params = WithOwn<ForwardParams>;
+using Params = WithMods<ForwardParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(kStages == 2, "the ring of lse is two tiles deep");
 
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
 
   const QueryBlock work(params);
   if (kVarlen && work.rows.begin >= work.written_end()) return;
-  const auto seen = [&] { return work.seen_tiles(); };
+  const auto visible = [&] { return work.visible_tiles(); };
   auto fetch_k = [&](int n, int slot) { work.fetch(work.k_loader, k_smem, n, slot); };
 
   SoftmaxPolicy<kAlgorithm, kFragments, kBlockK / 2> softmax;
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
   QFragments q(q_smem);
 
   work.q_loader.load(q_smem, work.rows.begin, {0, work.sequence.seqlen_q()});
-  auto walk = walk_along(work.tiles, seen);
+  auto walk = walk_along(work.tiles, visible);
   fetch_k(walk.first(), 0);
   cp_async_commit();
 

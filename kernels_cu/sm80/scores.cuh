@@ -1,13 +1,13 @@
 // Scores of a warp's queries with one key tile, as forward, lse and dq make them.
 #pragma once
-#include "../common/cells.cuh"
+#include "../common/mask_tiles.cuh"
 #include "../common/dropout.cuh"
 #include "../common/mask.cuh"
-#include "../common/own_scores.cuh"
+#include "../common/mods.cuh"
 #include "../common/score.cuh"
 #include "gemm.cuh"
 #include "tile.cuh"
-#include "work.cuh"
+#include "tile_scheduler.cuh"
 
 static_assert(kBlockQ % (16 * kNumWarps) == 0, "each warp owns whole 16-row fragments");
 constexpr int kRowsPerWarp = kBlockQ / kNumWarps, kFragments = kRowsPerWarp / 16;  // of a warp (L26)
@@ -24,11 +24,11 @@ using KeyLoader = TileLoader<kBlockK, kCols, AnySequence::KeyPlace>;
 // A block of queries, its scores, and the key tiles that some of its queries see.
 struct QueryBlock : QueryWork {
   const Score score;
-  const ModHead own;
+  const ModHead mod_head;
   const Dropout dropout;
   AnySequence::HeldMask mask;
   const DescendingTiles tiles;
-  const ModParams& own_params;
+  const ModParams& mod_params;
   const TileLoader<kBlockQ, kHeadDim> q_loader;
   const KeyLoader<kHeadDim> k_loader;
 
@@ -36,26 +36,26 @@ struct QueryBlock : QueryWork {
   __device__ __forceinline__ explicit QueryBlock(const Params& p)
       : QueryWork(p),
         score{p.problem.score},
-        own(p, p.problem, sequence_idx(), head, sequence.seqlen_q(), sequence.seqlen_k()),
+        mod_head(p, p.problem, sequence_idx(), head, sequence.seqlen_q(), sequence.seqlen_k()),
         dropout(p, sequence_idx(), head),
         mask(sequence.mask()),
         tiles(TileRange::covering(exists() ? mask.key_range(rows.begin, rows.end) : Range{0, 0}, kBlockK)),
-        own_params(p),
+        mod_params(p),
         q_loader(p.q, sequence.queries(), head, p.problem.head_dim),
         k_loader(p.k, sequence.keys(), kv_head, p.problem.head_dim) {}
 
-  // Whether the block has a query. Only blocks of sequences of several lengths may have none.
+  // Whether the block has a query. Only blocks of variable-length sequences may have none.
   __device__ __forceinline__ bool exists() const { return !kVarlen || rows.begin < rows.end; }
 
-  // The walk along the tiles that the caller's mask shows something of.
-  __device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_tiles() const {
-    return {tiles, own_params, sequence_idx(), head, rows, sequence.seqlen_k()};
+  // The walk along the tiles that the mask_mod shows something of.
+  __device__ __forceinline__ VisibleTiles<DescendingTiles, kBlockQ, kBlockK> visible_tiles() const {
+    return {tiles, mod_params, sequence_idx(), head, rows, sequence.seqlen_k()};
   }
 
   // Begins to load key tile n of k or of v into a slot of the ring at `smem`, if there is such a tile.
   template <class Loader>
   __device__ __forceinline__ void fetch(const Loader& loader, unsigned smem, int n, int slot) const {
-    if (tiles.has(n)) loader.load(smem + slot * Loader::kBytes, n * kBlockK, sequence.seen_keys());
+    if (tiles.has(n)) loader.load(smem + slot * Loader::kBytes, n * kBlockK, sequence.visible_keys());
   }
 
   // Whether some query of the block does not see all keys of tile n.
@@ -63,41 +63,41 @@ struct QueryBlock : QueryWork {
     return !mask.all_visible(rows, {n * kBlockK, (n + 1) * kBlockK});
   }
 
-  // s = mask(score(s)), where there is something to do. kWithOwn: functions of the caller's own take part, else they
-  // are asked later. is_full: the mask among them shows all of the tile.
-  template <bool kWithOwn = true>
+  // s = mask(score(s)), where there is something to do. kWithMods: mods take part, else they are asked later. is_full:
+  // the mask among them shows all of the tile.
+  template <bool kWithMods = true>
   __device__ __forceinline__ void score_and_mask(float (&s)[kFragments][kBlockK / 2], int n,
                                                  bool is_full = false) const {
     score.apply(s);
-    if constexpr (kWithOwn) {
-      if (kSkipsFullTiles && is_full) apply_own_to_tile<false>(s, n);
-      else apply_own_to_tile<kMaskMod>(s, n);
+    if constexpr (kWithMods) {
+      if (kSkipsFullTiles && is_full) apply_mods_to_tile<false>(s, n);
+      else apply_mods_to_tile<kMaskMod>(s, n);
     }
-    const float hidden = kWithOwn ? -infinity() : hidden_product();
+    const float hidden = kWithMods ? -infinity() : hidden_product();
     if (needs_mask(n)) {
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
         mask.apply(s[m], lane_row(*this) + 16 * m, n * kBlockK, threadIdx.x % 4, hidden);
       }
     }
-    if constexpr (kVarlen) hide_missing_pages(s, n, sequence, hidden);
+    if constexpr (kVarlen) mask_missing_pages(s, n, sequence, hidden);
   }
 
  private:
   template <bool kAsksMask>
-  __device__ __forceinline__ void apply_own_to_tile(float (&s)[kFragments][kBlockK / 2], int n) const {
+  __device__ __forceinline__ void apply_mods_to_tile(float (&s)[kFragments][kBlockK / 2], int n) const {
     if constexpr (kScoreMod || kAsksMask) {
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
-        const ModRows rows(own, LaneQueries{lane_row(*this) + 16 * m}, n * kBlockK, threadIdx.x % 4);
-        apply_own<kAsksMask>(own, s[m], rows);
+        const ModRows rows(mod_head, LaneQueries{lane_row(*this) + 16 * m}, n * kBlockK, threadIdx.x % 4);
+        apply_mods<kAsksMask>(mod_head, s[m], rows);
       }
     }
   }
 
   // Scores of keys whose page is not there become `hidden`.
   template <class Varlen>
-  __device__ __forceinline__ static void hide_missing_pages(float (&s)[kFragments][kBlockK / 2], int n,
+  __device__ __forceinline__ static void mask_missing_pages(float (&s)[kFragments][kBlockK / 2], int n,
                                                             const Varlen& sequence, float hidden) {
     const PagedPlace& keys = sequence.k_place;
     const Range range{n * kBlockK, const_min((n + 1) * kBlockK, sequence.seqlen_k())};

@@ -19,7 +19,7 @@ struct SoftmaxFlash2 {
 
   __device__ __forceinline__ bool update(float (&s)[kFragments][kCount], float scale_log2,
                                          float (&o_scale)[2 * kFragments]) {
-    bool raised = false;
+    bool updated = false;
 #pragma unroll
     for (int r = 0; r < 2 * kFragments; ++r) {
       const float row_max = quad_max(lane_row_max(s[r / 2], r % 2)) * scale_log2;
@@ -27,12 +27,12 @@ struct SoftmaxFlash2 {
       if (row_max > max_log2[r] + kSlack) {
         o_scale[r] = exp2_approx(max_log2[r] - row_max);
         max_log2[r] = row_max;
-        raised = true;
+        updated = true;
       }
       const float shift = max_log2[r] == -infinity() ? 0.0f : max_log2[r];
       sum[r] = sum[r] * o_scale[r] + exponentiate_row(s[r / 2], r % 2, scale_log2, shift);
     }
-    return __any_sync(0xffffffffu, raised);
+    return __any_sync(0xffffffffu, updated);
   }
 
   __device__ __forceinline__ void finish(int r, float& o_scale, float& lse) {

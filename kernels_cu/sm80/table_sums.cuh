@@ -32,7 +32,7 @@ struct WarpTable {
   }
 
   // why not of a shared one: a launch before has done so.
-  __device__ __forceinline__ void clear() const {
+  __device__ __forceinline__ void zero() const {
     if (is_shared) return;
     for (int i = threadIdx.x % 32; i < count; i += 32) first[i] = 0.0f;
     __syncwarp();

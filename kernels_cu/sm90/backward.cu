@@ -2,28 +2,28 @@
 // that see them, and the share of dq of these keys.
 //
 //   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
-//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh; more: own_step.cuh
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh; more: mod_step.cuh
 //   dv += p dout, dk += ds q  wgmma, p and ds from registers
-//   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks by dq_turns.cuh
+//   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks by dq_accumulate.cuh
 //
-// Roles    warpgroup 0  Warp 0 loads. Warp 1 takes the turns at tiles of dq; warps 2 and 3 move these tiles out.
+// Roles    warpgroup 0  Warp 0 loads. Warp 1 waits for semaphores of dq tiles; warps 2 and 3 move these tiles out.
 //          the others   Each owns 64 keys of the block and all queries. A step is a tile of queries:
 //                       s, dp | p, ds | dv | (both have written ds) | dq | dk, and dq to shared memory beside it
 // Barriers q_full, dout_full     the tile has arrived, the first of a key block together with k, or v
 //          q_empty, dout_empty   every warp is done with it
 //          kv_empty              every warp is done with the places of k and v
-//          turn_full, turn_empty the mode of a step's dq is there, or has been read
+//          semaphore_full/_empty the mode of a step's dq is there, or has been read
 //          dq_empty              the tile of dq has been read
 //          sum_full, sum_empty   what others have added to a tile is there, or has been read
 //          named barriers        backward_storage.cuh
 //
-// With cells (common/cells.cuh) warp 0 takes key blocks with their steps in which the caller's mask shows something,
-// and tells all other warps of them (told_steps.cuh). Then those key blocks take turns at a tile of dq that see some of
-// it.
+// If block-sparse (common/mask_tiles.cuh), warp 0 takes key blocks with their steps in which the mask_mod shows
+// something, and pushes them to all other warps (step_ring.cuh). Then those key blocks add to a tile of dq that
+// see some of it.
 #include "../ptx/grid.cuh"
 #include "backward_loader.cuh"
-#include "dq_turns.cuh"
-#include "own_step.cuh"
+#include "dq_accumulate.cuh"
+#include "mod_step.cuh"
 #include "shared_keys.cuh"
 
 // The order of some parts of a step. Each choice is faster for the tiles that it names, and slower for others (L32).
@@ -31,31 +31,31 @@ constexpr bool kFindsStatsFirst = kBlockQ == 64;  // the address of lse is forme
 constexpr bool kPassesLate = kDqByRows;           // dq is passed on after the next s and dp are begun; the wait for
                                                   // their q comes before the wait for dk
 
-// Whether dp is begun only once the caller's functions have made scores. why: what they load needs its registers.
-constexpr bool kBeginsDpLate = kModsTogether;
+// Whether dp is begun only once the mods have made scores. why: what they load needs its registers.
+constexpr bool kIssuesDpLate = kModsTogether;
 
 using Scores = float[kBlockQ / 2];
 using Pairs = unsigned[kBlockQ / 4];
 using ModStep = ModStepOf<kHasMods, kBlockQ / 2, true, kNeedsScoreModGrad>;
 
 // Whether scores become p only where their slope is needed, beside ds.
-constexpr bool kWeighsLate = Score::kAlwaysChanges || kNeedsScoreModGrad;
+constexpr bool kExponentiatesLate = Score::kAlwaysChanges || kNeedsScoreModGrad;
 
 struct Consumer : Role {
   const int group, warp;  // the consumer's number; the warp's number within it
   float dk[kHeadDim / 2], dv[kHeadDimV / 2];
   unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is not used
-  TileRange clear;  // of several lengths: query tiles that see all keys of this warpgroup. why held: L5
+  TileRange unmasked;  // varlen: query tiles that see all keys of this warpgroup. why held: L5
 
   __device__ __forceinline__ Consumer(const Params& p, const Addresses& addresses, int warp_idx)
       : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
 
   // Begins x = a bᵀ of this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
   template <int kColumns, int kCount>
-  __device__ __forceinline__ void begin_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
+  __device__ __forceinline__ void issue_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
                                                unsigned b_smem) const {
     const unsigned long long keys = wgmma_descriptor(a_smem + group * kGroupRows * 128);
-    ::begin_scores<kColumns, kCount - 1>(x, a, keys, kPanelBytesK, wgmma_descriptor(b_smem), kPanelBytesQ);
+    ::issue_abt<kColumns, kCount - 1>(x, a, keys, kPanelBytesK, wgmma_descriptor(b_smem), kPanelBytesQ);
   }
 
   // Loads the first columns of k or v once they have arrived.
@@ -78,9 +78,9 @@ struct Consumer : Role {
 
   // Begins dq = dsᵀ k of this warpgroup's columns, or rows.
   template <int kCount>
-  __device__ __forceinline__ void begin_dq(float (&dq)[kCount], unsigned ds_smem) const {
-    const unsigned own = kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK;
-    const unsigned long long k_rows = wgmma_descriptor(smem.k + own, kPanelBytesK);
+  __device__ __forceinline__ void issue_dq(float (&dq)[kCount], unsigned ds_smem) const {
+    const unsigned k_offset = kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK;
+    const unsigned long long k_rows = wgmma_descriptor(smem.k + k_offset, kPanelBytesK);
     const unsigned long long ds_columns = wgmma_descriptor(ds_smem + (kDqByRows ? group * 64 * 128 : 0));
     wgmma_fence();
 #pragma unroll
@@ -93,8 +93,8 @@ struct Consumer : Role {
   }
 
   // Scores of this warpgroup's keys with the queries of tile m become -inf where they are not visible.
-  __device__ __forceinline__ void hide(Scores& s, int m) const {
-    if (kVarlen && m >= clear.begin && m < clear.end) return;
+  __device__ __forceinline__ void apply_mask(Scores& s, int m) const {
+    if (kVarlen && m >= unmasked.begin && m < unmasked.end) return;
     const int key = block * kBlockK + group * kGroupRows, query = m * kBlockQ;
     const Mask mask = sequence().mask().transposed();
     if (!kVarlen && mask.all_visible<true>({key, key + kGroupRows}, {query, query + kBlockQ})) return;
@@ -112,24 +112,24 @@ struct Consumer : Role {
   }
 
   // s and dp become pairs of p and ds. s is p already, or still scores if their slope is needed.
-  __device__ __forceinline__ void weigh(const Scores& s, const Scores& dp, unsigned stats, const ModStep& own,
-                                        Pairs& weights, Pairs& ds) const {
+  __device__ __forceinline__ void p_and_ds(const Scores& s, const Scores& dp, unsigned stats, const ModStep& mod_step,
+                                           Pairs& weights, Pairs& ds) const {
 #pragma unroll
     for (int j = 0; j < kBlockQ / 8; ++j) {
       float x[4], y[4], slope[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) x[i] = s[4 * j + i];
-      own.score(x, slope, j);
-      if constexpr (kWeighsLate) exponentiate(x, stats + j * 32);
+      mod_step.score(x, slope, j);
+      if constexpr (kExponentiatesLate) exponentiate(x, stats + j * 32);
       unsigned delta[2];
       ld_shared_v2(delta[0], delta[1], stats + kBytesStats / 2 + j * 32);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        y[i] = x[i] * (own.gradient(dp[4 * j + i], 4 * j + i) - __uint_as_float(delta[i % 2]));
+        y[i] = x[i] * (mod_step.gradient(dp[4 * j + i], 4 * j + i) - __uint_as_float(delta[i % 2]));
         if constexpr (Score::kAlwaysChanges) y[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
         if constexpr (kScoreModGrad) y[i] *= slope[i];
-        y[i] = own.hidden_gradient(y[i], x[i]);
-        x[i] = own.weight(x[i], 4 * j + i);
+        y[i] = mod_step.hidden_gradient(y[i], x[i]);
+        x[i] = mod_step.weight(x[i], 4 * j + i);
       }
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
@@ -151,7 +151,7 @@ struct Consumer : Role {
   template <int kCount>
   __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int m) const {
     const int lane = fresh_thread() % 32;
-    const unsigned own = (group * 4 + warp) * (kBytesDq / 4), target = smem.dq + own;
+    const unsigned warp_offset = (group * 4 + warp) * (kBytesDq / 4), target = smem.dq + warp_offset;
     bar_sync(kDqReady + group, kDqThreads);
     const unsigned mode = ld_shared_u32(smem.dq_modes + 4 * (n & 1));
     if (mode < kDqFinishAlone) {
@@ -165,7 +165,7 @@ struct Consumer : Role {
         mbarrier_wait(smem.sum_full, mode - kDqFinish);
 #pragma unroll
         for (int i = 0; i < kDqFloats; i += 4) {
-          const float4 x = ld_shared_v4_f32(smem.dq_sum + own + lane * 16 + i * 128);
+          const float4 x = ld_shared_v4_f32(smem.dq_sum + warp_offset + lane * 16 + i * 128);
           dq[i] += x.x, dq[i + 1] += x.y, dq[i + 2] += x.z, dq[i + 3] += x.w;
         }
         if constexpr (!kDqTransposed) {
@@ -177,18 +177,18 @@ struct Consumer : Role {
         if (mode >= kDqFinish) bar_sync(kDqSumRead + group, 128);
         const float scale = params.problem.score.softmax_scale;
         const int query = m * kBlockQ + lane % 4 * 2;
-        const Range seen = sequence().seen_queries();
+        const Range visible = sequence().visible_queries();
         unsigned rounded[kCount / 2];
 #pragma unroll
         for (int i = 0; i < kCount; i += 2) {
           const int first = query + i / 4 * 8;
-          rounded[i / 2] = pack2(first >= seen.begin && first < seen.end ? dq[i] * scale : 0.0f,
-                                 first + 1 >= seen.begin && first + 1 < seen.end ? dq[i + 1] * scale : 0.0f);
+          rounded[i / 2] = pack2(first >= visible.begin && first < visible.end ? dq[i] * scale : 0.0f,
+                                 first + 1 >= visible.begin && first + 1 < visible.end ? dq[i + 1] * scale : 0.0f);
         }
         store_transposed(rounded, smem.dq + group * kBytesDq);
       } else {
         const int row = m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4;
-        clear_outside(dq, row, sequence().seen_queries());
+        zero_outside(dq, row, sequence().visible_queries());
         stage_rows<kDqColumns>(dq, params.problem.score.softmax_scale, target, 2048);
       }
     }
@@ -200,31 +200,31 @@ struct Consumer : Role {
     bar_arrive(kDqFilled + group, kDqThreads);
   }
 
-  __device__ __forceinline__ void await_query(unsigned n) const {
+  __device__ __forceinline__ void wait_query(unsigned n) const {
     mbarrier_wait(smem.q_full + 8 * (n % kStages), n / kStages & 1);
   }
-  // If transposed, this is called late (L41): it also tells that the warp is done with the place of dq.
+  // If transposed, this is called late (L41): it also signals that the warp is done with the place of dq.
   __device__ __forceinline__ void release_query(unsigned n) const {
     mbarrier_arrive_warp(smem.q_empty + 8 * (n % kStages), is_leader);
   }
 
-  // Step n, of a query head and query tile m. `first` and `last` tell whether it is so of its key block.
-  // `last` is asked once, while a product runs, with cells while the first does, as it then waits. is_full: the
-  // caller's mask shows all of the tile.
+  // Step n, of a query head and query tile m. `first` and `last`: whether it is so of its key block. `last` is
+  // asked once, while a product runs; if block-sparse, while the first does, as it then waits. is_full: the mask_mod
+  // shows all of the tile.
   template <class Last>
   __device__ __forceinline__ void step(unsigned n, int head, int m, bool is_full, bool first, Last last) {
     const unsigned slot = n % kStages, parity = n / kStages & 1;
     const unsigned q_smem = smem.q + slot * kBytesQ, dout_smem = smem.dout + slot * kBytesDout;
     const unsigned ds_smem = smem.ds + n % kDsStages * kBytesDs;
     Scores s, dp;
-    if (!kPassesLate || first) await_query(n);
-    begin_scores<kHeadDim>(s, k, smem.k, q_smem);
-    const ModStep own(*this, head, block * kBlockK + group * kGroupRows + warp * 16, m * kBlockQ);
-    auto begin_dp = [&] {
+    if (!kPassesLate || first) wait_query(n);
+    issue_scores<kHeadDim>(s, k, smem.k, q_smem);
+    const ModStep mod_step(*this, head, block * kBlockK + group * kGroupRows + warp * 16, m * kBlockQ);
+    auto issue_dp = [&] {
       mbarrier_wait(smem.dout_full + 8 * slot, parity);
-      begin_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
+      issue_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
     };
-    if constexpr (!kBeginsDpLate) begin_dp();
+    if constexpr (!kIssuesDpLate) issue_dp();
     if (kPassesLate && !first) pass_dq();
     if (kDqTransposed && n > 0) release_query(n - 1);
     bool is_last;
@@ -232,34 +232,34 @@ struct Consumer : Role {
     unsigned stats;
     auto find_stats = [&] { stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8; };
     if constexpr (kFindsStatsFirst) find_stats();
-    wgmma_wait<kBeginsDpLate ? 0 : 1>(s);
+    wgmma_wait<kIssuesDpLate ? 0 : 1>(s);
     Score{params.problem.score}.apply(s);
-    if (kSkipsFullTiles && is_full) own.template apply<false>(s);
-    else own.template apply<kMaskMod>(s);
-    hide(s, m);
-    if constexpr (kBeginsDpLate) begin_dp();
+    if (kSkipsFullTiles && is_full) mod_step.template apply<false>(s);
+    else mod_step.template apply<kMaskMod>(s);
+    apply_mask(s, m);
+    if constexpr (kIssuesDpLate) issue_dp();
     if constexpr (!kFindsStatsFirst) find_stats();
-    if constexpr (!kWeighsLate) {
+    if constexpr (!kExponentiatesLate) {
 #pragma unroll
       for (int j = 0; j < kBlockQ / 8; ++j) exponentiate(reinterpret_cast<float (&)[4]>(s[4 * j]), stats + j * 32);
     }
     wgmma_wait<0>(dp);
     Pairs weights, ds;
-    weigh(s, dp, stats, own, weights, ds);
+    p_and_ds(s, dp, stats, mod_step, weights, ds);
     store_transposed(ds, ds_smem + group * kPanelBytesQ);
-    begin_sum<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
+    issue_ab<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
     fence_proxy_async();  // why not before: L23
     bar_sync(kDsWritten, kConsumerThreads);
     float dq[kDqFloats];
-    begin_dq(dq, ds_smem);
+    issue_dq(dq, ds_smem);
     wgmma_wait<1>(dv);
     mbarrier_arrive_warp(smem.dout_empty + 8 * slot, is_leader);
-    begin_sum<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
+    issue_ab<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
     wgmma_wait<1>(dq);
     stage_dq(dq, n, m);
     if constexpr (!kPassesLate) pass_dq();
     if constexpr (!kBlockSparse) is_last = last();
-    if (kPassesLate && !is_last) await_query(n + 1);
+    if (kPassesLate && !is_last) wait_query(n + 1);
     wgmma_wait<0>(dk);
     if constexpr (!kDqTransposed) release_query(n);
   }
@@ -270,20 +270,20 @@ struct Consumer : Role {
                                         unsigned place) const {
     const auto of = sequence();
     const int key = block * kBlockK + group * kGroupRows + warp * 16;
-    clear_outside(x, key + fresh_thread() % 32 / 4, of.seen_keys());
+    zero_outside(x, key + fresh_thread() % 32 / 4, of.visible_keys());
     store_rows<kColumns>(map, x, scale, place, kLeavesByDq ? 2048 : kPanelBytesK, of.keys_from(key), kv_head,
                          is_leader);
   }
 
-  // Adds up dk and dv of a key block that others share. The result tells whether this block of threads has the whole.
+  // Adds up dk and dv of a key block that others share. The result is whether this thread block has the whole.
   __device__ __forceinline__ bool add_up() {
     const int thread = (group * 4 + warp) * 32 + fresh_thread() % 32;
     const unsigned nth = nth_shared();
-    return add_in_turn(shared_counter(), num_sharers(), smem.shared_rank, kDsWritten, thread,
-                       [&](bool first, bool last) {
-                         add_up_shared(dk, params.dk_acc, nth, thread, first, last);
-                         add_up_shared(dv, params.dv_acc, nth, thread, first, last);
-                       });
+    return add_in_order(shared_counter(), num_sharers(), smem.shared_rank, kDsWritten, thread,
+                        [&](bool first, bool last) {
+                          add_up_shared(dk, params.dk_acc, nth, thread, first, last);
+                          add_up_shared(dv, params.dv_acc, nth, thread, first, last);
+                        });
   }
 
   // Stores dk and dv before step n, through the places of k and v, or through the warp's part of the place of dq.
@@ -312,7 +312,7 @@ struct Consumer : Role {
     while (next_block()) {
       if constexpr (kVarlen) {
         const int key = block * kBlockK + group * kGroupRows;
-        clear = clear_tiles(sequence().mask().transposed(), {key, key + kGroupRows}, kBlockQ);
+        unmasked = unmasked_tiles(sequence().mask().transposed(), {key, key + kGroupRows}, kBlockQ);
       }
 #pragma unroll
       for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.0f;
@@ -320,13 +320,13 @@ struct Consumer : Role {
       for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
       const unsigned first = n;
       if constexpr (kBlockSparse) {
-        TileStep next = hear();
+        TileStep next = pop();
         if (!next.is_end()) load_keys(n);
 #pragma unroll 1
         for (; !next.is_end(); ++n) {
-          const TileStep told = next;
-          step(n, told.head, told.tile.n(), told.tile.is_full(), n == first, [&] {
-            next = hear();
+          const TileStep tile_step = next;
+          step(n, tile_step.head, tile_step.tile.n(), tile_step.tile.is_full(), n == first, [&] {
+            next = pop();
             return next.is_end();
           });
         }
@@ -353,10 +353,10 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, 1) CUFLASH_KERNEL(cons
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
   const Addresses smem{storage};
   const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
-  if (threadIdx.x == 32) storage.KeyWork::Dealt::take_number(params);
+  if (threadIdx.x == 32) storage.KeyWork::SchedulerStorage::take_number(params);
   if (threadIdx.x == 0) smem.init();
   __syncthreads();
-  await_kernels_ahead();
+  wait_kernels_ahead();
   if (warp < 4) {
     setmaxnreg_dec<kProducerRegisters>();
     if (warp == 0) Loader(params, smem).run();

@@ -17,7 +17,7 @@ struct Loader : Role {
 
   __device__ __forceinline__ void run() {
     unsigned step = 0, kv_parity = 1;
-    deal();
+    schedule();
 #pragma unroll 1
     for (; lead_block(); kv_parity ^= 1) {
       const unsigned first_step = step;
@@ -26,8 +26,8 @@ struct Loader : Role {
         const unsigned q_full = smem.q_full + 8 * slot, dout_full = smem.dout_full + 8 * slot;
         const bool first = step == first_step;
         const auto of = sequence();
-        const auto rows = read(of.seen_queries_from(m * kBlockQ));  // why before the wait: L17
-        const auto keys = of.seen_keys_from(block * kBlockK);
+        const auto rows = read(of.visible_queries_from(m * kBlockQ));  // why before the wait: L17
+        const auto keys = of.visible_keys_from(block * kBlockK);
         const int dim = params.problem.head_dim, dim_v = params.problem.head_dim_v;
         const unsigned stats_smem = smem.stats + slot * kBytesStats;
         const float* const lse = stats(head) + m * kBlockQ;
@@ -58,7 +58,7 @@ struct Loader : Role {
         __syncwarp();
       });
       if (step == first_step) wait_for_kv(kv_parity);
-      deal();
+      schedule();
     }
   }
 };

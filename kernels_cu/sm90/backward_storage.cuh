@@ -1,6 +1,6 @@
 // Shared memory of backward on Hopper, its barriers, and what every warp role knows.
 #pragma once
-#include "backward_work.cuh"
+#include "backward_scheduler.cuh"
 #include "gradient_fragment.cuh"
 
 constexpr unsigned kPanelBytesQ = kBlockQ * 128;  // of q, dout and ds
@@ -31,11 +31,11 @@ struct Storage {
   float stats[kStages][2][kBlockQ];                          // lse, then delta
   unsigned long long q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
   unsigned long long kv_empty, sum_full, sum_empty;
-  unsigned long long turn_full[2], turn_empty[2], dq_empty[2];  // of even and of odd steps
-  unsigned turn_modes[2], dq_modes[2];  // of even and of odd steps, for DqWarp and for consumers
+  unsigned long long semaphore_full[2], semaphore_empty[2], dq_empty[2];  // of even and of odd steps
+  unsigned semaphore_modes[2], dq_modes[2];  // of even and of odd steps, for DqWarp and for consumers
   unsigned shared_rank;
 };
-struct alignas(1024) SharedStorage : Storage, KeyWork::Dealt {};
+struct alignas(1024) SharedStorage : Storage, KeyWork::SchedulerStorage {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 // The addresses of the members of SharedStorage.
@@ -48,8 +48,8 @@ struct Addresses {
   const unsigned dout_full = smem_address(at.dout_full), dout_empty = smem_address(at.dout_empty);
   const unsigned kv_empty = smem_address(&at.kv_empty), dq_empty = smem_address(at.dq_empty);
   const unsigned sum_full = smem_address(&at.sum_full), sum_empty = smem_address(&at.sum_empty);
-  const unsigned turn_full = smem_address(at.turn_full), turn_empty = smem_address(at.turn_empty);
-  const unsigned turn_modes = smem_address(at.turn_modes), dq_modes = smem_address(at.dq_modes);
+  const unsigned semaphore_full = smem_address(at.semaphore_full), semaphore_empty = smem_address(at.semaphore_empty);
+  const unsigned semaphore_modes = smem_address(at.semaphore_modes), dq_modes = smem_address(at.dq_modes);
   const unsigned shared_rank = smem_address(&at.shared_rank);
 
   __device__ void init() const {
@@ -60,9 +60,10 @@ struct Addresses {
     }
     mbarrier_init(kv_empty, kReleases), mbarrier_init(sum_full, 1), mbarrier_init(sum_empty, 32 * kReleases);
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(turn_full + 8 * i, 1), mbarrier_init(turn_empty + 8 * i, 1), mbarrier_init(dq_empty + 8 * i, 1);
+      mbarrier_init(semaphore_full + 8 * i, 1), mbarrier_init(semaphore_empty + 8 * i, 1),
+          mbarrier_init(dq_empty + 8 * i, 1);
     }
-    at.KeyWork::Dealt::init();
+    at.KeyWork::SchedulerStorage::init();
     mbarrier_init_fence();
   }
 };

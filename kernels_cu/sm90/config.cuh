@@ -13,12 +13,12 @@ constexpr bool kPaged = true;  // keys lie in pages. why no number: L50
 constexpr bool kPaged = false;
 #endif
 #ifdef CUFLASH_Q_STAGES
-constexpr bool kDealsOut = kVarlen;  // whether a warp deals out work as it reads the lengths
+constexpr bool kHasScheduler = kVarlen;  // whether a warp schedules work as it reads the lengths
 #else
-constexpr bool kDealsOut = false;
+constexpr bool kHasScheduler = false;
 #endif
-constexpr bool kOneTilePerBlock = kReadsAhead;  // each block of threads has at most one piece of work
-// Blocks of a multiprocessor. why two: those of the next call begin while those of this one end.
+constexpr bool kOneTilePerBlock = kReadsAhead;  // each thread block has at most one work tile
+// Thread blocks of an SM. why two: those of the next call begin while those of this one end.
 constexpr int kMinBlocks = kOneTilePerBlock && kHeadDimV <= 128 ? 2 : 1;
 // why: a warpgroup that asks for more registers than the block was started with and the others gave back waits for
 // ever. Copies of pages need more than 24. why also without pages: with 24 causal calls at d 128 are 2 % slower.
@@ -26,12 +26,12 @@ constexpr int kStartRegisters = kNumConsumers == 3 || kMinBlocks == 2 ? 128 : kN
 constexpr int kProducerRegisters = kNumConsumers == 3   ? 32
                                    : kMinBlocks == 2    ? 88
                                    : kNumConsumers == 1 ? 152
-                                   : kDealsOut          ? 40
+                                   : kHasScheduler      ? 40
                                                         : 24;
 constexpr int kConsumerRegisters = kNumConsumers == 3   ? 160
                                    : kMinBlocks == 2    ? 168
                                    : kNumConsumers == 1 ? 248
-                                   : kDealsOut          ? 232
+                                   : kHasScheduler      ? 232
                                                         : 240;
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= (kNumConsumers + 1) * kStartRegisters, "");
 
@@ -57,7 +57,7 @@ constexpr bool kWarpsSplitKeys =
 // Whether warpgroups exchange registers. why not for all: a block of few rows that is alone has enough for each.
 constexpr bool kSetsRegisters = !kWarpsSplitKeys || kMinBlocks == 2;
 static_assert(!kOneTilePerBlock || (kWarpsSplitKeys && kFewSequences && !kPaged),
-              "only decode_narrow.cu passes over a piece that is void");
+              "only decode_narrow.cu passes over a work tile that is void");
 constexpr bool kPingPong = CUFLASH_PING_PONG;  // whether only one warpgroup issues products at a time
 static_assert(kWarpsSplitKeys || kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif
@@ -77,7 +77,7 @@ constexpr Gradient kGradient = static_cast<Gradient>(CUFLASH_GRADIENT);
 constexpr int kSecondStages = CUFLASH_SECOND_STAGES;  // tiles of v or dout in shared memory; kStages are of k or q
 #endif
 
-// Backward of either kind: whether blocks of threads share the query heads of each key block.
+// Backward of either kind: whether thread blocks share the query heads of each key block.
 #ifdef CUFLASH_SHARES_HEADS
 constexpr bool kSharesHeads = true;
 #else

@@ -1,5 +1,5 @@
-// Forward on Hopper for few queries of each sequence: the query heads of a group are rows of one block, and blocks of
-// threads share the keys of a sequence.
+// Forward on Hopper for few queries of each sequence: the query heads of a group are rows of one block, and thread
+// blocks share the keys of a sequence.
 //
 //   s, p, o                     as in forward.cu, over the key tiles of a split
 //   out = sum w o / sum w sum   over the splits: common/row_states.cuh
@@ -8,7 +8,7 @@
 // Splits   Their rows of o and lse lie in memory. The block whose split ends last merges them, in their order.
 // Barriers As in forward.cu, and kMerge instead of kIssue.
 #include "decode_output.cuh"
-#include "output.cuh"
+#include "mainloop.cuh"
 
 struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
   using ForwardMainloop::ForwardMainloop;
@@ -19,24 +19,24 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (;;) {
-      smem.await_work(i);
+      smem.wait_work(i);
       // why: the host launches as many blocks as there may be work for.
       if (!smem.work(i).exists()) break;
       const TileRange tiles = smem.work(i).keys;
-      await_query();
+      wait_query();
       softmax.setup();
 #pragma unroll 1
       for (int n = tiles.end - 1; n >= tiles.begin; --n) {
         const bool is_first = n == tiles.end - 1;
-        const unsigned k_slot = begin_next_scores();
+        const unsigned k_slot = issue_next_qk();
         wgmma_wait<0>(s);
-        const bool changes_o = weigh_tile(n, k_slot);
+        const bool changes_o = softmax_tile(n, k_slot);
         __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
         release(k_slot);
         if (n == (kQInRegisters ? tiles.end - 1 : tiles.begin) && is_leader) mbarrier_arrive(smem.q_empty(i, group));
         pack();
         if (changes_o && !is_first) rescale();
-        end_output(begin_next_output(!is_first));
+        finish_pv(issue_next_pv(!is_first));
       }
       ++i;
       store(softmax);
@@ -44,28 +44,28 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
   }
 
   // Makes weights of the scores of key tile n. o must be multiplied by o_scale if the result says so.
-  __device__ __forceinline__ bool weigh_tile(int n, unsigned k_slot) {
+  __device__ __forceinline__ bool softmax_tile(int n, unsigned k_slot) {
     const QueryWork work = smem.work(i);  // why here: L31
     const auto rows = lane_queries(work);
-    const ModWork own(params, work);
-    const auto own_tile = own.tile(rows, n * kBlockK);
+    const TileMods tile_mods(params, work);
+    const auto mod_tile = tile_mods.tile(rows, n * kBlockK);
     GroupKeys keys(params.problem, work, group);
-    keys.find_clear(params.problem, work, group);
+    keys.find_unmasked(params.problem, work, group);
     Score{params.problem.score}.apply(s);
-    own.apply(own_tile, s, false);
-    if (n >= keys.clear.end) mask(work).hide_after(s, rows, n * kBlockK, fresh_thread() % 4);
-    if (n < keys.clear.begin) mask(work).hide_before(s, rows, n * kBlockK, fresh_thread() % 4);
-    absent_keys(k_slot).hide(s, fresh_thread() % 4);
+    tile_mods.apply(mod_tile, s, false);
+    if (n >= keys.unmasked.end) mask(work).apply_end(s, rows, n * kBlockK, fresh_thread() % 4);
+    if (n < keys.unmasked.begin) mask(work).apply_begin(s, rows, n * kBlockK, fresh_thread() % 4);
+    missing_pages(k_slot).apply(s, fresh_thread() % 4);
     float sums[2];
-    if constexpr (kRaisesAlways) {
-      softmax.raise(s, scale_log2(), o_scale);
-      softmax.weigh(s, scale_log2(), sums);
+    if constexpr (kAlwaysUpdatesMax) {
+      softmax.update_max(s, scale_log2(), o_scale);
+      softmax.exponentiate(s, scale_log2(), sums);
       softmax.add(sums);
       return true;
     }
     if (n == work.keys.end - 1) softmax.begin_with_few(rows, mask(work));
-    softmax.raise_unseen(s, scale_log2());
-    softmax.weigh(s, scale_log2(), sums);
+    softmax.update_max_if_unseen(s, scale_log2());
+    softmax.exponentiate(s, scale_log2(), sums);
     if (!__any_sync(0xffffffffu, softmax.out_of_range(0, sums[0]) | softmax.out_of_range(1, sums[1]))) {
       softmax.add(sums);
       return false;
@@ -78,12 +78,13 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
     auto finish = [&](float (&fresh)[8], int piece) {
       const int key = n * kBlockK + 16 * piece;
       Score{params.problem.score}.apply(fresh);
-      own.apply(own.tile(rows, key), fresh, false);
-      if (n >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
-      if (n < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
-      absent_keys(k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
+      tile_mods.apply(tile_mods.tile(rows, key), fresh, false);
+      if (n >= keys.unmasked.end) mask(work).apply_end(fresh, rows, key, fresh_thread() % 4);
+      if (n < keys.unmasked.begin) mask(work).apply_begin(fresh, rows, key, fresh_thread() % 4);
+      missing_pages(k_slot).apply_piece(fresh, piece, fresh_thread() % 4);
     };
-    weigh_again(s, softmax, sums, again, o_scale, finish, scale_log2(), q, q_smem(), smem.kv + k_slot * kBytesSlot);
+    recompute_tile_weights(s, softmax, sums, again, o_scale, finish, scale_log2(), q, q_smem(),
+                           smem.kv + k_slot * kBytesSlot);
     return true;
   }
 
@@ -180,7 +181,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
     finish(work, softmax, o_scale, lse);
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      if (o_scale[h] == 0.0f) clear_row(o, h);
+      if (o_scale[h] == 0.0f) zero_row(o, h);
     const int shared = output.shared_rows(work);
     if (work.split == 0) store_rows(work, {shared, output.num_rows(work)}, lse);
     store_split(work, {0, shared}, softmax);

@@ -25,7 +25,7 @@ struct NarrowConsumer : Role {
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (;; ++i) {
-      smem.await_work(i);
+      smem.wait_work(i);
       // why: the host launches as many blocks as there may be work for.
       if (!smem.work(i).exists()) break;
       const TileRange tiles = smem.work(i).keys;
@@ -33,29 +33,29 @@ struct NarrowConsumer : Role {
       softmax.setup();
 #pragma unroll
       for (int j = 0; j < kHeadDimV / 2; ++j) o[j] = 0.0f;
-      const Seen seen(params, smem.work(i));
+      const Visible visible(params, smem.work(i));
 #pragma unroll 1
-      for (int n = tiles.end - 1; n >= tiles.begin; --n) step(seen, n);
+      for (int n = tiles.end - 1; n >= tiles.begin; --n) step(visible, n);
       give_back_v();
       if (is_leader) mbarrier_arrive(smem.q_empty(i, 0));
       if constexpr (kOneTilePerBlock) {
-        smem.await_work(i + 1);
+        smem.wait_work(i + 1);
         if (smem.work(i + 1).row_begin != kNoWork) continue;  // why: SchedulerWarp::run_ahead
       }
       store(smem.work(i));
     }
   }
 
-  // What this lane's rows see of a piece of work.
-  struct Seen {
+  // What this lane's rows see of a work tile.
+  struct Visible {
     const AnyLaneQueries rows;
-    const ModHeads own;
+    const ModHeads mod_heads;
     const Mask mask;
     const Range common;  // the keys that all rows of the block see
 
-    __device__ __forceinline__ Seen(const KernelParams& params, const QueryWork& work)
+    __device__ __forceinline__ Visible(const KernelParams& params, const QueryWork& work)
         : rows(work.lane_queries(params.problem, fresh_thread() % 32 / 4)),
-          own(own_heads(params, work)),
+          mod_heads(make_mod_heads(params, work)),
           mask(work.sequence(params.problem).mask()),
           common(common_keys(work.queries(params.problem, 0, kBlockQ), mask)) {}
 
@@ -65,16 +65,17 @@ struct NarrowConsumer : Role {
   };
 
   // Takes the warp's keys of tile n.
-  __device__ __forceinline__ void step(const Seen& seen, int n) {
+  __device__ __forceinline__ void step(const Visible& visible, int n) {
     using Panel = Swizzle<8>;
     const int lane = fresh_thread() % 32;
-    const unsigned own = warp * kWarpKeys * 128;  // bytes before the warp's keys in a panel
+    const unsigned keys_offset = warp * kWarpKeys * 128;  // bytes before the warp's keys in a panel
     float s[kWarpKeys / 2] = {};
     const PipelineState k = ring.advance();
     mbarrier_wait(smem.kv_full + 8 * k.slot, k.parity);
     give_back_v();
     const unsigned q_rows = smem.q_rows(i, 0) + Panel::offset(lane % 16, lane / 16);
-    const unsigned k_rows = smem.kv + k.slot * kBytesSlot + own + Panel::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const unsigned k_rows =
+        smem.kv + k.slot * kBytesSlot + keys_offset + Panel::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int kk = 0; kk < kHeadDim / 16; ++kk) {
       unsigned a[4];
@@ -87,13 +88,13 @@ struct NarrowConsumer : Role {
         mma_sync_m16n8k16<kIsFloat16>(s + 8 * j + 4, a, b[2], b[3]);
       }
     }
-    weigh(s, seen, n, k.slot);
+    softmax_tile(s, visible, n, k.slot);
     __syncwarp();  // why: all lanes have loaded k
     if (is_leader) mbarrier_arrive(smem.kv_empty + 8 * k.slot);
 
     const PipelineState v = ring.advance();
     mbarrier_wait(smem.kv_full + 8 * v.slot, v.parity);
-    const unsigned v_rows = smem.kv + v.slot * kBytesSlot + own + Panel::offset(lane % 16, lane / 16);
+    const unsigned v_rows = smem.kv + v.slot * kBytesSlot + keys_offset + Panel::offset(lane % 16, lane / 16);
 #pragma unroll
     for (int kk = 0; kk < kWarpKeys / 16; ++kk) {
       const float* const p = s + 8 * kk;
@@ -118,28 +119,29 @@ struct NarrowConsumer : Role {
   }
 
   // Scores of the warp's keys of tile n become weights, and o is multiplied by what they ask for.
-  __device__ __forceinline__ void weigh(float (&s)[kWarpKeys / 2], const Seen& seen, int n, unsigned k_slot) {
+  __device__ __forceinline__ void softmax_tile(float (&s)[kWarpKeys / 2], const Visible& visible, int n,
+                                               unsigned k_slot) {
     const int lane = fresh_thread() % 32, key = n * kBlockK + warp * kWarpKeys;
     Score{params.problem.score}.apply(s);
-    apply_own<kMaskMod, false>(seen.own, s, ModRows(seen.own, seen.rows, key, lane % 4));
-    if (key + kWarpKeys > seen.common.end) seen.mask.hide_after(s, seen.rows, key, lane % 4);
-    if (key < seen.common.begin) seen.mask.hide_before(s, seen.rows, key, lane % 4);
+    apply_mods<kMaskMod, false>(visible.mod_heads, s, ModRows(visible.mod_heads, visible.rows, key, lane % 4));
+    if (key + kWarpKeys > visible.common.end) visible.mask.apply_end(s, visible.rows, key, lane % 4);
+    if (key < visible.common.begin) visible.mask.apply_begin(s, visible.rows, key, lane % 4);
 #pragma unroll
     for (int j = 0; j < kWarpKeys / 16; ++j) {
-      MissingPages{params, smem, k_slot}.hide_piece(reinterpret_cast<float (&)[8]>(s[8 * j]),
-                                                    warp * (kWarpKeys / 16) + j, lane % 4);
+      MissingPages{params, smem, k_slot}.apply_piece(reinterpret_cast<float (&)[8]>(s[8 * j]),
+                                                     warp * (kWarpKeys / 16) + j, lane % 4);
     }
     const float scale_log2 = scale_log2_of(params.problem);
     float o_scale[2], sums[2];
-    softmax.raise(s, scale_log2, o_scale);
-    softmax.weigh(s, scale_log2, sums);
+    softmax.update_max(s, scale_log2, o_scale);
+    softmax.exponentiate(s, scale_log2, sums);
     softmax.add(sums);
     if (!__any_sync(0xffffffffu, o_scale[0] != 1.0f | o_scale[1] != 1.0f)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) scale_row(o, h, o_scale[h]);
   }
 
-  // The rows of a piece of work, as RowStates asks for them.
+  // The rows of a work tile, as RowStates asks for them.
   struct Rows {
     const DecodeOutput output;
     const QueryWork work;

@@ -8,11 +8,11 @@
 //          the others   Each owns 64 queries of the block and all keys. A step issues s of the next key tile and p v of
 //                       this one; the softmax of that s then runs beside p v. The last p v of a block goes with the
 //                       first s of the next block, under which the block's rows are stored.
-// Barriers work_full   work is described, or that there is no more
+// Barriers work_full   work is published, or that there is no more
 //          q_full      q has arrived            q_empty   every warp is done with it
 //          kv_full     k or v has arrived       kv_empty  every warp is done with it
 //          kIssue      (kPingPong) a warpgroup may issue its products; the softmax of the other runs beside them
-#include "output.cuh"
+#include "mainloop.cuh"
 
 constexpr int kOutColumns = 128 / kOutBytes;  // of a panel of out
 constexpr int kPanelsOut = (kHeadDimV + kOutColumns - 1) / kOutColumns;
@@ -58,9 +58,9 @@ struct ForwardConsumer : ForwardMainloop<ForwardConsumer> {
     if (__any_sync(0xffffffffu, o_scale[0] == 0.0f || o_scale[1] == 0.0f)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        if (o_scale[h] == 0.0f) clear_row(o, h);
+        if (o_scale[h] == 0.0f) zero_row(o, h);
     }
-    // why found here only where sequences have lengths of their own: L53.
+    // why found here only for variable-length sequences: L53.
     auto find_rows = [&] { return work.sequence(params.problem).out_from(work.row_begin + block_row()); };
     decltype(find_rows()) rows;
     if constexpr (kVarlen) rows = find_rows();

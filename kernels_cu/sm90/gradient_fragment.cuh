@@ -7,12 +7,12 @@
 #include "panels.cuh"
 #include "products.cuh"
 
-// Clears the rows outside `seen`, which see nothing, or which nobody sees. `row` is the thread's upper row.
+// Zeros the rows outside `visible`, which see nothing, or which no query sees. `row` is the thread's upper row.
 template <int kCount>
-__device__ __forceinline__ void clear_outside(float (&x)[kCount], int row, Range seen) {
+__device__ __forceinline__ void zero_outside(float (&x)[kCount], int row, Range visible) {
 #pragma unroll
   for (int h = 0; h < 2; ++h)
-    if (row + 8 * h < seen.begin || row + 8 * h >= seen.end) clear_row(x, h);
+    if (row + 8 * h < visible.begin || row + 8 * h >= visible.end) zero_row(x, h);
 }
 
 // Stores the warp's 16 rows to shared memory, as 16-bit numbers, in panels of `panel_bytes`.

@@ -1,17 +1,17 @@
-// A key block of backward on Hopper, and how blocks of threads share it.
+// A key block of backward on Hopper, and how thread blocks share it.
 #pragma once
 #include "../common/query_tiles.cuh"
-#include "../common/work.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "config.cuh"
-#include "seen_sequence.cuh"
+#include "visible_sequence.cuh"
 
-using Params = WithOwn<TiledBackwardParams>;
+using Params = WithMods<TiledBackwardParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(!kVarlen || kPaddedSlot % kBlockQ == 0, "a query tile would read the stats of another sequence");
 
 using QueryTiles = QueryTilesOf<kBlockQ, kBlockK>;
 
-// 2 to this power blocks of threads share the query heads of each key block. why a variant: L53.
+// 2 to this power thread blocks share the query heads of each key block. why a variant: L53.
 __device__ __forceinline__ unsigned parts_log2(const TiledBackwardParams& p) { return kSharesHeads ? p.parts_log2 : 0; }
 
 // The query heads of a kv head, counted from its first one, of a part of those that share its key blocks.
@@ -25,7 +25,7 @@ __device__ __forceinline__ Range heads_of_part(const TiledBackwardParams& p, int
 struct AnyKeyBlock {
   const Params& params;
   int batch, kv_head, block;
-  Range steps;  // that this block of threads takes, if it knows before it begins
+  Range steps;  // that this thread block takes, if it knows before it begins
 
   __device__ __forceinline__ explicit AnyKeyBlock(const Params& p) : params(p) {}
 
@@ -44,11 +44,11 @@ struct AnyKeyBlock {
   __device__ __forceinline__ QueryTiles query_tiles() const { return QueryTiles(*this, sequence().mask(), block); }
   __device__ __forceinline__ int num_query_tiles() const { return params.num_q_blocks; }
 
-  // One warp gets the next work for all of them: each finds it by itself, or is told of it with its steps.
-  __device__ __forceinline__ void deal() const {}
+  // One warp gets the next work for all of them: each finds it by itself, or pops it with its steps.
+  __device__ __forceinline__ void schedule() const {}
 
   // Counters behind those of all tiles of dq: of shared key blocks, then of the work that was taken.
-  __device__ __forceinline__ unsigned* turns_behind() const {
-    return params.turns + Sequence::num_query_heads(params.problem) * params.num_q_blocks;
+  __device__ __forceinline__ unsigned* semaphores_behind() const {
+    return params.semaphores + Sequence::num_query_heads(params.problem) * params.num_q_blocks;
   }
 };

@@ -12,19 +12,19 @@ struct LseConsumer : Consumer {
 
   __device__ __forceinline__ void run() {
     for (;; ++i) {
-      smem.await_work(i);
+      smem.wait_work(i);
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
       GroupKeys keys(params.problem, work, group);
-      keys.find_clear(params.problem, work, group);
+      keys.find_unmasked(params.problem, work, group);
       softmax.setup();
       const DescendingTiles tiles = keys.tiles;
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
-        const unsigned k_slot = n == tiles.first() ? begin_first_scores(keys) : begin_next_scores();
+        const unsigned k_slot = n == tiles.first() ? issue_first_qk(keys) : issue_next_qk();
         float unused[2];
-        weigh<0>(keys, n, k_slot, unused);
-        end_scores(keys, n, k_slot);
+        softmax_tile<0>(keys, n, k_slot, unused);
+        release_k(keys, n, k_slot);
       }
       if (keys.skips_last) skip();
       float unused[2], lse[2];

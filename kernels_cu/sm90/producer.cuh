@@ -1,33 +1,33 @@
-// The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. Work is dealt out by the
-// warp that loads k and v or, with cells or lengths, by a warp of its own.
+// The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. The warp that loads k and
+// v schedules work, or a warp of its own if block-sparse or varlen.
 #pragma once
 #include "../common/swizzle.cuh"
 #include "../ptx/cp_async.cuh"
 #include "varlen_producer.cuh"
 
-// One thread tells the others about work i. All lanes of a warp call.
-struct Describer : Role {
+// One thread pushes work tile i to the others. All lanes of a warp call.
+struct WorkPusher : Role {
   template <class AnyWork>
-  __device__ __forceinline__ void describe(unsigned i, const AnyWork& work) const {
-    if (is_leader) smem.describe(i, work);
+  __device__ __forceinline__ void push(unsigned i, const AnyWork& work) const {
+    if (is_leader) smem.push(i, work);
     __syncwarp();
   }
 };
 
-// Warp 0 fills the ring and, without cells, deals out work.
+// Warp 0 fills the ring and, unless block-sparse, schedules work.
 template <class AnyWork>
-struct DenseKeyProducer : Describer {
+struct DenseKeyProducer : WorkPusher {
   PipelineState ring;
   LoadedTile<kBlockSparse> loaded;
 
   // Loads key tile n of k or v into the ring.
-  template <int kPanels, bool kTells>
+  template <int kPanels, bool kPushes>
   __device__ __forceinline__ void load(const TensorMap& map, int n, const AnyWork& work) {
     const unsigned full = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
-    const auto rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
+    const auto rows = work.sequence(params.problem).visible_keys_from(n * kBlockK);  // why before the wait: L17
     mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
     if (is_leader) {
-      if constexpr (kTells) loaded.tell(smem, ring.slot);
+      if constexpr (kPushes) loaded.push(smem, ring.slot);
       mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
       load_panels<kPanels>(map, target, kPanelBytesK, full, rows, work.kv_head);
     }
@@ -49,12 +49,12 @@ struct DenseKeyProducer : Describer {
 
   // why work is read back from shared memory: L5.
   __device__ __forceinline__ void run(const AnyWork& first) {
-    WorkQueue queue;
-    if constexpr (!kBlockSparse) describe(0, first);
+    TileScheduler scheduler;
+    if constexpr (!kBlockSparse) push(0, first);
     unsigned i = 0;
 #pragma unroll 1
     for (;; ++i) {
-      if constexpr (kBlockSparse) smem.await_work(i);
+      if constexpr (kBlockSparse) smem.wait_work(i);
       const AnyWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
@@ -65,10 +65,10 @@ struct DenseKeyProducer : Describer {
 #pragma unroll 1
       for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
         if constexpr (kBlockSparse) {
-          if (n == claim_at && is_leader) mbarrier_arrive(smem.wanted(i));
+          if (n == claim_at && is_leader) mbarrier_arrive(smem.requested(i));
         } else if (n == claim_at) {
-          queue.advance(params);
-          describe(i + 1, queue.work(params));
+          scheduler.advance(params);
+          push(i + 1, scheduler.work(params));
         }
         const int before = kBlockSparse ? loaded.n() : n + 1;
         loaded.find_next(params, work, n == tiles.first());
@@ -82,33 +82,33 @@ struct DenseKeyProducer : Describer {
   }
 };
 
-// Deals out work with cells, which are counted for it.
+// Schedules work if block-sparse: visible tiles are counted for it.
 template <class AnyWork>
-struct DenseDealer : Describer {
+struct DenseSchedulerWarp : WorkPusher {
   __device__ __forceinline__ void run(const AnyWork& first) const {
-    WorkQueue queue;
-    describe(0, first);
+    TileScheduler scheduler;
+    push(0, first);
     bool exists = first.exists();
 #pragma unroll 1
     for (unsigned i = 0; exists; ++i) {
-      smem.await_wanted(i);
-      queue.advance(params);
-      const AnyWork next = queue.work(params);
-      describe(i + 1, next);
+      smem.wait_request(i);
+      scheduler.advance(params);
+      const AnyWork next = scheduler.work(params);
+      push(i + 1, next);
       exists = next.exists();
     }
   }
 };
-static_assert(!kBlockSparse || kQueryWarps < kDealingWarp, "the warp that deals out work has nothing else to do");
+static_assert(!kBlockSparse || kQueryWarps < kSchedulerWarp, "the scheduler warp has no other role");
 
-// Named barriers of kernels for several lengths: one warp has made the barriers in memory; the first piece of work is
-// described. why two, to each of which one side only arrives: the sides come to them at different places, which
-// __syncthreads() forbids.
+// Named barriers of varlen kernels: one warp has made the barriers in memory; the first work tile is published. why
+// two, to each of which one side only arrives: the sides come to them at different places, which __syncthreads()
+// forbids.
 enum { kBarriersMade = 4, kFirstWork = 5 };
 
-// Deals out the work of sequences of several lengths. why a warp of its own: it needs more registers than the others
-// have left, and nobody is to wait while it reads the lengths.
-template <class Queue>
+// Schedules the work of variable-length sequences. why a warp of its own: it needs more registers than the others have
+// left, and no other warp waits while it reads the lengths.
+template <class Scheduler>
 struct SchedulerWarp : Role {
   __device__ __forceinline__ void run() const {
     if constexpr (kOneTilePerBlock) run_ahead();
@@ -116,27 +116,28 @@ struct SchedulerWarp : Role {
   }
 
  private:
-  // Piece i is described.
-  __device__ __forceinline__ void tell(unsigned i) const {
+  // Publishes work tile i.
+  __device__ __forceinline__ void publish(unsigned i) const {
     if (i == 0) bar_sync(kBarriersMade, 64);
-    if (is_leader) smem.tell(i);
+    if (is_leader) smem.publish(i);
     __syncwarp();
     if (i > 0) return;
     bar_arrive(kFirstWork, kNumThreads);
-    smem.await_told(i);  // why, as nobody else does: synccheck reports a barrier in memory that nobody waits for (L41)
+    smem.wait_published(
+        i);  // why, as no other thread does: synccheck reports a barrier in memory that no thread waits for (L41)
   }
 
-  // Deals out the one piece of the block of threads. It is found while the kernels ahead still run, and loaded as soon
+  // Schedules the one work tile of the thread block. It is found while the kernels ahead still run, and loaded as soon
   // as they have ended. Since they may have written to the lengths, it is then found once more: if it is another one,
-  // that is the next piece, and the first one is void.
+  // that is the next work tile, and the first one is void.
   __device__ __forceinline__ void run_ahead() const {
     unsigned i = 0;
     // why one site: L50.
 #pragma unroll 1
     for (bool is_ahead = true;; is_ahead = false) {
-      Queue queue;
-      queue.begin(params);
-      QueryWork work = queue.find(params);
+      Scheduler scheduler;
+      scheduler.begin(params);
+      QueryWork work = scheduler.find(params);
       const bool exists = work.exists();
       if (i > 0) {
         if (exists && work.is(smem.work(0))) work.row_begin = kNoWork;
@@ -145,35 +146,35 @@ struct SchedulerWarp : Role {
       // why not ahead if there is none: the other warps would end.
       if (exists || !is_ahead) {
         if (is_leader) smem.write(i, work);
-        tell(i);
+        publish(i);
         ++i;
       }
       if (!is_ahead) break;
-      await_kernels_ahead();
+      wait_kernels_ahead();
     }
     QueryWork none;
     none.row_begin = kNoWork;
-    if (is_leader) smem.describe(i, none);
+    if (is_leader) smem.push(i, none);
   }
 
   // why one site for all pieces: L50.
   __device__ __forceinline__ void run_on() const {
-    Queue queue;
-    queue.begin(params);
+    Scheduler scheduler;
+    scheduler.begin(params);
     bool exists = true, is_second = false;  // of a pair
 #pragma unroll 1
     for (unsigned i = 0; exists; ++i) {
       if (is_second) {
-        queue.describe_second(params, smem, i);
+        scheduler.write_second(params, smem, i);
       } else {
-        if (i > 0) queue.advance(params);
-        exists = queue.describe(params, smem, i);
+        if (i > 0) scheduler.advance(params);
+        exists = scheduler.write_work(params, smem, i);
       }
-      tell(i);
-      // why not before the second piece of a pair is told of, too: it is known already.
-      if (is_second) smem.await_wanted(i - 1);
-      is_second = !is_second && queue.is_pair();
-      if (exists && !is_second) smem.await_wanted(i);
+      publish(i);
+      // why not before the second work tile of a pair is published, too: it is known already.
+      if (is_second) smem.wait_request(i - 1);
+      is_second = !is_second && scheduler.is_pair();
+      if (exists && !is_second) smem.wait_request(i);
     }
   }
 };
@@ -190,7 +191,7 @@ __device__ __forceinline__ void load_queries(const Params& params, const AnyWork
 }
 
 // The same for rows of several heads, which lie anywhere. `filled` rows in shared memory are not zeros.
-__device__ __forceinline__ void load_queries(const WithOwn<DecodeParams>& params, const DecodeWork& work, int,
+__device__ __forceinline__ void load_queries(const WithMods<DecodeParams>& params, const DecodeWork& work, int,
                                              unsigned target, unsigned barrier, int& filled, bool) {
   constexpr int kChunks = kHeadDim / 8;  // of 16 bytes, in a row
   const ProblemParams& problem = params.problem;
@@ -218,7 +219,7 @@ struct QueryProducer : Role {
     int filled = 0;
 #pragma unroll 1
     for (unsigned i = 0;; ++i) {
-      smem.await_work(i);
+      smem.wait_work(i);
       const QueryWork work = smem.work(i);
       if (!work.exists()) break;
 #pragma unroll 1

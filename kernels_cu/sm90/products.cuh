@@ -24,9 +24,9 @@ __device__ __forceinline__ void load_rows(unsigned (&a)[kCount][4], unsigned row
 
 // Begins x = a bᵀ over kDim columns of tiles given by descriptors. The first kInRegisters steps of a are in registers.
 template <int kDim, int kInRegisters, int kCount>
-__device__ __forceinline__ void begin_scores(float (&x)[kCount], const unsigned (*a_registers)[4],
-                                             unsigned long long a_begin, unsigned a_panel_bytes,
-                                             unsigned long long b_begin, unsigned b_panel_bytes) {
+__device__ __forceinline__ void issue_abt(float (&x)[kCount], const unsigned (*a_registers)[4],
+                                          unsigned long long a_begin, unsigned a_panel_bytes,
+                                          unsigned long long b_begin, unsigned b_panel_bytes) {
   wgmma_fence();
 #pragma unroll
   for (int kk = 0; kk < kDim / 16; ++kk) {
@@ -43,8 +43,8 @@ __device__ __forceinline__ void begin_scores(float (&x)[kCount], const unsigned 
 
 // Begins x += a b, or x = a b unless `accumulate`. a is in registers; the sum goes over the kRows rows of b.
 template <int kRows, int kColumns>
-__device__ __forceinline__ void begin_sum(float (&x)[kColumns / 2], const unsigned (&a)[kRows / 4], unsigned b_smem,
-                                          unsigned b_panel_bytes, bool accumulate = true) {
+__device__ __forceinline__ void issue_ab(float (&x)[kColumns / 2], const unsigned (&a)[kRows / 4], unsigned b_smem,
+                                         unsigned b_panel_bytes, bool accumulate = true) {
   const unsigned long long b = wgmma_descriptor(b_smem, b_panel_bytes);
   wgmma_fence();
 #pragma unroll

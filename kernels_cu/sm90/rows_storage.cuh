@@ -1,7 +1,7 @@
 // Shared memory of backward on Hopper by rows, and its barriers. backward_rows.cu says what a, b, c and d are.
 #pragma once
 #include "gradient_fragment.cuh"
-#include "rows_work.cuh"
+#include "rows_scheduler.cuh"
 
 static_assert(kOutDim <= kHeadDim, "the gradient leaves through the place of a");
 
@@ -23,7 +23,7 @@ struct Storage {
   float stats[kWithDp ? 2 : 1][kStatsSlots][kQueries];  // lse, then delta
   unsigned long long b_full[kStages], b_empty[kStages], d_full[kSecondStages], d_empty[kSecondStages];
 };
-struct alignas(1024) SharedStorage : Storage, RowWork::Dealt {};
+struct alignas(1024) SharedStorage : Storage, RowWork::SchedulerStorage {};
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 
 // The slot of step n in a ring of tiles. `parity` is that of the phase in which the slot is filled.

@@ -1,8 +1,8 @@
-// dk and dv of a key block that several blocks of threads share (L35): each takes some of the steps. Their sums
-// are added up in turns (turn_counter.cuh), in the order of the fragments. The last block has the whole sums.
+// dk and dv of a key block that several thread blocks share (L35): each takes some of the steps. Their sums are added
+// up by a semaphore (semaphore.cuh), in the order of the fragments. The last block has the whole sums.
 #pragma once
 #include "config.cuh"
-#include "turn_counter.cuh"
+#include "semaphore.cuh"
 
 // Adds up the thread's part of key block `nth` of those that are shared.
 template <int kCount>
@@ -24,15 +24,15 @@ __device__ __forceinline__ void add_up_shared(float (&x)[kCount], float* acc, un
   }
 }
 
-// Lets add(first, last) add up this block's shares in its turn. The result tells whether it is the last of `sharers`
-// blocks, whose sums are then whole. All consumer threads call; `thread` is their number. rank_place: a word in shared
-// memory.
+// Lets add(first, last) add up this block's shares in the order of its semaphore. The result is whether it is the
+// last of `sharers` blocks, whose sums are then whole. All consumer threads call; `thread` is their number. rank_place:
+// a word in shared memory.
 template <class Add>
-__device__ __forceinline__ bool add_in_turn(unsigned* counter, unsigned sharers, unsigned rank_place, unsigned barrier,
-                                            int thread, Add add) {
+__device__ __forceinline__ bool add_in_order(unsigned* counter, unsigned sharers, unsigned rank_place, unsigned barrier,
+                                             int thread, Add add) {
   if (thread == 0) {
-    const unsigned came = come_to(counter), rank = rank_of(came);
-    await_turn(counter, came, rank, rank == sharers - 1);
+    const unsigned came = arrive_at(counter), rank = rank_of(came);
+    wait_semaphore(counter, came, rank, rank == sharers - 1);
     st_shared_u32(rank_place, rank);
   }
   bar_sync(barrier, kConsumerThreads);
@@ -42,6 +42,6 @@ __device__ __forceinline__ bool add_in_turn(unsigned* counter, unsigned sharers,
   if (last) return true;
   __threadfence();
   bar_sync(barrier, kConsumerThreads);
-  if (thread == 0) tell_added(counter);
+  if (thread == 0) signal_added(counter);
   return false;
 }

@@ -6,7 +6,7 @@
 #include "../common/fragment.cuh"
 #include "../common/swizzle.cuh"
 #include "../ptx/mma_sync.cuh"
-#include "../common/own_scores.cuh"
+#include "../common/mods.cuh"
 #include "../common/score.cuh"
 #include "forward_storage.cuh"
 
@@ -16,18 +16,18 @@
 // range of the type, which ends at 65504, and p v stays small in float32, because v is under 65504, too.
 constexpr float kBias = kIsFloat16 ? 0.0f : 28.0f;
 constexpr float kSumLimit = kIsFloat16 ? 16384.0f : 0.125f;
-// The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows.
-// Of the caller's own scores those up to kLeastScore weigh nothing. Nothing is taken off them while the row has seen
-// nothing else, and later a larger shift is, so that exp2 gives 0 for them in every row.
+// The shift of a row that has seen nothing. why finite: exp2(-inf - shift) is then 0, and the first score overflows. Of
+// scores of a score_mod those up to kLeastScore weigh nothing. Nothing is taken off them while the row has seen nothing
+// else, and later a larger shift is, so that exp2 gives 0 for them in every row.
 constexpr float kUnseen = kScoreMod ? kLeastScore : -1e38f;
 
-// Whether maxima are raised in each tile. why for capped scores with v over head dim 128: registers. lse makes no
+// Whether maxima are updated in each tile. why for capped scores with v over head dim 128: registers. lse makes no
 // scores again.
-constexpr bool kRaisesAlways = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV > 128 || kHeadDimV == 0);
+constexpr bool kAlwaysUpdatesMax = Score::kAlwaysChanges && (kHeadDim > 192 || kHeadDimV > 128 || kHeadDimV == 0);
 
 // Whether rows are found in which some keys outweigh all others, so that their largest weight becomes exact (L42). why
-// not with scores of the caller's own: registers.
-constexpr bool kFindsPeaks = !kRaisesAlways && !kScoreMod && kHeadDimV > 0;
+// not with scores of a score_mod: registers.
+constexpr bool kFindsPeaks = !kAlwaysUpdatesMax && !kScoreMod && kHeadDimV > 0;
 constexpr float kUnit = kIsFloat16 ? 1.0f : 1.0f / 268435456.0f;  // 2^-kBias, the weight of a maximum when it is found
 // A tile has a peak if the sum of some lane over it is larger. why so large: scores of size 1 and 2 have none, unless
 // the first maximum is that of fewer than kFewKeys keys. So the sum of a row is under 1 in bfloat16, as above, in 2^12
@@ -86,17 +86,17 @@ struct Softmax {
     }
   }
 
-  // Raises the shifts to the maxima of these scores. The caller multiplies the output so far by o_scale; the sums are
+  // Updates the shifts to the maxima of these scores. The caller multiplies the output so far by o_scale; the sums are
   // multiplied here.
   template <int kCount>
-  __device__ __forceinline__ void raise(const float (&s)[kCount], float scale_log2, float (&o_scale)[2]) {
+  __device__ __forceinline__ void update_max(const float (&s)[kCount], float scale_log2, float (&o_scale)[2]) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) raise_row(h, quad_max(lane_row_max(s, h)), scale_log2, o_scale[h]);
+    for (int h = 0; h < 2; ++h) update_row_max(h, quad_max(lane_row_max(s, h)), scale_log2, o_scale[h]);
   }
 
   // The same for rows that have seen nothing yet, of which neither the sums nor the output need a factor.
   template <int kCount>
-  __device__ __forceinline__ void raise_unseen(const float (&s)[kCount], float scale_log2) {
+  __device__ __forceinline__ void update_max_if_unseen(const float (&s)[kCount], float scale_log2) {
     if (!__any_sync(0xffffffffu, shift[0] == kUnseen | shift[1] == kUnseen)) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -105,13 +105,13 @@ struct Softmax {
     }
   }
 
-  // Whether the shift of row h is taken off the caller's own scores as they are made. It is not if the row has seen
+  // Whether the shift of row h is taken off scores of a score_mod as they are made. It is not if the row has seen
   // nothing yet, nor if it is large. why: inside a score's last multiplication and addition it is rounded otherwise
   // than off a score that is made, while tiles of both kinds add to the same row: by up to 2^-11 of a weight at this
   // bound.
   __device__ __forceinline__ bool is_taken_off(int h) const { return fabsf(shift[h]) < 16384.0f; }
 
-  // What is taken off scores as they are made. kBeginsRows: raise_unseen_again does what is then left to do, and
+  // What is taken off scores as they are made. kBeginsRows: update_max_of_exponents does what is then left to do, and
   // without it put_out_of_range.
   template <bool kBeginsRows>
   __device__ __forceinline__ float2 taken_off() const {
@@ -130,9 +130,9 @@ struct Softmax {
   // What makes exponents of whole scores of row h.
   __device__ __forceinline__ float base(int h) const { return kScoreMod && shift[h] == kUnseen ? 0.0f : shift[h]; }
 
-  // As raise_unseen, for scores less taken_off, which become exponents.
+  // As update_max_if_unseen, for scores less taken_off, which become exponents.
   template <int kCount>
-  __device__ __forceinline__ void raise_unseen_again(float (&s)[kCount]) {
+  __device__ __forceinline__ void update_max_of_exponents(float (&s)[kCount]) {
     if (!__any_sync(0xffffffffu, !is_taken_off(0) | !is_taken_off(1))) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -145,16 +145,16 @@ struct Softmax {
     }
   }
 
-  __device__ __forceinline__ void raise_row(int h, float row_max, float scale_log2, float& o_scale) {
-    const float raised = fmaxf(shift[h], fmaf(row_max, scale_log2, kBias));
-    o_scale = exp2_approx(shift[h] - raised);
-    shift[h] = raised;
+  __device__ __forceinline__ void update_row_max(int h, float row_max, float scale_log2, float& o_scale) {
+    const float updated = fmaxf(shift[h], fmaf(row_max, scale_log2, kBias));
+    o_scale = exp2_approx(shift[h] - updated);
+    shift[h] = updated;
     sum[h] *= o_scale;
   }
 
   // Scores, or exponents, become weights. `sums` becomes their sums over this lane's columns.
   template <bool kOfExponents = false, int kCount>
-  __device__ __forceinline__ void weigh(float (&s)[kCount], float scale_log2, float (&sums)[2]) const {
+  __device__ __forceinline__ void exponentiate(float (&s)[kCount], float scale_log2, float (&sums)[2]) const {
     const float less[2] = {base(0), base(1)};
     float odd[2] = {};
     sums[0] = sums[1] = 0.0f;
@@ -169,7 +169,7 @@ struct Softmax {
     sums[0] += odd[0], sums[1] += odd[1];
   }
 
-  // The sums of weights, added as weigh does.
+  // The sums of weights, added as `exponentiate` does.
   template <int kCount>
   __device__ __forceinline__ static void sum_up(const float (&s)[kCount], float (&sums)[2]) {
     float odd[2] = {};
@@ -194,7 +194,7 @@ struct Softmax {
 
   // Takes the shifts of rows out of range from their largest weights, to which the weights and all sums are then
   // scaled. The caller multiplies the output so far by o_scale. `again` becomes the rows whose weights are too large
-  // for it, and the result tells if there are any in the warp.
+  // for it, and the result is whether there are any in the warp.
   template <int kCount>
   __device__ __forceinline__ bool scale_down(float (&s)[kCount], float (&sums)[2], bool (&again)[2],
                                              float (&o_scale)[2]) {
@@ -205,10 +205,10 @@ struct Softmax {
       for (int h = 0; h < 2; ++h) {
         const bool too_large = in_some_lane(sums[h] > kMostScaled), scales = again[h] && !too_large;
         const float most = fmaxf(quad_max(lane_row_max(s, h)), kUnit);
-        const float raised = shift[h] + log2_approx(most * (1.0f / kUnit));
+        const float updated = shift[h] + log2_approx(most * (1.0f / kUnit));
         // why not the reciprocal of `most`: the shift is rounded.
-        o_scale[h] = scales ? exp2_approx(shift[h] - raised) : 1.0f;
-        shift[h] = scales ? raised : shift[h];
+        o_scale[h] = scales ? exp2_approx(shift[h] - updated) : 1.0f;
+        shift[h] = scales ? updated : shift[h];
         sum[h] *= o_scale[h], sums[h] *= o_scale[h];
         scale_row(s, h, o_scale[h]);
         // why: the largest weight is to stay the unit as long as few keys make up the sum.
@@ -233,7 +233,7 @@ struct Softmax {
 
 // Makes the scores of a warp's 16 rows with 16 keys once more. why by mma.sync: it needs no other warp, and has the
 // fragments of wgmma. q_smem and k_smem are the warp's rows and the first key in the first panel.
-__device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsigned q_smem, unsigned k_smem) {
+__device__ __forceinline__ void recompute_scores(float (&s)[8], const Query& q, unsigned q_smem, unsigned k_smem) {
   using Panel = Swizzle<8>;
   const int lane = fresh_thread() % 32;
 #pragma unroll
@@ -257,9 +257,10 @@ __device__ __forceinline__ void scores_again(float (&s)[8], const Query& q, unsi
 // Makes the weights of the rows `again` once more; other rows stay as they are. The sums are added. It is rare.
 // finish(products, piece) makes scores of the products of 16 keys, and hides those of keys that are not seen.
 template <int kCount, class Finish>
-__device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
-                                            const bool (&again)[2], float (&o_scale)[2], Finish finish,
-                                            float scale_log2, const Query& q, unsigned q_smem, unsigned k_smem) {
+__device__ __forceinline__ void recompute_tile_weights(float (&s)[kCount], Softmax& softmax, const float (&sums)[2],
+                                                       const bool (&again)[2], float (&o_scale)[2], Finish finish,
+                                                       float scale_log2, const Query& q, unsigned q_smem,
+                                                       unsigned k_smem) {
   constexpr int kPieces = kCount / 8;  // of 16 keys
   float row_max[2], tile_sum[2];
 #pragma unroll
@@ -269,7 +270,7 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
   for (int n = 0; n < 2 * kPieces; ++n) {
     const int piece = n % kPieces;
     float fresh[8];
-    scores_again(fresh, q, q_smem, k_smem + piece * 16 * 128);
+    recompute_scores(fresh, q, q_smem, k_smem + piece * 16 * 128);
     finish(fresh, piece);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -277,7 +278,7 @@ __device__ __forceinline__ void weigh_again(float (&s)[kCount], Softmax& softmax
         row_max[h] = fmaxf(row_max[h], lane_row_max(fresh, h));
         if (n < kPieces - 1) continue;
         row_max[h] = quad_max(row_max[h]);
-        if (again[h]) softmax.raise_row(h, row_max[h], scale_log2, o_scale[h]);
+        if (again[h]) softmax.update_row_max(h, row_max[h], scale_log2, o_scale[h]);
       } else if (again[h]) {
         tile_sum[h] += exponentiate_row(fresh, h, scale_log2, softmax.base(h));
 #pragma unroll

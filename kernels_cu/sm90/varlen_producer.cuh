@@ -1,10 +1,10 @@
-// The producer of keys of sequences of several lengths, for forward and lse on Hopper.
+// The producer of keys of variable-length sequences, for forward and lse on Hopper.
 #pragma once
 #include "../common/fragment.cuh"
 #include "pages.cuh"
 
-// What warps that fill the ring with keys have in common.
-// why a template: only kernels of several lengths have work and parameters that it can read.
+// What warps that fill the ring with keys have in common. why a template: only varlen kernels have work and parameters
+// that it can read.
 template <class AnyWork, class Params>
 struct VarlenProducer {
   const Params& params;
@@ -15,31 +15,31 @@ struct VarlenProducer {
 
   __device__ __forceinline__ VarlenProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
 
-  // The next work is claimed before key tile n of piece i. why so late: L19. why so early: it takes as long as two
+  // The next work is claimed before key tile n of work tile i. why so late: L19. why so early: it takes as long as two
   // tiles to find it, and splits are short.
   __device__ __forceinline__ void claim_at(int n, unsigned i, const TileRange& tiles) const {
     const int at = kDecode                     ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
                                                : min(tiles.begin + 2, tiles.end - 1);
-    if (n == at && is_leader) mbarrier_arrive(smem.wanted(i));
+    if (n == at && is_leader) mbarrier_arrive(smem.requested(i));
   }
 
   __device__ __forceinline__ unsigned target() const { return smem.kv + ring.slot * kBytesSlot; }
   __device__ __forceinline__ unsigned full() const { return smem.kv_full + 8 * ring.slot; }
-  __device__ __forceinline__ void await_slot() const { mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1); }
+  __device__ __forceinline__ void wait_slot() const { mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1); }
 
   // TMA makes zeros of keys behind the last one that is seen, but not of those before the first. Of tiles of v that
   // have some of these, the warp waits for the copies, and makes the zeros.
   __device__ __forceinline__ static bool has_edge(bool is_v, const AnyWork& work, int n) {
-    return is_v && n * kBlockK < work.seen_begin;
+    return is_v && n * kBlockK < work.visible_begin;
   }
   __device__ __forceinline__ unsigned barrier_of_copies(bool has_edge) const {
     return has_edge ? smem.edge_full : full();
   }
-  __device__ __forceinline__ void clear_edge(const AnyWork& work, int n) {
+  __device__ __forceinline__ void zero_edge(const AnyWork& work, int n) {
     mbarrier_wait(smem.edge_full, edge_parity);
     edge_parity ^= 1;
-    clear_hidden_before(work, n, target());
+    zero_keys_before(work, n, target());
     if (is_leader) mbarrier_arrive(full());
   }
 };
@@ -54,7 +54,7 @@ struct RowProducer : VarlenProducer<AnyWork, Params> {
     unsigned i = 0;
 #pragma unroll 1
     for (;; ++i) {
-      smem.await_work(i);
+      smem.wait_work(i);
       const AnyWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
@@ -89,25 +89,26 @@ struct RowProducer : VarlenProducer<AnyWork, Params> {
   template <bool kIsV>
   __device__ __forceinline__ void load(const AnyWork& work, int n) {
     constexpr int kPanels = kIsV ? kPanelsV : kPanelsQk;
-    const VarlenMapRows rows = work.sequence(params.problem).seen_keys_from(n * kBlockK);  // why before the wait: L17
+    const VarlenMapRows rows =
+        work.sequence(params.problem).visible_keys_from(n * kBlockK);  // why before the wait: L17
     const bool has_edge = this->has_edge(kIsV, work, n);
     const unsigned barrier = this->barrier_of_copies(has_edge);
-    this->await_slot();
+    this->wait_slot();
     if (is_leader) {
-      if constexpr (!kIsV) loaded.tell(smem, ring.slot);
+      if constexpr (!kIsV) loaded.push(smem, ring.slot);
       mbarrier_arrive_expect_tx(barrier, kPanels * kPanelBytesK);
       load_panels<kPanels>(kIsV ? params.v_map : params.k_map, this->target(), kPanelBytesK, barrier,
                            boxed(rows, kBlockK, kIsV ? params.problem.head_dim_v : params.problem.head_dim),
                            work.kv_head);
     }
     __syncwarp();
-    if (has_edge) this->clear_edge(work, n);
+    if (has_edge) this->zero_edge(work, n);
     ring.advance();
   }
 };
 
 static_assert(!kBlockSparse || !kPaged,
-              "the two warps that load pages would each have to find the tiles that are seen");
+              "the two warps that load pages would each have to find the tiles that are visible");
 
 // Keys that lie in pages. kCopies: threads copy them. why two kinds: registers.
 template <class AnyWork, class Params, bool kCopies>
@@ -129,18 +130,18 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     int pending_tile = 0;
 #pragma unroll 1
     for (unsigned i = 0;; ++i) {
-      smem.await_work(i);
+      smem.wait_work(i);
       const bool exists = smem.work(i).exists();
       const DescendingTiles tiles = exists ? smem.work(i).keys : TileRange{0, 1};
-      // why one turn more: for v of the last tile, after each piece of work or after all of them.
+      // why one turn more: for v of the last tile, after each work tile or after all of them.
       const int last = tiles.begin - (exists && !kNextScoresFirst && !kDecode);
 #pragma unroll 1
       for (int n = tiles.first(); n >= last; --n) {
         const bool has_k = exists && n >= tiles.begin;
         if (!loads_v && has_k) this->claim_at(n, i, tiles);
 #pragma unroll 1
-        for (int turn = 0; turn < (kPanelsV > 0 ? 2 : 1); ++turn) {
-          const bool is_v = turn == 1;
+        for (int operand = 0; operand < (kPanelsV > 0 ? 2 : 1); ++operand) {
+          const bool is_v = operand == 1;
           const bool is_late = is_v && !kDecode;
           const unsigned of = is_late ? pending_work : has_k ? i : kNone;
           if (of == kNone) continue;
@@ -149,7 +150,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
         }
         pending_work = has_k ? i : kNone, pending_tile = n;
       }
-      if (kCopies && num_untold > 0) tell_of_all_but<0>();
+      if (kCopies && num_unpublished > 0) publish_all_but<0>();
       if (!exists) break;
     }
   }
@@ -165,16 +166,16 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
   unsigned held_work = kNone;
   int held_tile = 0;
   Pages held;
-  // Tiles that threads copy, and that nobody was told of yet: how many, and their slots, a byte each.
-  int num_untold = 0;
-  unsigned untold = 0;
+  // Tiles that threads copy, and that are not yet published: how many, and their slots, a byte each.
+  int num_unpublished = 0;
+  unsigned unpublished = 0;
 
   // The page of this lane's key in a tile, if the key is seen: the first of the box that it copies, or one of 32.
   __device__ __forceinline__ int look_up(const AnyWork& work, int n, int part) const {
     const ProblemParams& problem = params.problem;
     const int lane = threadIdx.x % 32, row = kCopies ? 32 * part + lane : lane * params.page_box;
     const int key = n * kBlockK + row;
-    if (row >= kBlockK || key >= work.seen_end) return kNoPage;
+    if (row >= kBlockK || key >= work.visible_end) return kNoPage;
     return problem.page_table[work.number * problem.page_table_stride + page_of(params, key)];
   }
   __device__ __forceinline__ void look_up(const AnyWork& work, int n) {
@@ -204,17 +205,17 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     const ProblemParams& problem = params.problem;
     const int rows = params.page_box, begin = threadIdx.x % 32 * rows, key = n * kBlockK + begin;
     const bool copies = begin < kBlockK;
-    const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.seen_end && !is_there(page));
+    const bool lacks_some = __any_sync(0xffffffffu, copies && key < work.visible_end && !is_there(page));
     const int within = key - page_of(params, key) * problem.rows_k;
-    const int end = is_there(page) ? const_min(within + work.seen_end - key, problem.rows_k) : 0;
+    const int end = is_there(page) ? const_min(within + work.visible_end - key, problem.rows_k) : 0;
     const VarlenBox box =
         boxed(VarlenMapRows{problem.rows_k, within, end, page}, rows, is_v ? problem.head_dim_v : problem.head_dim);
     const TensorMap& map = is_v ? params.v_map : params.k_map;
     const int panels = is_v ? kPanelsV : kPanelsQk;
     const bool has_edge = this->has_edge(is_v, work, n);
     const unsigned barrier = this->barrier_of_copies(has_edge), target = this->target() + begin * 128;
-    this->await_slot();
-    if (!is_v) tell_present_keys(params, smem, work, n, ring.slot, lacks_some);
+    this->wait_slot();
+    if (!is_v) write_page_bits(params, smem, work, n, ring.slot, lacks_some);
     if (is_leader) mbarrier_arrive_expect_tx(barrier, panels * kPanelBytesK);
     __syncwarp();
     if (copies) {
@@ -224,7 +225,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
       }
     }
     __syncwarp();
-    if (has_edge) this->clear_edge(work, n);
+    if (has_edge) this->zero_edge(work, n);
   }
 
   // Threads copy, eight a panel of a key, where pages are small or of any size.
@@ -239,21 +240,21 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
 #pragma unroll
     for (int part = 0; part < kHeld; ++part) {
       const int row = 32 * part + lane;
-      is_absent |= row < kBlockK && n * kBlockK + row < known.seen_end && !is_there(pages[part]);
+      is_absent |= row < kBlockK && n * kBlockK + row < known.visible_end && !is_there(pages[part]);
     }
     const bool lacks_some = __any_sync(0xffffffffu, is_absent);
     const unsigned target = this->target();
-    this->await_slot();
-    if (!is_v) tell_present_keys(params, smem, known, n, ring.slot, lacks_some);
+    this->wait_slot();
+    if (!is_v) write_page_bits(params, smem, known, n, ring.slot, lacks_some);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const AnyWork work = kDecode ? known : smem.work(i);  // why again, and another lane: L5
       const int lane = kDecode ? threadIdx.x % 32 : fresh_thread() % 32;
       const int key = n * kBlockK + 32 * part + lane;  // whose row this lane finds. It is null if it is read as zeros
       const int page = kHeld > 0 ? pages[part] : look_up(work, n, part);
-      const bool is_seen = is_there(page) && !(is_v && key < work.seen_begin);
+      const bool is_visible = is_there(page) && !(is_v && key < work.visible_begin);
       const int within = key - page_of(params, key) * problem.rows_k;
-      const char* const row = is_seen ? Place{page, 0}.address(x, 2, work.kv_head, within) : nullptr;
+      const char* const row = is_visible ? Place{page, 0}.address(x, 2, work.kv_head, within) : nullptr;
 #pragma unroll kUnrolled
       for (int step = 0; step < 8 && 32 * part + 4 * step < kBlockK; ++step) {
         const char* const from = from_lane(row, 4 * step + lane / 8);
@@ -279,12 +280,12 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     }
     cp_async_commit();
     // why not at once: copies of several tiles are then on their way. why no more: the consumers release a slot only
-    // after they were told of the two that follow it (or the one, if the warps share keys), and with two warps each
+    // after the two that follow it are published (or the one, if the warps share keys), and with two warps each
     // loads every other tile, or every third.
     constexpr int kNeeded = kWarpsSplitKeys ? 2 : 4, kMost = kPanelsV > 0 ? (kStages - kNeeded) / 2 : kStages - 3;
     constexpr int kAhead = kMost < 0 ? 0 : kMost < 3 ? kMost : 3;
-    untold = untold << 8 | ring.slot, ++num_untold;
-    if (num_untold > kAhead) tell_of_all_but<kAhead>();
+    unpublished = unpublished << 8 | ring.slot, ++num_unpublished;
+    if (num_unpublished > kAhead) publish_all_but<kAhead>();
   }
 
   // The pointer that another lane has.
@@ -293,14 +294,14 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     return reinterpret_cast<const char*>(__shfl_sync(0xffffffffu, bits, lane));
   }
 
-  // Waits for all tiles that threads copy but the latest kPending, and tells the consumers of them.
+  // Waits for all tiles that threads copy but the latest kPending, and publishes them to the consumers.
   template <int kPending>
-  __device__ __forceinline__ void tell_of_all_but() {
+  __device__ __forceinline__ void publish_all_but() {
     cp_async_wait<kPending>();
     fence_proxy_async();
     __syncwarp();
-    for (; num_untold > kPending; --num_untold) {
-      const unsigned slot = untold >> 8 * (num_untold - 1) & 255;
+    for (; num_unpublished > kPending; --num_unpublished) {
+      const unsigned slot = unpublished >> 8 * (num_unpublished - 1) & 255;
       if (is_leader) mbarrier_arrive(smem.kv_full + 8 * slot);
     }
   }

@@ -1,41 +1,41 @@
-// The number of a block's next piece of work, for forward and lse on Hopper.
+// The number of a block's next work tile, for forward and lse on Hopper.
 #pragma once
 #include "../common/division.cuh"
 #include "../common/varlen.cuh"
 #include "../common/tile_range.cuh"
-#include "../common/work.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "config.cuh"
 
-template <bool kOfSeveralLengths, bool kOfFewQueries>
+template <bool kIsVarlen, bool kOfFewQueries>
 struct KernelParamsOf {
-  using Type = WithOwn<TiledForwardParams>;
+  using Type = WithMods<TiledForwardParams>;
 };
 template <>
 struct KernelParamsOf<true, false> {
-  using Type = WithOwn<VarlenForwardParams>;
+  using Type = WithMods<VarlenForwardParams>;
 };
 template <>
 struct KernelParamsOf<true, true> {
-  using Type = WithOwn<DecodeParams>;
+  using Type = WithMods<DecodeParams>;
 };
 using KernelParams = KernelParamsOf<kVarlen, kDecode>::Type;
 static_assert(sizeof(KernelParams) == kParamsBytes, "the host packs other parameters");
 
 constexpr int kNoWork = -1;
-constexpr int kVoid = -2;  // there is no more work, and the piece before is void: its rows are not stored
-// The warp that deals out the work of a block of threads. why one that loads no keys if it reads lengths or counts
-// cells: it takes as long as two key tiles.
-constexpr int kDealingWarp = kVarlen || kBlockSparse ? 3 : 0;
+constexpr int kVoid = -2;  // there is no more work, and the work tile before is void: its rows are not stored
+// The warp that schedules the work of a thread block. why one that loads no keys if it reads lengths or counts mask
+// tiles: it takes as long as two key tiles.
+constexpr int kSchedulerWarp = kVarlen || kBlockSparse ? 3 : 0;
 
-// The first piece has the block's index; the others are as the counter hands them out or, without a counter, at a fixed
-// distance.
+// The first work tile has the block's index; the others are as the counter hands them out or, without a counter, at a
+// fixed distance.
 struct WorkCounter {
   unsigned index = blockIdx.x;
 
   // Whether the number is that of two pieces.
   __device__ __forceinline__ bool is_pair() const { return false; }
   template <class Params, class Addresses>
-  __device__ __forceinline__ void describe_second(const Params&, const Addresses&, unsigned) const {}
+  __device__ __forceinline__ void write_second(const Params&, const Addresses&, unsigned) const {}
 
   template <class Params>
   __device__ __forceinline__ void take_next(const Params& params, unsigned num_work) {
@@ -44,7 +44,7 @@ struct WorkCounter {
     } else {
       unsigned taken = 0;
       // why a number, and not the first lane: the compiler then knows that no other thread counts.
-      if (threadIdx.x == 32 * kDealingWarp) {
+      if (threadIdx.x == 32 * kSchedulerWarp) {
         taken = take_number(params.counter, num_work);
       }
       taken = __shfl_sync(0xffffffffu, taken, 0);

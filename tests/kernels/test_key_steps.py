@@ -75,7 +75,7 @@ def test_steps_are_listed_and_key_blocks_with_more_come_first(
         pytest.skip("kernels for other GPUs list no steps")
     of = of_lengths((1100, 1900), head_dim=dim, head_dim_v=dim)
     made, workspace = last_launch(cupy, monkeypatch, of, make(cupy.asarray, of), deterministic)
-    fields = next(launch.fields for launch in made.launches if launch.variant.op == "seen_counts")
+    fields = next(launch.fields for launch in made.launches if launch.variant.op == "tile_counts")
 
     def numbers(part: str, *shape: int) -> Any:
         begin, size = made.workspace[part]
@@ -85,7 +85,7 @@ def test_steps_are_listed_and_key_blocks_with_more_come_first(
     cells = cells_of(trace(make(np.asarray, of)["mask_mod"], "mask_mod"), of.batch, of.heads_q, 1100, 1900)
     seen = seen_by_tiles(cells != EMPTY, fields["block_q"])
     full = ~seen_by_tiles(cells != FULL, fields["block_q"])
-    batch, heads = (None if fields[name] else 1 for name in ("seen_batch", "seen_head"))
+    batch, heads = (None if fields[name] else 1 for name in ("list_stride_batch", "list_stride_head"))
     seen, full = seen[:batch, :heads], full[:batch, :heads]
     tiles, blocks = seen.shape[2:]
 
@@ -101,7 +101,7 @@ def test_steps_are_listed_and_key_blocks_with_more_come_first(
         assert "key_order" not in made.workspace
         return
     steps = seen.sum(axis=2)
-    if fields["seen_head"]:
+    if fields["list_stride_head"]:
         steps = steps.reshape(len(steps), of.heads_kv, -1, blocks).sum(axis=2)
     steps = steps.reshape(-1, blocks)
     np.testing.assert_array_equal(numbers("step_counts", blocks), steps)

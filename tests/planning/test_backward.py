@@ -157,7 +157,7 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
     tile = made.launches[1].variant.tile
     assert tile is not None
     assert found["num_q_blocks"] * tile.block_q == found["stats_rows"]
-    assert made.workspace["turns"].size == 4 * (16 * found["num_q_blocks"] + found["shared_keys"] + 1)
+    assert made.workspace["semaphores"].size == 4 * (16 * found["num_q_blocks"] + found["shared_keys"] + 1)
     assert made.workspace["key_list"].size == 64 * slots
 
 

@@ -141,7 +141,7 @@ def gradient(of: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
 
 
 def summed(launch: Launch, term: Term, of: Problem, call: Arrays, ds: Any, raw: Any) -> Any:
-    """The tables that a launch of backward_own leaves, (tables, places of a table)."""
+    """The tables that a launch of backward_mods leaves, (tables, places of a table)."""
     f, tile = launch.fields, launch.variant.tile
     assert tile is not None
     indices = [index for axis, index in enumerate(term.load.arguments) if axis in _looked_up(term, of, call)]
@@ -199,12 +199,12 @@ def added(f: Any, tables: Any, total: Any) -> Any:
 
 def done(made: Plan, call: Arrays, ds: Any, raw: Any) -> Any:
     """The gradient that the launches of a plan make."""
-    of, launches = made.problem, [x for x in made.launches if x.variant.op in ("backward_own", "sum_tables")]
+    of, launches = made.problem, [x for x in made.launches if x.variant.op in ("backward_mods", "sum_tables")]
     terms, (shape, _) = iter(terms_of(mod_spec_of_problem(of))[0]), of.outputs[3]
     tables, total = np.zeros((0, 0)), np.zeros(1)
     for launch in launches:
         f = launch.fields
-        if launch.variant.op == "backward_own":
+        if launch.variant.op == "backward_mods":
             tables = summed(launch, next(terms), of, call, ds, raw)
             if "tables" not in launch.aliases:
                 return tables.reshape(shape)
@@ -236,7 +236,7 @@ def test_launches_make_the_gradient_of_the_definition(name: str, atomic: bool) -
     lengths = dict(zip(NAMES, (BATCH, HEADS, ROWS, KEYS), strict=True))
     found = [sums_of(term, made.problem.outputs[3][0], lengths) for term in terms]
     assert sorted((" ".join(x.separate_axes), bool(x.gathered_axes)) for x in found) == sorted(wanted)
-    launches = [x for x in made.launches if x.variant.op == "backward_own"]
+    launches = [x for x in made.launches if x.variant.op == "backward_mods"]
     assert [x.fields["adds_atomically"] for x in launches] == [int(atomic and bool(x.gathered_axes)) for x in found]
     np.testing.assert_allclose(done(made, call, ds, raw), gradient(of, call, ds, raw), rtol=1e-9, atol=1e-9)
 
@@ -263,7 +263,7 @@ def test_a_table_that_32_bits_do_not_count_is_refused(deterministic: bool) -> No
             with pytest.raises(UnsupportedError, match=message):
                 plan(of, KNOWN["sm_80"])
         elif not deterministic:
-            launch = next(x for x in plan(of, KNOWN["sm_80"]).launches if x.variant.op == "backward_own")
+            launch = next(x for x in plan(of, KNOWN["sm_80"]).launches if x.variant.op == "backward_mods")
             assert launch.fields["table_places"] == 2**31 - 4
 
 
@@ -296,7 +296,7 @@ def test_what_scores_do_not_load_from_has_gradient_zero() -> None:
 def test_only_what_is_wanted_is_launched() -> None:
     plain, made = (plan(problem_of(CALLS["bias"][0], grads=grads), KNOWN["sm_80"]) for grads in ((), (0,)))
     assert {x.variant.op for x in plain.launches} == {"delta", "backward", "convert"}
-    assert [x.variant.op for x in made.launches[3:]] == ["backward_own"]  # each block stores what nobody else adds to
+    assert [x.variant.op for x in made.launches[3:]] == ["backward_mods"]  # each block stores what nobody else adds to
     assert made.launches[3].aliases == {"result": "dbias"}
     assert made.workspace == plain.workspace
     half = dataclasses.replace(KNOWN["sm_80"], smem_per_block=1000)

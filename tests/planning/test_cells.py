@@ -85,10 +85,10 @@ def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
             assert first.variant.op == "block_mask"
             assert made.variant is not None
             assert made.variant.source == f"sm80/{op}.cu"  # the main kernel is the same as without cells
-            assert made.workspace["cells"].size == rounded_up(2 * 5 * 8, 128)
+            assert made.workspace["mask_tiles"].size == rounded_up(2 * 5 * 8, 128)
             for launch in others:
                 code = launch.variant.mod_code
-                assert code is None or dict(code.constants)["CELLS"] == 2
+                assert code is None or dict(code.constants)["BLOCK_SPARSE"] == 2
 
 
 def test_forward_and_lse_on_hopper_find_them_too() -> None:
@@ -99,8 +99,8 @@ def test_forward_and_lse_on_hopper_find_them_too() -> None:
         assert made.variant.source == f"sm90/{op}.cu"
         code = made.variant.mod_code
         assert code is not None
-        assert dict(code.constants)["CELLS"] == 2
-        assert "cells" in made.workspace
+        assert dict(code.constants)["BLOCK_SPARSE"] == 2
+        assert "mask_tiles" in made.workspace
 
 
 @pytest.mark.parametrize("op", ["forward", "lse"])
@@ -118,8 +118,8 @@ def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> 
         assert (made.variant.source, made.variant.lengths, made.fallback) == (f"sm90/{op}.cu", True, None)
         code = made.variant.mod_code
         assert code is not None
-        assert dict(code.constants)["CELLS"] == cells
-        assert ("cells" in made.workspace) == (cells > 0)
+        assert dict(code.constants)["BLOCK_SPARSE"] == cells
+        assert ("mask_tiles" in made.workspace) == (cells > 0)
 
 
 def test_two_heads_that_may_have_other_cells_are_not_dealt_together() -> None:
@@ -150,24 +150,25 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: boo
     made = plan(given, KNOWN["sm_90"])
     *found, delta, counts, main = made.launches
     assert [launch.variant.op for launch in found] == ([] if has_cells else ["block_mask"])
-    assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "seen_counts", "backward"]
+    assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "tile_counts", "backward"]
     assert made.variant is main.variant
     assert main.variant.source == "sm90/backward.cu"
     assert main.variant.mod_code == make_mod_code(given, keys_as_rows=True, cells=True)
     assert counts.variant.mod_code is None  # it is compiled once for all masks
     of_batch, of_head, of_row = strides_of(given)
     assert counts.fields == {
-        "cells_batch": of_batch, "cells_head": of_head, "cells_row": of_row, "num_q_blocks": 3, "num_k_blocks": 40,
+        "mask_tiles_batch": of_batch, "mask_tiles_head": of_head, "mask_tiles_row": of_row,
+        "num_q_blocks": 3, "num_k_blocks": 40,
         "block_q": 128, "first_counter": 25, "deterministic": 0, "count_blocks": 3,
-        "list_lines": 1, "seen_batch": 0, "seen_head": 0,
+        "list_lines": 1, "list_stride_batch": 0, "list_stride_head": 0,
     }  # fmt: skip
     assert counts.num_blocks == 3 + 40 // 8
-    sizes = {"seen_counts": 24, "key_order": 40, "step_counts": 40, "key_steps": 40 * 32, "turns": 24 + 2}
+    sizes = {"tile_counts": 24, "key_order": 40, "step_counts": 40, "key_steps": 40 * 32, "semaphores": 24 + 2}
     assert {name: made.workspace[name].size for name in sizes} == {name: 4 * size for name, size in sizes.items()}
-    assert delta.fields["more_turns"] == 2  # the counters of what is taken, and of the order
-    assert {name: main.fields[name] for name in ("list_lines", "seen_batch", "seen_head")} == {
-        "list_lines": 1, "seen_batch": 0, "seen_head": 0}  # fmt: skip
-    assert ("cells" in made.workspace) != has_cells
+    assert delta.fields["more_semaphores"] == 2  # the counters of what is taken, and of the order
+    assert {name: main.fields[name] for name in ("list_lines", "list_stride_batch", "list_stride_head")} == {
+        "list_lines": 1, "list_stride_batch": 0, "list_stride_head": 0}  # fmt: skip
+    assert ("mask_tiles" in made.workspace) != has_cells
 
 
 def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() -> None:
@@ -175,11 +176,19 @@ def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() 
         dims = (2, 300, options.pop("keys", 5000), 4)
         made = plan(problem(mask_mod, "backward", dims, **options), KNOWN["sm_90"])
         *_, delta, counts, main = made.launches
-        assert all(main.fields[name] == counts.fields[name] for name in ("list_lines", "seen_batch", "seen_head"))
+        assert all(
+            main.fields[name] == counts.fields[name] for name in ("list_lines", "list_stride_batch", "list_stride_head")
+        )
         sizes = (made.workspace[name].size if name in made.workspace else 0 for name in ("key_steps", "key_order"))
         of_each = 4 * 32 * main.fields["list_lines"], 4
         lists, orders = (size // each // main.fields["num_k_blocks"] for size, each in zip(sizes, of_each, strict=True))
-        return lists, orders, main.fields["seen_batch"], main.fields["seen_head"], delta.fields["more_turns"]
+        return (
+            lists,
+            orders,
+            main.fields["list_stride_batch"],
+            main.fields["list_stride_head"],
+            delta.fields["more_semaphores"],
+        )
 
     def of_all(b: Any, h: Any, q: Any, k: Any) -> Any:
         return k + 100 * h + 200 * b < q
@@ -232,7 +241,7 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
     assert dims == sorted(dims, key=lambda each: each[0])
     assert [launch.variant.op for launch in made.launches] == ["delta", "backward"]
     assert made.launches[1].variant.mod_code == make_mod_code(given, keys_as_rows=True)
-    assert not {"cells", "seen_counts"} & set(made.workspace)
+    assert not {"mask_tiles", "tile_counts"} & set(made.workspace)
 
 
 def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() -> None:
@@ -281,8 +290,8 @@ def test_other_calls_find_none() -> None:
         assert not uses_cells(given)
         assert cells_launch(given, A100) is None
         code = make_mod_code(given, cells=uses_cells(given))
-        assert code is None or dict(code.constants)["CELLS"] == 0
-        assert "cells" not in plan(given, A100).workspace
+        assert code is None or dict(code.constants)["BLOCK_SPARSE"] == 0
+        assert "mask_tiles" not in plan(given, A100).workspace
 
 
 def test_cells_that_are_given_are_used_and_not_found_again() -> None:
@@ -292,7 +301,7 @@ def test_cells_that_are_given_are_used_and_not_found_again() -> None:
     # A mask of bools hides more than the block mask knows of, so that a full cell is not one of both.
     both = problem(masks.chunked(64), has_cells=True, bias=np.zeros((2, 1, 300, 500), bool))
     found = problem(masks.chunked(64), bias=np.zeros((2, 1, 300, 500), bool))
-    kinds = [dict(make_mod_code(each, cells=True).constants)["CELLS"] for each in (given, both, found)]  # type: ignore[union-attr]
+    kinds = [dict(make_mod_code(each, cells=True).constants)["BLOCK_SPARSE"] for each in (given, both, found)]  # type: ignore[union-attr]
     assert kinds == [2, 1, 2]
 
 
@@ -324,7 +333,8 @@ def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
     assert 4 * floats == rounded_up(math.prod(shape) * 40, 128)  # what lies behind them is copied 16 bytes at a time
     assert launch.variant.lengths == of_lengths
     assert launch.fields == {
-        "num_cells": math.prod(shape) * 40, "heads": shape[1], "cells_q": 5, "cells_k": 8, "of_call": of_call
+        "num_mask_tiles": math.prod(shape) * 40, "heads": shape[1], "mask_tiles_q": 5, "mask_tiles_k": 8,
+        "of_call": of_call
     }  # fmt: skip
     assert strides_of(given) == (40 * shape[1] * (shape[0] > 1), 40 * (shape[1] > 1), 8)
 
@@ -335,8 +345,8 @@ def strides_of(given: Problem) -> tuple[int, int, int]:
     assert code is not None
     packed = bytearray(8 * code.words)
     places = mod_params(given, packed, 0)
-    (word,) = [word for name, word in places.workspace if name == "cells"] or [
-        word for number, word in places.plain if number == given.op.index["cells"]
+    (word,) = [word for name, word in places.workspace if name == "mask_tiles"] or [
+        word for number, word in places.plain if number == given.op.index["mask_tiles"]
     ]
     found: tuple[int, int, int] = struct.unpack_from("=2qi", packed, 8 * (word + 2))
     return found
@@ -352,7 +362,7 @@ def test_a_warp_takes_several_cells_where_there_are_many() -> None:
         made = cells_launch(given, A100)
         assert made is not None
         assert made[0].num_blocks == blocks
-        assert made[0].fields["num_cells"] <= MAX_CELLS <= MAX_GRID
+        assert made[0].fields["num_mask_tiles"] <= MAX_CELLS <= MAX_GRID
 
 
 def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
@@ -360,5 +370,5 @@ def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
     like = ArraySpec.contiguous((1,), "float16", "cuda:0", "cupy")
     given = Problem.of(block_mask_op(mod_spec, Sizes(3, 2, 130, 64)), [like], Options())
     (launch,) = plan(given, A100).launches
-    assert launch.fields == {"num_cells": 18, "heads": 2, "cells_q": 3, "cells_k": 1, "of_call": 0}
+    assert launch.fields == {"num_mask_tiles": 18, "heads": 2, "mask_tiles_q": 3, "mask_tiles_k": 1, "of_call": 0}
     assert (launch.num_blocks, launch.variant.lengths, plan(given, A100).workspace_bytes) == (3, False, 0)

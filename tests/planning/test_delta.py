@@ -41,8 +41,8 @@ def test_kernels_with_functions_are_told_of_whole_sequences_where_they_number_ro
     launch = delta(**more)
     assert launch.variant.tells_sequences == tells
     assert launch.variant.lengths == ("seqused_k" in more)
-    assert ("tells" in launch.variant.name.split("_")) == tells
-    assert ("TELLS_SEQUENCES" in launch.variant.constants) == tells
+    assert ("seqlens" in launch.variant.name.split("_")) == tells
+    assert ("LISTS_SEQLENS" in launch.variant.constants) == tells
 
 
 def test_lse_and_delta_stand_side_by_side_but_for_hopper() -> None:

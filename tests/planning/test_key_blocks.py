@@ -169,16 +169,16 @@ def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_th
     shared = made(2, 8192, (8, 1))
     (_, dq, dk, dv), of_delta = shared.launches, shared.launches[0].fields
     assert (dq.num_blocks, dk.num_blocks, dv.num_blocks) == (8 * 2 * 64, 2 * 2 * 64, 2 * 2 * 64)
-    assert (of_delta["num_q_blocks"], of_delta["more_turns"]) == (0, 2 * 2 * 64)
-    assert (dk.fields["first_turn"], dv.fields["first_turn"]) == (0, 2 * 64)
+    assert (of_delta["num_q_blocks"], of_delta["more_semaphores"]) == (0, 2 * 2 * 64)
+    assert (dk.fields["first_semaphore"], dv.fields["first_semaphore"]) == (0, 2 * 64)
     for heads, more in (((8, 8), {}), ((8, 1), {"causal": False}), ((8, 1), {"deterministic": True})):
-        assert "turns" not in made(2, 8192, heads, **more).workspace
-    assert "turns" not in made(4, 8192, (8, 1)).workspace
-    assert "turns" not in made(2, 8192, (8, 1), window_size=(1023, 0)).workspace  # a wave of blocks that are alike
-    assert "turns" in made(1, 8192, (8, 1), window_size=(1023, 0)).workspace
+        assert "semaphores" not in made(2, 8192, heads, **more).workspace
+    assert "semaphores" not in made(4, 8192, (8, 1)).workspace
+    assert "semaphores" not in made(2, 8192, (8, 1), window_size=(1023, 0)).workspace  # a wave of blocks that are alike
+    assert "semaphores" in made(1, 8192, (8, 1), window_size=(1023, 0)).workspace
     for queries, shares in ((256, True), (192, False)):  # with few, adding up takes longer
         few = backward(256, 256, dims=(2, queries, 8192, 8, 1), causal=True, diagonal_offset=0)
-        assert ("turns" in few.workspace) == shares
+        assert ("semaphores" in few.workspace) == shares
 
 
 def test_kernels_by_rows_take_key_blocks_that_are_few_if_two_blocks_share_each() -> None:

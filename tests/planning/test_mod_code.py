@@ -64,15 +64,19 @@ def test_macros_tell_what_a_call_has() -> None:
     def of(**call: Any) -> dict[str, int]:
         return {name: value for name, value in code(**call).constants if value}
 
-    assert of(score_mod=alibi) == {"OWN_SCORES": 1, "SHORT_OFFSETS": 1}
-    assert of(mask_mod=lambda b, h, q, k: (q + k) % 3 > 0) == {"OWN_MASK": 1, "SHORT_OFFSETS": 1}
-    assert of(score_mod=lambda s, b, h, q, k: 5 * np.tanh(s)) == {"OWN_SCORES": 1, "OWN_SLOPE": 1, "SHORT_OFFSETS": 1}
-    assert of(score_mod=lambda s, b, h, q, k: s * s) == {"OWN_SCORES": 1, "OWN_SLOPE": 2, "SHORT_OFFSETS": 1}
+    assert of(score_mod=alibi) == {"SCORE_MOD": 1, "SHORT_OFFSETS": 1}
+    assert of(mask_mod=lambda b, h, q, k: (q + k) % 3 > 0) == {"MASK_MOD": 1, "SHORT_OFFSETS": 1}
+    assert of(score_mod=lambda s, b, h, q, k: 5 * np.tanh(s)) == {
+        "SCORE_MOD": 1,
+        "SCORE_MOD_GRAD": 1,
+        "SHORT_OFFSETS": 1,
+    }
+    assert of(score_mod=lambda s, b, h, q, k: s * s) == {"SCORE_MOD": 1, "SCORE_MOD_GRAD": 2, "SHORT_OFFSETS": 1}
     assert of(sinks=(4,), dropout_p=0.5) == {"SINKS": 1, "DROPOUT": 1, "SHORT_OFFSETS": 1}
     for hides in (lambda s, b, h, q, k: np.where(q > k, s, -np.inf), lambda s, b, h, q, k: np.where(q > k, s, -1e38)):
-        assert of(score_mod=hides)["OWN_HIDES"] == 1
+        assert of(score_mod=hides)["SCORE_MOD_MAY_MASK"] == 1
     wide = of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
-    assert wide["OWN_SCORES"] == wide["OWN_HIDES"] == 1
+    assert wide["SCORE_MOD"] == wide["SCORE_MOD_MAY_MASK"] == 1
     assert "SHORT_OFFSETS" not in of(bias=strided((2, 4, 300, 300), (2**31, 1, 1, 1)))
 
 
@@ -93,7 +97,7 @@ def test_elements_are_loaded_together_where_pairs_of_them_lie_so() -> None:
 
 def test_light_functions_load_all_elements_of_a_step_together() -> None:
     def together(**call: Any) -> bool:
-        return bool(dict(code(**call).constants)["OWN_TOGETHER"])
+        return bool(dict(code(**call).constants)["MODS_TOGETHER"])
 
     bias = (2, 4, 300, 300)
     assert together(bias=bias)
@@ -110,7 +114,7 @@ def test_a_gradient_knows_whether_only_the_rows_of_a_sequence_change_from_tile_t
         shape, like = (3, 300, 4, 64), {"op": "backward", "dtype": "bfloat16", "device": "sm_90"}
         wanted = [call["bias"]] if "bias" in call else [BY_SEQUENCE]
         made = cuflash.plan(shape, shape, shape, captured_grads=wanted, **like, **call)
-        text = next(each.variant.mod_code.text for each in made.launches if each.variant.op == "backward_own")
+        text = next(each.variant.mod_code.text for each in made.launches if each.variant.op == "backward_mods")
         return "kStays = true" in text
 
     shared, apart = np.zeros((1, 4, 300, 300), np.float32), np.zeros((3, 4, 300, 300), np.float32)

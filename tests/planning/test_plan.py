@@ -73,14 +73,14 @@ def check(made: Plan, of: Problem, device: Device) -> None:
         memory.use(touches)
         for item, blocks in writers.items():
             assert item.rows, f"a block of {launch.variant.name} has no row"
-            assert blocks == 1 or "turns" in made.workspace, "several blocks write the same, and not in turns"
+            assert blocks == 1 or "semaphores" in made.workspace, "several blocks write the same, and not in turns"
             rows[item.result][item.batch, item.head, as_slice(item.rows)] += 1
     sees = of.mask.visible(np.arange(of.seqlen_q), np.arange(of.seqlen_k))
     for name in names:
         assert pairs[name].max(initial=0) <= 1, f"{name}: a pair is added up twice"
         assert pairs[name][:, :, sees].all(), f"{name}: a visible pair is left out"
         assert rows[name].all(), f"{name}: a row is not written"
-        unseen = name == "dq" and "turns" in made.workspace  # a tile holds them, and delta may write them, too
+        unseen = name == "dq" and "semaphores" in made.workspace  # a tile holds them, and delta may write them, too
         assert unseen or rows[name].max(initial=0) <= 1, f"{name}: two blocks write the same row"
 
 
@@ -115,7 +115,7 @@ def check_limits(made: Plan, device: Device) -> None:
     end = 0
     for name, part in made.workspace.items():
         assert part.begin >= end, "parts overlap"
-        assert part.begin % (4 if name == "turns" else 16) == 0 < part.size
+        assert part.begin % (4 if name == "semaphores" else 16) == 0 < part.size
         end = part.begin + part.size
     assert end == made.workspace_bytes
 

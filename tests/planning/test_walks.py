@@ -10,7 +10,7 @@ from walks import Work, covering, head_by_head, lpt_order
 
 PROGRAM = """
 #include "common/tile_range.cuh"
-#include "common/work.cuh"
+#include "common/tile_scheduler.cuh"
 __device__ constexpr bool is(HeadBlock at, int head, int block) { return at.head == head && at.block == block; }
 __device__ constexpr bool is(Work work, int batch, int head, int part, int block) {
   return work.batch == batch && work.head == head && work.part == part && work.block == block;

@@ -57,6 +57,6 @@ def test_cells_that_are_given_have_strides_of_0_where_they_are_broadcast() -> No
 
     made = cuflash.create_block_mask(mask_mod, 1, 4, 300, 300, like=np.zeros(1))
     problem, places, words, ints = packed(block_mask=made)
-    assert places.plain == [(problem.op.index["cells"], FIRST + 1)]
+    assert places.plain == [(problem.op.index["mask_tiles"], FIRST + 1)]
     assert words[FIRST + 3 : FIRST + 5].tolist() == [0, 25]
     assert ints[2 * (FIRST + 5)] == 5

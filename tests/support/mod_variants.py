@@ -95,4 +95,4 @@ def few_variants(arch: str, of_few: Any = OF_FEW) -> tuple[Variant, ...]:
 
 
 # Kernels without functions that only such calls launch.
-MORE = ("sum_tables", "sinks_gradient", "seen_counts")
+MORE = ("sum_tables", "sinks_gradient", "tile_counts")

@@ -1,7 +1,8 @@
 """What the blocks of threads of a plan do, worked out on the host in the way of the kernels.
 
-`tests/planning/test_walks.py` compares the functions that have the names of `kernels_cu/common/work.cuh` with that
-header. The walks below repeat the `*work.cuh` headers of both families, `portable/delta.cu` and `portable/convert.cu`.
+`tests/planning/test_walks.py` compares the functions that have the names of `kernels_cu/common/tile_scheduler.cuh` with
+that header. The walks below repeat the `*scheduler.cuh` headers of both families, `portable/delta.cu` and
+`portable/convert.cu`.
 """
 
 from __future__ import annotations
@@ -119,15 +120,15 @@ class Walk:
         begin = 2 * rows_of_head * head + step * row
         for first in (begin, begin + fields["stats_delta"]):
             yield Touch("store", "stats", slice(first, first + step * (count - 1) + 1, step))
-        if "turns" in parts:
+        if "semaphores" in parts:
             seen = of.mask.row_range(0, of.seqlen_k)
             for i in range(row, min(row + count, of.seqlen_q)):
                 if not seen[0] <= i < seen[1]:
                     yield Rows("dq", work.batch, work.head, range(i, i + 1))
             if row == 0:
                 num_blocks = fields["num_q_blocks"]
-                last = fields["more_turns"] if head == of.batch * of.heads_q - 1 else 0
-                yield Touch("zero", "turns", slice(head * num_blocks, (head + 1) * num_blocks + last))
+                last = fields["more_semaphores"] if head == of.batch * of.heads_q - 1 else 0
+                yield Touch("zero", "semaphores", slice(head * num_blocks, (head + 1) * num_blocks + last))
         elif "dq_acc" in parts:
             rows = range(row, row + count)
             yield from self.strips("zero", "dq_acc", head, of.seqlen_q, rows, fields["padded_dim"])
@@ -212,7 +213,9 @@ class Walk:
         if sharers > 1:
             first, end = (self.group * p // sharers for p in (part, part + 1))
             columns = tile.head_dim if expected == "dk" else tile.head_dim_v
-            yield Touch("count", "turns", slice(fields["first_turn"] + slot, fields["first_turn"] + slot + 1))
+            yield Touch(
+                "count", "semaphores", slice(fields["first_semaphore"] + slot, fields["first_semaphore"] + slot + 1)
+            )
             yield Touch("turn", f"{expected}_acc", slice(slot * 128 * columns, (slot + 1) * 128 * columns))
         for head in range(work.head * self.group + first, work.head * self.group + end):
             for m in covering(of.mask.row_range(keys.start, keys.stop), tile.block_q):
@@ -271,12 +274,12 @@ class Walk:
                 yield Rows("dq", work.batch, head, rows)
                 yield from self.stats(work.batch, head, m * tile.block_q, tile.block_q)
                 nth = nth * num_blocks + m
-                yield Touch("count", "turns", slice(nth, nth + 1))
+                yield Touch("count", "semaphores", slice(nth, nth + 1))
                 yield Touch("turn", "dq_acc", slice(nth * dq_floats, (nth + 1) * dq_floats))
             if fields["parts_log2"] or steps[begin:end] != steps:  # others take steps of these keys, too
                 nth = slot if fields["parts_log2"] else number - fields["shared_first"]
                 first = of.batch * of.heads_q * num_blocks + nth
-                yield Touch("count", "turns", slice(first, first + 1))
+                yield Touch("count", "semaphores", slice(first, first + 1))
                 for part, columns in (("dk_acc", tile.head_dim), ("dv_acc", tile.head_dim_v)):
                     floats = tile.block_k * columns
                     yield Touch("turn", part, slice(nth * floats, (nth + 1) * floats))

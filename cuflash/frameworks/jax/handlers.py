@@ -45,6 +45,9 @@ _NAMES = {row.xla: name for name, row in DTYPES.items()} | dict(
     enumerate(("bool", "int8", "int16", INTEGERS, "int64", "uint8", "uint16", "uint32", "uint64"), 1)
 )  # by XLA_FFI_DataType
 _FORMAT_VERSION = 5
+# Names of operands in exported programs, where these differ from today's.
+_WRITTEN_NAMES = {"mask_tiles": "cells"}
+_READ_NAMES = {name: today for today, name in _WRITTEN_NAMES.items()}
 Shape = tuple[int, ...]
 
 
@@ -136,7 +139,8 @@ class Described(NamedTuple):
 
     def encode(self) -> np.ndarray[Any, Any]:
         """The description as 64-bit numbers, because JAX keeps it in compilation caches and exported programs."""
-        text = json.dumps(self, default=Functions.encoded).encode()
+        static = self.static._replace(names=tuple(_WRITTEN_NAMES.get(name, name) for name in self.static.names))
+        text = json.dumps(self._replace(static=static), default=Functions.encoded).encode()
         text = text.ljust(-(-len(text) // 8) * 8)
         return np.frombuffer(bytearray(_FORMAT_VERSION.to_bytes(8, "little") + text), np.int64)
 
@@ -151,7 +155,11 @@ class Described(NamedTuple):
         options, shapes, dtypes, workspace = json.loads(attribute[8:])
         static = Static(*options)
         functions = None if static.functions is None else Functions.decoded(static.functions)  # type: ignore[arg-type]
-        static = static._replace(names=tuple(static.names), functions=functions, grads=tuple(static.grads))
+        static = static._replace(
+            names=tuple(_READ_NAMES.get(name, name) for name in static.names),
+            functions=functions,
+            grads=tuple(static.grads),
+        )
         return cls(static, tuple(map(tuple, shapes)), tuple(dtypes), workspace)
 
     def problem(self, target: str, device: str) -> Problem:

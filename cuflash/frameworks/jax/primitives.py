@@ -203,7 +203,9 @@ def _batched(
         apart = frozenset(
             name
             for name, axis in zip(names, axes, strict=True)
-            if is_mod_operand(op.operands[op.index[name]]) and name != "cells" and (axis is not None or name in wanted)
+            if is_mod_operand(op.operands[op.index[name]])
+            and name != "mask_tiles"
+            and (axis is not None or name in wanted)
         )
         if static.functions.mod_spec.drops or (mapped and "sinks" in apart):
             return _in_turn(primitive, operands, axes, static)
@@ -226,7 +228,7 @@ def _batched(
         if name in apart or (name == "sinks" and of_heads):
             x = jnp.broadcast_to(x, (size, *shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             x = x.reshape(-1) if name == "sinks" else x
-        elif name == "cells":
+        elif name == "mask_tiles":
             x = _cells(x, axis, size, length, int(of_heads), is_outer)
         elif not is_mod_operand(op.operands[op.index[name]]) and (name not in VARLEN_ARGS or not of_heads):
             to = place(name, len(shape))

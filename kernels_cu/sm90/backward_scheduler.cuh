@@ -1,18 +1,18 @@
-// The work of a block of threads in backward on Hopper: key blocks, each with the query tiles that see some of them.
+// The work of a thread block in backward on Hopper: key blocks, each with the query tiles that see some of them.
 #pragma once
-#include "dealt_work.cuh"
+#include "work_ring.cuh"
 #include "key_block.cuh"
-#include "seen_keys.cuh"
+#include "visible_keys.cuh"
 
-// The key blocks index … index_end - 1, counted over batch and kv heads, which a block of threads takes one after the
+// The key blocks index … index_end - 1, counted over batch and kv heads, which a thread block takes one after the
 // other, each over its query heads. Of the first and of the last one it may take only some steps, if others share them.
 struct DenseKeyBlocks : AnyKeyBlock {
-  struct Dealt {
-    unsigned number;  // of this block of threads: its index or, if there is a counter, its place among those that begin
+  struct SchedulerStorage {
+    unsigned number;  // of this thread block: its index or, if there is a counter, its place among those that begin
 
     __device__ void init() const {}
 
-    // One thread calls, once. Blocks of threads then wait only for those with lower numbers (sm90/dq_turns.cuh), which
+    // One thread calls, once. Thread blocks then wait only for those with lower numbers (sm90/dq_accumulate.cuh), which
     // have begun. why not by index: CUDA promises no order in which blocks begin.
     __device__ __forceinline__ void take_number(const Params& p) const {
       if (kSharesHeads) return;
@@ -25,7 +25,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
   int index, index_end;
   int skipped, last_steps;  // steps that others take of the first key block; end of the steps of the last one
 
-  __device__ __forceinline__ DenseKeyBlocks(const Params& p, const Dealt& dealt) : AnyKeyBlock(p) {
+  __device__ __forceinline__ DenseKeyBlocks(const Params& p, const SchedulerStorage& storage) : AnyKeyBlock(p) {
     const ProblemParams& problem = p.problem;
     if (blockIdx.x >= p.whole_blocks) {
       const unsigned all_steps = p.num_q_blocks * problem.heads_per_kv;
@@ -37,7 +37,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
     }
     const unsigned heads = problem.batch * (problem.heads_q / problem.heads_per_kv);
     const unsigned num_parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
-    const unsigned number = kSharesHeads ? blockIdx.x >> parts_log2(p) : ld_shared_u32(smem_address(&dealt.number));
+    const unsigned number = kSharesHeads ? blockIdx.x >> parts_log2(p) : ld_shared_u32(smem_address(&storage.number));
     const HeadBlock part = lpt_order(number, num_parts, heads, p.heads_in_l2);
     index = part.head * p.num_k_blocks + part.block * p.key_blocks, skipped = 0;
     index_end = const_min<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
@@ -55,7 +55,7 @@ struct DenseKeyBlocks : AnyKeyBlock {
     return true;
   }
 
-  // Whether other blocks of threads take steps of the key block at hand, too, and its number among such key blocks.
+  // Whether other thread blocks take steps of the key block at hand, too, and its number among such key blocks.
   __device__ __forceinline__ bool is_shared() const {
     return kSharesHeads || (blockIdx.x >= params.whole_blocks &&
                             steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
@@ -63,26 +63,26 @@ struct DenseKeyBlocks : AnyKeyBlock {
   __device__ __forceinline__ unsigned nth_shared() const {
     return kSharesHeads ? blockIdx.x >> parts_log2(params) : index - 1 - params.shared_first;
   }
-  // The blocks of threads that share it.
+  // The thread blocks that share it.
   __device__ __forceinline__ unsigned num_sharers() const {
     if (kSharesHeads) return 1u << parts_log2(params);
     const unsigned nth = nth_shared(), all_steps = params.num_q_blocks * params.problem.heads_per_kv;
     return ((nth + 1) * all_steps - 1) / params.shared_steps - nth * all_steps / params.shared_steps + 1;
   }
   // Its counter follows those of all tiles of dq.
-  __device__ __forceinline__ unsigned* shared_counter() const { return turns_behind() + nth_shared(); }
+  __device__ __forceinline__ unsigned* shared_counter() const { return semaphores_behind() + nth_shared(); }
 };
 
-// The same of sequences of several lengths: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many
-// blocks of threads as there are multiprocessors take them one by one. why: many sequences leave room for more key
-// blocks than there are, and a block of threads takes 2 to 3 µs to begin.
+// The same for variable-length sequences: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many thread
+// blocks as there are SMs take them one by one. why: many sequences leave room for more key blocks than there are, and
+// a thread block takes 2 to 3 µs to begin.
 struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
-  struct Dealt : Ring {
+  struct SchedulerStorage : Ring {
     __device__ void take_number(const Params&) const {}
   };
 
-  // What is told of a key block beside its kv head: its number among those that are shared, and which of how many parts
-  // of it this is, which are steps that follow each other.
+  // What the ring holds of a key block beside its kv head: its number among those that are shared, and which of how
+  // many parts of it this is, which are steps that follow each other.
   enum Share { kNth, kPart, kParts };
 
   const Params& params;
@@ -90,16 +90,16 @@ struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
   int held_query_tiles;  // of a head. why held: L5
   Range steps;
 
-  __device__ __forceinline__ VarlenKeyBlocks(const Params& p, const Dealt& in_memory)
+  __device__ __forceinline__ VarlenKeyBlocks(const Params& p, const SchedulerStorage& in_memory)
       : WorkRing(in_memory), params(p) {}
 
   __device__ __forceinline__ QueryTiles query_tiles() const { return QueryTiles(*this, sequence().mask(), block); }
   __device__ __forceinline__ int num_query_tiles() const { return held_query_tiles; }
 
-  // Blocks of threads wait only for work that was taken before theirs, and so is being done (sm90/dq_turns.cuh).
-  __device__ __forceinline__ void deal() const {
+  // Thread blocks wait only for work that was taken before theirs, and so is being done (sm90/dq_accumulate.cuh).
+  __device__ __forceinline__ void schedule() const {
     const unsigned next = number + 1;
-    await_place(next);
+    wait_place(next);
     if (threadIdx.x % 32 == 0) {
       const ProblemParams& problem = params.problem;
       const int4 shares = __ldcg(static_cast<const int4*>(params.key_shares));
@@ -119,7 +119,7 @@ struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
 
   __device__ __forceinline__ bool next_block() {
     if (!go_on()) return false;
-    kv_head = dealt_head(), block = dealt_block();
+    kv_head = scheduled_head(), block = scheduled_block();
     held_query_tiles = (sequence().seqlen_q() + kBlockQ - 1) / kBlockQ;
     steps = {0, query_tiles().count() * params.problem.heads_per_kv};
     if (const int parts = num_sharers(); parts > 1) {
@@ -133,27 +133,27 @@ struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
   __device__ __forceinline__ bool is_shared() const { return num_sharers() > 1; }
   __device__ __forceinline__ unsigned nth_shared() const { return share(kNth); }
   __device__ __forceinline__ unsigned num_sharers() const { return share(kParts); }
-  __device__ __forceinline__ unsigned* shared_counter() const { return turns_behind() + nth_shared(); }
+  __device__ __forceinline__ unsigned* shared_counter() const { return semaphores_behind() + nth_shared(); }
 
  private:
-  // Counters behind the turns at dq: of shared key blocks, then of the work that was taken.
-  __device__ __forceinline__ unsigned* turns_behind() const {
-    return params.turns + params.problem.heads_q * params.num_q_blocks;
+  // Counters behind the semaphores of dq: of shared key blocks, then of the work that was taken.
+  __device__ __forceinline__ unsigned* semaphores_behind() const {
+    return params.semaphores + params.problem.heads_q * params.num_q_blocks;
   }
-  __device__ __forceinline__ unsigned* taken() const { return turns_behind() + params.shared_keys; }
+  __device__ __forceinline__ unsigned* taken() const { return semaphores_behind() + params.shared_keys; }
 };
 
-// The steps of the key block at hand, which all warps find alike. Nobody is told of them.
+// The steps of the key block at hand, which all warps find alike. No ring holds them.
 template <class Blocks>
-struct WithAllSteps : Blocks, ToldStepsOf<false, 0> {
-  __device__ __forceinline__ WithAllSteps(const Params& p, const typename Blocks::Dealt& in_memory)
-      : Blocks(p, in_memory), ToldStepsOf<false, 0>({}) {}
+struct WithAllSteps : Blocks, StepRingOf<false, 0> {
+  __device__ __forceinline__ WithAllSteps(const Params& p, const typename Blocks::SchedulerStorage& in_memory)
+      : Blocks(p, in_memory), StepRingOf<false, 0>({}) {}
 
   // Goes to the next key block, as the one warp that leads: each does so by itself.
   __device__ __forceinline__ bool lead_block() { return Blocks::next_block(); }
 
-  // Calls f(query head, query tile, whether the caller's mask shows all of it) for every step. `step` counts on over
-  // key blocks.
+  // Calls f(query head, query tile, whether the mask_mod shows all of it) for every step. `step` counts on over key
+  // blocks.
   template <class F>
   __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
     const Range steps = Blocks::steps;
@@ -184,7 +184,7 @@ struct WithAllSteps : Blocks, ToldStepsOf<false, 0> {
   }
 };
 
-template <bool kOfSeveralLengths, bool kUnderModMask>
+template <bool kIsVarlen, bool kUnderModMask>
 struct KeyBlocksOf {
   using Type = WithAllSteps<DenseKeyBlocks>;
 };
@@ -194,7 +194,7 @@ struct KeyBlocksOf<true, false> {
 };
 template <>
 struct KeyBlocksOf<false, true> {
-  using Type = SeenKeyBlocks;
+  using Type = VisibleKeyBlocks;
 };
 using KeyBlocks = KeyBlocksOf<kVarlen, kBlockSparse>::Type;
 

@@ -1,39 +1,38 @@
-// Steps of backward on Hopper under a mask of the caller's own: one warp of a block of threads knows those in which
-// something is seen, and tells the others of them through a ring in shared memory.
+// Steps of backward on Hopper under a mask_mod: one warp of a thread block knows those in which something is seen, and
+// pushes them to the others through a ring in shared memory.
 #pragma once
-#include "../common/cells.cuh"
+#include "../common/mask_tiles.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "../ptx/mbarrier.cuh"
 #include "config.cuh"
 
-static_assert(!kBlockSparse || !kVarlen, "tiles of the rows that are seen are not made of whole cells");
+static_assert(!kBlockSparse || !kVarlen, "tiles of the rows that are visible are not made of whole mask tiles");
 
 // A step, a tile and a query head; or the end of the steps of a block of keys, or of other rows. Or a block that
 // begins, whose number is in the place of the head.
 struct TileStep {
   int head;
-  SeenTile tile;
+  VisibleTile tile;
 
   __device__ __forceinline__ bool is_end() const { return tile.is_end(); }
 };
 
-// A warp's place in the ring. Without cells nobody is told: each warp knows all steps.
-// kReaders: warps that are told.
+// A warp's place in the ring. Unless block-sparse, nothing is pushed: each warp knows all steps. kReaders: warps that
+// pop.
 template <bool kEnabled, int kReaders>
-struct ToldStepsOf {
+struct StepRingOf {
   struct Ring {
     __device__ void init() const {}
   };
 
-  __device__ __forceinline__ explicit ToldStepsOf(const Ring&) {}
-  __device__ __forceinline__ void tell(const TileStep&) {}
-  __device__ __forceinline__ TileStep hear() { return {0, SeenTile::end()}; }
+  __device__ __forceinline__ explicit StepRingOf(const Ring&) {}
+  __device__ __forceinline__ void push(const TileStep&) {}
+  __device__ __forceinline__ TileStep pop() { return {0, VisibleTile::end()}; }
 };
 
 template <int kReaders>
-struct ToldStepsOf<true, kReaders> {
-  static constexpr int kSlots =
-      8;  // why so many: the warp that takes turns at dq is ahead of the others; blocks take two
+struct StepRingOf<true, kReaders> {
+  static constexpr int kSlots = 8;  // why so many: the semaphore warp of dq is ahead of the others; blocks take two
 
   struct Ring {
     uint2 slots[kSlots];
@@ -48,15 +47,15 @@ struct ToldStepsOf<true, kReaders> {
   };
 
   unsigned ring;        // its address in shared memory
-  unsigned number = 0;  // of what is told next
+  unsigned number = 0;  // of the step that is pushed or popped next
 
-  __device__ __forceinline__ explicit ToldStepsOf(const Ring& in_memory) : ring(smem_address(&in_memory)) {}
+  __device__ __forceinline__ explicit StepRingOf(const Ring& in_memory) : ring(smem_address(&in_memory)) {}
 
   // All lanes of the one warp call.
-  __device__ __forceinline__ void tell(const TileStep& told) {
+  __device__ __forceinline__ void push(const TileStep& tile_step) {
     mbarrier_wait(empty(), (number / kSlots & 1) ^ 1);
     if (threadIdx.x % 32 == 0) {
-      st_shared_u32(slot(), told.head), st_shared_u32(slot() + 4, told.tile.bits);
+      st_shared_u32(slot(), tile_step.head), st_shared_u32(slot() + 4, tile_step.tile.bits);
       mbarrier_arrive(full());
     }
     __syncwarp();
@@ -65,7 +64,7 @@ struct ToldStepsOf<true, kReaders> {
 
   // All lanes of any other warp call. why one lane reads: L41. why it gives the place back after all have what it has
   // read: L40.
-  __device__ __forceinline__ TileStep hear() {
+  __device__ __forceinline__ TileStep pop() {
     mbarrier_wait(full(), number / kSlots & 1);
     unsigned head = 0, bits = 0;
     if (threadIdx.x % 32 == 0) ld_shared_v2(head, bits, slot());
@@ -73,7 +72,7 @@ struct ToldStepsOf<true, kReaders> {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(empty());
     __syncwarp();
     ++number;
-    return {static_cast<int>(head), SeenTile(static_cast<int>(bits))};
+    return {static_cast<int>(head), VisibleTile(static_cast<int>(bits))};
   }
 
  private:
@@ -82,4 +81,4 @@ struct ToldStepsOf<true, kReaders> {
   __device__ __forceinline__ unsigned empty() const { return full() + kSlots * 8; }
 };
 template <int kReaders>
-using StepRing = ToldStepsOf<kBlockSparse, kReaders>;
+using StepRing = StepRingOf<kBlockSparse, kReaders>;

@@ -1,16 +1,16 @@
-// The tiles of scores that a block of threads goes over for the gradient of one of the caller's own arrays.
+// The tiles of scores that a thread block goes over for the gradient of a captured array.
 //
 // Sums stand apart by some of sequence, head, query tile and key tile: these are the block's own. It walks over all
 // others: sequences, heads, query tiles, and for each of these the key tiles that some of its queries see. `parts`
-// blocks of threads share a walk. What is walked has one order, so that sums have it, too.
+// thread blocks share a walk. What is walked has one order, so that sums have it, too.
 #pragma once
 #include "../common/varlen.cuh"
 #include "../common/tile_range.cuh"
 #include "config.cuh"
 
-// The sequence of a tile. Of several lengths it lies in memory, in one of two slots: that of the tile at hand, and that
-// of the tile after it.
-template <bool kOfSeveralLengths>
+// The sequence of a tile. If varlen, it lies in memory, in one of two slots: that of the tile at hand, and that of the
+// tile after it.
+template <bool kIsVarlen>
 struct WalkedSequences {
   struct Memory {};
   const ProblemParams& problem;
@@ -98,7 +98,7 @@ struct ModWalk {
     return static_cast<int>(static_cast<long long>(p.num_steps) * number / p.parts);
   }
 
-  // new_slot: where another sequence is to be described.
+  // new_slot: where another sequence is to be scheduled.
   __device__ __forceinline__ bool next_step(WalkedTile& at, int new_slot) const {
 #pragma unroll 1
     while (++at.step < end) {
@@ -113,7 +113,7 @@ struct ModWalk {
       }
       const auto& sequence = sequences.at(at.batch, at.slot);
       const int begin = at.first_query(), length = sequence.seqlen_q();
-      if (begin >= length) {  // only of several lengths: no query tile after this one is there
+      if (begin >= length) {  // only if varlen: no query tile after this one is there
         if (!p.by_query) at.step += p.num_q_tiles - 1 - at.q_tile;
         continue;
       }

@@ -1,13 +1,13 @@
-// The work of forward and lse on Hopper where sequences have lengths of their own: query blocks of any of them.
+// The work of forward and lse on Hopper for variable-length sequences: query blocks of any of them.
 #pragma once
-#include "../common/cells.cuh"
+#include "../common/mask_tiles.cuh"
 #include "work_counter.cuh"
 
-// What of a sequence the caller's functions alone are told: how many keys it has, seen or not.
+// What of a sequence the mods alone need: how many keys it has, seen or not.
 template <bool kEnabled>
 struct UsedKeys {
   __device__ void set_used(const VarlenSequence&) {}
-  __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return 0; }  // nobody asks
+  __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return 0; }  // not used
 };
 template <>
 struct UsedKeys<true> {
@@ -21,8 +21,9 @@ struct UsedKeys<true> {
   __device__ __forceinline__ int seqlen_k(const ProblemParams&) const { return used_keys[0]; }
 };
 
-// With cells, the key tiles of a query block are numbered over those that are seen, from the last one on to the first,
-// which is number 0. The warp that loads them finds them among all of the block, and tells their places in the ring.
+// If block-sparse, the key tiles of a query block are numbered over those that are seen, from the last one on to the
+// first, which is number 0. The warp that loads them finds them among all of the block, and writes their places in the
+// ring.
 template <bool kEnabled>
 struct AllKeys {};
 template <>
@@ -32,20 +33,20 @@ struct AllKeys<true> {
 
 // The key tiles of a query block that are seen.
 template <class Params, class AnyWork>
-__device__ __forceinline__ SeenTiles<DescendingTiles, kBlockQ, kBlockK> seen_keys(const Params& params,
-                                                                                  const AnyWork& work) {
+__device__ __forceinline__ VisibleTiles<DescendingTiles, kBlockQ, kBlockK> visible_keys(const Params& params,
+                                                                                        const AnyWork& work) {
   const Range rows{work.row_begin, const_min(work.row_begin + kBlockQ, work.sequence(params.problem).seqlen_q())};
   return {DescendingTiles(work.tiles), params, work.sequence_idx(), work.head, rows, work.seqlen_k(params.problem)};
 }
 
 // Numbers the key tiles over those that are seen. All lanes of a warp call. why none without queries: they have no
-// cells.
+// mask tiles.
 template <class Params, class AnyWork>
-__device__ __forceinline__ void number_seen(const Params& params, AnyWork& work) {
+__device__ __forceinline__ void number_visible(const Params& params, AnyWork& work) {
   if constexpr (kBlockSparse) {
     work.tiles = work.keys;
     if (kVarlen && work.row_begin >= work.sequence(params.problem).seqlen_q()) work.tiles = {0, 0};
-    work.keys = {0, const_max(seen_keys(params, work).count_seen(), 1)};
+    work.keys = {0, const_max(visible_keys(params, work).count_visible(), 1)};
   }
 }
 
@@ -58,7 +59,7 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
   int q_batch, q_begin, seqlen_q;
   int num_rows;  // rows of the sequence, used or not
   int k_batch, k_begin;
-  int seen_begin, seen_end;  // the keys that some query sees; all others are read as zeros
+  int visible_begin, visible_end;  // the keys that some query sees; all others are read as zeros
   int lo, hi;
 
   // What of a sequence its kernels ask.
@@ -67,7 +68,7 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
     const VarlenQueryWork& work;
 
     __device__ int seqlen_q() const { return work.seqlen_q; }
-    __device__ Mask mask() const { return Mask(work.seqlen_q, work.seen_end, work.lo, work.hi); }
+    __device__ Mask mask() const { return Mask(work.seqlen_q, work.visible_end, work.lo, work.hi); }
 
     // Rows of lse, and perhaps of out, that are written. Those from seqlen_q on are not used.
     __device__ int written_end() const { return work.num_rows; }
@@ -79,11 +80,11 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
       return {problem.rows_q, work.q_begin + query, work.q_begin + work.seqlen_q, work.q_batch};
     }
     __device__ VarlenMapRows out_from(int query) const {
-      const int end = problem.clears_unused ? work.num_rows : work.seqlen_q;
+      const int end = problem.zeros_unused ? work.num_rows : work.seqlen_q;
       return {problem.rows_q, work.q_begin + query, work.q_begin + end, work.q_batch};
     }
-    __device__ VarlenMapRows seen_keys_from(int key) const {
-      return {problem.rows_k, work.k_begin + key, work.k_begin + work.seen_end, work.k_batch};
+    __device__ VarlenMapRows visible_keys_from(int key) const {
+      return {problem.rows_k, work.k_begin + key, work.k_begin + work.visible_end, work.k_batch};
     }
   };
 
@@ -95,32 +96,32 @@ struct alignas(16) VarlenQueryWork : AllKeys<kBlockSparse>, UsedKeys<kHasMods> {
 
   __device__ __forceinline__ bool exists() const { return row_begin != kNoWork; }
   __device__ __forceinline__ Sequence sequence(const ProblemParams& problem) const { return {problem, *this}; }
-  // why not below 0: rows of no sequence ask the caller's functions, too, and these may load by it.
+  // why not below 0: rows of no sequence ask the mods, too, and these may load by it.
   __device__ __forceinline__ int sequence_idx() const { return const_max(number, 0); }
 
   // What is known of the sequence whose rows are `row_slots`.
   __device__ __forceinline__ void set(const VarlenSequence& sequence, int sequence_number, Range row_slots) {
-    const Range seen = sequence.seen_keys();
+    const Range visible = sequence.visible_keys();
     number = sequence_number;
     q_batch = sequence.q_place.batch, q_begin = row_slots.begin, num_rows = row_slots.end - row_slots.begin;
     seqlen_q = sequence.seqlen_q();
     k_batch = sequence.k_place.batch, k_begin = sequence.k_place.begin;
-    seen_begin = seen.begin, seen_end = seen.end;
+    visible_begin = visible.begin, visible_end = visible.end;
     lo = sequence.mask().lo, hi = sequence.mask().hi;
     set_used(sequence);
   }
 };
 
-// Deals out work as WorkQueue does. One warp asks. Blocks of heads_in_l2 heads that have the same rows follow each
-// other; the last block of a sequence, the longest under a causal mask, comes before its others.
+// Schedules work as DenseTileScheduler does. One warp asks. Blocks of heads_in_l2 heads that have the same rows follow
+// each other; the last block of a sequence, the longest under a causal mask, comes before its others.
 //
-// With in_pairs two heads of the same rows are dealt together, since such a pair is found as quickly as one piece. The
-// last kSingles pieces of each block of threads are dealt one at a time, so that all blocks end together. With cells no
-// heads are, because each may see other tiles.
+// With in_pairs two heads of the same rows are scheduled together, since such a pair is found as quickly as one work
+// tile. The last kSingles work tiles of each thread block are scheduled one at a time, so that all blocks end together.
+// If block-sparse, no heads are, because each may see other tiles.
 //
-// Nor do they end together if the last pieces are those of one sequence after the other, some long and some short. So
-// the blocks of the last tail_parts parts of the axis are dealt by their numbers, the greatest first.
-struct VarlenWorkQueue : WorkCounter {
+// Nor do they end together if the last work tiles are those of one sequence after the other, some long and some short.
+// So the blocks of the last tail_parts parts of the axis are scheduled by their numbers, the greatest first.
+struct VarlenTileScheduler : WorkCounter {
   int blocks = 0;                    // query blocks of a head
   int group = 0, blocks_before = 0;  // where the search goes on: parts of the axis, and the blocks of those before them
 
@@ -140,10 +141,10 @@ struct VarlenWorkQueue : WorkCounter {
 
   __device__ bool is_pair() const { return paired; }
 
-  // Describes a piece as work i of the block of threads; false if there is none. why in parts: registers.
+  // Writes the work tile as work i of the thread block; false if there is none. why in parts: registers.
   template <class Addresses>
-  __device__ __forceinline__ bool describe(const WithOwn<VarlenForwardParams>& params, const Addresses& smem,
-                                           unsigned i) {
+  __device__ __forceinline__ bool write_work(const WithMods<VarlenForwardParams>& params, const Addresses& smem,
+                                             unsigned i) {
     const ProblemParams& problem = params.problem;
     VarlenQueryWork work;
     const bool exists = index < num_numbers(params), is_leader = threadIdx.x % 32 == 0;
@@ -169,17 +170,16 @@ struct VarlenWorkQueue : WorkCounter {
       const int row_end = const_min(work.row_begin + kBlockQ, work.seqlen_q);
       work.keys = TileRange::touched(work.sequence(problem).mask().key_range(work.row_begin, row_end), kBlockK);
       work.keys.end = const_max(work.keys.end, work.keys.begin + 1);
-      number_seen(params, work);
+      number_visible(params, work);
     }
     if (is_leader) smem.template write<0, kFoundLast>(i, work);
     return exists;
   }
 
-  // Describes the second piece of a pair.
+  // Writes the second work tile of a pair.
   template <class Addresses>
-  __device__ __forceinline__ void describe_second(const VarlenForwardParams& params, const Addresses& smem,
-                                                  unsigned i) {
-    smem.copy_description(i - 1, i);
+  __device__ __forceinline__ void write_second(const VarlenForwardParams& params, const Addresses& smem, unsigned i) {
+    smem.copy_work(i - 1, i);
     ++head;
     if (threadIdx.x % 32 == 0) smem.write_heads(i, head, fast_div(head, params.problem.heads_per_kv));
   }
@@ -191,7 +191,7 @@ struct VarlenWorkQueue : WorkCounter {
   static constexpr bool kHasTail = kHeadDim > 128;  // why not others: their pieces are short, and it costs up to 2 %
 
   bool paired = false;
-  int head;  // of the latest piece
+  int head;  // of the latest work tile
 
   struct Found {
     int part, block;
@@ -216,8 +216,9 @@ struct VarlenWorkQueue : WorkCounter {
         const int lane = threadIdx.x % 32, part = axis.batch + 2 - params.tail_parts + lane;
         const bool exists = lane < params.tail_parts;
         const Range rows = {exists ? axis.bound(part) : 0, exists ? axis.bound(part + 1) : 0};
-        const int own = blocks_of(rows.end - rows.begin), within = block - blocks + __reduce_add_sync(0xffffffffu, own);
-        if (within >= 0) return find_in_tail(rows, part, own, within);
+        const int num_blocks = blocks_of(rows.end - rows.begin),
+                  within = block - blocks + __reduce_add_sync(0xffffffffu, num_blocks);
+        if (within >= 0) return find_in_tail(rows, part, num_blocks, within);
       }
     }
     return find_in_order(axis, block);
@@ -225,19 +226,19 @@ struct VarlenWorkQueue : WorkCounter {
 
   // Finds block `within` of the last parts, of which each lane has one, with its rows and its number of blocks. Blocks
   // of a greater number come first.
-  __device__ static Found find_in_tail(Range rows, int part, int own, int within) {
+  __device__ static Found find_in_tail(Range rows, int part, int num_blocks, int within) {
     constexpr unsigned kAll = 0xffffffffu;
     // More than `within` blocks have `number` or a greater one, but no more than `within` have `end` or a greater one.
-    int number = 0, end = __reduce_max_sync(kAll, own);
+    int number = 0, end = __reduce_max_sync(kAll, num_blocks);
 #pragma unroll 1
     while (end - number > 1) {
       const int middle = (number + end) / 2;
-      const bool is_below = __reduce_add_sync(kAll, const_max(own - middle, 0)) <= within;
+      const bool is_below = __reduce_add_sync(kAll, const_max(num_blocks - middle, 0)) <= within;
       (is_below ? end : number) = middle;
     }
-    within -= __reduce_add_sync(kAll, const_max(own - end, 0));
-    const unsigned having = __ballot_sync(kAll, own > number), before = (1u << threadIdx.x % 32) - 1;
-    const int from = __ffs(__ballot_sync(kAll, own > number && __popc(having & before) == within)) - 1;
+    within -= __reduce_add_sync(kAll, const_max(num_blocks - end, 0));
+    const unsigned having = __ballot_sync(kAll, num_blocks > number), before = (1u << threadIdx.x % 32) - 1;
+    const int from = __ffs(__ballot_sync(kAll, num_blocks > number && __popc(having & before) == within)) - 1;
     auto found = [&](int x) { return __shfl_sync(kAll, x, from); };
     return {found(part), number, {found(rows.begin), found(rows.end)}};
   }
@@ -263,6 +264,6 @@ struct VarlenWorkQueue : WorkCounter {
       }
       blocks_before = __shfl_sync(0xffffffffu, end, 31);
     }
-    return {0, 0, {0, 0}};  // why: somebody may write to cu_seqlens while they are read
+    return {0, 0, {0, 0}};  // why: another kernel may write to cu_seqlens while they are read
   }
 };

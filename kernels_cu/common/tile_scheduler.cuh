@@ -1,5 +1,5 @@
-// Work: which block of rows (queries or keys) of which head a block of threads computes. Blocks of threads start in the
-// order of their index.
+// Work: which block of rows (queries or keys) of which head a thread block computes. Thread blocks start in the order
+// of their index.
 #pragma once
 #include "range.cuh"
 
@@ -26,12 +26,12 @@ __device__ constexpr HeadBlock lpt_order(unsigned index, unsigned num_blocks, un
   return {first_head + within - block * together, block};
 }
 
-// The number of a piece of work, of so many, beyond the first ones of all blocks of threads. One thread of each block
-// calls, until there is no more.
+// The number of a work tile, of so many, beyond the first ones of all thread blocks. One thread of each block calls,
+// until there is no more.
 __device__ __forceinline__ unsigned take_number(unsigned* counter, unsigned num_work) {
   const unsigned taken = atomicAdd(counter, 1u);
-  // why: the counter must be zero for the next launch. Each piece of work beyond the first of a block counts once, and
-  // so does the last question of each block, which finds none.
+  // why: the counter must be zero for the next launch. Each work tile beyond the first of a block counts once, and so
+  // does the last question of each block, which finds none.
   if (taken == num_work - 1) atomicExch(counter, 0u);
   return taken;
 }
@@ -42,8 +42,8 @@ struct Work {
   int part;   // of the head: a slice of its columns, or a share of its query heads
   int block;  // of rows
 
-  // why of either sign: a signed division of what all lanes have alike stays in uniform registers, which a producer
-  // that nobody waits for long needs; an unsigned one has fewer instructions.
+  // why of either sign: a signed division of what all lanes have alike stays in uniform registers, which a producer off
+  // the critical path needs; an unsigned one has fewer instructions.
   template <class Count>
   __device__ constexpr Work(HeadBlock at, Count heads, Count parts = 1)
       : batch(Count(at.head) / parts / heads),

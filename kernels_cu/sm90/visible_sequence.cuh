@@ -1,6 +1,6 @@
-// Sequences of several lengths in backward on Hopper: where their rows lie, as they are read from shared memory.
+// Variable-length sequences in backward on Hopper: where their rows lie, as they are read from shared memory.
 #pragma once
-#include "../common/seen_rows.cuh"
+#include "../common/visible_rows.cuh"
 #include "../common/tile_range.cuh"
 #include "../ptx/ldmatrix.cuh"
 #include "panels.cuh"
@@ -25,9 +25,9 @@ __device__ __forceinline__ VarlenBox boxed(const RowsInMemory& rows, int num_row
   return boxed(rows.read(), num_rows, columns);
 }
 
-// The same as a sequence, of which kernels ask what they ask of `Sequence`. `at` is the address of SeenRows in shared
-// memory. why read again wherever it is needed: L5.
-struct SeenSequence {
+// The same as a sequence, of which kernels ask what they ask of `Sequence`. `at` is the address of VisibleRows in
+// shared memory. why read again wherever it is needed: L5.
+struct VisibleSequence {
   unsigned at;
 
   __device__ __forceinline__ int seqlen_q() const { return ld_shared_u32(at); }
@@ -37,21 +37,21 @@ struct SeenSequence {
     ld_shared_v4(x, at);
     return Mask(x[0], x[1], x[2], x[3]);
   }
-  __device__ __forceinline__ Range seen_queries() const { return {0, seqlen_q()}; }
-  __device__ __forceinline__ Range seen_keys() const { return {0, seqlen_k()}; }
+  __device__ __forceinline__ Range visible_queries() const { return {0, seqlen_q()}; }
+  __device__ __forceinline__ Range visible_keys() const { return {0, seqlen_k()}; }
 
   __device__ __forceinline__ static long long query_head(int head) { return head; }
   __device__ __forceinline__ int padded_query(int row) const { return ld_shared_u32(at + 48) + row; }
 
-  __device__ __forceinline__ RowsInMemory seen_queries_from(int query) const { return {at + 16, query}; }
-  __device__ __forceinline__ RowsInMemory seen_keys_from(int key) const { return {at + 32, key}; }
-  __device__ __forceinline__ VarlenMapRows queries_from(int query) const { return seen_queries_from(query).read(); }
-  __device__ __forceinline__ VarlenMapRows keys_from(int key) const { return seen_keys_from(key).read(); }
+  __device__ __forceinline__ RowsInMemory visible_queries_from(int query) const { return {at + 16, query}; }
+  __device__ __forceinline__ RowsInMemory visible_keys_from(int key) const { return {at + 32, key}; }
+  __device__ __forceinline__ VarlenMapRows queries_from(int query) const { return visible_queries_from(query).read(); }
+  __device__ __forceinline__ VarlenMapRows keys_from(int key) const { return visible_keys_from(key).read(); }
 };
-static_assert(sizeof(VarlenMapRows) == 16, "SeenSequence reads the members of SeenRows from other places");
+static_assert(sizeof(VarlenMapRows) == 16, "VisibleSequence reads the members of VisibleRows from other places");
 
 // The tiles of keys, so many each, that all of these queries see, if all of these exist: no score of them is hidden.
-__device__ __forceinline__ TileRange clear_tiles(const Mask& mask, Range queries, int size) {
+__device__ __forceinline__ TileRange unmasked_tiles(const Mask& mask, Range queries, int size) {
   if (queries.end > mask.seqlen_q) return {0, 0};
   return TileRange::inside(mask.full_range(queries.begin, queries.end), size);
 }

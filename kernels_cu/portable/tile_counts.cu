@@ -1,27 +1,27 @@
-// seen_counts: how many key blocks of backward on Hopper see some of each tile of queries, under a mask of the caller's
-// own whose cells are known (common/cells.cuh). Rows of dq that none of them sees, and so none writes, become zero. And
+// tile_counts: how many key blocks of backward on Hopper see some of each tile of queries, under a mask_mod whose mask
+// tiles are known (common/mask_tiles.cuh). Rows of dq that none of them sees, and so none writes, become zero. And
 // which steps key blocks have, and in which order they are taken.
 //
-// Roles    A warp owns a tile of queries of a head. Blocks of threads behind these find steps (key_steps.cuh).
+// Roles    A warp owns a tile of queries of a head. Thread blocks behind these find steps (key_steps.cuh).
 #include "../ptx/grid.cuh"
 #include "key_blocks.cuh"
 #include "key_steps.cuh"
 
-using Params = SeenCountsParams;
+using Params = TileCountsParams;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 template <int kTile>
 __device__ __forceinline__ int count_key_blocks(const Params& p, const Sequence& sequence, int head, int tile) {
   const Range rows{tile * kTile, const_min(tile * kTile + kTile, sequence.seqlen_q())};
   const TileRange keys = TileRange::covering(sequence.mask().key_range(rows.begin, rows.end), kKeyBlock);
-  const SeenTilesOf<true, AscendingTiles, kTile, kKeyBlock, false, Params> seen(AscendingTiles(keys), p, sequence.batch,
-                                                                                head, rows, sequence.seqlen_k());
-  return seen.count_seen();
+  const VisibleTilesOf<true, AscendingTiles, kTile, kKeyBlock, false, Params> visible(
+      AscendingTiles(keys), p, sequence.batch, head, rows, sequence.seqlen_k());
+  return visible.count_visible();
 }
 
-// Of a tile: counts its key blocks, and clears its rows of dq if there are none.
+// Of a tile: counts its key blocks, and zeros its rows of dq if there are none.
 __device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
-  constexpr int kLanes = 8;  // threads that clear a row
+  constexpr int kLanes = 8;  // threads that zero a row
   const ProblemParams& problem = p.problem;
   const unsigned of_head = index / unsigned(p.num_q_blocks);
   if (of_head >= unsigned(problem.batch) * unsigned(problem.heads_q)) return;
@@ -30,12 +30,12 @@ __device__ __forceinline__ void count_of_tile(const Params& p, unsigned index) {
   const Sequence sequence{problem, batch};
   const int count =
       p.block_q == 128 ? count_key_blocks<128>(p, sequence, head, tile) : count_key_blocks<64>(p, sequence, head, tile);
-  if (threadIdx.x % 32 == 0) p.seen_counts[index] = count;
+  if (threadIdx.x % 32 == 0) p.tile_counts[index] = count;
   if (count > 0) return;
   const int end = const_min((tile + 1) * p.block_q, sequence.seqlen_q());
 #pragma unroll 1
   for (int row = tile * p.block_q + threadIdx.x % 32 / kLanes; row < end; row += 32 / kLanes) {
-    clear_row<kLanes>(p.dq, sequence.queries(), head, row, problem.head_dim);
+    zero_row<kLanes>(p.dq, sequence.queries(), head, row, problem.head_dim);
   }
 }
 
@@ -45,5 +45,5 @@ extern "C" __global__ void __launch_bounds__(kNumThreads) CUFLASH_KERNEL(const _
   launch_next_kernel();
   if (blockIdx.x < p.count_blocks) count_of_tile(p, blockIdx.x * kNumWarps + threadIdx.x / 32);
   else find_key_steps(p, blockIdx.x - p.count_blocks);
-  await_kernels_ahead();  // why: the next kernel waits for this one alone
+  wait_kernels_ahead();  // why: the next kernel waits for this one alone
 }

@@ -1,6 +1,6 @@
 // The work of forward and lse on Hopper: query blocks of any heads, one after the other.
 #pragma once
-#include "decode_work.cuh"
+#include "decode_scheduler.cuh"
 
 // A query block of a head. It has at least one key tile, if only to find that nothing is seen.
 struct alignas(16) DenseQueryWork : AllKeys<kBlockSparse> {
@@ -26,11 +26,11 @@ struct alignas(16) DenseQueryWork : AllKeys<kBlockSparse> {
   __device__ __forceinline__ int seqlen_k(const ProblemParams& problem) const { return problem.seqlen_k; }
 };
 
-// Deals out the work of a block of threads.
-struct DenseWorkQueue : WorkCounter {
+// Schedules the work of a thread block.
+struct DenseTileScheduler : WorkCounter {
   __device__ __forceinline__ void advance(const TiledForwardParams& params) { take_next(params, params.num_tiles); }
 
-  __device__ __forceinline__ DenseQueryWork work(const WithOwn<TiledForwardParams>& params) const {
+  __device__ __forceinline__ DenseQueryWork work(const WithMods<TiledForwardParams>& params) const {
     if (index >= params.num_tiles) return DenseQueryWork::none();
     const ProblemParams& problem = params.problem;
     const unsigned num_blocks = params.num_q_blocks;
@@ -42,25 +42,25 @@ struct DenseWorkQueue : WorkCounter {
     const int row_end = const_min(query_work.row_begin + kBlockQ, sequence.seqlen_q());
     query_work.keys = TileRange::touched(sequence.mask().key_range(query_work.row_begin, row_end), kBlockK);
     query_work.keys.end = const_max(query_work.keys.end, query_work.keys.begin + 1);
-    number_seen(params, query_work);
+    number_visible(params, query_work);
     return query_work;
   }
 };
 
-template <bool kOfSeveralLengths, bool kOfFewQueries>
+template <bool kIsVarlen, bool kOfFewQueries>
 struct TiledWorkOf {
   using Type = DenseQueryWork;
-  using Queue = DenseWorkQueue;
+  using Scheduler = DenseTileScheduler;
 };
 template <>
 struct TiledWorkOf<true, false> {
   using Type = VarlenQueryWork;
-  using Queue = VarlenWorkQueue;
+  using Scheduler = VarlenTileScheduler;
 };
 template <>
 struct TiledWorkOf<true, true> {
   using Type = DecodeWork;
-  using Queue = DecodeQueue;
+  using Scheduler = DecodeTileScheduler;
 };
 using QueryWork = TiledWorkOf<kVarlen, kDecode>::Type;
-using WorkQueue = TiledWorkOf<kVarlen, kDecode>::Queue;
+using TileScheduler = TiledWorkOf<kVarlen, kDecode>::Scheduler;

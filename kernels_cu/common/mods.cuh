@@ -1,10 +1,10 @@
-// Scores and masks of the caller's own. The program holds them as `ModFunctions` (cuflash/planning/own_code.py), which
-// finds what a head, a row, two columns of it and a score know in as many steps. A row is a query and a column a key,
-// or the other way round where a kernel's fragments have keys in their rows.
+// score_mod, mask_mod, bias, sinks and dropout (mods). The program holds them as `ModFunctions`
+// (cuflash/planning/own_code.py), which finds what a head, a row, two columns of it and a score know in as many steps.
+// A row is a query and a column a key, or the other way round where a kernel's fragments have keys in their rows.
 //
 //   element   score: that of softmax and bias, in powers of two, from a product q·k (or what the softcap made of it)
 //             visible: whether the query sees the key, as far as the functions say
-//             slope: d score / d what the caller's function was given; dq and dk are multiplied by softmax_scale later
+//             slope: d score / d what the score_mod was given; dq and dk are multiplied by softmax_scale later
 #pragma once
 #include "../ptx/float_math.cuh"
 #include "mask.cuh"
@@ -48,9 +48,10 @@ struct ModHeadOf<true, Functions> {
   const typename Functions::Arrays& arrays;
   const typename Functions::Head head;
 
-  __device__ __forceinline__ ModHeadOf(const ModParams& own, const ProblemParams& problem, int batch, int query_head,
-                                       int seqlen_q, int seqlen_k)
-      : arrays(own), head(Functions::head(own, batch, query_head, seqlen_q, seqlen_k, problem.score.softmax_scale)) {}
+  __device__ __forceinline__ ModHeadOf(const ModParams& mod_params, const ProblemParams& problem, int batch,
+                                       int query_head, int seqlen_q, int seqlen_k)
+      : arrays(mod_params),
+        head(Functions::head(mod_params, batch, query_head, seqlen_q, seqlen_k, problem.score.softmax_scale)) {}
 
   // What is known of a row with the columns from first_column on. `addend` is added to all of its scores, for nothing.
   // The last number is the half of a fragment that has the row: TwoModHeads.
@@ -92,26 +93,26 @@ struct ModRows {
 
   // column: the first of the fragment. column_pair = lane % 4.
   template <class Heads, class Rows>
-  __device__ __forceinline__ ModRows(const Heads& own, const Rows& rows, int column, int column_pair,
+  __device__ __forceinline__ ModRows(const Heads& mod_heads, const Rows& rows, int column, int column_pair,
                                      const float2& less = {0.0f, 0.0f})
-      : of{own.row(rows[0], column + 2 * column_pair, -less.x, 0),
-           own.row(rows[1], column + 2 * column_pair, -less.y, 1)} {}
+      : of{mod_heads.row(rows[0], column + 2 * column_pair, -less.x, 0),
+           mod_heads.row(rows[1], column + 2 * column_pair, -less.y, 1)} {}
 };
 
 // Products of a fragment become scores, and those that a function hides -inf. why columns outside, rows inside: L57.
-// kAsksMask: the function may hide some. Scores that weigh nothing become -inf, too, unless !kHidesLeast.
-template <bool kAsksMask = kMaskMod, bool kHidesLeast = true, class Heads, int kCount>
-__device__ __forceinline__ void apply_own(const Heads& own, float (&s)[kCount], const ModRows& rows) {
+// kAsksMask: the function may hide some. Scores that weigh nothing become -inf, too, unless !kMasksLeast.
+template <bool kAsksMask = kMaskMod, bool kMasksLeast = true, class Heads, int kCount>
+__device__ __forceinline__ void apply_mods(const Heads& mod_heads, float (&s)[kCount], const ModRows& rows) {
 #pragma unroll
   for (int j = 0; j < kCount / 4; ++j) {
-    const ModHead::Pair pairs[2] = {own.pair(rows.of[0], 8 * j, 0), own.pair(rows.of[1], 8 * j, 1)};
+    const ModHead::Pair pairs[2] = {mod_heads.pair(rows.of[0], 8 * j, 0), mod_heads.pair(rows.of[1], 8 * j, 1)};
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float& score = s[4 * j + 2 * half + e];
-        const ModHead::Result result = own.at(rows.of[half], pairs[half], score, 8 * j + e, half);
-        if constexpr (kScoreMod) score = kHidesLeast && result.score <= kLeastScore ? -infinity() : result.score;
+        const ModHead::Result result = mod_heads.at(rows.of[half], pairs[half], score, 8 * j + e, half);
+        if constexpr (kScoreMod) score = kMasksLeast && result.score <= kLeastScore ? -infinity() : result.score;
         if constexpr (kAsksMask) score = result.visible ? score : -infinity();
       }
     }
@@ -134,11 +135,11 @@ template <class Params>
 struct SinkOf<true, Params> {
   float sink;
 
-  __device__ __forceinline__ SinkOf(const Params& own, int head) {
-    if (own.sinks_are_wide || kDType == DType::kFloat32) {
-      sink = __ldg(static_cast<const float*>(own.sinks) + head);
+  __device__ __forceinline__ SinkOf(const Params& mod_params, int head) {
+    if (mod_params.sinks_are_wide || kDType == DType::kFloat32) {
+      sink = __ldg(static_cast<const float*>(mod_params.sinks) + head);
     } else {
-      const unsigned short bits = __ldg(static_cast<const unsigned short*>(own.sinks) + head);
+      const unsigned short bits = __ldg(static_cast<const unsigned short*>(mod_params.sinks) + head);
       sink = kDType == DType::kFloat16 ? cvt_f32_f16(bits) : __uint_as_float(static_cast<unsigned>(bits) << 16);
     }
   }

@@ -14,14 +14,14 @@ struct ForwardMainloop : Consumer {
   Output o;
   float o_scale[2];
   NextTile<kBlockSparse> next_tile;
-  bool has_begun = false;  // with cells: this warpgroup has seen all of some key tile of the work at hand
+  bool has_begun = false;  // if block-sparse: this warpgroup has seen all of some key tile of the work at hand
 
   using Consumer::Consumer;
 
   __device__ __forceinline__ Computing& self() { return static_cast<Computing&>(*this); }
 
   // Ping-pong: warpgroups issue their products alternately (L27).
-  __device__ __forceinline__ void await_issue() const {
+  __device__ __forceinline__ void wait_issue() const {
     if constexpr (kPingPong) bar_sync(kIssue + group, 256);
   }
 
@@ -30,7 +30,7 @@ struct ForwardMainloop : Consumer {
   }
 
   // For a step that is skipped. why: all warpgroups must pass as often.
-  __device__ __forceinline__ void skip_issue() const { await_issue(), pass_issue(); }
+  __device__ __forceinline__ void skip_issue() const { wait_issue(), pass_issue(); }
 
   __device__ __forceinline__ void pack() {
 #pragma unroll
@@ -41,7 +41,7 @@ struct ForwardMainloop : Consumer {
   __device__ __forceinline__ void drop(int n) {
     if constexpr (kDropout) {
       const QueryWork work = smem.work(i);
-      ModWork(params, work).drop(s, lane_queries(work), n);
+      TileMods(params, work).drop(s, lane_queries(work), n);
     }
   }
 
@@ -51,12 +51,12 @@ struct ForwardMainloop : Consumer {
     for (int h = 0; h < 2; ++h) scale_row(o, h, o_scale[h]);
   }
 
-  __device__ __forceinline__ unsigned begin_next_output(bool accumulate) {
-    begin_sum<kBlockK, kHeadDimV>(o, p, await(ring), kPanelBytesK, accumulate);
+  __device__ __forceinline__ unsigned issue_next_pv(bool accumulate) {
+    issue_ab<kBlockK, kHeadDimV>(o, p, wait(ring), kPanelBytesK, accumulate);
     return ring.advance().slot;
   }
 
-  __device__ __forceinline__ void end_output(unsigned v_slot) {
+  __device__ __forceinline__ void finish_pv(unsigned v_slot) {
     wgmma_wait<0>(o);
     release(v_slot);
   }
@@ -71,10 +71,10 @@ struct ForwardMainloop : Consumer {
   };
 
   // Begins s = q kᵀ of the next key tile and o += p v of the one before.
-  __device__ __forceinline__ void begin_step(Step& step) {
-    await_issue();
-    step.k_slot = begin_next_scores();
-    step.v_slot = begin_next_output(step.accumulate);
+  __device__ __forceinline__ void issue_step(Step& step) {
+    wait_issue();
+    step.k_slot = issue_next_qk();
+    step.v_slot = issue_next_pv(step.accumulate);
     step.accumulate = step.has_weights = true;
     pass_issue();
   }
@@ -84,16 +84,16 @@ struct ForwardMainloop : Consumer {
   // p is 0: a condition there makes wgmma wait.
   __device__ __forceinline__ bool passes_over(Step& step, const GroupKeys& keys) {
     if constexpr (kBlockSparse) {
-      if (step.n == keys.tiles.begin || next_tile.at(step.n).is_seen(group)) return false;
-      await_issue();
-      await(ring);
-      next_tile.hear(smem, ring.slot);
-      end_scores(keys, step.n, ring.advance().slot);
+      if (step.n == keys.tiles.begin || next_tile.at(step.n).is_visible(group)) return false;
+      wait_issue();
+      wait(ring);
+      next_tile.pop(smem, ring.slot);
+      release_k(keys, step.n, ring.advance().slot);
       if (step.has_weights) {
-        const unsigned v_slot = begin_next_output(step.accumulate);
+        const unsigned v_slot = issue_next_pv(step.accumulate);
         step.accumulate = true, step.has_weights = false;
         pass_issue();
-        end_output(v_slot);
+        finish_pv(v_slot);
 #pragma unroll
         for (unsigned& pair : p) pair = 0;
       } else {
@@ -106,99 +106,100 @@ struct ForwardMainloop : Consumer {
 
   // Whether this warpgroup sees all of a tile, after which all of its rows have begun.
   template <class Tile>
-  __device__ __forceinline__ bool is_clear(const Tile& tile, const GroupKeys& keys) const {
-    return tile.is_full(group) && tile.n() >= keys.clear.begin && tile.n() < keys.clear.end;
+  __device__ __forceinline__ bool is_unmasked(const Tile& tile, const GroupKeys& keys) const {
+    return tile.is_full(group) && tile.n() >= keys.unmasked.begin && tile.n() < keys.unmasked.end;
   }
 
   // Takes steps down to tile `begin`; false if weights left the range, their step unfinished. Rows keep the maximum of
   // the first tile in which they see a key, as long as their weights are in range. So the bits of a row depend on no
   // other row, nor on which of the two loops a tile falls into. why a loop of their own for tiles without hidden keys,
-  // after the first key that all rows see: L28. With cells each loop ends before the first tile that is for the other.
-  template <bool kClear>
+  // after the first key that all rows see: L28. If block-sparse, each loop ends before the first tile that is for the
+  // other.
+  template <bool kUnmasked>
   __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
     // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have
     // weighed nothing so far; the row's weights are then made again.
-    constexpr bool kMayBeginRows = !kClear || (kMaskMod && !kBlockSparse) || kScoreModMayMask;
+    constexpr bool kMayBeginRows = !kUnmasked || (kMaskMod && !kBlockSparse) || kScoreModMayMask;
 #pragma unroll 1
     for (; step.n >= begin; --step.n) {
       if constexpr (kBlockSparse) {
-        const bool clear = is_clear(next_tile.at(step.n), keys);
-        if (kClear != (has_begun && clear)) return true;
-        has_begun |= clear;
+        const bool unmasked = is_unmasked(next_tile.at(step.n), keys);
+        if (kUnmasked != (has_begun && unmasked)) return true;
+        has_begun |= unmasked;
       }
-      if (!kClear && passes_over(step, keys)) continue;
-      begin_step(step);
-      const QueryWork work = kClear && !kHasMods ? QueryWork() : smem.work(i);  // why here: L31
-      const auto rows = kClear && !kHasMods ? decltype(lane_queries(work))() : lane_queries(work);
-      const ModWork own(params, work);
+      if (!kUnmasked && passes_over(step, keys)) continue;
+      issue_step(step);
+      const QueryWork work = kUnmasked && !kHasMods ? QueryWork() : smem.work(i);  // why here: L31
+      const auto rows = kUnmasked && !kHasMods ? decltype(lane_queries(work))() : lane_queries(work);
+      const TileMods tile_mods(params, work);
       const auto at = next_tile.at(step.n);
       const int tile = at.n();
-      const auto own_tile = own.tile(rows, tile * kBlockK, softmax.taken_off<kMayBeginRows>());
-      next_tile.hear(smem, step.k_slot);
+      const auto mod_tile = tile_mods.tile(rows, tile * kBlockK, softmax.taken_off<kMayBeginRows>());
+      next_tile.pop(smem, step.k_slot);
       wgmma_wait<1>(s);
       Score{params.problem.score}.apply(s);
-      own.apply(own_tile, s, (kClear && kBlockSparse) || at.is_full(group));
-      if constexpr (!kClear) {
-        if (tile >= keys.clear.end) mask(work).hide_after(s, rows, tile * kBlockK, fresh_thread() % 4);
-        if (tile < keys.clear.begin) mask(work).hide_before(s, rows, tile * kBlockK, fresh_thread() % 4);
+      tile_mods.apply(mod_tile, s, (kUnmasked && kBlockSparse) || at.is_full(group));
+      if constexpr (!kUnmasked) {
+        if (tile >= keys.unmasked.end) mask(work).apply_end(s, rows, tile * kBlockK, fresh_thread() % 4);
+        if (tile < keys.unmasked.begin) mask(work).apply_begin(s, rows, tile * kBlockK, fresh_thread() % 4);
       }
-      absent_keys(step.k_slot).hide(s, fresh_thread() % 4);
-      if constexpr (kMayBeginRows && kScoreMod) softmax.raise_unseen_again(s);
-      else if constexpr (kMayBeginRows) softmax.raise_unseen(s, scale_log2());
+      missing_pages(step.k_slot).apply(s, fresh_thread() % 4);
+      if constexpr (kMayBeginRows && kScoreMod) softmax.update_max_of_exponents(s);
+      else if constexpr (kMayBeginRows) softmax.update_max_if_unseen(s, scale_log2());
       else if constexpr (kScoreMod) softmax.put_out_of_range(s);
-      softmax.weigh<kScoreMod>(s, scale_log2(), step.sums);
+      softmax.exponentiate<kScoreMod>(s, scale_log2(), step.sums);
       const bool again = softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]);
       const bool leaves = __any_sync(0xffffffffu, again);
       if (!leaves) {
         softmax.add(step.sums);
-        end_scores(keys, step.n, step.k_slot);
+        release_k(keys, step.n, step.k_slot);
       }
-      end_output(step.v_slot);  // why also in warps that leave, whose p is made again: L41
-      if constexpr (kDropout) own.drop(s, rows, tile);
+      finish_pv(step.v_slot);  // why also in warps that leave, whose p is made again: L41
+      if constexpr (kDropout) tile_mods.drop(s, rows, tile);
       pack();
       if (leaves) return false;
     }
     return true;
   }
 
-  // Takes the steps of all key tiles but the first; p is then that of the last. The result tells whether o holds a sum.
+  // Takes the steps of all key tiles but the first; p is then that of the last. The result is whether o holds a sum.
   __device__ __forceinline__ bool steps(const GroupKeys& keys) {
     const TileRange tiles = keys.tiles;
     Step step{tiles.end - 2};
-    if constexpr (kRaisesAlways) {
+    if constexpr (kAlwaysUpdatesMax) {
 #pragma unroll 1
       for (; step.n >= tiles.begin; --step.n) {
         if (passes_over(step, keys)) continue;
-        begin_step(step);
-        weigh<1>(keys, step.n, step.k_slot, o_scale);
+        issue_step(step);
+        softmax_tile<1>(keys, step.n, step.k_slot, o_scale);
         const int tile = next_tile.at(step.n).n();
-        next_tile.hear(smem, step.k_slot);
-        end_scores(keys, step.n, step.k_slot);
+        next_tile.pop(smem, step.k_slot);
+        release_k(keys, step.n, step.k_slot);
         drop(tile);
-        end_output(step.v_slot);
+        finish_pv(step.v_slot);
         pack();
         rescale();
       }
     } else {
-      // why: after the tile of the last key that all rows see, no row has seen nothing. With cells each tile tells of
-      // itself.
-      const bool some_clear = !kBlockSparse && keys.clear.begin < min(keys.clear.end, tiles.end);
-      const int upper_begin = some_clear ? max(tiles.begin, keys.last_common) : tiles.begin;
+      // why: after the tile of the last key that all rows see, no row has seen nothing. If block-sparse, each tile
+      // has its own kind.
+      const bool any_unmasked = !kBlockSparse && keys.unmasked.begin < min(keys.unmasked.end, tiles.end);
+      const int upper_begin = any_unmasked ? max(tiles.begin, keys.last_common) : tiles.begin;
 #pragma unroll 1
       while (step.n >= tiles.begin) {
         // why in this order: L52.
         const bool upper = !kBlockSparse && step.n >= upper_begin;
-        if ((upper || stale_steps<true>(step, keys, kBlockSparse ? tiles.begin : keys.clear.begin)) &&
+        if ((upper || stale_steps<true>(step, keys, kBlockSparse ? tiles.begin : keys.unmasked.begin)) &&
             stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {
           continue;
         }
         bool again[2];
         // why once more: registers. With dropout the sums are kept, as weights are dropped already.
         if constexpr (kScoreMod && !kDropout) Softmax::sum_up(s, step.sums);
-        if (softmax.scale_down(s, step.sums, again, o_scale)) make_weights_again(step, keys, again);
+        if (softmax.scale_down(s, step.sums, again, o_scale)) recompute_weights(step, keys, again);
         else softmax.add(step.sums);
         const int tile = smem.tile(step.n, step.k_slot).n();
-        end_scores(keys, step.n, step.k_slot);
+        release_k(keys, step.n, step.k_slot);
         drop(tile);
         pack();
         rescale();
@@ -209,67 +210,67 @@ struct ForwardMainloop : Consumer {
   }
 
   // Makes the weights of the rows `again` of a step once more.
-  __device__ __forceinline__ void make_weights_again(const Step& step, const GroupKeys& keys, const bool (&again)[2]) {
+  __device__ __forceinline__ void recompute_weights(const Step& step, const GroupKeys& keys, const bool (&again)[2]) {
     const QueryWork work = smem.work(i);
     const auto rows = lane_queries(work);
-    const ModWork own(params, work);
+    const TileMods tile_mods(params, work);
     const auto at = smem.tile(step.n, step.k_slot);
     const int tile = at.n();
     auto finish = [&](float (&fresh)[8], int piece) {
       const int key = tile * kBlockK + 16 * piece;
       Score{params.problem.score}.apply(fresh);
-      own.apply(own.tile(rows, key), fresh, at.is_full(group));
-      if (tile >= keys.clear.end) mask(work).hide_after(fresh, rows, key, fresh_thread() % 4);
-      if (tile < keys.clear.begin) mask(work).hide_before(fresh, rows, key, fresh_thread() % 4);
-      absent_keys(step.k_slot).hide_piece(fresh, piece, fresh_thread() % 4);
+      tile_mods.apply(tile_mods.tile(rows, key), fresh, at.is_full(group));
+      if (tile >= keys.unmasked.end) mask(work).apply_end(fresh, rows, key, fresh_thread() % 4);
+      if (tile < keys.unmasked.begin) mask(work).apply_begin(fresh, rows, key, fresh_thread() % 4);
+      missing_pages(step.k_slot).apply_piece(fresh, piece, fresh_thread() % 4);
     };
-    weigh_again(s, softmax, step.sums, again, o_scale, finish, scale_log2(), q, q_smem(),
-                smem.kv + step.k_slot * kBytesSlot);
+    recompute_tile_weights(s, softmax, step.sums, again, o_scale, finish, scale_log2(), q, q_smem(),
+                           smem.kv + step.k_slot * kBytesSlot);
   }
 
   // Makes the weights of the first key tile.
   template <int kPending>
-  __device__ __forceinline__ void weigh_first(GroupKeys& keys, unsigned k_slot) {
-    keys.find_clear(params.problem, smem.work(i), group);
+  __device__ __forceinline__ void softmax_first_tile(GroupKeys& keys, unsigned k_slot) {
+    keys.find_unmasked(params.problem, smem.work(i), group);
     softmax.setup();
-    weigh<kPending>(keys, keys.tiles.end - 1, k_slot, o_scale);
+    softmax_tile<kPending>(keys, keys.tiles.end - 1, k_slot, o_scale);
     const auto at = smem.tile(keys.tiles.end - 1, k_slot);
     const int tile = at.n();
-    if constexpr (kBlockSparse) has_begun = is_clear(at, keys);
-    next_tile.hear(smem, k_slot);
-    end_scores(keys, keys.tiles.end - 1, k_slot);
+    if constexpr (kBlockSparse) has_begun = is_unmasked(at, keys);
+    next_tile.pop(smem, k_slot);
+    release_k(keys, keys.tiles.end - 1, k_slot);
     drop(tile);
   }
 
   __device__ __forceinline__ void run() {
-    smem.await_work(0);
+    smem.wait_work(0);
     if (kVarlen && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
     if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
     GroupKeys keys(params.problem, smem.work(0), group);
     bool skips_v = keys.skips_first;  // v of a key tile that is skipped comes next in the ring
-    unsigned k_slot = begin_first_scores(keys);
-    if constexpr (kNextScoresFirst) weigh_first<0>(keys, k_slot);
+    unsigned k_slot = issue_first_qk(keys);
+    if constexpr (kNextScoresFirst) softmax_first_tile<0>(keys, k_slot);
 #pragma unroll 1
     for (;;) {
-      if constexpr (!kNextScoresFirst) weigh_first<0>(keys, k_slot);
+      if constexpr (!kNextScoresFirst) softmax_first_tile<0>(keys, k_slot);
       if (skips_v) skip();
       if (keys.skips_first) skip_issue();
       pack();
       const bool accumulate = steps(keys);
 
       // The last p v goes with the first s of the next work.
-      smem.await_work(++i);
+      smem.wait_work(++i);
       const QueryWork next = smem.work(i);
       const bool skips_last = keys.skips_last;
       if (skips_last) skip(), skip_issue();
       if (!next.exists()) {  // why a copy of the end: L12
-        begin_next_output(accumulate);
+        issue_next_pv(accumulate);
         wgmma_wait<0>(o);
         self().store(softmax);
         if (is_leader) bulk_wait_read<0>();
         break;
       }
-      await_issue();
+      wait_issue();
       if constexpr (kNextScoresFirst) {
         keys = GroupKeys(params.problem, next, group);
         if (keys.skips_first && !skips_last) skip();
@@ -279,22 +280,22 @@ struct ForwardMainloop : Consumer {
         const PipelineState second = ring.advance();
         // why: v of a skipped key tile stands before the next k in the ring.
         const PipelineState k = skips_v ? second : first, v = skips_v ? first : second;
-        await_query();
-        begin_scores(s, q, smem.q_rows(i, group), await(k));
-        begin_sum<kBlockK, kHeadDimV>(o, p, await(v), kPanelBytesK, accumulate);
+        wait_query();
+        issue_qk(s, q, smem.q_rows(i, group), wait(k));
+        issue_ab<kBlockK, kHeadDimV>(o, p, wait(v), kPanelBytesK, accumulate);
         k_slot = k.slot;
         const unsigned v_slot = v.slot;
         pass_issue();
         const Softmax done = softmax;
-        weigh_first<1>(keys, k_slot);
-        end_output(v_slot);
+        softmax_first_tile<1>(keys, k_slot);
+        finish_pv(v_slot);
         self().store(done);
       } else {
-        const unsigned v_slot = begin_next_output(accumulate);
+        const unsigned v_slot = issue_next_pv(accumulate);
         if (skips_last) skip();
         keys = GroupKeys(params.problem, next, group);
         skips_v = keys.skips_first;
-        k_slot = begin_first_scores(keys);
+        k_slot = issue_first_qk(keys);
         pass_issue();
         wgmma_wait<1>(o);
         release(v_slot);

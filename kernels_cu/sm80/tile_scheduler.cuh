@@ -1,7 +1,7 @@
-// The work of a block of threads of this family: a block of queries, or a block of keys.
+// The work of a thread block of this family: a block of queries, or a block of keys.
 #pragma once
 #include "../common/varlen.cuh"
-#include "../common/work.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "config.cuh"
 
 // The block's index. why opaque to the compiler: L5, for the rows that the epilogue stores.
@@ -38,8 +38,8 @@ struct DenseQueryWork : Work {
   __device__ int sequence_idx() const { return batch; }
 };
 
-// What one warp finds out about the work of a block of threads. why in shared memory: it is found by reading from
-// memory, and a thread has no registers for it over the loop.
+// What one warp finds out about the work of a thread block. why in shared memory: it is found by reading from memory,
+// and a thread has no registers for it over the loop.
 template <class Found, class Params>
 __device__ __forceinline__ const Found& shared_by_block(const Params& p, HeadBlock at) {
   __shared__ alignas(Found) char memory[sizeof(Found)];
@@ -52,7 +52,7 @@ __device__ __forceinline__ const Found& shared_by_block(const Params& p, HeadBlo
   return shared;
 }
 
-// The same for sequences of several lengths, of which num_q_blocks counts all blocks of a head.
+// The same for variable-length sequences, of which num_q_blocks counts all blocks of a head.
 struct VarlenQueryWork {
   struct Found {
     RowSlots row_slots;
@@ -88,7 +88,7 @@ struct VarlenQueryWork {
   }
 
   __device__ int written_end() const { return const_min(rows.begin + kBlockQ, row_slots.num_rows()); }
-  // why not below 0: rows of no sequence ask the caller's functions nothing, but these may load by it.
+  // why not below 0: rows of no sequence ask the mods nothing, but these may load by it.
   __device__ int sequence_idx() const { return const_max(row_slots.sequence, 0); }
 
  private:
@@ -126,7 +126,7 @@ struct DenseKeyWork : Work {
   __device__ __forceinline__ int sequence_idx() const { return batch; }
 };
 
-// The same for sequences of several lengths, of which num_k_blocks counts all blocks of a head. `keys` are those of the
+// The same for variable-length sequences, of which num_k_blocks counts all blocks of a head. `keys` are those of the
 // sequence, used or not.
 struct VarlenKeyWork {
   struct Found {
@@ -168,7 +168,7 @@ struct VarlenKeyWork {
       : row_slots(x.row_slots), sequence(x.sequence), keys(x.keys), heads(x.heads), head(x.head), part(x.part) {}
 };
 
-template <bool kOfSeveralLengths>
+template <bool kIsVarlen>
 struct WorkOf {
   using OfQueries = DenseQueryWork;
   using OfKeys = DenseKeyWork;

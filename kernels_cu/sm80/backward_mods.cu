@@ -1,11 +1,11 @@
-// The gradient of an array of the caller's own, from one place of a score's expression that loads from it: `ModTerm`.
+// The gradient of a captured array, from one place of a score's expression that loads from it: `ModTerm`.
 //
 //   s = q kᵀ, dp = dout vᵀ                              per tile
 //   p = exp(score(s) - lse)    ds = p (dp - delta)      in registers, with dropout as in pointwise.cuh
 //   sum[where it is loaded from] += ds · d score / d what is loaded
 //
 // Sums     If all indices are b, h, q_idx, k_idx or constant: a register adds up the same element of all tiles that the
-//          block walks over (own_walk.cuh). At the end, rows of the tile are added where sums do not stand apart by
+//          block walks over (mod_walk.cuh). At the end, rows of the tile are added where sums do not stand apart by
 //          queries, and columns where they do not by keys.
 //          Else an element is looked up: each warp adds to a table of its own (table_sums.cuh), or all add to one by
 //          atomics, if the host says so.
@@ -16,9 +16,9 @@
 //          (B)  every warp has multiplied; the next tile is fetched
 #include "../common/dropout.cuh"
 #include "../common/gradient_sums.cuh"
-#include "../common/own_scores.cuh"
+#include "../common/mods.cuh"
 #include "gemm.cuh"
-#include "own_walk.cuh"
+#include "mod_walk.cuh"
 #include "pointwise.cuh"
 #include "table_sums.cuh"
 #include "tile.cuh"
@@ -29,7 +29,7 @@ struct SharedStorage {
   alignas(128) char k[kBlockK * kHeadDim * kElementBytes];
   alignas(128) char v[kBlockK * kHeadDimV * kElementBytes];
 };
-using Params = WithOwn<ModGradientParams>;
+using Params = WithMods<ModGradientParams>;
 static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 static_assert(kStages == 1, "a tile is fetched while another one is worked on in registers");
@@ -47,19 +47,19 @@ __device__ __forceinline__ void fetch(const Params& p, const SharedStorage& stor
                                       const WalkedTile& at, bool new_rows, bool new_keys) {
   const ProblemParams& problem = p.problem;
   if (new_rows) {
-    const Range seen = sequence.seen_queries();
+    const Range visible = sequence.visible_queries();
     const TileLoader<kBlockQ, kHeadDim> q(p.q, sequence.queries(), at.head, problem.head_dim);
-    q.load(smem_address(storage.q), at.first_query(), seen);
+    q.load(smem_address(storage.q), at.first_query(), visible);
     const TileLoader<kBlockQ, kHeadDimV> dout(p.dout, sequence.queries(), at.head, problem.head_dim_v);
-    dout.load(smem_address(storage.dout), at.first_query(), seen);
+    dout.load(smem_address(storage.dout), at.first_query(), visible);
   }
   if (new_keys) {
-    const Range seen = sequence.seen_keys();
+    const Range visible = sequence.visible_keys();
     using KeyPlace = AnySequence::KeyPlace;
     const TileLoader<kBlockK, kHeadDim, KeyPlace> k(p.k, sequence.keys(), at.kv_head, problem.head_dim);
-    k.load(smem_address(storage.k), at.first_key(), seen);
+    k.load(smem_address(storage.k), at.first_key(), visible);
     const TileLoader<kBlockK, kHeadDimV, KeyPlace> v(p.v, sequence.keys(), at.kv_head, problem.head_dim_v);
-    v.load(smem_address(storage.v), at.first_key(), seen);
+    v.load(smem_address(storage.v), at.first_key(), visible);
   }
   cp_async_commit();
 }
@@ -88,8 +88,9 @@ struct StayingTile<true> {
     const K of_k(p.k, sequence.keys(), at.kv_head, problem.head_dim);
     const V of_v(p.v, sequence.keys(), at.kv_head, problem.head_dim_v);
     q = of_q.source_of(query), dout = of_dout.source_of(query), k = of_k.source_of(key), v = of_v.source_of(key);
-    is_whole = of_q.is_whole(query, sequence.seen_queries()) && of_dout.is_whole(query, sequence.seen_queries()) &&
-               of_k.is_whole(key, sequence.seen_keys()) && of_v.is_whole(key, sequence.seen_keys());
+    is_whole = of_q.is_whole(query, sequence.visible_queries()) &&
+               of_dout.is_whole(query, sequence.visible_queries()) && of_k.is_whole(key, sequence.visible_keys()) &&
+               of_v.is_whole(key, sequence.visible_keys());
   }
 
   // False if some tile is not copied as it is.
@@ -116,15 +117,15 @@ struct StayingTile<true> {
 // What delta.cu writes of the lane's rows; inf and 0 of queries that see nothing, which then weigh nothing.
 __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Params& p, const AnySequence& sequence,
                                            const WalkedTile& at) {
-  const Range seen = sequence.seen_queries();
+  const Range visible = sequence.visible_queries();
   const float* const of_head = p.stats + 2 * (sequence.query_head(at.head) * p.stats_rows);
-  // why: the kernels whose stats stand in rows number queries of several lengths from the first that sees a key.
-  const int first = kVarlen && p.stats_step == 1 ? seen.begin : 0;
+  // why: the kernels whose stats stand in rows number varlen queries from the first that sees a key.
+  const int first = kVarlen && p.stats_step == 1 ? visible.begin : 0;
 #pragma unroll
   for (int r = 0; r < kLaneRows; ++r) {
     const int query = at.first_query() + lane_row() + 8 * r;
     stats[r] = make_float2(infinity(), 0.0f);
-    if (query >= seen.begin && query < seen.end) {
+    if (query >= visible.begin && query < visible.end) {
       const long long row = sequence.padded_query(query - first);
       const float* const of_query = of_head + p.stats_step * row;
       stats[r] = make_float2(of_query[0], of_query[p.stats_delta]);
@@ -132,22 +133,22 @@ __device__ __forceinline__ void load_stats(float2 (&stats)[kLaneRows], const Par
   }
 }
 
-// What the caller's functions know of a lane's elements of a tile before products are there …
+// What the mods know of a lane's elements of a tile before products are there …
 struct KnownTile {
-  const ModHead own;
+  const ModHead mod_head;
   ModHead::Row rows[kFragments][2];
   ModHead::Pair pairs[kFragments][kBlockK / 8][2];
 
   __device__ __forceinline__ KnownTile(const Params& p, const AnySequence& sequence, const WalkedTile& at)
-      : own(p, p.problem, at.batch, at.head, sequence.seqlen_q(), sequence.seqlen_k()) {
+      : mod_head(p, p.problem, at.batch, at.head, sequence.seqlen_q(), sequence.seqlen_k()) {
     const int first_row = at.first_query() + lane_row(), first_key = at.first_key() + 2 * (threadIdx.x % 4);
 #pragma unroll
     for (int m = 0; m < kFragments; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        rows[m][half] = own.row(LaneQueries{first_row + 16 * m}[half], first_key);
+        rows[m][half] = mod_head.row(LaneQueries{first_row + 16 * m}[half], first_key);
 #pragma unroll
-        for (int j = 0; j < kBlockK / 8; ++j) pairs[m][j][half] = own.pair(rows[m][half], 8 * j);
+        for (int j = 0; j < kBlockK / 8; ++j) pairs[m][j][half] = mod_head.pair(rows[m][half], 8 * j);
       }
     }
   }
@@ -174,7 +175,7 @@ struct FoundTile<false> {
 
 // s and dp become ds times the derivative, in dp, and where it is to be added to, as bits in s, if that is looked up.
 __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&stats)[kLaneRows],
-                                              const KnownTile& known, const Params& p, const AnySequence& sequence,
+                                              const KnownTile& known_tile, const Params& p, const AnySequence& sequence,
                                               const WalkedTile& at) {
   const int first_row = at.first_query() + lane_row(), column_pair = threadIdx.x % 4;
   const Dropout dropout(p, at.batch, at.head);
@@ -196,7 +197,8 @@ __device__ __forceinline__ void differentiate(Tile& s, Tile& dp, const float2 (&
         for (int half = 0; half < 2; ++half) {  // why rows inside: L57
           const int i = 4 * j + 2 * half + e, column = 8 * j + e;
           const float2 stat = stats[2 * m + half];
-          const auto result = known.own.at(known.rows[m][half], known.pairs[m][j][half], s[m][i], column);
+          const auto result =
+              known_tile.mod_head.at(known_tile.rows[m][half], known_tile.pairs[m][j][half], s[m][i], column);
           const bool hidden = is_hidden_product(s[m][i]) | !result.visible | (result.score <= kLeastScore / kLog2E);
           float ds =
               weight(result.score, kLog2E, stat.x) * ((kept.has(i) ? dp[m][i] * dropout.scale() : 0.0f) - stat.y);
@@ -282,19 +284,19 @@ __device__ __forceinline__ void store_sums(const Tile& sums, const Params& p, co
 extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
     CUFLASH_KERNEL(const __grid_constant__ Params params) {
   extern __shared__ __align__(128) char smem_bytes[];
-  __shared__ WalkedSequences<kVarlen>::Memory described;
+  __shared__ WalkedSequences<kVarlen>::Memory sequences;
   SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
 
-  const ModWalk walk(params, described);
+  const ModWalk walk(params, sequences);
   const WarpTable table(params, walk.part, walk.batch, walk.head);
   Tile sums = {};
-  if constexpr (ModTerm::kLooksUp) table.clear();
+  if constexpr (ModTerm::kLooksUp) table.zero();
 
   WalkedTile at;
   if (walk.begin(at)) {
     fetch(params, storage, walk.sequences.at(at.batch, at.slot), at, true, true);
     StayingTile<ModTerm::kStays> staying(params, walk.sequences.at(at.batch, at.slot), at);
-    const FoundTile<ModTerm::kStays> known(params, walk.sequences.at(at.batch, at.slot), at);
+    const FoundTile<ModTerm::kStays> known_tile(params, walk.sequences.at(at.batch, at.slot), at);
     bool exists;
 #pragma unroll 1
     do {
@@ -322,7 +324,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kBlocksPerSm)
       }
 
       // 3. The sums
-      differentiate(s, dp, stats, known.at(params, sequence, at), params, sequence, at);
+      differentiate(s, dp, stats, known_tile.at(params, sequence, at), params, sequence, at);
 #pragma unroll
       for (int m = 0; m < kFragments; ++m) {
         if constexpr (ModTerm::kLooksUp) {

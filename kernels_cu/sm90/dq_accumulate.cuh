@@ -1,9 +1,9 @@
-// How a tile of dq is added up over the key blocks that see its queries: in turns (turn_counter.cuh). The last key
+// How a tile of dq is added up over the key blocks that see its queries: by a semaphore (semaphore.cuh). The last key
 // block finishes the tile. When deterministic, the key blocks add in the order of their keys, and only the half of the
 // counter that counts additions is used.
 #pragma once
 #include "backward_storage.cuh"
-#include "turn_counter.cuh"
+#include "semaphore.cuh"
 
 // What happens to a tile of dq.
 enum DqMode : unsigned {
@@ -15,22 +15,22 @@ enum DqMode : unsigned {
 };
 
 // The place of a key block among those of a tile, in the order of their keys.
-struct DqTurn {
+struct DqOrder {
   int rank, count;
 
   template <class AnyWork>
-  __device__ __forceinline__ DqTurn(const AnyWork& work, int head, int m, unsigned tile) {
+  __device__ __forceinline__ DqOrder(const AnyWork& work, int head, int m, unsigned tile) {
     const auto sequence = work.sequence();
     const int row_end = const_min((m + 1) * kBlockQ, sequence.seqlen_q());
     const TileRange keys = TileRange::touched(sequence.mask().key_range(m * kBlockQ, row_end), kBlockK);
     rank = work.block - keys.begin, count = keys.count();
-    if constexpr (kBlockSparse) {  // those in which something is seen; portable/seen_counts.cu has counted them
-      count = __ldg(work.params.seen_counts + tile);
+    if constexpr (kBlockSparse) {  // those in which something is seen; portable/tile_counts.cu has counted them
+      count = __ldg(work.params.tile_counts + tile);
       if (work.params.deterministic) {
         const AscendingTiles before(TileRange{keys.begin, work.block});
-        const SeenTiles<AscendingTiles, kBlockQ, kBlockK> seen(before, work.params, work.batch, head,
-                                                               {m * kBlockQ, row_end}, sequence.seqlen_k());
-        rank = seen.count_seen();
+        const VisibleTiles<AscendingTiles, kBlockQ, kBlockK> visible(before, work.params, work.batch, head,
+                                                                     {m * kBlockQ, row_end}, sequence.seqlen_k());
+        rank = visible.count_visible();
       }
     }
   }
@@ -49,8 +49,8 @@ __device__ __forceinline__ void fetch_sum(const Role& role, unsigned tile) {
   }
 }
 
-// One warp takes the turns at the tiles, ahead of the warps that move the tiles, and fetches sums. Its lanes go in step
-// (L13). why a warp of its own: L37. why one turn after the other: L38.
+// One warp waits for the semaphores of the tiles, ahead of the warps that move the tiles, and fetches sums. Its lanes
+// go in step (L13). why a warp of its own: L37. why one semaphore after the other: L38.
 struct SemaphoreWarp : Role {
   using Role::Role;
 
@@ -61,18 +61,18 @@ struct SemaphoreWarp : Role {
       for_each_step(step, [&](int head, int m, bool) {
         const unsigned slot = step & 1, parity = step / 2 & 1;
         const unsigned tile = dq_tile(head, m);  // why before the wait: L17
-        unsigned* const counter = params.turns + tile;
-        DqTurn turn(*this, head, m, tile);
-        unsigned seen = 0;
-        mbarrier_wait(smem.turn_empty + 8 * slot, parity ^ 1);
+        unsigned* const counter = params.semaphores + tile;
+        DqOrder order(*this, head, m, tile);
+        unsigned value = 0;
+        mbarrier_wait(smem.semaphore_empty + 8 * slot, parity ^ 1);
         if (!params.deterministic) {
-          if (is_leader) seen = come_to(counter);
-          seen = __shfl_sync(0xffffffffu, seen, 0);
-          turn.rank = rank_of(seen);
+          if (is_leader) value = arrive_at(counter);
+          value = __shfl_sync(0xffffffffu, value, 0);
+          order.rank = rank_of(value);
         }
-        const bool last = turn.rank == turn.count - 1;
-        await_turn(counter, seen, turn.rank, last || params.deterministic);
-        unsigned mode = turn.rank == 0 ? (last ? kDqFinishAlone : kDqStore) : last ? kDqFinish : kDqAdd;
+        const bool last = order.rank == order.count - 1;
+        wait_semaphore(counter, value, order.rank, last || params.deterministic);
+        unsigned mode = order.rank == 0 ? (last ? kDqFinishAlone : kDqStore) : last ? kDqFinish : kDqAdd;
         if (is_leader) fence_proxy_async_global();
         if (mode == kDqFinish) {
           if constexpr (!kDqTransposed) {
@@ -82,17 +82,17 @@ struct SemaphoreWarp : Role {
           mode += sums++ & 1;
         }
         if (is_leader) {
-          st_shared_u32(smem.turn_modes + 4 * slot, mode);
-          mbarrier_arrive(smem.turn_full + 8 * slot);
+          st_shared_u32(smem.semaphore_modes + 4 * slot, mode);
+          mbarrier_arrive(smem.semaphore_full + 8 * slot);
         }
       });
     }
   }
 };
 
-// Two warps move tiles to global memory, be it shares or finished rows of dq, and tell what they have added (L37). One
-// takes the even steps, one the odd steps. why two: an addition is complete only a microsecond after the consumers may
-// write the next tile to shared memory.
+// Two warps move tiles to global memory, be it shares or finished rows of dq, and signal what they have added (L37).
+// One takes the even steps, one the odd steps. why two: an addition is complete only a microsecond after the consumers
+// may write the next tile to shared memory.
 struct DqWarp : Role {
   const unsigned odd;
 
@@ -131,11 +131,11 @@ struct DqWarp : Role {
       for_each_step(step, [&](int head, int m, bool) {
         if ((step & 1) != odd) return;
         const unsigned parity = step / 2 & 1, tile = dq_tile(head, m);
-        mbarrier_wait(smem.turn_full + 8 * odd, parity);
+        mbarrier_wait(smem.semaphore_full + 8 * odd, parity);
         unsigned mode = 0;
-        if (is_leader) {  // why handed on: the consumers tell this warp, not SemaphoreWarp, that they have read the
-                          // mode (L41)
-          mode = ld_shared_u32(smem.turn_modes + 4 * odd);
+        if (is_leader) {  // why handed on: the consumers signal to this warp, not SemaphoreWarp, that they have read
+                          // the mode (L41)
+          mode = ld_shared_u32(smem.semaphore_modes + 4 * odd);
           st_shared_u32(smem.dq_modes + 4 * odd, mode);
         }
         mode = __shfl_sync(0xffffffffu, mode, 0);
@@ -162,13 +162,13 @@ struct DqWarp : Role {
           }
         }
         if (is_leader) {
-          mbarrier_arrive(smem.turn_empty + 8 * odd);  // why not before: L37
+          mbarrier_arrive(smem.semaphore_empty + 8 * odd);  // why not before: L37
           bulk_wait_read<0>();
           mbarrier_arrive(smem.dq_empty + 8 * odd);
           bulk_wait<0>();
           if (mode < kDqFinishAlone) {  // why at once: L37
             fence_proxy_async_global();
-            tell_added(params.turns + tile);
+            signal_added(params.semaphores + tile);
           }
         }
         __syncwarp();

@@ -1,16 +1,16 @@
-// Key blocks of backward on Hopper under a mask of the caller's own.
+// Key blocks of backward on Hopper under a mask_mod.
 #pragma once
 #include "../common/fragment.cuh"
 #include "key_block.cuh"
-#include "told_steps.cuh"
+#include "step_ring.cuh"
 
-// Key blocks under a mask of the caller's own, of which portable/seen_counts.cu has listed the steps. As many blocks of
-// threads as there are multiprocessors take them one by one. why: their numbers of steps differ, and a block of threads
-// takes 2 to 3 µs to begin. One warp takes them, and tells the others of them and of their steps.
-struct SeenKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
-  using Told = StepRing<kNumWarps - 1>;
+// Key blocks under a mask_mod, of which portable/tile_counts.cu has listed the steps. As many thread blocks as there
+// are SMs take them one by one. why: their numbers of steps differ, and a thread block takes 2 to 3 µs to begin. One
+// warp takes them, and pushes them and their steps to the others.
+struct VisibleKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
+  using Steps = StepRing<kNumWarps - 1>;
 
-  struct Dealt : Told::Ring {
+  struct SchedulerStorage : Steps::Ring {
     uint4 noted;
 
     __device__ void take_number(const Params&) const {}
@@ -19,38 +19,38 @@ struct SeenKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
   unsigned noted;  // where the warp that leads notes the key block at hand
   int part;        // of the query heads; known to that warp
 
-  __device__ __forceinline__ SeenKeyBlocks(const Params& p, const Dealt& in_memory)
-      : AnyKeyBlock(p), Told(in_memory), noted(smem_address(&in_memory.noted)) {}
+  __device__ __forceinline__ VisibleKeyBlocks(const Params& p, const SchedulerStorage& in_memory)
+      : AnyKeyBlock(p), Steps(in_memory), noted(smem_address(&in_memory.noted)) {}
 
-  // Goes to the next key block, of which it is told; false if there is none.
+  // Pops the next key block and goes to it; false if there is none.
   __device__ __forceinline__ bool next_block() {
-    const TileStep told = hear();
-    if (told.is_end()) return false;
-    go_to(told.head);
+    const TileStep tile_step = pop();
+    if (tile_step.is_end()) return false;
+    go_to(tile_step.head);
     return true;
   }
 
-  // The same as the one warp that leads: it takes a key block, and tells the others.
+  // The same as the one warp that leads: it takes a key block, and pushes it to the others.
   __device__ __forceinline__ bool lead_block() {
     const bool any = take_block();
     if (threadIdx.x % 32 == 0) {
       st_shared_v4(noted, {unsigned(batch), unsigned(kv_head), unsigned(block), unsigned(part)});
     }
-    tell(any ? TileStep{index(), SeenTile(0)} : TileStep{0, SeenTile::end()});
+    push(any ? TileStep{index(), VisibleTile(0)} : TileStep{0, VisibleTile::end()});
     return any;
   }
 
-  // Calls f(query head, query tile, whether the caller's mask shows all of it) for every step. `step` counts on over
-  // key blocks.
+  // Calls f(query head, query tile, whether the mask_mod shows all of it) for every step. `step` counts on over key
+  // blocks.
   template <class F>
   __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
 #pragma unroll 1
-    for (TileStep told = hear(); !told.is_end(); told = hear(), ++step) {
-      f(told.head, told.tile.n(), told.tile.is_full());
+    for (TileStep tile_step = pop(); !tile_step.is_end(); tile_step = pop(), ++step) {
+      f(tile_step.head, tile_step.tile.n(), tile_step.tile.is_full());
     }
   }
 
-  // The same as the one warp that leads, which tells the others of each step, and of their end.
+  // The same as the one warp that leads, which pushes each step to the others, and their end.
   template <class F>
   __device__ __forceinline__ void lead_each_step(unsigned& step, F f) {
     look_up();
@@ -62,27 +62,27 @@ struct SeenKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
       for (int i = 0;; ++i, ++step) {
         look_up();
         if (i % 32 == 0) listed = listed_steps(head, i / 32);
-        const SeenTile tile(__shfl_sync(0xffffffffu, listed, i % 32));
+        const VisibleTile tile(__shfl_sync(0xffffffffu, listed, i % 32));
         if (tile.is_end()) break;
-        tell({head, tile});
+        push({head, tile});
         look_up();
         f(head, tile.n(), tile.is_full());
       }
     }
-    tell({0, SeenTile::end()});
+    push({0, VisibleTile::end()});
   }
 
   __device__ __forceinline__ bool is_shared() const { return kSharesHeads; }
   __device__ __forceinline__ unsigned nth_shared() const { return index(); }
   __device__ __forceinline__ unsigned num_sharers() const { return 1u << parts_log2(params); }
-  __device__ __forceinline__ unsigned* shared_counter() const { return turns_behind() + nth_shared(); }
+  __device__ __forceinline__ unsigned* shared_counter() const { return semaphores_behind() + nth_shared(); }
 
  private:
-  // Takes the next key block; false if there is none. All lanes of the one warp call. Blocks of threads wait only for
-  // work that was taken before theirs, and so is being done (sm90/dq_turns.cuh).
+  // Takes the next key block; false if there is none. All lanes of the one warp call. Thread blocks wait only for work
+  // that was taken before theirs, and so is being done (sm90/dq_accumulate.cuh).
   __device__ __forceinline__ bool take_block() {
     unsigned number = 0;
-    if (threadIdx.x % 32 == 0) number = atomicAdd(turns_behind() + params.shared_keys, 1u);
+    if (threadIdx.x % 32 == 0) number = atomicAdd(semaphores_behind() + params.shared_keys, 1u);
     number = __shfl_sync(0xffffffffu, number, 0);
     if (number >= params.whole_blocks) return false;
     const unsigned heads_kv = params.problem.heads_q / params.problem.heads_per_kv;
@@ -91,7 +91,7 @@ struct SeenKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
     part = number & ((1u << parts_log2(params)) - 1);
     batch = at.head / heads_kv, kv_head = at.head - batch * heads_kv, block = at.block;
     if (params.key_order != nullptr) {
-      block = __ldg(params.key_order + static_cast<size_t>(seen_head()) * params.num_k_blocks + block);
+      block = __ldg(params.key_order + static_cast<size_t>(list_head()) * params.num_k_blocks + block);
     }
     return true;
   }
@@ -113,15 +113,15 @@ struct SeenKeyBlocks : AnyKeyBlock, StepRing<kNumWarps - 1> {
   // lines.
   __device__ __forceinline__ int listed_steps(int head, int line) const {
     const int group = params.problem.heads_per_kv;
-    unsigned list = seen_head();
-    if (params.seen_head > 0) list = list * group + (head - kv_head * group);
+    unsigned list = list_head();
+    if (params.list_stride_head > 0) list = list * group + (head - kv_head * group);
     const unsigned first = (list * params.num_k_blocks + block) * params.list_lines;
     return __ldg(params.key_steps + 32ull * (first + line) + fresh_thread() % 32);
   }
 
   // The number of the kv head, where some may share what is seen.
-  __device__ __forceinline__ unsigned seen_head() const {
-    return batch * params.seen_batch + kv_head * params.seen_head;
+  __device__ __forceinline__ unsigned list_head() const {
+    return batch * params.list_stride_batch + kv_head * params.list_stride_head;
   }
 
   // Looks up the key block at hand in the notes. why again and again: registers (L5).

@@ -1,13 +1,13 @@
-// The work of a block of threads in backward on Hopper by rows: a block of rows of a head, and the tiles of columns
-// that it sees. Rows are queries and columns keys, or the other way round.
+// The work of a thread block in backward on Hopper by rows: a block of rows of a head, and the tiles of columns that it
+// sees. Rows are queries and columns keys, or the other way round.
 #pragma once
 #include "../common/tile_range.cuh"
-#include "../common/work.cuh"
+#include "../common/tile_scheduler.cuh"
 #include "config.cuh"
-#include "dealt_work.cuh"
-#include "told_steps.cuh"
+#include "work_ring.cuh"
+#include "step_ring.cuh"
 
-using Params = WithOwn<TiledRowsParams>;
+using Params = WithMods<TiledRowsParams>;
 static_assert(sizeof(Params) == kParamsBytes, "the host packs other parameters");
 
 constexpr bool kRowsAreQueries = kGradient == Gradient::kDq, kWithDp = kGradient != Gradient::kDv;
@@ -31,11 +31,10 @@ __device__ __forceinline__ unsigned heads_of_rows(const ProblemParams& p) {
 }
 __device__ __forceinline__ int heads_of_columns(const ProblemParams& p) { return kRowsAreQueries ? 1 : p.heads_per_kv; }
 
-// Blocks of threads that share the heads of a block of rows. why no more: the sum of two has the same bits in either
-// order.
+// Thread blocks that share the heads of a block of rows. why no more: the sum of two has the same bits in either order.
 constexpr int kSharers = kSharesHeads ? 2 : 1;
 
-// The number of this block of threads' block of rows.
+// The number of this thread block' block of rows.
 __device__ __forceinline__ unsigned number_of_rows() {
   unsigned number = blockIdx.x / kSharers;
   if (kSharesHeads) asm volatile("" : "+r"(number));  // why: what is found again is not kept
@@ -46,12 +45,12 @@ __device__ __forceinline__ unsigned number_of_rows() {
 __device__ __forceinline__ Mask mask_of_rows(const Mask& mask) { return kRowsAreQueries ? mask : mask.transposed(); }
 
 // The columns that some row of a block sees.
-__device__ __forceinline__ TileRange seen_columns(const Mask& mask, int row_begin) {
+__device__ __forceinline__ TileRange visible_columns(const Mask& mask, int row_begin) {
   return TileRange::covering(mask.key_range(row_begin, const_min(row_begin + kRows, mask.seqlen_q)), kColumns);
 }
 
 struct DenseRowBlock {
-  struct Dealt {  // nothing
+  struct SchedulerStorage {  // nothing
     __device__ static constexpr void init() {}
   };
 
@@ -60,7 +59,7 @@ struct DenseRowBlock {
   int row_begin;
   TileRange columns;
 
-  __device__ __forceinline__ DenseRowBlock(const Params& p, const Dealt&) : params(p) { find(); }
+  __device__ __forceinline__ DenseRowBlock(const Params& p, const SchedulerStorage&) : params(p) { find(); }
 
   // The longest blocks of rows under a causal mask come first: the last queries, or the first keys.
   __device__ __forceinline__ void find() {
@@ -69,7 +68,7 @@ struct DenseRowBlock {
     const Work work(lpt_order(number_of_rows(), blocks, p.problem.batch * heads, p.heads_in_l2), heads);
     batch = work.batch, head = work.head;
     row_begin = (kRowsAreQueries ? blocks - 1 - work.block : work.block) * kRows;
-    columns = seen_columns(mask_of_rows(sequence().mask()), row_begin);
+    columns = visible_columns(mask_of_rows(sequence().mask()), row_begin);
   }
 
   __device__ __forceinline__ Sequence sequence() const { return {params.problem, batch}; }
@@ -77,29 +76,29 @@ struct DenseRowBlock {
     return {batch, params.problem.seqlen_q, params.problem.seqlen_k, 0, 0};
   }
 
-  // A block of threads has one block of rows. The others below say what is to be done where it has several.
+  // A thread block has one block of rows. The others below say what is to be done where it has several.
   __device__ static constexpr bool first() { return true; }
   __device__ static constexpr bool next() { return false; }
-  __device__ static constexpr void deal() {}
-  __device__ static constexpr void want_next(bool) {}
-  __device__ static constexpr void await_rows_left() {}
+  __device__ static constexpr void schedule() {}
+  __device__ static constexpr void request_next(bool) {}
+  __device__ static constexpr void wait_rows_left() {}
   __device__ static constexpr void leave_rows(bool) {}
   __device__ static constexpr void leave_columns(unsigned, bool) {}
 };
 
-// The same of sequences of several lengths: slots, of which delta.cu has told what they hold (portable/key_blocks.cuh).
-// As many blocks of threads as there are multiprocessors take them one by one. why: some are empty, and a block of
-// threads takes 1 to 2 µs to begin.
+// The same for variable-length sequences: slots, whose contents delta.cu has listed (portable/key_blocks.cuh).
+// As many thread blocks as there are SMs take them one by one. why: some are empty, and a thread block takes 1 to 2 µs
+// to begin.
 struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
   static_assert(kRows == kPaddedSlot, "delta.cu tells of blocks of other rows");
 
-  struct Dealt : Ring {
-    unsigned long long rows_left, wanted;  // a and c may be loaded again; all loads of a block of rows have begun
+  struct SchedulerStorage : Ring {
+    unsigned long long rows_left, requested;  // a and c may be loaded again; all loads of a block of rows have begun
 
     // One thread calls.
     __device__ void init() const {
       Ring::init();
-      mbarrier_init(smem_address(&rows_left), 4 * kNumConsumers), mbarrier_init(smem_address(&wanted), 1);
+      mbarrier_init(smem_address(&rows_left), 4 * kNumConsumers), mbarrier_init(smem_address(&requested), 1);
     }
   };
 
@@ -107,25 +106,27 @@ struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
   int head, row_begin;
   TileRange columns;
 
-  __device__ __forceinline__ VarlenRowBlock(const Params& p, const Dealt& in_memory) : WorkRing(in_memory), params(p) {}
+  __device__ __forceinline__ VarlenRowBlock(const Params& p, const SchedulerStorage& in_memory)
+      : WorkRing(in_memory), params(p) {}
 
-  // Deals out all work of a block of threads, each piece once all loads of the piece before have begun. One warp calls.
+  // Schedules all work of a thread block, each work tile once all loads of the one before have begun. One warp calls.
   // why so late: L19.
-  __device__ __forceinline__ void deal() const {
+  __device__ __forceinline__ void schedule() const {
     if (threadIdx.x % 32 != 0) return;
     const unsigned heads = heads_of_rows(params.problem), slots = blocks_of_rows(params), num_work = slots * heads;
-    const SeenBlock* const told = static_cast<const SeenBlock*>(kRowsAreQueries ? params.q_blocks : params.k_blocks);
+    const VisibleBlock* const listed =
+        static_cast<const VisibleBlock*>(kRowsAreQueries ? params.q_blocks : params.k_blocks);
     unsigned next = 0;
 #pragma unroll 1
     for (unsigned n = blockIdx.x; n < num_work; n = gridDim.x + take_number(params.counter, num_work)) {
       const HeadBlock at = lpt_order(n, slots, heads, params.heads_in_l2);
-      if (told[at.block].block == SeenBlock::kNone) continue;
-      await_place(next);
-      push(next, told, at.block, {at.head});
-      mbarrier_wait(wanted(), next & 1);
+      if (listed[at.block].block == VisibleBlock::kNone) continue;
+      wait_place(next);
+      push(next, listed, at.block, {at.head});
+      mbarrier_wait(requested(), next & 1);
       ++next;
     }
-    await_place(next);
+    wait_place(next);
     end(next);
   }
 
@@ -135,16 +136,16 @@ struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
   __device__ __forceinline__ bool first() { return next(); }
   __device__ __forceinline__ bool next() {
     if (!go_on()) return false;
-    head = dealt_head(), row_begin = dealt_block() * kRows;
-    columns = seen_columns(mask_of_rows(sequence().mask()), row_begin);
+    head = scheduled_head(), row_begin = scheduled_block() * kRows;
+    columns = visible_columns(mask_of_rows(sequence().mask()), row_begin);
     return true;
   }
 
-  // Tells the warp that deals out work that all loads of the block of rows have begun.
-  __device__ __forceinline__ void want_next(bool is_leader) const { mbarrier_arrive_warp(wanted(), is_leader); }
+  // Tells the scheduler warp that all loads of the block of rows have begun.
+  __device__ __forceinline__ void request_next(bool is_leader) const { mbarrier_arrive_warp(requested(), is_leader); }
 
   // Waits until all consumers have left the place of the rows; they leave it one by one.
-  __device__ __forceinline__ void await_rows_left() const { mbarrier_wait(rows_left(), (number & 1) ^ 1); }
+  __device__ __forceinline__ void wait_rows_left() const { mbarrier_wait(rows_left(), (number & 1) ^ 1); }
   __device__ __forceinline__ void leave_rows(bool is_leader) const { mbarrier_arrive_warp(rows_left(), is_leader); }
 
   // Gives the last tile of columns back, through this barrier, so that others can be loaded.
@@ -154,10 +155,10 @@ struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
 
  private:
   __device__ __forceinline__ unsigned rows_left() const { return ring + sizeof(Ring); }
-  __device__ __forceinline__ unsigned wanted() const { return rows_left() + 8; }
+  __device__ __forceinline__ unsigned requested() const { return rows_left() + 8; }
 };
 
-template <bool kOfSeveralLengths>
+template <bool kIsVarlen>
 struct RowBlockOf {
   using Type = DenseRowBlock;
 };
@@ -169,27 +170,28 @@ using RowBlock = RowBlockOf<kVarlen>::Type;
 
 // The tiles of columns in which some row of a block sees something.
 template <class AnyBlock>
-__device__ __forceinline__ auto seen_tiles(const AnyBlock& block, int query_head) {
+__device__ __forceinline__ auto visible_tiles(const AnyBlock& block, int query_head) {
   const AscendingTiles tiles = block.columns;
   const Mask mask = mask_of_rows(block.sequence().mask());
   const Range rows{block.row_begin, const_min(block.row_begin + kRows, mask.seqlen_q)};
   int batch = 0;
   if constexpr (kBlockSparse) batch = block.batch;
-  return SeenTiles<AscendingTiles, kRows, kColumns, !kRowsAreQueries>(tiles, block.params, batch, query_head, rows,
-                                                                      mask.seqlen_k);
+  return VisibleTiles<AscendingTiles, kRows, kColumns, !kRowsAreQueries>(tiles, block.params, batch, query_head, rows,
+                                                                         mask.seqlen_k);
 }
 
 // A block of rows, whichever they are.
 struct RowWork : RowBlock, StepRing<4 * kNumConsumers> {
-  using Told = StepRing<4 * kNumConsumers>;
+  using Steps = StepRing<4 * kNumConsumers>;
+  using Steps::push;
 
-  struct Dealt : RowBlock::Dealt, Told::Ring {
+  struct SchedulerStorage : RowBlock::SchedulerStorage, Steps::Ring {
     // One thread calls.
-    __device__ void init() const { RowBlock::Dealt::init(), Told::Ring::init(); }
+    __device__ void init() const { RowBlock::SchedulerStorage::init(), Steps::Ring::init(); }
   };
 
-  __device__ __forceinline__ RowWork(const Params& p, const Dealt& in_memory)
-      : RowBlock(p, in_memory), Told(in_memory) {}
+  __device__ __forceinline__ RowWork(const Params& p, const SchedulerStorage& in_memory)
+      : RowBlock(p, in_memory), Steps(in_memory) {}
 
   // Lets a role run over each block of rows. Steps are counted over all of them.
   template <class Role>
@@ -199,7 +201,7 @@ struct RowWork : RowBlock, StepRing<4 * kNumConsumers> {
     for (bool any = first(); any; any = next()) step = role.run(step);
   }
 
-  // The heads of the columns that this block of threads goes over, counted from the first one of the rows.
+  // The heads of the columns that this thread block goes over, counted from the first one of the rows.
   __device__ __forceinline__ Range heads() const {
     const int all = heads_of_columns(params.problem), part = blockIdx.x % kSharers;
     return {all * part / kSharers, all * (part + 1) / kSharers};
@@ -208,17 +210,17 @@ struct RowWork : RowBlock, StepRing<4 * kNumConsumers> {
   // Which columns a row sees.
   __device__ __forceinline__ Mask rows_mask() const { return mask_of_rows(sequence().mask()); }
 
-  // Rows that see, or are seen by, somebody.
-  __device__ __forceinline__ Range seen_rows() const {
-    return kRowsAreQueries ? sequence().seen_queries() : sequence().seen_keys();
+  // Rows that take part in some visible pair.
+  __device__ __forceinline__ Range visible_rows() const {
+    return kRowsAreQueries ? sequence().visible_queries() : sequence().visible_keys();
   }
 
   // Rows and columns in the tensor maps of the operands, and rows in that of the gradient.
-  __device__ __forceinline__ auto seen_rows_from(int row) const {
-    return kRowsAreQueries ? sequence().seen_queries_from(row) : sequence().seen_keys_from(row);
+  __device__ __forceinline__ auto visible_rows_from(int row) const {
+    return kRowsAreQueries ? sequence().visible_queries_from(row) : sequence().visible_keys_from(row);
   }
-  __device__ __forceinline__ auto seen_columns_from(int column) const {
-    return kRowsAreQueries ? sequence().seen_keys_from(column) : sequence().seen_queries_from(column);
+  __device__ __forceinline__ auto visible_columns_from(int column) const {
+    return kRowsAreQueries ? sequence().visible_keys_from(column) : sequence().visible_queries_from(column);
   }
   __device__ __forceinline__ auto rows_from(int row) const {
     return kRowsAreQueries ? sequence().queries_from(row) : sequence().keys_from(row);

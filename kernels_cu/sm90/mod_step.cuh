@@ -1,4 +1,4 @@
-// Scores and weights of the caller's own in a step of backward on Hopper: of a warp's 16 rows with a tile of columns.
+// Scores and weights of calls with mods in a step of backward on Hopper: of a warp's 16 rows with a tile of columns.
 // Rows are keys and columns queries, or the other way round.
 //
 // Where the slope of scores is not needed, scores are made at once, and become p beside dp. Where it is, products (or
@@ -8,8 +8,8 @@
 #pragma once
 #include "../common/dropout.cuh"
 #include "../common/fragment.cuh"
-#include "../common/own_scores.cuh"
-#include "../common/seen_rows.cuh"
+#include "../common/mods.cuh"
+#include "../common/visible_rows.cuh"
 
 // Whether ds needs what the functions were given, for their slope or for that of the softcap.
 constexpr bool kNeedsScoreModGrad = kScoreModGrad || (kScoreMod && Score::kAlwaysChanges);
@@ -86,25 +86,25 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
   unsigned kept[(kCount + 31) / 32] = {};  // a bit for each element: whether dropout keeps its weight
 
   // The functions of a query head. `row` is the first one of the warp, `column` that of the tile; both are numbered as
-  // in SeenRows where sequences have lengths of their own.
+  // in VisibleRows for variable-length sequences.
   template <class Work>
   __device__ __forceinline__ ModStepOf(const Work& work, int query_head, int row, int column)
       : ModStepOf(work.params, work.whole_sequence(), query_head, row, column) {}
 
   // Products become scores, or stay if their slope is needed. Those of hidden pairs become -inf; without kAsksMask the
-  // caller's mask shows all.
+  // mask_mod shows all.
   template <bool kAsksMask>
   __device__ __forceinline__ void apply(float (&s)[kCount]) const {
     if constexpr (kAsksMask || (kScoreMod && !kLate)) {
-      const ModLane& own = found.at(place);
+      const ModLane& mod_lane = found.at(place);
       ModHead::Pair pair;
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         if (i > 0 && i % kPieceOfApply == 0) end_piece(place.problem.batch);
-        const ModHead::Row& row = own.rows[i / 2 % 2];
+        const ModHead::Row& row = mod_lane.rows[i / 2 % 2];
         const int column = i / 4 * 8 + i % 2;
-        if (i % 2 == 0) pair = own.head.pair(row, column);
-        const ModHead::Result result = own.head.at(row, pair, s[i], column);
+        if (i % 2 == 0) pair = mod_lane.head.pair(row, column);
+        const ModHead::Result result = mod_lane.head.at(row, pair, s[i], column);
         if constexpr (kScoreMod && !kLate) s[i] = result.score;
         if constexpr (kAsksMask) s[i] = result.visible ? s[i] : -infinity();
       }
@@ -115,11 +115,12 @@ struct ModStepOf<true, kCount, kKeysAsRows, kLate> {
   __device__ __forceinline__ void score(float (&s)[4], float (&slope)[4], int j) const {
     if ((kLate || kDropout) && j > 0 && 4 * j % kPiece == 0) end_piece(place.problem.batch);
     if constexpr (kLate) {
-      const ModLane& own = found.at(place);
-      const ModHead::Pair pairs[2] = {own.head.pair(own.rows[0], j * 8), own.head.pair(own.rows[1], j * 8)};
+      const ModLane& mod_lane = found.at(place);
+      const ModHead::Pair pairs[2] = {mod_lane.head.pair(mod_lane.rows[0], j * 8),
+                                      mod_lane.head.pair(mod_lane.rows[1], j * 8)};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const ModHead::Result result = own.head.at(own.rows[i / 2], pairs[i / 2], s[i], j * 8 + i % 2);
+        const ModHead::Result result = mod_lane.head.at(mod_lane.rows[i / 2], pairs[i / 2], s[i], j * 8 + i % 2);
         s[i] = hidden_with(result.score, s[i]);
         slope[i] = result.slope;
       }

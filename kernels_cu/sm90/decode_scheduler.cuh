@@ -1,6 +1,6 @@
-// The work of decoding on Hopper: few queries of each sequence, whose keys are shared out among blocks of threads.
+// The work of decoding on Hopper: few queries of each sequence, whose keys are shared out among thread blocks.
 #pragma once
-#include "varlen_work.cuh"
+#include "varlen_scheduler.cuh"
 
 // A share (a split) of the keys of a query block. Its rows are those of all query heads of a kv head: row r is query
 // r / heads_per_kv of head r % heads_per_kv of the group. Its `head` is the kv head.
@@ -11,7 +11,7 @@ struct alignas(16) DecodeWork : VarlenQueryWork {
 
   __device__ __forceinline__ bool exists() const { return row_begin >= 0; }
 
-  // Whether it is the same piece.
+  // Whether it is the same work tile.
   __device__ __forceinline__ bool is(const DecodeWork& other) const {
     int words[2][sizeof(DecodeWork) / 4];
     memcpy(words[0], this, sizeof(DecodeWork)), memcpy(words[1], &other, sizeof(DecodeWork));
@@ -30,12 +30,12 @@ struct alignas(16) DecodeWork : VarlenQueryWork {
   }
 };
 
-// Deals out work, in order. One warp asks. Each sequence has its splits one after the other, and of each split the
+// Schedules work, in order. One warp asks. Each sequence has its splits one after the other, and of each split the
 // query blocks of all kv heads. So heads that lie beside each other in memory are read at the same time.
 //
-// Nothing is loaded before the first piece is known. So lengths are read once for 32 sequences, one in each lane, and
-// the lane keeps what follows from them.
-struct DecodeQueue : WorkCounter {
+// Nothing is loaded before the first work tile is known. So lengths are read once for 32 sequences, one in each lane,
+// and the lane keeps what follows from them.
+struct DecodeTileScheduler : WorkCounter {
   __device__ void begin(const DecodeParams& params) {
     const FastDivmod ctas(gridDim.x);
     read(params, 0, 0);
@@ -50,15 +50,15 @@ struct DecodeQueue : WorkCounter {
 
   __device__ void advance(const DecodeParams& params) { take_next(params, num_work); }
 
-  // Describes a piece as work i of the block of threads; false if there is none.
+  // Writes the work tile as work i of the thread block; false if there is none.
   template <class Addresses>
-  __device__ __forceinline__ bool describe(const DecodeParams& params, const Addresses& smem, unsigned i) {
+  __device__ __forceinline__ bool write_work(const DecodeParams& params, const Addresses& smem, unsigned i) {
     const DecodeWork work = find(params);
     if (threadIdx.x % 32 == 0) smem.write(i, work);
     return work.exists();
   }
 
-  // The piece of the number at hand.
+  // The work tile of the number at hand.
   __device__ DecodeWork find(const DecodeParams& params) {
     DecodeWork work;
     work.row_begin = kNoWork;
@@ -69,13 +69,13 @@ struct DecodeQueue : WorkCounter {
         find(params, work, __ffs(past) - 1);
         break;
       }
-      if (!go_on(params)) break;  // why: somebody may write to the lengths while they are read
+      if (!go_on(params)) break;  // why: another kernel may write to the lengths while they are read
     }
     return work;
   }
 
  private:
-  // The rows that blocks of threads write for one sequence, or for no sequence, and how its keys are cut.
+  // The rows that thread blocks write for one sequence, or for no sequence, and how its keys are cut.
   struct Part {
     VarlenQueryWork of;  // what is known of the sequence
     int blocks;          // query blocks of all kv heads
@@ -120,9 +120,9 @@ struct DecodeQueue : WorkCounter {
     return __float2int_rn(kCost * sqrtf(__fdividef(tiles, blocks) * rows / kBlockK));
   }
 
-  // Splits are as long as gives each block of threads at most one. Where there are more query blocks than blocks of
-  // threads, they are shorter, so that the last ones end together: memory is busy with two thirds of the blocks of
-  // threads. A block of threads has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
+  // Splits are as long as gives each thread block at most one. Where there are more query blocks than thread blocks,
+  // they are shorter, so that the last ones end together: memory is busy with two thirds of the thread blocks. A thread
+  // block has 8 of them at most, beside one for each query block: SPLITS_OF_A_BLOCK in planning.
   __device__ void choose_splits(const FastDivmod& ctas, int blocks, int tiles, const Range& counts, int rows,
                                 bool has_more) {
     constexpr int kLeast = 2, kLeastOfSome = 8, kLeastOfMany = 32;
@@ -180,7 +180,7 @@ struct DecodeQueue : WorkCounter {
     const int of_batch = number - is_packed(params);
     part.of.set(VarlenSequence(problem, exists ? of_batch : -1), of_batch, rows);
     part.blocks = exists ? blocks_of(params, rows.end - rows.begin) : 0;
-    part.tiles = TileRange::touched({part.of.seen_begin, part.of.seen_end}, kBlockK);
+    part.tiles = TileRange::touched({part.of.visible_begin, part.of.visible_end}, kBlockK);
     part.tiles.end = const_max(part.tiles.end, part.tiles.begin + 1);
   }
 
@@ -212,7 +212,7 @@ struct DecodeQueue : WorkCounter {
     return true;
   }
 
-  // Piece `index`, which is of the part that lane `found` holds.
+  // Work tile `index`, which is of the part that lane `found` holds.
   __device__ void find(const DecodeParams& params, DecodeWork& work, int found) const {
     Part of;
     int words[sizeof(Part) / 4];
@@ -221,7 +221,7 @@ struct DecodeQueue : WorkCounter {
     for (int i = 0; i < int(sizeof(Part) / 4); ++i) words[i] = __shfl_sync(0xffffffffu, words[i], found);
     memcpy(&of, words, sizeof(Part));
     const int end = __shfl_sync(0xffffffffu, pieces_end, found);
-    // why: somebody may write to the lengths while they are read.
+    // why: another kernel may write to the lengths while they are read.
     if (end > params.max_slots) return;
     if (kFewSequences) of.blocks = blocks_of(params, params.problem.rows_q);
     const int heads = params.heads_kv, first = end - of.blocks * of.splits, within = int(index) - first;
@@ -237,14 +237,14 @@ struct DecodeQueue : WorkCounter {
                                    : of.of.number * of.blocks;
     work.block += block_and_head;
     const int begin = of.first_tile + split * most_tiles;
-    work.keys = TileRange::touched(seen_by(params.problem, work), kBlockK);
+    work.keys = TileRange::touched(visible_to(params.problem, work), kBlockK);
     work.keys.begin = const_max(work.keys.begin, begin);
     work.keys.end = const_min(work.keys.end, begin + most_tiles);
     if (work.keys.count() < 1) work.keys = {begin, begin + 1};
   }
 
   // The keys that some query of the block sees.
-  __device__ static Range seen_by(const ProblemParams& problem, const DecodeWork& work) {
+  __device__ static Range visible_to(const ProblemParams& problem, const DecodeWork& work) {
     const Range queries = work.queries(problem, 0, kBlockQ);
     return work.sequence(problem).mask().key_range(queries.begin, const_min(queries.end, work.seqlen_q));
   }

@@ -5,14 +5,14 @@
 // The queries of a sequence that see some key, and the keys that some query sees, numbered from the first of each. why
 // not the whole sequence: copies are cut off behind the last of these rows, but not before the first. So no other row
 // is read; delta.cu numbers queries in the same way.
-struct alignas(16) SeenRows {
+struct alignas(16) VisibleRows {
   int seqlen_q, seqlen_k, lo, hi;  // of the mask
   VarlenMapRows q, k;              // of query 0 and of key 0
   int padded_q;                    // the row of query 0 in what is padded to slots
 
-  SeenRows() = default;
-  __device__ SeenRows(const ProblemParams& p, const VarlenSequence& sequence) {
-    const Range queries = sequence.seen_queries(), keys = sequence.seen_keys();
+  VisibleRows() = default;
+  __device__ VisibleRows(const ProblemParams& p, const VarlenSequence& sequence) {
+    const Range queries = sequence.visible_queries(), keys = sequence.visible_keys();
     const Mask& mask = sequence.mask();
     const int shift = queries.begin - keys.begin;
     seqlen_q = queries.end - queries.begin, seqlen_k = keys.end - keys.begin;
@@ -24,66 +24,66 @@ struct alignas(16) SeenRows {
   __device__ Mask mask() const { return Mask(seqlen_q, seqlen_k, lo, hi); }
 
   // What another lane has. All lanes of a warp ask together.
-  __device__ SeenRows of_lane(int lane) const {
+  __device__ VisibleRows of_lane(int lane) const {
     auto get = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
     auto get_rows = [&](const VarlenMapRows& x) {
       return VarlenMapRows{get(x.rows), get(x.row), get(x.end), get(x.batch)};
     };
-    SeenRows other;
+    VisibleRows other;
     other.seqlen_q = get(seqlen_q), other.seqlen_k = get(seqlen_k), other.lo = get(lo), other.hi = get(hi);
     other.q = get_rows(q), other.k = get_rows(k), other.padded_q = get(padded_q);
     return other;
   }
 
  private:
-  __device__ static VarlenMapRows rows_of(int rows, const Place& place, Range seen) {
-    return {rows, place.begin + seen.begin, place.begin + seen.end, place.batch};
+  __device__ static VarlenMapRows rows_of(int rows, const Place& place, Range visible) {
+    return {rows, place.begin + visible.begin, place.begin + visible.end, place.batch};
   }
 };
 
-// What the caller's functions are told of a sequence, and where in it the numbers of SeenRows begin.
+// What the mods need of a sequence, and where in it the numbers of VisibleRows begin.
 struct WholeSequence {
   int number, used_queries, used_keys;
   int first_query, first_key;
 };
 
 template <bool kEnabled>
-struct ToldSequenceOf {
-  ToldSequenceOf() = default;
-  __device__ ToldSequenceOf(const VarlenSequence&, int) {}
-  __device__ ToldSequenceOf of_lane(int) const { return {}; }
+struct ListedSeqlensOf {
+  ListedSeqlensOf() = default;
+  __device__ ListedSeqlensOf(const VarlenSequence&, int) {}
+  __device__ ListedSeqlensOf of_lane(int) const { return {}; }
 };
 template <>
-struct ToldSequenceOf<true> : WholeSequence {
-  ToldSequenceOf() = default;
-  __device__ ToldSequenceOf(const VarlenSequence& x, int sequence_number)
-      : WholeSequence{sequence_number, x.seqlen_q(), x.seqlen_k(), x.seen_queries().begin, x.seen_keys().begin} {}
+struct ListedSeqlensOf<true> : WholeSequence {
+  ListedSeqlensOf() = default;
+  __device__ ListedSeqlensOf(const VarlenSequence& x, int sequence_number)
+      : WholeSequence{sequence_number, x.seqlen_q(), x.seqlen_k(), x.visible_queries().begin, x.visible_keys().begin} {}
 
   // What another lane has. All lanes of a warp ask together.
-  __device__ ToldSequenceOf of_lane(int lane) const {
+  __device__ ListedSeqlensOf of_lane(int lane) const {
     auto get = [&](int x) { return __shfl_sync(0xffffffffu, x, lane); };
-    ToldSequenceOf other;
+    ListedSeqlensOf other;
     other.number = get(number), other.used_queries = get(used_queries), other.used_keys = get(used_keys);
     other.first_query = get(first_query), other.first_key = get(first_key);
     return other;
   }
 };
-using ToldSequence = ToldSequenceOf<kTellsSequences>;
+using ListedSeqlens = ListedSeqlensOf<kListsSeqlens>;
 
-// A block of keys or queries of a sequence, as the kernel that goes over them is told of it.
-struct alignas(16) SeenBlock : SeenRows, ToldSequence {
+// A block of keys or queries of a sequence, as delta.cu lists it for the kernel that goes over them.
+struct alignas(16) VisibleBlock : VisibleRows, ListedSeqlens {
   static constexpr int kNone = -1;
 
   int block;  // its number among those of the sequence, or kNone
 
-  SeenBlock() = default;
-  __device__ SeenBlock(const SeenRows& rows, const ToldSequence& sequence, int number)
-      : SeenRows(rows), ToldSequence(sequence), block(number) {}
+  VisibleBlock() = default;
+  __device__ VisibleBlock(const VisibleRows& rows, const ListedSeqlens& sequence, int number)
+      : VisibleRows(rows), ListedSeqlens(sequence), block(number) {}
 };
-static_assert(sizeof(SeenBlock) == (kTellsSequences ? 80 : 64), "the host reserves this much for each");
+static_assert(sizeof(VisibleBlock) == (kListsSeqlens ? 80 : 64), "the host reserves this much for each");
 
 // How the key blocks of a list are shared out, counted over the list and kv heads: the first `whole` of them each to
-// one block of threads, each of the others to `parts` of them.
+// one thread block, each of the others to `parts` of them.
 struct alignas(16) KeyShares {
   int listed, whole, parts, unused;
 };

@@ -1,0 +1,208 @@
+// Mask tiles: 64 queries x 64 keys, of which it is known whether a mask_mod shows nothing, a part, or all of them
+// (portable/block_mask.cu). Kernels pass over tiles in which nothing is seen, and do not ask the mask in tiles in which
+// all is seen.
+#pragma once
+#include "params.cuh"
+#include "tile_range.cuh"
+
+constexpr int kMaskTile = 64;
+// What is known of a mask tile. kHiddenTile: the mask of the problem hides it as a whole, so that it is both empty and
+// full.
+enum MaskTileKind : signed char { kEmptyTile = 0, kPartialTile = 1, kFullTile = 2, kHiddenTile = 3 };
+
+// The mask tiles that tiles of a size can touch along one axis. why not those that they do touch: a number that is
+// known has loads that are on their way together.
+__device__ constexpr int max_mask_tiles(int size) {
+  return size % kMaskTile == 0 ? size / kMaskTile : kMaskTile % size == 0 ? 1 : size / kMaskTile + 2;
+}
+
+// The kinds of a tile's mask tiles: bit 4 r + k is whether there are some of kind k in the r-th mask tile along its
+// rows.
+struct MaskTileKinds {
+  unsigned bits = 0;
+
+  __device__ __forceinline__ static MaskTileKinds all_empty() { return {kOfEach << kEmptyTile}; }
+  __device__ __forceinline__ MaskTileKinds of_row(int r) const { return {bits >> 4 * r & 15}; }
+  __device__ __forceinline__ bool any_visible() const {
+    return (bits & kOfEach * (1u << kPartialTile | 1u << kFullTile)) != 0;
+  }
+  __device__ __forceinline__ bool any_hidden() const {
+    return (bits & kOfEach * (1u << kPartialTile | 1u << kEmptyTile)) != 0;
+  }
+
+ private:
+  static constexpr unsigned kOfEach = 0x11111111u;
+};
+
+// A tile, whether it is the first of a walk, and whether the mask_mod shows all of it; or the end of a list of tiles.
+// why one number: registers.
+struct VisibleTile {
+  int bits;
+
+  __device__ __forceinline__ static VisibleTile end() { return VisibleTile(-1); }
+  __device__ __forceinline__ bool is_end() const { return bits < 0; }
+
+  __device__ __forceinline__ explicit VisibleTile(int all_bits) : bits(all_bits) {}
+  __device__ __forceinline__ VisibleTile(int n, bool is_full) : bits(4 * n + is_full) {}
+  __device__ __forceinline__ VisibleTile(int n, MaskTileKinds kinds)
+      : VisibleTile(n, kSkipsFullTiles && !kinds.any_hidden()) {}
+  __device__ __forceinline__ int n() const { return bits >> 2; }
+  __device__ __forceinline__ bool is_first() const { return (bits & 2) != 0; }
+  __device__ __forceinline__ bool is_full() const { return (bits & 1) != 0; }
+};
+
+// Tiles of kTile columns beside kRows rows of one head, without those of which nothing is seen. Rows are queries and
+// columns keys; with kKeysAsRows it is the other way round. All lanes of a warp ask together.
+template <bool kEnabled, class Tiles, int kRows, int kTile, bool kKeysAsRows, class Params>
+struct VisibleTilesOf {
+  __device__ __forceinline__ VisibleTilesOf(const Tiles&, const Params&, int, int, Range, int) {}
+  __device__ __forceinline__ static VisibleTile visible_from(int n) { return {n, false}; }
+  __device__ __forceinline__ static int count_visible() { return 0; }
+};
+template <class Tiles, int kRows, int kTile, bool kKeysAsRows, class Params>
+struct VisibleTilesOf<true, Tiles, kRows, kTile, kKeysAsRows, Params> : Tiles {
+  const signed char* mask_tiles;  // of the first row
+  int stride_row;                 // from mask tile to mask tile along the rows, and along the columns
+  int stride_column;
+  int last_row, last_column;  // the last mask tiles that exist
+
+  // rows: those that exist; if there are none, there are no tiles either. length: of all columns.
+  __device__ __forceinline__ VisibleTilesOf(const Tiles& all, const Params& params, int batch, int head, Range rows,
+                                            int length)
+      : Tiles(all),
+        mask_tiles(params.mask_tiles + batch * params.mask_tiles_batch + head * params.mask_tiles_head),
+        stride_row(kKeysAsRows ? 1 : params.mask_tiles_row),
+        stride_column(kKeysAsRows ? params.mask_tiles_row : 1),
+        last_row((rows.end - 1) / kMaskTile - rows.begin / kMaskTile),
+        last_column((length - 1) / kMaskTile) {
+    mask_tiles += static_cast<long long>(rows.begin / kMaskTile) * stride_row;
+  }
+
+  // The first tile from n on that is seen; if there is none, one that `has` does not have.
+  __device__ __forceinline__ VisibleTile visible_from(int n) const {
+    const int step = Tiles::next(0), lane = threadIdx.x % 32;
+#pragma unroll 1
+    while (Tiles::has(n)) {
+      const MaskTileKinds kinds = look_at(n + step * lane);
+      const unsigned found = __ballot_sync(0xffffffffu, kinds.any_visible());
+      if (found != 0) {
+        const int at = __ffs(found) - 1;
+        return {n + step * at, MaskTileKinds{__shfl_sync(0xffffffffu, kinds.bits, at)}};
+      }
+      n += step * 32;
+    }
+    return {n, MaskTileKinds::all_empty()};
+  }
+
+  // How many tiles are seen.
+  __device__ __forceinline__ int count_visible() const {
+    const int step = Tiles::next(0), lane = threadIdx.x % 32;
+    int count = 0;
+#pragma unroll 1
+    for (int n = Tiles::first(); Tiles::has(n); n += step * 32) {
+      count += __popc(__ballot_sync(0xffffffffu, look_at(n + step * lane).any_visible()));
+    }
+    return count;
+  }
+
+  // The mask tiles of a tile; none if there is no such tile.
+  __device__ __forceinline__ MaskTileKinds look_at(int n) const {
+    MaskTileKinds kinds;
+    if (!Tiles::has(n)) return kinds;
+    // why from the first tile's begin: it exists, so that no product is larger than the length.
+    const int first_column = n * kTile / kMaskTile;
+    const int last = const_min((n * kTile + kTile - 1) / kMaskTile, last_column);
+#pragma unroll
+    for (int i = 0; i < max_mask_tiles(kRows); ++i) {
+#pragma unroll
+      for (int j = 0; j < max_mask_tiles(kTile); ++j) {
+        const long long at = static_cast<long long>(const_min(i, last_row)) * stride_row +
+                             static_cast<long long>(const_min(first_column + j, last)) * stride_column;
+        kinds.bits |= 1u << (4 * i + __ldg(mask_tiles + at));
+      }
+    }
+    return kinds;
+  }
+};
+
+template <class Tiles, int kRows, int kTile, bool kKeysAsRows = false>
+using VisibleTiles = VisibleTilesOf<kBlockSparse, Tiles, kRows, kTile, kKeysAsRows, ModParams>;
+
+// A warp's walk over the tiles that are seen, of which it looks at 32 at a time, a lane at each. All lanes go together.
+// why not tile by tile: to find one takes hundreds of cycles, for which a warp that loads tiles has no time.
+struct VisibleWalk {
+  int window;           // the first of the tiles that were looked at last
+  unsigned left = 0;    // a bit for each of these that is seen, and is still to come
+  MaskTileKinds kinds;  // of this lane's tile
+
+  // step: from a tile to the next one.
+  __device__ __forceinline__ VisibleWalk(int first, int step) : window(first - 32 * step) {}
+
+  // Whether there is one more. `visible` are the tiles of the walk.
+  template <class Visible>
+  __device__ __forceinline__ bool has_tile(const Visible& visible, int step) {
+#pragma unroll 1
+    while (left == 0 && visible.has(window + 32 * step)) {
+      window += 32 * step;
+      kinds = visible.look_at(window + step * (threadIdx.x % 32));
+      left = __ballot_sync(0xffffffffu, kinds.any_visible());
+    }
+    return left != 0;
+  }
+
+  // The next one. `Tile` is made of its number and of its MaskTileKinds.
+  template <class Tile>
+  __device__ __forceinline__ Tile take(int step) {
+    const int at = __ffs(left) - 1;
+    left &= left - 1;
+    return {window + step * at, MaskTileKinds{__shfl_sync(0xffffffffu, kinds.bits, at)}};
+  }
+};
+
+// The walk of a loop over tiles; if block-sparse, over those that `visible()` gives, which is asked for a tile once.
+template <bool kEnabled, class Tiles, class Visible>
+struct TileWalkOf {
+  const Tiles& tiles;
+  int at;
+
+  __device__ __forceinline__ TileWalkOf(const Tiles& all, const Visible&) : tiles(all), at(all.first()) {}
+
+  __device__ __forceinline__ int n() const { return at; }
+  __device__ __forceinline__ bool has_tile() const { return tiles.has(at); }
+  // The first tile, before the walk goes on.
+  __device__ __forceinline__ int first() const { return tiles.first(); }
+  __device__ __forceinline__ bool is_first() const { return at == tiles.first(); }
+  // Whether the mask_mod shows all of the tile.
+  __device__ static constexpr bool is_full() { return false; }
+  // To be called once for each tile, before `next`.
+  __device__ __forceinline__ void look_ahead() {}
+  __device__ __forceinline__ int next() const { return tiles.next(at); }
+  __device__ __forceinline__ void go_on() { at = next(); }
+};
+
+template <class Tiles, class Visible>
+struct TileWalkOf<true, Tiles, Visible> {
+  const Tiles& tiles;
+  const Visible& visible;
+  VisibleTile at, following;
+
+  __device__ __forceinline__ TileWalkOf(const Tiles& all, const Visible& visible_tiles)
+      : tiles(all), visible(visible_tiles), at(visible().visible_from(all.first())), following(at) {
+    at.bits |= 2;
+  }
+
+  __device__ __forceinline__ int n() const { return at.n(); }
+  __device__ __forceinline__ bool has_tile() const { return tiles.has(n()); }
+  __device__ __forceinline__ int first() const { return n(); }
+  __device__ __forceinline__ bool is_first() const { return at.is_first(); }
+  __device__ __forceinline__ bool is_full() const { return at.is_full(); }
+  __device__ __forceinline__ void look_ahead() { following = visible().visible_from(tiles.next(n())); }
+  __device__ __forceinline__ int next() const { return following.n(); }
+  __device__ __forceinline__ void go_on() { at = following; }
+};
+
+template <class Tiles, class Visible>
+__device__ __forceinline__ TileWalkOf<kBlockSparse, Tiles, Visible> walk_along(const Tiles& tiles,
+                                                                               const Visible& visible) {
+  return {tiles, visible};
+}
