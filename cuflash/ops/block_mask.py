@@ -126,6 +126,6 @@ def create_block_mask(
     library_of("like", like)
     detach = getattr(like, "detach", None)  # why: only its device counts, whatever autograd knows of it
     first = like if detach is None else detach()
-    (cells,) = run(op, (first, *varlen_args, *[each.array for each in graph.arrays]), options_key())
+    (mask_tiles,) = run(op, (first, *varlen_args, *[each.array for each in graph.arrays]), options_key())
     tells_q, tells_k = (varlen_args[side] is not None or varlen_args[side + 2] is not None for side in (0, 1))
-    return BlockMask(mask_mod, cells, sizes, (tells_q, tells_k), graph)
+    return BlockMask(mask_mod, mask_tiles, sizes, (tells_q, tells_k), graph)

@@ -57,7 +57,7 @@ class ModCall(NamedTuple):
     op: Op
     arrays: tuple[Any, ...]
     needs_seed: bool
-    cells: tuple[Any, ...]
+    mask_tiles: tuple[Any, ...]
     grads: tuple[tuple[int, ...], ...]
 
     def inputs(self, dropout_seed: Any, q: Any) -> tuple[Any, ...]:
@@ -70,7 +70,7 @@ class ModCall(NamedTuple):
 
     def inputs_with(self, seed: Any) -> tuple[Any, ...]:
         """Returns the arrays that are read after those of the plain op. seed: an array, if it is needed."""
-        return (*self.arrays, seed, *self.cells) if self.needs_seed else (*self.arrays, *self.cells)
+        return (*self.arrays, seed, *self.mask_tiles) if self.needs_seed else (*self.arrays, *self.mask_tiles)
 
     def captured_grads(self, sums: Sequence[Any]) -> tuple[Any, ...]:
         """Returns the gradients of captured arrays, each the sum of some of the results after dq, dk and dv."""
@@ -85,11 +85,11 @@ def resolve_mods(
     varlen_args: arrays of lengths that the op takes; () for a dense call. options: as they were mod_args.
     """
     score = _graph(mod_args.score_mod, "score_mod")
-    mask, cells = _mask(mod_args, varlen_args)
+    mask, block_mask = _mask(mod_args, varlen_args)
     bias = None if mod_args.bias is None else _bias(mod_args.bias)
     has_sinks = mod_args.sinks is not None
     drops = not is_zero(mod_args.dropout_p) and bool(check_dropout(mod_args.dropout_p))
-    sizes = None if cells is None else cells.sizes
+    sizes = None if block_mask is None else block_mask.sizes
     fits = not varlen_args or mask is None or (seen := band(mask.root)) is None or _fits(seen, options)
     digests = None if score is None else score.digest, None if mask is None else mask.digest
     key = name, not varlen_args, *digests, bias, has_sinks, drops, sizes, fits
@@ -111,7 +111,7 @@ def resolve_mods(
             "algorithm='standard' takes no score_mod, mask_mod, bias, sinks and dropout; take another one, which give "
             "the same numbers"
         )
-    found = (cells.cells,) if cells is not None and kind.mod_spec.has_cells else ()
+    found = (block_mask.cells,) if block_mask is not None and kind.mod_spec.has_block_mask else ()
     if not numbers:
         return ModCall(kind.op, tuple(arrays), drops, found, ())
     flat = tuple(dict.fromkeys(number for group in numbers for number in group))
@@ -141,12 +141,12 @@ _kinds: dict[_Key, _Kind] = {}
 
 def _kind_of(key: _Key, score: Graph | None, mask: Graph | None) -> _Kind:
     name, is_dense, _, _, bias, has_sinks, drops, sizes, fits = key
-    plain, has_cells = (OPS if is_dense else VARLEN_OPS)[name], sizes is not None
+    plain, has_block_mask = (OPS if is_dense else VARLEN_OPS)[name], sizes is not None
     seen = None if mask is None or not fits else band(mask.root)
     if seen is not None:
-        mask, has_cells = None, False
+        mask, has_block_mask = None, False
         seen = None if sizes is None and seen.is_open else seen
-    mod_spec = make_mod_spec(score, mask, bias, has_sinks, drops, has_cells)
+    mod_spec = make_mod_spec(score, mask, bias, has_sinks, drops, has_block_mask)
     kind = _Kind(mod_spec, plain, seen, mask is not None)
     return kind._replace(op=_op_of(key, kind, ()))
 
@@ -156,7 +156,7 @@ def _op_of(key: _Key, kind: _Kind, grads: tuple[int, ...]) -> Op:
     name, is_dense, *_, sizes, _ = key
     op = kind.op
     if kind.mod_spec.changes:
-        op = mod_op(name, not is_dense, kind.mod_spec, grads, sizes if kind.mod_spec.has_cells else None)
+        op = mod_op(name, not is_dense, kind.mod_spec, grads, sizes if kind.mod_spec.has_block_mask else None)
     return op if kind.band is None or op.band is not None else banded(op, kind.band, sizes)
 
 

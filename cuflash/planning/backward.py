@@ -11,7 +11,7 @@ from ..problem.dtypes import DTYPES
 from ..problem.lengths import PADDED_SLOT, SeqlenInfo
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
-from .cells import KeySteps, tile_counts_launch, uses_cells, with_cells
+from .block_mask import KeySteps, is_block_sparse, tile_counts_launch, with_mask_tiles
 from .delta import block_words, changes_weights, delta_launch, stats_rows_of
 from .device import Device
 from .hopper import HOPPER, reason_against
@@ -105,12 +105,14 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
     """The plan with mods; None if the kernels of all tiles spill registers."""
     dims, capped, lengths = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0, problem.lengths
     # Whether it passes over tiles that see nothing. why not of several lengths: kernels number the rows that are seen,
-    # so that tiles are not made of whole cells.
-    ways = (True, False) if uses_cells(problem) and lengths is None else (False,)
-    for cells in ways:  # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
-        for tile in tiles_sm90.choose_mod_backward(*dims, _queries_of_a_key(problem), capped, cells):
+    # so that tiles are not made of whole mask tiles.
+    ways = (True, False) if is_block_sparse(problem) and lengths is None else (False,)
+    for (
+        is_sparse
+    ) in ways:  # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
+        for tile in tiles_sm90.choose_mod_backward(*dims, _queries_of_a_key(problem), capped, is_sparse):
             if lengths is None:
-                made = _warpgroup_plan(problem, device, tile, cells)
+                made = _warpgroup_plan(problem, device, tile, is_sparse)
             else:
                 made = _listed_plan(problem, device, tile.for_varlen(), lengths)
             if not any(launch.variant in spilled for launch in made.launches):
@@ -118,9 +120,9 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
     rows, skipping = [], []
     for tiles in tiles_sm90.choose_mod_rows(*dims, capped):
         fitting = (
-            (tile, cells)
-            for cells, tile in product(ways, tiles)
-            if _rows_variant(problem, device, tile, cells) not in spilled
+            (tile, is_sparse)
+            for is_sparse, tile in product(ways, tiles)
+            if _rows_variant(problem, device, tile, is_sparse) not in spilled
         )
         if (fits := next(fitting, None)) is None:
             return None
@@ -133,8 +135,11 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     """Kernels: delta; all gradients, with dq summed in float32; convert. If deterministic: delta; dk and dv; dq."""
     deterministic = problem.options.deterministic
     dims = DTYPES[problem.dtype].itemsize, problem.head_dim, problem.head_dim_v, device
-    cells = uses_cells(problem)
-    of_keys, of_queries = make_mod_code(problem, keys_as_rows=True, cells=cells), make_mod_code(problem, cells=cells)
+    is_sparse = is_block_sparse(problem)
+    of_keys, of_queries = (
+        make_mod_code(problem, keys_as_rows=True, is_sparse=is_sparse),
+        make_mod_code(problem, is_sparse=is_sparse),
+    )
     tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.BACKWARD[problem.dtype], of_keys is not None), *dims)
     dq_tile = tiles_sm80.choose(tiles_sm80.rows_of(tiles_sm80.DQ[problem.dtype], of_keys is not None), *dims)
     if tile is None or dq_tile is None:
@@ -195,13 +200,13 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
             Launch(variant("backward", "sm80/backward.cu", tile, of_keys), num_blocks, keyed),
             Launch(variant("convert", "portable/convert.cu"), blocks_of(threads, PORTABLE_THREADS), padded),
         ]
-    return make_plan(problem, device, *with_cells(problem, device, launches, workspace), fallback)
+    return make_plan(problem, device, *with_mask_tiles(problem, device, launches, workspace), fallback)
 
 
-def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, cells: bool = False) -> Plan:
+def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, is_sparse: bool = False) -> Plan:
     """Kernels: delta, then all gradients in one.
 
-    cells: whether it passes over tiles in which the caller's mask shows nothing; two kernels before tell of these.
+    mask tiles: whether it passes over tiles in which the caller's mask shows nothing; two kernels before tell of these.
     """
     deterministic, full, heads = problem.options.deterministic, is_full(problem), problem.batch * problem.heads_q
     stats_rows = stats_rows_of(problem, tile.block_q)
@@ -210,11 +215,11 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     blocks = count_key_blocks(problem, tile.block_k * key_blocks)
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
     parts_log2 = choose_parts(problem, device, tile.block_q)
-    # why with cells: blocks of threads take more key blocks until there are none left.
-    if cells or parts_log2 > 0 or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
+    # why with mask tiles: blocks of threads take more key blocks until there are none left.
+    if is_sparse or parts_log2 > 0 or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, count_key_blocks(problem, tile.block_k)
-    # why not with cells: key blocks have unequal numbers of steps.
-    shared = None if deterministic or cells else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
+    # why not with mask tiles: key blocks have unequal numbers of steps.
+    shared = None if deterministic or is_sparse else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
     if parts_log2 > 0:
         shared = SharedKeys(blocks << parts_log2, 0, blocks, 0, parts_log2)
         blocks <<= parts_log2
@@ -231,29 +236,29 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         "deterministic": int(deterministic),
         **shared._asdict(),
     }
-    # `semaphores` has a counter for each tile of dq and for each shared key block; with cells then one of what thread
-    # blocks have taken, and one for each order.
+    # `semaphores` has a counter for each tile of dq and for each shared key block; with mask tiles then one of what
+    # thread blocks have taken, and one for each order.
     workspace = _sums(tile, heads, stats_rows, num_q_blocks, shared.shared_keys)
-    counters, more_semaphores, of_cells = heads * num_q_blocks, shared.shared_keys, []
-    if cells:
+    counters, more_semaphores, of_mask_tiles = heads * num_q_blocks, shared.shared_keys, []
+    if is_sparse:
         listed = KeySteps.of(problem, num_q_blocks, num_k_blocks)
         workspace |= {"tile_counts": counters} | listed.workspace
         fields |= listed.fields
         first_counter = counters + more_semaphores + 1
-        of_cells = [tile_counts_launch(problem, device, tile.block_q, num_q_blocks, listed, first_counter)]
+        of_mask_tiles = [tile_counts_launch(problem, device, tile.block_q, num_q_blocks, listed, first_counter)]
         more_semaphores += 1 + listed.orders
         blocks = min(blocks, device.num_sms)
     workspace["semaphores"] = counters + more_semaphores
-    variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0), cells)
+    variant = _warpgroup_variant(problem, device, "backward", replace(tile, shares_heads=parts_log2 > 0), is_sparse)
     launches = [
         delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=more_semaphores),
-        *of_cells,
+        *of_mask_tiles,
         # why counted: then blocks of threads wait for those with lower numbers, which must have begun.
-        Launch(variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), counted=deterministic and not cells),
+        Launch(variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), counted=deterministic and not is_sparse),
     ]
     found: Mapping[str, int] = workspace
-    if cells:
-        launches, found = with_cells(problem, device, launches, workspace)
+    if is_sparse:
+        launches, found = with_mask_tiles(problem, device, launches, workspace)
     return make_plan(problem, device, launches, found, num_work=count_key_blocks(problem, tile.block_k))
 
 
@@ -324,13 +329,13 @@ def _sums(
 
 
 def _rows_plan(
-    problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], cells: tuple[bool, ...] = (False,) * 3,
+    problem: Problem, device: Device, tiles: tuple[WarpgroupRowsTile, ...], is_sparse: tuple[bool, ...] = (False,) * 3,
     shares: bool = False,
 ) -> Plan:  # fmt: skip
     """Kernels: delta, dq, dk and dv. All of them repeat bit by bit, also without `deterministic`.
 
-    cells: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of threads
-    share the query heads of each key block of dk, and of dv.
+    mask tiles: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of
+    threads share the query heads of each key block of dk, and of dv.
     """
     if (varlen := problem.lengths) is None:
         num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
@@ -350,7 +355,7 @@ def _rows_plan(
     }
     of_turns = {"num_q_blocks": 0, "more_semaphores": 2 * work[1]} if shares else {}
     launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_turns)]
-    for tile, skips in zip(tiles, cells, strict=True):
+    for tile, skips in zip(tiles, is_sparse, strict=True):
         shared, result = shares and tile.gradient != "dq", tile.gradient
         variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
         num_work = work[result != "dq"] * (2 if shared else 1)
@@ -363,8 +368,8 @@ def _rows_plan(
         rows = work[1] * KEY_ROWS
         sums = {"dk_acc": rows * tiles[1].head_dim, "dv_acc": rows * tiles[2].head_dim_v}
         found = {**found, **sums, "semaphores": of_turns["more_semaphores"]}
-    if any(cells):
-        launches, found = with_cells(problem, device, launches, found)
+    if any(is_sparse):
+        launches, found = with_mask_tiles(problem, device, launches, found)
     return make_plan(problem, device, launches, found, num_work=max(work))
 
 
@@ -386,17 +391,21 @@ def _tma_boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, TmaBox]:
 
 
 def _warpgroup_variant(
-    problem: Problem, device: Device, op: str, tile: WarpgroupBackwardTile | WarpgroupRowsTile, cells: bool = False
+    problem: Problem,
+    device: Device,
+    op: str,
+    tile: WarpgroupBackwardTile | WarpgroupRowsTile,
+    is_sparse: bool = False,
 ) -> Variant:
     source = "sm90/backward.cu" if isinstance(tile, WarpgroupBackwardTile) else "sm90/backward_rows.cu"
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
     lengths = problem.lengths is not None
     keys_as_rows = op != "backward_dq"
-    mod_code = make_mod_code(problem, keys_as_rows, cells=cells) if changes_weights(problem) else None
+    mod_code = make_mod_code(problem, keys_as_rows, is_sparse=is_sparse) if changes_weights(problem) else None
     return variant_of(
         op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths, mod_code=mod_code
     )
 
 
-def _rows_variant(problem: Problem, device: Device, tile: WarpgroupRowsTile, cells: bool = False) -> Variant:
-    return _warpgroup_variant(problem, device, f"backward_{tile.gradient}", tile, cells)
+def _rows_variant(problem: Problem, device: Device, tile: WarpgroupRowsTile, is_sparse: bool = False) -> Variant:
+    return _warpgroup_variant(problem, device, f"backward_{tile.gradient}", tile, is_sparse)

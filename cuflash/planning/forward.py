@@ -10,7 +10,7 @@ from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
 from ..problem.problem import Problem
 from . import tiles_sm80, tiles_sm90
-from .cells import uses_cells, with_cells
+from .block_mask import is_block_sparse, with_mask_tiles
 from .decoding import decode_plans, split_plan
 from .device import Device
 from .hopper import HOPPER, reason_against
@@ -44,7 +44,7 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
     """What Hopper's own kernels could do, in order of preference."""
     keys, op = _keys_of_a_query(problem), problem.op.name
     dims, is_capped = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0
-    mod_code = make_mod_code(problem, cells=_passes_over_tiles(problem))
+    mod_code = make_mod_code(problem, is_sparse=_passes_over_tiles(problem))
     if problem.op.mod_spec is not None:
         rows = tiles_sm90.choose_mod_tiles(op, *dims, keys, is_capped, problem.op.mod_spec.drops)
     else:
@@ -60,7 +60,7 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
 
 def _passes_over_tiles(problem: Problem) -> bool:
     """Whether Hopper's kernels pass over tiles in which the caller's mask shows nothing; not those that load pages."""
-    return uses_cells(problem) and not problem.has("page_table")
+    return is_block_sparse(problem) and not problem.has("page_table")
 
 
 def _keys_of_a_query(problem: Problem) -> float:
@@ -96,7 +96,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         algorithm=problem.options.algorithm if op == "forward" else "flash2",
         tile=tile,
         lengths=problem.lengths is not None,
-        mod_code=make_mod_code(problem, cells=uses_cells(problem)),
+        mod_code=make_mod_code(problem, is_sparse=is_block_sparse(problem)),
     )
     num_q_blocks, times = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
     if (varlen := problem.lengths) is not None:
@@ -106,7 +106,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
     if (made := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
         return made
     fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}
-    launches, workspace = with_cells(problem, device, [Launch(variant, num_blocks, fields)])
+    launches, workspace = with_mask_tiles(problem, device, [Launch(variant, num_blocks, fields)])
     return make_plan(problem, device, launches, workspace, fallback)
 
 
@@ -122,7 +122,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
     num_tiles = num_q_blocks * heads
-    full, together = problem.mask.is_full and not uses_cells(problem), 1
+    full, together = problem.mask.is_full and not is_block_sparse(problem), 1
     if not full:
         # why L34: the blocks of these heads take the same queries at about the same time, and read the keys they see.
         keys = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + tile.block_q)
@@ -136,7 +136,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
     fields = {"num_q_blocks": num_q_blocks, "num_tiles": num_tiles, "heads_in_l2": together}
     counted = num_tiles > device.num_sms and not full
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, counted)
-    launches, workspace = with_cells(problem, device, [launch])
+    launches, workspace = with_mask_tiles(problem, device, [launch])
     return make_plan(problem, device, launches, workspace, num_work=num_tiles)
 
 
@@ -167,7 +167,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
         tma_boxes |= {"v": box_k, "out": TmaBox(OUT_ROWS, 0, lengths.rows_q, varlen=True)}
     fields = {
         "heads_in_l2": together,
-        # why not with cells: the two heads may have other ones.
+        # why not with mask tiles: the two heads may have other ones.
         "in_pairs": 0 if _passes_over_tiles(problem) else _in_pairs(problem, tile, together),
         "tail_parts": _tail_parts(problem, tile, device, together),
         **cut,
@@ -175,7 +175,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
     launch = Launch(variant, min(num_tiles, device.num_sms), fields, tma_boxes, num_tiles > device.num_sms)
     if not _passes_over_tiles(problem):
         return make_plan(problem, device, [launch], num_work=num_tiles)
-    return make_plan(problem, device, *with_cells(problem, device, [launch]), num_work=num_tiles)
+    return make_plan(problem, device, *with_mask_tiles(problem, device, [launch]), num_work=num_tiles)
 
 
 def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:

@@ -10,7 +10,7 @@ from ..problem.lengths import SeqlenInfo
 from ..problem.mask import Mask
 from ..problem.problem import Problem
 from . import tiles_sm90
-from .cells import uses_cells
+from .block_mask import is_block_sparse
 from .device import Device
 from .plan import MAX_GRID, blocks_of, heads_in_l2
 
@@ -58,7 +58,7 @@ def is_full(problem: Problem) -> bool:
     """Whether every query sees every key of its sequence. Under a mask_mod it may not."""
     if (varlen := problem.lengths) is not None:
         return varlen.left is varlen.right is None
-    return problem.mask.is_full and not uses_cells(problem)
+    return problem.mask.is_full and not is_block_sparse(problem)
 
 
 def _parts_for_l2(problem: Problem, seqlen_q: int) -> int:
@@ -156,9 +156,9 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     tiles = blocks_of(problem.seqlen_q, block_q)
     # why: adding up costs about as much as SHARED_STEPS steps, and under a mask a key block has half of them or so.
     most = min(group, group * tiles // (4 * SHARED_STEPS))
-    # why not where the left side is bounded: windows of half of the keys were slower so. Nor with cells, which may
+    # why not where the left side is bounded: windows of half of the keys were slower so. Nor with mask tiles, which may
     # leave few tiles.
-    goes_apart = problem.mask.lo == -problem.seqlen_q and not _are_alike(problem.mask) and not uses_cells(problem)
+    goes_apart = problem.mask.lo == -problem.seqlen_q and not _are_alike(problem.mask) and not is_block_sparse(problem)
     log2 = _parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
     while 2 << log2 <= most and not _almost_fill(problem, device, blocks << log2):
         log2 += 1

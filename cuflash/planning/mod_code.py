@@ -26,7 +26,8 @@ from ..problem.options import LOG2_E
 from ..problem.problem import Problem
 
 RESULTS = ("score", "visible", "slope")
-# why: one kernel finds the cells that a mask shows, others ask for its elements, with queries or keys in their rows.
+# why: one kernel finds the mask tiles that a mask shows, others ask for its elements, with queries or keys in their
+# rows.
 EXACT = ("visible",)
 # Words of 8 bytes behind the captured arrays: `ModParams` in kernels_cu/common/params.cuh.
 MORE_WORDS = 8
@@ -48,17 +49,17 @@ class ModCode(NamedTuple):
     vector_loaded: tuple[tuple[str, int], ...] = ()
 
 
-def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, cells: bool = False) -> ModCode | None:
+def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, is_sparse: bool = False) -> ModCode | None:
     """What kernels of this problem are compiled with, None for a plain call.
 
-    keys_as_rows: whether the kernel's fragments have keys in their rows, and queries in their columns. cells: whether
-    it reads which cells of 64 x 64 are empty, or full.
+    keys_as_rows: whether the kernel's fragments have keys in their rows, and queries in their columns. mask tiles:
+    whether it reads which mask tiles of 64 x 64 are empty, or full.
     """
     mod_spec = problem.op.mod_spec
     if mod_spec is None:
         return None
     runs = _runs(problem, mod_spec, keys_as_rows)
-    return _generate(mod_spec, keys_as_rows, cells, _is_short(problem, mod_spec), _is_causal(problem), runs)
+    return _generate(mod_spec, keys_as_rows, is_sparse, _is_short(problem, mod_spec), _is_causal(problem), runs)
 
 
 def _is_causal(problem: Problem) -> bool:
@@ -107,7 +108,7 @@ def _pairs(spec: ArraySpec, axis: int) -> bool:
 
 @lru_cache(maxsize=256)
 def _generate(
-    mod_spec: ModSpec, keys_as_rows: bool, cells: bool, is_short: bool, is_causal: bool, runs: _Runs
+    mod_spec: ModSpec, keys_as_rows: bool, is_sparse: bool, is_short: bool, is_causal: bool, runs: _Runs
 ) -> ModCode:
     score, slope = SCORE, _ONE
     if mod_spec.score is not None:
@@ -130,7 +131,7 @@ def _generate(
         "SCORE_MOD_GRAD": 0 if slope is _ONE else 2 if is_steep else 1,
         "SINKS": int(mod_spec.has_sinks),
         "DROPOUT": int(mod_spec.drops),
-        "BLOCK_SPARSE": 0 if not cells else 2 if mod_spec.cells_are_of_mask else 1,
+        "BLOCK_SPARSE": 0 if not is_sparse else 2 if mod_spec.tiles_are_of_mask else 1,
         "SHORT_OFFSETS": int(is_short),
     }
     words = sum(words_of(each.rank) for each in mod_spec.arrays)

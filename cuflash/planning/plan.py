@@ -13,7 +13,7 @@ from .device import Device
 from .variant import Variant
 
 MAX_GRID = 2**31 - 1
-_OF_CELLS = "block_mask", "tile_counts"
+_OF_MASK_TILES = "block_mask", "tile_counts"
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -86,9 +86,9 @@ class Plan(NamedTuple):
     def variant(self) -> Variant | None:
         """The variant of the main kernel; None without launches.
 
-        Of several launches but those of cells, it is the second.
+        Of several launches but those of mask tiles, it is the second.
         """
-        launches = [launch for launch in self.launches if launch.variant.op not in _OF_CELLS] or self.launches
+        launches = [launch for launch in self.launches if launch.variant.op not in _OF_MASK_TILES] or self.launches
         return launches[min(1, len(launches) - 1)].variant if launches else None
 
     @property

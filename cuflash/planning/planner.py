@@ -9,8 +9,8 @@ from ..problem.dtypes import GPU_DTYPES
 from ..problem.problem import Problem
 from .append import append_plan
 from .backward import backward_plan
+from .block_mask import block_mask_plan
 from .captured_gradients import with_captured_gradients
-from .cells import block_mask_plan
 from .device import Device
 from .forward import forward_plan
 from .merge import MAX_STATES, merge_plan

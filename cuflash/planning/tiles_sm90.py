@@ -71,7 +71,7 @@ class WarpgroupTile:
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
         work = (96 if self.decodes else 80 if self.lengths else 32) * TILE_SLOTS
         work += 16 * self.stages + (16 if self.decodes else 32) if self.lengths else 0
-        # with cells: which key tiles the ring holds, and barriers of the warp that counts cells
+        # with mask tiles: which key tiles the ring holds, and barriers of the warp that counts mask tiles
         work += 0 if self.decodes else rounded_up(8 * self.stages, 16) + 16
         return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
 
@@ -333,14 +333,14 @@ def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: boo
 
 
 def choose_mod_backward(
-    head_dim: int, head_dim_v: int, queries: float, softcap: bool, cells: bool
+    head_dim: int, head_dim_v: int, queries: float, softcap: bool, is_sparse: bool
 ) -> tuple[WarpgroupBackwardTile, ...]:
     """The rows for these head dims and mods, in order of preference.
 
-    cells: whether kernels may pass over tiles in which the caller's mask shows nothing. It is then not known how many
-    queries see a key.
+    mask tiles: whether kernels may pass over tiles in which the caller's mask shows nothing. It is then not known how
+    many queries see a key.
     """
-    rows = (*(t for t in BACKWARD if t.min_queries <= (0 if cells else queries)), *MOD_BACKWARD)
+    rows = (*(t for t in BACKWARD if t.min_queries <= (0 if is_sparse else queries)), *MOD_BACKWARD)
     covers = [t for t in rows if _covers(t, head_dim, head_dim_v, softcap)]
     # why sorted: a tile for larger head dims, though it may need fewer registers, takes up to 1.6 times as long.
     return tuple(sorted(covers, key=lambda t: (t.head_dim, t.head_dim_v)))

@@ -8,7 +8,7 @@ from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_operand
 from .lengths import SeqlenInfo
-from .mod_arrays import CELL, check_mod_array
+from .mod_arrays import MASK_TILE, check_mod_array
 from .operands import INTEGERS, Op, Sizes
 from .options import check_integer
 
@@ -43,8 +43,8 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedMask:
             check_operand(operand.name, spec, like, wanted, (INTEGERS,), "like")
         else:
             check_mod_array(operand, spec, like, {}, of="like")
-    cells = *sizes[:2], *[-(-length // CELL) for length in sizes[2:]]
-    checked[-1] = ArraySpec.contiguous(cells, "int8", like.device, like.library)
+    mask_tiles = *sizes[:2], *[-(-length // MASK_TILE) for length in sizes[2:]]
+    checked[-1] = ArraySpec.contiguous(mask_tiles, "int8", like.device, like.library)
     if not names:
         return sizes, None, tuple(checked)
     is_packed = ["cu_seqlens_q" in names, "cu_seqlens_k" in names]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import check_output
-from .operands import BIAS, CAPTURED, CELLS, SEED, Operand, Sizes
+from .operands import BIAS, CAPTURED, MASK_TILES, SEED, Operand, Sizes
 
 AXES = ("batch", "heads_q", "seqlen_q", "seqlen_k")  # of scores
-CELL = 64  # queries, and keys, of a cell of a block mask
+MASK_TILE = 64  # queries, and keys, of a mask tile of a block mask
 MAX_EXTENT = 2**31 - 1  # of an axis of an array that functions load from
 # What functions may load from.
 CAPTURED_DTYPES = (
@@ -36,7 +36,7 @@ def check_mod_array(
             f"{operand.called} is a {spec}, but {of} is a {first.library} array on {first.device}; give all of one "
             "framework and device"
         )
-    {CAPTURED: _check_captured, BIAS: _check_bias, SEED: _check_seed, CELLS: _check_cells}[operand.dtype](
+    {CAPTURED: _check_captured, BIAS: _check_bias, SEED: _check_seed, MASK_TILES: _check_mask_tiles}[operand.dtype](
         operand, spec, lengths
     )
     if is_output:
@@ -44,15 +44,15 @@ def check_mod_array(
     return spec
 
 
-def check_block_mask(sizes: Sizes, cells_axes: tuple[str, ...], lengths: Mapping[str, int]) -> None:
+def check_block_mask(sizes: Sizes, mask_tile_axes: tuple[str, ...], lengths: Mapping[str, int]) -> None:
     """Validates whether a block mask of these sizes is one for the lengths of a call.
 
-    cells_axes: along which axes its cells differ.
+    mask_tile_axes: along which axes its mask tiles differ.
     """
     wanted = Sizes(*[lengths[axis] for axis in AXES])
     for name, axis, made, needed in zip(Sizes._fields, AXES, sizes, wanted, strict=True):
         is_broadcast = made == 1 and axis in AXES[:2]
-        if made == needed or (is_broadcast and axis not in cells_axes):
+        if made == needed or (is_broadcast and axis not in mask_tile_axes):
             continue
         if is_broadcast:
             raise ProblemError(
@@ -100,12 +100,12 @@ def _check_seed(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -
         )
 
 
-def _check_cells(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
-    rows, columns = (-(-lengths[axis] // CELL) for axis in ("seqlen_q", "seqlen_k"))
+def _check_mask_tiles(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
+    rows, columns = (-(-lengths[axis] // MASK_TILE) for axis in ("seqlen_q", "seqlen_k"))
     batch, heads = lengths["batch"], lengths["heads_q"]
     fits = len(spec.shape) == 4 and spec.shape[2:] == (rows, columns)
     if not fits or spec.shape[0] not in (1, batch) or spec.shape[1] not in (1, heads) or spec.dtype != "int8":
         raise ProblemError(
             f"block_mask has cells {spec.shape}, but the call has batch {batch}, {heads} query heads and {rows} x "
-            f"{columns} cells of {CELL} x {CELL}; make one by create_block_mask for these lengths"
+            f"{columns} cells of {MASK_TILE} x {MASK_TILE}; make one by create_block_mask for these lengths"
         )

@@ -43,8 +43,8 @@ class ModSpec:
 
     score: the final score in terms of the one that is scaled and capped; None if that stays. mask: whether a key is
     seen; None if all are. arrays: what they load from, by number. has_sinks: whether a sink takes part of the weights.
-    drops: whether weights are dropped. has_cells: whether a block mask was given. digest: of all that code depends on.
-    cells_axes: along which axes its cells differ, and may not be broadcast.
+    drops: whether weights are dropped. has_block_mask: whether a block mask was given. digest: of all that code depends on.
+    mask_tile_axes: along which axes its mask tiles differ, and may not be broadcast.
     """
 
     score: Node | None
@@ -52,9 +52,9 @@ class ModSpec:
     arrays: tuple[Kind, ...]
     has_sinks: bool
     drops: bool
-    has_cells: bool
+    has_block_mask: bool
     digest: str
-    cells_axes: tuple[str, ...] = ()
+    mask_tile_axes: tuple[str, ...] = ()
 
     @property
     def changes(self) -> bool:
@@ -62,9 +62,9 @@ class ModSpec:
         return not (self.score is self.mask is None and not (self.has_sinks or self.drops))
 
     @property
-    def cells_are_of_mask(self) -> bool:
-        """Whether a full cell is one of the whole mask. A block mask that is given knows nothing of a bias of bools."""
-        return not (self.has_cells and any(each.name == "bias" and each.type == Type.BOOL for each in self.arrays))
+    def tiles_are_of_mask(self) -> bool:
+        """Returns whether a full tile has no masked score. A block mask that is given leaves out a bias of bools."""
+        return not (self.has_block_mask and any(each.name == "bias" and each.type == Type.BOOL for each in self.arrays))
 
 
 def make_mod_spec(
@@ -73,12 +73,12 @@ def make_mod_spec(
     bias: Bias | None = None,
     has_sinks: bool = False,
     drops: bool = False,
-    has_cells: bool = False,
+    has_block_mask: bool = False,
 ) -> ModSpec:
     """What a call with these arguments changes. The arrays are those of score_mod, those of mask_mod, then the bias."""
     found = (score_mod, mask_mod)
     digests = tuple(None if each is None else each.digest for each in found)
-    key = digests, bias, has_sinks, drops, has_cells
+    key = digests, bias, has_sinks, drops, has_block_mask
     made = _kept.get(key)
     if made is None:
         if len(_kept) >= MAX_KEYS:
@@ -93,7 +93,7 @@ _kept: dict[_Key, ModSpec] = {}
 
 
 def _make_mod_spec(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -> ModSpec:
-    _, bias, has_sinks, drops, has_cells = key
+    _, bias, has_sinks, drops, has_block_mask = key
     kinds: list[Kind] = []
     roots = []
     for graph in (score_mod, mask_mod):
@@ -115,9 +115,9 @@ def _make_mod_spec(key: _Key, score_mod: Graph | None, mask_mod: Graph | None) -
         score = None
     if mask is not None and mask.op == "constant" and mask.value:
         mask = None
-    inputs = mask_mod.root.inputs if has_cells and mask_mod is not None else ()
+    inputs = mask_mod.root.inputs if has_block_mask and mask_mod is not None else ()
     axes = tuple(axis for name, axis in (("b", "batch"), ("h", "heads_q")) if name in inputs)
-    return ModSpec(score, mask, tuple(kinds), has_sinks, drops, has_cells, repr(key), axes)
+    return ModSpec(score, mask, tuple(kinds), has_sinks, drops, has_block_mask, repr(key), axes)
 
 
 def _shifted(root: Node, begin: int) -> Node:

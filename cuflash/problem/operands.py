@@ -163,7 +163,7 @@ VARLEN_OPS = {name: _of_sequences(op) for name, op in OPS.items()}
 
 # What operands of mods hold: arrays that a function loads from, a bias, the seed of
 # dropout, and a block mask.
-CAPTURED, BIAS, SEED, CELLS = MOD_KINDS = "captured", "bias", "seed", "mask_tiles"
+CAPTURED, BIAS, SEED, MASK_TILES = MOD_KINDS = "captured", "bias", "seed", "mask_tiles"
 ANYTHING = "anything"
 SINKS = Operand("sinks", ("heads_q",), "table", strided=False)
 DROPOUT_SEED = Operand("dropout_seed", (), SEED, optional=True, strided=False)
@@ -181,7 +181,7 @@ def mod_op(
     results = [*more, SINKS._replace(axes=(), dtype=CAPTURED)]  # why: a gradient has the dtype of its array
     more += [SINKS._replace(optional=True)] if mod_spec.has_sinks else []
     more += [DROPOUT_SEED] if mod_spec.drops else []
-    more += [Operand("mask_tiles", (), CELLS, optional=True, strided=False)] if mod_spec.has_cells else []
+    more += [Operand("mask_tiles", (), MASK_TILES, optional=True, strided=False)] if mod_spec.has_block_mask else []
     found = tuple(results[number]._replace(name=f"d{results[number].name}", strided=False) for number in grads)
     return Op(name, (*plain.inputs, *more), (*plain.outputs, *found), mod_spec, sizes, plain=plain)
 
@@ -205,13 +205,17 @@ def _loaded(mod_spec: ModSpec) -> list[Operand]:
 
 @lru_cache(maxsize=256)
 def block_mask_op(mod_spec: ModSpec, sizes: Sizes) -> Op:
-    """`create_block_mask` of a mask: the cells of 64 queries x 64 keys, from what the mask loads from.
+    """`create_block_mask` of a mask: the mask tiles of 64 queries x 64 keys, from what the mask loads from.
 
     The first input tells the library and the device alone.
     """
     like = Operand("like", (), ANYTHING, any_last_stride=True)
     return Op(
-        "block_mask", (like, *PACKED_OR_USED, *_loaded(mod_spec)), (Operand("mask_tiles", (), CELLS),), mod_spec, sizes
+        "block_mask",
+        (like, *PACKED_OR_USED, *_loaded(mod_spec)),
+        (Operand("mask_tiles", (), MASK_TILES),),
+        mod_spec,
+        sizes,
     )
 
 

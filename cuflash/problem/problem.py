@@ -98,7 +98,7 @@ class Problem(NamedTuple):
             mask = mask.within(band)
             varlen = None if varlen is None else varlen.within(band)
         if sizes is not None:
-            check_block_mask(sizes, op.mod_spec.cells_axes if op.mod_spec is not None else (), lengths)
+            check_block_mask(sizes, op.mod_spec.mask_tile_axes if op.mod_spec is not None else (), lengths)
         checked = _checked(op, specs, axes, _dtypes_of(q.dtype, options.out_dtype), len(named))
         # why _make: keywords for 16 fields take 2 µs.
         of_call = q.dtype, mask, _unmasked(options), q.device, q.library, checked, varlen, ()

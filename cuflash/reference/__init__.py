@@ -16,7 +16,7 @@ from ..problem.problem import Problem
 from . import flash1, flash2, flashd, sequences, standard
 from .append import append_kv
 from .backward import backward
-from .block_mask import cells_of
+from .block_mask import mask_tiles_of
 from .merge import merge_states
 from .mods import ModGradients, ModScores
 from .tiles import Array, accumulator
@@ -74,7 +74,7 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
     op = problem.op
     assert op.mod_spec is not None
     if op.name == "block_mask":
-        return [_cells(problem, op.mod_spec, named)]
+        return [_mask_tiles(problem, op.mod_spec, named)]
     plain, mod_scores = op.plain, ModScores.of(op.mod_spec, named, problem.options.dropout_p)
     assert plain is not None
     asked = [each.name.removeprefix("d") for each in op.outputs[len(plain.outputs) :]]
@@ -99,10 +99,10 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
     return results
 
 
-def _cells(problem: Problem, mod_spec: ModSpec, named: Mapping[str, Array]) -> Array:
-    """The cells of a block mask, from the arrays that its mask loads from and those that tell lengths."""
+def _mask_tiles(problem: Problem, mod_spec: ModSpec, named: Mapping[str, Array]) -> Array:
+    """The mask tiles of a block mask, from the arrays that its mask loads from and those that tell lengths."""
     views = [(named[each.name], each) for each in mod_spec.arrays]
     arrays = tuple([CapturedArray(x, kind.dtype, x.shape, kind.type) for x, kind in views])
     graph = Graph(constant(True) if mod_spec.mask is None else mod_spec.mask, arrays, mod_spec.digest)
     lengths = None if problem.lengths is None else sequences.lengths_of(problem, named)
-    return cells_of(graph, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, lengths)
+    return mask_tiles_of(graph, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, lengths)

@@ -1,6 +1,7 @@
-"""Block masks: which cells of 64 queries x 64 keys a mask_mod shows nothing of, shows in part, or shows whole.
+"""Block masks: which mask tiles of 64 queries x 64 keys a mask_mod shows nothing of, shows in part, or shows whole.
 
-Attention passes over the first, and asks the mask_mod of single scores in the second alone. A cell has only the queries
+Attention passes over the first, and asks the mask_mod of single scores in the second alone. A mask tile has only the
+queries
 and keys that a sequence has: one at the end of a sequence is whole if all that there are in it are seen.
 """
 
@@ -15,12 +16,12 @@ from numpy.typing import NDArray
 from ..mods.graph.graph import Graph
 from .evaluate import evaluate
 
-CELL = 64
+MASK_TILE = 64
 EMPTY, PARTIAL, FULL = 0, 1, 2
-_ROWS = 8 * CELL  # queries that are looked at together: with 10^5 keys they take 50 MB
+_ROWS = 8 * MASK_TILE  # queries that are looked at together: with 10^5 keys they take 50 MB
 
 
-def cells_of(
+def mask_tiles_of(
     mask_mod: Graph,
     batch: int,
     heads: int,
@@ -28,12 +29,12 @@ def cells_of(
     seqlen_k: int,
     lengths: Sequence[tuple[int, int]] | None = None,
 ) -> NDArray[np.int8]:
-    """EMPTY, PARTIAL or FULL for each cell: (batch, heads, seqlen_q / 64, seqlen_k / 64), rounded up.
+    """EMPTY, PARTIAL or FULL for each mask tile: (batch, heads, seqlen_q / 64, seqlen_k / 64), rounded up.
 
     lengths: the used queries and keys of each sequence, none of them more than seqlen_q and seqlen_k; by default all.
     """
-    shape = batch, heads, -(-seqlen_q // CELL), -(-seqlen_k // CELL)
-    cells = np.full(shape, EMPTY, np.int8)
+    shape = batch, heads, -(-seqlen_q // MASK_TILE), -(-seqlen_k // MASK_TILE)
+    mask_tiles = np.full(shape, EMPTY, np.int8)
     arrays = [np.asarray(each.array) for each in mask_mod.arrays]
     for b, (used_q, used_k) in enumerate(lengths or [(seqlen_q, seqlen_k)] * batch):
         if 0 in (used_q, used_k):
@@ -43,17 +44,17 @@ def cells_of(
             inputs: dict[str, Any] = {"b": b, "h": h, "q_idx": q_idx, "k_idx": np.arange(used_k)}
             inputs |= {"seqlen_q": used_q, "seqlen_k": used_k}
             seen = np.broadcast_to(evaluate([mask_mod.root], inputs, arrays)[0], (len(q_idx), used_k))
-            some, all_seen = _by_cells(np.logical_or, seen), _by_cells(np.logical_and, seen)
+            some, all_seen = _by_mask_tiles(np.logical_or, seen), _by_mask_tiles(np.logical_and, seen)
             kinds = np.where(all_seen, FULL, np.where(some, PARTIAL, EMPTY))
-            first = begin * (_ROWS // CELL)
-            cells[b, h, first : first + kinds.shape[0], : kinds.shape[1]] = kinds
-    return cells
+            first = begin * (_ROWS // MASK_TILE)
+            mask_tiles[b, h, first : first + kinds.shape[0], : kinds.shape[1]] = kinds
+    return mask_tiles
 
 
-def _by_cells(join: np.ufunc, seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """What `join` makes of each cell of (queries, keys)."""
+def _by_mask_tiles(join: np.ufunc, seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """What `join` makes of each mask tile of (queries, keys)."""
     if 0 in seen.shape:
-        return np.zeros([-(-length // CELL) for length in seen.shape], bool)
+        return np.zeros([-(-length // MASK_TILE) for length in seen.shape], bool)
     for axis, length in enumerate(seen.shape):
-        seen = join.reduceat(seen, np.arange(0, length, CELL), axis=axis)
+        seen = join.reduceat(seen, np.arange(0, length, MASK_TILE), axis=axis)
     return seen

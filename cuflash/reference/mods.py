@@ -28,7 +28,7 @@ from ..problem.dropout import SHARES, share_kept
 from ..problem.mod_spec import LEAST_SCORE, SCORE, ModSpec
 from ..problem.problem import Problem
 from . import dropout
-from .block_mask import CELL, EMPTY
+from .block_mask import EMPTY, MASK_TILE
 from .evaluate import evaluate, place_of
 
 Array = NDArray[Any]
@@ -71,8 +71,8 @@ class ModTile(NamedTuple):
 class ModScores:
     """What a call changes in scores and weights, with all arrays as NumPy's.
 
-    score, mask: those of `ModSpec`, which load from `arrays`. sinks: (heads_q,). cells: those of a block mask, as
-    `block_mask.cells_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch and
+    score, mask: those of `ModSpec`, which load from `arrays`. sinks: (heads_q,). mask tiles: those of a block mask, as
+    `block_mask.mask_tiles_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch and
     first_key are the numbers of its first sequence and key, and seqlen_q and seqlen_k the lengths of its sequence, None
     for its own.
     """
@@ -83,7 +83,7 @@ class ModScores:
     sinks: Array | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
-    cells: Array | None = None
+    mask_tiles: Array | None = None
     first_batch: int = 0
     first_key: int = 0
     seqlen_q: int | None = None
@@ -118,13 +118,13 @@ class ModScores:
         }
 
     def sees_none(self, batch_idx: int, heads: slice, queries: slice, keys: slice) -> bool:
-        """Whether these queries see none of these keys, as far as the cells tell."""
-        if self.cells is None:
+        """Whether these queries see none of these keys, as far as the mask tiles tell."""
+        if self.mask_tiles is None:
             return False
-        b = self.first_batch + batch_idx if self.cells.shape[0] > 1 else 0
-        of_heads = self.cells[b, heads if self.cells.shape[1] > 1 else slice(1)]
+        b = self.first_batch + batch_idx if self.mask_tiles.shape[0] > 1 else 0
+        of_heads = self.mask_tiles[b, heads if self.mask_tiles.shape[1] > 1 else slice(1)]
         ranges = (queries.start, queries.stop), (self.first_key + keys.start, self.first_key + keys.stop)
-        rows, columns = (slice(begin // CELL, -(-end // CELL)) for begin, end in ranges)
+        rows, columns = (slice(begin // MASK_TILE, -(-end // MASK_TILE)) for begin, end in ranges)
         return not (of_heads[:, rows, columns] != EMPTY).any()
 
     def change(self, places: Places, s: Array) -> ModTile:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from ..planning.cells import cells_strides
+from ..planning.block_mask import mask_tile_strides
 from ..planning.mod_code import words_of
 from ..problem.dropout import share_kept
 from ..problem.problem import Problem
 from .device_memory import zero
 
-# Strides of the cells from batch to batch and from head to head; cells of a row, whether sinks are float32, how many of
-# 2^16 weights are kept, and what these are multiplied by.
+# Strides of the mask tiles from batch to batch and from head to head; mask tiles of a row, whether sinks are float32,
+# how many of 2^16 weights are kept, and what these are multiplied by.
 _NUMBERS = struct.Struct("=2q3if8x")
 
 
@@ -45,12 +45,12 @@ def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlace
     sinks = problem.specs[index["sinks"]] if mod_spec.has_sinks else None
     if sinks is not None:
         places.plain.append((index["sinks"], at))
-    if mod_spec.has_cells:
+    if mod_spec.has_block_mask:
         places.plain.append((index["mask_tiles"], at + 1))
     else:
         # Cells that the call makes itself: of all batches and heads, or of those that the mask tells apart.
         places.workspace.append(("mask_tiles", at + 1))
-    of_batch, of_head, columns = cells_strides(problem)
+    of_batch, of_head, columns = mask_tile_strides(problem)
     if mod_spec.drops:
         places.plain.append((index["dropout_seed"], at + 2))
     kept = share_kept(problem.options.dropout_p)

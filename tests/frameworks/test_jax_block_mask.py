@@ -125,7 +125,7 @@ def test_vmap_of_dropout() -> None:
 @only_on_the_cpu
 def test_the_cells_are_what_a_call_reads() -> None:
     block_mask = made(lambda b, h, q, k: (q + k) % 3 != 0)
-    block_mask = jax.tree.map(lambda cells: cells.at[:, :, :, 1:].set(0), block_mask)
+    block_mask = jax.tree.map(lambda mask_tiles: mask_tiles.at[:, :, :, 1:].set(0), block_mask)
     program = str(jax.make_jaxpr(lambda *x: attention(*x, block_mask=block_mask))(*arrays()))
     assert "i8[1,1,3,4]" in program
     assert "'cells'" in program

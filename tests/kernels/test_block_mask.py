@@ -1,4 +1,4 @@
-"""Block masks on a GPU: the cells are NumPy's, and calls with them give the bits of calls without them."""
+"""Block masks on a GPU: the mask tiles are NumPy's, and calls with them give the bits of calls without them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plans import for_any_gpu
 import cuflash
 from cuflash.mods import masks
 from cuflash.mods.tracing.trace import trace
-from cuflash.reference.block_mask import EMPTY, FULL, PARTIAL, cells_of
+from cuflash.reference.block_mask import EMPTY, FULL, PARTIAL, mask_tiles_of
 from cuflash.testing.cases import Case
 from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put, everything, joined, sinks_of
 from cuflash.testing.layouts import host, identical
@@ -54,18 +54,18 @@ SAMPLES: dict[str, Maker] = {
     "nothing": lambda put, of: {"mask_mod": lambda b, h, q_idx, k_idx: k_idx < 0},
     "all": lambda put, of: {"mask_mod": lambda b, h, q_idx, k_idx: k_idx >= 0},
 }
-CELL_LENGTHS = ((1, 1), (63, 65), (64, 64), (65, 63), (128, 300), (300, 128), (1030, 1500), (0, 5), (5, 0))
+TILE_LENGTHS = ((1, 1), (63, 65), (64, 64), (65, 63), (128, 300), (300, 128), (1030, 1500), (0, 5), (5, 0))
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_cells_are_those_of_numpy(cupy: Any, name: str) -> None:
-    """Also for one sequence and head, whose cells serve all, where the mask does not depend on them."""
+    """Also for one sequence and head, whose mask tiles serve all, where the mask does not depend on them."""
     like = cupy.zeros(1, "float16")
-    for lengths, (batch, heads) in [(x, (2, 4)) for x in CELL_LENGTHS] + [((200, 500), (1, 1)), ((70, 70), (5, 3))]:
+    for lengths, (batch, heads) in [(x, (2, 4)) for x in TILE_LENGTHS] + [((200, 500), (1, 1)), ((70, 70), (5, 3))]:
         case = of_lengths(lengths, batch=batch, heads_q=heads)
         mask_mod = SAMPLES[name](cupy.asarray, case)["mask_mod"]
         found = cuflash.create_block_mask(mask_mod, batch, heads, *lengths, like=like).cells
-        wanted = cells_of(trace(SAMPLES[name](lambda x: x, case)["mask_mod"], "mask_mod"), batch, heads, *lengths)
+        wanted = mask_tiles_of(trace(SAMPLES[name](lambda x: x, case)["mask_mod"], "mask_mod"), batch, heads, *lengths)
         assert host(found).dtype == np.int8
         np.testing.assert_array_equal(host(found), wanted)
 
@@ -85,7 +85,7 @@ def test_cells_of_sequences_are_those_of_their_used_lengths(cupy: Any, name: str
     for some in (varlen_kwargs, {name: varlen_kwargs[name] for name in ("seqused_q", "seqused_k")}):
         found = cuflash.create_block_mask(mask_mod, *lengths, like=cupy.zeros(1, "float16"), **some).cells
         used = list(zip(PACKED.queries, PACKED.keys, strict=True))
-        np.testing.assert_array_equal(host(found), cells_of(graph, *lengths, used))
+        np.testing.assert_array_equal(host(found), mask_tiles_of(graph, *lengths, used))
 
 
 def test_cells_of_tensors_are_tensors(cupy: Any) -> None:
@@ -93,7 +93,7 @@ def test_cells_of_tensors_are_tensors(cupy: Any) -> None:
     mask_mod = FUNCTIONS["segments"](lambda x: torch_of(np.asarray(x), "cuda"), CASE)["mask_mod"]
     found = cuflash.create_block_mask(mask_mod, 2, 1, 300, 300, like=torch.zeros(1, device="cuda")).cells
     graph = trace(FUNCTIONS["segments"](lambda x: x, CASE)["mask_mod"], "mask_mod")
-    np.testing.assert_array_equal(found.cpu().numpy(), cells_of(graph, 2, 1, 300, 300))
+    np.testing.assert_array_equal(found.cpu().numpy(), mask_tiles_of(graph, 2, 1, 300, 300))
 
 
 # Calls.
@@ -165,7 +165,7 @@ def test_cells_that_nobody_sees_are_not_read(cupy: Any, any_gpu: bool) -> None:
 
 @pytest.mark.parametrize("any_gpu", [False, True])
 def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
-    """Whole blocks of queries see nothing, heads that see nothing at all, and the last cells of an axis are short."""
+    """Blocks of queries, and whole heads, see nothing; the last mask tiles of an axis are short."""
 
     def make(put: Put, of: Case) -> Arguments:
         def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -189,7 +189,8 @@ def test_rows_and_columns_of_empty_cells(cupy: Any, any_gpu: bool) -> None:
     assert np.isneginf(host(lse)[:, :, 100:320]).all()
 
 
-# What of an axis' 150 cells is seen: all of 1, every second pair of 2. In between lie runs of more than 32 cells.
+# What of an axis' 150 mask tiles is seen: all of 1, every second pair of 2. In between lie runs of more than 32 mask
+# tiles.
 ISLANDS = np.zeros(150, np.int32)
 ISLANDS[[0, 31, 32, 129]], ISLANDS[[1, 66, 97, 149]] = 1, 2
 

@@ -11,13 +11,13 @@ from mod_table import of_lengths
 import cuflash
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.plan import Plan
-from cuflash.reference.block_mask import EMPTY, FULL, cells_of
+from cuflash.reference.block_mask import EMPTY, FULL, mask_tiles_of
 from cuflash.runtime.call import Kernels
 from cuflash.testing.cases import Case
 from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
-CELL, KEY_BLOCK = 64, 128
+MASK_TILE, KEY_BLOCK = 64, 128
 
 
 def of_sequences(put: Put, of: Case) -> Arguments:
@@ -54,8 +54,8 @@ def last_launch(
 
 
 def seen_by_tiles(seen: Any, block_q: int) -> Any:
-    """(batch, heads, tiles, key blocks): of a tile of queries x a key block, whether a cell is seen, from all cells."""
-    rows, columns = block_q // CELL, KEY_BLOCK // CELL
+    """Returns (batch, heads, tiles, key blocks): whether a mask tile of a tile of queries x a key block is visible."""
+    rows, columns = block_q // MASK_TILE, KEY_BLOCK // MASK_TILE
     whole = np.pad(seen, [(0, 0), (0, 0), (0, -seen.shape[2] % rows), (0, -seen.shape[3] % columns)])
     return whole.reshape(*whole.shape[:2], whole.shape[2] // rows, rows, -1, columns).any(axis=(3, 5))
 
@@ -82,9 +82,9 @@ def test_steps_are_listed_and_key_blocks_with_more_come_first(
         memory = cupy.cuda.UnownedMemory(workspace + begin, size, made)
         return cupy.ndarray(size // 4, "i4", cupy.cuda.MemoryPointer(memory, 0)).reshape(-1, *shape).get()
 
-    cells = cells_of(trace(make(np.asarray, of)["mask_mod"], "mask_mod"), of.batch, of.heads_q, 1100, 1900)
-    seen = seen_by_tiles(cells != EMPTY, fields["block_q"])
-    full = ~seen_by_tiles(cells != FULL, fields["block_q"])
+    mask_tiles = mask_tiles_of(trace(make(np.asarray, of)["mask_mod"], "mask_mod"), of.batch, of.heads_q, 1100, 1900)
+    seen = seen_by_tiles(mask_tiles != EMPTY, fields["block_q"])
+    full = ~seen_by_tiles(mask_tiles != FULL, fields["block_q"])
     batch, heads = (None if fields[name] else 1 for name in ("list_stride_batch", "list_stride_head"))
     seen, full = seen[:batch, :heads], full[:batch, :heads]
     tiles, blocks = seen.shape[2:]

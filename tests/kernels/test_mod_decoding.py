@@ -84,7 +84,7 @@ def check_all(cupy: Any, of: Sequences, make: Maker, **more: Any) -> Any:
         arguments = given.arguments(cupy)
         arrays = [arguments.pop(name) for name in "qkv"]
         plain = cuflash.plan(*arrays, **arguments, **more)
-        *before, name = names_of(plans)  # where none decodes, cells are found before
+        *before, name = names_of(plans)  # where none decodes, mask tiles are found before
         assert ("_decode" in name) == ("_decode" in plain.kernel)
         assert not before or "_decode" not in name
     check(Given.of_lengths(given), make_oracle_mods(make, bounds_case(given)), out, lse)

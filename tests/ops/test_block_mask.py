@@ -12,7 +12,7 @@ from libraries import jax_of, torch_of
 import cuflash
 from cuflash import mods
 from cuflash.mods.tracing.trace import trace
-from cuflash.reference.block_mask import cells_of
+from cuflash.reference.block_mask import mask_tiles_of
 
 BATCH, HEADS, ROWS, KEYS = 2, 2, 130, 200
 OFFSETS = np.array([0, 50, 128, 200], np.int32)
@@ -41,7 +41,7 @@ def test_a_call_with_a_block_mask_is_that_with_its_mask_mod(name: str) -> None:
     block_mask = made(name)
     sizes = block_mask.sizes
     assert block_mask.cells.dtype == np.int8
-    assert (block_mask.cells == cells_of(trace(MASKS[name], "mask_mod"), *sizes)).all()
+    assert (block_mask.cells == mask_tiles_of(trace(MASKS[name], "mask_mod"), *sizes)).all()
     wanted = cuflash.forward(q, k, v, mask_mod=MASKS[name], return_lse=True)
     for more in ({}, {"mask_mod": MASKS[name]}):
         found = cuflash.forward(q, k, v, block_mask=block_mask, return_lse=True, **more)
@@ -79,7 +79,7 @@ def test_used_and_packed_lengths() -> None:
     for name in ("of lengths", "of batch", "document"):
         block_mask = made(name, batch=BATCH, **varlen_kwargs)
         graph = trace(MASKS[name], "mask_mod")
-        assert (block_mask.cells == cells_of(graph, BATCH, 1, ROWS, KEYS, [(130, 100), (40, 200)])).all()
+        assert (block_mask.cells == mask_tiles_of(graph, BATCH, 1, ROWS, KEYS, [(130, 100), (40, 200)])).all()
         wanted = cuflash.forward(q, k, v, mask_mod=MASKS[name], **varlen_kwargs)
         assert (cuflash.forward(q, k, v, block_mask=block_mask, **varlen_kwargs) == wanted).all()
     bounds = {"cu_seqlens_q": np.array([0, 130, 170], np.int32), "cu_seqlens_k": np.array([0, 100, 300], np.int32)}

@@ -227,7 +227,7 @@ def test_sinks_alone_change_nothing_of_backward() -> None:
 @DETERMINISTIC
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 def test_sequences_of_several_lengths_have_the_same_kernels_with_mods(dim: int, deterministic: bool) -> None:
-    """Delta tells more of each block of their rows, also where cells would be of use in dense calls."""
+    """Delta tells more of each block of their rows, also where mask tiles would be of use in dense calls."""
     dims = (2, 8192, 8192, 2, 2)
     of = mod_problem(dim, of_lengths=True, dims=dims, deterministic=deterministic)
     made, plain = (

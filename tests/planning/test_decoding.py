@@ -123,7 +123,7 @@ def test_scores_and_masks_of_the_caller_share_keys_as_plain_calls_do(name: str) 
     calls: list[tuple[str, int, dict[str, Any]]] = [("sm_90", 1, {}), ("sm_90", 8, {}), ("sm_80", 1, {})]
     for device, queries, more in (*calls, ("sm_90", 1, {"num_splits": 3})):
         plain, found = (mod_plan(device, queries, **more, **mods) for mods in ({}, MODS[name]))
-        (launch,), (wanted,) = found.launches, plain.launches  # why one: nobody looks for cells
+        (launch,), (wanted,) = found.launches, plain.launches  # why one: nobody looks for mask tiles
         assert launch.variant.source == wanted.variant.source
         assert launch.variant.mod_code is not None
         assert (launch.num_blocks, launch.fields) == (wanted.num_blocks, wanted.fields)

@@ -10,7 +10,7 @@ import pytest
 from cuflash.mods import masks
 from cuflash.mods.tracing.trace import trace
 from cuflash.reference import block_mask
-from cuflash.reference.block_mask import CELL, EMPTY, FULL, PARTIAL, cells_of
+from cuflash.reference.block_mask import EMPTY, FULL, MASK_TILE, PARTIAL, mask_tiles_of
 from cuflash.reference.evaluate import evaluate
 
 OFFSETS = np.array([0, 60, 64, 200, 333], np.int32)
@@ -32,15 +32,15 @@ MASKS = {
 
 
 def wanted(function: Any, b: int, h: int, used_q: int, used_k: int, shape: tuple[int, int]) -> Any:
-    """The cells of one sequence and head, one after the other."""
+    """The mask tiles of one sequence and head, one after the other."""
     graph = trace(function, "mask_mod")
-    cells = np.full(shape, EMPTY, np.int8)
+    mask_tiles = np.full(shape, EMPTY, np.int8)
     for i, j in np.ndindex(*shape):
-        rows, keys = (range(CELL * n, min(CELL * (n + 1), used)) for n, used in ((i, used_q), (j, used_k)))
+        rows, keys = (range(MASK_TILE * n, min(MASK_TILE * (n + 1), used)) for n, used in ((i, used_q), (j, used_k)))
         if rows and keys:
             seen = [seen_by(graph, b, h, q, list(keys), used_q, used_k) for q in rows]
-            cells[i, j] = FULL if np.all(seen) else PARTIAL if np.any(seen) else EMPTY
-    return cells
+            mask_tiles[i, j] = FULL if np.all(seen) else PARTIAL if np.any(seen) else EMPTY
+    return mask_tiles
 
 
 def seen_by(graph: Any, b: int, h: int, q: int, keys: list[int], used_q: int, used_k: int) -> Any:
@@ -52,7 +52,7 @@ def seen_by(graph: Any, b: int, h: int, q: int, keys: list[int], used_q: int, us
 @pytest.mark.parametrize("lengths", [None, [(130, 200), (1, 64)], [(0, 200), (129, 0)], [(64, 65), (63, 1)]], ids=str)
 def test_each_cell_is_what_its_scores_are(name: str, lengths: list[tuple[int, int]] | None) -> None:
     seqlen_q, seqlen_k, heads = 130, 200, 3
-    found = cells_of(trace(MASKS[name], "mask_mod"), 2, heads, seqlen_q, seqlen_k, lengths)
+    found = mask_tiles_of(trace(MASKS[name], "mask_mod"), 2, heads, seqlen_q, seqlen_k, lengths)
     assert found.shape == (2, heads, 3, 4)
     for b, used in enumerate(lengths or [(seqlen_q, seqlen_k)] * 2):
         for h in range(heads):
@@ -61,14 +61,14 @@ def test_each_cell_is_what_its_scores_are(name: str, lengths: list[tuple[int, in
 
 def test_queries_are_looked_at_in_parts() -> None:
     graph = trace(masks.causal, "mask_mod")
-    found = cells_of(graph, 1, 1, 1100, 1100)[0, 0]
+    found = mask_tiles_of(graph, 1, 1, 1100, 1100)[0, 0]
     i, j = np.ogrid[:18, :18]
     np.testing.assert_array_equal(found, np.where(i > j, FULL, np.where(i == j, PARTIAL, EMPTY)))
 
 
 def test_nothing_has_no_cells() -> None:
-    assert cells_of(trace(masks.causal, "mask_mod"), 0, 2, 100, 100).shape == (0, 2, 2, 2)
-    assert cells_of(trace(masks.causal, "mask_mod"), 1, 1, 0, 100).shape == (1, 1, 0, 2)
+    assert mask_tiles_of(trace(masks.causal, "mask_mod"), 0, 2, 100, 100).shape == (0, 2, 2, 2)
+    assert mask_tiles_of(trace(masks.causal, "mask_mod"), 1, 1, 0, 100).shape == (1, 1, 0, 2)
 
 
 def test_a_million_sequences_without_queries_or_keys_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,6 +76,6 @@ def test_a_million_sequences_without_queries_or_keys_are_not_looked_at(monkeypat
     monkeypatch.setattr(block_mask, "evaluate", lambda roots, inputs, arrays: asked.append(inputs["b"]) or [True])
     lengths = [(1, 0), (0, 1)] * (10**6 // 2)
     lengths[-1] = (1, 1)
-    found = cells_of(trace(masks.causal, "mask_mod"), len(lengths), 1, 1, 1, lengths)
+    found = mask_tiles_of(trace(masks.causal, "mask_mod"), len(lengths), 1, 1, 1, lengths)
     assert asked == [len(lengths) - 1]
     assert np.flatnonzero(found).tolist() == asked

@@ -40,7 +40,7 @@ from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.reference import flash1, flash2, flashd, of_sequences
 from cuflash.reference.backward import backward
-from cuflash.reference.block_mask import cells_of
+from cuflash.reference.block_mask import mask_tiles_of
 from cuflash.reference.mods import ModGradients, ModScores
 
 ALGORITHMS = {"flash1": flash1, "flash2": flash2, "flashd": flashd}
@@ -328,8 +328,8 @@ def test_cells_that_show_nothing_are_passed_over(by_heads: bool) -> None:
     of = problem(DIM, DIM, dims=(1, 150, 300, HEADS, HEADS_KV), dtype="float32")
     q, k, v = (normal(1, n, heads, DIM).astype("f4") for n, heads in ((150, HEADS), (300, HEADS_KV), (300, HEADS_KV)))
     mod_scores = make_mod_scores({"mask_mod": mask_mod})
-    cells = cells_of(trace(mask_mod, "mask_mod"), 1, HEADS if by_heads else 1, 150, 300)
-    passed = dataclasses.replace(mod_scores, cells=cells)
+    mask_tiles = mask_tiles_of(trace(mask_mod, "mask_mod"), 1, HEADS if by_heads else 1, 150, 300)
+    passed = dataclasses.replace(mod_scores, mask_tiles=mask_tiles)
     sizes, seen = {"block_q": 64, "block_k": 64}, []
     wanted = flash2.forward(of, q, k, v, mod_scores=mod_scores, **sizes)
     found = flash2.forward(

@@ -53,13 +53,13 @@ class Functions:
             [each.op, each.type.value, [places[x] for x in each.arguments], each.value, each.range] for each in order
         ]
         ends = [None if root is None else places[root] for root in (mod_spec.score, mod_spec.mask)]
-        flags = mod_spec.has_sinks, mod_spec.drops, mod_spec.has_cells
-        return [nodes, ends, mod_spec.arrays, flags, mod_spec.digest, mod_spec.cells_axes]
+        flags = mod_spec.has_sinks, mod_spec.drops, mod_spec.has_block_mask
+        return [nodes, ends, mod_spec.arrays, flags, mod_spec.digest, mod_spec.mask_tile_axes]
 
     @classmethod
     def decoded(cls, encoded: list[Any]) -> Functions:
         """The inverse of `encoded`."""
-        nodes, ends, arrays, (has_sinks, drops, has_cells), digest, cells_axes = encoded
+        nodes, ends, arrays, (has_sinks, drops, has_block_mask), digest, mask_tile_axes = encoded
         found = _known.get(digest)
         if found is not None:
             return found
@@ -69,7 +69,7 @@ class Functions:
             made.append(node(op, Type(type), [made[place] for place in arguments], value, limits))
         score, mask = (None if place is None else made[place] for place in ends)
         kinds = tuple(Kind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
-        return cls.of(ModSpec(score, mask, kinds, has_sinks, drops, has_cells, digest, tuple(cells_axes)))
+        return cls.of(ModSpec(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes)))
 
 
 # why weak: they live as long as the programs that have them.
@@ -121,7 +121,7 @@ def folded(
     new = {before.name: after.name for before, after in zip(mod_spec.arrays, kinds, strict=True)}
     digest = f"{mod_spec.digest} of {axis} {length} x {size} {is_outer} {sorted(numbers)}"
     made = ModSpec(
-        score, mask, kinds, mod_spec.has_sinks, mod_spec.drops, mod_spec.has_cells, digest, mod_spec.cells_axes
+        score, mask, kinds, mod_spec.has_sinks, mod_spec.drops, mod_spec.has_block_mask, digest, mod_spec.mask_tile_axes
     )
     return tuple(new.get(name, name) for name in names), Functions.of(made)
 

@@ -84,9 +84,9 @@ def _leaves(block_mask: BlockMask) -> tuple[tuple[Any, ...], _Frame]:
 
 
 def _with_leaves(frame: _Frame, leaves: Any) -> BlockMask:
-    cells, *arrays = leaves
+    mask_tiles, *arrays = leaves
     made = tuple(CapturedArray(x, *kind) for x, kind in zip(arrays, frame.kinds, strict=True))
-    return BlockMask(None, cells, frame.sizes, frame.tells, Graph(frame.root, made, frame.digest))
+    return BlockMask(None, mask_tiles, frame.sizes, frame.tells, Graph(frame.root, made, frame.digest))
 
 
 jax.tree_util.register_pytree_node(BlockMask, _leaves, _with_leaves)

@@ -229,7 +229,7 @@ def _batched(
             x = jnp.broadcast_to(x, (size, *shape)) if axis is None else jnp.moveaxis(x, axis, 0)
             x = x.reshape(-1) if name == "sinks" else x
         elif name == "mask_tiles":
-            x = _cells(x, axis, size, length, int(of_heads), is_outer)
+            x = _mask_tiles(x, axis, size, length, int(of_heads), is_outer)
         elif not is_mod_operand(op.operands[op.index[name]]) and (name not in VARLEN_ARGS or not of_heads):
             to = place(name, len(shape))
             whole = (*shape[:to], size, *shape[to:])
@@ -263,16 +263,16 @@ def _in_turn(
     return results, [0] * len(results)
 
 
-def _cells(cells: Any, axis: int | None, size: int, length: int, at: int, is_outer: bool) -> Any:
+def _mask_tiles(mask_tiles: Any, axis: int | None, size: int, length: int, at: int, is_outer: bool) -> Any:
     """The cells of a block mask whose axis `at`, of batch or heads, becomes `size` times as long as `length`.
 
     axis: where they have the new axis, if at all. is_outer: whether it stands before the axis that it joins.
     """
-    if axis is None and cells.shape[at] == 1:
-        return cells
-    cells = cells[None] if axis is None else jnp.moveaxis(cells, axis, 0)
-    shape = cells.shape[1:]
-    whole = jnp.broadcast_to(cells, (size, *shape[:at], length, *shape[at + 1 :]))
+    if axis is None and mask_tiles.shape[at] == 1:
+        return mask_tiles
+    mask_tiles = mask_tiles[None] if axis is None else jnp.moveaxis(mask_tiles, axis, 0)
+    shape = mask_tiles.shape[1:]
+    whole = jnp.broadcast_to(mask_tiles, (size, *shape[:at], length, *shape[at + 1 :]))
     joined = jnp.moveaxis(whole, 0, at if is_outer else at + 1)
     return joined.reshape(*shape[:at], size * length, *shape[at + 1 :])
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ...ops.block_mask import create_block_mask
-from ...problem.mod_arrays import CELL
+from ...problem.mod_arrays import MASK_TILE
 from .tensors import uncompiled
 
 _known: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -23,12 +23,14 @@ def lists_all(block_mask: Any) -> bool:
     if found is None:
         seen = block_mask.to_dense() != 0
         sizes = block_mask.BLOCK_SIZE
-        if any(size % CELL for size in sizes) or (seen.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if any(size % MASK_TILE for size in sizes) or (seen.is_cuda and torch.cuda.is_current_stream_capturing()):
             return False
-        cells = create_block_mask(block_mask.mask_mod, *block_mask.shape, like=seen).cells != 0
+        mask_tiles = create_block_mask(block_mask.mask_mod, *block_mask.shape, like=seen).cells != 0
         for axis, size in zip((2, 3), sizes, strict=True):
-            seen = seen.repeat_interleave(size // CELL, axis)
-        found = _known[block_mask] = not bool((cells & ~seen[:, :, : cells.shape[2], : cells.shape[3]]).any())
+            seen = seen.repeat_interleave(size // MASK_TILE, axis)
+        found = _known[block_mask] = not bool(
+            (mask_tiles & ~seen[:, :, : mask_tiles.shape[2], : mask_tiles.shape[3]]).any()
+        )
     return found
 
 

@@ -155,13 +155,13 @@ class Capture:
 
     def _function(self, function: types.FunctionType, number: int) -> types.FunctionType:
         closure, code = function.__closure__ or (), function.__code__
-        cells = tuple(types.CellType() for _ in closure)
+        mask_tiles = tuple(types.CellType() for _ in closure)
         scope: dict[str, Any] = {"__builtins__": self._builtins, "__name__": function.__globals__.get("__name__")}
-        rebuilt = types.FunctionType(code, scope, function.__name__, None, cells or None)
+        rebuilt = types.FunctionType(code, scope, function.__name__, None, mask_tiles or None)
         self._replaced[id(function)] = rebuilt  # why first: functions may refer to themselves
         if "__class__" in code.co_freevars:
             self.guards.is_complete = False  # why: methods that super() finds are not rebuilt
-        for place, (new, old) in enumerate(zip(cells, closure, strict=True)):
+        for place, (new, old) in enumerate(zip(mask_tiles, closure, strict=True)):
             try:
                 value = old.cell_contents
             except ValueError:  # the cell is empty

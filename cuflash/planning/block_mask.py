@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ..mods.graph.graph import LENGTHS
-from ..problem.mod_arrays import CELL
+from ..problem.mod_arrays import MASK_TILE
 from ..problem.problem import Problem
 from .device import Device
 from .mod_code import make_mod_code
@@ -17,40 +17,40 @@ from .tile import rounded_up
 from .variant import PORTABLE_THREADS, variant_of
 
 # Cells that a call finds by itself: up to so many, and not for so few keys, of which kernels have a tile or two.
-MAX_CELLS, FEW_KEYS = 2**24, 128
+MAX_MASK_TILES, FEW_KEYS = 2**24, 128
 MAX_ORDERED = 2**12  # key blocks of a head: to order them takes time that grows with their square
 LINE_FLOATS = 32  # of 128 bytes
-WARP = 32  # threads, which own a cell
-WAVES = 4  # of blocks of threads that fill the GPU: cells take unequal time
+WARP = 32  # threads, which own a mask tile
+WAVES = 4  # of blocks of threads that fill the GPU: mask tiles take unequal time
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 BLOCKS_PER_SM = 2048 // PORTABLE_THREADS
 
 
-def uses_cells(problem: Problem) -> bool:
+def is_block_sparse(problem: Problem) -> bool:
     """Whether kernels of this problem pass over tiles in which the caller's mask shows nothing."""
     mod_spec = problem.op.mod_spec
-    return mod_spec is not None and mod_spec.mask is not None and (mod_spec.has_cells or _is_worth_it(problem))
+    return mod_spec is not None and mod_spec.mask is not None and (mod_spec.has_block_mask or _is_worth_it(problem))
 
 
 def _is_worth_it(problem: Problem) -> bool:
-    return problem.seqlen_k > FEW_KEYS and 0 < math.prod(cells_shape(problem)) <= MAX_CELLS
+    return problem.seqlen_k > FEW_KEYS and 0 < math.prod(mask_tiles_shape(problem)) <= MAX_MASK_TILES
 
 
-def cells_shape(problem: Problem) -> tuple[int, int, int, int]:
-    """(batch, heads, …, …) of the cells that a call finds by itself. Batch or heads are 1 where they share them."""
+def mask_tiles_shape(problem: Problem) -> tuple[int, int, int, int]:
+    """Shape (batch, heads, …, …) of the mask tiles that a call computes. Batch or heads are 1 where they share them."""
     batch = problem.batch if _tells_sequences_apart(problem) else 1
     heads = problem.heads_q if "h" in _inputs(problem) else 1
-    return batch, heads, blocks_of(problem.seqlen_q, CELL), blocks_of(problem.seqlen_k, CELL)
+    return batch, heads, blocks_of(problem.seqlen_q, MASK_TILE), blocks_of(problem.seqlen_k, MASK_TILE)
 
 
-def cells_strides(problem: Problem) -> tuple[int, int, int]:
-    """From the cells of a sequence to those of the next, of a head, and of 64 queries; 0 where they are shared.
+def mask_tile_strides(problem: Problem) -> tuple[int, int, int]:
+    """From the mask tiles of a sequence to those of the next, of a head, and of 64 queries; 0 where they are shared.
 
-    Of a call that is given cells, or finds them itself.
+    Of a call that is given mask tiles, or finds them itself.
     """
     mod_spec = problem.op.mod_spec
-    given = mod_spec is not None and mod_spec.has_cells
-    batch, heads, rows, columns = problem.spec("mask_tiles").shape if given else cells_shape(problem)
+    given = mod_spec is not None and mod_spec.has_block_mask
+    batch, heads, rows, columns = problem.spec("mask_tiles").shape if given else mask_tiles_shape(problem)
     return heads * rows * columns * (batch > 1), rows * columns * (heads > 1), columns
 
 
@@ -66,27 +66,27 @@ def _tells_sequences_apart(problem: Problem) -> bool:
     return "b" in inputs or (problem.lengths is not None and not inputs.isdisjoint(LENGTHS))
 
 
-def cells_launch(problem: Problem, device: Device) -> tuple[Launch, int] | None:
-    """The launch that finds the cells of a call, and floats of their part "mask_tiles" of the workspace.
+def mask_tiles_launch(problem: Problem, device: Device) -> tuple[Launch, int] | None:
+    """The launch that finds the mask tiles of a call, and floats of their part "mask_tiles" of the workspace.
 
     None where no kernel uses them, and where they are given.
     """
     mod_spec = problem.op.mod_spec
-    if mod_spec is None or mod_spec.has_cells or not uses_cells(problem):
+    if mod_spec is None or mod_spec.has_block_mask or not is_block_sparse(problem):
         return None
-    shape = cells_shape(problem)
+    shape = mask_tiles_shape(problem)
     # why not of each sequence if all share them: what a mask shows of the longest it shows of any.
     of_lengths = problem.lengths is not None and _tells_sequences_apart(problem)
     launch = _launch(problem, device, shape, of_lengths, of_call=problem.lengths is None or of_lengths)
-    # why whole lines: what lies behind the cells is copied 16 bytes at a time.
+    # why whole lines: what lies behind the mask tiles is copied 16 bytes at a time.
     return launch, rounded_up(blocks_of(math.prod(shape), 4), LINE_FLOATS)
 
 
-def with_cells(
+def with_mask_tiles(
     problem: Problem, device: Device, launches: list[Launch], workspace: Mapping[str, int] = _NOTHING
 ) -> tuple[list[Launch], Mapping[str, int]]:
-    """Launches and floats of the workspace, after those of the cells that they use, if the call finds any."""
-    if (made := cells_launch(problem, device)) is None:
+    """Launches and floats of the workspace, after those of the mask tiles that they use, if the call finds any."""
+    if (made := mask_tiles_launch(problem, device)) is None:
         return launches, workspace
     launch, floats = made
     return [launch, *launches], {**workspace, "mask_tiles": floats}
@@ -109,7 +109,7 @@ class KeySteps(NamedTuple):
 
         Not if deterministic, as they then add to dq in their order, and not where causal or a window orders them.
         """
-        of_batch, of_head, _ = cells_strides(problem)
+        of_batch, of_head, _ = mask_tile_strides(problem)
         heads_kv = problem.heads_kv if of_head else 1
         ordered = not problem.options.deterministic and problem.mask.is_full and num_k_blocks <= MAX_ORDERED
         return cls(
@@ -152,7 +152,7 @@ def tile_counts_launch(
     """
     arch = compile_arch("portable", device)
     variant = variant_of("tile_counts", "portable/tile_counts.cu", arch, problem.dtype, problem.dtype)
-    of_batch, of_head, of_row = cells_strides(problem)
+    of_batch, of_head, of_row = mask_tile_strides(problem)
     warps, tiles = PORTABLE_THREADS // WARP, problem.batch * problem.heads_q * num_q_blocks
     count_blocks = blocks_of(tiles, warps)
     fields = {
@@ -171,7 +171,7 @@ def tile_counts_launch(
 
 
 def block_mask_plan(problem: Problem, device: Device) -> Plan:
-    """The plan of the op block_mask, whose result has the cells of each sequence and head, or of all of them."""
+    """The plan of the op block_mask, whose result has the mask tiles of each sequence and head, or of all of them."""
     shape = problem.spec("mask_tiles").shape
     launch = _launch(problem, device, shape, problem.lengths is not None, of_call=False)
     return make_plan(problem, device, [launch], num_work=math.prod(shape))

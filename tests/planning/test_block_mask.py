@@ -12,7 +12,13 @@ import pytest
 
 from cuflash.mods import masks, scores
 from cuflash.mods.tracing.trace import trace
-from cuflash.planning.cells import MAX_CELLS, MAX_ORDERED, cells_launch, cells_shape, uses_cells
+from cuflash.planning.block_mask import (
+    MAX_MASK_TILES,
+    MAX_ORDERED,
+    is_block_sparse,
+    mask_tiles_launch,
+    mask_tiles_shape,
+)
 from cuflash.planning.device import KNOWN
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID
@@ -45,7 +51,7 @@ def problem(
     dims: tuple[int, int, int, int] = (2, 300, 500, 4),
     varlen_kwargs: Mapping[str, tuple[int, ...]] | None = None,
     bias: np.ndarray[Any, Any] | None = None,
-    has_cells: bool = False,
+    has_block_mask: bool = False,
     score_mod: Any = None,
     head_dim: int = 64,
     **options: Any,
@@ -53,7 +59,7 @@ def problem(
     """A call with a mask_mod. varlen_kwargs: shapes of the arrays of lengths; cu_seqlens mean packed rows."""
     graphs = [None if f is None else trace(f, name) for f, name in ((score_mod, "score_mod"), (mask_mod, "mask_mod"))]
     varies = None if bias is None else Bias(bias.dtype.name, tuple(n > 1 for n in bias.shape))
-    mod_spec = make_mod_spec(*graphs, varies, has_cells=has_cells)
+    mod_spec = make_mod_spec(*graphs, varies, has_block_mask=has_block_mask)
     batch, seqlen_q, seqlen_k, heads = dims
     shapes = [(batch, rows, heads, head_dim) for rows in (seqlen_q, seqlen_k)]
     if varlen_kwargs is not None and "cu_seqlens_q" in varlen_kwargs:
@@ -68,10 +74,10 @@ def problem(
         ]
     given += [ArraySpec.contiguous(x.array.shape, x.dtype) for x in captured(graphs)]
     given += [] if bias is None else [ArraySpec.contiguous(bias.shape, bias.dtype.name)]
-    if has_cells:
+    if has_block_mask:
         given.append(ArraySpec.contiguous((1, 1, -(-seqlen_q // 64), -(-seqlen_k // 64)), "int8"))
     made = mod_op(op, varlen_kwargs is not None, mod_spec)
-    if has_cells:
+    if has_block_mask:
         made = mod_op(op, varlen_kwargs is not None, mod_spec, sizes=Sizes(1, 1, seqlen_q, seqlen_k))
     return Problem.of(made, given, Options(**options))
 
@@ -84,7 +90,7 @@ def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
             assert len(made.launches) == count
             assert first.variant.op == "block_mask"
             assert made.variant is not None
-            assert made.variant.source == f"sm80/{op}.cu"  # the main kernel is the same as without cells
+            assert made.variant.source == f"sm80/{op}.cu"  # the main kernel is the same as without mask tiles
             assert made.workspace["mask_tiles"].size == rounded_up(2 * 5 * 8, 128)
             for launch in others:
                 code = launch.variant.mod_code
@@ -113,13 +119,13 @@ def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> 
     varlen_kwargs = {"page_table": (2, 3), "seqused_k": (2,)}
     paged = plan(problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), KNOWN["sm_90"])
     assert [launch.variant.op for launch in paged.launches] == [op]
-    for made, cells in ((packed, 2), (paged, 0)):
+    for made, is_sparse in ((packed, 2), (paged, 0)):
         assert made.variant is not None
         assert (made.variant.source, made.variant.lengths, made.fallback) == (f"sm90/{op}.cu", True, None)
         code = made.variant.mod_code
         assert code is not None
-        assert dict(code.constants)["BLOCK_SPARSE"] == cells
-        assert ("mask_tiles" in made.workspace) == (cells > 0)
+        assert dict(code.constants)["BLOCK_SPARSE"] == is_sparse
+        assert ("mask_tiles" in made.workspace) == (is_sparse > 0)
 
 
 def test_two_heads_that_may_have_other_cells_are_not_dealt_together() -> None:
@@ -144,16 +150,16 @@ def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_th
     assert "registers" in (found.fallback or "")
 
 
-@pytest.mark.parametrize("has_cells", [False, True])
-def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: bool) -> None:
-    given = problem(masks.chunked(64), "backward", (2, 300, 5000, 4), has_cells=has_cells)
+@pytest.mark.parametrize("has_block_mask", [False, True])
+def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask: bool) -> None:
+    given = problem(masks.chunked(64), "backward", (2, 300, 5000, 4), has_block_mask=has_block_mask)
     made = plan(given, KNOWN["sm_90"])
     *found, delta, counts, main = made.launches
-    assert [launch.variant.op for launch in found] == ([] if has_cells else ["block_mask"])
+    assert [launch.variant.op for launch in found] == ([] if has_block_mask else ["block_mask"])
     assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "tile_counts", "backward"]
     assert made.variant is main.variant
     assert main.variant.source == "sm90/backward.cu"
-    assert main.variant.mod_code == make_mod_code(given, keys_as_rows=True, cells=True)
+    assert main.variant.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
     assert counts.variant.mod_code is None  # it is compiled once for all masks
     of_batch, of_head, of_row = strides_of(given)
     assert counts.fields == {
@@ -168,7 +174,7 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_cells: boo
     assert delta.fields["more_semaphores"] == 2  # the counters of what is taken, and of the order
     assert {name: main.fields[name] for name in ("list_lines", "list_stride_batch", "list_stride_head")} == {
         "list_lines": 1, "list_stride_batch": 0, "list_stride_head": 0}  # fmt: skip
-    assert ("mask_tiles" in made.workspace) != has_cells
+    assert ("mask_tiles" in made.workspace) != has_block_mask
 
 
 def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() -> None:
@@ -233,7 +239,7 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
     while (made := plan(given, KNOWN["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
         main = made.variant
         assert main is not None
-        assert main.mod_code == make_mod_code(given, keys_as_rows=True, cells=True)
+        assert main.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
         assert isinstance(main.tile, WarpgroupBackwardTile)
         dims.append((main.tile.head_dim, main.tile.k_steps))
         spilled.add(main)
@@ -252,14 +258,14 @@ def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() ->
     ]  # fmt: skip
     for launch in made.launches[2:]:
         assert launch.variant.mod_code == make_mod_code(
-            given, keys_as_rows=launch.variant.op != "backward_dq", cells=True
+            given, keys_as_rows=launch.variant.op != "backward_dq", is_sparse=True
         )
     assert made.variant is made.launches[2].variant
     wide, narrow = made.variant.tile, plan(given, KNOWN["sm_90"], spilled={made.variant}).launches[2].variant
     assert isinstance(wide, WarpgroupRowsTile)
     assert isinstance(narrow.tile, WarpgroupRowsTile)
     assert (wide.columns, narrow.tile.columns) == (64, 32)
-    assert narrow.mod_code == make_mod_code(given, cells=True)
+    assert narrow.mod_code == make_mod_code(given, is_sparse=True)
     again = plan(given, KNOWN["sm_90"], spilled={made.variant, narrow})
     assert [launch.variant.mod_code for launch in again.launches[2:]] == [
         make_mod_code(given), *(launch.variant.mod_code for launch in made.launches[3:])
@@ -284,24 +290,24 @@ def test_other_calls_find_none() -> None:
         problem(bias=bias),
         problem(lambda b, h, q_idx, k_idx: k_idx >= 0),  # all is seen
         problem(masks.chunked(64), dims=(2, 300, 128, 4)),  # few keys
-        problem(masks.segments(IDS), dims=(64, 2**15, 2**16, 1)),  # many cells
+        problem(masks.segments(IDS), dims=(64, 2**15, 2**16, 1)),  # many mask tiles
         problem(masks.chunked(64), dims=(2, 0, 500, 4)),  # none
     ):
-        assert not uses_cells(given)
-        assert cells_launch(given, A100) is None
-        code = make_mod_code(given, cells=uses_cells(given))
+        assert not is_block_sparse(given)
+        assert mask_tiles_launch(given, A100) is None
+        code = make_mod_code(given, is_sparse=is_block_sparse(given))
         assert code is None or dict(code.constants)["BLOCK_SPARSE"] == 0
         assert "mask_tiles" not in plan(given, A100).workspace
 
 
 def test_cells_that_are_given_are_used_and_not_found_again() -> None:
-    given = problem(masks.chunked(64), has_cells=True)
-    assert uses_cells(given)
+    given = problem(masks.chunked(64), has_block_mask=True)
+    assert is_block_sparse(given)
     assert [launch.variant.op for launch in plan(given, A100).launches] == ["forward"]
-    # A mask of bools hides more than the block mask knows of, so that a full cell is not one of both.
-    both = problem(masks.chunked(64), has_cells=True, bias=np.zeros((2, 1, 300, 500), bool))
+    # A mask of bools hides more than the block mask knows of, so that a full mask tile is not one of both.
+    both = problem(masks.chunked(64), has_block_mask=True, bias=np.zeros((2, 1, 300, 500), bool))
     found = problem(masks.chunked(64), bias=np.zeros((2, 1, 300, 500), bool))
-    kinds = [dict(make_mod_code(each, cells=True).constants)["BLOCK_SPARSE"] for each in (given, both, found)]  # type: ignore[union-attr]
+    kinds = [dict(make_mod_code(each, is_sparse=True).constants)["BLOCK_SPARSE"] for each in (given, both, found)]  # type: ignore[union-attr]
     assert kinds == [2, 1, 2]
 
 
@@ -326,8 +332,8 @@ def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
     mask_mod: Any, varlen_kwargs: Any, shape: tuple[int, int], of_lengths: bool, of_call: int
 ) -> None:
     given = problem(mask_mod, varlen_kwargs=varlen_kwargs)
-    assert cells_shape(given) == (*shape, 5, 8)
-    made = cells_launch(given, A100)
+    assert mask_tiles_shape(given) == (*shape, 5, 8)
+    made = mask_tiles_launch(given, A100)
     assert made is not None
     launch, floats = made
     assert 4 * floats == rounded_up(math.prod(shape) * 40, 128)  # what lies behind them is copied 16 bytes at a time
@@ -353,16 +359,16 @@ def strides_of(given: Problem) -> tuple[int, int, int]:
 
 
 def test_cells_that_are_given_have_the_strides_of_their_shape() -> None:
-    assert strides_of(problem(masks.chunked(64), has_cells=True)) == (0, 0, 8)
+    assert strides_of(problem(masks.chunked(64), has_block_mask=True)) == (0, 0, 8)
 
 
 def test_a_warp_takes_several_cells_where_there_are_many() -> None:
     for dims, blocks in (((1, 65, 200, 1), 1), ((1, 64 * 40, 64 * 40, 1), 200), ((1, 2**17, 2**17, 1), 4 * 8 * 108)):
         given = problem(masks.chunked(64), dims=dims)
-        made = cells_launch(given, A100)
+        made = mask_tiles_launch(given, A100)
         assert made is not None
         assert made[0].num_blocks == blocks
-        assert made[0].fields["num_mask_tiles"] <= MAX_CELLS <= MAX_GRID
+        assert made[0].fields["num_mask_tiles"] <= MAX_MASK_TILES <= MAX_GRID
 
 
 def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
