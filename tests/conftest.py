@@ -120,7 +120,7 @@ def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.setattr(compiler, "_kernels", {})
     monkeypatch.setattr(compiler, "_locks", {})
     monkeypatch.setattr(compiler, "_spilled", set())
-    monkeypatch.setattr(disk_cache, "_kept_here", {})
+    monkeypatch.setattr(disk_cache, "_in_process", {})
     forget()
     yield folder
     forget()
@@ -159,7 +159,7 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in reference.RUN:
         monkeypatch.setitem(reference.RUN, name, reached)
-    monkeypatch.setattr(call.Kernels, "launch", reached)
+    monkeypatch.setattr(call.LoadedPlan, "launch", reached)
 
 
 @pytest.fixture(scope="module")

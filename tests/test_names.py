@@ -127,6 +127,18 @@ FAMILIES = (
         scope=PYTHON,
     ),
     Family(
+        r"(Written|Kernels|Parameters|Kept|Seen|Block)(?=\()|class (Written|Kernels|Parameters|Kept|Seen|Block)"
+        r"|\.for_any",
+        "PackedParams, LoadedPlan, ParamTemplate, unaligned_plan, LruCache, RecentKeys, ParamBuffer",
+        scope=PYTHON,
+        allowed=("examples/torch_training.py",),  # a block of a transformer
+    ),
+    Family(
+        r"runtime[./](launch|kept|cache|host|counters|scratch|own_params|seeds)",
+        "runtime.call, call_cache, disk_cache, cpu, device_memory, mod_params; ops.dropout_seed",
+        allowed=(".ci/versus_checks.py",),  # it reads trees of any age
+    ),
+    Family(
         r"gapped|has_gaps|densed|dense_strides|(Array|ArraySpec|library)\.dense",
         "any_last_stride, last_dim_strided, with_packed_strides, packed_strides, contiguous",
         scope=PYTHON,

@@ -14,16 +14,16 @@ from ..problem.mod_arrays import check_mod_array
 from ..problem.operands import DROPOUT_SEED
 from ..problem.options import check_integer
 
-_WANTED = "an int of 64 bits, or an array of one such integer (or of two uint32) on the device of q"
+_SEED_TYPES = "an int of 64 bits, or an array of one such integer (or of two uint32) on the device of q"
 
 
-def seed_number(seed: Any, wanted: str = _WANTED) -> int | None:
-    """A seed that was given as a number of 64 bits; None for what is to be an array. wanted: what a seed may be."""
+def seed_number(seed: Any, expected: str = _SEED_TYPES) -> int | None:
+    """Returns a seed that is a number of 64 bits; None for an array. expected: describes what a seed may be."""
     if not isinstance(seed, bool | Integral):
         return None
     number = check_integer("dropout_seed", seed)
     if not -(2**63) <= number < 2**64:
-        raise ProblemError(f"dropout_seed={number} has more than 64 bits; give {wanted}")
+        raise ProblemError(f"dropout_seed={number} has more than 64 bits; give {expected}")
     return number
 
 
@@ -37,9 +37,9 @@ def check_seed(seed: Any, first: Any) -> None:
 
 
 def seed_array(seed: Any, first: Any) -> Any:
-    """A seed that was given as an array, or a new array of it, of the library and on the device of another array."""
+    """Returns a seed that is an array, or a new array of it, of the library and on the device of `first`."""
     if seed is None:
-        raise ProblemError(f"dropout_p is not 0, but there is no dropout_seed; give {_WANTED}")
+        raise ProblemError(f"dropout_p is not 0, but there is no dropout_seed; give {_SEED_TYPES}")
     if (number := seed_number(seed)) is None:
         library_of("dropout_seed", seed)
         return seed

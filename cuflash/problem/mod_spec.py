@@ -43,7 +43,8 @@ class ModSpec:
 
     score: the final score in terms of the one that is scaled and capped; None if that stays. mask: whether a key is
     seen; None if all are. arrays: what they load from, by number. has_sinks: whether a sink takes part of the weights.
-    drops: whether weights are dropped. has_block_mask: whether a block mask was given. digest: of all that code depends on.
+    drops: whether weights are dropped. has_block_mask: whether a block mask was given. digest: of all that code
+    depends on.
     mask_tile_axes: along which axes its mask tiles differ, and may not be broadcast.
     """
 

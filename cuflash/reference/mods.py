@@ -71,10 +71,10 @@ class ModTile(NamedTuple):
 class ModScores:
     """What a call changes in scores and weights, with all arrays as NumPy's.
 
-    score, mask: those of `ModSpec`, which load from `arrays`. sinks: (heads_q,). mask tiles: those of a block mask, as
-    `block_mask.mask_tiles_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch and
-    first_key are the numbers of its first sequence and key, and seqlen_q and seqlen_k the lengths of its sequence, None
-    for its own.
+    score, mask: those of `ModSpec`, which load from `arrays`. sinks: (heads_q,). mask_tiles: those of a block mask, as
+    `block_mask.mask_tiles_of` makes them; batch or heads may be 1. Where a problem is a part of the call: first_batch
+    and first_key are the numbers of its first sequence and key, and seqlen_q and seqlen_k the lengths of its sequence,
+    None for its own.
     """
 
     score: Node | None = None

@@ -1,4 +1,4 @@
-"""What calls leave behind for calls that repeat them: least recently used, bounded in bytes."""
+"""A cache of what repeated calls share: bounded in bytes, the least recently used entries are dropped first."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class LruCache:
         self._find = self._entries.get
 
     def get(self, key: Hashable) -> Any:
-        """The value of this key, or None. TypeError for a key that cannot be hashed."""
-        found = self._find(key)
-        if found is None:
+        """Returns the value of this key, or None. TypeError for a key that cannot be hashed."""
+        entry = self._find(key)
+        if entry is None:
             return None
-        found[2] = True
-        return found[0]
+        entry[2] = True
+        return entry[0]
 
     def put(self, key: Hashable, value: Any, size: int) -> None:
         """Keeps a value that takes about `size` bytes."""
@@ -57,14 +57,14 @@ class LruCache:
 
 
 class RecentKeys:
-    """Which keys were met before, of the last `count` that were met for the first time."""
+    """The last `count` keys that were added for the first time."""
 
     def __init__(self, count: int) -> None:
         self._count = count
         self._hashes: OrderedDict[int, None] = OrderedDict()  # why not a dict: it searches long for its first item
 
-    def before(self, key: Hashable) -> bool:
-        """Whether the key was met before; from now on it was."""
+    def add(self, key: Hashable) -> bool:
+        """Adds a key; returns True if it was there."""
         number, hashes = hash(key), self._hashes
         if number in hashes:
             hashes.pop(number, None)

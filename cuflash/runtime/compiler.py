@@ -1,4 +1,4 @@
-"""From a `Variant` to its cubin and its loaded kernel, by NVRTC, a cache on disk and one in the process."""
+"""Compiles a `Variant` to its cubin by NVRTC, and loads its kernel, by a cache on disk and one in the process."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def source_root() -> Path:
 
 
 def included_files(source: Path) -> list[Path]:
-    """The source and every file that it includes, directly or not, in the order in which they are found."""
-    found: dict[Path, None] = {}
+    """Returns the source and every file that it includes, directly or not, in the order of inclusion."""
+    files: dict[Path, None] = {}
     pending = [source.resolve()]
     while pending:
         path = pending.pop(0)
-        if path not in found:
-            found[path] = None
+        if path not in files:
+            files[path] = None
             pending += [(path.parent / name).resolve() for name in _INCLUDE.findall(path.read_text("utf-8"))]
-    return list(found)
+    return list(files)
 
 
 def files_of(variant: Variant) -> list[Path]:
-    """All files that a variant is compiled from."""
+    """Returns all files that a variant is compiled from."""
     files = included_files(source_root() / variant.source)
     if variant.mod_code is not None:
         files += [path for path in included_files(source_root() / MOD_FUNCTIONS) if path not in files]
@@ -72,7 +72,7 @@ def files_of(variant: Variant) -> list[Path]:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """Version of the NVRTC that compiles here; raises UnsupportedError and says what to install if it is missing."""
+    """Returns the version of the NVRTC that compiles here; raises UnsupportedError if it is missing."""
     with _lock:  # why: if two threads make CuPy's first search for NVRTC, it lacks its builtins library
         return _nvrtc_version()
 
@@ -90,7 +90,7 @@ def _nvrtc_version() -> tuple[int, int]:
 
 
 def options(variant: Variant) -> tuple[str, ...]:
-    """NVRTC options of a variant, without the include path."""
+    """Returns the NVRTC options of a variant, without the include path."""
     mod_words = 0 if variant.mod_code is None else variant.mod_code.words
     constants = variant.constants | {"PARAMS_BYTES": size_of(variant.params, mod_words)}
     defines = tuple(f"-DCUFLASH_{key}={value}" for key, value in constants.items())
@@ -106,12 +106,12 @@ def program_text(variant: Variant) -> str:
 
 
 def compile_variant(variant: Variant) -> tuple[bytes, str]:
-    """(cubin, compiler log). Needs NVRTC but no GPU."""
+    """Returns (cubin, compiler log). Needs NVRTC but no GPU."""
     nvrtc_version()
     from cupy.cuda import nvrtc
 
     source = source_root() / variant.source
-    started = time.perf_counter()
+    begin = time.perf_counter()
     program = nvrtc.createProgram(program_text(variant), str(source), (), ())
     try:
         with uninterrupted:
@@ -125,38 +125,38 @@ def compile_variant(variant: Variant) -> tuple[bytes, str]:
         ) from error
     finally:
         nvrtc.destroyProgram(program)
-    logger.debug("compiled %s for %s in %.2f s", variant.name, variant.arch, time.perf_counter() - started)
+    logger.debug("compiled %s for %s in %.2f s", variant.name, variant.arch, time.perf_counter() - begin)
     return cubin, log
 
 
 def is_cached(variant: Variant) -> bool:
-    """Whether the disk cache holds a sound cubin of the variant, so that no process needs to compile it."""
+    """Returns True where the disk cache holds a sound cubin of the variant, so that no process needs to compile it."""
     return find_in_cache(_file_name(variant)) is not None
 
 
 def cubin(variant: Variant) -> bytes:
-    """The variant's cubin: the one in the disk cache if it is sound, else a newly compiled one, which is kept there."""
+    """Returns the variant's cubin: that of the disk cache if it is sound, else a new one, which goes there."""
     name = _file_name(variant)
-    found = _found(variant, name)
-    if found is None:
+    content = _find(variant, name)
+    if content is None:
         with uninterrupted, compiling(name):
-            found = _found(variant, name) or _compiled(variant, name)
-    return found
+            content = _find(variant, name) or _compile(variant, name)
+    return content
 
 
 def _may_spill(variant: Variant) -> bool:
     return variant.mod_code is None or not variant.of_warpgroups
 
 
-def _found(variant: Variant, name: str) -> bytes | None:
-    found = find(name)
-    if found is None and not _may_spill(variant) and find(name + SPILLED) is not None:
+def _find(variant: Variant, name: str) -> bytes | None:
+    content = find(name)
+    if content is None and not _may_spill(variant) and find(name + SPILLED) is not None:
         _spilled.add(variant)
         raise SpilledError(variant)
-    return found
+    return content
 
 
-def _compiled(variant: Variant, name: str) -> bytes:
+def _compile(variant: Variant, name: str) -> bytes:
     cubin, log = compile_variant(variant)
     if not _may_spill(variant) and _SPILLS.search(log):
         _spilled.add(variant)
@@ -168,12 +168,12 @@ def _compiled(variant: Variant, name: str) -> bytes:
 
 
 def spilled() -> frozenset[Variant]:
-    """The kernels that this process knows not to run, because they spill registers."""
+    """Returns the kernels that must not run, because they spill registers, as far as this process has compiled them."""
     return frozenset(_spilled)
 
 
 def load(variant: Variant, ordinal: int) -> Any:
-    """The kernel as a `cupy.cuda.Function` of the GPU `ordinal`."""
+    """Returns the kernel as a `cupy.cuda.Function` of the GPU `ordinal`."""
     key = (variant, ordinal)
     kernel = _kernels.get(key)
     if kernel is None:
@@ -192,7 +192,7 @@ def _load(variant: Variant, ordinal: int) -> Any:
 
     with nullcontext() if current_device() == ordinal else on_device(ordinal):
         module = Module()
-        # why not RawModule: it takes a path, and what that leads to may have changed since it was judged.
+        # why not RawModule: it takes a path, and what that leads to may have changed since it was validated.
         module.load(cubin(variant))
         kernel = module.get_function(variant.name)
         # why for all: 48 KiB in all are free, of which the kernel may have taken some bytes itself.
@@ -202,21 +202,21 @@ def _load(variant: Variant, ordinal: int) -> Any:
         return kernel
 
 
-# why kept: CuPy unloads a module with its Python object, but a captured graph may outlive all other references to it.
+# why a list: CuPy unloads a module with its Python object, but a captured graph may outlive all other references to it.
 _modules: list[Any] = []
 
 
 @cache
 def _supported_arch(arch: str) -> str:
-    """`arch`, or if NVRTC does not know it the newest older one of the same major version, whose code runs on it."""
+    """Returns `arch`, or if NVRTC does not know it the newest older one of its major version, whose code runs on it."""
     nvrtc_version()
     from cupy.cuda import nvrtc
 
-    known = {int(number) for number in nvrtc.getSupportedArchs()}
+    numbers = {int(number) for number in nvrtc.getSupportedArchs()}
     number, suffix = int(arch[3:].rstrip("a")), "a" if arch.endswith("a") else ""
-    if number in known or suffix:
+    if number in numbers or suffix:
         return arch
-    older = [n for n in known if n // 10 == number // 10 and n < number]
+    older = [n for n in numbers if n // 10 == number // 10 and n < number]
     if not older:
         raise UnsupportedError(
             f"NVRTC {'.'.join(map(str, nvrtc_version()))} cannot compile for {arch}; "
@@ -226,7 +226,7 @@ def _supported_arch(arch: str) -> str:
 
 
 def _file_name(variant: Variant) -> str:
-    """The name of the variant's file, which tells all that its code depends on."""
+    """Returns the name of the variant's file, which has a digest of all that its code depends on."""
     return f"{variant.name}.{_supported_arch(variant.arch)}.{_digest(variant)}.cubin"
 
 

@@ -3,9 +3,9 @@
 A cubin is found by a digest of its variant, the options, the NVRTC version and the content of every file it includes,
 so an edited header leads to a new cubin. It ends with the SHA-256 of its name and itself, so a file that was truncated,
 altered or renamed is noticed and rebuilt. That digest is no signature: whoever may write to the folder may forge it,
-which is why only files and folders of this user and of root are taken. Files are written under a temporary name and
-renamed, so any number of processes may share the folder. What was judged is handed on as bytes, and no path to them:
-whoever swaps the file afterwards changes nothing.
+which is why only files and folders of this user and of root are read. Files are written under a temporary name and
+renamed, so any number of processes may share the folder. A validated file is returned as bytes, not as a path: whoever
+swaps the file afterwards changes nothing.
 """
 
 from __future__ import annotations
@@ -31,36 +31,38 @@ from .file_lock import alone
 CUBINS = "*.cubin"
 DIGEST_BYTES = 32
 MOST_BYTES = 2**26  # of a file that is read, as it goes into memory whole: the largest kernels take half a megabyte
-# What is older may be of a process that was killed. why so long: clocks of machines that share a folder differ.
-LEFT_SECONDS = 24 * 3600.0
+# Temporary files that are older are of processes that were killed. why so long: clocks of machines differ.
+STALE_SECONDS = 24 * 3600.0
 WAIT_SECONDS = 300.0  # for another process that compiles the same kernel: longer than any takes
 ROOT = 0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _WAY_OUT = "set CUFLASH_CACHE_DIR to a folder of your own that can be written"
-# Where no cache can be used: by name, what this process has compiled, or its parent before a fork, up to MOST_BYTES.
-_kept_here: dict[str, bytes] = {}
+# Where no cache can be used: files by name that this process has compiled, or its parent before a fork, to MOST_BYTES.
+_in_process: dict[str, bytes] = {}
 
 
 def cache_dir() -> Path:
-    """The folder of cubins: `CUFLASH_CACHE_DIR`, or the user's cache folder. Raises UnsupportedError without a home."""
-    chosen = os.environ.get("CUFLASH_CACHE_DIR")
+    """Returns the folder of cubins: `CUFLASH_CACHE_DIR`, or the user's; raises UnsupportedError without a home."""
+    setting = os.environ.get("CUFLASH_CACHE_DIR")
     try:
-        return Path(chosen).expanduser() if chosen else user_cache_path("cuflash", appauthor=False)
+        return Path(setting).expanduser() if setting else user_cache_path("cuflash", appauthor=False)
     except RuntimeError as error:
-        given = f" for CUFLASH_CACHE_DIR={chosen}" if chosen else ""
-        raise UnsupportedError(f"the kernel cache has no folder: no home folder is known{given}; {_WAY_OUT}") from error
+        source = f" for CUFLASH_CACHE_DIR={setting}" if setting else ""
+        raise UnsupportedError(
+            f"the kernel cache has no folder: no home folder is known{source}; {_WAY_OUT}"
+        ) from error
 
 
 def contents() -> tuple[Path, list[int]]:
-    """The folder and the bytes of each cubin in it; raises UnsupportedError if it cannot be read."""
+    """Returns the folder and the bytes of each cubin in it; raises UnsupportedError if it cannot be read."""
     folder = _trusted_dir()
     sizes = []
     try:
         for path in sorted(folder.iterdir()):
             with suppress(OSError):  # why: another process may have removed it
-                found = path.stat()
-                if path.match(CUBINS) and stat.S_ISREG(found.st_mode):
-                    sizes.append(found.st_size)
+                status = path.stat()
+                if path.match(CUBINS) and stat.S_ISREG(status.st_mode):
+                    sizes.append(status.st_size)
     except FileNotFoundError:
         pass  # why: it is made for the first kernel
     except OSError as error:
@@ -75,32 +77,32 @@ def check_writable() -> None:
         _probe(folder)
         return
     parent = next((each for each in folder.parents if each.exists()), None)
-    # why only asked for: a file that is left behind there, as by a process that is killed, is removed by nobody.
+    # why only asked for: a file that is left there, as by a process that is killed, is never removed.
     if parent is None or not os.access(parent, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
         reason = f"{parent} cannot be written" if parent else "no folder above it is there"
         raise _unusable(folder, OSError(errno.EACCES, reason), "made")
 
 
 def find_in_cache(name: str) -> bytes | None:
-    """What the sound file of this name in the cache folder holds."""
+    """Returns the contents of the sound file of this name in the cache folder."""
     try:
         path = _trusted_dir() / name
     except UnsupportedError:
-        return None  # why no warning: it comes, with the reason, when the kernel is to be kept
+        return None  # why no warning: it comes, with the reason, when the kernel is written
     return read(path)
 
 
 def find(name: str) -> bytes | None:
-    """What is kept under this name in the cache folder, or by this process."""
-    found = find_in_cache(name)
-    return _kept_here.get(name) if found is None else found
+    """Returns the contents of this name in the cache folder, or in this process."""
+    content = find_in_cache(name)
+    return _in_process.get(name) if content is None else content
 
 
 @contextmanager
 def compiling(name: str) -> Iterator[None]:
     """Waits until no other process is inside for the same file of the cache. Then it is to be looked for once more."""
     try:
-        folder = _made_dir()
+        folder = _create_dir()
     except UnsupportedError:
         yield  # why no warning: as in `find_in_cache`
         return
@@ -109,34 +111,34 @@ def compiling(name: str) -> Iterator[None]:
 
 
 def keep(name: str, content: bytes) -> None:
-    """Writes a file to the cache; where that is impossible, warns, and keeps what it would hold in this process.
+    """Writes a file to the cache; where that is impossible, warns, and keeps its contents in this process.
 
     why no temporary folder instead: there may be none, and processes that are killed would leave theirs behind.
     """
     try:
         _write_to_cache(name, content)
     except UnsupportedError as error:
-        _kept_here[name] = content
-        while sum(map(len, list(_kept_here.values()))) > MOST_BYTES:
-            _kept_here.pop(next(iter(_kept_here)), None)  # the oldest, which is compiled anew if it is asked for
+        _in_process[name] = content
+        while sum(map(len, list(_in_process.values()))) > MOST_BYTES:
+            _in_process.pop(next(iter(_in_process)), None)  # the oldest, which is compiled anew if it is asked for
         _warn(str(error))
 
 
-def prepared() -> Path:
-    """The folder of cubins, which is there and can be written; raises UnsupportedError at once if it cannot."""
-    folder = _made_dir()
+def writable_dir() -> Path:
+    """Returns the folder of cubins, which can be written; raises UnsupportedError at once if it cannot."""
+    folder = _create_dir()
     _probe(folder)
     return folder
 
 
 def read(path: Path) -> bytes | None:
-    """What was written under a file's name by this user or by root; None if it is not there whole and unaltered."""
+    """Returns the contents of a file that this user or root wrote; None if it is not there whole and unaltered."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or _distrust(found) or found.st_size > MOST_BYTES:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or _distrust(status) or status.st_size > MOST_BYTES:
                 return None
-            data = file.read(found.st_size)  # why no more: it may grow meanwhile
+            data = file.read(status.st_size)  # why no more: it may grow meanwhile
     except OSError:
         return None
     content, digest = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
@@ -157,8 +159,8 @@ def write(path: Path, content: bytes) -> None:
         raise
 
 
-def _made_dir() -> Path:
-    """The folder of cubins, which now exists."""
+def _create_dir() -> Path:
+    """Returns the folder of cubins, which now exists."""
     folder = cache_dir()
     try:
         folder.mkdir(mode=0o755 if _user() == ROOT else 0o700, parents=True, exist_ok=True)
@@ -168,12 +170,12 @@ def _made_dir() -> Path:
 
 
 def _write_to_cache(name: str, content: bytes) -> None:
-    folder = _made_dir()
+    folder = _create_dir()
     try:
         write(folder / name, content)
     except OSError as error:
         raise _unusable(folder, error) from error
-    _remove_left_files(folder)
+    _remove_stale_files(folder)
 
 
 def _probe(folder: Path) -> None:
@@ -187,7 +189,7 @@ def _probe(folder: Path) -> None:
 
 
 def _digest(path: Path, content: bytes) -> bytes:
-    """What a file ends with. Its name tells the variant and the digest of all that its code depends on."""
+    """Returns the end of a file. Its name has the variant and the digest of all that its code depends on."""
     return hashlib.sha256(path.name.encode() + b"\0" + content).digest()
 
 
@@ -197,7 +199,7 @@ def _open_at_once(name: str, flags: int) -> int:
 
 
 def _trusted_dir() -> Path:
-    """The folder of cubins; raises UnsupportedError if nobody knows what it holds. It may not exist yet."""
+    """Returns the folder of cubins; raises UnsupportedError if others may have written to it. It may not exist yet."""
     folder = cache_dir()
     try:
         reason = _distrust(folder.stat())
@@ -210,14 +212,14 @@ def _trusted_dir() -> Path:
     return folder
 
 
-def _distrust(found: os.stat_result) -> str:
-    """Why others may have written a file or a folder, and the way out; empty if this user or root wrote it."""
+def _distrust(status: os.stat_result) -> str:
+    """Returns why others may have written a file or a folder, and the way out; empty if this user or root wrote it."""
     user = _user()
     if user is None:
-        return ""  # why: Windows protects the folders of a user by lists of its own, which the mode does not tell
-    if found.st_uid not in (user, ROOT):
-        return f"it belongs to user {found.st_uid}, neither to this user ({user}) nor to root; change its owner"
-    return "others than its owner may write to it; run chmod go-w on it" if found.st_mode & _OTHERS_WRITE else ""
+        return ""  # why: Windows protects the folders of a user by lists of its own, which the mode does not show
+    if status.st_uid not in (user, ROOT):
+        return f"it belongs to user {status.st_uid}, neither to this user ({user}) nor to root; change its owner"
+    return "others than its owner may write to it; run chmod go-w on it" if status.st_mode & _OTHERS_WRITE else ""
 
 
 def _user() -> int | None:
@@ -230,17 +232,17 @@ def _unusable(folder: Path, error: OSError, verb: str = "used") -> UnsupportedEr
 
 
 @cache
-def _remove_left_files(folder: Path) -> None:
-    """Removes, once in a process, what processes that were killed while they wrote have left."""
+def _remove_stale_files(folder: Path) -> None:
+    """Removes, once in a process, temporary files of processes that were killed while they wrote."""
     with suppress(OSError):
         for path in folder.glob(f"{CUBINS}*.tmp"):
             with suppress(OSError):
-                found = path.lstat()
-                if stat.S_ISREG(found.st_mode) and time.time() - found.st_mtime > LEFT_SECONDS:
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and time.time() - status.st_mtime > STALE_SECONDS:
                     path.unlink()
 
 
 @cache
 def _warn(problem: str) -> None:
-    """Warns once that kernels are not kept, and says why."""
+    """Warns once that kernels are not cached, and says why."""
     warnings.warn(f"{problem}. Until then, kernels are compiled anew in every process", RuntimeWarning, stacklevel=2)

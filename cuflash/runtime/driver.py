@@ -15,25 +15,25 @@ INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 
 @cache
 def function(name: str, *argtypes: type) -> Function:
-    """A function of the driver, which returns a CUresult. With `argtypes`, integers are taken as pointers."""
+    """Returns a function of the driver, which returns a CUresult. With `argtypes`, integers are taken as pointers."""
     # why PyDLL: these functions return at once; releasing the GIL costs 30 ns, and more if other threads want it.
     library = ctypes.PyDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
     # why not getattr: library[name] is a new object each time, so that nobody else changes its argtypes.
-    found = library[name]
+    symbol = library[name]
     if argtypes:
-        found.argtypes = argtypes
-    return found
+        symbol.argtypes = argtypes
+    return symbol
 
 
 def failure(result: int, what: str) -> RuntimeError:
-    """The error to raise where a function of the driver has failed, with CUDA's name for it."""
+    """Returns the error to raise where a function of the driver has failed, with CUDA's name for it."""
     name = ctypes.c_char_p()
     unknown = function("cuGetErrorName", ctypes.c_int, ctypes.c_void_p)(result, ctypes.addressof(name))
     return RuntimeError(f"{what}: {'CUDA error' if unknown or not name.value else name.value.decode()} ({result})")
 
 
 def current_device() -> int:
-    """Number of the GPU whose context this thread works in, -1 where it has none."""
+    """Returns the number of the GPU whose context this thread works in, -1 where it has none."""
     # why a new one for each call: another thread could overwrite a shared one before it is read.
     ordinal = ctypes.c_int(-1)
     return -1 if _device_of_context()(ctypes.addressof(ordinal)) else ordinal.value
@@ -46,7 +46,7 @@ def _device_of_context() -> Function:
 
 @contextlib.contextmanager
 def on_device(ordinal: int) -> Iterator[None]:
-    """Inside, this thread works in a context of the GPU, which calls of the driver need.
+    """Gives this thread a context of the GPU, which calls of the driver need.
 
     CUDA's runtime makes the context in its own calls, but a thread of autograd or of a pool may have made none of them.
     """
@@ -58,7 +58,7 @@ def on_device(ordinal: int) -> Iterator[None]:
 
 
 def zeroed(size: int) -> int:
-    """Address of so many new bytes on the current GPU, which are zero by now. They are never freed."""
+    """Returns the address of so many new bytes on the current GPU, all zero. They are never freed."""
     from cupy.cuda import Stream, runtime
 
     with relaxed_capture():
@@ -72,7 +72,7 @@ def zeroed(size: int) -> int:
 
 @contextlib.contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Inside, this thread may allocate memory and load modules while it or another thread captures a stream."""
+    """Lets this thread allocate memory and load modules while it or another thread captures a stream."""
     exchange, mode = function("cuThreadExchangeStreamCaptureMode", ctypes.c_void_p), ctypes.c_int(_RELAXED)
     exchange(ctypes.addressof(mode))
     try:

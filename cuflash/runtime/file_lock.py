@@ -19,7 +19,7 @@ if sys.platform == "win32":
 
     @contextmanager
     def alone(path: Path, seconds: float) -> Iterator[None]:
-        """Nothing is waited for."""
+        """Waits for nothing."""
         yield
 
 else:

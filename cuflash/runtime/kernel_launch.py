@@ -1,4 +1,4 @@
-"""How a kernel is launched: as CuPy does it, or early, before the kernels ahead of it on the stream have ended."""
+"""Launches of a kernel: as CuPy does it, or early, before the kernels ahead of it on the stream have ended."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from .driver import failure, function
-from .structs import Block
+from .structs import ParamBuffer
 
 
 class Stream(NamedTuple):
-    """What CuPy asks of a stream in a launch."""
+    """A stream as CuPy's launches take it."""
 
     ptr: int
 
@@ -28,10 +28,10 @@ class PlainLaunch:
     def __init__(self, kernel: Any, grid: tuple[int, ...], block: tuple[int, ...], smem_bytes: int) -> None:
         self._kernel, self._shape = kernel, (grid, block, smem_bytes)
 
-    def __call__(self, parameters: Block, stream: int) -> None:
-        """`stream` is the address of the stream."""
+    def __call__(self, buffer: ParamBuffer, stream: int) -> None:
+        """Launches on the stream of this address."""
         grid, block, smem_bytes = self._shape
-        self._kernel(grid, block, parameters.arguments, smem_bytes, _stream(stream))
+        self._kernel(grid, block, buffer.arguments, smem_bytes, _stream(stream))
 
 
 class _Attribute(ctypes.Structure):
@@ -48,7 +48,7 @@ EARLY_DRIVER = 12040  # the first driver whose graphs take such launches from ev
 
 @cache
 def launches_early() -> bool:
-    """Whether the driver lets a kernel begin before the one ahead of it has ended."""
+    """Returns True where the driver lets a kernel begin before the one ahead of it has ended."""
     version = ctypes.c_int(0)
     failed = function("cuDriverGetVersion", ctypes.c_void_p)(ctypes.addressof(version))
     return not failed and version.value >= EARLY_DRIVER
@@ -67,10 +67,10 @@ class EarlyLaunch:
         self._function, self._shape = kernel.ptr, (*grid, *block, smem_bytes)
         self._latest = -1, b""  # stream and CUlaunchConfig of the latest launch
 
-    def __call__(self, parameters: Block, stream: int) -> None:
-        """`stream` is the address of the stream."""
+    def __call__(self, buffer: ParamBuffer, stream: int) -> None:
+        """Launches on the stream of this address."""
         latest = self._latest  # why read once: a finalizer may launch in between
         if latest[0] != stream:
             latest = self._latest = stream, _CONFIG.pack(*self._shape, stream, ctypes.addressof(_EARLY), 1)
-        if result := self._launch(latest[1], self._function, parameters.pointers, None):
+        if result := self._launch(latest[1], self._function, buffer.pointers, None):
             raise failure(result, "a kernel was not launched")

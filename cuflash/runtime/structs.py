@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections import deque
 from collections.abc import Iterator, Mapping
 from ctypes import Structure, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache, lru_cache
@@ -24,6 +25,7 @@ from ..problem.problem import Problem
 from .mod_params import mod_params
 from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover, refusal
 
+FREE_BYTES = 2**16  # of buffers of one size that wait to be packed again: for more launches at once than threads make
 Fields = list[tuple[str, Any]]
 
 
@@ -211,7 +213,7 @@ STRUCTS: dict[str, type[Structure]] = {
 
 @cache
 def size_of(name: str, mod_words: int = 0) -> int:
-    """Bytes of a struct as C++ has it: with tensor maps it is aligned as they are.
+    """Returns the bytes of a struct as C++ has it: with tensor maps it is aligned as they are.
 
     mod_words: words of 8 bytes behind it, of mods (runtime/mod_params.py).
     """
@@ -221,7 +223,7 @@ def size_of(name: str, mod_words: int = 0) -> int:
 
 
 class Places(NamedTuple):
-    """Where a struct has what depends on pointers, in words of 8 bytes, and of which of the op's operands it is."""
+    """The words of 8 bytes of a struct that depend on pointers, and the number of the op's operand for each."""
 
     plain: list[tuple[int, int]]  # number of the operand, word
     operands: list[tuple[int, int]]
@@ -250,7 +252,7 @@ def _places(name: str, op: Op, aliases: tuple[tuple[str, str], ...] = ()) -> Pla
 
 
 def _members(of: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """(field, kind, at which byte) of a struct, with those of `ProblemParams` in it."""
+    """Yields (field, kind, offset in bytes) of a struct, with those of `ProblemParams` in it."""
     for field, kind in of._fields_:  # type: ignore[misc]
         offset = begin + getattr(of, field).offset
         yield field, kind, offset
@@ -260,47 +262,58 @@ def _members(of: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any, in
 
 @cache
 def _numbers(name: str) -> dict[str, tuple[bool, int]]:
-    """Whether a number of the struct has 64 bits, not 32, and which word of that width it is; `x[i]` of an array."""
+    """Returns whether each number of a struct has 64 bits, not 32, and its word of that width; `x[i]` of an array."""
     sizes: dict[Any, int] = {c_int32: 4, c_int64: 8}
-    found = {}
+    places = {}
     for field, kind in _STRUCTS[name]:
         begin = getattr(STRUCTS[name], field).offset
         if (size := sizes.get(kind)) is not None:
-            found[field] = size == 8, begin // size
+            places[field] = size == 8, begin // size
         elif (size := sizes.get(getattr(kind, "_type_", None))) is not None:  # an array of numbers
-            found |= {f"{field}[{i}]": (size == 8, begin // size + i) for i in range(kind._length_)}
-    return found
+            places |= {f"{field}[{i}]": (size == 8, begin // size + i) for i in range(kind._length_)}
+    return places
 
 
-class Block:
+class ParamBuffer:
     """Memory for a struct that stays where it is.
 
-    `arguments` are what a launch is given: the address. `pointers` is where the address itself lies in memory.
+    `arguments` holds the address as CuPy's launches take it. `pointers` is where the address itself lies in memory.
+    `free_list` is where a buffer goes whose launches have ended and that is not cached, to be packed again.
     """
 
-    __slots__ = ("_owner", "_pointers", "address", "arguments", "ints", "memory", "pointers", "words")
+    __slots__ = ("_owner", "_pointers", "address", "arguments", "free_list", "ints", "memory", "pointers", "words")
+    _free: ClassVar[dict[int, deque[ParamBuffer]]] = {}  # free lists by bytes of a buffer
+
+    @classmethod
+    def free_list_of(cls, size: int) -> deque[ParamBuffer]:
+        """Returns the free list of buffers of so many bytes, which drops the oldest past `FREE_BYTES`."""
+        return cls._free.setdefault(size, deque(maxlen=FREE_BYTES // size))
 
     def __init__(self, size: int) -> None:
+        from cupy.cuda.function import CPointer
+
         memory = bytearray(size + ALIGNMENT)
         self._owner = (ctypes.c_char * len(memory)).from_buffer(memory)
         begin = -ctypes.addressof(self._owner) % ALIGNMENT
         self.address = ctypes.addressof(self._owner) + begin
         self.memory = memoryview(memory)[begin : begin + size]
         self.words, self.ints = self.memory.cast("q"), self.memory.cast("i")
-        self.arguments: tuple[Any, ...] = ()
+        self.arguments: tuple[Any, ...] = (CPointer(self.address),)
+        self.free_list = self.free_list_of(size)
         self._pointers = c_void_p(self.address)
         self.pointers = ctypes.addressof(self._pointers)
 
 
-class Parameters:
+class ParamTemplate:
     """The struct of a launch, all but its pointers."""
 
-    __slots__ = ("_maps", "_move", "_operands", "_packed", "_plain", "_workspace", "name", "size")
+    __slots__ = ("_free_list", "_maps", "_move", "_operands", "_packed", "_plain", "_workspace", "name", "size")
 
     def __init__(self, problem: Problem, launch: Launch, workspace: Mapping[str, Part]) -> None:
         name = self.name = launch.variant.params
         mod_code = launch.variant.mod_code
         self.size = size_of(name, 0 if mod_code is None else mod_code.words)
+        self._free_list = ParamBuffer.free_list_of(self.size)
         packed = self._packed = bytearray(self.size)
         # why not through the ctypes structs: numbers are written five times as fast as their fields are set.
         words, ints, numbers = memoryview(packed).cast("q"), memoryview(packed).cast("i"), _numbers(name)
@@ -322,28 +335,33 @@ class Parameters:
         # Number, word, the bits that misalign.
         self._operands = tuple([(n, word, 15 if specs[n].has_aligned_rows else -1) for n, word in operands])
         self._move: Any = mover() if maps else None
-        placed = []  # number, byte, bytes from the operand's first row to the map's
+        places = []  # number, byte, bytes from the operand's first row to the map's
         for number, span, operand in maps:
             spec, box = specs[number], tma_boxes[operand]
             packed[span] = encoded(spec, box)
-            placed.append((number, span.start, first_byte(spec, box)))
-        self._maps = tuple(placed)
+            places.append((number, span.start, first_byte(spec, box)))
+        self._maps = tuple(places)
 
-    def write(self, block: Block, pointers: tuple[int, ...]) -> None:
-        """Writes the struct with the pointers of the op's operands, 0 for one that is not there, and the workspace."""
-        words = block.words
-        block.memory[:] = self._packed
+    def pack(self, pointers: tuple[int, ...]) -> ParamBuffer:
+        """Returns the struct with the pointers of the op's operands, 0 for one that is not there, and the workspace."""
+        try:
+            buffer = self._free_list.pop()
+        except IndexError:
+            buffer = ParamBuffer(self.size)
+        words = buffer.words
+        buffer.memory[:] = self._packed
         for number, word in self._plain:
             words[word] = pointers[number]
         for word, begin in self._workspace:
             words[word] = pointers[-1] + begin
         for number, word, misaligning in self._operands:
             words[word] = pointer = pointers[number]
-            block.ints[2 * word + 8] = not pointer & misaligning
+            buffer.ints[2 * word + 8] = not pointer & misaligning
         for number, at, begin in self._maps:
             pointer = pointers[number]
-            if pointer and (result := self._move(block.address + at, pointer + begin)):
+            if pointer and (result := self._move(buffer.address + at, pointer + begin)):
                 raise refusal(result, f"the address {pointer:#x} in a TMA descriptor")
+        return buffer
 
 
 def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:

@@ -30,7 +30,7 @@ _SOMEWHERE = 2**12  # an address for the time being
 
 @lru_cache(maxsize=1024)  # why: in decoding only the cache's length is new, and k and v have one geometry
 def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
-    """The descriptor of a 4-D array whose rows `begin … end - 1` are moved, of which only the address is missing.
+    """Returns the descriptor, without an address, of a 4-D array whose rows `begin … end - 1` are moved.
 
     Outside of these rows, reads give zeros and writes go nowhere. A varlen box has the axes of `VarlenMapRows`, and its
     descriptor begins as many rows before the operand as the operand has.
@@ -38,7 +38,7 @@ def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
     (batch, _, heads, dim), (outer, _, inner, _) = spec.shape, spec.strides
     size, seqlen = spec.itemsize, box.end - box.begin
     step = _row_bytes(spec, box)
-    # why 16: of a dimension of length 1 no stride is used, but all are judged.
+    # why 16: of a dimension of length 1 no stride is used, but the driver checks all.
     lengths, steps = [dim, seqlen, heads, batch], [step, size * inner if heads > 1 else 16, size * outer]
     if box.varlen:
         lengths.insert(3, seqlen + 1)
@@ -73,23 +73,23 @@ def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
 
 
 def refusal(result: int, what: str) -> Exception:
-    """The error of a descriptor: of what it describes, or an older one, which each call of the driver tells again."""
+    """Returns the error of a descriptor: of its own, or an older one, which each call of the driver reports again."""
     what = f"the driver refuses {what}"
     return UnsupportedError(what) if result == INVALID_VALUE else failure(result, what)
 
 
 def _row_bytes(spec: ArraySpec, box: TmaBox) -> int:
-    """From row to row in the descriptor."""
+    """Returns the bytes from row to row in the descriptor."""
     return spec.strides[1] * spec.itemsize if box.end - box.begin > 1 else 16
 
 
 def first_byte(spec: ArraySpec, box: TmaBox) -> int:
-    """Where the descriptor begins, in bytes from the operand's first element."""
+    """Returns where the descriptor begins, in bytes from the operand's first element."""
     if box.varlen:
         return -box.end * _row_bytes(spec, box)
     return box.begin and box.begin * spec.strides[1] * spec.itemsize
 
 
 def mover() -> Function:
-    """A function of (address of a descriptor, a multiple of 64; pointer of its first row), which moves it there."""
+    """Returns a function of (address of a descriptor, a multiple of 64; pointer of its first row) that moves it."""
     return function("cuTensorMapReplaceAddress", ctypes.c_void_p, ctypes.c_void_p)

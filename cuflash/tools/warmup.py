@@ -31,7 +31,7 @@ from ..problem.operands import OPS as PUBLIC
 from ..problem.options import Options
 from ..problem.problem import Problem
 from ..runtime import compiler
-from ..runtime.disk_cache import cache_dir, prepared
+from ..runtime.disk_cache import cache_dir, writable_dir
 from . import arguments
 
 OPS = ("forward", "lse", "backward", "merge", "append_kv")
@@ -71,7 +71,7 @@ def main(options: argparse.Namespace) -> int:
         print(line, file=sys.stderr)
     missing = [variant for variant in variants if not _is_there(variant)]
     # why before anything is compiled: the work would be lost
-    folder = prepared() if missing else cache_dir()
+    folder = writable_dir() if missing else cache_dir()
     started = time.perf_counter()
     counts, errors = _compile_all(missing, options.jobs)
     counts[THERE] = len(variants) - len(missing)

@@ -162,14 +162,16 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         yield
 
     monkeypatch.setattr(Recorded, "made", [], raising=False)
-    monkeypatch.setattr(calls, "Kernels", Recorded)
+    monkeypatch.setattr(calls, "LoadedPlan", Recorded)
     monkeypatch.setattr(calls, "current_device", lambda: -1)
     monkeypatch.setattr(calls, "on_device", lambda ordinal: contextlib.nullcontext())
     monkeypatch.setattr(calls.device, "query", lambda ordinal: H100)
     monkeypatch.setattr(handlers, "on_device", lambda ordinal: entered(f"device {ordinal}"))
     for module in (calls, handlers):
         monkeypatch.setattr(module, "relaxed_capture", lambda: entered("relaxed"))
-    monkeypatch.setattr(handlers.counters, "reserve", lambda ordinal, words: lines.append(f"reserve {ordinal}"))
+    monkeypatch.setattr(
+        handlers.device_memory, "reserve_counter", lambda ordinal, words: lines.append(f"reserve {ordinal}")
+    )
     calls.CALL_CACHE.clear()
     monkeypatch.setattr(jax, "local_devices", lambda backend: [SimpleNamespace(local_hardware_id=n) for n in (0, 1)])
     return lines

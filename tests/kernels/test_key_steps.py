@@ -12,7 +12,7 @@ import cuflash
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.plan import Plan
 from cuflash.reference.block_mask import EMPTY, FULL, mask_tiles_of
-from cuflash.runtime.call import Kernels
+from cuflash.runtime.call import LoadedPlan
 from cuflash.testing.cases import Case
 from cuflash.testing.functions import FUNCTIONS, Arguments, Maker, Put
 
@@ -39,16 +39,16 @@ def last_launch(
 ) -> tuple[Plan, int]:
     """Runs backward; the result is its plan, and where its workspace was."""
     launched: list[tuple[Plan, int]] = []
-    launch = Kernels.launch
+    launch = LoadedPlan.launch
 
-    def recorded(kernels: Kernels, pointers: tuple[int, ...], stream: int) -> bool:
+    def recorded(kernels: LoadedPlan, pointers: tuple[int, ...], stream: int) -> bool:
         launched.append((kernels.plan, pointers[-1]))
         return launch(kernels, pointers, stream)
 
     arrays = [cupy.asarray(x) for x in of.arrays()]
     out, lse = cuflash.forward(*arrays, return_lse=True, **mod_kwargs)
     with monkeypatch.context() as patched:
-        patched.setattr(Kernels, "launch", recorded)
+        patched.setattr(LoadedPlan, "launch", recorded)
         cuflash.backward(cupy.ones_like(out), *arrays, out, lse, deterministic=deterministic, **mod_kwargs)
     return launched[-1]
 

@@ -22,7 +22,7 @@ from problems import far_apart, need_memory, problems
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning import backward as plan_backward
-from cuflash.runtime.call import Kernels
+from cuflash.runtime.call import LoadedPlan
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case, numpy_dtype
 from cuflash.testing.gradients import Given, backward, check, given_for
@@ -39,14 +39,14 @@ LAUNCHED = Case("launched", 2, 130, 150, 4, 2, 64, 64, "float16", causal=True)
 def test_gpu_what_no_kernel_writes_is_nan(cupy: Any, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     workspaces = []
 
-    def launch_nothing(kernels: Kernels, pointers: tuple[int, ...], stream: int) -> bool:
+    def launch_nothing(kernels: LoadedPlan, pointers: tuple[int, ...], stream: int) -> bool:
         if kernels.workspace:
             held = np.zeros(kernels.workspace, "float32")
             cupy.cuda.runtime.memcpy(held.ctypes.data, pointers[-1], held.nbytes, 2)
             workspaces.append(bool(np.isnan(held).all()))
         return True
 
-    monkeypatch.setattr(Kernels, "launch", launch_nothing)
+    monkeypatch.setattr(LoadedPlan, "launch", launch_nothing)
     q, k, v = map(GPU_MAKERS[name], replace(LAUNCHED, seqlen_k=1100, dtype=dtype).arrays())
     out, lse = cuflash.forward(q, k, v, causal=True, return_lse=True)
     grads = cuflash.backward(out, q, k, v, out, lse, causal=True)

@@ -22,7 +22,7 @@ from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.problem.validate import ValidatedCall
 from cuflash.runtime import call as calls
-from cuflash.runtime.call import Call
+from cuflash.runtime.call import CachedCall
 
 H100 = KNOWN["sm_90"]
 SHAPE = (2, 300, 4, 64)
@@ -152,19 +152,23 @@ def test_a_call_takes_the_generic_kernels_where_a_pointer_is_not_aligned(
     gpus = Gpus(monkeypatch)
     monkeypatch.setattr(calls, "relaxed_capture", contextlib.nullcontext)  # the driver's
     of = problem_of(*[SOME._replace(device="cuda:1")] * 3, op=op)
-    call, names = Call(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
+    call, names = CachedCall(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
     pointers = (*[2**20 + 4 * (name in ("lse", "dlse")) for name in names], 2**30)  # lse may be anywhere
     for number, name in enumerate(names):
         for _ in range(3):  # written, written once more and kept, and found
-            assert call.aligned.launch(pointers, 7)
+            assert call.aligned_plan.launch(pointers, 7)
             del gpus.launched[:]
             off = tuple(pointer + 2 * (at == number) for at, pointer in enumerate(pointers))
-            assert call.aligned.launch(off, 7) == bool(gpus.launched) == (name not in call.aligned.plan.tma_operands)
-            assert call.for_any(off).launch(off, 7)
-    assert is_hoppers(call.aligned.plan)
+            assert (
+                call.aligned_plan.launch(off, 7)
+                == bool(gpus.launched)
+                == (name not in call.aligned_plan.plan.tma_operands)
+            )
+            assert call.unaligned_plan(off).launch(off, 7)
+    assert is_hoppers(call.aligned_plan.plan)
     off = tuple(pointer + 2 for pointer in pointers)
-    assert not is_hoppers(call.for_any(off).plan)
-    assert call.for_any(off) is call.for_any(off)
+    assert not is_hoppers(call.unaligned_plan(off).plan)
+    assert call.unaligned_plan(off) is call.unaligned_plan(off)
 
 
 def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,19 +178,19 @@ def test_a_bias_that_is_not_aligned_keeps_the_kernel_but_for_its_loads(monkeypat
     bias = ArraySpec.contiguous((1, q.shape[2], q.shape[1], q.shape[1]), "float32")._replace(device="cuda:1")
     op = mod_op("forward", False, make_mod_spec(None, None, Bias("float32", (False, True, True, True))))
     of = Problem.of(op, [q, q, q, bias], Options())
-    call, names = Call(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
+    call, names = CachedCall(ValidatedCall(of, (False,) * len(of.op.names))), of.op.names
     assert dict(call.plan.vector_loaded) == {"bias": 8}  # two of float32
     pointers = (*[2**20] * len(names), 2**30)
     off, far = (tuple(x + add * (n == names.index("bias")) for n, x in enumerate(pointers)) for add in (4, 8))
-    assert call.aligned.launch(far, 7)
-    assert not call.aligned.launch(off, 7)
-    other = call.for_any(off)
+    assert call.aligned_plan.launch(far, 7)
+    assert not call.aligned_plan.launch(off, 7)
+    other = call.unaligned_plan(off)
     assert other.launch(off, 7)
     assert other.plan.variant.tile == call.plan.variant.tile
     assert (other.plan.vector_loaded, "pair<false>" in other.plan.variant.mod_code.text) == ({}, True)
     both = tuple(x + 2 * (n == 0) for n, x in enumerate(off))
-    assert not is_hoppers(call.for_any(both).plan)
-    assert call.for_any(both).launch(both, 7)
+    assert not is_hoppers(call.unaligned_plan(both).plan)
+    assert call.unaligned_plan(both).launch(both, 7)
     assert len(gpus.launched) > 0
 
 

@@ -17,7 +17,7 @@ from cuflash.planning.planner import plan
 from cuflash.runtime import call as calls
 from cuflash.runtime import device_memory, tensor_map
 from cuflash.runtime.call_cache import LruCache, RecentKeys
-from cuflash.runtime.structs import STRUCTS, Block, Parameters, size_of
+from cuflash.runtime.structs import FREE_BYTES, STRUCTS, ParamBuffer, ParamTemplate
 
 POINTERS = (2**30, 2**31, 2**32, 2**33, 2**34)
 
@@ -27,32 +27,30 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return Gpus(monkeypatch)
 
 
-def forward(seqlen: int = 300, counted: bool = False) -> tuple[calls.Kernels, Parameters]:
+def forward(seqlen: int = 300, counted: bool = False) -> tuple[calls.LoadedPlan, ParamTemplate]:
     """Kernels of a problem on Hopper, and parameters like theirs."""
     of = problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
     made = plan(of, KNOWN["sm_90"])
     assert made.launches[0].counted == counted
-    return calls.Kernels(made, 1), Parameters(of, made.launches[0], {})
+    return calls.LoadedPlan(made, 1), ParamTemplate(of, made.launches[0], {})
 
 
 def moved(by: int) -> tuple[int, ...]:
     return *POINTERS[:3], POINTERS[3] + 4096 * by, POINTERS[4]
 
 
-def written(parameters: Parameters, pointers: tuple[int, ...]) -> bytes:
-    block = Block(size_of(parameters.name))
-    parameters.write(block, pointers)
-    return bytes(block.memory)
+def packed_bytes(template: ParamTemplate, pointers: tuple[int, ...]) -> bytes:
+    return bytes(template.pack(pointers).memory)
 
 
 def test_a_launch_takes_the_parameters_of_its_pointers_and_those_of_two_uses_are_not_written_again(
     gpus: Gpus,
 ) -> None:
-    kernels, wanted = forward()
+    kernels, template = forward()
     for by in (0, 1, 0, 1, 2):
         kernels.launch(moved(by), stream=7)
-        assert gpus.launched[-1] == (7, written(wanted, moved(by)))
-    known = {by: written(wanted, moved(by)) for by in (0, 1)}
+        assert gpus.launched[-1] == (7, packed_bytes(template, moved(by)))
+    known = {by: packed_bytes(template, moved(by)) for by in (0, 1)}
     gpus.driver.calls.clear()
     for by in (0, 1, 0):  # each was used twice
         kernels.launch(moved(by), stream=8)
@@ -61,31 +59,41 @@ def test_a_launch_takes_the_parameters_of_its_pointers_and_those_of_two_uses_are
 
 
 def test_what_was_refused_is_not_launched_and_not_known(gpus: Gpus) -> None:
-    kernels, wanted = forward()
+    kernels, template = forward()
     for known in (moved(0), moved(1)):
         gpus.driver.result = 1
         with pytest.raises(UnsupportedError, match="the driver refuses"):
             kernels.launch(known, stream=7)
         gpus.driver.result = 0
         kernels.launch(known, stream=7)
-        assert gpus.launched[-1][1] == written(wanted, known)
+        assert gpus.launched[-1][1] == packed_bytes(template, known)
     assert len(gpus.launched) == 2
 
 
 def test_a_call_within_a_call_has_parameters_of_its_own(gpus: Gpus) -> None:
-    # A collector's finalizer may call while parameters are written.
-    kernels, wanted = forward()
-    write, inner = Parameters.write, [moved(1)]
+    # A collector's finalizer may call while parameters are packed.
+    kernels, template = forward()
+    pack, inner = ParamTemplate.pack, [moved(1)]
 
-    def interrupted(parameters: Parameters, block: Block, pointers: tuple[int, ...]) -> None:
-        write(parameters, block, pointers)
+    def interrupted(template: ParamTemplate, pointers: tuple[int, ...]) -> ParamBuffer:
+        buffer = pack(template, pointers)
         if inner:
             kernels.launch(inner.pop(), stream=7)
+        return buffer
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Parameters, "write", interrupted)
+        patch.setattr(ParamTemplate, "pack", interrupted)
         kernels.launch(moved(0), stream=7)
-    assert [packed for _, packed in gpus.launched] == [written(wanted, moved(by)) for by in (1, 0)]
+    assert [packed for _, packed in gpus.launched] == [packed_bytes(template, moved(by)) for by in (1, 0)]
+
+
+def test_buffers_that_no_launch_takes_are_bounded_in_bytes_and_packed_again(gpus: Gpus) -> None:
+    _, template = forward()
+    buffers = [template.pack(POINTERS) for _ in range(FREE_BYTES // template.size + 3)]
+    for buffer in buffers:
+        buffer.free_list.append(buffer)
+    assert len(buffer.free_list) == FREE_BYTES // template.size
+    assert template.pack(POINTERS) is buffer
 
 
 def test_a_thread_without_the_gpus_context_gets_it_for_the_launch(gpus: Gpus) -> None:
@@ -109,16 +117,16 @@ def test_a_thread_without_the_gpus_context_gets_it_for_descriptors(gpus: Gpus, m
     monkeypatch.setattr(tensor_map, "function", noted)
     for gpus.current in (-1, 0):
         before = gpus.current
-        calls._kernels(problem(dims=(2, 300 - before, 300, 4, 4)), 1)
+        calls._load_plan(problem(dims=(2, 300 - before, 300, 4, 4)), 1)
         assert gpus.current == before
     assert contexts
     assert set(contexts) == {1}
 
 
 def test_a_counter_is_that_of_the_stream(gpus: Gpus) -> None:
-    kernels, wanted = forward(8192, counted=True)
-    before = written(wanted, POINTERS)
-    at = STRUCTS[wanted.name].counter.offset
+    kernels, template = forward(8192, counted=True)
+    before = packed_bytes(template, POINTERS)
+    at = STRUCTS[template.name].counter.offset
     for stream in (7, 9, 7):
         kernels.launch(POINTERS, stream)
         counter = (512 * stream).to_bytes(8, "little")
@@ -126,8 +134,8 @@ def test_a_counter_is_that_of_the_stream(gpus: Gpus) -> None:
 
 
 def test_a_launch_whose_counter_was_not_found_asks_for_it_again(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, wanted = forward(8192, counted=True)
-    at, none = STRUCTS[wanted.name].counter.offset, "no memory is left"
+    kernels, template = forward(8192, counted=True)
+    at, none = STRUCTS[template.name].counter.offset, "no memory is left"
 
     def refuse(*arguments: int) -> int:
         raise MemoryError(none)
@@ -147,14 +155,14 @@ def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
     of = problem(256, 256, "backward", dims=(1, 300, 300, 2, 2))
     made = plan(of, KNOWN["sm_90"])
     assert len(made.launches) == 4  # delta, dq, dk, dv
-    calls.Kernels(made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
+    calls.LoadedPlan(made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
     delta, *rows = [packed for _, packed in gpus.launched]
     assert rows == rows[:1] * 3 != [delta] * 3
 
 
 def test_kernels_of_one_struct_whose_copies_differ_have_parameters_of_their_own(gpus: Gpus) -> None:
     made = plan(problem(256, 256, "backward", dims=(1, 300, 300, 2, 2), softcap=5.0), KNOWN["sm_90"])
-    of_launches = [number for number, _ in calls.Kernels(made, 1)._loaded]
+    of_launches = [number for number, _ in calls.LoadedPlan(made, 1)._kernels]
     assert of_launches == [0, 1, 1, 2]  # dq and dk have tiles of 32 columns, dv of 64
 
 
@@ -195,9 +203,9 @@ def test_8000_new_shapes_leave_no_more_than_the_bound(gpus: Gpus) -> None:
         most = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert most <= calls.KEPT_BYTES
+    assert most <= calls.CACHE_BYTES
     assert most <= 1.1 * early  # the bound was reached long before
-    assert 0.5 * calls.CALL_CACHE.num_bytes <= most <= calls.CALL_CACHE.num_bytes <= calls.KEPT_BYTES
+    assert 0.5 * calls.CALL_CACHE.num_bytes <= most <= calls.CALL_CACHE.num_bytes <= calls.CACHE_BYTES
     entries = len(calls.CALL_CACHE)
     decode(8001, 0)
     assert len(calls.CALL_CACHE) == entries  # the last shapes are there
@@ -307,5 +315,5 @@ def test_what_is_used_least_recently_is_dropped_first() -> None:
 
 def test_keys_are_seen_from_their_second_time_on_until_many_others_came() -> None:
     seen = RecentKeys(3)
-    assert [seen.before(key) for key in "abab"] == [False, False, True, True]
-    assert [seen.before(key) for key in "abcda"] == [False] * 5
+    assert [seen.add(key) for key in "abab"] == [False, False, True, True]
+    assert [seen.add(key) for key in "abcda"] == [False] * 5

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cuflash.runtime import driver, kernel_launch
-from cuflash.runtime.structs import Block
+from cuflash.runtime.structs import ParamBuffer
 
 
 class Config(ctypes.Structure):
@@ -68,8 +68,9 @@ def test_a_plain_launch_gets_its_grid_parameters_and_stream() -> None:
     def kernel(grid: Any, block: Any, arguments: Any, smem_bytes: int, stream: Any) -> None:
         seen.append((grid, block, arguments, smem_bytes, stream.ptr))
 
-    plain, parameters = kernel_launch.PlainLaunch(kernel, (7, 1, 1), (256, 1, 1), 200_000), Block(64)
-    parameters.arguments = (parameters.address,)
+    pytest.importorskip("cupy", reason="buffers are of CuPy's launches")
+    plain, buffer = kernel_launch.PlainLaunch(kernel, (7, 1, 1), (256, 1, 1), 200_000), ParamBuffer(64)
+    buffer.arguments = (buffer.address,)
     for stream in (2**42, 0, 2**42):
-        plain(parameters, stream)
-    assert seen == [((7, 1, 1), (256, 1, 1), (parameters.address,), 200_000, stream) for stream in (2**42, 0, 2**42)]
+        plain(buffer, stream)
+    assert seen == [((7, 1, 1), (256, 1, 1), (buffer.address,), 200_000, stream) for stream in (2**42, 0, 2**42)]

@@ -97,13 +97,13 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
                 spilled.add(variant)
                 raise compiler.SpilledError(variant)
 
-    monkeypatch.setattr(calls, "Kernels", Loaded)
+    monkeypatch.setattr(calls, "LoadedPlan", Loaded)
     monkeypatch.setattr(calls, "current_device", lambda: 0)
     monkeypatch.setattr(calls.device, "query", lambda _: KNOWN["sm_90"])
     monkeypatch.setattr(compiler, "spilled", lambda: frozenset(spilled))
-    assert calls._kernels(call, 0).plan.launches[0].variant is tried[2]
+    assert calls._load_plan(call, 0).plan.launches[0].variant is tried[2]
     assert len(set(tried)) == 3
     tried.clear()
     monkeypatch.setattr(calls, "plan", lambda *_: plan(call, KNOWN["sm_90"]))
     with pytest.raises(compiler.SpilledError):  # and not for ever
-        calls._kernels(call, 0)
+        calls._load_plan(call, 0)

@@ -23,7 +23,7 @@ from cuflash.problem.operands import FORWARD, VARLEN_OPS
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime import structs
-from cuflash.runtime.structs import STRUCTS, Block, Parameters, size_of
+from cuflash.runtime.structs import STRUCTS, ParamTemplate, size_of
 
 
 def fields_of(struct: type[Structure], prefix: str = "", begin: int = 0) -> Iterator[tuple[str, int, int]]:
@@ -58,11 +58,10 @@ def test_every_kernel_has_a_struct_and_every_architecture_takes_it() -> None:
 def filled(made: Plan, number: int = 0, pointers: tuple[int, ...] = (0,) * 16) -> Any:
     """The parameters of a launch with these pointers, as their struct."""
     launch = made.launches[number]
-    parameters = Parameters(made.problem, launch, made.workspace)
-    block = Block(size_of(parameters.name))
-    parameters.write(block, pointers)
-    struct = STRUCTS[launch.variant.params].from_address(block.address)
-    struct.block = block  # whose memory it is
+    pytest.importorskip("cupy", reason="buffers are of CuPy's launches")
+    buffer = ParamTemplate(made.problem, launch, made.workspace).pack(pointers)
+    struct = STRUCTS[launch.variant.params].from_address(buffer.address)
+    struct.buffer = buffer  # whose memory it is
     return struct
 
 

@@ -14,7 +14,7 @@ from cuflash.planning.plan import TmaBox
 from cuflash.problem.array_spec import ArraySpec, packed_strides
 from cuflash.runtime import driver as driver_module
 from cuflash.runtime import structs
-from cuflash.runtime.structs import Block
+from cuflash.runtime.structs import ParamBuffer
 from cuflash.runtime.tensor_map import MAP_BYTES, encoded, first_byte, mover
 
 SHAPE = (2, 300, 4, 64)
@@ -128,19 +128,19 @@ def test_gpu_the_driver_takes_the_maps_of_real_operands(cupy: Any, name: str, dt
     shape, strides, rows = REAL[name]
     pointer = cupy.zeros(4096, "float32").data.ptr
     made = encoded(spec(shape, strides, dtype), TmaBox(rows, 0, shape[1]))
-    block = Block(MAP_BYTES)
-    block.memory[:] = made
-    assert mover()(block.address, pointer) == 0
-    there = bytes(block.memory)
+    buffer = ParamBuffer(MAP_BYTES)
+    buffer.memory[:] = made
+    assert mover()(buffer.address, pointer) == 0
+    there = bytes(buffer.memory)
     assert there != made
-    assert mover()(block.address, pointer + 512) == 0
-    assert bytes(block.memory) != there
-    assert mover()(block.address, pointer) == 0
-    assert bytes(block.memory) == there
+    assert mover()(buffer.address, pointer + 512) == 0
+    assert bytes(buffer.memory) != there
+    assert mover()(buffer.address, pointer) == 0
+    assert bytes(buffer.memory) == there
 
 
 @pytest.mark.gpu
 def test_gpu_the_driver_refuses_an_address_that_is_not_aligned(cupy: Any) -> None:
-    block = Block(MAP_BYTES)
-    block.memory[:] = encoded(spec(), TmaBox(128, 0, 300))
-    assert mover()(block.address, cupy.zeros(4096, "float32").data.ptr + 2) != 0
+    buffer = ParamBuffer(MAP_BYTES)
+    buffer.memory[:] = encoded(spec(), TmaBox(128, 0, 300))
+    assert mover()(buffer.address, cupy.zeros(4096, "float32").data.ptr + 2) != 0

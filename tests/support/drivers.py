@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import ctypes
 import functools
@@ -74,19 +73,19 @@ class Gpus:
         monkeypatch.setattr(call, "compiler", compiler)
         monkeypatch.setattr(device_memory, "counter", lambda ordinal, stream, words, use: 512 * stream)
         monkeypatch.setattr(device, "query", lambda ordinal: device.KNOWN["sm_90"])
-        monkeypatch.setattr(call, "_free", collections.defaultdict(list))
+        monkeypatch.setattr(structs.ParamBuffer, "_free", {})
         function = SimpleNamespace(CPointer=lambda address: address)
         for name, module in (("cupy", SimpleNamespace()), ("cupy.cuda", SimpleNamespace()),
                              ("cupy.cuda.function", function)):  # fmt: skip
             monkeypatch.setitem(sys.modules, name, module)
-        make = structs.Block.__init__
+        make = structs.ParamBuffer.__init__
 
-        def noted(block: structs.Block, size: int) -> None:
+        def noted(block: structs.ParamBuffer, size: int) -> None:
             make(block, size)
             if self.records:
                 self.blocks[block.address] = size
 
-        monkeypatch.setattr(structs.Block, "__init__", noted)
+        monkeypatch.setattr(structs.ParamBuffer, "__init__", noted)
         self.library = Recorded()
         monkeypatch.setitem(find._known, Array, self.library)
         call.CALL_CACHE.clear()

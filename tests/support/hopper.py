@@ -17,7 +17,7 @@ import cuflash
 from cuflash.errors import UnsupportedError
 from cuflash.planning import decoding, device, tiles_sm90
 from cuflash.planning.tiles_sm90 import TILES, WarpgroupTile
-from cuflash.runtime.call import Kernels
+from cuflash.runtime.call import LoadedPlan
 from cuflash.testing import oracle
 from cuflash.testing.cases import Case
 from cuflash.testing.layouts import host, laid_out
@@ -53,15 +53,15 @@ def alone(tile: WarpgroupTile) -> tuple[WarpgroupTile, ...]:
 @contextmanager
 def one_call(hopper: bool) -> Iterator[None]:
     """What runs meanwhile is one call, by the kernels that are expected: Hopper's or not."""
-    launch_it, ran = Kernels.launch, []
+    launch_it, ran = LoadedPlan.launch, []
 
-    def noted(kernels: Kernels, pointers: tuple[int, ...], stream: int) -> bool:
+    def noted(kernels: LoadedPlan, pointers: tuple[int, ...], stream: int) -> bool:
         launched: bool = launch_it(kernels, pointers, stream)
         if launched:
             ran.append(kernels.plan.variant.of_warpgroups)
         return launched
 
-    with mock.patch.object(Kernels, "launch", noted):
+    with mock.patch.object(LoadedPlan, "launch", noted):
         yield
     assert ran == [hopper]
 

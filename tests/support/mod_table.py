@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 
-from cuflash.runtime.call import Kernels
+from cuflash.runtime.call import LoadedPlan
 from cuflash.testing.cases import Case
 from cuflash.testing.layouts import host
 from cuflash.testing.sequences import Made
@@ -30,13 +30,13 @@ def dense_of(made: Made, number: int, x: str, rows: Any) -> Any:
 @contextmanager
 def launched() -> Iterator[list[Any]]:
     """The plans of what is launched meanwhile."""
-    launch_it, ran = Kernels.launch, []
+    launch_it, ran = LoadedPlan.launch, []
 
     def noted(kernels: Any, *arguments: Any) -> Any:
         ran.append(kernels.plan)
         return launch_it(kernels, *arguments)
 
-    with mock.patch.object(Kernels, "launch", noted):
+    with mock.patch.object(LoadedPlan, "launch", noted):
         yield ran
 
 

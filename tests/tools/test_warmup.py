@@ -242,7 +242,7 @@ def test_a_folder_that_holds_all_need_not_be_written(
     cache_dir: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[Variant], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*SMALL) == 0
-    monkeypatch.setattr(warmup, "prepared", lambda: pytest.fail("written"))
+    monkeypatch.setattr(warmup, "writable_dir", lambda: pytest.fail("written"))
     assert run(*SMALL) == 0
     assert "3 kernels for sm_80: 3 were there" in capsys.readouterr().out
 

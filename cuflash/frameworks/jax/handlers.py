@@ -32,7 +32,7 @@ from ...problem.options import Options
 from ...problem.problem import Problem
 from ...problem.validate import ValidatedCall
 from ...runtime import cpu, device_memory
-from ...runtime.call import CALL_CACHE, Call, Kernels
+from ...runtime.call import CALL_CACHE, CachedCall, LoadedPlan
 from ...runtime.driver import on_device, relaxed_capture
 from . import ffi
 from .mod_attributes import Functions
@@ -261,21 +261,21 @@ def run_on_cuda(target: str, call: ffi.Call) -> None:
     for place in found.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
     stream = call.stream()
-    if not found.call.aligned.launch(pointers, stream):
-        kernels = found.call.for_any(pointers)
-        found.check_workspace(kernels)
-        kernels.launch(pointers, stream)
+    if not found.call.aligned_plan.launch(pointers, stream):
+        unaligned_plan = found.call.unaligned_plan(pointers)
+        found.check_workspace(unaligned_plan)
+        unaligned_plan.launch(pointers, stream)
 
 
 class Lowered(NamedTuple):
     """What a thread keeps for the calls of a program with one attribute."""
 
-    call: Call
+    call: CachedCall
     absent: tuple[int, ...]  # places of the op's inputs that the calls do not have, rising
     half: int  # bytes from k to v where one operand holds both; else 0
     workspace_bytes: int  # that the program gives
 
-    def check_workspace(self, needing: Call | Kernels) -> None:
+    def check_workspace(self, needing: CachedCall | LoadedPlan) -> None:
         """Raises UnsupportedError if the program's workspace is smaller than these kernels need."""
         needed = needing.plan.workspace_bytes
         if self.workspace_bytes < needed:
@@ -327,8 +327,8 @@ def _lowered(target: str, attribute: bytes, ordinal: int) -> Lowered:
     return found
 
 
-def _call(target: str, described: Described, ordinal: int) -> Call:
-    return Call(ValidatedCall(described.problem(target, f"cuda:{ordinal}")))
+def _call(target: str, described: Described, ordinal: int) -> CachedCall:
+    return CachedCall(ValidatedCall(described.problem(target, f"cuda:{ordinal}")))
 
 
 def _view(buffer: ffi.Buffer) -> np.ndarray[Any, Any]:
