@@ -29,7 +29,7 @@ KINDS: dict[str, Callable[[str], bool]] = {  # of models; each takes those that 
     "speech": lambda name: name.startswith(("Whisper", "wav2vec")),
     "diffusion, video, structures": lambda name: True,
 }
-KNOWN = {  # wrong results that others know of
+DEVICES = {  # wrong results that others know of
     ("FlashAttention-4", "backward"): " ([PR 2896](https://github.com/Dao-AILab/flash-attention/pull/2896))",
 }
 OURS = {"forward": "flash2", "backward": "backward"}  # ops, and the names of what is timed
@@ -127,7 +127,7 @@ def wrong(gpu: str) -> str:
     for row in read(gpu, "models")["rows"]:
         if row["wrong"]:
             found.setdefault((row["contender"], row["op"]), set()).add(row["head_dim"])
-    texts = {of: f"{KNOWN.get(of, '')}, head dims {', '.join(map(str, sorted(dims)))}" for of, dims in found.items()}
+    texts = {of: f"{DEVICES.get(of, '')}, head dims {', '.join(map(str, sorted(dims)))}" for of, dims in found.items()}
     return "\n".join(f"- {op} of {name}{text}" for (name, op), text in texts.items()) or "None."
 
 

@@ -156,7 +156,7 @@ def variants() -> list[Variant]:
 
 def unreached(wanted: list[Variant]) -> list[str]:
     """Rows of the tile tables that no call uses on this GPU."""
-    reached = {(variant.dtype, variant.tile, variant.softcap, variant.lengths) for variant in wanted}
+    reached = {(variant.dtype, variant.tile, variant.softcap, variant.is_varlen) for variant in wanted}
     rows: list[tuple[str, Any, bool, bool]] = []  # dtype, row, whether scores are capped, whether lengths differ
     for dtype, lengths in itertools.product(tiles_sm80.TILES, (False, True)):
         rows += [(dtype, row, False, lengths) for row in (*tiles_sm80.TILES[dtype], *tiles_sm80.DQ[dtype])]

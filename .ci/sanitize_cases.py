@@ -12,7 +12,7 @@ import numpy as np
 
 from cuflash.arrays.numpy import NUMPY
 from cuflash.planning import device, tiles_sm80, tiles_sm90
-from cuflash.planning.device import KNOWN, Device
+from cuflash.planning.device import DEVICES, Device
 from cuflash.problem.array_spec import ArraySpec
 from cuflash.problem.operands import VARLEN_OPS
 from cuflash.problem.options import Options
@@ -34,7 +34,7 @@ WRONG = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
 def devices() -> list[Device]:
     """This GPU, and copies of it that claim the shared memory of smaller GPUs."""
     here = device.query(0)
-    smaller = {(known.smem_per_block, known.smem_per_sm) for known in KNOWN.values()}
+    smaller = {(known.smem_per_block, known.smem_per_sm) for known in DEVICES.values()}
     return [here] + [
         replace(here, smem_per_block=block, smem_per_sm=whole)
         for block, whole in sorted(smaller, reverse=True)

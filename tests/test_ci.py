@@ -20,7 +20,7 @@ if not CI.is_dir():
 ARCHS = "sm_80", "sm_90"
 TEXTS = {path.name: path.read_text("utf-8") for path in sorted(CI.iterdir()) if path.is_file()}
 # How names are looked for: as a bash variable of alternatives, by compute-sanitizer, by pytest and in Python.
-KNOWN = re.compile(r"\bknown='([^']*)'")
+DEVICES = re.compile(r"\bknown='([^']*)'")
 SUBSTRING = re.compile(r"\bkernel_substring=([\w${}]+)")
 CHOSEN = re.compile(r"""-k "([^"]*)\"""")
 CONTAINED = re.compile(r"""["'](\w+)["'] (?:not )?in [\w.]+\.(?:kernel|variant\.name)\b""")
@@ -49,7 +49,7 @@ def filled(text: str, name: str) -> list[str]:
 
 def patterns(text: str) -> Iterator[str]:
     """Yields the regular expressions of kernel names in a file, which begin where the name does."""
-    yield from chain.from_iterable(map(alternatives, KNOWN.findall(text)))
+    yield from chain.from_iterable(map(alternatives, DEVICES.findall(text)))
     for name in SUBSTRING.findall(text):
         yield from (rf"\w*{each}" for each in filled(text, name))
     for words in CHOSEN.findall(text):

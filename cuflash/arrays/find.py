@@ -44,13 +44,13 @@ def _check_others(op: Op, arrays: tuple[Any, ...], first: Library) -> None:
 
 def library_of(name: str, array: Any) -> Library:
     """The library that an array belongs to; raises ProblemError if it is no array."""
-    found = _known.get(type(array))
-    if found is None:
-        found = _find(name, array)
+    library = _known.get(type(array))
+    if library is None:
+        library = _find(name, array)
         # why asked of the type: of others, each array may have another library, or none.
         if hasattr(type(array), "__dlpack__"):
-            _known[type(array)] = found
-    return found
+            _known[type(array)] = library
+    return library
 
 
 def _find(name: str, array: Any) -> Library:

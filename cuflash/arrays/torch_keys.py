@@ -83,12 +83,12 @@ class TensorKeys:
 
 def _guards(torch: Any) -> Any:
     """The class of guards, or None if PyTorch has no such class that tells tensors apart."""
-    found = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
-    if found is None:
+    guard_class = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+    if guard_class is None:
         return None
 
     def guards(*tensors: Any) -> Any:
-        return found(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return guard_class(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def like(rows: int, columns: int, **more: Any) -> Any:
         return torch.empty(rows, columns, dtype=torch.float32, device="cpu", **more)

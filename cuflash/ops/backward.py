@@ -93,9 +93,9 @@ def backward(
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     if page_table is not None or cache_batch_idx is not None:
-        given = "page_table" if page_table is not None else "cache_batch_idx"
+        name = "page_table" if page_table is not None else "cache_batch_idx"
         raise UnsupportedError(
-            f"{given} was given, but cached keys have no gradients, as several sequences may share them; gather them "
+            f"{name} was given, but cached keys have no gradients, as several sequences may share them; gather them "
             "into k and v, packed or one row of the batch for each sequence"
         )
     options = options_key(

@@ -90,7 +90,7 @@ def resolve_mods(
     has_sinks = mod_args.sinks is not None
     drops = not is_zero(mod_args.dropout_p) and bool(check_dropout(mod_args.dropout_p))
     sizes = None if block_mask is None else block_mask.sizes
-    fits = not varlen_args or mask is None or (seen := band(mask.root)) is None or _fits(seen, options)
+    fits = not varlen_args or mask is None or (mask_band := band(mask.root)) is None or _fits(mask_band, options)
     digests = None if score is None else score.digest, None if mask is None else mask.digest
     key = name, not varlen_args, *digests, bias, has_sinks, drops, sizes, fits
     if (kind := _kinds.get(key)) is None:
@@ -111,12 +111,12 @@ def resolve_mods(
             "algorithm='standard' takes no score_mod, mask_mod, bias, sinks and dropout; take another one, which give "
             "the same numbers"
         )
-    found = (block_mask.cells,) if block_mask is not None and kind.mod_spec.has_block_mask else ()
+    mask_tiles = (block_mask.cells,) if block_mask is not None and kind.mod_spec.has_block_mask else ()
     if not numbers:
-        return ModCall(kind.op, tuple(arrays), drops, found, ())
+        return ModCall(kind.op, tuple(arrays), drops, mask_tiles, ())
     flat = tuple(dict.fromkeys(number for group in numbers for number in group))
     places = tuple([tuple([flat.index(number) for number in group]) for group in numbers])
-    return ModCall(_op_of(key, kind, flat), tuple(arrays), drops, found, places)
+    return ModCall(_op_of(key, kind, flat), tuple(arrays), drops, mask_tiles, places)
 
 
 class _Kind(NamedTuple):
@@ -142,12 +142,12 @@ _kinds: dict[_Key, _Kind] = {}
 def _kind_of(key: _Key, score: Graph | None, mask: Graph | None) -> _Kind:
     name, is_dense, _, _, bias, has_sinks, drops, sizes, fits = key
     plain, has_block_mask = (OPS if is_dense else VARLEN_OPS)[name], sizes is not None
-    seen = None if mask is None or not fits else band(mask.root)
-    if seen is not None:
+    mask_band = None if mask is None or not fits else band(mask.root)
+    if mask_band is not None:
         mask, has_block_mask = None, False
-        seen = None if sizes is None and seen.is_open else seen
+        mask_band = None if sizes is None and mask_band.is_open else mask_band
     mod_spec = make_mod_spec(score, mask, bias, has_sinks, drops, has_block_mask)
-    kind = _Kind(mod_spec, plain, seen, mask is not None)
+    kind = _Kind(mod_spec, plain, mask_band, mask is not None)
     return kind._replace(op=_op_of(key, kind, ()))
 
 
@@ -185,12 +185,16 @@ def _mask(mod_args: ModArgs, varlen_args: VarlenInputs) -> tuple[Graph | None, B
     return mask_graph, block_mask
 
 
-def _fits(seen: Band, options: Options) -> bool:
+def _fits(mask_band: Band, options: Options) -> bool:
     """Returns whether a band counts from where the mask of the options does, or one of both masks out nothing."""
     window = options.window_size
     sides = window if isinstance(window, tuple | list) else (0,)
     is_open = all(side is None or (is_integer(side) and side == -1) for side in sides)
-    return seen.is_open or (options.causal is False and is_open) or (options.diagonal_offset is None) == seen.from_end
+    return (
+        mask_band.is_open
+        or (options.causal is False and is_open)
+        or (options.diagonal_offset is None) == mask_band.from_end
+    )
 
 
 def _bias(bias: Any) -> Bias:
@@ -210,17 +214,17 @@ def _bias(bias: Any) -> Bias:
 
 
 def _numbers(
-    wanted: Any, mod_args: ModArgs, score: Graph | None, mod_spec: ModSpec, arrays: Sequence[Any], loaded: int
+    captured_grads: Any, mod_args: ModArgs, score: Graph | None, mod_spec: ModSpec, arrays: Sequence[Any], loaded: int
 ) -> tuple[tuple[int, ...], ...]:
     """For each array of `captured_grads`, the numbers of it among those that may have gradients."""
-    if not isinstance(wanted, tuple | list):
-        raise ProblemError(f"captured_grads is a {type(wanted).__name__}; give a tuple of arrays, () for none")
+    if not isinstance(captured_grads, tuple | list):
+        raise ProblemError(f"captured_grads is a {type(captured_grads).__name__}; give a tuple of arrays, () for none")
     numbers = [*range(0 if score is None else len(score.arrays))]
     numbers += [loaded - 1] if mod_args.bias is not None else []
     numbers = [number for number in numbers if mod_spec.arrays[number].type == Type.FLOAT32]
     numbers += [loaded] if mod_args.sinks is not None else []
-    found = [tuple([number for number in numbers if arrays[number] is x]) for x in wanted]
-    for place, (x, group) in enumerate(zip(wanted, found, strict=True)):
+    groups = [tuple([number for number in numbers if arrays[number] is x]) for x in captured_grads]
+    for place, (x, group) in enumerate(zip(captured_grads, groups, strict=True)):
         if not group:
             names = [_described(mod_spec, number, arrays) for number in numbers]
             kind = f"an array of shape {tuple(x.shape)}" if _has_shape(x) else f"a {type(x).__name__}"
@@ -228,7 +232,7 @@ def _numbers(
                 f"captured_grads[{place}] is {kind} that has no gradient here; give, as the same objects, some of: "
                 f"{', '.join(names) or 'nothing, as no array of floats changes the scores'}"
             )
-    return tuple(found)
+    return tuple(groups)
 
 
 def _has_shape(x: Any) -> bool:

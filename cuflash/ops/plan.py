@@ -104,15 +104,15 @@ def plan(
                       max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p)  # fmt: skip
     varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
     varlen_kwargs = varlen_args._asdict()
-    given = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
-    given |= {name: operand for name, operand in (varlen_kwargs | {"out": out}).items() if operand is not None}
+    operands = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
+    operands |= {name: operand for name, operand in (varlen_kwargs | {"out": out}).items() if operand is not None}
     specs, misaligned = {}, []
-    for name, operand in given.items():
+    for name, operand in operands.items():
         specs[name], aligned = _spec(name, operand, INTEGERS if dtype is not None and name in varlen_kwargs else dtype)
         if not aligned:
             misaligned.append(name)
-    whole = OPS[op] if varlen_kwargs.keys().isdisjoint(given) else VARLEN_OPS[op]
-    if unknown := given.keys() - set(whole.names):
+    whole = OPS[op] if varlen_kwargs.keys().isdisjoint(operands) else VARLEN_OPS[op]
+    if unknown := operands.keys() - set(whole.names):
         raise UnsupportedError(f"op={op!r} takes no {', '.join(sorted(unknown))}; leave it out")
     is_plain = score_mod is mask_mod is block_mask is bias is sinks is captured_grads is dropout_seed is None
     if not (is_plain and is_zero(dropout_p)):

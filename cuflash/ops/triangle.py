@@ -54,14 +54,14 @@ def attended(
     beside an array.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("bias", bias), ("mask", mask)):
-        wanted = {"bias": "(batch, heads, seqlen_q, seqlen_k)", "mask": "(batch, rows, seqlen_k)"}.get(name, LAYOUT)
+        shape = {"bias": "(batch, heads, seqlen_q, seqlen_k)", "mask": "(batch, rows, seqlen_k)"}.get(name, LAYOUT)
         if x is None and name == "mask":
             continue
         kinds, dtype = ("bool",) if name == "mask" else tuple(DTYPES), dtype_of(name, x)
         if dtype not in kinds:
             raise ProblemError(f"{name} has dtype {dtype}; give {', '.join(kinds)}")
-        if len(x.shape) != wanted.count(",") + 1 or (name in "kv" and x.shape[:2] != q.shape[:2]):
-            raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {wanted}, where batch and rows are those of q")
+        if len(x.shape) != shape.count(",") + 1 or (name in "kv" and x.shape[:2] != q.shape[:2]):
+            raise ProblemError(f"{name} has shape {tuple(x.shape)}; give {shape}, where batch and rows are those of q")
     batch, rows, heads, seqlen_q = q.shape[:4]
     seqlen_k = k.shape[3]
     if tuple(bias.shape) != (batch, heads, seqlen_q, seqlen_k):

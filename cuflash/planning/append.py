@@ -27,17 +27,17 @@ def append_plan(problem: Problem, device: Device) -> Plan:
     chunk = 16 // DTYPES[problem.dtype].itemsize
     pieces = blocks_of(pairs, chunk) + blocks_of(problem.head_dim - 2 * pairs, chunk)
     pieces_v = blocks_of(problem.head_dim_v, chunk)
-    assert problem.lengths is not None
-    threads_k = problem.lengths.batch_k * problem.lengths.rows_k * problem.heads_kv * (pieces + pieces_v)
-    threads_q = problem.lengths.batch_q * problem.lengths.rows_q * problem.heads_q * pieces
+    assert problem.seqlen_info is not None
+    threads_k = problem.seqlen_info.batch_k * problem.seqlen_info.rows_k * problem.heads_kv * (pieces + pieces_v)
+    threads_q = problem.seqlen_info.batch_q * problem.seqlen_info.rows_q * problem.heads_q * pieces
     num_key_blocks = blocks_of(threads_k, PORTABLE_THREADS)
     fields = {
         "page_table_stride": 0 if table is None else table.strides[0],
         "rotary_cos_stride": 0 if cos is None else cos.strides[0],
         "rotary_sin_stride": 0 if sin is None else sin.strides[0],
         "batch": problem.batch,
-        "rows_k": problem.lengths.rows_k,
-        "rows_q": problem.lengths.rows_q,
+        "rows_k": problem.seqlen_info.rows_k,
+        "rows_q": problem.seqlen_info.rows_q,
         "heads_kv": problem.heads_kv,
         "heads_q": problem.heads_q,
         "head_dim_v": problem.head_dim_v,

@@ -8,14 +8,10 @@ from itertools import product
 
 from ..errors import UnsupportedError
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import PADDED_SLOT, SeqlenInfo
 from ..problem.problem import Problem
+from ..problem.seqlen_info import PADDED_SLOT, SeqlenInfo
 from . import tiles_sm80, tiles_sm90
-from .block_mask import KeySteps, is_block_sparse, tile_counts_launch, with_mask_tiles
-from .delta import block_words, changes_weights, delta_launch, stats_rows_of
-from .device import Device
-from .hopper import HOPPER, reason_against
-from .key_blocks import (
+from .backward_schedule import (
     HEADS_IN_L2,
     KEY_ROWS,
     SHARED_STEPS,
@@ -31,6 +27,10 @@ from .key_blocks import (
     kv_heads_in_l2,
     listed_together,
 )
+from .block_mask import KeySteps, is_block_sparse, tile_counts_launch, with_mask_tiles
+from .delta import block_words, changes_weights, delta_launch, stats_rows_of
+from .device import Device
+from .hopper import HOPPER, reason_against
 from .mod_code import ModCode, make_mod_code
 from .plan import Launch, Plan, TmaBox, blocks_of, compile_arch, make_plan
 from .tiles_sm80 import BackwardTile, Tile
@@ -45,7 +45,7 @@ ACC_OF_THREAD = 16  # elements that a thread of the convert kernel converts
 # Up to this seqlen_k a block on Hopper takes several key blocks, if SHORT_WAVES waves of blocks remain. why: L35
 SHORT_KEYS = 2**14
 SHORT_WAVES = 4
-MAX_TURNS = 2**16 - 1  # the most key blocks that Hopper's counter of a dq tile can count
+MAX_SEMAPHORES = 2**16 - 1  # the most key blocks that Hopper's counter of a dq tile can count
 MAX_HEAD = 256  # the largest head dim of Hopper's kernels
 
 
@@ -56,13 +56,13 @@ def backward_plan(
     reason = reason_against(problem, device, misaligned) or _reason_against(problem)
     few_keys = "with so few keys, the query heads of a kv head are better shared out among blocks"
     if reason is None and changes_weights(problem):
-        made = _mod_plan(problem, device, spilled)
-        by_rows = made is not None and made.launches[-1].variant.source == "sm90/backward_rows.cu"
-        if made is not None and not (by_rows and _has_few_keys(problem, device, 1)):
-            return made
-        reason = few_keys if made is not None else "mods need more registers than it has"
+        candidate = _mod_plan(problem, device, spilled)
+        by_rows = candidate is not None and candidate.launches[-1].variant.source == "sm90/backward_rows.cu"
+        if candidate is not None and not (by_rows and _has_few_keys(problem, device, 1)):
+            return candidate
+        reason = few_keys if candidate is not None else "mods need more registers than it has"
     elif reason is None:
-        lengths, capped = problem.lengths, problem.options.softcap > 0.0
+        lengths, capped = problem.seqlen_info, problem.options.softcap > 0.0
         tile = tiles_sm90.choose_backward(problem.head_dim, problem.head_dim_v, _queries_of_a_key(problem), capped)
         rows = () if tile is not None else tiles_sm90.choose_rows(problem.head_dim, problem.head_dim_v, capped)
         if tile is not None:
@@ -78,15 +78,15 @@ def backward_plan(
 
 def _queries_of_a_key(problem: Problem) -> float:
     """How many queries see a key on average; 0 of variable-length sequences, where tiles for many have no place."""
-    return problem.mask.num_visible() / max(problem.seqlen_k, 1) if problem.lengths is None else 0.0
+    return problem.mask.num_visible() / max(problem.seqlen_k, 1) if problem.seqlen_info is None else 0.0
 
 
 def _reason_against(problem: Problem) -> str | None:
     """Why Hopper's kernels cannot take this backward, besides the reasons that also hold for forward."""
     if problem.batch == 0:
         return "the batch is empty"
-    if blocks_of(problem.seqlen_k, KEY_ROWS) > MAX_TURNS:
-        return f"seqlen_k {problem.seqlen_k} is over {MAX_TURNS * KEY_ROWS}"
+    if blocks_of(problem.seqlen_k, KEY_ROWS) > MAX_SEMAPHORES:
+        return f"seqlen_k {problem.seqlen_k} is over {MAX_SEMAPHORES * KEY_ROWS}"
     if max(problem.head_dim, problem.head_dim_v) > MAX_HEAD:
         return f"head dims ({problem.head_dim}, {problem.head_dim_v}) are over {MAX_HEAD}"
     return None
@@ -103,7 +103,7 @@ def _has_few_keys(problem: Problem, device: Device, parts: int) -> bool:
 
 def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) -> Plan | None:
     """The plan with mods; None if the kernels of all tiles spill registers."""
-    dims, capped, lengths = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0, problem.lengths
+    dims, capped, lengths = (problem.head_dim, problem.head_dim_v), problem.options.softcap > 0.0, problem.seqlen_info
     # Whether it passes over tiles that see nothing. why not of several lengths: kernels number the rows that are seen,
     # so that tiles are not made of whole mask tiles.
     ways = (True, False) if is_block_sparse(problem) and lengths is None else (False,)
@@ -112,11 +112,11 @@ def _mod_plan(problem: Problem, device: Device, spilled: Collection[Variant]) ->
     ) in ways:  # why the tiles inside: most masks hide more pairs than a tile for larger head dims costs time
         for tile in tiles_sm90.choose_mod_backward(*dims, _queries_of_a_key(problem), capped, is_sparse):
             if lengths is None:
-                made = _warpgroup_plan(problem, device, tile, is_sparse)
+                candidate = _warpgroup_plan(problem, device, tile, is_sparse)
             else:
-                made = _listed_plan(problem, device, tile.for_varlen(), lengths)
-            if not any(launch.variant in spilled for launch in made.launches):
-                return made
+                candidate = _listed_plan(problem, device, tile.for_varlen(), lengths)
+            if not any(launch.variant in spilled for launch in candidate.launches):
+                return candidate
     rows, skipping = [], []
     for tiles in tiles_sm90.choose_mod_rows(*dims, capped):
         fitting = (
@@ -149,11 +149,11 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
             "supported. Pass NumPy arrays (numpy.asarray, cupy.asnumpy, .cpu())."
         )
 
-    varlen = problem.lengths
+    varlen = problem.seqlen_info
 
     def variant(op: str, source: str, tile: Tile | BackwardTile | None = None, code: ModCode | None = None) -> Variant:
         arch, lengths = compile_arch("sm80", device), varlen is not None
-        return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, lengths=lengths, mod_code=code)
+        return variant_of(op, source, arch, problem.dtype, problem.dtype, tile=tile, is_varlen=lengths, mod_code=code)
 
     if varlen is None:
         heads, heads_kv = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
@@ -256,10 +256,10 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
         # why counted: then blocks of threads wait for those with lower numbers, which must have begun.
         Launch(variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), counted=deterministic and not is_sparse),
     ]
-    found: Mapping[str, int] = workspace
+    buffers: Mapping[str, int] = workspace
     if is_sparse:
-        launches, found = with_mask_tiles(problem, device, launches, workspace)
-    return make_plan(problem, device, launches, found, num_work=count_key_blocks(problem, tile.block_k))
+        launches, buffers = with_mask_tiles(problem, device, launches, workspace)
+    return make_plan(problem, device, launches, buffers, num_work=count_key_blocks(problem, tile.block_k))
 
 
 def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, varlen: SeqlenInfo) -> Plan:
@@ -337,7 +337,7 @@ def _rows_plan(
     mask tiles: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of
     threads share the query heads of each key block of dk, and of dv.
     """
-    if (varlen := problem.lengths) is None:
+    if (varlen := problem.seqlen_info) is None:
         num_q_blocks = blocks_of(problem.seqlen_q, tiles[0].block_q)
         num_k_blocks = blocks_of(problem.seqlen_k, tiles[1].block_k)
         times, of_slots, workspace = problem.batch, {}, {}
@@ -353,8 +353,8 @@ def _rows_plan(
         "heads_in_l2": 1 if is_full(problem) else HEADS_IN_L2,
         "stats_rows": stats_rows,
     }
-    of_turns = {"num_q_blocks": 0, "more_semaphores": 2 * work[1]} if shares else {}
-    launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_turns)]
+    of_semaphores = {"num_q_blocks": 0, "more_semaphores": 2 * work[1]} if shares else {}
+    launches = [delta_launch(problem, device, stats_rows, 1, **of_slots, **of_semaphores)]
     for tile, skips in zip(tiles, is_sparse, strict=True):
         shared, result = shares and tile.gradient != "dq", tile.gradient
         variant = _rows_variant(problem, device, replace(tile, shares_heads=shared), skips)
@@ -363,14 +363,14 @@ def _rows_plan(
         launch_fields = fields | {"first_semaphore": work[1] if result == "dv" else 0} if shared else fields
         tma_boxes, aliases = _tma_boxes(problem, *tile.tma_rows), {"acc": f"{result}_acc"} if shared else {}
         launches.append(Launch(variant, blocks, launch_fields, tma_boxes, counted=varlen is not None, aliases=aliases))
-    found: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
+    buffers: Mapping[str, int] = workspace | {"stats": 2 * times * problem.heads_q * stats_rows}
     if shares:
         rows = work[1] * KEY_ROWS
         sums = {"dk_acc": rows * tiles[1].head_dim, "dv_acc": rows * tiles[2].head_dim_v}
-        found = {**found, **sums, "semaphores": of_turns["more_semaphores"]}
+        buffers = {**buffers, **sums, "semaphores": of_semaphores["more_semaphores"]}
     if any(is_sparse):
-        launches, found = with_mask_tiles(problem, device, launches, found)
-    return make_plan(problem, device, launches, found, num_work=max(work))
+        launches, buffers = with_mask_tiles(problem, device, launches, buffers)
+    return make_plan(problem, device, launches, buffers, num_work=max(work))
 
 
 def _tma_boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, TmaBox]:
@@ -378,13 +378,13 @@ def _tma_boxes(problem: Problem, box_q: int, box_k: int) -> dict[str, TmaBox]:
 
     why all rows of dq: a store may not begin before the first row of its box. Of several lengths, boxes of any rows.
     """
-    if (varlen := problem.lengths) is not None:
+    if (varlen := problem.seqlen_info) is not None:
         rows = {"q": varlen.rows_q, "k": varlen.rows_k, "v": varlen.rows_k, "dout": varlen.rows_q}
         loaded = {"q": box_q, "k": box_k, "v": box_k, "dout": box_q}
         tma_boxes = {name: TmaBox(loaded[name], 0, rows[name], varlen=True) for name in rows}
         return tma_boxes | {f"d{name}": TmaBox(OUT_ROWS, 0, rows[name], varlen=True) for name in "qkv"}
-    seen_q, seen_k = problem.mask.row_range(0, problem.seqlen_k), problem.mask.key_range(0, problem.seqlen_q)
-    row_box, key_box = TmaBox(box_q, *seen_q), TmaBox(box_k, *seen_k)
+    visible_q, visible_k = problem.mask.row_range(0, problem.seqlen_k), problem.mask.key_range(0, problem.seqlen_q)
+    row_box, key_box = TmaBox(box_q, *visible_q), TmaBox(box_k, *visible_k)
     tma_boxes = {"q": row_box, "k": key_box, "v": key_box, "dout": row_box}
     stored = TmaBox(OUT_ROWS, 0, problem.seqlen_k)
     return tma_boxes | {"dq": TmaBox(OUT_ROWS, 0, problem.seqlen_q), "dk": stored, "dv": stored}
@@ -399,11 +399,11 @@ def _warpgroup_variant(
 ) -> Variant:
     source = "sm90/backward.cu" if isinstance(tile, WarpgroupBackwardTile) else "sm90/backward_rows.cu"
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
-    lengths = problem.lengths is not None
+    lengths = problem.seqlen_info is not None
     keys_as_rows = op != "backward_dq"
     mod_code = make_mod_code(problem, keys_as_rows, is_sparse=is_sparse) if changes_weights(problem) else None
     return variant_of(
-        op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, lengths=lengths, mod_code=mod_code
+        op, source, arch, problem.dtype, problem.dtype, tile=tile, softcap=capped, is_varlen=lengths, mod_code=mod_code
     )
 
 

@@ -49,8 +49,8 @@ def mask_tile_strides(problem: Problem) -> tuple[int, int, int]:
     Of a call that is given mask tiles, or finds them itself.
     """
     mod_spec = problem.op.mod_spec
-    given = mod_spec is not None and mod_spec.has_block_mask
-    batch, heads, rows, columns = problem.spec("mask_tiles").shape if given else mask_tiles_shape(problem)
+    is_input = mod_spec is not None and mod_spec.has_block_mask
+    batch, heads, rows, columns = problem.spec("mask_tiles").shape if is_input else mask_tiles_shape(problem)
     return heads * rows * columns * (batch > 1), rows * columns * (heads > 1), columns
 
 
@@ -63,7 +63,7 @@ def _inputs(problem: Problem) -> frozenset[str]:
 def _tells_sequences_apart(problem: Problem) -> bool:
     """Whether the mask depends on the sequence, or on its lengths where only the device knows them."""
     inputs = _inputs(problem)
-    return "b" in inputs or (problem.lengths is not None and not inputs.isdisjoint(LENGTHS))
+    return "b" in inputs or (problem.seqlen_info is not None and not inputs.isdisjoint(LENGTHS))
 
 
 def mask_tiles_launch(problem: Problem, device: Device) -> tuple[Launch, int] | None:
@@ -76,8 +76,8 @@ def mask_tiles_launch(problem: Problem, device: Device) -> tuple[Launch, int] | 
         return None
     shape = mask_tiles_shape(problem)
     # why not of each sequence if all share them: what a mask shows of the longest it shows of any.
-    of_lengths = problem.lengths is not None and _tells_sequences_apart(problem)
-    launch = _launch(problem, device, shape, of_lengths, of_call=problem.lengths is None or of_lengths)
+    of_lengths = problem.seqlen_info is not None and _tells_sequences_apart(problem)
+    launch = _launch(problem, device, shape, of_lengths, of_call=problem.seqlen_info is None or of_lengths)
     # why whole lines: what lies behind the mask tiles is copied 16 bytes at a time.
     return launch, rounded_up(blocks_of(math.prod(shape), 4), LINE_FLOATS)
 
@@ -86,9 +86,9 @@ def with_mask_tiles(
     problem: Problem, device: Device, launches: list[Launch], workspace: Mapping[str, int] = _NOTHING
 ) -> tuple[list[Launch], Mapping[str, int]]:
     """Launches and floats of the workspace, after those of the mask tiles that they use, if the call finds any."""
-    if (made := mask_tiles_launch(problem, device)) is None:
+    if (launch_and_floats := mask_tiles_launch(problem, device)) is None:
         return launches, workspace
-    launch, floats = made
+    launch, floats = launch_and_floats
     return [launch, *launches], {**workspace, "mask_tiles": floats}
 
 
@@ -173,7 +173,7 @@ def tile_counts_launch(
 def block_mask_plan(problem: Problem, device: Device) -> Plan:
     """The plan of the op block_mask, whose result has the mask tiles of each sequence and head, or of all of them."""
     shape = problem.spec("mask_tiles").shape
-    launch = _launch(problem, device, shape, problem.lengths is not None, of_call=False)
+    launch = _launch(problem, device, shape, problem.seqlen_info is not None, of_call=False)
     return make_plan(problem, device, [launch], num_work=math.prod(shape))
 
 
@@ -187,7 +187,7 @@ def _launch(problem: Problem, device: Device, shape: tuple[int, ...], of_lengths
         arch=compile_arch("portable", device),
         dtype="float32",
         out_dtype="float32",
-        lengths=of_lengths,
+        is_varlen=of_lengths,
         mod_code=make_mod_code(problem),
     )
     fields = {

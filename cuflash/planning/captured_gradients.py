@@ -13,8 +13,8 @@ from typing import Any
 from ..errors import UnsupportedError
 from ..problem.array_spec import ArraySpec, packed_strides
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import PADDED_SLOT
 from ..problem.problem import Problem
+from ..problem.seqlen_info import PADDED_SLOT
 from . import tiles_sm80
 from .device import Device
 from .gradient_terms import Sums, Term, is_affine, sums_of, terms_of
@@ -32,13 +32,13 @@ NUMBER_KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # Numb
 SINKS = "dsinks"
 
 
-def with_captured_gradients(made: Plan, problem: Problem, device: Device) -> Plan:
+def with_captured_gradients(plan: Plan, problem: Problem, device: Device) -> Plan:
     """The plan of backward, and after it the launches for gradients of captured arrays, if any is wanted."""
-    wanted = [operand.name for operand in problem.op.outputs if operand.name not in ("dq", "dk", "dv")]
-    if not wanted:
-        return made
-    gradients = _CapturedGradients(made, problem, device)
-    for name in wanted:
+    names = [operand.name for operand in problem.op.outputs if operand.name not in ("dq", "dk", "dv")]
+    if not names:
+        return plan
+    gradients = _CapturedGradients(plan, problem, device)
+    for name in names:
         if name == SINKS:
             gradients.add_sinks()
         else:
@@ -49,14 +49,14 @@ def with_captured_gradients(made: Plan, problem: Problem, device: Device) -> Pla
 class _CapturedGradients:
     """Launches and parts of the workspace beside those of a plan."""
 
-    def __init__(self, made: Plan, problem: Problem, device: Device) -> None:
-        self.made, self.problem, self.device = made, problem, device
-        self.launches = list(made.launches)
-        self.parts, self.end = dict(made.workspace), made.workspace_bytes
-        delta = next(launch for launch in made.launches if launch.variant.op == "delta")
+    def __init__(self, plan: Plan, problem: Problem, device: Device) -> None:
+        self.made, self.problem, self.device = plan, problem, device
+        self.launches = list(plan.launches)
+        self.parts, self.end = dict(plan.workspace), plan.workspace_bytes
+        delta = next(launch for launch in plan.launches if launch.variant.op == "delta")
         self.stats = {name: delta.fields[name] for name in ("stats_rows", "stats_step", "stats_delta")}
         # why not of the launch: it may know lengths of keys alone.
-        self.has_queries = "stats" in made.workspace and problem.seqlen_q > 0
+        self.has_queries = "stats" in plan.workspace and problem.seqlen_q > 0
 
     def plan(self) -> Plan:
         """The plan with all of it."""
@@ -74,13 +74,14 @@ class _CapturedGradients:
         return name
 
     def _variant(self, op: str, source: str, **more: Any) -> Variant:
-        arch, dtype, lengths = compile_arch("sm80", self.device), self.problem.dtype, self.problem.lengths is not None
-        return variant_of(op, source, arch, dtype, dtype, **{"lengths": lengths, **more})
+        arch, dtype = compile_arch("sm80", self.device), self.problem.dtype
+        more = {"is_varlen": self.problem.seqlen_info is not None} | more
+        return variant_of(op, source, arch, dtype, dtype, **more)
 
     def add_sinks(self) -> None:
         """The gradient of the sinks."""
         problem, result = self.problem, _spec(self.problem, SINKS)
-        varlen, heads = problem.lengths, problem.heads_q
+        varlen, heads = problem.seqlen_info, problem.heads_q
         if varlen is None:
             num_slots = problem.batch * blocks_of(problem.seqlen_q, PADDED_SLOT)
         else:
@@ -102,7 +103,7 @@ class _CapturedGradients:
         problem, result = self.problem, _spec(self.problem, name)
         mod_spec = problem.op.mod_spec
         assert mod_spec is not None
-        number = next(at for at, each in enumerate(mod_spec.arrays) if f"d{each.name}" == name)
+        number = next(position for position, each in enumerate(mod_spec.arrays) if f"d{each.name}" == name)
         terms = terms_of(mod_spec).get(number, ()) if self.has_queries and problem.seqlen_k > 0 else ()
         if 0 in result.shape:
             return
@@ -119,8 +120,8 @@ class _CapturedGradients:
             )
         all_sums = [sums_of(term, result.shape, lengths) for term in terms]
         total = self._part(f"{name}_total", math.prod(result.shape)) if len(terms) > 1 else None
-        for at, (term, sums) in enumerate(zip(terms, all_sums, strict=True)):
-            self._add_term(f"{name}_{at}", result, name, term, sums, lengths, tile, total, at, len(terms))
+        for position, (term, sums) in enumerate(zip(terms, all_sums, strict=True)):
+            self._add_term(f"{name}_{position}", result, name, term, sums, lengths, tile, total, position, len(terms))
 
     def _add_term(
         self,
@@ -132,10 +133,10 @@ class _CapturedGradients:
         lengths: dict[str, int],
         tile: DqTile,
         total: str | None,
-        at: int,
+        position: int,
         count: int,
     ) -> None:
-        """One term of a gradient, number `at` of `count`; total: the part of the workspace in which terms are added."""
+        """Adds term `position` of `count`; total: the part of the workspace in which terms are added."""
         problem = self.problem
         extents = [result.shape[axis] for axis in sums.gathered_axes]
         places = math.prod(extents)
@@ -164,7 +165,7 @@ class _CapturedGradients:
         tables_each = tile.warps if extents else 1
         room = MOST_TABLE_BYTES // (FLOAT_BYTES * size * tables_each)
         resident = self.device.num_sms * tile.blocks_per_sm
-        is_even = problem.lengths is None and problem.mask.is_full
+        is_even = problem.seqlen_info is None and problem.mask.is_full
         parts = _parts(blocks, num_steps, resident, room, is_even)
         affine = all(is_affine(term.load.arguments[axis]) for axis in sums.gathered_axes)
         lacks_room = bool(extents) and (room < 1 or (not affine and blocks * parts < resident // 4 and parts >= room))
@@ -182,10 +183,10 @@ class _CapturedGradients:
         tables = None if is_direct else self._part(f"{called}_tables", size * (1 if atomic else parts * tables_each))
         if atomic:
             assert tables is not None
-            self._clear(tables, size)
+            self._zero(tables, size)
 
         arguments = tuple(term.load.arguments[axis] for axis in sums.gathered_axes)
-        stays = set(sums.separate_axes) == {"h", "q_idx", "k_idx"} and problem.lengths is None and not extents
+        stays = set(sums.separate_axes) == {"h", "q_idx", "k_idx"} and problem.seqlen_info is None and not extents
         code = gradient_code(problem, term.derivative, arguments, stays)
         variant = self._variant("backward_mods", "sm80/backward_mods.cu", tile=tile, mod_code=code)
         fields = self.stats | {
@@ -207,7 +208,7 @@ class _CapturedGradients:
         self.launches.append(Launch(variant, blocks * parts, fields, aliases=aliases))
         if tables is not None:
             num_tables = 1 if atomic else parts * tables_each
-            self._add_tables(name, result, sums, strides, tables, num_tables, size, total, at, count)
+            self._add_tables(name, result, sums, strides, tables, num_tables, size, total, position, count)
 
     def _add_tables(
         self,
@@ -219,7 +220,7 @@ class _CapturedGradients:
         num_tables: int,
         size: int,
         total: str | None = None,
-        at: int = 0,
+        position: int = 0,
         count: int = 1,
     ) -> None:
         """The launch that adds tables of a term; without tables the result is zero."""
@@ -233,25 +234,25 @@ class _CapturedGradients:
             "rank": len(result.shape) if num_tables else 0,
             "num_tables": num_tables,
             "lanes": lanes,
-            "adds": int(at > 0),
+            "adds": int(position > 0),
             "result_kind": NUMBER_KINDS[result.dtype],
             **_numbered("strides", strides),
         }
         if num_tables:
             fields |= _numbered("extents", result.shape)
             fields |= _numbered("firsts", sums.firsts) | _numbered("counts", sums.counts)
-        aliases = {"result": name} if at == count - 1 else {}
+        aliases = {"result": name} if position == count - 1 else {}
         aliases |= {} if tables is None else {"tables": tables}
         aliases |= {} if total is None else {"total": total}
         self._add_sum(elements * lanes, fields, aliases)
 
-    def _clear(self, part: str, floats: int) -> None:
+    def _zero(self, part: str, floats: int) -> None:
         """The launch that sets a part of the workspace to zero."""
         fields = {"num_elements": floats, "lanes": 1, "result_kind": NUMBER_KINDS["float32"]}
         self._add_sum(floats, fields, {"result": part})
 
     def _add_sum(self, threads: int, fields: dict[str, int], aliases: dict[str, str]) -> None:
-        variant = self._variant("sum_tables", "portable/sum_tables.cu", lengths=False)
+        variant = self._variant("sum_tables", "portable/sum_tables.cu", is_varlen=False)
         self.launches.append(Launch(variant, blocks_of(threads, PORTABLE_THREADS), fields, aliases=aliases))
 
 

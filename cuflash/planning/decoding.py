@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import PADDED_SLOT, SeqlenInfo
 from ..problem.problem import Problem
+from ..problem.seqlen_info import PADDED_SLOT, SeqlenInfo
 from . import tiles_sm80
 from .device import Device
 from .mod_code import make_mod_code
@@ -56,10 +56,10 @@ def decode_plans(problem: Problem, device: Device, rows: Sequence[WarpgroupTile]
     is_narrow = splits != 1 and (num_rows <= WARP_ROWS or _is_faster_narrow(problem, device, rows[0], num_rows))
     ways = [(rows[0], True, True), (rows[0], True, False)] if is_narrow else []
     for row, by_warps, may_be_single in (*ways, *((row, False, False) for row in rows)):
-        made = _decode_plan(problem, varlen, device, row, by_warps, may_be_single)
-        if made is None:
+        candidate = _decode_plan(problem, varlen, device, row, by_warps, may_be_single)
+        if candidate is None:
             return
-        yield made
+        yield candidate
 
 
 def _decode_plan(
@@ -75,13 +75,13 @@ def _decode_plan(
     )
     if not _is_few(problem):
         whole = varlen.num_slots("q", problem.batch, row.block_q) * problem.heads_q
-        seen = _seen(problem, row.block_q, row.block_k)
-        if not _is_faster(STEP * wide_blocks, whole, seen, splits, device.num_sms):
+        visible_tiles = _visible_tiles(problem, row.block_q, row.block_k)
+        if not _is_faster(STEP * wide_blocks, whole, visible_tiles, splits, device.num_sms):
             return None
     few, paged = problem.batch <= FEW_SEQUENCES and not is_packed, problem.has("page_table")
     # why then: the kernel cuts keys so that no block of threads has a second piece. why not with pages: 5 % slower.
     is_single = is_narrow and may_be_single and few and not paged and splits == 0 and num_blocks <= device.num_sms
-    problem = problem._replace(lengths=varlen)
+    problem = problem._replace(seqlen_info=varlen)
     tile = row.for_decoding(paged, few, is_narrow, is_single)
     tiles = max(blocks_of(problem.seqlen_k, tile.block_k), 1)
     if num_blocks * tiles > MAX_TILES:  # why: the kernel could not count them
@@ -111,7 +111,7 @@ def _decode_plan(
         out_dtype=problem.out_dtype,
         tile=tile,
         softcap=capped,
-        lengths=True,
+        is_varlen=True,
         mod_code=make_mod_code(problem),
     )
     alone = splits == 1
@@ -131,7 +131,7 @@ def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_
     times = []
     for is_narrow, cost in ((False, SPLIT_COST), (True, SPLIT_COST_OF_A_WARP)):
         tile, heads = row.for_decoding(paged=False, few=False, narrow=is_narrow), problem.batch * problem.heads_kv
-        blocks, tiles = heads * blocks_of(num_rows, tile.block_q), _seen(problem, num_rows, tile.block_k)
+        blocks, tiles = heads * blocks_of(num_rows, tile.block_q), _visible_tiles(problem, num_rows, tile.block_k)
         shared_rows, each = min(num_rows, tile.block_q), max(heads, READ_AGAIN * blocks) * tiles / device.num_sms
         worth_merging = cost * math.sqrt(tiles * shared_rows / tile.block_k)
         splits = tiles / max(blocks * tiles / device.num_sms, worth_merging, SPLIT_TILES)
@@ -155,8 +155,10 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
         return None
     queries, head_parts = max(tile.block_q // group, 1), blocks_of(group, tile.block_q)
     num_blocks = varlen.num_slots("q", problem.batch, queries) * head_parts * problem.heads_kv
-    seen = _seen(problem, row.block_q, row.block_k)
-    if not _is_few(problem) and not _is_faster(STEP_OF_A_WARP * num_blocks, whole, seen, splits, device.num_sms):
+    visible_tiles = _visible_tiles(problem, row.block_q, row.block_k)
+    if not _is_few(problem) and not _is_faster(
+        STEP_OF_A_WARP * num_blocks, whole, visible_tiles, splits, device.num_sms
+    ):
         return None
     if splits == 0:
         resident = device.num_sms * tile.blocks_per_sm
@@ -167,7 +169,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
     if num_blocks * splits > MAX_GRID:
         return None
     fields = {"heads_kv": problem.heads_kv, "head_parts": head_parts, "queries": queries, "splits": splits}
-    problem = problem._replace(lengths=varlen)
+    problem = problem._replace(seqlen_info=varlen)
     variant = variant_of(
         op="forward",
         source="sm80/decode.cu",
@@ -175,7 +177,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
         dtype=problem.dtype,
         out_dtype=problem.out_dtype,
         tile=tile,
-        lengths=True,
+        is_varlen=True,
         mod_code=make_mod_code(problem),
     )
     states = num_blocks * splits * tile.block_q if splits > 1 else 0
@@ -200,20 +202,20 @@ def _may_share_keys(problem: Problem) -> bool:
 def _is_few(problem: Problem) -> bool:
     """Whether keys are what takes time, whatever else runs on the GPU."""
     rows = problem.seqlen_q * (problem.heads_q // problem.heads_kv)
-    return problem.lengths is not None and problem.seqlen_q <= FEW_QUERIES and rows <= FEW_ROWS
+    return problem.seqlen_info is not None and problem.seqlen_q <= FEW_QUERIES and rows <= FEW_ROWS
 
 
 def _lengths(problem: Problem) -> SeqlenInfo | None:
     """The lengths of a problem whose sequences may all be alike; None if they are more than kernels count."""
-    if problem.lengths is not None:
-        return problem.lengths
+    if problem.seqlen_info is not None:
+        return problem.seqlen_info
     mask, places = problem.mask, (problem.batch, problem.seqlen_q, problem.batch, problem.seqlen_k)
     varlen = SeqlenInfo(*places, left=-mask.lo, right=mask.hi, offset=0)
     most = max([varlen.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk"])
     return varlen if most * PADDED_SLOT < 2**31 else None
 
 
-def _seen(problem: Problem, block_q: int, block_k: int) -> int:
+def _visible_tiles(problem: Problem, block_q: int, block_k: int) -> int:
     """Key tiles that the queries of a block see."""
     mask = problem.mask
     return max(blocks_of(min(problem.seqlen_k, mask.hi - mask.lo + block_q), block_k), 1)

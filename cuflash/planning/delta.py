@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..errors import UnsupportedError
-from ..problem.lengths import PADDED_SLOT
 from ..problem.problem import Problem
+from ..problem.seqlen_info import PADDED_SLOT
 from .device import Device
 from .plan import Launch, blocks_of, compile_arch
 from .tile import rounded_up
@@ -34,7 +34,7 @@ def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: 
 
     Kernels with rows, which are Hopper's, get blocks of variable-length sequences, too.
     """
-    arch, varlen = compile_arch("sm80", device), problem.lengths
+    arch, varlen = compile_arch("sm80", device), problem.seqlen_info
     tells = varlen is not None and stats_step == 1 and changes_weights(problem)
     variant = variant_of(
         op="delta",
@@ -42,8 +42,8 @@ def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: 
         arch=arch,
         dtype=problem.dtype,
         out_dtype=problem.out_dtype,
-        lengths=varlen is not None,
-        tells_sequences=tells,
+        is_varlen=varlen is not None,
+        lists_seqlens=tells,
     )
     fields |= {"stats_rows": stats_rows, "stats_step": stats_step, "stats_delta": 1 if stats_step == 2 else stats_rows}
     blocks, each = problem.heads_q * (stats_rows // DELTA_ROWS), 1
@@ -57,7 +57,7 @@ def delta_launch(problem: Problem, device: Device, stats_rows: int, stats_step: 
 
 def stats_rows_of(problem: Problem, block_q: int = STATS_ROWS) -> int:
     """Queries of a head in the workspace, rounded up to whole tiles of every kernel; of several lengths, to slots."""
-    if (varlen := problem.lengths) is not None:
+    if (varlen := problem.seqlen_info) is not None:
         if max(varlen.num_slots(side, problem.batch, PADDED_SLOT) for side in "qk") * PADDED_SLOT >= 2**31:
             raise UnsupportedError(
                 f"{varlen.batch_q} x {varlen.rows_q} queries and {varlen.batch_k} x {varlen.rows_k} keys, with each "

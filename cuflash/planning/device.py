@@ -28,7 +28,7 @@ class Device:
 KIB = 1024
 # Source: CUDA C++ Programming Guide, "Compute Capabilities" (shared memory per block and per SM); SM counts are those
 # of the largest common board of each architecture and only serve plans made without a GPU.
-KNOWN = {
+DEVICES = {
     device.arch: device
     for device in (
         Device("A100", (8, 0), 108, 163 * KIB, 164 * KIB),
@@ -44,10 +44,10 @@ KNOWN = {
 def named(arch: str) -> Device:
     """The device of a name such as "sm_90": for planning and compiling without a GPU."""
     try:
-        return KNOWN[arch]
+        return DEVICES[arch]
     except (KeyError, TypeError):
-        known = ", ".join(KNOWN)
-        raise ProblemError(f"device={arch!r} is not known; give a GPU such as cuda:0, or one of {known}") from None
+        names = ", ".join(DEVICES)
+        raise ProblemError(f"device={arch!r} is not known; give a GPU such as cuda:0, or one of {names}") from None
 
 
 def of_name(name: str) -> Device:

@@ -32,9 +32,9 @@ def forward_plan(
     """The plan of forward or lse on this GPU. spilled: kernels that are not taken, because they spill registers."""
     reason = reason_against(problem, device, misaligned)
     if reason is None:
-        for made in _hopper_plans(problem, device):
-            if made.variant not in spilled:
-                return made
+        for candidate in _hopper_plans(problem, device):
+            if candidate.variant not in spilled:
+                return candidate
             reason = "its registers do not hold what mods need"
         reason = reason or f"head dims {problem.head_dim, problem.head_dim_v} are over 256"
     return _generic_plan(problem, device, reason if device.capability == HOPPER else None)
@@ -65,7 +65,7 @@ def _passes_over_tiles(problem: Problem) -> bool:
 
 def _keys_of_a_query(problem: Problem) -> float:
     """How many keys a query sees on average under a mask; of several lengths, as if all sequences had the mean."""
-    if (varlen := problem.lengths) is not None:
+    if (varlen := problem.seqlen_info) is not None:
         mean_q, mean_k = (-(-batch * rows // max(problem.batch, 1)) for batch, rows in (varlen[:2], varlen[2:4]))
         mask = varlen.mask(min(mean_q, problem.seqlen_q), min(mean_k, problem.seqlen_k))
     else:
@@ -95,16 +95,16 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
         out_dtype=problem.out_dtype,
         algorithm=problem.options.algorithm if op == "forward" else "flash2",
         tile=tile,
-        lengths=problem.lengths is not None,
+        is_varlen=problem.seqlen_info is not None,
         mod_code=make_mod_code(problem, is_sparse=is_block_sparse(problem)),
     )
     num_q_blocks, times = blocks_of(problem.seqlen_q, tile.block_q), problem.batch
-    if (varlen := problem.lengths) is not None:
+    if (varlen := problem.seqlen_info) is not None:
         num_q_blocks, times = varlen.num_slots("q", problem.batch, tile.block_q), 1
     num_slices = blocks_of(problem.head_dim_v, tile.head_dim_v) if tile.head_dim_v else 1
     num_blocks = num_q_blocks * num_slices * problem.heads_q * times
-    if (made := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
-        return made
+    if (split := split_plan(problem, device, tile, num_blocks, fallback)) is not None:
+        return split
     fields = {"num_q_blocks": num_q_blocks, "num_slices": num_slices}
     launches, workspace = with_mask_tiles(problem, device, [Launch(variant, num_blocks, fields)])
     return make_plan(problem, device, launches, workspace, fallback)
@@ -113,7 +113,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
     """A block of threads for each multiprocessor, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
-    if problem.lengths is not None:
+    if problem.seqlen_info is not None:
         return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), mod_code)
     arch = compile_arch("sm90", device)
     variant = variant_of(
@@ -128,8 +128,8 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
         keys = min(problem.seqlen_k, problem.mask.hi - problem.mask.lo + tile.block_q)
         head_bytes = 2 * keys * (problem.head_dim + problem.head_dim_v) * problem.heads_kv
         together = heads_in_l2(head_bytes, L2_BYTES * problem.heads_q, heads)
-    seen = problem.mask.key_range(0, problem.seqlen_q)
-    box_k = TmaBox(tile.block_k, *seen)
+    key_range = problem.mask.key_range(0, problem.seqlen_q)
+    box_k = TmaBox(tile.block_k, *key_range)
     tma_boxes = {"q": TmaBox(GROUP_ROWS, 0, problem.seqlen_q), "k": box_k}
     if op == "forward":
         tma_boxes |= {"v": box_k, "out": TmaBox(OUT_ROWS, 0, problem.seqlen_q)}
@@ -142,7 +142,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
 
 def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
     """The same for variable-length sequences, of which the device alone knows how many query blocks they have."""
-    op, lengths = problem.op.name, problem.lengths
+    op, lengths = problem.op.name, problem.seqlen_info
     assert lengths is not None
     is_capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
     variant = variant_of(
@@ -153,7 +153,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
         problem.out_dtype,
         tile=tile,
         softcap=is_capped,
-        lengths=True,
+        is_varlen=True,
         mod_code=mod_code,
     )
     num_q_blocks = min(lengths.num_slots("q", problem.batch, tile.block_q), lengths.batch_q * lengths.rows_q)
@@ -180,7 +180,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
 
 def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
     """Whether blocks of threads take two heads of the same rows, one after the other."""
-    varlen = problem.lengths
+    varlen = problem.seqlen_info
     assert varlen is not None
     if (together | problem.heads_q) % 2:
         return 0
@@ -196,7 +196,7 @@ def _tail_parts(problem: Problem, tile: WarpgroupTile, device: Device, together:
 
     Their longest query blocks come first.
     """
-    varlen = problem.lengths
+    varlen = problem.seqlen_info
     assert varlen is not None
     is_masked, are_wide = not varlen.left is varlen.right is None, tile.head_dim > WIDE_HEAD
     if not (varlen.is_packed_q and is_masked and are_wide) or problem.batch < 2 or together != problem.heads_q:

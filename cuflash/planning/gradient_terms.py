@@ -29,13 +29,13 @@ class Term(NamedTuple):
 @lru_cache(maxsize=64)
 def terms_of(mod_spec: ModSpec) -> dict[int, tuple[Term, ...]]:
     """The terms of each array that has some, by its number in `mod_spec.arrays`."""
-    found: dict[int, tuple[Term, ...]] = {}
+    terms: dict[int, tuple[Term, ...]] = {}
     for load, derivative in ({} if mod_spec.score is None else differentiate(mod_spec.score)).items():
         is_flat = derivative.op == "constant" and derivative.value == 0
         if load.op == "load" and not is_flat:
             term = Term(load, derivative, tuple(map(_axis, load.arguments)))
-            found[load.value] = (*found.get(load.value, ()), term)
-    return found
+            terms[load.value] = (*terms.get(load.value, ()), term)
+    return terms
 
 
 def _axis(index: Node) -> str | int | None:
@@ -76,13 +76,21 @@ def sums_of(term: Term, shape: tuple[int, ...], lengths: Mapping[str, int]) -> S
         # why not of a shorter axis: its last element is then that of several indices.
         is_separate = isinstance(axis, str) and extent >= lengths[axis] and axis not in names
         names.append(axis if isinstance(axis, str) and is_separate else None)
-    gathered_axes = [at for at, name in enumerate(names) if name is None and not isinstance(term.axes[at], int)]
+    gathered_axes = [
+        axis_index
+        for axis_index, name in enumerate(names)
+        if name is None and not isinstance(term.axes[axis_index], int)
+    ]
     if gathered_axes:
         names = [name if name in ("b", "h") else None for name in names]
-        gathered_axes = [at for at, name in enumerate(names) if name is None and not isinstance(term.axes[at], int)]
+        gathered_axes = [
+            axis_index
+            for axis_index, name in enumerate(names)
+            if name is None and not isinstance(term.axes[axis_index], int)
+        ]
     firsts, counts = [], []
-    for at, (axis, name, extent) in enumerate(zip(term.axes, names, shape, strict=True)):
-        is_fixed = isinstance(axis, int) and at not in gathered_axes
+    for axis_index, (axis, name, extent) in enumerate(zip(term.axes, names, shape, strict=True)):
+        is_fixed = isinstance(axis, int) and axis_index not in gathered_axes
         firsts.append(_clamped(axis, extent) if isinstance(axis, int) and is_fixed else 0)
         counts.append(1 if is_fixed else extent if name is None else lengths[name])
     separate_axes = tuple(name for name in BIAS_AXES if name in names)

@@ -34,7 +34,7 @@ def reason_against(problem: Problem, device: Device, misaligned: Collection[str]
         # why: the bits would differ from those of several lengths.
         return "with split_size it takes no mods"
     begin, end = problem.mask.key_range(0, problem.seqlen_q)
-    if (varlen := problem.lengths) is not None:
+    if (varlen := problem.seqlen_info) is not None:
         if not all((varlen.batch_q, varlen.rows_q, varlen.batch_k, varlen.rows_k)):
             return "there is no query, or no key"
     elif begin >= end:

@@ -64,7 +64,7 @@ def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, is_sparse: bo
 
 def _is_causal(problem: Problem) -> bool:
     """Whether no query sees a key behind its own position, by a mask: what is compiled depends on no shape."""
-    return problem.lengths is None and problem.mask.hi <= problem.seqlen_k - problem.seqlen_q
+    return problem.seqlen_info is None and problem.mask.hi <= problem.seqlen_k - problem.seqlen_q
 
 
 def _is_short(problem: Problem, mod_spec: ModSpec) -> bool:
@@ -86,17 +86,17 @@ def _runs(problem: Problem, mod_spec: ModSpec, keys_as_rows: bool) -> _Runs:
 
     why not of several lengths: the GPU alone knows them, and where they are greater, the last element is given.
     """
-    if problem.lengths is not None:
+    if problem.seqlen_info is not None:
         return ()
     columns = problem.seqlen_q if keys_as_rows else problem.seqlen_k
-    found = []
+    aligned = []
     for number, each in enumerate(mod_spec.arrays):
         spec = problem.specs[problem.op.index[each.name]]
         assert spec is not None
         for axis, (length, stride) in enumerate(zip(spec.shape, spec.strides, strict=True)):
             if stride == 1 and length >= columns > 0:
-                found.append(((number, axis), each.name not in problem.misaligned and _pairs(spec, axis)))
-    return tuple(found)
+                aligned.append(((number, axis), each.name not in problem.misaligned and _pairs(spec, axis)))
+    return tuple(aligned)
 
 
 def _pairs(spec: ArraySpec, axis: int) -> bool:
@@ -112,9 +112,9 @@ def _generate(
 ) -> ModCode:
     score, slope = SCORE, _ONE
     if mod_spec.score is not None:
-        given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
-        score = build("add", build("multiply", substituted(mod_spec.score, given), constant(LOG2_E)), ADDEND)
-        slope = substituted(differentiate(mod_spec.score).get(SCORE) or constant(0.0), given)
+        replacements = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
+        score = build("add", build("multiply", substituted(mod_spec.score, replacements), constant(LOG2_E)), ADDEND)
+        slope = substituted(differentiate(mod_spec.score).get(SCORE) or constant(0.0), replacements)
     roots = [pick_form(root, keys_as_rows) for root in (score, mod_spec.mask or constant(True), slope)]
     if is_causal:
         roots = [assume_causal(roots[0]), roots[1], assume_causal(roots[2])]
@@ -125,7 +125,7 @@ def _generate(
     is_steep = mod_spec.score is not None and max(abs_bound(mod_spec.score), abs_bound(slope)) >= MODERATE
     constants = {
         "SCORE_MOD": int(mod_spec.score is not None),
-        "SCORE_MOD_MAY_MASK": int(mod_spec.score is not None and _hides(mod_spec.score)),
+        "SCORE_MOD_MAY_MASK": int(mod_spec.score is not None and _may_mask(mod_spec.score)),
         "MODS_TOGETHER": int(_loads_together(mod_spec)),
         "MASK_MOD": int(mod_spec.mask is not None),
         "SCORE_MOD_GRAD": 0 if slope is _ONE else 2 if is_steep else 1,
@@ -144,7 +144,7 @@ def _vector_loaded(mod_spec: ModSpec, text: str) -> tuple[tuple[str, int], ...]:
     return tuple((each.name, 2 * ITEMSIZE[each.dtype]) for n, each in arrays if f"array{n}.template pair<true>" in text)
 
 
-def _hides(score: Node) -> bool:
+def _may_mask(score: Node) -> bool:
     """Whether it is usual that scores weigh nothing, as by a bias or a constant that stands for a mask.
 
     why only so: kernels give the right results either way, but not at the same speed.
@@ -191,8 +191,8 @@ def _gradient_code(
     plain: ModCode, mod_spec: ModSpec, derivative: Node, places: tuple[Node, ...], stays: bool, runs: _Runs
 ) -> ModCode:
     assert mod_spec.score is not None
-    given = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
-    of_scores = (substituted(each, given) for each in (mod_spec.score, derivative, *places))
+    replacements = {SCORE: build("multiply", SCORE, SOFTMAX_SCALE)}
+    of_scores = (substituted(each, replacements) for each in (mod_spec.score, derivative, *places))
     roots = [pick_form(root, keys_as_rows=False) for root in (mod_spec.mask or constant(True), *of_scores)]
     arrays = [CapturedArray(None, each.dtype, (2,) * each.rank, each.type) for each in mod_spec.arrays]
     names = [f"place{number}" for number in range(len(places))]

@@ -16,8 +16,8 @@ def page_cut(problem: Problem, block_k: int) -> dict[str, int]:
     """
     if not problem.has("page_table"):
         return {"page_box": 0, "page_magic": 0, "page_shift": 0}
-    assert problem.lengths is not None
-    size = problem.lengths.rows_k
+    assert problem.seqlen_info is not None
+    size = problem.seqlen_info.rows_k
     shift = 31 + (size - 1).bit_length()
     magic = -(-(1 << shift) // size)
     box = math.gcd(size, block_k)

@@ -35,7 +35,7 @@ def plan(
         problem = problem._replace(misaligned=tuple(misaligned))
     if problem.op.name == "block_mask":
         return block_mask_plan(problem, device)
-    if problem.lengths is not None and problem.options.algorithm == "standard":
+    if problem.seqlen_info is not None and problem.options.algorithm == "standard":
         raise UnsupportedError(
             "algorithm='standard' takes no variable-length sequences on a GPU; take another one, or NumPy arrays"
         )

@@ -234,7 +234,7 @@ AnyTile = TypeVar("AnyTile", Tile, BackwardTile, DqTile, DecodeTile)
 
 
 def of_algorithm(dtype: str, algorithm: str, has_mods: bool = False) -> list[Tile]:
-    """The rows of forward that an algorithm may take. own: see `rows_of`."""
+    """The rows of forward that an algorithm may take. has_mods: see `rows_of`."""
     has_room = algorithm == "flash2" and not has_mods
     return rows_of([tile for tile in TILES[dtype] if has_room or not tile.flash2_only], has_mods)
 

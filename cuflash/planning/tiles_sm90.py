@@ -45,7 +45,7 @@ class WarpgroupTile:
     max_keys: int | None = None  # the row is for queries that see at most so many keys on average, under a mask
     softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
     dropout: bool | None = None  # the same of weights that are dropped
-    lengths: bool = False  # whether sequences have lengths of their own
+    is_varlen: bool = False  # whether sequences have lengths of their own
     decodes: bool = False  # whether it is a tile of sm90/decode.cu, whose rows are those of all heads of a group
     paged: bool = False  # whether keys lie in pages. why: L50
     few: bool = False  # whether it decodes at most FEW_SEQUENCES, none of them packed. why: L50
@@ -69,8 +69,8 @@ class WarpgroupTile:
         else:
             out = max(4 * self._groups * 16, self.out_panels * self.block_q * PANEL_BYTES)
         barriers = 8 * (TILE_SLOTS + 2 * self.q_stages * self._groups + 2 * self.stages)
-        work = (96 if self.decodes else 80 if self.lengths else 32) * TILE_SLOTS
-        work += 16 * self.stages + (16 if self.decodes else 32) if self.lengths else 0
+        work = (96 if self.decodes else 80 if self.is_varlen else 32) * TILE_SLOTS
+        work += 16 * self.stages + (16 if self.decodes else 32) if self.is_varlen else 0
         # with mask tiles: which key tiles the ring holds, and barriers of the warp that counts mask tiles
         work += 0 if self.decodes else rounded_up(8 * self.stages, 16) + 16
         return rounded_up(tiles * PANEL_BYTES + out + rounded_up(barriers, 16) + work, 1024)
@@ -78,15 +78,15 @@ class WarpgroupTile:
     @property
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
-        found = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
+        fields = macros(self, "head_dim head_dim_v block_q block_k stages q_stages q_columns out_panels ping_pong")
         flags = ("decodes", "paged", "few", "single")
-        return found | {flag.upper(): 1 for flag in flags if getattr(self, flag)}
+        return fields | {flag.upper(): 1 for flag in flags if getattr(self, flag)}
 
     def for_varlen(self, paged: bool) -> WarpgroupTile:
         """The tile for variable-length sequences, which goes over the same key tiles."""
         # why fewer columns: the warps that deal out work and copy pages take some registers from the others.
         columns = min(self.q_columns, 32 if paged else 16) if self.head_dim > 192 else self.q_columns
-        return replace(self, q_columns=columns, lengths=True, paged=paged)
+        return replace(self, q_columns=columns, is_varlen=True, paged=paged)
 
     def for_decoding(self, paged: bool, few: bool, narrow: bool = False, single: bool = False) -> WarpgroupTile:
         """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block.
@@ -96,7 +96,7 @@ class WarpgroupTile:
         """
         # why no columns of q in registers: L51.
         tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
-                       max_keys=None, dropout=None, lengths=True, decodes=True, paged=paged, few=few)  # fmt: skip
+                       max_keys=None, dropout=None, is_varlen=True, decodes=True, paged=paged, few=few)  # fmt: skip
         if narrow:
             tile = replace(tile, block_q=WARP_ROWS, block_k=128 if self.head_dim <= 128 else 64, q_stages=2)
         room = SMEM_PER_BLOCK
@@ -161,8 +161,8 @@ class WarpgroupBackwardTile:
     @property
     def constants(self) -> dict[str, int]:
         """The macros of `config.cuh` that are this tile's."""
-        found = macros(self, "head_dim head_dim_v block_q block_k stages ds_stages k_steps v_steps")
-        return found | ({"SHARES_HEADS": 1} if self.shares_heads else {})
+        fields = macros(self, "head_dim head_dim_v block_q block_k stages ds_stages k_steps v_steps")
+        return fields | ({"SHARES_HEADS": 1} if self.shares_heads else {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,14 +314,16 @@ def choose_mod_tiles(
         return ()
     dims = first.head_dim, first.head_dim_v
     rows = [first, *(row for row in MOD_TILES if (row.head_dim, row.head_dim_v) == dims)]
-    found = [row for row in rows if row.dropout in (None, drops) and _covers(row, head_dim, head_dim_v, softcap)]
+    rows_that_fit = [
+        row for row in rows if row.dropout in (None, drops) and _covers(row, head_dim, head_dim_v, softcap)
+    ]
     if op == "lse":
         # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward_storage.cuh).
-        found = [
+        rows_that_fit = [
             replace(tile, head_dim_v=0, out_panels=0, ping_pong=False, stages=min(tile.stages, TILE_SLOTS - 7))
-            for tile in found
+            for tile in rows_that_fit
         ]
-    return tuple(found)
+    return tuple(rows_that_fit)
 
 
 def choose_backward(head_dim: int, head_dim_v: int, queries: float, softcap: bool) -> WarpgroupBackwardTile | None:

@@ -55,9 +55,9 @@ class Variant:
     algorithm: str = "flash2"
     tile: AnyTile | None = None
     softcap: bool = False  # only of Hopper's kernels: scores are capped; others read it from their parameters. why: L10
-    lengths: bool = False  # whether sequences have lengths of their own, which are read on the device
+    is_varlen: bool = False  # whether sequences have lengths of their own, which are read on the device
     mod_code: ModCode | None = None  # mods
-    tells_sequences: bool = False  # only of delta: it tells what these ask of variable-length sequences
+    lists_seqlens: bool = False  # only of delta: it tells what these ask of variable-length sequences
 
     def __hash__(self) -> int:
         return self._hash
@@ -84,10 +84,10 @@ class Variant:
             parts.append(self.algorithm)
         if self.softcap:
             parts.append("softcap")
-        if self.lengths:
+        if self.is_varlen:
             parts.append("decode" if self.source.split("/")[1].startswith("decode") else "varlen")
         parts += [flag for flag in ("paged", "few", "single", "shares_heads") if getattr(self.tile, flag, False)]
-        if self.tells_sequences:
+        if self.lists_seqlens:
             parts.append("seqlens")
         if self.out_dtype != self.dtype:
             parts.append(f"out_{DTYPES[self.out_dtype].short}")
@@ -98,7 +98,7 @@ class Variant:
     @Once
     def params(self) -> str:
         """The struct of its run-time arguments."""
-        return (self.lengths and PARAMS_OF_VARLEN.get(self.source)) or PARAMS[self.source]
+        return (self.is_varlen and PARAMS_OF_VARLEN.get(self.source)) or PARAMS[self.source]
 
     @property
     def of_warpgroups(self) -> bool:
@@ -125,9 +125,9 @@ class Variant:
             "SMEM_BYTES": self.smem_bytes,
             "WARPS": self.num_threads // 32,
         }
-        if self.lengths:
+        if self.is_varlen:
             constants["VARLEN"] = 1
-        if self.tells_sequences:
+        if self.lists_seqlens:
             constants["LISTS_SEQLENS"] = 1
         if self.mod_code is not None:
             constants |= self.mod_code.constants

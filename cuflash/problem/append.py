@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
-from .lengths import CACHE, PACKED, PAGES
 from .operands import INTEGERS, Op
+from .seqlen_info import CACHE, PACKED, PAGES
 
 NEW = "(batch, seqlen, heads, head_dim)"
 _FLOATS = ("k_cache", "v_cache", "k", "v", "q")
@@ -68,15 +68,15 @@ def _check_together(named: Named) -> None:
 def _check_ranks(named: Named) -> None:
     for name, spec in named.items():
         if name.endswith("_cache"):
-            wanted = PAGES if "page_table" in named else CACHE
+            layout = PAGES if "page_table" in named else CACHE
         elif name in _FLOATS:
             side = "q" if name == "q" else "k"
-            wanted = PACKED.format(side) if f"cu_seqlens_{side}" in named else NEW
+            layout = PACKED.format(side) if f"cu_seqlens_{side}" in named else NEW
         else:
-            wanted = _RANKS[name]
-        rank = len([axis for axis in wanted.strip("()").split(",") if axis])
+            layout = _RANKS[name]
+        rank = len([axis for axis in layout.strip("()").split(",") if axis])
         if len(spec.shape) != rank:
-            raise ProblemError(f"{name} has shape {spec.shape}, rank {len(spec.shape)}; give {wanted}")
+            raise ProblemError(f"{name} has shape {spec.shape}, rank {len(spec.shape)}; give {layout}")
 
 
 def _axes(named: Named) -> dict[str, int]:

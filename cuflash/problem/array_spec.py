@@ -114,13 +114,13 @@ def share_memory(first: ArraySpec, second: ArraySpec, distance: int) -> bool:
 
     It raises ProblemError where their strides make it too long to tell.
     """
-    found = overlap(*[_at(x.shape, x.strides, x.itemsize, start) for x, start in ((first, 0), (second, distance))])
-    if found is None:
+    is_shared = overlap(*[_at(x.shape, x.strides, x.itemsize, start) for x, start in ((first, 0), (second, distance))])
+    if is_shared is None:
         raise ProblemError(
             f"an array that is written to and another one, {first.described} and {second.described}, lie in one range "
             "of memory, and it takes too long to tell whether they share elements; give each memory of its own"
         )
-    return found
+    return is_shared
 
 
 @lru_cache(maxsize=1024)
@@ -139,8 +139,8 @@ def repeats_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool | N
     # each axis is whether that part of the array shares an element with the part behind it.
     whole = _at(shape, strides)
     parts = [whole[(0,) * axis] for axis in range(len(shape))]
-    found = [overlap(part[:1], part[1:]) for part in parts]
-    return True if True in found else None if None in found else False
+    overlaps = [overlap(part[:1], part[1:]) for part in parts]
+    return True if True in overlaps else None if None in overlaps else False
 
 
 def _at(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 1, start: int = 0) -> np.ndarray[Any, Any]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_operand
-from .lengths import SeqlenInfo
 from .mod_arrays import MASK_TILE, check_mod_array
 from .operands import INTEGERS, Op, Sizes
 from .options import check_integer
+from .seqlen_info import SeqlenInfo
 
 ValidatedMask = tuple[Sizes, SeqlenInfo | None, tuple[ArraySpec | None, ...]]
 
@@ -39,10 +39,10 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedMask:
             continue
         if operand.dtype == INTEGERS:
             names.add(operand.name)
-            wanted = (sizes.batch + (operand.axes == ("bounds",)),)
-            check_operand(operand.name, spec, like, wanted, (INTEGERS,), "like")
+            shape = (sizes.batch + (operand.axes == ("bounds",)),)
+            check_operand(operand.name, spec, like, shape, (INTEGERS,), "like")
         else:
-            check_mod_array(operand, spec, like, {}, of="like")
+            check_mod_array(operand, spec, like, {}, owner="like")
     mask_tiles = *sizes[:2], *[-(-length // MASK_TILE) for length in sizes[2:]]
     checked[-1] = ArraySpec.contiguous(mask_tiles, "int8", like.device, like.library)
     if not names:

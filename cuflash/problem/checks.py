@@ -12,12 +12,12 @@ MAX_SEQLEN = 2**30 - 4096
 
 
 def check_operand(
-    name: str, spec: ArraySpec, first: ArraySpec, shape: tuple[int, ...], dtypes: tuple[str, ...], of: str = "q"
+    name: str, spec: ArraySpec, first: ArraySpec, shape: tuple[int, ...], dtypes: tuple[str, ...], first_name: str = "q"
 ) -> None:
-    """Validates a further array of a call against the problem that the first ones describe; `of` is the very first."""
+    """Validates an array of a call against the problem that the first ones describe. first_name: of the first one."""
     if spec.library != first.library or spec.device != first.device:
-        wanted = f"{first.library} array on {first.device}"
-        raise ProblemError(f"{name} is a {spec}, but {of} is a {wanted}; give both alike")
+        expected = f"{first.library} array on {first.device}"
+        raise ProblemError(f"{name} is a {spec}, but {first_name} is a {expected}; give both alike")
     if spec.shape != shape:
         raise ProblemError(f"{name} has shape {spec.shape}; this problem needs {shape}")
     if spec.dtype not in dtypes:
@@ -28,24 +28,26 @@ def check_output(name: str, spec: ArraySpec) -> None:
     """Validates an array that a call is to write to."""
     repeats = repeats_memory(spec.shape, spec.strides)
     if repeats is not False:
-        found = "rows share memory" if repeats else "it takes too long to tell whether rows share memory"
-        raise ProblemError(f"{name} has shape {spec.shape} and strides {spec.strides}: {found}; give a dense {name}")
+        cause = "rows share memory" if repeats else "it takes too long to tell whether rows share memory"
+        raise ProblemError(f"{name} has shape {spec.shape} and strides {spec.strides}: {cause}; give a dense {name}")
 
 
 def check_alike(named: dict[str, ArraySpec]) -> None:
     """Validates library, device and dtype of operands, which must all be those of the first."""
-    of, first = next(iter(named.items()))
-    check_dtype(of, first.dtype)
+    first_name, first = next(iter(named.items()))
+    check_dtype(first_name, first.dtype)
     home = first.dtype, first.device, first.library
     for name, spec in named.items():
         if spec[2:] == home:
             continue
         if spec.library != first.library:
             raise ProblemError(
-                f"{name} is a {spec.library} array, but {of} is a {first.library} array; give all of one framework "
-                "(convert with from_dlpack)"
+                f"{name} is a {spec.library} array, but {first_name} is a {first.library} array; give all of one "
+                "framework (convert with from_dlpack)"
             )
         if spec.device != first.device:
-            raise ProblemError(f"{name} is on {spec.device}, but {of} is on {first.device}; move all to one device")
+            raise ProblemError(
+                f"{name} is on {spec.device}, but {first_name} is on {first.device}; move all to one device"
+            )
         check_dtype(name, spec.dtype)
-        raise ProblemError(f"{name} has dtype {spec.dtype}, but {of} has {first.dtype}; cast all to one dtype")
+        raise ProblemError(f"{name} has dtype {spec.dtype}, but {first_name} has {first.dtype}; cast all to one dtype")

@@ -27,13 +27,13 @@ def check_mod_array(
     first: ArraySpec,
     lengths: Mapping[str, int],
     is_output: bool = False,
-    of: str = "q",
+    owner: str = "q",
 ) -> ArraySpec:
-    """Validates one of them, where the problem has these lengths and `of` is its first array."""
+    """Validates one of them, where the problem has these lengths and `owner` is its first array."""
     name = operand.name
     if (spec.library, spec.device) != (first.library, first.device):
         raise ProblemError(
-            f"{operand.called} is a {spec}, but {of} is a {first.library} array on {first.device}; give all of one "
+            f"{operand.called} is a {spec}, but {owner} is a {first.library} array on {first.device}; give all of one "
             "framework and device"
         )
     {CAPTURED: _check_captured, BIAS: _check_bias, SEED: _check_seed, MASK_TILES: _check_mask_tiles}[operand.dtype](
@@ -49,10 +49,10 @@ def check_block_mask(sizes: Sizes, mask_tile_axes: tuple[str, ...], lengths: Map
 
     mask_tile_axes: along which axes its mask tiles differ.
     """
-    wanted = Sizes(*[lengths[axis] for axis in AXES])
-    for name, axis, made, needed in zip(Sizes._fields, AXES, sizes, wanted, strict=True):
-        is_broadcast = made == 1 and axis in AXES[:2]
-        if made == needed or (is_broadcast and axis not in mask_tile_axes):
+    call_sizes = Sizes(*[lengths[axis] for axis in AXES])
+    for name, axis, size, needed in zip(Sizes._fields, AXES, sizes, call_sizes, strict=True):
+        is_broadcast = size == 1 and axis in AXES[:2]
+        if size == needed or (is_broadcast and axis not in mask_tile_axes):
             continue
         if is_broadcast:
             raise ProblemError(
@@ -60,7 +60,7 @@ def check_block_mask(sizes: Sizes, mask_tile_axes: tuple[str, ...], lengths: Map
                 f"the call has {needed}; give create_block_mask {name}={needed}"
             )
         raise ProblemError(
-            f"block_mask was made for {_sizes_text(sizes)}, but the call has {_sizes_text(wanted)}; make one by "
+            f"block_mask was made for {_sizes_text(sizes)}, but the call has {_sizes_text(call_sizes)}; make one by "
             "create_block_mask for these (batch and heads may be 1)"
         )
 
@@ -78,9 +78,9 @@ def _check_captured(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int
 
 def _check_bias(operand: Operand, spec: ArraySpec, lengths: Mapping[str, int]) -> None:
     whole = tuple(lengths[axis] for axis in AXES)
-    wanted = whole[len(whole) - len(spec.shape) :] if len(spec.shape) <= len(whole) else ()
-    fits = len(wanted) == len(spec.shape) and all(
-        length in (1, most) for length, most in zip(spec.shape, wanted, strict=True)
+    shape = whole[len(whole) - len(spec.shape) :] if len(spec.shape) <= len(whole) else ()
+    fits = len(shape) == len(spec.shape) and all(
+        length in (1, most) for length, most in zip(spec.shape, shape, strict=True)
     )
     if not fits:
         raise ProblemError(

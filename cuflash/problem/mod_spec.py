@@ -77,15 +77,15 @@ def make_mod_spec(
     has_block_mask: bool = False,
 ) -> ModSpec:
     """What a call with these arguments changes. The arrays are those of score_mod, those of mask_mod, then the bias."""
-    found = (score_mod, mask_mod)
-    digests = tuple(None if each is None else each.digest for each in found)
+    graphs = (score_mod, mask_mod)
+    digests = tuple(None if each is None else each.digest for each in graphs)
     key = digests, bias, has_sinks, drops, has_block_mask
-    made = _kept.get(key)
-    if made is None:
+    mod_spec = _kept.get(key)
+    if mod_spec is None:
         if len(_kept) >= MAX_KEYS:
             _kept.clear()
-        made = _kept.setdefault(key, _make_mod_spec(key, *found))
-    return made
+        mod_spec = _kept.setdefault(key, _make_mod_spec(key, *graphs))
+    return mod_spec
 
 
 MAX_KEYS = 1024
@@ -128,16 +128,16 @@ def _shifted(root: Node, begin: int) -> Node:
 
 def substituted(root: Node, new: dict[Node, Node], first_array: int = 0) -> Node:
     """An expression with other nodes in place of some inputs, and arrays whose numbers begin at `first_array`."""
-    made = dict(new)
+    replaced = dict(new)
     for each in post_order([root]):
-        if each in made:
+        if each in replaced:
             continue
-        arguments = [made[argument] for argument in each.arguments]
+        arguments = [replaced[argument] for argument in each.arguments]
         if each.op == "load":
-            made[each] = load(each.value + first_array, each.type, arguments)
+            replaced[each] = load(each.value + first_array, each.type, arguments)
         else:
-            made[each] = rebuilt(each, arguments)
-    return made[root]
+            replaced[each] = rebuilt(each, arguments)
+    return replaced[root]
 
 
 _EXCHANGED = {variable(one): variable(other) for one, other in (("q_idx", "k_idx"), ("k_idx", "q_idx"))}

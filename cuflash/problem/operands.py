@@ -15,7 +15,7 @@ from ..locks import Once
 from ..mods.analysis.intervals import Band
 from .mod_spec import ModSpec
 
-# why rows and not seqlen: a batch of variable-length sequences may lie in any number of rows (problem/lengths.py).
+# why rows and not seqlen: a batch of variable-length sequences may lie in any number of rows (problem/seqlen_info.py).
 ROWS_Q = ("batch_q", "rows_q", "heads_q")
 ROWS_K = ("batch_k", "rows_k", "heads_kv")
 LSE_AXES = ("batch_q", "heads_q", "rows_q")
@@ -182,8 +182,8 @@ def mod_op(
     more += [SINKS._replace(optional=True)] if mod_spec.has_sinks else []
     more += [DROPOUT_SEED] if mod_spec.drops else []
     more += [Operand("mask_tiles", (), MASK_TILES, optional=True, strided=False)] if mod_spec.has_block_mask else []
-    found = tuple(results[number]._replace(name=f"d{results[number].name}", strided=False) for number in grads)
-    return Op(name, (*plain.inputs, *more), (*plain.outputs, *found), mod_spec, sizes, plain=plain)
+    grad_operands = tuple(results[number]._replace(name=f"d{results[number].name}", strided=False) for number in grads)
+    return Op(name, (*plain.inputs, *more), (*plain.outputs, *grad_operands), mod_spec, sizes, plain=plain)
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ SPLIT_STEP = 128  # keys: a multiple of every kernel's key tile
 LOG2_E = 1.4426950408889634
 
 
-class Known(NamedTuple):
+class OptionContext(NamedTuple):
     """Context for validators: the arrays of the call decide some defaults."""
 
     head_dim: int
@@ -72,22 +72,22 @@ def check_window(window_size: Any) -> WindowSize:
 
 def check_scale(name: str, scale: Any) -> float:
     """`scale` if scores can be multiplied by it."""
-    wanted = "a finite number above 0, or None for 1/sqrt(head_dim)"
-    number = _real(name, scale, wanted)
+    accepted = "a finite number above 0, or None for 1/sqrt(head_dim)"
+    number = _real(name, scale, accepted)
     if number <= 0.0:
-        raise ProblemError(f"{name}={number} is not positive; give {wanted}")
+        raise ProblemError(f"{name}={number} is not positive; give {accepted}")
     return _in_range(name, number)
 
 
-def _real(name: str, value: Any, wanted: str) -> float:
+def _real(name: str, value: Any, accepted: str) -> float:
     if not is_real(value):
-        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give {wanted}{_of_array(value)}")
+        raise ProblemError(f"{name}={value!r} is a {type(value).__name__}; give {accepted}{_of_array(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise ProblemError(f"{name}={number} is not finite; give {wanted}")
+        raise ProblemError(f"{name}={number} is not finite; give {accepted}")
     return number
 
 
@@ -98,26 +98,26 @@ def _in_range(name: str, number: float) -> float:
     return number
 
 
-def _scale(value: Any, known: Known) -> float:
-    return 1.0 / math.sqrt(known.head_dim) if value is None else check_scale("softmax_scale", value)
+def _scale(value: Any, context: OptionContext) -> float:
+    return 1.0 / math.sqrt(context.head_dim) if value is None else check_scale("softmax_scale", value)
 
 
-def _softcap(value: Any, known: Known) -> float:
-    wanted = "a finite number above 0, or 0 for none"
-    number = _real("softcap", value, wanted)
+def _softcap(value: Any, context: OptionContext) -> float:
+    accepted = "a finite number above 0, or 0 for none"
+    number = _real("softcap", value, accepted)
     if number < 0.0:
-        raise ProblemError(f"softcap={number} is negative; give {wanted}")
+        raise ProblemError(f"softcap={number} is negative; give {accepted}")
     return _in_range("softcap", number) if number else 0.0
 
 
 def check_dropout(value: Any) -> float:
     """`value` if it is a share of weights that may be dropped."""
-    wanted = "the share of weights to drop, from 0 up to but not 1"
+    accepted = "the share of weights to drop, from 0 up to but not 1"
     if is_array(value) and value.shape != ():
-        raise ProblemError(f"dropout_p is an array of shape {tuple(value.shape)}; give a number, {wanted}")
-    number = _real("dropout_p", value, wanted)
+        raise ProblemError(f"dropout_p is an array of shape {tuple(value.shape)}; give a number, {accepted}")
+    number = _real("dropout_p", value, accepted)
     if not 0.0 <= number < 1.0:
-        raise ProblemError(f"dropout_p={number} is outside [0, 1); give {wanted}")
+        raise ProblemError(f"dropout_p={number} is outside [0, 1); give {accepted}")
     if not share_kept(number):
         raise ProblemError(f"dropout_p={number} drops all weights, as shares are multiples of 1/{SHARES}; give less")
     return number
@@ -128,7 +128,7 @@ def is_zero(dropout_p: Any) -> bool:
     return type(dropout_p) in (float, int) and dropout_p == 0
 
 
-def _offset(value: Any, known: Known) -> int | None:
+def _offset(value: Any, context: OptionContext) -> int | None:
     return None if value is None else check_integer("diagonal_offset", value)
 
 
@@ -139,20 +139,20 @@ def _bound(name: str, value: Any) -> int | None:
     return bound
 
 
-def _num_splits(value: Any, known: Known) -> int:
+def _num_splits(value: Any, context: OptionContext) -> int:
     if (number := check_integer("num_splits", value)) < 0:
         raise ProblemError(f"num_splits={number} is negative; give how many blocks share the keys of a query, or 0")
     return number
 
 
-def _split_size(value: Any, known: Known) -> int | None:
+def _split_size(value: Any, context: OptionContext) -> int | None:
     size = None if value is None else check_integer("split_size", value)
     if size is not None and (size < 1 or size % SPLIT_STEP):
         raise ProblemError(f"split_size={size}; give a positive multiple of {SPLIT_STEP} keys, or None")
     return size
 
 
-def _flag(name: str) -> Callable[[Any, Known], bool]:
+def _flag(name: str) -> Callable[[Any, OptionContext], bool]:
     return lambda value, _: check_flag(name, value)
 
 
@@ -163,15 +163,15 @@ def check_algorithm(value: Any) -> str:
     return value
 
 
-def _out_dtype(value: Any, known: Known) -> str:
-    name, narrow = named_dtype(value), DTYPES[known.dtype].itemsize == 2
+def _out_dtype(value: Any, context: OptionContext) -> str:
+    name, narrow = named_dtype(value), DTYPES[context.dtype].itemsize == 2
     is_name = isinstance(name, str)
-    if value is None or (is_name and name == known.dtype):
-        return known.dtype
+    if value is None or (is_name and name == context.dtype):
+        return context.dtype
     if is_name and name == "float32" and narrow:
         return "float32"
     raise ProblemError(
-        f"out_dtype={value!r} with {known.dtype} inputs; give None for {known.dtype}"
+        f"out_dtype={value!r} with {context.dtype} inputs; give None for {context.dtype}"
         + (", or float32" if narrow else "")
     )
 
@@ -179,7 +179,7 @@ def _out_dtype(value: Any, known: Known) -> str:
 class Option(NamedTuple):
     """How an argument is judged, and which ops take it."""
 
-    validate: Callable[[Any, Known], Any]
+    validate: Callable[[Any, OptionContext], Any]
     ops: tuple[str, ...] = ("forward", "lse", "backward")
 
 
@@ -216,14 +216,14 @@ class Options(NamedTuple):
         values, *types = _key(self)
         return self if values is self else Options._make(values), *types
 
-    def validated(self, known: Known) -> "Options":
+    def validated(self, context: OptionContext) -> "Options":
         """The arguments with their defaults filled in; `ProblemError` for the first that is not legal."""
         try:
-            return _validated(self.key(), known)
+            return _validated(self.key(), context)
         except ProblemError:
             raise
         except (TypeError, ValueError):  # an argument that cannot be hashed is judged anew each time
-            return _validated.__wrapped__((self,), known)
+            return _validated.__wrapped__((self,), context)
 
     @property
     def scores(self) -> Scores:
@@ -317,8 +317,8 @@ def _cached_key(left: Any, right: Any, *values: Any) -> OptionsKey:
 
 
 @lru_cache(maxsize=256)
-def _validated(key: tuple[Any, ...], known: Known) -> Options:
-    return Options._make([row.validate(value, known) for value, row in zip(key[0], ROWS.values(), strict=True)])
+def _validated(key: tuple[Any, ...], context: OptionContext) -> Options:
+    return Options._make([row.validate(value, context) for value, row in zip(key[0], ROWS.values(), strict=True)])
 
 
 @lru_cache(maxsize=256)

@@ -12,11 +12,11 @@ from . import append, block_mask
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_alike, check_operand, check_output
 from .dtypes import DTYPES
-from .lengths import SeqlenInfo, bounded, check_unbounded, varlen_layout
 from .mask import Mask
 from .mod_arrays import check_block_mask, check_mod_array
 from .operands import INTEGERS, MISSING_AXES, MOD_KINDS, Op, Operand
-from .options import Known, Options
+from .options import OptionContext, Options
+from .seqlen_info import SeqlenInfo, bounded, check_unbounded, varlen_layout
 
 LAYOUT = "(batch, seqlen, heads, head_dim), (seqlen, heads, head_dim) or (seqlen, head_dim)"
 Specs = Sequence[ArraySpec | None]
@@ -27,12 +27,12 @@ _PRODUCTS = {"backward": (3, 2)}
 class Problem(NamedTuple):
     """A legal problem. Lengths are those of 4-D arrays; `head_dim_v` is 0 for `lse`, which has no v.
 
-    With `lengths`, batch is the number of sequences, seqlen_q and seqlen_k bound the lengths of each, and mask is that
-    of a sequence of these lengths.
+    With `seqlen_info`, batch is the number of sequences, seqlen_q and seqlen_k bound the lengths of each, and mask is
+    that of a sequence of these lengths.
     `merge_states` is the problem of its outs, without keys: seqlen_k and head_dim are 0. For `append_kv`, seqlen_k and
-    the k of `lengths` are of the new keys; without q, what is of q is 0.
-    `create_block_mask` is a problem of float32 without head dims; with `lengths`, packed rows are as many as may be.
-    `specs` are of the op's operands in the caller's rank, in their order: None for an input that is not there.
+    the k of `seqlen_info` are of the new keys; without q, what is of q is 0.
+    `create_block_mask` is a problem of float32 without head dims; with `seqlen_info`, packed rows are as many as may
+    be. `specs` are of the op's operands in the caller's rank, in their order: None for an input that is not there.
     `misaligned` names arrays of which kernels may not load two elements together, as they begin anywhere.
     """
 
@@ -50,7 +50,7 @@ class Problem(NamedTuple):
     device: str
     library: str
     specs: tuple[ArraySpec | None, ...]
-    lengths: SeqlenInfo | None = None  # of variable-length sequences; None where all are alike
+    seqlen_info: SeqlenInfo | None = None  # of variable-length sequences; None where all are alike
     misaligned: tuple[str, ...] = ()
 
     @classmethod
@@ -81,7 +81,7 @@ class Problem(NamedTuple):
             # why: out may have been made in float32 from 16-bit inputs, which is all that backward asks of it.
             wide = out.dtype == "float32" and DTYPES[q.dtype].itemsize == 2
             options = options._replace(out_dtype="float32" if wide else None)
-        options = options.validated(Known(lengths["head_dim"], q.dtype))
+        options = options.validated(OptionContext(lengths["head_dim"], q.dtype))
         if places is None:
             batch, seqlen_q, seqlen_k, *_ = lengths.values()
             axes = {**lengths, "batch_q": batch, "rows_q": seqlen_q, "batch_k": batch, "rows_k": seqlen_k}
@@ -92,8 +92,8 @@ class Problem(NamedTuple):
             varlen = SeqlenInfo.of(places, options, op.name == "backward" or specs[len(op.inputs)] is None)
             lengths = bounded(lengths, options)
             axes = {**places, **lengths}
-        hidden = options.causal, options.window_size, options.diagonal_offset
-        mask = Mask.of(lengths["seqlen_q"], lengths["seqlen_k"], *hidden)
+        arguments = options.causal, options.window_size, options.diagonal_offset
+        mask = Mask.of(lengths["seqlen_q"], lengths["seqlen_k"], *arguments)
         if band is not None:
             mask = mask.within(band)
             varlen = None if varlen is None else varlen.within(band)
@@ -106,13 +106,13 @@ class Problem(NamedTuple):
 
     def shape(self, operand: Operand) -> tuple[int, ...]:
         """The shape of an operand of q's or k's kind with all of its axes."""
-        varlen = self.lengths or SeqlenInfo(self.batch, self.seqlen_q, self.batch, self.seqlen_k)
+        varlen = self.seqlen_info or SeqlenInfo(self.batch, self.seqlen_q, self.batch, self.seqlen_k)
         return tuple([getattr(varlen if hasattr(varlen, axis) else self, axis) for axis in operand.axes])
 
     @property
     def specs_4d(self) -> Sequence[Any]:
         """The operands' arrays in their order: those with a head dim are seen as 4-D, others as they are."""
-        if self.specs[0] is not None and len(self.specs[0].shape) == 4 and self.lengths is None:
+        if self.specs[0] is not None and len(self.specs[0].shape) == 4 and self.seqlen_info is None:
             return self.specs
         pairs = zip(self.op.operands, self.specs, strict=True)
         return [spec.as_4d() if spec is not None and len(operand.axes) == 4 else spec for operand, spec in pairs]
@@ -283,8 +283,8 @@ def _shaper(axes: tuple[str, ...], rank: int) -> Callable[[Mapping[str, int]], t
 def _of_states(op: Op, specs: Specs) -> Problem:
     """Validates the states of `merge_states`: outs, then as many lses."""
     count = len(op.inputs) // 2
-    given: Any = specs[: 2 * count]
-    outs, lses = given[:count], given[count:]
+    shapes: Any = specs[: 2 * count]
+    outs, lses = shapes[:count], shapes[count:]
     check_alike({f"outs[{i}]": spec for i, spec in enumerate(outs)})
     first = outs[0]
     shape = first.shape
@@ -306,14 +306,16 @@ def _of_states(op: Op, specs: Specs) -> Problem:
             raise ProblemError(f"lses[{i}] is a {lse}, but its out is a {out}; give both alike")
     results = first.with_packed_strides(), lses[0].with_packed_strides()
     lengths = b, s, 0, h, h, 0, d
-    return Problem(op, *lengths, first.dtype, Mask.of(s, 0), Options(), first.device, first.library, (*given, *results))
+    return Problem(
+        op, *lengths, first.dtype, Mask.of(s, 0), Options(), first.device, first.library, (*shapes, *results)
+    )
 
 
 def _of_append(op: Op, specs: Specs, options: Options) -> Problem:
     """Validates a call of `append_kv`."""
     axes, checked = append.validated(op, specs)
     cache: Any = checked[0]
-    options = options.validated(Known(axes["head_dim"], cache.dtype))
+    options = options.validated(OptionContext(axes["head_dim"], cache.dtype))
     lengths = itemgetter("batch", "rows_q", "rows_k", "heads_q", "heads_kv", "head_dim", "head_dim_v")(axes)
     varlen = SeqlenInfo(axes["batch_q"], axes["rows_q"], axes["batch_k"], axes["rows_k"])
     of_cache = cache.device, cache.library
@@ -325,7 +327,7 @@ def _of_block_mask(op: Op, specs: Specs) -> Problem:
     sizes, lengths, checked = block_mask.validated(op, specs)
     like: Any = checked[0]
     batch, heads, seqlen_q, seqlen_k = sizes
-    options = _unmasked(Options().validated(Known(1, "float32")))
+    options = _unmasked(Options().validated(OptionContext(1, "float32")))
     mask = Mask.of(seqlen_q, seqlen_k)
     fields = batch, seqlen_q, seqlen_k, heads, heads, 0, 0, "float32", mask, options, like.device, like.library
     return Problem(op, *fields, checked, lengths)

@@ -77,22 +77,22 @@ def run_with_mods(problem: Problem, named: Mapping[str, Array], out: Array | Non
         return [_mask_tiles(problem, op.mod_spec, named)]
     plain, mod_scores = op.plain, ModScores.of(op.mod_spec, named, problem.options.dropout_p)
     assert plain is not None
-    asked = [each.name.removeprefix("d") for each in op.outputs[len(plain.outputs) :]]
+    names = [each.name.removeprefix("d") for each in op.outputs[len(plain.outputs) :]]
     numbers = {each.name: number for number, each in enumerate(op.mod_spec.arrays)}
     more: dict[str, Any] = {"mod_scores": mod_scores}
-    if asked:
-        wanted = [numbers[name] for name in asked if name in numbers]
-        more["mod_gradients"] = ModGradients(mod_scores, accumulator(problem), wanted)
+    if names:
+        numbers_of_grads = [numbers[name] for name in names if name in numbers]
+        more["mod_gradients"] = ModGradients(mod_scores, accumulator(problem), numbers_of_grads)
     # why: mods is of no concern to the functions of the plain op.
     results_at = len(op.inputs)
     specs = (*problem.specs[: len(plain.inputs)], *problem.specs[results_at : results_at + len(plain.outputs)])
     problem = problem._replace(op=plain, specs=specs)
     inputs = {name: x for name, x in named.items() if name in plain.index}
-    if problem.lengths is not None:
+    if problem.seqlen_info is not None:
         results = sequences.run(problem, RUN[plain.name], inputs, out, **more)
     else:
         results = list(RUN[plain.name](problem, *inputs.values(), **more))
-    for name in asked:
+    for name in names:
         sums = more["mod_gradients"]
         total = sums.sinks if name == "sinks" else sums.arrays[numbers[name]]
         results.append(total.astype(named[name].dtype))
@@ -104,5 +104,5 @@ def _mask_tiles(problem: Problem, mod_spec: ModSpec, named: Mapping[str, Array])
     views = [(named[each.name], each) for each in mod_spec.arrays]
     arrays = tuple([CapturedArray(x, kind.dtype, x.shape, kind.type) for x, kind in views])
     graph = Graph(constant(True) if mod_spec.mask is None else mod_spec.mask, arrays, mod_spec.digest)
-    lengths = None if problem.lengths is None else sequences.lengths_of(problem, named)
+    lengths = None if problem.seqlen_info is None else sequences.lengths_of(problem, named)
     return mask_tiles_of(graph, problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k, lengths)

@@ -71,14 +71,14 @@ def _rotated(problem: Problem, rows: Array, positions: Array, named: Named) -> A
     if "rotary_cos" not in named:
         return rows
     dtype: Any = np.float64 if rows.dtype == np.float64 else np.float32
-    known, out = positions < len(named["rotary_cos"]), rows.copy()
-    cos, sin = (np.asarray(named[name][positions[known], None], dtype) for name in ("rotary_cos", "rotary_sin"))
+    rotated, out = positions < len(named["rotary_cos"]), rows.copy()
+    cos, sin = (np.asarray(named[name][positions[rotated], None], dtype) for name in ("rotary_cos", "rotary_sin"))
     half = cos.shape[-1]
     first, second = slice(half), slice(half, 2 * half)
     if problem.options.rotary_interleaved:
         first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    x, y = (np.asarray(rows[known][..., columns], dtype) for columns in (first, second))
+    x, y = (np.asarray(rows[rotated][..., columns], dtype) for columns in (first, second))
     with np.errstate(all="ignore"):
-        out[known, :, first] = (x * cos - y * sin).astype(rows.dtype)
-        out[known, :, second] = (x * sin + y * cos).astype(rows.dtype)
+        out[rotated, :, first] = (x * cos - y * sin).astype(rows.dtype)
+        out[rotated, :, second] = (x * sin + y * cos).astype(rows.dtype)
     return out

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..problem.problem import Problem
 from .mods import ModGradients, ModScores
-from .tiles import Array, accumulator, exp_below, key_tiles, kv_heads, query_blocks, seen_product
+from .tiles import Array, accumulator, exp_below, key_tiles, kv_heads, query_blocks, visible_product
 
 
 def backward(
@@ -56,7 +56,7 @@ def backward(
                 are_finite = are_finite and not bool(np.isnan(lse_rows).any())
                 dq_rows = np.zeros_like(block.q)
                 for tile in key_tiles(problem, block, k, v, block_k, mod_scores, are_finite):
-                    keys, hidden = slice(tile.begin, tile.end), tile.hidden
+                    keys, masked = slice(tile.begin, tile.end), tile.masked
                     # the slope is 0 at the cap, s = -c; hidden keys, whose s is -inf, are moved there
                     capped = tile.s if tile.mod_tile is None else tile.mod_tile.raw.reshape(tile.s.shape)
                     slope = 1 - np.square(np.maximum(capped / softcap, -1)) if softcap else None
@@ -66,10 +66,10 @@ def backward(
                         ds = tile.mod_tile.dropped(ds)
                     ds -= delta[:, None]
                     ds *= p
-                    if hidden is not None:  # a row and a key that it does not see get no NaN of each other
-                        p[hidden] = ds[hidden] = 0
+                    if masked is not None:  # a row and a key that it does not see get no NaN of each other
+                        p[masked] = ds[masked] = 0
                         if slope is not None:
-                            slope[hidden] = 0
+                            slope[masked] = 0
                     if tile.mod_tile is not None:
                         if mod_gradients is not None:
                             mod_gradients.add(tile.mod_tile, block.unfold(ds))
@@ -78,10 +78,10 @@ def backward(
                         ds *= slope
                     if tile.mod_tile is not None:
                         p = tile.mod_tile.dropped(p)
-                    of_keys = None if hidden is None else hidden.T
-                    dv_head[keys] += seen_product(p.T, dout_rows, of_keys)
-                    dq_rows += seen_product(ds, tile.k, hidden)
-                    dk_head[keys] += seen_product(ds.T, block.q, of_keys)
+                    of_keys = None if masked is None else masked.T
+                    dv_head[keys] += visible_product(p.T, dout_rows, of_keys)
+                    dq_rows += visible_product(ds, tile.k, masked)
+                    dk_head[keys] += visible_product(ds.T, block.q, of_keys)
                 dq_rows *= problem.softmax_scale
                 dq[batch_idx, block.queries, block.heads] = block.unfold(dq_rows)
             dk_head *= problem.softmax_scale

@@ -43,18 +43,18 @@ def mask_tiles_of(
             q_idx = np.arange(begin * _ROWS, min((begin + 1) * _ROWS, used_q))[:, None]
             inputs: dict[str, Any] = {"b": b, "h": h, "q_idx": q_idx, "k_idx": np.arange(used_k)}
             inputs |= {"seqlen_q": used_q, "seqlen_k": used_k}
-            seen = np.broadcast_to(evaluate([mask_mod.root], inputs, arrays)[0], (len(q_idx), used_k))
-            some, all_seen = _by_mask_tiles(np.logical_or, seen), _by_mask_tiles(np.logical_and, seen)
-            kinds = np.where(all_seen, FULL, np.where(some, PARTIAL, EMPTY))
+            visible = np.broadcast_to(evaluate([mask_mod.root], inputs, arrays)[0], (len(q_idx), used_k))
+            some, all_visible = _by_mask_tiles(np.logical_or, visible), _by_mask_tiles(np.logical_and, visible)
+            kinds = np.where(all_visible, FULL, np.where(some, PARTIAL, EMPTY))
             first = begin * (_ROWS // MASK_TILE)
             mask_tiles[b, h, first : first + kinds.shape[0], : kinds.shape[1]] = kinds
     return mask_tiles
 
 
-def _by_mask_tiles(join: np.ufunc, seen: NDArray[np.bool_]) -> NDArray[np.bool_]:
+def _by_mask_tiles(join: np.ufunc, visible: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """What `join` makes of each mask tile of (queries, keys)."""
-    if 0 in seen.shape:
-        return np.zeros([-(-length // MASK_TILE) for length in seen.shape], bool)
-    for axis, length in enumerate(seen.shape):
-        seen = join.reduceat(seen, np.arange(0, length, MASK_TILE), axis=axis)
-    return seen
+    if 0 in visible.shape:
+        return np.zeros([-(-length // MASK_TILE) for length in visible.shape], bool)
+    for axis, length in enumerate(visible.shape):
+        visible = join.reduceat(visible, np.arange(0, length, MASK_TILE), axis=axis)
+    return visible

@@ -40,13 +40,13 @@ Places = Mapping[str, Any]
 class ModTile(NamedTuple):
     """What is known of the scores of a tile, (queries, group, keys): those before they change, and what dropout keeps.
 
-    own: what changed them. kept: what the weights are multiplied by, None for 1.
+    mod_scores: what changed them. scales: what the weights are multiplied by, None for 1.
     """
 
     mod_scores: ModScores
     places: Places
     raw: Array
-    kept: Array | None
+    scales: Array | None
 
     def values(self, roots: Sequence[Node]) -> list[Any]:
         """The values of nodes at all places of the tile."""
@@ -54,7 +54,7 @@ class ModTile(NamedTuple):
 
     def dropped(self, weights: Array) -> Array:
         """Weights, or gradients of what v is multiplied by, (rows, keys), after dropout."""
-        return weights if self.kept is None else weights * self.kept.reshape(weights.shape)
+        return weights if self.scales is None else weights * self.scales.reshape(weights.shape)
 
     def before_score_mod(self, ds: Array) -> Array:
         """The gradients of the scores before they change, (rows, keys), from those of the final ones, ds."""
@@ -144,8 +144,8 @@ class ModScores:
         indices = (places[name] for name in ("b", "h", "q_idx", "k_idx"))
         share = share_kept(self.dropout_p) / SHARES
         stay = dropout.is_kept(self.dropout_seed, self.dropout_p, *indices)
-        kept: Array = np.where(stay, s.dtype.type(1 / share), s.dtype.type(0))
-        return kept
+        scales: Array = np.where(stay, s.dtype.type(1 / share), s.dtype.type(0))
+        return scales
 
     def with_sinks(self, heads: slice, o: Array, lse: Array) -> tuple[Array, Array]:
         """The state of rows, o (rows, head_dim_v) and lse (rows,), with sinks. Heads of one query follow each other."""
@@ -156,15 +156,17 @@ class ModScores:
 
 
 class ModGradients:
-    """The sums of the gradients of a call's own arrays: those that the score loads from, and the sinks.
+    """Sums of the gradients of captured arrays, which the score loads from, and of sinks.
 
-    arrays: by the numbers of the arrays; those of bools and integers have none. wanted: which, by default all.
+    arrays: by the numbers of the arrays; those of bools and integers have none. array_numbers: which, by default all.
     """
 
-    def __init__(self, mod_scores: ModScores, dtype: np.dtype[Any], wanted: Collection[int] | None = None) -> None:
+    def __init__(
+        self, mod_scores: ModScores, dtype: np.dtype[Any], array_numbers: Collection[int] | None = None
+    ) -> None:
         self.mod_scores = mod_scores
         loads = [each for each in mod_scores.derivatives if each.op == "load" and each.type == Type.FLOAT32]
-        numbers = {each.value for each in loads} if wanted is None else wanted
+        numbers = {each.value for each in loads} if array_numbers is None else array_numbers
         self._loads = [each for each in loads if each.value in numbers]
         self.arrays = {n: np.zeros(mod_scores.arrays[n].shape, dtype) for n in numbers if n < len(mod_scores.arrays)}
         self.sinks = None if mod_scores.sinks is None else np.zeros(mod_scores.sinks.shape, dtype)
@@ -173,12 +175,12 @@ class ModGradients:
         """Adds what the final scores of a tile, whose gradients are ds, give."""
         for load in self._loads:
             total = self.arrays[load.value]
-            slope, *at = tile.values([self.mod_scores.derivatives[load], *load.arguments])
-            found = [place_of(index, length) for index, length in zip(at, total.shape, strict=True)]
-            if not found:  # an array without axes, whose one element every score loads
+            slope, *indices = tile.values([self.mod_scores.derivatives[load], *load.arguments])
+            indices = [place_of(index, length) for index, length in zip(indices, total.shape, strict=True)]
+            if not indices:  # an array without axes, whose one element every score loads
                 total += _times(ds, slope).sum()
             elif total.size:
-                np.add.at(total, tuple(np.broadcast_to(each, ds.shape) for each in found), _times(ds, slope))
+                np.add.at(total, tuple(np.broadcast_to(each, ds.shape) for each in indices), _times(ds, slope))
 
     def add_sinks(self, dout: Array, out: Array, lse: Array, dlse: Array | None) -> None:
         """Adds what rows give, dout and out (batch, seqlen_q, heads_q, dv), lse and dlse (batch, heads_q, seqlen_q)."""

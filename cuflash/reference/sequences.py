@@ -77,15 +77,15 @@ def run(
     rows of no sequence, and those that are not used, are left alone; in new arrays they are 0, and -inf in lse. own and
     mod_gradients: as in the dense functions.
     """
-    assert problem.lengths is not None
+    assert problem.seqlen_info is not None
     op = problem.op
     results = [_empty(problem, operand, named) for operand in op.outputs]
     if out is not None:
         results[0] = out
     arrays = [operand for operand in op.inputs if operand.dtype != INTEGERS and operand.name in named]
     for b, one in each(problem, named):
-        mask, runs = problem.lengths.mask(one.num_queries, len(one.keys[0])), one.runs()
-        found = []
+        mask, runs = problem.seqlen_info.mask(one.num_queries, len(one.keys[0])), one.runs()
+        per_sequence = []
         for keys in runs:
             parts = [
                 _rows_first(operand, _rows_first(operand, named[operand.name])[one.place(operand, keys)][None])
@@ -103,8 +103,8 @@ def run(
                 )
             if mod_gradients is not None:
                 more["mod_gradients"] = mod_gradients
-            found.append(compute(_alone(problem, mask, keys, len(runs) > 1), *parts, **more))
-        merged = _merged(found)
+            per_sequence.append(compute(_alone(problem, mask, keys, len(runs) > 1), *parts, **more))
+        merged = _merged(per_sequence)
         if mod_scores is not None and mod_scores.sinks is not None and len(runs) > 1:
             merged = _with_sinks(merged, mod_scores.sinks)
         for operand, result, part in zip(op.outputs, results, merged, strict=False):
@@ -138,12 +138,12 @@ def each(problem: Problem, named: Named) -> Iterator[tuple[int, One]]:
 
 def lengths_of(problem: Problem, named: Named) -> list[tuple[int, int]]:
     """The used queries and keys of each sequence of a problem without q and k, as a block mask is."""
-    assert problem.lengths is not None
+    assert problem.seqlen_info is not None
     pairs = [
         _used(side, rows_of(side, problem.batch, rows, named), most, named).counts.tolist()
         for side, rows, most in (
-            ("q", problem.lengths.rows_q, problem.seqlen_q),
-            ("k", problem.lengths.rows_k, problem.seqlen_k),
+            ("q", problem.seqlen_info.rows_q, problem.seqlen_q),
+            ("k", problem.seqlen_info.rows_k, problem.seqlen_k),
         )
     ]
     return list(zip(*pairs, strict=True))
@@ -176,15 +176,15 @@ def _keys(problem: Problem, named: Named) -> Rows:
 
 def _sees(problem: Problem, queries: Rows, keys: Rows) -> Array:
     """Which sequences have a query that may see a key: one that is not hidden, and some of the places are there."""
-    assert problem.lengths is not None
+    assert problem.seqlen_info is not None
     # why by distinct lengths: there may be a million sequences, but sequences of the same lengths have the same mask.
     most = problem.seqlen_k + 1
     pairs, number = np.unique(queries.counts * most + keys.counts, return_inverse=True)
-    masks = [problem.lengths.mask(*divmod(pair, most)) for pair in pairs.tolist()]
+    masks = [problem.seqlen_info.mask(*divmod(pair, most)) for pair in pairs.tolist()]
     shown = np.array([mask.num_visible() > 0 for mask in masks], bool)[number]
     there = np.any(keys.first >= 0, axis=tuple(range(1, keys.first.ndim)))
-    seen: Array = shown & there
-    return seen
+    visible: Array = shown & there
+    return visible
 
 
 def _keys_of(b: int, problem: Problem, keys: Rows) -> tuple[Array, Array]:
@@ -207,17 +207,19 @@ def _alone(problem: Problem, mask: Mask, keys: slice, is_merged: bool) -> Proble
         mask = Mask(mask.seqlen_q, count, mask.lo - keys.start, mask.hi - keys.start)
     if is_merged and DTYPES[problem.dtype].itemsize == 2:
         options = options._replace(out_dtype="float32")
-    return problem._replace(batch=1, seqlen_q=mask.seqlen_q, seqlen_k=count, mask=mask, options=options, lengths=None)
+    return problem._replace(
+        batch=1, seqlen_q=mask.seqlen_q, seqlen_k=count, mask=mask, options=options, seqlen_info=None
+    )
 
 
-def _merged(found: list[Results]) -> Results:
+def _merged(per_sequence: list[Results]) -> Results:
     """The results over all keys, from those over parts of them."""
-    if len(found) == 1:
-        return found[0]
-    lses = [results[-1] for results in found]
+    if len(per_sequence) == 1:
+        return per_sequence[0]
+    lses = [results[-1] for results in per_sequence]
     nothing = np.zeros((*lses[0].swapaxes(1, 2).shape, 0), lses[0].dtype)
-    outs = [results[0] if len(results) > 1 else nothing for results in found]
-    return merge_states(outs, lses)[-len(found[0]) :]
+    outs = [results[0] if len(results) > 1 else nothing for results in per_sequence]
+    return merge_states(outs, lses)[-len(per_sequence[0]) :]
 
 
 def _with_sinks(results: Results, sinks: Array) -> Results:

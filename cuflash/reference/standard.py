@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..problem.problem import Problem
-from .tiles import accumulator, no_results, seen_product
+from .tiles import accumulator, no_results, visible_product
 
 
 def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any, Any]:
@@ -48,7 +48,7 @@ def forward(problem: Problem, q: Any, k: Any, v: Any, xp: Any = np) -> tuple[Any
         p = p if p_dtype == dtype else p.astype(p_dtype).astype(dtype)
         # why in NumPy alone: on a GPU the host would have to wait for what v holds.
         is_plain = xp is not np or np.isfinite(v).all()
-        o = seen_product(p, v, None if is_plain else np.isneginf(s))
+        o = visible_product(p, v, None if is_plain else np.isneginf(s))
         out[:, row_begin:row_end] = o.transpose(0, 3, 1, 2, 4).reshape(
             problem.batch, row_end - row_begin, problem.heads_q, v.shape[4]
         )

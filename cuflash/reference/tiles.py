@@ -67,8 +67,8 @@ class QueryBlock:
 class Tile:
     """Keys `begin … end - 1` as a block of queries sees them: k (keys, head_dim), v (keys, head_dim_v), s (rows, keys).
 
-    `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does. `hidden`
-    tells which scores are -inf, or is None where it makes no difference: see `seen_product`.
+    `s` is scaled, capped and masked. The algorithm that gets the tile may overwrite `s`, as `exp_below` does. `masked`
+    tells which scores are -inf, or is None where it makes no difference: see `visible_product`.
     """
 
     begin: int
@@ -78,7 +78,7 @@ class Tile:
     v: Array
     dtype: np.dtype[Any]
     mod_tile: ModTile | None = None
-    hidden: Array | None = None
+    masked: Array | None = None
 
     def times_v(self, p: Array) -> Array:
         """`p v`, (rows, keys) -> (rows, dv), where p is rounded to the inputs' dtype as for the tensor cores.
@@ -87,7 +87,7 @@ class Tile:
         """
         if self.mod_tile is not None:
             p = self.mod_tile.dropped(p)
-        v = self.v if self.hidden is None else finite(self.v)
+        v = self.v if self.masked is None else finite(self.v)
         return (rounded(p, self.dtype) if v.size else p) @ v
 
 
@@ -123,13 +123,13 @@ def exp_below(s: Array, m: Array) -> Array:
     return np.exp(s, out=s)
 
 
-def seen_product(weights: Array, x: Array, hidden: Array | None) -> Array:
+def visible_product(weights: Array, x: Array, masked: Array | None) -> Array:
     """`weights @ x`, (…, rows, keys) @ (…, keys, n), where hidden pairs add nothing whatever x holds: 0 * NaN is NaN.
 
-    hidden: like weights, which are 0 there, or None where x is finite. A score of -inf is hidden, whether a mask or its
+    masked: like weights, which are 0 there, or None where x is finite. A score of -inf is hidden, whether a mask or its
     value makes it so. What a row sees of NaN and infinity counts as if its weight were above 0.
     """
-    return weights @ x if hidden is None else weights @ finite(x) + seen_not_finite(x, hidden)
+    return weights @ x if masked is None else weights @ finite(x) + visible_not_finite(x, masked)
 
 
 def finite(x: Array) -> Array:
@@ -137,12 +137,12 @@ def finite(x: Array) -> Array:
     return np.where(np.isfinite(x), x, x.dtype.type(0))
 
 
-def seen_not_finite(x: Array, hidden: Array) -> Array:
+def visible_not_finite(x: Array, masked: Array) -> Array:
     """The sum of the NaN and infinities of x, (…, keys, n), that each row sees."""
-    out = np.zeros((*hidden.shape[:-1], x.shape[-1]), x.dtype)
+    out = np.zeros((*masked.shape[:-1], x.shape[-1]), x.dtype)
     for value, is_it in ((np.nan, np.isnan), (np.inf, np.isposinf), (-np.inf, np.isneginf)):
-        if (found := is_it(x)).any():
-            sees = (~hidden).astype(x.dtype) @ found.astype(x.dtype) > 0
+        if (mask := is_it(x)).any():
+            sees = (~masked).astype(x.dtype) @ mask.astype(x.dtype) > 0
             np.add(out, value, out=out, where=sees)
     return out
 
@@ -209,8 +209,8 @@ def key_tiles(
             np.copyto(block.unfold(s), -np.inf, where=~visible[:, None, :])
         # why in all tiles: what a row gets of NaN and infinity must not depend on where a tile ends.
         is_finite = rows_are_finite and all(np.isfinite(x).all() for x in (k_tile, v_tile))
-        hidden = None if is_finite else np.isneginf(s)
-        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed, hidden)
+        masked = None if is_finite else np.isneginf(s)
+        yield Tile(begin, end, s, k_tile, v_tile, k.dtype, changed, masked)
 
 
 def by_tiles(
@@ -248,8 +248,8 @@ def by_tiles(
                 for block in query_blocks(problem, q, batch_idx, head_kv_idx, block_q):
                     state, not_finite = start(len(block.q), v.shape[3], dtype), None
                     for tile in key_tiles(problem, block, k, v, block_k, mod_scores):
-                        if tile.hidden is not None:
-                            of_tile = seen_not_finite(tile.v, tile.hidden)
+                        if tile.masked is not None:
+                            of_tile = visible_not_finite(tile.v, tile.masked)
                             not_finite = of_tile if not_finite is None else not_finite + of_tile
                         state = update(state, tile)
                         if on_tile is not None:

@@ -39,11 +39,11 @@ from .structs import STRUCTS, ParamBuffer, ParamTemplate
 CACHE_BYTES = 32 * 2**20  # of all that calls leave behind in a process
 CALL_BYTES, LAUNCH_BYTES = 5 * 1024, 3 * 1024  # that a CachedCall takes, and each of its launches, as measured
 PACKED_BYTES = 1024  # that PackedParams take beside their own bytes, as measured
-SEEN = 8192  # pointers of calls, of which those that come again get parameters of their own
+RECENT_POINTERS = 8192  # pointers of calls, of which those that come again get parameters of their own
 
 CALL_CACHE = LruCache(CACHE_BYTES)
 _find = CALL_CACHE.get
-_seen = RecentKeys(SEEN)
+_recent_keys = RecentKeys(RECENT_POINTERS)
 _numbers = itertools.count()
 
 
@@ -102,7 +102,7 @@ class LoadedPlan:
                 return False
             params = PackedParams([template.pack(pointers) for template in self._templates])
             # why: parameters are cached from their second use on, and those of a growing cache have no second.
-            is_repeated = _seen.add(key)
+            is_repeated = _recent_keys.add(key)
             if is_repeated:
                 CALL_CACHE.put(key, params, sum([PACKED_BYTES + len(buffer.memory) for buffer in params.buffers]))
         buffers = params.buffers

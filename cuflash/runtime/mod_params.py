@@ -25,7 +25,7 @@ class ModPlaces(NamedTuple):
 
 def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlaces:
     """Writes all but pointers of operands, from a word of 8 bytes on."""
-    mod_spec, index, at = problem.op.mod_spec, problem.op.index, first_word
+    mod_spec, index, word = problem.op.mod_spec, problem.op.index, first_word
     assert mod_spec is not None
     places = ModPlaces([], [])
     words, ints = memoryview(packed).cast("q"), memoryview(packed).cast("i")
@@ -33,27 +33,27 @@ def mod_params(problem: Problem, packed: bytearray, first_word: int) -> ModPlace
         spec = problem.specs[index[each.name]]
         assert spec is not None
         if 0 in spec.shape:  # why: a load from it gives zero, and reads something
-            words[at] = zero(problem.ordinal or 0)
+            words[word] = zero(problem.ordinal or 0)
         else:
-            places.plain.append((index[each.name], at))
-            for axis, stride in enumerate(spec.strides, at + 1):
+            places.plain.append((index[each.name], word))
+            for axis, stride in enumerate(spec.strides, word + 1):
                 words[axis] = stride
-        begin = 2 * (at + 1 + max(each.rank, 1))
+        begin = 2 * (word + 1 + max(each.rank, 1))
         for axis, extent in enumerate(spec.shape or (1,)):
             ints[begin + axis] = 1 if 0 in spec.shape else extent
-        at += words_of(each.rank)
+        word += words_of(each.rank)
     sinks = problem.specs[index["sinks"]] if mod_spec.has_sinks else None
     if sinks is not None:
-        places.plain.append((index["sinks"], at))
+        places.plain.append((index["sinks"], word))
     if mod_spec.has_block_mask:
-        places.plain.append((index["mask_tiles"], at + 1))
+        places.plain.append((index["mask_tiles"], word + 1))
     else:
         # Cells that the call makes itself: of all batches and heads, or of those that the mask tells apart.
-        places.workspace.append(("mask_tiles", at + 1))
+        places.workspace.append(("mask_tiles", word + 1))
     of_batch, of_head, columns = mask_tile_strides(problem)
     if mod_spec.drops:
-        places.plain.append((index["dropout_seed"], at + 2))
-    kept = share_kept(problem.options.dropout_p)
+        places.plain.append((index["dropout_seed"], word + 2))
+    share = share_kept(problem.options.dropout_p)
     wide = int(sinks is not None and sinks.dtype == "float32")
-    _NUMBERS.pack_into(packed, 8 * (at + 3), of_batch, of_head, columns, wide, kept, 65536 / max(kept, 1))
+    _NUMBERS.pack_into(packed, 8 * (word + 3), of_batch, of_head, columns, wide, share, 65536 / max(share, 1))
     return places

@@ -18,10 +18,10 @@ from typing import Any, ClassVar, NamedTuple
 from ..planning.gradient_terms import MAX_AXES
 from ..planning.merge import MAX_STATES
 from ..planning.plan import Launch, Part
-from ..problem.lengths import PADDED_SLOT
 from ..problem.operands import Op
 from ..problem.options import Scores
 from ..problem.problem import Problem
+from ..problem.seqlen_info import PADDED_SLOT
 from .mod_params import mod_params
 from .tensor_map import ALIGNMENT, MAP_BYTES, encoded, first_byte, mover, refusal
 
@@ -251,10 +251,10 @@ def _places(name: str, op: Op, aliases: tuple[tuple[str, str], ...] = ()) -> Pla
     return places
 
 
-def _members(of: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any, int]]:
+def _members(struct: type[Structure], begin: int = 0) -> Iterator[tuple[str, Any, int]]:
     """Yields (field, kind, offset in bytes) of a struct, with those of `ProblemParams` in it."""
-    for field, kind in of._fields_:  # type: ignore[misc]
-        offset = begin + getattr(of, field).offset
+    for field, kind in struct._fields_:  # type: ignore[misc]
+        offset = begin + getattr(struct, field).offset
         yield field, kind, offset
         if kind is ProblemParams:
             yield from _members(kind, offset)
@@ -318,8 +318,8 @@ class ParamTemplate:
         # why not through the ctypes structs: numbers are written five times as fast as their fields are set.
         words, ints, numbers = memoryview(packed).cast("q"), memoryview(packed).cast("i"), _numbers(name)
         for field, value in launch.fields.items():
-            wide, at = numbers[field]
-            (words if wide else ints)[at] = value
+            wide, position = numbers[field]
+            (words if wide else ints)[position] = value
         if _PROBLEM[0] in _STRUCTS[name]:
             _write_problem(problem, packed, STRUCTS[name].problem.offset)
         self._plain, operands, maps, parts = _places(name, problem.op, tuple(launch.aliases.items()))
@@ -357,9 +357,9 @@ class ParamTemplate:
         for number, word, misaligning in self._operands:
             words[word] = pointer = pointers[number]
             buffer.ints[2 * word + 8] = not pointer & misaligning
-        for number, at, begin in self._maps:
+        for number, place, begin in self._maps:
             pointer = pointers[number]
-            if pointer and (result := self._move(buffer.address + at, pointer + begin)):
+            if pointer and (result := self._move(buffer.address + place, pointer + begin)):
                 raise refusal(result, f"the address {pointer:#x} in a TMA descriptor")
         return buffer
 
@@ -383,10 +383,10 @@ def _write_problem(problem: Problem, packed: bytearray, offset: int) -> None:
         0,
         *problem.options.scores,
     )
-    if (varlen := problem.lengths) is not None:
+    if (varlen := problem.seqlen_info) is not None:
         table = problem.specs[problem.op.index["page_table"]] if "page_table" in problem.op.index else None
         stride = 0 if table is None else table.strides[0]
         # why cut: forward has no use for it, and backward has refused more.
         padded = (min(varlen.num_slots(side, problem.batch, PADDED_SLOT) * PADDED_SLOT, 2**31 - 1) for side in "qk")
-        kept = varlen.rows_q, varlen.rows_k, varlen.batch_k, *varlen.bounds, varlen.clears_unused, *padded, 0
-        _PACKED_LENGTHS.pack_into(packed, offset + _LENGTHS_OFFSET, stride, *kept)
+        values = varlen.rows_q, varlen.rows_k, varlen.batch_k, *varlen.bounds, varlen.zeros_unused, *padded, 0
+        _PACKED_LENGTHS.pack_into(packed, offset + _LENGTHS_OFFSET, stride, *values)

@@ -50,7 +50,7 @@ def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
     # why one piece of memory: to make an array for each argument takes six times as long.
     memory = _Memory()
     to = -(-ctypes.addressof(memory) // ALIGNMENT) * ALIGNMENT
-    begin, at = to - ctypes.addressof(memory), to + MAP_BYTES
+    begin, address = to - ctypes.addressof(memory), to + MAP_BYTES
     sizes = PANEL_BYTES // size, box.rows, *_ONES
     _GEOMETRY.pack_into(memory, begin + MAP_BYTES, *lengths, *unused, *steps, *unused, *sizes)
     result = function("cuTensorMapEncodeTiled", *_ARGUMENTS)(
@@ -58,10 +58,10 @@ def encoded(spec: ArraySpec, box: TmaBox) -> bytes:
         DTYPES[spec.dtype].tma,
         rank,
         _SOMEWHERE,
-        at,
-        at + _STEPS,
-        at + _BOX,
-        at + _ELEMENT_STEPS,
+        address,
+        address + _STEPS,
+        address + _BOX,
+        address + _ELEMENT_STEPS,
         _INTERLEAVE_NONE,
         _SWIZZLE_128B,
         _L2_PROMOTION_128B,

@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--softcap", action="store_true", help="the kernels of capped scores, too, where they differ")
     parser.add_argument("--deterministic", action="store_true", help="of backward: the deterministic kernels, too")
     parser.add_argument(
-        "--device", help=f"default every GPU of this machine; or cuda:0, or one of {', '.join(devices.KNOWN)}"
+        "--device", help=f"default every GPU of this machine; or cuda:0, or one of {', '.join(devices.DEVICES)}"
     )
     parser.add_argument(
         "--jobs", type=arguments.count, default=os.cpu_count() or 1, metavar="N", help="default one a CPU"
@@ -102,7 +102,7 @@ def _devices(name: str | None) -> tuple[list[Device], list[str]]:
     if not found:
         raise UnsupportedError(
             "\n".join((*problems, "there is no GPU to compile for (python -m cuflash info says why);"))
-            + f" give --device, one of {', '.join(devices.KNOWN)}"
+            + f" give --device, one of {', '.join(devices.DEVICES)}"
         )
     return list(found), problems
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.planner import plan
 from cuflash.runtime import call as calls
 
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from cuflash.frameworks.jax import attention, ffi, handlers
 from cuflash.frameworks.jax.handlers import BACKWARD, FORWARD, OPS, Described, Static
 
-H100 = KNOWN["sm_90"]
+H100 = DEVICES["sm_90"]
 STATIC = Static(-300, 0, 0.125, 0.0)
 X, LSE = (2, 300, 4, 64), (2, 4, 300, 1)
 

@@ -17,7 +17,7 @@ from variants import DTYPES, KEYS, SHARED_HEADS, variant_of, variants
 
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning import tiles_sm80, tiles_sm90
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.variant import ALGORITHM_CODES, Variant
 from cuflash.problem.dtypes import DTYPES as TABLE
 from cuflash.runtime import compiler
@@ -91,7 +91,7 @@ def representatives(arch: str, of: Any = ONE_OF_EACH_KERNEL) -> list[Variant]:
     for *what, changes in of:
         if what[0] in HOPPER_GRADIENTS and changes.get("aligned", True) and arch != "sm_90":
             continue
-        found[variant_of(*what, KNOWN[arch], **changes)] = None
+        found[variant_of(*what, DEVICES[arch], **changes)] = None
     return list(found)
 
 
@@ -151,7 +151,7 @@ def test_one_of_each_kernel_compiles_without_spills(variant: Variant, compiled: 
     check(variant, compiled)
 
 
-@pytest.mark.exhaustive(lambda: each(*(arch for arch in KNOWN if arch not in ALL), of=representatives))
+@pytest.mark.exhaustive(lambda: each(*(arch for arch in DEVICES if arch not in ALL), of=representatives))
 def test_one_of_each_kernel_compiles_for_other_gpus(variant: Variant, compiled: Compiled) -> None:
     check(variant, compiled)
 
@@ -247,7 +247,7 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     for dtype, (op, row, lengths), capped in product(halves, gradients, (False, True)):
         if row.softcap in (None, capped):
             of_gradients.add((op, dtype, dtype, row, capped, lengths))
-    found = {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap, v.lengths) for v in hopper}
+    found = {(v.op, v.dtype, v.out_dtype, v.tile, v.softcap, v.is_varlen) for v in hopper}
     assert {each for each in found if each[0].startswith("backward")} == of_gradients
     assert {each[:-1] for each in found - of_gradients} == wanted
     assert not any(v.softcap for v in made)
@@ -256,7 +256,7 @@ def test_the_variants_are_every_row_dtype_algorithm_and_out_dtype() -> None:
     assert {v.source for v in variants("sm_90")} | mod_sources == sources
 
 
-@pytest.mark.parametrize("arch", KNOWN)
+@pytest.mark.parametrize("arch", DEVICES)
 def test_the_representatives_are_of_every_kernel(arch: str) -> None:
     assert set(representatives(arch)) <= set(variants(arch))
     assert {(v.op, v.source) for v in representatives(arch)} == {(v.op, v.source) for v in variants(arch)}
@@ -267,7 +267,7 @@ BY_ROWS = ("backward_dq", "backward_dk", "backward_dv")  # on Hopper, over head 
 
 def small_variant(arch: str, op: str, dtype: str) -> Variant:
     head_dim = 256 if arch == "sm_90" and op in BY_ROWS else 32
-    return variant_of(op, dtype, head_dim, head_dim, KNOWN[arch])
+    return variant_of(op, dtype, head_dim, head_dim, DEVICES[arch])
 
 
 WRONG = {

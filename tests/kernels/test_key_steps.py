@@ -53,7 +53,7 @@ def last_launch(
     return launched[-1]
 
 
-def seen_by_tiles(seen: Any, block_q: int) -> Any:
+def visible_to_tiles(seen: Any, block_q: int) -> Any:
     """Returns (batch, heads, tiles, key blocks): whether a mask tile of a tile of queries x a key block is visible."""
     rows, columns = block_q // MASK_TILE, KEY_BLOCK // MASK_TILE
     whole = np.pad(seen, [(0, 0), (0, 0), (0, -seen.shape[2] % rows), (0, -seen.shape[3] % columns)])
@@ -83,8 +83,8 @@ def test_steps_are_listed_and_key_blocks_with_more_come_first(
         return cupy.ndarray(size // 4, "i4", cupy.cuda.MemoryPointer(memory, 0)).reshape(-1, *shape).get()
 
     mask_tiles = mask_tiles_of(trace(make(np.asarray, of)["mask_mod"], "mask_mod"), of.batch, of.heads_q, 1100, 1900)
-    seen = seen_by_tiles(mask_tiles != EMPTY, fields["block_q"])
-    full = ~seen_by_tiles(mask_tiles != FULL, fields["block_q"])
+    seen = visible_to_tiles(mask_tiles != EMPTY, fields["block_q"])
+    full = ~visible_to_tiles(mask_tiles != FULL, fields["block_q"])
     batch, heads = (None if fields[name] else 1 for name in ("list_stride_batch", "list_stride_head"))
     seen, full = seen[:batch, :heads], full[:batch, :heads]
     tiles, blocks = seen.shape[2:]

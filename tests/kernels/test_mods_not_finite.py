@@ -94,7 +94,7 @@ def test_a_product_of_minus_infinity_is_not_hidden(cupy: Any, head_dim: int) -> 
         check_infinite_product(cupy.asarray, case)
 
 
-def check_hidden_nan(put: Put, case: Case) -> None:
+def check_masked_nan(put: Put, case: Case) -> None:
     """Functions that are NaN for the keys that the causal mask hides."""
 
     def bounded(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -115,7 +115,7 @@ def check_hidden_nan(put: Put, case: Case) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_functions_may_be_nan_where_keys_are_hidden(cupy: Any, head_dim: int) -> None:
     case = of_lengths((200, 200), replace(CASE, dtype="bfloat16", head_dim=head_dim, head_dim_v=head_dim, causal=True))
-    check_hidden_nan(cupy.asarray, case)
+    check_masked_nan(cupy.asarray, case)
 
 
 @pytest.mark.parametrize("any_gpu", [False, True])

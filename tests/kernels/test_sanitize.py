@@ -9,7 +9,7 @@ from variants import variants
 from workers import ROOT
 
 from cuflash.planning import device
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 
 if not (ROOT / ".ci").is_dir():
     pytest.skip("needs a checkout", allow_module_level=True)
@@ -17,25 +17,25 @@ pytest.importorskip("cupy")
 
 
 def test_the_sanitizer_reaches_every_tile_and_every_kernel_for_several_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "query", lambda ordinal: KNOWN["sm_90"])
+    monkeypatch.setattr(device, "query", lambda ordinal: DEVICES["sm_90"])
     monkeypatch.syspath_prepend(str(ROOT / ".ci"))
     sanitize = import_module("sanitize")
     wanted = sanitize.variants()
     assert not sanitize.unreached(wanted)
-    of_lengths = {x for x in wanted if x.lengths and x.mod_code is None and not x.tells_sequences}
-    assert {x for x in variants("sm_90") if x.lengths} == of_lengths
-    mod_sources = {x.source for x in wanted if x.lengths and (x.mod_code is not None or x.tells_sequences)}
+    of_lengths = {x for x in wanted if x.is_varlen and x.mod_code is None and not x.lists_seqlens}
+    assert {x for x in variants("sm_90") if x.is_varlen} == of_lengths
+    mod_sources = {x.source for x in wanted if x.is_varlen and (x.mod_code is not None or x.lists_seqlens)}
     assert mod_sources >= {f"sm90/{name}.cu" for name in ("forward", "lse", "backward", "backward_rows")}
     assert mod_sources >= {f"sm80/{name}.cu" for name in ("forward", "lse", "backward", "backward_dq")}
     assert "portable/delta.cu" in mod_sources
-    assert sanitize.unreached([x for x in wanted if not x.lengths])
+    assert sanitize.unreached([x for x in wanted if not x.is_varlen])
     # In every tile of Hopper's forward there are calls whose scores are so large that rows leave the main loop.
     large = import_module("sanitize_cases").LARGE
     tiles: dict[bool, set[object]] = {False: set(), True: set()}  # by whether scores are large
     for (_, case, _), kernels in sanitize.work().items():
         is_large = getattr(case, "of", case).softmax_scale == large
         forward = (x for x in kernels if x.op == "forward" and x.of_warpgroups)
-        tiles[is_large].update((x.source, x.dtype, x.tile, x.lengths) for x in forward)
+        tiles[is_large].update((x.source, x.dtype, x.tile, x.is_varlen) for x in forward)
     assert tiles[False]
     assert tiles[True] >= tiles[False]
 

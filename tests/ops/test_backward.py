@@ -103,17 +103,17 @@ def test_what_nobody_sees_gets_zeros_and_gives_nothing_whatever_it_holds(case: C
     unseen = np.r_[0 : seen[0], seen[1] : case.seqlen_k]
     assert len(blind) + len(unseen) > 40
 
-    def with_hidden(value: float) -> Given:
+    def with_masked(value: float) -> Given:
         made = Given(*(np.array(host(x)) for x in given_for(case, xp)))
         for x, hidden in zip(made[:5], (blind, blind, unseen, unseen, blind), strict=True):
             x[:, hidden] = value
         made.dlse[:, :, blind] = value
         return made
 
-    made = with_hidden(0.0)
+    made = with_masked(0.0)
     clean = backward(case, made.on(xp), deterministic=True)
-    assert identical(backward(case, with_hidden(poison).on(xp), deterministic=True), clean)
-    for got in (clean, backward(case, with_hidden(poison).on(xp))):
+    assert identical(backward(case, with_masked(poison).on(xp), deterministic=True), clean)
+    for got in (clean, backward(case, with_masked(poison).on(xp))):
         check(case, made, got)
         for gradient, hidden in zip(got, (blind, unseen, unseen), strict=True):
             assert not host(gradient)[:, hidden].any()

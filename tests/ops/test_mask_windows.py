@@ -55,10 +55,10 @@ def test_a_window_and_the_arguments_hide_together(name: str, more: dict[str, Any
     plan = cuflash.plan(*given, mask_mod=mask_mod, **more)
     assert plan.problem.op.mod_spec is None
 
-    def seen_by_all(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def visible_to_all(b: Any, h: Any, q: Any, k: Any) -> Any:
         return mask_mod(b, h, q, k) & ((k % 2 == 0) | (k % 2 == 1))  # which is no window that anybody sees
 
-    wanted = cuflash.forward(*given, mask_mod=seen_by_all, **more)
+    wanted = cuflash.forward(*given, mask_mod=visible_to_all, **more)
     np.testing.assert_allclose(cuflash.forward(*given, mask_mod=mask_mod, **more), wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -69,11 +69,11 @@ def test_windows_of_sequences_count_from_the_lengths_of_each(name: str, more: di
     q, k, v = normal(40, 4, 8), normal(60, 2, 8), normal(60, 2, 8)
     varlen_kwargs = {"cu_seqlens_q": np.array([0, 21, 40], np.int32), "cu_seqlens_k": np.array([0, 34, 60], np.int32)}
 
-    def seen_by_all(b: Any, h: Any, q: Any, k: Any) -> Any:
+    def visible_to_all(b: Any, h: Any, q: Any, k: Any) -> Any:
         return mask_mod(b, h, q, k) & ((k % 2 == 0) | (k % 2 == 1))
 
     found, wanted = (cuflash.forward(q, k, v, mask_mod=each, return_lse=True, **varlen_kwargs, **more)
-                     for each in (mask_mod, seen_by_all))  # fmt: skip
+                     for each in (mask_mod, visible_to_all))  # fmt: skip
     for x, y in zip(found, wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
     if not more:

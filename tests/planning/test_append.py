@@ -8,12 +8,12 @@ import pytest
 from plans import DTYPES
 from variants import append_of
 
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.planner import plan
 from cuflash.problem.dtypes import DTYPES as TABLE
 from cuflash.units import memory
 
-H100 = KNOWN["sm_90"]
+H100 = DEVICES["sm_90"]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

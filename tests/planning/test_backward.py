@@ -15,7 +15,7 @@ from cuflash.errors import UnsupportedError
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning.backward import backward_plan
 from cuflash.planning.delta import BLOCK_WORDS, DELTA_ROWS, MOD_BLOCK_WORDS, STATS_ROWS
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
@@ -27,11 +27,11 @@ from cuflash.problem.operands import mod_op
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 
-H100 = KNOWN["sm_90"]
+H100 = DEVICES["sm_90"]
 
 
 def backward(*head_dims: int, arch: str = "sm_80", **more: Any) -> Plan:
-    return plan(problem(*head_dims, op="backward", **more), KNOWN[arch])
+    return plan(problem(*head_dims, op="backward", **more), DEVICES[arch])
 
 
 @DETERMINISTIC
@@ -54,7 +54,7 @@ def test_only_delta_is_told_of_an_out_in_float32() -> None:
     of = problem(op="backward", dims=(2, 300, 500, 2, 2))
     wide = Problem.of(of.op, [*of.specs[:4], of.spec("out")._replace(dtype="float32")], Options())
     for arch in ("sm_80", "sm_90"):
-        plain, made = plan(of, KNOWN[arch]), plan(wide, KNOWN[arch])
+        plain, made = plan(of, DEVICES[arch]), plan(wide, DEVICES[arch])
         assert made.launches[0].variant == replace(plain.launches[0].variant, out_dtype="float32")
         assert (made.launches[1:], made.out_bytes) == (plain.launches[1:], plain.out_bytes)
 
@@ -140,7 +140,7 @@ def test_packed_sequences_have_slots_that_hold_them_all(dim: int, more: dict[str
         tile = like.variant.tile
         if isinstance(tile, WarpgroupBackwardTile):
             tile = tile.for_varlen()
-        assert launch.variant == replace(like.variant, tile=tile, lengths=True)
+        assert launch.variant == replace(like.variant, tile=tile, is_varlen=True)
         assert {name for name, box in launch.tma_boxes.items() if box.varlen} == set(like.tma_boxes)
         if "deterministic" in like.fields:
             assert launch.fields["deterministic"] == like.fields["deterministic"]
@@ -211,7 +211,7 @@ def test_kernels_that_spill_registers_give_way_to_others_and_in_the_end_to_those
         found.append(variants)
         spilled.add(variants[-1])
     assert "more registers" in made.fallback
-    assert made.launches == backward_plan(of, KNOWN["sm_90"], ("q",)).launches
+    assert made.launches == backward_plan(of, DEVICES["sm_90"], ("q",)).launches
     assert len(found) >= (2 if dim in (64, 192, 256) else 1)
     for before, after in pairwise(found):
         assert before[:-1] == after[:-1] or len(before) != len(after)
@@ -237,11 +237,11 @@ def test_sequences_of_several_lengths_have_the_same_kernels_with_mods(dim: int, 
     assert made.fallback is plain.fallback is None
     assert [x.variant.source for x in made.launches] == [x.variant.source for x in plain.launches]
     for launch, like in zip(made.launches, plain.launches, strict=True):
-        assert launch.variant.lengths
+        assert launch.variant.is_varlen
         assert (launch.num_blocks, launch.fields) == (like.num_blocks, like.fields)
         if launch.variant.op == "delta":
-            assert (launch.variant.tells_sequences, like.variant.tells_sequences) == (True, False)
-            assert launch.variant == replace(like.variant, tells_sequences=True)
+            assert (launch.variant.lists_seqlens, like.variant.lists_seqlens) == (True, False)
+            assert launch.variant == replace(like.variant, lists_seqlens=True)
         else:
             assert launch.variant.mod_code == make_mod_code(of, keys_as_rows=launch.variant.op != "backward_dq")
             assert like.variant.mod_code is None
@@ -258,7 +258,7 @@ def test_kernels_of_several_lengths_that_spill_give_way_too() -> None:
         spilled.add(made.launches[-1].variant)
     assert len(spilled) > 1
     assert "more registers" in made.fallback
-    assert not any(launch.variant.tells_sequences for launch in made.launches)
+    assert not any(launch.variant.lists_seqlens for launch in made.launches)
 
 
 def test_few_keys_of_wide_grouped_heads_with_mods_are_shared_out() -> None:

@@ -19,7 +19,7 @@ from cuflash.planning.block_mask import (
     mask_tiles_launch,
     mask_tiles_shape,
 )
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import MAX_GRID
 from cuflash.planning.planner import plan
@@ -33,7 +33,7 @@ from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
 from cuflash.runtime.mod_params import mod_params
 
-A100 = KNOWN["sm_80"]
+A100 = DEVICES["sm_80"]
 IDS, ONE = np.zeros((2, 600), np.int32), np.zeros(3, np.int32)
 
 
@@ -99,7 +99,7 @@ def test_calls_whose_mask_is_their_own_find_cells_first() -> None:
 
 def test_forward_and_lse_on_hopper_find_them_too() -> None:
     for op in ("forward", "lse"):
-        made = plan(problem(masks.segments(IDS), op), KNOWN["sm_90"])
+        made = plan(problem(masks.segments(IDS), op), DEVICES["sm_90"])
         assert [launch.variant.op for launch in made.launches] == ["block_mask", op]
         assert made.variant is not None
         assert made.variant.source == f"sm90/{op}.cu"
@@ -112,16 +112,16 @@ def test_forward_and_lse_on_hopper_find_them_too() -> None:
 @pytest.mark.parametrize("op", ["forward", "lse"])
 def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> None:
     packed = plan(
-        problem(masks.segments(IDS), op, varlen_kwargs={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}), KNOWN["sm_90"]
+        problem(masks.segments(IDS), op, varlen_kwargs={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}), DEVICES["sm_90"]
     )
     assert [launch.variant.op for launch in packed.launches] == ["block_mask", op]
     many = 2, 300, 500, 64  # why so many heads: keys are not shared among blocks of threads then
     varlen_kwargs = {"page_table": (2, 3), "seqused_k": (2,)}
-    paged = plan(problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), KNOWN["sm_90"])
+    paged = plan(problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), DEVICES["sm_90"])
     assert [launch.variant.op for launch in paged.launches] == [op]
     for made, is_sparse in ((packed, 2), (paged, 0)):
         assert made.variant is not None
-        assert (made.variant.source, made.variant.lengths, made.fallback) == (f"sm90/{op}.cu", True, None)
+        assert (made.variant.source, made.variant.is_varlen, made.fallback) == (f"sm90/{op}.cu", True, None)
         code = made.variant.mod_code
         assert code is not None
         assert dict(code.constants)["BLOCK_SPARSE"] == is_sparse
@@ -133,18 +133,18 @@ def test_two_heads_that_may_have_other_cells_are_not_dealt_together() -> None:
     alibi = scores.alibi(np.ones(4, np.float32))
     for functions, pairs in (({"mask_mod": masks.segments(IDS)}, 0), ({"score_mod": alibi}, 1)):
         given = problem(**functions, varlen_kwargs=varlen_kwargs)
-        assert plan(given, KNOWN["sm_90"]).launches[-1].fields["in_pairs"] == pairs
+        assert plan(given, DEVICES["sm_90"]).launches[-1].fields["in_pairs"] == pairs
 
 
 def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_then_for_those_of_any_gpu() -> None:
     given = problem(score_mod=scores.alibi(np.ones(4, np.float32)), varlen_kwargs={"seqused_k": (2,)})
     spilled: set[Variant] = set()
     for _ in range(4):
-        made = plan(given, KNOWN["sm_90"], spilled=spilled).variant
+        made = plan(given, DEVICES["sm_90"], spilled=spilled).variant
         assert made is not None
-        assert (made.source, made.lengths, made in spilled) == ("sm90/forward.cu", True, False)
+        assert (made.source, made.is_varlen, made in spilled) == ("sm90/forward.cu", True, False)
         spilled.add(made)
-    found = plan(given, KNOWN["sm_90"], spilled=spilled)
+    found = plan(given, DEVICES["sm_90"], spilled=spilled)
     assert found.variant is not None
     assert found.variant.source == "sm80/forward.cu"
     assert "registers" in (found.fallback or "")
@@ -153,7 +153,7 @@ def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_th
 @pytest.mark.parametrize("has_block_mask", [False, True])
 def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask: bool) -> None:
     given = problem(masks.chunked(64), "backward", (2, 300, 5000, 4), has_block_mask=has_block_mask)
-    made = plan(given, KNOWN["sm_90"])
+    made = plan(given, DEVICES["sm_90"])
     *found, delta, counts, main = made.launches
     assert [launch.variant.op for launch in found] == ([] if has_block_mask else ["block_mask"])
     assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "tile_counts", "backward"]
@@ -180,7 +180,7 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask
 def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() -> None:
     def listed(mask_mod: Any, **options: Any) -> tuple[int, int, int, int, int]:
         dims = (2, 300, options.pop("keys", 5000), 4)
-        made = plan(problem(mask_mod, "backward", dims, **options), KNOWN["sm_90"])
+        made = plan(problem(mask_mod, "backward", dims, **options), DEVICES["sm_90"])
         *_, delta, counts, main = made.launches
         assert all(
             main.fields[name] == counts.fields[name] for name in ("list_lines", "list_stride_batch", "list_stride_head")
@@ -212,7 +212,7 @@ def test_steps_are_listed_and_ordered_for_each_head_that_has_cells_of_its_own() 
 
 def test_under_a_mask_as_many_blocks_as_there_are_multiprocessors_take_key_blocks_one_by_one() -> None:
     def taken(mask_mod: Any, rows: int) -> tuple[int, int, int]:
-        main = plan(problem(mask_mod, "backward", (4, rows, rows, 8)), KNOWN["sm_90"]).launches[-1]
+        main = plan(problem(mask_mod, "backward", (4, rows, rows, 8)), DEVICES["sm_90"]).launches[-1]
         return main.num_blocks, main.fields["whole_blocks"], main.fields["key_blocks"]
 
     assert taken(of_keys, 2048) == (132, 4 * 8 * 16, 1)
@@ -227,7 +227,7 @@ def test_heads_that_start_together_under_a_mask_alone_touch_what_l2_holds(
     head_dim: int, rows: int, together: int
 ) -> None:
     given = problem(of_keys, "backward", (4, rows, rows, 16), head_dim=head_dim)
-    assert plan(given, KNOWN["sm_90"]).launches[-1].fields["heads_in_l2"] == together
+    assert plan(given, DEVICES["sm_90"]).launches[-1].fields["heads_in_l2"] == together
     touched = together * rows * head_dim * (2 * 2 + 2 * 2 + 4)
     assert touched <= 48 * 2**20 < 2 * touched or together == 16
 
@@ -236,7 +236,7 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
     given = problem(masks.segments(IDS), "backward")
     spilled: set[Variant] = set()
     dims = []
-    while (made := plan(given, KNOWN["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
+    while (made := plan(given, DEVICES["sm_90"], spilled=spilled)).launches[0].variant.op == "block_mask":
         main = made.variant
         assert main is not None
         assert main.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
@@ -252,7 +252,7 @@ def test_backward_on_hopper_goes_without_cells_only_where_all_tiles_spill_with_t
 
 def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() -> None:
     given = problem(masks.segments(IDS), "backward", head_dim=192)
-    made = plan(given, KNOWN["sm_90"])
+    made = plan(given, DEVICES["sm_90"])
     assert [launch.variant.op for launch in made.launches] == [
         "block_mask", "delta", "backward_dq", "backward_dk", "backward_dv"
     ]  # fmt: skip
@@ -261,12 +261,12 @@ def test_hopper_s_kernels_of_one_gradient_use_cells_where_they_do_not_spill() ->
             given, keys_as_rows=launch.variant.op != "backward_dq", is_sparse=True
         )
     assert made.variant is made.launches[2].variant
-    wide, narrow = made.variant.tile, plan(given, KNOWN["sm_90"], spilled={made.variant}).launches[2].variant
+    wide, narrow = made.variant.tile, plan(given, DEVICES["sm_90"], spilled={made.variant}).launches[2].variant
     assert isinstance(wide, WarpgroupRowsTile)
     assert isinstance(narrow.tile, WarpgroupRowsTile)
     assert (wide.columns, narrow.tile.columns) == (64, 32)
     assert narrow.mod_code == make_mod_code(given, is_sparse=True)
-    again = plan(given, KNOWN["sm_90"], spilled={made.variant, narrow})
+    again = plan(given, DEVICES["sm_90"], spilled={made.variant, narrow})
     assert [launch.variant.mod_code for launch in again.launches[2:]] == [
         make_mod_code(given), *(launch.variant.mod_code for launch in made.launches[3:])
     ]  # fmt: skip
@@ -278,7 +278,7 @@ def test_key_blocks_with_cells_share_no_steps() -> None:
     bias = np.zeros((1, 1, 4096, 1), np.float32)
     for given, shares in ((problem(None, "backward", dims, bias=bias), True),
                           (problem(masks.chunked(64), "backward", dims), False)):  # fmt: skip
-        made = plan(given, KNOWN["sm_90"])
+        made = plan(given, DEVICES["sm_90"])
         assert (made.launches[-1].fields["shared_keys"] > 0) == shares
         assert shares or made.launches[-1].fields["whole_blocks"] == 140
 
@@ -337,7 +337,7 @@ def test_sequences_and_heads_share_cells_if_the_mask_does_not_tell_them_apart(
     assert made is not None
     launch, floats = made
     assert 4 * floats == rounded_up(math.prod(shape) * 40, 128)  # what lies behind them is copied 16 bytes at a time
-    assert launch.variant.lengths == of_lengths
+    assert launch.variant.is_varlen == of_lengths
     assert launch.fields == {
         "num_mask_tiles": math.prod(shape) * 40, "heads": shape[1], "mask_tiles_q": 5, "mask_tiles_k": 8,
         "of_call": of_call
@@ -377,4 +377,4 @@ def test_the_plan_of_a_block_mask_has_the_cells_that_were_asked_for() -> None:
     given = Problem.of(block_mask_op(mod_spec, Sizes(3, 2, 130, 64)), [like], Options())
     (launch,) = plan(given, A100).launches
     assert launch.fields == {"num_mask_tiles": 18, "heads": 2, "mask_tiles_q": 3, "mask_tiles_k": 1, "of_call": 0}
-    assert (launch.num_blocks, launch.variant.lengths, plan(given, A100).workspace_bytes) == (3, False, 0)
+    assert (launch.num_blocks, launch.variant.is_varlen, plan(given, A100).workspace_bytes) == (3, False, 0)

@@ -16,7 +16,7 @@ from cuflash.mods import scores
 from cuflash.mods.graph.derivative import differentiate
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning import captured_gradients
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.gradient_terms import Term, sums_of, terms_of
 from cuflash.planning.plan import Launch, Plan
 from cuflash.planning.planner import plan
@@ -231,7 +231,7 @@ def test_launches_make_the_gradient_of_the_definition(name: str, atomic: bool) -
     seen = of.mask.visible(np.arange(ROWS), np.arange(KEYS))
     ds, raw = random.standard_normal((2, BATCH, HEADS, ROWS, KEYS)) * seen
     with planned_with(captured_gradients, MOST_TABLE_BYTES=64 if atomic else 2**26):
-        made = plan(of, KNOWN["sm_80"])
+        made = plan(of, DEVICES["sm_80"])
     terms = terms_of(mod_spec_of_problem(made.problem))[0]
     lengths = dict(zip(NAMES, (BATCH, HEADS, ROWS, KEYS), strict=True))
     found = [sums_of(term, made.problem.outputs[3][0], lengths) for term in terms]
@@ -245,8 +245,8 @@ def test_sums_that_need_too_much_room_are_refused_if_deterministic() -> None:
     call = CALLS["distances"][0]
     with planned_with(captured_gradients, MOST_TABLE_BYTES=64):
         with pytest.raises(UnsupportedError, match="deterministic=True"):
-            plan(problem_of(call, deterministic=True), KNOWN["sm_80"])
-        assert plan(problem_of(CALLS["pair bias"][0], deterministic=True), KNOWN["sm_80"])
+            plan(problem_of(call, deterministic=True), DEVICES["sm_80"])
+        assert plan(problem_of(CALLS["pair bias"][0], deterministic=True), DEVICES["sm_80"])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -261,15 +261,15 @@ def test_a_table_that_32_bits_do_not_count_is_refused(deterministic: bool) -> No
                 r"dcaptured0, the gradient of an array of shape \(536870912, 4\).*2147483648 places; 2147483647 are"
             )
             with pytest.raises(UnsupportedError, match=message):
-                plan(of, KNOWN["sm_80"])
+                plan(of, DEVICES["sm_80"])
         elif not deterministic:
-            launch = next(x for x in plan(of, KNOWN["sm_80"]).launches if x.variant.op == "backward_mods")
+            launch = next(x for x in plan(of, DEVICES["sm_80"]).launches if x.variant.op == "backward_mods")
             assert launch.fields["table_places"] == 2**31 - 4
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_sinks_are_summed_over_all_queries(arch: str) -> None:
-    made = plan(problem_of(SINKS, "float16"), KNOWN[arch])
+    made = plan(problem_of(SINKS, "float16"), DEVICES[arch])
     *_, first, last = made.launches
     assert (first.variant.op, last.variant.op) == ("sinks_gradient", "sum_tables")
     assert first.variant.constants["SINKS"] == 1
@@ -286,7 +286,7 @@ def test_what_scores_do_not_load_from_has_gradient_zero() -> None:
     def mask_only(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
         return score + (SLOPES[h] > 0.5)
 
-    made = plan(problem_of({"score_mod": mask_only}), KNOWN["sm_80"])
+    made = plan(problem_of({"score_mod": mask_only}), DEVICES["sm_80"])
     launch = made.launches[-1]
     assert launch.variant.op == "sum_tables"
     assert (launch.fields["num_tables"], launch.fields["num_elements"]) == (0, HEADS)
@@ -294,11 +294,11 @@ def test_what_scores_do_not_load_from_has_gradient_zero() -> None:
 
 
 def test_only_what_is_wanted_is_launched() -> None:
-    plain, made = (plan(problem_of(CALLS["bias"][0], grads=grads), KNOWN["sm_80"]) for grads in ((), (0,)))
+    plain, made = (plan(problem_of(CALLS["bias"][0], grads=grads), DEVICES["sm_80"]) for grads in ((), (0,)))
     assert {x.variant.op for x in plain.launches} == {"delta", "backward", "convert"}
     assert [x.variant.op for x in made.launches[3:]] == ["backward_mods"]  # each block stores what nobody else adds to
     assert made.launches[3].aliases == {"result": "dbias"}
     assert made.workspace == plain.workspace
-    half = dataclasses.replace(KNOWN["sm_80"], smem_per_block=1000)
+    half = dataclasses.replace(DEVICES["sm_80"], smem_per_block=1000)
     with pytest.raises(UnsupportedError):
         plan(made.problem, half)

@@ -9,7 +9,7 @@ import pytest
 
 import cuflash
 from cuflash.planning import decoding
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Launch, Plan
 from cuflash.planning.planner import plan
 
@@ -84,7 +84,7 @@ def test_more_rows_are_cut_into_blocks_of_a_warp_where_merging_takes_longer_than
 )
 def test_lengths_that_are_all_alike_come_with_the_mask_of_the_call(mask: dict[str, Any]) -> None:
     plan = cuflash.plan((2, 5, 8, 64), (2, 4096, 2, 64), (2, 4096, 2, 64), dtype="bfloat16", device="sm_90", **mask)
-    varlen = plan.problem.lengths
+    varlen = plan.problem.seqlen_info
     assert varlen is not None
     assert (varlen.batch_q, varlen.rows_q, varlen.batch_k, varlen.rows_k) == (2, 5, 2, 4096)
     assert varlen.mask(5, 4096) == plan.problem.mask
@@ -149,7 +149,7 @@ def test_keys_are_not_shared_where_bits_are_those_of_many_queries_or_weights_are
 def test_the_next_kernel_for_few_queries_is_taken_if_one_spills() -> None:
     problem, found, spilled = mod_plan(score_mod=doubled).problem, [], []
     for _ in range(5):
-        made = plan(problem, KNOWN["sm_90"], (), spilled)
+        made = plan(problem, DEVICES["sm_90"], (), spilled)
         variant = made.launches[0].variant
         found.append((variant.source, getattr(variant.tile, "single", None), variant.tile.block_k))
         spilled.append(variant)
@@ -175,7 +175,7 @@ def test_blocks_of_threads_with_one_piece_of_work_have_kernels_that_begin_early(
         tile = launch.variant.tile
         assert tile.single == single, batch  # 132 multiprocessors, and 8 kv heads in each batch element
         assert not tile.single or not launch.counted
-        assert 2 * (launch.variant.smem_bytes + 1024) <= KNOWN["sm_90"].smem_per_sm or not tile.single
+        assert 2 * (launch.variant.smem_bytes + 1024) <= DEVICES["sm_90"].smem_per_sm or not tile.single
     (launch,) = cuflash.plan((4, 1, 32, 128), (90, 64, 8, 128), (90, 64, 8, 128), dtype="bfloat16", device="sm_90",
                              page_table=(4, 9), seqused_k=(4,)).launches  # fmt: skip
     assert not launch.variant.tile.single

@@ -39,8 +39,8 @@ def test_kernels_with_functions_are_told_of_whole_sequences_where_they_number_ro
     more: dict[str, Any], tells: bool
 ) -> None:
     launch = delta(**more)
-    assert launch.variant.tells_sequences == tells
-    assert launch.variant.lengths == ("seqused_k" in more)
+    assert launch.variant.lists_seqlens == tells
+    assert launch.variant.is_varlen == ("seqused_k" in more)
     assert ("seqlens" in launch.variant.name.split("_")) == tells
     assert ("LISTS_SEQLENS" in launch.variant.constants) == tells
 

@@ -7,13 +7,13 @@ from typing import Any
 from plans import mod_problem, problem
 
 import cuflash
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.forward import L2_BYTES, LONG_PAIRS, MOST_TAIL_PARTS
 from cuflash.planning.plan import Launch
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm90 import MOD_TILES, TILE_SLOTS, TILES, choose, choose_mod_tiles
 
-H100 = KNOWN["sm_90"]
+H100 = DEVICES["sm_90"]
 MANY = float("inf")
 
 
@@ -47,7 +47,7 @@ def test_tiles_are_counted_where_blocks_take_several_of_different_lengths() -> N
             full = launched(op=op, dims=dims)
             assert not full.counted
             assert full.num_blocks == 132
-    assert not plan(problem(dims=(34, 128, 256, 4, 4), causal=True), KNOWN["sm_80"]).launches[0].counted
+    assert not plan(problem(dims=(34, 128, 256, 4, 4), causal=True), DEVICES["sm_80"]).launches[0].counted
 
 
 def test_as_many_heads_start_longest_first_as_have_their_keys_and_values_in_l2() -> None:

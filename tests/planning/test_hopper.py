@@ -11,7 +11,7 @@ from drivers import Gpus
 from plans import ARCHS, problem, problem_of
 
 from cuflash.errors import UnsupportedError
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.hopper import allows_tma
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
@@ -24,7 +24,7 @@ from cuflash.problem.validate import ValidatedCall
 from cuflash.runtime import call as calls
 from cuflash.runtime.call import CachedCall
 
-H100 = KNOWN["sm_90"]
+H100 = DEVICES["sm_90"]
 SHAPE = (2, 300, 4, 64)
 SOME = ArraySpec.contiguous(SHAPE, "float16")
 
@@ -93,7 +93,7 @@ def test_what_hoppers_kernels_cannot_do_gets_the_others_and_the_plan_says_why(na
     assert not is_hoppers(made)
     assert made.fallback is not None
     assert words in made.fallback
-    assert plan(of, KNOWN["sm_80"]).fallback is None
+    assert plan(of, DEVICES["sm_80"]).fallback is None
 
 
 @pytest.mark.parametrize("op", ["forward", "lse"])
@@ -110,7 +110,7 @@ def test_with_split_size_strides_do_not_decide_about_the_kernels(op: str) -> Non
         with pytest.raises(UnsupportedError, match="split_size") as error:
             plan(of, H100, misaligned)
         assert words in str(error.value)
-        assert not is_hoppers(plan(of, KNOWN["sm_80"], misaligned))
+        assert not is_hoppers(plan(of, DEVICES["sm_80"], misaligned))
 
 
 def test_whole_pieces_of_16_bytes_of_an_out_that_is_a_slice_get_hoppers_kernels() -> None:
@@ -132,7 +132,7 @@ def test_what_is_near_to_a_cause_gets_hoppers_kernels(op: str) -> None:
         assert made.fallback is None
         assert is_hoppers(plan(strided(op, "q", (76800, 64, 19200, 1)), H100))
         for arch in (arch for arch in ARCHS if arch != "sm_90"):
-            assert not is_hoppers(plan(of, KNOWN[arch]))
+            assert not is_hoppers(plan(of, DEVICES[arch]))
         for name in of.op.names:
             off = plan(of, H100, (name,))
             moved = name in made.tma_operands
@@ -220,6 +220,6 @@ def test_tma_takes_positive_multiples_of_16_bytes_below_2_to_the_40() -> None:
 def test_strides_are_no_part_of_what_is_compiled() -> None:
     for name, strides in (("q", (76800, -256, 64, 1)), ("k", (0, 256, 64, 1)), ("v", (78000, 260, 65, 1))):
         of = strided("forward", name, strides)
-        for device, misaligned in ((KNOWN["sm_80"], ()), (replace(H100, num_sms=7), ("q",))):
+        for device, misaligned in ((DEVICES["sm_80"], ()), (replace(H100, num_sms=7), ("q",))):
             dense = plan(problem_of(SOME, SOME, SOME), device, misaligned)
             assert [launch.variant for launch in plan(of, device).launches] == [dense.variant]

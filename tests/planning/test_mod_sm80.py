@@ -6,7 +6,7 @@ import pytest
 
 from cuflash.mods.tracing.trace import trace
 from cuflash.planning import backward, forward, tiles_sm80
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.mod_code import make_mod_code
 from cuflash.planning.plan import Plan
 from cuflash.problem.array_spec import ArraySpec
@@ -22,7 +22,7 @@ def plan_of(op: str, dtype: str = "bfloat16", head_dim: int = 64, arch: str = "s
     x = ArraySpec.contiguous((2, 100, 4, head_dim), dtype)
     given = [x] * (5 if op == "backward" else 3)
     problem = Problem.of(mod_op(op, False, mod_spec), given, Options(**options))
-    return (backward if op == "backward" else forward)._generic_plan(problem, KNOWN[arch], None)
+    return (backward if op == "backward" else forward)._generic_plan(problem, DEVICES[arch], None)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -57,4 +57,4 @@ def test_what_changes_in_a_tile_leaves_its_head_dims_and_fits_as_often() -> None
         shapes = [(each.head_dim, each.head_dim_v, each.blocks_per_sm) for each in (plain, changed)]
         assert shapes[0] == shapes[1]
         whole = changed.blocks_per_sm * (changed.smem_bytes(2) + tiles_sm80.SMEM_RESERVED)
-        assert whole <= KNOWN["sm_80"].smem_per_sm
+        assert whole <= DEVICES["sm_80"].smem_per_sm

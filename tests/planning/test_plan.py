@@ -14,7 +14,7 @@ from plans import plan_forward, planned_with, problem
 from walks import Piece, Rows, Touch, Walk
 
 from cuflash.errors import UnsupportedError
-from cuflash.planning.device import KNOWN, Device
+from cuflash.planning.device import DEVICES, Device
 from cuflash.planning.plan import MAX_GRID, Plan
 from cuflash.planning.planner import plan
 from cuflash.problem.problem import Problem
@@ -135,7 +135,7 @@ HEAD_DIMS = st.sampled_from([64, 8, 72, 96, 128, 136, 192, 200, 256, 1])
 @st.composite
 def cases(draw: st.DrawFn, op: str, arch: str) -> tuple[Problem, Device, tuple[str, ...]]:
     """A problem, a GPU whose few multiprocessors are full of short problems, and the operands that are misaligned."""
-    device = replace(KNOWN[arch], num_sms=draw(st.sampled_from([1, 2, 5, 132])))
+    device = replace(DEVICES[arch], num_sms=draw(st.sampled_from([1, 2, 5, 132])))
     heads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 3), (1, 4), (1, 7)]))
     dims = draw(st.sampled_from([1, 2, 3, 1, 2, 0])), draw(LENGTHS), draw(LENGTHS), heads_kv * group, heads_kv
     more: dict[str, Any] = {"deterministic": draw(st.booleans())} if op == "backward" else {}
@@ -157,16 +157,16 @@ def test_blocks_cover_the_work_and_keep_to_the_workspace(op: str, arch: str, dat
         check(plan(of, device, misaligned), of, device)
 
 
-FEW, ONE = (replace(KNOWN[arch], num_sms=count) for arch, count in (("sm_90", 4), ("sm_80", 1)))
+FEW, ONE = (replace(DEVICES[arch], num_sms=count) for arch, count in (("sm_90", 4), ("sm_80", 1)))
 # Problems that meet each way of dealing out work: its signs in the fields of the main launch.
 WAYS: dict[str, tuple[Problem, Device, dict[str, int]]] = {
-    "slices": (problem(300, 500), KNOWN["sm_90"], {"num_slices": 2}),
-    "splits": (problem(40, 72, "backward", dims=(1, 70, 90, 6, 2)), KNOWN["sm_80"], {"splits": 3}),
-    "shared_keys": (problem(64, 64, dims=(3, 2, 5000, 6, 3), causal=True), KNOWN["sm_80"], {"queries": 8}),
-    "shared_heads": (problem(128, 96, dims=(1, 1, 3000, 40, 1)), KNOWN["sm_86"], {"splits": 12, "head_parts": 3}),
+    "slices": (problem(300, 500), DEVICES["sm_90"], {"num_slices": 2}),
+    "splits": (problem(40, 72, "backward", dims=(1, 70, 90, 6, 2)), DEVICES["sm_80"], {"splits": 3}),
+    "shared_keys": (problem(64, 64, dims=(3, 2, 5000, 6, 3), causal=True), DEVICES["sm_80"], {"queries": 8}),
+    "shared_heads": (problem(128, 96, dims=(1, 1, 3000, 40, 1)), DEVICES["sm_86"], {"splits": 12, "head_parts": 3}),
     "shared_window": (
         problem(64, 64, "forward", dims=(1, 70, 5000, 3, 3), window_size=(2000, 30)),
-        KNOWN["sm_89"],
+        DEVICES["sm_89"],
         {"queries": 16},
     ),
     "uneven_splits": (problem(64, 64, "backward", dims=(1, 70, 90, 5, 1)), ONE, {"splits": 3}),
@@ -207,12 +207,12 @@ def test_long_problems_keep_to_the_limits_or_have_a_way_out(
     of = problem(dim, dim, op, dims=(batch, sq, sk, heads * group, heads), causal=causal, **more)
     for arch in ("sm_80", "sm_90"):
         try:
-            made = plan(of, KNOWN[arch])
+            made = plan(of, DEVICES[arch])
         except UnsupportedError as error:
             assert f"at most {MAX_GRID}. Split the batch" in str(error)  # noqa: PT017
             assert batch * heads * group * (sq + sk) >= MAX_GRID, "so few rows do not need so many blocks"
         else:
-            check_limits(made, KNOWN[arch])
+            check_limits(made, DEVICES[arch])
 
 
 @settings(max_examples=100)
@@ -222,7 +222,7 @@ def test_the_copy_engine_reads_keys_that_are_seen_and_writes_every_row(
 ) -> None:
     of = problem(dims=(1, sq, sk, 2, 2), op=op, **mask)
     sees = of.mask.visible(np.arange(sq), np.arange(sk))
-    tma_boxes = {name: box for launch in plan(of, KNOWN["sm_90"]).launches for name, box in launch.tma_boxes.items()}
+    tma_boxes = {name: box for launch in plan(of, DEVICES["sm_90"]).launches for name, box in launch.tma_boxes.items()}
     for name, box in tma_boxes.items():
         whole = name in ("out", "dq", "dk", "dv") or (op, name) == ("forward", "q")
         seen = np.flatnonzero(sees.any(axis=0 if name in ("k", "v") else 1))
@@ -232,12 +232,12 @@ def test_the_copy_engine_reads_keys_that_are_seen_and_writes_every_row(
 
 def test_memory_and_work_in_numbers() -> None:
     of = problem(64, 96, dims=(2, 300, 500, 4, 2))
-    made = plan(of, KNOWN["sm_90"])
+    made = plan(of, DEVICES["sm_90"])
     assert (made.out_bytes, made.lse_bytes, made.workspace_bytes) == (2 * 2 * 300 * 4 * 96, 4 * 2 * 4 * 300, 0)
     assert made.flops == 2 * 2 * 4 * 300 * 500 * (64 + 96)
     wide = problem(64, 96, dims=(2, 300, 500, 4, 2), out_dtype="float32")
-    assert plan(wide, KNOWN["sm_90"]).out_bytes == 2 * made.out_bytes
-    assert plan(problem(op="lse"), KNOWN["sm_90"]).out_bytes == 0
+    assert plan(wide, DEVICES["sm_90"]).out_bytes == 2 * made.out_bytes
+    assert plan(problem(op="lse"), DEVICES["sm_90"]).out_bytes == 0
     assert plan(problem(dtype="float64"), None).lse_bytes == 8 * 2 * 4 * 300
 
 
@@ -246,7 +246,7 @@ def test_memory_and_work_in_numbers() -> None:
 def test_a_printed_plan_names_kernels_in_order_tiles_memory_and_why_not_hoppers_own(
     op: str, arch: str, dtype: str
 ) -> None:
-    made = plan(problem(op=op, dtype=dtype, dims=(2, 300, 500, 2, 2)), KNOWN[arch])
+    made = plan(problem(op=op, dtype=dtype, dims=(2, 300, 500, 2, 2)), DEVICES[arch])
     wanted = [f"device     {made.device}"]
     if len(made.launches) == 1:
         wanted.insert(0, f"kernel     {made.kernel}")

@@ -14,22 +14,22 @@ from variants import merge_of, variants
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.planning import device as devices
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.merge import MAX_STATES
 from cuflash.planning.planner import plan
 from cuflash.planning.variant import Variant
 from cuflash.problem.problem import Problem
 
-H100 = KNOWN["sm_90"]
+H100 = DEVICES["sm_90"]
 SHAPES = ((2, 300, 4, 64), (2, 500, 2, 64), (2, 500, 2, 96))
 
 
 def variants_of(of: Problem, arch: str, misaligned: tuple[str, ...] = ()) -> list[Variant]:
-    return [launch.variant for launch in plan(of, KNOWN[arch], misaligned).launches]
+    return [launch.variant for launch in plan(of, DEVICES[arch], misaligned).launches]
 
 
 def test_the_devices_of_the_contract_can_be_named() -> None:
-    assert tuple(KNOWN) == ARCHS == tuple(devices.named(arch).arch for arch in ARCHS)
+    assert tuple(DEVICES) == ARCHS == tuple(devices.named(arch).arch for arch in ARCHS)
 
 
 def test_variants_with_different_constants_never_share_a_name() -> None:
@@ -96,7 +96,7 @@ def test_standard_runs_through_cupy_and_says_what_it_materialises() -> None:
 
 def test_the_public_plan_takes_shapes_and_a_device_name() -> None:
     for arch in ARCHS:
-        assert cuflash.plan(*SHAPES, dtype="bfloat16", device=arch) == plan(problem(64, 96), KNOWN[arch])
+        assert cuflash.plan(*SHAPES, dtype="bfloat16", device=arch) == plan(problem(64, 96), DEVICES[arch])
     assert cuflash.plan(*SHAPES[:2], op="lse", dtype="bfloat16", device="sm_80").kernel.startswith("lse_sm80_bf16_d64")
     cpu = cuflash.plan(*SHAPES, op="backward", dtype="bfloat16", device="cpu")
     assert (cpu.kernel, cpu.device, cpu.launches) == ("reference_backward_flash2", "cpu", ())
@@ -112,7 +112,7 @@ def test_the_public_plan_takes_arrays_and_every_argument_of_the_calls() -> None:
         made = cuflash.plan(q, k, v, op=op, device="sm_90", **more, **extra)  # type: ignore[arg-type]
         assert made == plan(problem(64, 96, op=op, dtype="float16", **more, **extra), H100)
     assert cuflash.plan(q, k, v, op="backward", device="sm_80") == plan(
-        problem(64, 96, op="backward", dtype="float16", deterministic=False), KNOWN["sm_80"]
+        problem(64, 96, op="backward", dtype="float16", deterministic=False), DEVICES["sm_80"]
     )
     out = np.zeros((2, 300, 4, 96 + 1), np.float16)[..., :96]
     made = cuflash.plan(q, k, v, out=out, device="sm_90")
@@ -170,9 +170,9 @@ def test_what_no_kernel_does_is_unsupported_with_a_way_out(dtype: str) -> None:
     for arch in ("sm_80", "sm_90"):
         for op in ("forward", "lse", "backward"):
             with pytest.raises(UnsupportedError, match=r"float64.*cast.*float32, bfloat16.*NumPy"):
-                plan(problem(op=op, dtype="float64"), KNOWN[arch])
+                plan(problem(op=op, dtype="float64"), DEVICES[arch])
             with pytest.raises(UnsupportedError, match=r"batch 1048576 .*at most 2147483647.*Split the batch"):
-                plan(problem(op=op, dims=(2**20, 2**20, 1, 1, 1), dtype=dtype), KNOWN[arch])
+                plan(problem(op=op, dims=(2**20, 2**20, 1, 1, 1), dtype=dtype), DEVICES[arch])
         for op, dims, words in (
             ("forward", (513, 64), r"\(513, 64\).*1 to 256 always fit.*NumPy arrays.*'standard'"),
             ("forward", (64, 513), r"\(64, 513\).*1 to 256 always fit"),
@@ -180,8 +180,8 @@ def test_what_no_kernel_does_is_unsupported_with_a_way_out(dtype: str) -> None:
             ("backward", (64, 257), rf"\(64, 257\) in {dtype}.*{arch}.*1 to 256"),
         ):
             with pytest.raises(UnsupportedError, match=words):
-                plan(problem(*dims, op=op, dtype=dtype), KNOWN[arch])
-    for arch, device in KNOWN.items():  # head dims up to 512 have a tile where there is room
+                plan(problem(*dims, op=op, dtype=dtype), DEVICES[arch])
+    for arch, device in DEVICES.items():  # head dims up to 512 have a tile where there is room
         if dtype != "float32" or arch not in ("sm_86", "sm_89", "sm_120"):
             assert plan(problem(512, 512, dtype=dtype), device).kernel.startswith("forward_sm80")
             continue

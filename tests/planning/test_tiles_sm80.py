@@ -10,7 +10,7 @@ import pytest
 from plans import ARCHS, DTYPES, problem
 from variants import edges
 
-from cuflash.planning.device import KNOWN, Device
+from cuflash.planning.device import DEVICES, Device
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm80 import BACKWARD, DECODE, DQ, SMEM_RESERVED, TILES, choose
 from cuflash.problem.dtypes import DTYPES as TABLE
@@ -27,7 +27,7 @@ ROWS = [
 def tightest(row: Any, itemsize: int) -> Device:
     """The GPU with the least shared memory that has all which a row asks for."""
     smem = row.smem_bytes(itemsize)
-    return replace(KNOWN["sm_80"], smem_per_block=smem, smem_per_sm=row.blocks_per_sm * (smem + SMEM_RESERVED))
+    return replace(DEVICES["sm_80"], smem_per_block=smem, smem_per_sm=row.blocks_per_sm * (smem + SMEM_RESERVED))
 
 
 @pytest.mark.parametrize(("dtype", "rows", "row"), ROWS)
@@ -58,7 +58,7 @@ def test_a_row_is_chosen_up_to_its_head_dims_and_down_to_its_shared_memory(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_known_gpus_have_tiles_for_head_dims_up_to_256(arch: str, dtype: str) -> None:
-    device, itemsize = KNOWN[arch], TABLE[dtype].itemsize
+    device, itemsize = DEVICES[arch], TABLE[dtype].itemsize
     dims = {dim for of_hopper in (False, True) for dim in edges(dtype, of_hopper) if dim <= 256}
     for head_dim, head_dim_v in {(a, b) for a in dims for b in dims} | {(dim, dim) for dim in range(1, 257)}:
         for rows in (TILES, BACKWARD, DQ):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.tiles_sm90 import (
     BACKWARD,
     GRADIENTS,
@@ -36,7 +36,7 @@ def chosen(row: Any, head_dim: int, head_dim_v: int, capped: bool, seen: float |
 
 @pytest.mark.parametrize("row", EVERY)
 def test_a_row_is_chosen_up_to_its_head_dims_and_for_its_scores(row: Any) -> None:
-    assert row.smem_bytes(2) <= KNOWN["sm_90"].smem_per_block
+    assert row.smem_bytes(2) <= DEVICES["sm_90"].smem_per_block
     for capped in CAPPED:
         for down in ((0, 0), (31, 0), (0, 31)):
             found = chosen(row, row.head_dim - down[0], row.head_dim_v - down[1], capped)
@@ -84,7 +84,7 @@ def test_lse_has_the_row_of_forward_for_many_keys_without_v(capped: bool) -> Non
         assert choose("lse", head_dim, 0, 1.0, capped) == row  # for any number of keys
         assert head_dim <= row.head_dim == forward.head_dim
         assert (row.block_q, row.block_k, row.stages) == (forward.block_q, forward.block_k, forward.stages)
-        assert row.smem_bytes(2) <= KNOWN["sm_90"].smem_per_block
+        assert row.smem_bytes(2) <= DEVICES["sm_90"].smem_per_block
     assert choose("lse", 257, 0, MANY, capped) is None
 
 

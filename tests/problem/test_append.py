@@ -212,8 +212,8 @@ def test_the_problem_tells_lengths_and_results() -> None:
     assert of.outputs == (((15, 4, 16), "float32"),)
     assert (of.flops, of.options.q_same_position) == (0, True)
     assert of.spec("q").shape == of.spec("q_out").shape == (1, 15, 4, 16)
-    assert of.lengths is not None
-    assert of.lengths[:4] == (1, 15, 1, 15)
+    assert of.seqlen_info is not None
+    assert of.seqlen_info[:4] == (1, 15, 1, 15)
     of = Problem.of(APPEND_KV, list((specs | {"q": None, "cu_seqlens_q": None}).values()), Options())
     assert (of.outputs, of.heads_q, of.seqlen_q) == ((), 0, 0)
     hash(of)

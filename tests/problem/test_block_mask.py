@@ -27,13 +27,13 @@ def test_a_block_mask_is_a_problem_without_head_dims() -> None:
     found = of()
     assert (found.batch, found.heads_q, found.heads_kv, found.seqlen_q, found.seqlen_k) == (2, 3, 3, 130, 65)
     assert found.mask.is_full
-    assert found.lengths is None
+    assert found.seqlen_info is None
     assert found.outputs == (((2, 3, 3, 2), "int8"),)
 
 
 def test_packed_sequences_may_lie_in_any_number_of_rows() -> None:
     bounds, used = ArraySpec.contiguous((3,), "int32"), ArraySpec.contiguous((2,), "int32")
-    lengths = of(cu_seqlens_q=bounds, seqused_k=used).lengths
+    lengths = of(cu_seqlens_q=bounds, seqused_k=used).seqlen_info
     assert lengths is not None
     assert (lengths.is_packed_q, lengths.is_packed_k) == (True, False)
     assert (lengths.rows_q, lengths.batch_k, lengths.rows_k) == (MAX_SEQLEN, 2, 65)

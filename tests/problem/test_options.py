@@ -11,9 +11,9 @@ import pytest
 import cuflash
 from cuflash.problem import options as options_module
 from cuflash.problem.operands import APPEND_KV, INTEGERS, VARLEN_OPS
-from cuflash.problem.options import DEFAULTS, MAX_KEYS, Known, Options, names, options_key
+from cuflash.problem.options import DEFAULTS, MAX_KEYS, OptionContext, Options, names, options_key
 
-KNOWN = Known(64, "float16")
+CONTEXT = OptionContext(64, "float16")
 
 
 @pytest.mark.parametrize("op", ["forward", "lse", "backward"])
@@ -87,13 +87,13 @@ def test_what_is_kept_is_bounded() -> None:
 
 
 def test_defaults_are_filled_in() -> None:
-    validated = Options().validated(KNOWN)
+    validated = Options().validated(CONTEXT)
     assert (validated.softmax_scale, validated.out_dtype, validated.window_size) == (1 / 8, "float16", (None, None))
-    assert Options(window_size=(-1, 3), causal=np.True_).validated(KNOWN)[1:3] == (True, (None, 3))
+    assert Options(window_size=(-1, 3), causal=np.True_).validated(CONTEXT)[1:3] == (True, (None, 3))
 
 
 def test_scores_are_in_units_of_products() -> None:
-    scores = Options(softmax_scale=0.5, softcap=30.0).validated(KNOWN).scores
+    scores = Options(softmax_scale=0.5, softcap=30.0).validated(CONTEXT).scores
     assert (scores.cap, scores.inverse_cap) == (60.0, 1 / 60)
     assert scores.scale_log2 == pytest.approx(0.5 / np.log(2))
-    assert Options().validated(KNOWN).scores[2:] == (0.0, 0.0)
+    assert Options().validated(CONTEXT).scores[2:] == (0.0, 0.0)

@@ -38,12 +38,12 @@ def wanted(function: Any, b: int, h: int, used_q: int, used_k: int, shape: tuple
     for i, j in np.ndindex(*shape):
         rows, keys = (range(MASK_TILE * n, min(MASK_TILE * (n + 1), used)) for n, used in ((i, used_q), (j, used_k)))
         if rows and keys:
-            seen = [seen_by(graph, b, h, q, list(keys), used_q, used_k) for q in rows]
+            seen = [visible_to(graph, b, h, q, list(keys), used_q, used_k) for q in rows]
             mask_tiles[i, j] = FULL if np.all(seen) else PARTIAL if np.any(seen) else EMPTY
     return mask_tiles
 
 
-def seen_by(graph: Any, b: int, h: int, q: int, keys: list[int], used_q: int, used_k: int) -> Any:
+def visible_to(graph: Any, b: int, h: int, q: int, keys: list[int], used_q: int, used_k: int) -> Any:
     inputs = {"b": b, "h": h, "q_idx": q, "k_idx": np.array(keys), "seqlen_q": used_q, "seqlen_k": used_k}
     return np.broadcast_to(evaluate([graph.root], inputs, [each.array for each in graph.arrays])[0], len(keys))
 

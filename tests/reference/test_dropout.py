@@ -8,14 +8,14 @@ import pytest
 from cuflash.reference.dropout import SHARES, is_kept, philox, share_kept
 
 # The known answers of Random123, the authors' library: counter, key, result.
-KNOWN = [
+DEVICES = [
     ("00000000 00000000 00000000 00000000", "00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
     ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
     ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
 ]
 
 
-@pytest.mark.parametrize(("counter", "key", "wanted"), KNOWN)
+@pytest.mark.parametrize(("counter", "key", "wanted"), DEVICES)
 def test_the_bits_are_those_of_philox(counter: str, key: str, wanted: str) -> None:
     words, keys, results = ([int(each, 16) for each in text.split()] for text in (counter, key, wanted))
     found = philox(keys[0] | keys[1] << 32, (words[0], words[1], words[2], words[3]))

@@ -125,7 +125,7 @@ def test_what_is_computed_with_is_the_rows_of_each_sequence_alone() -> None:
     seen = []
 
     def compute(problem: Problem, *arrays: Any) -> Any:
-        assert problem.lengths is None
+        assert problem.seqlen_info is None
         seen.append((problem.batch, problem.seqlen_q, problem.seqlen_k, *(x.shape[:2] for x in arrays)))
         return reference.forward(problem, *arrays)
 

@@ -12,7 +12,7 @@ from plans import problem
 
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.planner import plan
 from cuflash.runtime import call as calls
 from cuflash.runtime import device_memory, tensor_map
@@ -30,7 +30,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
 def forward(seqlen: int = 300, counted: bool = False) -> tuple[calls.LoadedPlan, ParamTemplate]:
     """Kernels of a problem on Hopper, and parameters like theirs."""
     of = problem(dims=(2, seqlen, seqlen, 4, 4), causal=counted)
-    made = plan(of, KNOWN["sm_90"])
+    made = plan(of, DEVICES["sm_90"])
     assert made.launches[0].counted == counted
     return calls.LoadedPlan(made, 1), ParamTemplate(of, made.launches[0], {})
 
@@ -153,7 +153,7 @@ def test_a_launch_whose_counter_was_not_found_asks_for_it_again(gpus: Gpus, monk
 
 def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
     of = problem(256, 256, "backward", dims=(1, 300, 300, 2, 2))
-    made = plan(of, KNOWN["sm_90"])
+    made = plan(of, DEVICES["sm_90"])
     assert len(made.launches) == 4  # delta, dq, dk, dv
     calls.LoadedPlan(made, 1).launch((*(2**30 * (n + 1) for n in range(10)), 2**45), stream=7)
     delta, *rows = [packed for _, packed in gpus.launched]
@@ -161,7 +161,7 @@ def test_kernels_of_one_struct_share_their_parameters(gpus: Gpus) -> None:
 
 
 def test_kernels_of_one_struct_whose_copies_differ_have_parameters_of_their_own(gpus: Gpus) -> None:
-    made = plan(problem(256, 256, "backward", dims=(1, 300, 300, 2, 2), softcap=5.0), KNOWN["sm_90"])
+    made = plan(problem(256, 256, "backward", dims=(1, 300, 300, 2, 2), softcap=5.0), DEVICES["sm_90"])
     of_launches = [number for number, _ in calls.LoadedPlan(made, 1)._kernels]
     assert of_launches == [0, 1, 1, 2]  # dq and dk have tiles of 32 columns, dv of 64
 

@@ -280,7 +280,6 @@ def test_processes_at_once_end_with_one_sound_file(cache_dir: Path) -> None:
     code = (
         "import sys\n"
         "from cuflash.runtime import compiler\n"
-        "from cuflash.planning.device import KNOWN\n"
         "from cuflash.planning.variant import Variant\n"
         "print('ready', flush=True)\n"
         "sys.stdin.readline()\n"

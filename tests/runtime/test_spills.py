@@ -10,7 +10,7 @@ import pytest
 from plans import mod_problem
 
 from cuflash.errors import UnsupportedError
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.variant import Variant
@@ -45,8 +45,8 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_kernel_of_hoppers_with_functions_mods_does_not_run_if_it_spills(
     cache_dir: Path, logs: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hopper = plan(mod_problem(), KNOWN["sm_90"]).launches[0].variant
-    other = plan(mod_problem(head_dim=128), KNOWN["sm_90"]).launches[0].variant
+    hopper = plan(mod_problem(), DEVICES["sm_90"]).launches[0].variant
+    other = plan(mod_problem(head_dim=128), DEVICES["sm_90"]).launches[0].variant
     logs[:] = [NONE, SPILLS]
     assert compiler.cubin(other) == b"cubin"
     for _ in range(2):  # the second time, nothing is compiled
@@ -63,7 +63,7 @@ def test_a_kernel_of_hoppers_with_functions_mods_does_not_run_if_it_spills(
 
 
 def test_other_kernels_run_if_they_spill(logs: list[str]) -> None:
-    generic = plan(mod_problem(), KNOWN["sm_80"]).launches[0].variant
+    generic = plan(mod_problem(), DEVICES["sm_80"]).launches[0].variant
     for variant in (generic, replace(generic, mod_code=None), MERGE):
         logs.append(SPILLS)
         assert compiler.cubin(variant) == b"cubin"
@@ -76,7 +76,7 @@ def test_a_spilled_kernel_is_remembered_without_a_folder(
     file = tmp_path / "file"
     file.write_text("a folder cannot be made below a file", "utf-8")
     monkeypatch.setenv("CUFLASH_CACHE_DIR", str(file / "cache"))
-    hopper = plan(mod_problem(seqlen=1000), KNOWN["sm_90"]).launches[0].variant
+    hopper = plan(mod_problem(seqlen=1000), DEVICES["sm_90"]).launches[0].variant
     logs.append(SPILLS)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -99,11 +99,11 @@ def test_a_call_is_planned_again_until_no_kernel_spills(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(calls, "LoadedPlan", Loaded)
     monkeypatch.setattr(calls, "current_device", lambda: 0)
-    monkeypatch.setattr(calls.device, "query", lambda _: KNOWN["sm_90"])
+    monkeypatch.setattr(calls.device, "query", lambda _: DEVICES["sm_90"])
     monkeypatch.setattr(compiler, "spilled", lambda: frozenset(spilled))
     assert calls._load_plan(call, 0).plan.launches[0].variant is tried[2]
     assert len(set(tried)) == 3
     tried.clear()
-    monkeypatch.setattr(calls, "plan", lambda *_: plan(call, KNOWN["sm_90"]))
+    monkeypatch.setattr(calls, "plan", lambda *_: plan(call, DEVICES["sm_90"]))
     with pytest.raises(compiler.SpilledError):  # and not for ever
         calls._load_plan(call, 0)

@@ -12,16 +12,16 @@ from plans import problem
 from variants import append_of, false_claims, merge_of
 
 from cuflash.errors import UnsupportedError
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm90 import TILES
 from cuflash.planning.variant import PARAMS, PARAMS_OF_VARLEN
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.lengths import OPEN, PADDED_SLOT
 from cuflash.problem.operands import FORWARD, VARLEN_OPS
 from cuflash.problem.options import Options
 from cuflash.problem.problem import Problem
+from cuflash.problem.seqlen_info import OPEN, PADDED_SLOT
 from cuflash.runtime import structs
 from cuflash.runtime.structs import STRUCTS, ParamTemplate, size_of
 
@@ -67,7 +67,7 @@ def filled(made: Plan, number: int = 0, pointers: tuple[int, ...] = (0,) * 16) -
 
 def test_fields_are_those_of_the_problem_and_the_launch() -> None:
     of = problem(64, 40, softcap=30.0, softmax_scale=0.5, window_size=(20, 10), diagonal_offset=-50)
-    made = plan(of, KNOWN["sm_80"])
+    made = plan(of, DEVICES["sm_80"])
     struct = filled(made)
     mask = of.mask
     for name in ("batch", "seqlen_q", "seqlen_k", "heads_q", "head_dim", "head_dim_v"):
@@ -89,7 +89,7 @@ def test_fields_are_those_of_the_problem_and_the_launch() -> None:
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_pointers_and_parts_of_the_workspace_are_placed_by_name(arch: str, deterministic: bool) -> None:
     of = problem(64, 64, "backward", dims=(1, 64, 8, 4, 1), deterministic=deterministic)
-    made = plan(of, KNOWN[arch], ("q",))
+    made = plan(of, DEVICES[arch], ("q",))
     names = of.op.names
     pointers = (*(2**30 * (n + 1) for n in range(len(names))), 2**45)
     parts = {name: 2**45 + part.begin for name, part in made.workspace.items()}
@@ -111,7 +111,7 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
     options = Options(window_size=(5, 2), diagonal_offset=3, max_seqlen_q=40)
     given = [q, pages, pages, bounds, None, None, used, table]
     of = Problem.of(VARLEN_OPS["forward"], given, options)
-    struct = filled(plan(of, KNOWN["sm_80"]), 0, tuple(2**30 * (n + 1) for n in range(11))).problem
+    struct = filled(plan(of, DEVICES["sm_80"]), 0, tuple(2**30 * (n + 1) for n in range(11))).problem
     assert {name: getattr(struct, name) for name in of.op.names[3:9]} == {
         name: 2**30 * (n + 4) for n, name in enumerate(of.op.names[3:9])
     }
@@ -128,14 +128,14 @@ def test_lengths_are_placed_by_name_and_tell_where_sequences_lie() -> None:
 def test_wide_accesses_are_allowed_where_every_row_starts_at_16_bytes() -> None:
     dense = ArraySpec.contiguous((2, 9, 3, 8), "float16")
     odd = ArraySpec((2, 9, 3, 8), (2 * 9 * 30, 30, 10, 1), "float16", "cpu", "numpy")
-    made = plan(Problem.of(FORWARD, [dense, odd, dense], Options()), KNOWN["sm_80"])
+    made = plan(Problem.of(FORWARD, [dense, odd, dense], Options()), DEVICES["sm_80"])
     for last, aligned in ((0, (1, 0, 1, 1)), (8, (1, 0, 0, 1))):
         struct = filled(made, 0, (2**30, 2**31, 2**32 + last, 2**33, 0))
         assert tuple(x.aligned for x in (struct.q, struct.k, struct.v, struct.out)) == aligned
 
 
 def test_states_are_placed_by_number() -> None:
-    struct = filled(plan(merge_of("float16", 64, count=3), KNOWN["sm_80"]), 0, (1, 2, 3, 4, 5, 6, 7, 8))
+    struct = filled(plan(merge_of("float16", 64, count=3), DEVICES["sm_80"]), 0, (1, 2, 3, 4, 5, 6, 7, 8))
     assert (list(struct.outs[:4]), list(struct.lses[:4])) == ([1, 2, 3, None], [4, 5, 6, None])
     assert (struct.out, struct.lse, struct.num_states, struct.heads, struct.seqlen) == (7, 8, 3, 1, 8)
 
@@ -144,7 +144,7 @@ def test_new_rows_have_places_and_tables_and_absent_arrays_are_null() -> None:
     of = append_of("float16", queries=3, pairs=8, page_size=16, q_same_position=True)
     names = of.op.names
     pointers = tuple(0 if spec is None else 2**30 * (n + 1) for n, spec in enumerate(of.specs))
-    made = plan(of, KNOWN["sm_80"])
+    made = plan(of, DEVICES["sm_80"])
     struct = filled(made, 0, pointers)
     at = dict(zip(names, pointers, strict=True))
     for name, kind in struct._fields_:
@@ -157,7 +157,7 @@ def test_new_rows_have_places_and_tables_and_absent_arrays_are_null() -> None:
     assert (struct.cache_batch_idx, struct.cu_seqlens_k, struct.cu_seqlens_q) == (None, None, None)
     assert {name: getattr(struct, name) for name in made.launches[0].fields} == dict(made.launches[0].fields)
     without = append_of("float16")
-    struct = filled(plan(without, KNOWN["sm_80"]), 0, pointers[: len(without.op.inputs)])
+    struct = filled(plan(without, DEVICES["sm_80"]), 0, pointers[: len(without.op.inputs)])
     assert (struct.q.pointer, struct.q_out.pointer, struct.q.stride_batch, struct.heads_q) == (None, None, 0, 0)
 
 
@@ -180,7 +180,7 @@ def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(driver: Fak
     of = problem(dtype="float16", out_dtype="float32", **WINDOW)
     begin, end = of.mask.key_range(0, 70)
     assert (begin, end) == (80, 180)
-    struct = filled(plan(of, KNOWN["sm_90"]), 0, POINTERS)
+    struct = filled(plan(of, DEVICES["sm_90"]), 0, POINTERS)
     assert addressof(struct) % 64 == 0
     first = begin * 2 * 64 * 2  # bytes
     wanted = (2**30, 2**31 + first, 2**32 + first, 2**33)
@@ -194,7 +194,7 @@ def test_tensor_maps_are_of_the_operands_with_the_keys_that_are_seen(driver: Fak
 
 
 def test_a_tensor_map_is_made_once_and_moved_to_its_operand(driver: FakeDriver) -> None:
-    made = plan(problem(**WINDOW), KNOWN["sm_90"])
+    made = plan(problem(**WINDOW), DEVICES["sm_90"])
     filled(made, 0, POINTERS)
     driver.calls.clear()
     struct = filled(made, 0, (2**30, 2**31, 2**32 + 64, 2**33 + 128, 2**35))  # lse has none
@@ -203,7 +203,7 @@ def test_a_tensor_map_is_made_once_and_moved_to_its_operand(driver: FakeDriver) 
 
 
 def test_an_address_that_the_driver_refuses_is_named(driver: FakeDriver) -> None:
-    made = plan(problem(**WINDOW), KNOWN["sm_90"])
+    made = plan(problem(**WINDOW), DEVICES["sm_90"])
     filled(made)
     driver.result = 1
     with pytest.raises(UnsupportedError, match="the driver refuses the address 0x40000000"):
@@ -211,7 +211,7 @@ def test_an_address_that_the_driver_refuses_is_named(driver: FakeDriver) -> None
 
 
 def test_lse_has_tensor_maps_of_q_and_k_alone(driver: FakeDriver) -> None:
-    struct = filled(plan(problem(op="lse", **WINDOW), KNOWN["sm_90"]), 0, (2**30, 2**31, 2**34))
+    struct = filled(plan(problem(op="lse", **WINDOW), DEVICES["sm_90"]), 0, (2**30, 2**31, 2**34))
     assert [at for at, _ in moves(driver, struct)] == [0, 128]
 
 
@@ -223,7 +223,7 @@ def test_gradients_have_tensor_maps_of_all_rows_and_what_is_read_of_those_that_s
     assert of.mask.key_range(0, 170) == (0, 130)
     assert of.mask.row_range(0, 500) == (40, 170)
     pointers = [2**30 * (n + 1) for n in range(11)]
-    struct = filled(plan(of, KNOWN["sm_90"]), 1, tuple(pointers))
+    struct = filled(plan(of, DEVICES["sm_90"]), 1, tuple(pointers))
     moved = ("q", "k", "v", "dout", "dq", "dk", "dv")
     first = dict.fromkeys(("q", "dout"), 40 * 4 * 64 * 2)  # bytes
     found = [pointer for _, pointer in moves(driver, struct)]

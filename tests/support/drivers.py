@@ -72,7 +72,7 @@ class Gpus:
         compiler = SimpleNamespace(load=lambda variant, ordinal: self.launch, spilled=frozenset)
         monkeypatch.setattr(call, "compiler", compiler)
         monkeypatch.setattr(device_memory, "counter", lambda ordinal, stream, words, use: 512 * stream)
-        monkeypatch.setattr(device, "query", lambda ordinal: device.KNOWN["sm_90"])
+        monkeypatch.setattr(device, "query", lambda ordinal: device.DEVICES["sm_90"])
         monkeypatch.setattr(structs.ParamBuffer, "_free", {})
         function = SimpleNamespace(CPointer=lambda address: address)
         for name, module in (("cupy", SimpleNamespace()), ("cupy.cuda", SimpleNamespace()),

@@ -55,7 +55,7 @@ def mod_variants(arch: str, on_any_gpu: bool = False, names: tuple[str, ...] = t
             for given, keywords in calls:
                 made = cuflash.plan(*given, **keywords, **arguments, **call, device=arch)
                 found |= dict.fromkeys(launch.variant for launch in made.launches)
-    return tuple(each for each in found if each.mod_code is not None or each.op in MORE or each.tells_sequences)
+    return tuple(each for each in found if each.mod_code is not None or each.op in MORE or each.lists_seqlens)
 
 
 def packed(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -14,7 +14,7 @@ import pytest
 
 from cuflash.errors import UnsupportedError
 from cuflash.planning import tiles_sm90
-from cuflash.planning.device import KNOWN, Device
+from cuflash.planning.device import DEVICES, Device
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 from cuflash.planning.tiles_sm80 import BACKWARD, DQ, TILES
@@ -129,7 +129,7 @@ def append_of(
 
 def is_hopper(device: Device) -> bool:
     """Whether the device has kernels of its own, and the shared memory that they take."""
-    return device.capability == (9, 0) and device.smem_per_block >= KNOWN["sm_90"].smem_per_block
+    return device.capability == (9, 0) and device.smem_per_block >= DEVICES["sm_90"].smem_per_block
 
 
 def ways(device: Device, of_hopper: bool, op: str = "forward") -> list[dict[str, Any]]:
@@ -179,9 +179,9 @@ def edges(dtype: str, of_hopper: bool) -> list[int]:
 def variants(arch: str) -> tuple[Variant, ...]:
     """Every variant for `arch`, as a GPU with the shared memory of any known one gets it: all rows."""
     found: dict[Variant, None] = {}
-    sizes = dict.fromkeys((known.smem_per_block, known.smem_per_sm) for known in KNOWN.values())
+    sizes = dict.fromkeys((known.smem_per_block, known.smem_per_sm) for known in DEVICES.values())
     for (block, whole), dtype in product(sizes, DTYPES):
-        device = replace(KNOWN[arch], smem_per_block=block, smem_per_sm=whole)
+        device = replace(DEVICES[arch], smem_per_block=block, smem_per_sm=whole)
         out_dtypes = (dtype, "float32") if ROWS[dtype].itemsize == 2 else (dtype,)
         made = [plan_of(op, dtype, 64, 64, device) for op in ("merge", "append_kv")]
         algorithms = product((name for name in ALGORITHM_CODES if name != "flash2"), (False, True))
@@ -204,7 +204,7 @@ def false_claims(program: str, claims: Iterable[str]) -> list[str]:
     """Those of these claims about functions and structs of kernels_cu that NVRTC finds false below the program."""
     nvrtc, lines = pytest.importorskip("cupy").cuda.nvrtc, program.splitlines()
     try:
-        options = compiler.options(plan(merge_of("float16", 64), KNOWN["sm_80"]).launches[0].variant)
+        options = compiler.options(plan(merge_of("float16", 64), DEVICES["sm_80"]).launches[0].variant)
     except UnsupportedError as error:
         pytest.skip(f"needs NVRTC: {error}")
     lines += [f'static_assert({claim}, "");' for claim in claims]

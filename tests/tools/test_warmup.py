@@ -18,7 +18,7 @@ import cuflash
 from cuflash.__main__ import INTERRUPTED, main
 from cuflash.errors import CompileError, UnsupportedError
 from cuflash.planning import device as devices
-from cuflash.planning.device import KNOWN
+from cuflash.planning.device import DEVICES
 from cuflash.planning.variant import Variant
 from cuflash.problem.operands import OPS
 from cuflash.runtime import compiler, disk_cache
@@ -60,7 +60,7 @@ def launched(*cases: tuple[Any, ...], **more: Any) -> set[Variant]:
     found: set[Variant] = set()
     for op, dtype, head_dim, head_dim_v, arch in cases:
         if op not in OPS or (op == "backward" and more.get("out_dtype")):  # which `cuflash.plan` does not know
-            made = plan_of(op, dtype, head_dim, head_dim_v, KNOWN[arch], **more)
+            made = plan_of(op, dtype, head_dim, head_dim_v, DEVICES[arch], **more)
             assert made is not None
             found |= {launch.variant for launch in made.launches}
             continue
@@ -253,7 +253,7 @@ def test_by_default_each_kind_of_gpu_here_is_served(
     def query(ordinal: int) -> Any:
         if ordinal == 1:
             raise UnsupportedError("GPU 1 (Tesla T4) is sm_75; the kernels need sm_80 or newer")
-        return KNOWN["sm_80"] if ordinal == 3 else KNOWN["sm_90"]
+        return DEVICES["sm_80"] if ordinal == 3 else DEVICES["sm_90"]
 
     monkeypatch.setattr(devices, "count", lambda: 4)
     monkeypatch.setattr(devices, "query", query)

@@ -8,7 +8,7 @@ import torch
 
 from ...errors import ProblemError, UnsupportedError
 from ...problem.options import (
-    Known,
+    OptionContext,
     Options,
     WindowSize,
     check_flag,
@@ -91,7 +91,7 @@ def over_cache(
             check_flag("return_softmax_lse", return_lse)
             splits = sequences["num_splits"]
             options = Options(softmax_scale, causal, window_size, None, cap_of(softcap), num_splits=splits)
-            options.validated(Known(1, "float32"))
+            options.validated(OptionContext(1, "float32"))
         longest = in_host_memory("max_seqlen_q", sequences.get("max_seqlen_q"))
         longest = q.shape[-3] if longest is None else longest
         widest = (capacity, capacity) if version == 2 else (capacity - 1, longest - 1)

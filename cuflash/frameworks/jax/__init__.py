@@ -23,7 +23,7 @@ from ...ops.triangle import attended
 from ...problem.operands import Op, VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.problem import Problem
-from .arguments import arrays_of, bias_or_mask, integers, is_seen_by, window_of
+from .arguments import arrays_of, bias_or_mask, integers, is_visible_to, window_of
 from .handlers import FORWARD, Shape, Static, op_of, specs_of
 from .mods import mod_attention, mod_operands
 from .primitives import as_jax, backward, check_not_reduced, checked_array, forward, refuse_cached
@@ -184,7 +184,7 @@ def dot_product_attention(
         seqused_q=used[0],
         seqused_k=used[1],
         bias=mask if bias is None else bias,
-        mask_mod=is_seen_by(mask) if both else None,
+        mask_mod=is_visible_to(mask) if both else None,
     )
     if not with_lse:
         return out

@@ -36,7 +36,7 @@ _Buffer = _struct("_Buffer", **_HEAD, dtype=_INT, data=_POINTER, rank=_INT64, di
 _Buffers = _struct("_Buffers", **_HEAD, size=_INT64, types=_POINTER, items=_POINTER)
 _Array = _struct("_Array", dtype=_INT, size=_SIZE, data=_POINTER)
 _Attributes = _struct("_Attributes", **_HEAD, size=_INT64, types=_POINTER, names=_POINTER, values=_POINTER)
-_Asked = _struct("_Asked", **_HEAD, context=_POINTER, answer=_POINTER)  # for Stream_Get and DeviceOrdinal_Get
+_Query = _struct("_Asked", **_HEAD, context=_POINTER, answer=_POINTER)  # for Stream_Get and DeviceOrdinal_Get
 _Create = _struct("_Create", **_HEAD, message=ctypes.c_char_p, code=_INT)
 _Error = _struct("_Error", **_HEAD, error=_POINTER, message=ctypes.c_char_p)
 _FUNCTION = ctypes.PYFUNCTYPE(_POINTER, _POINTER)  # why PYFUNCTYPE: they return at once, as in driver.py
@@ -75,8 +75,8 @@ _TO_ITEMS = _word(_Buffers, "items") - _word(_Buffers, "size")
 _VALUES = _word(_Frame, "attributes") + _word(_Attributes, "values")
 _TO_DATA = _word(_Buffer, "data")
 _FRAME_WORDS, _BUFFER_WORDS, _ARRAY_WORDS = (ctypes.sizeof(struct) // 8 for struct in (_Frame, _Buffer, _Array))
-_ASKED_BYTES = ctypes.sizeof(_Asked)
-_ASKED = _INT64 * (_ASKED_BYTES // 8)
+_QUERY_BYTES = ctypes.sizeof(_Query)
+_QUERY = _INT64 * (_QUERY_BYTES // 8)
 
 
 def _words(address: int, count: int) -> list[int]:
@@ -149,11 +149,11 @@ class _Runtime:
 
     def answer(self, name: str, context: int) -> int:
         """The answer of a function about an execution, such as its stream."""
-        asked = _ASKED()  # why zeros: some answers fill only half a word
-        asked[0], asked[2] = _ASKED_BYTES, context
-        if error := self.function(name)(asked):
+        query = _QUERY()  # why zeros: some answers fill only half a word
+        query[0], query[2] = _QUERY_BYTES, context
+        if error := self.function(name)(query):
             raise RuntimeError(f"XLA_FFI_{name}: {self.taken(error)}")
-        return asked[-1]
+        return query[-1]
 
     def error(self, message: bytes, code: int) -> int:
         """Address of a new XLA error."""
@@ -163,10 +163,10 @@ class _Runtime:
 
     def taken(self, error: int) -> str:
         """The message of an error, which is then destroyed."""
-        asked = _Error(ctypes.sizeof(_Error), None, error, None)
-        self.function("Error_GetMessage")(ctypes.addressof(asked))
-        message = (asked.message or b"").decode(errors="replace")
-        self.function("Error_Destroy")(ctypes.addressof(asked))
+        query = _Error(ctypes.sizeof(_Error), None, error, None)
+        self.function("Error_GetMessage")(ctypes.addressof(query))
+        message = (query.message or b"").decode(errors="replace")
+        self.function("Error_Destroy")(ctypes.addressof(query))
         return message
 
 

@@ -24,12 +24,12 @@ from ...errors import UnsupportedError
 from ...mods.analysis.intervals import Band
 from ...problem.array_spec import ArraySpec
 from ...problem.dtypes import DTYPES, ITEMSIZE
-from ...problem.lengths import MOST, OPEN
 from ...problem.mod_spec import ModSpec
 from ...problem.operands import INTEGERS, LSE_AXES, MISSING_AXES, VARLEN_ARGS, VARLEN_OPS, Op, banded, mod_op
 from ...problem.operands import OPS as PUBLIC
 from ...problem.options import Options
 from ...problem.problem import Problem
+from ...problem.seqlen_info import MOST, OPEN
 from ...problem.validate import ValidatedCall
 from ...runtime import cpu, device_memory
 from ...runtime.call import CALL_CACHE, CachedCall, LoadedPlan
@@ -56,7 +56,7 @@ class Static(NamedTuple):
 
     A query i of a sequence sees the keys i + lo … i + hi, None for an open side; with `of_each` both count from
     seqlen_k - seqlen_q of its own sequence. They are normalised, so that masks which hide the same keys are equal.
-    own: mods; grads: the numbers of the arrays whose gradients are results.
+    functions: mods. grads: the numbers of the arrays whose gradients are results.
     """
 
     lo: int | None
@@ -77,7 +77,7 @@ class Static(NamedTuple):
     @classmethod
     def of(cls, problem: Problem, names: tuple[str, ...]) -> Static:
         """The options of a problem whose operands are these."""
-        options, varlen, mask = problem.options, problem.lengths, problem.mask
+        options, varlen, mask = problem.options, problem.seqlen_info, problem.mask
         lo, hi, of_each = (mask.lo, mask.hi, False) if varlen is None else varlen.bounds
         if lo > hi != OPEN and not of_each:  # why: no window says that no query sees a key
             lo = hi = MOST if varlen else mask.seqlen_k

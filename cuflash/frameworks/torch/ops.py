@@ -20,7 +20,7 @@ from ...ops.append import append_kv
 from ...ops.backward import backward
 from ...ops.forward import forward
 from ...problem.operands import VARLEN_ARGS
-from ...problem.options import DEFAULTS, ROWS, Known, check_flag, check_window
+from ...problem.options import DEFAULTS, ROWS, OptionContext, check_flag, check_window
 from .tensors import uncompiled
 
 BOUNDS, SPLITS = ("max_seqlen_q", "max_seqlen_k"), ("num_splits", "split_size")
@@ -36,7 +36,7 @@ _INTEGERS = (int, torch.SymInt)
 _NUMBERS = dict.fromkeys(("softmax_scale", "softcap"), (*_INTEGERS, float, torch.SymFloat)) | dict.fromkeys(
     ("diagonal_offset", *BOUNDS, *SPLITS), _INTEGERS
 )
-_ANY_CALL = Known(1, "float32")  # no default is asked for
+_ANY_CALL = OptionContext(1, "float32")  # no default is asked for
 
 
 def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -45,7 +45,7 @@ from ...errors import ProblemError, UnsupportedError
 from ...log import logger
 from ..torch import attention
 from ..torch.tensors import disabled
-from .mask_mod import mask_mod_of, seen_in
+from .mask_mod import mask_mod_of, visible_in
 from .masks import (
     Pattern,
     Places,
@@ -245,7 +245,7 @@ def _of_tensor(mask: torch.Tensor, bias: torch.Tensor | None, seqlen_k: int) -> 
     mask = mask[..., :seqlen_k]
     if bias is None:
         return {"bias": mask}
-    return {"mask_mod": seen_in(mask)} if mask.dtype == torch.bool else {"bias": bias[..., :seqlen_k] + mask}
+    return {"mask_mod": visible_in(mask)} if mask.dtype == torch.bool else {"bias": bias[..., :seqlen_k] + mask}
 
 
 def _bounds(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -53,7 +53,7 @@ def _number(value: Any, device: torch.device) -> Tensor | None:
     return torch.full((), value, dtype=torch.int32, device=device) if value else None
 
 
-def seen_in(mask: Tensor) -> Mod:
+def visible_in(mask: Tensor) -> Mod:
     """The mask_mod of a tensor of bools that is broadcast to (batch, heads, seqlen_q, seqlen_k)."""
     mask = mask[(None,) * (4 - mask.dim())]
     varies_b, varies_h, varies_q, varies_k = (length > 1 for length in mask.shape)

@@ -143,7 +143,7 @@ def _ranges(side: str, first: Tensor, used: Tensor, seqlen: int) -> dict[str, An
     return {f"cu_seqlens_{side}": bounds, f"seqused_{side}": used.int(), f"max_seqlen_{side}": seqlen}
 
 
-_last_seen: list[tuple[Any, int, Places | None]] = []  # the last position_ids, their version, and what they said
+_last_visible: list[tuple[Any, int, Places | None]] = []  # the last position_ids, their version, and what they said
 
 
 def places_of_positions(position_ids: Any, batch: int, seqlen_q: int, seqlen_k: int) -> Places | None:
@@ -157,14 +157,14 @@ def places_of_positions(position_ids: Any, batch: int, seqlen_q: int, seqlen_k: 
         return None
     # why: tensors of torch.inference_mode have no version, so that a change of them would not be seen.
     version = -1 if position_ids.is_inference() else position_ids._version
-    for seen, at_version, places in _last_seen:
+    for seen, at_version, places in _last_visible:
         if seen() is position_ids and at_version == version >= 0:
             return places
     is_first = position_ids == position_ids.min()
     is_first[:, 0] = True
     several = bool(is_first[:, 1:].any())
     places = places_of_packed(is_first.cumsum(1), Pattern()) if several else None
-    _last_seen[:] = [(weakref.ref(position_ids), version, places)]
+    _last_visible[:] = [(weakref.ref(position_ids), version, places)]
     return places
 
 

@@ -9,13 +9,13 @@ import pytest
 from plans import of_lengths, problem
 
 from cuflash.planning.backward import MOST_PARTS, SHORT_KEYS, SHORT_WAVES
+from cuflash.planning.backward_schedule import L2_BYTES
 from cuflash.planning.delta import DELTA_HEADS
-from cuflash.planning.device import KNOWN
-from cuflash.planning.key_blocks import L2_BYTES
+from cuflash.planning.device import DEVICES
 from cuflash.planning.plan import Plan
 from cuflash.planning.planner import plan
 
-H100 = KNOWN["sm_90"]
+H100 = DEVICES["sm_90"]
 
 
 def backward(*head_dims: int, **more: Any) -> Plan:

@@ -6,9 +6,9 @@ import math
 from typing import NamedTuple
 
 from ..problem.dtypes import DTYPES
-from ..problem.lengths import SeqlenInfo
 from ..problem.mask import Mask
 from ..problem.problem import Problem
+from ..problem.seqlen_info import SeqlenInfo
 from . import tiles_sm90
 from .block_mask import is_block_sparse
 from .device import Device
@@ -25,7 +25,7 @@ SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each 
 # Sequences take turns where the tile gives a block of threads so many key blocks. why: with fewer, at d 96, calls are
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
-HEADS_WITHOUT_TURNS = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
+HEADS_WITHOUT_SEMAPHORES = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
 # Under a mask, blocks of threads share the query heads of a key block. Each of them takes about so many columns of q
 # (heads times head_dim) or more, and about so many rows. At most PART_WAVES waves of them start together. why: L34
 LEAST_PART_COLUMNS, LEAST_PART_ROWS, PART_WAVES = 256, 4096, 2
@@ -49,14 +49,14 @@ class SharedKeys(NamedTuple):
 
 def count_key_blocks(problem: Problem, size: int) -> int:
     """Blocks of so many keys of all kv heads; of several lengths, as if all were whole."""
-    if (varlen := problem.lengths) is not None:
+    if (varlen := problem.seqlen_info) is not None:
         return varlen.batch_k * blocks_of(varlen.rows_k, size) * problem.heads_kv
     return blocks_of(problem.seqlen_k, size) * problem.heads_kv * problem.batch
 
 
 def is_full(problem: Problem) -> bool:
     """Whether every query sees every key of its sequence. Under a mask_mod it may not."""
-    if (varlen := problem.lengths) is not None:
+    if (varlen := problem.seqlen_info) is not None:
         return varlen.left is varlen.right is None
     return problem.mask.is_full and not is_block_sparse(problem)
 
@@ -122,7 +122,7 @@ def listed_together(
     Dense calls of small head dims give a block of threads several key blocks of a head, which then do not wait for each
     other's sums of dq. Here those of other heads and sequences come between them instead. why: L54
     """
-    varlen = problem.lengths
+    varlen = problem.seqlen_info
     assert varlen is not None
     # why means: the host knows no more.
     seqlen_q = min(varlen.mean_rows("q", problem.batch), problem.seqlen_q)
@@ -138,7 +138,7 @@ def listed_together(
     heads_of_all = heads_in_l2(max(_head_bytes(problem, seqlen_q, seqlen_k), 1), L2_BYTES // 2, most)
     least = 1 if is_full(problem) else _heads_of_waves(device, blocks_of(seqlen_k, tile.block_k))
     if tile.key_blocks < LEAST_KEY_BLOCKS:
-        most = min(problem.heads_kv, HEADS_WITHOUT_TURNS) if is_full(problem) else problem.heads_kv
+        most = min(problem.heads_kv, HEADS_WITHOUT_SEMAPHORES) if is_full(problem) else problem.heads_kv
         return heads_in_l2(1, heads_of_all, most, least), 1
     heads = heads_in_l2(1, heads_of_all, problem.heads_kv, least)
     return heads, max(heads_of_all // heads, 1)
@@ -158,7 +158,7 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
     most = min(group, group * tiles // (4 * SHARED_STEPS))
     # why not where the left side is bounded: windows of half of the keys were slower so. Nor with mask tiles, which may
     # leave few tiles.
-    goes_apart = problem.mask.lo == -problem.seqlen_q and not _are_alike(problem.mask) and not is_block_sparse(problem)
+    goes_apart = problem.mask.lo == -problem.seqlen_q and not _are_equal(problem.mask) and not is_block_sparse(problem)
     log2 = _parts_for_l2(problem, problem.seqlen_q) if goes_apart and blocks * group <= MAX_GRID else 0
     while 2 << log2 <= most and not _almost_fill(problem, device, blocks << log2):
         log2 += 1
@@ -167,10 +167,10 @@ def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
 
 def _almost_fill(problem: Problem, device: Device, blocks: int) -> bool:
     """Whether so many blocks fill a GPU almost evenly: a wave of key blocks that are about alike, else WAVES (L35)."""
-    return 8 * blocks >= 7 * (1 if _are_alike(problem.mask) else WAVES) * device.num_sms
+    return 8 * blocks >= 7 * (1 if _are_equal(problem.mask) else WAVES) * device.num_sms
 
 
-def _are_alike(mask: Mask) -> bool:
+def _are_equal(mask: Mask) -> bool:
     """Whether about as many queries see each key: in most windows, and where few queries see many keys."""
     longest = min(mask.seqlen_q, mask.hi - mask.lo + 1)  # queries that see a key at most
     return 5 * mask.num_visible() >= 4 * mask.seqlen_k * longest
@@ -189,7 +189,7 @@ def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
 
     As for one kernel of all gradients (L35). It is not asked for mods.
     """
-    if problem.options.deterministic or problem.mask.is_full or problem.lengths is not None:
+    if problem.options.deterministic or problem.mask.is_full or problem.seqlen_info is not None:
         return False
     group = problem.heads_q // problem.heads_kv
     # why: adding up takes as long as some tiles, and under a mask a key block has half of them or so.
@@ -224,5 +224,5 @@ def choose_splits(problem: Problem, num_k_blocks: int, resident: int) -> int:
     the GPU would idle. A split costs accumulators, but only those of fewer than twice WAVES waves of blocks.
     """
     group = problem.heads_q // problem.heads_kv
-    wanted = min(group, -(-WAVES * resident // max(num_k_blocks, 1)))
-    return -(-group // -(-group // wanted))  # all blocks but perhaps the last take the same number of heads
+    num_parts = min(group, -(-WAVES * resident // max(num_k_blocks, 1)))
+    return -(-group // -(-group // num_parts))  # all blocks but perhaps the last take the same number of heads

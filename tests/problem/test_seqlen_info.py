@@ -13,10 +13,10 @@ from refusals import Row, backward_with, check, forward_with, rows, zeros
 import cuflash
 from cuflash.errors import ProblemError, UnsupportedError
 from cuflash.problem.array_spec import ArraySpec
-from cuflash.problem.lengths import SeqlenInfo
 from cuflash.problem.operands import INTEGERS, VARLEN_ARGS, VARLEN_OPS
 from cuflash.problem.options import Options
 from cuflash.problem.problem import MAX_SEQLEN, Problem
+from cuflash.problem.seqlen_info import SeqlenInfo
 
 
 def ints(*shape: int, dtype: Any = np.int32) -> np.ndarray[Any, Any]:
@@ -231,11 +231,11 @@ def test_bounds_are_those_of_the_arrays_or_what_the_caller_knows() -> None:
 
 
 def test_where_rows_lie_is_kept_and_masks_are_made_for_each_length() -> None:
-    assert problem("packed").lengths == SeqlenInfo(1, 5, 1, 7, True, True)
-    assert problem("cache").lengths == SeqlenInfo(1, 5, 2, 7, True)
-    windowed = problem("paged", window_size=(4, 2), diagonal_offset=1).lengths
+    assert problem("packed").seqlen_info == SeqlenInfo(1, 5, 1, 7, True, True)
+    assert problem("cache").seqlen_info == SeqlenInfo(1, 5, 2, 7, True)
+    windowed = problem("paged", window_size=(4, 2), diagonal_offset=1).seqlen_info
     assert windowed == SeqlenInfo(2, 5, 9, 16, left=4, right=2, offset=1)
-    varlen = problem("cached", causal=True).lengths
+    varlen = problem("cached", causal=True).seqlen_info
     assert varlen == SeqlenInfo(2, 5, 9, 7, right=0)
     assert varlen is not None
     for seqlen_q, seqlen_k in ((1, 7), (5, 3), (0, 4), (5, 0)):

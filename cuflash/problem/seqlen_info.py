@@ -47,15 +47,15 @@ class SeqlenInfo(NamedTuple):
     left: int | None = None
     right: int | None = None
     offset: int | None = None
-    clears_unused: bool = True  # whether rows of results that belong to no sequence or are not used become 0
+    zeros_unused: bool = True  # whether rows of results that belong to no sequence or are not used become 0
 
     @classmethod
-    def of(cls, places: Mapping[str, Any], options: Options, clears_unused: bool) -> SeqlenInfo:
+    def of(cls, places: Mapping[str, Any], options: Options, zeros_unused: bool) -> SeqlenInfo:
         """Places as `varlen_layout` gives them, and judged options."""
         left, right = options.window_size
         right = 0 if options.causal else right
         offset = None if left is right is None else options.diagonal_offset
-        return cls._make([*[places[name] for name in cls._fields[:6]], left, right, offset, clears_unused])
+        return cls._make([*[places[name] for name in cls._fields[:6]], left, right, offset, zeros_unused])
 
     def num_slots(self, side: str, batch: int, size: int) -> int:
         """How many blocks of `size` rows, of q or of k, all sequences may have: `RowSlots` in common/varlen.cuh."""
@@ -132,8 +132,8 @@ def varlen_layout(named: Specs, varlen_specs: Specs) -> dict[str, Any]:
 def bounded(lengths: Mapping[str, int], options: Options) -> dict[str, int]:
     """The lengths of a problem where the caller knows bounds on those of one sequence."""
     bounds = {"seqlen_q": options.max_seqlen_q, "seqlen_k": options.max_seqlen_k}
-    known = {name: min(lengths[name], bound) for name, bound in bounds.items() if bound is not None}
-    return {**lengths, **known}
+    limits = {name: min(lengths[name], bound) for name, bound in bounds.items() if bound is not None}
+    return {**lengths, **limits}
 
 
 def check_unbounded(options: Options) -> None:
@@ -163,29 +163,29 @@ def _check_ranks(named: Specs, varlen_specs: Specs) -> None:
     for name, spec in named.items():
         side, rank = "q" if name == "q" else "k", len(spec.shape)
         if f"cu_seqlens_{side}" in varlen_specs:
-            is_legal, wanted = rank == 3, PACKED.format(side)
+            is_legal, layout = rank == 3, PACKED.format(side)
         elif side == "k" and elsewhere:
-            is_legal, wanted = rank == 4, PAGES if "page_table" in varlen_specs else CACHE
+            is_legal, layout = rank == 4, PAGES if "page_table" in varlen_specs else CACHE
         elif side == "k" and rank_q != rank:
-            is_legal, wanted = False, f"the rank of q, {rank_q}"
+            is_legal, layout = False, f"the rank of q, {rank_q}"
         else:
-            is_legal, wanted = 2 <= rank <= 4, "(batch, seqlen, heads, head_dim)"
+            is_legal, layout = 2 <= rank <= 4, "(batch, seqlen, heads, head_dim)"
         if not is_legal:
             raise ProblemError(
-                f"{name} has shape {spec.shape}, rank {rank}; with {', '.join(varlen_specs)} give {wanted}"
+                f"{name} has shape {spec.shape}, rank {rank}; with {', '.join(varlen_specs)} give {layout}"
             )
 
 
 def _batch(named: Specs, varlen_specs: Specs) -> int:
     """The number of sequences, which all arrays that know it must agree on."""
-    known = {}
+    counts = {}
     for name, spec in varlen_specs.items():
-        known[name] = spec.shape[0] - (_SHAPES[name] == _BOUNDS)
+        counts[name] = spec.shape[0] - (_SHAPES[name] == _BOUNDS)
     if "cu_seqlens_q" not in varlen_specs:
-        known["q"] = named["q"].as_4d().shape[0]
+        counts["q"] = named["q"].as_4d().shape[0]
     if not {"cu_seqlens_k", "page_table", "cache_batch_idx"} & set(varlen_specs):
-        known |= {name: spec.as_4d().shape[0] for name, spec in named.items() if name != "q"}
-    (first, batch), *others = known.items()
+        counts |= {name: spec.as_4d().shape[0] for name, spec in named.items() if name != "q"}
+    (first, batch), *others = counts.items()
     for name, other in others:
         if other != batch:
             raise ProblemError(
