@@ -32,3 +32,8 @@ __all__ = [
     "plan",
     "triangle_attention",
 ]
+
+
+def __dir__() -> list[str]:
+    """Returns the public names; folders of frameworks and of tests are imported when they are used."""
+    return [*__all__, "errors", "frameworks", "mods", "testing"]

@@ -17,7 +17,7 @@ from cuflash.reference import flash1, flash2, flashd
 from cuflash.reference.tiles import Tile
 
 KEYS, TILE, HEAD_DIM = 96, 8, 64
-ALGORITHMS = {"flash1": flash1, "flash2": flash2, "flashd": flashd}
+ALGORITHMS: dict[Any, Any] = {"flash1": flash1, "flash2": flash2, "flashd": flashd}
 Trace = list[dict[str, float]]
 
 

@@ -151,7 +151,7 @@ FAMILIES = (
     Family(r"looked_up|(?<=sums\.)apart|alike(?=\()", "gathered_axes, separate_axes, equivalent", scope=PYTHON),
 )
 # Folders whose variables are named for what they hold, not for how they came to be, and names that are not.
-NAMED_FOLDERS = ("cuflash/mods/", "tests/mods/")
+NAMED_FOLDERS = ("cuflash/frameworks/torch/", "cuflash/mods/", "tests/mods/")
 VAGUE = {"made", "found", "given", "wanted", "known", "seen", "told", "kept", "own", "of", "at"}
 FOLDERS = ("cuflash", "kernels_cu", "tests", "examples", ".ci")
 FILES = {

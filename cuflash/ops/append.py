@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack, overload
 
 from ..problem.operands import APPEND_KV
-from ..problem.options import options_key
+from ..problem.options import Array, options_key
+from ..problem.signatures import AppendOptions
 from ..runtime.call import run
 
 
+@overload
 def append_kv(
-    k_cache: Any,
-    v_cache: Any,
-    k: Any,
-    v: Any,
+    k_cache: Array,
+    v_cache: Array,
+    k: Array,
+    v: Array,
+    seqused_k: Any,
+    *,
+    q: None = ...,
+    **options: Unpack[AppendOptions],
+) -> None: ...
+@overload
+def append_kv(
+    k_cache: Array, v_cache: Array, k: Array, v: Array, seqused_k: Any, *, q: Array, **options: Unpack[AppendOptions]
+) -> Array: ...
+def append_kv(
+    k_cache: Array,
+    v_cache: Array,
+    k: Array,
+    v: Array,
     seqused_k: Any,
     *,
     page_table: Any = None,
     cache_batch_idx: Any = None,
     cu_seqlens_k: Any = None,
-    q: Any = None,
+    q: Array | None = None,
     cu_seqlens_q: Any = None,
     q_same_position: bool = False,
     rotary_cos: Any = None,
     rotary_sin: Any = None,
     rotary_interleaved: bool = False,
-) -> Any:
+) -> Array | None:
     """Writes new keys and values, in place, behind those that are used; returns the rotated q, or None without q.
 
     Key i of the new ones of sequence b goes to position seqused_k[b] + i. No length changes: add the counts of new keys

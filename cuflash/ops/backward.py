@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 from ..errors import ProblemError, UnsupportedError
 from ..problem.operands import BACKWARD, VARLEN_OPS
-from ..problem.options import WindowSize, is_zero, options_key
+from ..problem.options import Array, WindowSize, is_zero, options_key
+from ..problem.signatures import BackwardOptions
 from ..runtime.call import run
 from .dropout_seed import check_seed
 from .mods import ModArgs, VarlenInputs, resolve_mods
 
 
+@overload
 def backward(
-    dout: Any,
-    q: Any,
-    k: Any,
-    v: Any,
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Any,
+    lse: Any,
+    *,
+    captured_grads: None = ...,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Array, Array, Array]: ...
+@overload
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Any,
+    lse: Any,
+    *,
+    captured_grads: Sequence[Any],
+    **options: Unpack[BackwardOptions],
+) -> tuple[Array, Array, Array, tuple[Any, ...]]: ...
+@overload
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Any,
+    lse: Any,
+    *,
+    captured_grads: Sequence[Any] | None,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, tuple[Any, ...]]: ...
+def backward(
+    dout: Array,
+    q: Array,
+    k: Array,
+    v: Array,
     out: Any,
     lse: Any,
     *,
@@ -45,7 +82,7 @@ def backward(
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
     captured_grads: Sequence[Any] | None = None,
-) -> tuple[Any, ...]:
+) -> tuple[Array, Array, Array] | tuple[Array, Array, Array, tuple[Any, ...]]:
     """Gradients (dq, dk, dv) of `sum(dout · out) + sum(dlse · lse)`, with nothing of size seqlen_q x seqlen_k kept.
 
     q, k, v and the mask and scale arguments are those of `forward`, out and lse its results (of any `algorithm`, or of

@@ -12,7 +12,7 @@ from ..mods.graph.graph import Graph
 from ..mods.tracing.trace import trace
 from ..problem.block_mask import check_sizes
 from ..problem.mod_spec import make_mod_spec
-from ..problem.operands import Sizes, block_mask_op
+from ..problem.operands import Sizes, VarlenArgs, block_mask_op
 from ..problem.options import options_key
 from ..runtime.call import run
 
@@ -36,14 +36,16 @@ class BlockMask:
 
     def check_varlen(self, varlen_args: tuple[Any, ...]) -> None:
         """Validates a call by the arrays that tell its lengths, in the order of the op; () where none does."""
-        if any(self.tells) and self.sizes.batch == 1 and (count := _count(varlen_args)) > 1:
+        varlen = VarlenArgs(*varlen_args)
+        if any(self.tells) and self.sizes.batch == 1 and (count := _count(varlen)) > 1:
             raise ProblemError(
                 "block_mask was made for batch=1 with arrays that tell lengths, and so knows those of one sequence "
                 f"alone, but the call has {count} sequences; give create_block_mask batch={count} and the arrays of all"
             )
         asks = not self.graph.root.inputs.isdisjoint(("seqlen_q", "seqlen_k"))
         for side, name in enumerate("qk"):
-            has_varlen_args = any(x is not None for x in varlen_args[side:4:2])
+            bounds, used = getattr(varlen, f"cu_seqlens_{name}"), getattr(varlen, f"seqused_{name}")
+            has_varlen_args = bounds is not None or used is not None
             # why not the other way round: cells of whole sequences hold for shorter ones, unless the mask asks.
             if self.tells[side] and not has_varlen_args:
                 how = "with arrays that tell", "has none"
@@ -71,12 +73,13 @@ def _count_of(are_such: Any) -> int:
     return int(xp.sum(xp.astype(are_such, xp.int64)))
 
 
-def _count(varlen_args: tuple[Any, ...]) -> int:
-    """How many sequences the arrays of a call tell lengths of; 0 if none does."""
-    for number, x in enumerate(varlen_args[:4]):
-        if x is not None:
-            return int(x.shape[0]) - (number < 2)
-    return 0
+def _count(varlen: VarlenArgs) -> int:
+    """Returns the number of sequences of a call; 0 if it is dense."""
+    for bounds in (varlen.cu_seqlens_q, varlen.cu_seqlens_k):
+        if bounds is not None:
+            return int(bounds.shape[0]) - 1
+    used = varlen.seqused_k if varlen.seqused_q is None else varlen.seqused_q
+    return 0 if used is None else int(used.shape[0])
 
 
 def create_block_mask(
@@ -127,5 +130,6 @@ def create_block_mask(
     detach = getattr(like, "detach", None)  # why: only its device counts, whatever autograd knows of it
     first = like if detach is None else detach()
     (mask_tiles,) = run(op, (first, *varlen_args, *[each.array for each in graph.arrays]), options_key())
-    tells_q, tells_k = (varlen_args[side] is not None or varlen_args[side + 2] is not None for side in (0, 1))
+    tells_q = cu_seqlens_q is not None or seqused_q is not None
+    tells_k = cu_seqlens_k is not None or seqused_k is not None
     return BlockMask(mask_mod, mask_tiles, sizes, (tells_q, tells_k), graph)

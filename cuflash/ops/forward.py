@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 from ..problem.operands import FORWARD, VARLEN_OPS, VarlenArgs
-from ..problem.options import WindowSize, check_flag, is_zero, options_key
+from ..problem.options import Algorithm, Array, OutDtype, WindowSize, check_flag, is_zero, options_key
+from ..problem.signatures import ForwardOptions
 from ..runtime.call import run
 from .dropout_seed import check_seed
 from .mods import ModArgs, VarlenInputs, resolve_mods
 
 
+@overload
 def forward(
-    q: Any,
-    k: Any,
-    v: Any,
+    q: Array, k: Array, v: Array, *, return_lse: Literal[False] = ..., **options: Unpack[ForwardOptions]
+) -> Array: ...
+@overload
+def forward(
+    q: Array, k: Array, v: Array, *, return_lse: Literal[True], **options: Unpack[ForwardOptions]
+) -> tuple[Array, Array]: ...
+@overload
+def forward(
+    q: Array, k: Array, v: Array, *, return_lse: bool, **options: Unpack[ForwardOptions]
+) -> Array | tuple[Array, Array]: ...
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     diagonal_offset: int | None = None,
     softcap: float = 0.0,
-    algorithm: str = "flash2",
+    algorithm: Algorithm = "flash2",
     return_lse: bool = False,
     out: Any = None,
-    out_dtype: Any = None,
+    out_dtype: OutDtype | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
@@ -42,7 +55,7 @@ def forward(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """Exact attention, `softmax(mask(cap(softmax_scale q kᵀ))) v`, with no seqlen_q x seqlen_k matrix in memory.
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
@@ -148,5 +161,5 @@ def forward(
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(dropout_seed, q))
     elif dropout_seed is not None:
         check_seed(dropout_seed, q)
-    results = run(op, inputs, options, outputs, outs)
+    results: tuple[Array, Array] = run(op, inputs, options, outputs, outs)
     return results if return_lse else results[0]

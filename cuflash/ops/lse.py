@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ..problem.operands import LSE_ONLY, VARLEN_OPS, VarlenArgs
-from ..problem.options import WindowSize, options_key
+from ..problem.options import Array, WindowSize, options_key
 from ..runtime.call import run
 from .mods import ModArgs, VarlenInputs, resolve_mods
 
 
 def lse(
-    q: Any,
-    k: Any,
+    q: Array,
+    k: Array,
     *,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -34,7 +34,7 @@ def lse(
     block_mask: Any = None,
     bias: Any = None,
     sinks: Any = None,
-) -> Any:
+) -> Array:
     """lse (batch, heads_q, seqlen_q) = log sum exp of the visible scores of each query: `forward`'s lse, without v.
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim) and all arguments as in `forward`.
@@ -68,4 +68,5 @@ def lse(
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks)
         mod_call = resolve_mods("lse", mod_args, varlen_args, options.options)
         op, inputs = mod_call.op, (*inputs, *mod_call.inputs(None, q))
-    return run(op, inputs, options)[0]
+    results: tuple[Array] = run(op, inputs, options)
+    return results[0]

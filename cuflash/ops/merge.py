@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from ..arrays.find import libraries_of
@@ -10,12 +10,12 @@ from ..arrays.operands import specs_of
 from ..errors import ProblemError
 from ..planning.merge import MAX_STATES
 from ..problem.operands import merge_op
-from ..problem.options import Options, options_key
+from ..problem.options import Array, Options, options_key
 from ..problem.validate import validated
 from ..runtime.call import run
 
 
-def merge_states(outs: Sequence[Any], lses: Sequence[Any]) -> tuple[Any, Any]:
+def merge_states(outs: Iterable[Array], lses: Iterable[Any]) -> tuple[Array, Array]:
     """(out, lse) of attention over the union of disjoint key sets, from the state over each: FLASH-D's blend.
 
     outs: arrays (batch, seqlen, heads, head_dim_v), or one array of them along its first axis; lses: as many of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ..arrays.cupy import cupy
@@ -19,7 +20,18 @@ from ..problem.checks import check_output
 from ..problem.dtypes import check_dtype, named_dtype
 from ..problem.mod_arrays import check_mod_array
 from ..problem.operands import DROPOUT_SEED, INTEGERS, OPS, VARLEN_OPS, VarlenArgs
-from ..problem.options import Options, WindowSize, check_algorithm, check_flag, check_integer, is_zero
+from ..problem.options import (
+    Algorithm,
+    DtypeLike,
+    OpName,
+    OutDtype,
+    WindowSize,
+    check_algorithm,
+    check_flag,
+    check_integer,
+    is_zero,
+    options_key,
+)
 from ..problem.problem import Problem
 from .dropout_seed import seed_number
 from .mods import ModArgs, Shaped, resolve_mods
@@ -32,18 +44,18 @@ def plan(
     k: Any,
     v: Any = None,
     *,
-    op: str = "forward",
+    op: OpName = "forward",
     deterministic: bool = False,
     device: str | None = None,
-    dtype: Any = None,
+    dtype: DtypeLike | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: WindowSize = (-1, -1),
     diagonal_offset: int | None = None,
     softcap: float = 0.0,
-    algorithm: str = "flash2",
+    algorithm: Algorithm = "flash2",
     out: Any = None,
-    out_dtype: Any = None,
+    out_dtype: OutDtype | None = None,
     cu_seqlens_q: Any = None,
     cu_seqlens_k: Any = None,
     max_seqlen_q: int | None = None,
@@ -61,7 +73,7 @@ def plan(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
-    captured_grads: Any = None,
+    captured_grads: Sequence[Any] | None = None,
 ) -> Plan:
     """Kernels, tiles, grids and memory of a call; `print` it, or read its fields.
 
@@ -98,17 +110,29 @@ def plan(
         raise ProblemError(f"op='lse' takes no dropout, but dropout_p={dropout_p}; leave it out")
     if op != "backward" and captured_grads is not None:
         raise ProblemError(f"op={op!r} takes no captured_grads; leave it out")
-    if dtype is not None:
-        dtype = check_dtype("q", named_dtype(dtype))
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, algorithm, out_dtype, deterministic,
-                      max_seqlen_q, max_seqlen_k, num_splits, split_size, dropout_p)  # fmt: skip
+    q_dtype = None if dtype is None else check_dtype("q", named_dtype(dtype))
+    options = options_key(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        diagonal_offset=diagonal_offset,
+        softcap=softcap,
+        algorithm=algorithm,
+        out_dtype=out_dtype,
+        deterministic=deterministic,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_splits=num_splits,
+        split_size=split_size,
+        dropout_p=dropout_p,
+    ).options
     varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
     varlen_kwargs = varlen_args._asdict()
     operands = {"q": q, "k": k} | ({} if op == "lse" else {"v": v})
     operands |= {name: operand for name, operand in (varlen_kwargs | {"out": out}).items() if operand is not None}
     specs, misaligned = {}, []
     for name, operand in operands.items():
-        specs[name], aligned = _spec(name, operand, INTEGERS if dtype is not None and name in varlen_kwargs else dtype)
+        specs[name], aligned = _spec(name, operand, INTEGERS if q_dtype and name in varlen_kwargs else q_dtype)
         if not aligned:
             misaligned.append(name)
     whole = OPS[op] if varlen_kwargs.keys().isdisjoint(operands) else VARLEN_OPS[op]
@@ -118,18 +142,19 @@ def plan(
     if not (is_plain and is_zero(dropout_p)):
         of_sequences = () if whole is OPS[op] else tuple(varlen_kwargs.values())
         by_name = {"bias": bias, "sinks": sinks}
-        if dtype is not None:
-            by_name |= {name: Shaped(_shape(name, x), dtype) for name, x in by_name.items() if isinstance(x, SHAPES)}
+        if q_dtype is not None:
+            by_name |= {name: Shaped(_shape(name, x), q_dtype) for name, x in by_name.items() if isinstance(x, SHAPES)}
         bias, sinks = by_name.values()
         mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
         call = resolve_mods(op, mod_args, of_sequences, options, captured_grads)
         is_array = dropout_seed is not None and seed_number(dropout_seed) is None
         seed = dropout_seed if is_array else Shaped((), "int64")
         if not call.needs_seed:
-            check_mod_array(DROPOUT_SEED, _spec_like("dropout_seed", seed, specs["q"], dtype), specs["q"], {})
+            check_mod_array(DROPOUT_SEED, _spec_like("dropout_seed", seed, specs["q"], q_dtype), specs["q"], {})
         names = [x.name for x in call.op.inputs[len(whole.inputs) :]]
         specs |= {
-            name: _spec_like(name, x, specs["q"], dtype) for name, x in zip(names, call.inputs_with(seed), strict=True)
+            name: _spec_like(name, x, specs["q"], q_dtype)
+            for name, x in zip(names, call.inputs_with(seed), strict=True)
         }
         whole = call.op
     problem = Problem.of(whole, [specs.get(name) for name in whole.names], options)

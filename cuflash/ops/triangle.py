@@ -8,14 +8,15 @@ from typing import Any
 from ..arrays.find import library_of
 from ..errors import ProblemError
 from ..problem.dtypes import DTYPES
+from ..problem.options import Array
 from .forward import forward
 
 LAYOUT = "(batch, rows, heads, seqlen, head_dim)"
 
 
 def triangle_attention(
-    q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
-) -> Any:
+    q: Array, k: Array, v: Array, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
+) -> Array:
     """Attention inside each row of a matrix, `softmax(mask(softmax_scale q kᵀ + bias)) v`, with one bias for all rows.
 
     q (batch, rows, heads, seqlen_q, head_dim), k and v (batch, rows, heads_kv, seqlen_k, head_dim): arrays and dtypes
@@ -34,7 +35,8 @@ def triangle_attention(
 
     Source: AlphaFold 2 (doi 10.1038/s41586-021-03819-2), supplement, algorithm 13.
     """
-    return attended(forward, _dtype, _numbers, q, k, v, bias, mask, softmax_scale)
+    out: Array = attended(forward, _dtype, _numbers, q, k, v, bias, mask, softmax_scale)
+    return out
 
 
 def attended(

@@ -66,7 +66,8 @@ def _passes_over_tiles(problem: Problem) -> bool:
 def _keys_of_a_query(problem: Problem) -> float:
     """How many keys a query sees on average under a mask; of several lengths, as if all sequences had the mean."""
     if (varlen := problem.seqlen_info) is not None:
-        mean_q, mean_k = (-(-batch * rows // max(problem.batch, 1)) for batch, rows in (varlen[:2], varlen[2:4]))
+        batch = max(problem.batch, 1)
+        mean_q, mean_k = -(-varlen.batch_q * varlen.rows_q // batch), -(-varlen.batch_k * varlen.rows_k // batch)
         mask = varlen.mask(min(mean_q, problem.seqlen_q), min(mean_k, problem.seqlen_k))
     else:
         mask = problem.mask

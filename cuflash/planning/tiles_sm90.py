@@ -280,7 +280,7 @@ MOD_ROWS = (
     *(tile for tile in ROWS if tile.head_dim < 256),
     *(WarpgroupRowsTile(gradient, 192, 128, 32, 3, 3) for gradient in GRADIENTS),
     *(WarpgroupRowsTile(gradient, 192, 192, 32, 3, 3) for gradient in GRADIENTS),
-    *(WarpgroupRowsTile(gradient, 256, 256, 32, 3, 3) for gradient in GRADIENTS[:2]),
+    *(WarpgroupRowsTile(gradient, 256, 256, 32, 3, 3) for gradient in ("dq", "dk")),
     WarpgroupRowsTile("dv", 256, 256, 64, 3, 2),
     WarpgroupRowsTile("dv", 256, 256, 32, 3, 3),
 )

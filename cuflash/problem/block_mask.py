@@ -8,7 +8,7 @@ from ..errors import ProblemError
 from .array_spec import ArraySpec
 from .checks import MAX_SEQLEN, check_operand
 from .mod_arrays import MASK_TILE, check_mod_array
-from .operands import INTEGERS, Op, Sizes
+from .operands import ANYTHING, INTEGERS, Op, Sizes
 from .options import check_integer
 from .seqlen_info import SeqlenInfo
 
@@ -34,8 +34,8 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedMask:
     assert sizes is not None
     assert like is not None
     checked, names = [*specs, *[None] * (len(op.operands) - len(specs))], set()
-    for number, operand in enumerate(op.inputs[1:], 1):
-        if (spec := checked[number]) is None:
+    for number, operand in enumerate(op.inputs):
+        if (spec := checked[number]) is None or operand.dtype == ANYTHING:
             continue
         if operand.dtype == INTEGERS:
             names.add(operand.name)
@@ -43,11 +43,11 @@ def validated(op: Op, specs: Sequence[ArraySpec | None]) -> ValidatedMask:
             check_operand(operand.name, spec, like, shape, (INTEGERS,), "like")
         else:
             check_mod_array(operand, spec, like, {}, owner="like")
-    mask_tiles = *sizes[:2], *[-(-length // MASK_TILE) for length in sizes[2:]]
+    mask_tiles = sizes.batch, sizes.heads, -(-sizes.seqlen_q // MASK_TILE), -(-sizes.seqlen_k // MASK_TILE)
     checked[-1] = ArraySpec.contiguous(mask_tiles, "int8", like.device, like.library)
     if not names:
         return sizes, None, tuple(checked)
-    is_packed = ["cu_seqlens_q" in names, "cu_seqlens_k" in names]
-    rows = [MAX_SEQLEN if packed else length for packed, length in zip(is_packed, sizes[2:], strict=True)]
-    batches = [1 if packed else sizes.batch for packed in is_packed]
-    return sizes, SeqlenInfo(batches[0], rows[0], batches[1], rows[1], *is_packed), tuple(checked)
+    is_packed_q, is_packed_k = "cu_seqlens_q" in names, "cu_seqlens_k" in names
+    batch_q, rows_q = (1, MAX_SEQLEN) if is_packed_q else (sizes.batch, sizes.seqlen_q)
+    batch_k, rows_k = (1, MAX_SEQLEN) if is_packed_k else (sizes.batch, sizes.seqlen_k)
+    return sizes, SeqlenInfo(batch_q, rows_q, batch_k, rows_k, is_packed_q, is_packed_k), tuple(checked)

@@ -38,7 +38,7 @@ def check_alike(named: dict[str, ArraySpec]) -> None:
     check_dtype(first_name, first.dtype)
     home = first.dtype, first.device, first.library
     for name, spec in named.items():
-        if spec[2:] == home:
+        if (spec.dtype, spec.device, spec.library) == home:
             continue
         if spec.library != first.library:
             raise ProblemError(

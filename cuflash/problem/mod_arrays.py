@@ -51,7 +51,7 @@ def check_block_mask(sizes: Sizes, mask_tile_axes: tuple[str, ...], lengths: Map
     """
     call_sizes = Sizes(*[lengths[axis] for axis in AXES])
     for name, axis, size, needed in zip(Sizes._fields, AXES, sizes, call_sizes, strict=True):
-        is_broadcast = size == 1 and axis in AXES[:2]
+        is_broadcast = size == 1 and axis in ("batch", "heads_q")
         if size == needed or (is_broadcast and axis not in mask_tile_axes):
             continue
         if is_broadcast:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 from numbers import Number
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
@@ -17,8 +17,21 @@ from ..mods.tracing.operand import is_array, is_integer, is_real
 from .dropout import SHARES, share_kept
 from .dtypes import DTYPES, is_dtype, named_dtype
 
+
+class DtypeObject(Protocol):
+    """A dtype object, such as numpy.dtype or torch.dtype; strings have no itemsize."""
+
+    @property
+    def itemsize(self) -> int: ...
+
+
+Array = TypeVar("Array")  # the type of q and of the results
 WindowSize = tuple[int | None, int | None]
-ALGORITHMS = ("standard", "flash1", "flash2", "flashd")
+Algorithm = Literal["standard", "flash1", "flash2", "flashd"]
+DtypeLike = str | type[Any] | DtypeObject
+OutDtype = Literal["float16", "bfloat16", "float32", "float64"] | type[Any] | DtypeObject
+OpName = Literal["forward", "lse", "backward"]
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 SPLIT_STEP = 128  # keys: a multiple of every kernel's key tile
 LOG2_E = 1.4426950408889634
 
@@ -277,7 +290,7 @@ def options_key(
     window_size: WindowSize = (-1, -1),
     diagonal_offset: int | None = None,
     softcap: float = 0.0,
-    algorithm: str = "flash2",
+    algorithm: Algorithm = "flash2",
     out_dtype: Any = None,
     deterministic: bool = False,
     max_seqlen_q: int | None = None,

@@ -174,7 +174,7 @@ def _lengths(named: dict[str, ArraySpec], places: Mapping[str, int] | None) -> d
         _check_ranks(named)
     q, k, *v = shapes = [spec.as_4d().shape for spec in named.values()]
     (batch, seqlen_q, heads_q, head_dim), (batch_k, seqlen_k, heads_kv, head_dim_k) = q, k
-    batch_v, seqlen_v, heads_v, head_dim_v = v[0] if v else (*k[:3], 0)
+    batch_v, seqlen_v, heads_v, head_dim_v = v[0] if v else (batch_k, seqlen_k, heads_kv, 0)
     if places is None:
         for name, shape in zip(named, shapes, strict=True):
             if shape[0] != batch:
@@ -243,7 +243,7 @@ def _checked(
     op: Op, specs: Specs, lengths: Mapping[str, int], dtypes: Mapping[str, tuple[str, ...]], validated: int
 ) -> tuple[ArraySpec | None, ...]:
     """The specs of all operands, the first `validated` of which are judged already; dense where there are none yet."""
-    (q, k), checked = specs[:2], list(specs)
+    q, k, *_ = checked = list(specs)
     assert q is not None
     assert k is not None
     rank_q, rank_k = len(q.shape), len(k.shape)

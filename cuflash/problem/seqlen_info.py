@@ -55,7 +55,9 @@ class SeqlenInfo(NamedTuple):
         left, right = options.window_size
         right = 0 if options.causal else right
         offset = None if left is right is None else options.diagonal_offset
-        return cls._make([*[places[name] for name in cls._fields[:6]], left, right, offset, zeros_unused])
+        names = "batch_q", "rows_q", "batch_k", "rows_k", "is_packed_q", "is_packed_k"
+        axes = {name: places[name] for name in names}
+        return cls(**axes, left=left, right=right, offset=offset, zeros_unused=zeros_unused)
 
     def num_slots(self, side: str, batch: int, size: int) -> int:
         """How many blocks of `size` rows, of q or of k, all sequences may have: `RowSlots` in common/varlen.cuh."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..problem.dtypes import DTYPES
 from ..problem.mask import Mask
-from ..problem.operands import INTEGERS, LSE_AXES, ROWS_K, Operand
+from ..problem.operands import INTEGERS, LSE_AXES, Operand
 from ..problem.problem import Problem
 from .merge import merge_states
 from .mods import ModGradients, ModScores, shared_with
@@ -52,7 +52,7 @@ class One(NamedTuple):
 
     def place(self, operand: Operand, keys: slice = slice(None)) -> tuple[Any, ...]:
         """The index of the sequence's part of an operand as `_rows_first` has it, or of some of its keys."""
-        if operand.axes[:2] == ROWS_K[:2]:
+        if "rows_k" in operand.axes:
             return self.keys[0][keys], self.keys[1][keys]
         return self.batch_q, self.queries
 

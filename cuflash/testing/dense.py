@@ -90,7 +90,7 @@ class Dense:
         demand(target is None or is_clean_beside(target), "forward wrote beside the elements of out")
 
     def _check_gradients(self, given: Given, before: list[Array], asked: dict[str, Any]) -> None:
-        targets = Targets(self.grads_out, given[1:4])
+        targets = Targets(self.grads_out, (given.q, given.k, given.v))
         found = targets.written(lambda **outs: backward(self.case, given, **outs, **asked))
         q, k, v = before
         # why twice the units: among so many problems some have less fortunate sums than those of a table.

@@ -60,14 +60,14 @@ def check_backward(
     out, lse = cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **mod_kwargs)
     more |= {"captured_grads": wanted} if grads else {}
     more |= {"dlse": None if of_lse is None else put(of_lse), **of.arguments(), **mod_kwargs}
-    found = cuflash.backward(put(dout), q, k, v, out, lse, **more)
-    of_arrays = found[3] if grads else ()
-    for got, like in zip((*found[:3], *of_arrays), (*there, *wanted), strict=False):
+    dq, dk, dv, *rest = cuflash.backward(put(dout), q, k, v, out, lse, **more)
+    of_arrays = rest[0] if rest else ()
+    for got, like in zip((dq, dk, dv, *of_arrays), (*there, *wanted), strict=False):
         found_kind, wanted_kind = (tuple(got.shape), got.dtype), (tuple(like.shape), like.dtype)
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
     if checked:
-        check_gradients(Given.dense(of, arrays), make_oracle_mods(make, of), dout, of_lse, found[:3], of_arrays)
-    return (*found[:3], *of_arrays)
+        check_gradients(Given.dense(of, arrays), make_oracle_mods(make, of), dout, of_lse, (dq, dk, dv), of_arrays)
+    return dq, dk, dv, *of_arrays
 
 
 def check_repeated(make: Maker, of: Case, put: Put, **more: Any) -> None:

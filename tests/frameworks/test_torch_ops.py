@@ -25,7 +25,7 @@ def operands(case: Sequences, device: str, **more: Any) -> tuple[Any, ...]:
     """What the op takes."""
     given = arguments_of(made(case).filled(0.0), device) | more
     tensors = tuple(given.pop(name) for name in "qkv")
-    return *tensors, *Arguments.of(given, False)
+    return *tensors, *Arguments.from_keywords(given, False)
 
 
 @pytest.mark.parametrize("case", [USED, PAGED, CACHE], ids=lambda case: case.name)
@@ -36,8 +36,9 @@ def test_the_ops_keep_the_rules_of_ops(case: Sequences, device: str) -> None:
         q, k, v, *rest = given
         torch.library.opcheck(torch.ops.cuflash.attention, (*(x.detach().requires_grad_() for x in (q, k, v)), *rest))
         out, lse = torch.ops.cuflash.attention(*given)
+        arguments = Arguments(*rest).without_splits()
         for dlse in (None, lse):
-            torch.library.opcheck(torch.ops.cuflash.attention_backward, (out, q, k, v, out, lse, dlse, *rest[:15]))
+            torch.library.opcheck(torch.ops.cuflash.attention_backward, (out, q, k, v, out, lse, dlse, *arguments))
 
 
 def test_defaults_may_be_left_out_and_names_given(device: str) -> None:

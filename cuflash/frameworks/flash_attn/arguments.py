@@ -13,6 +13,7 @@ import torch
 from ...errors import ProblemError, UnsupportedError
 from ...problem.options import WindowSize, check_flag, check_integer
 from ..torch import attention, check_tensor
+from ..torch.varlen import check_integers, paged_or_packed
 
 _SHAPES = {
     3: "(total, heads, head_dim)",
@@ -93,31 +94,6 @@ def refuse_of_version_3(softmax_scale: Any, hints: tuple[Any, Any], *tensors: An
         check_flag("pack_gqa", pack_gqa)
     if type(sm_margin) is not int:  # Before the validator, which takes longer
         check_integer("sm_margin", sm_margin)
-
-
-def check_integers(name: str, tensor: Any, *, required: bool = False) -> None:
-    """Raises unless lengths or places are int32, as all of flash-attn's are, or None where they are not required."""
-    if tensor is not None or required:
-        check_tensor(name, tensor)
-        if tensor.dtype != torch.int32:
-            raise ProblemError(f"{name} has dtype {tensor.dtype}; give torch.int32")
-
-
-def paged_or_packed(
-    cu_seqlens_k: Any, seqused_k: Any, page_table: Any, table: str = "block_table", *, required: bool = True
-) -> dict[str, Any]:
-    """Where keys are. Beside a table of pages, named in messages, cu_seqlens_k tells only lengths, unless seqused_k.
-
-    required: lengths must be given, as in flash-attn 2's packed calls.
-    """
-    check_integers("cu_seqlens_k", cu_seqlens_k, required=required and (page_table is None or seqused_k is None))
-    check_integers("seqused_k", seqused_k)
-    check_integers(table, page_table)
-    if page_table is None:
-        return {"cu_seqlens_k": cu_seqlens_k, "seqused_k": seqused_k}
-    if seqused_k is None and cu_seqlens_k is not None:
-        seqused_k = cu_seqlens_k.diff()
-    return {"page_table": page_table, "seqused_k": seqused_k}
 
 
 def lengths_of(

@@ -17,10 +17,10 @@ from ...problem.options import (
 )
 from ..torch import check_tensor
 from ..torch.ops import append
+from ..torch.varlen import check_integers
 from .arguments import (
     attend,
     cap_of,
-    check_integers,
     check_rank,
     in_host_memory,
     refuse_leftpad,
@@ -90,7 +90,13 @@ def over_cache(
             # not fit is refused after it; the new rows then stand behind those that are used, and count for nothing.
             check_flag("return_softmax_lse", return_lse)
             splits = sequences["num_splits"]
-            options = Options(softmax_scale, causal, window_size, None, cap_of(softcap), num_splits=splits)
+            options = Options(
+                softmax_scale=softmax_scale,
+                causal=causal,
+                window_size=window_size,
+                softcap=cap_of(softcap),
+                num_splits=splits,
+            )
             options.validated(OptionContext(1, "float32"))
         longest = in_host_memory("max_seqlen_q", sequences.get("max_seqlen_q"))
         longest = q.shape[-3] if longest is None else longest

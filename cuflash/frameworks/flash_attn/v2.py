@@ -32,7 +32,8 @@ from typing import Any
 import torch
 
 from ...problem.options import WindowSize
-from .arguments import check_integers, paged_or_packed, unpack
+from ..torch.varlen import check_integers, paged_or_packed
+from .arguments import unpack
 from .kvcache import New, over_cache
 from .mods import attend_with_weights, v2_mod_kwargs
 from .v2_private import (

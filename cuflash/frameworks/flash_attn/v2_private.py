@@ -18,14 +18,14 @@ import torch
 from ...errors import ProblemError
 from ...ops.backward import backward
 from ...problem.options import check_flag
-from ..torch import becomes_an_op, check_tensor, gradients
-from ..torch.tensors import disabled
+from ..torch import check_tensor
+from ..torch.ops import backward_by_op
+from ..torch.tensors import becomes_an_op, disabled
+from ..torch.varlen import check_integers, paged_or_packed
 from .arguments import (
     attend,
     cap_of,
-    check_integers,
     in_host_memory,
-    paged_or_packed,
     refuse_leftpad,
     window_of,
 )
@@ -214,13 +214,14 @@ def write_gradients(
     mod_kwargs: dict[str, Any] | None = None,
     **sequences: Any,
 ) -> torch.Tensor:
-    """Gradients of q, k and v, the second to fourth of the inputs, into those targets that are there.
+    """Writes the gradients of q, k and v, of the inputs (dout, q, k, v, out, lse), into those targets that are there.
 
     mod_kwargs: the keywords of `backward` on mods.
     """
     for name, tensor in zip(("dout", "q", "k", "v", "out", "softmax_lse"), inputs, strict=True):
         check_tensor(name, tensor)
-    for name, target, like in zip(("dq", "dk", "dv"), targets, inputs[1:4], strict=True):
+    dout, q, k, v, out, lse = inputs
+    for name, target, like in zip(("dq", "dk", "dv"), targets, (q, k, v), strict=True):
         if target is not None:
             check_tensor(name, target)
             if (target.shape, target.dtype, target.device) != (like.shape, like.dtype, like.device):
@@ -240,11 +241,12 @@ def write_gradients(
     with torch.no_grad():
         if mod_kwargs:
             _mod_backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords, **mod_kwargs)
-            return inputs[1].new_empty(0, dtype=torch.float32)
+            return q.new_empty(0, dtype=torch.float32)
         if not becomes_an_op():
             backward(*inputs, deterministic=deterministic, grads_out=targets, **keywords)
-            return inputs[1].new_empty(0, dtype=torch.float32)
-        for target, gradient in zip(targets, gradients(*inputs, None, keywords, deterministic), strict=True):
+            return q.new_empty(0, dtype=torch.float32)
+        gradients = backward_by_op(dout, q, k, v, out, lse, None, keywords, deterministic)
+        for target, gradient in zip(targets, gradients, strict=True):
             if target is not None:
                 target.copy_(gradient)
-    return inputs[1].new_empty(0, dtype=torch.float32)
+    return q.new_empty(0, dtype=torch.float32)

@@ -16,9 +16,9 @@ import torch
 
 from ...errors import ProblemError
 from ..torch import check_tensor
+from ..torch.varlen import check_integers
 from .arguments import (
     attend,
-    check_integers,
     in_host_memory,
     lengths_of,
     refuse_leftpad,

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from ...ops.triangle import attended
 from ...problem.operands import Op, VarlenArgs
 from ...problem.options import Options, WindowSize, check_flag, check_integer, check_scale, is_zero
 from ...problem.problem import Problem
+from ...problem.signatures import AttentionOptions
 from .arguments import arrays_of, bias_or_mask, integers, is_visible_to, window_of
 from .handlers import FORWARD, Shape, Static, op_of, specs_of
 from .mods import mod_attention, mod_operands
@@ -39,6 +40,18 @@ __all__ = ["attention", "dot_product_attention", "ragged_paged_attention", "tria
 _DEFAULT_MASK_VALUE = -0.7 * float(np.finfo("float32").max)
 
 
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = ..., **options: Unpack[AttentionOptions[Any]]
+) -> jax.Array: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[AttentionOptions[Any]]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[AttentionOptions[Any]]
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 def attention(
     q: Any,
     k: Any,
@@ -68,7 +81,7 @@ def attention(
     sinks: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`cuflash.forward` as a JAX function with gradients: it returns out, or (out, lse) with return_lse.
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
@@ -111,9 +124,18 @@ def attention(
     """
     varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
     named = {"q": q, "k": k, "v": v} | {name: x for name, x in varlen_args._asdict().items() if x is not None}
-    options = Options(softmax_scale, causal, window_size, diagonal_offset, softcap, deterministic=deterministic,
-                      max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, num_splits=num_splits,
-                      split_size=split_size)  # fmt: skip
+    options = Options(
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        diagonal_offset=diagonal_offset,
+        softcap=softcap,
+        deterministic=deterministic,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_splits=num_splits,
+        split_size=split_size,
+    )
     if score_mod is mask_mod is block_mask is bias is sinks is dropout_seed is None and is_zero(dropout_p):
         return _called(named, options, check_flag("return_lse", return_lse))
     mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
@@ -194,7 +216,7 @@ def dot_product_attention(
 
 def triangle_attention(
     q: Any, k: Any, v: Any, bias: Any, mask: Any = None, *, softmax_scale: float | None = None
-) -> Any:
+) -> jax.Array:
     """`cuflash.triangle_attention` as a JAX function with gradients of q, k, v and bias: its arguments and results.
 
     Limits, rules for NaN and errors are those of `attention`.
@@ -229,7 +251,7 @@ def ragged_paged_attention(
     num_kv_pages_per_block: int | None = None,
     num_queries_per_block: int | None = None,
     vmem_limit_bytes: int | None = None,
-) -> Any:
+) -> jax.Array:
     """`ragged_paged_attention` of `jax.experimental.pallas.ops.tpu` on cuflash: causal attention over a paged cache.
 
     q (max_num_batched_tokens, num_q_heads, head_dim), the queries of all sequences, packed. kv_pages (total_num_pages,
@@ -254,7 +276,7 @@ def ragged_paged_attention(
     >>> ragged_paged_attention(q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs).shape
     (3, 4, 64)
     """
-    arrays = q, kv_pages, *others = arrays_of(
+    q, kv_pages, kv_lens, page_indices, cu_q_lens, num_seqs = arrays_of(
         q=q, kv_pages=kv_pages, kv_lens=kv_lens, page_indices=page_indices, cu_q_lens=cu_q_lens, num_seqs=num_seqs
     )
     if q.ndim != 3 or kv_pages.ndim != 4 or kv_pages.shape[2] % 2 or kv_pages.shape[3] != q.shape[2]:
@@ -262,13 +284,13 @@ def ragged_paged_attention(
             f"q has shape {q.shape} and kv_pages {kv_pages.shape}; give (tokens, num_q_heads, head_dim) and (pages, "
             "page_size, 2 * num_kv_heads, head_dim)"
         )
-    if others[1].ndim != 2:
-        raise ProblemError(f"page_indices has shape {others[1].shape}; give (max_num_seqs, pages_per_seq)")
-    most = others[1].shape[0]
-    shapes = {"kv_lens": (most,), "page_indices": others[1].shape, "cu_q_lens": (most + 1,), "num_seqs": (1,)}
-    kv_lens, page_indices, cu_q_lens, num_seqs = (
-        integers(name, x, shape) for (name, shape), x in zip(shapes.items(), arrays[2:], strict=True)
-    )
+    if page_indices.ndim != 2:
+        raise ProblemError(f"page_indices has shape {page_indices.shape}; give (max_num_seqs, pages_per_seq)")
+    most = page_indices.shape[0]
+    kv_lens = integers("kv_lens", kv_lens, (most,))
+    page_indices = integers("page_indices", page_indices, page_indices.shape)
+    cu_q_lens = integers("cu_q_lens", cu_q_lens, (most + 1,))
+    num_seqs = integers("num_seqs", num_seqs, (1,))
     if sliding_window is not None and check_integer("sliding_window", sliding_window) < 1:
         raise ProblemError(f"sliding_window={sliding_window}; give how many keys a query sees, 1 or more, or None")
     if mask_value is not None and not (is_real(mask_value) and mask_value <= -1e4):
@@ -286,7 +308,8 @@ def ragged_paged_attention(
         "page_table": page_indices,
     }
     left = None if sliding_window is None else sliding_window - 1
-    options = Options(scale, True, (left, None), None, 0.0 if soft_cap is None else soft_cap)
+    softcap = 0.0 if soft_cap is None else soft_cap
+    options = Options(softmax_scale=scale, causal=True, window_size=(left, None), softcap=softcap)
     out = _called(named, options, False)
     return out if v_scale is None else (out * check_scale("v_scale", v_scale)).astype(out.dtype)
 
@@ -360,10 +383,11 @@ def _call_and_keep(static: Static, with_lse: bool, *operands: Any) -> tuple[Any,
 
 def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
     q, k, v, *varlen_args, out, lse = kept
+    _, _, _, *names = static.names
     named = {"q": q, "k": k, "v": v, "dout": given[0] if with_lse else given, "out": out, "lse": lse}
     if with_lse:
         named["dlse"] = given[1][..., None]
-    named |= zip(static.names[3:], varlen_args, strict=True)
+    named |= zip(names, varlen_args, strict=True)
     of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None)
     return *backward.bind(*named.values(), static=of_backward), *(None for _ in varlen_args)
 

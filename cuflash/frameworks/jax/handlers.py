@@ -257,7 +257,8 @@ def run_on_cuda(target: str, call: ffi.Call) -> None:
     found = _lowered(target, call.attribute(), call.ordinal())
     pointers = call.pointers()
     if found.half:
-        pointers = (*pointers[:2], pointers[1] + found.half, *pointers[2:])
+        q, kv, *others = pointers
+        pointers = (q, kv, kv + found.half, *others)
     for place in found.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
     stream = call.stream()

@@ -201,17 +201,18 @@ def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any
     assert static.functions is not None
     mod_spec, (operands, out, lse, wanted) = static.functions.mod_spec, kept
     q, k, v, *rest = operands
+    _, _, _, *names = static.names
     dout, dlse = given if with_lse else (given, None)
     dout = jax.lax.full_like(out, 0) if isinstance(dout, SymbolicZero) else dout
     named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     if dlse is not None and not isinstance(dlse, SymbolicZero):
         named["dlse"] = dlse[..., None]
-    named |= zip(static.names[3:], rest, strict=True)
+    named |= zip(names, rest, strict=True)
     grads = tuple(n for n, is_wanted in zip(differentiable(mod_spec), wanted, strict=True) if is_wanted is not None)
     of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None, grads=grads)
     dq, dk, dv, *more = backward.bind(*named.values(), static=of_backward)
     found = dict(zip([_name(mod_spec, number) for number in grads], more, strict=True))
-    return dq, dk, dv, *(found.get(name) for name in static.names[3:])
+    return dq, dk, dv, *(found.get(name) for name in names)
 
 
 _with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))

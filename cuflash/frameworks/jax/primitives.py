@@ -47,7 +47,9 @@ def _result_shapes(op: Op, shapes: Mapping[str, Shape]) -> list[Shape]:
         if not is_mod_operand(op.operands[op.index[name]]):
             lengths |= zip(axes(name), shape, strict=True)
     return [
-        shapes[operand.name[1:]] if is_mod_operand(operand) else tuple(lengths[axis] for axis in axes(operand.name))
+        shapes[operand.name.removeprefix("d")]
+        if is_mod_operand(operand)
+        else tuple(lengths[axis] for axis in axes(operand.name))
         for operand in op.outputs
     ]
 
@@ -147,7 +149,7 @@ def _run_eagerly(primitive: Any, *operands: Any, static: Static) -> Any:
     # of a NaN. That search must be off in here, or it would find this call and start again without end.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _jitted(primitive, static)(*operands)
-    given = results[:1] if primitive.name == FORWARD else results  # why: lse is -inf where a query sees no key
+    given = (results[0],) if primitive.name == FORWARD else results  # why: lse is -inf where a query sees no key
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
     for what, asked, found in (("nan", nans, jnp.isnan), ("inf", infs, jnp.isinf)):
         if asked and any(found(x).any() for x in given):
@@ -199,7 +201,7 @@ def _batched(
     of_heads = is_placed or (at == before_heads and not mapped)
     apart: frozenset[str] = frozenset()  # arrays of functions that have the new axis, too
     if static.functions is not None:
-        wanted = {operand.name[1:] for operand in op.outputs if is_mod_operand(operand)}
+        wanted = {operand.name.removeprefix("d") for operand in op.outputs if is_mod_operand(operand)}
         apart = frozenset(
             name
             for name, axis in zip(names, axes, strict=True)

@@ -10,26 +10,24 @@ Example::
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import torch
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 
-from ...errors import ProblemError, UnsupportedError
 from ...mods.tracing.operand import name_of_dtype
-from ...ops.backward import backward
-from ...ops.forward import forward
 from ...ops.mods import ModArgs
 from ...ops.triangle import attended
-from ...problem.operands import VARLEN_ARGS, VarlenArgs
-from ...problem.options import Options, WindowSize, check_flag, is_zero
+from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, VarlenArgs
+from ...problem.options import WindowSize, check_flag, is_zero, options_key
+from ...problem.signatures import AttentionOptions
+from ...runtime.call import run
 from . import mods, ops
+from .autograd import attend, plain_ops
 from .flex import arguments_of_flex, results_of_flex, wants_lse
-from .mods import check_pulled, check_seed, is_watched, mod_attention
-from .ops import BOUNDS, Arguments, by_op, given, refuse_cached, refuse_twice, whole
+from .mods import check_seed
 from .tensors import (
-    TANGENT,
     autocast,
     is_autocast,
     is_functionalizing,
@@ -37,12 +35,39 @@ from .tensors import (
     is_transforming,
     refuse_tangents,
 )
-from .tensors import becomes_an_op as becomes_an_op
 from .tensors import check_tensor as check_tensor
+from .varlen import refuse_cached
 
 __all__ = ["attention", "flex_attention", "triangle_attention"]
 
 
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[AttentionOptions[torch.Tensor]],
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[AttentionOptions[torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    return_lse: bool,
+    **options: Unpack[AttentionOptions[torch.Tensor]],
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -72,7 +97,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: Any = None,
-) -> Any:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """`cuflash.forward` with gradients, which flow through out and through lse.
 
     q (batch, seqlen_q, heads_q, head_dim), k (batch, seqlen_k, heads_kv, head_dim), v (batch, seqlen_k, heads_kv,
@@ -114,59 +139,12 @@ def attention(
         refuse_tangents(q=q, k=k, v=v)
     if is_autocast(q):
         q, k, v = autocast(q, k, v)
-    varlen_args = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx
-    has_varlen_args = (
-        not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None
-    )
-    if has_varlen_args:
+    varlen_args: VarlenArgs | tuple[()] = ()
+    if not cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is page_table is cache_batch_idx is None:
+        varlen_args = VarlenArgs(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, page_table, cache_batch_idx)
         for name, tensor in zip(VARLEN_ARGS, varlen_args, strict=True):
             if tensor is not None:
                 check_tensor(name, tensor)
-    if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
-        mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
-        is_compiling = torch.compiler.is_compiling()
-        attend = mods.uncompiled_mod_attention if is_compiling else mod_attention
-        options = Options(
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            diagonal_offset=diagonal_offset,
-            softcap=softcap,
-            deterministic=deterministic,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            num_splits=num_splits,
-            split_size=split_size,
-            dropout_p=dropout_p,
-        )
-        lengths = VarlenArgs(*varlen_args) if has_varlen_args else None
-        out, lse = attend(q, k, v, mod_args, dropout_seed, options, lengths)
-        return (out, lse) if return_lse else out
-    if dropout_seed is not None:
-        check_seed(dropout_seed, q)
-    run = _way(q, k, v, (softmax_scale, softcap, diagonal_offset))
-    if run is None:
-        return forward(
-            q,
-            k,
-            v,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            window_size=window_size,
-            diagonal_offset=diagonal_offset,
-            softcap=softcap,
-            return_lse=return_lse,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            max_seqlen_q=max_seqlen_q,
-            max_seqlen_k=max_seqlen_k,
-            seqused_q=seqused_q,
-            seqused_k=seqused_k,
-            page_table=page_table,
-            cache_batch_idx=cache_batch_idx,
-            num_splits=num_splits,
-            split_size=split_size,
-        )
     deterministic = bool(deterministic) or torch.are_deterministic_algorithms_enabled()
     keywords: dict[str, Any] = {
         "softmax_scale": softmax_scale,
@@ -174,19 +152,32 @@ def attention(
         "window_size": window_size,
         "diagonal_offset": diagonal_offset,
         "softcap": softcap,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+        "num_splits": num_splits,
+        "split_size": split_size,
+        "dropout_p": dropout_p,
     }
-    more: tuple[Any, ...] = ()  # the keywords of the forward alone, then the tensors of VARLEN_ARGS
-    if has_varlen_args or not max_seqlen_q is max_seqlen_k is None:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            refuse_cached(page_table, cache_batch_idx)
-        bounds = zip(BOUNDS, (max_seqlen_q, max_seqlen_k), strict=True)
-        keywords |= {name: bound for name, bound in bounds if bound is not None}  # backward takes them, too
-        more = ({}, *varlen_args)
-    # why the type: False is refused, and equals 0.
-    if type(num_splits) is not int or num_splits != 0 or split_size is not None:
-        splits = {"num_splits": num_splits}
-        more = (splits if split_size is None else {**splits, "split_size": split_size}, *more[1:])
-    out, lse = run(q, k, v, keywords, deterministic, *more)
+    if not (score_mod is mask_mod is block_mask is bias is sinks is None and is_zero(dropout_p)):
+        mod_args = ModArgs(score_mod, mask_mod, block_mask, bias, sinks, dropout_p)
+        call = mods.uncompiled_mod_attention if torch.compiler.is_compiling() else mods.mod_attention
+        out, lse = call(q, k, v, mod_args, dropout_seed, keywords, deterministic, varlen_args)
+        return (out, lse) if return_lse else out
+    if dropout_seed is not None:
+        check_seed(dropout_seed, q)
+    is_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if is_grad and varlen_args:
+        refuse_cached(page_table, cache_batch_idx)
+    if by_op := _recorded(softmax_scale, softcap, diagonal_offset):
+        out, lse = by_op(q, k, v, keywords | dict(zip(VARLEN_ARGS, varlen_args, strict=False)), deterministic)
+        return (out, lse) if return_lse else out
+    options, is_varlen = options_key(**keywords), bool(varlen_args)
+    is_func = is_transforming() or is_transformed(q) or is_transformed(k) or is_transformed(v)
+    if not (is_func or is_grad):
+        op = (VARLEN_OPS if is_varlen else OPS)["forward"]
+        results = run(op, (q, k, v, *varlen_args), options, 1 + bool(return_lse))
+        return results if return_lse else results[0]
+    out, lse = attend(plain_ops(options, deterministic, is_varlen), is_func, q, k, v, *varlen_args)
     return (out, lse) if return_lse else out
 
 
@@ -226,7 +217,7 @@ def flex_attention(
     """
     asks_lse = wants_lse(return_lse, return_aux)
     q, k, v, masks = arguments_of_flex(query, key, value, block_mask, enable_gqa, kernel_options, return_aux)
-    results = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=asks_lse, **masks)
+    results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=asks_lse, **masks)
     out, lse = results if asks_lse else (results, None)
     return results_of_flex(out.transpose(1, 2), lse, return_lse, return_aux)
 
@@ -262,144 +253,10 @@ def triangle_attention(
     return out
 
 
-def _way(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, numbers: tuple[Any, ...]) -> Any:
-    """What a call on these tensors goes through: a function of its own, or None for `cuflash.forward`."""
+def _recorded(*numbers: Any) -> Any:
+    """Returns the function that records a call as an op, or None if the call runs now. numbers: those of the call."""
     if torch.compiler.is_compiling() or torch._C._is_tracing():
-        # why: numbers of NumPy are arrays for the compiler.
-        return ops.uncompiled_by_op if any(isinstance(x, np.ndarray) for x in numbers) else by_op
-    if is_transforming():
-        return by_op if is_functionalizing() else _Transformed.apply
-    if torch._C._len_torch_dispatch_stack():
-        return by_op
-    if is_transformed(q) or is_transformed(k) or is_transformed(v):  # the tensor outlived its transform
-        return _Transformed.apply
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _apply
-    return None
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.options = inputs[3:5]
-    ctx.save_for_backward(*inputs[:3], *output, *inputs[6:])
-    ctx.set_materialize_grads(False)
-
-
-class _Attention(Function):
-    """Eager calls. why neither the custom op nor a separate setup_context: they cost 14 and 12 µs more."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        keywords = inputs[3] if len(inputs) == 5 else whole(inputs[3], *inputs[5:])
-        result = forward(*inputs[:3], return_lse=True, **keywords)
-        _keep(ctx, inputs, result)
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        check_pulled(dout, dlse)
-        q, k, v, out, lse, *varlen_args = (
-            ctx.saved_tensors
-        )  # why only once: under a checkpoint they can be read only once
-        tensors: tuple[Any, ...] = (given(dout, out), q, k, v, out, lse, dlse)
-        run: Any = _Gradients.apply if is_watched(tensors) else gradients
-        return *run(*tensors, *ctx.options, *varlen_args), *(None,) * 9  # autograd takes more than there are
-
-
-# why not `_Attention.apply`: it takes 5 µs to ask whether torch.func is or was active, which is known here.
-_apply: Any = super(Function, _Attention).apply
-
-
-class _Transformed(Function):
-    """Calls under torch.func, with its rules for vmap and jvp."""
-
-    @staticmethod
-    def forward(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
-        if torch._C._len_torch_dispatch_stack():
-            return by_op(q, k, v, keywords, deterministic, *more)
-        return forward(q, k, v, return_lse=True, **(whole(keywords, *more) if more else keywords))
-
-    setup_context = staticmethod(_keep)
-    backward = _Attention.backward
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise UnsupportedError(TANGENT.format(name="an input"))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        _refuse_mapped(arguments[6:])
-        rank, *others = (x.dim() - (axis is not None) for x, axis in zip(arguments[:3], in_dims, strict=False))
-        if others != [rank, rank]:
-            raise ProblemError(f"q, k and v have ranks {rank}, {others[0]} and {others[1]} under vmap; give all alike")
-        folded = [_fold(x, axis, info.batch_size, heads=2) for x, axis in zip(arguments[:3], in_dims, strict=False)]
-        out, lse = _Transformed.apply(*folded, *arguments[3:])
-        of_q = _mapped(arguments[0], in_dims[0], info.batch_size).shape
-        return (_unfold(out, of_q, heads=2), _unfold(lse, of_q, heads=1)), (0, 0)
-
-
-def gradients(*arguments: Any) -> Any:
-    """dq, dk and dv of dout, q, k, v, out, lse, dlse, the keywords, whether it is deterministic, and VARLEN_ARGS.
-
-    The last may also be among the keywords.
-    """
-    dout, q, k, v, out, lse, dlse, keywords, deterministic, *varlen_args = arguments
-    if varlen_args:
-        keywords = whole(keywords, {}, *varlen_args)
-    if becomes_an_op():
-        of_both = Arguments.of(keywords, deterministic)[:15]
-        return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *of_both)
-    return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **keywords)
-
-
-class _Gradients(Function):
-    """Gradients under torch.func, and where someone may differentiate them again: only that itself is refused."""
-
-    forward, backward = staticmethod(gradients), staticmethod(refuse_twice)
-    setup_context = staticmethod(lambda ctx, inputs, output: None)
-
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise UnsupportedError(TANGENT.format(name="an input of the gradients"))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        _refuse_mapped(arguments[9:])
-        heads = (2, 2, 2, 2, 2, 1, 1)
-        folded = [
-            _fold(x, axis, info.batch_size, at) for x, axis, at in zip(arguments[:7], in_dims, heads, strict=False)
-        ]
-        gradients = _Gradients.apply(*folded, *arguments[7:])
-        of_q = _mapped(arguments[1], in_dims[1], info.batch_size).shape
-        return tuple(_unfold(x, of_q, heads=2) for x in gradients), (0, 0, 0)
-
-
-def _refuse_mapped(varlen_args: tuple[Any, ...]) -> None:
-    named = [name for name, tensor in zip(VARLEN_ARGS, varlen_args, strict=False) if tensor is not None]
-    if named:
-        raise UnsupportedError(
-            f"{', '.join(named)} under vmap: variable-length sequences have no axis to map over; pack what is "
-            "mapped as further sequences of one call, or call in a loop"
-        )
-
-
-def _fold(tensor: Any, axis: int | None, size: int, heads: int) -> Any:
-    """A mapped operand as 4-D (lse as 3-D), its mapped axis folded into batch; `heads` is its axis of heads in 4-D."""
-    if tensor is None:
-        return None
-    tensor = _mapped(tensor, axis, size)
-    rank = 4 if heads == 2 else 3
-    if tensor.dim() == rank - 1:  # it has neither batch nor heads
-        tensor = tensor.unsqueeze(heads)
-    return tensor.flatten(0, 1) if tensor.dim() == rank + 1 else tensor
-
-
-def _unfold(tensor: torch.Tensor, q: torch.Size, heads: int) -> torch.Tensor:
-    """Undoes `_fold` on a result; `q` is the shape of q with the mapped axis in front."""
-    if len(q) == 5:
-        return tensor.unflatten(0, q[:2])
-    return tensor.squeeze(heads) if len(q) == 3 else tensor
-
-
-def _mapped(tensor: torch.Tensor, axis: int | None, size: int) -> torch.Tensor:
-    """The operand with the mapped axis in front; one without that axis is expanded."""
-    return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
+        # Numbers of NumPy are arrays for the compiler.
+        return ops.uncompiled_by_op if any(isinstance(x, np.ndarray) for x in numbers) else ops.by_op
+    is_recording = is_functionalizing() if is_transforming() else torch._C._len_torch_dispatch_stack()
+    return ops.by_op if is_recording else None

@@ -1,9 +1,10 @@
-"""FlexAttention's arguments and results, as PyTorch has them, in terms of `attention`."""
+"""FlexAttention's arguments, results and block masks, as PyTorch has them, in terms of `attention`."""
 
 from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -11,18 +12,19 @@ import torch
 from ...errors import ProblemError, UnsupportedError
 from ...log import logger
 from ...mods.masks import and_masks
-from ...ops.block_mask import BlockMask
+from ...ops.block_mask import BlockMask, create_block_mask
+from ...problem.mod_arrays import MASK_TILE
 from ...problem.options import check_flag
-from . import blocks
-from .tensors import check_tensor
+from .tensors import check_tensor, uncompiled
 
 _TOP = "torch.nn.attention.flex_attention"
+_complete_lists: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def arguments_of_flex(
     query: Any, key: Any, value: Any, block_mask: Any, enable_gqa: Any, kernel_options: Any, return_aux: Any
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """q, k and v as views (batch, seqlen, heads, head_dim), and the keywords of `attention` for the block mask."""
+    """Returns q, k, v as views (batch, seqlen, heads, head_dim), and the keywords of `attention` for the block mask."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         check_tensor(name, tensor)
@@ -55,14 +57,14 @@ def _log_options(names: str) -> None:
 
 
 def results_of_flex(out: torch.Tensor, lse: torch.Tensor | None, return_lse: bool, return_aux: Any) -> Any:
-    """What PyTorch's flex_attention returns."""
+    """Returns results in the form of PyTorch's flex_attention."""
     if return_aux is not None:
         return out, sys.modules[_TOP].AuxOutput(lse=lse)
     return (out, lse) if return_lse else out
 
 
 def wants_lse(return_lse: Any, return_aux: Any) -> bool:
-    """Whether lse is asked for."""
+    """True if lse is to be returned."""
     if not check_flag("return_lse", return_lse):
         return bool(getattr(return_aux, "lse", False))
     if return_aux is not None:
@@ -71,12 +73,12 @@ def wants_lse(return_lse: Any, return_aux: Any) -> bool:
 
 
 def _masks(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str, Any]:
-    """The keywords of `attention` for a block mask."""
+    """Returns the keywords of `attention` for a block mask."""
     if block_mask is None:
         return {}
     if isinstance(block_mask, BlockMask):
         return {"block_mask": block_mask}
-    flex = sys.modules.get(_TOP)  # why: who has such a mask has imported it
+    flex = sys.modules.get(_TOP)  # a call with such a mask has imported it
     if flex is None or not isinstance(block_mask, flex.BlockMask):
         raise ProblemError(
             f"block_mask is a {type(block_mask).__name__}; give a BlockMask of PyTorch's or cuflash's create_block_mask"
@@ -92,17 +94,51 @@ def _masks(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> dict[str,
         )
     _check_sizes(tuple(block_mask.shape), query, key)
     if is_noop:
-        return {"mask_mod": blocks.of_blocks(block_mask)}
-    # why chosen here: see `torch_tensors.uncompiled`.
-    lists_all = blocks.uncompiled_lists_all if torch.compiler.is_compiling() else blocks.lists_all
-    return {"mask_mod": mask_mod if lists_all(block_mask) else and_masks(blocks.of_blocks(block_mask), mask_mod)}
+        return {"mask_mod": _block_mod(block_mask)}
+    # Read as an attribute of the module: `__getattr__` makes it (`tensors.uncompiled`).
+    is_complete = sys.modules[__name__].uncompiled_lists_all if torch.compiler.is_compiling() else lists_all
+    return {"mask_mod": mask_mod if is_complete(block_mask) else and_masks(_block_mod(block_mask), mask_mod)}
 
 
-def _check_sizes(made: tuple[int, ...], query: torch.Tensor, key: torch.Tensor) -> None:
-    wanted = query.shape[0], query.shape[1], query.shape[2], key.shape[2]
-    fits = made[2:] == wanted[2:] and made[0] in (1, wanted[0]) and made[1] in (1, wanted[1])
-    if not fits:
+def _check_sizes(mask_sizes: tuple[int, ...], query: torch.Tensor, key: torch.Tensor) -> None:
+    (batch, heads, rows, _), columns = query.shape, key.shape[2]
+    mask_batch, mask_heads, *lengths = mask_sizes
+    if lengths != [rows, columns] or mask_batch not in (1, batch) or mask_heads not in (1, heads):
         raise ProblemError(
-            f"block_mask was made for (batch, heads, q_len, kv_len) = {made}, but the call has {wanted}; make a new "
-            "one by create_block_mask (batch and heads may be 1)"
+            f"block_mask was made for (batch, heads, q_len, kv_len) = {mask_sizes}, but the call has "
+            f"{(batch, heads, rows, columns)}; make a new one by create_block_mask (batch and heads may be 1)"
         )
+
+
+def lists_all(block_mask: Any) -> bool:
+    """True if mask_mod shows nothing outside of the listed blocks. Lists that were written by hand may lack some.
+
+    It is computed once for each mask, for which the host waits, and taken as False while a graph is captured.
+    """
+    is_complete = _complete_lists.get(block_mask)
+    if is_complete is None:
+        blocks = block_mask.to_dense() != 0
+        sizes = block_mask.BLOCK_SIZE
+        if any(size % MASK_TILE for size in sizes) or (blocks.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return False
+        tiles = create_block_mask(block_mask.mask_mod, *block_mask.shape, like=blocks).cells != 0
+        for axis, size in zip((2, 3), sizes, strict=True):
+            blocks = blocks.repeat_interleave(size // MASK_TILE, axis).narrow(axis, 0, tiles.shape[axis])
+        is_complete = _complete_lists[block_mask] = not bool((tiles & ~blocks).any())
+    return is_complete
+
+
+def _block_mod(block_mask: Any) -> Any:
+    """Returns the mask_mod of a BlockMask whose listed blocks are visible as a whole."""
+    blocks, (rows, columns) = block_mask.to_dense(), block_mask.BLOCK_SIZE
+    varies_b, varies_h, *_ = (length > 1 for length in blocks.shape)
+
+    def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
+        return blocks[b if varies_b else 0, h if varies_h else 0, q_idx // rows, k_idx // columns] != 0
+
+    return mask_mod
+
+
+def __getattr__(name: str) -> Any:
+    """Makes `uncompiled_lists_all`: a graph ends before it."""
+    return uncompiled(name, globals(), lists_all, "cuflash reads block masks between graphs")

@@ -1,13 +1,13 @@
-"""Attention, its gradients and `append_kv` as ops of PyTorch, for tools that look at a call before they run it.
+"""Attention, its gradients and `append_kv` as ops of PyTorch, for tools that record calls.
 
 `torch.compile`, `torch.export`, dispatch modes and `torch.utils.flop_counter` see `torch.ops.cuflash.attention`,
-`attention_backward` and `append_kv`. Of the first two they count what PyTorch counts of its own attention: every pair
-of a query and a key of one sequence, also those that a mask hides. For that, and for nothing else, lengths are read
-from the device.
+`attention_backward` and `append_kv`. FLOPs of the first two are counted as PyTorch counts those of its attention: every
+pair of a query and a key of one sequence, masked ones included. For that alone, lengths are read from the device.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,9 +19,10 @@ from ...errors import ProblemError, UnsupportedError
 from ...ops.append import append_kv
 from ...ops.backward import backward
 from ...ops.forward import forward
-from ...problem.operands import VARLEN_ARGS
+from ...problem.operands import VARLEN_ARGS, VarlenArgs
 from ...problem.options import DEFAULTS, ROWS, OptionContext, check_flag, check_window
 from .tensors import uncompiled
+from .varlen import refuse_cached
 
 BOUNDS, SPLITS = ("max_seqlen_q", "max_seqlen_k"), ("num_splits", "split_size")
 _SEQUENCES = (*VARLEN_ARGS, *BOUNDS, *SPLITS)
@@ -31,20 +32,20 @@ _TWICE = (
     "torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)"
 )
 
-# The types of numbers that the ops take as they are. Those of torch stand for numbers that a compiler does not know.
+# Types of numbers that the ops take as they are; those of torch are symbolic.
 _INTEGERS = (int, torch.SymInt)
 _NUMBERS = dict.fromkeys(("softmax_scale", "softcap"), (*_INTEGERS, float, torch.SymFloat)) | dict.fromkeys(
     ("diagonal_offset", *BOUNDS, *SPLITS), _INTEGERS
 )
-_ANY_CALL = OptionContext(1, "float32")  # no default is asked for
+_ANY_CALL = OptionContext(1, "float32")  # no default is used
 
 
-def _is_number(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and not isinstance(value, bool)
+def _is_number(value: Any, types: tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
 
 
 class Arguments(NamedTuple):
-    """What follows q, k and v, or the gradients, in the ops' schemas; the gradients' ends before `num_splits`."""
+    """Arguments after the tensors in the ops' schemas; that of the gradients ends before `num_splits`."""
 
     softmax_scale: float | None
     causal: bool
@@ -65,12 +66,15 @@ class Arguments(NamedTuple):
     split_size: int | None = None
 
     @classmethod
-    def of(cls, keywords: dict[str, Any], deterministic: bool) -> Arguments:
-        """The arguments of a call. Types are judged here, as the ops' schemas take tensors and True for numbers."""
+    def from_keywords(cls, keywords: dict[str, Any], deterministic: bool) -> Arguments:
+        """Builds the arguments of a call; types are validated here, as the schemas take tensors and True for numbers.
+
+        keywords: options, of which bounds and splits may be missing, and maybe those of VARLEN_ARGS.
+        """
         keywords = dict(keywords)
-        for name, kinds in _NUMBERS.items():
+        for name, types in _NUMBERS.items():
             value = keywords.get(name, DEFAULTS[name])
-            if not (_is_number(value, kinds) or value is DEFAULTS[name] is None):
+            if not (_is_number(value, types) or value is DEFAULTS[name] is None):
                 keywords[name] = ROWS[name].validate(value, _ANY_CALL)
         window = keywords["window_size"]
         is_pair = isinstance(window, (tuple, list)) and len(window) == 2
@@ -79,59 +83,61 @@ class Arguments(NamedTuple):
         left, right = (-1 if side is None else side for side in window)
         causal = check_flag("causal", keywords["causal"])
         scale, offset, softcap = (keywords[name] for name in ("softmax_scale", "diagonal_offset", "softcap"))
-        of_sequences = (keywords.get(name) for name in _SEQUENCES)
-        return cls(scale, causal, left, right, offset, softcap, deterministic, *of_sequences)
+        keywords["num_splits"] = keywords.get("num_splits") or None  # the schema's default stands for 0
+        sequences = (keywords.get(name) for name in _SEQUENCES)
+        return cls(scale, causal, left, right, offset, softcap, deterministic, *sequences)
+
+    @property
+    def varlen_args(self) -> VarlenArgs:
+        """Arrays of lengths and places."""
+        return VarlenArgs(*[getattr(self, name) for name in VARLEN_ARGS])
+
+    def with_varlen_args(self, arrays: Iterable[Any]) -> Arguments:
+        """Returns the same arguments with other arrays of lengths and places."""
+        return self._replace(**dict(zip(VARLEN_ARGS, arrays, strict=True)))
+
+    def without_splits(self) -> list[Any]:
+        """Returns the arguments of `attention_backward`."""
+        return [x for name, x in zip(self._fields, self, strict=True) if name not in SPLITS]
 
     def keywords(self) -> dict[str, Any]:
-        """The arguments as keywords of `cuflash.forward`."""
-        scale, causal, left, right, offset, softcap, _, *of_sequences = self
-        given = {name: x for name, x in zip(_SEQUENCES, of_sequences, strict=True) if x is not None}
-        masks = {"causal": causal, "window_size": (left, right), "diagonal_offset": offset}
-        return {"softmax_scale": scale, "softcap": softcap, **masks, **given}
+        """Returns the arguments as keywords of `cuflash.forward`."""
+        plain = {name: getattr(self, name) for name in ("softmax_scale", "causal", "diagonal_offset", "softcap")}
+        sequences = {name: x for name in _SEQUENCES if (x := getattr(self, name)) is not None}
+        return {**plain, "window_size": (self.window_left, self.window_right), **sequences}
 
 
-def whole(keywords: dict[str, Any], splits: dict[str, Any], *varlen_args: Any) -> dict[str, Any]:
-    """All keywords of a call that has more than dense ones have: those of the forward alone, maybe VARLEN_ARGS."""
-    if varlen_args:
-        keywords = keywords | {name: x for name, x in zip(VARLEN_ARGS, varlen_args, strict=True) if x is not None}
-    return keywords | splits
+def by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool) -> Any:
+    """Calls the op, which stands for the whole call in a graph. keywords: those of `Arguments.from_keywords`."""
+    return torch.ops.cuflash.attention(q, k, v, *Arguments.from_keywords(keywords, deterministic))
 
 
-def by_op(q: Any, k: Any, v: Any, keywords: dict[str, Any], deterministic: bool, *more: Any) -> Any:
-    """A call by the op, which stands for all of it in a graph."""
-    arguments = Arguments.of(whole(keywords, *more) if more else keywords, deterministic)
-    return torch.ops.cuflash.attention(q, k, v, *(arguments if more else arguments[:7]))
+def backward_by_op(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, keywords: dict[str, Any], deterministic: bool
+) -> Any:
+    """Calls the op of gradients. keywords: those of `Arguments.from_keywords`."""
+    arguments = Arguments.from_keywords(keywords, deterministic).without_splits()
+    return torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *arguments)
 
 
 def __getattr__(name: str) -> Any:
-    """`uncompiled_by_op`: a graph ends before it."""
+    """Makes `uncompiled_by_op`: a graph ends before it."""
     reason = "a number of NumPy is an array for torch.compile; give float() of it, or leave fullgraph=False"
     return uncompiled(name, globals(), by_op, reason)
 
 
-def refuse_cached(page_table: Any, cache_batch_idx: Any) -> None:
-    """Raises for keys in pages or in rows of a cache, where gradients are wanted."""
-    if page_table is not None or cache_batch_idx is not None:
-        given = "cache_batch_idx" if page_table is None else "page_table"
-        raise UnsupportedError(
-            f"{given} was given and gradients are wanted, but cached keys have none, as several sequences may share "
-            "them; call under torch.no_grad(), or gather the keys into k and v, packed (cu_seqlens_k) or one row of "
-            "the batch for each sequence (seqused_k)"
-        )
-
-
-def given(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """The gradient of out, which is zero where the loss depends on lse alone."""
+def zeros_for_none(dout: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient of out, which is zero where the loss depends on lse alone."""
     return torch.zeros_like(out) if dout is None else dout
 
 
 def refuse_twice(ctx: Any, *gradients: Any) -> Any:
-    """The backward of gradients."""
+    """Raises: the backward of gradients."""
     raise UnsupportedError(_TWICE)
 
 
 # why schemas: PyTorch cannot infer them, because annotations are strings in this module.
-_OF_BOTH = (
+_ARGUMENTS = (
     "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, SymInt? diagonal_offset, "
     f"float softcap, bool deterministic, {', '.join(f'Tensor? {name}=None' for name in VARLEN_ARGS)}, "
     f"{', '.join(f'SymInt? {name}=None' for name in BOUNDS)}"
@@ -141,7 +147,7 @@ _OF_BOTH = (
 @torch.library.custom_op(
     "cuflash::attention",
     mutates_args=(),
-    schema=f"(Tensor q, Tensor k, Tensor v, {_OF_BOTH}, {', '.join(f'SymInt? {name}=None' for name in SPLITS)})"
+    schema=f"(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}, {', '.join(f'SymInt? {name}=None' for name in SPLITS)})"
     " -> (Tensor, Tensor)",
 )
 def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> Any:
@@ -152,20 +158,22 @@ def _attention_op(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments:
 @torch.library.custom_op(
     "cuflash::attention_backward",
     mutates_args=(),
-    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_OF_BOTH})"
+    schema=f"(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dlse, {_ARGUMENTS})"
     " -> (Tensor, Tensor, Tensor)",
 )
-def _backward_op(*operands: Any) -> Any:
-    arguments = Arguments(*operands[7:])
+def _backward_op(
+    dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *arguments: Any
+) -> tuple[torch.Tensor, ...]:
+    options = Arguments(*arguments)
     with torch.no_grad():
-        return backward(*operands[:6], dlse=operands[6], deterministic=arguments.deterministic, **arguments.keywords())
+        return backward(dout, q, k, v, out, lse, dlse=dlse, deterministic=options.deterministic, **options.keywords())
 
 
 @_attention_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    varlen_args = Arguments(*arguments)[7:13]
-    # why only dense calls: packed queries may see keys of a cache. The ranks of others are judged when they run.
-    if varlen_args == (None,) * len(VARLEN_ARGS) and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
+    is_dense = all(x is None for x in Arguments(*arguments).varlen_args)
+    # why only dense calls: packed queries may see keys of a cache. The ranks of others are validated when they run.
+    if is_dense and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
         raise ProblemError(
             f"q, k and v have ranks {q.dim()}, {k.dim()} and {v.dim()}; give all (batch, seqlen, heads, head_dim), "
             "(seqlen, heads, head_dim) or (seqlen, head_dim)"
@@ -178,42 +186,43 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tup
 
 
 @_backward_op.register_fake
-def _(dout: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
-    return tuple(x.new_empty(x.shape) for x in operands[:3])
+def _(dout: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *operands: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     q, k, v, *rest = inputs
     arguments = Arguments(*rest)
     refuse_cached(arguments.page_table, arguments.cache_batch_idx)
-    ctx.options, ctx.bounds = arguments[:7], arguments[13:15]
-    ctx.save_for_backward(q, k, v, *output, *arguments[7:13])
+    ctx.arguments = arguments.with_varlen_args(VarlenArgs())
+    ctx.save_for_backward(q, k, v, *output, *arguments.varlen_args)
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    saved, varlen_args = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
-    of_backward = torch.ops.cuflash.attention_backward
-    gradients = of_backward(given(dout, saved[3]), *saved, dlse, *ctx.options, *varlen_args, *ctx.bounds)
+    q, k, v, out, lse, *varlen_args = ctx.saved_tensors
+    arguments = ctx.arguments.with_varlen_args(varlen_args).without_splits()
+    dout = zeros_for_none(dout, out)
+    gradients = torch.ops.cuflash.attention_backward(dout, q, k, v, out, lse, dlse, *arguments)
     return *gradients, *(None for _ in Arguments._fields)
 
 
-def _register_gradients(made: Any, differentiate: Any, keep: Any = None) -> None:
+def _register_gradients(custom_op: Any, differentiate: Any, save: Any = None) -> None:
     """Registers the gradients of an op, which torch.func takes inside of torch.compile, too.
 
-    why not `register_autograd` alone: its Function is refused where transforms are active, for it asks for rules of
-    them. The one that is made here runs at one level of them, whose tensors have no wrapper.
+    `register_autograd` alone does not suffice: where transforms are active, its Function is refused, as it has no rules
+    for them. The one defined here runs at one level of them, whose tensors have no wrapper.
     """
-    made.register_autograd(differentiate, setup_context=keep)
-    op, count = made._opoverload, len(made._opoverload._schema.arguments)
+    custom_op.register_autograd(differentiate, setup_context=save)
+    op, count = custom_op._opoverload, len(custom_op._opoverload._schema.arguments)
 
     class Gradients(_SingleLevelFunction):
         @staticmethod
         def forward(ctx: Any, *operands: Any) -> Any:
             with torch._C._AutoDispatchBelowAutograd():
                 results = op(*operands)
-            if keep is not None:
-                keep(ctx, operands, results)
+            if save is not None:
+                save(ctx, operands, results)
             return results
 
         backward = staticmethod(differentiate)
@@ -226,16 +235,16 @@ def _register_gradients(made: Any, differentiate: Any, keep: Any = None) -> None
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)
 
-    for device in ("CPU", "CUDA"):  # what register_autograd has registered is of all devices, and comes after these
+    for device in ("CPU", "CUDA"):  # before the kernels of register_autograd, which are for all devices
         _LIBRARY.impl(op._opname, kernel, f"Autograd{device}", with_keyset=True)
 
 
 _LIBRARY = torch.library.Library("cuflash", "FRAGMENT")
-_register_gradients(_attention_op, _differentiate, _keep)
+_register_gradients(_attention_op, _differentiate, _save)
 _register_gradients(_backward_op, refuse_twice)
 
 
-_OF_APPEND = ("page_table", "cache_batch_idx", "cu_seqlens_k", "q", "cu_seqlens_q", "rotary_cos", "rotary_sin")
+_APPEND_ARRAYS = ("page_table", "cache_batch_idx", "cu_seqlens_k", "q", "cu_seqlens_q", "rotary_cos", "rotary_sin")
 _FLAGS = ("q_same_position", "rotary_interleaved")
 
 
@@ -243,27 +252,28 @@ _FLAGS = ("q_same_position", "rotary_interleaved")
     "cuflash::append_kv",
     mutates_args=("k_cache", "v_cache"),
     schema="(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor seqused_k, "
-    f"{', '.join(f'Tensor? {name}' for name in _OF_APPEND)}, {', '.join(f'bool {name}' for name in _FLAGS)}) -> Tensor",
+    f"{', '.join(f'Tensor? {name}' for name in _APPEND_ARRAYS)}, {', '.join(f'bool {name}' for name in _FLAGS)})"
+    " -> Tensor",
 )
-def _append_op(*operands: Any) -> torch.Tensor:
-    keywords = dict(zip((*_OF_APPEND, *_FLAGS), operands[5:], strict=True))
+def _append_op(k_cache: Any, v_cache: Any, k: Any, v: Any, seqused_k: Any, *arguments: Any) -> torch.Tensor:
+    keywords = dict(zip((*_APPEND_ARRAYS, *_FLAGS), arguments, strict=True))
     with torch.no_grad():
-        q = append_kv(*operands[:5], **keywords)
-    return operands[2].new_empty(0) if q is None else q
+        q: torch.Tensor | None = append_kv(k_cache, v_cache, k, v, seqused_k, **keywords)
+    return k.new_empty(0) if q is None else q
 
 
 @_append_op.register_fake
-def _(*operands: Any) -> torch.Tensor:
-    like = operands[2].new_empty(0) if operands[8] is None else operands[8]
-    return like.new_empty(like.shape)
+def _(k_cache: Any, v_cache: Any, k: torch.Tensor, v: Any, seqused_k: Any, *arguments: Any) -> torch.Tensor:
+    q = dict(zip((*_APPEND_ARRAYS, *_FLAGS), arguments, strict=True))["q"]
+    return k.new_empty(0) if q is None else q.new_empty(q.shape)
 
 
 def append(*arrays: torch.Tensor, **keywords: Any) -> torch.Tensor | None:
-    """`cuflash.append_kv` for tensors, which is an op where somebody looks at calls."""
+    """Calls `cuflash.append_kv`, as an op under torch.compile and dispatch modes."""
     if not (torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()):
         return append_kv(*arrays, **keywords)
     flags = (check_flag(name, keywords.get(name, False)) for name in _FLAGS)
-    q = torch.ops.cuflash.append_kv(*arrays, *(keywords.get(name) for name in _OF_APPEND), *flags)
+    q = torch.ops.cuflash.append_kv(*arrays, *(keywords.get(name) for name in _APPEND_ARRAYS), *flags)
     return None if keywords.get("q") is None else q
 
 
@@ -281,7 +291,7 @@ def _backward_flops(
 
 
 def _pairs(q: Any, k: Any, arguments: Arguments) -> int:
-    """How many scores there are, those that a mask hides included."""
+    """Counts the scores, masked ones included."""
     rows_q, rows_k = (x.shape[-3] if x.dim() > 2 else x.shape[0] for x in (q, k))
     batch_q, batch_k = (x.shape[0] if x.dim() == 4 else 1 for x in (q, k))
     if arguments.page_table is not None:
@@ -294,7 +304,7 @@ def _pairs(q: Any, k: Any, arguments: Arguments) -> int:
 
 
 def _lengths(batch: int, rows: int, bounds: Any, used: Any, most: int | None) -> list[int]:
-    """The lengths of all sequences; without values in memory, the most that they may be."""
+    """Returns the lengths of all sequences; their upper bounds where tensors have no values."""
     most = rows if most is None else min(rows, most)
     lengths = [most] * (batch if bounds is None else bounds.shape[0] - 1)
     if bounds is not None and _has_values(bounds):

@@ -40,8 +40,8 @@ from ...mods.scores import alibi
 from ...ops.backward import backward
 from ...ops.forward import forward
 from ...problem.dropout import share_kept
-from ..flash_attn.arguments import paged_or_packed
 from .sdpa_masks import drawn, masked, masked_backward
+from .varlen import paged_or_packed
 
 __all__ = ["activate", "restore"]
 
@@ -112,7 +112,7 @@ class Override:
             out=None if out is None else out.transpose(1, 2),
             **_dropout(dropout_p, state),
         )
-        return result.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_of_dropout(state, query)
+        return result.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_dropout_results(state, query)
 
     def backward(self, keyset: Any, *arguments: Any, scale: float | None = None) -> Any:
         """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
@@ -127,46 +127,46 @@ class Override:
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **_dropout(dropout_p, state),
         )
-        return tuple(_like(x.transpose(1, 2), of) for x, of in zip(gradients, (query, key, value), strict=True))
+        return tuple(_strided_like(x.transpose(1, 2), y) for x, y in zip(gradients, (query, key, value), strict=True))
 
     def masked(self, keyset: Any, query: Any, key: Any, value: Any, *arguments: Any, **more: Any) -> Any:
-        """The memory-efficient backend's, which has a mask tensor."""
-        dropout_p = arguments[2] if len(arguments) > 2 else more.get("dropout_p", 0.0)
+        """Computes the memory-efficient backend's forward, which has a mask tensor."""
+        _bias, _lse, dropout_p, *_ = *arguments, more.get("dropout_p", 0.0)
         if _is_too_wide(query, value) or _drops_all(_MASKED, dropout_p):
             return self._kernels[_MASKED].call_boxed(keyset, query, key, value, *arguments, **more)
         return masked(query, key, value, *arguments, **more)
 
     def masked_backward(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
-        """Gradients of query, key, value, and of the mask where it wants one."""
-        _, query, _, value, *_ = arguments
-        if _is_too_wide(query, value) or _drops_all(_MASKED_BACKWARD, arguments[9]):
+        """Returns gradients of query, key, value, and of the mask if it requires one."""
+        _, query, _, value, _bias, _out, _lse, _seed, _offset, dropout_p, *_ = arguments
+        if _is_too_wide(query, value) or _drops_all(_MASKED_BACKWARD, dropout_p):
             return self._kernels[_MASKED_BACKWARD].call_boxed(keyset, *arguments, **more)
         return masked_backward(*arguments, **more)
 
     def packed(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
-        """`varlen_attn`'s forward: query (total_q, heads, head_dim), or (batch, seqlen, heads, head_dim)."""
-        *operands, dropout_p, is_causal, return_debug_mask = arguments
+        """Computes `varlen_attn`'s forward: query (total_q, heads, head_dim), or (batch, seqlen, heads, head_dim)."""
+        query, *operands, dropout_p, is_causal, return_debug_mask = arguments
         if _drops_all(_PACKED, dropout_p) or _wants_weights(_PACKED, return_debug_mask, dropout_p):
             return self._kernels[_PACKED].call_boxed(keyset, *arguments, **more)
-        query = operands[0]
         state = _state(query, dropout_p)
         more |= _dropout(dropout_p, state)
-        out, lse = _packed(*operands, is_causal=is_causal, **more)
-        return (_like(out, query) if out.shape == query.shape else out), lse, *_of_dropout(state, query)
+        out, lse = _packed(query, *operands, is_causal=is_causal, **more)
+        return (_strided_like(out, query) if out.shape == query.shape else out), lse, *_dropout_results(state, query)
 
     def packed_in_place(self, keyset: Any, out: torch.Tensor, *arguments: Any, **more: Any) -> torch.Tensor:
-        """The same into `out`, whose rows of no sequence keep what they hold; it returns lse."""
+        """Computes `packed` into `out`, whose rows of no sequence keep what they hold; returns lse."""
         *operands, dropout_p, is_causal, return_debug_mask = arguments
         if dropout_p > 0.0 or return_debug_mask:
             raise UnsupportedError(
                 f"dropout_p={dropout_p}, return_debug_mask={return_debug_mask}: {_IN_PLACE} has neither; give 0.0 and "
                 "False"
             )
-        lse: torch.Tensor = _packed(*operands, is_causal=is_causal, out=out, **more)[1]
+        lse: torch.Tensor
+        _, lse = _packed(*operands, is_causal=is_causal, out=out, **more)
         return lse
 
     def quantized(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
-        """The form that takes scales of float8 operands, which cuflash does not have."""
+        """Refuses scales of float8 operands, which cuflash does not have; without any, computes `packed`."""
         *plain, q_descale, k_descale, v_descale = arguments
         for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
             if scale is not None:
@@ -184,7 +184,7 @@ class Override:
         keywords = _varlen_keywords(*places, is_causal=is_causal, **more) | _dropout(dropout_p, state)
         deterministic = torch.are_deterministic_algorithms_enabled()
         gradients = backward(dout, query, key, value, out, lse, deterministic=deterministic, **keywords)
-        return tuple(_like(x, of) for x, of in zip(gradients, (query, key, value), strict=True))
+        return tuple(_strided_like(x, y) for x, y in zip(gradients, (query, key, value), strict=True))
 
 
 def _packed(
@@ -204,7 +204,7 @@ def _packed(
     dropout_seed: torch.Tensor | None = None,
     **more: Any,
 ) -> Any:
-    """(out, lse) of a call with the arguments of PyTorch's op."""
+    """Returns (out, lse) of a call with the arguments of PyTorch's op."""
     keywords = _varlen_keywords(cum_seq_q, cum_seq_k, max_q, max_k, is_causal=is_causal, **more)
     keywords |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
     if alibi_slopes is not None:
@@ -214,7 +214,7 @@ def _packed(
                 "torch.no_grad(), or cuflash.frameworks.torch.attention with score_mod=cuflash.mods.alibi(slopes)"
             )
         keywords["score_mod"] = alibi(alibi_slopes)
-    with torch.no_grad():  # why: autograd is done with its part, but the tensors still say that they require grad
+    with torch.no_grad():  # autograd has done its part, yet the tensors still require grad
         return forward(query, key, value, out=out, return_lse=True, num_splits=num_splits or 0, **keywords)
 
 
@@ -231,7 +231,7 @@ def _varlen_keywords(
     seqused_k: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
 ) -> dict[str, Any]:
-    """The keywords of `cuflash.forward` and `backward`."""
+    """Returns the keywords of `cuflash.forward` and `backward`."""
     keywords: dict[str, Any] = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "seqused_k": seqused_k}
     if block_table is not None:
         keywords |= {"cu_seqlens_k": None, **paged_or_packed(cum_seq_k, seqused_k, block_table)}
@@ -246,7 +246,7 @@ def _varlen_keywords(
 
 
 def _wants_weights(name: str, return_debug_mask: bool, dropout_p: float) -> bool:
-    """Whether a call wants the weights, which PyTorch's own kernel is to compute."""
+    """True if a call returns the weights, which PyTorch's kernel computes."""
     if return_debug_mask and dropout_p > 0.0:
         raise UnsupportedError(
             f"return_debug_mask=True, dropout_p={dropout_p}: cuflash's {name} returns no weights, and PyTorch's own "
@@ -258,7 +258,7 @@ def _wants_weights(name: str, return_debug_mask: bool, dropout_p: float) -> bool
 
 
 def _drops_all(name: str, dropout_p: float) -> bool:
-    """Whether dropout leaves no weight, which PyTorch allows and cuflash does not."""
+    """True if dropout leaves no weight, which PyTorch allows and cuflash does not."""
     is_all = dropout_p > 0.0 and not share_kept(dropout_p)
     if is_all:
         _log_pytorch(f"{name} with dropout_p={dropout_p}, which drops all weights,")
@@ -278,29 +278,29 @@ def _log_pytorch(what: str) -> None:
 
 
 def _state(query: torch.Tensor, dropout_p: float) -> torch.Tensor:
-    """The random state, of which the first number is the seed. PyTorch's fake kernels have two, and this dtype."""
+    """Returns the random state: two numbers, as in PyTorch's fake kernels, of which the first is the seed."""
     return drawn(query, (2,), dropout_p).view(torch.uint64)
 
 
 def _dropout(dropout_p: float, state: torch.Tensor) -> dict[str, Any]:
-    """The keywords of dropout."""
-    return {"dropout_p": dropout_p, "dropout_seed": state[:1]} if dropout_p > 0.0 else {}
+    """Returns the keywords of dropout."""
+    return {"dropout_p": dropout_p, "dropout_seed": state.narrow(0, 0, 1)} if dropout_p > 0.0 else {}
 
 
-def _of_dropout(state: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The random state, an unused one, and no weights, with the shapes and dtypes that PyTorch's fake kernels have."""
+def _dropout_results(state: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns the random state, an unused one and no weights, shaped as by PyTorch's fake kernels."""
     return state, state.new_empty(()), query.new_empty(0)
 
 
 def _is_there(name: str) -> bool:
-    """Whether this PyTorch has an op of this name; older ones lack some."""
+    """True if this PyTorch has an op of this name; older ones lack some."""
     op, _, overload = name.partition(".")
     return hasattr(getattr(torch.ops.aten, op, None), overload or "default")
 
 
-def _like(result: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-    """The result in the strides of an operand. why: torch.compile expects these strides."""
-    target = torch.empty_like(of)
+def _strided_like(result: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
+    """Returns the result in the strides of an operand, which torch.compile expects."""
+    target = torch.empty_like(operand)
     return result if target.stride() == result.stride() else target.copy_(result)
 
 
@@ -316,10 +316,10 @@ def _prefer_ours() -> list[int]:
 
 
 def activate() -> None:
-    """From now on `scaled_dot_product_attention` runs cuflash where PyTorch would run its own flash backend, and more.
+    """Makes `scaled_dot_product_attention` run cuflash in place of PyTorch's flash and memory-efficient backends.
 
-    More is what its memory-efficient backend could take: masks, dropout with them, and float32. Limits and rules for
-    NaN are those of `cuflash.forward` and `cuflash.backward`; what stays PyTorch's own is said by this module.
+    The latter take masks, dropout with them, and float32. Limits and rules for NaN are those of `cuflash.forward` and
+    `cuflash.backward`; the docstring of this module lists the calls that PyTorch still computes.
 
     Raises UnsupportedError where PyTorch sees no GPU or is older than 2.10; nothing is changed then.
 

@@ -28,9 +28,9 @@ def masked(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, ...]:
-    """out, lse, and the two numbers of the random state, of which the first is the seed."""
+    """Returns out, lse, and the two numbers of the random state, of which the first is the seed."""
     seed = drawn(query, (), dropout_p)
-    results = forward(
+    results: Any = forward(
         *(x.transpose(1, 2) for x in (query, key, value)),
         return_lse=compute_log_sumexp,
         bias=None if attn_bias is None else _shrunk(attn_bias.detach()),
@@ -56,9 +56,10 @@ def masked_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of query, key, value and attn_bias; None for that of the last where `grad_input_mask[3]` is False."""
-    is_bias_wanted = attn_bias is not None and grad_input_mask[3]
-    # why whole if it has a gradient: PyTorch wants that of every element, and adds up what was expanded itself.
+    """Returns gradients of query, key, value and attn_bias; the last is None where `grad_input_mask` says so."""
+    *_, requires_bias = grad_input_mask
+    is_bias_wanted = attn_bias is not None and requires_bias
+    # The mask stays whole if it has a gradient: PyTorch takes that of every element, and sums expanded axes itself.
     bias = None if attn_bias is None else attn_bias.detach() if is_bias_wanted else _shrunk(attn_bias.detach())
     dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     dq, dk, dv, *grads = backward(
@@ -68,11 +69,15 @@ def masked_backward(
         captured_grads=(bias,) if is_bias_wanted else None,
         **_keywords(scale, is_causal, dropout_p, seed),
     )
-    return *(x.transpose(1, 2) for x in (dq, dk, dv)), _aligned(grads[0][0]) if is_bias_wanted else None
+    dbias = None
+    if is_bias_wanted:
+        ((dbias,),) = grads
+        dbias = _aligned(dbias)
+    return *(x.transpose(1, 2) for x in (dq, dk, dv)), dbias
 
 
 def drawn(query: torch.Tensor, shape: tuple[int, ...], dropout_p: float) -> torch.Tensor:
-    """Random numbers from PyTorch's generator of the device, if weights are dropped: no host waits for them."""
+    """Draws random numbers on the device by PyTorch's generator, if weights are dropped; the host does not wait."""
     state = torch.empty(shape, dtype=torch.int64, device=query.device)
     return state.random_() if dropout_p > 0.0 else state
 
@@ -83,7 +88,7 @@ def _keywords(scale: float | None, is_causal: bool, dropout_p: float, seed: torc
 
 
 def _shrunk(bias: torch.Tensor) -> torch.Tensor:
-    """A mask without the repeats of axes that were expanded. why: kernels then load once what does not vary."""
+    """Returns a mask with expanded axes of length 1, so that kernels load once what does not vary."""
     for axis, (length, stride) in enumerate(zip(bias.shape, bias.stride(), strict=True)):
         if length > 1 and stride == 0:
             bias = bias.narrow(axis, 0, 1)
@@ -91,7 +96,7 @@ def _shrunk(bias: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(lse: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
-    """lse with rows up to a multiple, or with none if nobody asked for it."""
+    """Returns lse with rows up to a multiple, or with none if it was not computed."""
     batch, heads, rows, _ = query.shape
     if lse is not None and rows % _STEP_OF_LSE == 0:
         return lse
@@ -104,7 +109,7 @@ def _padded(lse: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor:
 
 
 def _aligned(dbias: torch.Tensor) -> torch.Tensor:
-    """The gradient of a mask with rows that begin at multiples."""
+    """Returns the gradient of a mask with rows that begin at multiples."""
     keys = dbias.shape[-1]
     if keys % _STEP_OF_BIAS == 0:
         return dbias

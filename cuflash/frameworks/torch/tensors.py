@@ -1,4 +1,4 @@
-"""What every call asks of tensors: that they are dense, and who else looks at them: transforms, autocast, compilers."""
+"""Checks of tensors: dense ones with memory, and whether transforms, autocast or compilers are active."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ TANGENT = (
     "{name} carries a tangent of forward-mode differentiation, which cuflash does not have; take gradients by "
     "torch.autograd.grad or backward(), or torch.func.vjp"
 )
-# These tell whether a torch.func transform is active, and whether it wraps a tensor, which then has no memory itself.
+# True if a torch.func transform is active, and if it wraps a tensor, which then has no memory itself.
 is_transforming = torch._C._are_functorch_transforms_active
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
-# This tells whether autograd's own vmap wraps a tensor. That vmap does not use rules of Functions.
+# True if autograd's own vmap, which does not use rules of Functions, wraps a tensor.
 is_batched = torch._C._functorch.is_legacy_batchedtensor
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a vmap of torch.func maps over an axis of a tensor, whatever other transforms have wrapped it."""
+    """True if a vmap of torch.func maps over an axis of a tensor, under any other transforms."""
     while is_transformed(tensor):
         if torch._C._functorch.is_batchedtensor(tensor):
             return True
@@ -35,7 +35,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 def check_tensor(name: str, tensor: Any) -> None:
     """Raises unless an operand is a dense torch tensor with its elements in memory."""
-    # why first: most are such tensors, of which no more is asked.
+    # The common case first: no more checks apply.
     if type(tensor) is torch.Tensor and tensor.is_cuda and tensor.layout is torch.strided and not tensor.is_nested:
         return
     if not isinstance(tensor, torch.Tensor):
@@ -53,17 +53,17 @@ def refuse_tangents(**tensors: torch.Tensor | None) -> None:
 
 
 def is_functionalizing() -> bool:
-    """Whether torch.func.functionalize is active, which has rules for ops but none for autograd Functions."""
+    """True if torch.func.functionalize is active, which has rules for ops but none for autograd Functions."""
     return any(x.key() == TransformType.Functionalize for x in retrieve_all_functorch_interpreters())
 
 
 def becomes_an_op() -> bool:
-    """Whether someone looks at the call, torch.compile or a dispatch mode, who is to see one op without targets."""
+    """True under torch.compile or a dispatch mode, which record the call as one op without targets."""
     return bool(torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack())
 
 
 def disabled(function: Callable[..., Any], reason: str) -> Any:
-    """A function that torch.compile calls between its graphs. It imports all of the compiler, for a second."""
+    """Returns a function that torch.compile calls between its graphs. Imports all of the compiler, for a second."""
     try:
         return torch.compiler.disable(function, reason=reason)
     except TypeError:  # PyTorch before 2.7
@@ -71,10 +71,9 @@ def disabled(function: Callable[..., Any], reason: str) -> Any:
 
 
 def uncompiled(name: str, module: dict[str, Any], function: Callable[..., Any], reason: str) -> Any:
-    """What `__getattr__` of a module, given as its globals, finds under a name: `uncompiled_` and that of the function.
+    """Serves `__getattr__` of a module: returns `function`, disabled, under the name `uncompiled_` and its own.
 
-    It is `disabled`, for functions that torch.compile compiles. why made when it is asked for, which the compiler does:
-    it imports all of the compiler.
+    module: the globals of the module. It is made when the compiler reads the name, as it imports all of the compiler.
     """
     if name != f"uncompiled_{function.__name__}":
         raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
@@ -82,12 +81,13 @@ def uncompiled(name: str, module: dict[str, Any], function: Callable[..., Any], 
 
 
 def is_autocast(tensor: torch.Tensor) -> bool:
-    """Whether autocast is enabled where a tensor is."""
+    """True if autocast is enabled on the device of a tensor."""
     return bool(torch.is_autocast_enabled("cuda" if tensor.is_cuda else tensor.device.type))
 
 
 def autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Floating-point tensors in the dtype of autocast."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
+    """Casts floating-point tensors to the dtype of autocast."""
+    first, *_ = tensors
+    dtype = torch.get_autocast_dtype(first.device.type)
     narrow = torch.float32, torch.float16, torch.bfloat16
     return tuple(x.to(dtype) if x.dtype in narrow else x for x in tensors)

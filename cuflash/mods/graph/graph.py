@@ -13,8 +13,8 @@ from ...locks import Lock
 from .operations import Type
 
 # The arguments of user functions, and the lengths of the sequence that they may call for.
-SCORE_ARGUMENTS = ("score", "b", "h", "q_idx", "k_idx")
-MASK_ARGUMENTS = SCORE_ARGUMENTS[1:]
+MASK_ARGUMENTS = ("b", "h", "q_idx", "k_idx")
+SCORE_ARGUMENTS = ("score", *MASK_ARGUMENTS)
 LENGTHS = ("seqlen_q", "seqlen_k")
 INPUTS = (*SCORE_ARGUMENTS, *LENGTHS)
 # why below 2^31: so that sums of a few indices stay in int32.

@@ -86,8 +86,9 @@ def _typed(op: str, args: list[Node]) -> tuple[str, list[Node], Type, Type]:
     if op in FLOATING or op in ROUNDING:
         return op, [cast(each, FLOAT32) for each in args], FLOAT32, FLOAT32
     if op == "where":
-        type = max(args[1].type, args[2].type)
-        return op, [cast(args[0], BOOL), *(cast(each, type) for each in args[1:])], type, type
+        condition, x, y = args
+        type = max(x.type, y.type)
+        return op, [cast(condition, BOOL), cast(x, type), cast(y, type)], type, type
     if op == "logical_not":
         return op, [cast(args[0], BOOL)], BOOL, BOOL
     type = max(each.type for each in args)

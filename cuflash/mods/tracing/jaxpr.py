@@ -113,7 +113,8 @@ class _Reader:
         if name == "convert_element_type" and not isinstance(arguments[0], list) and arguments[0].ndim > 0:
             return [arguments[0].astype(parameters["new_dtype"])]
         if name == "dynamic_slice":
-            return [self._slice(arguments[0], arguments[1:], parameters["slice_sizes"])]
+            operand, *starts = arguments
+            return [self._slice(operand, starts, parameters["slice_sizes"])]
         if name == "gather":
             return [self._gather(arguments[0], arguments[1], parameters)]
         if name in _CALLS_BY_NAME:

@@ -43,15 +43,16 @@ def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int =
     rng = np.random.default_rng(seed)
     exact, group = Exact(arrays, case), case.heads_q // case.heads_kv
     samples = []
+    q, every_k, every_v, *dout = inputs
     for batch, head in {(0, 0), (case.batch - 1, case.heads_kv - 1)}:
-        k, v = (arrays.head(x, batch, head) for x in inputs[1:3])
+        k, v = (arrays.head(x, batch, head) for x in (every_k, every_v))
         first = head * group
         if op == "forward":
-            rows, values = _out(exact, rng, first, arrays.head(inputs[0], batch, first), k, v)
+            rows, values = _out(exact, rng, first, arrays.head(q, batch, first), k, v)
             samples.append(Sample("out", batch, first, rows, arrays.host(values)))
             continue
         heads = range(first, first + group)
-        of_group = [(arrays.head(inputs[0], batch, n), arrays.head(inputs[3], batch, n)) for n in heads]
+        of_group = [(arrays.head(q, batch, n), arrays.head(dout[0], batch, n)) for n in heads]
         rows, values = _dq(exact, rng, first, *of_group[0], k, v)
         samples.append(Sample("dq", batch, first, rows, arrays.host(values)))
         keys, dk, dv = _dkdv(exact, rng, first, of_group, k, v)

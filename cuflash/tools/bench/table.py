@@ -205,9 +205,8 @@ def _kernel(report: Report, row: Row) -> str | None:
         return None
     found: Plan = plan(
         *row.case.shapes(),
-        op=row.contender.op,
         dtype=row.case.dtype,
         device="cpu" if report.arrays == "numpy" else "cuda:0",
-        **(row.case.arguments() | row.contender.keywords),
+        **(row.case.arguments() | row.contender.keywords | {"op": row.contender.op}),
     )
     return found.kernel

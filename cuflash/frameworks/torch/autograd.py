@@ -1,0 +1,232 @@
+"""Autograd of attention: Functions over an op and its inputs, plain or with score_mod, bias, sinks and dropout.
+
+Functions take `Ops`, which hold no tensor, then q, k, v, the arrays of `VarlenArgs` if the op is one of variable-length
+sequences, and the inputs of mods. All tensors are saved as autograd's saved tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import Function, forward_ad
+
+from ...errors import ProblemError, UnsupportedError
+from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, Op, VarlenArgs
+from ...problem.options import OptionsKey, options_key
+from ...runtime.call import run
+from .ops import backward_by_op, by_op, refuse_twice, zeros_for_none
+from .tensors import TANGENT, becomes_an_op, is_batched, is_transformed, refuse_tangents
+from .varlen import refuse_cached
+
+MAPPED = (
+    "score_mod, mask_mod, block_mask, bias, sinks and dropout_p under vmap: what is mapped has no place among the "
+    "indices b, h, q_idx and k_idx; make it a part of the batch, or call in a loop"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """The ops of a call with gradients and their options, without any tensor.
+
+    grads: for each input of mods, the indices of the results after dq, dk and dv whose sum is its gradient.
+    """
+
+    forward: Op
+    forward_options: OptionsKey
+    backward: Op
+    backward_options: OptionsKey
+    is_varlen: bool
+    has_mods: bool = False
+    grads: tuple[tuple[int, ...], ...] = ()
+
+    def split(self, rest: tuple[Any, ...]) -> tuple[VarlenArgs | tuple[()], tuple[Any, ...]]:
+        """Splits the inputs after q, k and v into the arrays of lengths and the inputs of mods."""
+        if not self.is_varlen:
+            return (), rest
+        count = len(VARLEN_ARGS)
+        return VarlenArgs(*rest[:count]), rest[count:]
+
+    def keywords(self, varlen_args: Iterable[Any]) -> dict[str, Any]:
+        """Returns the keywords of a plain call for `by_op`."""
+        return self.forward_options.options._asdict() | dict(zip(VARLEN_ARGS, varlen_args, strict=False))
+
+
+def plain_ops(options: OptionsKey, deterministic: bool, is_varlen: bool) -> Ops:
+    """Returns the ops of calls without mods. options: those of the forward."""
+    find_ops = _plain_ops if options.is_cacheable else _plain_ops.__wrapped__
+    return find_ops(options, deterministic, is_varlen)
+
+
+@functools.lru_cache(maxsize=1024)
+def _plain_ops(options: OptionsKey, deterministic: bool, is_varlen: bool) -> Ops:
+    backward_options = options.options._replace(deterministic=deterministic, num_splits=0, split_size=None)
+    table = VARLEN_OPS if is_varlen else OPS
+    return Ops(table["forward"], options, table["backward"], options_key(**backward_options._asdict()), is_varlen)
+
+
+def attend(ops: Ops, is_func: bool, *inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns (out, lse). is_func: a transform of torch.func is active, or has wrapped an input."""
+    out, lse = _Transformed.apply(ops, *inputs) if is_func else _apply(ops, *inputs)
+    return out, lse
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.ops, *tensors = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.set_materialize_grads(False)
+
+
+class _Attention(Function):
+    """Eager calls. Both the custom op and a separate setup_context would add 12 µs or more to a call."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Ops, *tensors: Any) -> Any:
+        results = run(ops.forward, tensors, ops.forward_options, 2)
+        ctx.ops = ops
+        ctx.save_for_backward(*results, *tensors)
+        ctx.set_materialize_grads(False)
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        _check_pulled(dout, dlse)
+        ops = ctx.ops
+        out, lse, q, k, v, *rest = ctx.saved_tensors  # read once: a checkpoint allows no second time
+        operands = zeros_for_none(dout, out), q, k, v, out, lse, dlse, *rest
+        differentiate: Any = _Gradients.apply if _is_watched(operands) else _gradients
+        dq, dk, dv, *sums = differentiate(ops, *operands)
+        varlen_grads = (None,) * len(VARLEN_ARGS) if ops.is_varlen else ()
+        if not ops.grads:
+            return None, dq, dk, dv, *varlen_grads
+        mod_grads = iter(sums)
+        return None, dq, dk, dv, *varlen_grads, *(next(mod_grads) if group else None for group in ops.grads)
+
+
+# `_Attention.apply` takes 5 µs to find out whether torch.func is or was active, which is known here.
+_apply: Any = super(Function, _Attention).apply
+
+
+class _Transformed(Function):
+    """Calls under torch.func, with its rules for vmap and jvp."""
+
+    setup_context, backward = staticmethod(_save), _Attention.backward
+
+    @staticmethod
+    def forward(ops: Ops, q: Any, k: Any, v: Any, *rest: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack() and not ops.has_mods:
+            return by_op(q, k, v, ops.keywords(rest), ops.backward_options.options.deterministic)
+        return run(ops.forward, (q, k, v, *rest), ops.forward_options, 2)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(TANGENT.format(name="an input"))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], ops: Ops, q: Any, k: Any, v: Any, *rest: Any) -> tuple[Any, Any]:
+        _refuse_mapped(ops, rest)
+        (_, *axes), size = in_dims, info.batch_size
+        operands = list(zip((q, k, v), axes, strict=False))
+        rank, rank_k, rank_v = (x.dim() - (axis is not None) for x, axis in operands)
+        if not rank == rank_k == rank_v:
+            raise ProblemError(f"q, k and v have ranks {rank}, {rank_k} and {rank_v} under vmap; give all alike")
+        out, lse = _Transformed.apply(ops, *(_fold(x, axis, size, heads=2) for x, axis in operands))
+        axis_q, *_ = axes
+        shape = _mapped(q, axis_q, size).shape
+        return (_unfold(out, shape, heads=2), _unfold(lse, shape, heads=1)), (0, 0)
+
+
+def _gradients(ops: Ops, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dlse: Any, *rest: Any) -> Any:
+    """Returns dq, dk, dv, then the gradients of those inputs of mods that have one."""
+    varlen_args, mod_inputs = ops.split(rest)
+    if not ops.has_mods and becomes_an_op():
+        keywords, options = ops.keywords(varlen_args), ops.backward_options.options
+        return backward_by_op(dout, q, k, v, out, lse, dlse, keywords, options.deterministic)
+    lengths: tuple[Any, ...] = ()
+    if varlen_args:
+        refuse_cached(varlen_args.page_table, varlen_args.cache_batch_idx)
+        lengths = varlen_args.packed_or_used
+    results = run(ops.backward, (q, k, v, dout, out, lse, dlse, *lengths, *mod_inputs), ops.backward_options)
+    if not ops.grads:
+        return results
+    dq, dk, dv, *terms = results
+    sums = [functools.reduce(torch.add, [terms[index] for index in group]) for group in ops.grads if group]
+    return dq, dk, dv, *sums
+
+
+class _Gradients(Function):
+    """Gradients under torch.func, and where they may be differentiated again, which is refused only when it happens."""
+
+    forward, backward = staticmethod(_gradients), staticmethod(refuse_twice)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnsupportedError(TANGENT.format(name="an input of the gradients"))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], ops: Ops, *operands: Any) -> tuple[Any, Any]:
+        dout, q, k, v, out, lse, dlse, *rest = operands
+        _refuse_mapped(ops, rest)
+        (_, *axes), size = in_dims, info.batch_size
+        heads = (2, 2, 2, 2, 2, 1, 1)
+        mapped = zip((dout, q, k, v, out, lse, dlse), axes, heads, strict=False)
+        gradients = _Gradients.apply(ops, *(_fold(x, axis, size, heads) for x, axis, heads in mapped))
+        _, axis_q, *_ = axes
+        shape = _mapped(q, axis_q, size).shape
+        return tuple(_unfold(x, shape, heads=2) for x in gradients), (0, 0, 0)
+
+
+def _check_pulled(dout: torch.Tensor | None, dlse: torch.Tensor | None) -> None:
+    """Raises for gradients of results that carry tangents, and for several at once."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents(dout=dout, dlse=dlse)
+    if any(x is not None and is_batched(x) for x in (dout, dlse)):
+        raise UnsupportedError(
+            "several gradients of out at once (is_grads_batched=True) are not supported; take torch.func.vmap of "
+            "torch.func.vjp, or one at a time"
+        )
+
+
+def _is_watched(tensors: Iterable[Any]) -> bool:
+    """True if gradients of these tensors must be a Function: of torch.func, or to refuse a second derivative."""
+    return torch.is_grad_enabled() or any(torch.is_tensor(x) and is_transformed(x) for x in tensors)
+
+
+def _refuse_mapped(ops: Ops, rest: Iterable[Any]) -> None:
+    """Raises for what has no rule for vmap."""
+    if ops.has_mods:
+        raise UnsupportedError(MAPPED)
+    names = [name for name, tensor in zip(VARLEN_ARGS, rest, strict=False) if tensor is not None]
+    if names:
+        raise UnsupportedError(
+            f"{', '.join(names)} under vmap: variable-length sequences have no axis to map over; pack what is "
+            "mapped as further sequences of one call, or call in a loop"
+        )
+
+
+def _fold(tensor: Any, axis: int | None, size: int, heads: int) -> Any:
+    """Folds the mapped axis of an operand into batch: 4-D (lse 3-D). heads: its axis of heads in 4-D."""
+    if tensor is None:
+        return None
+    tensor = _mapped(tensor, axis, size)
+    rank = 4 if heads == 2 else 3
+    if tensor.dim() == rank - 1:  # it has neither batch nor heads
+        tensor = tensor.unsqueeze(heads)
+    return tensor.flatten(0, 1) if tensor.dim() == rank + 1 else tensor
+
+
+def _unfold(tensor: torch.Tensor, q: torch.Size, heads: int) -> torch.Tensor:
+    """Undoes `_fold` on a result. q: the shape of q with the mapped axis in front."""
+    if len(q) == 5:
+        size, batch, *_ = q
+        return tensor.unflatten(0, (size, batch))
+    return tensor.squeeze(heads) if len(q) == 3 else tensor
+
+
+def _mapped(tensor: torch.Tensor, axis: int | None, size: int) -> torch.Tensor:
+    """Returns the operand with the mapped axis in front; one without that axis is expanded."""
+    return tensor.expand(size, *tensor.shape) if axis is None else tensor.movedim(axis, 0)
