@@ -35,5 +35,5 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """Returns the public names; folders of frameworks and of tests are imported when they are used."""
+    """Returns the public names. `frameworks` and `testing` are packages that importing cuflash leaves out."""
     return [*__all__, "errors", "frameworks", "mods", "testing"]

@@ -1,7 +1,8 @@
 """The keyword arguments of the public calls, each once: name, type, default, validator, and the ops that take it.
 
-A new option is a row of `Options`, a keyword of the calls that take it, and its use: what the kernels are to know of it
-is a field of `Scores`, which `ScoreParams` in `kernels_cu/common/score.cuh` repeats.
+A new option is a row of `Options`, a keyword of the calls that take it and of their types in signatures.py, and its
+use: what the kernels are to know of it is a field of `Scores`, which `ScoreParams` in `kernels_cu/common/score.cuh`
+repeats.
 """
 
 import math

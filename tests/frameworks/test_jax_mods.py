@@ -362,7 +362,7 @@ def test_functions_are_read_from_their_text_as_they_were(monkeypatch: pytest.Mon
     read = mod_attributes.Functions.decoded(json.loads(text))
     assert read == mod_attributes.Functions(mod_spec)
     fields = "score", "mask", "arrays", "has_sinks", "drops", "has_block_mask", "digest", "mask_tile_axes"
-    assert [getattr(read.functions, name) for name in fields] == [getattr(mod_spec, name) for name in fields]
+    assert [getattr(read.mod_spec, name) for name in fields] == [getattr(mod_spec, name) for name in fields]
     call = jax.jit(lambda *x: (ours(*x), jax.grad(lambda *y: loss(ours(*y)), range(6))(*x)))
     wanted = call(*arrays())
     jax.block_until_ready(wanted)
