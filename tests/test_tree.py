@@ -166,8 +166,20 @@ def test_every_module_has_tests_that_pytest_collects() -> None:
     assert not {file for file in file_of.values() if file not in printed}, done.stdout + done.stderr
 
 
-# Layers of kernels_cu by folder: a source includes headers of its own folder and of lower layers.
-KERNEL_LAYERS = {"ptx": 0, "common": 1, "sm80": 2, "sm90": 2, "portable": 2}
+# Layers of kernels_cu by folder: a source includes headers of its own folder and of lower layers. Kernels stand in
+# KERNEL_FOLDERS alone.
+KERNEL_LAYERS = {
+    "ptx": 0,
+    "common": 1,
+    "sm80": 2,
+    "portable": 2,
+    "sm90": 2,  # its config.cuh
+    "sm90/pipeline": 3,
+    "sm90/forward": 4,
+    "sm90/backward": 4,
+    "sm90/decode": 5,
+}
+KERNEL_FOLDERS = {"sm80", "portable", "sm90/forward", "sm90/backward", "sm90/decode"}
 
 
 def included(path: Path) -> list[Path]:
@@ -183,16 +195,28 @@ def included(path: Path) -> list[Path]:
 def test_a_cuda_source_includes_lower_layers_only(path: Path) -> None:
     folder = path.parent.relative_to(KERNELS).as_posix()
     assert folder in KERNEL_LAYERS, f"{folder} has no layer: give it one here and in the map of README.md"
-    assert path.suffix == ".cuh" or KERNEL_LAYERS[folder] == 2
+    assert path.suffix == ".cuh" or folder in KERNEL_FOLDERS
     for other in included(path):
         assert other.is_file()
         assert other.suffix == ".cuh"
         assert other.is_relative_to(KERNELS)
         if other.parent != path.parent:
-            layer = KERNEL_LAYERS[other.parent.relative_to(KERNELS).as_posix()]
-            assert layer < KERNEL_LAYERS[folder], f"{short(path)} includes {short(other)}"
+            lower = other.parent.relative_to(KERNELS).as_posix()
+            assert KERNEL_LAYERS[lower] < KERNEL_LAYERS[folder], f"{short(path)} includes {short(other)}"
+            is_shared = lower not in KERNEL_FOLDERS or (folder, lower) == ("sm90/decode", "sm90/forward")
+            assert is_shared, f"{short(path)} includes {short(other)}, which is of another kernel"
     if folder == "ptx":
         assert not included(path)
+
+
+def test_the_layers_of_kernels_are_of_folders_that_exist() -> None:
+    assert {path.parent.relative_to(KERNELS).as_posix() for path in SOURCES} == set(KERNEL_LAYERS)
+    assert {path.name for path in (KERNELS / "sm90").glob("*.*")} == {"config.cuh"}
+
+
+def test_a_kernel_of_hopper_does_not_repeat_its_folder_in_names_of_headers() -> None:
+    headers = [path for path in (KERNELS / "sm90").glob("*/*.cuh") if path.stem.startswith(path.parent.name)]
+    assert not headers
 
 
 def test_headers_include_each_other_in_one_direction_and_all_are_used() -> None:

@@ -57,7 +57,7 @@ def backward_plan(
     few_keys = "with so few keys, the query heads of a kv head are better shared out among blocks"
     if reason is None and changes_weights(problem):
         candidate = _mod_plan(problem, device, spilled)
-        by_rows = candidate is not None and candidate.launches[-1].variant.source == "sm90/backward_rows.cu"
+        by_rows = candidate is not None and candidate.launches[-1].variant.source == "sm90/backward/backward_rows.cu"
         if candidate is not None and not (by_rows and _has_few_keys(problem, device, 1)):
             return candidate
         reason = few_keys if candidate is not None else "mods need more registers than it has"
@@ -397,7 +397,8 @@ def _warpgroup_variant(
     tile: WarpgroupBackwardTile | WarpgroupRowsTile,
     is_sparse: bool = False,
 ) -> Variant:
-    source = "sm90/backward.cu" if isinstance(tile, WarpgroupBackwardTile) else "sm90/backward_rows.cu"
+    kernel = "backward" if isinstance(tile, WarpgroupBackwardTile) else "backward_rows"
+    source = f"sm90/backward/{kernel}.cu"
     arch, capped = compile_arch("sm90", device), problem.options.softcap > 0.0
     lengths = problem.seqlen_info is not None
     keys_as_rows = op != "backward_dq"

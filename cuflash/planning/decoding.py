@@ -33,7 +33,7 @@ GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
 # Of Hopper's kernels, in times of a key tile that comes from memory: what comes before and after the keys; a key tile
 # that other blocks of threads read, too; and what merging takes to as many bytes of keys.
 START, READ_AGAIN, MERGED_BYTES = 4.0, 0.45, 1.5
-# In sm90/decode_scheduler.cuh kCost of blocks of 64 rows and of 16, and kLeast.
+# In sm90/decode/scheduler.cuh kCost of blocks of 64 rows and of 16, and kLeast.
 SPLIT_COST, SPLIT_COST_OF_A_WARP, SPLIT_TILES = 1.4, 2.0, 2
 GAIN_OF_A_WARP = 1.1  # how many times as fast blocks of 16 rows must look, where there are more rows
 
@@ -102,7 +102,7 @@ def _decode_plan(
     # why q and out: they have no tensor maps, but must be aligned as if they had.
     tma_boxes = {"k": box, "v": box, "q": box, "out": box}
     capped, arch = options.softcap > 0.0, compile_arch("sm90", device)
-    source = "sm90/decode_narrow.cu" if is_narrow else "sm90/decode.cu"
+    source = "sm90/decode/narrow.cu" if is_narrow else "sm90/decode/decode.cu"
     variant = variant_of(
         op="forward",
         source=source,

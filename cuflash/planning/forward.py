@@ -20,7 +20,7 @@ from .plan import Launch, Plan, TmaBox, blocks_of, compile_arch, heads_in_l2, ma
 from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import Variant, variant_of
 
-WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/varlen_scheduler.cuh
+WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/forward/varlen_scheduler.cuh
 LONG_PAIRS = 1024  # keys of a sequence from which pieces of work of wide heads come in pairs
 MOST_TAIL_PARTS = 32  # one for each lane of a warp
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
@@ -116,9 +116,9 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_c
     op, capped = problem.op.name, problem.options.softcap > 0.0
     if problem.seqlen_info is not None:
         return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), mod_code)
-    arch = compile_arch("sm90", device)
+    source, arch = f"sm90/forward/{op}.cu", compile_arch("sm90", device)
     variant = variant_of(
-        op, f"sm90/{op}.cu", arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, mod_code=mod_code
+        op, source, arch, problem.dtype, problem.out_dtype, tile=tile, softcap=capped, mod_code=mod_code
     )
     heads = problem.heads_q * problem.batch
     num_q_blocks = blocks_of(problem.seqlen_q, tile.block_q)
@@ -148,7 +148,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
     is_capped, arch = problem.options.softcap > 0.0, compile_arch("sm90", device)
     variant = variant_of(
         op,
-        f"sm90/{op}.cu",
+        f"sm90/forward/{op}.cu",
         arch,
         problem.dtype,
         problem.out_dtype,

@@ -46,7 +46,7 @@ class WarpgroupTile:
     softcap: bool | None = None  # the row is for capped scores, for others, or (None) for both. why: L10
     dropout: bool | None = None  # the same of weights that are dropped
     is_varlen: bool = False  # whether sequences have lengths of their own
-    decodes: bool = False  # whether it is a tile of sm90/decode.cu, whose rows are those of all heads of a group
+    decodes: bool = False  # whether it is a tile of sm90/decode/decode.cu, whose rows are those of all heads of a group
     paged: bool = False  # whether keys lie in pages. why: L50
     few: bool = False  # whether it decodes at most FEW_SEQUENCES, none of them packed. why: L50
     single: bool = False  # whether each block of threads decodes at most one piece of work
@@ -89,9 +89,9 @@ class WarpgroupTile:
         return replace(self, q_columns=columns, is_varlen=True, paged=paged)
 
     def for_decoding(self, paged: bool, few: bool, narrow: bool = False, single: bool = False) -> WarpgroupTile:
-        """The tile of `sm90/decode.cu` that goes over the same key tiles, with as long a ring as fits a block.
+        """The tile of `sm90/decode/decode.cu` that goes over the same key tiles, with as long a ring as fits a block.
 
-        narrow: the tile of `sm90/decode_narrow.cu`, for the rows of one warp. single: each block of threads has at most
+        narrow: the tile of `sm90/decode/narrow.cu`, for the rows of one warp. single: each block of threads has at most
         one piece of work.
         """
         # why no columns of q in registers: L51.
@@ -318,7 +318,7 @@ def choose_mod_tiles(
         row for row in rows if row.dropout in (None, drops) and _covers(row, head_dim, head_dim_v, softcap)
     ]
     if op == "lse":
-        # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward_storage.cuh).
+        # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward/storage.cuh).
         rows_that_fit = [
             replace(tile, head_dim_v=0, out_panels=0, ping_pong=False, stages=min(tile.stages, TILE_SLOTS - 7))
             for tile in rows_that_fit

@@ -20,12 +20,12 @@ PARAMS = {
     "sm80/decode.cu": "SplitParams",
     "sm80/backward.cu": "BackwardParams",
     "sm80/backward_dq.cu": "BackwardDqParams",
-    "sm90/forward.cu": "TiledForwardParams",
-    "sm90/lse.cu": "TiledForwardParams",
-    "sm90/decode.cu": "DecodeParams",
-    "sm90/decode_narrow.cu": "DecodeParams",
-    "sm90/backward.cu": "TiledBackwardParams",
-    "sm90/backward_rows.cu": "TiledRowsParams",
+    "sm90/forward/forward.cu": "TiledForwardParams",
+    "sm90/forward/lse.cu": "TiledForwardParams",
+    "sm90/decode/decode.cu": "DecodeParams",
+    "sm90/decode/narrow.cu": "DecodeParams",
+    "sm90/backward/backward.cu": "TiledBackwardParams",
+    "sm90/backward/backward_rows.cu": "TiledRowsParams",
     "sm80/backward_mods.cu": "ModGradientParams",
     "portable/delta.cu": "DeltaParams",
     "portable/convert.cu": "ConvertParams",
@@ -37,9 +37,9 @@ PARAMS = {
     "portable/append_kv.cu": "AppendParams",
 }
 # Those that take another one where sequences have lengths of their own.
-PARAMS_OF_VARLEN = {"sm90/forward.cu": "VarlenForwardParams", "sm90/lse.cu": "VarlenForwardParams"}
+PARAMS_OF_VARLEN = {"sm90/forward/forward.cu": "VarlenForwardParams", "sm90/forward/lse.cu": "VarlenForwardParams"}
 # Kernels that wait by themselves for those ahead of them on the stream; portable/delta.cu is ahead of the last two.
-WAITING = {"sm90/decode.cu", "sm90/decode_narrow.cu", "sm90/backward.cu", "portable/tile_counts.cu"}
+WAITING = {"sm90/decode/decode.cu", "sm90/decode/narrow.cu", "sm90/backward/backward.cu", "portable/tile_counts.cu"}
 AnyTile = Tile | BackwardTile | WarpgroupTile | WarpgroupBackwardTile | WarpgroupRowsTile
 
 
@@ -85,7 +85,7 @@ class Variant:
         if self.softcap:
             parts.append("softcap")
         if self.is_varlen:
-            parts.append("decode" if self.source.split("/")[1].startswith("decode") else "varlen")
+            parts.append("decode" if "/decode" in self.source else "varlen")
         parts += [flag for flag in ("paged", "few", "single", "shares_heads") if getattr(self.tile, flag, False)]
         if self.lists_seqlens:
             parts.append("seqlens")

@@ -102,7 +102,8 @@ def program_text(variant: Variant) -> str:
     source = source_root() / variant.source
     if variant.mod_code is None:
         return source.read_text("utf-8")
-    return f'#include "../{MOD_FUNCTIONS}"\n\n{variant.mod_code.text}\n#include "{source.name}"\n'
+    up = "../" * variant.source.count("/")
+    return f'#include "{up}{MOD_FUNCTIONS}"\n\n{variant.mod_code.text}\n#include "{source.name}"\n'
 
 
 def compile_variant(variant: Variant) -> tuple[bytes, str]:

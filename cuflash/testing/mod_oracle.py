@@ -269,7 +269,7 @@ def check(given: Given, oracle_mods: OracleMods, out: Any, lse: Any = None) -> N
     if lse is not None:
         exact, near = (x.swapaxes(1, 2) for x in lses)
         got, ulps = host(lse).reshape(exact.shape), max(8.0, given.q.shape[3] / 16)
-        # why 16: kernels for 16-bit inputs sum exponents beside a bias of 28 (sm90/softmax.cuh).
+        # why 16: kernels for 16-bit inputs sum exponents beside a bias of 28 (sm90/forward/softmax.cuh).
         assert_close("lse", got, exact, near, ulps=ulps, unit=max(1 + score, 16.0 if dtype != "float32" else 0.0))
 
 

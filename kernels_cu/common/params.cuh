@@ -69,8 +69,8 @@ struct ForwardParams {
   int num_q_blocks, num_slices;
 };
 
-// sm90/forward.cu and sm90/lse.cu. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at
-// key_begin and end at key_end.
+// sm90/forward/forward.cu and sm90/forward/lse.cu. The maps are of (head_dim, seqlen, heads, batch); those of k and v
+// begin at key_begin and end at key_end.
 struct TiledForwardParams {
   TensorMap q_map, k_map, v_map, out_map;
   float* lse;         // (batch, heads_q, seqlen_q), contiguous, or null
@@ -97,7 +97,7 @@ struct VarlenForwardParams {
   int page_shift;
 };
 
-// sm90/decode.cu. The maps of k and v are those of forward.
+// sm90/decode/decode.cu. The maps of k and v are those of forward.
 struct DecodeParams {
   TensorMap k_map, v_map;
   Operand q, k, v, out;
@@ -230,8 +230,8 @@ struct ConvertParams {
   int splits, padded_dim, padded_dim_v, unused;  // padded: rounded up to the head dims of the tile
 };
 
-// sm90/backward.cu. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at key_begin and end at
-// key_end, those of q and dout at row_begin and row_end.
+// sm90/backward/backward.cu. The maps are of (head_dim, seqlen, heads, batch); those of k and v begin at key_begin and
+// end at key_end, those of q and dout at row_begin and row_end.
 struct TiledBackwardParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
   const float* stats;      // (batch, heads_q, 2, stats_rows): lse * log2(e), and delta
@@ -255,7 +255,7 @@ struct TiledBackwardParams {
   const int *tile_counts, *key_steps, *key_order;  // of portable/tile_counts.cu, or null unless block-sparse
 };
 
-// sm90/backward_rows.cu, the same for its three gradients.
+// sm90/backward/backward_rows.cu, the same for its three gradients.
 struct TiledRowsParams {
   TensorMap q_map, k_map, v_map, dout_map, dq_map, dk_map, dv_map;
   const float* stats;  // as in TiledBackwardParams

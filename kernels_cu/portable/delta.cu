@@ -119,7 +119,7 @@ struct VarlenRows {
   __device__ int num_rows() const { return row_slots.num_rows(); }
 
   // why: the kernels whose stats stand in rows number queries from the first that sees a key
-  // (sm90/visible_sequence.cuh).
+  // (sm90/pipeline/visible_sequence.cuh).
   __device__ int first_query(const DeltaParams& p) const {
     return p.stats_step == 1 ? sequence.visible_queries().begin : 0;
   }

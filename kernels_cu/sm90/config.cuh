@@ -36,7 +36,7 @@ constexpr int kConsumerRegisters = kNumConsumers == 3   ? 160
 static_assert(kProducerRegisters + kNumConsumers * kConsumerRegisters <= (kNumConsumers + 1) * kStartRegisters, "");
 
 #ifdef CUFLASH_DECODES
-constexpr bool kDecode = true;  // few queries of each sequence: the heads of a group share blocks (decode.cu)
+constexpr bool kDecode = true;  // few queries of each sequence: the heads of a group share blocks (decode/decode.cu)
 #else
 constexpr bool kDecode = false;
 #endif
@@ -53,11 +53,11 @@ constexpr bool kFewSequences = true;  // decoding at most 32 sequences, none of 
 constexpr bool kFewSequences = false;
 #endif
 constexpr bool kWarpsSplitKeys =
-    kBlockQ == 16;  // the warps of the one consumer share keys, not queries (decode_narrow.cu)
+    kBlockQ == 16;  // the warps of the one consumer share keys, not queries (decode/narrow.cu)
 // Whether warpgroups exchange registers. why not for all: a block of few rows that is alone has enough for each.
 constexpr bool kSetsRegisters = !kWarpsSplitKeys || kMinBlocks == 2;
 static_assert(!kOneTilePerBlock || (kWarpsSplitKeys && kFewSequences && !kPaged),
-              "only decode_narrow.cu passes over a work tile that is void");
+              "only decode/narrow.cu passes over a work tile that is void");
 constexpr bool kPingPong = CUFLASH_PING_PONG;  // whether only one warpgroup issues products at a time
 static_assert(kWarpsSplitKeys || kBlockQ == kGroupRows * kNumConsumers, "the consumers share the queries of a block");
 #endif

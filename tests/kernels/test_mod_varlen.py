@@ -89,11 +89,11 @@ def test_hopper_runs_kernels_of_its_own(cupy: Any, case: Sequences) -> None:
         cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"}, **mod_kwargs)
         # why three: blocks of 16 rows are taken for more rows only where the number of splits is left open.
         cuflash.forward(**arguments, **mod_kwargs, num_splits=3)
-    of_any, of_three = ("decode_narrow", "decode") if case.name == "few" else ("forward", "forward")
-    for plan, op, source in zip(ran, ("forward", "lse", "forward"), (of_any, "lse", of_three), strict=True):
+    of_any, of_three = ("decode/narrow", "decode/decode") if case.name == "few" else ("forward/forward",) * 2
+    for plan, op, source in zip(ran, ("forward", "lse", "forward"), (of_any, "forward/lse", of_three), strict=True):
         assert [each.variant.source for each in plan.launches if each.variant.op == op] == [f"sm90/{source}.cu"]
     if case.has_gradients:
-        source = "sm90/backward.cu" if max(case.dims) <= 128 else "sm90/backward_rows.cu"
+        source = "sm90/backward/backward.cu" if max(case.dims) <= 128 else "sm90/backward/backward_rows.cu"
         out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
         with launched() as ran:
             # why deterministic: few keys of grouped wide heads are else shared out by the kernels for any GPU.

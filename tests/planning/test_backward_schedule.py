@@ -25,7 +25,7 @@ def backward(*head_dims: int, **more: Any) -> Plan:
 def fields(*head_dims: int, **more: Any) -> dict[str, int]:
     """The fields of the launch of Hopper's one kernel for all gradients."""
     made = backward(*head_dims, **more)
-    assert made.launches[1].variant.source == "sm90/backward.cu"
+    assert made.launches[1].variant.source == "sm90/backward/backward.cu"
     return dict(made.launches[1].fields)
 
 
@@ -184,7 +184,7 @@ def test_two_blocks_share_the_query_heads_of_key_blocks_by_rows_that_are_less_th
 def test_kernels_by_rows_take_key_blocks_that_are_few_if_two_blocks_share_each() -> None:
     def goes_by_rows(seqlen: int, **more: Any) -> bool:
         made = backward(256, 256, dims=(1, seqlen, seqlen, 8, 1), **more)
-        return made.launches[-1].variant.source == "sm90/backward_rows.cu"
+        return made.launches[-1].variant.source == "sm90/backward/backward_rows.cu"
 
     # half as many blocks as there are multiprocessors, or more: 33 key blocks, each for two, and 66
     assert (goes_by_rows(33 * 128, causal=True), goes_by_rows(32 * 128, causal=True)) == (True, False)

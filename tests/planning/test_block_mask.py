@@ -102,7 +102,7 @@ def test_forward_and_lse_on_hopper_find_them_too() -> None:
         made = plan(problem(masks.segments(IDS), op), DEVICES["sm_90"])
         assert [launch.variant.op for launch in made.launches] == ["block_mask", op]
         assert made.variant is not None
-        assert made.variant.source == f"sm90/{op}.cu"
+        assert made.variant.source == f"sm90/forward/{op}.cu"
         code = made.variant.mod_code
         assert code is not None
         assert dict(code.constants)["BLOCK_SPARSE"] == 2
@@ -121,7 +121,7 @@ def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> 
     assert [launch.variant.op for launch in paged.launches] == [op]
     for made, is_sparse in ((packed, 2), (paged, 0)):
         assert made.variant is not None
-        assert (made.variant.source, made.variant.is_varlen, made.fallback) == (f"sm90/{op}.cu", True, None)
+        assert (made.variant.source, made.variant.is_varlen, made.fallback) == (f"sm90/forward/{op}.cu", True, None)
         code = made.variant.mod_code
         assert code is not None
         assert dict(code.constants)["BLOCK_SPARSE"] == is_sparse
@@ -142,7 +142,7 @@ def test_kernels_of_several_lengths_that_spill_make_way_for_the_next_tile_and_th
     for _ in range(4):
         made = plan(given, DEVICES["sm_90"], spilled=spilled).variant
         assert made is not None
-        assert (made.source, made.is_varlen, made in spilled) == ("sm90/forward.cu", True, False)
+        assert (made.source, made.is_varlen, made in spilled) == ("sm90/forward/forward.cu", True, False)
         spilled.add(made)
     found = plan(given, DEVICES["sm_90"], spilled=spilled)
     assert found.variant is not None
@@ -158,7 +158,7 @@ def test_backward_on_hopper_counts_the_key_blocks_that_see_a_tile(has_block_mask
     assert [launch.variant.op for launch in found] == ([] if has_block_mask else ["block_mask"])
     assert [launch.variant.op for launch in (delta, counts, main)] == ["delta", "tile_counts", "backward"]
     assert made.variant is main.variant
-    assert main.variant.source == "sm90/backward.cu"
+    assert main.variant.source == "sm90/backward/backward.cu"
     assert main.variant.mod_code == make_mod_code(given, keys_as_rows=True, is_sparse=True)
     assert counts.variant.mod_code is None  # it is compiled once for all masks
     of_batch, of_head, of_row = strides_of(given)

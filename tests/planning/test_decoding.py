@@ -33,13 +33,13 @@ def test_keys_are_shared_out_where_a_sequence_has_few_queries(queries: int, head
     for batch in (1, 4, 300):
         for keys in (100, 4096) if few else (4096,):
             source = launched(queries, keys, heads, batch).variant.source
-            assert source.startswith("sm90/decode" if few else "sm90/forward")
+            assert source.startswith("sm90/decode/" if few else "sm90/forward/")
 
 
 def test_a_bound_on_queries_counts_and_not_their_total() -> None:
     shapes = (90_000, 32, 128), (90_000, 8, 128), (90_000, 8, 128)
-    for bound, source in ((4, "sm90/decode_narrow.cu"), (16, "sm90/decode.cu"), (300, "sm90/forward.cu"),
-                          (None, "sm90/forward.cu")):  # fmt: skip
+    for bound, source in ((4, "sm90/decode/narrow.cu"), (16, "sm90/decode/decode.cu"), (300, "sm90/forward/forward.cu"),
+                          (None, "sm90/forward/forward.cu")):  # fmt: skip
         lengths = {"cu_seqlens_q": (5,), "cu_seqlens_k": (5,), "max_seqlen_q": bound}
         (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", **lengths).launches
         assert launch.variant.source == source
@@ -56,15 +56,15 @@ def test_keys_are_shared_out_where_most_of_the_gpu_would_idle() -> None:
         shapes = (batch, queries, heads_q, 128), (batch, keys, heads_kv, 128), (batch, keys, heads_kv, 128)
         for more in ({}, {"seqused_k": (batch,)} if queries > 16 else {}):
             (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", causal=True, **more).launches
-            source = "sm90/decode" if sizes in idle else "sm90/forward"
+            source = "sm90/decode/" if sizes in idle else "sm90/forward/"
             assert launch.variant.source.startswith(source), (sizes, more)
 
 
 def test_rows_that_fit_a_warp_have_kernels_of_their_own_unless_their_bits_are_those_of_others() -> None:
     for queries, heads, narrow in ((1, (8, 8), True), (4, (32, 8), True), (5, (32, 8), False)):
-        assert (launched(queries, heads=heads).variant.source == "sm90/decode_narrow.cu") == narrow
-    assert launched(num_splits=3).variant.source == "sm90/decode_narrow.cu"
-    assert launched(num_splits=1).variant.source == launched(split_size=512).variant.source == "sm90/decode.cu"
+        assert (launched(queries, heads=heads).variant.source == "sm90/decode/narrow.cu") == narrow
+    assert launched(num_splits=3).variant.source == "sm90/decode/narrow.cu"
+    assert launched(num_splits=1).variant.source == launched(split_size=512).variant.source == "sm90/decode/decode.cu"
 
 
 def test_more_rows_are_cut_into_blocks_of_a_warp_where_merging_takes_longer_than_reading_keys_again() -> None:
@@ -72,9 +72,9 @@ def test_more_rows_are_cut_into_blocks_of_a_warp_where_merging_takes_longer_than
     for batch, heads, narrow in ((1, (48, 1), True), (8, (48, 1), True), (16, (48, 1), False), (8, (192, 8), False),
                                  (1, (128, 1), True), (1, (136, 1), False)):  # fmt: skip
         launch = launched(1, 8192, heads, batch)
-        assert (launch.variant.source == "sm90/decode_narrow.cu") == narrow
+        assert (launch.variant.source == "sm90/decode/narrow.cu") == narrow
         assert launch.arrivals == batch * heads[1] * -(-heads[0] // heads[1] // (16 if narrow else 64))
-    assert launched(1, 8192, (48, 1), 1, num_splits=3).variant.source == "sm90/decode.cu"
+    assert launched(1, 8192, (48, 1), 1, num_splits=3).variant.source == "sm90/decode/decode.cu"
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_lengths_that_are_all_alike_come_with_the_mask_of_the_call(mask: dict[st
 def test_the_bits_of_other_calls_are_kept_where_the_call_asks_for_them() -> None:
     shapes = (1, 1, 4, 64), (1, 9000, 4, 64), (1, 9000, 4, 64)
     (launch,) = cuflash.plan(*shapes, dtype="bfloat16", device="sm_90", split_size=256).launches
-    assert launch.variant.source == "sm90/forward.cu"
+    assert launch.variant.source == "sm90/forward/forward.cu"
 
 
 def doubled(score: Any, b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
@@ -141,7 +141,7 @@ def test_all_calls_with_sinks_alone_have_one_kernel() -> None:
 def test_keys_are_not_shared_where_bits_are_those_of_many_queries_or_weights_are_dropped(device: str) -> None:
     for more in ({"num_splits": 1}, {"split_size": 256}, {"dropout_p": 0.5, "dropout_seed": 1}):
         plan = mod_plan(device, sinks=np.zeros(32, np.float32), **more)
-        assert plan.launches[0].variant.source.split("/")[1] == "forward.cu"
+        assert plan.launches[0].variant.source.split("/")[-1] == "forward.cu"
         assert "decode" not in plan.kernel
         assert not plan.workspace_bytes
 
@@ -153,7 +153,7 @@ def test_the_next_kernel_for_few_queries_is_taken_if_one_spills() -> None:
         variant = made.launches[0].variant
         found.append((variant.source, getattr(variant.tile, "single", None), variant.tile.block_k))
         spilled.append(variant)
-    narrow, wide = "sm90/decode_narrow.cu", "sm90/decode.cu"
+    narrow, wide = "sm90/decode/narrow.cu", "sm90/decode/decode.cu"
     assert found == [(narrow, True, 128), (narrow, False, 128), (wide, False, 128), (wide, False, 64),
                      ("sm80/decode.cu", None, 64)]  # fmt: skip
 
@@ -237,8 +237,8 @@ def test_there_are_blocks_of_threads_even_if_no_key_may_be_used() -> None:
 
 def test_more_key_tiles_than_can_be_counted_are_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "MAX_TILES", 4 * 8 * 32)
-    assert launched().variant.source == "sm90/decode_narrow.cu"
-    assert launched(keys=4097).variant.source == "sm90/forward.cu"
+    assert launched().variant.source == "sm90/decode/narrow.cu"
+    assert launched(keys=4097).variant.source == "sm90/forward/forward.cu"
 
 
 @pytest.mark.parametrize(("page_size", "box"), [(8, 8), (24, 8), (64, 64), (128, 128), (256, 128), (1000, 8)])

@@ -20,7 +20,7 @@ MANY = float("inf")
 def launched(*dims: int, op: str = "forward", **more: Any) -> Launch:
     """The launch of Hopper's kernel."""
     (launch,) = plan(problem(*dims, op=op, **more), H100).launches
-    assert launch.variant.source == f"sm90/{op}.cu"
+    assert launch.variant.source == f"sm90/forward/{op}.cu"
     return launch
 
 
@@ -116,7 +116,7 @@ def test_kernels_mods_that_spill_are_not_taken() -> None:
         ("forward", 136, False),
         ("lse", 64, True),
     ):
-        call, spilled, sources = mod_problem(op, head_dim, causal=causal), [], [f"sm90/{op}.cu"]
+        call, spilled, sources = mod_problem(op, head_dim, causal=causal), [], [f"sm90/forward/{op}.cu"]
         while sources[-1].startswith("sm90/"):
             made = plan(call, H100, spilled=frozenset(spilled))
             (launch,) = made.launches

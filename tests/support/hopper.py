@@ -78,7 +78,7 @@ def run(*arrays: Any, tile: WarpgroupTile | None = None, hopper: bool = True, ou
         if hopper:
             variant = cuflash.plan(q, k, v, **more).variant
             assert variant is not None
-            assert (variant.op, variant.source) == ("forward", "sm90/forward.cu")
+            assert (variant.op, variant.source) == ("forward", "sm90/forward/forward.cu")
             if tile is not None:
                 assert variant.tile == next(row for row in alone(tile) if row.softcap in (None, variant.softcap))
         cupy.full(q.size // q.shape[-1], cupy.nan, "float32")  # memory that lse is likely to get

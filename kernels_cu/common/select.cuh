@@ -1,0 +1,15 @@
+// A type by a condition.
+#pragma once
+
+template <bool kCondition, class A, class B>
+struct SelectOf {
+  using Type = A;
+};
+template <class A, class B>
+struct SelectOf<false, A, B> {
+  using Type = B;
+};
+
+// A if kCondition, else B. why here: NVRTC has no <type_traits>.
+template <bool kCondition, class A, class B>
+using Select = typename SelectOf<kCondition, A, B>::Type;

@@ -1,0 +1,369 @@
+// Backward on Hopper (FlashAttention-2, arXiv 2307.08691, algorithm 2): dk and dv of blocks of keys over the queries
+// that see them, and the share of dq of these keys.
+//
+//   s = k qᵀ, dp = v doutᵀ    wgmma, transposed: rows are keys, so that p and ds are left operands in registers
+//   p = exp2(s c - lse)       ds = p (dp - delta) slope, where slope is that of common/score.cuh; more: mod_step.cuh
+//   dv += p dout, dk += ds q  wgmma, p and ds from registers
+//   dq += dsᵀ k               wgmma, ds through shared memory; added up over the key blocks by dq_accumulate.cuh
+//
+// Roles    warpgroup 0  Warp 0 loads. Warp 1 waits for semaphores of dq tiles; warps 2 and 3 move these tiles out.
+//          the others   Each owns 64 keys of the block and all queries. A step is a tile of queries:
+//                       s, dp | p, ds | dv | (both have written ds) | dq | dk, and dq to shared memory beside it
+// Barriers q_full, dout_full     the tile has arrived, the first of a key block together with k, or v
+//          q_empty, dout_empty   every warp is done with it
+//          kv_empty              every warp is done with the places of k and v
+//          semaphore_full/_empty the mode of a step's dq is there, or has been read
+//          dq_empty              the tile of dq has been read
+//          sum_full, sum_empty   what others have added to a tile is there, or has been read
+//          named barriers        storage.cuh
+//
+// If block-sparse (common/mask_tiles.cuh), warp 0 takes key blocks with their steps in which the mask_mod shows
+// something, and pushes them to all other warps (step_ring.cuh). Then those key blocks add to a tile of dq that
+// see some of it.
+#include "../../ptx/grid.cuh"
+#include "loader.cuh"
+#include "dq_accumulate.cuh"
+#include "mod_step.cuh"
+#include "shared_keys.cuh"
+
+// The order of some parts of a step. Each choice is faster for the tiles that it names, and slower for others (L32).
+constexpr bool kFindsStatsFirst = kBlockQ == 64;  // the address of lse is formed before the wait for s (L31)
+constexpr bool kPassesLate = kDqByRows;           // dq is passed on after the next s and dp are begun; the wait for
+                                                  // their q comes before the wait for dk
+
+// Whether dp is begun only once the mods have made scores. why: what they load needs its registers.
+constexpr bool kIssuesDpLate = kModsTogether;
+
+using Scores = float[kBlockQ / 2];
+using Pairs = unsigned[kBlockQ / 4];
+using ModStep = ModStepOf<kHasMods, kBlockQ / 2, true, kNeedsScoreModGrad>;
+
+// Whether scores become p only where their slope is needed, beside ds.
+constexpr bool kExponentiatesLate = Score::kAlwaysChanges || kNeedsScoreModGrad;
+
+struct Consumer : Role {
+  const int group, warp;  // the consumer's number; the warp's number within it
+  float dk[kHeadDim / 2], dv[kHeadDimV / 2];
+  unsigned k[kKSteps + 1][4], v[kVSteps + 1][4];  // left operands; the last one is not used
+  TileRange unmasked;  // varlen: query tiles that see all keys of this warpgroup. why held: L5
+
+  __device__ __forceinline__ Consumer(const Params& p, const Addresses& addresses, int warp_idx)
+      : Role(p, addresses), group(warp_idx / 4), warp(warp_idx % 4) {}
+
+  // Begins x = a bᵀ of this warpgroup's keys with the queries of a tile. The first columns of a are in registers.
+  template <int kColumns, int kCount>
+  __device__ __forceinline__ void issue_scores(Scores& x, const unsigned (&a)[kCount][4], unsigned a_smem,
+                                               unsigned b_smem) const {
+    const unsigned long long keys = wgmma_descriptor(a_smem + group * kGroupRows * 128);
+    ::issue_abt<kColumns, kCount - 1>(x, a, keys, kPanelBytesK, wgmma_descriptor(b_smem), kPanelBytesQ);
+  }
+
+  // Loads the first columns of k or v once they have arrived.
+  template <int kCount>
+  __device__ __forceinline__ void load_keys(unsigned (&a)[kCount][4], unsigned a_smem, unsigned barrier,
+                                            unsigned parity) const {
+    if constexpr (kCount > 1) {
+      const unsigned from = row_address(a_smem + (group * kGroupRows + warp * 16) * 128);
+      mbarrier_wait(barrier, parity);
+      load_rows<kCount - 1>(a, from, kPanelBytesK);
+    }
+  }
+
+  // The same for the first step of a key block, which is step n.
+  __device__ __forceinline__ void load_keys(unsigned n) {
+    const unsigned slot = n % kStages, parity = n / kStages & 1;
+    load_keys(k, smem.k, smem.q_full + 8 * slot, parity);
+    load_keys(v, smem.v, smem.dout_full + 8 * slot, parity);
+  }
+
+  // Begins dq = dsᵀ k of this warpgroup's columns, or rows.
+  template <int kCount>
+  __device__ __forceinline__ void issue_dq(float (&dq)[kCount], unsigned ds_smem) const {
+    const unsigned k_offset = kDqByRows ? 0 : group * (kDqColumns / kPanelColumns) * kPanelBytesK;
+    const unsigned long long k_rows = wgmma_descriptor(smem.k + k_offset, kPanelBytesK);
+    const unsigned long long ds_columns = wgmma_descriptor(ds_smem + (kDqByRows ? group * 64 * 128 : 0));
+    wgmma_fence();
+#pragma unroll
+    for (int kk = 0; kk < kBlockK / 16; ++kk) {
+      const unsigned long long k = k_rows + wgmma_rows(kk), ds = ds_columns + wgmma_columns(kk, kPanelBytesQ);
+      if constexpr (kDqTransposed) Wgmma<kBlockQ>::template ss<kIsFloat16, false, true>(dq, k, ds, kk > 0);
+      else Wgmma<kDqColumns>::template ss<kIsFloat16, true>(dq, ds, k, kk > 0);
+    }
+    wgmma_commit();
+  }
+
+  // Scores of this warpgroup's keys with the queries of tile m become -inf where they are not visible.
+  __device__ __forceinline__ void apply_mask(Scores& s, int m) const {
+    if (kVarlen && m >= unmasked.begin && m < unmasked.end) return;
+    const int key = block * kBlockK + group * kGroupRows, query = m * kBlockQ;
+    const Mask mask = sequence().mask().transposed();
+    if (!kVarlen && mask.all_visible<true>({key, key + kGroupRows}, {query, query + kBlockQ})) return;
+    const int lane = fresh_thread() % 32;
+    mask.apply<true>(s, key + 16 * warp + lane / 4, query, lane % 4);
+  }
+
+  // Scores become p.
+  __device__ __forceinline__ void exponentiate(float (&s)[4], unsigned stats) const {
+    const float scale = scale_log2_of(params.problem);
+    unsigned lse[2];
+    ld_shared_v2(lse[0], lse[1], stats);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[i] = exp2_approx(fmaf(s[i], scale, -__uint_as_float(lse[i % 2])));
+  }
+
+  // s and dp become pairs of p and ds. s is p already, or still scores if their slope is needed.
+  __device__ __forceinline__ void p_and_ds(const Scores& s, const Scores& dp, unsigned stats, const ModStep& mod_step,
+                                           Pairs& weights, Pairs& ds) const {
+#pragma unroll
+    for (int j = 0; j < kBlockQ / 8; ++j) {
+      float x[4], y[4], slope[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[i] = s[4 * j + i];
+      mod_step.score(x, slope, j);
+      if constexpr (kExponentiatesLate) exponentiate(x, stats + j * 32);
+      unsigned delta[2];
+      ld_shared_v2(delta[0], delta[1], stats + kBytesStats / 2 + j * 32);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        y[i] = x[i] * (mod_step.gradient(dp[4 * j + i], 4 * j + i) - __uint_as_float(delta[i % 2]));
+        if constexpr (Score::kAlwaysChanges) y[i] *= Score{params.problem.score}.slope(s[4 * j + i]);
+        if constexpr (kScoreModGrad) y[i] *= slope[i];
+        y[i] = mod_step.hidden_gradient(y[i], x[i]);
+        x[i] = mod_step.weight(x[i], 4 * j + i);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        weights[2 * j + i / 2] = pack2(x[i], x[i + 1]);
+        ds[2 * j + i / 2] = pack2(y[i], y[i + 1]);
+      }
+    }
+  }
+
+  // Stores the warp's 16 keys (or columns of dq) x all queries to a panel whose rows are queries.
+  __device__ __forceinline__ void store_transposed(const Pairs& x, unsigned panel) const {
+    const int lane = fresh_thread() % 32;
+    const unsigned target = panel + Swizzle<8>::offset(lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2);
+#pragma unroll
+    for (int kk = 0; kk < kBlockQ / 16; ++kk) stmatrix_x4_trans(target + kk * 2048, x + 4 * kk);
+  }
+
+  // Stores dq to where DqWarp takes it from: as it is or, in the last key block, whole and in the dtype of q.
+  template <int kCount>
+  __device__ __forceinline__ void stage_dq(float (&dq)[kCount], unsigned n, int m) const {
+    const int lane = fresh_thread() % 32;
+    const unsigned warp_offset = (group * 4 + warp) * (kBytesDq / 4), target = smem.dq + warp_offset;
+    bar_sync(kDqReady + group, kDqThreads);
+    const unsigned mode = ld_shared_u32(smem.dq_modes + 4 * (n & 1));
+    if (mode < kDqFinishAlone) {
+#pragma unroll
+      for (int i = 0; i < kDqFloats; i += 4) {
+        st_shared_v4(target + lane * 16 + i * 128, {__float_as_uint(dq[i]), __float_as_uint(dq[i + 1]),
+                                                    __float_as_uint(dq[i + 2]), __float_as_uint(dq[i + 3])});
+      }
+    } else {
+      if (mode >= kDqFinish) {
+        mbarrier_wait(smem.sum_full, mode - kDqFinish);
+#pragma unroll
+        for (int i = 0; i < kDqFloats; i += 4) {
+          const float4 x = ld_shared_v4_f32(smem.dq_sum + warp_offset + lane * 16 + i * 128);
+          dq[i] += x.x, dq[i + 1] += x.y, dq[i + 2] += x.z, dq[i + 3] += x.w;
+        }
+        if constexpr (!kDqTransposed) {
+          fence_proxy_async();
+          mbarrier_arrive(smem.sum_empty);  // why every lane: L41
+        }
+      }
+      if constexpr (kDqTransposed) {
+        if (mode >= kDqFinish) bar_sync(kDqSumRead + group, 128);
+        const float scale = params.problem.score.softmax_scale;
+        const int query = m * kBlockQ + lane % 4 * 2;
+        const Range visible = sequence().visible_queries();
+        unsigned rounded[kCount / 2];
+#pragma unroll
+        for (int i = 0; i < kCount; i += 2) {
+          const int first = query + i / 4 * 8;
+          rounded[i / 2] = pack2(first >= visible.begin && first < visible.end ? dq[i] * scale : 0.0f,
+                                 first + 1 >= visible.begin && first + 1 < visible.end ? dq[i + 1] * scale : 0.0f);
+        }
+        store_transposed(rounded, smem.dq + group * kBytesDq);
+      } else {
+        const int row = m * kBlockQ + (kDqByRows ? 64 * group : 0) + 16 * warp + lane / 4;
+        zero_outside(dq, row, sequence().visible_queries());
+        stage_rows<kDqColumns>(dq, params.problem.score.softmax_scale, target, 2048);
+      }
+    }
+  }
+
+  // Tells DqWarp that dq is staged.
+  __device__ __forceinline__ void pass_dq() const {
+    fence_proxy_async();
+    bar_arrive(kDqFilled + group, kDqThreads);
+  }
+
+  __device__ __forceinline__ void wait_query(unsigned n) const {
+    mbarrier_wait(smem.q_full + 8 * (n % kStages), n / kStages & 1);
+  }
+  // If transposed, this is called late (L41): it also signals that the warp is done with the place of dq.
+  __device__ __forceinline__ void release_query(unsigned n) const {
+    mbarrier_arrive_warp(smem.q_empty + 8 * (n % kStages), is_leader);
+  }
+
+  // Step n, of a query head and query tile m. `first` and `last`: whether it is so of its key block. `last` is
+  // asked once, while a product runs; if block-sparse, while the first does, as it then waits. is_full: the mask_mod
+  // shows all of the tile.
+  template <class Last>
+  __device__ __forceinline__ void step(unsigned n, int head, int m, bool is_full, bool first, Last last) {
+    const unsigned slot = n % kStages, parity = n / kStages & 1;
+    const unsigned q_smem = smem.q + slot * kBytesQ, dout_smem = smem.dout + slot * kBytesDout;
+    const unsigned ds_smem = smem.ds + n % kDsStages * kBytesDs;
+    Scores s, dp;
+    if (!kPassesLate || first) wait_query(n);
+    issue_scores<kHeadDim>(s, k, smem.k, q_smem);
+    const ModStep mod_step(*this, head, block * kBlockK + group * kGroupRows + warp * 16, m * kBlockQ);
+    auto issue_dp = [&] {
+      mbarrier_wait(smem.dout_full + 8 * slot, parity);
+      issue_scores<kHeadDimV>(dp, v, smem.v, dout_smem);
+    };
+    if constexpr (!kIssuesDpLate) issue_dp();
+    if (kPassesLate && !first) pass_dq();
+    if (kDqTransposed && n > 0) release_query(n - 1);
+    bool is_last;
+    if constexpr (kBlockSparse) is_last = last();
+    unsigned stats;
+    auto find_stats = [&] { stats = smem.stats + slot * kBytesStats + fresh_thread() % 4 * 8; };
+    if constexpr (kFindsStatsFirst) find_stats();
+    wgmma_wait<kIssuesDpLate ? 0 : 1>(s);
+    Score{params.problem.score}.apply(s);
+    if (kSkipsFullTiles && is_full) mod_step.template apply<false>(s);
+    else mod_step.template apply<kMaskMod>(s);
+    apply_mask(s, m);
+    if constexpr (kIssuesDpLate) issue_dp();
+    if constexpr (!kFindsStatsFirst) find_stats();
+    if constexpr (!kExponentiatesLate) {
+#pragma unroll
+      for (int j = 0; j < kBlockQ / 8; ++j) exponentiate(reinterpret_cast<float (&)[4]>(s[4 * j]), stats + j * 32);
+    }
+    wgmma_wait<0>(dp);
+    Pairs weights, ds;
+    p_and_ds(s, dp, stats, mod_step, weights, ds);
+    store_transposed(ds, ds_smem + group * kPanelBytesQ);
+    issue_ab<kBlockQ, kHeadDimV>(dv, weights, dout_smem, kPanelBytesQ);
+    fence_proxy_async();  // why not before: L23
+    bar_sync(kDsWritten, kConsumerThreads);
+    float dq[kDqFloats];
+    issue_dq(dq, ds_smem);
+    wgmma_wait<1>(dv);
+    mbarrier_arrive_warp(smem.dout_empty + 8 * slot, is_leader);
+    issue_ab<kBlockQ, kHeadDim>(dk, ds, q_smem, kPanelBytesQ);
+    wgmma_wait<1>(dq);
+    stage_dq(dq, n, m);
+    if constexpr (!kPassesLate) pass_dq();
+    if constexpr (!kBlockSparse) is_last = last();
+    if (kPassesLate && !is_last) wait_query(n + 1);
+    wgmma_wait<0>(dk);
+    if constexpr (!kDqTransposed) release_query(n);
+  }
+
+  // Begins to store the warp's rows of dk or dv.
+  template <int kColumns>
+  __device__ __forceinline__ void store(const TensorMap& map, float (&x)[kColumns / 2], float scale,
+                                        unsigned place) const {
+    const auto of = sequence();
+    const int key = block * kBlockK + group * kGroupRows + warp * 16;
+    zero_outside(x, key + fresh_thread() % 32 / 4, of.visible_keys());
+    store_rows<kColumns>(map, x, scale, place, kLeavesByDq ? 2048 : kPanelBytesK, of.keys_from(key), kv_head,
+                         is_leader);
+  }
+
+  // Adds up dk and dv of a key block that others share. The result is whether this thread block has the whole.
+  __device__ __forceinline__ bool add_up() {
+    const int thread = (group * 4 + warp) * 32 + fresh_thread() % 32;
+    const unsigned nth = nth_shared();
+    return add_in_order(shared_counter(), num_sharers(), smem.shared_rank, kDsWritten, thread,
+                        [&](bool first, bool last) {
+                          add_up_shared(dk, params.dk_acc, nth, thread, first, last);
+                          add_up_shared(dv, params.dv_acc, nth, thread, first, last);
+                        });
+  }
+
+  // Stores dk and dv before step n, through the places of k and v, or through the warp's part of the place of dq.
+  __device__ __forceinline__ void store_gradients(unsigned n) {
+    constexpr unsigned kPartBytes = kBytesDq / 4, kRowBytesV = 2048 * kPanelsV;
+    constexpr bool kBothFit = kRowBytesV + 2048 * kPanelsQk <= kPartBytes;
+    static_assert(2048 * const_max(kPanelsQk, kPanelsV) <= kPartBytes, "a warp's rows of dk or dv do not fit");
+    const int row = group * kGroupRows + warp * 16, part = group * 4 + warp;
+    unsigned place_v = smem.v + row * 128, place_k = smem.k + row * 128;
+    if constexpr (kLeavesByDq) {
+      place_v = smem.dq + part * kPartBytes, place_k = place_v + (kBothFit ? kRowBytesV : 0);
+      if (n > 0) mbarrier_wait(smem.dq_empty + 8 * ((n - 1) & 1), (n - 1) / 2 & 1);
+    }
+    store<kHeadDimV>(params.dv_map, dv, Dropout(params, 0, 0).scale(), place_v);
+    if constexpr (kLeavesByDq && !kBothFit) {
+      if (is_leader) bulk_wait_read<0>();
+      __syncwarp();
+    }
+    store<kHeadDim>(params.dk_map, dk, params.problem.score.softmax_scale, place_k);
+    if (is_leader) bulk_wait_read<0>();
+  }
+
+  __device__ __forceinline__ void run() {
+    unsigned n = 0;
+#pragma unroll 1
+    while (next_block()) {
+      if constexpr (kVarlen) {
+        const int key = block * kBlockK + group * kGroupRows;
+        unmasked = unmasked_tiles(sequence().mask().transposed(), {key, key + kGroupRows}, kBlockQ);
+      }
+#pragma unroll
+      for (int i = 0; i < kHeadDim / 2; ++i) dk[i] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kHeadDimV / 2; ++i) dv[i] = 0.0f;
+      const unsigned first = n;
+      if constexpr (kBlockSparse) {
+        TileStep next = pop();
+        if (!next.is_end()) load_keys(n);
+#pragma unroll 1
+        for (; !next.is_end(); ++n) {
+          const TileStep tile_step = next;
+          step(n, tile_step.head, tile_step.tile.n(), tile_step.tile.is_full(), n == first, [&] {
+            next = pop();
+            return next.is_end();
+          });
+        }
+      } else {
+        if (steps.begin < steps.end) load_keys(n);
+        const unsigned last = n + (steps.end - steps.begin) - 1;
+        for_each_step(n,
+                      [&](int head, int m, bool) { step(n, head, m, false, n == first, [&] { return n == last; }); });
+      }
+      if (kPassesLate && n != first) pass_dq();
+      bar_sync(kKeysConsumed + (kLeavesByDq ? group : 0), kKeysThreads);
+      if constexpr (kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, is_leader);
+      if (!is_shared() || add_up()) {
+        store_gradients(n);
+      }
+      if constexpr (!kLeavesByDq) mbarrier_arrive_warp(smem.kv_empty, is_leader);
+      __syncwarp();
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1) CUFLASH_KERNEL(const __grid_constant__ Params params) {
+  extern __shared__ __align__(1024) char smem_bytes[];
+  SharedStorage& storage = *reinterpret_cast<SharedStorage*>(smem_bytes);
+  const Addresses smem{storage};
+  const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
+  if (threadIdx.x == 32) storage.KeyWork::SchedulerStorage::take_number(params);
+  if (threadIdx.x == 0) smem.init();
+  __syncthreads();
+  wait_kernels_ahead();
+  if (warp < 4) {
+    setmaxnreg_dec<kProducerRegisters>();
+    if (warp == 0) Loader(params, smem).run();
+    else if (warp == 1) SemaphoreWarp(params, smem).run();
+    else DqWarp(params, smem, warp - 2).run();
+  } else {
+    setmaxnreg_inc<kConsumerRegisters>();
+    Consumer(params, smem, warp - 4).run();
+  }
+}

@@ -1,0 +1,45 @@
+// What the backward kernels on Hopper do with a warpgroup's gradients in registers.
+#pragma once
+#include "../../common/score.cuh"
+#include "../../common/sequence.cuh"
+#include "../../ptx/mbarrier.cuh"
+#include "../../ptx/warpgroup.cuh"
+#include "../pipeline/panels.cuh"
+#include "../pipeline/products.cuh"
+
+// Zeros the rows outside `visible`, which see nothing, or which no query sees. `row` is the thread's upper row.
+template <int kCount>
+__device__ __forceinline__ void zero_outside(float (&x)[kCount], int row, Range visible) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    if (row + 8 * h < visible.begin || row + 8 * h >= visible.end) zero_row(x, h);
+}
+
+// Stores the warp's 16 rows to shared memory, as 16-bit numbers, in panels of `panel_bytes`.
+template <int kColumns>
+__device__ __forceinline__ void stage_rows(const float (&x)[kColumns / 2], float scale, unsigned target,
+                                           unsigned panel_bytes) {
+  target = row_address(target);
+#pragma unroll
+  for (int column = 0; column < kColumns; column += 16) {
+    const float* const y = x + column / 2;
+    stmatrix_x4(Swizzle<8>::advance(target + column / 64 * panel_bytes, 0, column % 64 / 8),
+                pack2(y[0] * scale, y[1] * scale), pack2(y[2] * scale, y[3] * scale), pack2(y[4] * scale, y[5] * scale),
+                pack2(y[6] * scale, y[7] * scale));
+  }
+}
+
+// Begins to store the warp's 16 rows of a gradient to global memory, from `rows` on, through `staged`, which is their
+// place in shared memory.
+template <int kColumns, class Rows>
+__device__ __forceinline__ void store_rows(const TensorMap& map, const float (&x)[kColumns / 2], float scale,
+                                           unsigned staged, unsigned panel_bytes, const Rows& rows, int head,
+                                           bool is_leader) {
+  stage_rows<kColumns>(x, scale, staged, panel_bytes);
+  fence_proxy_async();
+  __syncwarp();
+  if (is_leader) {
+    store_panels<(kColumns + kPanelColumns - 1) / kPanelColumns>(map, staged, panel_bytes, 0, rows, head);
+    bulk_commit();
+  }
+}

@@ -1,0 +1,217 @@
+// The work of a thread block in backward on Hopper: key blocks, each with the query tiles that see some of them.
+#pragma once
+#include "../pipeline/work_ring.cuh"
+#include "key_block.cuh"
+#include "visible_keys.cuh"
+
+// The key blocks index … index_end - 1, counted over batch and kv heads, which a thread block takes one after the
+// other, each over its query heads. Of the first and of the last one it may take only some steps, if others share them.
+struct DenseKeyBlocks : AnyKeyBlock {
+  struct SchedulerStorage {
+    unsigned number;  // of this thread block: its index or, if there is a counter, its place among those that begin
+
+    __device__ void init() const {}
+
+    // One thread calls, once. Thread blocks then wait only for those with lower numbers
+    // (sm90/backward/dq_accumulate.cuh), which have begun. why not by index: CUDA promises no order in which blocks
+    // begin.
+    __device__ __forceinline__ void take_number(const Params& p) const {
+      if (kSharesHeads) return;
+      unsigned number = blockIdx.x;
+      if (p.counter != nullptr) number = atomicInc(p.counter, gridDim.x - 1);
+      st_shared_u32(smem_address(&this->number), number);
+    }
+  };
+
+  int index, index_end;
+  int skipped, last_steps;  // steps that others take of the first key block; end of the steps of the last one
+
+  __device__ __forceinline__ DenseKeyBlocks(const Params& p, const SchedulerStorage& storage) : AnyKeyBlock(p) {
+    const ProblemParams& problem = p.problem;
+    if (blockIdx.x >= p.whole_blocks) {
+      const unsigned all_steps = p.num_q_blocks * problem.heads_per_kv;
+      const unsigned from = (blockIdx.x - p.whole_blocks) * p.shared_steps;
+      const unsigned last = const_min(from + p.shared_steps, p.shared_keys * all_steps) - 1;
+      index = p.shared_first + from / all_steps, skipped = from % all_steps;
+      index_end = p.shared_first + last / all_steps + 1, last_steps = last % all_steps + 1;
+      return;
+    }
+    const unsigned heads = problem.batch * (problem.heads_q / problem.heads_per_kv);
+    const unsigned num_parts = (p.num_k_blocks + p.key_blocks - 1) / p.key_blocks;
+    const unsigned number = kSharesHeads ? blockIdx.x >> parts_log2(p) : ld_shared_u32(smem_address(&storage.number));
+    const HeadBlock part = lpt_order(number, num_parts, heads, p.heads_in_l2);
+    index = part.head * p.num_k_blocks + part.block * p.key_blocks, skipped = 0;
+    index_end = const_min<int>(index + p.key_blocks, (part.head + 1) * p.num_k_blocks), last_steps = 1 << 30;
+  }
+
+  // Goes to the next key block. The result is false if there is none.
+  __device__ __forceinline__ bool next_block() {
+    if (index == index_end) return false;
+    go_to(index);
+    const Range heads = heads_of_part(params, blockIdx.x & ((1u << parts_log2(params)) - 1));
+    const int tiles = query_tiles().count();
+    steps = {heads.begin * tiles, heads.end * tiles};
+    steps.begin += skipped, skipped = 0;
+    if (++index == index_end) steps.end = const_min(steps.end, last_steps);
+    return true;
+  }
+
+  // Whether other thread blocks take steps of the key block at hand, too, and its number among such key blocks.
+  __device__ __forceinline__ bool is_shared() const {
+    return kSharesHeads || (blockIdx.x >= params.whole_blocks &&
+                            steps.end - steps.begin < params.num_q_blocks * params.problem.heads_per_kv);
+  }
+  __device__ __forceinline__ unsigned nth_shared() const {
+    return kSharesHeads ? blockIdx.x >> parts_log2(params) : index - 1 - params.shared_first;
+  }
+  // The thread blocks that share it.
+  __device__ __forceinline__ unsigned num_sharers() const {
+    if (kSharesHeads) return 1u << parts_log2(params);
+    const unsigned nth = nth_shared(), all_steps = params.num_q_blocks * params.problem.heads_per_kv;
+    return ((nth + 1) * all_steps - 1) / params.shared_steps - nth * all_steps / params.shared_steps + 1;
+  }
+  // Its counter follows those of all tiles of dq.
+  __device__ __forceinline__ unsigned* shared_counter() const { return semaphores_behind() + nth_shared(); }
+};
+
+// The same for variable-length sequences: key blocks that delta.cu has listed (portable/key_blocks.cuh). As many thread
+// blocks as there are SMs take them one by one. why: many sequences leave room for more key blocks than there are, and
+// a thread block takes 2 to 3 µs to begin.
+struct VarlenKeyBlocks : WorkRing<4, kNumThreads / 32> {
+  struct SchedulerStorage : Ring {
+    __device__ void take_number(const Params&) const {}
+  };
+
+  // What the ring holds of a key block beside its kv head: its number among those that are shared, and which of how
+  // many parts of it this is, which are steps that follow each other.
+  enum Share { kNth, kPart, kParts };
+
+  const Params& params;
+  int kv_head, block;
+  int held_query_tiles;  // of a head. why held: L5
+  Range steps;
+
+  __device__ __forceinline__ VarlenKeyBlocks(const Params& p, const SchedulerStorage& in_memory)
+      : WorkRing(in_memory), params(p) {}
+
+  __device__ __forceinline__ QueryTiles query_tiles() const { return QueryTiles(*this, sequence().mask(), block); }
+  __device__ __forceinline__ int num_query_tiles() const { return held_query_tiles; }
+
+  // Thread blocks wait only for work that was taken before theirs, and so is being done
+  // (sm90/backward/dq_accumulate.cuh).
+  __device__ __forceinline__ void schedule() const {
+    const unsigned next = number + 1;
+    wait_place(next);
+    if (threadIdx.x % 32 == 0) {
+      const ProblemParams& problem = params.problem;
+      const int4 shares = __ldcg(static_cast<const int4*>(params.key_shares));
+      const unsigned index = atomicAdd(taken(), 1u);
+      const unsigned heads = problem.heads_q / problem.heads_per_kv, listed = shares.x, whole = shares.y;
+      const unsigned parts = index < whole ? 1 : shares.z, of_parts = (index - whole) / parts;
+      const unsigned number = index < whole ? index : whole + of_parts;
+      if (number < listed * heads) {
+        const HeadBlock at = lpt_order(number, listed, heads, params.heads_in_l2);
+        push(next, params.key_list, at.block, {at.head, of_parts, index - whole - of_parts * parts, parts});
+      } else {
+        end(next);
+      }
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ bool next_block() {
+    if (!go_on()) return false;
+    kv_head = scheduled_head(), block = scheduled_block();
+    held_query_tiles = (sequence().seqlen_q() + kBlockQ - 1) / kBlockQ;
+    steps = {0, query_tiles().count() * params.problem.heads_per_kv};
+    if (const int parts = num_sharers(); parts > 1) {
+      const int part = share(kPart), each = steps.end / parts, more = steps.end % parts;
+      steps.begin = part * each + const_min(part, more);
+      steps.end = steps.begin + each + (part < more);
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ bool is_shared() const { return num_sharers() > 1; }
+  __device__ __forceinline__ unsigned nth_shared() const { return share(kNth); }
+  __device__ __forceinline__ unsigned num_sharers() const { return share(kParts); }
+  __device__ __forceinline__ unsigned* shared_counter() const { return semaphores_behind() + nth_shared(); }
+
+ private:
+  // Counters behind the semaphores of dq: of shared key blocks, then of the work that was taken.
+  __device__ __forceinline__ unsigned* semaphores_behind() const {
+    return params.semaphores + params.problem.heads_q * params.num_q_blocks;
+  }
+  __device__ __forceinline__ unsigned* taken() const { return semaphores_behind() + params.shared_keys; }
+};
+
+// The steps of the key block at hand, which all warps find alike. No ring holds them.
+template <class Blocks>
+struct WithAllSteps : Blocks, StepRingOf<false, 0> {
+  __device__ __forceinline__ WithAllSteps(const Params& p, const typename Blocks::SchedulerStorage& in_memory)
+      : Blocks(p, in_memory), StepRingOf<false, 0>({}) {}
+
+  // Goes to the next key block, as the one warp that leads: each does so by itself.
+  __device__ __forceinline__ bool lead_block() { return Blocks::next_block(); }
+
+  // Calls f(query head, query tile, whether the mask_mod shows all of it) for every step. `step` counts on over key
+  // blocks.
+  template <class F>
+  __device__ __forceinline__ void for_each_step(unsigned& step, F f) {
+    const Range steps = Blocks::steps;
+    int left = steps.end - steps.begin, n = steps.begin;
+    int head = Blocks::kv_head * Blocks::params.problem.heads_per_kv;
+#pragma unroll 1
+    while (left > 0) {
+      const QueryTiles tiles = Blocks::query_tiles();  // why here: L5
+      const int count = tiles.count();
+      if (n >= count) {
+        n -= count, ++head;
+        continue;
+      }
+      int m = tiles.at(*this, n);
+#pragma unroll 1
+      for (int i = const_min(count - n, left); i > 0; --i, --left, ++step) {
+        f(head, m, false);
+        m = QueryTiles::next(*this, m);
+      }
+      n = 0, ++head;
+    }
+  }
+
+  // The same as the one warp that leads.
+  template <class F>
+  __device__ __forceinline__ void lead_each_step(unsigned& step, F f) {
+    for_each_step(step, f);
+  }
+};
+
+template <bool kIsVarlen, bool kUnderModMask>
+struct KeyBlocksOf {
+  using Type = WithAllSteps<DenseKeyBlocks>;
+};
+template <>
+struct KeyBlocksOf<true, false> {
+  using Type = WithAllSteps<VarlenKeyBlocks>;
+};
+template <>
+struct KeyBlocksOf<false, true> {
+  using Type = VisibleKeyBlocks;
+};
+using KeyBlocks = KeyBlocksOf<kVarlen, kBlockSparse>::Type;
+
+// What warps do with the key block at hand.
+struct KeyWork : KeyBlocks {
+  using KeyBlocks::KeyBlocks;
+
+  // The number of a tile of dq: of its counter, and of its accumulator.
+  __device__ __forceinline__ unsigned dq_tile(int head, int m) const {
+    const auto of = sequence();
+    return static_cast<unsigned>(of.query_head(head)) * params.num_q_blocks + of.padded_query(0) / kBlockQ + m;
+  }
+
+  // Where lse and then delta of query 0 of a head lie.
+  __device__ __forceinline__ const float* stats(int head) const {
+    return params.stats + 2 * (sequence().query_head(head) * params.stats_rows) + sequence().padded_query(0);
+  }
+};

@@ -1,0 +1,94 @@
+// Shared memory of backward on Hopper, its barriers, and what every warp role knows.
+#pragma once
+#include "scheduler.cuh"
+#include "gradient_fragment.cuh"
+
+constexpr unsigned kPanelBytesQ = kBlockQ * 128;  // of q, dout and ds
+constexpr unsigned kPanelBytesK = kBlockK * 128;  // of k and v
+constexpr unsigned kBytesQ = kPanelsQk * kPanelBytesQ, kBytesDout = kPanelsV * kPanelBytesQ;
+constexpr unsigned kBytesK = kPanelsQk * kPanelBytesK, kBytesV = kPanelsV * kPanelBytesK;
+constexpr unsigned kBytesStats = 2 * kBlockQ * 4, kBytesDs = 2 * kPanelBytesQ;
+
+// The warpgroups share a tile of dq by panels of columns or, where it has 128 rows, by rows.
+constexpr bool kDqByRows = kBlockQ == 128;
+// Where a tile's rows are no multiple of 64, dq is made transposed: a warpgroup's columns are the rows of the product.
+constexpr bool kDqTransposed = kBlockQ % 64 != 0;
+// Of a warpgroup's dq: its columns, the panels through which it leaves, numbers of a thread, bytes.
+constexpr int kDqColumns = kDqByRows ? const_min(kHeadDim, kPanelColumns) : kPanelsQk * kPanelColumns / 2;
+constexpr int kDqPanels = (kDqColumns + kPanelColumns - 1) / kPanelColumns;
+constexpr int kDqFloats = (kDqTransposed ? kBlockQ : kDqColumns) / 2;
+constexpr unsigned kBytesDq = 128 * kDqFloats * 4;
+static_assert(kDqByRows || kDqTransposed || kBlockQ == 64, "a warpgroup multiplies 64 rows");
+static_assert(kDqByRows ? kPanelsQk == 1 : kDqColumns % kPanelColumns == 0, "whole panels of k");
+static_assert(!kDqTransposed || kDqColumns == 64, "a warpgroup multiplies 64 rows");
+
+struct Storage {
+  char k[kBytesK], v[kBytesV];
+  char q[kStages][kBytesQ], dout[kStages][kBytesDout];
+  char ds[kDsStages][kBytesDs];
+  char dq[kNumConsumers][kBytesDq];  // on its way to global memory, as floats in the order of the fragments
+  char dq_sum[kNumConsumers][kDqTransposed ? 8 : kBytesDq];  // what other key blocks have added up there
+  float stats[kStages][2][kBlockQ];                          // lse, then delta
+  unsigned long long q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
+  unsigned long long kv_empty, sum_full, sum_empty;
+  unsigned long long semaphore_full[2], semaphore_empty[2], dq_empty[2];  // of even and of odd steps
+  unsigned semaphore_modes[2], dq_modes[2];  // of even and of odd steps, for DqWarp and for consumers
+  unsigned shared_rank;
+};
+struct alignas(1024) SharedStorage : Storage, KeyWork::SchedulerStorage {};
+static_assert(sizeof(SharedStorage) == kSmemBytes, "the host's formula for shared memory differs");
+
+// The addresses of the members of SharedStorage.
+struct Addresses {
+  const SharedStorage& at;
+  const unsigned k = smem_address(at.k), v = smem_address(at.v), q = smem_address(at.q), dout = smem_address(at.dout);
+  const unsigned ds = smem_address(at.ds), dq = smem_address(at.dq), stats = smem_address(at.stats);
+  const unsigned dq_sum = smem_address(kDqTransposed ? at.dq[0] : at.dq_sum[0]);
+  const unsigned q_full = smem_address(at.q_full), q_empty = smem_address(at.q_empty);
+  const unsigned dout_full = smem_address(at.dout_full), dout_empty = smem_address(at.dout_empty);
+  const unsigned kv_empty = smem_address(&at.kv_empty), dq_empty = smem_address(at.dq_empty);
+  const unsigned sum_full = smem_address(&at.sum_full), sum_empty = smem_address(&at.sum_empty);
+  const unsigned semaphore_full = smem_address(at.semaphore_full), semaphore_empty = smem_address(at.semaphore_empty);
+  const unsigned semaphore_modes = smem_address(at.semaphore_modes), dq_modes = smem_address(at.dq_modes);
+  const unsigned shared_rank = smem_address(&at.shared_rank);
+
+  __device__ void init() const {
+    constexpr int kReleases = 4 * kNumConsumers;  // every warp releases for itself
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(q_full + 8 * i, 1), mbarrier_init(q_empty + 8 * i, kReleases);
+      mbarrier_init(dout_full + 8 * i, 1), mbarrier_init(dout_empty + 8 * i, kReleases);
+    }
+    mbarrier_init(kv_empty, kReleases), mbarrier_init(sum_full, 1), mbarrier_init(sum_empty, 32 * kReleases);
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(semaphore_full + 8 * i, 1), mbarrier_init(semaphore_empty + 8 * i, 1),
+          mbarrier_init(dq_empty + 8 * i, 1);
+    }
+    at.KeyWork::SchedulerStorage::init();
+    mbarrier_init_fence();
+  }
+};
+
+// Named barriers, of a warpgroup each where two are named, from that number on.
+enum NamedBarrier {
+  kDsWritten = 1,  // ds of both warpgroups is written
+  kDqReady = 2,    // two: the warpgroup may write its dq
+  kDqFilled = 4,   // two: it has written its dq
+  kDqSumRead = 6,  // two: its threads have read what is in dq_sum
+  kKeysConsumed =
+      8,  // both warpgroups, or two: the warpgroup, are done with k and v, and the loader waits for the next
+};
+constexpr int kDqThreads = 128 + 32;
+
+// Whether dk and dv leave through the place of dq, while the next k and v are loaded, and warpgroups do not wait for
+// each other. why not always: the last dq must have left before, and what comes last ends 1 to 2 % later.
+constexpr bool kLeavesByDq = kBlockSparse;
+constexpr int kKeysThreads = (kLeavesByDq ? 128 : kConsumerThreads) + 32;
+
+// What every role knows.
+struct Role : KeyWork {
+  const Addresses& smem;
+  const bool is_leader = threadIdx.x % 32 == 0;
+
+  __device__ __forceinline__ Role(const Params& p, const Addresses& addresses)
+      : KeyWork(p, addresses.at), smem(addresses) {}
+};

@@ -1,0 +1,77 @@
+// The epilogue of forward on Hopper: rows of o, normalised, go through shared memory to out by TMA (L21), lse goes
+// directly.
+#pragma once
+#include "mainloop.cuh"
+
+constexpr int kOutColumns = 128 / kOutBytes;  // of a panel of out
+constexpr int kPanelsOut = (kHeadDimV + kOutColumns - 1) / kOutColumns;
+
+struct ForwardConsumer : ForwardMainloop<ForwardConsumer> {
+  using ForwardMainloop::ForwardMainloop;
+
+  // Stores the warp's rows of the work tile before this one.
+  __device__ __forceinline__ void store(const Softmax& softmax) {
+    const QueryWork work = smem.work(i - 1);
+    float lse[2];
+    finish(work, softmax, o_scale, lse);
+    if (__any_sync(0xffffffffu, o_scale[0] == 0.0f || o_scale[1] == 0.0f)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        if (o_scale[h] == 0.0f) zero_row(o, h);
+    }
+    // Dense rows are found by the first lane alone, since what all lanes find moves other instructions (L53).
+    auto find_rows = [&] { return work.sequence(params.problem).out_from(work.row_begin + block_row()); };
+    decltype(find_rows()) rows;
+    if constexpr (kVarlen) rows = find_rows();
+#pragma unroll
+    for (int first = 0; first < kPanelsOut; first += kOutPanels) {
+      const int last = min(first + kOutPanels, kPanelsOut);
+      if (is_leader) bulk_wait_read<0>();
+      __syncwarp();
+      stage_rows(first, last);
+      fence_proxy_async();
+      __syncwarp();
+      if (is_leader) {
+        if constexpr (!kVarlen) rows = find_rows();
+#pragma unroll
+        for (int n = first; n < last; ++n) {
+          store_box(params.out_map, out_smem(n - first), n * kOutColumns, rows, work.head);
+        }
+        bulk_commit();
+      }
+    }
+    // The fence would wait for these stores, too, so they follow it (L23).
+    if (params.lse != nullptr) store_lse(work, lse);
+  }
+
+ private:
+  // Where the warp stages panel n of the panels of out that are on their way together.
+  __device__ __forceinline__ unsigned out_smem(int n) const {
+    return smem.out + ((group * 4 + warp) * kOutPanels + n) * kWarpPanelBytes;
+  }
+
+  // Stages the warp's rows of o, normalised, in shared memory: the panels first … last - 1.
+  __device__ __forceinline__ void stage_rows(int first, int last) const {
+    using Panel = Swizzle<8>;
+    const int lane = fresh_thread() % 32;
+#pragma unroll
+    for (int column = first * kOutColumns; column < min(last * kOutColumns, kHeadDimV); column += 16) {
+      const int j = column / 8;
+      const unsigned panel = out_smem(column / kOutColumns - first);
+      if constexpr (kOutBytes == 2) {
+        auto pair = [&](int j, int h) {  // columns 8 j + 2 (lane % 4) and the next, of row h
+          return pack2(o[4 * j + 2 * h] * o_scale[h], o[4 * j + 2 * h + 1] * o_scale[h]);
+        };
+        stmatrix_x4(Panel::advance(panel + Panel::offset(lane % 16, lane / 16), 0, column % kOutColumns / 8),
+                    pair(j, 0), pair(j, 1), pair(j + 1, 0), pair(j + 1, 1));
+      } else {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int h = n % 2, at = 4 * (j + n / 2) + 2 * h;
+          st_shared_v2(panel + Panel::offset(lane / 4 + 8 * h, (j + n / 2) % 4 * 2 + lane % 4 / 2) + lane % 2 * 8,
+                       __float_as_uint(o[at] * o_scale[h]), __float_as_uint(o[at + 1] * o_scale[h]));
+        }
+      }
+    }
+  }
+};

@@ -1,0 +1,42 @@
+// Forward on Hopper: out = softmax(mask(score(q kᵀ))) v and its lse. A thread block takes work tiles, query blocks of
+// any heads, one after the other; key tiles go from the last to the first.
+//
+//   s = q kᵀ                 wgmma, q from registers as far as it is there
+//   p = exp2(s c - shift)    softmax.cuh
+//   o = o * o_scale + p v    wgmma, p from registers
+//
+// Schedule (time to the right; ⟂ waits)
+//   warp 0        | k(n-1) ⟂ kv_empty | v(n) ⟂ kv_empty | …
+//   q warps       | q of the next work tile ⟂ q_empty | …
+//   scheduler     | the next work tile ⟂ requested | …
+//   tensor cores  | s = q k(n)ᵀ | o += p(n+1) v(n+1) ────────── | s = q k(n-1)ᵀ | …
+//   consumer      | issue both ⟂ kv_full | ⟂ s | p(n), its sums | ⟂ o | pack p(n) | …    2 or 3 of them, out of phase
+//   between tiles | s of the next tile's first keys, o += p v of the last | its p | ⟂ o | rows of out → smem → TMA, lse
+//   Without kNextScoresFirst that p v goes before that s, and out is stored beside the s.
+//
+// Roles    warpgroup 0: producer.cuh, varlen_producer.cuh
+//            warp 0               copies k and v; in pages, k alone. It schedules dense work tiles without a mask_mod
+//            warps 1 … kQueryWarps copy q
+//            warp 2               copies v, if keys lie in pages
+//            warp 3               schedules work tiles, if varlen or block-sparse (scheduler.cuh, varlen_scheduler.cuh)
+//          the others, consumers: mainloop.cuh, epilogue.cuh. Each owns 64 queries of the block and all keys. A step
+//          issues s of the next key tile and p v of this one; the softmax of that s then runs beside p v.
+//
+// Barriers in memory (storage.cuh)
+//            work_full            a work tile is published, or that there is no more
+//            requested            (varlen or block-sparse) the scheduler is to publish the next work tile
+//            q_full, q_empty      q of a warpgroup has arrived; its warps are done with it
+//            kv_full, kv_empty    k or v has arrived; every warp of the consumers is done with it
+//            edge_full            (varlen) v has arrived of a tile whose first keys warp 0 or 2 is yet to make zeros
+//          named (NamedBarrier in storage.cuh)
+//            kIssue + group       (kPingPong) the warpgroup may issue its products; the softmax of others runs beside
+//            kBarriersMade        (varlen) warp 1 has made the barriers in memory; the scheduler may publish
+//            kFirstWork           (varlen) the first work tile is published; all but the scheduler wait
+//            __syncthreads()      (dense) both have happened
+#include "epilogue.cuh"
+#include "roles.cuh"
+
+extern "C" __global__ void __launch_bounds__(kNumThreads, 1)
+    CUFLASH_KERNEL(const __grid_constant__ KernelParams params) {
+  run_roles<ForwardConsumer>(params);
+}

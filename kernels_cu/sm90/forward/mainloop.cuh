@@ -1,0 +1,308 @@
+// The main loop of the kernels that make out: the steps of a warpgroup over the key tiles of its work tiles.
+#pragma once
+#include "consumer.cuh"
+
+using Weights = unsigned[kBlockK / 4];
+using Output = float[kHeadDimV / 2];
+
+// `Computing` is the struct that derives from this one: its store(softmax) stores the rows of the work before this one.
+template <class Computing>
+struct ForwardMainloop : Consumer {
+  Weights p;
+  Output o;
+  float o_scale[2];
+  NextTile<kBlockSparse> next_tile;
+  bool has_begun = false;  // if block-sparse: this warpgroup has seen all of some key tile of the work at hand
+
+  using Consumer::Consumer;
+
+  // Takes work tile after work tile. The last p v of each goes with the first s of the next one, under which the rows
+  // of the former are stored.
+  __device__ __forceinline__ void run() {
+    smem.wait_work(0);
+    if (kVarlen && !smem.work(0).exists()) return;  // why: the host launches as many blocks as there may be work for
+    if (kPingPong && group == kNumConsumers - 1) bar_arrive(kIssue, 256);
+    GroupKeys keys(params.problem, smem.work(0), group);
+    bool skips_v = keys.skips_first;  // v of a key tile that is skipped comes next in the ring
+    unsigned k_slot = issue_first_qk(keys);
+    if constexpr (kNextScoresFirst) softmax_first_tile<0>(keys, k_slot);
+#pragma unroll 1
+    for (;;) {
+      if constexpr (!kNextScoresFirst) softmax_first_tile<0>(keys, k_slot);
+      if (skips_v) skip();
+      if (keys.skips_first) skip_issue();
+      pack();
+      const bool accumulate = steps(keys);
+
+      smem.wait_work(++i);
+      const QueryWork next = smem.work(i);
+      const bool skips_last = keys.skips_last;
+      if (skips_last) skip(), skip_issue();
+      if (!next.exists()) {  // a copy of the end, as no product may pend over a branch that issues one (L12)
+        issue_next_pv(accumulate);
+        wgmma_wait<0>(o);
+        self().store(softmax);
+        if (is_leader) bulk_wait_read<0>();
+        break;
+      }
+      wait_issue();
+      if constexpr (kNextScoresFirst) {
+        keys = GroupKeys(params.problem, next, group);
+        if (keys.skips_first && !skips_last) skip();
+        skips_v = skips_last || keys.skips_first;
+        const PipelineState first = ring.advance();
+        if (keys.skips_first && skips_last) skip(), skip();  // the first k, and v of the last tile of the work before
+        const PipelineState second = ring.advance();
+        // why: v of a skipped key tile stands before the next k in the ring.
+        const PipelineState k = skips_v ? second : first, v = skips_v ? first : second;
+        wait_query();
+        issue_qk(s, q, smem.q_rows(i, group), wait(k));
+        issue_ab<kBlockK, kHeadDimV>(o, p, wait(v), kPanelBytesK, accumulate);
+        k_slot = k.slot;
+        const unsigned v_slot = v.slot;
+        pass_issue();
+        const Softmax done = softmax;
+        softmax_first_tile<1>(keys, k_slot);
+        finish_pv(v_slot);
+        self().store(done);
+      } else {
+        const unsigned v_slot = issue_next_pv(accumulate);
+        if (skips_last) skip();
+        keys = GroupKeys(params.problem, next, group);
+        skips_v = keys.skips_first;
+        k_slot = issue_first_qk(keys);
+        pass_issue();
+        wgmma_wait<1>(o);
+        release(v_slot);
+        self().store(softmax);
+      }
+#pragma unroll
+      for (int j = 0; j < kHeadDimV / 2; ++j) asm volatile("" : "=f"(o[j]));  // ends the life of the stored o (L11)
+    }
+  }
+
+  // One of the steps of a query block.
+  struct Step {
+    int n;                    // the key tile of s
+    bool accumulate = false;  // o has the p v of a key tile
+    bool has_weights = true;  // p is of the key tile before, which was not passed over
+    unsigned k_slot, v_slot;
+    float sums[2];  // of the weights
+  };
+
+  // Takes the steps of all key tiles but the first; p is then that of the last. The result is whether o holds a sum.
+  __device__ __forceinline__ bool steps(const GroupKeys& keys) {
+    const TileRange tiles = keys.tiles;
+    Step step{tiles.end - 2};
+    if constexpr (kAlwaysUpdatesMax) {
+#pragma unroll 1
+      for (; step.n >= tiles.begin; --step.n) {
+        if (passes_over(step, keys)) continue;
+        issue_step(step);
+        softmax_tile<1>(keys, step.n, step.k_slot, o_scale);
+        const int tile = next_tile.at(step.n).n();
+        next_tile.pop(smem, step.k_slot);
+        release_k(keys, step.n, step.k_slot);
+        drop(tile);
+        finish_pv(step.v_slot);
+        pack();
+        rescale();
+      }
+    } else {
+      // why: after the tile of the last key that all rows see, no row has seen nothing. If block-sparse, each tile
+      // has its own kind.
+      const bool any_unmasked = !kBlockSparse && keys.unmasked.begin < min(keys.unmasked.end, tiles.end);
+      const int upper_begin = any_unmasked ? max(tiles.begin, keys.last_common) : tiles.begin;
+#pragma unroll 1
+      while (step.n >= tiles.begin) {
+        // The loop without a mask comes first: NVRTC then makes shorter sums of descriptors (L52).
+        const bool upper = !kBlockSparse && step.n >= upper_begin;
+        if ((upper || stale_steps<true>(step, keys, kBlockSparse ? tiles.begin : keys.unmasked.begin)) &&
+            stale_steps<false>(step, keys, upper ? upper_begin : tiles.begin)) {
+          continue;
+        }
+        bool again[2];
+        // why once more: registers. With dropout the sums are kept, as weights are dropped already.
+        if constexpr (kScoreMod && !kDropout) Softmax::sum_up(s, step.sums);
+        if (softmax.scale_down(s, step.sums, again, o_scale)) recompute_weights(step, keys, again);
+        else softmax.add(step.sums);
+        const int tile = smem.tile(step.n, step.k_slot).n();
+        release_k(keys, step.n, step.k_slot);
+        drop(tile);
+        pack();
+        rescale();
+        --step.n;
+      }
+    }
+    return step.accumulate;
+  }
+
+  // Takes steps down to tile `begin`; false if weights left the range, their step unfinished. Rows keep the maximum of
+  // the first tile in which they see a key, as long as their weights are in range. So the bits of a row depend on no
+  // other row, nor on which of the two loops a tile falls into. why a loop of their own for tiles without hidden keys,
+  // after the first key that all rows see: L28. If block-sparse, each loop ends before the first tile that is for the
+  // other.
+  template <bool kUnmasked>
+  __device__ __forceinline__ bool stale_steps(Step& step, const GroupKeys& keys, int begin) {
+    // Whether it is usual that a row sees its first key in these tiles. In others that is only so if scores have
+    // weighed nothing so far; the row's weights are then made again.
+    constexpr bool kMayBeginRows = !kUnmasked || (kMaskMod && !kBlockSparse) || kScoreModMayMask;
+#pragma unroll 1
+    for (; step.n >= begin; --step.n) {
+      if constexpr (kBlockSparse) {
+        const bool unmasked = is_unmasked(next_tile.at(step.n), keys);
+        if (kUnmasked != (has_begun && unmasked)) return true;
+        has_begun |= unmasked;
+      }
+      if (!kUnmasked && passes_over(step, keys)) continue;
+      issue_step(step);
+      const QueryWork work =
+          kUnmasked && !kHasMods ? QueryWork() : smem.work(i);  // read here: no registers over the wait (L31)
+      const auto rows = kUnmasked && !kHasMods ? decltype(lane_queries(work))() : lane_queries(work);
+      const TileMods tile_mods(params, work);
+      const auto at = next_tile.at(step.n);
+      const int tile = at.n();
+      const auto mod_tile = tile_mods.tile(rows, tile * kBlockK, softmax.taken_off<kMayBeginRows>());
+      next_tile.pop(smem, step.k_slot);
+      wgmma_wait<1>(s);
+      Score{params.problem.score}.apply(s);
+      tile_mods.apply(mod_tile, s, (kUnmasked && kBlockSparse) || at.is_full(group));
+      if constexpr (!kUnmasked) {
+        if (tile >= keys.unmasked.end) mask(work).apply_end(s, rows, tile * kBlockK, fresh_thread() % 4);
+        if (tile < keys.unmasked.begin) mask(work).apply_begin(s, rows, tile * kBlockK, fresh_thread() % 4);
+      }
+      missing_pages(step.k_slot).apply(s, fresh_thread() % 4);
+      if constexpr (kMayBeginRows && kScoreMod) softmax.update_max_of_exponents(s);
+      else if constexpr (kMayBeginRows) softmax.update_max_if_unseen(s, scale_log2());
+      else if constexpr (kScoreMod) softmax.put_out_of_range(s);
+      softmax.exponentiate<kScoreMod>(s, scale_log2(), step.sums);
+      const bool again = softmax.out_of_range(0, step.sums[0]) | softmax.out_of_range(1, step.sums[1]);
+      const bool leaves = __any_sync(0xffffffffu, again);
+      if (!leaves) {
+        softmax.add(step.sums);
+        release_k(keys, step.n, step.k_slot);
+      }
+      finish_pv(step.v_slot);  // also in warps that leave, whose p is made again: racecheck follows it (L41)
+      if constexpr (kDropout) tile_mods.drop(s, rows, tile);
+      pack();
+      if (leaves) return false;
+    }
+    return true;
+  }
+
+  // Begins s = q kᵀ of the next key tile and o += p v of the one before.
+  __device__ __forceinline__ void issue_step(Step& step) {
+    wait_issue();
+    step.k_slot = issue_next_qk();
+    step.v_slot = issue_next_pv(step.accumulate);
+    step.accumulate = step.has_weights = true;
+    pass_issue();
+  }
+
+  // Makes the weights of the first key tile.
+  template <int kPending>
+  __device__ __forceinline__ void softmax_first_tile(GroupKeys& keys, unsigned k_slot) {
+    keys.find_unmasked(params.problem, smem.work(i), group);
+    softmax.setup();
+    softmax_tile<kPending>(keys, keys.tiles.end - 1, k_slot, o_scale);
+    const auto at = smem.tile(keys.tiles.end - 1, k_slot);
+    const int tile = at.n();
+    if constexpr (kBlockSparse) has_begun = is_unmasked(at, keys);
+    next_tile.pop(smem, k_slot);
+    release_k(keys, keys.tiles.end - 1, k_slot);
+    drop(tile);
+  }
+
+  // Makes the weights of the rows `again` of a step once more.
+  __device__ __forceinline__ void recompute_weights(const Step& step, const GroupKeys& keys, const bool (&again)[2]) {
+    const QueryWork work = smem.work(i);
+    const auto rows = lane_queries(work);
+    const TileMods tile_mods(params, work);
+    const auto at = smem.tile(step.n, step.k_slot);
+    const int tile = at.n();
+    auto finish = [&](float (&fresh)[8], int piece) {
+      const int key = tile * kBlockK + 16 * piece;
+      Score{params.problem.score}.apply(fresh);
+      tile_mods.apply(tile_mods.tile(rows, key), fresh, at.is_full(group));
+      if (tile >= keys.unmasked.end) mask(work).apply_end(fresh, rows, key, fresh_thread() % 4);
+      if (tile < keys.unmasked.begin) mask(work).apply_begin(fresh, rows, key, fresh_thread() % 4);
+      missing_pages(step.k_slot).apply_piece(fresh, piece, fresh_thread() % 4);
+    };
+    recompute_tile_weights(s, softmax, step.sums, again, o_scale, finish, scale_log2(), q, q_smem(),
+                           smem.kv + step.k_slot * kBytesSlot);
+  }
+
+  // Passes over a key tile in which this warpgroup sees nothing, unless it is the last, whose p v goes with the next
+  // work. The result is false if the tile is to be taken. why the product of v is begun by a step that follows even if
+  // p is 0: a condition there makes wgmma wait.
+  __device__ __forceinline__ bool passes_over(Step& step, const GroupKeys& keys) {
+    if constexpr (kBlockSparse) {
+      if (step.n == keys.tiles.begin || next_tile.at(step.n).is_visible(group)) return false;
+      wait_issue();
+      wait(ring);
+      next_tile.pop(smem, ring.slot);
+      release_k(keys, step.n, ring.advance().slot);
+      if (step.has_weights) {
+        const unsigned v_slot = issue_next_pv(step.accumulate);
+        step.accumulate = true, step.has_weights = false;
+        pass_issue();
+        finish_pv(v_slot);
+#pragma unroll
+        for (unsigned& pair : p) pair = 0;
+      } else {
+        skip(), pass_issue();
+      }
+      return true;
+    }
+    return false;
+  }
+
+  // Whether this warpgroup sees all of a tile, after which all of its rows have begun.
+  template <class Tile>
+  __device__ __forceinline__ bool is_unmasked(const Tile& tile, const GroupKeys& keys) const {
+    return tile.is_full(group) && tile.n() >= keys.unmasked.begin && tile.n() < keys.unmasked.end;
+  }
+
+  __device__ __forceinline__ Computing& self() { return static_cast<Computing&>(*this); }
+
+  // Ping-pong: warpgroups issue their products alternately (L27).
+  __device__ __forceinline__ void wait_issue() const {
+    if constexpr (kPingPong) bar_sync(kIssue + group, 256);
+  }
+
+  __device__ __forceinline__ void pass_issue() const {
+    if constexpr (kPingPong) bar_arrive(kIssue + (group + 1) % kNumConsumers, 256);
+  }
+
+  // For a step that is skipped. why: all warpgroups must pass as often.
+  __device__ __forceinline__ void skip_issue() const { wait_issue(), pass_issue(); }
+
+  __device__ __forceinline__ void pack() {
+#pragma unroll
+    for (int j = 0; j < kBlockK / 4; ++j) p[j] = pack2(s[2 * j], s[2 * j + 1]);
+  }
+
+  // Drops weights of key tile n, whose sums were made.
+  __device__ __forceinline__ void drop(int n) {
+    if constexpr (kDropout) {
+      const QueryWork work = smem.work(i);
+      TileMods(params, work).drop(s, lane_queries(work), n);
+    }
+  }
+
+  __device__ __forceinline__ void rescale() {
+    if (!__any_sync(0xffffffffu, o_scale[0] != 1.0f | o_scale[1] != 1.0f)) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) scale_row(o, h, o_scale[h]);
+  }
+
+  __device__ __forceinline__ unsigned issue_next_pv(bool accumulate) {
+    issue_ab<kBlockK, kHeadDimV>(o, p, wait(ring), kPanelBytesK, accumulate);
+    return ring.advance().slot;
+  }
+
+  __device__ __forceinline__ void finish_pv(unsigned v_slot) {
+    wgmma_wait<0>(o);
+    release(v_slot);
+  }
+};

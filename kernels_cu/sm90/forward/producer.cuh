@@ -1,0 +1,210 @@
+// The producers of forward and lse, which copy by TMA: one warp loads k and v, others load q. The warp that loads k and
+// v schedules work, or a warp of its own if block-sparse or varlen.
+#pragma once
+#include "../../common/swizzle.cuh"
+#include "../../ptx/cp_async.cuh"
+#include "../../ptx/grid.cuh"
+#include "scheduler.cuh"
+#include "varlen_producer.cuh"
+
+// One thread pushes work tile i to the others. All lanes of a warp call.
+struct WorkPusher : Role {
+  template <class AnyWork>
+  __device__ __forceinline__ void push(unsigned i, const AnyWork& work) const {
+    if (is_leader) smem.push(i, work);
+    __syncwarp();
+  }
+};
+
+// Warp 0 fills the ring and, unless block-sparse, schedules work.
+template <class AnyWork>
+struct DenseKeyProducer : WorkPusher {
+  PipelineState ring;
+  LoadedTile<kBlockSparse> loaded;
+
+  // Loads key tile n of k or v into the ring.
+  template <int kPanels, bool kPushes>
+  __device__ __forceinline__ void load(const TensorMap& map, int n, const AnyWork& work) {
+    const unsigned full = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
+    const auto rows = work.sequence(params.problem).visible_keys_from(n * kBlockK);  // why before the wait: L17
+    mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
+    if (is_leader) {
+      if constexpr (kPushes) loaded.push(smem, ring.slot);
+      mbarrier_arrive_expect_tx(full, kPanels * kPanelBytesK);
+      load_panels<kPanels>(map, target, kPanelBytesK, full, rows, work.kv_head);
+    }
+    __syncwarp();
+    ring.advance();
+  }
+
+  __device__ __forceinline__ void load_k(const AnyWork& work, int n) { load<kPanelsQk, true>(params.k_map, n, work); }
+
+  __device__ __forceinline__ void load_v(const AnyWork& work, int n) {
+    if constexpr (kPanelsV > 0) load<kPanelsV, false>(params.v_map, n, work);
+  }
+
+  // The last p v of a query block is made during the query block after it.
+  __device__ __forceinline__ void load_last_v(unsigned i, int last) {
+    const AnyWork work = smem.work(i);
+    load_v(work, kBlockSparse ? last : work.keys.begin);
+  }
+
+  // why work is read back from shared memory: L5.
+  __device__ __forceinline__ void run(const AnyWork& first) {
+    TileScheduler scheduler;
+    if constexpr (!kBlockSparse) push(0, first);
+    unsigned i = 0;
+#pragma unroll 1
+    for (;; ++i) {
+      if constexpr (kBlockSparse) smem.wait_work(i);
+      const AnyWork work = smem.work(i);
+      if (!work.exists()) break;
+      const DescendingTiles tiles = work.keys;
+      // The key tile before which the next work is claimed. why so late: L19.
+      const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
+                           : kBlockSparse            ? min(tiles.begin + 2, tiles.end - 1)
+                                                     : tiles.begin;
+#pragma unroll 1
+      for (int n = tiles.first(); tiles.has(n); n = tiles.next(n)) {
+        if constexpr (kBlockSparse) {
+          if (n == claim_at && is_leader) mbarrier_arrive(smem.requested(i));
+        } else if (n == claim_at) {
+          scheduler.advance(params);
+          push(i + 1, scheduler.work(params));
+        }
+        const int before = kBlockSparse ? loaded.n() : n + 1;
+        loaded.find_next(params, work, n == tiles.first());
+        load_k(work, kBlockSparse ? loaded.n() : n);
+        if (n < tiles.end - 1) load_v(work, before);
+        else if (kNextScoresFirst && i > 0) load_last_v(i - 1, before);
+      }
+      if (!kNextScoresFirst) load_v(work, kBlockSparse ? loaded.n() : work.keys.begin);
+    }
+    if (kNextScoresFirst) load_last_v(i - 1, loaded.n());
+  }
+};
+
+// Schedules work if block-sparse: visible tiles are counted for it.
+template <class AnyWork>
+struct DenseSchedulerWarp : WorkPusher {
+  __device__ __forceinline__ void run(const AnyWork& first) const {
+    TileScheduler scheduler;
+    push(0, first);
+    bool exists = first.exists();
+#pragma unroll 1
+    for (unsigned i = 0; exists; ++i) {
+      smem.wait_request(i);
+      scheduler.advance(params);
+      const AnyWork next = scheduler.work(params);
+      push(i + 1, next);
+      exists = next.exists();
+    }
+  }
+};
+static_assert(!kBlockSparse || kQueryWarps < kSchedulerWarp, "the scheduler warp has no other role");
+
+// Schedules the work of variable-length sequences. why a warp of its own: it needs more registers than the others have
+// left, and no other warp waits while it reads the lengths.
+template <class Scheduler>
+struct SchedulerWarp : Role {
+  __device__ __forceinline__ void run() const {
+    if constexpr (kOneTilePerBlock) run_ahead();
+    else run_on();
+  }
+
+ private:
+  // Publishes work tile i.
+  __device__ __forceinline__ void publish(unsigned i) const {
+    if (i == 0) bar_sync(kBarriersMade, 64);
+    if (is_leader) smem.publish(i);
+    __syncwarp();
+    if (i > 0) return;
+    bar_arrive(kFirstWork, kNumThreads);
+    smem.wait_published(
+        i);  // why, as no other thread does: synccheck reports a barrier in memory that no thread waits for (L41)
+  }
+
+  // Schedules the one work tile of the thread block. It is found while the kernels ahead still run, and loaded as soon
+  // as they have ended. Since they may have written to the lengths, it is then found once more: if it is another one,
+  // that is the next work tile, and the first one is void.
+  __device__ __forceinline__ void run_ahead() const {
+    unsigned i = 0;
+    // why one site: L50.
+#pragma unroll 1
+    for (bool is_ahead = true;; is_ahead = false) {
+      Scheduler scheduler;
+      scheduler.begin(params);
+      QueryWork work = scheduler.find(params);
+      const bool exists = work.exists();
+      if (i > 0) {
+        if (exists && work.is(smem.work(0))) work.row_begin = kNoWork;
+        else if (!exists) work.row_begin = kVoid;
+      }
+      // why not ahead if there is none: the other warps would end.
+      if (exists || !is_ahead) {
+        if (is_leader) smem.write(i, work);
+        publish(i);
+        ++i;
+      }
+      if (!is_ahead) break;
+      wait_kernels_ahead();
+    }
+    QueryWork none;
+    none.row_begin = kNoWork;
+    if (is_leader) smem.push(i, none);
+  }
+
+  // why one site for all pieces: L50.
+  __device__ __forceinline__ void run_on() const {
+    Scheduler scheduler;
+    scheduler.begin(params);
+    bool exists = true, is_second = false;  // of a pair
+#pragma unroll 1
+    for (unsigned i = 0; exists; ++i) {
+      if (is_second) {
+        scheduler.write_second(params, smem, i);
+      } else {
+        if (i > 0) scheduler.advance(params);
+        exists = scheduler.write_work(params, smem, i);
+      }
+      publish(i);
+      // why not before the second work tile of a pair is published, too: it is known already.
+      if (is_second) smem.wait_request(i - 1);
+      is_second = !is_second && scheduler.is_pair();
+      if (exists && !is_second) smem.wait_request(i);
+    }
+  }
+};
+
+// One warp begins to load a warpgroup's rows of q, which are counted at the barrier.
+template <class Params, class AnyWork>
+__device__ __forceinline__ void load_queries(const Params& params, const AnyWork& work, int group, unsigned target,
+                                             unsigned barrier, int&, bool is_leader) {
+  if (!is_leader) return;
+  const auto rows = work.sequence(params.problem).queries_from(work.row_begin + kGroupRows * group);
+  mbarrier_arrive_expect_tx(barrier, kBytesQ / kNumConsumers);
+  load_panels<kPanelsQk>(params.q_map, target, kPanelBytesQ, barrier, boxed(rows, kGroupRows, params.problem.head_dim),
+                         work.head);
+}
+
+// The kernels have a `load_queries` for their work tiles.
+template <class AnyWork>
+struct QueryProducer : Role {
+  const int first_group, step;
+
+  __device__ __forceinline__ void run() {
+    int filled = 0;
+#pragma unroll 1
+    for (unsigned i = 0;; ++i) {
+      smem.wait_work(i);
+      const AnyWork work = smem.work(i);
+      if (!work.exists()) break;
+#pragma unroll 1
+      for (int group = first_group; group < kNumConsumers; group += step) {
+        mbarrier_wait(smem.q_empty(i, group), (i / kQStages + 1) & 1);
+        load_queries(params, work, group, smem.q_rows(i, group), smem.q_full(i, group), filled, is_leader);
+        __syncwarp();
+      }
+    }
+  }
+};

@@ -1,0 +1,133 @@
+// score_mod, mask_mod, bias, sinks and dropout (mods), as the consumers of forward and lse on Hopper use them. In plain
+// kernels nothing is left of it.
+#pragma once
+#include "../../common/dropout.cuh"
+#include "../../common/fragment.cuh"
+#include "../../common/mods.cuh"
+#include "../pipeline/work_tile.cuh"
+#include "kernel_params.cuh"
+
+static_assert(!kDecode || (!kDropout && !kBlockSparse), "kernels for decoding drop no weights, and take all key tiles");
+
+// The functions of a lane's two rows. In decoding the rows of a block are those of all query heads of a kv head.
+template <bool kIsDecode>
+struct HeadsOf {
+  using Type = ModHead;
+};
+template <>
+struct HeadsOf<true> {
+  using Type = TwoModHeads;
+};
+using ModHeads = HeadsOf<kDecode>::Type;
+
+// Those of one head of a work tile.
+template <class Params, class AnyWork>
+__device__ __forceinline__ ModHead make_mod_head(const Params& params, const AnyWork& work, int query_head) {
+  const ProblemParams& problem = params.problem;
+  const int seqlen_q = work.sequence(problem).seqlen_q();
+  return ModHead(params, problem, work.sequence_idx(), query_head, seqlen_q, work.seqlen_k(problem));
+}
+
+// Those of this lane.
+template <class Params, class AnyWork>
+__device__ __forceinline__ ModHeads make_mod_heads(const Params& params, const AnyWork& work) {
+  if constexpr (kDecode) {
+    const int warp = kWarpsSplitKeys ? 0 : fresh_thread() / 32 % 4,
+              row = work.row_begin + 16 * warp + fresh_thread() % 32 / 4;
+    const int group = params.problem.heads_per_kv, first = work.head * group;
+    auto of_row = [&](int r) { return make_mod_head(params, work, first + r - fast_div(r, group) * group); };
+    return {of_row(row), of_row(row + 8)};
+  } else {
+    return make_mod_head(params, work, work.head);
+  }
+}
+
+// The mods of one work tile. `Rows` are the lane's two queries.
+template <bool kEnabled, class Params, class AnyWork>
+struct TileModsOf {
+  struct Nothing {};
+
+  __device__ __forceinline__ TileModsOf(const Params&, const AnyWork&) {}
+  template <class Rows>
+  __device__ __forceinline__ Nothing tile(const Rows&, int, const float2& = {}) const {
+    return {};
+  }
+  template <int kCount>
+  __device__ __forceinline__ void apply(const Nothing&, float (&)[kCount], bool) const {}
+  template <class Rows>
+  __device__ __forceinline__ void drop(float (&)[kBlockK / 2], const Rows&, int) const {}
+  __device__ __forceinline__ void finish(float&, float&) const {}
+};
+
+template <class Params, class AnyWork>
+struct TileModsOf<true, Params, AnyWork> {
+  const Params& params;
+  const AnyWork& work;
+
+  __device__ __forceinline__ TileModsOf(const Params& kernel_params, const AnyWork& work_tile)
+      : params(kernel_params), work(work_tile) {}
+
+  // What is known of the lane's rows with the keys from `key` on. less: what is taken off the scores of each row.
+  template <class Rows>
+  __device__ __forceinline__ auto tile(const Rows& rows, int key, const float2& less = {0.0f, 0.0f}) const {
+    if constexpr (kScoreMod) return Precomputed(*this, rows, key, less);
+    else return Deferred<Rows>{*this, rows, key};
+  }
+
+  // Products become scores, less what `tile` was given for their row; those that are hidden become -inf. is_full: the
+  // mask among the functions shows all of the tile. why scores that weigh nothing do not: kUnseen in
+  // sm90/forward/softmax.cuh.
+  template <class Tile, int kCount>
+  __device__ __forceinline__ void apply(const Tile& tile, float (&s)[kCount], bool is_full) const {
+    if (kSkipsFullTiles && is_full) {
+      if constexpr (kScoreMod) tile.template apply<false>(s);
+    } else if constexpr (kScoreMod || kMaskMod) {
+      tile.template apply<kMaskMod>(s);
+    }
+  }
+
+  // Weights of key tile n that are dropped become zero.
+  template <class Rows>
+  __device__ __forceinline__ void drop(float (&weights)[kBlockK / 2], const Rows& rows, int n) const {
+    Dropout(params, work.sequence_idx(), work.head)
+        .template drop<kBlockK % 32 == 0>(weights, rows, n * kBlockK, fresh_thread() % 4);
+  }
+
+  // Counts the sink, and multiplies a row of out by what dropout multiplies weights by.
+  __device__ __forceinline__ void finish(float& o_scale, float& lse) const {
+    // why not in decoding: sinks are counted when all splits of a row are merged (DecodeOutput::count_sink).
+    if constexpr (!kDecode) Sink(params, work.head).add(o_scale, lse);
+    if constexpr (kDropout) o_scale *= params.kept_scale;
+  }
+
+ private:
+  // What scores are made with, before their products are there. why: it takes long.
+  struct Precomputed {
+    const ModHeads heads;
+    const ModRows rows;
+
+    template <class Rows>
+    __device__ __forceinline__ Precomputed(const TileModsOf& tile_mods, const Rows& of, int key, const float2& less)
+        : heads(make_mod_heads(tile_mods.params, tile_mods.work)), rows(heads, of, key, fresh_thread() % 4, less) {}
+
+    template <bool kAsksMask, int kCount>
+    __device__ __forceinline__ void apply(float (&s)[kCount]) const {
+      apply_mods<kAsksMask, false>(heads, s, rows);
+    }
+  };
+
+  // The same of a mask alone, found where it is asked. why: most tiles do not ask it.
+  template <class Rows>
+  struct Deferred {
+    const TileModsOf& tile_mods;
+    const Rows& rows;
+    const int key;
+
+    template <bool kAsksMask, int kCount>
+    __device__ __forceinline__ void apply(float (&s)[kCount]) const {
+      const ModHeads heads = make_mod_heads(tile_mods.params, tile_mods.work);
+      apply_mods<kAsksMask, false>(heads, s, ModRows(heads, rows, key, fresh_thread() % 4));
+    }
+  };
+};
+using TileMods = TileModsOf<kHasMods, KernelParams, QueryWork>;
