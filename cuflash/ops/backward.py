@@ -130,11 +130,7 @@ def backward(
     Source: FlashAttention-2 (arXiv 2307.08691), algorithm 2.
     """
     if page_table is not None or cache_batch_idx is not None:
-        name = "page_table" if page_table is not None else "cache_batch_idx"
-        raise UnsupportedError(
-            f"{name} was given, but cached keys have no gradients, as several sequences may share them; gather them "
-            "into k and v, packed or one row of the batch for each sequence"
-        )
+        raise cached_keys_error(page_table)
     options = options_key(
         softmax_scale=softmax_scale,
         causal=causal,
@@ -165,6 +161,15 @@ def backward(
     if mod_call is None or captured_grads is None:
         return dq, dk, dv
     return dq, dk, dv, mod_call.captured_grads(sums)
+
+
+def cached_keys_error(page_table: Any) -> UnsupportedError:
+    """Returns the error of gradients of cached keys, which have none. page_table: None for rows of a cache."""
+    name = "page_table" if page_table is not None else "cache_batch_idx"
+    return UnsupportedError(
+        f"{name} was given, but cached keys have no gradients, as several sequences may share them; gather them "
+        "into k and v, packed or one row of the batch for each sequence"
+    )
 
 
 def _three(grads_out: Any) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from tensors import assert_equal, assert_gradients, assert_pulled, in_numpy, loss, made, with_lse
 
+from cuflash import UnsupportedError
 from cuflash.frameworks.torch import attention
 from cuflash.testing import oracle
 
@@ -66,6 +67,21 @@ def test_what_a_function_transform_captures_gets_gradients_too(device: str) -> N
     scaled = torch.vmap(lambda x: x * attention(q, k, v).sum())(torch.stack([x, 3 * x]))
     found = torch.autograd.grad(scaled.sum(), (q, k, v))
     assert_pulled(found, (q, k, v), torch.full_like(out, 4))
+
+
+def test_gradients_of_cached_keys_that_a_transform_lets_through_are_refused() -> None:
+    """torch.func takes gradients of what requires them outside of it, though they are disabled inside."""
+    q, pages = torch.randn(2, 4, 2, 8, requires_grad=True), torch.randn(3, 4, 2, 8)
+    table, used = (torch.tensor(x, dtype=torch.int32) for x in ([[0], [1]], [4, 3]))
+
+    def value(x: Any) -> Any:
+        with torch.no_grad():
+            out = attention(q, pages, pages, page_table=table, seqused_k=used)
+        return (x * out).sum()
+
+    _, result = torch.func.grad_and_value(value)(torch.ones(()))
+    with pytest.raises(UnsupportedError, match="page_table was given, but cached keys have no gradients"):
+        result.backward()
 
 
 def test_programs_of_gradients_hold_the_ops(device: str) -> None:

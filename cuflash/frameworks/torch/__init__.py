@@ -215,10 +215,10 @@ def flex_attention(
     >>> flex_attention(query, key, value, lambda score, b, h, q_idx, k_idx: score - abs(q_idx - k_idx)).shape
     torch.Size([2, 4, 100, 64])
     """
-    asks_lse = wants_lse(return_lse, return_aux)
+    needs_lse = wants_lse(return_lse, return_aux)
     q, k, v, masks = arguments_of_flex(query, key, value, block_mask, enable_gqa, kernel_options, return_aux)
-    results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=asks_lse, **masks)
-    out, lse = results if asks_lse else (results, None)
+    results: Any = attention(q, k, v, softmax_scale=scale, score_mod=score_mod, return_lse=needs_lse, **masks)
+    out, lse = results if needs_lse else (results, None)
     return results_of_flex(out.transpose(1, 2), lse, return_lse, return_aux)
 
 

@@ -15,12 +15,12 @@ import torch
 from torch.autograd import Function, forward_ad
 
 from ...errors import ProblemError, UnsupportedError
+from ...ops.backward import cached_keys_error
 from ...problem.operands import OPS, VARLEN_ARGS, VARLEN_OPS, Op, VarlenArgs
-from ...problem.options import OptionsKey, options_key
+from ...problem.options import MAX_KEYS, OptionsKey, options_key
 from ...runtime.call import run
 from .ops import backward_by_op, by_op, refuse_twice, zeros_for_none
 from .tensors import TANGENT, becomes_an_op, is_batched, is_transformed, refuse_tangents
-from .varlen import refuse_cached
 
 MAPPED = (
     "score_mod, mask_mod, block_mask, bias, sinks and dropout_p under vmap: what is mapped has no place among the "
@@ -61,7 +61,7 @@ def plain_ops(options: OptionsKey, deterministic: bool, is_varlen: bool) -> Ops:
     return find_ops(options, deterministic, is_varlen)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(MAX_KEYS)
 def _plain_ops(options: OptionsKey, deterministic: bool, is_varlen: bool) -> Ops:
     backward_options = options.options._replace(deterministic=deterministic, num_splits=0, split_size=None)
     table = VARLEN_OPS if is_varlen else OPS
@@ -86,9 +86,7 @@ class _Attention(Function):
     @staticmethod
     def forward(ctx: Any, ops: Ops, *tensors: Any) -> Any:
         results = run(ops.forward, tensors, ops.forward_options, 2)
-        ctx.ops = ops
-        ctx.save_for_backward(*results, *tensors)
-        ctx.set_materialize_grads(False)
+        _save(ctx, (ops, *tensors), results)
         return results
 
     @staticmethod
@@ -147,7 +145,8 @@ def _gradients(ops: Ops, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, 
         return backward_by_op(dout, q, k, v, out, lse, dlse, keywords, options.deterministic)
     lengths: tuple[Any, ...] = ()
     if varlen_args:
-        refuse_cached(varlen_args.page_table, varlen_args.cache_batch_idx)
+        if varlen_args.page_table is not None or varlen_args.cache_batch_idx is not None:
+            raise cached_keys_error(varlen_args.page_table)
         lengths = varlen_args.packed_or_used
     results = run(ops.backward, (q, k, v, dout, out, lse, dlse, *lengths, *mod_inputs), ops.backward_options)
     if not ops.grads:

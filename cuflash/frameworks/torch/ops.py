@@ -136,7 +136,7 @@ def refuse_twice(ctx: Any, *gradients: Any) -> Any:
     raise UnsupportedError(_TWICE)
 
 
-# why schemas: PyTorch cannot infer them, because annotations are strings in this module.
+# Schemas are written out: PyTorch cannot infer them, because annotations are strings in this module.
 _ARGUMENTS = (
     "float? softmax_scale, bool causal, SymInt window_left, SymInt window_right, SymInt? diagonal_offset, "
     f"float softcap, bool deterministic, {', '.join(f'Tensor? {name}=None' for name in VARLEN_ARGS)}, "
@@ -172,7 +172,7 @@ def _backward_op(
 @_attention_op.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     is_dense = all(x is None for x in Arguments(*arguments).varlen_args)
-    # why only dense calls: packed queries may see keys of a cache. The ranks of others are validated when they run.
+    # Dense calls alone: packed queries may see keys of a cache. The ranks of others are validated when they run.
     if is_dense and (not q.dim() == k.dim() == v.dim() or not 2 <= q.dim() <= 4):
         raise ProblemError(
             f"q, k and v have ranks {q.dim()}, {k.dim()} and {v.dim()}; give all (batch, seqlen, heads, head_dim), "
@@ -230,7 +230,7 @@ def _register_gradients(custom_op: Any, differentiate: Any, save: Any = None) ->
     def kernel(keys: Any, *operands: Any) -> Any:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*operands):
             with enable_single_level_autograd_function():
-                # why more: the dispatcher leaves defaults out
+                # The dispatcher leaves defaults out: None stands for each.
                 return Gradients.apply(*operands, *[None] * (count - len(operands)))
         with torch._C._AutoDispatchBelowAutograd():
             return op.redispatch(keys & torch._C._after_autograd_keyset, *operands)

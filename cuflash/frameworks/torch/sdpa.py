@@ -61,7 +61,7 @@ class Override:
         if dispatch_key == "CUDA":
             if not torch.cuda.is_available():
                 raise UnsupportedError("PyTorch sees no GPU here, and its CPU attention is its own; leave it as it is")
-            cupy_module()  # why now: a missing CuPy is reported once here, and not by every later call
+            cupy_module()  # a missing CuPy is reported once here, not by every later call
         functions = {
             _FORWARD: self.forward,
             _BACKWARD: self.backward,
@@ -97,13 +97,15 @@ class Override:
         *,
         scale: float | None = None,
     ) -> Any:
-        """Operands and out are (batch, heads, seqlen, head_dim); out has the memory layout of query."""
+        """Computes out of operands (batch, heads, seqlen, head_dim), in the memory layout of query, and lse."""
         if _drops_all(_FORWARD, dropout_p) or _wants_weights(_FORWARD, return_debug_mask, dropout_p):
             return self._kernels[_FORWARD].call_boxed(
                 keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale
             )
         state = _state(query, dropout_p)
-        out = torch.empty_like(query) if query.shape[3] == value.shape[3] else None  # why: torch.compile expects that
+        out = (
+            torch.empty_like(query) if query.shape[3] == value.shape[3] else None
+        )  # torch.compile expects these strides
         result, lse = forward(
             *(x.transpose(1, 2) for x in (query, key, value)),
             softmax_scale=scale,
@@ -115,7 +117,7 @@ class Override:
         return result.transpose(1, 2), lse, None, None, query.shape[2], key.shape[2], *_dropout_results(state, query)
 
     def backward(self, keyset: Any, *arguments: Any, scale: float | None = None) -> Any:
-        """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
+        """Returns gradients of query, key and value, deterministic if PyTorch uses deterministic algorithms."""
         grad_out, query, key, value, out, logsumexp, *_, dropout_p, is_causal, state, _unused = arguments
         if _drops_all(_BACKWARD, dropout_p):
             return self._kernels[_BACKWARD].call_boxed(keyset, *arguments, scale=scale)
@@ -177,7 +179,7 @@ class Override:
         return self.packed(keyset, *plain, **more)
 
     def packed_backward(self, keyset: Any, *arguments: Any, **more: Any) -> Any:
-        """Gradients of query, key and value; they are deterministic if PyTorch uses deterministic algorithms."""
+        """Returns gradients of query, key and value, deterministic if PyTorch uses deterministic algorithms."""
         dout, query, key, value, out, lse, *places, dropout_p, is_causal, state, _unused = arguments
         if _drops_all(_PACKED_BACKWARD, dropout_p):
             return self._kernels[_PACKED_BACKWARD].call_boxed(keyset, *arguments, **more)
@@ -307,7 +309,7 @@ def _strided_like(result: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
 def _prefer_ours() -> list[int]:
     """Makes the flash and the memory-efficient backend PyTorch's first choices; returns the previous order."""
     if torch.cuda.is_available():
-        # why: PyTorch sets its own order when it first chooses a backend, which would undo the order set below.
+        # PyTorch sets its own order when it first chooses a backend, which would undo the order set below.
         torch._fused_sdp_choice(*(torch.empty(1, 1, 1, 8, device="cuda", dtype=torch.float16) for _ in range(3)))
     order: list[int] = torch._C._get_sdp_priority_order()
     ours = [int(SDPBackend.FLASH_ATTENTION), int(SDPBackend.EFFICIENT_ATTENTION)]

@@ -56,7 +56,7 @@ def masked_backward(
     *,
     scale: float | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Returns gradients of query, key, value and attn_bias; the last is None where `grad_input_mask` says so."""
+    """Returns gradients of query, key, value and attn_bias; the last is None unless `grad_input_mask` requires it."""
     *_, requires_bias = grad_input_mask
     is_bias_wanted = attn_bias is not None and requires_bias
     # The mask stays whole if it has a gradient: PyTorch takes that of every element, and sums expanded axes itself.
