@@ -151,7 +151,21 @@ FAMILIES = (
     Family(r"looked_up|(?<=sums\.)apart|alike(?=\()", "gathered_axes, separate_axes, equivalent", scope=PYTHON),
 )
 # Folders whose variables are named for what they hold, not for how they came to be, and names that are not.
-NAMED_FOLDERS = ("cuflash/frameworks/torch/", "cuflash/mods/", "tests/mods/")
+NAMED_FOLDERS = (
+    "cuflash/arrays/",
+    "cuflash/frameworks/torch/",
+    "cuflash/frameworks/jax/",
+    "cuflash/frameworks/flash_attn/",
+    "cuflash/frameworks/transformers/",
+    "cuflash/mods/",
+    "cuflash/ops/",
+    "cuflash/planning/",
+    "cuflash/problem/",
+    "cuflash/reference/",
+    "cuflash/runtime/",
+    "cuflash/tools/",
+    "tests/mods/",
+)
 VAGUE = {"made", "found", "given", "wanted", "known", "seen", "told", "kept", "own", "of", "at"}
 FOLDERS = ("cuflash", "kernels_cu", "tests", "examples", ".ci")
 FILES = {

@@ -50,7 +50,7 @@ class _CapturedGradients:
     """Launches and parts of the workspace beside those of a plan."""
 
     def __init__(self, plan: Plan, problem: Problem, device: Device) -> None:
-        self.made, self.problem, self.device = plan, problem, device
+        self.backward_plan, self.problem, self.device = plan, problem, device
         self.launches = list(plan.launches)
         self.parts, self.end = dict(plan.workspace), plan.workspace_bytes
         delta = next(launch for launch in plan.launches if launch.variant.op == "delta")
@@ -65,7 +65,9 @@ class _CapturedGradients:
                 f"gradients of captured arrays need {most} blocks; a launch has at most {MAX_GRID}. Split the "
                 "batch into several calls."
             )
-        return self.made._replace(launches=tuple(self.launches), workspace_bytes=self.end, workspace=self.parts)
+        return self.backward_plan._replace(
+            launches=tuple(self.launches), workspace_bytes=self.end, workspace=self.parts
+        )
 
     def _part(self, name: str, floats: int) -> str:
         """The name of a new part of the workspace."""

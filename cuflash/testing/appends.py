@@ -44,32 +44,34 @@ def drawn(
     Queries are only there if rows are rotated; without a number of their own they are as many as the new keys.
     """
     rng, batch, kind = np.random.default_rng(0), len(lengths), numpy_dtype(dtype)
-    found: Arguments = {"seqused_k": np.array(lengths, "i4"), **flags}
+    arguments: Arguments = {"seqused_k": np.array(lengths, "i4"), **flags}
     pool = batch, capacity
     if place == "indexed":
         pool = batch + 2, capacity
-        found["cache_batch_idx"] = rng.permutation(pool[0])[:batch].astype("i4")
+        arguments["cache_batch_idx"] = rng.permutation(pool[0])[:batch].astype("i4")
     elif place != "rows":
         page_size = int(place.removeprefix("pages of "))
         max_pages = -(-capacity // page_size)
         pool = batch * max_pages + 3, page_size
-        found["page_table"] = rng.permutation(pool[0])[: batch * max_pages].reshape(batch, max_pages).astype("i4")
+        arguments["page_table"] = rng.permutation(pool[0])[: batch * max_pages].reshape(batch, max_pages).astype("i4")
     for name, dim in zip(WRITTEN, dims, strict=True):
-        found[name] = nothing((*pool, heads[1], dim), kind)
+        arguments[name] = nothing((*pool, heads[1], dim), kind)
 
     def add(names: str, counts: int | tuple[int, ...], heads: int, dims: tuple[int, ...]) -> None:
         rows: tuple[int, ...] = (batch, counts) if isinstance(counts, int) else (sum(counts) + 3,)
         if not isinstance(counts, int):  # one row before the first sequence, two after the last one
-            found[f"cu_seqlens_{names[0]}"] = 1 + np.cumsum([0, *counts], dtype="i4")
-        found.update({x: rng.standard_normal((*rows, heads, d)).astype(kind) for x, d in zip(names, dims, strict=True)})
+            arguments[f"cu_seqlens_{names[0]}"] = 1 + np.cumsum([0, *counts], dtype="i4")
+        arguments.update(
+            {x: rng.standard_normal((*rows, heads, d)).astype(kind) for x, d in zip(names, dims, strict=True)}
+        )
 
     add("kv", new, heads[1], dims)
     if rotary_dim:
         add("q", new if queries is None else queries, heads[0], dims[:1])
         angles = rng.uniform(-3, 3, (positions, rotary_dim // 2))
         table = np.dtype("f4") if wide else kind
-        found |= {"rotary_cos": np.cos(angles).astype(table), "rotary_sin": np.sin(angles).astype(table)}
-    return found
+        arguments |= {"rotary_cos": np.cos(angles).astype(table), "rotary_sin": np.sin(angles).astype(table)}
+    return arguments
 
 
 def nothing(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -129,19 +131,19 @@ def turned(heads: Array, position: int, call: Arguments) -> Array:
 
 def made(call: Arguments, make: Callable[[Array], Any], **layouts: Callable[[Any], Any]) -> Arguments:
     """The call with its arrays in another library, and those that are named in another layout."""
-    found = {name: make(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
-    return found | {name: layout(found[name]) for name, layout in layouts.items() if name in found}
+    arguments = {name: make(x) if isinstance(x, np.ndarray) else x for name, x in call.items()}
+    return arguments | {name: layout(arguments[name]) for name, layout in layouts.items() if name in arguments}
 
 
 def check(call: Arguments, xp: Any, **layouts: Callable[[Any], Any]) -> None:
     """Makes the call and compares all bits of what it wrote and returned; what it read must be the same as before."""
     arguments = made(call, xp.asarray, **layouts)
     before = {name: x.copy() for name, x in arguments.items() if hasattr(x, "copy")}
-    wanted = expected(call)
+    results = expected(call)
     result = cuflash.append_kv(**arguments)
     demand((result is None) == ("q" not in call), "append_kv returns rows of q if, and only if, it is given some")
     got = arguments["k_cache"], arguments["v_cache"], *([] if result is None else [result])
-    demand(identical(map(dense, got), wanted), "caches or rows of q are not those wanted, bit for bit")
+    demand(identical(map(dense, got), results), "caches or rows of q are not those wanted, bit for bit")
     read = before.keys() - {"k_cache", "v_cache"}
     same = identical([dense(arguments[name]) for name in read], [dense(before[name]) for name in read])
     demand(same, "append_kv changed an array that it reads")

@@ -56,9 +56,9 @@ class NumpyArrays:
 
     def distance(self, array: Any, reference: Any) -> float:
         """|array - reference| / |reference| in the Euclidean norm."""
-        wanted = np.asarray(self._host(reference), np.float32)
-        difference = np.asarray(self._host(array), np.float32) - wanted
-        return float(np.linalg.norm(difference) / np.linalg.norm(wanted))
+        expected = np.asarray(self._host(reference), np.float32)
+        difference = np.asarray(self._host(array), np.float32) - expected
+        return float(np.linalg.norm(difference) / np.linalg.norm(expected))
 
     def wide(self, array: Any) -> Any:
         """The array in float64, where products of float64 are fast."""
@@ -202,7 +202,7 @@ class CupyArrays(NumpyArrays):
         def launch() -> None:
             graph.launch(cuda.get_current_stream())
 
-        launch.kept = work, pool  # type: ignore[attr-defined] # why: the graph reads and writes their memory
+        launch.buffers = work, pool  # type: ignore[attr-defined] # why: the graph reads and writes their memory
         return launch
 
     def _host(self, array: Any) -> NDArray[Any]:
@@ -253,7 +253,7 @@ class TorchArrays(CupyArrays):
         def launch() -> None:
             graph.replay()
 
-        launch.kept = work  # type: ignore[attr-defined]
+        launch.buffers = work  # type: ignore[attr-defined]
         return launch
 
     def head(self, array: Any, batch: int, head: int) -> Any:
@@ -264,8 +264,8 @@ class TorchArrays(CupyArrays):
         return values
 
     def distance(self, array: Any, reference: Any) -> float:
-        wanted = reference.float()
-        return float((array.float() - wanted).norm() / wanted.norm())
+        expected = reference.float()
+        return float((array.float() - expected).norm() / expected.norm())
 
     def release(self) -> None:
         super().release()

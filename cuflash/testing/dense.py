@@ -68,36 +68,36 @@ class Dense:
 
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
-        case, asked = self.case, self.case.arguments() | self.forward
+        case, arguments = self.case, self.case.arguments() | self.forward
         *names, of_dout = (LAYOUTS[name] for name in self.layouts)
         arrays = [layout(xp.asarray(x)) for layout, x in zip(names, case.arrays(self.seed), strict=True)]
         before, (q, k, v) = [host(x).copy() for x in arrays], arrays
         dtype = numpy_dtype(self.forward.get("out_dtype", case.dtype))
         target = LAYOUTS[self.out](xp.full(case.out_shape(), xp.nan, dtype)) if self.out else None
-        asked |= {"return_lse": True, "out": target}  # the same array again, because kernels depend on its layout
-        out, lse = cuflash.forward(q, k, v, **asked)
+        arguments |= {"return_lse": True, "out": target}  # the same array again, because kernels depend on its layout
+        out, lse = cuflash.forward(q, k, v, **arguments)
         first = [host(x).copy() for x in (out, lse)]
         demand(target is None or out is target, "the array that was given for out is not what was returned")
         options = {"out_dtype": self.forward["out_dtype"]} if "out_dtype" in self.forward else {}
         demand(identical(arrays, before), "forward changed an array that it reads")
         splits = {name: x for name, x in self.forward.items() if name in ("num_splits", "split_size")}
         check(case, before, out, lse, cuflash.lse(q, k, **case.arguments(), **splits), **options)
-        demand(identical(cuflash.forward(q, k, v, **asked), first), "forward does not repeat")
+        demand(identical(cuflash.forward(q, k, v, **arguments), first), "forward does not repeat")
         if self.backward is not None:
             dout, dlse = (xp.asarray(x) for x in upstream(case, self.seed + 1))
             self._check_gradients(Given(of_dout(dout), q, k, v, out, lse, dlse), before, self.backward)
             demand(identical(arrays, before), "backward changed an array that it reads")
         demand(target is None or is_clean_beside(target), "forward wrote beside the elements of out")
 
-    def _check_gradients(self, given: Given, before: list[Array], asked: dict[str, Any]) -> None:
-        targets = Targets(self.grads_out, (given.q, given.k, given.v))
-        found = targets.written(lambda **outs: backward(self.case, given, **outs, **asked))
+    def _check_gradients(self, inputs: Given, before: list[Array], arguments: dict[str, Any]) -> None:
+        targets = Targets(self.grads_out, (inputs.q, inputs.k, inputs.v))
+        grads = targets.written(lambda **outs: backward(self.case, inputs, **outs, **arguments))
         q, k, v = before
         # why twice the units: among so many problems some have less fortunate sums than those of a table.
-        check_gradients(self.case, given._replace(q=q, k=k, v=v), found, ulps=2 * ULPS[self.case.dtype])
-        if asked["deterministic"]:
-            first = [host(x).copy() for x in found]
-            again = targets.written(lambda **outs: backward(self.case, given, **outs, **asked))
+        check_gradients(self.case, inputs._replace(q=q, k=k, v=v), grads, ulps=2 * ULPS[self.case.dtype])
+        if arguments["deterministic"]:
+            first = [host(x).copy() for x in grads]
+            again = targets.written(lambda **outs: backward(self.case, inputs, **outs, **arguments))
             demand(identical(again, first), "deterministic gradients do not repeat")
         targets.check()
 

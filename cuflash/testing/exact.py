@@ -41,7 +41,7 @@ class Chosen:
         key, sees = self._keys(random)
         q, k, v, dout = self._arrays(random, key)
         batch, kv = np.arange(case.batch)[:, None, None], np.arange(case.heads_q) // (case.heads_q // case.heads_kv)
-        wanted = np.where(sees[..., None], v[batch, key, kv], 0) if case.seqlen_k else np.zeros(case.out_shape())
+        expected = np.where(sees[..., None], v[batch, key, kv], 0) if case.seqlen_k else np.zeros(case.out_shape())
         dv = np.zeros(v.shape)
         rows = np.nonzero(sees)
         np.add.at(dv, (rows[0], key[rows], kv[rows[2]]), dout[rows])
@@ -50,27 +50,27 @@ class Chosen:
         out, lse = cuflash.forward(there[0], there[1], there[2], return_lse=True, **case.arguments())
         is_wide = case.dtype == "float32"
         if is_wide:
-            assert_units("out", host(out), wanted, ulps=8, unit=8.0)
+            assert_units("out", host(out), expected, ulps=8, unit=8.0)
         else:
-            _equal("out", out, wanted)
+            _equal("out", out, expected)
         assert_units("lse", host(lse), np.where(sees, SCALE * BITS, -np.inf).swapaxes(1, 2), ulps=4)
         upstream = xp.asarray(dout.astype(dtype))
-        found = cuflash.backward(upstream, there[0], there[1], there[2], out, lse, **case.arguments())
+        grads = cuflash.backward(upstream, there[0], there[1], there[2], out, lse, **case.arguments())
         if not is_wide:
-            _equal("dq", found[0], np.zeros(q.shape))
-            _equal("dk", found[1], np.zeros(k.shape))
-            _equal("dv", found[2], dv)
+            _equal("dq", grads[0], np.zeros(q.shape))
+            _equal("dk", grads[1], np.zeros(k.shape))
+            _equal("dv", grads[2], dv)
             return
         # What is off in out is off in delta, and so is the difference of dp and delta, which is 0 but for that.
-        off = SCALE * SLACK * np.abs(dout * wanted).sum(axis=-1)
+        off = SCALE * SLACK * np.abs(dout * expected).sum(axis=-1)
         of_keys = np.zeros(k.shape[:3])
         np.add.at(of_keys, (rows[0], key[rows], kv[rows[2]]), off[rows])
         # dq is a sum of k, of numbers up to 2, and dk one of q, of 1.
-        for name, x, bound in (("dq", found[0], 2.0 * off), ("dk", found[1], of_keys)):
+        for name, x, bound in (("dq", grads[0], 2.0 * off), ("dk", grads[1], of_keys)):
             error = np.abs(host(x)).max(axis=-1, initial=0.0)
             demand((error <= bound).all(), f"{name} is {error.max(initial=0.0):.3g} where it is 0 but for a rounding")
         # why: weights that are made again from lse are off by units of it
-        assert_units("dv", host(found[2]), dv, ulps=2 * SCALE * BITS)
+        assert_units("dv", host(grads[2]), dv, ulps=2 * SCALE * BITS)
 
     def _keys(self, random: np.random.Generator) -> tuple[Array, Array]:
         """The key that each row takes, one of those that it sees, and whether it sees any: (b, sq, hq)."""
@@ -113,15 +113,15 @@ class Counted:
         q, k, v = case.arrays(self.seed)
         q, k, v = (xp.asarray(x) for x in (np.zeros_like(q), k, np.ones_like(v)))
         mask, i, j = case.problem().mask, np.arange(case.seqlen_q)[:, None], np.arange(case.seqlen_k)
-        wanted = ((i + mask.lo <= j) & (j <= i + mask.hi)).sum(axis=1)
+        expected = ((i + mask.lo <= j) & (j <= i + mask.hi)).sum(axis=1)
         _, of_forward = cuflash.forward(q, k, v, return_lse=True, **case.arguments())
         for lse in (of_forward, cuflash.lse(q, k, **case.arguments())):
-            found = np.rint(np.exp(host(lse).astype("f8")))
-            demand((found == wanted).all(), "a row sees more or fewer keys than its mask says")
+            counts = np.rint(np.exp(host(lse).astype("f8")))
+            demand((counts == expected).all(), "a row sees more or fewer keys than its mask says")
 
 
-def _equal(name: str, found: Any, wanted: Array) -> None:
-    found = host(found)
-    wanted = wanted.astype(found.dtype)
-    differ = np.argwhere(~(found == wanted))
+def _equal(name: str, got: Any, expected: Array) -> None:
+    got = host(got)
+    expected = expected.astype(got.dtype)
+    differ = np.argwhere(~(got == expected))
     demand(not len(differ), f"{name} differs in {len(differ)} places from what is exact, the first at {differ[:1]}")

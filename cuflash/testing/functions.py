@@ -199,12 +199,12 @@ def joined(*makers: Maker) -> Maker:
     """All of them in one call."""
 
     def make(put: Put, of: Case) -> Arguments:
-        made: Arguments = {"captured_grads": ()}
+        arguments: Arguments = {"captured_grads": ()}
         for each in makers:
             more = each(put, of)
-            wanted = made["captured_grads"] + more.pop("captured_grads", ())
-            made |= {**more, "captured_grads": wanted}
-        return made
+            captured_grads = arguments["captured_grads"] + more.pop("captured_grads", ())
+            arguments |= {**more, "captured_grads": captured_grads}
+        return arguments
 
     return make
 

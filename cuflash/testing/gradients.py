@@ -48,9 +48,9 @@ def given_for(case: Case, xp: Any, seed: int = 0, *, dlse: bool = True, **forwar
     return Given(upstreams[0], q, k, v, out, lse, upstreams[1] if dlse else None)
 
 
-def backward(case: Case, given: Given, **more: Any) -> tuple[Any, ...]:
+def backward(case: Case, inputs: Given, **more: Any) -> tuple[Any, ...]:
     """The call, of `(dq, dk, dv)`."""
-    dout, q, k, v, out, lse, dlse = given
+    dout, q, k, v, out, lse, dlse = inputs
     return cuflash.backward(dout, q, k, v, out, lse, dlse=dlse, **case.arguments(), **more)
 
 
@@ -67,10 +67,10 @@ class Targets:
         for x in self._arrays:
             if x is not None:  # why each time: what a call before has written would hide what this one leaves out
                 x[...] = np.nan
-        found = backward(**self._given)
-        are_these = all(x is None or x is y for x, y in zip(self._arrays, found, strict=True))
+        grads = backward(**self._given)
+        are_these = all(x is None or x is y for x, y in zip(self._arrays, grads, strict=True))
         demand(are_these, "an array that was given for a gradient is not what was returned")
-        return found
+        return grads
 
     def check(self) -> None:
         """Demands that nothing was written beside their elements, which are lost."""
@@ -78,14 +78,14 @@ class Targets:
         demand(are_clean, "backward wrote beside the elements of a gradient")
 
 
-def units_of(problem: Problem | Case, given: Given) -> list[float]:
+def units_of(problem: Problem | Case, inputs: Given) -> list[float]:
     """The units in which dq, dk and dv err: sums may cancel, so these are of what is summed, not of the sums.
 
     dv is a sum of dout; dq and dk are sums of k and q with weights that err by units of dout · v and dlse. All are
     weighed with p, which errs as the scores do.
     """
     problem = problem.problem() if isinstance(problem, Case) else problem
-    dout, q, k, v, dlse = map(host, (given.dout, given.q, given.k, given.v, given.dlse))
+    dout, q, k, v, dlse = map(host, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.dlse))
     largest = [float(np.abs(x).max(initial=0.0)) for x in (q, k, dout)]
     norms = [np.linalg.norm(x.astype("f8"), axis=3).max(initial=0.0) for x in (dout, v)]
     ds = norms[0] * norms[1] + (0.0 if dlse is None else np.abs(dlse).max(initial=0.0))
@@ -93,22 +93,24 @@ def units_of(problem: Problem | Case, given: Given) -> list[float]:
     return [weight * x for x in (*(problem.softmax_scale * ds * x for x in (largest[1], largest[0])), largest[2])]
 
 
-def check(problem: Problem | Case, given: Given, got: tuple[Any, ...], *, ulps: float | None = None) -> None:
+def check(problem: Problem | Case, inputs: Given, got: tuple[Any, ...], *, ulps: float | None = None) -> None:
     """Holds dq, dk and dv against float64 under the tolerance rule; one that is None was not asked for.
 
     16-bit: a kernel rounds p and ds, as the naive computation does, and that one also rounds s and dp, so the rule
     holds as it stands. float32: on a GPU every product is three of TF32, which are held to 4 times, not 2 times, the
     error of the naive float32 computation, and the floor is in `units_of`: one key that is seen has ds = 0.
     """
-    dout, q, k, v, dlse = map(host, (given.dout, given.q, given.k, given.v, given.dlse))
+    dout, q, k, v, dlse = map(host, (inputs.dout, inputs.q, inputs.k, inputs.v, inputs.dlse))
     problem = problem.problem() if isinstance(problem, Case) else problem
     exact = oracle.gradients64(problem, dout, q, k, v, dlse)
     naive = oracle.naive_gradients(problem, dout, q, k, v, dlse)
     units = [0.0, 0.0, 0.0]
     if problem.dtype in ("float32", "float64"):
-        naive = tuple(near + (near - wanted) for near, wanted in zip(naive, exact, strict=True))
-        units = units_of(problem, given)
-    for name, x, like, wanted, near, unit in zip(("dq", "dk", "dv"), got, (q, k, v), exact, naive, units, strict=True):
+        naive = tuple(near + (near - expected) for near, expected in zip(naive, exact, strict=True))
+        units = units_of(problem, inputs)
+    for name, x, like, expected, near, unit in zip(
+        ("dq", "dk", "dv"), got, (q, k, v), exact, naive, units, strict=True
+    ):
         if x is not None:
             demand(host(x).dtype == like.dtype, f"{name} is {host(x).dtype}, wanted {like.dtype}")
-            oracle.assert_close(name, host(x), wanted, near, ulps=ulps or ULPS[problem.dtype], unit=unit)
+            oracle.assert_close(name, host(x), expected, near, ulps=ulps or ULPS[problem.dtype], unit=unit)

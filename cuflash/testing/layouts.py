@@ -14,9 +14,9 @@ def host(x: Any) -> Any:
     return x.get() if hasattr(x, "get") else x
 
 
-def identical(got: Any, wanted: Any) -> bool:
+def identical(got: Any, expected: Any) -> bool:
     """Whether all arrays are the same bit for bit (NaN equals itself)."""
-    return all(host(x).tobytes() == host(y).tobytes() for x, y in zip(got, wanted, strict=True))
+    return all(host(x).tobytes() == host(y).tobytes() for x, y in zip(got, expected, strict=True))
 
 
 def laid_out(

@@ -55,8 +55,8 @@ class OracleMods(NamedTuple):
         if not isinstance(values.get("dropout_seed", 0), int):
             values["dropout_seed"] = int(np.asarray(values["dropout_seed"]).reshape(()))
         # why: the bias has four axes now, and is found by identity.
-        wanted: Any = tuple(values.get("bias") if x is bias else x for x in values.pop("captured_grads", ()))
-        return cls(**graphs, **values, captured_grads=wanted)
+        requested: Any = tuple(values.get("bias") if x is bias else x for x in values.pop("captured_grads", ()))
+        return cls(**graphs, **values, captured_grads=requested)
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Given:
         return cls(lambda number: case, *arrays, queries, keys, there)
 
     @classmethod
-    def of_lengths(cls, made: Made) -> Given:
-        return cls(made.of.one, made.q, made.k, made.v, made.queries, made.keys, made.there)
+    def of_lengths(cls, inputs: Made) -> Given:
+        return cls(inputs.of.one, inputs.q, inputs.k, inputs.v, inputs.queries, inputs.keys, inputs.there)
 
     @property
     def case(self) -> Case:
@@ -90,12 +90,12 @@ class Given:
 class OneSequence:
     """One sequence: arrays (rows, heads, dim), in `work`; intermediates are rounded to `rounded`, None for not."""
 
-    def __init__(self, given: Given, oracle_mods: OracleMods, number: int, work: Any, rounded: Any) -> None:
-        self.of, self.oracle_mods = given.one(number).problem(), oracle_mods
+    def __init__(self, inputs: Given, oracle_mods: OracleMods, number: int, work: Any, rounded: Any) -> None:
+        self.of, self.oracle_mods = inputs.one(number).problem(), oracle_mods
         self.work, self.rounded = np.dtype(work).type, rounded
         self.group = self.of.heads_q // self.of.heads_kv
-        rows, keys = given.queries[number], given.keys[number]
-        q, k, v = given.q[rows].astype(work), given.k[keys].astype(work), given.v[keys].astype(work)
+        rows, keys = inputs.queries[number], inputs.keys[number]
+        q, k, v = inputs.q[rows].astype(work), inputs.k[keys].astype(work), inputs.v[keys].astype(work)
         self.q = q.swapaxes(0, 1)
         self.k, self.v = (np.repeat(x.swapaxes(0, 1), self.group, axis=0) for x in (k, v))
         heads, m, n = self.of.heads_q, len(q), len(k)
@@ -104,7 +104,7 @@ class OneSequence:
             "seqlen_q": m, "seqlen_k": n,
         }  # fmt: skip
         with np.errstate(all="ignore"):
-            self._scores(given.there[number])
+            self._scores(inputs.there[number])
 
     def round(self, x: Array) -> Array:
         return x if self.rounded is None else x.astype(self.rounded).astype(x.dtype)
@@ -113,8 +113,8 @@ class OneSequence:
         arrays = [np.asarray(host(each.array)) for each in graph.arrays]
         if self.rounded is not None:
             roots = [_with_short_tanh(root) for root in roots]
-        found = evaluate(roots, {**self.places, "score": self.raw}, arrays, self.work)
-        return [np.broadcast_to(x, self.raw.shape) for x in found]
+        evaluated = evaluate(roots, {**self.places, "score": self.raw}, arrays, self.work)
+        return [np.broadcast_to(x, self.raw.shape) for x in evaluated]
 
     def _scores(self, there: Array) -> None:
         """The final scores s, -inf where a key is hidden, the raw ones, and the slope of the cap."""
@@ -133,16 +133,16 @@ class OneSequence:
         # why: what nobody sees is taken out rather than weighed with 0, because 0 * NaN is NaN.
         sees: Array = ~np.isneginf(s)
         of_group = sees.reshape(self.of.heads_kv, self.group, *sees.shape[1:]).any(axis=(1, 2))
-        seen = np.repeat(of_group, self.group, axis=0)[..., None]
-        self.k, self.v = np.where(seen, self.k, 0), np.where(seen, self.v, 0)
+        values = np.repeat(of_group, self.group, axis=0)[..., None]
+        self.k, self.v = np.where(values, self.k, 0), np.where(values, self.v, 0)
         self.q = np.where(sees.any(axis=2, keepdims=True), self.q, 0)
-        self.kept: Any = self.work(1)
+        self.scales: Any = self.work(1)
         if self.oracle_mods.dropout_p:
             share = share_kept(self.oracle_mods.dropout_p) / SHARES
             indices = (self.places[name] for name in ("b", "h", "q_idx", "k_idx"))
             stay = dropout.is_kept(self.oracle_mods.dropout_seed, self.oracle_mods.dropout_p, *indices)
-            self.kept = np.where(stay, 1 / share, 0).astype(self.work)
-        self.out = self.round(self.p * self.kept) @ self.v
+            self.scales = np.where(stay, 1 / share, 0).astype(self.work)
+        self.out = self.round(self.p * self.scales) @ self.v
 
     def _raw(self, s: Array) -> Array:
         if self.of.options.softcap:
@@ -175,7 +175,7 @@ class OneSequence:
         """Gradients of q, k, v (rows, heads, dim), ds, and those of sinks, with (rows, heads, dim_v), (heads, rows)."""
         with np.errstate(all="ignore"):
             dout = dout.astype(self.work).swapaxes(0, 1)
-            p, dp = self.round(self.p * self.kept), self.round(dout @ self.v.swapaxes(1, 2)) * self.kept
+            p, dp = self.round(self.p * self.scales), self.round(dout @ self.v.swapaxes(1, 2)) * self.scales
             delta = (dout * self.round(self.out)).sum(axis=2) - (0 if dlse is None else dlse.astype(self.work))
             self.ds = np.where(self.p == 0, 0, self.p * (dp - delta[..., None]))
             self.size = np.where(self.p == 0, 0, self.p * (abs(dp) + abs(delta[..., None]) + (dlse is not None)))
@@ -187,20 +187,20 @@ class OneSequence:
             product = self.round(np.where(self.ds == 0, 0, self.ds * slope)) * self.work(self.of.softmax_scale)
             self.steepest = float(np.abs(np.where(self.p == 0, 0, slope)).max(initial=0.0))
             dk, dv = product.swapaxes(1, 2) @ self.q, p.swapaxes(1, 2) @ dout
-            found = {"dq": (product @ self.k).swapaxes(0, 1)}
+            grads = {"dq": (product @ self.k).swapaxes(0, 1)}
             for name, x in (("dk", dk), ("dv", dv)):
                 of_group = x.reshape(self.of.heads_kv, self.group, *x.shape[1:])
-                found[name] = of_group.sum(axis=1).swapaxes(0, 1)
+                grads[name] = of_group.sum(axis=1).swapaxes(0, 1)
             if self.oracle_mods.sinks is not None:
                 share = np.exp(self.oracle_mods.sinks.astype(self.work)[:, None] - self.of_keys)
-                found["sinks"] = np.where(np.isneginf(self.oracle_mods.sinks)[:, None], 0, -share * delta).sum(axis=1)
-        return found
+                grads["sinks"] = np.where(np.isneginf(self.oracle_mods.sinks)[:, None], 0, -share * delta).sum(axis=1)
+        return grads
 
-    def add(self, wanted: Sequence[Array], totals: list[Array], of_sinks: Any, sizes: list[Array]) -> None:
+    def add(self, captured_grads: Sequence[Array], totals: list[Array], of_sinks: Any, sizes: list[Array]) -> None:
         """Adds the gradients of arrays, and how large what is summed up is."""
         graph = self.oracle_mods.score_mod
         slopes = {} if graph is None else differentiate(graph.root)
-        for x, total, size in zip(wanted, totals, sizes, strict=True):
+        for x, total, size in zip(captured_grads, totals, sizes, strict=True):
             if x is self.oracle_mods.sinks:
                 total += of_sinks
                 size += abs(of_sinks)
@@ -219,12 +219,12 @@ class OneSequence:
 
 def _with_short_tanh(root: Node) -> Node:
     """The same with tanh as 16-bit kernels take it, off by 2^-11, but for what all scores of a head share."""
-    made: dict[Node, Node] = {}
+    replaced: dict[Node, Node] = {}
     for each in post_order([root]):
-        new = rebuilt(each, [made[argument] for argument in each.arguments])
+        new = rebuilt(each, [replaced[argument] for argument in each.arguments])
         is_short = each.op == "tanh" and not each.inputs.isdisjoint(("score", "q_idx", "k_idx"))
-        made[each] = build("multiply", new, constant(1 + 2.0**-11)) if is_short else new
-    return made[root]
+        replaced[each] = build("multiply", new, constant(1 + 2.0**-11)) if is_short else new
+    return replaced[root]
 
 
 def _lse(s: Array) -> Array:
@@ -244,23 +244,23 @@ def _precisions(dtype: str) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     return ("float64", None), near
 
 
-def check(given: Given, oracle_mods: OracleMods, out: Any, lse: Any = None) -> None:
+def check(inputs: Given, oracle_mods: OracleMods, out: Any, lse: Any = None) -> None:
     """Holds out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis); None is not asked."""
-    dtype, axes = given.case.dtype, given.q.shape[:3]
-    outs = [np.zeros((*axes, given.v.shape[3])) for _ in range(2)]
+    dtype, axes = inputs.case.dtype, inputs.q.shape[:3]
+    outs = [np.zeros((*axes, inputs.v.shape[3])) for _ in range(2)]
     lses = [np.full(axes, -np.inf) for _ in range(2)]
     score = 0.0
-    for number, rows in enumerate(given.queries):
+    for number, rows in enumerate(inputs.queries):
         for (work, rounded), whole, lse_ in zip(_precisions(dtype), outs, lses, strict=True):
-            one = OneSequence(given, oracle_mods, number, work, rounded)
+            one = OneSequence(inputs, oracle_mods, number, work, rounded)
             whole[rows], lse_[rows] = one.out.swapaxes(0, 1), one.lse.T
             for s in (one.raw, one.s):
                 score = max(score, float(np.abs(s[np.isfinite(s)]).max(initial=0.0)))
-    few = min(min((len(rows[0]) for rows in side), default=0) for side in (given.queries, given.keys)) < FEW
+    few = min(min((len(rows[0]) for rows in side), default=0) for side in (inputs.queries, inputs.keys)) < FEW
     if dtype in ("float32", "float64"):
         with np.errstate(invalid="ignore"):
             outs[1], lses[1] = (near + (near - exact) for exact, near in (outs, lses))
-    largest = float(np.abs(np.where(np.isfinite(given.v), given.v, 0).astype("f8")).max(initial=0.0))
+    largest = float(np.abs(np.where(np.isfinite(inputs.v), inputs.v, 0).astype("f8")).max(initial=0.0))
     # A few numbers have a handful of errors, and the naive computation may be lucky with all of them.
     unit = largest * (1 + score / 8 if dtype == "float32" else 1) if few or dtype == "float32" else 2.0**-14
     ulps = max(4, ULPS[dtype]) if few else ULPS[dtype]
@@ -268,34 +268,34 @@ def check(given: Given, oracle_mods: OracleMods, out: Any, lse: Any = None) -> N
         assert_close("out", host(out).reshape(outs[0].shape), *outs, ulps=ulps, unit=unit)
     if lse is not None:
         exact, near = (x.swapaxes(1, 2) for x in lses)
-        got, ulps = host(lse).reshape(exact.shape), max(8.0, given.q.shape[3] / 16)
+        got, ulps = host(lse).reshape(exact.shape), max(8.0, inputs.q.shape[3] / 16)
         # why 16: kernels for 16-bit inputs sum exponents beside a bias of 28 (sm90/forward/softmax.cuh).
         assert_close("lse", got, exact, near, ulps=ulps, unit=max(1 + score, 16.0 if dtype != "float32" else 0.0))
 
 
 def check_gradients(
-    given: Given,
+    inputs: Given,
     oracle_mods: OracleMods,
     dout: Array,
     dlse: Array | None,
-    found: Sequence[Any],
+    results: Sequence[Any],
     grads: Sequence[Any] = (),
 ) -> None:
     """Holds dq, dk, dv, and the gradients of `oracle_mods.captured_grads`, against float64.
 
     dout (first axis, second axis, heads, dim), dlse (first axis, heads, second axis).
     """
-    dtype, arrays = given.case.dtype, (given.q, given.k, given.v)
+    dtype, arrays = inputs.case.dtype, (inputs.q, inputs.k, inputs.v)
     oracle_mods = oracle_mods if grads else oracle_mods._replace(captured_grads=())
     wholes = [[np.zeros(x.shape) for x in arrays] for _ in range(2)]
     sums = [[np.zeros(x.shape) for x in oracle_mods.captured_grads] for _ in range(2)]
     sizes = [np.zeros(x.shape) for x in oracle_mods.captured_grads]
     steepest, few = 1.0, False
-    for number, (rows, keys) in enumerate(zip(given.queries, given.keys, strict=True)):
+    for number, (rows, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
         of_lse = None if dlse is None else dlse.swapaxes(1, 2)[rows].T
         few |= min(len(rows[0]), len(keys[0])) < FEW
         for (work, rounded), whole, totals in zip(_precisions(dtype), wholes, sums, strict=True):
-            one = OneSequence(given, oracle_mods, number, work, rounded)
+            one = OneSequence(inputs, oracle_mods, number, work, rounded)
             got = one.pulled(dout[rows], of_lse)
             for result, name, at in zip(whole, ("dq", "dk", "dv"), (rows, keys, keys), strict=True):
                 result[at] += got[name]
@@ -308,14 +308,14 @@ def check_gradients(
     clean = [np.where(np.isfinite(x), x, 0).astype("f8") for x in (dout, *arrays, 0 if dlse is None else dlse)]
     norms = [float(np.linalg.norm(x, axis=3).max(initial=0.0)) for x in (clean[0], clean[3])]
     largest = [float(np.abs(x).max(initial=0.0)) for x in clean]
-    scale = given.case.problem().softmax_scale * steepest / (1 - oracle_mods.dropout_p)
+    scale = inputs.case.problem().softmax_scale * steepest / (1 - oracle_mods.dropout_p)
     ds = norms[0] * norms[1] + largest[4]
     units = [scale * ds * largest[2], scale * ds * largest[1], largest[0]] if few or wide else [2.0**-14] * 3
-    for name, x, exact, near, unit in zip(("dq", "dk", "dv"), found, *wholes, units, strict=True):
+    for name, x, exact, near, unit in zip(("dq", "dk", "dv"), results, *wholes, units, strict=True):
         if x is not None:
             near = near + (near - exact) if wide or oracle_mods.dropout_p else near
             assert_close(name, host(x).reshape(exact.shape), exact, near, ulps=2 * ULPS[dtype], unit=unit)
-    rows_of_all = max(1, sum(len(rows[0]) for rows in given.queries) * given.q.shape[2])
+    rows_of_all = max(1, sum(len(rows[0]) for rows in inputs.queries) * inputs.q.shape[2])
     for number, (got, exact, near, size) in enumerate(zip(grads, *sums, sizes, strict=True)):
         unit = float(size.max(initial=0.0)) / max(1.0, rows_of_all**0.5 / 8)
         got_dtype = host(got).dtype.name

@@ -37,13 +37,13 @@ def check_forward(make: Maker, of: Case, put: Put, *, with_lse: bool = False, se
     """A dense call, held against float64, and perhaps `cuflash.lse`. Returns out and lse."""
     arrays = of.arrays(seed)
     there = [put(x) for x in arrays]
-    found = forward(make, of, put, there, **more)
-    given, oracle_mods = Given.dense(of, arrays), make_oracle_mods(make, of)
-    check(given, oracle_mods, *found)
+    results = forward(make, of, put, there, **more)
+    inputs, oracle_mods = Given.dense(of, arrays), make_oracle_mods(make, of)
+    check(inputs, oracle_mods, *results)
     if with_lse:
         keywords = {name: x for name, x in without_grads(make(put, of)).items() if not name.startswith("dropout")}
-        check(given, oracle_mods, None, cuflash.lse(there[0], there[1], **of.arguments(), **keywords))
-    return found
+        check(inputs, oracle_mods, None, cuflash.lse(there[0], there[1], **of.arguments(), **keywords))
+    return results
 
 
 def check_backward(
@@ -56,13 +56,13 @@ def check_backward(
     of_lse = random.standard_normal((of.batch, of.heads_q, of.seqlen_q)).astype(np.float32) if dlse else None
     q, k, v = there = [put(x) for x in arrays]
     mod_kwargs = make(put, of)
-    wanted = mod_kwargs.pop("captured_grads", ())
+    captured_grads = mod_kwargs.pop("captured_grads", ())
     out, lse = cuflash.forward(q, k, v, return_lse=True, **of.arguments(), **mod_kwargs)
-    more |= {"captured_grads": wanted} if grads else {}
+    more |= {"captured_grads": captured_grads} if grads else {}
     more |= {"dlse": None if of_lse is None else put(of_lse), **of.arguments(), **mod_kwargs}
     dq, dk, dv, *rest = cuflash.backward(put(dout), q, k, v, out, lse, **more)
     of_arrays = rest[0] if rest else ()
-    for got, like in zip((dq, dk, dv, *of_arrays), (*there, *wanted), strict=False):
+    for got, like in zip((dq, dk, dv, *of_arrays), (*there, *captured_grads), strict=False):
         found_kind, wanted_kind = (tuple(got.shape), got.dtype), (tuple(like.shape), like.dtype)
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
     if checked:
@@ -77,33 +77,33 @@ def check_repeated(make: Maker, of: Case, put: Put, **more: Any) -> None:
     demand(identical(again, first), "deterministic gradients do not repeat")
 
 
-def bounds_case(made: Made) -> Case:
+def bounds_case(arrays: Made) -> Case:
     """Number and bounds of variable-length sequences, as a function reads them."""
-    of, problem = made.of, (len(made.of.queries), max(made.of.queries, default=0), max(made.of.keys, default=0))
+    of, problem = arrays.of, (len(arrays.of.queries), max(arrays.of.queries, default=0), max(arrays.of.keys, default=0))
     return Case(of.name, *problem, *of.heads, *of.dims, of.dtype)
 
 
-def check_of_lengths(make: Maker, given: Made, xp: Any, deterministic: Sequence[bool] = (False, True)) -> None:
+def check_of_lengths(make: Maker, inputs: Made, xp: Any, deterministic: Sequence[bool] = (False, True)) -> None:
     """Calls on variable-length sequences, with gradients where the call has them, held against float64."""
-    of, arguments = bounds_case(given), given.arguments(xp)
+    of, arguments = bounds_case(inputs), inputs.arguments(xp)
     mod_kwargs = without_grads(make(xp.asarray, of))
-    whole, of_numpy = Given.of_lengths(given), make_oracle_mods(make, of)
+    whole, of_numpy = Given.of_lengths(inputs), make_oracle_mods(make, of)
     out, lse = cuflash.forward(**arguments, return_lse=True, **mod_kwargs)
     check(whole, of_numpy, out, lse)
-    check_unused(given, "q", out)
-    unused = given.unused("q")
+    check_unused(inputs, "q", out)
+    unused = inputs.unused("q")
     lse_of_rows = host(lse).reshape(len(unused), of.heads_q, unused.shape[1]).swapaxes(1, 2)
     demand(np.isneginf(lse_of_rows[unused]).all(), "lse of rows that no sequence uses is not -inf")
     keys_alone = {
         name: x for name, x in (arguments | mod_kwargs).items() if name != "v" and not name.startswith("dropout")
     }
     check(whole, of_numpy, None, cuflash.lse(**keys_alone))
-    if not given.of.has_gradients:
+    if not inputs.of.has_gradients:
         return
-    dout, dlse = (xp.asarray(x) for x in upstream(given))
+    dout, dlse = (xp.asarray(x) for x in upstream(inputs))
     state = {"out": out, "lse": lse, "dlse": dlse.reshape(lse.shape), **arguments, **mod_kwargs}
     for fixed in deterministic:
-        found = cuflash.backward(dout.reshape(out.shape), **state, deterministic=fixed)
-        check_gradients(whole, of_numpy, *upstream(given), found)
-        for x, side in zip(found, "qkk", strict=True):
-            check_unused(given, side, x)
+        grads = cuflash.backward(dout.reshape(out.shape), **state, deterministic=fixed)
+        check_gradients(whole, of_numpy, *upstream(inputs), grads)
+        for x, side in zip(grads, "qkk", strict=True):
+            check_unused(inputs, side, x)

@@ -250,13 +250,13 @@ LAYOUTS = {
 }
 
 
-def assembled(given: Made) -> dict[str, tuple[Array, Array]]:
+def assembled(inputs: Made) -> dict[str, tuple[Array, Array]]:
     """`(exact, naive)` of out (first axis, second axis, heads, dim) and lse (first axis, heads, second axis)."""
-    of, axes = given.of, given.q.shape[:3]
+    of, axes = inputs.of, inputs.q.shape[:3]
     outs = [np.zeros((*axes, of.dims[1])), np.zeros((*axes, of.dims[1]))]
     lses = [np.full(axes, -np.inf), np.full(axes, -np.inf)]
-    for b, (queries, keys, there) in enumerate(zip(given.queries, given.keys, given.there, strict=True)):
-        arrays = given.q[queries][None], given.k[keys][None], given.v[keys][None]
+    for b, (queries, keys, there) in enumerate(zip(inputs.queries, inputs.keys, inputs.there, strict=True)):
+        arrays = inputs.q[queries][None], inputs.k[keys][None], inputs.v[keys][None]
         for compute, out, lse in zip((oracle.attention64, oracle.naive), outs, lses, strict=True):
             result = compute(of.one(b), *arrays, there)
             out[queries], lse[queries] = result[0][0], result[1][0].T
@@ -264,85 +264,85 @@ def assembled(given: Made) -> dict[str, tuple[Array, Array]]:
     return {"out": (outs[0], outs[1]), "lse": (exact, near)}
 
 
-def check(given: Made, out: Any, *lses: Any) -> None:
+def check(inputs: Made, out: Any, *lses: Any) -> None:
     """Holds out, and lse of one call or several, against float64, and rows of no sequence against 0 and -inf.
 
     What is None is not asked for. why units: short sequences have a handful of errors.
     """
-    of, wanted = given.of, assembled(given)
-    q, k, v = (np.nan_to_num(x.astype("f8")) for x in (given.q, given.k, given.v))
+    of, expected = inputs.of, assembled(inputs)
+    q, k, v = (np.nan_to_num(x.astype("f8")) for x in (inputs.q, inputs.k, inputs.v))
     scale = of.softmax_scale or of.dims[0] ** -0.5
     dtype = of.dtype if out is None else host(out).dtype.name
     units = dict(zip(("out", "lse"), oracle.units_of(scale, q, k, v, dtype), strict=True))
     for name, got in (("out", out), *(("lse", lse) for lse in lses)):
         if got is not None:
-            shape = (wanted[name][0][0] if "cu_seqlens_q" in given.varlen_kwargs else wanted[name][0]).shape
+            shape = (expected[name][0][0] if "cu_seqlens_q" in inputs.varlen_kwargs else expected[name][0]).shape
             demand(host(got).shape == shape, f"{name} has the shape {host(got).shape}, wanted {shape}")
-            full = host(got).reshape(wanted[name][0].shape)
-            oracle.assert_close(name, full, *wanted[name], ulps=max(4, ULPS[of.dtype]), unit=units[name])
+            full = host(got).reshape(expected[name][0].shape)
+            oracle.assert_close(name, full, *expected[name], ulps=max(4, ULPS[of.dtype]), unit=units[name])
     if out is not None:
-        check_unused(given, "q", out)
+        check_unused(inputs, "q", out)
 
 
-def check_unused(given: Made, side: str, got: Any) -> None:
+def check_unused(inputs: Made, side: str, got: Any) -> None:
     """Demands that rows of out, or of a gradient of this side, are 0 where no sequence uses them."""
-    unused = given.unused(side)
+    unused = inputs.unused(side)
     rows = host(got).reshape(*unused.shape, *got.shape[-2:])[unused]
     demand(not rows.any(), f"rows like those of {side} that no sequence uses are not 0")
 
 
-def upstream(given: Made, seed: int = 7) -> tuple[Array, Array]:
+def upstream(inputs: Made, seed: int = 7) -> tuple[Array, Array]:
     """`(dout, dlse)` with all axes, with NaN in rows of no sequence."""
-    rng, axes = np.random.default_rng(seed), given.q.shape[:3]
-    dout = rng.standard_normal((*axes, given.of.dims[1])).astype(given.q.dtype)
-    dlse = rng.standard_normal(axes).astype("f8" if given.of.dtype == "float64" else "f4")
-    dout[given.unused("q")] = dlse[given.unused("q")] = np.nan
+    rng, axes = np.random.default_rng(seed), inputs.q.shape[:3]
+    dout = rng.standard_normal((*axes, inputs.of.dims[1])).astype(inputs.q.dtype)
+    dlse = rng.standard_normal(axes).astype("f8" if inputs.of.dtype == "float64" else "f4")
+    dout[inputs.unused("q")] = dlse[inputs.unused("q")] = np.nan
     return dout, np.ascontiguousarray(dlse.swapaxes(1, 2))
 
 
 def gradients(
-    given: Made, xp: Any, layout: str = "dense", *, dlse: bool = True, unused: float = np.nan, **more: Any
+    inputs: Made, xp: Any, layout: str = "dense", *, dlse: bool = True, unused: float = np.nan, **more: Any
 ) -> tuple[Any, ...]:
     """(dq, dk, dv) by `cuflash.backward`; rows of no sequence hold this value in out, too."""
-    arguments = given.arguments(xp, layout)
+    arguments = inputs.arguments(xp, layout)
     out, lse = (host(x).copy() for x in cuflash.forward(**arguments, return_lse=True))
-    dout, upstream_lse = (x.reshape(like.shape) for x, like in zip(upstream(given), (out, lse), strict=True))
-    mask = given.unused("q").reshape(out.shape[:-2])
+    dout, upstream_lse = (x.reshape(like.shape) for x, like in zip(upstream(inputs), (out, lse), strict=True))
+    mask = inputs.unused("q").reshape(out.shape[:-2])
     for x in (out, dout, lse.swapaxes(-1, -2), upstream_lse.swapaxes(-1, -2)):
         x[mask] = unused
     dout, out, lse, upstream_lse = map(xp.asarray, (dout, out, lse, upstream_lse))
     return cuflash.backward(dout, out=out, lse=lse, dlse=upstream_lse if dlse else None, **arguments, **more)
 
 
-def check_gradients(given: Made, got: Sequence[Any], *, dlse: bool = True, ulps: float = 2.0) -> None:
+def check_gradients(inputs: Made, got: Sequence[Any], *, dlse: bool = True, ulps: float = 2.0) -> None:
     """Holds dq, dk and dv against float64, and rows of no sequence against 0; the tolerances of `gradients.check`.
 
     ulps: units of the floor, as many times as the dtype has.
     """
-    of, (dout, upstream_lse) = given.of, upstream(given)
-    arrays = given.q, given.k, given.v
+    of, (dout, upstream_lse) = inputs.of, upstream(inputs)
+    arrays = inputs.q, inputs.k, inputs.v
     exact, near = ([np.zeros(x.shape) for x in arrays] for _ in range(2))
-    for b, (queries, keys) in enumerate(zip(given.queries, given.keys, strict=True)):
-        one = given.q[queries][None], given.k[keys][None], given.v[keys][None]
+    for b, (queries, keys) in enumerate(zip(inputs.queries, inputs.keys, strict=True)):
+        one = inputs.q[queries][None], inputs.k[keys][None], inputs.v[keys][None]
         dlse_rows = upstream_lse.swapaxes(1, 2)[queries].T[None] if dlse else None
         for compute, results in ((oracle.gradients64, exact), (oracle.naive_gradients, near)):
-            found = compute(of.one(b), dout[queries][None], *one, dlse_rows)
-            for result, part, rows in zip(results, found, (queries, keys, keys), strict=True):
+            of_sequence = compute(of.one(b), dout[queries][None], *one, dlse_rows)
+            for result, part, rows in zip(results, of_sequence, (queries, keys, keys), strict=True):
                 result[rows] = part[0]
     units = [0.0, 0.0, 0.0]
     if of.dtype in ("float32", "float64"):
-        near = [x + (x - wanted) for x, wanted in zip(near, exact, strict=True)]
+        near = [x + (x - expected) for x, expected in zip(near, exact, strict=True)]
         of_dout, q, k, v, of_lse = (np.nan_to_num(x.astype("f8")) for x in (dout, *arrays, upstream_lse))
         scale = Case("units", 1, 1, 1, *of.heads, *of.dims, of.dtype, softmax_scale=of.softmax_scale)
         units = units_of(scale, Given(of_dout, q, k, v, None, None, of_lse if dlse else None))
     sides = ("q", "k", "k")
-    for side, x, like, wanted, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
+    for side, x, like, expected, naive, unit in zip(sides, got, arrays, exact, near, units, strict=True):
         found_kind = host(x).shape, host(x).dtype
-        wanted_kind = (like[0] if f"cu_seqlens_{side}" in given.varlen_kwargs else like).shape, like.dtype
+        wanted_kind = (like[0] if f"cu_seqlens_{side}" in inputs.varlen_kwargs else like).shape, like.dtype
         demand(found_kind == wanted_kind, f"a gradient is {found_kind}, wanted {wanted_kind}")
         full = host(x).reshape(like.shape)
-        oracle.assert_close("gradient", full, wanted, naive, ulps=ulps * ULPS[of.dtype], unit=unit)
-        check_unused(given, side, x)
+        oracle.assert_close("gradient", full, expected, naive, ulps=ulps * ULPS[of.dtype], unit=unit)
+        check_unused(inputs, side, x)
 
 
 # Lengths and head dims of problems that are drawn: for any machine, and around the tiles of kernels.

@@ -41,35 +41,35 @@ class Several:
         of = sequences.drawn(draw.seed(), LENGTHS, [dims], gradients=gradients, dtypes=[dtype])
         layout = draw.one_of(*sequences.LAYOUTS) if draw.chance(0.5) else "dense"
         if gradients:
-            asked = {"deterministic": draw.chance(0.5)}
-            return cls(of, draw.seed(), layout, backward=asked, grads_out=draw.grads_out())
+            options = {"deterministic": draw.chance(0.5)}
+            return cls(of, draw.seed(), layout, backward=options, grads_out=draw.grads_out())
         forward = draw.one_of({}, {}, {"num_splits": 1}, {"num_splits": 3}, {"split_size": 256})
         return cls(of, draw.seed(), layout, of.place_k == "paged" and draw.chance(0.2), forward)
 
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
-        given = sequences.made(self.of, self.seed)
+        arrays = sequences.made(self.of, self.seed)
         if self.backward is not None:
-            self._check_gradients(given, self.backward, xp)
+            self._check_gradients(arrays, self.backward, xp)
             return
         if self.pages_are_lost:
-            given = given.without_pages(self.seed)
-        arguments = given.arguments(xp, self.layout)
+            arrays = arrays.without_pages(self.seed)
+        arguments = arrays.arguments(xp, self.layout)
         out, lse = cuflash.forward(**arguments, return_lse=True, **self.forward)
         alone = cuflash.lse(**{name: x for name, x in arguments.items() if name != "v"})
-        sequences.check(given, out, lse, alone)
+        sequences.check(arrays, out, lse, alone)
         again = cuflash.forward(**arguments, return_lse=True, **self.forward)
         demand(identical(again, (out, lse)), "forward does not repeat")
 
-    def _check_gradients(self, given: Made, asked: dict[str, Any], xp: Any) -> None:
-        arguments = given.arguments(xp)
+    def _check_gradients(self, arrays: Made, options: dict[str, Any], xp: Any) -> None:
+        arguments = arrays.arguments(xp)
         targets = Targets(self.grads_out, [arguments[name] for name in "qkv"])
-        found = targets.written(lambda **outs: sequences.gradients(given, xp, self.layout, **outs, **asked))
+        grads = targets.written(lambda **outs: sequences.gradients(arrays, xp, self.layout, **outs, **options))
         # why 4: sequences of a few rows have a handful of errors, of which the naive computation may be free.
-        sequences.check_gradients(given, found, ulps=4.0)
-        if asked["deterministic"]:
-            first = [host(x).copy() for x in found]
-            again = targets.written(lambda **outs: sequences.gradients(given, xp, self.layout, **outs, **asked))
+        sequences.check_gradients(arrays, grads, ulps=4.0)
+        if options["deterministic"]:
+            first = [host(x).copy() for x in grads]
+            again = targets.written(lambda **outs: sequences.gradients(arrays, xp, self.layout, **outs, **options))
             demand(identical(again, first), "deterministic gradients do not repeat")
         targets.check()
 
@@ -130,17 +130,17 @@ class ModVarlen:
     def drawn(cls, family: Draw, draw: Draw) -> ModVarlen:
         names = family.one_of(*FUNCTIONS), *family.one_of((), ("dropout",), ("bias bhqk",))
         gradients, dtype, dim = family.chance(0.5), family.one_of(*DTYPES), family.one_of(64, 64, 128)
-        asked: dict[str, Any] = {"gradients": gradients, "dtypes": [dtype], "batch": (1, 2, 3)}
-        of = sequences.drawn(draw.seed(), LENGTHS, [(dim, dim)], **asked)
+        options: dict[str, Any] = {"gradients": gradients, "dtypes": [dtype], "batch": (1, 2, 3)}
+        of = sequences.drawn(draw.seed(), LENGTHS, [(dim, dim)], **options)
         of = replace(of, bounded=True)  # why: a bias has a row for each query, and a key, of the longest sequences
         names = names[:1] if "everything" in names else names
         return cls(of, draw.seed(), names, draw.chance(0.5), draw.chance(0.5))
 
     def run(self, xp: Any) -> None:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
-        make, given = maker_of(self.names), sequences.made(self.of, self.seed)
-        make = blocked(make, **given.varlen_kwargs) if self.block_mask else make
-        check_of_lengths(make, given, xp, [self.deterministic])
+        make, arrays = maker_of(self.names), sequences.made(self.of, self.seed)
+        make = blocked(make, **arrays.varlen_kwargs) if self.block_mask else make
+        check_of_lengths(make, arrays, xp, [self.deterministic])
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class ModDense:
         """Makes the calls in this array library, and raises MismatchError if one is wrong."""
         make, arrays = maker_of(self.names), [xp.asarray(x) for x in self.case.arrays(self.seed)]
         make = blocked(make) if self.block_mask else make
-        found = check_forward(make, self.case, xp.asarray, with_lse=True, seed=self.seed)
-        demand(identical(forward(make, self.case, xp.asarray, arrays), found), "forward does not repeat")
+        results = check_forward(make, self.case, xp.asarray, with_lse=True, seed=self.seed)
+        demand(identical(forward(make, self.case, xp.asarray, arrays), results), "forward does not repeat")
         check_gradients = check_repeated if self.deterministic else check_backward
         check_gradients(make, self.case, xp.asarray, grads=True, seed=self.seed)

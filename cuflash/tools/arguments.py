@@ -9,12 +9,12 @@ from pathlib import Path
 _REFUSALS = OSError, ValueError  # what a file system raises, and what Python does for a name that holds a zero byte
 
 
-def names(known: tuple[str, ...], text: str) -> tuple[str, ...]:
+def names(choices: tuple[str, ...], text: str) -> tuple[str, ...]:
     """Known names such as "flash2,flashd"."""
-    found = tuple(dict.fromkeys(text.split(",")))
-    if unknown := [name for name in found if name not in known]:
-        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(known)}")
-    return found
+    parts = tuple(dict.fromkeys(text.split(",")))
+    if unknown := [name for name in parts if name not in choices]:
+        raise argparse.ArgumentTypeError(f"{', '.join(unknown)}: give some of {', '.join(choices)}")
+    return parts
 
 
 def integers(text: str) -> tuple[int, ...]:
@@ -31,8 +31,8 @@ def integers(text: str) -> tuple[int, ...]:
 def count(text: str, least: int = 1) -> int:
     """A whole number from `least` on."""
     if not text.isdecimal() or int(text) < least:
-        wanted = f"from {least} on" if least > 1 else "above 0"
-        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number {wanted}")
+        accepted = f"from {least} on" if least > 1 else "above 0"
+        raise argparse.ArgumentTypeError(f"{text!r}: give a whole number {accepted}")
     return int(text)
 
 

@@ -30,17 +30,17 @@ def main(options: argparse.Namespace) -> int:
 
 def versions() -> dict[str, str]:
     """Versions of cuflash and of everything installed that it runs on."""
-    found = {"cuflash": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
+    facts = {"cuflash": __version__, "Python": platform.python_version(), "NumPy": np.__version__}
     if (cupy := _distribution("cupy")) is not None:
-        found["CuPy"] = cupy
+        facts["CuPy"] = cupy
     with contextlib.suppress(UnsupportedError):
-        found["NVRTC"] = ".".join(map(str, compiler.nvrtc_version()))
+        facts["NVRTC"] = ".".join(map(str, compiler.nvrtc_version()))
     if driver := _driver():
-        found["driver"] = f"CUDA {driver // 1000}.{driver % 1000 // 10}"
+        facts["driver"] = f"CUDA {driver // 1000}.{driver % 1000 // 10}"
     for package in ("torch", "jax"):
         if (version := _distribution(package)) is not None:
-            found[package] = version
-    return found
+            facts[package] = version
+    return facts
 
 
 def gpus() -> list[dict[str, Any]]:
@@ -48,12 +48,12 @@ def gpus() -> list[dict[str, Any]]:
     facts: list[dict[str, Any]] = []
     for ordinal in range(device.count()):
         try:
-            found = device.query(ordinal)
+            gpu = device.query(ordinal)
         except UnsupportedError as error:
             facts.append({"name": f"GPU {ordinal}", "problem": str(error)})
             continue
         names = "name", "arch", "num_sms", "smem_per_block", "smem_per_sm"
-        facts.append({name: getattr(found, name) for name in names})
+        facts.append({name: getattr(gpu, name) for name in names})
     return facts
 
 
@@ -65,8 +65,8 @@ def machine() -> dict[str, Any]:
 def line(machine: dict[str, Any]) -> str:
     """The GPUs and versions of a machine in one line."""
     names = Counter(f"{gpu['name']} ({gpu['arch']}, {gpu['num_sms']} SMs)" for gpu in machine["gpus"] if "arch" in gpu)
-    found = [name if count == 1 else f"{count} x {name}" for name, count in names.items()]
-    return f"{'; '.join(found) or 'CPU'}: " + ", ".join(f"{name} {x}" for name, x in machine["versions"].items())
+    gpus = [name if count == 1 else f"{count} x {name}" for name, count in names.items()]
+    return f"{'; '.join(gpus) or 'CPU'}: " + ", ".join(f"{name} {x}" for name, x in machine["versions"].items())
 
 
 def missing() -> list[str]:
@@ -88,12 +88,12 @@ def cache() -> str:
         folder, sizes = contents()
     except UnsupportedError as error:
         return f"none: {error}"
-    found = f"{folder}: {len(sizes)} kernels, {units.memory(sum(sizes))}"
+    summary = f"{folder}: {len(sizes)} kernels, {units.memory(sum(sizes))}"
     try:
         check_writable()
     except UnsupportedError as error:
-        return f"{found}; no more can be kept: {error}" if sizes else f"none: {error}"
-    return found
+        return f"{summary}; no more can be kept: {error}" if sizes else f"none: {error}"
+    return summary
 
 
 def text() -> str:

@@ -92,31 +92,31 @@ def _devices(name: str | None) -> tuple[list[Device], list[str]]:
     """The GPUs to compile for, each kind once, and why other GPUs of this machine are left out."""
     if name is not None:
         return [devices.of_name(name)], []
-    found: dict[Device, None] = {}
+    gpus: dict[Device, None] = {}
     problems = []
     for ordinal in range(devices.count()):
         try:
-            found[devices.query(ordinal)] = None
+            gpus[devices.query(ordinal)] = None
         except UnsupportedError as error:
             problems.append(f"left out: {error}")
-    if not found:
+    if not gpus:
         raise UnsupportedError(
             "\n".join((*problems, "there is no GPU to compile for (python -m cuflash info says why);"))
             + f" give --device, one of {', '.join(devices.DEVICES)}"
         )
-    return list(found), problems
+    return list(gpus), problems
 
 
 def _variants(options: argparse.Namespace, chosen: list[Device]) -> tuple[dict[Variant, None], dict[str, None]]:
     """Every kernel that dense calls of these options launch, and a line for each combination that has none."""
-    found: dict[Variant, None] = {}
+    variants: dict[Variant, None] = {}
     skipped: dict[str, None] = {}
     for device, dtype, head_dims, (op, more) in product(chosen, options.dtypes, options.head_dims, _calls(options)):
         try:
-            found |= _variants_of(op, dtype, head_dims, device, more)
+            variants |= _variants_of(op, dtype, head_dims, device, more)
         except UnsupportedError as error:
             skipped[f"left out: {op}: {error}"] = None
-    return found, skipped
+    return variants, skipped
 
 
 def _calls(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -200,10 +200,10 @@ def _compile(variant: Variant) -> tuple[str, str]:
     started = time.perf_counter()
     try:
         compiler.cubin(variant)
-        kept = compiler.is_cached(variant)
+        is_cached = compiler.is_cached(variant)
     except (CompileError, UnsupportedError) as error:
         return FAILED, str(error)
-    if not kept:
+    if not is_cached:
         return FAILED, f"no kernel was kept in {cache_dir()} any more: the warning says why, and what to do"
     return COMPILED, f"compiled {variant.name} for {variant.arch} in {time.perf_counter() - started:.1f} s"
 
@@ -222,7 +222,7 @@ def _some_of(names: Any) -> Callable[[str], tuple[str, ...]]:
 
 def _head_dims(text: str) -> tuple[tuple[int, int], ...]:
     """Parses head dims such as "64,192x128" to pairs: that of q and k, and that of v."""
-    found = [HEAD_DIMS.fullmatch(part) for part in text.split(",")]
-    if None in found:
+    matches = [HEAD_DIMS.fullmatch(part) for part in text.split(",")]
+    if None in matches:
         raise argparse.ArgumentTypeError(f"{text!r}: give whole numbers above 0, or pairs of them, such as 64,192x128")
-    return tuple((int(match[1]), int(match[2] or match[1])) for match in found if match)
+    return tuple((int(match[1]), int(match[2] or match[1])) for match in matches if match)

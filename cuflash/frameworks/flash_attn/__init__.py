@@ -90,22 +90,22 @@ def activate(force: bool = False, *, as_installed: bool = False) -> None:
     if _before is not None:
         return
     installed = {root: _installed(root) for root in _ROOTS}
-    found = [
+    places = [
         f"{root} ({where[0] if where else 'no place known'})" for root, where in installed.items() if where is not None
     ]
-    if found and not force:
+    if places and not force:
         raise UnsupportedError(
-            f"{', '.join(found)} is installed; give force=True to put cuflash in its place in this process, or import "
+            f"{', '.join(places)} is installed; give force=True to put cuflash in its place in this process, or import "
             "from cuflash.frameworks.flash_attn_interface"
         )
     finder = _Finder() if as_installed else None
     _before = _Before({name: module for name, module in sys.modules.items() if _is_ours(name)}, finder)
-    made = {name: _made(name, installed) for name in _MODULES}
-    sys.modules.update(made)
+    modules = {name: _made(name, installed) for name in _MODULES}
+    sys.modules.update(modules)
     for name in list(filter(_is_ours, sys.modules)):  # those of an installed package, too
         parent, _, child = name.rpartition(".")
-        if parent in made:
-            setattr(made[parent], child, sys.modules[name])
+        if parent in modules:
+            setattr(modules[parent], child, sys.modules[name])
     if finder is not None:
         sys.meta_path.append(finder)
 
@@ -190,7 +190,7 @@ class _Finder(DistributionFinder):
         return None
 
     def find_distributions(self, context: Any = None) -> Iterator[Distribution]:
-        wanted = None if context is None else context.name
+        required = None if context is None else context.name
         for name in _DISTRIBUTIONS:
-            if wanted is None or name == wanted.lower().replace("_", "-").replace(".", "-"):
+            if required is None or name == required.lower().replace("_", "-").replace(".", "-"):
                 yield _Installed(name)

@@ -111,13 +111,13 @@ def lengths_of(
     """
     check_integers("cu_seqlens_q", cu_seqlens_q)
     check_integers("seqused_q", seqused_q)
-    found = {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
-    found |= paged_or_packed(cu_seqlens_k, seqused_k, page_table, "page_table", required=False)
+    keywords = {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+    keywords |= paged_or_packed(cu_seqlens_k, seqused_k, page_table, "page_table", required=False)
     if cu_seqlens_q is not None:
-        found["max_seqlen_q"] = max_seqlen_q
+        keywords["max_seqlen_q"] = max_seqlen_q
     if cu_seqlens_k is not None or page_table is not None:
-        found["max_seqlen_k"] = max_seqlen_k
-    return found
+        keywords["max_seqlen_k"] = max_seqlen_k
+    return keywords
 
 
 def in_host_memory(name: str, value: Any) -> Any:

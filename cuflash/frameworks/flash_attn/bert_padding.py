@@ -45,8 +45,8 @@ def unpad_input(
     counts are int32. It waits for the device, as max_seqlen is read from it.
     """
     attention_mask = attention_mask.bool()
-    kept = attention_mask if unused_mask is None else attention_mask | unused_mask.bool()
-    rows, indices, cu_seqlens, max_seqlen = _packed(hidden_states, kept, kept.sum(1, dtype=torch.int32))
+    mask = attention_mask if unused_mask is None else attention_mask | unused_mask.bool()
+    rows, indices, cu_seqlens, max_seqlen = _packed(hidden_states, mask, mask.sum(1, dtype=torch.int32))
     return rows, indices, cu_seqlens, max_seqlen, attention_mask.sum(1, dtype=torch.int32)
 
 
@@ -57,8 +57,8 @@ def unpad_input_for_concatenated_sequences(hidden_states: Tensor, attention_mask
     """
     lengths = attention_mask_in_length.long()
     seqlen = hidden_states.shape[1]
-    kept = torch.arange(seqlen, device=lengths.device) < lengths.sum(1, keepdim=True)
-    return _packed(hidden_states, kept, lengths[lengths > 0].int())
+    mask = torch.arange(seqlen, device=lengths.device) < lengths.sum(1, keepdim=True)
+    return _packed(hidden_states, mask, lengths[lengths > 0].int())
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -66,8 +66,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
-def _packed(hidden_states: Tensor, kept: Tensor, lengths: Tensor) -> Packed:
-    indices = kept.flatten().nonzero().flatten()
+def _packed(hidden_states: Tensor, mask: Tensor, lengths: Tensor) -> Packed:
+    indices = mask.flatten().nonzero().flatten()
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     max_seqlen = int(lengths.max()) if lengths.numel() else 0
     return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen

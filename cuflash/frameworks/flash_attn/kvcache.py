@@ -75,8 +75,8 @@ def over_cache(
     elif cache_seqlens is not None:
         length = check_integer("cache_seqlens", cache_seqlens)
         if not 0 <= length <= capacity - rows:
-            given = f"cache_seqlens={length}" + (f" and {rows} new keys were given" if rows else "")
-            raise ProblemError(f"{given}, but the cache has room for {capacity} keys of a sequence")
+            lengths_text = f"cache_seqlens={length}" + (f" and {rows} new keys were given" if rows else "")
+            raise ProblemError(f"{lengths_text}, but the cache has room for {capacity} keys of a sequence")
     if new.k is not None:
         _refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=new.k, v=new.v)
         bounds = sequences.get("cu_seqlens_q")

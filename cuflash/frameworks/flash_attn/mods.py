@@ -61,8 +61,8 @@ def later_mod_kwargs(name: str, sink: Any, attention_chunk: Any = 0) -> dict[str
 def _dropout(dropout_p: Any) -> float:
     """The share to drop; 0.0 for one that drops nothing."""
     if isinstance(dropout_p, bool) or not isinstance(dropout_p, (int, float)):
-        given = type(dropout_p).__name__ if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
-        raise ProblemError(f"dropout_p={given} is a {type(dropout_p).__name__}; give a number. {_ORDER}")
+        shown = type(dropout_p).__name__ if isinstance(dropout_p, torch.Tensor) else repr(dropout_p)
+        raise ProblemError(f"dropout_p={shown} is a {type(dropout_p).__name__}; give a number. {_ORDER}")
     if not 0.0 <= dropout_p < 1.0:
         raise ProblemError(f"dropout_p={dropout_p} is outside [0, 1). {_ORDER}")
     # why: diffusers gives 1e-30, which drops nothing, to make flash-attn return lse.
@@ -136,9 +136,9 @@ def _signed_weights(
     for begin in range(0, places[1].longest, _COLUMNS):
         columns = torch.arange(begin, begin + _COLUMNS, device=k.device)
         values = (position[..., None] == columns).to(k.dtype)[..., None, :].expand(*k.shape[:-1], -1).contiguous()
-        seen = attend(q, k, values, *options, False, False, mod_kwargs=plain, **sequences)
-        kept = attend(no_q, no_k, values, None, False, (-1, -1), 0.0, False, False, mod_kwargs=dropout, **sequences)
-        signed = places[0].padded(torch.where(kept > 0, seen, -seen)).transpose(1, 2)
+        undropped = attend(q, k, values, *options, False, False, mod_kwargs=plain, **sequences)
+        dropped = attend(no_q, no_k, values, None, False, (-1, -1), 0.0, False, False, mod_kwargs=dropout, **sequences)
+        signed = places[0].padded(torch.where(dropped > 0, undropped, -undropped)).transpose(1, 2)
         shown = min(_COLUMNS, keys - begin)
         weights[:, :, : signed.shape[2], begin : begin + shown] = signed[..., :shown]
     return weights
@@ -167,6 +167,6 @@ class _Places:
         """Rows of packed sequences as (batch, longest, …), zeros behind the rows of a sequence."""
         if self._bounds is None:
             return x
-        at = self._bounds[:-1, None] + torch.arange(self.longest, device=self._device)
-        found = x[at.clamp(0, max(self._rows - 1, 0))]
-        return torch.where((at < self._bounds[1:, None])[..., None, None], found, 0)
+        indices = self._bounds[:-1, None] + torch.arange(self.longest, device=self._device)
+        rows = x[indices.clamp(0, max(self._rows - 1, 0))]
+        return torch.where((indices < self._bounds[1:, None])[..., None, None], rows, 0)

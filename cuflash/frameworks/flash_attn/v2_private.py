@@ -165,10 +165,10 @@ def _flash_attn_varlen_backward(
         check_integers(name, tensor, required=True)
     mod_kwargs = v2_mod_kwargs(q, dropout_p, alibi_slopes, cu_seqlens_q, rng_state, draws=False)
     bounds = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    given = {name: in_host_memory(name, bound) for name, bound in bounds.items() if bound is not None}
+    bounds_on_host = {name: in_host_memory(name, bound) for name, bound in bounds.items() if bound is not None}
     window = window_size_left, window_size_right
     inputs, targets = (dout, q, k, v, out, softmax_lse), (dq, dk, dv)
-    varlen_kwargs = lengths | given
+    varlen_kwargs = lengths | bounds_on_host
     return write_gradients(
         inputs, targets, softmax_scale, causal, window, softcap, deterministic, mod_kwargs, **varlen_kwargs
     )

@@ -215,11 +215,11 @@ def flash_attn_combine(
     dtype = torch.float32 if out_dtype is None else out_dtype
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ProblemError(f"out_dtype={out_dtype}; give torch.float32, torch.float16 or torch.bfloat16")
-    wanted = (out_partial.shape[1:], dtype, out_partial.device)
-    if out is not None and (out.shape, out.dtype, out.device) != wanted:
+    expected = (out_partial.shape[1:], dtype, out_partial.device)
+    if out is not None and (out.shape, out.dtype, out.device) != expected:
         raise ProblemError(
-            f"out has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {tuple(wanted[0])} and "
-            f"{dtype} on {wanted[2]}"
+            f"out has shape {tuple(out.shape)} and dtype {out.dtype} on {out.device}; give {tuple(expected[0])} and "
+            f"{dtype} on {expected[2]}"
         )
     whole, lse = merge_states(out_partial.unbind(), lse_partial.transpose(2, 3).unbind())
     return whole.to(dtype) if out is None else out.copy_(whole), lse.transpose(1, 2)

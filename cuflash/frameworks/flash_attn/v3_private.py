@@ -83,11 +83,11 @@ def _flash_attn_forward(
     window = window_size_left, window_size_right
     if out_ is not None:
         check_tensor("out_", out_)
-        wanted = (*q.shape[:-1], v.shape[-1]), q.dtype, q.device
-        if (out_.shape, out_.dtype, out_.device) != wanted:
+        expected = (*q.shape[:-1], v.shape[-1]), q.dtype, q.device
+        if (out_.shape, out_.dtype, out_.device) != expected:
             raise ProblemError(
-                f"out_ has shape {tuple(out_.shape)} and dtype {out_.dtype} on {out_.device}; give {wanted[0]} and "
-                f"{wanted[1]} on {wanted[2]}, or None"
+                f"out_ has shape {tuple(out_.shape)} and dtype {out_.dtype} on {out_.device}; give {expected[0]} and "
+                f"{expected[1]} on {expected[2]}, or None"
             )
     keywords: dict[str, Any] = {"cache_batch_idx": kv_batch_idx, "num_splits": num_splits}
     keywords["mod_kwargs"] = later_mod_kwargs("s_aux", None, attention_chunk)

@@ -150,10 +150,10 @@ def flash_attn_varlen_func(
     return result if return_lse else (result, None)
 
 
-def _refuse(pack_gqa: Any, **given: Any) -> None:
+def _refuse(pack_gqa: Any, **argument: Any) -> None:
     if pack_gqa is not None:
         check_flag("pack_gqa", pack_gqa)
-    for name, value in given.items():
+    for name, value in argument.items():
         if value is None:
             continue
         if name in ("qv", "gather_kv_indices"):

@@ -324,14 +324,14 @@ def _called(named: dict[str, Any], options: Options, with_lse: bool, op: Op | No
 
 def _static(names: tuple[str, ...], arrays: tuple[Any, ...], options: Options, op: Op | None) -> Static:
     """Checks a call; returns everything but its arrays."""
-    asked = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key(), op
+    call_key = names, tuple(x.shape for x in arrays), tuple(x.dtype for x in arrays), options.key(), op
     try:
         try:
-            return _validated(*asked)
+            return _validated(*call_key)
         except ProblemError:
             raise
         except (TypeError, ValueError):  # an argument cannot be hashed, so that the result cannot be cached
-            return _validated.__wrapped__(*asked)
+            return _validated.__wrapped__(*call_key)
     except ProblemError as error:
         axes = jax.sharding.get_abstract_mesh().manual_axes
         if not axes:
@@ -381,12 +381,12 @@ def _call_and_keep(static: Static, with_lse: bool, *operands: Any) -> tuple[Any,
     return (out, lse[..., 0]) if with_lse else out, (*operands, out, lse)
 
 
-def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
-    q, k, v, *varlen_args, out, lse = kept
+def _gradients(static: Static, with_lse: bool, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
+    q, k, v, *varlen_args, out, lse = residuals
     _, _, _, *names = static.names
-    named = {"q": q, "k": k, "v": v, "dout": given[0] if with_lse else given, "out": out, "lse": lse}
+    named = {"q": q, "k": k, "v": v, "dout": cotangents[0] if with_lse else cotangents, "out": out, "lse": lse}
     if with_lse:
-        named["dlse"] = given[1][..., None]
+        named["dlse"] = cotangents[1][..., None]
     named |= zip(names, varlen_args, strict=True)
     of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None)
     return *backward.bind(*named.values(), static=of_backward), *(None for _ in varlen_args)

@@ -23,8 +23,8 @@ def bias_or_mask(name: str, array: Any, lengths: Shape) -> Any:
     if array is None:
         return None
     array = checked_array(name, array)
-    wanted, is_mask = lengths[len(lengths) - array.ndim :], name == "mask"
-    fits = array.ndim in (3, 4) and all(n in (1, most) for n, most in zip(array.shape, wanted, strict=True))
+    shape, is_mask = lengths[len(lengths) - array.ndim :], name == "mask"
+    fits = array.ndim in (3, 4) and all(n in (1, most) for n, most in zip(array.shape, shape, strict=True))
     if not fits or (array.dtype == bool) != is_mask:
         raise ProblemError(
             f"{name} is {array.dtype} of shape {array.shape}; give {'bools' if is_mask else 'floats'} of shape "
@@ -46,19 +46,19 @@ def is_visible_to(mask: Any) -> Any:
 
 def window_of(local_window_size: Any) -> tuple[Any, Any]:
     """Keys on the left and on the right, None for an open side. why not -1: jax.nn ends before the diagonal then."""
-    given = local_window_size
+    window = local_window_size
     try:
-        left, right = (given, given) if given is None or is_integer(given) else given
+        left, right = (window, window) if window is None or is_integer(window) else window
     except (TypeError, ValueError):
-        left = right = given
+        left = right = window
     for side in (left, right):
         if side is not None and not is_integer(side):
             raise ProblemError(
-                f"local_window_size={given!r} is neither a number of keys nor a pair of them, (left, right); give "
+                f"local_window_size={window!r} is neither a number of keys nor a pair of them, (left, right); give "
                 "integers >= 0, or None for open"
             )
         if side is not None and side < 0:
-            raise UnsupportedError(f"local_window_size={given!r}: give numbers of keys >= 0, or None for open")
+            raise UnsupportedError(f"local_window_size={window!r}: give numbers of keys >= 0, or None for open")
     return left, right
 
 

@@ -61,9 +61,9 @@ _Frame = _struct(
 _HANDLER = ctypes.CFUNCTYPE(_POINTER, _POINTER)
 
 
-def _word(of: type[ctypes.Structure], field: str) -> int:
+def _word(struct: type[ctypes.Structure], field: str) -> int:
     """Index of the 64-bit word at which a field of a struct begins."""
-    return int(getattr(of, field).offset) // 8
+    return int(getattr(struct, field).offset) // 8
 
 
 # All memory as one array of 64-bit words. why: a call reads dozens of words, and a struct's field or an array that is
@@ -122,8 +122,8 @@ class Call:
         """Number of the GPU to launch on."""
         return self._runtime.answer("DeviceOrdinal_Get", self._frame[_CONTEXT])
 
-    def _items(self, at: int) -> list[int]:
-        return _words(self._frame[at + _TO_ITEMS], self._frame[at])
+    def _items(self, position: int) -> list[int]:
+        return _words(self._frame[position + _TO_ITEMS], self._frame[position])
 
 
 class _Runtime:
@@ -139,13 +139,13 @@ class _Runtime:
 
     def function(self, name: str) -> Any:
         """The function of this name, which takes the address of a struct and returns 0 or the address of an error."""
-        found = self._known.get(name)
-        if found is None:
+        entry = self._known.get(name)
+        if entry is None:
             slot = getattr(_Api, name)
             if self._api.struct_size < slot.offset + slot.size:
                 raise UnsupportedError(f"{self} has no {name}: {_UPDATE}")
-            found = self._known[name] = getattr(self._api, name)
-        return found
+            entry = self._known[name] = getattr(self._api, name)
+        return entry
 
     def answer(self, name: str, context: int) -> int:
         """The answer of a function about an execution, such as its stream."""
@@ -158,8 +158,8 @@ class _Runtime:
     def error(self, message: bytes, code: int) -> int:
         """Address of a new XLA error."""
         created = _Create(ctypes.sizeof(_Create), None, message, code)
-        made: int = self.function("Error_Create")(ctypes.addressof(created))
-        return made
+        error_address: int = self.function("Error_Create")(ctypes.addressof(created))
+        return error_address
 
     def taken(self, error: int) -> str:
         """The message of an error, which is then destroyed."""
@@ -181,9 +181,9 @@ def register(name: str, platform: str, traits: int, run: Callable[[Call], None])
     import jax
 
     key = name, platform
-    known = key in _handlers
+    is_registered = key in _handlers
     _handlers[key] = run
-    if known:
+    if is_registered:
         return
     thunk = _HANDLER(lambda frame: _enter(key, traits, frame))
     # why: executables may call the handler until the process ends, as XLA cannot be made to forget it.
@@ -204,8 +204,8 @@ def _enter(key: tuple[str, str], traits: int, address: int) -> int:
     # why: an exception that leaves this function is only printed, and XLA reads a random register as its answer.
     try:
         frame = _words(address, _FRAME_WORDS)
-        if frame[_EXTENSION] and (found := _Extension.from_address(frame[_EXTENSION])).type == _METADATA:
-            metadata = found.metadata.contents
+        if frame[_EXTENSION] and (extension := _Extension.from_address(frame[_EXTENSION])).type == _METADATA:
+            metadata = extension.metadata.contents
             metadata.version.major, metadata.version.minor = VERSION
             metadata.traits = traits
         elif frame[_STAGE] & 0xFFFFFFFF == _EXECUTE:

@@ -114,10 +114,10 @@ class Static(NamedTuple):
         lo, hi = (None, None) if self.is_band else (self.lo, self.hi)
         # why: a window goes around its diagonal, which is one of the bounds if it is the same for all sequences.
         offset = None if self.of_each else hi if lo is None else lo
-        at = offset or 0
+        base = offset or 0
         return Options(
             self.softmax_scale,
-            window_size=(None if lo is None else at - lo, None if hi is None else hi - at),
+            window_size=(None if lo is None else base - lo, None if hi is None else hi - base),
             diagonal_offset=offset,
             softcap=self.softcap,
             deterministic=self.deterministic,
@@ -194,10 +194,10 @@ def axes_of(op: Op, name: str, rank_q: int, rank_k: int) -> list[str]:
 
 def halved(names: Sequence[str], shapes: Iterable[Shape]) -> dict[str, Shape]:
     """The shapes of the operands by name, k and v instead of "kv"."""
-    found: dict[str, Shape] = {}
+    shapes_by_name: dict[str, Shape] = {}
     for name, shape in zip(names, shapes, strict=True):
-        found |= dict.fromkeys("kv", (*shape[:-1], shape[-1] // 2)) if name == "kv" else {name: shape}
-    return found
+        shapes_by_name |= dict.fromkeys("kv", (*shape[:-1], shape[-1] // 2)) if name == "kv" else {name: shape}
+    return shapes_by_name
 
 
 def specs_of(
@@ -248,23 +248,23 @@ def run_on_cpu(target: str, call: ffi.Call) -> None:
         views["k"], views["v"] = np.split(both, 2, axis=-1)
     arrays = [views.get(operand.name) for operand in problem.op.inputs]
     for buffer, result in zip(results, cpu.compute(problem, arrays), strict=True):
-        made = _view(buffer)
-        made[...] = result.reshape(made.shape)
+        view = _view(buffer)
+        view[...] = result.reshape(view.shape)
 
 
 def run_on_cuda(target: str, call: ffi.Call) -> None:
     """Runs a target's op on the call's buffers, on XLA's stream; a workspace is an extra result."""
-    found = _lowered(target, call.attribute(), call.ordinal())
+    lowered = _lowered(target, call.attribute(), call.ordinal())
     pointers = call.pointers()
-    if found.half:
+    if lowered.half:
         q, kv, *others = pointers
-        pointers = (q, kv, kv + found.half, *others)
-    for place in found.absent:
+        pointers = (q, kv, kv + lowered.half, *others)
+    for place in lowered.absent:
         pointers = (*pointers[:place], 0, *pointers[place:])
     stream = call.stream()
-    if not found.call.aligned_plan.launch(pointers, stream):
-        unaligned_plan = found.call.unaligned_plan(pointers)
-        found.check_workspace(unaligned_plan)
+    if not lowered.call.aligned_plan.launch(pointers, stream):
+        unaligned_plan = lowered.call.unaligned_plan(pointers)
+        lowered.check_workspace(unaligned_plan)
         unaligned_plan.launch(pointers, stream)
 
 
@@ -294,13 +294,13 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
     workspace, loaded, refused = 0, 0, None
     for ordinal in ordinals:
         try:
-            found = _call(target, described, ordinal)
+            call = _call(target, described, ordinal)
         except UnsupportedError as error:
             refused = error
             continue
         loaded += 1
-        workspace = max(workspace, found.plan.workspace_bytes // 4)
-        for launch in found.plan.launches:
+        workspace = max(workspace, call.plan.workspace_bytes // 4)
+        for launch in call.plan.launches:
             for words in filter(None, (launch.counted, launch.arrivals)):
                 with on_device(ordinal):
                     device_memory.reserve_counter(ordinal, words)
@@ -312,8 +312,8 @@ def load(target: str, described: Described, ordinals: Sequence[int]) -> int:
 def _lowered(target: str, attribute: bytes, ordinal: int) -> Lowered:
     """What this thread keeps for calls with this attribute."""
     key = threading.get_ident(), target, ordinal, attribute
-    found: Lowered | None = CALL_CACHE.get(key)
-    if found is None:
+    lowered: Lowered | None = CALL_CACHE.get(key)
+    if lowered is None:
         described = Described.decode(attribute)
         # why: the kernels were loaded when the program was lowered, unless another process did that (jax.export).
         # Then they are loaded in the first call, which may be captured.
@@ -322,10 +322,10 @@ def _lowered(target: str, attribute: bytes, ordinal: int) -> Lowered:
         absent = tuple(place for place, _ in enumerate(call.problem.op.inputs) if call.problem.specs[place] is None)
         names, shapes = described.static.names, described.shapes
         half = shapes[1][-1] // 2 * ITEMSIZE[described.dtypes[1]] if "kv" in names else 0
-        found = Lowered(call, absent, half, 4 * described.workspace)
-        found.check_workspace(call)
-        CALL_CACHE.put(key, found, call.num_bytes)
-    return found
+        lowered = Lowered(call, absent, half, 4 * described.workspace)
+        lowered.check_workspace(call)
+        CALL_CACHE.put(key, lowered, call.num_bytes)
+    return lowered
 
 
 def _call(target: str, described: Described, ordinal: int) -> CachedCall:

@@ -27,10 +27,10 @@ class Functions:
     @classmethod
     def of(cls, mod_spec: ModSpec) -> Functions:
         """The one of these functions."""
-        found = _known.get(mod_spec.digest)
-        if found is None:
-            found = _known.setdefault(mod_spec.digest, cls(mod_spec))
-        return found
+        functions = _known.get(mod_spec.digest)
+        if functions is None:
+            functions = _known.setdefault(mod_spec.digest, cls(mod_spec))
+        return functions
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Functions) and other.mod_spec.digest == self.mod_spec.digest
@@ -60,14 +60,14 @@ class Functions:
     def decoded(cls, encoded: list[Any]) -> Functions:
         """The inverse of `encoded`."""
         nodes, ends, arrays, (has_sinks, drops, has_block_mask), digest, mask_tile_axes = encoded
-        found = _known.get(digest)
-        if found is not None:
-            return found
-        made: list[Node] = []
+        functions = _known.get(digest)
+        if functions is not None:
+            return functions
+        decoded: list[Node] = []
         for op, type, arguments, value, range in nodes:
             limits = None if range is None else tuple(range)
-            made.append(node(op, Type(type), [made[place] for place in arguments], value, limits))
-        score, mask = (None if place is None else made[place] for place in ends)
+            decoded.append(node(op, Type(type), [decoded[place] for place in arguments], value, limits))
+        score, mask = (None if place is None else decoded[place] for place in ends)
         kinds = tuple(Kind(name, dtype, rank, Type(type)) for name, dtype, rank, type in arrays)
         return cls.of(ModSpec(score, mask, kinds, has_sinks, drops, has_block_mask, digest, tuple(mask_tile_axes)))
 
@@ -120,20 +120,20 @@ def folded(
     )
     new = {before.name: after.name for before, after in zip(mod_spec.arrays, kinds, strict=True)}
     digest = f"{mod_spec.digest} of {axis} {length} x {size} {is_outer} {sorted(numbers)}"
-    made = ModSpec(
+    folded_spec = ModSpec(
         score, mask, kinds, mod_spec.has_sinks, mod_spec.drops, mod_spec.has_block_mask, digest, mod_spec.mask_tile_axes
     )
-    return tuple(new.get(name, name) for name in names), Functions.of(made)
+    return tuple(new.get(name, name) for name in names), Functions.of(folded_spec)
 
 
 def _with_place(root: Node, numbers: frozenset[int], place: Node) -> Node:
     """The same expression, where the arrays of these numbers have one more axis, with this index."""
-    made: dict[Node, Node] = {}
+    mapped: dict[Node, Node] = {}
     for each in post_order([root]):
-        arguments = [made[argument] for argument in each.arguments]
+        arguments = [mapped[argument] for argument in each.arguments]
         if each.op == "load":
             first = [place] if each.value in numbers else []
-            made[each] = load(each.value, each.type, [*first, *arguments])
+            mapped[each] = load(each.value, each.type, [*first, *arguments])
         else:
-            made[each] = rebuilt(each, arguments)
-    return made[root]
+            mapped[each] = rebuilt(each, arguments)
+    return mapped[root]

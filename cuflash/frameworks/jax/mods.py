@@ -85,8 +85,8 @@ def _leaves(block_mask: BlockMask) -> tuple[tuple[Any, ...], _Frame]:
 
 def _with_leaves(frame: _Frame, leaves: Any) -> BlockMask:
     mask_tiles, *arrays = leaves
-    made = tuple(CapturedArray(x, *kind) for x, kind in zip(arrays, frame.kinds, strict=True))
-    return BlockMask(None, mask_tiles, frame.sizes, frame.tells, Graph(frame.root, made, frame.digest))
+    captured = tuple(CapturedArray(x, *kind) for x, kind in zip(arrays, frame.kinds, strict=True))
+    return BlockMask(None, mask_tiles, frame.sizes, frame.tells, Graph(frame.root, captured, frame.digest))
 
 
 jax.tree_util.register_pytree_node(BlockMask, _leaves, _with_leaves)
@@ -149,29 +149,29 @@ def _graph_by_jax(function: Any, kind: str, error: Exception) -> Graph:
 
 def _line_of(error: Exception) -> str:
     """The last line of the user's on the way to an error."""
-    found, at = "", error.__traceback__
-    while at is not None:
-        frame = at.tb_frame
+    where, traceback = "", error.__traceback__
+    while traceback is not None:
+        frame = traceback.tb_frame
         if not is_of_library(frame.f_globals.get("__name__")):
-            found = f"{frame.f_code.co_filename}:{at.tb_lineno}, in {frame.f_code.co_name}: "
-        at = at.tb_next
-    return found
+            where = f"{frame.f_code.co_filename}:{traceback.tb_lineno}, in {frame.f_code.co_name}: "
+        traceback = traceback.tb_next
+    return where
 
 
 def _of_arrays(graph: Graph, arrays: list[Any]) -> Graph:
     """The same graph of other arrays with the same values. why: JAX may have narrower ones of NumPy's."""
-    made = [CapturedArray(x, name_of_dtype(x.dtype), tuple(x.shape), type_of_dtype(x.dtype)) for x in arrays]
-    if all(new.dtype == old.dtype for new, old in zip(made, graph.arrays, strict=True)):
-        return Graph(graph.root, tuple(made), graph.digest)
+    captured = [CapturedArray(x, name_of_dtype(x.dtype), tuple(x.shape), type_of_dtype(x.dtype)) for x in arrays]
+    if all(new.dtype == old.dtype for new, old in zip(captured, graph.arrays, strict=True)):
+        return Graph(graph.root, tuple(captured), graph.digest)
     nodes: dict[Node, Node] = {}
     for each in post_order([graph.root]):
         arguments = [nodes[argument] for argument in each.arguments]
         if each.op == "load":
-            nodes[each] = cast(load(each.value, made[each.value].type, arguments), each.type)
+            nodes[each] = cast(load(each.value, captured[each.value].type, arguments), each.type)
         else:
             nodes[each] = rebuilt(each, arguments)
     root = nodes[graph.root]
-    return Graph(root, tuple(made), digest([root], made))
+    return Graph(root, tuple(captured), digest([root], captured))
 
 
 # The function with gradients, as in `jax.py`. Gradients are made of those arrays alone that are differentiated.
@@ -192,27 +192,29 @@ def _call_and_keep(static: Static, with_lse: bool, *primals: Any) -> tuple[Any, 
     mod_spec, operands = static.functions.mod_spec, [x.value for x in primals]
     perturbed = {name for name, x in zip(static.names, primals, strict=True) if x.perturbed}
     # why () and None: neither is an array, so that they are known when gradients are traced.
-    wanted = [() if _name(mod_spec, number) in perturbed else None for number in differentiable(mod_spec)]
+    perturbed_grads = [() if _name(mod_spec, number) in perturbed else None for number in differentiable(mod_spec)]
     out, lse = forward.bind(*operands, static=static)
-    return (out, lse[..., 0]) if with_lse else out, (operands, out, lse, wanted)
+    return (out, lse[..., 0]) if with_lse else out, (operands, out, lse, perturbed_grads)
 
 
-def _gradients(static: Static, with_lse: bool, kept: tuple[Any, ...], given: Any) -> tuple[Any, ...]:
+def _gradients(static: Static, with_lse: bool, residuals: tuple[Any, ...], cotangents: Any) -> tuple[Any, ...]:
     assert static.functions is not None
-    mod_spec, (operands, out, lse, wanted) = static.functions.mod_spec, kept
+    mod_spec, (operands, out, lse, perturbed_grads) = static.functions.mod_spec, residuals
     q, k, v, *rest = operands
     _, _, _, *names = static.names
-    dout, dlse = given if with_lse else (given, None)
+    dout, dlse = cotangents if with_lse else (cotangents, None)
     dout = jax.lax.full_like(out, 0) if isinstance(dout, SymbolicZero) else dout
     named = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
     if dlse is not None and not isinstance(dlse, SymbolicZero):
         named["dlse"] = dlse[..., None]
     named |= zip(names, rest, strict=True)
-    grads = tuple(n for n, is_wanted in zip(differentiable(mod_spec), wanted, strict=True) if is_wanted is not None)
+    grads = tuple(
+        n for n, is_wanted in zip(differentiable(mod_spec), perturbed_grads, strict=True) if is_wanted is not None
+    )
     of_backward = static._replace(names=tuple(named), num_splits=0, split_size=None, grads=grads)
     dq, dk, dv, *more = backward.bind(*named.values(), static=of_backward)
-    found = dict(zip([_name(mod_spec, number) for number in grads], more, strict=True))
-    return dq, dk, dv, *(found.get(name) for name in names)
+    grads_by_name = dict(zip([_name(mod_spec, number) for number in grads], more, strict=True))
+    return dq, dk, dv, *(grads_by_name.get(name) for name in names)
 
 
 _with_gradients = jax.custom_vjp(_call, nondiff_argnums=(0, 1))

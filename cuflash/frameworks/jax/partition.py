@@ -104,12 +104,12 @@ class _Parts(NamedTuple):
         numbers = self.numbers.transpose(1, 0, 2) if BATCH not in axes else self.numbers
         split = {BATCH: batch, HEADS: heads}
         dimensions = [split.get(axis, 1) for axis in axes]  # the batch stands before the heads in all of them
-        made = xla_client.OpSharding()
-        made.type = xla_client.OpSharding.Type.OTHER
-        made.tile_assignment_dimensions = [*dimensions, numbers.size // int(np.prod(dimensions))]
-        made.tile_assignment_devices = numbers.ravel().tolist()
-        made.replicate_on_last_tile_dim = True
-        return GSPMDSharding(self.devices, made)
+        op_sharding = xla_client.OpSharding()
+        op_sharding.type = xla_client.OpSharding.Type.OTHER
+        op_sharding.tile_assignment_dimensions = [*dimensions, numbers.size // int(np.prod(dimensions))]
+        op_sharding.tile_assignment_devices = numbers.ravel().tolist()
+        op_sharding.replicate_on_last_tile_dim = True
+        return GSPMDSharding(self.devices, op_sharding)
 
 
 def _axes(op: Op, names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[list[str]], list[list[str]]]:
@@ -145,8 +145,8 @@ def _rule(
                 yield whole[-1]
 
     sides = [
-        ", ".join(" ".join(factors(named, shape)) for named, shape in zip(of, lengths, strict=True))
-        for of, lengths in ((axes, shapes), (result_axes, of_results))
+        ", ".join(" ".join(factors(named, shape)) for named, shape in zip(operand_axes, lengths, strict=True))
+        for operand_axes, lengths in ((axes, shapes), (result_axes, of_results))
     ]
     sizes = {GROUP: shapes[0][axes[0].index(HEADS)] // heads_kv} if GROUP in whole else {}
     return " -> ".join(sides), {"need_replication_factors": tuple(whole), **sizes}

@@ -58,10 +58,10 @@ def _result_types(target: str, *operands: Any, static: Static) -> list[Any]:
     op, q = static.op(target), operands[0]
     shapes = _result_shapes(op, halved(static.names, [x.shape for x in operands]))
     accumulator = np.dtype(DTYPES[str(q.dtype)].accumulator)
-    known = {"lse": accumulator}
+    dtypes_by_name = {"lse": accumulator}
     if static.grads:
-        known |= {f"d{name}": x.dtype for name, x in zip(static.names, operands, strict=True)}
-    dtypes = [known.get(x.name if is_mod_operand(x) else x.dtype, q.dtype) for x in op.outputs]
+        dtypes_by_name |= {f"d{name}": x.dtype for name, x in zip(static.names, operands, strict=True)}
+    dtypes = [dtypes_by_name.get(x.name if is_mod_operand(x) else x.dtype, q.dtype) for x in op.outputs]
     return [q.update(shape=x, dtype=dtype, weak_type=False) for x, dtype in zip(shapes, dtypes, strict=True)]
 
 
@@ -83,8 +83,8 @@ def as_jax(name: str, array: Any) -> Any:
     try:
         return jnp.asarray(array)
     except (TypeError, ValueError):
-        given = f"has dtype {array.dtype}" if isinstance(array, np.ndarray) else f"is a {type(array).__name__}"
-        raise ProblemError(f"{name} {given}, of which JAX has no arrays; give a JAX or NumPy array") from None
+        kind = f"has dtype {array.dtype}" if isinstance(array, np.ndarray) else f"is a {type(array).__name__}"
+        raise ProblemError(f"{name} {kind}, of which JAX has no arrays; give a JAX or NumPy array") from None
 
 
 def refuse_cached(names: Sequence[str]) -> None:
@@ -126,22 +126,22 @@ def check_not_reduced(name: str, array: Any) -> None:
 def _axes(state: str, array: Any) -> str:
     """The mesh axes over which an array is in this state; its type tells it of manual axes from JAX 0.10 on."""
     kind = jax.typeof(array)
-    of = kind.sharding.spec, getattr(kind, "manual_axis_type", None)
-    return ", ".join(sorted({str(axis) for x in of for axis in getattr(x, state, ())}))
+    layout = kind.sharding.spec, getattr(kind, "manual_axis_type", None)
+    return ", ".join(sorted({str(axis) for x in layout for axis in getattr(x, state, ())}))
 
 
 def _primitive(name: str) -> Any:
     """The primitive of a target with all its rules."""
-    made = Primitive(name)
-    made.multiple_results = True
-    made.def_abstract_eval(functools.partial(_result_types, name))
-    made.def_impl(functools.partial(_run_eagerly, made))
-    batching.primitive_batchers[made] = functools.partial(_batched, made)
-    ad.primitive_jvps[made] = functools.partial(_refuse_derivatives, name)
-    mlir.register_lowering(made, functools.partial(_refuse_platform, name))
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(functools.partial(_result_types, name))
+    primitive.def_impl(functools.partial(_run_eagerly, primitive))
+    batching.primitive_batchers[primitive] = functools.partial(_batched, primitive)
+    ad.primitive_jvps[primitive] = functools.partial(_refuse_derivatives, name)
+    mlir.register_lowering(primitive, functools.partial(_refuse_platform, name))
     for platform, lower in (("cpu", _lower_for_cpu), ("cuda", _lower_for_cuda)):
-        mlir.register_lowering(made, functools.partial(_lower, made, lower), platform=platform)
-    return made
+        mlir.register_lowering(primitive, functools.partial(_lower, primitive, lower), platform=platform)
+    return primitive
 
 
 def _run_eagerly(primitive: Any, *operands: Any, static: Static) -> Any:
@@ -149,10 +149,10 @@ def _run_eagerly(primitive: Any, *operands: Any, static: Static) -> Any:
     # of a NaN. That search must be off in here, or it would find this call and start again without end.
     with jax.disable_jit(False), jax.debug_nans(False), jax.debug_infs(False):
         results = _jitted(primitive, static)(*operands)
-    given = (results[0],) if primitive.name == FORWARD else results  # why: lse is -inf where a query sees no key
+    checked = (results[0],) if primitive.name == FORWARD else results  # why: lse is -inf where a query sees no key
     nans, infs = jax.config.jax_debug_nans, jax.config.jax_debug_infs
-    for what, asked, found in (("nan", nans, jnp.isnan), ("inf", infs, jnp.isinf)):
-        if asked and any(found(x).any() for x in given):
+    for what, is_debugged, is_bad in (("nan", nans, jnp.isnan), ("inf", infs, jnp.isinf)):
+        if is_debugged and any(is_bad(x).any() for x in checked):
             raise FloatingPointError(f"invalid value ({what}) encountered in {primitive.name}")
     return results
 
@@ -190,7 +190,7 @@ def _batched(
     size = next(x.shape[axis] for x, axis in zip(operands, axes, strict=True) if axis is not None)
     rank = operands[0].ndim - (axes[0] is not None)
     before_heads = 2 if rank == 4 else 1
-    at = axes[0] if axes[0] is not None and axes[0] <= before_heads else 0
+    folded_axis = axes[0] if axes[0] is not None and axes[0] <= before_heads else 0
     mapped = [name for name, axis in zip(names, axes, strict=True) if name in VARLEN_ARGS and axis is not None]
     is_placed = not set(VARLEN_ARGS).isdisjoint(set(names) - {"seqused_q", "seqused_k"})
     if mapped and is_placed:
@@ -198,32 +198,32 @@ def _batched(
             f"{', '.join(mapped)} under vmap: sequences that are packed or lie in a cache have no axis to map lengths "
             "over; pack what is mapped as further sequences of one call, or take jax.lax.map"
         )
-    of_heads = is_placed or (at == before_heads and not mapped)
+    of_heads = is_placed or (folded_axis == before_heads and not mapped)
     apart: frozenset[str] = frozenset()  # arrays of functions that have the new axis, too
     if static.functions is not None:
-        wanted = {operand.name.removeprefix("d") for operand in op.outputs if is_mod_operand(operand)}
+        grad_names = {operand.name.removeprefix("d") for operand in op.outputs if is_mod_operand(operand)}
         apart = frozenset(
             name
             for name, axis in zip(names, axes, strict=True)
             if is_mod_operand(op.operands[op.index[name]])
             and name != "mask_tiles"
-            and (axis is not None or name in wanted)
+            and (axis is not None or name in grad_names)
         )
         if static.functions.mod_spec.drops or (mapped and "sinks" in apart):
             return _in_turn(primitive, operands, axes, static)
         of_heads = of_heads or "sinks" in apart
-    at = 0 if mapped and at == before_heads else at
+    folded_axis = 0 if mapped and folded_axis == before_heads else folded_axis
 
     def place(name: str, rank: int) -> int:
         """Where the new axis stands in an operand that has this rank without it."""
         if not of_heads:
-            return at
+            return folded_axis
         return rank - (1 if rank == 2 else 2) - is_like_lse(name)
 
     folded, shapes = [], []
     of_q = operands[0].shape if axes[0] is None else operands[0].shape[: axes[0]] + operands[0].shape[axes[0] + 1 :]
     length = (of_q[-2] if rank > 2 else 1) if of_heads else (of_q[0] if rank == 4 else 1)
-    is_outer = of_heads or at == 0
+    is_outer = of_heads or folded_axis == 0
     for name, x, axis in zip(names, operands, axes, strict=True):
         shape = x.shape if axis is None else (*x.shape[:axis], *x.shape[axis + 1 :])
         shapes.append(shape)
@@ -239,12 +239,14 @@ def _batched(
             x = x.reshape(_folded(name, shape, size, of_heads))
         folded.append(x)
     if static.functions is not None:
-        of = "h" if of_heads else "b"
-        names_of_all, functions = fold_mods(names, static.functions, of, length, size, is_outer, apart - {"sinks"})
+        axis_name = "h" if of_heads else "b"
+        names_of_all, functions = fold_mods(
+            names, static.functions, axis_name, length, size, is_outer, apart - {"sinks"}
+        )
         static = static._replace(names=names_of_all, functions=functions)
     results, places = [], []
-    made = primitive.bind(*folded, static=static)
-    for operand, x, shape in zip(op.outputs, made, _result_shapes(op, halved(names, shapes)), strict=True):
+    outputs = primitive.bind(*folded, static=static)
+    for operand, x, shape in zip(op.outputs, outputs, _result_shapes(op, halved(names, shapes)), strict=True):
         places.append(0 if is_mod_operand(operand) else place(operand.name, len(shape)))
         results.append(x.reshape(*shape[: places[-1]], size, *shape[places[-1] :]))
     return results, places
@@ -265,18 +267,18 @@ def _in_turn(
     return results, [0] * len(results)
 
 
-def _mask_tiles(mask_tiles: Any, axis: int | None, size: int, length: int, at: int, is_outer: bool) -> Any:
-    """The cells of a block mask whose axis `at`, of batch or heads, becomes `size` times as long as `length`.
+def _mask_tiles(mask_tiles: Any, axis: int | None, size: int, length: int, mapped_axis: int, is_outer: bool) -> Any:
+    """The cells of a block mask whose axis `mapped_axis`, of batch or heads, becomes `size` times as long as `length`.
 
     axis: where they have the new axis, if at all. is_outer: whether it stands before the axis that it joins.
     """
-    if axis is None and mask_tiles.shape[at] == 1:
+    if axis is None and mask_tiles.shape[mapped_axis] == 1:
         return mask_tiles
     mask_tiles = mask_tiles[None] if axis is None else jnp.moveaxis(mask_tiles, axis, 0)
     shape = mask_tiles.shape[1:]
-    whole = jnp.broadcast_to(mask_tiles, (size, *shape[:at], length, *shape[at + 1 :]))
-    joined = jnp.moveaxis(whole, 0, at if is_outer else at + 1)
-    return joined.reshape(*shape[:at], size * length, *shape[at + 1 :])
+    whole = jnp.broadcast_to(mask_tiles, (size, *shape[:mapped_axis], length, *shape[mapped_axis + 1 :]))
+    joined = jnp.moveaxis(whole, 0, mapped_axis if is_outer else mapped_axis + 1)
+    return joined.reshape(*shape[:mapped_axis], size * length, *shape[mapped_axis + 1 :])
 
 
 def _folded(name: str, shape: Shape, size: int, of_heads: bool) -> Shape:

@@ -166,9 +166,9 @@ def cuflash_attention_forward(
         window = _keys_before(module, 1, longest, causal, sliding_window)
         return layer.of_places(Places(keywords, causal, None if window < 0 else window + 1)), None
     window = _keys_before(module, query.shape[2], key.shape[2], causal, sliding_window)
-    found = places_of_positions(kwargs.get("position_ids"), *sizes)
-    if found is not None:
-        return layer.of_places(found._replace(causal=causal, window=None if window < 0 else window + 1)), None
+    packed = places_of_positions(kwargs.get("position_ids"), *sizes)
+    if packed is not None:
+        return layer.of_places(packed._replace(causal=causal, window=None if window < 0 else window + 1)), None
     return layer.whole(causal=causal, window_size=(window, -1)), None
 
 
@@ -248,9 +248,9 @@ def _of_tensor(mask: torch.Tensor, bias: torch.Tensor | None, seqlen_k: int) -> 
     return {"mask_mod": visible_in(mask)} if mask.dtype == torch.bool else {"bias": bias[..., :seqlen_k] + mask}
 
 
-def _bounds(given: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _bounds(kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Where sequences begin, of queries and of keys."""
-    q, k = given["cu_seq_lens_q"], given.get("cu_seq_lens_k")
+    q, k = kwargs["cu_seq_lens_q"], kwargs.get("cu_seq_lens_k")
     if k is None:
         raise ProblemError("cu_seq_lens_q was given without cu_seq_lens_k; give both (the same for self-attention)")
     return q.to(torch.int32), k.to(torch.int32)
@@ -339,8 +339,8 @@ def cuflash_mask(
 
 def _device(attention_mask: torch.Tensor | None, offset: Any, device: Any) -> torch.device:
     """The device of a mask; transformers 4 does not tell it."""
-    found = (x.device for x in (attention_mask, offset) if isinstance(x, torch.Tensor))
-    return next(found, torch.device("cpu")) if device is None else torch.device(device)
+    devices = (x.device for x in (attention_mask, offset) if isinstance(x, torch.Tensor))
+    return next(devices, torch.device("cpu")) if device is None else torch.device(device)
 
 
 def _is_window(config: Any, end: int, local_size: int | None) -> bool:
@@ -355,8 +355,8 @@ def _ends_at(end: int, sizes: dict[str, Any]) -> bool:
     """Whether the queries stand at consecutive positions, the last of them at the last key."""
     if "cache_position" in sizes:  # transformers 4
         position = sizes["cache_position"]
-        wanted = torch.arange(end - len(position), end, device=position.device)
-        return not is_traced() and torch.equal(position, wanted)
+        expected = torch.arange(end - len(position), end, device=position.device)
+        return not is_traced() and torch.equal(position, expected)
     # why: with a static cache the offset is a tensor, and the keys behind it are not written yet.
     offset = sizes.get("q_offset", 0)
     return not isinstance(offset, torch.Tensor) and bool(offset + sizes["q_length"] == end)
@@ -369,11 +369,11 @@ def _keys_before(module: torch.nn.Module, seqlen_q: int, seqlen_k: int, causal: 
             f"{seqlen_q} causal queries of {seqlen_k} keys without a mask: no decoder has them, so which keys they see "
             f"is not known; pass attention_mask or is_causal=False, or {SDPA}"
         )
-    given = sliding_window is not _NOT_GIVEN
-    window = sliding_window if given else getattr(getattr(module, "config", None), "sliding_window", None)
+    has_window = sliding_window is not _NOT_GIVEN
+    window = sliding_window if has_window else getattr(getattr(module, "config", None), "sliding_window", None)
     if not window or seqlen_k <= window:  # 0 is none: Qwen2-MoE's configuration without a window has it
         return -1
-    if not given:
+    if not has_window:
         raise UnsupportedError(
             f"{type(module).__name__} does not say whether this layer uses the model's sliding window of {window}, "
             f"which {seqlen_k} keys exceed; {SDPA}"

@@ -21,13 +21,15 @@ from ...ops.block_mask import create_block_mask
 Mod = Callable[..., Any]
 
 
-def mask_mod_of(mask_function: Mod, kept: Tensor | None, begin: Any, kv_offset: Any, device: torch.device) -> Mod:
+def mask_mod_of(
+    mask_function: Mod, padding_mask: Tensor | None, begin: Any, kv_offset: Any, device: torch.device
+) -> Mod:
     """The mask_mod of a function of transformers, and of padding.
 
     kept (batch, positions): where a key counts; None: all do. begin: the position of the first query, or that of each
     query; None if the last query stands at the last key. kv_offset: the position of the first key.
     """
-    kept = None if kept is None else kept.bool()
+    padding_mask = None if padding_mask is None else padding_mask.bool()
     first_q, first_k = _number(begin, device), _number(kv_offset, device)
     is_of_each = first_q is not None and first_q.dim() > 0
     is_at_end = begin is None
@@ -40,8 +42,8 @@ def mask_mod_of(mask_function: Mod, kept: Tensor | None, begin: Any, kv_offset: 
             query = first_q[q_idx]  # type: ignore[index]
         else:
             query = q_idx if first_q is None else q_idx + first_q
-        seen = mask_function(b, h, query, key)
-        return seen if kept is None else seen & kept[b, key]
+        visible = mask_function(b, h, query, key)
+        return visible if padding_mask is None else visible & padding_mask[b, key]
 
     return mask_mod
 
@@ -59,8 +61,8 @@ def visible_in(mask: Tensor) -> Mod:
     varies_b, varies_h, varies_q, varies_k = (length > 1 for length in mask.shape)
 
     def mask_mod(b: Any, h: Any, q_idx: Any, k_idx: Any) -> Any:
-        at = b if varies_b else 0, h if varies_h else 0, q_idx if varies_q else 0, k_idx if varies_k else 0
-        return mask[at]
+        index = b if varies_b else 0, h if varies_h else 0, q_idx if varies_q else 0, k_idx if varies_k else 0
+        return mask[index]
 
     return mask_mod
 

@@ -84,16 +84,16 @@ def places_of_packed(ids: Tensor, pattern: Pattern) -> Places:
     return Places(keywords, pattern.causal, pattern.window)
 
 
-def places_of_padded(kept: Tensor, seqlen_q: int, pattern: Pattern) -> Places | None:
+def places_of_padded(padding_mask: Tensor, seqlen_q: int, pattern: Pattern) -> Places | None:
     """Of rows with padding before and behind their tokens; None if it also lies between them.
 
     kept (batch, seqlen_k) is True where a key counts. The last of causal queries stands at the last key, and those
     without a key of their own become 0. It waits for the device.
     """
-    if not (pad(kept, (1, 0))[:, :-1] < kept).sum(1).le(1).all():
+    if not (pad(padding_mask, (1, 0))[:, :-1] < padding_mask).sum(1).le(1).all():
         return None
-    seqlen_k = kept.shape[1]
-    first, used = kept.int().argmax(1), kept.sum(1)
+    seqlen_k = padding_mask.shape[1]
+    first, used = padding_mask.int().argmax(1), padding_mask.sum(1)
     keywords = _ranges("k", first, used, seqlen_k)
     if pattern.causal:
         before = seqlen_k - seqlen_q
@@ -119,7 +119,12 @@ def places_of_function(
 
 
 def places_of_static(
-    pattern: Pattern | None, kept: Tensor | None, begin: int, used: int, shape: tuple[int, ...], device: torch.device
+    pattern: Pattern | None,
+    padding_mask: Tensor | None,
+    begin: int,
+    used: int,
+    shape: tuple[int, ...],
+    device: torch.device,
 ) -> Places | None:
     """Of causal queries that end at key number `used` of a cache with more room; None if padding hides some before it.
 
@@ -129,7 +134,9 @@ def places_of_static(
     batch, _, seqlen_q, seqlen_k = shape
     if pattern is None or not pattern.causal or pattern.packed is not None or not seqlen_q <= used <= seqlen_k:
         return None
-    if kept is not None and (kept.shape[1] < begin + used or not kept[:, begin : begin + used].all()):
+    if padding_mask is not None and (
+        padding_mask.shape[1] < begin + used or not padding_mask[:, begin : begin + used].all()
+    ):
         return None
     keywords = {"seqused_k": torch.full((batch,), used, dtype=torch.int32, device=device)}
     return Places(keywords, True, pattern.window)
@@ -157,8 +164,8 @@ def places_of_positions(position_ids: Any, batch: int, seqlen_q: int, seqlen_k: 
         return None
     # why: tensors of torch.inference_mode have no version, so that a change of them would not be seen.
     version = -1 if position_ids.is_inference() else position_ids._version
-    for seen, at_version, places in _last_visible:
-        if seen() is position_ids and at_version == version >= 0:
+    for mask, at_version, places in _last_visible:
+        if mask() is position_ids and at_version == version >= 0:
             return places
     is_first = position_ids == position_ids.min()
     is_first[:, 0] = True
@@ -210,17 +217,17 @@ class SequenceMask(Tensor):
 
     def whole(self) -> Tensor:
         """The mask as a plain tensor."""
-        made = self.__dict__.get("_made")
-        if made is None:
-            made = self._made = self._make()
-        return made
+        tensor = self.__dict__.get("_made")
+        if tensor is None:
+            tensor = self._made = self._make()
+        return tensor
 
     def as_function(self, heads: int) -> dict[str, Any] | None:
         """The keywords of `attention`, which all layers share; None if cuflash cannot trace the function."""
         if heads not in (keywords := self.__dict__.setdefault("_keywords", {})):
             keywords[heads] = keywords_of(self._mask_mod, tuple(self.shape), heads, self.device)
-        found: dict[str, Any] | None = keywords[heads]
-        return found
+        found_keywords: dict[str, Any] | None = keywords[heads]
+        return found_keywords
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -63,10 +63,10 @@ def main(options: argparse.Namespace) -> int:
     arrays, no_gpu = find()
     if no_gpu:
         print(f"The NumPy path is measured, on the CPU: {no_gpu}")
-    found, missing = peers.find(arrays)
+    available, missing = peers.find(arrays)
     rows = []
     for op in OPS:
-        contenders = [*peers.ours(op, arrays, ("flash2",))[:1], *(x for x in found if x.op == op)]
+        contenders = [*peers.ours(op, arrays, ("flash2",))[:1], *(x for x in available if x.op == op)]
         for setting in settings(arrays, options.quick):
             rows += (new := measured(arrays, op, setting, [x for x in contenders if setting.case.dtype in x.dtypes]))
             print(_line(new), file=sys.stderr, flush=True)
@@ -119,17 +119,17 @@ def measured(arrays: NumpyArrays, op: str, setting: Setting, contenders: list[pe
         try:
             run = contender.run([inputs], case)
             with run.scope():
-                found = check.outputs(op, run.calls[0]())
+                outputs = check.outputs(op, run.calls[0]())
             arrays.synchronize()
         except Exception as error:  # why: a peer that does not run here leaves a gap, not more
             row.note = measure.reason(error)
             continue
-        for name, wanted in exact.items():
-            got = arrays.wide(found[name])
-            off = abs(got - wanted)
-            row.rms[name] = float(((off * off).mean() / (wanted * wanted).mean()) ** 0.5)
-            row.largest[name] = float(off.max() / abs(wanted).max())
-        del found, run
+        for name, expected in exact.items():
+            got = arrays.wide(outputs[name])
+            off = abs(got - expected)
+            row.rms[name] = float(((off * off).mean() / (expected * expected).mean()) ** 0.5)
+            row.largest[name] = float(off.max() / abs(expected).max())
+        del outputs, run
         arrays.release()
     return rows
 
@@ -138,9 +138,9 @@ def out(arrays: NumpyArrays, case: Case, inputs: Inputs) -> dict[str, Any]:
     """The exact output of forward, in float64."""
     exact, (q, k, v) = check.Exact(arrays, case), map(arrays.wide, inputs)
     result = arrays.xp.zeros_like(q)
-    for at, rows in _blocks(case):
-        p, _, part = exact.weights(at, q[0, :, at], k[0, :, at], np.arange(rows.start, rows.stop))
-        result[0, rows, at] = p @ v[0, part, at]
+    for block, rows in _blocks(case):
+        p, _, part = exact.weights(block, q[0, :, block], k[0, :, block], np.arange(rows.start, rows.stop))
+        result[0, rows, block] = p @ v[0, part, block]
     return {"out": result}
 
 
@@ -148,15 +148,15 @@ def gradients(arrays: NumpyArrays, case: Case, inputs: Inputs) -> dict[str, Any]
     """The exact gradients, in float64."""
     exact, (q, k, v, dout) = check.Exact(arrays, case), map(arrays.wide, inputs)
     dq, dk, dv = (arrays.xp.zeros_like(x) for x in (q, k, v))
-    for at, rows in _blocks(case):
-        p, _, part = exact.weights(at, q[0, :, at], k[0, :, at], np.arange(rows.start, rows.stop))
-        dv[0, part, at] += p.T @ dout[0, rows, at]
-        ds = dout[0, rows, at] @ v[0, part, at].T
+    for block, rows in _blocks(case):
+        p, _, part = exact.weights(block, q[0, :, block], k[0, :, block], np.arange(rows.start, rows.stop))
+        dv[0, part, block] += p.T @ dout[0, rows, block]
+        ds = dout[0, rows, block] @ v[0, part, block].T
         ds -= (p * ds).sum(-1)[:, None]
         ds *= p
         ds *= exact.problem.softmax_scale
-        dq[0, rows, at] = ds @ k[0, part, at]
-        dk[0, part, at] += ds.T @ q[0, rows, at]
+        dq[0, rows, block] = ds @ k[0, part, block]
+        dk[0, part, block] += ds.T @ q[0, rows, block]
     return {"dq": dq, "dk": dk, "dv": dv}
 
 
@@ -168,19 +168,19 @@ def _blocks(case: Case) -> Iterator[tuple[int, slice]]:
             yield head, slice(begin, min(begin + step, case.seqlen_q))
 
 
-def ratio(rows: list[Errors], row: Errors, of: Callable[[list[float]], float]) -> float:
+def ratio(rows: list[Errors], row: Errors, statistic: Callable[[list[float]], float]) -> float:
     """The error of a row to the largest (`max`) or the smallest (`min`) of the peers' on the same problem.
 
     Of several outputs, the largest ratio; NaN where the row has no number, and 0 where there is no peer.
     """
-    others, found = _peers(rows, row), [0.0]
+    others, errors = _peers(rows, row), [0.0]
     for name, error in row.rms.items():
         theirs = [x.rms[name] for x in others if np.isfinite(x.rms[name])]
         if not np.isfinite(error):
             return float("nan")
         if theirs:
-            found.append(error / max(of(theirs), 1e-300))
-    return max(found)
+            errors.append(error / max(statistic(theirs), 1e-300))
+    return max(errors)
 
 
 def is_bad(rows: list[Errors], row: Errors) -> bool:
@@ -224,11 +224,11 @@ def _show(machine: dict[str, Any], rows: list[Errors], missing: dict[str, str]) 
         for heading in ("dtype", "d", "mask", "seqlen", "scores", *names, "to the worst", "to the best"):
             shown.add_column(heading, justify="right")
         for setting in dict.fromkeys(row.setting for row in of_op):
-            found = {row.contender: row for row in of_op if row.setting == setting}
-            case, ours = setting.case, next(row for row in found.values() if row.ours)
+            by_contender = {row.contender: row for row in of_op if row.setting == setting}
+            case, ours = setting.case, next(row for row in by_contender.values() if row.ours)
             cells = case.dtype, case.head_dim, "causal" if case.causal else "full", case.seqlen_q, f"{setting.size:g}"
-            columns = (_text(found[name]) if name in found else "–" for name in names)
-            ratios = (f"{ratio(rows, ours, of):.3f}" for of in (max, min))
+            columns = (_text(by_contender[name]) if name in by_contender else "–" for name in names)
+            ratios = (f"{ratio(rows, ours, statistic):.3f}" for statistic in (max, min))
             shown.add_row(*map(str, cells), *columns, *ratios)
         outputs = " the largest of dq, dk and dv," if op == "backward" else ""
         console.print(f"\n{op}: root mean square of the error to that of the output,{outputs} against float64", shown)

@@ -60,11 +60,11 @@ def sample(arrays: NumpyArrays, op: str, case: Case, inputs: Inputs, seed: int =
     return samples
 
 
-def error(arrays: NumpyArrays, found: dict[str, Any], samples: list[Sample]) -> tuple[str, float]:
+def error(arrays: NumpyArrays, outputs: dict[str, Any], samples: list[Sample]) -> tuple[str, float]:
     """The output with the largest relative error of a sampled row, and that error; NaN counts as the largest."""
-    largest = dict.fromkeys(found, 0.0)
+    largest = dict.fromkeys(outputs, 0.0)
     for output, batch, head, rows, exact in samples:
-        difference = np.linalg.norm(arrays.host(arrays.head(found[output], batch, head))[rows] - exact, axis=1)
+        difference = np.linalg.norm(arrays.host(arrays.head(outputs[output], batch, head))[rows] - exact, axis=1)
         norms = np.linalg.norm(exact, axis=1)
         # why: gradients of rows that see few keys may cancel to nearly nothing, beside which any rounding looks large.
         norms = np.maximum(norms, LEAST_NORM * norms.max())
@@ -72,9 +72,9 @@ def error(arrays: NumpyArrays, found: dict[str, Any], samples: list[Sample]) -> 
     return _worst(largest)
 
 
-def distance(arrays: NumpyArrays, found: dict[str, Any], reference: dict[str, Any]) -> tuple[str, float]:
+def distance(arrays: NumpyArrays, outputs: dict[str, Any], reference: dict[str, Any]) -> tuple[str, float]:
     """The output with the largest |found - reference| / |reference| in the Euclidean norm, and that distance."""
-    return _worst({output: arrays.distance(found[output], reference[output]) for output in found})
+    return _worst({output: arrays.distance(outputs[output], reference[output]) for output in outputs})
 
 
 def _worst(errors: dict[str, float]) -> tuple[str, float]:
@@ -105,12 +105,12 @@ class Exact:
             s = xp.tanh(s / cap)
             slope = 1.0 - s * s
             s = s * cap
-        seen = problem.mask.visible(i, j)
+        visible = problem.mask.visible(i, j)
         if self.functions is not None:
             if self.functions.score_mod is not None:
                 s = self.functions.score_mod(s, 0, head, i[:, None], j)
-            seen = seen & self.functions.mask_mod(0, head, i[:, None], j)
-        s = xp.where(seen, s, -xp.inf)
+            visible = visible & self.functions.mask_mod(0, head, i[:, None], j)
+        s = xp.where(visible, s, -xp.inf)
         p = xp.exp(s - xp.amax(s, axis=1, keepdims=True))
         p /= p.sum(axis=1, keepdims=True)
         return p, slope, part
@@ -143,8 +143,8 @@ def _dkdv(
     problem = exact.problem
     seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
     keys = _some(rng, 0, -(-seqlen_k // 2), 0)
-    at = exact.put(keys)
-    dk, dv = exact.xp.zeros_like(k[at]), exact.xp.zeros_like(v[at])
+    placed = exact.put(keys)
+    dk, dv = exact.xp.zeros_like(k[placed]), exact.xp.zeros_like(v[placed])
     step = max(1, CHUNK // seqlen_k)
     for head, (q, dout) in enumerate(of_group, first):
         for begin in range(0, seqlen_q, step):
@@ -157,6 +157,6 @@ def _dkdv(
             here, columns = exact.put(np.flatnonzero(inside)), exact.put(keys[inside] - part.start)
             p, slope = p[:, columns], slope if isinstance(slope, float) else slope[:, columns]
             dv[here] += p.T @ dout[chunk]
-            ds = p * (dout[chunk] @ v[at[here]].T - delta) * slope
+            ds = p * (dout[chunk] @ v[placed[here]].T - delta) * slope
             dk[here] += ds.T @ q[chunk] * problem.softmax_scale
     return keys, dk, dv

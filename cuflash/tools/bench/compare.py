@@ -36,7 +36,7 @@ def show(old: Path, new: Path) -> int:
     out = table.console()
     before_on, after_on = (info.line(content["machine"]) for content in files)
     out.print(f"old: {before_on}", f"new: {after_on}", shown, sep="\n", markup=False)
-    means = {name: f"{geometric_mean(found):.3f} ({len(found)} problems)" for name, found in ratios.items()}
+    means = {name: f"{geometric_mean(by_peer):.3f} ({len(by_peer)} problems)" for name, by_peer in ratios.items()}
     out.print("geometric mean of times as fast", table.pairs(means), sep="\n")
     return 0
 

@@ -124,8 +124,8 @@ def repeats_for(seconds: float) -> int:
     return min(64, _times_in(READING_SECONDS, seconds))
 
 
-def _times_in(wanted: float, seconds: float) -> int:
-    return max(1, math.ceil(wanted / max(seconds, 1e-6)))
+def _times_in(span: float, seconds: float) -> int:
+    return max(1, math.ceil(span / max(seconds, 1e-6)))
 
 
 def _in_turns(

@@ -41,10 +41,10 @@ class ModCase(Case):
 
     def keywords(self, q: Any, put: Put) -> dict[str, Any]:
         """Of our calls on arrays like q. A block mask is made once, as one is for all layers of a model."""
-        found = READY_MADE[self.mods](put, self) if self.mods in READY_MADE else self.functions(put)._asdict()
-        if (mask_mod := found.pop("mask_mod", None)) is not None:
-            found["block_mask"] = create_block_mask(mask_mod, 1, 1, self.seqlen_q, self.seqlen_k, like=q)
-        return found
+        functions = READY_MADE[self.mods](put, self) if self.mods in READY_MADE else self.functions(put)._asdict()
+        if (mask_mod := functions.pop("mask_mod", None)) is not None:
+            functions["block_mask"] = create_block_mask(mask_mod, 1, 1, self.seqlen_q, self.seqlen_k, like=q)
+        return functions
 
     def share(self) -> float:
         """The share of all pairs that are seen."""
@@ -109,11 +109,11 @@ READY_MADE: dict[str, Callable[[Put, Case], dict[str, Any]]] = {
 @cache
 def _share(case: ModCase) -> float:
     mask_mod, keys = case.functions(np.asarray).mask_mod, np.arange(case.seqlen_k)
-    step, seen = max(1, CHUNK // case.seqlen_k), 0
+    step, num_visible = max(1, CHUNK // case.seqlen_k), 0
     for begin in range(0, case.seqlen_q, step):
         rows = np.arange(begin, min(begin + step, case.seqlen_q))[:, None]
-        seen += int(np.count_nonzero(mask_mod(0, 0, rows, keys)))
-    return seen / (case.seqlen_q * case.seqlen_k)
+        num_visible += int(np.count_nonzero(mask_mod(0, 0, rows, keys)))
+    return num_visible / (case.seqlen_q * case.seqlen_k)
 
 
 def flex_functions(case: Case, put: Put, torch: Any) -> Functions:

@@ -89,33 +89,33 @@ def find(arrays: NumpyArrays, *, flex: bool = False) -> tuple[list[Contender], d
 
     flex: PyTorch's flex_attention, too, which compiles for seconds on each problem.
     """
-    found: list[Contender] = []
+    contenders: list[Contender] = []
     missing: dict[str, str] = {}
     if isinstance(arrays, TorchArrays):
-        found += _torch_backends()
+        contenders += _torch_backends()
         try:
-            found += _flash_attention_4()
+            contenders += _flash_attention_4()
         except Exception as error:  # why: what its import raises depends on the compiler packages it uses
             missing["FlashAttention-4"] = reason(error, whole=True)
-        found += _flex_attention(arrays) if flex else []
+        contenders += _flex_attention(arrays) if flex else []
     elif isinstance(arrays, CupyArrays):
         missing["torch, FlashAttention-4"] = "torch with CUDA is not installed"
-    return found + _whole_matrix(arrays), missing
+    return contenders + _whole_matrix(arrays), missing
 
 
 def machine(arrays: NumpyArrays) -> dict[str, Any]:
     """What `info` tells of this machine, with the versions of the peers and what memory and tensor cores give."""
-    found = info.machine()
+    facts = info.machine()
     if bandwidth := arrays.bandwidth():
-        found["gpus"][0]["bytes_per_second"] = bandwidth
+        facts["gpus"][0]["bytes_per_second"] = bandwidth
     if peak := arrays.tensor_flops():
-        found["gpus"][0]["flops_per_second"] = peak
+        facts["gpus"][0]["flops_per_second"] = peak
     with suppress(metadata.PackageNotFoundError):
-        found["versions"]["FlashAttention-4"] = metadata.version("flash-attn-4")
+        facts["versions"]["FlashAttention-4"] = metadata.version("flash-attn-4")
     torch = sys.modules.get("torch")  # why not imported: where nothing has, no peer of it runs
     if torch is not None and (cudnn := torch.backends.cudnn.version()):
-        found["versions"]["cuDNN"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
-    return found
+        facts["versions"]["cuDNN"] = f"{cudnn // 10000}.{cudnn // 100 % 100}.{cudnn % 100}"
+    return facts
 
 
 def _torch_backends() -> list[Contender]:
@@ -137,14 +137,14 @@ def _torch_backends() -> list[Contender]:
 
     # why: at each call torch warns about every backend that is left out.
     warnings.filterwarnings("ignore", category=UserWarning, module=r"torch|cuflash\.bench")
-    found = []
+    contenders = []
     for name, dtypes, backend in (
         ("torch flash", FLOAT16, SDPBackend.FLASH_ATTENTION),
         ("torch cuDNN", FLOAT16, SDPBackend.CUDNN_ATTENTION),
         ("torch efficient", ("float32",), SDPBackend.EFFICIENT_ATTENTION),
     ):
-        found += _both_ops(name, dtypes, attention, partial(sdpa_kernel, backend))
-    return found
+        contenders += _both_ops(name, dtypes, attention, partial(sdpa_kernel, backend))
+    return contenders
 
 
 def _flash_attention_4() -> list[Contender]:
@@ -213,14 +213,14 @@ def _both_ops(
 
 def _refuse(case: Case, *lacks: str) -> None:
     """Refuses what a peer has not."""
-    wanted = {
+    needs = {
         "functions": isinstance(case, ModCase),
         "windows": case.window_size != (-1, -1),
         "softcap": case.softcap != 0,
         "grouped heads": case.heads_q != case.heads_kv,
     }
-    if found := [name for name in lacks if wanted[name]]:
-        raise UnsupportedError(f"it has no {' and no '.join(found)}")
+    if lacking := [name for name in lacks if needs[name]]:
+        raise UnsupportedError(f"it has no {' and no '.join(lacking)}")
 
 
 def _whole_matrix(arrays: NumpyArrays) -> list[Contender]:

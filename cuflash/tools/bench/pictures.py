@@ -127,10 +127,10 @@ def _summary(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], title: s
 def _colours(rows: list[dict[str, Any]]) -> Colours:
     """One for each contender, for those of OF_PEERS in all pictures the same: ours of every op has the first."""
     firsts = {op: next((row["contender"] for row in rows if row["ours"] and row["op"] == op), "") for op in BOTH}
-    found = dict.fromkeys(("cuflash", *firsts.values()), COLOURS[0]) | dict(zip(OF_PEERS, COLOURS[1:], strict=False))
-    others = dict.fromkeys(row["contender"] for row in rows if row["contender"] not in found)
+    colours = dict.fromkeys(("cuflash", *firsts.values()), COLOURS[0]) | dict(zip(OF_PEERS, COLOURS[1:], strict=False))
+    others = dict.fromkeys(row["contender"] for row in rows if row["contender"] not in colours)
     left = COLOURS[1 + len(OF_PEERS) :]
-    return found | {name: left[number % len(left)] for number, name in enumerate(others)}
+    return colours | {name: left[number % len(left)] for number, name in enumerate(others)}
 
 
 def _of_one_dtype(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,8 +154,8 @@ def _panels_of_bars(
         for panel, (heading, rows) in zip(line, each, strict=True):
             seqlens = sorted({row["seqlen_q"] for row in rows})
             for number, name in enumerate(names):
-                found = {row["seqlen_q"]: row["tflops"] for row in rows if row["contender"] == name}
-                _bars(panel, colours, number, names, [found.get(seqlen, 0.0) for seqlen in seqlens])
+                by_length = {row["seqlen_q"]: row["tflops"] for row in rows if row["contender"] == name}
+                _bars(panel, colours, number, names, [by_length.get(seqlen, 0.0) for seqlen in seqlens])
             panel.set(title=heading, xlabel="seqlen", ylabel="TFLOP/s")
             panel.set_xticks(range(len(seqlens)), [_short(seqlen) for seqlen in seqlens])
     return _finished(figure, axes, title)
@@ -188,8 +188,8 @@ def _bars_of_reads(pyplot: Any, colours: Colours, rows: list[dict[str, Any]], mo
     figure, axes = pyplot.subplots(1, 1, figsize=(10, 4.6), squeeze=False, layout="constrained")
     panel = axes[0][0]
     for number, name in enumerate(names):
-        found = {row["name"]: row["num_bytes"] / row["seconds"] * 1e-9 for row in rows if row["contender"] == name}
-        _bars(panel, colours, number, names, [found.get(case, 0.0) for case in cases])
+        by_name = {row["name"]: row["num_bytes"] / row["seconds"] * 1e-9 for row in rows if row["contender"] == name}
+        _bars(panel, colours, number, names, [by_name.get(case, 0.0) for case in cases])
     if most:
         panel.axhline(most * 1e-9, color="black", lw=1, ls="--", label="the most that the memory gives")
     labels = [re.sub(r" (heads|batch|keys)", r"\n\1", case.removeprefix("decode ")) for case in cases]
@@ -206,8 +206,8 @@ def _bars_of_ratios(pyplot: Any, rows: list[dict[str, Any]], title: str) -> Any:
     size = 3.6 * len(ops) + 2.4, 0.16 * len(cases) + 1.2
     figure, axes = pyplot.subplots(1, len(ops), figsize=size, sharey=True, squeeze=False, layout="constrained")
     for panel, op in zip(axes[0], ops, strict=True):
-        found = {row["name"]: min(row["ratios"].values()) for row in ours if row["op"] == op}
-        values = [found.get(case, 0.0) for case in cases]
+        by_name = {row["name"]: min(row["ratios"].values()) for row in ours if row["op"] == op}
+        values = [by_name.get(case, 0.0) for case in cases]
         panel.barh(range(len(cases)), values, color=[COLOURS[0 if x >= 1 else 1] for x in values])
         panel.axvline(1.0, color="black", lw=1)
         panel.set_yticks(range(len(cases)), cases, fontsize=6)

@@ -146,10 +146,10 @@ def grid(
 ) -> list[Timed]:
     """A grid of head dims, masks and lengths of so many tokens, as the papers of the field draw it."""
     on_gpu = arrays.on_gpu
-    tokens, hidden = (TOKENS, HIDDEN) if on_gpu else (2048, 256)
+    tokens, width = (TOKENS, HIDDEN) if on_gpu else (2048, 256)
     dtype = _dtype(arrays, options)
     return [
-        Timed(op, square(max(1, tokens // seqlen), seqlen, max(1, hidden // head_dim), head_dim, dtype, causal))
+        Timed(op, square(max(1, tokens // seqlen), seqlen, max(1, width // head_dim), head_dim, dtype, causal))
         for op in options.ops or BOTH
         for head_dim in options.head_dims or ((64, 128, 256) if on_gpu else (64,))
         for causal in (masks if options.causal is None else (options.causal,))
@@ -165,8 +165,8 @@ def paper(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
 
 def quick(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """Speed at one length under a causal mask, by head dim, in less than a minute."""
-    found = grid(arrays, options, (4096,) if arrays.on_gpu else (512,), masks=(True,))
-    return found + _of_float32(arrays, options, FLOAT32_SEQLENS[:1])
+    cases = grid(arrays, options, (4096,) if arrays.on_gpu else (512,), masks=(True,))
+    return cases + _of_float32(arrays, options, FLOAT32_SEQLENS[:1])
 
 
 def _of_float32(arrays: NumpyArrays, options: argparse.Namespace, seqlens: tuple[int, ...]) -> list[Timed]:
@@ -184,9 +184,9 @@ def models(arrays: NumpyArrays, options: argparse.Namespace) -> list[Timed]:
     """Calls of models; without a GPU, shortened to what takes NumPy a moment."""
     dtype = _dtype(arrays, options)
     cases = [(model, model.case(dtype)) for model in MODELS]
-    asked = options.ops or BOTH
+    ops = options.ops or BOTH
     return [
-        Timed(op, case if arrays.on_gpu else _small(case)) for op in asked for model, case in cases if op in model.ops
+        Timed(op, case if arrays.on_gpu else _small(case)) for op in ops for model, case in cases if op in model.ops
     ]
 
 

@@ -33,8 +33,8 @@ class Row:
     @property
     def seconds(self) -> float | None:
         """Of one call: on the GPU, as far as that is known."""
-        found = self.graph or self.wall
-        return None if found is None else found.median
+        times = self.graph or self.wall
+        return None if times is None else times.median
 
     def times_as_fast(self, other: Row) -> float | None:
         """As another one on the same problem, by times of the same kind; None if one of them was not timed."""
@@ -61,14 +61,14 @@ class Row:
 
     def facts(self) -> dict[str, Any]:
         """All of it by name, as JSON files have it."""
-        found = {"op": self.contender.op, **asdict(self.case)}
-        found |= {"contender": self.contender.name, "ours": self.contender.ours}
-        found |= {
+        columns = {"op": self.contender.op, **asdict(self.case)}
+        columns |= {"contender": self.contender.name, "ours": self.contender.ours}
+        columns |= {
             name: getattr(self, name) for name in ("seconds", "tflops", "flops", "num_bytes", "peak_bytes", "error")
         }
         for name, times in (("wall", self.wall), ("graph", self.graph)):
-            found[name] = None if times is None else times._asdict()
-        return found | self.state | {"wrong": self.wrong, "note": self.note}
+            columns[name] = None if times is None else times._asdict()
+        return columns | self.state | {"wrong": self.wrong, "note": self.note}
 
 
 @dataclass(slots=True)
@@ -88,8 +88,8 @@ class Report:
     def bytes_per_second(self) -> float | None:
         """The most that the GPU's memory gives, where it is known."""
         gpus = self.machine.get("gpus") or [{}]
-        found: float | None = gpus[0].get("bytes_per_second")
-        return found
+        bandwidth: float | None = gpus[0].get("bytes_per_second")
+        return bandwidth
 
     @property
     def failed(self) -> bool:

@@ -94,10 +94,10 @@ def main(options: argparse.Namespace) -> int:
 
 def _refuse_what_is_not_taken(options: argparse.Namespace) -> None:
     """Options that would change nothing."""
-    given = [name for name in OF_PROBLEMS if getattr(options, name) is not None]
-    if found := [name for name in given if name not in PRESETS[options.preset].takes]:
-        takers = ", ".join(name for name, preset in PRESETS.items() if found[0] in preset.takes)
-        raise ProblemError(f"--{found[0].replace('_', '-')} goes with {takers}; leave it out")
+    names = [name for name in OF_PROBLEMS if getattr(options, name) is not None]
+    if unused := [name for name in names if name not in PRESETS[options.preset].takes]:
+        takers = ", ".join(name for name, preset in PRESETS.items() if unused[0] in preset.takes)
+        raise ProblemError(f"--{unused[0].replace('_', '-')} goes with {takers}; leave it out")
     if options.draw and not options.pictures:
         raise ProblemError("--draw goes with --pictures FOLDER: add the folder to draw into")
     if options.draw and options.json:
@@ -116,7 +116,7 @@ def _drawn(draw: Callable[[dict[str, Any], Path], list[Path]], content: dict[str
 def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
     """Measures all problems of the preset; for a grid on a GPU host times, and for the paper start-up times, too."""
     preset = PRESETS[options.preset]
-    found, missing = peers.find(arrays, flex=preset.beside_flex)
+    available, missing = peers.find(arrays, flex=preset.beside_flex)
     report = Report(peers.machine(arrays), arrays.name, options.preset, missing, command=options.typed)
     timed = [x for x in preset.make(arrays, options) if options.only.lower() in x.case.name.lower()]
     if not timed:
@@ -124,7 +124,7 @@ def bench(arrays: NumpyArrays, options: argparse.Namespace) -> Report:
         raise ProblemError(f"no problem of {options.preset}{of_ops} has {options.only!r} in its name")
     ops = tuple(dict.fromkeys(x.op for x in timed))
     algorithms = options.algorithms or preset.algorithms
-    contenders = {op: peers.ours(op, arrays, algorithms) + [x for x in found if x.op == op] for op in ops}
+    contenders = {op: peers.ours(op, arrays, algorithms) + [x for x in available if x.op == op] for op in ops}
     columns = TextColumn("bench"), BarColumn(), TextColumn("{task.fields[name]}"), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("", total=len(timed), name="")
@@ -184,19 +184,19 @@ def check_case(arrays: NumpyArrays, case: Case, contenders: list[Contender], inp
                 arrays.release()
                 result, peak = arrays.peak(run.calls[0])
             arrays.synchronize()
-            found = check.outputs(contender.op, result)
+            outputs = check.outputs(contender.op, result)
             del result
         except Exception as error:  # why: a peer that does not run here leaves a gap in the table, not more
             note = measure.reason(error, whole=contender.ours)
             rows.append(Row(case, contender, note=note))
             continue
-        output, off = check.error(arrays, found, samples)
+        output, off = check.error(arrays, outputs, samples)
         wrong = not off <= bound  # why: NaN is wrong too
         note = f"error {off:.2e} in sampled rows of {output} is over {bound:.2e}" if wrong else ""
         if not wrong and reference is None:
-            reference = contender.name, found
+            reference = contender.name, outputs
         elif not wrong and reference is not None:
-            output, apart = check.distance(arrays, found, reference[1])
+            output, apart = check.distance(arrays, outputs, reference[1])
             wrong = not apart <= 2 * bound
             note = f"{output} differs from {reference[0]} by {apart:.2e}, more than {2 * bound:.2e}" if wrong else ""
         rows.append(Row(case, contender, error=off, note=note, wrong=wrong, peak_bytes=peak))

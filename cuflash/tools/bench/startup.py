@@ -64,6 +64,6 @@ def _seconds(call: Callable[[], Any], wait: Callable[[], Any]) -> float:
 
 
 if __name__ == "__main__":
-    asked = sys.argv[1:]
-    of_peers = asked[:1] == ["--peers"]
-    print(json.dumps(first_calls_of_peers(find()[0], asked[1:]) if of_peers else first_calls(asked)))
+    names = sys.argv[1:]
+    of_peers = names[:1] == ["--peers"]
+    print(json.dumps(first_calls_of_peers(find()[0], names[1:]) if of_peers else first_calls(names)))

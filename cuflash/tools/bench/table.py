@@ -29,10 +29,10 @@ MIN_WIDTH = 130  # columns of a log file, which reports no width of its own
 
 def console() -> Console:
     """Where reports are printed."""
-    made = Console(highlight=False)
-    if not made.is_terminal:
-        made.width = max(made.width, MIN_WIDTH)
-    return made
+    wide_console = Console(highlight=False)
+    if not wide_console.is_terminal:
+        wide_console.width = max(wide_console.width, MIN_WIDTH)
+    return wide_console
 
 
 def show(report: Report) -> None:
@@ -80,8 +80,8 @@ def conditions(rows: list[Row]) -> str:
         times = f"{median(both):.2f} times as long in the median, {max(both):.2f} at most"
         lines.append(f"calls without graphs take {times}")
     for name, unit in (("sm_clock_mhz", "MHz"), ("power_w", "W")):
-        if found := [row.state[name] for row in rows if name in row.state]:
-            lines.append(f"{min(found):.0f} to {max(found):.0f} {unit}")
+        if values := [row.state[name] for row in rows if name in row.state]:
+            lines.append(f"{min(values):.0f} to {max(values):.0f} {unit}")
     return "; ".join(lines)
 
 
@@ -177,16 +177,16 @@ def pairs(values: dict[str, str]) -> Table:
 
 
 def _startup(timings: dict[str, Any]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    rows_by_name: dict[str, str] = {}
     if "disk" in timings:
         cold, disk = timings["cold"], timings["disk"]
-        found["NVRTC loaded"] = f"{disk['nvrtc'] * 1e3:.0f} ms"
+        rows_by_name["NVRTC loaded"] = f"{disk['nvrtc'] * 1e3:.0f} ms"
         for op in (name for name in disk if name != "nvrtc"):
-            found |= {f"{op} {dim}, compiled": f"{seconds:.2f} s" for dim, seconds in cold[op].items()}
-            found |= {f"{op} {dim}, from disk": f"{seconds * 1e3:.1f} ms" for dim, seconds in disk[op].items()}
+            rows_by_name |= {f"{op} {dim}, compiled": f"{seconds:.2f} s" for dim, seconds in cold[op].items()}
+            rows_by_name |= {f"{op} {dim}, from disk": f"{seconds * 1e3:.1f} ms" for dim, seconds in disk[op].items()}
     for op, of_op in timings.get("peers", {}).items():
-        found |= {f"{op} d{PEERS_HEAD_DIM}, {name}": f"{seconds:.2f} s" for name, seconds in of_op.items()}
-    return found | ({"not measured": timings["failed"]} if "failed" in timings else {})
+        rows_by_name |= {f"{op} d{PEERS_HEAD_DIM}, {name}": f"{seconds:.2f} s" for name, seconds in of_op.items()}
+    return rows_by_name | ({"not measured": timings["failed"]} if "failed" in timings else {})
 
 
 def _speed(row: Row, preset: str) -> str:
@@ -203,10 +203,10 @@ def _kernel(report: Report, row: Row) -> str | None:
     """Name of our kernel that ran; None if nothing did, or if it has score_mod or mask_mod."""
     if row.seconds is None or isinstance(row.case, ModCase):
         return None
-    found: Plan = plan(
+    call_plan: Plan = plan(
         *row.case.shapes(),
         dtype=row.case.dtype,
         device="cpu" if report.arrays == "numpy" else "cuda:0",
         **(row.case.arguments() | row.contender.keywords | {"op": row.contender.op}),
     )
-    return found.kernel
+    return call_plan.kernel
