@@ -2,6 +2,7 @@
 // numbers are not trusted. Whatever they say, no address lies outside of the operands.
 #pragma once
 #include "config.cuh"
+#include "select.cuh"
 #include "sequence.cuh"
 
 __device__ __forceinline__ int clamped(int number, int most) { return min(max(number, 0), most); }
@@ -228,12 +229,4 @@ struct VarlenSequence {
 };
 
 // The sequences of a kernel that is compiled for both.
-template <bool kIsVarlen>
-struct SequenceOf {
-  using Type = Sequence;
-};
-template <>
-struct SequenceOf<true> {
-  using Type = VarlenSequence;
-};
-using AnySequence = SequenceOf<kVarlen>::Type;
+using AnySequence = Select<kVarlen, VarlenSequence, Sequence>;

@@ -129,14 +129,7 @@ struct VarlenRows {
   __device__ static unsigned index(const DeltaParams& p) { return blockIdx.x - blocks_for_slots(p); }
 };
 
-template <bool kIsVarlen>
-struct RowsOf {
-  using Type = DenseRows;
-};
-template <>
-struct RowsOf<true> {
-  using Type = VarlenRows;
-};
+using Rows = Select<kVarlen, VarlenRows, DenseRows>;
 
 // Thread blocks of an SM at least. why many: rows come from memory, and what hides that is their number. Fewer where a
 // thread holds more of a sequence while it makes the list.
@@ -156,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kNumThreads, kMinBlocks)
       return;
     }
   }
-  const RowsOf<kVarlen>::Type work(p);
+  const Rows work(p);
   const AnySequence& sequence = work.sequence;
   const int row_begin = work.row_begin;
   const int row = row_begin + threadIdx.x / kLanes, lane = threadIdx.x % kLanes;

@@ -1,5 +1,6 @@
 // The work of a thread block of this family: a block of queries, or a block of keys.
 #pragma once
+#include "../common/select.cuh"
 #include "../common/varlen.cuh"
 #include "../common/tile_scheduler.cuh"
 #include "config.cuh"
@@ -168,15 +169,5 @@ struct VarlenKeyWork {
       : row_slots(x.row_slots), sequence(x.sequence), keys(x.keys), heads(x.heads), head(x.head), part(x.part) {}
 };
 
-template <bool kIsVarlen>
-struct WorkOf {
-  using OfQueries = DenseQueryWork;
-  using OfKeys = DenseKeyWork;
-};
-template <>
-struct WorkOf<true> {
-  using OfQueries = VarlenQueryWork;
-  using OfKeys = VarlenKeyWork;
-};
-using QueryWork = WorkOf<kVarlen>::OfQueries;
-using KeyWork = WorkOf<kVarlen>::OfKeys;
+using QueryWork = Select<kVarlen, VarlenQueryWork, DenseQueryWork>;
+using KeyWork = Select<kVarlen, VarlenKeyWork, DenseKeyWork>;

@@ -1,6 +1,7 @@
 // The work of a thread block in backward on Hopper by rows: a block of rows of a head, and the tiles of columns that it
 // sees. Rows are queries and columns keys, or the other way round.
 #pragma once
+#include "../../common/select.cuh"
 #include "../../common/tile_range.cuh"
 #include "../../common/tile_scheduler.cuh"
 #include "../config.cuh"
@@ -158,15 +159,7 @@ struct VarlenRowBlock : WorkRing<2, 1 + 4 * kNumConsumers> {
   __device__ __forceinline__ unsigned requested() const { return rows_left() + 8; }
 };
 
-template <bool kIsVarlen>
-struct RowBlockOf {
-  using Type = DenseRowBlock;
-};
-template <>
-struct RowBlockOf<true> {
-  using Type = VarlenRowBlock;
-};
-using RowBlock = RowBlockOf<kVarlen>::Type;
+using RowBlock = Select<kVarlen, VarlenRowBlock, DenseRowBlock>;
 
 // The tiles of columns in which some row of a block sees something.
 template <class AnyBlock>

@@ -1,5 +1,6 @@
 // The work of a thread block in backward on Hopper: key blocks, each with the query tiles that see some of them.
 #pragma once
+#include "../../common/select.cuh"
 #include "../pipeline/work_ring.cuh"
 #include "key_block.cuh"
 #include "visible_keys.cuh"
@@ -186,19 +187,8 @@ struct WithAllSteps : Blocks, StepRingOf<false, 0> {
   }
 };
 
-template <bool kIsVarlen, bool kUnderModMask>
-struct KeyBlocksOf {
-  using Type = WithAllSteps<DenseKeyBlocks>;
-};
-template <>
-struct KeyBlocksOf<true, false> {
-  using Type = WithAllSteps<VarlenKeyBlocks>;
-};
-template <>
-struct KeyBlocksOf<false, true> {
-  using Type = VisibleKeyBlocks;
-};
-using KeyBlocks = KeyBlocksOf<kVarlen, kBlockSparse>::Type;
+using KeyBlocks = Select<kVarlen, WithAllSteps<VarlenKeyBlocks>,
+                         Select<kBlockSparse, VisibleKeyBlocks, WithAllSteps<DenseKeyBlocks>>>;
 
 // What warps do with the key block at hand.
 struct KeyWork : KeyBlocks {

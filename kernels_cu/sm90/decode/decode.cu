@@ -6,7 +6,7 @@
 //
 // Roles    As in forward.cu, with one warpgroup that computes; q is copied by cp.async.
 // Splits   Their rows of o and lse lie in memory. The block whose split ends last merges them, in their order.
-// Barriers As in forward.cu for varlen, with one phase of requested, and kMerge instead of kIssue.
+// Barriers As in forward.cu for varlen, with one barrier `requested`, and kMerge instead of kIssue.
 #include "../forward/mainloop.cuh"
 #include "epilogue.cuh"
 #include "roles.cuh"
@@ -46,7 +46,7 @@ struct DecodeConsumer : ForwardMainloop<DecodeConsumer> {
 
   // Makes weights of the scores of key tile n. o must be multiplied by o_scale if the result says so.
   __device__ __forceinline__ bool softmax_tile(int n, unsigned k_slot) {
-    const QueryWork work = smem.work(i);  // why here: L31
+    const QueryWork work = smem.work(i);  // read here: it holds no registers before (L31)
     const auto rows = lane_queries(work);
     const TileMods tile_mods(params, work);
     const auto mod_tile = tile_mods.tile(rows, n * kBlockK);

@@ -9,13 +9,14 @@
 
 using Scores = float[kBlockK / 2];
 
-// Begins s = q kᵀ. why q from registers as far as it is there: L20.
+// Begins s = q kᵀ, with q from registers as far as it is there, which takes less energy (L20).
 __device__ __forceinline__ void issue_qk(Scores& s, const Query& q, unsigned q_smem, unsigned k_smem) {
   const unsigned long long q_begin = wgmma_descriptor(q_smem), k_begin = wgmma_descriptor(k_smem);
   issue_abt<kHeadDim, kQSteps>(s, q, q_begin, kPanelBytesQ, k_begin, kPanelBytesK);
 }
 
-// Whether a warpgroup may pass over the first and the last key tile, if it sees nothing of them. why not always: L33.
+// Whether a warpgroup may pass over the first and the last key tile, if it sees nothing of them. why not always: only
+// blocks longer than a key tile gain (L33).
 constexpr bool kSkipsTiles = kBlockQ > kBlockK && !kBlockSparse;
 
 // The key tiles of a query block as one warpgroup sees them. The ring holds one more before them if the group
@@ -42,7 +43,7 @@ struct GroupKeys {
     }
   }
 
-  // why apart from the constructor: L31.
+  // Apart from the constructor, since it is found while products run (L31).
   __device__ __forceinline__ void find_unmasked(const ProblemParams& problem, const QueryWork& work, int group) {
     const Range rows = group_rows(problem, work, group);
     const Range common = work.sequence(problem).mask().full_range(rows.begin, rows.end);
@@ -124,7 +125,7 @@ struct Consumer : Role {
   }
 
   // Releases k of key tile n, whose scores are not needed any more, and q after the last tile, or after the first if q
-  // is in registers. why not before: L40.
+  // is in registers. why not before: an arrival does not wait for earlier loads (L40).
   __device__ __forceinline__ void release_k(const GroupKeys& keys, int n, unsigned k_slot) const {
     __syncwarp();  // why: as in mbarrier_arrive_warp, because all lanes have loaded q
     release(k_slot);
@@ -135,7 +136,7 @@ struct Consumer : Role {
   // o_scale. At most kPending groups of products that were begun later may still run.
   template <int kPending>
   __device__ __forceinline__ void softmax_tile(const GroupKeys& keys, int n, unsigned k_slot, float (&o_scale)[2]) {
-    const QueryWork work = smem.work(i);  // why here: L31
+    const QueryWork work = smem.work(i);  // read while products run (L31)
     const auto rows = lane_queries(work);
     const auto at = smem.tile(n, k_slot);
     const int tile = at.n();

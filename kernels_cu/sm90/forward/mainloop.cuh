@@ -11,7 +11,7 @@ struct ForwardMainloop : Consumer {
   Weights p;
   Output o;
   float o_scale[2];
-  NextTile<kBlockSparse> next_tile;
+  NextTile next_tile;
   bool has_begun = false;  // if block-sparse: this warpgroup has seen all of some key tile of the work at hand
 
   using Consumer::Consumer;

@@ -20,13 +20,14 @@ struct WorkPusher : Role {
 template <class AnyWork>
 struct DenseKeyProducer : WorkPusher {
   PipelineState ring;
-  LoadedTile<kBlockSparse> loaded;
+  LoadedTile loaded;
 
   // Loads key tile n of k or v into the ring.
   template <int kPanels, bool kPushes>
   __device__ __forceinline__ void load(const TensorMap& map, int n, const AnyWork& work) {
     const unsigned full = smem.kv_full + 8 * ring.slot, target = smem.kv + ring.slot * kBytesSlot;
-    const auto rows = work.sequence(params.problem).visible_keys_from(n * kBlockK);  // why before the wait: L17
+    const auto rows =
+        work.sequence(params.problem).visible_keys_from(n * kBlockK);  // no arithmetic after the wait (L17)
     mbarrier_wait(smem.kv_empty + 8 * ring.slot, ring.parity ^ 1);
     if (is_leader) {
       if constexpr (kPushes) loaded.push(smem, ring.slot);
@@ -49,7 +50,7 @@ struct DenseKeyProducer : WorkPusher {
     load_v(work, kBlockSparse ? last : work.keys.begin);
   }
 
-  // why work is read back from shared memory: L5.
+  // Work is read back from shared memory, which holds no registers (L5).
   __device__ __forceinline__ void run(const AnyWork& first) {
     TileScheduler scheduler;
     if constexpr (!kBlockSparse) push(0, first);
@@ -60,7 +61,7 @@ struct DenseKeyProducer : WorkPusher {
       const AnyWork work = smem.work(i);
       if (!work.exists()) break;
       const DescendingTiles tiles = work.keys;
-      // The key tile before which the next work is claimed. why so late: L19.
+      // The key tile before which the next work is claimed. why so late: bursts of copies cost (L19).
       const int claim_at = params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
                            : kBlockSparse            ? min(tiles.begin + 2, tiles.end - 1)
                                                      : tiles.begin;
@@ -129,7 +130,7 @@ struct SchedulerWarp : Role {
   // that is the next work tile, and the first one is void.
   __device__ __forceinline__ void run_ahead() const {
     unsigned i = 0;
-    // why one site: L50.
+    // One site: code is cold at each launch (L50).
 #pragma unroll 1
     for (bool is_ahead = true;; is_ahead = false) {
       Scheduler scheduler;
@@ -154,7 +155,7 @@ struct SchedulerWarp : Role {
     if (is_leader) smem.push(i, none);
   }
 
-  // why one site for all pieces: L50.
+  // One site for all work tiles: code is cold at each launch (L50).
   __device__ __forceinline__ void run_on() const {
     Scheduler scheduler;
     scheduler.begin(params);
@@ -187,7 +188,7 @@ __device__ __forceinline__ void load_queries(const Params& params, const AnyWork
                          work.head);
 }
 
-// The kernels have a `load_queries` for their work tiles.
+// The warps that copy q. Decoding has a `load_queries` for its own work tiles (decode/producer.cuh).
 template <class AnyWork>
 struct QueryProducer : Role {
   const int first_group, step;

@@ -30,7 +30,8 @@ __device__ __forceinline__ void run_dense(const KernelParams& params) {
   const int warp = warp_number();
   // Four warps share the start, since nothing is copied before it is done.
   QueryWork first;
-  if (warp == kSchedulerWarp) first = TileScheduler().work(params);  // a scheduler of its own: fewer registers (L53)
+  // A scheduler of its own: one that all warps find alike goes to uniform registers, which are slower (L53).
+  if (warp == kSchedulerWarp) first = TileScheduler().work(params);
   if (threadIdx.x == 32) smem.init_barriers();
   if (threadIdx.x == 64) tma_prefetch(&params.k_map), tma_prefetch(&params.q_map);
   if (threadIdx.x == 96 && kHeadDimV > 0) tma_prefetch(&params.v_map), tma_prefetch(&params.out_map);

@@ -265,7 +265,8 @@ __device__ __forceinline__ void recompute_tile_weights(float (&s)[kCount], Softm
   float row_max[2], tile_sum[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) row_max[h] = -infinity(), tile_sum[h] = again[h] ? 0.0f : sums[h];
-  // The first half of the loop finds the maxima, the second makes the weights. why one loop: L16.
+  // The first half of the loop finds the maxima, the second makes the weights. One loop compiles faster, and it is rare
+  // (L16).
 #pragma unroll 1
   for (int n = 0; n < 2 * kPieces; ++n) {
     const int piece = n % kPieces;

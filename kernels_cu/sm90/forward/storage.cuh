@@ -4,6 +4,7 @@
 #include "../../ptx/ldmatrix.cuh"
 #include "../../ptx/mbarrier.cuh"
 #include "../pipeline/panels.cuh"
+#include "../pipeline/state.cuh"
 #include "../pipeline/work_tile.cuh"
 #include "kernel_params.cuh"
 
@@ -28,7 +29,8 @@ constexpr bool kNextScoresFirst = !kDecode && kHeadDimV > 0 && (kQStages > 1 || 
 // where keys lie in pages one of these loads v.
 constexpr int kQueryWarps = kQStages > 1 || kPaged ? 1 : kNumConsumers;
 
-// Lanes of a warp that give back q. why all if varlen, and why not for lse: L41.
+// Lanes of a warp that give back q. why all if varlen: racecheck counts an arrival for its own lane alone (L41).
+// why not for lse: it takes up to 4 %.
 constexpr int kLanesOfQ = kVarlen && !kDecode && kHeadDimV > 0 ? 32 : 1;
 
 struct Storage {
@@ -192,7 +194,7 @@ struct Addresses {
     mbarrier_wait(work_full + 8 * (i % kWorkSlots), i / kWorkSlots & 1);
   }
 
-  // why read again wherever it is needed: L5.
+  // Read again wherever it is needed, which holds no registers (L5).
   __device__ __forceinline__ QueryWork work(unsigned i) const {
     unsigned words[sizeof(QueryWork) / 16][4];
 #pragma unroll
@@ -223,69 +225,48 @@ struct Addresses {
 };
 
 // If block-sparse: the last key tile whose k the producer has loaded, and the one after it.
-template <bool kEnabled>
 struct LoadedTile {
-  __device__ __forceinline__ static int n() { return 0; }
-  template <class Params, class AnyWork>
-  __device__ __forceinline__ void find_next(const Params&, const AnyWork&, bool) const {}
-  __device__ __forceinline__ void push(const Addresses&, unsigned) const {}
-};
-template <>
-struct LoadedTile<true> {
   GroupsTile at{0}, following{0};
   VisibleWalk walk{0, kStep};
 
   __device__ __forceinline__ int n() const { return at.n(); }
 
-  // Goes to the next key tile that is seen, or to the first one of the work. If nothing is seen, it is any.
+  // Goes to the next key tile that is visible, or to the first one of the work tile. If none is visible, it is any.
   template <class Params, class AnyWork>
   __device__ __forceinline__ void find_next(const Params& params, const AnyWork& work, bool is_first) {
-    if (is_first) walk = VisibleWalk(DescendingTiles(work.tiles).first(), kStep);
+    if constexpr (kBlockSparse) {
+      if (is_first) walk = VisibleWalk(DescendingTiles(work.tiles).first(), kStep);
 #pragma unroll 1
-    for (int i = is_first ? 0 : 1; i < 2; ++i) {
-      at = following;
-      following = walk.has_tile(visible_keys(params, work), kStep)
-                      ? walk.take<GroupsTile>(kStep)
-                      : GroupsTile(work.tiles.begin, MaskTileKinds::all_empty());
+      for (int i = is_first ? 0 : 1; i < 2; ++i) {
+        at = following;
+        following = walk.has_tile(visible_keys(params, work), kStep)
+                        ? walk.take<GroupsTile>(kStep)
+                        : GroupsTile(work.tiles.begin, MaskTileKinds::all_empty());
+      }
     }
   }
 
-  // Tells the consumers of it, through the slot of the ring that holds it.
+  // Pushes it to the consumers, through the slot of the ring that holds it.
   __device__ __forceinline__ void push(const Addresses& smem, unsigned slot) const {
-    st_shared_v2(smem.tiles + 8 * slot, at.bits, following.bits);
+    if constexpr (kBlockSparse) st_shared_v2(smem.tiles + 8 * slot, at.bits, following.bits);
   }
 
  private:
   static constexpr int kStep = -1;  // as in DescendingTiles
 };
 
-// The key tile of a consumer's next step. If block-sparse, it is heard of a step ahead. why: what is read from shared
+// The key tile of a consumer's next step. If block-sparse, it is popped a step ahead. why: what is read from shared
 // memory comes late while products run, and nothing is to be waited for before the next product is issued.
-template <bool kEnabled>
 struct NextTile {
-  __device__ __forceinline__ static PlainTile at(int n) { return {n}; }
-  __device__ __forceinline__ void pop(const Addresses&, unsigned) const {}
-};
-template <>
-struct NextTile<true> {
   GroupsTile tile{0};
 
-  __device__ __forceinline__ GroupsTile at(int) const { return tile; }
+  __device__ __forceinline__ auto at(int n) const {
+    if constexpr (kBlockSparse) return tile;
+    else return PlainTile{n};
+  }
   // Of the tile after the one in this slot.
   __device__ __forceinline__ void pop(const Addresses& smem, unsigned slot) {
-    tile = GroupsTile(static_cast<int>(ld_shared_u32(smem.tiles + 8 * slot + 4)));
-  }
-};
-
-// A position in the ring. `parity` is that of the phase in which its slot is filled.
-struct PipelineState {
-  unsigned slot = 0, parity = 0;
-
-  // The result is the position that is left.
-  __device__ __forceinline__ PipelineState advance() {
-    const PipelineState left = *this;
-    if (++slot == kStages) slot = 0, parity ^= 1;
-    return left;
+    if constexpr (kBlockSparse) tile = GroupsTile(static_cast<int>(ld_shared_u32(smem.tiles + 8 * slot + 4)));
   }
 };
 

@@ -4,21 +4,14 @@
 #include "../../common/dropout.cuh"
 #include "../../common/fragment.cuh"
 #include "../../common/mods.cuh"
+#include "../../common/select.cuh"
 #include "../pipeline/work_tile.cuh"
 #include "kernel_params.cuh"
 
 static_assert(!kDecode || (!kDropout && !kBlockSparse), "kernels for decoding drop no weights, and take all key tiles");
 
 // The functions of a lane's two rows. In decoding the rows of a block are those of all query heads of a kv head.
-template <bool kIsDecode>
-struct HeadsOf {
-  using Type = ModHead;
-};
-template <>
-struct HeadsOf<true> {
-  using Type = TwoModHeads;
-};
-using ModHeads = HeadsOf<kDecode>::Type;
+using ModHeads = Select<kDecode, TwoModHeads, ModHead>;
 
 // Those of one head of a work tile.
 template <class Params, class AnyWork>
@@ -42,27 +35,13 @@ __device__ __forceinline__ ModHeads make_mod_heads(const Params& params, const A
   }
 }
 
-// The mods of one work tile. `Rows` are the lane's two queries.
-template <bool kEnabled, class Params, class AnyWork>
-struct TileModsOf {
-  struct Nothing {};
-
-  __device__ __forceinline__ TileModsOf(const Params&, const AnyWork&) {}
-  template <class Rows>
-  __device__ __forceinline__ Nothing tile(const Rows&, int, const float2& = {}) const {
-    return {};
-  }
-  template <int kCount>
-  __device__ __forceinline__ void apply(const Nothing&, float (&)[kCount], bool) const {}
-  template <class Rows>
-  __device__ __forceinline__ void drop(float (&)[kBlockK / 2], const Rows&, int) const {}
-  __device__ __forceinline__ void finish(float&, float&) const {}
-};
-
+// The mods of one work tile, of which nothing is left in plain kernels. `Rows` are the lane's two queries.
 template <class Params, class AnyWork>
-struct TileModsOf<true, Params, AnyWork> {
+struct TileModsOf {
   const Params& params;
   const AnyWork& work;
+
+  struct Nothing {};
 
   __device__ __forceinline__ TileModsOf(const Params& kernel_params, const AnyWork& work_tile)
       : params(kernel_params), work(work_tile) {}
@@ -70,7 +49,8 @@ struct TileModsOf<true, Params, AnyWork> {
   // What is known of the lane's rows with the keys from `key` on. less: what is taken off the scores of each row.
   template <class Rows>
   __device__ __forceinline__ auto tile(const Rows& rows, int key, const float2& less = {0.0f, 0.0f}) const {
-    if constexpr (kScoreMod) return Precomputed(*this, rows, key, less);
+    if constexpr (!kHasMods) return Nothing{};
+    else if constexpr (kScoreMod) return Precomputed(*this, rows, key, less);
     else return Deferred<Rows>{*this, rows, key};
   }
 
@@ -96,7 +76,7 @@ struct TileModsOf<true, Params, AnyWork> {
   // Counts the sink, and multiplies a row of out by what dropout multiplies weights by.
   __device__ __forceinline__ void finish(float& o_scale, float& lse) const {
     // why not in decoding: sinks are counted when all splits of a row are merged (DecodeOutput::count_sink).
-    if constexpr (!kDecode) Sink(params, work.head).add(o_scale, lse);
+    if constexpr (kSinks && !kDecode) Sink(params, work.head).add(o_scale, lse);
     if constexpr (kDropout) o_scale *= params.kept_scale;
   }
 
@@ -130,4 +110,4 @@ struct TileModsOf<true, Params, AnyWork> {
     }
   };
 };
-using TileMods = TileModsOf<kHasMods, KernelParams, QueryWork>;
+using TileMods = TileModsOf<KernelParams, QueryWork>;

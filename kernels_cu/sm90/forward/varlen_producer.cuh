@@ -15,8 +15,8 @@ struct VarlenProducer {
 
   __device__ __forceinline__ VarlenProducer(const Params& p, const Addresses& addresses) : params(p), smem(addresses) {}
 
-  // The next work is claimed before key tile n of work tile i. why so late: L19. why so early: it takes as long as two
-  // tiles to find it, and splits are short.
+  // The next work is claimed before key tile n of work tile i. why so late: bursts of copies cost (L19). why so early:
+  // it takes as long as two tiles to find it, and splits are short.
   __device__ __forceinline__ void claim_at(int n, unsigned i, const TileRange& tiles) const {
     const int at = kDecode                     ? tiles.end - 1
                    : params.counter == nullptr ? max(tiles.begin, tiles.end - 4)
@@ -74,7 +74,7 @@ struct RowProducer : VarlenProducer<AnyWork, Params> {
   }
 
  private:
-  LoadedTile<kBlockSparse> loaded;
+  LoadedTile loaded;
 
   __device__ __forceinline__ void load_v(const AnyWork& work, int n) {
     if constexpr (kPanelsV > 0) load<true>(work, n);
@@ -90,7 +90,7 @@ struct RowProducer : VarlenProducer<AnyWork, Params> {
   __device__ __forceinline__ void load(const AnyWork& work, int n) {
     constexpr int kPanels = kIsV ? kPanelsV : kPanelsQk;
     const VarlenMapRows rows =
-        work.sequence(params.problem).visible_keys_from(n * kBlockK);  // why before the wait: L17
+        work.sequence(params.problem).visible_keys_from(n * kBlockK);  // no arithmetic after the wait (L17)
     const bool has_edge = this->has_edge(kIsV, work, n);
     const unsigned barrier = this->barrier_of_copies(has_edge);
     this->wait_slot();
@@ -248,7 +248,7 @@ struct PageProducer : VarlenProducer<AnyWork, Params> {
     if (!is_v) write_page_bits(params, smem, known, n, ring.slot, lacks_some);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      const AnyWork work = kDecode ? known : smem.work(i);  // why again, and another lane: L5
+      const AnyWork work = kDecode ? known : smem.work(i);  // read again with a fresh lane: registers (L5)
       const int lane = kDecode ? threadIdx.x % 32 : fresh_thread() % 32;
       const int key = n * kBlockK + 32 * part + lane;  // whose row this lane finds. It is null if it is read as zeros
       const int page = kHeld > 0 ? pages[part] : look_up(work, n, part);

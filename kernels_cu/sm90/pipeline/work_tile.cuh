@@ -9,6 +9,7 @@
 
 constexpr int kNoWork = -1;
 constexpr int kVoid = -2;  // there is no more work, and the work tile before is void: its rows are not stored
+
 // What of a sequence the mods alone need: how many keys it has, seen or not.
 template <bool kEnabled>
 struct UsedKeys {
