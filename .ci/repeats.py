@@ -1,7 +1,7 @@
 """Repeats every kernel under contention and compares the results bit for bit: `repeats.py REPEATS [NUMBER/PARTS]`.
 
 Calls of sanitize.py that launch all of them are captured into two graphs each, which run beside each other on two
-streams. Meanwhile a third stream copies memory, and a fourth one holds half of the multiprocessors again and again.
+streams. Meanwhile a third stream copies memory, and a fourth one holds half of the SMs again and again.
 Results hold NaN before each repeat. Gradients that are summed in any order are compared with a tolerance instead.
 """
 
@@ -21,7 +21,7 @@ from cuflash.planning import device
 IN_A_GRAPH = 8  # repeats
 KINDS = {"float32": 0, "bfloat16": 1, "float16": 2}
 TOLERANCE = 0.02  # of the largest element, for what is summed in any order
-HELD = 200 * 1024  # bytes of shared memory, so that a block has its multiprocessor for itself
+HELD = 200 * 1024  # bytes of shared memory, so that a block has its SM for itself
 SOURCE = """
 __device__ unsigned bits(const void* numbers, long long i, int kind) {
   return kind == 0 ? static_cast<const unsigned*>(numbers)[i] : static_cast<const unsigned short*>(numbers)[i];
@@ -55,7 +55,7 @@ Compare = Callable[[Any, Any, float], None]
 
 
 class Traffic:
-    """Work of other streams: copies of memory, and blocks that hold half of the multiprocessors."""
+    """Work of other streams: copies of memory, and blocks that hold half of the SMs."""
 
     def __init__(self, module: Any) -> None:
         self._streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(2)]

@@ -2,7 +2,7 @@
 
 `run 3/8` makes a part of the calls: those of the fourth of eight processes that run at the same time. `run-generic`
 makes only those without kernels of Hopper's own, as initcheck does not see what the copy engine writes, and `run-short`
-only those in which a block of threads takes few pieces of work, as racecheck does not see how their places are given
+only those in which a thread block takes few work tiles, as racecheck does not see how their places are given
 back (L41).
 
 A GPU gets those rows of the tile tables that suit its shared memory. The other rows are reached by telling the planner

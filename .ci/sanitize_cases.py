@@ -26,7 +26,7 @@ from cuflash.testing.sequences import FAR, Made, Sequences, made, shaped
 ALGORITHMS = ("flash2", "flash1", "flashd")
 BACKWARD = {"backward": False, "backward_deterministic": True}  # whether each is deterministic
 LARGE = 1.0  # softmax_scale: scores are so far apart that rows leave Hopper's main loop
-MANY_PIECES = "many_heads"  # names cases whose blocks of threads take more pieces of work than they have places for
+MANY_PIECES = "many_heads"  # names cases whose thread blocks take more work tiles than they have places for
 # Integers that a caller may have on the device by mistake.
 WRONG = np.array([-FAR - 1, -70_000, -1, *range(12), 40, 70_000, FAR - 1, FAR])
 
@@ -79,7 +79,7 @@ def hopper_cases() -> Iterator[Case]:
         for capped in (0.0, 15.0) if tile.min_queries else ():
             shape = 1, tile.min_queries + 8, 200, 1, 1, tile.head_dim, tile.head_dim_v
             yield Case(f"{dtype}_{tile.min_queries}_queries", *shape, dtype, softcap=capped)
-        for capped in (0.0, 15.0):  # blocks of threads share the query heads of a key block
+        for capped in (0.0, 15.0):  # thread blocks share the query heads of a key block
             name, queries = f"{dtype}_{tile.head_dim}_{tile.min_queries}_parts", max(tile.min_queries + 100, 300)
             shape = queries, 200, 16, 1, tile.head_dim, tile.head_dim_v
             yield Case(name, 1, *shape, dtype, causal=True, diagonal_offset=100, softcap=capped)
@@ -87,7 +87,7 @@ def hopper_cases() -> Iterator[Case]:
     for dtype, dims, capped in itertools.product(("float16", "bfloat16"), by_rows, (0.0, 15.0)):  # the same by rows
         shape = device.query(0).num_sms // 2 + 1, 200, 100, 8, 1, *dims
         yield Case(f"{dtype}_{dims[0]}_{dims[1]}_sharing", *shape, dtype, causal=True, softcap=capped)
-    for causal in (False, True):  # a block of threads takes several key blocks
+    for causal in (False, True):  # a thread block takes several key blocks
         heads = device.query(0).num_sms
         yield Case(f"key_blocks_{causal}", 4, 300, 520, heads, heads, 64, 64, "bfloat16", causal=causal)
     for dim in (64, 128):  # a counter hands out the tiles
@@ -191,7 +191,7 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         of_rows: dict[str, Any] = {"name": "decoding_rows", "place_q": "rectangle", "used_q": True, "bounded": False}
         both = [*decoding, *(replace(of, heads=(2 * of.heads[0], 2), **of_rows) for of in decoding)]
         both += [replace(of, name=f"{of.name}_without_pages", place_k="rectangle") for of in both]
-        several = device.query(0).num_sms // len(few) + 1  # heads that give a block of threads several pieces of work
+        several = device.query(0).num_sms // len(few) + 1  # heads that give a thread block several work tiles
         both.append(replace(both[-2], name="decoding_heads", heads=(several, several)))
         for of in (*both, *(replace(each, name=f"{each.name}_masked", **masked) for each in both)):
             splits = 2 if of.heads[0] > 4 * of.heads[1] else 0  # why: else they are cut into blocks of a warp's rows
@@ -208,10 +208,10 @@ def hopper_sequence_cases() -> Iterator[tuple[SequenceCase, tuple[str, ...]]]:
         for of in (plain, spare):
             yield SequenceCase(of), tuple(BACKWARD)
         yield SequenceCase(spare, wild=True), tuple(BACKWARD)
-        parts = replace(plain, name="parts", heads=(16, 1))  # blocks of threads share the query heads of a key block
+        parts = replace(plain, name="parts", heads=(16, 1))  # thread blocks share the query heads of a key block
         for of in (parts, replace(parts, name="parts_masked", **masked)):
             yield SequenceCase(of), ("backward",)
-    heads = (device.query(0).num_sms,) * 2  # a block of threads takes several key blocks, or blocks of rows
+    heads = (device.query(0).num_sms,) * 2  # a thread block takes several key blocks, or blocks of rows
     many = Sequences(MANY_PIECES, (300, 1, 700), (1040, 700, 90), heads=heads)
     for dims, causal in itertools.product(((64, 64), (256, 256)), (False, True)):
         yield SequenceCase(replace(many, name=f"{MANY_PIECES}_{causal}", dims=dims, causal=causal)), ("backward",)
@@ -252,7 +252,7 @@ def dense_arguments(case: Case) -> dict[str, Any]:
 
 
 def put_all(arguments: Mapping[str, Any], put: Callable[[Any], Any]) -> dict[str, Any]:
-    """The same arguments with arrays of another library."""
+    """Returns the arguments with arrays of another library."""
     return {name: put(x) if isinstance(x, np.ndarray) else x for name, x in arguments.items()}
 
 
@@ -277,7 +277,7 @@ def mod_cases() -> Iterator[tuple[ModCase, tuple[str, ...]]]:
         yield ModCase(pages, several), ("flash2",)
         few = Sequences("few", (1, 2, 0, 3), (900, 5, 2700, 0), "packed", "paged", used_k=True, **shapes)
         yield ModCase(few, several), ("flash2",)
-        # Keys are shared out: rows fit a warp, or do not, and a block of threads has one piece of work, or several.
+        # Keys are shared out: rows fit a warp, or do not, and a thread block has one work tile, or several.
         rows = replace(few, name="few_rows", place_q="rectangle", place_k="rectangle", used_q=True, bounded=False)
         many = device.query(0).num_sms // len(few.queries) + 1
         wide = replace(few, name="few_wide", heads=(16, 1)), replace(rows, name="few_rows_wide", heads=(48, 2))

@@ -22,7 +22,7 @@ some 15 minutes on two cores for each tree whose digests are not in the folder o
 text changed are compiled. It uses the NVRTC of this interpreter: run it with 13.0.88, which PyTorch and JAX pin, and
 with the newest one. `--kernels TEXT` takes a part of the kernels.
 
-The exit status is 1 if an output or a cubin differs, a kernel spills more, fits a multiprocessor fewer times or has no
+The exit status is 1 if an output or a cubin differs, a kernel spills more, fits an SM fewer times or has no
 partner in the other version (RENAMED in versus_kernels.py pairs those that were renamed), a cell has less than 0.99 of
 its speed, or the geometric mean of all cells is under 0.998.
 """

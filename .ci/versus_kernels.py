@@ -189,14 +189,14 @@ def failures(part: str, found: dict[str, Any]) -> Iterator[str]:
 
 # Registers.
 
-# A multiprocessor has so many warps, blocks and KiB of shared memory. Source: CUDA C++ Programming Guide, "Compute
+# A SM has so many warps, blocks and KiB of shared memory. Source: CUDA C++ Programming Guide, "Compute
 # Capabilities".
 LIMITS = {"sm_80": (64, 32, 164), "sm_86": (48, 16, 100), "sm_89": (48, 24, 100), "sm_90": (64, 32, 228)}
 LIMITS |= {"sm_100": (64, 32, 228), "sm_120": (48, 24, 100)}
 
 
 def resident_blocks(arch: str, registers: int, threads: int, shared: int) -> int:
-    """Counts the blocks that fit a multiprocessor. Registers go to four warps at a time, in units of 256 a warp."""
+    """Counts the blocks that fit an SM. Registers go to four warps at a time, in units of 256 a warp."""
     warps, blocks, kib = LIMITS[arch.rstrip("a")]
     of_block = -(-threads // 128) * 4
     by_registers = 65536 // (-(-registers * 32 // 256) * 256) // 4 * 4 // of_block

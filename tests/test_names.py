@@ -148,6 +148,11 @@ FAMILIES = (
         "trace_branches, branch_on, assume_causal, abs_bound, warn_if_recompiling, stand_ins",
         scope=PYTHON,
     ),
+    Family(
+        r"(uses|has|with)_cells|cells_(of|axes|shape|launch)|MAX_CELLS", "mask_tiles, is_block_sparse", scope=PYTHON
+    ),
+    Family(r"Known|KNOWN|tells_sequences|clears_unused", "OptionContext, DEVICES, lists_seqlens", in_code=True),
+    Family(r"seen_product|is_seen\w*|_last_seen|seen_not_finite", "visible_product, is_visible", scope=PYTHON),
     Family(r"looked_up|(?<=sums\.)apart|alike(?=\()", "gathered_axes, separate_axes, equivalent", scope=PYTHON),
 )
 # Folders whose variables are named for what they hold, not for how they came to be, and names that are not.

@@ -97,11 +97,11 @@ def forward(
     not used have lse -inf and out 0; an `out` that was given keeps what it holds there. lse of packed q is (heads_q,
     total_q).
 
-    num_splits: how many blocks of threads share the keys of a query at most, 0 for a choice by the GPU's size and the
+    num_splits: how many thread blocks share the keys of a query at most, 0 for a choice by the GPU's size and the
     lengths. More than one do where queries are so few that most of the GPU would idle.
     split_size: a multiple of 128 keys. On one kind of GPU, the bits of a row of out and lse then depend on its q, the
     keys and values that it sees and this number alone: dense, packed, in a cache, in pages, with any other queries.
-    One block of threads then takes all keys of a query, so few queries over many keys are slower with it. On Hopper,
+    One thread block then takes all keys of a query, so few queries over many keys are slower with it. On Hopper,
     arrays whose rows are not apart by multiples of 16 bytes raise UnsupportedError with it.
 
     Mods, in the order scale, softcap, score_mod, bias, masks. Indices count from the

@@ -50,8 +50,8 @@ class ModArgs(NamedTuple):
 class ModCall(NamedTuple):
     """An op, the arrays that it reads after those of the plain op, and where gradients that were asked for are.
 
-    needs_seed: whether the seed of dropout is to follow the arrays; then come the cells. grads: of each gradient, the
-    numbers of the further results whose sum it is.
+    needs_seed: whether the seed of dropout is to follow the arrays; then come the mask tiles. grads: of each gradient,
+    the numbers of the further results whose sum it is.
     """
 
     op: Op
@@ -82,7 +82,7 @@ def resolve_mods(
 ) -> ModCall:
     """Resolves the mods of a call of the op of that name into an op and its extra inputs.
 
-    varlen_args: arrays of lengths that the op takes; () for a dense call. options: as they were mod_args.
+    varlen_args: arrays of lengths that the op takes; () for a dense call. options: as they were given.
     """
     score = _graph(mod_args.score_mod, "score_mod")
     mask, block_mask = _mask(mod_args, varlen_args)

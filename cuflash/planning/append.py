@@ -14,7 +14,7 @@ MAX_INT = 2**31 - 1
 
 
 def append_plan(problem: Problem, device: Device) -> Plan:
-    """The plan of a call: blocks of threads for the new keys and values, then blocks for the queries.
+    """The plan of a call: thread blocks for the new keys and values, then blocks for the queries.
 
     A thread has a piece of a row: 16 bytes of each half of some pairs that are rotated, or 16 bytes that are copied.
     """

@@ -39,7 +39,7 @@ from .variant import PORTABLE_THREADS, Variant, variant_of
 
 KEY_SHARES_WORDS = 4  # numbers of how the list of key blocks is shared out: common/visible_rows.cuh
 SORTED_WAVES = 2  # the last waves of that list, in which the longest key blocks come first
-MOST_PARTS = 8  # blocks of threads that share a key block of the list at most
+MOST_PARTS = 8  # thread blocks that share a key block of the list at most
 ACC_ROWS = 16  # rows of a tile of the accumulators
 ACC_OF_THREAD = 16  # elements that a thread of the convert kernel converts
 # Up to this seqlen_k a block on Hopper takes several key blocks, if SHORT_WAVES waves of blocks remain. why: L35
@@ -206,7 +206,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, is_sparse: bool = False) -> Plan:
     """Kernels: delta, then all gradients in one.
 
-    mask tiles: whether it passes over tiles in which the caller's mask shows nothing; two kernels before tell of these.
+    is_sparse: whether it passes over tiles in which the caller's mask shows nothing; two kernels before tell of these.
     """
     deterministic, full, heads = problem.options.deterministic, is_full(problem), problem.batch * problem.heads_q
     stats_rows = stats_rows_of(problem, tile.block_q)
@@ -215,10 +215,10 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     blocks = count_key_blocks(problem, tile.block_k * key_blocks)
     steps = num_q_blocks * (problem.heads_q // problem.heads_kv)  # query tiles that a key block has without a mask
     parts_log2 = choose_parts(problem, device, tile.block_q)
-    # why with mask tiles: blocks of threads take more key blocks until there are none left.
+    # why if sparse: thread blocks take more key blocks until there are none left.
     if is_sparse or parts_log2 > 0 or problem.seqlen_k > SHORT_KEYS or blocks < SHORT_WAVES * device.num_sms:
         key_blocks, blocks = 1, count_key_blocks(problem, tile.block_k)
-    # why not with mask tiles: key blocks have unequal numbers of steps.
+    # why not if sparse: key blocks have unequal numbers of steps.
     shared = None if deterministic or is_sparse else choose_shared(problem, device, key_blocks, num_k_blocks, steps)
     if parts_log2 > 0:
         shared = SharedKeys(blocks << parts_log2, 0, blocks, 0, parts_log2)
@@ -253,7 +253,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
     launches = [
         delta_launch(problem, device, stats_rows, 1, num_q_blocks=num_q_blocks, more_semaphores=more_semaphores),
         *of_mask_tiles,
-        # why counted: then blocks of threads wait for those with lower numbers, which must have begun.
+        # why counted: then thread blocks wait for those with lower numbers, which must have begun.
         Launch(variant, blocks, fields, _tma_boxes(problem, *tile.tma_rows), counted=deterministic and not is_sparse),
     ]
     buffers: Mapping[str, int] = workspace
@@ -263,7 +263,7 @@ def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTil
 
 
 def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, varlen: SeqlenInfo) -> Plan:
-    """The same for variable-length sequences: delta lists key blocks, which all blocks of threads then take."""
+    """The same for variable-length sequences: delta lists key blocks, which all thread blocks then take."""
     deterministic, full = problem.options.deterministic, is_full(problem)
     group = problem.heads_q // problem.heads_kv
     stats_rows = stats_rows_of(problem)
@@ -303,7 +303,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
     workspace = _sums(tile, problem.heads_q, stats_rows, num_q_blocks, shared_keys) | {
         "key_list": most_blocks * block_words(problem),
         "key_shares": KEY_SHARES_WORDS,
-        # A counter for each tile of dq, for each shared key block, and for what blocks of threads have taken.
+        # A counter for each tile of dq, for each shared key block, and for what thread blocks have taken.
         "semaphores": problem.heads_q * num_q_blocks + shared_keys + 1,
     }
     variant = _warpgroup_variant(problem, device, "backward", tile)
@@ -319,7 +319,7 @@ def _listed_plan(problem: Problem, device: Device, tile: WarpgroupBackwardTile, 
 def _sums(
     tile: WarpgroupBackwardTile, heads: int, stats_rows: int, num_q_blocks: int, shared_keys: int
 ) -> dict[str, int]:
-    """Floats of the workspace but for counters: stats, and sums that blocks of threads make together."""
+    """Floats of the workspace but for counters: stats, and sums that thread blocks make together."""
     return {
         "stats": 2 * heads * stats_rows,
         "dq_acc": heads * num_q_blocks * tile.acc_floats,
@@ -334,7 +334,7 @@ def _rows_plan(
 ) -> Plan:  # fmt: skip
     """Kernels: delta, dq, dk and dv. All of them repeat bit by bit, also without `deterministic`.
 
-    mask tiles: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of
+    is_sparse: which of them pass over tiles in which the caller's mask shows nothing. shares: whether two blocks of
     threads share the query heads of each key block of dk, and of dv.
     """
     if (varlen := problem.seqlen_info) is None:

@@ -1,4 +1,4 @@
-"""How the key blocks of backward on Hopper are dealt out to blocks of threads: their order, and who shares them."""
+"""How the key blocks of backward on Hopper are dealt out to thread blocks: their order, and who shares them."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ KEY_ROWS = 128  # keys of a key block on Hopper
 HEADS_IN_L2 = 16  # under a mask, the key blocks of this many heads start together, longest first. why: L34
 ORDERED_HEADS_IN_L2 = 32  # the same where Hopper's key blocks wait for each other; without a mask 16. why: L38
 # Hopper's other calls take fewer kv heads: as many as touch L2_BYTES (about two L2 caches), but at least as many as
-# have WAVES_TOGETHER waves of blocks; a wave has one block for each multiprocessor. why: L34
+# have WAVES_TOGETHER waves of blocks; a wave has one block for each SM. why: L34
 L2_BYTES = 96 * 2**20
 WAVES_TOGETHER = 3
 SEQUENCES_TOGETHER = 8  # that take turns in a list of key blocks at most, each with one block. why: L54
-# Sequences take turns where the tile gives a block of threads so many key blocks. why: with fewer, at d 96, calls are
+# Sequences take turns where the tile gives a thread block so many key blocks. why: with fewer, at d 96, calls are
 # 2 to 5 % slower.
 LEAST_KEY_BLOCKS = 4
 HEADS_WITHOUT_SEMAPHORES = 8  # that start together at most where sequences take no turns, without a mask. why: 2k +1 %
-# Under a mask, blocks of threads share the query heads of a key block. Each of them takes about so many columns of q
+# Under a mask, thread blocks share the query heads of a key block. Each of them takes about so many columns of q
 # (heads times head_dim) or more, and about so many rows. At most PART_WAVES waves of them start together. why: L34
 LEAST_PART_COLUMNS, LEAST_PART_ROWS, PART_WAVES = 256, 4096, 2
 SHARED_STEPS = 4  # the fewest query tiles that a block takes of key blocks that it shares
@@ -34,17 +34,17 @@ WAVES = 2  # waves of blocks that fill a GPU evenly. why: L35
 
 
 class SharedKeys(NamedTuple):
-    """Key blocks that would not fill Hopper's multiprocessors, and the blocks of threads that share them.
+    """Key blocks that would not fill Hopper's SMs, and the thread blocks that share them.
 
     They are the last ones or, if each is shared by heads, all. Key blocks are counted over batch and kv heads.
     `TiledBackwardParams` has the same fields.
     """
 
-    whole_blocks: int  # blocks of threads that take whole key blocks; the rest of the grid shares
+    whole_blocks: int  # thread blocks that take whole key blocks; the rest of the grid shares
     shared_first: int  # the first key block that is shared
     shared_keys: int  # how many key blocks are shared
     shared_steps: int  # query tiles that each sharing block takes
-    parts_log2: int = 0  # 2^parts_log2 blocks of threads share the query heads of each key block
+    parts_log2: int = 0  # 2^parts_log2 thread blocks share the query heads of each key block
 
 
 def count_key_blocks(problem: Problem, size: int) -> int:
@@ -62,7 +62,7 @@ def is_full(problem: Problem) -> bool:
 
 
 def _parts_for_l2(problem: Problem, seqlen_q: int) -> int:
-    """2 to this power blocks of threads share the query heads of a key block that sees so many queries.
+    """2 to this power thread blocks share the query heads of a key block that sees so many queries.
 
     Under a mask key blocks have unequal numbers of tiles, so that those which run at the same time come to be at
     different heads, the farther apart the more heads they have. L2 holds few of these. why: L34
@@ -74,7 +74,7 @@ def _parts_for_l2(problem: Problem, seqlen_q: int) -> int:
 def kv_heads_in_l2(problem: Problem, device: Device, num_k_blocks: int, parts_log2: int = 0) -> int:
     """How many kv heads start their key blocks, so many of a sequence, together, longest first. why: L34
 
-    parts_log2: 2 to this power blocks of threads share the query heads of each.
+    parts_log2: 2 to this power thread blocks share the query heads of each.
     """
     if problem.options.deterministic:
         return HEADS_IN_L2 if is_full(problem) else ORDERED_HEADS_IN_L2
@@ -103,12 +103,12 @@ def _heads_of_waves(device: Device, num_k_blocks: int) -> int:
 
 
 def _heads_of_parts(device: Device, blocks: int) -> int:
-    """How many kv heads, each of so many blocks of threads, have at most PART_WAVES waves of them; at least one."""
+    """How many kv heads, each of so many thread blocks, have at most PART_WAVES waves of them; at least one."""
     return heads_in_l2(max(blocks, 1), PART_WAVES * _wave(device), HEADS_IN_L2)
 
 
 def _wave(device: Device) -> int:
-    """The power of two next to the number of multiprocessors."""
+    """The power of two next to the number of SMs."""
     return 1 << round(math.log2(device.num_sms))
 
 
@@ -117,9 +117,9 @@ def listed_together(
 ) -> tuple[int, int]:
     """How many kv heads start their key blocks together, and how many sequences take turns in the list of key blocks.
 
-    least_parts: blocks of threads that share each key block, if it is more than one.
+    least_parts: thread blocks that share each key block, if it is more than one.
 
-    Dense calls of small head dims give a block of threads several key blocks of a head, which then do not wait for each
+    Dense calls of small head dims give a thread block several key blocks of a head, which then do not wait for each
     other's sums of dq. Here those of other heads and sequences come between them instead. why: L54
     """
     varlen = problem.seqlen_info
@@ -145,7 +145,7 @@ def listed_together(
 
 
 def choose_parts(problem: Problem, device: Device, block_q: int) -> int:
-    """2 to this power blocks of threads share the query heads of each key block (L34, L35).
+    """2 to this power thread blocks share the query heads of each key block (L34, L35).
 
     One where key blocks are shared by steps, or where sums are ordered; and where they almost fill a GPU, if they are
     not better off near each other.
@@ -185,7 +185,7 @@ def choose_least_parts(problem: Problem, varlen: SeqlenInfo, most: int) -> int:
 
 
 def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
-    """Whether two blocks of threads share the query heads of each key block of dk, and of dv, where kernels go by rows.
+    """Whether two thread blocks share the query heads of each key block of dk, and of dv, where kernels go by rows.
 
     As for one kernel of all gradients (L35). It is not asked for mods.
     """
@@ -200,7 +200,7 @@ def choose_sharing_rows(problem: Problem, device: Device, block_q: int) -> bool:
 def choose_shared(
     problem: Problem, device: Device, key_blocks: int, num_k_blocks: int, of_one: int
 ) -> SharedKeys | None:
-    """Lets a block per multiprocessor, at most, share the key blocks of the last wave; None where none share (L35).
+    """Lets a block per SM, at most, share the key blocks of the last wave; None where none share (L35).
 
     Every key block has the same number of steps, `of_one`.
     """

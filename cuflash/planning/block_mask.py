@@ -21,7 +21,7 @@ MAX_MASK_TILES, FEW_KEYS = 2**24, 128
 MAX_ORDERED = 2**12  # key blocks of a head: to order them takes time that grows with their square
 LINE_FLOATS = 32  # of 128 bytes
 WARP = 32  # threads, which own a mask tile
-WAVES = 4  # of blocks of threads that fill the GPU: mask tiles take unequal time
+WAVES = 4  # of thread blocks that fill the GPU: mask tiles take unequal time
 _NOTHING: Mapping[str, int] = MappingProxyType({})
 BLOCKS_PER_SM = 2048 // PORTABLE_THREADS
 

@@ -1,7 +1,7 @@
-"""The launches that backward makes for gradients of captured arrays: bias, sinks, and captured ones.
+"""Plans the launches of backward for gradients of bias, sinks, and arrays that score_mod loads from.
 
 For each place where scores load from an array, a kernel makes scores and their gradients once more, and sums what the
-place gets (`gradient_terms.Sums`). Several blocks of threads may share a sum; each then has a table in the workspace,
+place gets (`gradient_terms.Sums`). Several thread blocks may share a sum; each then has a table in the workspace,
 and one more kernel adds the tables. Only where there is no room for tables are sums made by atomics.
 """
 
@@ -25,8 +25,8 @@ from .variant import PORTABLE_THREADS, Variant, variant_of
 
 FLOAT_BYTES = 4
 MAX_PLACES = 2**31 - 1  # of a table, whose kernels count its places in 32 bits
-MOST_TABLE_BYTES = 64 * 2**20  # of the tables that blocks of threads share sums by
-MOST_WAVES = 4  # of blocks of threads that share walks
+MOST_TABLE_BYTES = 64 * 2**20  # of the tables that thread blocks share sums by
+MOST_WAVES = 4  # of thread blocks that share walks
 LANES, LANES_TABLES, LANES_ELEMENTS = 32, 8, 2**16  # of a sum of many tables for few elements
 NUMBER_KINDS = {"float16": 0, "bfloat16": 1, "float32": 2, "float64": 3}  # NumberKind in common/gradient_sums.cuh
 SINKS = "dsinks"
@@ -269,7 +269,7 @@ def _numbered(name: str, values: Any) -> dict[str, int]:
 
 
 def _parts(blocks: int, num_steps: int, resident: int, room: int, is_even: bool) -> int:
-    """Among how many blocks of threads each walk is shared out: those with which the last of all ends first.
+    """Among how many thread blocks each walk is shared out: those with which the last of all ends first.
 
     is_even: whether all steps take equally long. If not, as many as possible. room: for how many there are tables.
     """

@@ -1,4 +1,4 @@
-"""The plans of forward for few queries over many keys, where blocks of threads share the keys of a query.
+"""The plans of forward for few queries over many keys, where thread blocks share the keys of a query.
 
 The query heads of a group are rows of one block, so a cache is read once for all of them.
 """
@@ -22,8 +22,8 @@ from .variant import variant_of
 
 # Few queries of a sequence of several lengths, and few rows with all heads of a group: keys are then what takes time.
 FEW_QUERIES, FEW_ROWS = 16, 2 * GROUP_ROWS
-SPLITS_OF_A_BLOCK = 8  # splits that a block of threads has at most, beside one for each query block: `choose_splits`
-MAX_TILES = 2**30  # key tiles of all query blocks that `DecodeQueue` can count
+SPLITS_OF_A_BLOCK = 8  # splits that a thread block has at most, beside one for each query block: `choose_splits`
+MAX_TILES = 2**30  # key tiles of all query blocks that `DecodeTileScheduler` can count
 # Times of a key tile of 64 rows, of 16 rows, and of merging splits; a key tile takes forward.cu 1, on Hopper 1.2 µs.
 STEP, STEP_OF_A_WARP, MERGE = 4 / 3, 0.6, 4.0
 # Of sm80/decode.cu, whose splits the host chooses: keys of a split at most and tiles at least (kLeast in the kernel),
@@ -31,7 +31,7 @@ STEP, STEP_OF_A_WARP, MERGE = 4 / 3, 0.6, 4.0
 LONG_SPLIT, LEAST_TILES, MAX_STATES_BYTES = 8192, 4, 64 * 2**20
 GAIN = 1.2  # how many times as fast it must look for forward.cu to be left
 # Of Hopper's kernels, in times of a key tile that comes from memory: what comes before and after the keys; a key tile
-# that other blocks of threads read, too; and what merging takes to as many bytes of keys.
+# that other thread blocks read, too; and what merging takes to as many bytes of keys.
 START, READ_AGAIN, MERGED_BYTES = 4.0, 0.45, 1.5
 # In sm90/decode/scheduler.cuh kCost of blocks of 64 rows and of 16, and kLeast.
 SPLIT_COST, SPLIT_COST_OF_A_WARP, SPLIT_TILES = 1.4, 2.0, 2
@@ -79,7 +79,7 @@ def _decode_plan(
         if not _is_faster(STEP * wide_blocks, whole, visible_tiles, splits, device.num_sms):
             return None
     few, paged = problem.batch <= FEW_SEQUENCES and not is_packed, problem.has("page_table")
-    # why then: the kernel cuts keys so that no block of threads has a second piece. why not with pages: 5 % slower.
+    # why then: the kernel cuts keys so that no thread block has a second piece. why not with pages: 5 % slower.
     is_single = is_narrow and may_be_single and few and not paged and splits == 0 and num_blocks <= device.num_sms
     problem = problem._replace(seqlen_info=varlen)
     tile = row.for_decoding(paged, few, is_narrow, is_single)
@@ -124,7 +124,7 @@ def _decode_plan(
 def _is_faster_narrow(problem: Problem, device: Device, row: WarpgroupTile, num_rows: int) -> bool:
     """Whether blocks of 16 rows look faster than blocks of 64 for so many rows of a kv head.
 
-    Each of them reads all keys, most from L2, but the splits of a block are merged by one block of threads.
+    Each of them reads all keys, most from L2, but the splits of a block are merged by one thread block.
     """
     if num_rows > FEW_ROWS or _splits(problem) != 0:
         return False
@@ -187,7 +187,7 @@ def split_plan(problem: Problem, device: Device, row: Tile, whole: int, fallback
 
 
 def _splits(problem: Problem) -> int:
-    """How many blocks of threads may share the keys of a query; 0 for as many as are good."""
+    """How many thread blocks may share the keys of a query; 0 for as many as are good."""
     # why one: a row then has the bits that it has in calls of many queries, whose keys are never cut.
     return problem.options.num_splits if problem.options.split_size is None else 1
 

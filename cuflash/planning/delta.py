@@ -10,8 +10,8 @@ from .plan import Launch, blocks_of, compile_arch
 from .tile import rounded_up
 from .variant import variant_of
 
-DELTA_ROWS = 32  # queries of a block of threads
-# Heads of such a block at most, where it has to find its sequence first, and blocks of a multiprocessor that are left.
+DELTA_ROWS = 32  # queries of a thread block
+# Heads of such a block at most, where it has to find its sequence first, and blocks of an SM that are left.
 DELTA_HEADS, DELTA_BLOCKS = 8, 16
 # Numbers of a block of rows in its list, without or with those for mods: common/visible_rows.cuh.
 BLOCK_WORDS, MOD_BLOCK_WORDS = 16, 20

@@ -21,7 +21,7 @@ from .tiles_sm90 import GROUP_ROWS, OUT_ROWS, WarpgroupTile
 from .variant import Variant, variant_of
 
 WIDE_HEAD = 128  # head dims over it: kHasTail in kernels_cu/sm90/forward/varlen_scheduler.cuh
-LONG_PAIRS = 1024  # keys of a sequence from which pieces of work of wide heads come in pairs
+LONG_PAIRS = 1024  # keys of a sequence from which work tiles of wide heads come in pairs
 MOST_TAIL_PARTS = 32  # one for each lane of a warp
 L2_BYTES = 32 * 2**20  # bytes of k and v of the heads whose query blocks start together on Hopper, longest first (L34)
 
@@ -53,7 +53,7 @@ def _hopper_plans(problem: Problem, device: Device) -> Iterator[Plan]:
     few = None
     for few in decode_plans(problem, device, rows):
         yield few
-    # why not after those: the kernels for any GPU share keys among blocks of threads, too.
+    # why not after those: the kernels for any GPU share keys among thread blocks, too.
     if few is None:
         yield from (_warpgroup_plan(problem, device, tile, mod_code) for tile in rows)
 
@@ -75,7 +75,7 @@ def _keys_of_a_query(problem: Problem) -> float:
 
 
 def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Plan:
-    """A block of threads for each query block of a head and each slice of v's columns."""
+    """A thread block for each query block of a head and each slice of v's columns."""
     op = problem.op.name
     rows = tiles_sm80.of_algorithm(problem.dtype, problem.options.algorithm, problem.op.mod_spec is not None)
     itemsize = DTYPES[problem.dtype].itemsize
@@ -112,7 +112,7 @@ def _generic_plan(problem: Problem, device: Device, fallback: str | None) -> Pla
 
 
 def _warpgroup_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code: ModCode | None) -> Plan:
-    """A block of threads for each multiprocessor, which takes one query block after the other."""
+    """A thread block for each SM, which takes one query block after the other."""
     op, capped = problem.op.name, problem.options.softcap > 0.0
     if problem.seqlen_info is not None:
         return _varlen_plan(problem, device, tile.for_varlen(problem.has("page_table")), mod_code)
@@ -180,7 +180,7 @@ def _varlen_plan(problem: Problem, device: Device, tile: WarpgroupTile, mod_code
 
 
 def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
-    """Whether blocks of threads take two heads of the same rows, one after the other."""
+    """Whether thread blocks take two heads of the same rows, one after the other."""
     varlen = problem.seqlen_info
     assert varlen is not None
     if (together | problem.heads_q) % 2:
@@ -188,7 +188,7 @@ def _in_pairs(problem: Problem, tile: WarpgroupTile, together: int) -> int:
     keys = (
         problem.seqlen_k if problem.has("page_table") else min(varlen.mean_rows("k", problem.batch), problem.seqlen_k)
     )
-    # why not short ones of wide heads: pairs are claimed early, and then blocks of threads do not end together (L19).
+    # why not short ones of wide heads: pairs are claimed early, and then thread blocks do not end together (L19).
     return int(tile.head_dim <= WIDE_HEAD or keys >= LONG_PAIRS)
 
 

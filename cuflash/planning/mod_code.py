@@ -52,7 +52,7 @@ class ModCode(NamedTuple):
 def make_mod_code(problem: Problem, keys_as_rows: bool = False, *, is_sparse: bool = False) -> ModCode | None:
     """What kernels of this problem are compiled with, None for a plain call.
 
-    keys_as_rows: whether the kernel's fragments have keys in their rows, and queries in their columns. mask tiles:
+    keys_as_rows: whether the kernel's fragments have keys in their rows, and queries in their columns. is_sparse:
     whether it reads which mask tiles of 64 x 64 are empty, or full.
     """
     mod_spec = problem.op.mod_spec
@@ -178,12 +178,12 @@ def words_of(rank: int) -> int:
 def gradient_code(problem: Problem, derivative: Node, places: tuple[Node, ...], stays: bool) -> ModCode:
     """What sm80/backward_mods.cu is compiled with: the derivative of scores by a load, and its indices if looked up.
 
-    stays: whether a block of threads walks from sequence to sequence, over the same tile of each.
+    stays: whether a thread block walks from sequence to sequence, over the same tile of each.
     """
-    plain, mod_code = make_mod_code(problem), problem.op.mod_spec
+    plain, mod_spec = make_mod_code(problem), problem.op.mod_spec
     assert plain is not None
-    assert mod_code is not None
-    return _gradient_code(plain, mod_code, derivative, places, stays, _runs(problem, mod_code, keys_as_rows=False))
+    assert mod_spec is not None
+    return _gradient_code(plain, mod_spec, derivative, places, stays, _runs(problem, mod_spec, keys_as_rows=False))
 
 
 @lru_cache(maxsize=256)

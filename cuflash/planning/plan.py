@@ -39,10 +39,10 @@ class Part(NamedTuple):
 class Launch(NamedTuple):
     """One kernel of a plan. The grid is one-dimensional.
 
-    `fields` are the members of its parameter struct that are neither pointers, nor strides, nor part of
-    `ProblemParams`; `tma_boxes` are its tensor maps by operand. If `counted`, blocks take their work by a counter.
-    `arrivals` is the number of counters by which blocks find out which of them was the last to end. `aliases` says
-    which operand, or part of the workspace, a member of the struct stands for that has not the same name.
+    `fields` are the numbers of its parameter struct that the plan sets: neither pointers, nor strides of operands, nor
+    part of `ProblemParams`; `tma_boxes` are its tensor maps by operand. If `counted`, blocks take their work by a
+    counter. `arrivals` is the number of counters by which blocks find out which of them was the last to end. `aliases`
+    says which operand, or part of the workspace, a member of the struct stands for that has not the same name.
     """
 
     variant: Variant
@@ -169,7 +169,7 @@ def make_plan(
 ) -> Plan:
     """The plan of these launches; `Plan.variant` says which is the main one.
 
-    workspace: floats of each part, by name. num_work: pieces of work that kernels number, if not by the block's index.
+    workspace: floats of each part, by name. num_work: work tiles that kernels number, if not by the block's index.
     """
     if (most := max([num_work, *[launch.num_blocks for launch in launches]])) > MAX_GRID:
         raise UnsupportedError(

@@ -36,7 +36,7 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class Tile(_Shape):
-    """Compile-time shape of one block of threads. `head_dim_v` is 0 in kernels without v."""
+    """Compile-time shape of one thread block. `head_dim_v` is 0 in kernels without v."""
 
     q_in_registers: bool = False
     max_slices: int = 1  # blocks that may share a query block, each with its own head_dim_v columns of v
@@ -245,7 +245,7 @@ def rows_of(rows: Sequence[AnyTile], has_mods: bool) -> list[AnyTile]:
 
 
 def choose(tiles: Sequence[AnyTile], itemsize: int, head_dim: int, head_dim_v: int, device: Device) -> AnyTile | None:
-    """The first row that covers the head dims and of which as many blocks fit a multiprocessor as it was tuned for.
+    """The first row that covers the head dims and of which as many blocks fit an SM as it was tuned for.
 
     If no row of these padded head dims does, it is the last of them of which one block fits; None if no block fits.
     """

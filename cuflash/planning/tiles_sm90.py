@@ -14,7 +14,7 @@ PANEL_BYTES = 128  # a row of a panel in shared memory
 PANEL_COLUMNS = PANEL_BYTES // 2  # 16-bit columns of a panel
 TILE_SLOTS = 16  # descriptions of tiles in shared memory
 # Of sequences that have lengths of their own: descriptions of a block's work in backward, and in backward by rows.
-DEALT_BYTES, WORK_BYTES = 4 * (96 + 16), 2 * (96 + 16 + 8)
+WORK_RING_BYTES, WORK_BYTES = 4 * (96 + 16), 2 * (96 + 16 + 8)
 GROUP_ROWS = 64  # queries of a warpgroup
 OUT_ROWS = 16  # rows of out, or of a gradient, that a warp stores at a time
 WARP_ROWS = 16  # queries of a warp
@@ -27,7 +27,7 @@ GRADIENTS = ("dq", "dk", "dv")  # in the order in which the kernels number them
 
 @dataclass(frozen=True, slots=True)
 class WarpgroupTile:
-    """Compile-time shape of one block of threads: a warpgroup that copies, and one for every 64 queries.
+    """Compile-time shape of one thread block: a warpgroup that copies, and one for every 64 queries.
 
     `head_dim_v` is 0 without v. `stages` counts the tiles of k or v in one ring, `q_stages` those of q. The first
     `q_columns` columns of q stay in registers (L20). A warp stores `out_panels` panels of its rows of out at a time.
@@ -49,7 +49,7 @@ class WarpgroupTile:
     decodes: bool = False  # whether it is a tile of sm90/decode/decode.cu, whose rows are those of all heads of a group
     paged: bool = False  # whether keys lie in pages. why: L50
     few: bool = False  # whether it decodes at most FEW_SEQUENCES, none of them packed. why: L50
-    single: bool = False  # whether each block of threads decodes at most one piece of work
+    single: bool = False  # whether each thread block decodes at most one work tile
 
     @property
     def warps(self) -> int:
@@ -84,15 +84,15 @@ class WarpgroupTile:
 
     def for_varlen(self, paged: bool) -> WarpgroupTile:
         """The tile for variable-length sequences, which goes over the same key tiles."""
-        # why fewer columns: the warps that deal out work and copy pages take some registers from the others.
+        # why fewer columns: the warps that schedule work tiles and copy pages take some registers from the others.
         columns = min(self.q_columns, 32 if paged else 16) if self.head_dim > 192 else self.q_columns
         return replace(self, q_columns=columns, is_varlen=True, paged=paged)
 
     def for_decoding(self, paged: bool, few: bool, narrow: bool = False, single: bool = False) -> WarpgroupTile:
         """The tile of `sm90/decode/decode.cu` that goes over the same key tiles, with as long a ring as fits a block.
 
-        narrow: the tile of `sm90/decode/narrow.cu`, for the rows of one warp. single: each block of threads has at most
-        one piece of work.
+        narrow: the tile of `sm90/decode/narrow.cu`, for the rows of one warp. single: each thread block has at most
+        one work tile.
         """
         # why no columns of q in registers: L51.
         tile = replace(self, block_q=GROUP_ROWS, q_stages=1, q_columns=0, out_panels=0, ping_pong=False,
@@ -126,7 +126,7 @@ class WarpgroupBackwardTile:
     varlen_k_steps: int | None = None  # k_steps for variable-length sequences, where it is another number
     softcap: bool | None = None  # as in `WarpgroupTile`
     min_queries: int = 0  # the row is for keys that at least so many queries see on average
-    shares_heads: bool = False  # whether blocks of threads share the query heads of each key block. why: L35
+    shares_heads: bool = False  # whether thread blocks share the query heads of each key block. why: L35
     block_k: int = 128
     stages: int = 2  # tiles of q and of dout in shared memory
     ds_stages: int = 2
@@ -145,7 +145,7 @@ class WarpgroupBackwardTile:
         sums = 2 * 8 if self.block_q % GROUP_ROWS else dq  # transposed dq and its sums share a place
         stats = self.stages * 2 * self.block_q * FLOAT_BYTES
         barriers, modes = 8 * (4 * self.stages + 9), 5 * 4
-        return rounded_up(rows * PANEL_BYTES + dq + sums + stats + barriers + modes + DEALT_BYTES, 1024)
+        return rounded_up(rows * PANEL_BYTES + dq + sums + stats + barriers + modes + WORK_RING_BYTES, 1024)
 
     @property
     def tma_rows(self) -> tuple[int, int]:
@@ -180,7 +180,7 @@ class WarpgroupRowsTile:
     stages: int
     second_stages: int
     softcap: bool | None = None  # as in `WarpgroupTile`
-    shares_heads: bool = False  # whether two blocks of threads share the query heads of a key block. why: L35
+    shares_heads: bool = False  # whether two thread blocks share the query heads of a key block. why: L35
     warps: int = 12
 
     @property
@@ -318,7 +318,7 @@ def choose_mod_tiles(
         row for row in rows if row.dropout in (None, drops) and _covers(row, head_dim, head_dim_v, softcap)
     ]
     if op == "lse":
-        # why so many stages at most: each may hold a piece of work, which has a description (sm90/forward/storage.cuh).
+        # why so many stages at most: each may hold a work tile, which has a description (sm90/forward/storage.cuh).
         rows_that_fit = [
             replace(tile, head_dim_v=0, out_panels=0, ping_pong=False, stages=min(tile.stages, TILE_SLOTS - 7))
             for tile in rows_that_fit
@@ -339,7 +339,7 @@ def choose_mod_backward(
 ) -> tuple[WarpgroupBackwardTile, ...]:
     """The rows for these head dims and mods, in order of preference.
 
-    mask tiles: whether kernels may pass over tiles in which the caller's mask shows nothing. It is then not known how
+    is_sparse: whether kernels may pass over tiles in which the caller's mask shows nothing. It is then not known how
     many queries see a key.
     """
     rows = (*(t for t in BACKWARD if t.min_queries <= (0 if is_sparse else queries)), *MOD_BACKWARD)

@@ -1,8 +1,8 @@
 """The keyword arguments of the public calls, each once: name, type, default, validator, and the ops that take it.
 
 A new option is a row of `Options`, a keyword of the calls that take it and of their types in signatures.py, and its
-use: what the kernels are to know of it is a field of `Scores`, which `ScoreParams` in `kernels_cu/common/score.cuh`
-repeats.
+use: what the kernels are to know of it is a field of `ScoreConstants`, which `ScoreParams` in
+`kernels_cu/common/score.cuh` repeats.
 """
 
 import math
@@ -33,7 +33,7 @@ DtypeLike = str | type[Any] | DtypeObject
 OutDtype = Literal["float16", "bfloat16", "float32", "float64"] | type[Any] | DtypeObject
 OpName = Literal["forward", "lse", "backward"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-SPLIT_STEP = 128  # keys: a multiple of every kernel's key tile
+SPLIT_STEP = 128  # keys: `split_size` is a multiple of it
 LOG2_E = 1.4426950408889634
 
 
@@ -197,7 +197,7 @@ class Option(NamedTuple):
     ops: tuple[str, ...] = ("forward", "lse", "backward")
 
 
-class Scores(NamedTuple):
+class ScoreConstants(NamedTuple):
     """The kernels' parameters of scores: the fields of `ScoreParams`, in its order."""
 
     softmax_scale: float
@@ -240,7 +240,7 @@ class Options(NamedTuple):
             return _validated.__wrapped__((self,), context)
 
     @property
-    def scores(self) -> Scores:
+    def scores(self) -> ScoreConstants:
         """Parameters of the kernels, of validated arguments."""
         return _scores(self.softmax_scale, self.softcap)
 
@@ -336,9 +336,9 @@ def _validated(key: tuple[Any, ...], context: OptionContext) -> Options:
 
 
 @lru_cache(maxsize=256)
-def _scores(scale: float, softcap: float) -> Scores:
+def _scores(scale: float, softcap: float) -> ScoreConstants:
     capped = (softcap / scale, scale / softcap) if softcap else (0.0, 0.0)
-    return Scores(scale, scale * LOG2_E, *capped)
+    return ScoreConstants(scale, scale * LOG2_E, *capped)
 
 
 def names(op: str) -> list[str]:

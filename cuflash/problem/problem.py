@@ -1,4 +1,4 @@
-"""The problem of a call: one frozen, hashable value without pointers. It and `options` alone validate user input."""
+"""The problem of a call: one frozen, hashable value without pointers, of validated arguments."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The single call path: validate, plan, allocate, launch; for every op and every array library.
+"""The call path of every op: validate, plan, allocate, launch. Calls of JAX under jit build a `CachedCall` themselves.
 
 A `CachedCall` holds all that calls with arrays of equal shapes, strides, dtypes and options repeat. A `LoadedPlan`
-holds the kernels of a plan with their parameters. Both are cached, so a repeated call is two lookups, the outputs'
-allocation and the launches.
+holds the kernels of its plan. A cache holds calls, and the `PackedParams` of pointers that came twice, so that a
+repeated call is two lookups, the outputs' allocation and the launches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A cache of what repeated calls share: bounded in bytes, the least recently used entries are dropped first."""
+"""A cache of what repeated calls share, bounded in bytes, with second-chance eviction."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class RecentKeys:
         self._hashes: OrderedDict[int, None] = OrderedDict()  # why not a dict: it searches long for its first item
 
     def add(self, key: Hashable) -> bool:
-        """Adds a key; returns True if it was there."""
+        """Returns True and forgets a key if it was there, else adds it. Keys are compared by their hash."""
         number, hashes = hash(key), self._hashes
         if number in hashes:
             hashes.pop(number, None)

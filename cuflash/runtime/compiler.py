@@ -145,13 +145,13 @@ def cubin(variant: Variant) -> bytes:
     return content
 
 
-def _may_spill(variant: Variant) -> bool:
+def _is_allowed_to_spill(variant: Variant) -> bool:
     return variant.mod_code is None or not variant.of_warpgroups
 
 
 def _find(variant: Variant, name: str) -> bytes | None:
     content = find(name)
-    if content is None and not _may_spill(variant) and find(name + SPILLED) is not None:
+    if content is None and not _is_allowed_to_spill(variant) and find(name + SPILLED) is not None:
         _spilled.add(variant)
         raise SpilledError(variant)
     return content
@@ -159,7 +159,7 @@ def _find(variant: Variant, name: str) -> bytes | None:
 
 def _compile(variant: Variant, name: str) -> bytes:
     cubin, log = compile_variant(variant)
-    if not _may_spill(variant) and _SPILLS.search(log):
+    if not _is_allowed_to_spill(variant) and _SPILLS.search(log):
         _spilled.add(variant)
         logger.debug("%s spills registers; the next kernel is taken", variant.name)
         keep(name + SPILLED, variant.name.encode())

@@ -30,7 +30,7 @@ from .driver import failure, function, on_device, relaxed_capture, zeroed
 
 DEFAULT_STREAM = 0  # its handle. The driver is not called for it: it is never captured, and each GPU has one
 PAGE = 4096  # counters of 4 bytes that are allocated together
-SCRATCH_BYTES = 4 * 2**20  # as much as decoding needs for 132 multiprocessors at head dim 256, and more
+SCRATCH_BYTES = 4 * 2**20  # as much as decoding needs for 132 SMs at head dim 256, and more
 
 _lock = Lock(reentrant=True)
 _free_counters: dict[tuple[int, int], list[int]] = {}  # by GPU and number of words

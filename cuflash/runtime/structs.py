@@ -19,7 +19,7 @@ from ..planning.gradient_terms import MAX_AXES
 from ..planning.merge import MAX_STATES
 from ..planning.plan import Launch, Part
 from ..problem.operands import Op
-from ..problem.options import Scores
+from ..problem.options import ScoreConstants
 from ..problem.problem import Problem
 from ..problem.seqlen_info import PADDED_SLOT
 from .mod_params import mod_params
@@ -64,9 +64,9 @@ def _operands(names: str) -> Fields:
 
 
 class ScoreParams(Structure):
-    """`Scores` of the options."""
+    """`ScoreConstants` of the options."""
 
-    _fields_: ClassVar[Fields] = [(name, c_float) for name in Scores._fields]
+    _fields_: ClassVar[Fields] = [(name, c_float) for name in ScoreConstants._fields]
 
 
 class ProblemParams(Structure):
@@ -85,7 +85,7 @@ class ProblemParams(Structure):
 
 _PROBLEM: Fields = [("problem", ProblemParams)]
 # All of it up to the pointers, and what follows them.
-_PACKED_PROBLEM = struct.Struct(f"=14i{len(Scores._fields)}f")
+_PACKED_PROBLEM = struct.Struct(f"=14i{len(ScoreConstants._fields)}f")
 _PACKED_LENGTHS = struct.Struct("=q10i")
 _LENGTHS_OFFSET = ProblemParams.page_table_stride.offset
 _STRUCTS: dict[str, Fields] = {

@@ -18,7 +18,7 @@ from ..runtime import compiler
 from .cases import Case, numpy_dtype
 
 Inputs = tuple[Any, ...]  # q, k, v, and for backward dout
-TENSOR_FLOPS = {(8, 0): 2048, (9, 0): 4096}  # of 16 bits, a clock and multiprocessor: NVIDIA's papers on A100 and H100
+TENSOR_FLOPS = {(8, 0): 2048, (9, 0): 4096}  # of 16 bits, a clock and SM: NVIDIA's papers on A100 and H100
 OTHERS_BYTES = 2**28  # five times what the L2 of an H100 holds, as triton's do_bench writes
 
 
@@ -157,7 +157,7 @@ class CupyArrays(NumpyArrays):
         return result, most - before
 
     def state(self) -> dict[str, float]:
-        """The clock of the multiprocessors in MHz and the power in W at this moment, where nvidia-smi tells them."""
+        """The clock of the SMs in MHz and the power in W at this moment, where nvidia-smi tells them."""
         names = "clocks.sm", "power.draw"
         number = self.cupy.cuda.Device().pci_bus_id
         command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "-i", number]

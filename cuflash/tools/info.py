@@ -44,7 +44,7 @@ def versions() -> dict[str, str]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Name, architecture, multiprocessors and shared memory (bytes) of each GPU; "problem" for one that is too old."""
+    """Name, architecture, SMs and shared memory (bytes) of each GPU; "problem" for one that is too old."""
     facts: list[dict[str, Any]] = []
     for ordinal in range(device.count()):
         try:

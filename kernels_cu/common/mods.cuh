@@ -1,5 +1,5 @@
 // score_mod, mask_mod, bias, sinks and dropout (mods). The program holds them as `ModFunctions`
-// (cuflash/planning/own_code.py), which finds what a head, a row, two columns of it and a score know in as many steps.
+// (cuflash/planning/mod_code.py), which finds what a head, a row, two columns of it and a score know in as many steps.
 // A row is a query and a column a key, or the other way round where a kernel's fragments have keys in their rows.
 //
 //   element   score: that of softmax and bias, in powers of two, from a product q·k (or what the softcap made of it)

@@ -97,7 +97,7 @@ struct VarlenForwardParams {
   int page_shift;
 };
 
-// sm90/decode/decode.cu. The maps of k and v are those of forward.
+// sm90/decode/{decode,narrow}.cu. The maps of k and v are those of forward.
 struct DecodeParams {
   TensorMap k_map, v_map;
   Operand q, k, v, out;
@@ -134,16 +134,15 @@ struct DeltaParams {
   const float* lse;               // (batch, heads_q, seqlen_q), contiguous …
   const float* dlse;              // … and the same, or null
   float* stats;                   // two numbers of each query, in rows of stats_rows queries of a head: see stats_step
-  float* dq_acc;                  // to be set to zero, unless there are turns; or null
+  float* dq_acc;                  // to be set to zero, unless there are semaphores; or null
   unsigned* semaphores;  // (batch, heads_q, num_q_blocks) counters, then more_semaphores: to be set to zero; or null
   // Of variable-length sequences, to be written; or null.
   void *key_list, *key_shares;  // (max_key_blocks) VisibleBlock, and KeyShares of them
   void *q_blocks, *k_blocks;    // (num_slots) VisibleBlock, one for each slot of kPaddedSlot queries, or keys
   ProblemParams problem;
   int stats_rows;  // seqlen_q rounded up to whole tiles
-  // Of query i of a head: lse * log2(e), for float32 lse, inf where nothing is seen, stands at stats[2 * stats_rows *
-  // head
-  // + stats_step * i], and delta stats_delta floats further.
+  // Of query i of a head, lse * log2(e) (for float32 lse; inf where nothing is seen) stands at
+  // stats[2 * stats_rows * head + stats_step * i], and delta stats_delta floats further.
   int stats_step, stats_delta;
   int num_q_blocks, more_semaphores;
   int padded_dim;  // columns of a row of dq_acc
@@ -268,7 +267,7 @@ struct TiledRowsParams {
   ProblemParams problem;
   int num_q_blocks, num_k_blocks;
   int heads_in_l2, stats_rows;  // heads_in_l2: query or kv heads whose blocks start longest first
-  int first_semaphore;          // of this gradient among turns
+  int first_semaphore;          // of this gradient among the semaphores
 };
 
 // portable/block_mask.cu.

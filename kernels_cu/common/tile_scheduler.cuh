@@ -1,5 +1,5 @@
-// Work: which block of rows (queries or keys) of which head a thread block computes. Thread blocks start in the order
-// of their index.
+// Work: which block of rows (queries or keys) of which head a thread block computes. Orders by work assume that thread
+// blocks begin about in the order of their index; nothing else depends on it.
 #pragma once
 #include "range.cuh"
 

@@ -50,8 +50,8 @@ struct RowSlots {
   int begin, end;  // rows of the second axis
   int first_slot, num_slots;
 
-  // The row_slots of a slot of `size` rows; that of a slot which the axis does not have is empty. All lanes of a warp
-  // ask together.
+  // The rows and slots of the sequence that has a slot of `size` rows; those of a slot which the axis does not have are
+  // empty. All lanes of a warp call together.
   __device__ static RowSlots of_slot(const Axis& axis, int slot, int size) {
     if (axis.cu_seqlens == nullptr) {
       const int blocks = (axis.rows + size - 1) / size, sequence = slot / blocks;
@@ -74,7 +74,7 @@ struct RowSlots {
 
   __device__ int num_rows() const { return end - begin; }
 
-  // The first row of a slot, within the row_slots: blocks in their order, or from the last one on.
+  // The first row of a slot, counted from `begin`: blocks in their order, or from the last one on.
   __device__ int row(int slot, int size) const { return (slot - first_slot) * size; }
   __device__ int row_from_end(int slot, int size) const { return (first_slot + num_slots - 1 - slot) * size; }
 };

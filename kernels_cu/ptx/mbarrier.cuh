@@ -15,7 +15,7 @@ __device__ __forceinline__ void mbarrier_arrive(unsigned barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives once for a warp that has read what it waited for. `leads` is true in one lane. why __syncwarp: L40, L41.
+// Arrives once for a warp that has read what it waited for. `is_leader` is true in one lane. why __syncwarp: L40, L41.
 __device__ __forceinline__ void mbarrier_arrive_warp(unsigned barrier, bool is_leader) {
   __syncwarp();
   if (is_leader) mbarrier_arrive(barrier);

@@ -2,7 +2,7 @@
 // keys of a sequence (splits), and the warps of a block those of each key tile.
 //
 //   s, p, o                     as in forward.cu, of all rows of the block with a warp's keys
-//   out = sum w o / sum w       over the warps, then over the splits: common/row_states.cuh
+//   out = sum w o / sum w sum   over the warps, then over the splits: common/row_states.cuh
 //
 // Roles    Every warp has all rows, and a quarter of the keys of each tile. All threads copy.
 // Ring     kStages tiles of k and of v, which cp.async fills: the next tile is fetched during the whole of this one.

@@ -13,7 +13,7 @@ constexpr bool kPaged = true;  // keys lie in pages. why no number: L50
 constexpr bool kPaged = false;
 #endif
 #ifdef CUFLASH_Q_STAGES
-constexpr bool kHasScheduler = kVarlen;  // whether a warp schedules work as it reads the lengths
+constexpr bool kHasScheduler = kVarlen;  // a warp reads lengths and schedules work tiles
 #else
 constexpr bool kHasScheduler = false;
 #endif

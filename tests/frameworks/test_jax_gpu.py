@@ -188,7 +188,7 @@ if FILE and program.exists():
     call = jax.jit(jax.export.deserialize(bytearray(program.read_bytes())).call)
 else:
     call = jax.jit(jax.grad(loss, (0, 1, 2)))
-shape = (2, 1024, 32, 64)  # more tiles than multiprocessors: counters hand them out
+shape = (2, 1024, 32, 64)  # more tiles than SMs: counters hand them out
 if FILE and not program.exists():
     checks = [jax.export.DisabledSafetyCheck.custom_call(f"cuflash_{op}") for op in ("forward", "backward")]
     made = jax.export.export(call, disabled_checks=checks)(*[jax.ShapeDtypeStruct(shape, jnp.bfloat16)] * 3)

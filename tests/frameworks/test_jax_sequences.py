@@ -108,13 +108,13 @@ def test_one_program_serves_all_lengths_and_splits(case: Sequences) -> None:
         check(given, *map(np.asarray, split(given, **splits)[0](*leaves, **varlen_kwargs)))
 
 
-def looped(function: Any, leaves: list[Any], varlen_kwargs: dict[str, Any], axes: Any, told_axes: Any) -> Any:
+def looped(function: Any, leaves: list[Any], varlen_kwargs: dict[str, Any], axes: Any, varlen_axes: Any) -> Any:
     """What vmap stands for."""
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
 
     def at(n: int) -> Any:
         one = [x if axis is None else jnp.take(x, n, axis) for x, axis in zip(leaves, axes, strict=True)]
-        return function(*one, {name: x[n] if told_axes[name] == 0 else x for name, x in varlen_kwargs.items()})
+        return function(*one, {name: x[n] if varlen_axes[name] == 0 else x for name, x in varlen_kwargs.items()})
 
     return jax.tree.map(lambda *x: jnp.stack(x), *map(at, range(size)))
 

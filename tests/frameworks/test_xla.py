@@ -50,6 +50,14 @@ def test_what_a_call_says_survives_its_attribute_and_that_of_other_versions_is_r
             Described.decode(other)
 
 
+def test_exported_programs_keep_the_name_that_block_masks_had() -> None:
+    static = STATIC._replace(names=("q", "k", "v", "mask_tiles"))
+    attribute = Described(static).encode().tobytes()
+    assert b'"cells"' in attribute
+    assert b"mask_tiles" not in attribute
+    assert Described.decode(attribute).static.names == static.names
+
+
 def raising(error: BaseException) -> Any:
     def run(call: ffi.Call) -> None:
         raise error

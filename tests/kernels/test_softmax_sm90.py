@@ -226,7 +226,7 @@ def test_nan_in_v_stays_near_and_comes_out_alike_in_each_run(
     tile: WarpgroupTile, dtype: str, window: tuple[int, int]
 ) -> None:
     seqlen, keys = 2500, [0, 200, 777, 1490]
-    # why so many blocks of queries: which of them a block of threads takes after which differs between runs.
+    # why so many blocks of queries: which of them a thread block takes after which differs between runs.
     case = case_of(tile, dtype, seqlen, seqlen, batch=4, heads=(8, 8), window_size=window)
     q, k, v = case.arrays()
     calm = run(q, k, v, tile=tile, **case.arguments())

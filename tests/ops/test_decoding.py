@@ -1,4 +1,4 @@
-"""Few queries over many keys on a GPU, which are shared out among blocks of threads: against float64.
+"""Few queries over many keys on a GPU, which are shared out among thread blocks: against float64.
 
 All of it runs on Hopper's own kernels, where the GPU has them, and on those for any GPU.
 """
@@ -200,7 +200,7 @@ def test_lengths_that_a_kernel_ahead_writes_last_are_those_that_count(
 
 
 def test_there_is_room_for_all_splits_that_the_device_makes(cupy: Any) -> None:
-    # Query blocks are a few more than four for each multiprocessor: there are about as many splits as there may be.
+    # Query blocks are a few more than four for each SM: there are about as many splits as there may be.
     num_sms = cupy.cuda.runtime.getDeviceProperties(0)["multiProcessorCount"]
     for batch, keys in ((num_sms + 1, 8193), (num_sms + 1, 8320), (num_sms // 2 + 3, 2500)):
         shapes = (batch, 1, 16, 64), (batch, keys, 4, 64), (batch, keys, 4, 64)

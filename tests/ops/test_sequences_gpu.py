@@ -16,8 +16,8 @@ from cuflash.testing.sequences import Sequences, check, check_gradients, gradien
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_memory_holds_nan")]
 # why heads of their own: with few keys, the query heads of a group are shared out, at head dims over 128 by the kernels
 # for any GPU.
-MANY = tuple(n * 37 % 150 for n in range(270))  # more sequences than a block of threads has threads
-FALLING = tuple(900 - 17 * n for n in range(50))  # more blocks of rows than a GPU has multiprocessors
+MANY = tuple(n * 37 % 150 for n in range(270))  # more sequences than a thread block has threads
+FALLING = tuple(900 - 17 * n for n in range(50))  # more blocks of rows than a GPU has SMs
 PACKED = Sequences("gpu", (700, 0, 1, 130, 65), (1000, 9, 0, 127, 129), heads=(2, 2), causal=True)
 CASES = [
     PACKED,
@@ -43,7 +43,7 @@ def test_gradients_agree_with_float64_at_several_tiles(
     cupy: Any, dims: tuple[int, int], case: Sequences, deterministic: bool
 ) -> None:
     given = made(replace(case, dims=dims))
-    # One key block of a block of threads, and as many as its tile says.
+    # One key block of a thread block, and as many as its tile says.
     for waves in (plan_backward.SHORT_WAVES, 0):
         with planned_with(plan_backward, SHORT_WAVES=waves):
             found = gradients(given, cupy, deterministic=deterministic)

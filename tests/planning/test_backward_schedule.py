@@ -186,7 +186,7 @@ def test_kernels_by_rows_take_key_blocks_that_are_few_if_two_blocks_share_each()
         made = backward(256, 256, dims=(1, seqlen, seqlen, 8, 1), **more)
         return made.launches[-1].variant.source == "sm90/backward/backward_rows.cu"
 
-    # half as many blocks as there are multiprocessors, or more: 33 key blocks, each for two, and 66
+    # half as many blocks as there are SMs, or more: 33 key blocks, each for two, and 66
     assert (goes_by_rows(33 * 128, causal=True), goes_by_rows(32 * 128, causal=True)) == (True, False)
     assert (goes_by_rows(66 * 128), goes_by_rows(65 * 128)) == (True, False)
 

@@ -115,7 +115,7 @@ def test_so_do_those_of_several_lengths_but_where_keys_lie_in_pages(op: str) -> 
         problem(masks.segments(IDS), op, varlen_kwargs={"cu_seqlens_q": (3,), "cu_seqlens_k": (3,)}), DEVICES["sm_90"]
     )
     assert [launch.variant.op for launch in packed.launches] == ["block_mask", op]
-    many = 2, 300, 500, 64  # why so many heads: keys are not shared among blocks of threads then
+    many = 2, 300, 500, 64  # why so many heads: keys are not shared among thread blocks then
     varlen_kwargs = {"page_table": (2, 3), "seqused_k": (2,)}
     paged = plan(problem(masks.segments(IDS), op, many, varlen_kwargs=varlen_kwargs), DEVICES["sm_90"])
     assert [launch.variant.op for launch in paged.launches] == [op]

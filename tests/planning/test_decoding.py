@@ -173,7 +173,7 @@ def test_blocks_of_threads_with_one_piece_of_work_have_kernels_that_begin_early(
         plan = made(batch=batch, **more)
         (launch,) = plan.launches
         tile = launch.variant.tile
-        assert tile.single == single, batch  # 132 multiprocessors, and 8 kv heads in each batch element
+        assert tile.single == single, batch  # 132 SMs, and 8 kv heads in each batch element
         assert not tile.single or not launch.counted
         assert 2 * (launch.variant.smem_bytes + 1024) <= DEVICES["sm_90"].smem_per_sm or not tile.single
     (launch,) = cuflash.plan((4, 1, 32, 128), (90, 64, 8, 128), (90, 64, 8, 128), dtype="bfloat16", device="sm_90",
@@ -211,7 +211,7 @@ def test_one_split_needs_no_memory_and_nobody_waits_for_others() -> None:
 def test_the_workspace_holds_all_splits_that_the_device_may_make() -> None:
     slots = launched(batch=300).fields["max_slots"]
     assert slots >= 8 * 132 + 300 * 8
-    assert launched(batch=4).fields["max_slots"] == 132  # each block of threads has one at most
+    assert launched(batch=4).fields["max_slots"] == 132  # each thread block has one at most
     assert made(batch=300).workspace_bytes == 4 * slots * 4 * (128 + 2)
 
 

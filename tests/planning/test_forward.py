@@ -40,7 +40,7 @@ def test_the_tile_is_chosen_by_the_keys_that_a_query_sees_on_average_under_a_mas
 
 def test_tiles_are_counted_where_blocks_take_several_of_different_lengths() -> None:
     for op in ("forward", "lse"):
-        for batch, several in ((33, False), (34, True)):  # 132 and 136 tiles for 132 multiprocessors
+        for batch, several in ((33, False), (34, True)):  # 132 and 136 tiles for 132 SMs
             dims = batch, 128, 256, 4, 4
             assert launched(op=op, dims=dims, causal=True).counted == several
             assert launched(op=op, dims=dims, window_size=(9, -1)).counted == several
@@ -94,7 +94,7 @@ def test_the_last_packed_sequences_of_wide_heads_that_make_up_one_wave_start_tog
         made = cuflash.plan(rows, rows, rows, dtype="bfloat16", device="sm_90", **varlen_kwargs, **more)
         return int(made.launches[0].fields["tail_parts"])
 
-    # Sequences with 132 query blocks, one a multiprocessor, and the rows behind them.
+    # Sequences with 132 query blocks, one an SM, and the rows behind them.
     assert parts(64, 256) == 5 + 1  # each has 2 x 16
     assert parts(32, 512) == parts(32, 500) == 3 + 1
     assert parts(16, 1024) == parts(32, 512, window_size=(99, 9), causal=False) - 1 == 3
@@ -139,7 +139,7 @@ def test_tiles_mods_fit_and_take_the_place_of_others_with_the_same_head_dims() -
     assert dims == {(row.head_dim, row.head_dim_v) for row in MOD_TILES}
     assert all(row.smem_bytes(2) <= H100.smem_per_block for row in MOD_TILES)
     assert not set(TILES) & set(MOD_TILES)
-    for head_dim in (64, 96, 128, 192, 256):  # each tile of the ring may belong to a piece of work of its own
+    for head_dim in (64, 96, 128, 192, 256):  # each tile of the ring may belong to a work tile of its own
         assert all(row.stages + 5 <= TILE_SLOTS for row in choose_mod_tiles("lse", head_dim, 1, MANY, False, False))
     assert choose_mod_tiles("forward", 257, 64, MANY, False, False) == ()
 

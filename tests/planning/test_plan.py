@@ -134,7 +134,7 @@ HEAD_DIMS = st.sampled_from([64, 8, 72, 96, 128, 136, 192, 200, 256, 1])
 
 @st.composite
 def cases(draw: st.DrawFn, op: str, arch: str) -> tuple[Problem, Device, tuple[str, ...]]:
-    """A problem, a GPU whose few multiprocessors are full of short problems, and the operands that are misaligned."""
+    """A problem, a GPU whose few SMs are full of short problems, and the operands that are misaligned."""
     device = replace(DEVICES[arch], num_sms=draw(st.sampled_from([1, 2, 5, 132])))
     heads_kv, group = draw(st.sampled_from([(1, 1), (2, 1), (3, 1), (2, 3), (1, 4), (1, 7)]))
     dims = draw(st.sampled_from([1, 2, 3, 1, 2, 0])), draw(LENGTHS), draw(LENGTHS), heads_kv * group, heads_kv

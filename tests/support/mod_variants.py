@@ -73,7 +73,7 @@ def paged(arrays: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return arrays, {"page_table": pages, "seqused_k": np.full(len(pages), arrays[1].shape[1], np.int32)}
 
 
-# Few queries over many keys, whose blocks of threads share them: the queries of 8 heads, and their lengths.
+# Few queries over many keys, whose thread blocks share them: the queries of 8 heads, and their lengths.
 FEW: tuple[tuple[int, dict[str, Any]], ...] = ((1, {}), (1, {"num_splits": 2}), (8, {}))
 OF_FEW = (alibi, 128), (sinks_of(), 64)
 

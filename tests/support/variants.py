@@ -30,7 +30,7 @@ DTYPES = tuple(TILES)
 # Numbers of keys between which the choice of a Hopper tile changes, and more than any of them.
 KEYS = (8, *sorted({tile.max_keys + 9 for tile in tiles_sm90.TILES if tile.max_keys is not None}))
 
-# Of backward on Hopper: blocks of threads share the query heads of a key block.
+# Of backward on Hopper: thread blocks share the query heads of a key block.
 SHARED_HEADS = {"group": 16, "queries": 512}
 SHARED_ROWS = SHARED_HEADS | {"keys": 128 * 100}  # where kernels go by rows: almost a wave of key blocks
 
@@ -66,7 +66,7 @@ def problem_of(
     """A causal problem of these head dims and keys.
 
     group: query heads of the kv head. packed: the rows are one sequence of several, whose lengths are on the device.
-    used: some of the keys are used. paged: the same, and they lie in a page. shared: blocks of threads may share keys,
+    used: some of the keys are used. paged: the same, and they lie in a page. shared: thread blocks may share keys,
     as they may with `used`. splits: how many do then, or 0.
     """
     if op == "merge":
@@ -79,7 +79,7 @@ def problem_of(
         specs += [specs[0]._replace(shape=(1, queries, group, head_dim_v)).with_packed_strides()] * 2
         specs[4] = specs[4]._replace(dtype=arguments.pop("out_dtype", None) or dtype)
     options = Options(**{"causal": True, "deterministic": deterministic} | arguments)
-    if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among blocks of threads
+    if op == "forward":  # why one split, as a rule: many keys of one head would be shared out among thread blocks
         options = options._replace(num_splits=splits if used or shared else 1)
     given: list[ArraySpec | None] = [*specs[:2]] if op == "lse" else [*specs]
     if packed or used or paged:

@@ -1,4 +1,4 @@
-"""What the blocks of threads of a plan do, worked out on the host in the way of the kernels.
+"""What the thread blocks of a plan do, worked out on the host in the way of the kernels.
 
 `tests/planning/test_walks.py` compares the functions that have the names of `kernels_cu/common/tile_scheduler.cuh` with
 that header. The walks below repeat the `*scheduler.cuh` headers of both families, `portable/delta.cu` and

@@ -36,7 +36,7 @@ _Buffer = _struct("_Buffer", **_HEAD, dtype=_INT, data=_POINTER, rank=_INT64, di
 _Buffers = _struct("_Buffers", **_HEAD, size=_INT64, types=_POINTER, items=_POINTER)
 _Array = _struct("_Array", dtype=_INT, size=_SIZE, data=_POINTER)
 _Attributes = _struct("_Attributes", **_HEAD, size=_INT64, types=_POINTER, names=_POINTER, values=_POINTER)
-_Query = _struct("_Asked", **_HEAD, context=_POINTER, answer=_POINTER)  # for Stream_Get and DeviceOrdinal_Get
+_Query = _struct("_Query", **_HEAD, context=_POINTER, answer=_POINTER)  # for Stream_Get and DeviceOrdinal_Get
 _Create = _struct("_Create", **_HEAD, message=ctypes.c_char_p, code=_INT)
 _Error = _struct("_Error", **_HEAD, error=_POINTER, message=ctypes.c_char_p)
 _FUNCTION = ctypes.PYFUNCTYPE(_POINTER, _POINTER)  # why PYFUNCTYPE: they return at once, as in driver.py

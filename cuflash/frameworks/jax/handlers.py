@@ -39,7 +39,6 @@ from .mod_attributes import Functions
 
 FORWARD, BACKWARD = "cuflash_forward", "cuflash_backward"  # names of the targets in XLA
 OPS = {FORWARD: PUBLIC["forward"], BACKWARD: PUBLIC["backward"]}
-# The operands that tell where sequences lie and how long they are, in their order.
 _LIKE_LSE = frozenset(x.name for op in OPS.values() for x in op.operands if x.axes == LSE_AXES)
 _NAMES = {row.xla: name for name, row in DTYPES.items()} | dict(
     enumerate(("bool", "int8", "int16", INTEGERS, "int64", "uint8", "uint16", "uint32", "uint64"), 1)

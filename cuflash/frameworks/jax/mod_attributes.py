@@ -41,7 +41,7 @@ class Functions:
     def __repr__(self) -> str:
         mod_spec = self.mod_spec
         parts = {"score": mod_spec.score, "mask": mod_spec.mask, "sinks": mod_spec.has_sinks, "dropout": mod_spec.drops}
-        return f"<own {', '.join(name for name, part in parts.items() if part not in (None, False))}>"
+        return f"<mods {', '.join(name for name, part in parts.items() if part not in (None, False))}>"
 
     def encoded(self) -> list[Any]:
         """This as lists of numbers and strings: the nodes, each after its arguments, then the other fields."""

@@ -174,7 +174,8 @@ def _of_arrays(graph: Graph, arrays: list[Any]) -> Graph:
     return Graph(root, tuple(captured), digest([root], captured))
 
 
-# The function with gradients, as in `jax.py`. Gradients are made of those arrays alone that are differentiated.
+# The function with gradients, as in `jax/__init__.py`. Gradients are made of those arrays alone that are
+# differentiated.
 
 
 def _name(mod_spec: ModSpec, number: int) -> str:

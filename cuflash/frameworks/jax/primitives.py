@@ -268,7 +268,8 @@ def _in_turn(
 
 
 def _mask_tiles(mask_tiles: Any, axis: int | None, size: int, length: int, mapped_axis: int, is_outer: bool) -> Any:
-    """The cells of a block mask whose axis `mapped_axis`, of batch or heads, becomes `size` times as long as `length`.
+    """The mask tiles of a block mask whose axis `mapped_axis`, of batch or heads, becomes `size` times as long as
+    `length`.
 
     axis: where they have the new axis, if at all. is_outer: whether it stands before the axis that it joins.
     """

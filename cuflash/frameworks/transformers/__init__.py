@@ -196,7 +196,7 @@ class _Layer(NamedTuple):
 
     @property
     def is_of_heads(self) -> bool:
-        """Whether nothing is said of single rows, which have other numbers where sequences are packed."""
+        """Returns whether all rows may be packed: no argument is of single rows, whose numbers packing would change."""
         return self.bias is None and (self.sink is None or self.sink.dim() == 1)
 
     def whole(self, **masks: Any) -> torch.Tensor:

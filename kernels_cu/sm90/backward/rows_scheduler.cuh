@@ -35,7 +35,7 @@ __device__ __forceinline__ int heads_of_columns(const ProblemParams& p) { return
 // Thread blocks that share the heads of a block of rows. why no more: the sum of two has the same bits in either order.
 constexpr int kSharers = kSharesHeads ? 2 : 1;
 
-// The number of this thread block' block of rows.
+// The number of the block of rows of this thread block.
 __device__ __forceinline__ unsigned number_of_rows() {
   unsigned number = blockIdx.x / kSharers;
   if (kSharesHeads) asm volatile("" : "+r"(number));  // why: what is found again is not kept

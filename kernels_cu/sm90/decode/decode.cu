@@ -5,7 +5,7 @@
 //   out = sum w o / sum w sum   over the splits: common/row_states.cuh
 //
 // Roles    As in forward.cu, with one warpgroup that computes; q is copied by cp.async.
-// Splits   Their rows of o and lse lie in memory. The block whose split ends last merges them, in their order.
+// Splits   Their o, sums and shifts lie in memory. The block whose split ends last merges them, in their order.
 // Barriers As in forward.cu for varlen, with one barrier `requested`, and kMerge instead of kIssue.
 #include "../forward/mainloop.cuh"
 #include "epilogue.cuh"

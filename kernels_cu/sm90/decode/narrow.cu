@@ -2,7 +2,7 @@
 // rows.
 //
 //   s = q kᵀ, o += p v          mma.sync, over a warp's keys: a quarter of each key tile
-//   out = sum w o / sum w       over the warps, then over the splits, w = exp(lse - the largest of them)
+//   out = sum w o / sum w sum   over the warps, then over the splits: common/row_states.cuh
 //
 // Roles    As in decode.cu.
 // Barriers As in decode.cu.

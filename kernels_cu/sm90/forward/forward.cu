@@ -11,11 +11,11 @@
 //   scheduler     | the next work tile ⟂ requested | …
 //   tensor cores  | s = q k(n)ᵀ | o += p(n+1) v(n+1) ────────── | s = q k(n-1)ᵀ | …
 //   consumer      | issue both ⟂ kv_full | ⟂ s | p(n), its sums | ⟂ o | pack p(n) | …    2 or 3 of them, out of phase
-//   between tiles | s of the next tile's first keys, o += p v of the last | its p | ⟂ o | rows of out → smem → TMA, lse
+//   between work  | s of the next work tile's first keys, o += p v of the last | its p | ⟂ o | out → smem → TMA, lse
 //   Without kNextScoresFirst that p v goes before that s, and out is stored beside the s.
 //
 // Roles    warpgroup 0: producer.cuh, varlen_producer.cuh
-//            warp 0               copies k and v; in pages, k alone. It schedules dense work tiles without a mask_mod
+//            warp 0               copies k and v; in pages, k alone. It schedules dense work tiles that are not sparse
 //            warps 1 … kQueryWarps copy q
 //            warp 2               copies v, if keys lie in pages
 //            warp 3               schedules work tiles, if varlen or block-sparse (scheduler.cuh, varlen_scheduler.cuh)
